@@ -1,0 +1,39 @@
+# make demo   sets up .venv and runs the main job
+# make test   sets up .venv and runs the tests
+# make check  lint, format and types
+# make bench  the CPU benchmark
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: demo test check bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,demo]"
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,demo,dev]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/neuron-moe demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(DEV_STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/neuron-moe bench cpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
