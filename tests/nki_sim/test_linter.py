@@ -1,0 +1,241 @@
+"""Planted dialect faults are found by rule and line; the accepted twins are clean."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nki_sim import linter
+
+HEADER = """\
+import nki
+import nki.isa as nisa
+import nki.language as nl
+from nki.language import NKIObject
+
+@nki.jit
+def kernel(x, n):
+"""
+FAULT_LINE = HEADER.count("\n") + 1
+
+# (rule, faulty body, accepted twin); both are bodies of `kernel`, the fault is in the first line.
+BODIES = {
+    "try": ("NKI001", "try:\n    y = 1\nexcept ValueError:\n    y = 2", "y = 1"),
+    "raise": ("NKI002", "raise ValueError('n')", "assert n == 1, 'n'"),
+    "del": ("NKI003", "del x", "x = None"),
+    "global": ("NKI004", "global counter", "counter = 1"),
+    "import": ("NKI005", "import numpy", "y = nl.add"),
+    "lambda": ("NKI006", "f = lambda y: y", "f = nl.add"),
+    "list-comprehension": (
+        "NKI007",
+        "y = [i for i in range(n)]",
+        "y = []\nfor i in range(n):\n    y.append(i)",
+    ),
+    "dict-comprehension": ("NKI007", "y = {str(i): i for i in range(n)}", "y = {'a': 1}"),
+    "generator": ("NKI008", "y = tuple(i for i in range(n))", "y = tuple([1, 2])"),
+    "yield": ("NKI008", "yield x", "return x"),
+    "match": ("NKI009", "match n:\n    case 1:\n        pass", "if n == 1:\n    pass"),
+    "starred-call": ("NKI010", "y = kernel(*x)", "y = kernel(x, 1)"),
+    "double-star-call": ("NKI010", "y = kernel(**x)", "y = kernel(x=x, n=1)"),
+    "starred-target": ("NKI010", "a, *b = x", "a, b = x"),
+    "dict-unpack": ("NKI010", "y = {**x}", "y = x.copy()"),
+    "for-else": (
+        "NKI012",
+        "for i in range(n):\n    pass\nelse:\n    y = 1",
+        "for i in range(n):\n    pass",
+    ),
+    "while-else": (
+        "NKI012",
+        "while n > 1:\n    n -= 1\nelse:\n    y = 1",
+        "while n > 1:\n    n -= 1",
+    ),
+    "matmul-operator": ("NKI013", "y = x @ x", "y = n * n"),
+    "matmul-augmented": ("NKI013", "x @= x", "n *= n"),
+    "is-value": ("NKI016", "y = x is n", "y = x == n"),
+    "chained-in": ("NKI018", "y = 1 in x in x", "y = 1 in x"),
+    "walrus": ("NKI020", "y = (z := 1)", "z = 1"),
+    "with-open": ("NKI022", "with open('f'):\n    pass", "with nl.no_reorder():\n    pass"),
+    "with-as": (
+        "NKI022",
+        "with nl.no_reorder() as r:\n    pass",
+        "with nl.no_reorder():\n    pass",
+    ),
+    "with-two-items": (
+        "NKI022",
+        "with nl.no_reorder(), nl.no_reorder():\n    pass",
+        "with nl.no_reorder():\n    with nl.no_reorder():\n        pass",
+    ),
+    "builtin-sorted": ("NKI023", "y = sorted(x)", "y = max(1, 2)"),
+    "builtin-getattr": ("NKI023", "y = getattr(x, 'shape')", "y = x.shape"),
+    "inner-function": (
+        "NKI024",
+        "def inner(y):\n    pass",
+        "def inner(y):\n    pass\nnl.fori_loop(0, n, inner)",
+    ),
+    "int-key": ("NKI027", "y = {1: 2}", "y = {'1': 2}"),
+    "wide-int": ("NKI028", "y = 0x100000000", "y = 0xFFFFFFFF"),
+    "bytes": ("NKI029", "y = b'a'", "y = 'a'"),
+    "complex": ("NKI029", "y = 1j", "y = 1.0"),
+    "nested-class": ("NKI030", "class Inner(NKIObject):\n    pass", "y = NKIObject()"),
+    "set": ("NKI031", "y = {1, 2}", "y = [1, 2]"),
+}
+
+
+def lint_body(body: str, dialect: linter.Dialect = "parser") -> list[linter.Finding]:
+    return linter.lint_source(
+        HEADER + textwrap.indent(body, "    ") + "\n", "k.py", dialect=dialect
+    )
+
+
+@pytest.mark.parametrize(("rule", "faulty", "clean"), BODIES.values(), ids=BODIES.keys())
+def test_a_planted_fault_is_found_at_its_line_and_its_twin_is_clean(
+    rule: str, faulty: str, clean: str
+) -> None:
+    found = [(finding.rule, finding.line, finding.severity) for finding in lint_body(faulty)]
+    assert (rule, FAULT_LINE, "error") in found
+    assert lint_body(clean) == []
+
+
+MODULES = {
+    "foreign-decorator": ("NKI011", "@functools.cache\n@nki.jit\ndef kernel(x):\n    pass\n"),
+    "varargs": ("NKI014", "@nki.jit\ndef kernel(*x):\n    pass\n"),
+    "keyword-varargs": ("NKI014", "@nki.jit\ndef kernel(**x):\n    pass\n"),
+    "keyword-only": ("NKI015", "@nki.jit\ndef kernel(x, *, n):\n    pass\n"),
+    "positional-only": ("NKI015", "@nki.jit\ndef kernel(x, /, n):\n    pass\n"),
+    "async": ("NKI008", "@nki.jit\nasync def kernel(x):\n    pass\n"),
+    "second-base": ("NKI021", "class Plan(NKIObject, dict):\n    pass\n"),
+    "method-of-record": (
+        "NKI006",
+        "class Plan(NKIObject):\n    def f(self):\n        return lambda: 1\n",
+    ),
+    "reached-helper": (
+        "NKI002",
+        "@nki.jit\ndef kernel(x):\n    helper(x)\ndef helper(x):\n    raise x\n",
+    ),
+    "instruction-without-jit": (
+        "NKI006",
+        "def stage(x):\n    nisa.memset(x, 0)\n    return lambda: 1\n",
+    ),
+    "instruction-by-name": (
+        "NKI006",
+        "def stage(x):\n    core_barrier(x, 0)\n    return lambda: 1\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rule", "module"), MODULES.values(), ids=MODULES.keys())
+def test_a_fault_of_signature_class_or_helper_is_found(rule: str, module: str) -> None:
+    header = HEADER.partition("@nki.jit")[0] + "from nki.isa import core_barrier\n"
+    assert [finding.rule for finding in linter.lint_source(header + module)] == [rule]
+
+
+JUMPS = {
+    "break-of-dynamic-for": ("for i in nl.dynamic_range(x):\n    break", ["NKI025"]),
+    "return-from-dynamic-for": ("for i in nl.dynamic_range(x):\n    return", ["NKI025"]),
+    "continue-of-inner-static-for": (
+        "for i in nl.dynamic_range(x):\n    for j in range(n):\n        continue",
+        [],
+    ),
+    "break-of-outer-static-for": ("for j in range(n):\n    break", []),
+    "dynamic-in-no-reorder": (
+        "with nl.no_reorder():\n    for i in nl.dynamic_range(x):\n        pass",
+        ["NKI026"],
+    ),
+    "no-reorder-in-dynamic": (
+        "for i in nl.dynamic_range(x):\n    with nl.no_reorder():\n        pass",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "rules"), JUMPS.values(), ids=JUMPS.keys())
+def test_dynamic_loops_may_not_be_left_nor_ordered(body: str, rules: list[str]) -> None:
+    errors = [finding.rule for finding in lint_body(body) if finding.severity == "error"]
+    assert errors == rules
+
+
+def test_forms_that_the_parser_tolerates_are_warnings_and_house_errors() -> None:
+    identity, membership = "y = x is not None", "y = n in (1, 2)"
+    assert [(f.rule, f.severity) for f in lint_body(identity)] == [("NKI017", "warning")]
+    assert lint_body(membership) == []
+    assert [(f.rule, f.severity) for f in lint_body(identity, "house")] == [("NKI017", "error")]
+    assert [(f.rule, f.severity) for f in lint_body(membership, "house")] == [("NKI019", "error")]
+    assert [f.rule for f in lint_body("for i, j in zip(x, x):\n    pass", "house")] == ["NKI032"]
+
+
+def test_a_name_that_hides_a_builtin_is_not_taken_for_it() -> None:
+    assert lint_body("sum = 1\ny = sum + 1") == []
+
+
+def test_host_functions_may_use_all_of_python_unless_everything_is_checked() -> None:
+    module = "def check(n):\n    if n not in {1, 2}:\n        raise ValueError(f'n={n}')\n"
+    assert linter.lint_source(module) == []
+    assert {f.rule for f in linter.lint_source(module, everything=True)} == {
+        "NKI002",
+        "NKI023",
+        "NKI031",
+    }
+
+
+def test_the_message_names_file_line_construct_reason_and_way_out() -> None:
+    (finding,) = lint_body("f = lambda y: y")
+    assert str(finding) == (
+        f"k.py:{FAULT_LINE}:9: error NKI006 lambda: there are no anonymous functions. "
+        "Use a named function of the module."
+    )
+
+
+def test_text_that_is_no_python_is_one_finding() -> None:
+    (finding,) = linter.lint_source("def f(:\n", "bad.py")
+    assert (finding.rule, finding.path, finding.line) == ("NKI000", "bad.py", 1)
+
+
+def test_an_unknown_dialect_is_refused() -> None:
+    with pytest.raises(ValueError, match="dialect='loose': must be 'parser' or 'house'"):
+        linter.lint_source("", dialect="loose")  # type: ignore[arg-type]
+
+
+def helper_with_raise(n: int) -> None:
+    raise ValueError(n)
+
+
+def clean_function(n: int) -> int:
+    return n + 1
+
+
+def function_that_reaches_a_fault(n: int) -> int:
+    helper_with_raise(n)
+    return clean_function(n)
+
+
+def test_a_function_object_is_followed_into_what_it_calls() -> None:
+    assert linter.lint_kernel(clean_function) == []
+    rules = {(f.rule, Path(f.path).name) for f in linter.lint_kernel(function_that_reaches_a_fault)}
+    assert ("NKI002", Path(__file__).name) in rules
+    raise_line = helper_with_raise.__code__.co_firstlineno + 1
+    assert raise_line in {
+        f.line for f in linter.lint_kernel(helper_with_raise) if f.rule == "NKI002"
+    }
+
+
+def test_only_functions_with_source_are_linted() -> None:
+    with pytest.raises(TypeError, match="must be a Python function"):
+        linter.lint_kernel(3)  # type: ignore[arg-type]
+
+
+def test_the_command_prints_findings_and_fails_on_errors(tmp_path: Path) -> None:
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(HEADER + "    f = lambda y: y\n")
+    clean = tmp_path / "clean.py"
+    clean.write_text(HEADER + "    return x\n")
+    command = [sys.executable, "-m", "nki_sim.linter"]
+    failed = subprocess.run(
+        [*command, str(clean), str(faulty)], capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 1
+    assert failed.stdout.startswith(f"{faulty}:{FAULT_LINE}:9: error NKI006")
+    assert subprocess.run([*command, str(clean)], check=False).returncode == 0
