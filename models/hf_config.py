@@ -1,0 +1,114 @@
+"""Read a Hugging Face config.json strictly: every key is read, ignored on purpose, or an error.
+
+A model's `from_hf` creates a `ConfigReader`, asks it for each key by name and type, and calls
+`finish()`, which raises for whatever nobody asked for. A misspelt key never loads as a default.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from neuron_moe.errors import UnknownKeyError
+
+T = TypeVar("T", int, float, bool, str)
+
+# Keys that every transformers config may carry and that change nothing in inference.
+BOOKKEEPING_KEYS = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+
+
+class ConfigReader:
+    """Hand out the keys of one mapping and remember which were asked for."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{where}={values!r}: must be a mapping of Hugging Face keys.")
+        self._values = values
+        self._where = where
+        self._known: set[str] = set()
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """Return `key` as `kind`; without a default, an absent or null key is an error.
+
+        Raises:
+            ValueError: the key is missing or of another type.
+        """
+        value = self.get_optional(key, kind)
+        if value is not None:
+            return value
+        if default is None:
+            raise ValueError(self._missing(key, kind))
+        return default
+
+    def get_optional(self, key: str, kind: type[T]) -> T | None:
+        """Return `key` as `kind`, or None where it is absent or null."""
+        value = self.get_raw(key)
+        if value is None:
+            return None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return kind(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(
+                f"{self._where}: {key}={value!r}: must be {kind.__name__}, not"
+                f" {type(value).__name__}. Correct the value in config.json."
+            )
+        return value
+
+    def get_token_ids(self, key: str) -> tuple[int, ...]:
+        """Return a key that is null, one token id or a list of them as a tuple."""
+        value = self.get_raw(key)
+        ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise ValueError(
+                f"{self._where}: {key}={value!r}: must be a token id or a list of token ids."
+                " Correct the value in config.json."
+            )
+        return ids
+
+    def get_raw(self, key: str) -> Any:
+        """Return `key` as it stands, or None where it is absent; the caller checks it."""
+        self._known.add(key)
+        return self._values.get(key)
+
+    def require(self, key: str, expected: T) -> None:
+        """Raise ValueError unless `key` is absent or has the one value the model implements."""
+        value = self.get(key, type(expected), expected)
+        if value != expected:
+            raise ValueError(
+                f"{self._where}: {key}={value!r}: must be {expected!r}; nothing else is"
+                " implemented for this architecture. Correct the value in config.json."
+            )
+
+    def ignore(self, *keys: str) -> None:
+        """List keys that are known and change nothing here."""
+        self._known.update(keys)
+
+    def finish(self) -> None:
+        """Raise UnknownKeyError for the keys nobody read, each with its nearest known name."""
+        unknown = [key for key in self._values if key not in self._known]
+        if not unknown:
+            return
+        hints = []
+        for key in unknown:
+            near = difflib.get_close_matches(key, sorted(self._known), n=1, cutoff=0.75)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hints.append(f"{key}={self._values[key]!r}{hint}")
+        raise UnknownKeyError(
+            f"{self._where}: unknown key {', '.join(hints)}: a key that is not understood may"
+            " change the result. Correct the name or remove the key."
+        )
+
+    def _missing(self, key: str, kind: type) -> str:
+        unread = [name for name in self._values if name not in self._known]
+        near = difflib.get_close_matches(key, unread, n=1, cutoff=0.75)
+        hint = f" Did you mean it by {near[0]!r}?" if near else ""
+        return (
+            f"{self._where}: {key} is missing: this {kind.__name__} is a fact of the checkpoint."
+            f"{hint} Add it to config.json."
+        )

@@ -1,0 +1,168 @@
+"""Rotary position embedding, plain and YaRN, in the conventions of Hugging Face checkpoints.
+
+YaRN: B. Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models",
+arXiv 2309.00071, sections 3.2 (frequencies blended by wavelength) and 3.4 (attention factor).
+Ramp, truncation and defaults are those of transformers' `modeling_rope_utils.py`; the tests
+compare with it bit for bit.
+
+Letters: U sequences, S positions, N heads, D head size, d = D / 2 frequencies.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe.models.hf_config import ConfigReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Facts of a rotary embedding.
+
+    Attributes:
+        theta: base of the geometric series of frequencies.
+        kind: "default" or "yarn"; the fields below matter for "yarn" only.
+        factor: by how much the context grew over `original_max_position_embeddings`.
+        beta_fast: rotations over the original context above which a frequency is kept.
+        beta_slow: rotations below which a frequency is divided by `factor`.
+        truncate: round the ends of the blend outward to whole dimensions.
+        attention_factor: scale of cos and sin; None derives it from `factor` and the mscales.
+        mscale: with `mscale_all_dim`, another way to state the attention factor (DeepSeek).
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("default", "yarn"):
+            raise ValueError(
+                f"rope_type={self.kind!r}: must be 'default' or 'yarn'. No other scaling is"
+                " implemented; add it to models/rope.py."
+            )
+        if self.theta <= 1:
+            raise ValueError(f"rope_theta={self.theta}: must be larger than 1. Correct it.")
+        if self.kind == "yarn" and (self.factor < 1 or self.original_max_position_embeddings < 1):
+            raise ValueError(
+                f"factor={self.factor}, original_max_position_embeddings="
+                f"{self.original_max_position_embeddings}: YaRN needs both to be at least 1."
+                " Correct the rope section of config.json."
+            )
+
+    @classmethod
+    def from_hf(cls, reader: ConfigReader, *, default_theta: float | None = None) -> "RopeConfig":
+        """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4).
+
+        Args:
+            reader: the whole config.json; the three keys above are read from it.
+            default_theta: what the architecture takes where neither spelling names a base.
+
+        Raises:
+            ValueError: two sections that differ, no base, an unknown key or rope type.
+        """
+        scaling, parameters = reader.get_raw("rope_scaling"), reader.get_raw("rope_parameters")
+        theta = reader.get_optional("rope_theta", float)
+        if scaling and parameters and scaling != parameters:
+            raise ValueError(
+                f"rope_scaling={scaling!r}, rope_parameters={parameters!r}: the two spellings"
+                " disagree. Keep one of them."
+            )
+        section: Mapping[str, Any] = parameters or scaling or {}
+        fields = ConfigReader(section, "rope_parameters" if parameters else "rope_scaling")
+        kind = fields.get_optional("rope_type", str) or fields.get("type", str, "default")
+        fields.ignore("type")  # transformers 4.55 wrote both names
+        theta = fields.get_optional("rope_theta", float) or theta or default_theta
+        if theta is None:
+            raise ValueError(
+                "rope_theta is missing: the base of the rotary embedding is a fact of the"
+                " checkpoint. Add it to config.json."
+            )
+        config = cls(theta=theta, kind=kind, **_yarn_fields(fields) if kind == "yarn" else {})
+        fields.finish()
+        return config
+
+
+def _yarn_fields(fields: ConfigReader) -> dict[str, Any]:
+    truncate = fields.get_optional("truncate", bool)
+    return {
+        "factor": fields.get("factor", float),
+        "original_max_position_embeddings": fields.get("original_max_position_embeddings", int),
+        "beta_fast": fields.get_optional("beta_fast", float) or 32.0,
+        "beta_slow": fields.get_optional("beta_slow", float) or 1.0,
+        "truncate": True if truncate is None else truncate,
+        "attention_factor": fields.get_optional("attention_factor", float),
+        "mscale": fields.get_optional("mscale", float),
+        "mscale_all_dim": fields.get_optional("mscale_all_dim", float),
+    }
+
+
+def rope_frequencies(
+    config: RopeConfig, head_size: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, float]:
+    """Return inverse frequencies `[D / 2]` float32 in radians, and the scale of cos and sin."""
+    exponent_d = torch.arange(0, head_size, 2, device=device).float() / head_size
+    wavelength_d = config.theta**exponent_d
+    if config.kind == "default":
+        return 1.0 / wavelength_d, 1.0
+    low, high = _blend_range(config, head_size)
+    ramp_d = torch.arange(head_size // 2, dtype=torch.float32, device=device)
+    kept_d = 1 - ((ramp_d - low) / (high - low)).clamp(0, 1)
+    interpolated_d = 1.0 / (config.factor * wavelength_d)
+    return interpolated_d * (1 - kept_d) + (1.0 / wavelength_d) * kept_d, _attention_factor(config)
+
+
+def rope_tables(config: RopeConfig, head_size: int, positions_US: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin `[U, S, D / 2]` float32 of positions counted within each sequence."""
+    frequencies_d, scale = rope_frequencies(config, head_size, positions_US.device)
+    angle_USd = positions_US[..., None].float() * frequencies_d
+    return angle_USd.cos() * scale, angle_USd.sin() * scale
+
+
+def apply_rope(x_USND: Tensor, cos_USd: Tensor, sin_USd: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D / 2) of every head, in float32; return x's dtype.
+
+    Args:
+        x_USND: [U, S, N, D] queries or keys.
+        cos_USd: [U, S, D / 2] from `rope_tables`.
+        sin_USd: [U, S, D / 2].
+    """
+    first, second = x_USND.float().chunk(2, dim=-1)
+    cos, sin = cos_USd[:, :, None], sin_USd[:, :, None]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x_USND.dtype)
+
+
+def _blend_range(config: RopeConfig, head_size: int) -> tuple[float, float]:
+    """Return the dimensions between which frequencies go from kept to interpolated."""
+    context, base = config.original_max_position_embeddings, math.log(config.theta)
+
+    def dimension_of(rotations: float) -> float:
+        return head_size * math.log(context / (rotations * 2 * math.pi)) / (2 * base)
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    return low, high if high != low else high + 0.001  # a step, not a division by zero
+
+
+def _attention_factor(config: RopeConfig) -> float:
+    def growth(mscale: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return growth(config.mscale) / growth(config.mscale_all_dim)
+    return growth(1.0)

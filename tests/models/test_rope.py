@@ -1,0 +1,88 @@
+"""Rotary frequencies and rotation against transformers, bit for bit."""
+
+import pytest
+import torch
+from transformers import GptOssConfig as ReferenceConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
+
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.rope import RopeConfig, apply_rope, rope_frequencies, rope_tables
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+VARIANTS = {
+    "published": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "truncated": {**YARN, "truncate": True},
+    "truncate-left-out": YARN,
+    "short-context": {**YARN, "factor": 8.0, "original_max_position_embeddings": 16},
+    "narrow-blend": {**YARN, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},
+    "given-attention-factor": {**YARN, "attention_factor": 0.75},
+    "mscales": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.7},
+    "factor-one": {**YARN, "factor": 1.0},
+}
+
+
+def read(config: dict[str, object]) -> RopeConfig:
+    return RopeConfig.from_hf(ConfigReader(config, "config.json"))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_yarn_frequencies_are_those_of_transformers(variant: str, head_dim: int) -> None:
+    parameters = {**VARIANTS[variant], "rope_theta": 150000.0}
+    reference = ReferenceConfig(head_dim=head_dim, rope_parameters=dict(parameters))
+    expected, expected_scale = ROPE_INIT_FUNCTIONS["yarn"](reference)
+    frequencies, scale = rope_frequencies(read({"rope_parameters": parameters}), head_dim)
+    assert torch.equal(frequencies, expected)
+    assert scale == expected_scale
+
+
+def test_plain_frequencies_are_the_geometric_series() -> None:
+    frequencies, scale = rope_frequencies(read({"rope_theta": 10000}), 8)
+    assert torch.allclose(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    assert scale == 1.0
+
+
+def test_rotation_is_that_of_transformers() -> None:
+    config = read({"rope_scaling": VARIANTS["published"], "rope_theta": 150000})
+    positions = torch.tensor([[0, 1, 2, 127, 128], [3, 4096, 5000, 100000, 131071]])
+    cos, sin = rope_tables(config, 64, positions)
+    query, key = torch.randn(2, 5, 4, 64), torch.randn(2, 5, 2, 64)
+    expected = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+    assert torch.equal(apply_rope(query, cos, sin), expected[0])
+    assert torch.equal(apply_rope(key, cos, sin), expected[1])
+
+
+def test_both_spellings_read_alike() -> None:
+    old = read({"rope_scaling": VARIANTS["published"], "rope_theta": 150000})
+    new = read({"rope_parameters": {**VARIANTS["published"], "rope_theta": 150000.0}})
+    assert old == new
+
+
+BAD = {
+    "unknown-type": ({"rope_scaling": {"rope_type": "yam"}, "rope_theta": 1e4}, "rope_type='yam'"),
+    "no-base": ({"rope_scaling": YARN}, "rope_theta is missing"),
+    "no-factor": ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4}, "factor is missing"),
+    "misspelt": (
+        {"rope_scaling": {**YARN, "beta_fats": 3.0}, "rope_theta": 1e4},
+        "beta_fats=3.0 .did you mean 'beta_fast'",
+    ),
+    "yarn-key-on-plain": (
+        {"rope_scaling": {"rope_type": "default", "factor": 2.0}, "rope_theta": 1e4},
+        "factor=2.0",
+    ),
+    "shrinking": ({"rope_scaling": {**YARN, "factor": 0.5}, "rope_theta": 1e4}, "factor=0.5"),
+    "small-base": ({"rope_theta": 1.0}, "rope_theta=1.0: must be larger than 1"),
+    "two-sections": (
+        {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}},
+        "the two spellings disagree",
+    ),
+    "wrong-type": ({"rope_theta": "10000"}, "rope_theta='10000': must be float, not str"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_rope_sections_are_refused_by_name(case: str) -> None:
+    config, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        read(config)
