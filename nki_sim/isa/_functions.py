@@ -1,0 +1,283 @@
+"""The operators and activation functions of the engines as functions of float32 arrays.
+
+Sources: aws-neuron-sdk, nki/api/nki.api.shared.rst (operator and activation tables). The guide
+names the activation functions without formulas; the usual definitions are used, with
+``gelu_apprx_sigmoid(x) = x * sigmoid(1.702 x)`` assumed. The engines evaluate piecewise
+polynomials, whose error is not modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Floats = NDArray[Any]  # float32
+Kind = Literal["arithmetic", "comparison", "logical", "bitvec", "bypass"]
+
+
+@dataclass(frozen=True, slots=True)
+class AluOp:
+    """One operator of the Vector, Scalar and GpSimd engines.
+
+    `apply` takes float32 arrays (unsigned integer arrays for bit-vector operators), two of them or
+    one. `reduce_identity` is None where the operator cannot reduce.
+    """
+
+    name: str
+    kind: Kind
+    arity: int
+    apply: Callable[..., Array]
+    reduce_identity: float | None = None
+    gpsimd_only: bool = False
+    minimum_generation: int = 2
+
+    @property
+    def is_bitvec(self) -> bool:
+        """Whether operands are taken as bit patterns."""
+        return self.kind == "bitvec"
+
+
+def _abs_max(x: Array, y: Array) -> Array:
+    return np.where(np.abs(x) > np.abs(y), x, y)
+
+
+def _abs_min(x: Array, y: Array) -> Array:
+    return np.where(np.abs(x) < np.abs(y), x, y)
+
+
+def _flag(compare: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    def flags(x: Array, y: Array) -> Array:
+        return compare(x, y).astype(np.float32)
+
+    return flags
+
+
+def _shift_left(x: Array, y: Array) -> Array:
+    bits = x.dtype.itemsize * 8
+    return np.asarray(np.where(y < bits, np.left_shift(x, np.minimum(y, bits - 1)), 0), x.dtype)
+
+
+def _shift_right(x: Array, y: Array) -> Array:
+    bits = x.dtype.itemsize * 8
+    return np.asarray(np.where(y < bits, np.right_shift(x, np.minimum(y, bits - 1)), 0), x.dtype)
+
+
+def _rsqrt(x: Array) -> Array:
+    return np.asarray(np.float32(1) / np.sqrt(x))
+
+
+def _reciprocal(x: Array) -> Array:
+    return np.asarray(np.float32(1) / x)
+
+
+def _relu(x: Array) -> Array:
+    return np.maximum(x, np.float32(0))
+
+
+def _identity(x: Array) -> Array:
+    return x
+
+
+_INFINITY: Final = float("inf")
+_ALL_ONES: Final = -1.0  # the identity of bitwise_and, as a bit pattern
+_ALU_LIST = (
+    AluOp("add", "arithmetic", 2, np.add, 0.0),
+    AluOp("subtract", "arithmetic", 2, np.subtract, 0.0),
+    AluOp("multiply", "arithmetic", 2, np.multiply, 1.0),
+    AluOp("maximum", "arithmetic", 2, np.maximum, -_INFINITY),
+    AluOp("minimum", "arithmetic", 2, np.minimum, _INFINITY),
+    AluOp("abs_max", "arithmetic", 2, _abs_max, 0.0),
+    AluOp("abs_min", "arithmetic", 2, _abs_min, _INFINITY, minimum_generation=4),
+    AluOp("power", "arithmetic", 2, np.power, gpsimd_only=True),
+    AluOp("equal", "comparison", 2, _flag(np.equal)),
+    AluOp("not_equal", "comparison", 2, _flag(np.not_equal)),
+    AluOp("greater_equal", "comparison", 2, _flag(np.greater_equal)),
+    AluOp("greater", "comparison", 2, _flag(np.greater)),
+    AluOp("less_equal", "comparison", 2, _flag(np.less_equal)),
+    AluOp("less", "comparison", 2, _flag(np.less)),
+    AluOp("logical_and", "logical", 2, _flag(np.logical_and), 1.0),
+    AluOp("logical_or", "logical", 2, _flag(np.logical_or), 0.0),
+    AluOp("logical_xor", "logical", 2, _flag(np.logical_xor), 0.0),
+    AluOp("abs", "arithmetic", 1, np.abs),
+    AluOp("square", "arithmetic", 1, np.square),
+    AluOp("relu", "arithmetic", 1, _relu),
+    AluOp("rsqrt", "arithmetic", 1, _rsqrt, gpsimd_only=True),
+    AluOp("reciprocal", "arithmetic", 1, _reciprocal),
+    AluOp("bypass", "bypass", 1, _identity),
+    AluOp("invert", "bitvec", 1, np.invert),
+    AluOp("bitwise_and", "bitvec", 2, np.bitwise_and, _ALL_ONES),
+    AluOp("bitwise_or", "bitvec", 2, np.bitwise_or, 0.0),
+    AluOp("bitwise_xor", "bitvec", 2, np.bitwise_xor, 0.0),
+    AluOp("left_shift", "bitvec", 2, _shift_left),
+    AluOp("right_shift", "bitvec", 2, _shift_right),
+)
+# The reduction texts of the guide say nl.max and nl.min where others say nl.maximum and nl.minimum.
+ALU_OPS: Final[dict[str, AluOp]] = {op.name: op for op in _ALU_LIST}
+REDUCE_ALIASES: Final = {"max": "maximum", "min": "minimum", "sum": "add", "mult": "multiply"}
+_REDUCE_UFUNCS: Final[dict[str, np.ufunc]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "bitwise_and": np.bitwise_and,
+    "bitwise_or": np.bitwise_or,
+    "bitwise_xor": np.bitwise_xor,
+}
+
+
+def reduce_last(op: AluOp, values: Array) -> Array:
+    """Reduce the last axis of an array; the order of the additions is NumPy's (pairwise)."""
+    ufunc = _REDUCE_UFUNCS.get(op.name)
+    if ufunc is not None:
+        return np.asarray(ufunc.reduce(values, axis=-1))
+    if op.kind == "logical":
+        nonzero = np.count_nonzero(values, axis=-1)
+        flags = {"logical_and": nonzero == values.shape[-1], "logical_or": nonzero > 0}
+        return np.asarray(flags.get(op.name, nonzero % 2), np.float32)
+    result = values[..., 0]
+    for column in range(1, values.shape[-1]):
+        result = op.apply(result, values[..., column])
+    return result
+
+
+# Activation functions
+
+
+_ERF_STEPS_PER_UNIT: Final = 64
+_ERF_LIMIT: Final = 6  # erf(6) rounds to 1 in float64
+_ERF_GRID: Final = np.arange(
+    -_ERF_LIMIT, _ERF_LIMIT + 2 / _ERF_STEPS_PER_UNIT, 1 / _ERF_STEPS_PER_UNIT
+)
+_ERF_VALUES: Final = np.array([math.erf(x) for x in _ERF_GRID])
+_ERF_SLOPES: Final = 2 / math.sqrt(math.pi) * np.exp(-(_ERF_GRID**2)) / _ERF_STEPS_PER_UNIT
+
+
+def erf(x: Floats) -> Floats:
+    """The error function, by cubic Hermite interpolation of a table (absolute error below 1e-9)."""
+    position = (
+        np.clip(x, -_ERF_LIMIT, _ERF_LIMIT).astype(np.float64) + _ERF_LIMIT
+    ) * _ERF_STEPS_PER_UNIT
+    cell = np.nan_to_num(position).astype(np.int64)
+    t = position - cell
+    left, right = _ERF_VALUES[cell], _ERF_VALUES[cell + 1]
+    slope_left, slope_right = _ERF_SLOPES[cell], _ERF_SLOPES[cell + 1]
+    rise = right - left
+    cubic = t * (
+        slope_left
+        + t * (3 * rise - 2 * slope_left - slope_right + t * (slope_left + slope_right - 2 * rise))
+    )
+    return np.asarray(left + cubic, np.float32)
+
+
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + exp(-x)); exp may overflow to infinity, which gives the right limit 0."""
+    return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-x)))
+
+
+def _normal_cdf(x: Floats) -> Floats:
+    return np.float32(0.5) * (np.float32(1) + erf(x * np.float32(math.sqrt(0.5))))
+
+
+def _gelu(x: Floats) -> Floats:
+    return x * _normal_cdf(x)
+
+
+def _gelu_dx(x: Floats) -> Floats:
+    density = np.exp(np.float32(-0.5) * x * x) * np.float32(1 / math.sqrt(2 * math.pi))
+    return np.asarray(_normal_cdf(x) + x * density)
+
+
+def _gelu_apprx_tanh(x: Floats) -> Floats:
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+    return np.asarray(np.float32(0.5) * x * (np.float32(1) + np.tanh(inner)))
+
+
+def _gelu_apprx_sigmoid(x: Floats) -> Floats:
+    return x * sigmoid(np.float32(1.702) * x)
+
+
+def _gelu_apprx_sigmoid_dx(x: Floats) -> Floats:
+    s = sigmoid(np.float32(1.702) * x)
+    return s + np.float32(1.702) * x * s * (np.float32(1) - s)
+
+
+def _silu(x: Floats) -> Floats:
+    return x * sigmoid(x)
+
+
+def _silu_dx(x: Floats) -> Floats:
+    s = sigmoid(x)
+    return np.asarray(s * (np.float32(1) + x * (np.float32(1) - s)))
+
+
+def _softplus(x: Floats) -> Floats:
+    result: Floats = np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
+    return result
+
+
+def _mish(x: Floats) -> Floats:
+    return x * np.tanh(_softplus(x))
+
+
+def _erf_dx(x: Floats) -> Floats:
+    return np.asarray(np.float32(2 / math.sqrt(math.pi)) * np.exp(-x * x))
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """One function of the Scalar engine; outside `low`..`high` the hardware result is not defined.
+
+    `on_magnitude` applies the range to the absolute value. Zero and infinities pass: they have
+    exact limits.
+    """
+
+    name: str
+    apply: Callable[[Floats], Floats]
+    low: float = -_INFINITY
+    high: float = _INFINITY
+    on_magnitude: bool = False
+
+
+_ACTIVATION_LIST = (
+    Activation("copy", _identity),
+    Activation("square", np.square),
+    Activation("sigmoid", sigmoid),
+    Activation("relu", _relu),
+    Activation("gelu", _gelu),
+    Activation("gelu_dx", _gelu_dx),
+    Activation("gelu_apprx_tanh", _gelu_apprx_tanh),
+    Activation("gelu_apprx_sigmoid", _gelu_apprx_sigmoid),
+    Activation("gelu_apprx_sigmoid_dx", _gelu_apprx_sigmoid_dx),
+    Activation("silu", _silu),
+    Activation("silu_dx", _silu_dx),
+    Activation("tanh", np.tanh),
+    Activation("softplus", _softplus),
+    Activation("mish", _mish),
+    Activation("erf", erf),
+    Activation("erf_dx", _erf_dx),
+    Activation("exp", np.exp),
+    Activation("log", np.log, 2.0**-64, 2.0**64),
+    Activation("sin", np.sin, -math.pi, math.pi),
+    Activation("arctan", np.arctan, -math.pi / 2, math.pi / 2),
+    Activation("sqrt", np.sqrt, 2.0**-116, 2.0**118),
+    Activation("rsqrt", _rsqrt, 2.0**-87, 2.0**97),
+    Activation("reciprocal", _reciprocal, 2.0**-42, 2.0**42, on_magnitude=True),
+    Activation("sign", np.sign),
+    Activation("abs", np.abs),
+)
+ACTIVATIONS: Final[dict[str, Activation]] = {
+    function.name: function for function in _ACTIVATION_LIST
+}
+PARAMETRIC_ACTIVATION: Final = "prelu"
+
+
+def prelu(x: Floats, slope: float | Floats) -> Floats:
+    """The parametric rectifier: x where positive, slope * x elsewhere."""
+    return np.where(x > 0, x, x * np.asarray(slope, np.float32))

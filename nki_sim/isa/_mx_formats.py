@@ -1,0 +1,88 @@
+"""Packed x4 elements and shared power-of-two scales of the MX formats, as pure functions.
+
+Slot j of a packed fp8 element is byte j, little endian; a packed fp4 element holds slots 0 and 1 in
+the low and high nibble of byte 0, slots 2 and 3 in byte 1 (aws-neuron-sdk, nki/deep-dives/
+mxfp-matmul.rst). A scale byte s means 2^(s - 127), 255 means NaN (OCP Microscaling 1.0).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+GROUP_PARTITIONS: Final = 8
+GROUP_SLOTS: Final = 4
+SCALE_BIAS: Final = 127
+SCALE_NAN: Final = 255
+FP8_OF_PACKED: Final[dict[str, np.dtype[Any]]] = {
+    "float8_e4m3fn_x4": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2_x4": np.dtype(ml_dtypes.float8_e5m2),
+}
+_LARGEST_EXPONENT: Final = {"float8_e4m3fn_x4": 8, "float8_e5m2_x4": 15}
+_LARGEST_FINITE: Final = {"float8_e4m3fn_x4": 448.0, "float8_e5m2_x4": 57344.0}
+_FP4_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_VALUES: Final = np.array(
+    [*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES)], dtype=np.float32
+)
+_FP8_VALUES: Final = {
+    name: np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    for name, dtype in FP8_OF_PACKED.items()
+}
+
+
+def unpack(packed: Array, dtype: str) -> Array:
+    """Decode packed elements [...] to float32 values [..., 4], slot last."""
+    contiguous = np.ascontiguousarray(packed)
+    as_bytes = contiguous.view(np.uint8).reshape(*contiguous.shape, contiguous.dtype.itemsize)
+    if dtype in _FP8_VALUES:
+        return _FP8_VALUES[dtype][as_bytes]
+    nibbles = np.stack((as_bytes & 15, as_bytes >> 4), axis=-1)
+    return _FP4_VALUES[nibbles.reshape(*contiguous.shape, GROUP_SLOTS)]
+
+
+def pack_fp8(values: Array, dtype: str) -> Array:
+    """Encode float32 values [..., 4] as packed fp8 elements [...]: nearest even, saturating."""
+    limit = np.float32(_LARGEST_FINITE[dtype])
+    codes = np.clip(values, -limit, limit).astype(FP8_OF_PACKED[dtype]).view(np.uint8)
+    return np.ascontiguousarray(codes).view(np.uint32)[..., 0]
+
+
+def scale_factors(scale_bytes: Array) -> Array:
+    """Decode scale bytes to float32 powers of two; 255 gives NaN."""
+    exponents = scale_bytes.astype(np.int32) - SCALE_BIAS
+    factors = np.ldexp(np.float32(1), exponents).astype(np.float32)
+    return np.where(scale_bytes == SCALE_NAN, np.float32(np.nan), factors)
+
+
+def quantize(values_PF: Array, dtype: str) -> tuple[Array, Array]:
+    """Quantize groups of 8 partitions x 4 neighbours with one shared power of two each.
+
+    The exponent is floor(log2(largest magnitude)) - (largest exponent of the format - 1): with the
+    full exponent the upper half of a group's range would saturate.
+
+    Args:
+        values_PF: [P, F] float32; P a multiple of 8, F of 4.
+        dtype: name of a packed fp8 type.
+
+    Returns:
+        packed elements [P, F / 4] uint32 and scale bytes [P / 8, F / 4] uint8.
+    """
+    partitions, elements = values_PF.shape
+    grouped = values_PF.reshape(
+        partitions // GROUP_PARTITIONS, GROUP_PARTITIONS, elements // GROUP_SLOTS, GROUP_SLOTS
+    )
+    largest = np.abs(grouped).max(axis=(1, 3))
+    _, exponent = np.frexp(largest)  # largest = m * 2^exponent with 0.5 <= m < 1
+    shared = exponent - 1 - (_LARGEST_EXPONENT[dtype] - 1)
+    scale = np.clip(shared + SCALE_BIAS, 0, SCALE_NAN - 1)
+    scale = np.where(largest == 0, 0, scale)
+    is_finite = np.isfinite(largest)
+    divisor = (scale - SCALE_BIAS)[:, None, :, None]
+    scaled = np.ldexp(grouped, -divisor).astype(np.float32)
+    packed = pack_fp8(scaled, dtype).reshape(partitions, elements // GROUP_SLOTS)
+    return packed, np.where(is_finite, scale, SCALE_NAN).astype(np.uint8)

@@ -1,0 +1,204 @@
+"""The engines' operators and functions agree with formulas written one element at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from nki_sim.isa import _functions, _mx_formats, _search
+
+
+def normal_cdf(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def normal_density(x: float) -> float:
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+ACTIVATION_FORMULAS: dict[str, Callable[[float], float]] = {
+    "copy": lambda x: x,
+    "square": lambda x: x**2,
+    "sigmoid": logistic,
+    "relu": lambda x: max(x, 0.0),
+    "gelu": lambda x: x * normal_cdf(x),
+    "gelu_dx": lambda x: normal_cdf(x) + x * normal_density(x),
+    "gelu_apprx_tanh": lambda x: x * logistic(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)),
+    "gelu_apprx_sigmoid": lambda x: x * logistic(1.702 * x),
+    "gelu_apprx_sigmoid_dx": lambda x: logistic(1.702 * x) * (1 + 1.702 * x * logistic(-1.702 * x)),
+    "silu": lambda x: x * logistic(x),
+    "silu_dx": lambda x: logistic(x) * (1 + x * logistic(-x)),
+    "tanh": math.tanh,
+    "softplus": lambda x: math.log(1 + math.exp(x)),
+    "mish": lambda x: x * math.tanh(math.log(1 + math.exp(x))),
+    "erf": math.erf,
+    "erf_dx": lambda x: 2 / math.sqrt(math.pi) * math.exp(-x * x),
+    "exp": math.exp,
+    "log": math.log,
+    "sin": math.sin,
+    "arctan": math.atan,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: x**-0.5,
+    "reciprocal": lambda x: 1 / x,
+    "sign": lambda x: float((x > 0) - (x < 0)),
+    "abs": abs,
+}
+
+
+def test_every_activation_function_has_a_formula() -> None:
+    assert set(ACTIVATION_FORMULAS) == set(_functions.ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ACTIVATION_FORMULAS)
+def test_an_activation_agrees_with_its_formula(name: str) -> None:
+    function = _functions.ACTIVATIONS[name]
+    low, high = max(function.low, -4.0), min(function.high, 4.0)
+    x = np.random.default_rng(1).uniform(low, high, 400).astype(np.float32)
+    if function.on_magnitude:
+        x = np.sign(x) * np.maximum(np.abs(x), np.float32(1e-3))
+    expected = np.array([ACTIVATION_FORMULAS[name](float(v)) for v in x])
+    found = function.apply(x)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=5e-7)
+
+
+def test_saturating_functions_reach_their_limits_without_nan() -> None:
+    x = np.array([-200.0, 200.0], np.float32)
+    with np.errstate(over="ignore"):
+        assert _functions.sigmoid(x).tolist() == [0.0, 1.0]
+        assert _functions.ACTIVATIONS["softplus"].apply(x).tolist() == [0.0, 200.0]
+        assert _functions.ACTIVATIONS["gelu"].apply(x).tolist() == [0.0, 200.0]
+
+
+BINARY_FORMULAS: dict[str, Callable[[float, float], float]] = {
+    "add": lambda x, y: x + y,
+    "subtract": lambda x, y: x - y,
+    "multiply": lambda x, y: x * y,
+    "maximum": max,
+    "minimum": min,
+    "abs_max": lambda x, y: x if abs(x) > abs(y) else y,
+    "abs_min": lambda x, y: x if abs(x) < abs(y) else y,
+    "equal": lambda x, y: float(x == y),
+    "not_equal": lambda x, y: float(x != y),
+    "greater": lambda x, y: float(x > y),
+    "greater_equal": lambda x, y: float(x >= y),
+    "less": lambda x, y: float(x < y),
+    "less_equal": lambda x, y: float(x <= y),
+    "logical_and": lambda x, y: float(x != 0 and y != 0),
+    "logical_or": lambda x, y: float(x != 0 or y != 0),
+    "logical_xor": lambda x, y: float((x != 0) != (y != 0)),
+}
+
+
+@pytest.mark.parametrize("name", BINARY_FORMULAS)
+def test_an_operator_agrees_with_its_formula(name: str) -> None:
+    values = np.random.default_rng(2).integers(-3, 4, (2, 200)).astype(np.float32) / 2
+    expected = [BINARY_FORMULAS[name](float(x), float(y)) for x, y in values.T]
+    found = _functions.ALU_OPS[name].apply(*values)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array(expected, np.float32))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, op in _functions.ALU_OPS.items() if op.reduce_identity is not None]
+)
+def test_a_reduction_is_the_operator_applied_along_the_row(name: str) -> None:
+    op = _functions.ALU_OPS[name]
+    values = np.random.default_rng(3).integers(-3, 4, (5, 7))
+    rows = values.astype(np.uint8) if op.is_bitvec else values.astype(np.float32)
+    expected = rows[:, 0] if op.kind != "logical" else (rows[:, 0] != 0).astype(np.float32)
+    for column in range(1, 7):
+        expected = op.apply(expected, rows[:, column])
+    np.testing.assert_array_equal(_functions.reduce_last(op, rows), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_shifts_are_logical_and_lose_bits_beyond_the_width(dtype: type) -> None:
+    bits = np.dtype(dtype).itemsize * 8
+    x = np.array([1, (1 << bits) - 1, 1 << (bits - 1)], dtype)
+    for shift in (0, 1, bits - 1, bits, bits + 3):
+        y = np.full(3, shift, dtype)
+        left = [(int(v) << shift) % (1 << bits) for v in x]
+        right = [int(v) >> shift for v in x]
+        assert _functions.ALU_OPS["left_shift"].apply(x, y).tolist() == left
+        assert _functions.ALU_OPS["right_shift"].apply(x, y).tolist() == right
+
+
+def occurrences(row: list[float], value: float) -> list[int]:
+    return [position for position, element in enumerate(row) if element == value]
+
+
+@pytest.mark.parametrize("first_slot_first", [True, False])
+def test_equal_values_take_successive_occurrences(first_slot_first: bool) -> None:
+    data = np.random.default_rng(4).integers(0, 6, (20, 24)).astype(np.float32)
+    vals = np.random.default_rng(5).integers(0, 9, (20, 8)).astype(np.float32)
+    found = _search.match8(data, vals, first_slot_first=first_slot_first)
+    for row in range(20):
+        left = {value: occurrences(data[row].tolist(), value) for value in set(vals[row].tolist())}
+        order = range(8) if first_slot_first else reversed(range(8))
+        for slot in order:
+            positions = left[float(vals[row, slot])]
+            assert found[row, slot] == (positions.pop(0) if positions else -1)
+
+
+def test_the_eight_largest_come_in_descending_order_with_duplicates() -> None:
+    data = np.random.default_rng(6).integers(0, 5, (9, 30)).astype(np.float32)
+    expected = [sorted(row.tolist(), reverse=True)[:8] for row in data]
+    assert _search.largest8(data).tolist() == expected
+
+
+def test_fp4_slots_are_nibbles_from_low_to_high() -> None:
+    packed = np.array([[0x7_1_2_F]], np.uint16)
+    assert _mx_formats.unpack(packed, "float4_e2m1fn_x4").tolist() == [[[-6.0, 1.0, 0.5, 6.0]]]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "largest"),
+    [
+        ("float8_e4m3fn_x4", ml_dtypes.float8_e4m3fn, 448.0),
+        ("float8_e5m2_x4", ml_dtypes.float8_e5m2, 57344.0),
+    ],
+)
+def test_fp8_slots_are_bytes_little_endian_and_saturate(
+    name: str, dtype: type, largest: float
+) -> None:
+    values = np.array([[1.0, -0.3, 1e9, -1e9]], np.float32)
+    packed = _mx_formats.pack_fp8(values, name)
+    codes = np.array([1.0, -0.3, largest, -largest], np.float32).astype(dtype).view(np.uint8)
+    assert packed.tolist() == [sum(int(code) << (8 * slot) for slot, code in enumerate(codes))]
+    rounded = codes.view(dtype).astype(np.float32)
+    assert _mx_formats.unpack(packed, name).tolist() == [rounded.tolist()]
+
+
+@pytest.mark.parametrize(("name", "reserve"), [("float8_e4m3fn_x4", 7), ("float8_e5m2_x4", 14)])
+def test_a_group_scale_is_the_documented_power_of_two(name: str, reserve: int) -> None:
+    values = np.random.default_rng(7).normal(size=(32, 8)).astype(np.float32)
+    values[8:16, 0:4] = 0
+    _, scale_bytes = _mx_formats.quantize(values, name)
+    for group in range(4):
+        for column in range(2):
+            block = values[8 * group : 8 * group + 8, 4 * column : 4 * column + 4]
+            largest = float(np.abs(block).max())
+            expected = 0 if largest == 0 else math.floor(math.log2(largest)) - reserve + 127
+            assert scale_bytes[group, column] == expected
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn_x4", "float8_e5m2_x4"])
+def test_quantising_loses_at_most_half_a_unit_of_the_format(name: str) -> None:
+    values = np.random.default_rng(8).normal(size=(64, 16)).astype(np.float32)
+    packed, scale_bytes = _mx_formats.quantize(values, name)
+    factors = _mx_formats.scale_factors(scale_bytes)
+    restored = _mx_formats.unpack(packed, name) * np.repeat(factors, 8, axis=0)[:, :, None]
+    mantissa_bits = 3 if name == "float8_e4m3fn_x4" else 2
+    step = np.exp2(np.floor(np.log2(np.abs(values))) - mantissa_bits)
+    floor = np.repeat(factors, 8, axis=0)[:, :, None] * 2.0**-9  # subnormals of e4m3fn
+    error = np.abs(restored.reshape(64, 16) - values)
+    assert (error <= np.maximum(step / 2, floor.repeat(4, axis=2).reshape(64, 16))).all()
