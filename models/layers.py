@@ -179,6 +179,6 @@ def _attend_rows(
     if sinks_Q is not None:
         total = total + (sinks_JG11 - peak).exp()
     weights = (weights_UJGSC / total).to(value_UJCD.dtype)
-    return (
-        weights.view(num_sequences, num_kv_heads, group_size * num_queries, -1) @ value_UJCD
-    ).view(query_UJGSD.shape)
+    weights = weights.view(num_sequences, num_kv_heads, group_size * num_queries, -1)
+    out: Tensor = weights @ value_UJCD
+    return out.view(query_UJGSD.shape)
