@@ -1,0 +1,524 @@
+"""The numbers of the chips, one frozen record each, with the source of every number.
+
+Nothing else in the simulator holds a number about a chip. `TRN2.provenance("dma_run_ns")` says
+where one comes
+from: documented (a public document states it), measured (read off or fitted to a published profile)
+or assumed (nothing public was found; `assumed_fields()` lists these, and sensitivity.py varies
+them).
+
+Sources, by the names used below, all of the public aws-neuron repositories on GitHub: ARCH1..3 =
+aws-neuron-sdk nki/guides/architecture (Trainium1..3), PERF = nki_perf_guide, DMABW =
+nki-dma-bandwidth-guide, DMAOV = nki-dma-overview, DGE = nki-dge, ISA = the nki.isa reference, OPT =
+the kernel-optimization tutorial with its profiles, EXPL = the Neuron Explorer glossary, CHIP = the
+chip pages, CC = the collective communication pages and nccom-test samples, BND, INV = the worked
+profile examples of neuron-agentic-development, KLR = leanprover/KLR, LIB = nki-library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+Kind = Literal["documented", "measured", "assumed"]
+
+
+class Provenance(NamedTuple):
+    """Where a number comes from."""
+
+    kind: Kind
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One NeuronCore of one chip generation, and what it shares with its neighbours.
+
+    Units are in the names; a byte per nanosecond is a gigabyte per second. `*_cycles` count cycles
+    of the engine in question. `provenance(field)` tells the source of each number.
+    """
+
+    name: str
+    generation: int
+    cores_per_chip: int
+
+    # Memory
+    partitions: int
+    sbuf_bytes_per_partition: int
+    sbuf_usable_bytes_per_partition: int
+    psum_banks: int
+    psum_bank_bytes: int
+    hbm_bytes_per_core: int
+
+    # Clocks
+    tensor_clock_ghz: float
+    vector_clock_ghz: float
+    scalar_clock_ghz: float
+    gpsimd_clock_ghz: float
+
+    # Tensor engine
+    array_rows: int
+    array_columns: int
+    matmul_floor_cycles: int
+    matmul_calibration_factor: float
+    matmul_drain_ns: float
+    fp32_passes: int
+    fp32_onezero_passes: int
+    fp32_transpose_passes: int
+    stationary_load_speedup: float
+    stationary_load_floor_cycles: int
+    stationary_reuse_skips_load: int
+    tile_issue_cycles: int
+    ramp_start_share: float
+    ramp_ns: float
+
+    # Vector engine
+    vector_overhead_cycles: int
+    vector_floor_cycles: int
+    vector_overlaps_independent: int
+    two_input_share: float
+    two_input_16bit_share: float
+    scan_share: float
+    reciprocal_share: float
+    wide_stride_share: float
+    fast_copy_contiguous_speedup: float
+    fast_copy_speedup: float
+    fast_reduce_speedup: float
+    fast_memset_speedup: float
+    accumulator_read_cycles: int
+
+    # Scalar engine
+    scalar_overhead_cycles: int
+    scalar_issue_cycles: int
+    scalar_copy_speedup: float
+    table_load_ns: float
+
+    # GpSimd
+    gpsimd_overhead_cycles: int
+    gpsimd_simple_overhead_cycles: int
+    gpsimd_two_input_cycles_per_element: float
+    gpsimd_power_cycles_per_element: float
+    gpsimd_nonzero_cycles_per_element: float
+    gpsimd_gather_block_cycles: int
+    gpsimd_gather_cycles_per_element: float
+    gpsimd_partition_reduce_cycles_per_element: float
+    gpsimd_other_cycles_per_element: float
+    swdge_ns: float
+    swdge_index_ns: float
+
+    # DMA
+    dma_engines: int
+    dma_rows_per_engine: int
+    dma_engine_bytes_per_ns: float
+    dma_run_ns: float
+    dma_single_queue_run_ns: float
+    dma_single_queue_bytes_per_ns: float
+    dma_first_byte_ns: float
+    dma_done_ns: float
+    dma_static_issue_ns: float
+    hwdge_ns: float
+    dma_transpose_hbm_share: float
+    dma_transpose_sbuf_share: float
+    dma_transpose_4byte_share: float
+    dma_compute_share: float
+    dma_skipped_row_share: float
+    dma_register_ns: float
+    hbm_bytes_per_ns: float
+
+    # Synchronisation, registers, loops
+    semaphore_ns: float
+    loop_trip_ns: float
+    register_load_sbuf_ns: float
+    register_load_hbm_ns: float
+    register_store_ns: float
+    register_move_ns: float
+    register_offset_cycles: int
+    core_barrier_ns: float
+    sendrecv_ns: float
+    gpsimd_sendrecv_ns: float
+    gpsimd_sendrecv_bytes_per_ns: float
+
+    # Collectives
+    collective_base_ns: float
+    collective_hop_ns: float
+    collective_bytes_per_ns: float
+    mesh_limit_bytes: int
+    rdh_limit_bytes: int
+
+    def provenance(self, field: str) -> Provenance:
+        """Return the kind of source of one number and what the source is.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        return _SOURCES[self.name][field]
+
+    def fields_of_kind(self, kind: Kind) -> tuple[str, ...]:
+        """Return the names of all numbers whose source is of this kind."""
+        return tuple(name for name, source in _SOURCES[self.name].items() if source.kind == kind)
+
+    def assumed_fields(self) -> tuple[str, ...]:
+        """Return the names of the numbers for which nothing public was found."""
+        return self.fields_of_kind("assumed")
+
+    def varied(self, field: str, factor: float) -> Hardware:
+        """Return a copy with one number multiplied; a whole number stays whole and at least 1.
+
+        A 0/1 switch is flipped instead, whatever the factor.
+        """
+        value = getattr(self, field)
+        if not isinstance(value, int | float):
+            raise ValueError(f"field={field!r}: holds {value!r}. Vary a number.")
+        changed: int | float = value * factor
+        if field in SWITCHES:
+            changed = 1 - int(value)
+        elif isinstance(value, int):
+            changed = max(1, round(changed))
+        change: dict[str, Any] = {field: changed}
+        return dataclasses.replace(self, **change)
+
+    @property
+    def bf16_flops_per_ns(self) -> float:
+        """Peak of one core for 16-bit operands: two operations per cell and cycle."""
+        return 2.0 * self.array_rows * self.array_columns * self.tensor_clock_ghz
+
+    @property
+    def dma_bytes_per_ns(self) -> float:
+        """Peak of all DMA engines of one core."""
+        return self.dma_engines * self.dma_engine_bytes_per_ns
+
+
+SWITCHES: Final = ("stationary_reuse_skips_load", "vector_overlaps_independent")
+"""Fields that are 0 or 1."""
+
+
+def _d(source: str) -> Provenance:
+    return Provenance("documented", source)
+
+
+def _m(source: str) -> Provenance:
+    return Provenance("measured", source)
+
+
+def _a(source: str) -> Provenance:
+    return Provenance("assumed", source)
+
+
+TRN2: Final = Hardware(
+    name="trn2",
+    generation=3,
+    cores_per_chip=8,
+    partitions=128,
+    sbuf_bytes_per_partition=224 * 1024,
+    sbuf_usable_bytes_per_partition=212_984,
+    psum_banks=8,
+    psum_bank_bytes=2048,
+    hbm_bytes_per_core=12 * 1024**3,
+    tensor_clock_ghz=2.4,
+    vector_clock_ghz=0.96,
+    scalar_clock_ghz=1.2,
+    gpsimd_clock_ghz=1.2,
+    array_rows=128,
+    array_columns=128,
+    matmul_floor_cycles=64,
+    matmul_calibration_factor=1.019,
+    matmul_drain_ns=160.0,
+    fp32_passes=4,
+    fp32_onezero_passes=2,
+    fp32_transpose_passes=2,
+    stationary_load_speedup=4.0,
+    stationary_load_floor_cycles=16,
+    stationary_reuse_skips_load=1,
+    tile_issue_cycles=16,
+    ramp_start_share=0.5,
+    ramp_ns=3000.0,
+    vector_overhead_cycles=144,
+    vector_floor_cycles=64,
+    vector_overlaps_independent=0,
+    two_input_share=0.5,
+    two_input_16bit_share=1.0,
+    scan_share=0.5,
+    reciprocal_share=0.125,
+    wide_stride_share=0.5,
+    fast_copy_contiguous_speedup=4.0,
+    fast_copy_speedup=2.0,
+    fast_reduce_speedup=2.0,
+    fast_memset_speedup=2.0,
+    accumulator_read_cycles=64,
+    scalar_overhead_cycles=353,
+    scalar_issue_cycles=100,
+    scalar_copy_speedup=1.0,
+    table_load_ns=1283.0,
+    gpsimd_overhead_cycles=150,
+    gpsimd_simple_overhead_cycles=100,
+    gpsimd_two_input_cycles_per_element=2.0,
+    gpsimd_power_cycles_per_element=8.0,
+    gpsimd_nonzero_cycles_per_element=8.0,
+    gpsimd_gather_block_cycles=150,
+    gpsimd_gather_cycles_per_element=2.0,
+    gpsimd_partition_reduce_cycles_per_element=32.0,
+    gpsimd_other_cycles_per_element=2.0,
+    swdge_ns=1000.0,
+    swdge_index_ns=8.0,
+    dma_engines=16,
+    dma_rows_per_engine=8,
+    dma_engine_bytes_per_ns=27.2,
+    dma_run_ns=48.0,
+    dma_single_queue_run_ns=106.25,
+    dma_single_queue_bytes_per_ns=23.0,
+    dma_first_byte_ns=760.0,
+    dma_done_ns=300.0,
+    dma_static_issue_ns=50.0,
+    hwdge_ns=600.0,
+    dma_transpose_hbm_share=0.9,
+    dma_transpose_sbuf_share=0.5,
+    dma_transpose_4byte_share=0.25,
+    dma_compute_share=0.5,
+    dma_skipped_row_share=0.5,
+    dma_register_ns=100.0,
+    hbm_bytes_per_ns=716.0,
+    semaphore_ns=30.0,
+    loop_trip_ns=300.0,
+    register_load_sbuf_ns=200.0,
+    register_load_hbm_ns=1500.0,
+    register_store_ns=200.0,
+    register_move_ns=50.0,
+    register_offset_cycles=500,
+    core_barrier_ns=1500.0,
+    sendrecv_ns=2000.0,
+    gpsimd_sendrecv_ns=1000.0,
+    gpsimd_sendrecv_bytes_per_ns=153.0,
+    collective_base_ns=6000.0,
+    collective_hop_ns=1500.0,
+    collective_bytes_per_ns=128.0,
+    mesh_limit_bytes=1 << 20,
+    rdh_limit_bytes=56 << 20,
+)
+"""Trainium 2, one physical core (LNC2 pairs two of them)."""
+
+_TRN2_SOURCES: Final[dict[str, Provenance]] = {
+    "generation": _d("ARCH2"),
+    "cores_per_chip": _d("ARCH2"),
+    "partitions": _d("ARCH2"),
+    "sbuf_bytes_per_partition": _d("ARCH2"),
+    "sbuf_usable_bytes_per_partition": _d("KLR Trace.lean: 16,392 bytes are held back"),
+    "psum_banks": _d("ARCH2"),
+    "psum_bank_bytes": _d("ARCH2"),
+    "hbm_bytes_per_core": _d("CHIP: 96 GiB on 8 cores"),
+    "tensor_clock_ghz": _d("ARCH2"),
+    "vector_clock_ghz": _d("ARCH2"),
+    "scalar_clock_ghz": _d("ARCH2"),
+    "gpsimd_clock_ghz": _d("ARCH2"),
+    "array_rows": _d("ARCH2"),
+    "array_columns": _d("ARCH2"),
+    "matmul_floor_cycles": _d("ARCH1: one matmul per max(N, 64) cycles; stated for v2"),
+    "matmul_calibration_factor": _m("BND V2: 8,192 matmuls of N=512 in 1,781 us"),
+    "matmul_drain_ns": _m("OPT zoomed profile: 590 ns bars at 430 ns intervals"),
+    "fp32_passes": _d("ARCH1: four times the bf16 cost; OPT shows 4.03"),
+    "fp32_onezero_passes": _d("ISA: up to twice as fast with a one-zero operand"),
+    "fp32_transpose_passes": _d("ARCH2: twice as fast as without transpose mode"),
+    "stationary_load_speedup": _d("ARCH1, PERF: up to 4x faster than streaming the same columns"),
+    "stationary_load_floor_cycles": _a("no figure; a quarter of the matmul floor"),
+    "stationary_reuse_skips_load": _a("the compiler is taken to keep an unchanged stationary tile"),
+    "tile_issue_cycles": _a("ISA says that disjoint tiles run at once; the gap is not published"),
+    "ramp_start_share": _d("EXPL: about 50 % of the peak at the start"),
+    "ramp_ns": _d("EXPL: about 3 us; the linear shape is ours"),
+    "vector_overhead_cycles": _m("LIB topk tuner uses 144; BND copies take (512 + 145) cycles"),
+    "vector_floor_cycles": _d("ARCH1: minimum initiation interval"),
+    "vector_overlaps_independent": _a("BND copies behave as if nothing overlaps"),
+    "two_input_share": _d("ARCH1: about 2N cycles for two tensor inputs"),
+    "two_input_16bit_share": _a("ARCH2 promises twice v2, base not said"),
+    "scan_share": _d("older ISA cost lines: 2N"),
+    "reciprocal_share": _d("ISA: max(64, 8N)"),
+    "wide_stride_share": _d("ARCH1: half bandwidth above 16 bytes; stated for v2"),
+    "fast_copy_contiguous_speedup": _d("ARCH2 performance modes: SBUF, 16 bit, contiguous"),
+    "fast_copy_speedup": _d("ARCH2 performance modes: not contiguous, or one side in PSUM"),
+    "fast_reduce_speedup": _d("older ISA cost lines: bf16 add or max"),
+    "fast_memset_speedup": _d("older ISA cost lines: zero fill of a 16-bit type"),
+    "accumulator_read_cycles": _d("ARCH1"),
+    "scalar_overhead_cycles": _m(
+        "DMAOV figures: exp of 128 and 4,096 elements in 401 and 3,708 ns"
+    ),
+    "scalar_issue_cycles": _d("ARCH1, PERF: about 100 cycles of static overhead"),
+    "scalar_copy_speedup": _d("ARCH2: no performance mode"),
+    "table_load_ns": _m("DMAOV figures 3 and 7"),
+    "gpsimd_overhead_cycles": _d("older ISA cost lines: iota, affine_select, local_gather"),
+    "gpsimd_simple_overhead_cycles": _a("same order as the other engines"),
+    "gpsimd_two_input_cycles_per_element": _a("not published"),
+    "gpsimd_power_cycles_per_element": _a("not published"),
+    "gpsimd_nonzero_cycles_per_element": _a("not published"),
+    "gpsimd_gather_block_cycles": _a(
+        "ISA: one instruction per 512 elements; its cost is not given"
+    ),
+    "gpsimd_gather_cycles_per_element": _a("not published"),
+    "gpsimd_partition_reduce_cycles_per_element": _a("not published"),
+    "gpsimd_other_cycles_per_element": _a("not published"),
+    "swdge_ns": _a("DGE gives no figure; order of the hardware generator"),
+    "swdge_index_ns": _a("not published"),
+    "dma_engines": _d("ARCH2"),
+    "dma_rows_per_engine": _d("DMAOV: an engine serves 8 of 128 rows"),
+    "dma_engine_bytes_per_ns": _d("DMAOV; DMABW uses 23 for planning"),
+    "dma_run_ns": _m("fit to five DMA sets of BND, INV and DMAOV"),
+    "dma_single_queue_run_ns": _m("DMAOV figure 1: 850 ns per transfer of 128 rows on one queue"),
+    "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
+    "dma_first_byte_ns": _m("DMAOV figures 3, 5 to 7: 739 to 1,000 ns"),
+    "dma_done_ns": _m("DMAOV figures: 273 to 335 ns"),
+    "dma_static_issue_ns": _a("not published"),
+    "hwdge_ns": _d("DGE: about 600 ns per transfer"),
+    "dma_transpose_hbm_share": _d("ARCH2: up to 90 % of the copy rate"),
+    "dma_transpose_sbuf_share": _d("ARCH2: up to 50 %"),
+    "dma_transpose_4byte_share": _a("not published"),
+    "dma_compute_share": _d("ARCH3: 50 % before v4"),
+    "dma_skipped_row_share": _a("not published"),
+    "dma_register_ns": _a("not published"),
+    "hbm_bytes_per_ns": _m(
+        "OPT profiler: 273 GB/s shown as 38.06 %; CHIP says 2.9 TB/s for 4 stacks"
+    ),
+    "semaphore_ns": _m("DMAOV figures: 10 to 35 ns"),
+    "loop_trip_ns": _a("not published"),
+    "register_load_sbuf_ns": _a("not published"),
+    "register_load_hbm_ns": _a("not published; about one small DMA"),
+    "register_store_ns": _a("not published"),
+    "register_move_ns": _a("not published"),
+    "register_offset_cycles": _a("older ISA cost lines hint at 500 to 600 cycles on v2"),
+    "core_barrier_ns": _a("not published; two halves of the DMA completion path"),
+    "sendrecv_ns": _a("not published"),
+    "gpsimd_sendrecv_ns": _a("ISA calls it low latency without a figure"),
+    "gpsimd_sendrecv_bytes_per_ns": _d("ARCH2: 307 GB/s for both directions"),
+    "collective_base_ns": _m("CC: nccom-test samples; platform not named there"),
+    "collective_hop_ns": _d("CC: 1 to 2 us per hop inside a node"),
+    "collective_bytes_per_ns": _a("a tenth of the documented NeuronLink rate of a chip"),
+    "mesh_limit_bytes": _d("CC: mesh below 1 MB"),
+    "rdh_limit_bytes": _d("CC: recursive doubling and halving from 1 to 56 MB"),
+}
+
+
+def _derived(
+    base: dict[str, Provenance], changed: dict[str, Provenance], chip: str
+) -> dict[str, Provenance]:
+    """Return the sources of another generation.
+
+    What a document says of every generation stays documented; the rest counts as assumed there.
+    """
+    shared = {"partitions", "psum_banks", "psum_bank_bytes", "array_rows", "array_columns"}
+    general = ("ISA", "older ISA", "DGE", "PERF", "EXPL", "DMAOV", "CC")
+    taken = {}
+    for name, source in base.items():
+        holds = source.kind == "documented" and source.source.startswith(general)
+        if name not in shared and not holds:
+            source = _a(f"taken over from trn2 to {chip} ({source.source})")
+        taken[name] = source
+    return taken | changed
+
+
+TRN3: Final = dataclasses.replace(
+    TRN2,
+    name="trn3",
+    generation=4,
+    sbuf_bytes_per_partition=256 * 1024,
+    sbuf_usable_bytes_per_partition=245_752,
+    hbm_bytes_per_core=18 * 1024**3,
+    vector_clock_ghz=1.2,
+    scalar_copy_speedup=2.0,
+    dma_engine_bytes_per_ns=38.4,
+    dma_single_queue_bytes_per_ns=33.0,
+    dma_compute_share=1.0,
+    hbm_bytes_per_ns=1225.0,
+    collective_bytes_per_ns=256.0,
+)
+"""Trainium 3, one physical core."""
+
+TRN1: Final = dataclasses.replace(
+    TRN2,
+    name="trn1",
+    generation=2,
+    cores_per_chip=2,
+    sbuf_bytes_per_partition=192 * 1024,
+    sbuf_usable_bytes_per_partition=180_224,
+    hbm_bytes_per_core=16 * 1024**3,
+    tensor_clock_ghz=2.8,
+    vector_clock_ghz=1.12,
+    scalar_clock_ghz=1.4,
+    gpsimd_clock_ghz=1.4,
+    fp32_transpose_passes=4,
+    fast_copy_contiguous_speedup=1.0,
+    fast_copy_speedup=1.0,
+    two_input_16bit_share=1.0,
+    ramp_start_share=1.0,
+    dma_single_queue_bytes_per_ns=17.0,
+    hbm_bytes_per_ns=410.0,
+)
+"""Trainium 1, one core."""
+
+_SOURCES: Final[dict[str, dict[str, Provenance]]] = {
+    "trn2": _TRN2_SOURCES,
+    "trn3": _derived(
+        _TRN2_SOURCES,
+        {
+            "generation": _d("ARCH3"),
+            "cores_per_chip": _d("ARCH3"),
+            "sbuf_bytes_per_partition": _d("ARCH3"),
+            "sbuf_usable_bytes_per_partition": _d("KLR Trace.lean"),
+            "hbm_bytes_per_core": _d("CHIP: 144 GiB on 8 cores"),
+            "tensor_clock_ghz": _d("ARCH3"),
+            "vector_clock_ghz": _d("ARCH3"),
+            "scalar_clock_ghz": _d("ARCH3"),
+            "gpsimd_clock_ghz": _d("ARCH3"),
+            "scalar_copy_speedup": _d("ARCH3: twice for bf16 and fp16"),
+            "dma_engines": _d("ARCH3"),
+            "dma_engine_bytes_per_ns": _d("DMAOV"),
+            "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
+            "dma_compute_share": _d("ARCH3: full rate from v4 on"),
+            "hbm_bytes_per_ns": _d("CHIP: 4.9 TB/s for 4 stacks; ARCH3 says 4.7"),
+        },
+        "trn3",
+    ),
+    "trn1": _derived(
+        _TRN2_SOURCES,
+        {
+            "generation": _d("ARCH1"),
+            "cores_per_chip": _d("ARCH1"),
+            "sbuf_bytes_per_partition": _d("ARCH1"),
+            "sbuf_usable_bytes_per_partition": _d("KLR Trace.lean"),
+            "hbm_bytes_per_core": _d("CHIP: 32 GiB on 2 cores"),
+            "tensor_clock_ghz": _d("ARCH1"),
+            "vector_clock_ghz": _d("ARCH1"),
+            "scalar_clock_ghz": _d("ARCH1"),
+            "gpsimd_clock_ghz": _d("ARCH1"),
+            "matmul_floor_cycles": _d("ARCH1"),
+            "fp32_passes": _d("ARCH1"),
+            "fp32_transpose_passes": _d("ARCH2: the fast mode starts with v3"),
+            "fast_copy_contiguous_speedup": _d("ARCH2: performance modes start with v3"),
+            "fast_copy_speedup": _d("ARCH2: performance modes start with v3"),
+            "two_input_16bit_share": _d("older ISA cost lines: N for bf16 in SBUF"),
+            "ramp_start_share": _d("EXPL: the ramp is described for Trn2 and Trn3"),
+            "dma_engines": _d("ARCH1"),
+            "dma_engine_bytes_per_ns": _d("DMAOV"),
+            "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
+            "hbm_bytes_per_ns": _d("CHIP: 0.82 TB/s for 2 cores"),
+        },
+        "trn1",
+    ),
+}
+
+CHIPS: Final[dict[str, Hardware]] = {"trn1": TRN1, "trn2": TRN2, "trn3": TRN3}
+
+_ALIASES: Final = {
+    "gen2": "trn1",
+    "inf2": "trn1",
+    "gen3": "trn2",
+    "gen4": "trn3",
+}
+
+
+def chip(name: str) -> Hardware:
+    """Return the record of a chip by its name or generation (trn2, gen3, ...).
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    found = CHIPS.get(_ALIASES.get(name, name))
+    if found is None:
+        known = ", ".join([*CHIPS, *_ALIASES])
+        raise ValueError(f"chip={name!r}: unknown. Use one of {known}.")
+    return found
