@@ -1,0 +1,46 @@
+"""Rounding of float weights to bfloat16."""
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_float_weight(name: str, weight: Tensor) -> None:
+    """Refuse anything but a float32, bfloat16 or float16 tensor.
+
+    Raises:
+        TypeError: naming the dtype found.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name} is a {type(weight).__name__}: must be a torch.Tensor.")
+    if weight.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{name}.dtype={weight.dtype}: must be float32, bfloat16 or float16. "
+            f"Convert it first; codes of a quantised weight go through its own decoder."
+        )
+
+
+def round_to_bf16(weight: Tensor) -> Tensor:
+    """Round to bfloat16, to nearest and ties to even; refuse values that bfloat16 cannot hold.
+
+    Args:
+        weight: any shape, float32, bfloat16 or float16.
+
+    Returns:
+        The weight in bfloat16; the tensor itself if it is bfloat16 already.
+
+    Raises:
+        TypeError: for another dtype.
+        ValueError: for NaN, infinity, or a magnitude that rounds to infinity.
+    """
+    check_float_weight("weight", weight)
+    rounded = weight.to(torch.bfloat16)
+    if not bool(torch.isfinite(rounded).all()):
+        count = int((~torch.isfinite(rounded)).sum())
+        raise ValueError(
+            f"weight {list(weight.shape)} holds {count} values that are NaN, infinite or above "
+            f"{torch.finfo(torch.bfloat16).max:.4g}: bfloat16 weights must be finite. Repair the "
+            "weight, or keep float32."
+        )
+    return rounded

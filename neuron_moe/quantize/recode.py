@@ -1,0 +1,209 @@
+"""MXFP4 re-coded as fp8 without loss, for tensor engines that read fp8 and not MXFP4.
+
+An MXFP4 value is 2^s * {0, 0.5, 1, 1.5, 2, 3, 4, 6}: one mantissa bit over four binades, times the
+power of two of its group. fp8 has more mantissa and, e5m2 above all, more binades, so the group's
+power of two folds into the fp8 exponent relative to one power of two kept as the scale of a whole
+channel or expert. This is exact as long as the exponents of the groups within that scope stay close
+enough:
+
+    format               widest spread, normal numbers only    with subnormal numbers
+    e5m2                 26                                    28
+    e4m3, OCP range      11                                    14
+    e4m3, Neuron range   10                                    13
+
+Groups of zeros fit anywhere. Where the spread is wider, bf16 (`decode_mxfp4`) is the way out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neuron_moe.errors import check_choice
+from neuron_moe.quantize.fp8 import E5M2, Fp8Format, QuantizedWeight
+from neuron_moe.quantize.mxfp4 import (
+    E8M0_BIAS,
+    E8M0_NAN,
+    FP4_MAX_EXPONENT,
+    check_mxfp4,
+    decode_mxfp4,
+)
+
+_FP4_MIN_EXPONENT = -1  # 0.5, the smallest magnitude but zero
+_MIN_SCALE_EXPONENT = -126  # scales stay normal float32 numbers
+_SCOPES = ("channel", "expert")
+_CHUNK_VALUES = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentSpread:
+    """How far the group exponents of a weight lie apart, and whether an fp8 format spans them.
+
+    Args:
+        fmt: the fp8 format asked for.
+        limit: the widest spread the format holds exactly.
+        widest: the widest spread found in a scope.
+        num_scopes: channels or experts in the weight.
+        num_too_wide: how many of them exceed the limit.
+        first_too_wide: index of the first of them, or None.
+    """
+
+    fmt: Fp8Format
+    limit: int
+    widest: int
+    num_scopes: int
+    num_too_wide: int
+    first_too_wide: tuple[int, ...] | None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every scope can be re-coded without loss."""
+        return self.num_too_wide == 0
+
+
+def spread_limit(fmt: Fp8Format, *, allow_subnormal: bool = False) -> int:
+    """Return the widest spread of MXFP4 group exponents that `fmt` holds exactly.
+
+    Example:
+        >>> from neuron_moe.quantize import E4M3_NEURON, E5M2
+        >>> spread_limit(E5M2), spread_limit(E5M2, allow_subnormal=True), spread_limit(E4M3_NEURON)
+        (26, 28, 10)
+    """
+    lowest, highest = _exponent_window(fmt, allow_subnormal)
+    return highest - lowest
+
+
+def mxfp4_exponent_spread(
+    blocks: Tensor,
+    scales: Tensor,
+    fmt: Fp8Format = E5M2,
+    scope: str = "channel",
+    *,
+    allow_subnormal: bool = False,
+) -> ExponentSpread:
+    """Measure whether an MXFP4 weight can be re-coded in `fmt` without loss.
+
+    Args:
+        blocks: [..., R, G, 16] uint8, rows R being output channels.
+        scales: [..., R, G] uint8.
+        fmt: the fp8 format.
+        scope: "channel", one scale for each row; "expert", one for each matrix [R, 32 G].
+        allow_subnormal: also use subnormal fp8 numbers; how Trainium's tensor engine treats them is
+            undocumented.
+
+    Returns:
+        The spread found and the limit.
+
+    Raises:
+        TypeError: if blocks or scales are not uint8.
+        ValueError: for shapes that do not belong together, an unknown scope, or a scale that is NaN
+            (255).
+    """
+    lowest_R, highest_R = _scope_exponents(blocks, scales, scope)
+    spread_R = (highest_R - lowest_R).clamp(min=0)
+    limit = spread_limit(fmt, allow_subnormal=allow_subnormal)
+    too_wide = (spread_R > limit).nonzero()
+    return ExponentSpread(
+        fmt=fmt,
+        limit=limit,
+        widest=int(spread_R.max()) if spread_R.numel() else 0,
+        num_scopes=spread_R.numel(),
+        num_too_wide=len(too_wide),
+        first_too_wide=tuple(too_wide[0].tolist()) if len(too_wide) else None,
+    )
+
+
+def recode_mxfp4_to_fp8(
+    blocks: Tensor,
+    scales: Tensor,
+    fmt: Fp8Format = E5M2,
+    scope: str = "channel",
+    *,
+    allow_subnormal: bool = False,
+) -> QuantizedWeight:
+    """Re-code an MXFP4 weight as fp8 with power-of-two scales; decoded values stay bit for bit.
+
+    Args:
+        blocks: [..., R, G, 16] uint8, rows R being output channels.
+        scales: [..., R, G] uint8.
+        fmt: the fp8 format; e5m2 is the safe choice.
+        scope: "channel" or "expert", what shares a scale.
+        allow_subnormal: also use subnormal fp8 numbers.
+
+    Returns:
+        codes [..., R, 32 G] and scale [..., R, 1] or [..., 1, 1].
+
+    Raises:
+        TypeError: if blocks or scales are not uint8.
+        ValueError: if a scope spreads over more exponents than the format holds (use `decode_mxfp4`
+            for that weight), or for shapes, scope or scales that are wrong.
+    """
+    spread = mxfp4_exponent_spread(blocks, scales, fmt, scope, allow_subnormal=allow_subnormal)
+    if not spread.is_lossless:
+        raise ValueError(
+            f"scales {list(scales.shape)}: group exponents of {scope} {spread.first_too_wide} "
+            "spread over more than "
+            f"{spread.limit} (widest {spread.widest}; {spread.num_too_wide} of {spread.num_scopes} "
+            f"{scope}s too wide): "
+            f"{fmt.name} cannot hold them exactly. Decode this weight to bf16 with decode_mxfp4()."
+        )
+    lowest_R, highest_R = _scope_exponents(blocks, scales, scope)
+    lowest_allowed, _ = _exponent_window(fmt, allow_subnormal)
+    # The largest group keeps its FP4 values, unless that would push the smallest one out of the
+    # format.
+    base_R = torch.minimum(highest_R, lowest_R - lowest_allowed).clamp(min=_MIN_SCALE_EXPONENT)
+    base_R = torch.where(highest_R < lowest_R, torch.zeros_like(base_R), base_R)
+
+    num_groups = scales.shape[-1]
+    codes = torch.empty(*scales.shape[:-1], num_groups * 32, dtype=fmt.dtype, device=blocks.device)
+    rows_of_base = base_R.expand(scales.shape[:-1]).reshape(-1, 1)
+    blocks_RG16 = blocks.reshape(-1, num_groups, blocks.shape[-1])
+    scales_RG, codes_RC = scales.reshape(-1, num_groups), codes.view(-1, num_groups * 32)
+    step = max(1, _CHUNK_VALUES // max(1, num_groups * 32))
+    for start in range(0, len(scales_RG), step):
+        rows = slice(start, start + step)
+        relative = scales_RG[rows].int() - rows_of_base[rows]
+        # Groups of zeros may carry any exponent, also one outside the window: their value does not
+        # depend on it.
+        relative = relative.clamp(0, E8M0_NAN - 1).to(torch.uint8)
+        codes_RC[rows] = decode_mxfp4(blocks_RG16[rows], relative, torch.float32).to(fmt.dtype)
+    scale = torch.ldexp(torch.ones(base_R.shape, device=blocks.device), base_R).unsqueeze(-1)
+    return QuantizedWeight(codes, scale)
+
+
+def _exponent_window(fmt: Fp8Format, allow_subnormal: bool) -> tuple[int, int]:
+    """Return the lowest and highest group exponent whose eight magnitudes are exact in `fmt`."""
+    floor = fmt.min_exponent - fmt.mantissa_bits if allow_subnormal else fmt.min_exponent
+    # 0.5 must not fall below the floor; 6 = 1.5 * 2^2 needs its mantissa bit within the largest
+    # number.
+    highest = fmt.max_exponent - FP4_MAX_EXPONENT
+    return floor - _FP4_MIN_EXPONENT, highest
+
+
+def _scope_exponents(blocks: Tensor, scales: Tensor, scope: str) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest group exponent of each scope, groups of zeros left out.
+
+    A scope of zeros only has a smallest exponent above its largest one.
+    """
+    check_mxfp4(blocks, scales)
+    check_choice("scope", scope, _SCOPES)
+    if scales.ndim < 2:
+        raise ValueError(f"scales {list(scales.shape)}: must be [..., rows, groups].")
+    if bool((scales == E8M0_NAN).any()):
+        raise ValueError(
+            f"scales {list(scales.shape)} hold {E8M0_NAN}, which is NaN: weights must be finite. "
+            "Repair the checkpoint."
+        )
+    has_value = torch.empty(scales.shape, dtype=torch.bool, device=scales.device)
+    flat_has_value, flat_blocks = has_value.view(-1), blocks.reshape(-1, blocks.shape[-1])
+    step = _CHUNK_VALUES // 32
+    for start in range(0, len(flat_blocks), step):
+        magnitudes = flat_blocks[start : start + step] & 0x77  # without the two sign bits
+        flat_has_value[start : start + step] = (magnitudes != 0).any(dim=-1)
+    axes = (-1,) if scope == "channel" else (-2, -1)
+    exponents = scales.to(torch.int16) - E8M0_BIAS
+    lowest = torch.where(has_value, exponents, 256).amin(axes)
+    highest = torch.where(has_value, exponents, -256).amax(axes)
+    if scope == "expert":
+        lowest, highest = lowest.unsqueeze(-1), highest.unsqueeze(-1)
+    return lowest, highest
