@@ -1,1 +1,98 @@
-"""backends."""
+"""Backends do the arithmetic of a MoE layer: torch (anywhere, the reference); others fit the same
+protocol.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from neuron_moe.activations import ActivationSpec
+from neuron_moe.blocks import BlockMapping
+from neuron_moe.errors import check_choice
+from neuron_moe.routing import RouterBase, Routing
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The routed experts of one rank.
+
+    Attributes:
+        gate_up_proj_EHI: [E, H, 2I], gate columns first ([E, H, I] without GLU).
+        down_proj_EIH: [E, I, H].
+        gate_up_bias_EI: [E, 2I] or None, as in the checkpoint.
+        down_bias_EH: [E, H] or None, as in the checkpoint.
+        activation: what happens between the projections.
+        down_bias_scale: 1 / ranks that add the same down bias before a sum over ranks.
+    """
+
+    gate_up_proj_EHI: Tensor
+    down_proj_EIH: Tensor
+    gate_up_bias_EI: Tensor | None
+    down_bias_EH: Tensor | None
+    activation: ActivationSpec
+    down_bias_scale: float = 1.0
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of this rank."""
+        return self.gate_up_proj_EHI.shape[0]
+
+
+class LocalRouting(NamedTuple):
+    """A routing in the numbering of this rank.
+
+    Attributes:
+        expert_index_TK: [T, K] int32 local expert; -1 for padding tokens and for experts of other
+            ranks.
+        expert_affinities_TK: [T, K] float32; 0 where the index is -1.
+        scales_input: affinities multiply the expert's input instead of its output (Llama4).
+    """
+
+    expert_index_TK: Tensor
+    expert_affinities_TK: Tensor
+    scales_input: bool = False
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How the blockwise path is cut; backends without blocks ignore it, the result never depends on
+    it.
+    """
+
+    block_size: int
+    pad_num_blocks_to_even: bool = False
+
+
+class Backend(Protocol):
+    """The arithmetic of one MoE layer on one rank. Outputs are [T, H] float32 partial sums of this
+    rank's experts.
+    """
+
+    name: str
+
+    def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
+        """Route T tokens."""
+
+    def index_blocks(
+        self, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan
+    ) -> BlockMapping:
+        """Place every (token, choice) pair in a slot of a block."""
+
+    def blockwise(
+        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, plan: BlockPlan
+    ) -> Tensor:
+        """Compute many tokens, rows sorted by expert."""
+
+    def few_tokens(
+        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, mode: str
+    ) -> Tensor:
+        """Compute few tokens; mode is 'selective' or 'all_experts'."""
+
+
+def get_backend(name: str) -> Backend:
+    """Return the backend called `name`."""
+    check_choice("backend", name, ("torch",))
+    from neuron_moe.backends.torch_backend import TorchBackend
+
+    return TorchBackend()

@@ -1,1 +1,1 @@
-"""parallel."""
+"""What a rank owns, and how ranks talk."""

@@ -1,0 +1,188 @@
+"""The torch backend: the readable reference, with autograd, on any device.
+
+Every path exists in two forms with the same result:
+
+* static: shapes depend on sizes only and nothing leaves the device, so `torch.export` and compilers
+  can take it.
+  blockwise multiplies blocks of slots, selective gathers the weights of each pair, all_experts is a
+  batched matmul over
+  all experts. The batched operands are materialised: a form for graphs, not for memory.
+* eager: the form that is fast on a CPU. One pass over the experts that were chosen at all, each
+  weight read once. An
+  expert nobody chose adds exactly zero, so all three paths may use it.
+
+`TorchBackend()` takes the static form while a graph is being captured and the eager one otherwise.
+
+Axes: T tokens, K choices, P = T * K pairs, E experts of this rank, H hidden, I intermediate.
+"""
+
+import torch
+from torch import Tensor
+
+from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
+from neuron_moe.blocks import BlockMapping, build_block_mapping, sort_pairs
+from neuron_moe.errors import check_choice
+from neuron_moe.routing import RouterBase, Routing
+
+
+class TorchBackend:
+    """See the module's docstring.
+
+    Args:
+        static: force the static form (True) or the eager one (False); None decides per call.
+    """
+
+    name = "torch"
+
+    def __init__(self, static: bool | None = None) -> None:
+        self.static = static
+
+    def _is_static(self) -> bool:
+        return torch.compiler.is_compiling() if self.static is None else self.static
+
+    def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
+        """Route T tokens."""
+        routing: Routing = router(hidden_TH)
+        return routing
+
+    def index_blocks(
+        self, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan
+    ) -> BlockMapping:
+        """Place every (token, choice) pair in a slot of a block."""
+        return build_block_mapping(
+            expert_index_TK,
+            num_experts,
+            plan.block_size,
+            pad_to_even=plan.pad_num_blocks_to_even,
+        )
+
+    def blockwise(
+        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, plan: BlockPlan
+    ) -> Tensor:
+        """Compute many tokens, rows sorted by expert; return [T, H] float32."""
+        if not self._is_static():
+            return _chosen_experts(hidden_TH, routing, weights)
+        mapping = self.index_blocks(routing.expert_index_TK, weights.num_experts, plan)
+        return _blocks(hidden_TH, routing, weights, mapping)
+
+    def few_tokens(
+        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, mode: str
+    ) -> Tensor:
+        """Compute few tokens; return [T, H] float32."""
+        check_choice("mode", mode, ("selective", "all_experts"))
+        if not self._is_static():
+            return _chosen_experts(hidden_TH, routing, weights)
+        form = _gathered_weights if mode == "selective" else _every_expert
+        return form(hidden_TH, routing, weights)
+
+
+def _chosen_experts(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
+    """Loop over the experts that were chosen; eager only, the counts leave the device."""
+    top_k = routing.expert_index_TK.shape[1]
+    pairs = sort_pairs(routing.expert_index_TK, weights.num_experts)
+    counts = pairs.tokens_per_expert_E.tolist()
+    order_P = pairs.order_P[: sum(counts)]
+    token_P = order_P // top_k
+    affinity_P1 = routing.expert_affinities_TK.reshape(-1, 1)[order_P]
+    rows_PH = hidden_TH[token_P]
+    if routing.scales_input:
+        rows_PH = (rows_PH * affinity_P1).to(hidden_TH.dtype)
+    output_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
+    first = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        run = slice(first, first + count)
+        expert_out = _one_expert(rows_PH[run], weights, expert).float()
+        if not routing.scales_input:
+            expert_out = expert_out * affinity_P1[run]
+        output_TH = output_TH.index_add(0, token_P[run], expert_out)
+        first += count
+    return output_TH
+
+
+def _one_expert(rows_nH: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+    projected = rows_nH @ weights.gate_up_proj_EHI[expert]
+    if weights.gate_up_bias_EI is not None:
+        projected = projected + weights.gate_up_bias_EI[expert]
+    output = weights.activation(projected) @ weights.down_proj_EIH[expert]
+    if weights.down_bias_EH is not None:
+        output = output + weights.down_bias_EH[expert] * weights.down_bias_scale
+    return output
+
+
+def _blocks(
+    hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, mapping: BlockMapping
+) -> Tensor:
+    """Multiply each block of slots with its expert's matrices; static shapes."""
+    num_tokens, top_k = routing.expert_index_TK.shape
+    num_blocks = mapping.block_to_expert.shape[0]
+    num_pairs = num_tokens * top_k
+    expert_N = mapping.block_to_expert.to(torch.int64)
+    is_real = mapping.pair_of_slot >= 0
+    pair = mapping.pair_of_slot.to(torch.int64)
+    affinity_NB1 = routing.expert_affinities_TK.reshape(-1)[pair.clamp(min=0)]
+    affinity_NB1 = torch.where(is_real, affinity_NB1, 0.0).view(num_blocks, -1, 1)
+    token = mapping.token_position_to_id.to(torch.int64).clamp(min=0)
+    slots_NBH = hidden_TH[token].view(num_blocks, -1, hidden_TH.shape[1])
+    if routing.scales_input:
+        slots_NBH = (slots_NBH * affinity_NB1).to(hidden_TH.dtype)
+    projected = torch.bmm(slots_NBH, weights.gate_up_proj_EHI[expert_N])
+    if weights.gate_up_bias_EI is not None:
+        projected = projected + weights.gate_up_bias_EI[expert_N].unsqueeze(1)
+    output_NBH = torch.bmm(weights.activation(projected), weights.down_proj_EIH[expert_N])
+    if weights.down_bias_EH is not None:
+        bias_NH = weights.down_bias_EH[expert_N] * weights.down_bias_scale
+        output_NBH = output_NBH + bias_NH.unsqueeze(1)
+    output_NBH = output_NBH.float()
+    if not routing.scales_input:
+        output_NBH = output_NBH * affinity_NB1
+    target = torch.where(is_real, pair, num_pairs)  # padding slots meet in a row that is cut off
+    by_pair = output_NBH.new_zeros((num_pairs + 1, hidden_TH.shape[1]))
+    by_pair = by_pair.index_copy(0, target, output_NBH.flatten(0, 1))
+    return by_pair[:num_pairs].view(num_tokens, top_k, -1).sum(1)
+
+
+def _gathered_weights(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
+    """Load the weights of each pair; static shapes."""
+    num_tokens, top_k = routing.expert_index_TK.shape
+    index_P = routing.expert_index_TK.reshape(-1).to(torch.int64)
+    is_real_P11 = (index_P >= 0).view(-1, 1, 1)
+    index_P = index_P.clamp(min=0)
+    affinity_P11 = routing.expert_affinities_TK.reshape(-1, 1, 1)
+    rows_P1H = hidden_TH.repeat_interleave(top_k, dim=0).unsqueeze(1)
+    if routing.scales_input:
+        rows_P1H = (rows_P1H * affinity_P11).to(hidden_TH.dtype)
+    projected = torch.bmm(rows_P1H, weights.gate_up_proj_EHI[index_P])
+    if weights.gate_up_bias_EI is not None:
+        projected = projected + weights.gate_up_bias_EI[index_P].unsqueeze(1)
+    output = torch.bmm(weights.activation(projected), weights.down_proj_EIH[index_P])
+    if weights.down_bias_EH is not None:
+        output = output + (weights.down_bias_EH[index_P] * weights.down_bias_scale).unsqueeze(1)
+    output = torch.where(is_real_P11, output, 0).float()
+    if not routing.scales_input:
+        output = output * affinity_P11
+    return output.view(num_tokens, top_k, -1).sum(1)
+
+
+def _every_expert(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
+    """Compute every expert for every token and weigh; static shapes."""
+    num_tokens, num_experts = hidden_TH.shape[0], weights.num_experts
+    index_TK = routing.expert_index_TK.to(torch.int64)
+    is_none_TK = index_TK < 0
+    column_TK = torch.where(is_none_TK, num_experts, index_TK)  # one more column collects no-expert
+    zeros_TE = hidden_TH.new_zeros((num_tokens, num_experts + 1), dtype=torch.float32)
+    affinity_TE = zeros_TE.scatter(1, column_TK, routing.expert_affinities_TK)[:, :num_experts]
+    rows_ETH = hidden_TH.unsqueeze(0).expand(num_experts, -1, -1)
+    combine_TE = affinity_TE
+    if routing.scales_input:
+        rows_ETH = (rows_ETH * affinity_TE.t().unsqueeze(2)).to(hidden_TH.dtype)
+        chosen = torch.ones_like(routing.expert_affinities_TK)
+        combine_TE = zeros_TE.scatter(1, column_TK, chosen)[:, :num_experts]
+    projected = torch.bmm(rows_ETH, weights.gate_up_proj_EHI)
+    if weights.gate_up_bias_EI is not None:
+        projected = projected + weights.gate_up_bias_EI.unsqueeze(1)
+    output_ETH = torch.bmm(weights.activation(projected), weights.down_proj_EIH)
+    if weights.down_bias_EH is not None:
+        output_ETH = output_ETH + (weights.down_bias_EH * weights.down_bias_scale).unsqueeze(1)
+    return (output_ETH.float() * combine_TE.t().unsqueeze(2)).sum(0)

@@ -1,0 +1,336 @@
+"""What a MoE layer is, and how its blockwise path is tuned.
+
+Constructor arguments, their order and their defaults are NxD's
+(`neuronx_distributed.modules.moe.moe_configs`),
+so a published configuration works unchanged. Three things are stricter here: a key nobody reads is
+refused with
+the nearest known name, every value is checked when the object is built, and objects are frozen.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+
+from neuron_moe.errors import check_choice, check_positive_int, reject_unknown
+
+DEFAULT_BLOCK_SIZE = 512
+DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
+_T = TypeVar("_T")
+
+ROUTER_ACTIVATIONS = ("softmax", "sigmoid")
+HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
+
+
+class GLUType(Enum):
+    """How gate and up projections are combined.
+
+    GLU:    act(scale * gate) * (up + bias)
+    SWIGLU: gate * act(scale * gate) * (up + bias); with act = sigmoid and scale = 1 this is
+        silu(gate) * up
+    """
+
+    GLU = "glu"
+    SWIGLU = "swiglu"
+
+    @classmethod
+    def validate(cls, glu_type: "GLUType | str") -> "GLUType":
+        """Return the member named by `glu_type`; raise ValueError for anything else."""
+        return _as_enum(cls, "glu_type", glu_type)
+
+
+class BlockShardStrategy(Enum):
+    """Which blocks a physical core takes when blocks are spread over the cores of a logical core."""
+
+    HI_LO = "HI_LO"
+    PING_PONG = "PING_PONG"
+
+
+_EnumT = TypeVar("_EnumT", bound=Enum)
+
+
+def _as_enum(kind: type[_EnumT], name: str, value: object) -> _EnumT:
+    if isinstance(value, kind):
+        return value
+    by_name = {str(member.value).lower(): member for member in kind}
+    key = str(value).lower() if isinstance(value, str) else None
+    if key not in by_name:
+        options = ", ".join(repr(member.value) for member in kind)
+        raise ValueError(f"{name}={value!r}: must be {options} or a {kind.__name__}.")
+    return by_name[key]
+
+
+def as_dtype(name: str, value: torch.dtype | str) -> torch.dtype:
+    """Return a torch dtype from a dtype or its name ('bfloat16', 'torch.bfloat16')."""
+    if isinstance(value, torch.dtype):
+        return value
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(
+            f"{name}={value!r}: must be a torch dtype or its name, such as 'bfloat16'."
+        )
+    return found
+
+
+def _names_its_keys(cls: type[_T]) -> type[_T]:
+    """Make a dataclass refuse unknown keywords by name, with the nearest known one."""
+    built_init: Callable[..., None] = cls.__init__
+    signature = inspect.signature(built_init)
+    known = [name for name in signature.parameters if name != "self"]
+
+    @functools.wraps(built_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        reject_unknown(cls.__name__, kwargs, known)
+        built_init(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[assignment]
+    return cls
+
+
+def _check_finite(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be a finite number.")
+
+
+def _check_bools(config: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: must be True or False.")
+
+
+@_names_its_keys
+@dataclass(frozen=True)
+class BlockwiseMatmulConfig:
+    """Tuning of the blockwise prefill path; build it with `default()` or `from_kwargs(...)`.
+
+    Raises:
+        ValueError: a value outside its range, or two settings that exclude each other.
+    """
+
+    block_size: int = DEFAULT_BLOCK_SIZE  # token slots per block
+    use_block_parallel: bool = False
+    block_sharding_strategy: BlockShardStrategy | str = BlockShardStrategy.HI_LO
+    skip_dma_token: bool = False  # padding slots move no bytes
+    skip_dma_weight: bool = False  # the next block of the same expert reuses its weights
+    logical_nc_config: int = DEFAULT_LNC_SIZE  # physical cores per logical core
+    blockwise_nki_autograd_cls: Any = None
+    use_torch_block_wise: bool = False
+    parallelize_token_to_block_mapping: bool = True
+    optimized_block_to_token_mapping: bool = True
+    always_augment_inputs_for_blockwise_matmul: bool = False
+    use_shard_on_intermediate_dynamic_while: bool = False
+    use_shard_on_block_dynamic_while: bool = False
+    num_static_blocks: int | None = None
+    pad_num_blocks_to_even: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive_int("block_size", self.block_size)
+        strategy = _as_enum(
+            BlockShardStrategy, "block_sharding_strategy", self.block_sharding_strategy
+        )
+        object.__setattr__(self, "block_sharding_strategy", strategy)
+        if isinstance(self.logical_nc_config, bool) or self.logical_nc_config not in (1, 2):
+            raise ValueError(
+                f"logical_nc_config={self.logical_nc_config!r}: must be 1 or 2 (physical cores per"
+                " logical core). Use 2 on Trn2 and Trn3."
+            )
+        if self.num_static_blocks is not None:
+            check_positive_int("num_static_blocks", self.num_static_blocks)
+        flags = [f.name for f in dataclasses.fields(self) if f.type is bool]
+        _check_bools(self, tuple(flags))
+        if self.use_shard_on_intermediate_dynamic_while and self.use_shard_on_block_dynamic_while:
+            raise ValueError(
+                "use_shard_on_intermediate_dynamic_while=True,"
+                " use_shard_on_block_dynamic_while=True:"
+                " the two cores split either the intermediate axis or the blocks. Set one of them."
+            )
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "BlockwiseMatmulConfig":
+        """Build from keywords; those left out keep their default, an unknown one is refused."""
+        return cls(**kwargs)
+
+    @classmethod
+    def default(cls) -> "BlockwiseMatmulConfig":
+        """Build with every default."""
+        return cls()
+
+
+@_names_its_keys
+@dataclass(frozen=True)
+class RouterConfig:
+    """Router activation and the dtype its weights are kept in (arithmetic is always float32)."""
+
+    act_fn: str = "softmax"
+    dtype: torch.dtype | str = torch.float32
+
+    def __post_init__(self) -> None:
+        check_choice("act_fn", self.act_fn, ROUTER_ACTIVATIONS)
+        object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype))
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "RouterConfig":
+        """Build from `router_act_fn` and `router_dtype`; other keys are refused."""
+        reject_unknown("RouterConfig", kwargs, ("router_act_fn", "router_dtype"))
+        return cls(
+            act_fn=kwargs.get("router_act_fn", "softmax"),
+            dtype=kwargs.get("router_dtype", torch.float32),
+        )
+
+
+@_names_its_keys
+@dataclass(frozen=True)
+class RoutedExpertsMLPOpsConfig:
+    """The routed experts of one layer: sizes, activation, affinities, capacity.
+
+    Args:
+        num_experts: experts of the whole model (E).
+        hidden_size: H.
+        intermediate_size: I of the whole expert, before any sharding.
+        top_k: experts per token (K).
+        hidden_act: one of HIDDEN_ACTIVATIONS, or 'swiglu' (glu_type 'swiglu' with a sigmoid).
+        glu_mlp: gate and up projections (True) or a plain up projection (False).
+        bias: experts have biases. They are kept as in the checkpoint.
+        hidden_act_bias: added to up before the product, at run time (1.0 for GPT-OSS).
+        normalize_top_k_affinities: divide the K affinities of a token by their sum.
+        early_expert_affinity_modulation: scale the expert's input, not its output (Llama4).
+        capacity_factor: None computes every choice; > 0 drops what exceeds
+            ceil(T * K * capacity_factor / E) tokens of an expert.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    hidden_act: str
+    glu_mlp: bool
+    bias: bool = False
+    glu_type: GLUType | str = GLUType.GLU
+    hidden_act_scaling_factor: float = 1.0
+    hidden_act_bias: float = 0.0
+    hidden_size_actual: int | None = None
+    intermediate_size_actual: int | None = None
+    is_hidden_dim_shuffled: bool | None = None
+    is_intermediate_dim_shuffled: bool | None = None
+    use_index_calc_kernel: bool = True
+    gate_clamp_upper_limit: float | None = None
+    gate_clamp_lower_limit: float | None = None
+    up_clamp_upper_limit: float | None = None
+    up_clamp_lower_limit: float | None = None
+    normalize_top_k_affinities: bool = False
+    early_expert_affinity_modulation: bool = False
+    input_layer_init_method: Callable[..., Any] | None = None
+    output_layer_init_method: Callable[..., Any] | None = None
+    capacity_factor: float | None = None
+    enable_spmd_rank: bool = False
+    is_prefill: bool | None = None
+    expert_distribution: list[list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):
+            check_positive_int(name, getattr(self, name))
+        check_top_k(self.top_k, self.num_experts)
+        _check_bools(self, ("glu_mlp", "bias", "normalize_top_k_affinities"))
+        _check_bools(self, ("early_expert_affinity_modulation",))
+        self._settle_activation()
+        for name in ("hidden_act_scaling_factor", "hidden_act_bias"):
+            _check_finite(name, getattr(self, name))
+        for kind in ("gate", "up"):
+            self._check_clamp(kind)
+        if self.normalize_top_k_affinities and self.top_k == 1:
+            raise ValueError(
+                "normalize_top_k_affinities=True with top_k=1: every affinity would become 1."
+                " Set normalize_top_k_affinities=False."
+            )
+        if self.capacity_factor is not None:
+            _check_finite("capacity_factor", self.capacity_factor)
+            if self.capacity_factor <= 0:
+                raise ValueError(
+                    f"capacity_factor={self.capacity_factor!r}: must be None (dropless) or > 0"
+                    " (dropping). Use None to compute every choice."
+                )
+
+    def _settle_activation(self) -> None:
+        glu_type = GLUType.validate(self.glu_type)
+        hidden_act = check_choice("hidden_act", self.hidden_act, (*HIDDEN_ACTIVATIONS, "swiglu"))
+        if hidden_act == "swiglu":
+            glu_type, hidden_act = GLUType.SWIGLU, "sigmoid"
+        if glu_type is GLUType.SWIGLU and not self.glu_mlp:
+            raise ValueError(
+                "glu_type='swiglu' with glu_mlp=False: SwiGLU needs gate and up projections."
+                " Set glu_mlp=True, or hidden_act='silu' for a plain MLP."
+            )
+        object.__setattr__(self, "glu_type", glu_type)
+        object.__setattr__(self, "hidden_act", hidden_act)
+
+    def _check_clamp(self, kind: str) -> None:
+        lower = getattr(self, f"{kind}_clamp_lower_limit")
+        upper = getattr(self, f"{kind}_clamp_upper_limit")
+        for side, value in (("lower", lower), ("upper", upper)):
+            if value is not None:
+                _check_finite(f"{kind}_clamp_{side}_limit", value)
+        if lower is not None and upper is not None and lower > upper:
+            raise ValueError(
+                f"{kind}_clamp_lower_limit={lower!r}, {kind}_clamp_upper_limit={upper!r}:"
+                " the lower limit must not exceed the upper one. Swap them."
+            )
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "RoutedExpertsMLPOpsConfig":
+        """Build from keywords; an unknown one is refused."""
+        return cls(**kwargs)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether the capacity is below the dropless one, E / K (as NxD decides it)."""
+        return (
+            self.capacity_factor is not None
+            and self.capacity_factor < self.num_experts / self.top_k
+        )
+
+
+@_names_its_keys
+@dataclass(frozen=True)
+class MoEFusedTKGConfig:
+    """NxD's switches of the fused decode kernel; None leaves the choice to `choose_path`."""
+
+    quantized: bool
+    moe_fused_kernel_enabled: bool | None = None
+    router_topk_kernel_enabled: bool | None = None
+    expert_mlp_kernel_enabled: bool | None = None
+    shared_mlp_kernel_enabled: bool | None = None
+    norm_topk_prob: bool = False
+    is_mxfp4_compute: bool | None = None
+    router_mm_dtype: torch.dtype | str = torch.float32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "router_mm_dtype", as_dtype("router_mm_dtype", self.router_mm_dtype)
+        )
+
+
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Raise ValueError unless 1 <= top_k <= num_experts."""
+    check_positive_int("num_experts", num_experts)
+    check_positive_int("top_k", top_k)
+    if top_k > num_experts:
+        raise ValueError(
+            f"top_k={top_k}: must not exceed num_experts={num_experts}."
+            " A token cannot choose an expert twice; lower top_k."
+        )
+
+
+def config_to_dict(config: Any) -> Mapping[str, Any]:
+    """Return the fields of one of the configurations above as plain values."""
+    return {
+        field.name: value.value if isinstance(value, Enum) else value
+        for field in dataclasses.fields(config)
+        for value in [getattr(config, field.name)]
+    }

@@ -1,0 +1,188 @@
+"""MoE: a router, routed experts, and shared experts beside them."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from neuron_moe.config import MoEFusedTKGConfig
+from neuron_moe.dispatch import PHASES, Explanation, Workload, explain_path
+from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.experts import ExpertMLPsV2
+from neuron_moe.routing import RouterBase
+from neuron_moe.shared_experts import SharedExperts
+
+
+class MoEOutput(NamedTuple):
+    """What `MoE.forward` returns; the first field is the layer's output.
+
+    Attributes:
+        output: the shape and dtype of the input.
+        router_logits: [T, E] float32, if the layer was built with return_router_logits.
+        expert_index: [T, K] int32, if built with return_expert_index.
+        residual: input + residual, if a residual was passed.
+    """
+
+    output: Tensor
+    router_logits: Tensor | None = None
+    expert_index: Tensor | None = None
+    residual: Tensor | None = None
+
+
+class MoE(nn.Module):
+    """One MoE layer, with NxD's constructor arguments.
+
+    Args:
+        router: chooses experts for each token.
+        expert_mlps: the routed experts.
+        shared_experts: experts every token takes, or None.
+        rmsnorm: norm in front of router and experts, or None.
+        sequence_parallel_enabled: the input is this rank's part of the sequence.
+        sequence_dimension: axis that sequence parallelism splits (default 1 of [B, S, H]).
+        return_router_logits: return the logits.
+        return_expert_index: return the choices.
+        token_shuffle_group_size: NxD's shuffling for training; 1 is none.
+        token_shuffle_seed: its seed.
+        tensor_model_parallel_group: ranks over which outputs are summed.
+        init_tkg_module: NxD's fused decode module; here `choose_path` picks the kernel.
+        tkg_config: its switches.
+
+    Raises:
+        ValueError: router and experts disagree on a size.
+    """
+
+    def __init__(
+        self,
+        router: RouterBase,
+        expert_mlps: ExpertMLPsV2,
+        shared_experts: SharedExperts | None = None,
+        rmsnorm: nn.Module | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        return_router_logits: bool = False,
+        return_expert_index: bool = False,
+        token_shuffle_group_size: int = 1,
+        token_shuffle_seed: int | None = None,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        init_tkg_module: bool = False,
+        tkg_config: MoEFusedTKGConfig | None = None,
+    ) -> None:
+        super().__init__()
+        for name in ("num_experts", "top_k", "hidden_size"):
+            ours, theirs = getattr(router, name), getattr(expert_mlps.config, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"{name}: the router has {ours}, the experts have {theirs}."
+                    " Build both from the same sizes."
+                )
+        if shared_experts is not None and shared_experts.hidden_size != router.hidden_size:
+            raise ValueError(
+                f"hidden_size: the router has {router.hidden_size}, the shared experts have"
+                f" {shared_experts.hidden_size}. Build both from the same sizes."
+            )
+        check_positive_int("token_shuffle_group_size", token_shuffle_group_size)
+        self.router = router
+        self.expert_mlps = expert_mlps
+        self.shared_experts = shared_experts
+        self.rmsnorm = rmsnorm
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
+        self.return_router_logits = return_router_logits
+        self.return_expert_index = return_expert_index
+        self.token_shuffle_group_size = token_shuffle_group_size
+        self.token_shuffle_seed = token_shuffle_seed
+        self.tensor_model_parallel_group = tensor_model_parallel_group
+        self.init_tkg_module = init_tkg_module
+        self.tkg_config = tkg_config
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        padding_mask: Tensor | None = None,
+        is_speculative_decoding: bool = False,
+        residual: Tensor | None = None,
+    ) -> MoEOutput:
+        """Compute the layer.
+
+        Args:
+            hidden_states: [B, S, H]; S = 1 is decode.
+            padding_mask: [B, S], nonzero for real tokens; the others get no routed expert.
+            is_speculative_decoding: S > 1 tokens of a verification window, dispatched like decode.
+            residual: [B, S, H] added to the input first; the sum is returned as the last field.
+        """
+        if hidden_states.ndim != 3:
+            raise ValueError(
+                f"hidden_states: shape {tuple(hidden_states.shape)} must be [B, S, H]. Add the"
+                f" batch axis."
+            )
+        if residual is not None:
+            hidden_states = hidden_states + residual
+            residual = hidden_states.clone()
+        normed = hidden_states if self.rmsnorm is None else self.rmsnorm(hidden_states)
+        seq_len = hidden_states.shape[1]
+        hidden_TH = normed.reshape(-1, normed.shape[-1])
+        routing = self.expert_mlps.backend.route(hidden_TH, self.router)
+        output_TH = self.expert_mlps(
+            hidden_TH,
+            routing.expert_affinities_TK,
+            routing.expert_index_TK,
+            seq_len,
+            padding_mask,
+            phase=phase_of(seq_len, is_speculative_decoding),
+        )
+        if self.shared_experts is not None:
+            output_TH = output_TH + self.shared_experts(hidden_TH, seq_len)
+        return MoEOutput(
+            output_TH.view(normed.shape),
+            routing.router_logits_TE if self.return_router_logits else None,
+            routing.expert_index_TK if self.return_expert_index else None,
+            residual,
+        )
+
+    def enable_load_counters(self, enabled: bool = True) -> None:
+        """Count tokens per expert from now on (off by default); read `expert_load`."""
+        self.expert_mlps.enable_load_counters(enabled)
+
+    @property
+    def expert_load(self) -> Tensor | None:
+        """[E] int64 tokens each expert got since the counters were enabled, or None."""
+        load: Tensor | None = self.expert_mlps.expert_load_E
+        return load
+
+    def explain(
+        self, phase: str, tokens: int, *, tokens_per_expert: list[int] | None = None
+    ) -> Explanation:
+        """Say which path would run, why, and what its padding costs.
+
+        Args:
+            phase: 'prefill', 'decode' or 'speculation'.
+            tokens: T.
+            tokens_per_expert: load for the actual padding; default: the counters, if enabled.
+
+        Returns:
+            An explanation; print it, or read its fields.
+        """
+        check_choice("phase", phase, PHASES)
+        experts = self.expert_mlps
+        work = Workload(
+            phase,
+            tokens,
+            experts.config.top_k,
+            experts.config.num_experts,
+            experts.num_local_experts,
+            experts.blockwise_matmul_config.block_size,
+            experts.config.capacity_factor,
+        )
+        if tokens_per_expert is None and experts.expert_load_E is not None:
+            local = experts.shard.local_experts(experts.config.num_experts)
+            tokens_per_expert = experts.expert_load_E[local.start : local.stop].tolist()
+        return explain_path(
+            work, experts.choose_path(phase, tokens), tokens_per_expert=tokens_per_expert
+        )
+
+
+def phase_of(seq_len: int, is_speculative_decoding: bool = False) -> str:
+    """Return the phase a forward with this sequence length belongs to."""
+    if is_speculative_decoding:
+        return "speculation"
+    return "decode" if seq_len == 1 else "prefill"

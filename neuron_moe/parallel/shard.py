@@ -1,0 +1,64 @@
+"""What one rank owns of the routed experts."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from neuron_moe.errors import check_positive_int
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """This rank's part of the routed experts: a slice of I (tensor parallel) of some experts
+    (expert parallel).
+
+    Args:
+        tp_rank: position among the ranks that split the intermediate axis.
+        tp_size: number of these ranks.
+        ep_rank: position among the ranks that split the experts.
+        ep_size: number of these ranks.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "ep"):
+            size, rank = getattr(self, f"{axis}_size"), getattr(self, f"{axis}_rank")
+            check_positive_int(f"{axis}_size", size)
+            if not 0 <= rank < size:
+                raise ValueError(f"{axis}_rank={rank}: must lie in [0, {axis}_size={size}).")
+
+    @classmethod
+    def from_groups(
+        cls, tensor_parallel: ProcessGroup | None, expert_parallel: ProcessGroup | None
+    ) -> "ExpertShard":
+        """Read ranks and sizes off process groups; None is a group of one."""
+        tp_rank, tp_size = _rank_and_size(tensor_parallel)
+        ep_rank, ep_size = _rank_and_size(expert_parallel)
+        return cls(tp_rank, tp_size, ep_rank, ep_size)
+
+    def check(self, num_experts: int, intermediate_size: int) -> None:
+        """Raise ValueError unless both axes divide evenly."""
+        if num_experts % self.ep_size:
+            raise ValueError(
+                f"num_experts={num_experts}: must divide by the expert-parallel size"
+                f" {self.ep_size}."
+            )
+        if intermediate_size % self.tp_size:
+            raise ValueError(
+                f"intermediate_size={intermediate_size}: must divide by the tensor-parallel size"
+                f" {self.tp_size}. Pad it, or lower the tensor-parallel size."
+            )
+
+    def local_experts(self, num_experts: int) -> range:
+        """Return the experts of this rank, a contiguous run."""
+        size = num_experts // self.ep_size
+        return range(self.ep_rank * size, (self.ep_rank + 1) * size)
+
+
+def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
