@@ -110,6 +110,7 @@ class ComputeFacts(NamedTuple):
     reads_accumulator: bool = False
     extent: int = 0
     registers: int = 0
+    wide_stride: bool = False
 
 
 class MatmulFacts(NamedTuple):

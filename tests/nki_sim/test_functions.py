@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nki_sim.isa import _functions, _mx_formats, _search
+from nki_sim import functions, mx_formats, search
 
 
 def normal_cdf(x: float) -> float:
@@ -54,12 +54,12 @@ ACTIVATION_FORMULAS: dict[str, Callable[[float], float]] = {
 
 
 def test_every_activation_function_has_a_formula() -> None:
-    assert set(ACTIVATION_FORMULAS) == set(_functions.ACTIVATIONS)
+    assert set(ACTIVATION_FORMULAS) == set(functions.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", ACTIVATION_FORMULAS)
 def test_an_activation_agrees_with_its_formula(name: str) -> None:
-    function = _functions.ACTIVATIONS[name]
+    function = functions.ACTIVATIONS[name]
     low, high = max(function.low, -4.0), min(function.high, 4.0)
     x = np.random.default_rng(1).uniform(low, high, 400).astype(np.float32)
     if function.on_magnitude:
@@ -73,9 +73,9 @@ def test_an_activation_agrees_with_its_formula(name: str) -> None:
 def test_saturating_functions_reach_their_limits_without_nan() -> None:
     x = np.array([-200.0, 200.0], np.float32)
     with np.errstate(over="ignore"):
-        assert _functions.sigmoid(x).tolist() == [0.0, 1.0]
-        assert _functions.ACTIVATIONS["softplus"].apply(x).tolist() == [0.0, 200.0]
-        assert _functions.ACTIVATIONS["gelu"].apply(x).tolist() == [0.0, 200.0]
+        assert functions.sigmoid(x).tolist() == [0.0, 1.0]
+        assert functions.ACTIVATIONS["softplus"].apply(x).tolist() == [0.0, 200.0]
+        assert functions.ACTIVATIONS["gelu"].apply(x).tolist() == [0.0, 200.0]
 
 
 BINARY_FORMULAS: dict[str, Callable[[float, float], float]] = {
@@ -102,22 +102,22 @@ BINARY_FORMULAS: dict[str, Callable[[float, float], float]] = {
 def test_an_operator_agrees_with_its_formula(name: str) -> None:
     values = np.random.default_rng(2).integers(-3, 4, (2, 200)).astype(np.float32) / 2
     expected = [BINARY_FORMULAS[name](float(x), float(y)) for x, y in values.T]
-    found = _functions.ALU_OPS[name].apply(*values)
+    found = functions.ALU_OPS[name].apply(*values)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, np.array(expected, np.float32))
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, op in _functions.ALU_OPS.items() if op.reduce_identity is not None]
+    "name", [n for n, op in functions.ALU_OPS.items() if op.reduce_identity is not None]
 )
 def test_a_reduction_is_the_operator_applied_along_the_row(name: str) -> None:
-    op = _functions.ALU_OPS[name]
+    op = functions.ALU_OPS[name]
     values = np.random.default_rng(3).integers(-3, 4, (5, 7))
     rows = values.astype(np.uint8) if op.is_bitvec else values.astype(np.float32)
     expected = rows[:, 0] if op.kind != "logical" else (rows[:, 0] != 0).astype(np.float32)
     for column in range(1, 7):
         expected = op.apply(expected, rows[:, column])
-    np.testing.assert_array_equal(_functions.reduce_last(op, rows), expected)
+    np.testing.assert_array_equal(functions.reduce_last(op, rows), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
@@ -128,8 +128,8 @@ def test_shifts_are_logical_and_lose_bits_beyond_the_width(dtype: type) -> None:
         y = np.full(3, shift, dtype)
         left = [(int(v) << shift) % (1 << bits) for v in x]
         right = [int(v) >> shift for v in x]
-        assert _functions.ALU_OPS["left_shift"].apply(x, y).tolist() == left
-        assert _functions.ALU_OPS["right_shift"].apply(x, y).tolist() == right
+        assert functions.ALU_OPS["left_shift"].apply(x, y).tolist() == left
+        assert functions.ALU_OPS["right_shift"].apply(x, y).tolist() == right
 
 
 def occurrences(row: list[float], value: float) -> list[int]:
@@ -140,7 +140,7 @@ def occurrences(row: list[float], value: float) -> list[int]:
 def test_equal_values_take_successive_occurrences(first_slot_first: bool) -> None:
     data = np.random.default_rng(4).integers(0, 6, (20, 24)).astype(np.float32)
     vals = np.random.default_rng(5).integers(0, 9, (20, 8)).astype(np.float32)
-    found = _search.match8(data, vals, first_slot_first=first_slot_first)
+    found = search.match8(data, vals, first_slot_first=first_slot_first)
     for row in range(20):
         left = {value: occurrences(data[row].tolist(), value) for value in set(vals[row].tolist())}
         order = range(8) if first_slot_first else reversed(range(8))
@@ -152,12 +152,12 @@ def test_equal_values_take_successive_occurrences(first_slot_first: bool) -> Non
 def test_the_eight_largest_come_in_descending_order_with_duplicates() -> None:
     data = np.random.default_rng(6).integers(0, 5, (9, 30)).astype(np.float32)
     expected = [sorted(row.tolist(), reverse=True)[:8] for row in data]
-    assert _search.largest8(data).tolist() == expected
+    assert search.largest8(data).tolist() == expected
 
 
 def test_fp4_slots_are_nibbles_from_low_to_high() -> None:
     packed = np.array([[0x7_1_2_F]], np.uint16)
-    assert _mx_formats.unpack(packed, "float4_e2m1fn_x4").tolist() == [[[-6.0, 1.0, 0.5, 6.0]]]
+    assert mx_formats.unpack(packed, "float4_e2m1fn_x4").tolist() == [[[-6.0, 1.0, 0.5, 6.0]]]
 
 
 @pytest.mark.parametrize(
@@ -171,18 +171,18 @@ def test_fp8_slots_are_bytes_little_endian_and_saturate(
     name: str, dtype: type, largest: float
 ) -> None:
     values = np.array([[1.0, -0.3, 1e9, -1e9]], np.float32)
-    packed = _mx_formats.pack_fp8(values, name)
+    packed = mx_formats.pack_fp8(values, name)
     codes = np.array([1.0, -0.3, largest, -largest], np.float32).astype(dtype).view(np.uint8)
     assert packed.tolist() == [sum(int(code) << (8 * slot) for slot, code in enumerate(codes))]
     rounded = codes.view(dtype).astype(np.float32)
-    assert _mx_formats.unpack(packed, name).tolist() == [rounded.tolist()]
+    assert mx_formats.unpack(packed, name).tolist() == [rounded.tolist()]
 
 
 @pytest.mark.parametrize(("name", "reserve"), [("float8_e4m3fn_x4", 7), ("float8_e5m2_x4", 14)])
 def test_a_group_scale_is_the_documented_power_of_two(name: str, reserve: int) -> None:
     values = np.random.default_rng(7).normal(size=(32, 8)).astype(np.float32)
     values[8:16, 0:4] = 0
-    _, scale_bytes = _mx_formats.quantize(values, name)
+    _, scale_bytes = mx_formats.quantize(values, name)
     for group in range(4):
         for column in range(2):
             block = values[8 * group : 8 * group + 8, 4 * column : 4 * column + 4]
@@ -194,9 +194,9 @@ def test_a_group_scale_is_the_documented_power_of_two(name: str, reserve: int) -
 @pytest.mark.parametrize("name", ["float8_e4m3fn_x4", "float8_e5m2_x4"])
 def test_quantising_loses_at_most_half_a_unit_of_the_format(name: str) -> None:
     values = np.random.default_rng(8).normal(size=(64, 16)).astype(np.float32)
-    packed, scale_bytes = _mx_formats.quantize(values, name)
-    factors = _mx_formats.scale_factors(scale_bytes)
-    restored = _mx_formats.unpack(packed, name) * np.repeat(factors, 8, axis=0)[:, :, None]
+    packed, scale_bytes = mx_formats.quantize(values, name)
+    factors = mx_formats.scale_factors(scale_bytes)
+    restored = mx_formats.unpack(packed, name) * np.repeat(factors, 8, axis=0)[:, :, None]
     mantissa_bits = 3 if name == "float8_e4m3fn_x4" else 2
     step = np.exp2(np.floor(np.log2(np.abs(values))) - mantissa_bits)
     floor = np.repeat(factors, 8, axis=0)[:, :, None] * 2.0**-9  # subnormals of e4m3fn
