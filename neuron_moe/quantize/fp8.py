@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.errors import check_choice
-from neuron_moe.quantize.bf16 import FLOAT_DTYPES, check_float_weight
+from neuron_moe.quantize.bf16 import FLOAT_DTYPES, check_float_weight, is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def quantize_fp8(
     if blocks is not None:
         _check_block_shape(blocks)
     maximum = _scope_maximum(weight, scheme, block_shape)
-    if not bool(torch.isfinite(maximum).all()):
+    if not is_finite(maximum):
         raise ValueError(
             f"weight {list(weight.shape)} holds NaN or infinity: fp8 weights must be finite. "
             "Repair it before quantising."

@@ -14,14 +14,14 @@ A code is a sign bit and a magnitude 0, 0.5, 1, 1.5, 2, 3, 4 or 6. Source: OCP M
 import torch
 from torch import Tensor
 
-from neuron_moe.quantize.bf16 import check_float_weight
+from neuron_moe.quantize.bf16 import check_float_weight, is_finite
 
 MXFP4_GROUP_SIZE = 32
 E8M0_BIAS = 127
 E8M0_NAN = 255
 FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_MAX_EXPONENT = 2  # 6 = 1.5 * 2^2
-CHUNK_GROUPS = 1 << 16  # groups worked on at once: 2 M values, 8 MiB as float32
+CHUNK_GROUPS = 1 << 13  # groups worked on at once: 256 K values, 1 MiB as float32
 
 _DECODED_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -154,7 +154,7 @@ def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _encode_groups(values_G32: Tensor) -> tuple[Tensor, Tensor]:
     """Encode float32 groups; return blocks [G, 16] and scales [G], both uint8."""
     maximum_G = values_G32.abs().amax(dim=1)
-    if not bool(torch.isfinite(maximum_G).all()):
+    if not is_finite(maximum_G):
         raise ValueError(
             "weight holds NaN or infinity: MXFP4 has neither. Repair the weight before encoding it."
         )
@@ -163,21 +163,19 @@ def _encode_groups(values_G32: Tensor) -> tuple[Tensor, Tensor]:
     scales_G[maximum_G == 0] = 0
     inverse_G = e8m0_table().to(values_G32.device).index_select(0, 2 * E8M0_BIAS - scales_G)
     scaled_G32 = values_G32.abs().mul_(inverse_G.unsqueeze(1))
-    codes_G32 = torch.bucketize(scaled_G32, _rounding_boundaries(values_G32.device), out_int32=True)
-    codes_G32 |= torch.signbit(values_G32).int() << 3
+    codes_G32 = _round_to_codes(scaled_G32)
+    codes_G32 |= torch.signbit(values_G32).view(torch.uint8) << 3
     blocks_G16 = codes_G32[:, 0::2] | (codes_G32[:, 1::2] << 4)
-    return blocks_G16.to(torch.uint8), scales_G.to(torch.uint8)
+    return blocks_G16, scales_G.to(torch.uint8)
 
 
-def _rounding_boundaries(device: torch.device) -> Tensor:
-    """Return the seven boundaries b such that the code of x is the number of b < x.
+def _round_to_codes(scaled: Tensor) -> Tensor:
+    """Round float32 magnitudes to codes 0 to 7, to nearest, ties to the even code.
 
-    The boundary between neighbours is their midpoint, which belongs to the even code: to the lower
-    one if its code is even, else to the upper one, where the boundary moves down by one unit in the
-    last place.
+    Codes count steps of 0.5 up to 2, of 1 up to 4 and of 2 up to 6. Each stretch begins at an even
+    code, so that rounding the part of the magnitude within it, ties to even, does what is wanted.
     """
-    magnitudes = torch.tensor(FP4_MAGNITUDES)
-    midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
-    below = torch.nextafter(midpoints, torch.zeros(()))
-    lower_is_even = torch.arange(len(midpoints)) % 2 == 0
-    return torch.where(lower_is_even, midpoints, below).to(device)
+    codes = (scaled.clamp(max=2) * 2).round_()
+    codes += (scaled.clamp(2, 4) - 2).round_()
+    codes += ((scaled.clamp(4, 6) - 4) / 2).round_()
+    return codes.to(torch.uint8)

@@ -1,0 +1,51 @@
+"""Checkpoints: safetensors files in, module parameters out, and back.
+
+A model states once, in a `WeightMap`, how the tensors of a published checkpoint become its
+parameters. From that come strict loading (`load_weights`), with every tensor accounted for before
+the first one is read, and export (`save_checkpoint`).
+"""
+
+from neuron_moe.checkpoint.lazy import LazyTensor, Selection
+from neuron_moe.checkpoint.load import (
+    Progress,
+    Shard,
+    load_weights,
+    read_parameters,
+    unique_parameters,
+)
+from neuron_moe.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
+from neuron_moe.checkpoint.transforms import (
+    Transform,
+    chain,
+    concat_gate_up,
+    deinterleave_gate_up,
+    identity,
+    mxfp4,
+    transpose,
+)
+from neuron_moe.checkpoint.weight_map import Assignment, Rule, WeightMap
+from neuron_moe.checkpoint.writer import save_checkpoint
+
+__all__ = [
+    "Assignment",
+    "Checkpoint",
+    "LazyTensor",
+    "Progress",
+    "Rule",
+    "Selection",
+    "Shard",
+    "TensorInfo",
+    "Transform",
+    "WeightMap",
+    "chain",
+    "concat_gate_up",
+    "deinterleave_gate_up",
+    "identity",
+    "load_weights",
+    "mxfp4",
+    "open_checkpoint",
+    "read_parameters",
+    "save_checkpoint",
+    "transpose",
+    "unique_parameters",
+]

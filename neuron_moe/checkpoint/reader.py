@@ -1,0 +1,300 @@
+"""A strict reader of safetensors files that never holds more than the part asked for.
+
+The format: eight bytes, little endian, give the length of a JSON header; the header gives dtype,
+shape and byte range of each tensor; the data follows without gaps.
+Source: huggingface/safetensors, README, section Format.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_moe.checkpoint.lazy import LazyTensor, Selection, hull, take, within
+from neuron_moe.quantize.bf16 import is_finite
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+# NumPy has no bfloat16 and no fp8: bytes travel as integers of the same width.
+_CARRIERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies, without its data.
+
+    Args:
+        name: its key.
+        shape: its shape.
+        dtype: its torch dtype.
+        file: the file that holds it.
+        offset: its first byte, counted from the start of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a checkpoint by name, their data still on disk.
+
+    Args:
+        path: the directory or file it was opened from.
+        tensors: what it holds.
+    """
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def lazy(self, name: str) -> LazyTensor:
+        """Return a tensor that reads parts of `name` and refuses NaN and infinity."""
+        info = self.tensors[name]
+
+        def read(selection: Selection) -> Tensor:
+            return _read_finite(info, selection)
+
+        return LazyTensor(name, info.shape, info.dtype, read)
+
+    def read(self, name: str) -> Tensor:
+        """Read one whole tensor.
+
+        Raises:
+            ValueError: if the checkpoint has no such tensor, or it holds NaN or infinity.
+        """
+        if name not in self.tensors:
+            raise ValueError(
+                f"{name}: {self.path} holds no such tensor. Look among Checkpoint.tensors."
+            )
+        lazy = self.lazy(name)
+        return lazy.read(tuple(range(size) for size in lazy.shape))
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint and check its headers; no tensor data is read.
+
+    Args:
+        path: a directory with `model.safetensors` or with `model.safetensors.index.json` and its
+            shards, or one `.safetensors` file.
+
+    Raises:
+        FileNotFoundError: if nothing of that kind is there, or a shard is missing.
+        ValueError: if a header or the index is corrupt, or a file is truncated.
+    """
+    path = Path(path)
+    if path.is_file():
+        return Checkpoint(path, _read_header(path))
+    if (path / SINGLE_FILE).is_file():
+        return Checkpoint(path, _read_header(path / SINGLE_FILE))
+    if (path / INDEX_FILE).is_file():
+        return Checkpoint(path, _read_shards(path))
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: must be a checkpoint directory or a .safetensors file, but does not exist. "
+            "Check the path."
+        )
+    others = sorted(
+        entry.name for entry in path.iterdir() if entry.suffix in (".bin", ".pt", ".pth")
+    )
+    hint = f" {others[0]} is a pickle, which is not read: convert it." if others else ""
+    raise FileNotFoundError(
+        f"{path}: must hold {SINGLE_FILE} or {INDEX_FILE} with its shards, but holds neither."
+        f"{hint or ' Check the path, or download the checkpoint again.'}"
+    )
+
+
+def _read_shards(directory: Path) -> dict[str, TensorInfo]:
+    """Read the headers of all shards; they must hold exactly what the index says."""
+    index_path = directory / INDEX_FILE
+    advice = "Download the index again, or rebuild it from the shards."
+    try:
+        index = json.loads(index_path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{index_path}: must be JSON, but {error}. {advice}") from error
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(
+            f"{index_path}: must have a `weight_map` from tensor name to file name. {advice}"
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(files.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(
+                f"{index_path}: shard {file!r} must be the plain name of a .safetensors file "
+                "beside "
+                f"the index. {advice}"
+            )
+        if not (directory / file).is_file():
+            raise FileNotFoundError(
+                f"{directory / file}: missing, but {INDEX_FILE} places "
+                f"{sum(place == file for place in files.values())} tensors in it. "
+                "Download the shard again."
+            )
+        found = _read_header(directory / file)
+        promised = {name for name, place in files.items() if place == file}
+        if difference := sorted(promised ^ found.keys()):
+            raise ValueError(
+                f"{index_path}: {len(difference)} tensors of {file} are in the index or in the "
+                "file "
+                f"alone, first {difference[0]!r}; both must agree. {advice}"
+            )
+        tensors.update(found)
+    return tensors
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    """Read and check the header of one file."""
+    advice = "Download or copy the file again."
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        if size < 8 or header_size > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(
+                f"{file}: {size} bytes, header of {header_size} bytes: the header must fit the "
+                "file "
+                f"and stay below {MAX_HEADER_BYTES} bytes. The file is truncated or no "
+                f"safetensors. {advice}"
+            )
+        raw = stream.read(header_size)
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique_keys)
+    except ValueError as error:
+        raise ValueError(f"{file}: the header must be JSON, but {error}. {advice}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{file}: the header must be a JSON object. {advice}")
+    header.pop("__metadata__", None)
+    start = 8 + header_size
+    tensors = {name: _read_entry(file, start, name, entry) for name, entry in header.items()}
+    position = start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != position:
+            raise ValueError(
+                f"{file}: {info.name} begins at byte {info.offset}, must begin at {position}, "
+                "where "
+                f"the tensor before it ends. The header is corrupt. {advice}"
+            )
+        position += info.nbytes
+    if position != size:
+        state = "truncated" if size < position else "followed by foreign bytes"
+        raise ValueError(
+            f"{file}: {size} bytes, must be {position} by its header. The file is {state}. {advice}"
+        )
+    return tensors
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict from JSON pairs; refuse a key that comes twice."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in result if names.count(name) > 1)
+        raise ValueError(f"{twice!r} comes twice")
+    return result
+
+
+def _read_entry(file: Path, start: int, name: str, entry: object) -> TensorInfo:
+    """Check one entry of a header."""
+    advice = "Download or copy the file again."
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(
+            f"{file}: {name} must have dtype, shape and data_offsets in the header. {advice}"
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"{file}: {name} has dtype {dtype!r}, must be one of {', '.join(DTYPES)}. "
+            "Convert the checkpoint."
+        )
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(
+            f"{file}: {name} has shape {shape} and data_offsets {offsets}, must be lists of "
+            "integers "
+            f"of 0 and more. The header is corrupt. {advice}"
+        )
+    info = TensorInfo(name, tuple(shape), DTYPES[dtype], file, start + offsets[0])
+    if offsets[1] - offsets[0] != info.nbytes:
+        raise ValueError(
+            f"{file}: {name} {shape} {dtype} has {offsets[1] - offsets[0]} bytes, must have "
+            f"{info.nbytes}. The header is corrupt. {advice}"
+        )
+    return info
+
+
+def _are_counts(values: object) -> bool:
+    """Say whether a value is a list of integers of 0 and more."""
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+
+
+def _read_finite(info: TensorInfo, selection: Selection) -> Tensor:
+    """Read part of a tensor; refuse NaN and infinity."""
+    tensor = _read_part(info, selection)
+    if not tensor.is_floating_point():
+        return tensor
+    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    if not is_finite(values):
+        count = int((~torch.isfinite(values)).sum())
+        raise ValueError(
+            f"{info.name} in {info.file} holds {count} NaN or infinite values: "
+            "weights "
+            "must be finite. The file is damaged or its training diverged; download it again."
+        )
+    return tensor
+
+
+def _read_part(info: TensorInfo, selection: Selection) -> Tensor:
+    """Copy the selected part of a tensor out of its file.
+
+    The map lives for this call only: its pages count as this process's memory while it exists.
+    """
+    if 0 in info.shape:
+        return take(torch.empty(info.shape, dtype=info.dtype), selection)
+    window = tuple(hull(indices) for indices in selection)
+    mapped = np.memmap(
+        info.file,
+        dtype=_CARRIERS[info.dtype.itemsize],
+        mode="r",
+        offset=info.offset,
+        shape=info.shape,
+    )
+    part = np.array(mapped[tuple(slice(axis.start, axis.stop) for axis in window)])
+    tensor = torch.from_numpy(part).view(info.dtype)
+    local = tuple(
+        within(indices, axis.start) for indices, axis in zip(selection, window, strict=True)
+    )
+    return take(tensor, local)

@@ -1,0 +1,340 @@
+"""How checkpoint tensors become a parameter, and back: small named steps that compose.
+
+A transform works on tensors that are read in parts, so it states how a selection of its result
+maps to selections of its sources. Called with tensors in memory it simply converts them.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from neuron_moe.checkpoint.lazy import (
+    Indices,
+    LazyTensor,
+    Selection,
+    everything,
+    from_tensor,
+    hull,
+    take,
+    within,
+)
+from neuron_moe.quantize.bf16 import FLOAT_DTYPES, is_finite
+from neuron_moe.quantize.mxfp4 import (
+    E8M0_NAN,
+    MXFP4_GROUP_SIZE,
+    check_mxfp4,
+    decode_mxfp4,
+    encode_mxfp4,
+)
+
+_LARGEST_SAFE_SCALE = 252  # 6 * 2^(252 - 127) is finite in bfloat16, 6 * 2^(253 - 127) is not
+
+
+class Transform(ABC):
+    """One invertible change of layout or format."""
+
+    name: ClassVar[str]
+    num_sources: int = 1
+
+    @abstractmethod
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Return the result, to be read in parts.
+
+        Raises:
+            ValueError: if a source has the wrong shape or dtype; the message names it.
+        """
+
+    @abstractmethod
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the sources that make `tensor`."""
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Convert tensors that are in memory."""
+        result = self.apply(*(from_tensor(t, f"source {i}") for i, t in enumerate(tensors)))
+        return result.read(everything(result.shape))
+
+
+class Identity(Transform):
+    """Leave a float tensor as it is.
+
+    Example:
+        >>> identity(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+
+    name = "identity"
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Check the dtype, change nothing."""
+        (source,) = sources
+        _check_float(source)
+        return source
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensor."""
+        return (tensor,)
+
+
+class Transpose(Transform):
+    """Swap the last two axes.
+
+    Example:
+        >>> transpose(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[1., 3.],
+                [2., 4.]])
+    """
+
+    name = "transpose"
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Read with the last two selections swapped."""
+        (source,) = sources
+        _check_float(source)
+        _check_rank(source, 2)
+
+        def read(selection: Selection) -> Tensor:
+            *front, rows, columns = selection
+            return source.read((*front, columns, rows)).transpose(-1, -2)
+
+        *front, rows, columns = source.shape
+        return LazyTensor(source.name, (*front, columns, rows), source.dtype, read)
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Swap them again."""
+        return (tensor.transpose(-1, -2),)
+
+
+class DeinterleaveGateUp(Transform):
+    """Bring gate and up, alternating along the last axis, into two halves, gate first.
+
+    Example:
+        >>> deinterleave_gate_up(torch.tensor([10.0, 20.0, 11.0, 21.0]))  # g0 u0 g1 u1
+        tensor([10., 11., 20., 21.])
+    """
+
+    name = "deinterleave_gate_up"
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Read the stretch of columns that covers the selected ones, then pick."""
+        (source,) = sources
+        _check_float(source)
+        _check_rank(source, 1)
+        if source.shape[-1] % 2:
+            raise ValueError(
+                f"{source.name} {list(source.shape)}: the last axis must be even, gate and up "
+                "alternating. Check intermediate_size in config.json."
+            )
+        half = source.shape[-1] // 2
+
+        def read(selection: Selection) -> Tensor:
+            *front, columns = selection
+            if columns == range(2 * half):
+                both = source.read(selection)
+                if both.ndim > 1 and both.stride(-1) != 1:  # transposed: move whole rows of memory
+                    rows = both.transpose(-1, -2)
+                    return torch.cat((rows[..., 0::2, :], rows[..., 1::2, :]), -2).transpose(-1, -2)
+                return torch.cat((both[..., 0::2], both[..., 1::2]), dim=-1)
+            alternating = tuple(2 * c if c < half else 2 * (c - half) + 1 for c in columns)
+            return source.read((*front, alternating))
+
+        return LazyTensor(source.name, source.shape, source.dtype, read)
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Let gate and up alternate again."""
+        gate, up = tensor.chunk(2, dim=-1)
+        return (torch.stack((gate, up), dim=-1).flatten(-2),)
+
+
+class ConcatGateUp(Transform):
+    """Put the rows of up below those of gate: [..., I, H] twice to [..., 2I, H].
+
+    Example:
+        >>> concat_gate_up(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+        tensor([[1., 2.],
+                [3., 4.]])
+    """
+
+    name = "concat_gate_up"
+    num_sources = 2
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Read from each source the rows selected in it."""
+        gate, up = sources
+        for source in sources:
+            _check_float(source)
+            _check_rank(source, 2)
+        if gate.shape != up.shape or gate.dtype != up.dtype:
+            raise ValueError(
+                f"{up.name} {list(up.shape)} {up.dtype}: must be {list(gate.shape)} {gate.dtype} "
+                "as "
+                f"{gate.name}. Check that both come from one checkpoint."
+            )
+        *front, half, columns = gate.shape
+
+        def read(selection: Selection) -> Tensor:
+            *before, rows, after = selection
+            of_gate = tuple(row for row in rows if row < half)
+            of_up = tuple(row - half for row in rows if row >= half)
+            parts = [
+                source.read((*before, _as_range(chosen), after))
+                for source, chosen in ((gate, of_gate), (up, of_up))
+                if chosen
+            ]
+            joined = torch.cat(parts, dim=-2)
+            read_order = sorted(range(len(rows)), key=lambda place: rows[place] >= half)
+            if read_order == list(range(len(rows))):
+                return joined
+            places = torch.tensor(read_order).argsort()
+            return joined.index_select(-2, places)
+
+        name = f"{gate.name} + {up.name}"
+        return LazyTensor(name, (*front, 2 * half, columns), gate.dtype, read)
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the two halves of the rows."""
+        gate, up = tensor.chunk(2, dim=-2)
+        return gate, up
+
+
+class Mxfp4(Transform):
+    """Decode MXFP4: blocks [..., G, 16] and scales [..., G] to [..., 32 G] bfloat16.
+
+    Every MXFP4 weight of an ordinary size is exact in bfloat16, hence in wider types too. The way
+    back is exact for weights that were decoded, and rounds others.
+
+    Example:
+        >>> blocks = torch.full((1, 16), 0x22, dtype=torch.uint8)  # code 2 is 1.0
+        >>> mxfp4(blocks, torch.tensor([128], dtype=torch.uint8))[:4]  # times 2^(128 - 127)
+        tensor([2., 2., 2., 2.], dtype=torch.bfloat16)
+    """
+
+    name = "mxfp4"
+    num_sources = 2
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Decode the groups that the selection touches."""
+        blocks, scales = sources
+        _check_codes(blocks, scales)
+
+        def read(selection: Selection) -> Tensor:
+            *front, columns = selection
+            span = hull(columns)
+            groups = range(span.start // MXFP4_GROUP_SIZE, -(-span.stop // MXFP4_GROUP_SIZE))
+            powers = scales.read((*front, groups))
+            largest = int(powers.max()) if powers.numel() else 0
+            if largest == E8M0_NAN:
+                raise ValueError(
+                    f"{scales.name} holds {int((powers == E8M0_NAN).sum())} scales of {E8M0_NAN}, "
+                    "which is NaN: weights must be finite. The file is damaged; download it again."
+                )
+            codes = blocks.read((*front, groups, range(blocks.shape[-1])))
+            values = decode_mxfp4(codes, powers)
+            if largest > _LARGEST_SAFE_SCALE and not is_finite(values):
+                raise ValueError(
+                    f"{scales.name} holds scales so large that weights become infinite: weights "
+                    "must "
+                    "be finite. The file is damaged; download it again."
+                )
+            local = within(columns, groups.start * MXFP4_GROUP_SIZE)
+            return take(values, (*everything(values.shape[:-1]), local))
+
+        shape = (*scales.shape[:-1], scales.shape[-1] * MXFP4_GROUP_SIZE)
+        return LazyTensor(f"{blocks.name} + {scales.name}", shape, torch.bfloat16, read)
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Encode by the OCP rule."""
+        return encode_mxfp4(tensor)
+
+
+class Chain(Transform):
+    """Apply several transforms one after the other.
+
+    Example:
+        >>> chain(transpose, deinterleave_gate_up)(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+        tensor([[1., 3., 2., 4.]])
+    """
+
+    name = "chain"
+
+    def __init__(self, first: Transform, *others: Transform) -> None:
+        self.steps = (first, *others)
+        self.num_sources = first.num_sources
+        for step in others:
+            if step.num_sources != 1:
+                raise ValueError(
+                    f"{step.name} takes {step.num_sources} sources: only the first transform of a "
+                    "chain "
+                    "may take several. Put it first."
+                )
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Apply from first to last."""
+        result = self.steps[0].apply(*sources)
+        for step in self.steps[1:]:
+            result = step.apply(result)
+        return result
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Invert from last to first."""
+        for step in reversed(self.steps[1:]):
+            (tensor,) = step.invert(tensor)
+        return self.steps[0].invert(tensor)
+
+
+def chain(first: Transform, *others: Transform) -> Transform:
+    """Return the transform that applies the given ones in order.
+
+    Raises:
+        ValueError: if any but the first takes more than one source.
+    """
+    return Chain(first, *others)
+
+
+identity = Identity()
+transpose = Transpose()
+deinterleave_gate_up = DeinterleaveGateUp()
+concat_gate_up = ConcatGateUp()
+mxfp4 = Mxfp4()
+
+
+def _check_float(source: LazyTensor) -> None:
+    """Refuse codes where numbers are expected."""
+    if source.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{source.name}: dtype {source.dtype} must be bfloat16, float16 or float32. "
+            "Quantised weights need a rule with their decoder, such as mxfp4; convert other dtypes."
+        )
+
+
+def _check_rank(source: LazyTensor, least: int) -> None:
+    """Refuse a tensor with too few axes."""
+    if len(source.shape) < least:
+        raise ValueError(
+            f"{source.name} {list(source.shape)}: must have at least {least} axes. "
+            "Check that the tensor is what its name says."
+        )
+
+
+def _check_codes(blocks: LazyTensor, scales: LazyTensor) -> None:
+    """Refuse what is not an MXFP4 weight, by shape and dtype alone."""
+    for source in (blocks, scales):
+        if source.dtype != torch.uint8:
+            raise ValueError(
+                f"{source.name}: dtype {source.dtype} must be uint8 MXFP4 codes. Weights that were "
+                "decoded before saving belong under the name without _blocks; export them again."
+            )
+    try:
+        check_mxfp4(
+            torch.empty(blocks.shape, dtype=torch.uint8, device="meta"),
+            torch.empty(scales.shape, dtype=torch.uint8, device="meta"),
+        )
+    except ValueError as error:
+        raise ValueError(f"{blocks.name}, {scales.name}: {error}") from error
+
+
+def _as_range(indices: tuple[int, ...]) -> Indices:
+    """Return neighbours in order as a range, anything else as it is."""
+    whole = range(indices[0], indices[0] + len(indices))
+    return whole if indices == tuple(whole) else indices

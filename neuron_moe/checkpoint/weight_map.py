@@ -1,0 +1,331 @@
+"""The declarative map between the tensors of a checkpoint and the parameters of a module."""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from neuron_moe.checkpoint.lazy import LazyTensor, stack
+from neuron_moe.checkpoint.reader import Checkpoint
+from neuron_moe.checkpoint.transforms import Transform, identity
+from neuron_moe.errors import check_positive_int, closest
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_MAX_LISTED = 8  # problems of one kind that a message lists before it counts the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of a map: which checkpoint tensors make which parameter, and how.
+
+    Args:
+        sources: checkpoint key, or several in the order the transform takes them. `{layer}` and the
+            like stand for a number. A placeholder that the target lacks, usually `{expert}`, is
+            stacked: its tensors form a new first axis before the transform.
+        target: parameter name, with the same placeholders.
+        transform: from sources to parameter.
+        variant: name of the storage form, where several rules fill the same target.
+    """
+
+    sources: str | tuple[str, ...]
+    target: str
+    transform: Transform = identity
+    variant: str = ""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The sources as a tuple."""
+        return (self.sources,) if isinstance(self.sources, str) else self.sources
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Placeholders of the sources that the target lacks."""
+        return tuple(
+            name for name in placeholders(self.patterns[0]) if name not in placeholders(self.target)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A parameter and the checkpoint tensor that fills it.
+
+    Args:
+        target: name of the parameter.
+        source: what it is read from, in the full shape of the parameter.
+        keys: the checkpoint keys that takes.
+    """
+
+    target: str
+    source: LazyTensor
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """All rules of a model.
+
+    Args:
+        rules: what fills each parameter.
+        sizes: how many values each placeholder takes, from 0 up: {"layer": 24}.
+        ignored: patterns of checkpoint keys that are left out on purpose.
+
+    Raises:
+        ValueError: if a rule contradicts itself or the sizes.
+    """
+
+    rules: Sequence[Rule]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, size in self.sizes.items():
+            check_positive_int(f"sizes[{name!r}]", size)
+        for rule in self.rules:
+            self._check_rule(rule)
+        for pattern in self.ignored:
+            self._check_placeholders(pattern)
+
+    def resolve(self, checkpoint: Checkpoint, parameters: Iterable[str]) -> list[Assignment]:
+        """Decide what fills each parameter; account for every key and every parameter.
+
+        Args:
+            checkpoint: the tensors there are.
+            parameters: names of all parameters and persistent buffers to fill.
+
+        Returns:
+            One assignment for each parameter, in the order of the rules.
+
+        Raises:
+            ValueError: listing every key that is missing or extra, every parameter without a rule,
+                and every tensor whose shape or dtype its transform refuses.
+        """
+        problems = _Problems()
+        wanted = set(parameters)
+        candidates: dict[str, list[tuple[Rule, dict[str, int]]]] = {}
+        for rule in self.rules:
+            for binding in self._bindings(rule.target):
+                candidates.setdefault(rule.target.format(**binding), []).append((rule, binding))
+        for target in candidates.keys() - wanted:
+            problems.add("rule", f"{target}: a rule fills it, but the model has no such parameter")
+        for target in wanted - candidates.keys():
+            problems.add("rule", f"{target}: the model has it, but no rule fills it")
+
+        used = set()
+        assignments = []
+        for target, options in candidates.items():
+            rule, binding, absent = self._choose(target, options, checkpoint, problems)
+            keys = self._source_keys(rule, binding)
+            flat = [key for group in keys for key in group]
+            used.update(flat)
+            if absent:
+                for key in absent:
+                    problems.add("missing", f"{key} (it fills {target})")
+            elif target in wanted:
+                try:
+                    source = _apply(rule, keys, checkpoint)
+                except ValueError as error:
+                    problems.add("tensor", str(error))
+                else:
+                    assignments.append(Assignment(target, source, tuple(flat)))
+        ignored = {
+            pattern.format(**binding)
+            for pattern in self.ignored
+            for binding in self._bindings(pattern)
+        }
+        for key in checkpoint.tensors:
+            if key not in used and key not in ignored:
+                problems.add("extra", self._explain_extra(key))
+        problems.raise_if_any(checkpoint)
+        return assignments
+
+    def export(
+        self, parameters: Mapping[str, Tensor], variant: str | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Run the map backward: yield checkpoint keys and tensors, one parameter at a time.
+
+        Args:
+            parameters: every parameter and persistent buffer by name.
+            variant: storage form, where the map knows several.
+
+        Raises:
+            ValueError: if the variant is unknown or needed and not given, or parameters and rules
+                do not match one to one.
+        """
+        rules = self._rules_of(variant)
+        by_target = {
+            rule.target.format(**binding): (rule, binding)
+            for rule in rules
+            for binding in self._bindings(rule.target)
+        }
+        if unmatched := sorted(by_target.keys() ^ parameters.keys()):
+            raise ValueError(
+                f"{unmatched[0]}: must be both a parameter and the target of a rule "
+                f"({len(unmatched)} names are not). Export the model that the map was written for."
+            )
+        for target, (rule, binding) in by_target.items():
+            sources = rule.transform.invert(parameters[target].detach())
+            for group, source in zip(self._source_keys(rule, binding), sources, strict=True):
+                parts = source.unbind(0) if rule.stacked else (source,)
+                if len(parts) != len(group):
+                    raise ValueError(
+                        f"{target} {list(parameters[target].shape)}: the first axis must be "
+                        f"{len(group)}, one for each {rule.stacked[0]}. Check the sizes of the map."
+                    )
+                yield from zip(group, parts, strict=True)
+
+    def variants(self) -> tuple[str, ...]:
+        """Return the storage forms the map knows, in the order of the rules."""
+        return tuple(dict.fromkeys(rule.variant for rule in self.rules if rule.variant))
+
+    def _rules_of(self, variant: str | None) -> list[Rule]:
+        """Return the rules of one storage form."""
+        known = self.variants()
+        if variant is None and known:
+            raise ValueError(
+                f"variant=None: must be one of {', '.join(known)}, for the map knows several "
+                "storage "
+                f"forms. Pass variant={known[0]!r}."
+            )
+        if variant is not None and variant not in known:
+            raise ValueError(
+                f"variant={variant!r}: must be one of {', '.join(known) or 'none, here'}. "
+                f"{closest(variant, known) if known else 'Leave it out.'}"
+            )
+        return [rule for rule in self.rules if rule.variant in ("", variant)]
+
+    def _bindings(self, pattern: str) -> Iterator[dict[str, int]]:
+        """Yield every assignment of numbers to the placeholders of a pattern."""
+        names = placeholders(pattern)
+        for numbers in itertools.product(*(range(self.sizes[name]) for name in names)):
+            yield dict(zip(names, numbers, strict=True))
+
+    def _source_keys(self, rule: Rule, binding: dict[str, int]) -> list[list[str]]:
+        """Return the keys of each source; a stacked source has one for each number."""
+        if not rule.stacked:
+            return [[pattern.format(**binding)] for pattern in rule.patterns]
+        (name,) = rule.stacked
+        return [
+            [pattern.format(**binding, **{name: number}) for number in range(self.sizes[name])]
+            for pattern in rule.patterns
+        ]
+
+    def _choose(
+        self,
+        target: str,
+        options: list[tuple[Rule, dict[str, int]]],
+        checkpoint: Checkpoint,
+        problems: "_Problems",
+    ) -> tuple[Rule, dict[str, int], list[str]]:
+        """Return the storage form the checkpoint uses for a parameter, and what it lacks of it."""
+        counted = []
+        for rule, binding in options:
+            flat = [key for group in self._source_keys(rule, binding) for key in group]
+            absent = [key for key in flat if key not in checkpoint.tensors]
+            counted.append((len(flat) - len(absent), rule, binding, absent))
+        started = [entry for entry in counted if entry[0]]
+        if len(started) > 1:
+            names = " and ".join(repr(rule.variant) for _, rule, _, _ in started)
+            problems.add("tensor", f"{target}: the checkpoint holds it twice, as {names}; keep one")
+        _, rule, binding, absent = (started or counted)[0]
+        return rule, binding, absent
+
+    def _explain_extra(self, key: str) -> str:
+        """Say why a key is extra: a number out of range, or no rule at all."""
+        patterns = [pattern for rule in self.rules for pattern in rule.patterns]
+        for pattern in (*patterns, *self.ignored):
+            names = placeholders(pattern)
+            parts = [re.escape(part) for part in _PLACEHOLDER.split(pattern)[::2]]
+            found = re.fullmatch(r"(\d+)".join(parts), key)
+            for name, number in zip(names, found.groups() if found else (), strict=False):
+                if int(number) >= self.sizes[name]:
+                    return f"{key} ({name} must be below {self.sizes[name]})"
+        return f"{key} (no rule uses it)"
+
+    def _check_rule(self, rule: Rule) -> None:
+        """Refuse a rule that cannot work."""
+        if len(rule.patterns) != rule.transform.num_sources:
+            raise ValueError(
+                f"rule for {rule.target}: {len(rule.patterns)} sources, but {rule.transform.name} "
+                "takes "
+                f"{rule.transform.num_sources}. Give it that many."
+            )
+        names = set(placeholders(rule.patterns[0]))
+        for pattern in rule.patterns:
+            self._check_placeholders(pattern)
+            if set(placeholders(pattern)) != names:
+                raise ValueError(
+                    f"rule for {rule.target}: all sources must have the placeholders of "
+                    f"{rule.patterns[0]}, but {pattern} has others. Split the rule."
+                )
+        if not names.issuperset(placeholders(rule.target)) or len(rule.stacked) > 1:
+            raise ValueError(
+                f"rule for {rule.target}: its placeholders must be those of {rule.patterns[0]}, "
+                "one of "
+                "which may be left out to be stacked. Correct the target."
+            )
+        alike = [r for r in self.rules if r.target == rule.target and r.variant == rule.variant]
+        if len(alike) > 1:
+            raise ValueError(
+                f"rule for {rule.target}: {len(alike)} rules fill it with "
+                f"variant={rule.variant!r}, "
+                "must be one. Give each storage form a variant of its own."
+            )
+
+    def _check_placeholders(self, pattern: str) -> None:
+        """Refuse a placeholder of unknown size."""
+        for name in placeholders(pattern):
+            if name not in self.sizes:
+                raise ValueError(
+                    f"pattern {pattern}: the size of {{{name}}} must be in sizes, which has "
+                    f"{sorted(self.sizes) or 'none'}. Add sizes={{{name!r}: ...}}."
+                )
+
+
+class _Problems:
+    """What is wrong with a checkpoint, by kind, so that one message tells all of it."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, list[str]] = {}
+
+    def add(self, kind: str, text: str) -> None:
+        """Note one problem."""
+        self.by_kind.setdefault(kind, []).append(text)
+
+    def raise_if_any(self, checkpoint: Checkpoint) -> None:
+        """Raise a ValueError that lists them."""
+        if not self.by_kind:
+            return
+        lines = [
+            f"{checkpoint.path}: {sum(map(len, self.by_kind.values()))} problems; every tensor "
+            "must be "
+            "used and every parameter filled."
+        ]
+        for kind, texts in self.by_kind.items():
+            lines += [f"  {kind}: {text}" for text in texts[:_MAX_LISTED]]
+            if len(texts) > _MAX_LISTED:
+                lines.append(f"  {kind}: and {len(texts) - _MAX_LISTED} more")
+        lines.append(
+            "Check that config.json belongs to these weights, and download them again if it does."
+        )
+        raise ValueError("\n".join(lines))
+
+
+def placeholders(pattern: str) -> list[str]:
+    """Return the names in braces, in order.
+
+    Example:
+        >>> placeholders("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight")
+        ['layer', 'expert']
+    """
+    return _PLACEHOLDER.findall(pattern)
+
+
+def _apply(rule: Rule, keys: list[list[str]], checkpoint: Checkpoint) -> LazyTensor:
+    """Build what fills a parameter, stacking where the rule says so."""
+    sources = []
+    for group in keys:
+        parts = [checkpoint.lazy(key) for key in group]
+        sources.append(stack(parts) if rule.stacked else parts[0])
+    return rule.transform.apply(*sources)
