@@ -1,1 +1,43 @@
-"""nki_sim."""
+"""nki_sim: NKI kernels on a CPU, with the meaning, the rules and the time of the hardware."""
+
+from nki_sim.errors import (
+    AccumulateError,
+    CapacityError,
+    DeadlockError,
+    DivergenceError,
+    IllegalOperand,
+    LanguageError,
+    NkiValidationError,
+    OutOfBounds,
+    OverlapError,
+    RaceError,
+    UninitializedRead,
+    UnknownValue,
+)
+from nki_sim.launch import Kernel, Run, TensorSpec, jit, run, run_ranks, simulate
+from nki_sim.options import SimOptions
+from nki_sim.provide import provide
+
+__all__ = [
+    "AccumulateError",
+    "CapacityError",
+    "DeadlockError",
+    "DivergenceError",
+    "IllegalOperand",
+    "Kernel",
+    "LanguageError",
+    "NkiValidationError",
+    "OutOfBounds",
+    "OverlapError",
+    "RaceError",
+    "Run",
+    "SimOptions",
+    "TensorSpec",
+    "UninitializedRead",
+    "UnknownValue",
+    "jit",
+    "provide",
+    "run",
+    "run_ranks",
+    "simulate",
+]

@@ -1,0 +1,275 @@
+"""What the instruction files share: the decorator, operand checks and cost facts.
+
+An instruction is a function of the running core and the parameters of the language, written in
+three paragraphs: constraints, cost, meaning. The decorator takes the core away from the public
+signature, resolves dynamic scalar offsets, and adds the place and the instruction to any error.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
+
+from nki_sim import trace as tr
+from nki_sim.constants import engine as Engine
+from nki_sim.dtypes import DType
+from nki_sim.errors import IllegalOperand, NkiValidationError
+from nki_sim.machine import _CORE, Core, NkiInstruction
+from nki_sim.registers import VirtualRegister
+from nki_sim.tensor import NkiTensor, Profile
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ENGINE_IDS: Final = {
+    Engine.tensor: tr.TENSOR,
+    Engine.vector: tr.VECTOR,
+    Engine.scalar: tr.SCALAR,
+    Engine.gpsimd: tr.GPSIMD,
+    Engine.dma: tr.DMA,
+    Engine.sync: tr.SYNC,
+}
+_START_LIMIT: Final = {0: 128, 32: 32, 64: 64, 96: 32}
+_FACTS: dict[tuple[Any, ...], tr.ComputeFacts] = {}
+
+
+def instruction(function: F | None = None, *, resolve: bool = True) -> Any:
+    """Turn ``f(core, dst, ...)`` into the public instruction ``f(dst, ...)``.
+
+    Args:
+        function: the instruction; its first parameter is the running `Core`.
+        resolve: replace tensors with a scalar offset by the static view it means now. DMA
+            instructions resolve for themselves.
+    """
+    if function is None:
+        return functools.partial(instruction, resolve=resolve)
+    body = function
+    name = body.__name__
+
+    @functools.wraps(body)
+    def issue(*args: Any, **kwargs: Any) -> Any:
+        core = _CORE.get()
+        if core is None:
+            raise RuntimeError(
+                f"nki.isa.{name}: no kernel is running. Use nki_sim.simulate(kernel)."
+            )
+        try:
+            if resolve:
+                for arg in args:
+                    if type(arg) is NkiTensor and arg._dynamic is not None:
+                        args = tuple([_static(a) for a in args])
+                        break
+                for key, arg in kwargs.items():
+                    if type(arg) is NkiTensor and arg._dynamic is not None:
+                        kwargs[key] = arg.resolve()
+            return body(core, *args, **kwargs)
+        except NkiValidationError as error:
+            locate(error, core, name)
+            raise
+
+    signature = inspect.signature(body)
+    parameters = list(signature.parameters.values())[1:]
+    issue.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return cast(F, issue)
+
+
+def _static(value: Any) -> Any:
+    return value.resolve() if type(value) is NkiTensor else value
+
+
+def locate(error: NkiValidationError, core: Core, name: str) -> None:
+    """Add instruction and kernel line to an error that does not have them yet."""
+    if not error.instruction:
+        error.instruction = name
+    if not error.location:
+        error.location = core.location()
+
+
+# Operand checks. Each raises IllegalOperand with the operand's name.
+
+
+def tensor(operand: str, value: Any) -> NkiTensor:
+    """Return `value` if it is a tensor."""
+    if type(value) is not NkiTensor:
+        raise IllegalOperand(operand, "a tensor", repr(value))
+    return value
+
+
+def check_memory(operand: str, value: NkiTensor, spaces: tuple[int, ...]) -> None:
+    """The tensor is in one of the memories."""
+    if value._alloc.space not in spaces:
+        allowed = " or ".join(tr.SPACE_NAMES[space].upper() for space in spaces)
+        raise IllegalOperand(operand, f"a tensor in {allowed}", value.buffer.name)
+
+
+def check_partitions(operand: str, value: NkiTensor) -> None:
+    """An engine reaches the partitions: start 0 for more than 64, 0 or 64 for 33..64, else any 32.
+
+    DMA is free of this rule (architecture guides, "partition access").
+    """
+    geometry = value.geometry
+    limit = _START_LIMIT.get(geometry.start_partition)
+    if limit is None or geometry.partitions > limit:
+        raise IllegalOperand(
+            operand,
+            "a start partition of 0, or 64 with at most 64 partitions, or 32 or 96 with at most 32",
+            f"{geometry.partitions} partitions from {geometry.start_partition}",
+        )
+
+
+def check_on_chip(*operands: tuple[str, NkiTensor]) -> None:
+    """Each operand is an SBUF or PSUM tensor that engines reach: memory and partition rules."""
+    for name, value in operands:
+        if type(value) is not NkiTensor:
+            raise IllegalOperand(name, "a tensor", repr(value))
+        if value._alloc.space == tr.HBM:
+            raise IllegalOperand(name, "a tensor in SBUF or PSUM", value.buffer.name)
+        check_partitions(name, value)
+
+
+def check_same_partitions(first: tuple[str, NkiTensor], *others: tuple[str, NkiTensor]) -> None:
+    """All operands have as many partitions as the first one."""
+    expected = first[1].geometry.partitions
+    for name, value in others:
+        if value.geometry.partitions != expected:
+            raise IllegalOperand(
+                name, f"{expected} partitions like {first[0]}", str(value.geometry.partitions)
+            )
+
+
+def check_same_elements(first: tuple[str, NkiTensor], *others: tuple[str, NkiTensor]) -> None:
+    """All operands have as many elements per partition as the first one; ranks may differ."""
+    expected = first[1].geometry.elements
+    for name, value in others:
+        if value.geometry.elements != expected:
+            raise IllegalOperand(
+                name,
+                f"{expected} elements per partition like {first[0]} {list(first[1].shape)}",
+                f"{value.geometry.elements} ({list(value.shape)})",
+            )
+
+
+def check_dtype(operand: str, value: NkiTensor, allowed: frozenset[DType], what: str) -> None:
+    """The element type is one of `allowed`, described by `what`."""
+    if value.dtype not in allowed:
+        raise IllegalOperand(operand, what, str(value.dtype))
+
+
+def check_not_both_psum(first: tuple[str, NkiTensor], second: tuple[str, NkiTensor]) -> None:
+    """At most one of two tensor inputs is in PSUM."""
+    if first[1]._alloc.space == tr.PSUM and second[1]._alloc.space == tr.PSUM:
+        raise IllegalOperand(
+            second[0],
+            f"SBUF where {first[0]} is in PSUM",
+            "both inputs in PSUM",
+            "Copy one of them to SBUF",
+        )
+
+
+def check_engine(core: Core, engine: Any, allowed: tuple[Any, ...], default: Any) -> Any:
+    """Return the engine to use: `default` for unknown, else one of `allowed`."""
+    if engine is Engine.unknown or engine is None:
+        return default
+    if engine not in allowed:
+        names = ", ".join(member.name for member in allowed)
+        raise IllegalOperand("engine", f"one of {names}", str(getattr(engine, "name", engine)))
+    return engine
+
+
+def check_gpsimd_memory(*operands: tuple[str, NkiTensor]) -> None:
+    """GpSimd reaches SBUF only."""
+    for name, value in operands:
+        if value._alloc.space != tr.SBUF:
+            raise IllegalOperand(name, "a tensor in SBUF, as GpSimd reads and writes nothing else",
+                                 value.buffer.name)  # fmt: skip
+
+
+def check_generation(core: Core, minimum: Any, what: str) -> None:
+    """The target is at least of generation `minimum`."""
+    if core.target.version < minimum:
+        raise IllegalOperand(what, f"{minimum.name} or later", f"target {core.target.name}")
+
+
+def scalar_operand(core: Core, operand: str, value: Any, partitions: int) -> Any:
+    """Return a scalar operand: a number as float, a register's value, or a checked (P, 1) tensor."""
+    if type(value) is NkiTensor:
+        check_on_chip((operand, value))
+        geometry = value.geometry
+        if geometry.elements != 1 or geometry.partitions != partitions:
+            raise IllegalOperand(
+                operand, f"a number or a tensor of shape ({partitions}, 1)", f"{list(value.shape)}"
+            )
+        return value
+    if isinstance(value, VirtualRegister):
+        return value.read()
+    if isinstance(value, (bool, int, float)) or hasattr(value, "__float__"):
+        return value
+    raise IllegalOperand(operand, f"a number or a tensor of shape ({partitions}, 1)", repr(value))
+
+
+# Cost.
+
+
+def compute_facts(
+    dst: NkiTensor,
+    inputs: tuple[NkiTensor, ...],
+    function: str = "",
+    *,
+    reads_accumulator: bool = False,
+    extent: int = 0,
+    registers: int = 0,
+) -> tr.ComputeFacts:
+    """Return the interned facts of a Vector, Scalar or GpSimd instruction.
+
+    Args:
+        dst: destination.
+        inputs: tensor inputs, (P, 1) operands left out.
+        function: activation function or ALU operations, "multiply,add".
+        reads_accumulator: whether it stores an accumulator register.
+        extent: whatever else the cost scales with (k of topk, elements per index of a gather).
+        registers: operands with a dynamic offset.
+    """
+    profiles: tuple[Profile, ...] = (
+        dst.geometry.profile,
+        *[value.geometry.profile for value in inputs],
+    )
+    key = (function, profiles, reads_accumulator, extent, registers)
+    found = _FACTS.get(key)
+    if found is None:
+        found = _FACTS[key] = tr.ComputeFacts(
+            elements=max(profile.elements for profile in profiles),
+            partitions=max(profile.partitions for profile in profiles),
+            dtypes=tuple(str(profile.dtype) for profile in profiles),
+            spaces=tuple(profile.space for profile in profiles),
+            contiguous=tuple(profile.contiguous for profile in profiles),
+            function=function,
+            reads_accumulator=reads_accumulator,
+            extent=extent,
+            registers=registers,
+        )
+    return found
+
+
+__all__ = [
+    "Core",
+    "Engine",
+    "IllegalOperand",
+    "NkiInstruction",
+    "NkiTensor",
+    "VirtualRegister",
+    "check_dtype",
+    "check_engine",
+    "check_generation",
+    "check_gpsimd_memory",
+    "check_memory",
+    "check_not_both_psum",
+    "check_on_chip",
+    "check_partitions",
+    "check_same_elements",
+    "check_same_partitions",
+    "compute_facts",
+    "instruction",
+    "scalar_operand",
+    "tensor",
+]

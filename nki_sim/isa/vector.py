@@ -1,0 +1,508 @@
+"""Vector engine: element-wise arithmetic, reductions along the free axes, copies.
+
+Arithmetic widens to float32, computes there and rounds once to the destination; bit operators work
+on patterns. Some of these run on the Scalar or GpSimd engine too.
+
+Not checked here: at most three free dimensions in a pattern after joining neighbours; access
+patterns with more make the compiler split the instruction.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from nki_sim import search
+from nki_sim import trace as tr
+from nki_sim.dtypes import Array
+from nki_sim.functions import reduce_last
+from nki_sim.isa._common import (
+    ENGINE_IDS,
+    Core,
+    Engine,
+    IllegalOperand,
+    NkiInstruction,
+    NkiTensor,
+    check_engine,
+    check_gpsimd_memory,
+    check_not_both_psum,
+    check_on_chip,
+    check_same_elements,
+    check_same_partitions,
+    compute_facts,
+    instruction,
+    scalar_operand,
+)
+from nki_sim.isa._operands import (
+    Stage,
+    alu,
+    bits,
+    check_stage_types,
+    is_exact,
+    is_integer32,
+    reduction,
+    stage,
+    store_bits,
+    store_wrapped,
+    tensors_of,
+)
+from nki_sim.isa.constants import nc_version
+from nki_sim.registers import VirtualRegister
+
+# Elements per partition from which a fill in SBUF goes to GpSimd if the kernel names no engine
+# (assumed: the compiler's choice is not published).
+_GPSIMD_MEMSET_ELEMENTS = 128
+# Operator pairs of tensor_scalar that the Scalar engine has from gen3 on (nki.isa.tensor_scalar).
+_SCALAR_ENGINE_PAIRS = frozenset({("multiply", "add"), ("multiply", ""), ("add", "")})
+
+
+@instruction
+def tensor_tensor(
+    core: Core,
+    dst: NkiTensor,
+    data1: NkiTensor,
+    data2: NkiTensor,
+    op: Any,
+    engine: Any = Engine.unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Compute ``dst = data1 op data2`` element by element.
+
+    Integers of 32 bits on GpSimd are exact; everything else is float32 inside
+    (nki.isa.tensor_tensor, NKI 0.6).
+    """
+    # Constraints.
+    operands = (("dst", dst), ("data1", data1), ("data2", data2))
+    check_on_chip(*operands)
+    check_same_partitions(*operands)
+    check_same_elements(*operands)
+    check_not_both_psum(operands[1], operands[2])
+    operator = alu(core, "op", op, 2)
+    integers = is_integer32(dst) and is_integer32(data1) and is_integer32(data2)
+    in_psum = tr.PSUM in (dst._alloc.space, data1._alloc.space, data2._alloc.space)
+    gpsimd = operator.gpsimd_only or (integers and not operator.is_bitvec and not in_psum)
+    default = Engine.gpsimd if gpsimd else Engine.vector
+    allowed = (Engine.gpsimd,) if operator.gpsimd_only else (Engine.vector, Engine.gpsimd)
+    chosen = check_engine(core, engine, allowed, default)
+    if chosen is Engine.gpsimd:
+        check_gpsimd_memory(*operands)
+    if operator.is_bitvec:
+        for operand, value in operands:
+            if not value.dtype.is_integer:
+                raise IllegalOperand(
+                    operand, f"an integer type for {operator.name}", str(value.dtype)
+                )
+    exact = integers and chosen is Engine.gpsimd
+
+    # Cost.
+    facts = compute_facts(dst, (data1, data2), operator.name)
+
+    # Meaning.
+    def meaning() -> None:
+        if operator.is_bitvec:
+            left = bits(data1)
+            store_bits(dst, operator.apply(left, bits(data2).astype(left.dtype, copy=False)))
+        elif exact:
+            values = operator.apply(data1.flat().astype(np.int64), data2.flat().astype(np.int64))
+            store_wrapped(dst, values)
+        else:
+            dst.store(operator.apply(data1.f32(), data2.f32()))
+
+    return core.issue(
+        "tensor_tensor", ENGINE_IDS[chosen], facts, (dst,), (data1, data2), meaning, name
+    )
+
+
+@instruction
+def tensor_scalar(
+    core: Core,
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Any,
+    reverse0: bool = False,
+    op1: Any = None,
+    operand1: Any = None,
+    reverse1: bool = False,
+    engine: Any = Engine.unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Compute ``dst = (data op0 operand0) op1 operand1`` with numbers or one value per partition.
+
+    32-bit integers with integer operands are exact in add, subtract and multiply (address
+    arithmetic); everything else is float32 inside (nki.isa.tensor_scalar, NKI 0.6).
+    """
+    # Constraints.
+    operands = (("dst", dst), ("data", data))
+    check_on_chip(*operands)
+    check_same_partitions(*operands)
+    check_same_elements(*operands)
+    partitions = data.geometry.partitions
+    first = stage(core, 0, op0, operand0, reverse0, partitions)
+    second = stage(core, 1, op1, operand1, reverse1, partitions)
+    stages = tuple([item for item in (first, second) if item is not None])
+    check_stage_types(data, dst, stages)
+    chosen = _tensor_scalar_engine(core, engine, stages, operands)
+    exact = is_exact(data, dst, stages)
+
+    # Cost.
+    facts = compute_facts(dst, (data,), ",".join([item.op.name for item in stages]))
+
+    # Meaning.
+    def meaning() -> None:
+        values: Array
+        if stages and stages[0].op.is_bitvec:
+            values = bits(data)
+            for item in stages:
+                values = item.apply_bits(values)
+            store_bits(dst, values)
+        elif exact:
+            values = data.flat().astype(np.int64)
+            for item in stages:
+                values = item.apply_exact(values)
+            store_wrapped(dst, values)
+        else:
+            values = data.f32()
+            for item in stages:
+                values = item.apply(values)
+            dst.store(values)
+
+    reads = (data, *tensors_of(stages))
+    return core.issue("tensor_scalar", ENGINE_IDS[chosen], facts, (dst,), reads, meaning, name)
+
+
+def _tensor_scalar_engine(
+    core: Core, engine: Any, stages: tuple[Stage, ...], operands: tuple[tuple[str, NkiTensor], ...]
+) -> Any:
+    """Choose the engine of a tensor_scalar and refuse what the chosen one cannot do."""
+    gpsimd_only = any(item.op.gpsimd_only for item in stages)
+    allowed = (Engine.gpsimd,) if gpsimd_only else (Engine.vector, Engine.scalar)
+    default = Engine.gpsimd if gpsimd_only else Engine.vector
+    chosen = check_engine(core, engine, allowed, default)
+    if chosen is Engine.gpsimd:
+        check_gpsimd_memory(*operands)
+    if chosen is Engine.scalar:
+        names = [item.op.name for item in stages]
+        pair = (names[0] if names else "", names[1] if len(names) > 1 else "")
+        if core.target.version < nc_version.gen3 or pair not in _SCALAR_ENGINE_PAIRS:
+            raise IllegalOperand(
+                "engine",
+                "vector, or gen3 with multiply+add, multiply or add for the Scalar engine",
+                f"scalar with {', '.join(names)} on {core.target.name}",
+            )
+    return chosen
+
+
+@instruction
+def scalar_tensor_tensor(
+    core: Core,
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Any,
+    op1: Any,
+    operand1: NkiTensor,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+    dtype: Any = None,
+) -> NkiInstruction:
+    """Compute ``dst = (data op0 operand0) op1 operand1`` where operand1 is a whole tile.
+
+    `dtype` is a parameter of older releases and is ignored (nki.isa.scalar_tensor_tensor, NKI 0.6).
+    """
+    # Constraints.
+    operands = (("dst", dst), ("data", data), ("operand1", operand1))
+    check_on_chip(*operands)
+    check_same_partitions(*operands)
+    check_same_elements(*operands)
+    check_not_both_psum(operands[1], operands[2])
+    first = stage(core, 0, op0, operand0, reverse0, data.geometry.partitions)
+    operator = alu(core, "op1", op1, 2)
+    for operand, found in (("op0", first.op if first else None), ("op1", operator)):
+        if found is not None and (found.is_bitvec or found.gpsimd_only):
+            raise IllegalOperand(operand, "an arithmetic operator of the Vector engine", found.name)
+    stages = (first,) if first is not None else ()
+    check_stage_types(data, dst, stages)
+    if dtype is not None:
+        core.machine.find("deprecated", core.location(), "scalar_tensor_tensor: dtype is ignored")
+
+    # Cost.
+    function = f"{first.op.name},{operator.name}" if first is not None else operator.name
+    facts = compute_facts(dst, (data, operand1), function)
+
+    # Meaning.
+    def meaning() -> None:
+        values = data.f32()
+        if first is not None:
+            values = first.apply(values)
+        other = operand1.f32()
+        dst.store(operator.apply(other, values) if reverse1 else operator.apply(values, other))
+
+    reads = (data, *tensors_of(stages), operand1)
+    return core.issue("scalar_tensor_tensor", tr.VECTOR, facts, (dst,), reads, meaning, name)
+
+
+@instruction
+def tensor_reduce(
+    core: Core,
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    axis: Any,
+    negate: bool = False,
+    keepdims: bool = False,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Reduce the last free axes of a tile; with `negate` the result is multiplied by -1.
+
+    `keepdims` changes no bytes: the destination's shape is the kernel's choice
+    (nki.isa.tensor_reduce, NKI 0.6).
+    """
+    # Constraints.
+    check_on_chip(("dst", dst), ("data", data))
+    check_same_partitions(("data", data), ("dst", dst))
+    operator = reduction(core, "op", op)
+    axes = sorted(a + data.ndim if a < 0 else a for a in _axes(axis))
+    if not axes or axes != list(range(data.ndim - len(axes), data.ndim)) or axes[0] < 1:
+        raise IllegalOperand(
+            "axis", f"the last free axes, ending at {data.ndim - 1}", f"{axis} of {data.ndim} axes"
+        )
+    kept = math.prod(data.shape[1 : axes[0]])
+    if dst.geometry.elements != kept:
+        raise IllegalOperand(
+            "dst", f"{kept} elements per partition", f"{dst.geometry.elements} ({list(dst.shape)})"
+        )
+    if operator.is_bitvec:
+        if negate:
+            raise IllegalOperand("negate", "False for a bit operator", "True")
+        for operand, value in (("data", data), ("dst", dst)):
+            if not value.dtype.is_integer:
+                raise IllegalOperand(
+                    operand, f"an integer type for {operator.name}", str(value.dtype)
+                )
+
+    # Cost.
+    facts = compute_facts(dst, (data,), operator.name)
+
+    # Meaning.
+    def meaning() -> None:
+        rows = bits(data) if operator.is_bitvec else data.f32()
+        result = reduce_last(operator, rows.reshape(rows.shape[0], kept, -1))
+        if operator.is_bitvec:
+            store_bits(dst, result)
+        else:
+            dst.store(-result if negate else result)
+
+    return core.issue("tensor_reduce", tr.VECTOR, facts, (dst,), (data,), meaning, name)
+
+
+def _axes(axis: Any) -> list[int]:
+    if isinstance(axis, int):
+        return [axis]
+    if isinstance(axis, tuple | list) and all(isinstance(a, int) for a in axis):
+        return list(axis)
+    raise IllegalOperand("axis", "an int or a tuple of ints", repr(axis))
+
+
+@instruction
+def reciprocal(
+    core: Core, dst: NkiTensor, data: NkiTensor, name: str | None = None
+) -> NkiInstruction:
+    """Compute ``dst = 1 / data`` in float32 (nki.isa.reciprocal, NKI 0.6)."""
+    # Constraints.
+    check_on_chip(("dst", dst), ("data", data))
+    check_same_partitions(("data", data), ("dst", dst))
+    check_same_elements(("data", data), ("dst", dst))
+
+    # Cost.
+    facts = compute_facts(dst, (data,), "reciprocal")
+
+    # Meaning.
+    def meaning() -> None:
+        dst.store(np.float32(1) / data.f32())
+
+    return core.issue("reciprocal", tr.VECTOR, facts, (dst,), (data,), meaning, name)
+
+
+@instruction
+def tensor_tensor_scan(
+    core: Core,
+    dst: NkiTensor,
+    data0: NkiTensor,
+    data1: NkiTensor,
+    initial: Any,
+    op0: Any,
+    op1: Any,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Compute ``r[i] = (data0[i] op0 r[i-1]) op1 data1[i]`` along each row, r[-1] = initial.
+
+    float32 inside (nki.isa.tensor_tensor_scan, NKI 0.6).
+    """
+    # Constraints.
+    operands = (("dst", dst), ("data0", data0), ("data1", data1))
+    check_on_chip(*operands)
+    check_same_partitions(*operands)
+    check_same_elements(*operands)
+    check_not_both_psum(operands[1], operands[2])
+    partitions = data0.geometry.partitions
+    start = scalar_operand(core, "initial", initial, partitions)
+    first, second = alu(core, "op0", op0, 2), alu(core, "op1", op1, 2)
+    for operand, found in (("op0", first), ("op1", second)):
+        if found.is_bitvec or found.gpsimd_only:
+            raise IllegalOperand(operand, "an arithmetic operator of the Vector engine", found.name)
+
+    # Cost.
+    facts = compute_facts(dst, (data0, data1), f"{first.name},{second.name}")
+
+    # Meaning.
+    def meaning() -> None:
+        if type(start) is NkiTensor:
+            state = start.f32().reshape(-1)
+        else:
+            state = np.full(partitions, start, np.float32)
+        dst.store(
+            search.scan(
+                data0.f32(), data1.f32(), state, first.apply, second.apply,
+                reverse0=reverse0, reverse1=reverse1,
+            )
+        )  # fmt: skip
+
+    reads = (data0, data1, *([start] if type(start) is NkiTensor else []))
+    return core.issue("tensor_tensor_scan", tr.VECTOR, facts, (dst,), reads, meaning, name)
+
+
+@instruction
+def tensor_copy(
+    core: Core,
+    dst: NkiTensor,
+    src: NkiTensor,
+    engine: Any = Engine.unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Copy a tile on chip: the same bits for equal types, through float32 otherwise.
+
+    The Scalar engine copies from gen3 on (nki.isa.tensor_copy, NKI 0.6).
+    """
+    # Constraints.
+    check_on_chip(("dst", dst), ("src", src))
+    check_same_partitions(("src", src), ("dst", dst))
+    check_same_elements(("src", src), ("dst", dst))
+    chosen = check_engine(
+        core, engine, (Engine.vector, Engine.scalar, Engine.gpsimd), Engine.vector
+    )
+    if chosen is Engine.gpsimd:
+        check_gpsimd_memory(("dst", dst), ("src", src))
+    if chosen is Engine.scalar and core.target.version < nc_version.gen3:
+        raise IllegalOperand(
+            "engine", "vector or gpsimd before gen3", "scalar", "Use nisa.activation(op=nl.copy)"
+        )
+    same = dst.dtype == src.dtype
+    if not same and "x" in (dst.dtype.kind, src.dtype.kind):
+        raise IllegalOperand("dst", f"{src.dtype}, as packed types are not converted", dst.dtype)
+
+    # Cost.
+    facts = compute_facts(dst, (src,), "copy")
+
+    # Meaning.
+    def meaning() -> None:
+        if same:
+            source, target = src.array(), dst.array()
+            if source.shape != target.shape:
+                source = source.reshape(target.shape)
+            target[...] = source
+        else:
+            dst.store(src.f32())
+
+    return core.issue("tensor_copy", ENGINE_IDS[chosen], facts, (dst,), (src,), meaning, name)
+
+
+@instruction
+def memset(
+    core: Core,
+    dst: NkiTensor,
+    value: Any,
+    engine: Any = Engine.unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Fill a tile with a compile-time number; packed x4 types take only 0 (nki.isa.memset)."""
+    # Constraints.
+    check_on_chip(("dst", dst))
+    dtype = dst.dtype
+    if isinstance(value, VirtualRegister | NkiTensor) or not isinstance(
+        value, bool | int | float | np.number
+    ):
+        raise IllegalOperand("value", "a number known at compile time", repr(value))
+    if dtype.kind == "x" and value != 0:
+        raise IllegalOperand("value", f"0 for the packed type {dtype}", repr(value))
+    if dtype.is_integer:
+        bounds = np.iinfo(dtype.numpy)
+        if value != int(value) or isinstance(value, float) or not bounds.min <= value <= bounds.max:
+            raise IllegalOperand("value", f"an int that {dtype} can hold", repr(value))
+    in_psum = dst._alloc.space == tr.PSUM
+    small = dst.geometry.elements <= _GPSIMD_MEMSET_ELEMENTS
+    default = Engine.vector if in_psum or small else Engine.gpsimd
+    chosen = check_engine(core, engine, (Engine.vector, Engine.gpsimd), default)
+    if chosen is Engine.gpsimd:
+        check_gpsimd_memory(("dst", dst))
+
+    # Cost.
+    facts = compute_facts(dst, (), "zero" if value == 0 else "fill")
+
+    # Meaning.
+    def meaning() -> None:
+        dst.array()[...] = dtype.numpy.type(value)
+
+    return core.issue("memset", ENGINE_IDS[chosen], facts, (dst,), (), meaning, name)
+
+
+@instruction
+def tensor_copy_predicated(
+    core: Core,
+    dst: NkiTensor,
+    src: Any,
+    predicate: NkiTensor,
+    reverse_pred: bool = False,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Copy elements (or one number) where the predicate is nonzero; the others keep their value.
+
+    `reverse_pred` copies where it is zero (nki.isa.tensor_copy_predicated, NKI 0.6).
+    """
+    # Constraints.
+    check_on_chip(("dst", dst), ("predicate", predicate))
+    check_same_partitions(("dst", dst), ("predicate", predicate))
+    check_same_elements(("dst", dst), ("predicate", predicate))
+    if predicate.dtype.kind != "u":
+        raise IllegalOperand("predicate", "uint8, uint16 or uint32", str(predicate.dtype))
+    is_tile = type(src) is NkiTensor
+    if is_tile:
+        check_on_chip(("src", src))
+        check_same_partitions(("dst", dst), ("src", src))
+        check_same_elements(("dst", dst), ("src", src))
+        check_not_both_psum(("src", src), ("predicate", predicate))
+        if src.dtype != dst.dtype:
+            raise IllegalOperand("src", f"{dst.dtype} like dst", str(src.dtype))
+    elif not isinstance(src, int | float):
+        raise IllegalOperand("src", "a tensor or a number", repr(src))
+
+    # Cost.
+    facts = compute_facts(dst, (src, predicate) if is_tile else (predicate,), "copy_predicated")
+
+    # Meaning.
+    def meaning() -> None:
+        target = dst.array()
+        chosen = (predicate.array() == 0) if reverse_pred else (predicate.array() != 0)
+        chosen = chosen.reshape(target.shape)
+        if is_tile:
+            np.copyto(target, src.array().reshape(target.shape), where=chosen)
+        else:
+            np.copyto(target, dst.dtype.numpy.type(src), where=chosen)
+
+    reads = (src, predicate, dst) if is_tile else (predicate, dst)
+    return core.issue("tensor_copy_predicated", tr.VECTOR, facts, (dst,), reads, meaning, name)

@@ -1,0 +1,395 @@
+"""Running a kernel: `jit`, `simulate`, `run`, and what comes back.
+
+Kernels called with NumPy or torch tensors outside a running kernel are simulated; inside one they
+are plain functions. Inputs are shared with the caller: a kernel that writes an input changes the
+caller's array, as on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nki_sim import races
+from nki_sim.dtypes import DType, as_dtype, bfloat16
+from nki_sim.errors import IllegalOperand, UninitializedRead
+from nki_sim.liveness import check_psum
+from nki_sim.machine import _CORE, Core, Finding, Machine, running
+from nki_sim.memory import MemoryRegion
+from nki_sim.objects import NKIObject
+from nki_sim.options import SimOptions
+from nki_sim.scheduler import Scheduler
+from nki_sim.tensor import NkiTensor
+from nki_sim.trace import Trace
+
+_IGNORED_JIT_OPTIONS = frozenset(
+    ("mode", "debug_kernel", "show_compiler_tb", "experimental_flags", "debug", "grid", "options")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without values: an input of `indices` mode, or an output nothing is known of.
+
+    Attributes:
+        shape: sizes of the axes.
+        dtype: element type, anything `as_dtype` takes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass
+class Run:
+    """What a simulation gives.
+
+    Attributes:
+        outputs: what the kernel returned, tensors as arrays (NumPy, or torch where torch came in).
+            With several ranks, a list with one entry per rank.
+        trace: the instructions.
+        options: how it was simulated.
+        machine: memories and cores after the run.
+    """
+
+    outputs: Any
+    trace: Trace
+    options: SimOptions
+    machine: Machine = field(repr=False)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was tolerated but is worth knowing, one entry per kind and source line."""
+        return list(self.machine.findings.values())
+
+    @property
+    def sbuf_peak_bytes(self) -> int:
+        """The largest number of bytes per partition alive in SBUF at once, on any core."""
+        return max(core.sbuf_peak for core in self.machine.cores)
+
+    @functools.cached_property
+    def timeline(self) -> Any:
+        """The engine times of the trace; computed on first use."""
+        from nki_sim import hardware, timeline
+
+        return timeline.schedule(self.trace, hardware.find(self.machine.target.name))
+
+
+class Kernel:
+    """A kernel, and the grid it is launched with.
+
+    Args:
+        function: the Python function.
+        lnc: physical cores; None means launched without brackets.
+        schedule: (consumer, producers) pairs of instruction names.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        lnc: int | None = None,
+        schedule: Sequence[tuple[Any, Any]] = (),
+    ) -> None:
+        self.function = function
+        self.lnc = lnc
+        self.schedule = tuple(schedule)
+        functools.update_wrapper(self, function)
+
+    @property
+    def func(self) -> Callable[..., Any]:
+        """The Python function."""
+        return self.function
+
+    def __getitem__(self, grid: Any) -> Kernel:
+        return Kernel(self.function, _lnc(grid), self.schedule)
+
+    def with_schedule(self, schedule: Sequence[tuple[Any, Any]]) -> Kernel:
+        """Return the kernel with explicit dependencies between named instructions."""
+        return Kernel(self.function, self.lnc, schedule)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if running() is not None:
+            return self.function(*args, **kwargs)
+        return run(self, *args, **kwargs).outputs
+
+
+def _lnc(grid: Any) -> int:
+    """Return the number of cores that a launch bracket asks for."""
+    if isinstance(grid, (tuple, list)):
+        if len(grid) != 1:
+            raise ValueError(f"grid={grid!r}: must have one axis, the number of cores.")
+        grid = grid[0]
+    count = int(grid)
+    if count not in (1, 2):
+        raise ValueError(f"grid={grid!r}: must be 1 or 2 cores.")
+    return count
+
+
+def jit(fn: Any = None, **kwargs: Any) -> Any:
+    """Mark a function as a kernel; keywords of older versions are accepted and ignored.
+
+    Raises:
+        TypeError: platform_target, which NKI 0.3 removed, or an unknown keyword.
+    """
+    for key in kwargs:
+        if key == "platform_target":
+            raise TypeError(
+                "platform_target: removed from nki.jit. Use SimOptions(target=...) or "
+                "NEURON_PLATFORM_TARGET_OVERRIDE."
+            )
+        if key not in _IGNORED_JIT_OPTIONS:
+            raise TypeError(f"{key}: must be an option of nki.jit.")
+    if fn is None:
+        return functools.partial(jit, **kwargs)
+    return fn if isinstance(fn, Kernel) else Kernel(fn)
+
+
+def simulate(kernel: Any, options: SimOptions | None = None) -> Simulation:
+    """Return a callable that runs a kernel on the simulator and returns its outputs.
+
+    Args:
+        kernel: a function, a `nki.jit` kernel, or ``kernel[2]``.
+        options: how to simulate; the default is strict.
+    """
+    return Simulation(jit(kernel), options or SimOptions())
+
+
+class Simulation:
+    """A kernel bound to simulation options.
+
+    Args:
+        kernel: what to run.
+        options: how.
+    """
+
+    def __init__(self, kernel: Kernel, options: SimOptions) -> None:
+        self.kernel = kernel
+        self.options = options
+        self.last_run: Run | None = None
+
+    def __getitem__(self, grid: Any) -> Simulation:
+        return Simulation(self.kernel[grid], self.options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.last_run = run(self.kernel, *args, options=self.options, **kwargs)
+        return self.last_run.outputs
+
+
+def run(
+    kernel: Any,
+    *args: Any,
+    lnc: int | None = None,
+    options: SimOptions | None = None,
+    **kwargs: Any,
+) -> Run:
+    """Run a kernel on the simulator.
+
+    Args:
+        kernel: a function or a `nki.jit` kernel.
+        *args: its arguments; arrays become tensors in HBM, everything else is compile-time.
+        lnc: physical cores, overriding ``kernel[n]``.
+        options: how to simulate.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        Outputs, trace and findings.
+
+    Raises:
+        NkiValidationError: the kernel broke a rule; see `errors.py`.
+    """
+    return _launch(jit(kernel), [(args, kwargs)], lnc, options or SimOptions(), single=True)
+
+
+def run_ranks(
+    kernel: Any,
+    arguments: Sequence[Sequence[Any] | Mapping[str, Any]],
+    lnc: int | None = None,
+    options: SimOptions | None = None,
+) -> Run:
+    """Run a kernel on several ranks that may use nki.collectives.
+
+    Args:
+        kernel: a function or a `nki.jit` kernel.
+        arguments: for each rank its positional arguments, or its keyword arguments as a mapping.
+        lnc: physical cores per rank.
+        options: how to simulate.
+
+    Returns:
+        A run whose `outputs` is a list with one entry per rank.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((), dict(entry)) if isinstance(entry, Mapping) else (tuple(entry), {})
+        for entry in arguments
+    ]
+    return _launch(jit(kernel), calls, lnc, options or SimOptions(), single=False)
+
+
+def _launch(
+    kernel: Kernel,
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]],
+    lnc: int | None,
+    options: SimOptions,
+    single: bool,
+) -> Run:
+    """Run the kernel once per rank and core, then check the trace as a whole."""
+    degree = lnc if lnc is not None else kernel.lnc
+    machine = Machine(options, lnc=degree or 1, ranks=len(calls))
+    uses_torch = any(_is_torch(a) for args, kwargs in calls for a in (*args, *kwargs.values()))
+
+    def program(core: Core) -> Any:
+        core.grid_ndim = 0 if degree is None else 1
+        args, kwargs = calls[core.rank]
+        token = _CORE.set(core)
+        try:
+            bound = _bind(core, kernel.function, args, kwargs)
+            return kernel.function(*bound.args, **bound.kwargs)
+        finally:
+            _CORE.reset(token)
+
+    if len(machine.cores) == 1:
+        with np.errstate(all="ignore"):
+            results = [program(machine.cores[0])]
+    else:
+        machine.scheduler = Scheduler(machine)
+        results = machine.scheduler.run(program)
+    _apply_schedule(machine.trace, kernel.schedule)
+    races.check_flow(machine)
+    races.check_races(machine)
+    check_psum(machine)
+    per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
+    outputs = [_collect(machine, value, uses_torch) for value in per_rank]
+    return Run(outputs[0] if single else outputs, machine.trace, options, machine)
+
+
+def _bind(core: Core, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Turn the caller's arguments into what the kernel sees."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    for key, value in bound.arguments.items():
+        bound.arguments[key] = _to_device(core, key, value)
+    return bound
+
+
+def _to_device(core: Core, name: str, value: Any) -> Any:
+    """Wrap arrays as HBM tensors, also inside tuples, mappings and NKIObjects."""
+    if isinstance(value, TensorSpec):
+        return core.bind_input(value, as_dtype(value.dtype), name)
+    if isinstance(value, np.ndarray) or _is_torch(value):
+        array, dtype = _as_array(value)
+        return core.bind_input(array, dtype, name)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_to_device(core, f"{name}[{k}]", item) for k, item in enumerate(value))
+    if isinstance(value, list):
+        return [_to_device(core, f"{name}[{k}]", item) for k, item in enumerate(value)]
+    if type(value) is dict:
+        return {k: _to_device(core, f"{name}[{k!r}]", item) for k, item in value.items()}
+    if isinstance(value, NKIObject) and hasattr(value, "__dict__"):
+        copy = object.__new__(type(value))
+        for key, item in value.__dict__.items():
+            object.__setattr__(copy, key, _to_device(core, f"{name}.{key}", item))
+        return copy
+    return value
+
+
+def _is_torch(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def _as_array(value: Any) -> tuple[np.ndarray[Any, Any], DType]:
+    """Return a contiguous writable array that shares memory with the input where it can."""
+    if _is_torch(value):
+        import torch
+
+        dtype = as_dtype(str(value.dtype))
+        tensor = value.detach().contiguous()
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = tensor.view(integers[tensor.element_size()]) if tensor.ndim else tensor.reshape(1)
+        return bits.numpy().view(dtype.numpy).reshape(tuple(value.shape)), dtype
+    dtype = as_dtype(value.dtype)
+    array = np.ascontiguousarray(value)
+    return (array if array.flags.writeable else array.copy()), dtype
+
+
+def _collect(machine: Machine, value: Any, uses_torch: bool) -> Any:
+    """Turn what a kernel returned into arrays."""
+    if isinstance(value, NkiTensor):
+        return _output(machine, value, uses_torch)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_collect(machine, item, uses_torch) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_collect(machine, item, uses_torch) for item in value)
+    if isinstance(value, dict):
+        return {key: _collect(machine, item, uses_torch) for key, item in value.items()}
+    return value
+
+
+def _output(machine: Machine, tensor: NkiTensor, uses_torch: bool) -> Any:
+    """Check one returned tensor and give its values."""
+    options = machine.options
+    alloc = tensor._alloc
+    if tensor.buffer is not MemoryRegion.shared_hbm:
+        raise IllegalOperand(
+            tensor.label(),
+            "returned tensors in nl.shared_hbm",
+            tensor.buffer.name,
+            instruction="return",
+        )
+    geometry = tensor.geometry
+    if alloc.poisoned is not None and options.uninitialized == "output":
+        bad = alloc.poisoned.elements_of(geometry.walk)
+        if bad.any():
+            first = tuple(int(k) for k in np.argwhere(bad)[0])
+            raise UninitializedRead(
+                tensor.label(), "outputs that depend on written memory only",
+                f"{int(bad.sum())} of {tensor.size} elements, the first at {list(first)}, "
+                f"come from unwritten memory read by {alloc.poison[0]}",
+                instruction="return", location=machine.location(alloc.line),
+            )  # fmt: skip
+    if not alloc.known:
+        return TensorSpec(tensor.shape, tensor.dtype)
+    array = tensor.array()
+    if not alloc.defined.covers(geometry.box, geometry.walk):
+        holes = ~alloc.defined.elements_of(geometry.walk)
+        machine.find(
+            "output",
+            machine.location(alloc.line) if alloc.line else "",
+            f"{tensor.label()}: {int(holes.sum())} of {tensor.size} returned elements unwritten",
+        )
+        array[holes] = np.full(array.dtype.itemsize, options.fill, np.uint8).view(array.dtype)[0]
+    return _to_torch(array, tensor.dtype) if uses_torch else array
+
+
+def _to_torch(array: np.ndarray[Any, Any], dtype: DType) -> Any:
+    import torch
+
+    name = {"bool": "bool", "float8_e4m3": "float8_e4m3fn"}.get(str(dtype), str(dtype))
+    if dtype is bfloat16 or dtype.itemsize == 1 or dtype.kind == "x":
+        bits = np.ascontiguousarray(array).view({1: np.uint8, 2: np.int16, 4: np.int32}[
+            dtype.itemsize])  # fmt: skip
+        target = getattr(torch, name, None)
+        tensor = torch.from_numpy(bits)
+        return tensor if target is None else tensor.view(target)
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _apply_schedule(trace: Trace, schedule: Sequence[tuple[Any, Any]]) -> None:
+    """Turn (consumer, producers) pairs of names into dependencies."""
+    if not schedule:
+        return
+    by_name = {name: index for index, name in trace.names.items()}
+    for consumer, producers in schedule:
+        names = [producers] if isinstance(producers, str) else list(producers)
+        for name in (consumer, *names):
+            if name not in by_name:
+                raise ValueError(f"schedule: no instruction is named {name!r}.")
+        before = trace.after.get(by_name[consumer], ())
+        trace.after[by_name[consumer]] = (*before, *(by_name[name] for name in names))

@@ -1,0 +1,70 @@
+"""`NKIObject`: the base class of user classes in kernels.
+
+The compiler builds such objects by its own constructor, even under `@dataclass`: fields that are
+not given become None. Declaring a class therefore puts a constructor with that rule in its
+namespace, which `dataclass` then leaves alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+
+class NKIObject:
+    """Base class of records in kernels; its constructor takes the annotated fields in order."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        for key, value in kwargs.items():
+            object.__setattr__(self, key, value)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" not in cls.__dict__ and _fields(cls):
+            setattr(cls, "__init__", _construct)  # noqa: B010  mypy refuses the assignment form
+
+
+def _fields(cls: type) -> dict[str, Any]:
+    """Return the annotated fields of a class and its bases, with their defaults."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base is NKIObject or not issubclass(base, NKIObject):
+            continue
+        declared = getattr(base, "__dataclass_fields__", {})
+        for name in inspect.get_annotations(base):
+            if name in declared:
+                found[name] = declared[name]
+            else:
+                found[name] = base.__dict__.get(name)
+    return found
+
+
+def _construct(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Fill the fields in order; a field without value or default becomes None."""
+    fields = _fields(type(self))
+    if len(args) > len(fields):
+        raise TypeError(
+            f"{type(self).__name__}: takes {len(fields)} fields, {len(args)} were given."
+        )
+    given = dict(zip(fields, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in fields or name in given:
+            raise TypeError(f"{type(self).__name__}: {name}: must be a field, given once.")
+        given[name] = value
+    for name, default in fields.items():
+        if name in given:
+            value = given[name]
+        elif isinstance(default, dataclasses.Field):
+            if default.default is not dataclasses.MISSING:
+                value = default.default
+            elif default.default_factory is not dataclasses.MISSING:
+                value = default.default_factory()
+            else:
+                value = None
+        else:
+            value = default
+        object.__setattr__(self, name, value)
+    post_init = getattr(self, "__post_init__", None)
+    if post_init is not None:
+        post_init()

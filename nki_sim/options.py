@@ -1,0 +1,53 @@
+"""How a kernel is simulated; the default is the strictest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["error", "report", "off"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimOptions:
+    """Options of a simulation.
+
+    Attributes:
+        target: "trn1", "trn2" or "trn3"; None takes NEURON_PLATFORM_TARGET_OVERRIDE, else trn2.
+        mode: "full", or "indices": integers, registers, control flow and addresses are exact,
+            floating-point arithmetic is skipped. The trace is the same in both.
+        uninitialized: what to do about reads of memory that nobody wrote. "output" raises when an
+            unwritten value reaches a returned tensor or an address and reports the other reads;
+            "read" raises at the first read; "report" only reports; "off" does not look.
+        fill: byte that unwritten memory is filled with where it is read (0xFF: NaN, and -1).
+        capacity: SBUF and PSUM must hold what is alive.
+        overlap: reads of a tensor whose bytes another tensor at the same address has overwritten.
+        races: unordered accesses of two cores to the same shared bytes.
+        accumulate: matmuls that add to PSUM which no matmul has written.
+        out_of_bounds: "error", or "clamp": dynamic indices are limited to the tensor, for finding
+            the shapes of outputs with made-up inputs.
+        start_core: the core that runs first; results must not depend on it.
+        preempt: probability of a switch to another core before an instruction.
+        seed: of the preemption.
+    """
+
+    target: str | None = None
+    mode: Literal["full", "indices"] = "full"
+    uninitialized: Literal["output", "read", "report", "off"] = "output"
+    fill: int = 0xFF
+    capacity: Policy = "error"
+    overlap: Policy = "error"
+    races: Policy = "error"
+    accumulate: Policy = "error"
+    out_of_bounds: Literal["error", "clamp"] = "error"
+    start_core: int = 0
+    preempt: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("full", "indices"):
+            raise ValueError(f'mode={self.mode!r}: must be "full" or "indices".')
+        if not 0 <= self.fill <= 255:
+            raise ValueError(f"fill={self.fill}: must be a byte, 0 to 255.")
+        if not 0.0 <= self.preempt < 1.0:
+            raise ValueError(f"preempt={self.preempt}: must be a probability below 1.")

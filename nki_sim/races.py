@@ -1,0 +1,217 @@
+"""Races between cores on shared memory, and cores that took different ways.
+
+Order between cores comes from meetings only (core_barrier, sendrecv, collectives); each core keeps
+a vector clock that is joined there. Two accesses of the same bytes by different cores, one of them
+a write, race if neither happened before the other. Four cases are not errors: see `_benign`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from nki_sim.errors import DivergenceError, RaceError
+from nki_sim.memory import Allocation, Walk
+
+if TYPE_CHECKING:
+    from nki_sim.machine import Core, Machine
+    from nki_sim.tensor import NkiTensor
+
+
+class Access(NamedTuple):
+    """One access of shared memory.
+
+    Attributes:
+        core: index of the core.
+        clock: its vector clock then.
+        is_write: whether it writes.
+        walk: the bytes; for indirect accesses the walk of one row.
+        rows: byte positions of the rows of an indirect access, else None.
+        same: a write that left every byte as it was.
+        line: source line id.
+    """
+
+    core: int
+    clock: tuple[int, ...]
+    is_write: bool
+    walk: Walk
+    rows: Any
+    same: bool
+    line: int
+
+
+class SharedLog:
+    """The accesses of one shared tensor.
+
+    Args:
+        alloc: the tensor's bytes.
+    """
+
+    __slots__ = ("accesses", "alloc", "writers")
+
+    def __init__(self, alloc: Allocation) -> None:
+        self.alloc = alloc
+        self.accesses: list[Access] = []
+        self.writers: set[int] = set()
+
+    def read(self, core: Core, tensor: NkiTensor, line: int) -> None:
+        """Note a read of a static view."""
+        self.accesses.append(
+            Access(core.index, tuple(core.clock), False, tensor.geometry.walk, None, False, line)
+        )
+
+    def write(self, core: Core, tensor: NkiTensor, line: int, same: bool = False) -> None:
+        """Note a write of a static view."""
+        self.writers.add(core.index)
+        self.accesses.append(
+            Access(core.index, tuple(core.clock), True, tensor.geometry.walk, None, same, line)
+        )
+
+    def rows(
+        self, core: Core, walk: Walk, rows: Any, is_write: bool, same: bool, line: int
+    ) -> None:
+        """Note a gather or scatter: the walk of one row, and where the rows start."""
+        if is_write:
+            self.writers.add(core.index)
+        self.accesses.append(
+            Access(core.index, tuple(core.clock), is_write, walk, rows, same, line)
+        )
+
+    def written_by_other(self, core: Core) -> bool:
+        """Return whether another core has written the tensor."""
+        return bool(self.writers - {core.index})
+
+
+def check_races(machine: Machine) -> None:
+    """Raise (or report) for unordered accesses of shared memory.
+
+    Raises:
+        RaceError: names both source lines.
+    """
+    if machine.options.races == "off":
+        return
+    for log in machine.shared_logs:
+        if not log.writers or len({access.core for access in log.accesses}) < 2:
+            continue
+        _check_log(machine, log)
+
+
+def _bytes_of(access: Access) -> Any:
+    """Return the distinct byte positions of an access, one per element, as a sorted array."""
+    offset, shape, strides, _ = access.walk
+    positions = np.zeros(1, dtype=np.int64)
+    for count, stride in zip(shape, strides, strict=True):
+        if count > 1 and stride:
+            steps = np.arange(count, dtype=np.int64) * stride
+            positions = (positions[:, None] + steps[None, :]).reshape(-1)
+    if access.rows is None:
+        return positions + offset
+    return (np.asarray(access.rows, dtype=np.int64)[:, None] + positions[None, :]).reshape(-1)
+
+
+def _check_log(machine: Machine, log: SharedLog) -> None:
+    """Replay the accesses of one tensor over arrays of the last clock of each core."""
+    unit = log.alloc.dtype.itemsize
+    for access in log.accesses:
+        unit = min(unit, access.walk.itemsize)
+    entries = -(-log.alloc.size_bytes // unit)
+    count = len(machine.cores)
+    last_write = np.zeros((count, entries), dtype=np.int32)
+    last_read = np.zeros((count, entries), dtype=np.int32)
+    write_access = np.full((count, entries), -1, dtype=np.int32)
+    read_access = np.full((count, entries), -1, dtype=np.int32)
+    for position, access in enumerate(log.accesses):
+        where = _bytes_of(access) // unit
+        if access.walk.itemsize > unit:
+            extra = np.arange(access.walk.itemsize // unit)
+            where = (where[:, None] + extra[None, :]).reshape(-1)
+        own = access.clock[access.core]
+        for other in range(count):
+            if other == access.core:
+                continue
+            seen = access.clock[other]
+            _compare(machine, log, access, where, write_access[other], last_write[other], seen)
+            if access.is_write:
+                _compare(machine, log, access, where, read_access[other], last_read[other], seen)
+        if access.is_write:
+            last_write[access.core, where] = own
+            write_access[access.core, where] = position
+        else:
+            last_read[access.core, where] = own
+            read_access[access.core, where] = position
+
+
+def _compare(
+    machine: Machine, log: SharedLog, access: Access, where: Any, by: Any, clocks: Any, seen: int
+) -> None:
+    """Report the accesses of another core, among `by`, that this one is not ordered after."""
+    unordered = clocks[where] > seen
+    if not unordered.any():
+        return
+    for position in np.unique(by[where[unordered]]):
+        earlier = log.accesses[position]
+        text = _benign(log, earlier, access, where[unordered])
+        names = ("reads", "writes")
+        error = RaceError(
+            log.alloc.name or "shared tensor",
+            "core_barrier or sendrecv between accesses of the same bytes by two cores",
+            f"core {access.core} {names[access.is_write]} at {machine.location(access.line)} and core "
+            f"{earlier.core} {names[earlier.is_write]} at {machine.location(earlier.line)}"
+            + (f" ({text})" if text else ""),
+            location=machine.location(access.line),
+        )
+        if text:
+            machine.find("race", error.location, str(error))
+        else:
+            machine.settle(machine.options.races, "race", error)
+
+
+def _benign(log: SharedLog, earlier: Access, later: Access, where: Any) -> str:
+    """Return why an unordered pair is not an error, or the empty string.
+
+    1. Sendrecv and barriers order accesses (in the clocks). 2. A write that changes nothing: both
+    cores store equal values. 3. Scatters to the last row, the padding row of token lists. 4. A
+    gather beside a write: rows that are fetched by index are often not used.
+    """
+    if earlier.same or later.same:
+        return "equal values"
+    scatters = [a for a in (earlier, later) if a.is_write and a.rows is not None]
+    if scatters:
+        unit = later.walk.itemsize
+        last_row = (log.alloc.rows - 1) * log.alloc.pitch // unit
+        if bool((np.asarray(where) >= last_row).all()) and log.alloc.rows > 1:
+            return "padding row"
+    reads = [a for a in (earlier, later) if not a.is_write]
+    if reads and reads[0].rows is not None:
+        return "gathered rows"
+    return ""
+
+
+def check_flow(machine: Machine) -> None:
+    """Raise if the cores of a rank took different dynamic loops or met at different places.
+
+    Raises:
+        DivergenceError: names the first difference.
+    """
+    for rank in range(machine.num_ranks):
+        cores = [core for core in machine.cores if core.rank == rank]
+        for core in cores[1:]:
+            first = cores[0].flow
+            for a, b in zip(first, core.flow, strict=False):
+                if a != b:
+                    raise DivergenceError(
+                        "control flow",
+                        f"{a[0]} at {a[1]} with {a[2]} trips on core 0",
+                        f"{b[0]} at {b[1]} with {b[2]} trips on core {core.id}",
+                        location=b[1],
+                    )
+            if len(first) != len(core.flow):
+                longer = first if len(first) > len(core.flow) else core.flow
+                extra = longer[min(len(first), len(core.flow))]
+                raise DivergenceError(
+                    "control flow",
+                    "the same dynamic loops on both cores",
+                    f"{extra[0]} at {extra[1]} on one core only",
+                    location=extra[1],
+                )
