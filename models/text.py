@@ -1,0 +1,87 @@
+"""Text in and out: a checkpoint's tokenizer, and the tokens that end its texts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from neuron_moe.models.hf_config import ConfigReader
+
+TOKENIZER_FILE = "tokenizer.json"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a longer character decode to
+
+
+class TextCodec:
+    """Encode prompts and decode answers as the checkpoint in a folder does.
+
+    Attributes:
+        stop_token_ids: from generation_config.json, else from config.json.
+        pad_token_id: filler of left padding; 0 where the checkpoint names none.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        path = Path(folder) / TOKENIZER_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path}: there is no tokenizer. Copy tokenizer.json of the model into its folder."
+            )
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self.stop_token_ids, pad_token_id = _special_tokens(Path(folder))
+        self.pad_token_id = 0 if pad_token_id is None else pad_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            ValueError: the prompt gives no token.
+        """
+        ids: list[int] = self._tokenizer.encode(text).ids
+        if not ids:
+            raise ValueError(f"prompt={text!r}: must give at least one token. Write some text.")
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        text: str = self._tokenizer.decode(list(token_ids))
+        return text
+
+
+class TextStream:
+    """Turn tokens into text as they come; hold a character back until all its bytes are there."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._token_ids: list[int] = []
+        self._shown = 0
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is certain now and was not returned before."""
+        self._token_ids.append(token_id)
+        return self._take(self._codec.decode(self._token_ids).rstrip(UNFINISHED))
+
+    def finish(self) -> str:
+        """Return what is left, broken characters included."""
+        return self._take(self._codec.decode(self._token_ids))
+
+    def _take(self, text: str) -> str:
+        new = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return new
+
+
+def _special_tokens(folder: Path) -> tuple[tuple[int, ...], int | None]:
+    """Return stop tokens and padding token; generation_config.json wins, as in transformers."""
+    stop: tuple[int, ...] = ()
+    pad: int | None = None
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        reader = ConfigReader(values, str(path))
+        stop = reader.get_token_ids("eos_token_id") or stop
+        found = reader.get_optional("pad_token_id", int)
+        pad = pad if found is None else found
+    return stop, pad

@@ -1,0 +1,192 @@
+"""GPT-OSS against transformers on the same files: logits, tokens, padding, window, export."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_moe.models.generation import GenerationOptions, generate, pad_left
+from neuron_moe.models.gpt_oss import DecoderLayer, GptOssConfig, Model
+from neuron_moe.models.layers import attention_mask
+from neuron_moe.models.loader import load_model
+from neuron_moe.models.rope import rope_tables
+
+Checkpoints = Callable[..., Path]
+References = Callable[..., Any]
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mxfp4": {},
+    "bf16-experts": {"expert_format": "bf16"},
+    "yarn-short-context": {"rope_scaling": {**YARN, "truncate": False}},
+    "yarn-truncated": {"rope_scaling": {**YARN, "truncate": True}},
+    "other-base": {"rope_scaling": {**YARN, "attention_factor": 1.3}, "rope_theta": 10000.0},
+    "every-expert": {"num_experts_per_tok": 8},
+    "one-expert-a-token": {"num_experts_per_tok": 1},
+    "window-of-one": {"sliding_window": 1},
+    "window-of-two": {"sliding_window": 2},
+    "all-sliding": {"layer_types": ["sliding_attention"] * 2},
+    "all-full": {"layer_types": ["full_attention"] * 2},
+    "no-attention-bias": {"attention_bias": False},
+    "one-key-head": {"num_key_value_heads": 1},
+    "ungrouped": {"num_key_value_heads": 4},
+}
+PROMPT = torch.arange(40)[None] * 7 % 290  # five windows long
+RAGGED = [[5, 6, 7], [100, *range(30)], [42], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def reference_tokens(reference: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens of transformers for a left-padded batch, no stop token."""
+    ids, real = pad_left(prompts, 0)
+    reference.generation_config.eos_token_id = None
+    out = reference.generate(
+        ids, attention_mask=real.long(), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(
+    variant: str, checkpoint_of: Checkpoints, reference_of: References
+) -> None:
+    folder = checkpoint_of(**VARIANTS[variant])
+    ours = load_model(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference_of(folder)(PROMPT).logits
+        assert relative_error(ours(PROMPT), expected) < 1e-4
+
+
+def test_the_clamps_are_reached_and_agree(
+    checkpoint_of: Checkpoints, reference_of: References
+) -> None:
+    ours, reference = (
+        load_model(checkpoint_of(), dtype=torch.float32),
+        reference_of(checkpoint_of()),
+    )
+    unlimited = load_model(checkpoint_of(swiglu_limit=1e4), dtype=torch.float32)
+    with torch.inference_mode():
+        for layer in range(2):
+            for model in (ours, unlimited):
+                model.layers[layer].moe.expert_mlps.mlp_op.gate_up_proj.weight.mul_(4)
+            reference.model.layers[layer].mlp.experts.gate_up_proj.mul_(4)
+        expected = reference(PROMPT).logits
+        assert relative_error(ours(PROMPT), expected) < 1e-4
+        assert relative_error(unlimited(PROMPT), expected) > 1e-2
+
+
+@pytest.mark.parametrize("variant", ["mxfp4", "yarn-short-context", "window-of-two"])
+def test_greedy_tokens_are_those_of_transformers(
+    variant: str, checkpoint_of: Checkpoints, reference_of: References
+) -> None:
+    folder = checkpoint_of(**VARIANTS[variant])
+    ours = load_model(folder, dtype=torch.float32)
+    result = generate(ours, RAGGED, GenerationOptions(max_new_tokens=24))
+    assert result.token_ids == reference_tokens(reference_of(folder), RAGGED, 24)
+
+
+def test_left_padding_changes_nothing(checkpoint_of: Checkpoints) -> None:
+    model = load_model(checkpoint_of(), dtype=torch.float32)
+    ids, real = pad_left(RAGGED, 299)
+    with torch.inference_mode():
+        together = model(ids, real_US=real)
+        for row, prompt in enumerate(RAGGED):
+            alone = model(torch.tensor([prompt]))
+            assert relative_error(together[row : row + 1, -len(prompt) :], alone) < 1e-5
+
+
+def test_decode_continues_what_prefill_began(checkpoint_of: Checkpoints) -> None:
+    model = load_model(checkpoint_of(), dtype=torch.float32)
+    with torch.inference_mode():
+        whole = model(PROMPT)
+        cache = model.new_cache(1, 40)
+        parts = [model(PROMPT[:, :13], cache=cache), model(PROMPT[:, 13:30], cache=cache)]
+        parts += [model(PROMPT[:, slot : slot + 1], cache=cache) for slot in range(30, 40)]
+    assert relative_error(torch.cat(parts, dim=1), whole) < 1e-5
+
+
+def test_last_only_is_the_last_row(checkpoint_of: Checkpoints) -> None:
+    model = load_model(checkpoint_of(), dtype=torch.float32)
+    with torch.inference_mode():
+        last = model(PROMPT, last_only=True)
+        assert last.shape == (1, 1, 300)
+        assert relative_error(last, model(PROMPT)[:, -1:]) < 1e-6
+
+
+def test_a_sliding_layer_forgets_what_left_its_window(checkpoint_of: Checkpoints) -> None:
+    """Two sliding layers of eight reach back 2 * 7 tokens, not one further."""
+    model = load_model(checkpoint_of(**VARIANTS["all-sliding"]), dtype=torch.float32)
+    changed_far, changed_near = PROMPT.clone(), PROMPT.clone()
+    changed_far[0, 39 - 15] += 1
+    changed_near[0, 39 - 14] += 1
+    with torch.inference_mode():
+        last = model(PROMPT)[:, -1]
+        assert torch.equal(model(changed_far)[:, -1], last)
+        assert not torch.equal(model(changed_near)[:, -1], last)
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers(
+    checkpoint_of: Checkpoints, reference_of: References
+) -> None:
+    folder = checkpoint_of()
+    with torch.inference_mode():
+        exact = reference_of(folder)(PROMPT).logits
+        theirs = reference_of(folder, torch.bfloat16)(PROMPT).logits
+        ours = load_model(folder, dtype=torch.bfloat16)(PROMPT)
+    assert ours.dtype == torch.bfloat16
+    error = (ours.float() - exact).square().mean().sqrt()
+    assert error < 1.5 * (theirs.float() - exact).square().mean().sqrt()
+
+
+def test_an_unknown_backend_is_refused(config_of: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(ValueError, match="backend='gpu'"):
+        Model(GptOssConfig.from_hf(config_of()), backend="gpu")
+
+
+def layer_inputs(config: GptOssConfig, num_new: int, num_slots: int) -> tuple[Any, ...]:
+    """Two sequences whose new tokens fill the last of `num_slots` slots; the first has padding."""
+    real = torch.ones(2, num_slots, dtype=torch.bool)
+    real[0, :3] = False
+    slots = torch.arange(num_slots - num_new, num_slots)
+    positions = (real.long().cumsum(1) - 1).clamp_min(0)[:, -num_new:]
+    shape = (2, config.num_key_value_heads, num_slots, config.head_dim)
+    return (
+        torch.randn(2, num_new, config.hidden_size),
+        rope_tables(config.rope, config.head_dim, positions),
+        attention_mask(real, slots, 0, config.sliding_window),
+        (torch.randn(shape), torch.randn(shape), slots),
+        real[:, -num_new:],
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_new", "num_slots"),
+    [(24, 24), (100, 100), (1, 24)],
+    ids=["prefill24", "prefill100", "decode"],
+)
+def test_a_decoder_layer_exports_with_static_shapes(
+    num_new: int, num_slots: int, config_of: Callable[..., dict[str, Any]]
+) -> None:
+    config = GptOssConfig.from_hf(config_of())
+    layer = DecoderLayer(config, torch.float32, "torch").eval().requires_grad_(False)
+    torch.nn.init.normal_(layer.self_attn.sinks)
+    inputs = layer_inputs(config, num_new, num_slots)
+    keys = inputs[3][0].clone()
+    program = torch.export.export(layer, inputs)
+    for node in program.graph.nodes:
+        assert "nonzero" not in str(node.target)
+        assert "_local_scalar_dense" not in str(node.target)
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            assert all(isinstance(size, int) for size in value.shape), node
+    expected = layer(*inputs)
+    new_keys = inputs[3][0].clone()
+    inputs[3][0].copy_(keys)
+    assert relative_error(program.module()(*inputs), expected) < 1e-5
+    assert relative_error(inputs[3][0], new_keys) < 1e-6

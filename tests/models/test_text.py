@@ -1,0 +1,59 @@
+"""Tokenizer and stop tokens of a checkpoint folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from neuron_moe.models.text import TextCodec, TextStream
+
+TEXTS = ["The router reads the hidden state.", " leading", "naïve café — 東京 🚀", "1\n2\t3"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=["plain", "space", "unicode", "control"])
+def test_tokens_are_those_of_transformers(text: str, checkpoint_of: Callable[..., Path]) -> None:
+    folder = checkpoint_of()
+    ids = TextCodec(folder).encode(text)
+    assert ids == AutoTokenizer.from_pretrained(folder)(text).input_ids
+    assert TextCodec(folder).decode(ids) == text
+
+
+def test_streamed_pieces_join_to_the_text(checkpoint_of: Callable[..., Path]) -> None:
+    codec = TextCodec(checkpoint_of())
+    stream = TextStream(codec)
+    pieces = [stream.push(token) for token in codec.encode("naïve 東京 🚀")]
+    assert "".join(pieces) + stream.finish() == "naïve 東京 🚀"
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_a_broken_character_comes_out_at_the_end(checkpoint_of: Callable[..., Path]) -> None:
+    codec = TextCodec(checkpoint_of())
+    stream = TextStream(codec)
+    first_byte = codec.encode("🚀")[0]
+    assert stream.push(first_byte) == ""
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_stop_tokens_of_the_generation_config_win(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    codec = TextCodec(checkpoint_of())
+    stop, pad = codec.encode("<|return|>")[0], codec.encode("<|endoftext|>")[0]
+    assert codec.stop_token_ids == (stop, pad)
+    assert codec.pad_token_id == pad
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint_of() / "tokenizer.json").read_bytes())
+    assert TextCodec(tmp_path).stop_token_ids == ()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "pad_token_id": 3}))
+    assert TextCodec(tmp_path).stop_token_ids == (7,)
+    assert TextCodec(tmp_path).pad_token_id == 3
+
+
+def test_a_missing_tokenizer_and_an_empty_prompt_are_refused(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: there is no tokenizer"):
+        TextCodec(tmp_path)
+    with pytest.raises(ValueError, match="prompt='': must give at least one token"):
+        TextCodec(checkpoint_of()).encode("")
