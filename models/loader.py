@@ -1,0 +1,127 @@
+"""From a checkpoint directory to a model that is ready to run.
+
+A model file is named as the `model_type` of its config.json and exports three things: `Config`,
+with `Config.from_hf(dict)`; `Model(config, *, dtype, ...)`; and `weight_map(config)`.
+"""
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import neuron_moe.models
+from neuron_moe.checkpoint import Progress, Shard, load_weights, open_checkpoint
+from neuron_moe.errors import closest
+
+CONFIG_FILE = "config.json"
+MODEL_FILE_EXPORTS = ("Config", "Model", "weight_map")
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def load_model(
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shard: Shard | None = None,
+    progress: Progress | None = None,
+    **model_options: Any,
+) -> nn.Module:
+    """Build the model a checkpoint is for, and fill it; memory peaks little above its parameters.
+
+    Args:
+        directory: holds config.json and the safetensors.
+        dtype: of the parameters; the model file may keep some, such as the router, in float32.
+        shard: which part of each parameter this rank holds, where the model is built for a part.
+        progress: called with the bytes filled and the bytes of all parameters.
+        model_options: further keyword arguments of the model's constructor.
+
+    Returns:
+        The model in evaluation mode, without gradients.
+
+    Raises:
+        FileNotFoundError: if a file of the checkpoint is missing.
+        TypeError: if the model takes no such option.
+        ValueError: if config.json or a tensor is not as it must be; no model is returned then.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"dtype={dtype}: must be torch.bfloat16, torch.float32 or torch.float16. Use bfloat16."
+        )
+    raw_config = read_config(directory)
+    model_file = find_model_file(raw_config.get("model_type"))
+    config = model_file.Config.from_hf(raw_config)
+    checkpoint = open_checkpoint(directory)
+    # On the meta device parameters have a shape and no memory, until the loaded ones replace them.
+    with torch.device("meta"):
+        model: nn.Module = model_file.Model(config, dtype=dtype, **model_options)
+    load_weights(model, checkpoint, model_file.weight_map(config), shard=shard, progress=progress)
+    _check_filled(model)
+    return model.eval()
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Return config.json as a dict.
+
+    Raises:
+        FileNotFoundError: if it is missing.
+        ValueError: if it is not a JSON object.
+    """
+    path = Path(directory) / CONFIG_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: must exist beside the weights, but does not. Check the path, or download it."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: must be JSON, but {error}. Download it again.") from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{path}: must be a JSON object, not a {type(config).__name__}. Download it again."
+        )
+    return config
+
+
+def find_model_file(model_type: object) -> ModuleType:
+    """Return the module of a model type.
+
+    Raises:
+        ValueError: if no file of this folder is a model of that type.
+    """
+    names = [module.name for module in pkgutil.iter_modules(neuron_moe.models.__path__)]
+    if model_type in names:
+        module = _import(str(model_type))
+        if is_model_file(module):
+            return module
+    known = [name for name in names if is_model_file(_import(name))]
+    raise ValueError(
+        f"model_type={model_type!r}: must be one of {', '.join(known)}. "
+        f"{closest(str(model_type), known)}"
+    )
+
+
+def is_model_file(module: ModuleType) -> bool:
+    """Say whether a module exports what a model file must."""
+    return all(hasattr(module, name) for name in MODEL_FILE_EXPORTS)
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module of this folder."""
+    return importlib.import_module(f"{neuron_moe.models.__name__}.{name}")
+
+
+def _check_filled(model: nn.Module) -> None:
+    """Refuse a model that still has tensors without memory."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"{empty[0]}: still on the meta device after loading ({len(empty)} tensors are). A "
+            "buffer "
+            'that is not in the state dict must be made with device="cpu" in the model file.'
+        )
