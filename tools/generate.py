@@ -1,0 +1,156 @@
+"""neuron-moe generate: continue one prompt or several with a checkpoint."""
+
+import argparse
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from neuron_moe.dispatch import Explanation
+from neuron_moe.models.expert_load import LoadRecorder, moe_layers
+from neuron_moe.models.generation import Decoder, Generation, GenerationOptions, generate
+from neuron_moe.models.loader import load_model
+from neuron_moe.models.text import TextCodec, TextStream
+from neuron_moe.tools.console import print_json_line, progress_bar
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Load, generate, print; return the exit status."""
+    args = _parser().parse_args(argv)
+    codec = TextCodec(args.model)
+    options = GenerationOptions(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        stop_token_ids=codec.stop_token_ids,
+        pad_token_id=codec.pad_token_id,
+    )
+    prompts = [codec.encode(text) for text in args.prompt]
+    with progress_bar("loading") as progress:
+        model = load_model(
+            args.model, dtype=DTYPES[args.dtype], backend=args.backend, progress=progress
+        )
+    printer = _Printer(codec, args.prompt)
+    if args.explain:
+        explanations, result = generate_and_explain(model, prompts, options, printer.push)
+    else:
+        explanations = []
+        result = generate(cast(Decoder, model), prompts, options, printer.push)
+    printer.finish(result)
+    summary = summarize(prompts, result)
+    print(
+        f"prefill  {summary['prefill_tokens']} tokens in {result.prefill_s:.3f} s  [measured]\n"
+        f"decode   {summary['decode_tokens']} tokens in {result.decode_s:.3f} s,"
+        f" {summary['decode_tokens_per_s']:.1f} tokens/s  [measured]"
+    )
+    for explanation in explanations:
+        print(f"\n{explanation}")
+    if args.json:
+        answers = [
+            {"prompt": text, "text": codec.decode(ids), "token_ids": ids, "finish_reason": reason}
+            for text, ids, reason in zip(
+                args.prompt, result.token_ids, result.finish_reasons, strict=True
+            )
+        ]
+        config = {
+            name: getattr(args, name)
+            for name in ("dtype", "backend", "max_new_tokens", "temperature", "top_p", "seed")
+        }
+        print_json_line(
+            "generate",
+            model=str(args.model),
+            config=config,
+            answers=answers,
+            times={"kind": "measured", **summary},
+            explain=[explanation.to_dict() for explanation in explanations],
+        )
+    return 0
+
+
+def generate_and_explain(
+    model: torch.nn.Module,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    on_token: Any = None,
+) -> tuple[list[Explanation], Generation]:
+    """Generate, and explain the first MoE layer in each phase with the load it really had.
+
+    Returns:
+        The explanations of prefill and (if there was a decode step) of decode, and the generation.
+    """
+    after_prefill: list[torch.Tensor] = []
+    with LoadRecorder(model) as loads:
+
+        def watch(row: int, token: int) -> None:
+            if not after_prefill:  # the first token comes right after the prompt pass
+                after_prefill.append(loads.take())
+            if on_token is not None:
+                on_token(row, token)
+
+        result = generate(cast(Decoder, model), prompts, options, watch)
+    layer = moe_layers(model)[0]
+    tokens = len(prompts) * max(len(prompt) for prompt in prompts)
+    load = after_prefill[0][0].tolist()
+    phase = "prefill" if tokens > len(prompts) else "decode"
+    explanations = [layer.explain(phase, tokens, tokens_per_expert=load)]
+    if result.num_decode_steps:
+        # The load of many steps is no load of one: the actual padding stays open here.
+        explanations.append(layer.explain("decode", len(prompts), tokens_per_expert=[]))
+    return explanations, result
+
+
+def summarize(prompts: list[list[int]], result: Generation) -> dict[str, Any]:
+    """Return token counts and times in seconds; the first token belongs to prefill."""
+    decode_tokens = sum(len(ids) - 1 for ids in result.token_ids)
+    return {
+        "prefill_tokens": sum(len(prompt) for prompt in prompts),
+        "prefill_s": result.prefill_s,
+        "decode_tokens": decode_tokens,
+        "decode_s": result.decode_s,
+        "decode_tokens_per_s": decode_tokens / result.decode_s,
+    }
+
+
+class _Printer:
+    """Print one answer as it comes; several ones when they are complete."""
+
+    def __init__(self, codec: TextCodec, prompts: list[str]) -> None:
+        self._codec, self._prompts = codec, prompts
+        self._stream = TextStream(codec) if len(prompts) == 1 else None
+        if self._stream is not None:
+            print(prompts[0], end="", flush=True)
+
+    def push(self, row: int, token_id: int) -> None:
+        if self._stream is not None:
+            print(self._stream.push(token_id), end="", flush=True)
+
+    def finish(self, result: Generation) -> None:
+        if self._stream is not None:
+            print(self._stream.finish() + "\n")
+            return
+        for number, (prompt, ids) in enumerate(zip(self._prompts, result.token_ids, strict=True)):
+            print(f"[{number + 1}] {prompt}{self._codec.decode(ids)}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="neuron-moe generate", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument(
+        "--prompt", action="append", required=True, help="text to continue; may be given again"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: 64")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, help="default: 1, all tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--backend", default="torch", help="default: torch")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument(
+        "--explain", action="store_true", help="say which path ran in each phase, and why"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    return parser
