@@ -13,7 +13,7 @@ are the weights that are shipped.
 What it writes to --out:
 
     model-*.safetensors, config.json   the bf16 checkpoint in the Hugging Face GPT-OSS layout
-    train.jsonl                        a line each 50 steps, then the held-out losses
+    train.jsonl, train.json            a line each 50 steps, held-out losses; the final record
     state.pt                           with --save-every: weights, optimiser and step, for --resume
 """
 
@@ -41,7 +41,7 @@ from neuron_moe.tools.train_tiny_model import TinyConfig, TinyModel, export_stat
 DOMAIN_SHARES = {"scripture": 0.14, "novel": 0.14, "dictionary": 0.26, "manual": 0.19, "code": 0.27}
 _BOS, _EOS, _PAD = 0, 1, 2  # the tokenizer's special tokens, in the order it was trained with
 _SHARD_BYTES = 14 * 2**20
-_LOG_EVERY = 50
+_LOG_EVERY, _HELD_OUT_EVERY = 50, 1000
 _BETAS, _WEIGHT_DECAY, _CLIP_NORM = (0.9, 0.95), 0.1, 1.0
 
 
@@ -61,14 +61,14 @@ class Recipe:
         seed: of the weights and of the batches.
     """
 
-    steps: int = 6000
-    batch: int = 64
-    length: int = 512
+    steps: int = 4000
+    batch: int = 32
+    length: int = 1024
     peak_rate: float = 3e-3
     warmup_steps: int = 100
     decay_share: float = 0.5
     quantised_share: float = 0.25
-    balance_step: float = 1e-3
+    balance_step: float = 1e-2
     seed: int = 0
 
     def rate(self, step: int) -> float:
@@ -306,8 +306,8 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
                 print(json.dumps(line), flush=True)
         if options.save_every and done % options.save_every == 0:
             save_state(state, model, optimizer, done)
-        if not recipe.is_quantised(step) and recipe.is_quantised(done):
-            _log_held_out(log, "before the MXFP4 steps", model, corpus, recipe, most_windows)
+        if done % _HELD_OUT_EVERY == 0 and done < recipe.steps:
+            _log_held_out(log, f"after step {done}", model, corpus, recipe, most_windows)
     seconds = time.perf_counter() - started
     losses = _log_held_out(log, "end", model, corpus, recipe, most_windows)
     log.close()
