@@ -15,7 +15,47 @@ from nki_sim.constants import (
     vector_engine,
 )
 from nki_sim.errors import NkiValidationError
-from nki_sim.isa.vector import tensor_tensor
+from nki_sim.isa.gpsimd import (
+    affine_select,
+    iota,
+    local_gather,
+    nc_n_gather,
+    nonzero_with_count,
+    sequence_bounds,
+    tensor_partition_reduce,
+    topk,
+)
+from nki_sim.isa.scalar import (
+    activate2,
+    activation,
+    activation_reduce,
+)
+from nki_sim.isa.vector import (
+    memset,
+    reciprocal,
+    scalar_tensor_tensor,
+    tensor_copy,
+    tensor_copy_predicated,
+    tensor_reduce,
+    tensor_scalar,
+    tensor_tensor,
+    tensor_tensor_scan,
+)
+from nki_sim.isa.vector_search import (
+    bn_aggr,
+    bn_stats,
+    max8,
+    nc_find_index8,
+    nc_match_replace8,
+    nc_stream_shuffle,
+)
+from nki_sim.isa.vector_select import (
+    exponential,
+    range_select,
+    select_reduce,
+    tensor_scalar_cumulative,
+    tensor_scalar_reduce,
+)
 from nki_sim.machine import NkiInstruction
 from nki_sim.registers import VirtualRegister
 
@@ -23,17 +63,47 @@ __all__ = [
     "NkiInstruction",
     "NkiValidationError",
     "VirtualRegister",
+    "activate2",
+    "activation",
+    "activation_reduce",
+    "affine_select",
+    "bn_aggr",
+    "bn_stats",
     "dge_mode",
     "dma_engine",
     "engine",
+    "exponential",
     "gpsimd_engine",
+    "iota",
+    "local_gather",
     "matmul_perf_mode",
+    "max8",
+    "memset",
+    "nc_find_index8",
+    "nc_match_replace8",
+    "nc_n_gather",
+    "nc_stream_shuffle",
     "nc_version",
+    "nonzero_with_count",
     "oob_mode",
+    "range_select",
+    "reciprocal",
     "reduce_cmd",
     "scalar_engine",
+    "scalar_tensor_tensor",
+    "select_reduce",
+    "sequence_bounds",
+    "tensor_copy",
+    "tensor_copy_predicated",
     "tensor_engine",
+    "tensor_partition_reduce",
+    "tensor_reduce",
+    "tensor_scalar",
+    "tensor_scalar_cumulative",
+    "tensor_scalar_reduce",
     "tensor_tensor",
+    "tensor_tensor_scan",
+    "topk",
     "unknown_engine",
     "vector_engine",
 ]

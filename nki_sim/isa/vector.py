@@ -16,6 +16,7 @@ import numpy as np
 
 from nki_sim import search
 from nki_sim import trace as tr
+from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
 from nki_sim.functions import reduce_last
 from nki_sim.isa._common import (
@@ -48,7 +49,6 @@ from nki_sim.isa._operands import (
     store_wrapped,
     tensors_of,
 )
-from nki_sim.isa.constants import nc_version
 from nki_sim.registers import VirtualRegister
 
 # Elements per partition from which a fill in SBUF goes to GpSimd if the kernel names no engine

@@ -1,0 +1,276 @@
+"""Scalar engine: activation functions with scale, bias and a running row sum.
+
+The accumulators hold one float32 per lane and are shared by all instructions of this file. Sums are
+taken of the float32 results, before they are rounded to the destination's type (assumed).
+
+Not modelled: the error of the piecewise polynomials. Inputs outside the documented range of a
+function are reported as a finding, not refused: lanes that nobody uses may hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from nki_sim import dtypes
+from nki_sim import trace as tr
+from nki_sim.constants import nc_version, reduce_cmd
+from nki_sim.dtypes import Array
+from nki_sim.functions import (
+    ACTIVATIONS,
+    ALU_OPS,
+    PARAMETRIC_ACTIVATION,
+    Activation,
+    prelu,
+    reduce_last,
+)
+from nki_sim.isa._common import (
+    Core,
+    IllegalOperand,
+    NkiInstruction,
+    NkiTensor,
+    check_generation,
+    check_on_chip,
+    check_same_elements,
+    check_same_partitions,
+    compute_facts,
+    instruction,
+    scalar_operand,
+)
+from nki_sim.isa._operands import Stage, accumulator, alu, check_result, op_name, reduction
+
+_SCALAR: Final = "scalar"
+_IDLE: Final = reduce_cmd.idle
+_RESET_REDUCE: Final = reduce_cmd.reset_reduce
+_COMMANDS: Final = (_IDLE, reduce_cmd.reset, reduce_cmd.reduce, _RESET_REDUCE)
+_REDUCTIONS: Final = frozenset({"add"})
+_REDUCTIONS_GEN4: Final = frozenset({"add", "maximum", "minimum", "abs_max", "abs_min"})
+_PIPELINES: Final = frozenset(
+    {
+        ("multiply", "add"),
+        ("multiply", "subtract"),
+        ("multiply", "bypass"),
+        ("add", "bypass"),
+        ("subtract", "bypass"),
+        ("bypass", "bypass"),
+    }
+)
+
+
+def _function(op: Any) -> Activation:
+    name = op_name(op)
+    found = ACTIVATIONS.get(name)
+    if found is None:
+        hint = "Use nisa.activate2, which takes the slope" if name == PARAMETRIC_ACTIVATION else ""
+        raise IllegalOperand("op", "an activation function of nki.language", name or repr(op), hint)
+    return found
+
+
+def _check_range(core: Core, function: Activation, values: Array) -> None:
+    """Report inputs for which the hardware's result is not defined."""
+    low, high = np.float32(function.low), np.float32(function.high)
+    if np.isneginf(low) and np.isposinf(high):
+        return
+    magnitudes = np.abs(values) if function.on_magnitude else values
+    outside = (magnitudes < low) | (magnitudes > high)
+    outside &= np.isfinite(values) & (values != 0)
+    if outside.any():
+        worst = float(values[outside].flat[0])
+        core.machine.find(
+            "range",
+            core.location(),
+            f"activation: {function.name} needs {low:.3g} to {high:.3g}; found {worst:.3g}",
+        )
+
+
+def _check_tiles(dst: NkiTensor, data: NkiTensor) -> None:
+    check_on_chip(("dst", dst), ("data", data))
+    check_same_partitions(("data", data), ("dst", dst))
+    check_same_elements(("data", data), ("dst", dst))
+    for operand, value in (("dst", dst), ("data", data)):
+        if value.dtype.kind == "x":
+            raise IllegalOperand(operand, "an arithmetic type", str(value.dtype))
+
+
+@instruction
+def activation(
+    core: Core,
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    bias: Any = None,
+    scale: Any = 1.0,
+    reduce_op: Any = None,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: Any = reduce_cmd.idle,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Compute ``dst = op(data * scale + bias)`` in float32, with an optional running row sum.
+
+    (nki.isa.activation, NKI 0.6)
+    """
+    return _activate(
+        core, "activation", dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd, name
+    )
+
+
+@instruction
+def activation_reduce(
+    core: Core,
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    reduce_op: Any,
+    reduce_res: NkiTensor,
+    bias: Any = None,
+    scale: Any = 1.0,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Compute `activation` and store the sum of each row in `reduce_res`.
+
+    (nki.isa.activation_reduce, NKI 0.6)
+    """
+    if type(reduce_res) is not NkiTensor:
+        raise IllegalOperand("reduce_res", "a tensor of shape (P, 1)", repr(reduce_res))
+    return _activate(
+        core, "activation_reduce", dst, op, data, bias, scale, reduce_op, reduce_res,
+        _RESET_REDUCE, name,
+    )  # fmt: skip
+
+
+def _activate(
+    core: Core,
+    instruction_name: str,
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    bias: Any,
+    scale: Any,
+    reduce_op: Any,
+    reduce_res: NkiTensor | None,
+    command: Any,
+    name: str | None,
+) -> NkiInstruction:
+    # Constraints.
+    _check_tiles(dst, data)
+    partitions = data.geometry.partitions
+    function = _function(op)
+    factor = scalar_operand(core, "scale", scale, partitions)
+    if type(factor) is NkiTensor and factor.dtype is not dtypes.float32:
+        raise IllegalOperand("scale", "a number or a float32 tensor", str(factor.dtype))
+    shift = None if bias is None else scalar_operand(core, "bias", bias, partitions)
+    if type(shift) is NkiTensor:
+        if shift.dtype is dtypes.tfloat32:
+            raise IllegalOperand("bias", "any type but tfloat32", "tfloat32")
+    elif shift is not None and core.target.version < nc_version.gen3:
+        raise IllegalOperand("bias", f"a ({partitions}, 1) tensor before gen3", repr(bias))
+    results = check_result("reduce_res", reduce_res, partitions)
+    registers = None
+    if command is not _IDLE or reduce_res is not None:
+        if command not in _COMMANDS:
+            raise IllegalOperand("reduce_cmd", "idle, reset, reduce or reset_reduce", repr(command))
+        operator = ALU_OPS["add"]
+        if reduce_op is not None or command is not _IDLE:
+            operator = reduction(core, "reduce_op", reduce_op, _REDUCTIONS)
+        registers = accumulator(core, _SCALAR, operator, command, reduce_res, data)
+
+    # Cost.
+    facts = compute_facts(dst, (data,), function.name, reads_accumulator=reduce_res is not None)
+
+    # Meaning.
+    def meaning() -> None:
+        values = data.f32()
+        if type(factor) is NkiTensor:
+            values = values * factor.f32()
+        elif factor != 1.0:
+            values = values * np.float32(factor)
+        if type(shift) is NkiTensor:
+            values = values + shift.f32()
+        elif shift:
+            values = values + np.float32(shift)
+        _check_range(core, function, values)
+        values = function.apply(values)
+        dst.store(values)
+        if registers is not None:
+            registers.update(core, values.sum(axis=1, dtype=np.float32))
+
+    reads = (data, *[value for value in (shift, factor) if type(value) is NkiTensor])
+    return core.issue(instruction_name, tr.SCALAR, facts, (dst, *results), reads, meaning, name)
+
+
+@instruction
+def activate2(
+    core: Core,
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    imm0: Any,
+    imm1: Any,
+    op0: Any,
+    op1: Any,
+    relu_param: Any = 0.0,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    reduce_op: Any = None,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: Any = reduce_cmd.idle,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Compute ``dst = op((data op0 imm0) op1 imm1)`` with an optional running reduction.
+
+    (nki.isa.activate2, NKI 0.6; gen4)
+    """
+    # Constraints.
+    check_generation(core, nc_version.gen4, "activate2")
+    _check_tiles(dst, data)
+    partitions = data.geometry.partitions
+    is_prelu = op_name(op) == PARAMETRIC_ACTIVATION
+    function = None if is_prelu else _function(op)
+    slope = scalar_operand(core, "relu_param", relu_param, partitions)
+    names = tuple(["bypass" if item is None else op_name(item) for item in (op0, op1)])
+    if names not in _PIPELINES:
+        pairs = ", ".join("+".join(pair) for pair in sorted(_PIPELINES))
+        raise IllegalOperand("op0, op1", f"one of {pairs}", "+".join(names))
+    for number, reverse in enumerate((reverse0, reverse1)):
+        if reverse and names[number] == "bypass":
+            raise IllegalOperand(f"reverse{number}", f"False where op{number} is bypass", "True")
+    stages = []
+    codes = ((op0, imm0, reverse0), (op1, imm1, reverse1))
+    for number, (code, value, reverse) in enumerate(codes):
+        if names[number] != "bypass":
+            operand = scalar_operand(core, f"imm{number}", value, partitions)
+            stages.append(Stage(alu(core, f"op{number}", code), operand, bool(reverse)))
+    tiles = [item.operand for item in stages if type(item.operand) is NkiTensor]
+    if len(tiles) == 2 and tiles[0].dtype != tiles[1].dtype:
+        raise IllegalOperand("imm1", f"{tiles[0].dtype} like imm0", str(tiles[1].dtype))
+    results = check_result("reduce_res", reduce_res, partitions)
+    if reduce_cmd not in _COMMANDS:
+        raise IllegalOperand("reduce_cmd", "idle, reset, reduce or reset_reduce", repr(reduce_cmd))
+    registers = None
+    operator = ALU_OPS["add"]
+    if reduce_cmd is not _IDLE or reduce_res is not None:
+        if reduce_op is not None or reduce_cmd is not _IDLE:
+            operator = reduction(core, "reduce_op", reduce_op, _REDUCTIONS_GEN4)
+        registers = accumulator(core, _SCALAR, operator, reduce_cmd, reduce_res, data)
+
+    # Cost.
+    label = function.name if function is not None else PARAMETRIC_ACTIVATION
+    facts = compute_facts(dst, (data,), label, reads_accumulator=reduce_res is not None)
+
+    # Meaning.
+    def meaning() -> None:
+        values = data.f32()
+        for item in stages:
+            values = item.apply(values)
+        if function is None:
+            values = prelu(values, slope.f32() if type(slope) is NkiTensor else slope)
+        else:
+            _check_range(core, function, values)
+            values = function.apply(values)
+        dst.store(values)
+        if registers is not None:
+            registers.update(core, reduce_last(operator, values))
+
+    reads = (data, *tiles, *([slope] if type(slope) is NkiTensor else []))
+    return core.issue("activate2", tr.SCALAR, facts, (dst, *results), reads, meaning, name)
