@@ -117,6 +117,7 @@ class Hardware:
     dma_done_ns: float
     dma_static_issue_ns: float
     hwdge_ns: float
+    dma_auto_issue_ns: float
     dma_transpose_hbm_share: float
     dma_transpose_sbuf_share: float
     dma_transpose_4byte_share: float
@@ -263,13 +264,14 @@ TRN2: Final = Hardware(
     dma_engines=16,
     dma_rows_per_engine=8,
     dma_engine_bytes_per_ns=27.2,
-    dma_run_ns=48.0,
+    dma_run_ns=32.0,
     dma_single_queue_run_ns=106.25,
     dma_single_queue_bytes_per_ns=23.0,
     dma_first_byte_ns=760.0,
     dma_done_ns=300.0,
     dma_static_issue_ns=50.0,
     hwdge_ns=600.0,
+    dma_auto_issue_ns=640.0,
     dma_transpose_hbm_share=0.9,
     dma_transpose_sbuf_share=0.5,
     dma_transpose_4byte_share=0.25,
@@ -358,13 +360,18 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "dma_engines": _d("ARCH2"),
     "dma_rows_per_engine": _d("DMAOV: an engine serves 8 of 128 rows"),
     "dma_engine_bytes_per_ns": _d("DMAOV; DMABW uses 23 for planning"),
-    "dma_run_ns": _m("fit to five DMA sets of BND, INV and DMAOV"),
+    "dma_run_ns": _m(
+        "fit to the DMA-bound profiles: OPT naive kernel, INV mixed DGE, DMAOV [4, 4096]"
+    ),
     "dma_single_queue_run_ns": _m("DMAOV figure 1: 850 ns per transfer of 128 rows on one queue"),
     "dma_single_queue_bytes_per_ns": _d("DMABW, DMAOV"),
     "dma_first_byte_ns": _m("DMAOV figures 3, 5 to 7: 739 to 1,000 ns"),
     "dma_done_ns": _m("DMAOV figures: 273 to 335 ns"),
     "dma_static_issue_ns": _a("not published"),
     "hwdge_ns": _d("DGE: about 600 ns per transfer"),
+    "dma_auto_issue_ns": _m(
+        "OPT naive kernel: a transfer every 608 ns; BND V0: every 686 to 747 ns"
+    ),
     "dma_transpose_hbm_share": _d("ARCH2: up to 90 % of the copy rate"),
     "dma_transpose_sbuf_share": _d("ARCH2: up to 50 %"),
     "dma_transpose_4byte_share": _a("not published"),
@@ -511,7 +518,7 @@ _ALIASES: Final = {
 }
 
 
-def chip(name: str) -> Hardware:
+def find(name: str) -> Hardware:
     """Return the record of a chip by its name or generation (trn2, gen3, ...).
 
     Raises:
