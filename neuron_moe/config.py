@@ -46,7 +46,8 @@ class GLUType(Enum):
 
 
 class BlockShardStrategy(Enum):
-    """Which blocks a physical core takes when blocks are spread over the cores of a logical core."""
+    """Which blocks a physical core takes when blocks are spread over the cores of a logical core.
+    """
 
     HI_LO = "HI_LO"
     PING_PONG = "PING_PONG"
@@ -89,7 +90,7 @@ def _names_its_keys(cls: type[_T]) -> type[_T]:
         reject_unknown(cls.__name__, kwargs, known)
         built_init(self, *args, **kwargs)
 
-    cls.__init__ = __init__  # type: ignore[assignment]
+    cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
 
 

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import Backend, BlockPlan, ExpertWeights, LocalRouting, get_backend
+from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
 from neuron_moe.config import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
 from neuron_moe.dispatch import Decision, choose_path
@@ -25,6 +26,7 @@ class ExpertLinear(nn.Module):
     """One matrix (and bias) per expert: weight [E, in, out], bias [E, out]."""
 
     bias: nn.Parameter | None
+    packed: PackedMatrices | None
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         shape = (num_experts, input_size, output_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.packed = None
         if bias:
             self.bias = nn.Parameter(
                 torch.zeros((num_experts, output_size), dtype=dtype, device=device)
@@ -53,6 +56,30 @@ class ExpertLinear(nn.Module):
                         nn.init.kaiming_uniform_(matrix.t(), a=math.sqrt(5))
                     else:
                         init_method(matrix)
+
+    def pack(self) -> None:
+        """Keep the weight packed for CPU inference; `weight` stays as a shape on the meta device.
+        """
+        if self.packed is None:
+            self.packed = PackedMatrices(self.weight.detach())
+            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+
+    def unpack(self) -> None:
+        """Undo `pack`."""
+        if self.packed is not None:
+            self.weight = nn.Parameter(self.packed.unpack())
+            self.packed = None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.packed is not None:
+            destination[f"{prefix}weight"] = self.packed.unpack()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.unpack()
+        super()._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Show the shape in the module's repr."""
@@ -115,6 +142,8 @@ class Experts(nn.Module):
             down_bias_EH=self.down_proj.bias,
             activation=self.activation,
             down_bias_scale=1.0 / self.shard.tp_size,
+            packed_gate_up=first.packed,
+            packed_down=self.down_proj.packed,
         )
 
     def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
@@ -227,6 +256,15 @@ class ExpertMLPsV2(nn.Module):
             else None
         )
 
+    def pack_weights(self) -> None:
+        """Lay the weights out for fast CPU inference: no gradient, no graph capture, same numbers.
+
+        The state dict is unchanged; loading one unpacks.
+        """
+        for linear in self.mlp_op.children():
+            if isinstance(linear, ExpertLinear):
+                linear.pack()
+
     def choose_path(self, phase: str, tokens: int) -> Decision:
         """Decide how `tokens` tokens are computed; see `neuron_moe.dispatch`."""
         return choose_path(
@@ -318,7 +356,8 @@ class ExpertMLPsV2(nn.Module):
             )
 
     def _drop_over_capacity(self, index_TK: Tensor, affinities_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Drop the choices of an expert beyond ceil(T * K * capacity_factor / E), in token order."""
+        """Drop the choices of an expert beyond ceil(T * K * capacity_factor / E), in token order.
+        """
         num_tokens, top_k = index_TK.shape
         factor = self.config.capacity_factor or 0.0
         room = math.ceil(num_tokens * top_k * factor / self.config.num_experts)

@@ -72,7 +72,7 @@ class RouterSpec:
     has_selection_bias: bool = False
     n_group: int = 1
     topk_group: int = 1
-    out_of_group_fill: float = 0.0
+    out_of_group_fill: float = float("-inf")
     renormalize: bool = False
     renormalize_eps: float = 1e-20
     routed_scaling_factor: float = 1.0
@@ -371,7 +371,7 @@ class GroupLimitedRouter(RouterBase):
         renormalize: bool = False,
         renormalize_eps: float = 1e-20,
         routed_scaling_factor: float = 1.0,
-        out_of_group_fill: float = 0.0,
+        out_of_group_fill: float = float("-inf"),
     ) -> None:
         spec = RouterSpec(
             num_experts=num_experts,

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from neuron_moe.activations import ActivationSpec
+from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import BlockMapping
 from neuron_moe.errors import check_choice
 from neuron_moe.routing import RouterBase, Routing
@@ -18,8 +19,9 @@ class ExpertWeights:
     """The routed experts of one rank.
 
     Attributes:
-        gate_up_proj_EHI: [E, H, 2I], gate columns first ([E, H, I] without GLU).
-        down_proj_EIH: [E, I, H].
+        gate_up_proj_EHI: [E, H, 2I], gate columns first ([E, H, I] without GLU); on the meta
+            device if packed.
+        down_proj_EIH: [E, I, H]; on the meta device if packed.
         gate_up_bias_EI: [E, 2I] or None, as in the checkpoint.
         down_bias_EH: [E, H] or None, as in the checkpoint.
         activation: what happens between the projections.
@@ -32,6 +34,8 @@ class ExpertWeights:
     down_bias_EH: Tensor | None
     activation: ActivationSpec
     down_bias_scale: float = 1.0
+    packed_gate_up: PackedMatrices | None = None
+    packed_down: PackedMatrices | None = None
 
     @property
     def num_experts(self) -> int:

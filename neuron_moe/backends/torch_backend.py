@@ -24,6 +24,8 @@ from neuron_moe.blocks import BlockMapping, build_block_mapping, sort_pairs
 from neuron_moe.errors import check_choice
 from neuron_moe.routing import RouterBase, Routing
 
+_ROWS_PER_RUN = 256  # rows whose activations are computed in one call; keeps them in the cache
+
 
 class TorchBackend:
     """See the module's docstring.
@@ -37,8 +39,14 @@ class TorchBackend:
     def __init__(self, static: bool | None = None) -> None:
         self.static = static
 
-    def _is_static(self) -> bool:
-        return torch.compiler.is_compiling() if self.static is None else self.static
+    def _is_static(self, weights: ExpertWeights) -> bool:
+        is_static = torch.compiler.is_compiling() if self.static is None else self.static
+        if is_static and weights.packed_down is not None:
+            raise ValueError(
+                "packed weights: the static form needs plain tensors. Export before pack_weights(),"
+                " or load the state dict again, which unpacks."
+            )
+        return is_static
 
     def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
         """Route T tokens."""
@@ -60,7 +68,7 @@ class TorchBackend:
         self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, plan: BlockPlan
     ) -> Tensor:
         """Compute many tokens, rows sorted by expert; return [T, H] float32."""
-        if not self._is_static():
+        if not self._is_static(weights):
             return _chosen_experts(hidden_TH, routing, weights)
         mapping = self.index_blocks(routing.expert_index_TK, weights.num_experts, plan)
         return _blocks(hidden_TH, routing, weights, mapping)
@@ -70,7 +78,7 @@ class TorchBackend:
     ) -> Tensor:
         """Compute few tokens; return [T, H] float32."""
         check_choice("mode", mode, ("selective", "all_experts"))
-        if not self._is_static():
+        if not self._is_static(weights):
             return _chosen_experts(hidden_TH, routing, weights)
         form = _gathered_weights if mode == "selective" else _every_expert
         return form(hidden_TH, routing, weights)
@@ -78,34 +86,72 @@ class TorchBackend:
 
 def _chosen_experts(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
     """Loop over the experts that were chosen; eager only, the counts leave the device."""
-    top_k = routing.expert_index_TK.shape[1]
+    num_tokens, top_k = routing.expert_index_TK.shape
     pairs = sort_pairs(routing.expert_index_TK, weights.num_experts)
-    counts = pairs.tokens_per_expert_E.tolist()
-    order_P = pairs.order_P[: sum(counts)]
-    token_P = order_P // top_k
-    affinity_P1 = routing.expert_affinities_TK.reshape(-1, 1)[order_P]
-    rows_PH = hidden_TH[token_P]
+    chosen = [(e, n) for e, n in enumerate(pairs.tokens_per_expert_E.tolist()) if n]
+    if not chosen:
+        return hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
+    order_P = pairs.order_P[: sum(count for _, count in chosen)]
+    rows_PH = hidden_TH[order_P // top_k]
     if routing.scales_input:
+        affinity_P1 = routing.expert_affinities_TK.reshape(-1, 1)[order_P]
         rows_PH = (rows_PH * affinity_P1).to(hidden_TH.dtype)
-    output_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
-    first = 0
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        run = slice(first, first + count)
-        expert_out = _one_expert(rows_PH[run], weights, expert).float()
-        if not routing.scales_input:
-            expert_out = expert_out * affinity_P1[run]
-        output_TH = output_TH.index_add(0, token_P[run], expert_out)
-        first += count
-    return output_TH
+    outputs, first = [], 0
+    for run in _runs(chosen):
+        run_rows = sum(count for _, count in run)
+        outputs.append(_run_of_experts(rows_PH[first : first + run_rows], weights, run))
+        first += run_rows
+    output_PH = torch.cat(outputs).float()
+    by_pair = output_PH.new_zeros((num_tokens * top_k, hidden_TH.shape[1]))
+    by_pair = by_pair.index_copy_(0, order_P, output_PH).view(num_tokens, top_k, -1)
+    if routing.scales_input:
+        return by_pair.sum(1)
+    return torch.bmm(routing.expert_affinities_TK.unsqueeze(1), by_pair).squeeze(1)
 
 
-def _one_expert(rows_nH: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
-    projected = rows_nH @ weights.gate_up_proj_EHI[expert]
+def _runs(chosen: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Group (expert, rows) so that one activation call serves many experts with few rows each."""
+    runs: list[list[tuple[int, int]]] = [[]]
+    rows = 0
+    for expert, count in chosen:
+        if rows and rows + count > _ROWS_PER_RUN:
+            runs.append([])
+            rows = 0
+        runs[-1].append((expert, count))
+        rows += count
+    return runs
+
+
+def _run_of_experts(rows_nH: Tensor, weights: ExpertWeights, run: list[tuple[int, int]]) -> Tensor:
+    """Compute consecutive experts, each on its rows."""
+    counts = [count for _, count in run]
+    projected = torch.cat(
+        [
+            _gate_up(rows, weights, expert)
+            for rows, (expert, _) in zip(torch.split(rows_nH, counts), run, strict=True)
+        ]
+    )
+    activated = torch.split(weights.activation(projected), counts)
+    return torch.cat(
+        [_down(rows, weights, expert) for rows, (expert, _) in zip(activated, run, strict=True)]
+    )
+
+
+def _gate_up(rows_nH: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+    if weights.packed_gate_up is not None:
+        projected = weights.packed_gate_up.multiply(rows_nH, expert)
+    else:
+        projected = rows_nH @ weights.gate_up_proj_EHI[expert]
     if weights.gate_up_bias_EI is not None:
         projected = projected + weights.gate_up_bias_EI[expert]
-    output = weights.activation(projected) @ weights.down_proj_EIH[expert]
+    return projected
+
+
+def _down(rows_nI: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+    if weights.packed_down is not None:
+        output = weights.packed_down.multiply(rows_nI, expert)
+    else:
+        output = rows_nI @ weights.down_proj_EIH[expert]
     if weights.down_bias_EH is not None:
         output = output + weights.down_bias_EH[expert] * weights.down_bias_scale
     return output
