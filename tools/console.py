@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,3 +37,25 @@ def print_json_line(command: str, **values: Any) -> None:
     record = {"command": command, "version": __version__, **values}
     sys.stdout.write(json.dumps(record, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+def format_table(rows: Sequence[Sequence[str]], *, numbers_from: int = 1) -> str:
+    """Return rows as aligned columns; those from `numbers_from` on are set flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < numbers_from else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with a binary unit and three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

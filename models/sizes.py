@@ -1,0 +1,164 @@
+"""Parameters and memory of a model, whole and per rank, computed from shapes alone.
+
+A rank holds: routed experts of its expert-parallel group, their intermediate axis cut over the
+tensor-parallel ranks; attention heads, vocabulary rows and shared experts cut over the
+tensor-parallel ranks and repeated over expert-parallel groups; everything else whole. Key/value
+heads are repeated where there are fewer of them than tensor-parallel ranks.
+
+Letters: E experts, H hidden, I intermediate.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+from torch import nn
+
+from neuron_moe.errors import check_positive_int
+from neuron_moe.experts import ExpertMLPsV2
+from neuron_moe.quantize import MXFP4_GROUP_SIZE
+from neuron_moe.routing import RouterBase
+from neuron_moe.shared_experts import SharedExperts
+
+GROUPS = ("routed experts", "shared experts", "router", "attention", "vocabulary", "norms")
+EXPERT_FORMATS = ("bf16", "mxfp4")
+_MXFP4_GROUP_BYTES = MXFP4_GROUP_SIZE // 2 + 1  # 32 codes of four bits and one scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How a model is cut: `tp` tensor-parallel ranks in each of `ep` expert-parallel groups."""
+
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive_int("tp", self.tp)
+        check_positive_int("ep", self.ep)
+
+    def check(self, config: Any, model: nn.Module) -> None:
+        """Raise ValueError where an axis does not divide."""
+        heads = config.num_attention_heads
+        if heads % self.tp:
+            raise ValueError(f"tp={self.tp}: must divide num_attention_heads={heads}. Lower it.")
+        kv_heads = config.num_key_value_heads
+        if max(kv_heads, self.tp) % min(kv_heads, self.tp):
+            raise ValueError(
+                f"tp={self.tp}: must divide num_key_value_heads={kv_heads}, or be a multiple of it."
+                " Choose another."
+            )
+        for experts in (m for m in model.modules() if isinstance(m, ExpertMLPsV2)):
+            inner, count = experts.config.intermediate_size, experts.config.num_experts
+            if inner % self.tp:
+                raise ValueError(
+                    f"tp={self.tp}: must divide intermediate_size={inner} of the experts."
+                    " Raise ep instead."
+                )
+            if count % self.ep:
+                raise ValueError(f"ep={self.ep}: must divide num_experts={count}. Lower it.")
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """Return the number of parameters of each of GROUPS."""
+    return _sum_groups(model, lambda _module, parameter, _name: parameter.numel())
+
+
+def count_active_parameters(model: nn.Module) -> int:
+    """Return how many parameters one token meets: K of E routed experts, one embedding row."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for module in model.modules():
+        if isinstance(module, ExpertMLPsV2):
+            routed = sum(parameter.numel() for parameter in module.parameters())
+            total -= routed - routed * module.config.top_k // module.config.num_experts
+        elif isinstance(module, nn.Embedding):
+            total -= module.weight.numel() - module.embedding_dim
+    return total
+
+
+def rank_bytes(model: nn.Module, config: Any, spread: Spread, expert_format: str) -> dict[str, int]:
+    """Return the bytes of parameters one rank holds, for each of GROUPS.
+
+    Args:
+        model: may be on the meta device; other parameters count in the dtype they have there.
+        config: with `num_attention_heads` and `num_key_value_heads`.
+        spread: how many ranks.
+        expert_format: of the routed expert matrices, one of EXPERT_FORMATS.
+
+    Raises:
+        ValueError: an axis that does not divide.
+    """
+    spread.check(config, model)
+
+    def held(module: nn.Module, parameter: nn.Parameter, name: str) -> int:
+        if isinstance(module, ExpertMLPsV2):
+            return _expert_bytes(parameter, name, spread, expert_format)
+        parts = _parts(module, name, spread.tp, config.num_key_value_heads)
+        rows = ceil(parameter.shape[0] / parts)
+        return rows * prod(parameter.shape[1:]) * parameter.element_size()
+
+    return _sum_groups(model, held)
+
+
+def cache_bytes_per_token(config: Any, spread: Spread, element_size: int) -> int:
+    """Return the bytes of keys and values one token adds on one rank, over all layers."""
+    heads = ceil(config.num_key_value_heads / spread.tp)
+    return int(2 * config.num_hidden_layers * heads * config.head_dim * element_size)
+
+
+def _expert_bytes(parameter: nn.Parameter, name: str, spread: Spread, expert_format: str) -> int:
+    """Bytes of one rank's part of [E, in, out] matrices or [E, out] biases."""
+    num_experts = parameter.shape[0] // spread.ep
+    is_down = name.startswith("mlp_op.down_proj")
+    if parameter.ndim == 2:
+        columns = parameter.shape[1] if is_down else parameter.shape[1] // spread.tp
+        return num_experts * columns * parameter.element_size()
+    contracted, columns = parameter.shape[1:]
+    if is_down:
+        contracted //= spread.tp
+    else:
+        columns //= spread.tp
+    if expert_format == "mxfp4":
+        groups = ceil(contracted / MXFP4_GROUP_SIZE)
+        return num_experts * columns * groups * _MXFP4_GROUP_BYTES
+    return num_experts * columns * contracted * parameter.element_size()
+
+
+def _parts(module: nn.Module, name: str, tp: int, kv_heads: int) -> int:
+    """Return into how many ranks' parts a parameter outside the routed experts is cut."""
+    layer = name.split(".")
+    if isinstance(module, RouterBase) or name.endswith("o_proj.bias"):
+        return 1
+    if "k_proj" in layer or "v_proj" in layer:
+        return min(tp, kv_heads)
+    return tp if _group(module, name) != "norms" else 1
+
+
+def _group(module: nn.Module, name: str) -> str:
+    if isinstance(module, ExpertMLPsV2):
+        return "routed experts"
+    if isinstance(module, SharedExperts):
+        return "shared experts"
+    if isinstance(module, RouterBase):
+        return "router"
+    if "self_attn" in name.split("."):
+        return "attention"
+    return "vocabulary" if name.startswith(("embed_tokens.", "lm_head.")) else "norms"
+
+
+def _sum_groups(
+    model: nn.Module, measure: Callable[[nn.Module, nn.Parameter, str], int]
+) -> dict[str, int]:
+    """Add up a measure of each parameter by group; it is given the module that owns it."""
+    owners = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertMLPsV2 | SharedExperts | RouterBase)
+    }
+    totals = dict.fromkeys(GROUPS, 0)
+    for name, parameter in model.named_parameters():
+        owner = next((prefix for prefix in owners if name.startswith(prefix + ".")), None)
+        module = model if owner is None else owners[owner]
+        local = name if owner is None else name.removeprefix(owner + ".")
+        totals[_group(module, local)] += measure(module, parameter, local)
+    return totals

@@ -1,0 +1,94 @@
+"""Parameter counts and memory per rank, against published totals and counts by hand."""
+
+import pytest
+import torch
+
+from neuron_moe.configs import load_config
+from neuron_moe.models.gpt_oss import GptOssConfig, Model
+from neuron_moe.models.sizes import (
+    Spread,
+    cache_bytes_per_token,
+    count_active_parameters,
+    count_parameters,
+    rank_bytes,
+)
+
+# Model card, arXiv 2508.10925, table 1: active parameters leave the embedding out.
+PUBLISHED_ACTIVE = {"gpt_oss_20b": 3.61e9, "gpt_oss_120b": 5.13e9}
+# Sizes of the published safetensors in bytes; the router counts here in float32.
+PUBLISHED_BYTES = {"gpt_oss_20b": 13.76e9, "gpt_oss_120b": 65.25e9}
+
+
+def build(name: str) -> tuple[Model, GptOssConfig]:
+    config = GptOssConfig.from_hf(load_config(name))
+    with torch.device("meta"):
+        return Model(config), config
+
+
+@pytest.mark.parametrize("name", PUBLISHED_ACTIVE)
+def test_active_parameters_are_the_published_ones(name: str) -> None:
+    assert count_active_parameters(build(name)[0]) == pytest.approx(
+        PUBLISHED_ACTIVE[name], rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED_BYTES)
+def test_mxfp4_bytes_are_those_of_the_published_files(name: str) -> None:
+    model, config = build(name)
+    size = sum(rank_bytes(model, config, Spread(), "mxfp4").values())
+    assert size == pytest.approx(PUBLISHED_BYTES[name], rel=1e-3)
+
+
+def test_groups_count_every_parameter_once() -> None:
+    model, config = build("gpt_oss_20b")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(count_parameters(model).values()) == total
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(rank_bytes(model, config, Spread(), "bf16").values()) == nbytes
+
+
+def test_a_rank_holds_its_part_of_each_axis() -> None:
+    model, config = build("gpt_oss_20b")
+    held = rank_bytes(model, config, Spread(tp=16, ep=4), "bf16")
+    experts, hidden, inner, layers = 32 // 4, 2880, 2880 // 16, 24
+    assert held["routed experts"] == layers * 2 * experts * (
+        hidden * 2 * inner + 2 * inner + inner * hidden + hidden
+    )
+    # 64 query heads over 16 ranks; 8 key/value heads, each on two ranks; the output bias whole.
+    columns = 64 * (64 // 16 + 2)
+    assert held["attention"] == layers * 2 * (
+        hidden * columns + columns + 64 * 4 * hidden + hidden + 64 // 16
+    )
+    assert held["vocabulary"] == 2 * 2 * (201088 // 16) * hidden
+    assert held["router"] == layers * 4 * (32 * hidden + 32)
+    assert held["norms"] == 2 * (2 * layers + 1) * hidden
+
+
+def test_parts_of_all_ranks_make_up_the_experts() -> None:
+    model, config = build("gpt_oss_20b")
+    whole = rank_bytes(model, config, Spread(), "bf16")["routed experts"]
+    part = rank_bytes(model, config, Spread(tp=4, ep=8), "bf16")["routed experts"]
+    down_bias = 24 * 32 * 2880 * 2  # repeated on every tensor-parallel rank
+    assert part * 32 == whole + 3 * down_bias
+
+
+def test_cache_of_a_token_shrinks_until_each_rank_has_one_head() -> None:
+    config = build("gpt_oss_20b")[1]
+    sizes = [cache_bytes_per_token(config, Spread(tp=tp), 2) for tp in (1, 2, 8, 64)]
+    one_head = 2 * 24 * 64 * 2
+    assert sizes == [8 * one_head, 4 * one_head, one_head, one_head]
+
+
+BAD = {
+    "zero": ({"tp": 0}, "tp=0"),
+    "heads": ({"tp": 3}, "tp=3: must divide num_attention_heads=64"),
+    "experts": ({"ep": 5}, "ep=5: must divide num_experts=32"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_spread_that_does_not_divide_is_refused(case: str) -> None:
+    sizes, message = BAD[case]
+    model, config = build("gpt_oss_20b")
+    with pytest.raises(ValueError, match=message):
+        rank_bytes(model, config, Spread(**sizes), "bf16")

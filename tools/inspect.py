@@ -1,0 +1,259 @@
+"""neuron-moe inspect: architecture, sizes, router and memory per rank of a checkpoint.
+
+Weights are not read: shapes come from config.json, and from the headers of the files where there
+are any. A rank is a logical core of Trn2 (two physical cores).
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_moe.checkpoint import Checkpoint, open_checkpoint
+from neuron_moe.config import DEFAULT_LNC_SIZE
+from neuron_moe.configs import config_names, load_config
+from neuron_moe.dispatch import Workload, choose_path, explain_path
+from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.models.loader import find_model_file, read_config
+from neuron_moe.models.sizes import (
+    GROUPS,
+    Spread,
+    cache_bytes_per_token,
+    count_active_parameters,
+    count_parameters,
+    rank_bytes,
+)
+from neuron_moe.routing import RouterSpec
+from neuron_moe.tools.console import format_bytes, format_table, print_json_line
+from nki_sim.hardware import TRN2
+
+PATH_EXAMPLES = (
+    ("decode", 1),
+    ("decode", 16),
+    ("decode", 64),
+    ("prefill", 128),
+    ("prefill", 1024),
+    ("prefill", 8192),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Inspect, print; return the exit status."""
+    args = _parser().parse_args(argv)
+    raw_config, checkpoint = read_model(args.model)
+    model_file = find_model_file(raw_config.get("model_type"))
+    config = model_file.Config.from_hf(raw_config)
+    with torch.device("meta"):
+        model: nn.Module = model_file.Model(config)
+    expert_format = "bf16"
+    if raw_config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        expert_format = "mxfp4"
+    num_tensors = None
+    if checkpoint is not None:
+        # Matching names and shapes is what strict loading does first; a gap raises here already.
+        model_file.weight_map(config).resolve(checkpoint, dict(model.state_dict()))
+        num_tensors = len(checkpoint.tensors)
+    spread = Spread(tp=args.tp, ep=args.ep)
+    report: dict[str, Any] = {
+        "model": str(args.model),
+        "model_type": raw_config["model_type"],
+        "architecture": _plain(config),
+        "router": describe_router(moe_layers(model)[0].router.spec),
+        "num_moe_layers": len(moe_layers(model)),
+        "parameters": {
+            "total": sum(count_parameters(model).values()),
+            "active": count_active_parameters(model),
+            "groups": count_parameters(model),
+        },
+        "stored": _stored(model, config, checkpoint, expert_format, num_tensors),
+        "memory_per_rank": _memory(model, config, spread, expert_format),
+        "paths": [_path_row(model, spread, phase, tokens) for phase, tokens in PATH_EXAMPLES],
+    }
+    _print_report(report)
+    if args.json:
+        print_json_line("inspect", **report)
+    return 0
+
+
+def read_model(name: Path) -> tuple[dict[str, Any], Checkpoint | None]:
+    """Return config.json and, where weights lie beside it, the checkpoint.
+
+    Args:
+        name: a checkpoint's folder, a config.json, or the name of a shipped configuration.
+
+    Raises:
+        FileNotFoundError: there is nothing of that name.
+        ValueError: a file that is not as it must be.
+    """
+    if str(name) in config_names():
+        return load_config(str(name)), None
+    if name.is_file():
+        values = json.loads(name.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{name}: must be a JSON object. Pass the config.json of a model.")
+        return values, None
+    if not name.is_dir():
+        raise FileNotFoundError(
+            f"model={name}: is no folder, no config.json and none of the shipped configurations"
+            f" {', '.join(config_names())}. Check the path."
+        )
+    has_weights = any(name.glob("*.safetensors"))
+    return read_config(name), open_checkpoint(name) if has_weights else None
+
+
+def describe_router(spec: RouterSpec) -> str:
+    """Return one line that says how experts are chosen and weighed."""
+    scores = f"{spec.act_fn} over " + ("the chosen" if spec.act_over_topk else "all experts")
+    parts = [f"top {spec.top_k} of {spec.num_experts}", scores]
+    if spec.n_group > 1:
+        parts.append(f"within {spec.topk_group} of {spec.n_group} groups")
+    if spec.has_bias:
+        parts.append("linear layer with bias")
+    if spec.has_selection_bias:
+        parts.append("selection bias")
+    if spec.renormalize:
+        parts.append("weights divided by their sum")
+    if spec.routed_scaling_factor != 1:
+        parts.append(f"times {spec.routed_scaling_factor:g}")
+    return ", ".join([*parts, "float32"])
+
+
+def _stored(
+    model: nn.Module,
+    config: Any,
+    checkpoint: Checkpoint | None,
+    expert_format: str,
+    num_tensors: int | None,
+) -> dict[str, Any]:
+    """Say how large the files are: from their headers, or from shapes where there are none."""
+    if checkpoint is not None:
+        size = sum(info.nbytes for info in checkpoint.tensors.values())
+        kind = "measured"
+    else:
+        size, kind = sum(rank_bytes(model, config, Spread(), expert_format).values()), "computed"
+    return {
+        "expert_format": expert_format,
+        "bytes": size,
+        "kind": kind,
+        "num_tensors": num_tensors,
+    }
+
+
+def _memory(model: nn.Module, config: Any, spread: Spread, expert_format: str) -> dict[str, Any]:
+    formats = list(dict.fromkeys([expert_format, "bf16"]))
+    groups = {name: rank_bytes(model, config, spread, name) for name in formats}
+    return {
+        "kind": "computed",
+        "tp": spread.tp,
+        "ep": spread.ep,
+        "ranks": spread.tp * spread.ep,
+        "weight_bytes": {name: sum(parts.values()) for name, parts in groups.items()},
+        "weight_bytes_by_group": groups,
+        "kv_cache_bytes_per_token": cache_bytes_per_token(config, spread, element_size=2),
+        "hbm_bytes": TRN2.hbm_bytes_per_core * DEFAULT_LNC_SIZE,
+    }
+
+
+def _path_row(model: nn.Module, spread: Spread, phase: str, tokens: int) -> dict[str, Any]:
+    """Say which path one rank of an expert-parallel group takes; T tokens reach every rank."""
+    config = moe_layers(model)[0].expert_mlps.config
+    block_size = moe_layers(model)[0].expert_mlps.blockwise_matmul_config.block_size
+    work = Workload(
+        phase,
+        tokens,
+        config.top_k,
+        config.num_experts,
+        config.num_experts // spread.ep,
+        block_size,
+    )
+    decision = choose_path(
+        phase,
+        tokens,
+        work.top_k,
+        work.num_experts,
+        num_local_experts=work.num_local_experts,
+        block_size=block_size,
+    )
+    explanation = explain_path(work, decision)
+    return {
+        "phase": phase,
+        "tokens": tokens,
+        "path": explanation.path,
+        "block_size": block_size,
+        "num_blocks": explanation.num_blocks,
+        "padding_expected": explanation.padding.expected,
+        "reasons": list(decision.reasons),
+    }
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    parameters, stored = report["parameters"], report["stored"]
+    print(f"{report['model']}: {report['model_type']}, {report['num_moe_layers']} MoE layers\n")
+    facts = report["architecture"].items()
+    print(format_table([(name, _short(value)) for name, value in facts], numbers_from=2))
+    print(f"\nrouter      {report['router']}")
+    print(
+        f"parameters  {parameters['total'] / 1e9:.4g} billion, {parameters['active'] / 1e9:.4g}"
+        " billion met by a token  [computed]"
+    )
+    print(
+        f"stored      {format_bytes(stored['bytes'])}, experts in {stored['expert_format']}"
+        f"  [{stored['kind']}]"
+    )
+    if stored["num_tensors"] is not None:
+        print(f"tensors     {stored['num_tensors']}, all names and shapes as they must be")
+    memory = report["memory_per_rank"]
+    formats = list(memory["weight_bytes"])
+    print(f"\nmemory per rank, TP {memory['tp']} x EP {memory['ep']}  [computed]")
+    rows = [["", *(f"experts in {name}" for name in formats)]]
+    for group in GROUPS:
+        sizes = [memory["weight_bytes_by_group"][name][group] for name in formats]
+        if any(sizes):
+            rows.append([group, *map(format_bytes, sizes)])
+    rows.append(["all weights", *(format_bytes(memory["weight_bytes"][n]) for n in formats)])
+    shares = [f"{memory['weight_bytes'][n] / memory['hbm_bytes']:.1%}" for n in formats]
+    rows.append([f"of the {format_bytes(memory['hbm_bytes'])} of a Trn2 logical core", *shares])
+    print(format_table(rows))
+    print(f"KV cache    {format_bytes(memory['kv_cache_bytes_per_token'])} a token, in bf16")
+    print("\nwhich path an MoE layer of one rank takes  [computed]")
+    table = [["phase", "tokens", "path", "blocks", "expected padding"]]
+    for row in report["paths"]:
+        in_blocks = row["path"] == "blockwise"
+        blocks = f"{row['num_blocks']} of {row['block_size']}" if in_blocks else "-"
+        padding = f"{row['padding_expected']:.1%}" if in_blocks else "-"
+        table.append([row["phase"], str(row["tokens"]), row["path"], blocks, padding])
+    print(format_table(table))
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Return a configuration as values that JSON knows."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return values
+
+
+def _short(value: Any) -> str:
+    """Return a value on one line; a long list as counts of what it holds."""
+    if isinstance(value, list) and len(value) > 4:
+        counts = {item: value.count(item) for item in dict.fromkeys(value)}
+        return ", ".join(f"{count} x {item}" for item, count in counts.items())
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={item}" for name, item in value.items() if item is not None)
+    return str(value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="neuron-moe inspect", description=__doc__)
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help=f"folder of a checkpoint, a config.json, or one of: {', '.join(config_names())}",
+    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel groups (default: 1)")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    return parser
