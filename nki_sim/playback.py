@@ -106,26 +106,47 @@ def queue_and_price(op: str, engine: int, facts: tr.Facts, chip: Hardware) -> tu
     return tr.ENGINE_NAMES[engine], price_compute(op, engine, facts, chip)
 
 
-def play(trace: Trace, chip: Hardware, options: TimelineOptions) -> Schedule:
-    """Time every instruction of a trace.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What of a trace does not depend on the speed of the chip, so that it can be played often.
+
+    `pair` numbers the distinct (operation, engine, facts) of the instructions; `kinds` holds these,
+    one per number.
+    """
+
+    graph: Graph
+    pair: NDArray[np.int64]
+    kinds: list[tuple[str, int, tr.Facts]]
+
+
+def prepare(trace: Trace, chip: Hardware) -> Prepared:
+    """Sort a trace into queues and find who waits for whom.
+
+    Of the chip only the generation and the sizes of its memories matter here.
+    """
+    columns = trace.columns()
+    pair, samples = pair_ids(columns)
+    kinds = []
+    for index in samples.tolist():
+        row = columns[index]
+        kinds.append((trace.ops[row[tr.OP]], int(row[tr.ENGINE]), trace.facts[row[tr.FACTS]]))
+    names = [queue_and_price(*kind, chip)[0] for kind in kinds]
+    return Prepared(build(trace, chip, names), pair, kinds)
+
+
+def prices_of(prepared: Prepared, chip: Hardware) -> list[Price]:
+    """Return the price of every kind of instruction."""
+    return [queue_and_price(*kind, chip)[1] for kind in prepared.kinds]
+
+
+def play(prepared: Prepared, chip: Hardware, options: TimelineOptions) -> Schedule:
+    """Time every instruction.
 
     Raises:
         ValueError: some instructions can never start, because a partner of a meeting is missing or
-            explicit dependencies form a circle.
+            the waits form a circle.
     """
-    columns = trace.columns()
-    pairs, samples = pair_ids(columns)
-    queue_names, prices = [], []
-    for index in samples.tolist():
-        row = columns[index]
-        name, price = queue_and_price(
-            trace.ops[row[tr.OP]], int(row[tr.ENGINE]), trace.facts[row[tr.FACTS]], chip
-        )
-        queue_names.append(name)
-        prices.append(price)
-    graph = build(trace, chip, queue_names)
-    facts = [trace.facts[columns[index, tr.FACTS]] for index in samples.tolist()]
-    return _Player(chip, options, graph, pairs, prices, facts).play()
+    return _Player(prepared, chip, options).play()
 
 
 @dataclass(slots=True)
@@ -152,15 +173,9 @@ class _CoreState:
 class _Player:
     """The simulation; one instance per run."""
 
-    def __init__(
-        self,
-        chip: Hardware,
-        options: TimelineOptions,
-        graph: Graph,
-        pairs: NDArray[np.int64],
-        prices: list[Price],
-        facts: list[tr.Facts],
-    ) -> None:
+    def __init__(self, prepared: Prepared, chip: Hardware, options: TimelineOptions) -> None:
+        graph, pairs = prepared.graph, prepared.pair
+        prices = prices_of(prepared, chip)
         self._chip = chip
         self._graph = graph
         self._prices = prices
@@ -184,6 +199,7 @@ class _Player:
         self._slope = (1.0 - self._floor) / chip.ramp_ns
         self._stack_left: list[dict[int, float]] = []
         self._cores = self._make_cores(options)
+        facts = [kind[2] for kind in prepared.kinds]
         self._meetings = _partners(prices, pairs, facts)
         self._arrived: dict[tuple[object, ...], list[tuple[float, int]]] = {}
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nki_sim import trace as tr
 from nki_sim.costs import DmaPrice, MatmulPrice
 from nki_sim.hardware import TRN2, Hardware
-from nki_sim.playback import Schedule, TimelineOptions, play
+from nki_sim.playback import Prepared, Schedule, TimelineOptions, play, prepare
 from nki_sim.trace import Trace
 
 LANES: Final = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma")
@@ -75,7 +75,8 @@ def schedule(
             missing.
     """
     options = options or TimelineOptions()
-    return Timeline(trace=trace, chip=chip, options=options, result=play(trace, chip, options))
+    prepared = prepare(trace, chip)
+    return Timeline(trace, chip, options, prepared, play(prepared, chip, options))
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Timeline:
     trace: Trace
     chip: Hardware
     options: TimelineOptions
+    prepared: Prepared = field(repr=False)
     result: Schedule = field(repr=False)
 
     @cached_property

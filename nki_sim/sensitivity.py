@@ -1,0 +1,161 @@
+"""Does a conclusion hang on a guess?
+
+Some coefficients of the timeline are assumptions, because nothing public says better. `compare(a,
+b)` plays two runs again with each of them halved and doubled, and tells whether the faster one
+stays the faster one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from nki_sim.hardware import SWITCHES, Hardware, Kind
+from nki_sim.playback import Prepared, play, prices_of
+from nki_sim.timeline import Timeline
+
+# Coefficients that act while playing, not through the price of an instruction.
+_PLAYED: Final = frozenset(
+    {
+        "dma_done_ns",
+        "dma_first_byte_ns",
+        "hbm_bytes_per_ns",
+        "ramp_ns",
+        "ramp_start_share",
+        "semaphore_ns",
+        "stationary_reuse_skips_load",
+        "table_load_ns",
+        "tensor_clock_ghz",
+        "tile_issue_cycles",
+    }
+)
+
+# Sizes and counts: they decide what a kernel may do, not how long it takes.
+_FIXED: Final = frozenset(
+    {
+        "array_columns",
+        "array_rows",
+        "cores_per_chip",
+        "dma_engines",
+        "generation",
+        "hbm_bytes_per_core",
+        "partitions",
+        "psum_bank_bytes",
+        "psum_banks",
+        "sbuf_bytes_per_partition",
+        "sbuf_usable_bytes_per_partition",
+    }
+)
+
+
+class Variation(NamedTuple):
+    """Both runs with one coefficient changed. A 0/1 switch is flipped and has the factor 0."""
+
+    field: str
+    factor: float
+    a_ns: float
+    b_ns: float
+    survives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The outcome of a comparison and how it fares when coefficients change.
+
+    `variations` holds only changes that moved one of the two runs; `unaffected` counts the others.
+    """
+
+    names: tuple[str, str]
+    a_ns: float
+    b_ns: float
+    variations: tuple[Variation, ...] = field(default=())
+    unaffected: int = 0
+
+    @property
+    def faster(self) -> str:
+        """Name of the run that is faster with the coefficients as they are."""
+        return self.names[0] if self.a_ns < self.b_ns else self.names[1]
+
+    @property
+    def survives(self) -> bool:
+        """Whether no single change turns the outcome around."""
+        return all(variation.survives for variation in self.variations)
+
+    def fragile(self) -> tuple[Variation, ...]:
+        """Return the changes that turn the outcome around."""
+        return tuple(variation for variation in self.variations if not variation.survives)
+
+    def table(self) -> str:
+        """Return the report as text, the most influential coefficients first."""
+        base = self.b_ns / self.a_ns
+        rows = [(f"{'as they are':<44} {'':>6}", self.a_ns, self.b_ns, "")]
+        for one in sorted(self.variations, key=lambda v: -abs(v.b_ns / v.a_ns / base - 1)):
+            factor = f"x{one.factor:g}" if one.factor else "flip"
+            mark = "" if one.survives else "  turns"
+            rows.append((f"{one.field:<44} {factor:>6}", one.a_ns, one.b_ns, mark))
+        lines = [
+            f"{'coefficient':<44} {'factor':>6} {self.names[0]:>14} {self.names[1]:>14} {'ratio':>7}"
+        ]
+        for label, a_ns, b_ns, mark in rows:
+            times = f"{a_ns / 1e3:>11,.2f} us {b_ns / 1e3:>11,.2f} us"
+            lines.append(f"{label} {times} {b_ns / a_ns:>7.3f}{mark}")
+        verdict = "survives every change" if self.survives else "depends on an assumption"
+        lines.append(f"{self.unaffected} more changes move neither run.")
+        lines.append(f"{self.faster} is faster: {verdict} (simulated).")
+        return "\n".join(lines)
+
+
+def compare(
+    a: Timeline,
+    b: Timeline,
+    names: tuple[str, str] = ("A", "B"),
+    factors: Sequence[float] = (0.5, 2.0),
+    kinds: Sequence[Kind] = ("assumed",),
+) -> Sensitivity:
+    """Vary the coefficients of two runs and see whether the faster one stays the faster one.
+
+    Args:
+        a: one run.
+        b: the other run, on the same chip.
+        names: what to call them.
+        factors: what each coefficient is multiplied with, one at a time.
+        kinds: which coefficients to vary, by their source.
+
+    Raises:
+        ValueError: the runs are on different chips.
+    """
+    if a.chip.name != b.chip.name:
+        raise ValueError(
+            f"b.chip={b.chip.name!r}: must be {a.chip.name!r} as for a. Time both runs on one chip."
+        )
+    chip = a.chip
+    a_faster = a.total_ns < b.total_ns
+    variations = []
+    unaffected = 0
+    for kind in kinds:
+        for name in chip.fields_of_kind(kind):
+            if not isinstance(getattr(chip, name), int | float) or name in _FIXED:
+                continue
+            for factor in (0.0,) if name in SWITCHES else factors:
+                changed = chip.varied(name, factor)
+                if not _matters(a, changed, name) and not _matters(b, changed, name):
+                    unaffected += 1
+                    continue
+                a_ns, b_ns = _total_ns(a, changed), _total_ns(b, changed)
+                if (a_ns, b_ns) == (a.total_ns, b.total_ns):
+                    unaffected += 1
+                    continue
+                variations.append(Variation(name, factor, a_ns, b_ns, (a_ns < b_ns) == a_faster))
+    return Sensitivity(names, a.total_ns, b.total_ns, tuple(variations), unaffected)
+
+
+def _matters(run: Timeline, changed: Hardware, name: str) -> bool:
+    """Tell whether a change can move a run at all."""
+    prepared: Prepared = run.prepared
+    return name in _PLAYED or prices_of(prepared, changed) != run.result.prices
+
+
+def _total_ns(run: Timeline, chip: Hardware) -> float:
+    """Return the total time of a run on a changed chip."""
+    return max(play(run.prepared, chip, run.options).visible, default=0.0)
