@@ -61,7 +61,7 @@ def load_model(
         model: nn.Module = model_file.Model(config, dtype=dtype, **model_options)
     load_weights(model, checkpoint, model_file.weight_map(config), shard=shard, progress=progress)
     _check_filled(model)
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:

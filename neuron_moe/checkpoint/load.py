@@ -45,7 +45,7 @@ def load_weights(
     unique = unique_parameters(module)
     filled = read_parameters(checkpoint, weight_map, unique, shard=shard, progress=progress)
     loaded = {
-        id(tensor): nn.Parameter(filled[name], requires_grad=False)
+        id(tensor): nn.Parameter(filled[name], requires_grad=tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
         else filled[name]
         for name, tensor in unique.items()

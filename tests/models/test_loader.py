@@ -1,0 +1,428 @@
+"""The loader: model files found by name, checkpoints read or refused as a whole."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from neuron_moe.checkpoint import open_checkpoint, save_checkpoint, unique_parameters
+from neuron_moe.models import gpt_oss
+from neuron_moe.models.loader import find_model_file, load_model, read_config
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def checkpoint(checkpoint_of, tmp_path) -> Path:
+    """A checkpoint of the test's own, to be spoilt."""
+    return Path(shutil.copytree(checkpoint_of(), tmp_path / "checkpoint"))
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("expert_format", ["mxfp4", "bf16"])
+def test_logits_of_a_loaded_model_are_those_of_transformers(
+    checkpoint_of, reference_of, expert_format
+):
+    folder = checkpoint_of(expert_format=expert_format)
+    model = load_model(folder, dtype=torch.float32)
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    ids = torch.randint(0, 300, (2, 11))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(ids), reference_of(folder)(ids).logits, rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_parameters_have_the_dtype_asked_for_and_the_router_float32(checkpoint_of, dtype):
+    model = load_model(checkpoint_of(), dtype=dtype)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert {d for name, d in dtypes.items() if ".router." in name} == {torch.float32}
+    assert {d for name, d in dtypes.items() if ".router." not in name} == {dtype}
+
+
+@pytest.mark.parametrize("variant", ["mxfp4", "bf16"])
+def test_a_model_saved_again_has_the_very_tensors_of_its_checkpoint(
+    checkpoint_of, tmp_path, variant
+):
+    folder = checkpoint_of(expert_format=variant)
+    model = load_model(folder)
+    weight_map = gpt_oss.weight_map(model.config)
+    save_checkpoint(
+        unique_parameters(model), weight_map, tmp_path, variant=variant, max_shard_mib=1
+    )
+    before, after = open_checkpoint(folder), open_checkpoint(tmp_path)
+    assert {name: (info.shape, info.dtype) for name, info in before.tensors.items()} == {
+        name: (info.shape, info.dtype) for name, info in after.tensors.items()
+    }
+    for name in before.tensors:
+        if not name.endswith(("_blocks", "_scales")):
+            assert torch.equal(before.read(name), after.read(name)), name
+    shutil.copy(folder / "config.json", tmp_path)
+    assert_same(load_model(tmp_path), model)  # codes may differ where their values do not
+
+
+def test_both_storage_forms_of_the_same_values_load_alike(checkpoint_of, tmp_path):
+    model = load_model(checkpoint_of())
+    save_checkpoint(
+        unique_parameters(model), gpt_oss.weight_map(model.config), tmp_path, variant="bf16"
+    )
+    shutil.copy(checkpoint_of() / "config.json", tmp_path)
+    assert_same(load_model(tmp_path), model)
+
+
+def test_transformers_reads_what_we_save(checkpoint_of, reference_of, tmp_path):
+    model = load_model(checkpoint_of(), dtype=torch.float32)
+    weight_map = gpt_oss.weight_map(model.config)
+    save_checkpoint(
+        unique_parameters(model), weight_map, tmp_path, variant="mxfp4", max_shard_mib=1
+    )
+    shutil.copy(checkpoint_of() / "config.json", tmp_path)
+    ours, theirs = reference_of(tmp_path), reference_of(checkpoint_of())
+    assert_same(ours, theirs)
+
+
+def test_progress_is_reported_up_to_the_total(checkpoint_of):
+    reports = []
+    model = load_model(checkpoint_of(), progress=lambda *report: reports.append(report))
+    total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert reports[-1] == (total, total)
+
+
+# What is refused before any weight is looked at
+
+
+def test_an_unknown_option_of_the_model_is_refused(checkpoint_of):
+    with pytest.raises(TypeError, match="bakend"):
+        load_model(checkpoint_of(), bakend="torch")
+
+
+def test_a_dtype_that_is_no_parameter_dtype_is_refused(checkpoint_of):
+    with pytest.raises(
+        ValueError, match=r"dtype=torch\.int8: must be torch\.bfloat16.*Use bfloat16"
+    ):
+        load_model(checkpoint_of(), dtype=torch.int8)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_os", "GPT_OSS", "layers", "loader", None, "os"])
+def test_a_model_type_without_a_file_is_refused(model_type):
+    with pytest.raises(ValueError, match=rf"model_type={model_type!r}: must be one of .*gpt_oss"):
+        find_model_file(model_type)
+
+
+def test_the_model_type_nearest_in_spelling_is_proposed():
+    with pytest.raises(ValueError, match="Did you mean 'gpt_oss'"):
+        find_model_file("gpt_os")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (None, FileNotFoundError, r"config\.json: must exist beside the weights.*Check the path"),
+        ("{", ValueError, r"config\.json: must be JSON, but .*Download it again"),
+        ("[]", ValueError, r"config\.json: must be a JSON object, not a list\. Download"),
+    ],
+    ids=["missing", "no-json", "no-object"],
+)
+def test_a_bad_config_file_is_refused(tmp_path, text, error, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(error, match=message):
+        read_config(tmp_path)
+
+
+def test_a_buffer_left_without_memory_is_refused(checkpoint_of, monkeypatch):
+    class Forgetful(gpt_oss.Model):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            self.register_buffer("table", torch.arange(4), persistent=False)
+
+    monkeypatch.setattr(gpt_oss, "Model", Forgetful)
+    with pytest.raises(ValueError, match=r"table: still on the meta device.*device=.cpu."):
+        load_model(checkpoint_of())
+
+
+# Corrupted and foreign checkpoints
+
+EMBED = "model.embed_tokens.weight"  # [300, 64] bfloat16
+ROUTER = "model.layers.1.mlp.router.weight"  # [8, 64] bfloat16
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"  # [8, 64, 192] once decoded
+BIAS, BLOCKS, SCALES = (GATE_UP + kind for kind in ("_bias", "_blocks", "_scales"))
+Spoil = Callable[[Path], object]
+
+
+def cut(size: int, file: str = "model.safetensors") -> Spoil:
+    """Keep the first bytes of a file."""
+    return lambda d: (d / file).write_bytes((d / file).read_bytes()[:size])
+
+
+def append(data: bytes) -> Spoil:
+    """Add bytes to the end of the weights."""
+    file = "model.safetensors"
+    return lambda d: (d / file).write_bytes((d / file).read_bytes() + data)
+
+
+def header(edit: Callable[[dict], object]) -> Spoil:
+    """Change the JSON header; the data stays where it is."""
+
+    def spoil(directory: Path) -> None:
+        file = directory / "model.safetensors"
+        raw = file.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        edited = edit(json.loads(raw[8 : 8 + size]))
+        text = edited if isinstance(edited, bytes) else json.dumps(edited).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+
+    return spoil
+
+
+def entry(name: str, **changes: object) -> Spoil:
+    """Change one entry of the header."""
+    return header(lambda entries: entries | {name: entries[name] | changes})
+
+
+def index(edit: Callable[[dict], object], *more: Spoil) -> Spoil:
+    """Split the weights in two shards, change their index, then do more."""
+
+    def spoil(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        (directory / "model.safetensors").unlink()
+        place = {name: "one" if name == EMBED else "two" for name in tensors}
+        for shard in ("one", "two"):
+            part = {name: tensors[name] for name in tensors if place[name] == shard}
+            save_file(part, directory / f"{shard}.safetensors")
+        files = {name: f"{shard}.safetensors" for name, shard in place.items()}
+        edited = edit(files)
+        text = edited if isinstance(edited, str) else json.dumps({"weight_map": edited})
+        (directory / INDEX).write_text(text)
+        for step in more:
+            step(directory)
+
+    return spoil
+
+
+def tensors(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Spoil:
+    """Change tensors, named as the constants above; what becomes None is dropped."""
+
+    def spoil(directory: Path) -> None:
+        values: dict[str, torch.Tensor | None] = load_file(directory / "model.safetensors")
+        for constant, change in changes.items():
+            name = globals()[constant]
+            values[name] = change(values[name])
+        kept = {name: value.contiguous() for name, value in values.items() if value is not None}
+        save_file(kept, directory / "model.safetensors")
+
+    return spoil
+
+
+def add(name: str, value: torch.Tensor) -> Spoil:
+    """Add a tensor."""
+    file = "model.safetensors"
+    return lambda d: save_file({**load_file(d / file), name: value}, d / file)
+
+
+def put(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Set one element."""
+    return lambda t: t.index_put([torch.tensor(0)] * t.ndim, torch.tensor(value, dtype=t.dtype))
+
+
+def drop(_: torch.Tensor) -> None:
+    """Drop a tensor."""
+
+
+def delete(file: str) -> Spoil:
+    """Delete a file."""
+    return lambda d: (d / file).unlink()
+
+
+# What is done to a good checkpoint; what the message must say: the value, the rule, the way out.
+CORRUPTIONS = {
+    "truncated-file": (
+        cut(100_000),
+        [r"model\.safetensors: 100000 bytes, must be \d+", "is truncated", "Download or copy"],
+    ),
+    "truncated-header": (
+        cut(50),
+        ["50 bytes, header of", "must fit the file", "truncated", "Download or copy"],
+    ),
+    "empty-file": (cut(0), ["0 bytes", "truncated or no safetensors", "Download or copy"]),
+    "foreign-bytes": (
+        append(b"xyz"),
+        [r"\d+ bytes, must be \d+", "followed by foreign bytes", "Download or copy"],
+    ),
+    "header-size": (
+        lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
+        ["header of 18446744073709551615 bytes", "must fit the file", "Download or copy"],
+    ),
+    "header-no-json": (
+        header(lambda _: b"{'single': 1}"),
+        ["header must be JSON", "Download or copy"],
+    ),
+    "header-no-utf8": (
+        header(lambda _: b'{"\xff\xfe": 1}'),
+        ["header must be JSON", "Download or copy"],
+    ),
+    "header-no-object": (
+        header(lambda _: [1]),
+        ["header must be a JSON object", "Download or copy"],
+    ),
+    "header-name-twice": (
+        header(lambda _: b'{"a": 1, "a": 2}'),
+        ["'a' comes twice", "Download or copy"],
+    ),
+    "header-entry": (
+        header(lambda entries: entries | {"x": {"dtype": "F32"}}),
+        ["x must have dtype, shape and data_offsets", "Download or copy"],
+    ),
+    "header-dtype": (
+        entry(EMBED, dtype="F4"),
+        [r"embed_tokens\.weight has dtype 'F4', must be one of BOOL, U8", "Convert"],
+    ),
+    "header-shape": (
+        entry(EMBED, shape=[-1, 64]),
+        [r"embed_tokens\.weight has shape \[-1, 64\]", "integers of 0 and more", "Download"],
+    ),
+    "header-size-of-tensor": (
+        entry(EMBED, shape=[300, 65]),
+        [r"embed_tokens\.weight \[300, 65\] BF16 has 38400 bytes, must have 39000", "Download"],
+    ),
+    "header-gap": (
+        header(lambda entries: {n: e for n, e in entries.items() if n != EMBED}),
+        [r"begins at byte \d+, must begin at \d+", "corrupt", "Download or copy"],
+    ),
+    "pickle-only": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        [r"must hold model\.safetensors or", r"pytorch_model\.bin is a pickle", "convert"],
+    ),
+    "no-weights": (
+        delete("model.safetensors"),
+        [r"must hold model\.safetensors or", "Check the path"],
+    ),
+    "missing-shard": (
+        index(dict, delete("one.safetensors")),
+        [r"one\.safetensors: missing", "places 1 tensors in it", "Download the shard again"],
+    ),
+    "truncated-shard": (
+        index(dict, cut(9000, "one.safetensors")),
+        [r"one\.safetensors: 9000 bytes, must be \d+", "truncated", "Download or copy"],
+    ),
+    "index-no-json": (
+        index(lambda _: "{"),
+        [r"index\.json: must be JSON", "Download the index again"],
+    ),
+    "index-without-map": (
+        index(lambda _: '{"metadata": {}}'),
+        ["must have a `weight_map`", "Download the index again"],
+    ),
+    "index-leaves-folder": (
+        index(lambda files: files | {"x": "../x.safetensors"}),
+        [r"shard '\.\./x\.safetensors' must be the plain name", "Download the index again"],
+    ),
+    "index-names-no-tensor": (
+        index(lambda files: files | {"ghost": "one.safetensors"}),
+        [r"1 tensors of one\.safetensors", "first 'ghost'", "both must agree", "rebuild it"],
+    ),
+    "index-lacks-tensor": (
+        index(lambda files: {n: f for n, f in files.items() if n != ROUTER}),
+        [r"1 tensors of two\.safetensors", rf"first '{ROUTER}'", "both must agree", "rebuild it"],
+    ),
+    "nan": (
+        tensors(ROUTER=put(float("nan"))),
+        [rf"{ROUTER} in .* holds 1 NaN or infinite", "must be finite", "download it again"],
+    ),
+    "infinity": (
+        tensors(ROUTER=lambda t: put(float("-inf"))(t.float())),
+        [rf"{ROUTER} in .* holds 1 NaN or infinite", "must be finite", "download it again"],
+    ),
+    "scale-nan": (
+        tensors(SCALES=put(255)),
+        [rf"{SCALES} holds 1 scales of 255", "must be finite", "download it again"],
+    ),
+    "scale-overflow": (
+        tensors(SCALES=put(254), BLOCKS=lambda t: t.fill_(0x77)),
+        [rf"{SCALES} holds scales so large", "must be finite", "download it again"],
+    ),
+    "missing-key": (
+        tensors(ROUTER=drop),
+        [
+            "1 problems; every tensor must be used and every parameter filled",
+            rf"missing: {ROUTER} \(it fills layers\.1\.moe\.router\.linear_router\.weight\)",
+            r"Check that config\.json belongs to these weights",
+        ],
+    ),
+    "blocks-without-scales": (
+        tensors(SCALES=drop),
+        ["1 problems", rf"missing: {SCALES}", r"Check that config\.json"],
+    ),
+    "extra-key": (
+        add("lm_head.scale", torch.ones(2)),
+        [r"extra: lm_head\.scale \(no rule uses it\)", "must be used", r"Check that config\.json"],
+    ),
+    "extra-layer": (
+        add("model.layers.2.mlp.router.bias", torch.ones(8)),
+        [r"extra: .*layers\.2.* \(layer must be below 2\)", r"Check that config\.json"],
+    ),
+    "misspelt-key": (
+        lambda d: [tensors(ROUTER=drop)(d), add(ROUTER + "s", torch.ones(8, 64))(d)],
+        ["2 problems", rf"missing: {ROUTER} ", rf"extra: {ROUTER}s ", r"Check that config\.json"],
+    ),
+    "two-storage-forms": (
+        add(GATE_UP, torch.ones(8, 64, 192)),
+        [r"gate_up_proj\.weight: the checkpoint holds it twice, as 'mxfp4' and 'bf16'; keep one"],
+    ),
+    "wrong-shape": (
+        tensors(ROUTER=lambda t: t[:, :-1]),
+        [rf"{ROUTER}: gives .* \[8, 63\], must be \[8, 64\]", r"Check that config\.json"],
+    ),
+    "wrong-groups": (
+        tensors(BLOCKS=lambda t: torch.cat((t, t), dim=2)),
+        [rf"{BLOCKS}, {SCALES}: scales \[8, 192, 2\]: must be \[8, 192, 4\]", "same weight"],
+    ),
+    "wrong-expert-count": (
+        tensors(BLOCKS=lambda t: t[:7], SCALES=lambda t: t[:7]),
+        [r"gives .* \[7, 64, 192\], must be \[8, 64, 192\]", r"Check that config\.json"],
+    ),
+    "too-few-axes": (
+        tensors(BIAS=lambda t: t[0, 0]),
+        [rf"{BIAS} \[\]: must have at least 1 axes", "Check that the tensor is what"],
+    ),
+    "odd-gate-up": (
+        tensors(BIAS=lambda t: t[:, 1:]),
+        [rf"{BIAS} \[8, 191\]: the last axis must be even", r"Check intermediate_size in config"],
+    ),
+    "decoded-blocks": (
+        tensors(BLOCKS=lambda t: t.bfloat16()),
+        [rf"{BLOCKS}: dtype torch\.bfloat16 must be uint8 MXFP4 codes", "export them again"],
+    ),
+    "integer-weight": (
+        tensors(ROUTER=lambda t: t.long()),
+        [rf"{ROUTER}: dtype torch\.int64 must be bfloat16, float16 or float32", "convert"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPTIONS)
+def test_a_corrupted_checkpoint_is_refused(checkpoint, case):
+    spoil, sayings = CORRUPTIONS[case]
+    spoil(checkpoint)
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        load_model(checkpoint)
+    for saying in sayings:
+        caught.match(saying)
+
+
+def test_the_cases_start_from_a_checkpoint_that_loads(checkpoint):
+    index(dict)(checkpoint)
+    load_model(checkpoint)

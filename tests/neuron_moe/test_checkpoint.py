@@ -1,0 +1,542 @@
+"""Weight maps and checkpoints: transforms, strict reading, slices, export, memory."""
+
+import doctest
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import neuron_moe.checkpoint.transforms
+import neuron_moe.checkpoint.weight_map
+from neuron_moe.checkpoint import (
+    Rule,
+    WeightMap,
+    chain,
+    concat_gate_up,
+    deinterleave_gate_up,
+    identity,
+    load_weights,
+    mxfp4,
+    open_checkpoint,
+    read_parameters,
+    save_checkpoint,
+    transpose,
+    unique_parameters,
+)
+from neuron_moe.checkpoint.lazy import everything, from_tensor, pieces, take
+from neuron_moe.checkpoint.reader import DTYPES
+from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
+
+LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 4, 64, 96, 9000
+
+
+class Layer(nn.Module):
+    """A router and experts, as small as they come."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, dtype=torch.float32)
+        gate_up_shape, down_shape = (HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN)
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, *gate_up_shape, dtype=dtype))
+        self.gate_up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INTERMEDIATE, dtype=dtype))
+        self.down = nn.Parameter(torch.randn(EXPERTS, *down_shape, dtype=dtype))
+
+
+class Net(nn.Module):
+    """Embedding and layers; nothing that runs, only parameters."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(dtype) for _ in range(LAYERS))
+
+
+def net_map() -> WeightMap:
+    """The map of Net: the layout of GPT-OSS, and one with a tensor per expert."""
+    disk, ours = "model.layers.{layer}.mlp.", "layers.{layer}."
+    expert = disk + "experts.{expert}."
+    packed_gate_up = disk + "gate_up_blocks", disk + "gate_up_scales"
+    packed_down = disk + "down_blocks", disk + "down_scales"
+    split_gate_up = expert + "gate.weight", expert + "up.weight"
+    return WeightMap(
+        [
+            Rule("model.embed.weight", "embed.weight"),
+            Rule(disk + "router.weight", ours + "router.weight"),
+            Rule(disk + "router.bias", ours + "router.bias"),
+            Rule(disk + "gate_up_bias", ours + "gate_up_bias", deinterleave_gate_up),
+            Rule(
+                packed_gate_up,
+                ours + "gate_up",
+                chain(mxfp4, transpose, deinterleave_gate_up),
+                variant="mxfp4",
+            ),
+            Rule(packed_down, ours + "down", chain(mxfp4, transpose), variant="mxfp4"),
+            Rule(disk + "gate_up", ours + "gate_up", deinterleave_gate_up, variant="bf16"),
+            Rule(disk + "down", ours + "down", variant="bf16"),
+            Rule(
+                split_gate_up, ours + "gate_up", chain(concat_gate_up, transpose), variant="split"
+            ),
+            Rule(expert + "down.weight", ours + "down", transpose, variant="split"),
+        ],
+        sizes={"layer": LAYERS, "expert": EXPERTS},
+        ignored=["model.layers.{layer}.rotary.inv_freq"],
+    )
+
+
+def mxfp4_net(dtype: torch.dtype = torch.bfloat16) -> Net:
+    """Return a Net whose experts are MXFP4 values, so that MXFP4 keeps them."""
+    net = Net(dtype)
+    for layer in net.layers:
+        for weight in (layer.gate_up, layer.down):
+            rounded = decode_mxfp4(*encode_mxfp4(weight.detach().transpose(1, 2)))
+            weight.data = rounded.transpose(1, 2).to(dtype).contiguous()
+        layer.router.to(torch.bfloat16).to(torch.float32)
+    return net
+
+
+def load_net(directory: Path, dtype: torch.dtype = torch.bfloat16, **options) -> Net:
+    with torch.device("meta"):
+        net = Net(dtype)
+    load_weights(net, open_checkpoint(directory), net_map(), **options)
+    return net
+
+
+def assert_same(net: nn.Module, other: nn.Module) -> None:
+    ours, theirs = net.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    "module", [neuron_moe.checkpoint.transforms, neuron_moe.checkpoint.weight_map]
+)
+def test_examples_in_docstrings_are_true(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+# Transforms
+
+TRANSFORMS = {
+    "identity": identity,
+    "transpose": transpose,
+    "deinterleave_gate_up": deinterleave_gate_up,
+    "concat_gate_up": concat_gate_up,
+    "mxfp4": mxfp4,
+    "mxfp4-transpose-deinterleave": chain(mxfp4, transpose, deinterleave_gate_up),
+    "concat-transpose": chain(concat_gate_up, transpose),
+    "transpose-transpose": chain(transpose, transpose),
+}
+
+
+def sources_of(name: str, experts: int, rows: int, groups: int) -> tuple[torch.Tensor, ...]:
+    """Return sources in memory for a transform; rows are doubled, so that they pair up."""
+    if name.startswith("mxfp4"):
+        weight = torch.randn(experts, 2 * rows, 32 * groups)
+        return encode_mxfp4(weight)
+    count = TRANSFORMS[name].num_sources
+    return tuple(torch.randn(experts, 2 * rows, 2 * groups) for _ in range(count))
+
+
+sizes = st.integers(1, 4)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@given(experts=sizes, rows=sizes, groups=sizes)
+@settings(max_examples=15, deadline=None)
+def test_a_transform_runs_backward(name, experts, rows, groups):
+    transform, sources = TRANSFORMS[name], sources_of(name, experts, rows, groups)
+    back = transform.invert(transform(*sources))
+    assert len(back) == transform.num_sources
+    for source, again in zip(sources, back, strict=True):
+        assert torch.equal(source, again)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_reading_a_part_equals_taking_it_from_the_whole(name, data):
+    transform = TRANSFORMS[name]
+    sources = sources_of(name, *(data.draw(sizes) for _ in range(3)))
+    lazy = transform.apply(*map(from_tensor, sources))
+    whole = transform(*sources)
+    assert lazy.shape == tuple(whole.shape)
+    selection = tuple(data.draw(indices_below(size)) for size in whole.shape)
+    assert torch.equal(lazy.read(selection), take(whole, selection))
+
+
+@st.composite
+def indices_below(draw, size: int):
+    """Draw a range or a tuple of indices, not empty."""
+    if draw(st.booleans()):
+        start = draw(st.integers(0, size - 1))
+        return range(start, draw(st.integers(start + 1, size)))
+    return tuple(draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=6)))
+
+
+@given(shape=st.lists(st.integers(0, 70), min_size=0, max_size=3), max_bytes=st.integers(1, 5000))
+@settings(max_examples=60, deadline=None)
+def test_pieces_cover_a_tensor_exactly_once(shape, max_bytes):
+    count = torch.zeros(shape, dtype=torch.int32)
+    source = torch.arange(count.numel()).view(shape)
+    for piece, place in pieces(everything(shape), 2, max_bytes):
+        take(count, place).add_(1)
+        assert torch.equal(take(source, piece), take(source, place))
+    assert (count == 1).all()
+
+
+def test_only_the_first_of_a_chain_takes_several_sources():
+    with pytest.raises(ValueError, match=r"mxfp4 takes 2 sources: only the first .*Put it first"):
+        chain(transpose, mxfp4)
+
+
+# Files
+
+
+@pytest.fixture
+def net() -> Net:
+    return mxfp4_net()
+
+
+def test_every_dtype_is_read_as_the_formats_own_library_reads_it(tmp_path):
+    tensors = {name: torch.arange(24).view(2, 3, 4).to(dtype) for name, dtype in DTYPES.items()}
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert checkpoint.tensors.keys() == expected.keys()
+    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in expected.values())
+    for name, tensor in expected.items():
+        ours = checkpoint.read(name)
+        assert ours.dtype == tensor.dtype, name
+        assert ours.shape == tensor.shape, name
+        assert torch.equal(ours.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+
+
+def test_a_single_file_can_be_opened_by_its_own_name(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "part.safetensors")
+    assert open_checkpoint(tmp_path / "part.safetensors").read("a").tolist() == [1, 1]
+
+
+def test_a_name_that_is_not_there_is_refused(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"b: .* holds no such tensor\. Look among"):
+        open_checkpoint(tmp_path).read("b")
+
+
+@pytest.mark.parametrize("variant", ["mxfp4", "bf16", "split"])
+@pytest.mark.parametrize("max_shard_mib", [1, 4096], ids=["sharded", "single"])
+def test_what_is_saved_is_loaded_again(tmp_path, net, variant, max_shard_mib):
+    files = save_checkpoint(
+        unique_parameters(net), net_map(), tmp_path, variant=variant, max_shard_mib=max_shard_mib
+    )
+    assert sorted(files) == sorted(tmp_path.iterdir())
+    assert (len(files) > 2) == (max_shard_mib == 1)
+    assert_same(load_net(tmp_path), net)
+    widened = load_net(tmp_path, torch.float32)
+    assert torch.equal(widened.layers[1].gate_up, net.layers[1].gate_up.float())
+
+
+def test_shards_stay_below_their_limit_and_the_index_counts_their_bytes(tmp_path, net):
+    files = save_checkpoint(
+        unique_parameters(net), net_map(), tmp_path, variant="bf16", max_shard_mib=1
+    )
+    index = json.loads(files[-1].read_text())
+    sizes = {file.name: open_checkpoint(file).nbytes for file in files[:-1]}
+    assert sum(sizes.values()) == index["metadata"]["total_size"]
+    oversized = [name for name, size in sizes.items() if size > 1 << 20]
+    assert len(oversized) == 1  # the embedding alone is larger than a shard
+    assert list(open_checkpoint(tmp_path / oversized[0]).tensors) == ["model.embed.weight"]
+
+
+def test_saving_as_float32_keeps_float32(tmp_path):
+    net = Net(torch.float32)
+    save_checkpoint(
+        unique_parameters(net), net_map(), tmp_path, variant="bf16", dtype=torch.float32
+    )
+    assert_same(load_net(tmp_path, torch.float32), net)
+
+
+def test_a_failed_save_leaves_no_file(tmp_path, net):
+    net.layers[1].down.data[0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down .*NaN or infinity.*Repair"):
+        save_checkpoint(
+            unique_parameters(net), net_map(), tmp_path, variant="bf16", max_shard_mib=1
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+SAVE_REFUSALS = {
+    "variant-unknown": (
+        {"variant": "mxpf4"},
+        r"variant='mxpf4': must be one of mxfp4, bf16, split.*Did you mean 'mxfp4'",
+    ),
+    "variant-needed": (
+        {},
+        r"variant=None: must be one of mxfp4, bf16, split.*Pass variant='mxfp4'",
+    ),
+    "shard-size": (
+        {"variant": "bf16", "max_shard_mib": 0},
+        r"max_shard_mib=0: must be a positive int",
+    ),
+    "dtype": (
+        {"variant": "bf16", "dtype": torch.int8},
+        r"dtype=torch\.int8: must be bfloat16 or float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAVE_REFUSALS)
+def test_saving_refuses(tmp_path, net, case):
+    options, message = SAVE_REFUSALS[case]
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(unique_parameters(net), net_map(), tmp_path, **options)
+
+
+def test_saving_beside_other_weights_is_refused(tmp_path, net):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"must not hold weights yet, .*Choose another directory"):
+        save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant="bf16")
+
+
+def test_saving_a_model_the_map_was_not_written_for_is_refused(tmp_path, net):
+    parameters = unique_parameters(net) | {"head.weight": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"head\.weight: must be both a parameter and the target"):
+        save_checkpoint(parameters, net_map(), tmp_path, variant="bf16")
+
+
+# Strictness; every kind of corruption of a GPT-OSS checkpoint is in tests/models/test_loader.py
+
+
+def rewrite(directory: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """Change tensors of a single-file checkpoint, or drop those that become None."""
+    tensors = {**load_file(directory / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors")
+
+
+LAST = "model.layers.1.mlp.down_scales"
+
+
+@pytest.mark.parametrize("problem", ["missing", "nan"])
+def test_a_module_stays_untouched_when_its_last_tensor_is_bad(tmp_path, net, problem):
+    save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant="mxfp4")
+    bad = load_file(tmp_path / "model.safetensors")[LAST]
+    bad[-1, -1, -1] = 255
+    rewrite(tmp_path, {LAST: bad if problem == "nan" else None})
+    target = Net()
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    with pytest.raises(ValueError, match=LAST):
+        load_weights(target, open_checkpoint(tmp_path), net_map())
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_all_problems_are_told_at_once_and_long_lists_are_cut(tmp_path, net):
+    save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant="mxfp4")
+    extra = {f"extra.{number}": torch.ones(1) for number in range(20)}
+    rewrite(tmp_path, {LAST: None, **extra})
+    with pytest.raises(ValueError, match="21 problems") as caught:
+        load_net(tmp_path)
+    assert str(caught.value).count("extra: extra.") == 8
+    caught.match("extra: and 12 more")
+    caught.match(r"missing: model\.layers\.1")
+
+
+def test_ignored_keys_are_not_extra(tmp_path, net):
+    save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant="mxfp4")
+    rewrite(tmp_path, {"model.layers.1.rotary.inv_freq": torch.ones(2)})
+    assert_same(load_net(tmp_path), net)
+
+
+def test_stacked_parts_must_agree(tmp_path, net):
+    save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant="split")
+    rewrite(tmp_path, {"model.layers.0.mlp.experts.2.down.weight": torch.ones(HIDDEN, 95)})
+    with pytest.raises(
+        ValueError, match=r"experts\.2\.down\.weight: \[64, 95\] .*must be \[64, 96\]"
+    ):
+        load_net(tmp_path)
+
+
+def test_values_that_overflow_a_narrower_parameter_are_refused(tmp_path, net):
+    net.layers[0].gate_up_bias.data[0, 0] = 1e30
+    save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant="bf16")
+    with pytest.raises(ValueError, match=r"gate_up_bias: values exceed 65504.*torch\.float32"):
+        load_net(tmp_path, torch.float16)
+
+
+# Maps
+
+A, B = "a.{layer}", "b.{layer}"
+MAP_REFUSALS = {
+    "sources": (
+        lambda: WeightMap([Rule((A, B), "x.{layer}")], {"layer": 2}),
+        r"rule for x\.\{layer\}: 2 sources, but identity takes 1\. Give it",
+    ),
+    "size-unknown": (
+        lambda: WeightMap([Rule(A, "x.{layer}")]),
+        r"pattern a\.\{layer\}: the size of \{layer\} must be in sizes.*Add sizes=",
+    ),
+    "size-zero": (
+        lambda: WeightMap([Rule(A, "x.{layer}")], {"layer": 0}),
+        r"sizes\['layer'\]=0: must be a positive int",
+    ),
+    "placeholders-differ": (
+        lambda: WeightMap([Rule((A, "b.{expert}"), "x", mxfp4)], {"layer": 2, "expert": 2}),
+        r"all sources must have the placeholders of a\.\{layer\}.*Split the rule",
+    ),
+    "target-placeholder": (
+        lambda: WeightMap([Rule("a", "x.{layer}")], {"layer": 2}),
+        r"its placeholders must be those of a, .*Correct the target",
+    ),
+    "target-twice": (
+        lambda: WeightMap([Rule("a", "x"), Rule("b", "x")]),
+        r"rule for x: 2 rules fill it with variant='', must be one.*Give each",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MAP_REFUSALS)
+def test_a_map_that_cannot_work_is_refused(case):
+    build, message = MAP_REFUSALS[case]
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_parameters_and_rules_must_match(tmp_path):
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "model.safetensors")
+    weight_map = WeightMap([Rule("a", "x"), Rule("b", "y")])
+    with pytest.raises(ValueError, match="2 problems") as caught:
+        read_parameters(
+            open_checkpoint(tmp_path), weight_map, {"x": torch.ones(1), "z": torch.ones(1)}
+        )
+    caught.match("y: a rule fills it, but the model has no such parameter")
+    caught.match("z: the model has it, but no rule fills it")
+
+
+def test_tied_parameters_stay_one(tmp_path):
+    def tied() -> nn.Module:
+        module = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+        module["head"].weight = module["embed"].weight
+        return module
+
+    weight_map = WeightMap([Rule("model.embed", "embed.weight")])
+    module = tied()
+    save_checkpoint(unique_parameters(module), weight_map, tmp_path, dtype=torch.float32)
+    with torch.device("meta"):
+        loaded = tied()
+    load_weights(loaded, open_checkpoint(tmp_path), weight_map)
+    assert loaded["head"].weight is loaded["embed"].weight
+    assert torch.equal(loaded["head"].weight, module["head"].weight)
+
+
+# Slices, progress, memory
+
+
+@pytest.mark.parametrize("variant", ["mxfp4", "bf16", "split"])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_reads_exactly_its_slice(tmp_path, net, variant, rank):
+    size = INTERMEDIATE // 3  # 32 is a group; 2 x 32 lies across groups of the other layout
+    mine = range(rank * size, (rank + 1) * size)
+    experts = (3, 0)  # a placement of experts, in its own order
+    gate_and_up = (*mine, *(INTERMEDIATE + column for column in mine))
+
+    def shard(name, shape):
+        whole = everything(shape)
+        if name.endswith("gate_up"):
+            return (experts, whole[1], gate_and_up)
+        if name.endswith("gate_up_bias"):
+            return (experts, gate_and_up)
+        return (experts, mine, whole[2]) if name.endswith("down") else whole
+
+    save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant=variant)
+    expected = {
+        name: take(tensor.detach(), shard(name, tensor.shape))
+        for name, tensor in unique_parameters(net).items()
+    }
+    read = read_parameters(open_checkpoint(tmp_path), net_map(), expected, shard=shard)
+    for name, tensor in expected.items():
+        assert torch.equal(read[name], tensor), name
+
+
+def test_a_slice_of_the_wrong_size_is_refused(tmp_path, net):
+    save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant="mxfp4")
+
+    def shard(name, shape):
+        return (range(2), *everything(shape[1:])) if name == "layers.0.down" else everything(shape)
+
+    message = (
+        r"gives layers\.0\.down \[4, 96, 64\], of which this rank holds \[2, 96, 64\], must be"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_net(tmp_path, shard=shard)
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 100_000])
+def test_pieces_make_no_difference_and_progress_reaches_the_total(tmp_path, net, piece_bytes):
+    save_checkpoint(unique_parameters(net), net_map(), tmp_path, variant="mxfp4")
+    reports = []
+    read = read_parameters(
+        open_checkpoint(tmp_path),
+        net_map(),
+        unique_parameters(net),
+        progress=lambda done, total: reports.append((done, total)),
+        piece_bytes=piece_bytes,
+    )
+    for name, tensor in unique_parameters(net).items():
+        assert torch.equal(read[name], tensor), name
+    total = sum(tensor.nbytes for tensor in unique_parameters(net).values())
+    assert {report[1] for report in reports} == {total}
+    done = [report[0] for report in reports]
+    assert done == sorted(done)
+    assert done[-1] == total
+
+
+MEMORY_PROBE = """
+    import sys
+    import torch
+    from neuron_moe.checkpoint import *
+
+    def status(field):
+        lines = open("/proc/self/status").read().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+    torch.set_num_threads(1)
+    weight_map = WeightMap([
+        Rule("embed", "embed"),
+        Rule(("blocks", "scales"), "experts", chain(mxfp4, transpose, deinterleave_gate_up)),
+    ])
+    parameters = {
+        "embed": torch.empty(96 << 10, 1024, dtype=torch.bfloat16, device="meta"),
+        "experts": torch.empty(8, 2048, 4096, dtype=torch.bfloat16, device="meta"),
+    }
+    checkpoint = open_checkpoint(sys.argv[1])
+    before = status("VmRSS")
+    read = read_parameters(checkpoint, weight_map, parameters)
+    print(status("VmHWM") - before, sum(tensor.nbytes for tensor in read.values()))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_is_the_parameters_and_a_few_pieces(tmp_path):
+    embed = torch.zeros(96 << 10, 1024, dtype=torch.bfloat16)  # 192 MiB
+    blocks = torch.full((8, 4096, 64, 16), 0x21, dtype=torch.uint8)  # 64 M values
+    scales = torch.full((8, 4096, 64), 120, dtype=torch.uint8)
+    save_file({"embed": embed, "blocks": blocks, "scales": scales}, tmp_path / "model.safetensors")
+    probe = [sys.executable, "-c", textwrap.dedent(MEMORY_PROBE), str(tmp_path)]
+    run = subprocess.run(probe, capture_output=True, text=True, check=True, timeout=120)
+    peak_bytes, parameter_bytes = map(int, run.stdout.split())
+    assert parameter_bytes == 320 << 20
+    # Four pieces of 32 MiB; a whole second copy of the embedding alone would be 192 MiB.
+    assert peak_bytes < parameter_bytes + (128 << 20)
