@@ -6,8 +6,10 @@ reference. Times are simulated.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
+import io
 import json
 import math
 import os
@@ -182,17 +184,16 @@ def run_case(case: Case, library: VendorLibrary, limits: Limits) -> Outcome:
     """Run one case. Never raises for a kernel, reference or adapter that fails: the reason says
     what happened.
     """
-    try:
-        job = build_job(case, library, limits)
-    except Skipped as reason:
-        return _outcome(case, "skipped", str(reason))
-    except Exception as error:  # noqa: BLE001  one broken case must not end the run
-        return _outcome(case, "failed", f"inputs: {_tell(error)}")
-    try:
-        return _run_job(case, job)
-    finally:
-        del job
-        gc.collect()
+    # The library's kernels print what they allocate.
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            outcome = _run_job(case, build_job(case, library, limits))
+        except Skipped as reason:
+            outcome = _outcome(case, "skipped", str(reason))
+        except Exception as error:  # noqa: BLE001  one broken case must not end the run
+            outcome = _outcome(case, "failed", f"inputs: {_tell(error)}")
+    gc.collect()
+    return outcome
 
 
 def _run_job(case: Case, job: Job) -> Outcome:

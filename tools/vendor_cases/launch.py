@@ -34,9 +34,7 @@ def launch(job: Job, platform: str, mode: str = "full") -> Launched:
     """
     options = nki_sim.SimOptions(target=platform, mode=mode)  # type: ignore[arg-type]
     run = nki_sim.run(job.kernel, lnc=job.cores, options=options, **job.inputs)
-    return Launched(
-        outputs=list(_flat(run.outputs)), simulated_us=run.timeline.total_us, run=run
-    )
+    return Launched(outputs=list(_flat(run.outputs)), simulated_us=run.timeline.total_us, run=run)
 
 
 def _flat(value: Any) -> Any:

@@ -87,7 +87,7 @@ def draw_words(draw: Draw, shape: Sequence[int], name: str) -> np.ndarray:
         return pack(values, name)
 
     size = math.prod(shape)
-    if size <= POOL_ELEMENTS:
+    if size <= POOL_ELEMENTS // 64:
         return words(size).reshape(shape)
     return draw.from_pool(shape, ("words", name), lambda: words(POOL_ELEMENTS))
 
@@ -97,7 +97,14 @@ def draw_scales(draw: Draw, shape: Sequence[int], name: str, largest: float = 1.
     and ten below.
     """
     top = int(math.log2(largest / FORMATS[name].largest) + 127)
-    return draw.rng.integers(top - 10, top + 1, shape, dtype=np.uint8)
+
+    def scales(count: int) -> np.ndarray:
+        return draw.rng.integers(top - 10, top + 1, count, dtype=np.uint8)
+
+    size = math.prod(shape)
+    if size <= POOL_ELEMENTS // 64:
+        return scales(size).reshape(shape)
+    return draw.from_pool(shape, ("scales", top), lambda: scales(POOL_ELEMENTS))
 
 
 def draw_stable_hidden(draw: Draw, tokens: int, hidden: int, largest: float = 5.0) -> np.ndarray:
