@@ -21,7 +21,9 @@ def usage() -> str:
     """Return the overview of all subcommands."""
     width = max(len(name) for name in SUBCOMMANDS)
     rows = [f"  {name:<{width}}  {text}" for name, (_, text) in SUBCOMMANDS.items()]
-    return "\n".join(["usage: neuron-moe COMMAND [options]", "", *rows, "", "COMMAND --help tells its options."])
+    return "\n".join(
+        ["usage: neuron-moe COMMAND [options]", "", *rows, "", "COMMAND --help tells its options."]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
