@@ -20,7 +20,7 @@ import numpy as np
 from nki_sim import trace as tr
 from nki_sim.dtypes import DType
 from nki_sim.errors import CapacityError, NkiValidationError, OverlapError, UninitializedRead
-from nki_sim.memory import REGION_SPACE, Allocation, Coverage, MemoryRegion
+from nki_sim.memory import Allocation, Coverage, MemoryRegion, Walk
 from nki_sim.options import SimOptions
 from nki_sim.targets import Target, find_target
 from nki_sim.tensor import NkiTensor
@@ -75,19 +75,20 @@ class NkiInstruction:
 
     Args:
         handle: position in the trace.
+        trace: the trace; filled in by the machine.
     """
 
-    __slots__ = ("handle", "trace")
+    __slots__ = ("_trace", "handle")
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, trace: tr.Trace | None = None) -> None:
         self.handle = handle
-        self.trace: tr.Trace | None = None
+        self._trace = trace
 
     def depends_on(self, *producers: NkiInstruction) -> NkiInstruction:
         """Make this instruction wait for others; returns itself."""
-        if self.trace is not None:
-            before = self.trace.after.get(self.handle, ())
-            self.trace.after[self.handle] = (*before, *(p.handle for p in producers))
+        if self._trace is not None:
+            before = self._trace.after.get(self.handle, ())
+            self._trace.after[self.handle] = (*before, *(p.handle for p in producers))
         return self
 
 
@@ -115,7 +116,6 @@ class Machine:
         self.preempt = options.preempt if lnc * ranks > 1 else 0.0
         self.lines: dict[tuple[int, int], int] = {}
         self._codes: list[Any] = []
-        self.psum_uses: list[tuple[int, int, int, int, int]] = []
         self.cores = [Core(self, rank, core) for rank in range(ranks) for core in range(lnc)]
 
     def find(self, kind: str, location: str, text: str) -> None:
@@ -336,7 +336,7 @@ class Core:
         alive.append(weakref.ref(alloc))
         self.placed = alive
 
-    def _count_sbuf(self, alloc: Allocation) -> None:
+    def count_sbuf(self, alloc: Allocation) -> None:
         """Count the bytes of a tensor from its first use until Python drops it."""
         alloc.counted = True
         alloc.core = self
@@ -353,7 +353,7 @@ class Core:
                     location=self.machine.location(self.line),
                 ))  # fmt: skip
 
-    def _clobber(self, alloc: Allocation, tensor: NkiTensor) -> None:
+    def clobber(self, alloc: Allocation, tensor: NkiTensor) -> None:
         """Writing a placed tensor makes the same bytes of other placed tensors undefined."""
         assert alloc.address is not None
         box = tensor.geometry.box
@@ -375,6 +375,16 @@ class Core:
                 other.clobbered_by = (
                     f"{alloc.name or 'a tensor'} written at {self.machine.location(self.line)}"
                 )
+
+    # Meetings.
+
+    def meet(self, key: Any, members: Sequence[int], value: Any, what: str) -> dict[int, Any]:
+        """Wait for other cores and exchange values; see `Scheduler.meet`."""
+        scheduler = self.machine.scheduler
+        if scheduler is None or len(members) == 1:
+            return {self.index: value}
+        found: dict[int, Any] = scheduler.meet(self, key, members, value, what)
+        return found
 
     # Instructions.
 
@@ -401,30 +411,20 @@ class Core:
                 repeatable: same memory and accumulators in, same out.
             name: the user's name for it.
         """
-        machine = self.machine
-        if machine.preempt and machine.scheduler is not None:
-            machine.scheduler.maybe_preempt(self)
         trace = self.trace
-        frame: Any = sys._getframe(1)
-        while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
-            frame = frame.f_back
-        self.line = line = machine.line_of(frame)
-        index = trace.emit(
+        index = self.emit(
             op,
             engine,
             facts,
             tuple([tensor.range_id(trace) for tensor in reads]),
             tuple([tensor.range_id(trace) for tensor in writes]),
-            line,
-            self.id,
-            self.rank,
-            self.loop_depth,
+            name,
         )
+        line = self.line
         undefined: list[NkiTensor] = []
         known = True
         for tensor in reads:
             alloc = tensor._alloc
-            alloc.last_use = index
             if not alloc.defined.full:
                 geometry = tensor.geometry
                 if not alloc.defined.covers(geometry.box, geometry.walk):
@@ -435,43 +435,65 @@ class Core:
                 alloc.shared_log.read(self, tensor, line)
         for tensor in writes:
             alloc = tensor._alloc
-            if alloc.first_use < 0:
-                alloc.first_use = index
-                if alloc.space == tr.SBUF and not alloc.counted:
-                    self._count_sbuf(alloc)
-            alloc.last_use = index
+            if alloc.space == tr.SBUF and not alloc.counted:
+                self.count_sbuf(alloc)
         if not self.full:
-            known = self._plan_indices(writes, known)
+            known = self.plan_indices([tensor._alloc for tensor in writes], known)
+            if known:
+                self.now_known(writes)
         if undefined:
             self._read_undefined(op, undefined, writes, meaning if known else None)
         else:
             if known and meaning is not None:
                 meaning()
             self._mark_written(writes, line)
-        if name:
-            trace.names[index] = name
-        handle = NkiInstruction(index)
-        handle.trace = trace
-        return handle
+        return NkiInstruction(index, trace)
 
-    def _plan_indices(self, writes: Sequence[NkiTensor], known: bool) -> bool:
-        """In `indices` mode, decide whether to execute, and what is known of the destinations."""
+    def emit(
+        self,
+        op: str,
+        engine: int,
+        facts: tr.Facts,
+        read_ids: tuple[int, ...],
+        write_ids: tuple[int, ...],
+        name: str | None = None,
+    ) -> int:
+        """Append an instruction to the trace and remember its source line; return its position."""
+        machine = self.machine
+        if machine.preempt and machine.scheduler is not None:
+            machine.scheduler.maybe_preempt(self)
+        frame: Any = sys._getframe(1)
+        while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
+            frame = frame.f_back
+        self.line = line = machine.line_of(frame)
+        index = self.trace.emit(
+            op, engine, facts, read_ids, write_ids, line, self.id, self.rank, self.loop_depth
+        )
+        if name:
+            self.trace.names[index] = name
+        return index
+
+    def plan_indices(self, writes: Sequence[Allocation], known: bool) -> bool:
+        """In `indices` mode, decide whether to execute; unknown results are noted as such."""
         if known:
-            for tensor in writes:
-                alloc = tensor._alloc
+            for alloc in writes:
                 if alloc.dtype.kind == "f" and alloc.rows * alloc.pitch > (
                     INDICES_FLOAT_ELEMENTS * alloc.dtype.itemsize
                 ):
                     known = False
+        if not known:
+            for alloc in writes:
+                alloc.known = False
+        return known
+
+    def now_known(self, writes: Sequence[NkiTensor]) -> None:
+        """A tensor written completely with known values is known again."""
         for tensor in writes:
             alloc = tensor._alloc
-            if not known:
-                alloc.known = False
-            elif not alloc.known:
+            if not alloc.known:
                 box = tensor.geometry.box
                 if box.dense and box[:4] == (0, alloc.rows, 0, alloc.pitch):
                     alloc.known = True
-        return known
 
     def _mark_written(self, writes: Sequence[NkiTensor], line: int) -> None:
         for tensor in writes:
@@ -482,7 +504,7 @@ class Core:
             if alloc.poisoned is not None:
                 alloc.poisoned.remove(tensor.geometry.walk)
             if alloc.aliases:
-                self._clobber(alloc, tensor)
+                self.clobber(alloc, tensor)
             if alloc.shared_log is not None:
                 alloc.shared_log.write(self, tensor, line)
 
@@ -496,7 +518,9 @@ class Core:
         """Execute with several fillings of the unwritten elements; what differs stays undefined."""
         options = self.options
         location = self.machine.location(self.line)
-        self._report_undefined(op, undefined, location)
+        for tensor in undefined:
+            missing = int((~tensor._alloc.defined.elements_of(tensor.geometry.walk)).sum())
+            self.report_undefined(op, tensor, missing, location)
         if meaning is None or options.uninitialized == "off":
             if meaning is not None:
                 meaning()
@@ -523,12 +547,10 @@ class Core:
             first, second, last = (result[position] for result in results)
             differs = (first != last) | (second != last)
             if differs.any():
-                self._poison(tensor, differs, f"{op} at {location}")
+                self.poison(tensor._alloc, tensor.geometry.walk, differs, f"{op} at {location}")
 
-    def _poison(self, tensor: NkiTensor, chosen: Any, origin: str) -> None:
+    def poison(self, alloc: Allocation, walk: Walk, chosen: Any, origin: str) -> None:
         """Mark elements that were computed from unwritten memory."""
-        alloc = tensor._alloc
-        walk = tensor.geometry.walk
         alloc.defined.remove(walk, chosen)
         if alloc.poisoned is None:
             alloc.poisoned = Coverage(alloc.rows, alloc.pitch, alloc.dtype.itemsize)
@@ -536,30 +558,35 @@ class Core:
         if origin not in alloc.poison:
             alloc.poison.append(origin)
 
-    def _report_undefined(self, op: str, undefined: list[NkiTensor], location: str) -> None:
+    def report_undefined(self, op: str, tensor: NkiTensor, missing: int, location: str) -> None:
         """Raise or report the read of elements that nobody wrote."""
         options = self.options
-        for tensor in undefined:
-            alloc = tensor._alloc
-            if alloc.clobbered_by:
-                self.machine.settle(options.overlap, "overlap", OverlapError(
-                    tensor.label(), "bytes that still belong to this tensor",
+        alloc = tensor._alloc
+        if alloc.clobbered_by:
+            self.machine.settle(
+                options.overlap,
+                "overlap",
+                OverlapError(
+                    tensor.label(),
+                    "bytes that still belong to this tensor",
                     f"bytes overwritten by {alloc.clobbered_by}",
-                    instruction=op, location=location))  # fmt: skip
-            if options.uninitialized == "off":
-                continue
-            missing = int((~alloc.defined.elements_of(tensor.geometry.walk)).sum())
-            origin = (
-                f"; computed from unwritten memory by {alloc.poison[0]}" if alloc.poison else ""
+                    instruction=op,
+                    location=location,
+                ),
             )
-            error = UninitializedRead(
-                tensor.label(), "elements that were written before they are read",
-                f"{missing} of {tensor.size} elements unwritten{origin}",
-                instruction=op, location=location,
-            )  # fmt: skip
-            if options.uninitialized == "read":
-                raise error
-            self.machine.find("uninitialized", location, str(error))
+        if options.uninitialized == "off":
+            return
+        origin = f"; computed from unwritten memory by {alloc.poison[0]}" if alloc.poison else ""
+        error = UninitializedRead(
+            tensor.label(),
+            "elements that were written before they are read",
+            f"{missing} of {tensor.size} elements unwritten{origin}",
+            instruction=op,
+            location=location,
+        )
+        if options.uninitialized == "read":
+            raise error
+        self.machine.find("uninitialized", location, str(error))
 
 
 def _bits(array: Any) -> Any:
@@ -570,4 +597,4 @@ def _bits(array: Any) -> Any:
     return copied.view(f"u{copied.dtype.itemsize}")
 
 
-__all__ = ["REGION_SPACE", "Core", "Finding", "Machine", "NkiInstruction", "current", "running"]
+__all__ = ["Core", "Finding", "Machine", "NkiInstruction", "current", "running"]

@@ -238,7 +238,6 @@ class Allocation:
         accumulated: PSUM bytes that a matmul wrote since the allocation.
         trace_id: id of the storage in the trace.
         address: (partition, byte) given by the kernel, or None.
-        first_use, last_use: positions in the trace, -1 before the first.
         poison: instructions that wrote undefined values here; `poisoned` says where.
         core: the core that counts its SBUF bytes from the first use.
     """
@@ -254,10 +253,9 @@ class Allocation:
         "counted",
         "defined",
         "dtype",
-        "first_use",
         "known",
-        "last_use",
         "line",
+        "loop_depth",
         "name",
         "pitch",
         "poison",
@@ -304,9 +302,8 @@ class Allocation:
         self.poisoned: Coverage | None = None
         self.views: dict[Any, Any] = {}
         self.trace_id = -1
-        self.first_use = -1
-        self.last_use = -1
         self.line = 0
+        self.loop_depth = core.loop_depth
         self.counted = False
         self.clobbered_by: str = ""
         self.aliases: list[Any] = []

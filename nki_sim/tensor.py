@@ -57,6 +57,7 @@ class Geometry:
         box: rows and bytes of the grid of its allocation.
         walk: the byte walk.
         start, end: first byte and one past the last byte, in flat numbering.
+        run: elements of a contiguous piece, which on chip ends with the partition.
         partitions, elements: on chip, elements per partition; in HBM one "partition".
         start_partition: first partition.
         profile: interned summary for the cost of instructions.
@@ -68,6 +69,7 @@ class Geometry:
         "end",
         "partitions",
         "profile",
+        "run",
         "start",
         "start_partition",
         "walk",
@@ -104,6 +106,7 @@ class Geometry:
             self.elements = size // shape[0]
             self.start_partition = start // pitch
             self.box = self._chip_box(tensor, shape, strides, itemsize, pitch)
+        self.run = _runs(self.walk, 0 if alloc.space == HBM else 1)[0] // itemsize
         inner = [(c, s) for c, s in zip(shape, strides, strict=True) if c > 1]
         contiguous = (
             not inner

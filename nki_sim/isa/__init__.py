@@ -15,6 +15,7 @@ from nki_sim.constants import (
     vector_engine,
 )
 from nki_sim.errors import NkiValidationError
+from nki_sim.isa.dma import dma_compute, dma_copy, dma_transpose
 from nki_sim.isa.gpsimd import (
     affine_select,
     iota,
@@ -25,11 +26,20 @@ from nki_sim.isa.gpsimd import (
     tensor_partition_reduce,
     topk,
 )
+from nki_sim.isa.query import get_nc_sub_version, get_nc_version
+from nki_sim.isa.registers import (
+    register_alloc,
+    register_load,
+    register_move,
+    register_store,
+)
 from nki_sim.isa.scalar import (
     activate2,
     activation,
     activation_reduce,
 )
+from nki_sim.isa.sync import core_barrier, sendrecv
+from nki_sim.isa.tensor_engine import nc_matmul, nc_transpose
 from nki_sim.isa.vector import (
     memset,
     reciprocal,
@@ -69,10 +79,16 @@ __all__ = [
     "affine_select",
     "bn_aggr",
     "bn_stats",
+    "core_barrier",
     "dge_mode",
+    "dma_compute",
+    "dma_copy",
     "dma_engine",
+    "dma_transpose",
     "engine",
     "exponential",
+    "get_nc_sub_version",
+    "get_nc_version",
     "gpsimd_engine",
     "iota",
     "local_gather",
@@ -81,17 +97,24 @@ __all__ = [
     "memset",
     "nc_find_index8",
     "nc_match_replace8",
+    "nc_matmul",
     "nc_n_gather",
     "nc_stream_shuffle",
+    "nc_transpose",
     "nc_version",
     "nonzero_with_count",
     "oob_mode",
     "range_select",
     "reciprocal",
     "reduce_cmd",
+    "register_alloc",
+    "register_load",
+    "register_move",
+    "register_store",
     "scalar_engine",
     "scalar_tensor_tensor",
     "select_reduce",
+    "sendrecv",
     "sequence_bounds",
     "tensor_copy",
     "tensor_copy_predicated",

@@ -1,0 +1,101 @@
+"""Register instructions (nki.isa.register_alloc and friends, NKI 0.6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nki_sim import trace as tr
+from nki_sim.isa._common import (
+    Core,
+    IllegalOperand,
+    NkiInstruction,
+    NkiTensor,
+    VirtualRegister,
+    instruction,
+)
+from nki_sim.tensor import check_defined
+
+
+def _note(core: Core, op: str, tensor: NkiTensor | None, is_store: bool = False) -> NkiInstruction:
+    """Append a register instruction to the trace."""
+    space = -1 if tensor is None else tensor._alloc.space
+    ids = () if tensor is None else (tensor.range_id(core.trace),)
+    facts = tr.ControlFacts(op, space)
+    index = core.emit(op, tr.SYNC, facts, () if is_store else ids, ids if is_store else ())
+    if tensor is not None and space == tr.SBUF and not tensor._alloc.counted:
+        core.count_sbuf(tensor._alloc)
+    return NkiInstruction(index, core.trace)
+
+
+def _one_element(operand: str, value: Any) -> NkiTensor:
+    if type(value) is not NkiTensor or value.size != 1:
+        raise IllegalOperand(operand, "a tensor of one element", repr(value))
+    if value._alloc.space == tr.PSUM:
+        raise IllegalOperand(operand, "a tensor in SBUF or HBM", "psum")
+    if value.dtype.itemsize > 4 or value.dtype.kind == "x":
+        raise IllegalOperand(operand, "an element of at most 32 bits", str(value.dtype))
+    return value
+
+
+def _register(operand: str, value: Any) -> VirtualRegister:
+    if not isinstance(value, VirtualRegister):
+        raise IllegalOperand(operand, "a register", repr(value))
+    return value
+
+
+@instruction
+def register_alloc(core: Core, x: Any = None) -> VirtualRegister:
+    """Return a new register, without a value or holding `x`: an int, or a tensor to load."""
+    register = VirtualRegister()
+    if isinstance(x, NkiTensor):
+        _load(core, register, x)
+    elif isinstance(x, VirtualRegister):
+        register.write(x.state)
+        _note(core, "register_move", None)
+    elif x is not None:
+        register.write(int(x))
+    return register
+
+
+@instruction
+def register_move(core: Core, dst: VirtualRegister, src: Any) -> NkiInstruction:
+    """Set a register to an int or to another register."""
+    value = src.state if isinstance(src, VirtualRegister) else int(src)
+    _register("dst", dst).write(value)
+    return _note(core, "register_move", None)
+
+
+@instruction
+def register_load(core: Core, dst: VirtualRegister, src: NkiTensor) -> NkiInstruction:
+    """Load one element of SBUF or HBM into a register."""
+    return _load(core, _register("dst", dst), src)
+
+
+def _load(core: Core, dst: VirtualRegister, src: Any) -> NkiInstruction:
+    source = _one_element("src", src)
+    check_defined(source)
+    value = source.array().reshape(-1)[0]
+    dst.write(int(value) if source.dtype.kind in "iub" else float(value))
+    log = source._alloc.shared_log
+    handle = _note(core, "register_load", source)
+    if log is not None:
+        log.read(core, source, core.line)
+    return handle
+
+
+@instruction
+def register_store(core: Core, dst: NkiTensor, src: VirtualRegister) -> NkiInstruction:
+    """Store a register in one element of SBUF or HBM."""
+    target = _one_element("dst", dst)
+    register = _register("src", src)
+    if register.state is None:
+        raise IllegalOperand("src", "a register with a value", "none")
+    state = register.state
+
+    def meaning() -> None:
+        target.store(np.array([state]))
+
+    facts = tr.ControlFacts("register_store", target._alloc.space)
+    return core.issue("register_store", tr.SYNC, facts, (target,), (), meaning)

@@ -1,0 +1,366 @@
+"""Tensor engine: matrix multiplication and transpose through the systolic array.
+
+Links: nki.isa.nc_matmul, nki.isa.nc_transpose (NKI 0.6); tiling and performance modes in the
+Trainium 2 architecture guide. Products and sums are float32; the order of the additions is
+NumPy's. float32 operands take four passes on the hardware, whose precision is not documented.
+
+Not checked here: that the moving operand of a transpose is an identity, and that operands flagged
+as one-zero hold only ones and zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from nki_sim import trace as tr
+from nki_sim.constants import nc_version
+from nki_sim.dtypes import (
+    FP8,
+    Array,
+    bfloat16,
+    float8_e4m3,
+    float8_e4m3fn,
+    float16,
+    float32,
+    tfloat32,
+    to_float32,
+)
+from nki_sim.errors import AccumulateError
+from nki_sim.isa._common import (
+    Core,
+    Engine,
+    IllegalOperand,
+    NkiInstruction,
+    NkiTensor,
+    check_engine,
+    check_generation,
+    check_memory,
+    check_on_chip,
+    check_partitions,
+    instruction,
+)
+
+_WIDE: Final = frozenset((float32, tfloat32))
+_OPERANDS: Final = FP8 | _WIDE | {bfloat16, float16}
+_STATIONARY_MAX: Final = 128
+_VECTOR_BLOCK: Final = 32
+_FACTS: dict[Any, tr.MatmulFacts] = {}
+
+
+@instruction
+def nc_matmul(
+    core: Core,
+    dst: NkiTensor,
+    stationary: NkiTensor,
+    moving: NkiTensor,
+    is_stationary_onezero: bool = False,
+    is_moving_onezero: bool = False,
+    is_transpose: bool = False,
+    accumulate: bool | None = None,
+    tile_position: tuple[int, ...] = (),
+    tile_size: tuple[int, ...] = (),
+    perf_mode: Any = "none",
+    name: str | None = None,
+) -> NkiInstruction:
+    """Compute ``dst[M, N] (+)= sum_k stationary[k, M] * moving[k, N]``.
+
+    `accumulate` False overwrites, True adds, None overwrites what no matmul has written since the
+    tensor was created and adds to the rest. `is_transpose` copies ``stationary.T`` bit by bit, with
+    an identity as `moving`. `dst` may have more partitions than M; the others stay as they are.
+    """
+    # Constraints.
+    mode = getattr(perf_mode, "value", perf_mode)
+    double = mode == "double_row"
+    if mode not in ("none", "double_row"):
+        raise IllegalOperand("perf_mode", "none or double_row", str(perf_mode))
+    _check_operand("stationary", stationary)
+    _check_operand("moving", moving)
+    k = stationary.geometry.partitions
+    pairs = 2 if double else 1
+    m, n = stationary.geometry.elements // pairs, moving.geometry.elements // pairs
+    result = _check_shapes(core, dst, stationary, moving, m, n)
+    _check_types(core, dst, stationary, moving, is_transpose, double)
+    if double:
+        _check_double_row(core, stationary, moving, is_transpose)
+    tile = _check_tile(core, k, m, stationary, moving, result, tile_position, tile_size, double)
+    if is_transpose and (n != k or accumulate):
+        raise IllegalOperand("moving", f"an identity of {k} columns, and no accumulation",
+                             f"{n} columns, accumulate={accumulate}")  # fmt: skip
+
+    # Cost.
+    key = (stationary.geometry.profile, moving.geometry.profile, result.dtype, is_transpose, mode,
+           tile, is_stationary_onezero, is_moving_onezero)  # fmt: skip
+    facts = _FACTS.get(key)
+    if facts is None:
+        facts = _FACTS[key] = tr.MatmulFacts(
+            k, m, n, str(stationary.dtype), str(moving.dtype), str(result.dtype), is_transpose,
+            str(mode), tile, int(is_stationary_onezero) + int(is_moving_onezero),
+        )  # fmt: skip
+
+    # Meaning.
+    if is_transpose:
+        adds, mask = False, None
+    else:
+        adds, mask = _accumulation(core, result, accumulate)
+
+    def meaning() -> None:
+        if is_transpose:
+            result.store(stationary.flat().T)
+            return
+        if double:
+            a = stationary.f32().reshape(k * 2, m)
+            b = moving.f32().reshape(k * 2, n)
+        else:
+            a, b = stationary.f32(), moving.f32()
+        product = a.T @ b
+        if mask is not None:
+            old = result.f32().reshape(m, n)
+            product += np.where(mask.reshape(m, n), old, np.float32(0))
+        elif adds:
+            product += to_float32(result.flat())
+        result.store(product)
+
+    reads = (stationary, moving, result) if adds else (stationary, moving)
+    handle = core.issue("nc_matmul", tr.TENSOR, facts, (result,), reads, meaning, name)
+    coverage = result._alloc.accumulated
+    if coverage is not None and not coverage.full:
+        geometry = result.geometry
+        coverage.add(geometry.box, geometry.walk)
+    return handle
+
+
+@instruction
+def nc_transpose(
+    core: Core,
+    dst: NkiTensor,
+    data: NkiTensor,
+    engine: Engine = Engine.unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Write the transpose of `data` [P, F] to `dst` [F, P]; free axes of `data` are flattened.
+
+    The Tensor engine takes up to 128 x 128 from SBUF to PSUM, the Vector engine up to 32 x 32
+    between SBUF and PSUM. `dst` may have more partitions than F.
+    """
+    # Constraints.
+    check_on_chip(("dst", dst), ("data", data))
+    rows, columns = data.geometry.partitions, data.geometry.elements
+    default = Engine.tensor if dst._alloc.space == tr.PSUM else Engine.vector
+    chosen = check_engine(core, engine, (Engine.tensor, Engine.vector), default)
+    if dst.dtype is not data.dtype:
+        raise IllegalOperand("dst", f"{data.dtype} like data", str(dst.dtype))
+    limit = _VECTOR_BLOCK
+    if chosen is Engine.tensor:
+        check_memory("data", data, (tr.SBUF,))
+        check_memory("dst", dst, (tr.PSUM,))
+        limit = _STATIONARY_MAX
+    if rows > limit or columns > limit:
+        raise IllegalOperand("data", f"at most {limit} x {limit} on the {chosen.name} engine",
+                             f"{rows} x {columns}")  # fmt: skip
+    if dst.geometry.elements != rows or dst.geometry.partitions < columns:
+        raise IllegalOperand("dst", f"shape [{columns}, {rows}]", f"{list(dst.shape)}")
+    result = _first_rows(dst, columns)
+
+    # Cost.
+    def meaning() -> None:
+        result.store(data.flat().T)
+
+    if chosen is Engine.vector:
+        from nki_sim.isa._common import compute_facts
+
+        facts = compute_facts(result, (data,), "transpose")
+        return core.issue("nc_transpose", tr.VECTOR, facts, (result,), (data,), meaning, name)
+    _check_bank(core, result)
+    dtype = str(data.dtype)
+    pe_facts = tr.MatmulFacts(rows, columns, rows, dtype, dtype, str(result.dtype), True)
+
+    # Meaning.
+    handle = core.issue("nc_transpose", tr.TENSOR, pe_facts, (result,), (data,), meaning, name)
+    coverage = result._alloc.accumulated
+    if coverage is not None:
+        coverage.add(result.geometry.box, result.geometry.walk)
+    return handle
+
+
+def _check_operand(operand: str, value: Any) -> None:
+    if type(value) is not NkiTensor:
+        raise IllegalOperand(operand, "a tensor", repr(value))
+    check_memory(operand, value, (tr.SBUF,))
+    check_partitions(operand, value)
+
+
+def _first_rows(dst: NkiTensor, rows: int) -> NkiTensor:
+    """Return the view of the first partitions, where the result goes."""
+    if dst.shape[0] == rows:
+        return dst
+    return dst._derive((rows, *dst.shape[1:]), dst.strides, dst.offset)
+
+
+def _check_shapes(
+    core: Core, dst: Any, stationary: NkiTensor, moving: NkiTensor, m: int, n: int
+) -> NkiTensor:
+    """Check sizes; return the part of the destination that is written."""
+    if type(dst) is not NkiTensor:
+        raise IllegalOperand("dst", "a tensor", repr(dst))
+    check_memory("dst", dst, (tr.PSUM,))
+    k = stationary.geometry.partitions
+    if moving.geometry.partitions != k:
+        raise IllegalOperand(
+            "moving", f"{k} partitions like stationary", str(moving.geometry.partitions)
+        )
+    if stationary.geometry.start_partition != moving.geometry.start_partition:
+        raise IllegalOperand(
+            "moving", f"start partition {stationary.geometry.start_partition} like stationary",
+            str(moving.geometry.start_partition),
+        )  # fmt: skip
+    if m > _STATIONARY_MAX:
+        raise IllegalOperand("stationary", f"at most {_STATIONARY_MAX} columns", str(m))
+    target = core.target
+    limit = target.moving_max_bf16 if dst.dtype is bfloat16 else target.moving_max
+    if n > limit:
+        raise IllegalOperand("moving", f"at most {limit} columns", str(n))
+    if dst.geometry.elements != n or dst.geometry.partitions < m:
+        raise IllegalOperand("dst", f"shape [{m}, {n}]", f"{list(dst.shape)}")
+    result = _first_rows(dst, m)
+    check_partitions("dst", result)
+    _check_bank(core, result)
+    return result
+
+
+def _check_bank(core: Core, result: NkiTensor) -> None:
+    """The result of one instruction lies in one PSUM bank, up to generation 3."""
+    if core.target.version >= nc_version.gen4:
+        return
+    bank = core.target.psum_bank_bytes
+    box = result.geometry.box
+    if box.byte_start // bank != (box.byte_end - 1) // bank:
+        raise IllegalOperand(
+            "dst", f"a result inside one PSUM bank of {bank} bytes",
+            f"bytes {box.byte_start} to {box.byte_end} of its tensor",
+        )  # fmt: skip
+
+
+def _check_types(
+    core: Core,
+    dst: NkiTensor,
+    stationary: NkiTensor,
+    moving: NkiTensor,
+    is_transpose: bool,
+    double: bool,
+) -> None:
+    """Check element types."""
+    for operand, value in (("stationary", stationary), ("moving", moving)):
+        if is_transpose:
+            continue
+        if value.dtype not in _OPERANDS:
+            raise IllegalOperand(
+                operand, "a floating-point type of up to 32 bits", str(value.dtype)
+            )
+        if value.dtype is float8_e4m3fn:
+            check_generation(core, nc_version.gen4, "float8_e4m3fn")
+    kinds = {stationary.dtype, moving.dtype}
+    if is_transpose:
+        if dst.dtype is not stationary.dtype:
+            raise IllegalOperand("dst", f"{stationary.dtype} like stationary", str(dst.dtype))
+        return
+    if kinds & _WIDE and not kinds <= _WIDE:
+        raise IllegalOperand("moving", "float32 on both sides or on none",
+                             f"{stationary.dtype} with {moving.dtype}")  # fmt: skip
+    if kinds == {float8_e4m3, float8_e4m3fn}:
+        raise IllegalOperand("moving", "no mixture of float8_e4m3 and float8_e4m3fn",
+                             f"{stationary.dtype} with {moving.dtype}")  # fmt: skip
+    if dst.dtype is bfloat16:
+        check_generation(core, nc_version.gen4, "bfloat16 dst")
+    elif dst.dtype is not float32:
+        raise IllegalOperand("dst", "float32 (bfloat16 on generation 4)", str(dst.dtype))
+
+
+def _check_double_row(
+    core: Core, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
+) -> None:
+    check_generation(core, nc_version.gen3, "double_row")
+    for operand, value in (("stationary", stationary), ("moving", moving)):
+        if value.dtype not in FP8:
+            raise IllegalOperand(operand, "an 8-bit float with double_row", str(value.dtype))
+        if value.ndim < 3 or value.shape[1] != 2:
+            raise IllegalOperand(
+                operand, "shape [K, 2, ..] with double_row", f"{list(value.shape)}"
+            )
+    if is_transpose:
+        raise IllegalOperand("perf_mode", "none for a transpose", "double_row")
+
+
+def _check_tile(
+    core: Core,
+    k: int,
+    m: int,
+    stationary: NkiTensor,
+    moving: NkiTensor,
+    result: NkiTensor,
+    position: Any,
+    size: Any,
+    double: bool,
+) -> tuple[int, ...]:
+    """Check the part of the array to use; return (row, column, rows, columns), empty for all."""
+    if not position and not size:
+        return ()
+    if len(position or ()) != 2 or len(size or ()) != 2:
+        raise IllegalOperand("tile_position", "two numbers each in tile_position and tile_size",
+                             f"{position} and {size}")  # fmt: skip
+    row, column = (int(v) for v in position)
+    rows, columns = (int(v) for v in size)
+    allowed = (64, 128) if core.target.version is nc_version.gen2 else (32, 64, 128)
+    if rows not in allowed or columns not in allowed:
+        raise IllegalOperand("tile_size", f"rows and columns among {allowed}", f"{(rows, columns)}")
+    if row % rows or column % columns or row + rows > 128 or column + columns > 128:
+        raise IllegalOperand("tile_position", f"multiples of {(rows, columns)} inside the array",
+                             f"{(row, column)}")  # fmt: skip
+    if k > rows or m > columns:
+        raise IllegalOperand("tile_size", f"at least {(k, m)}, the rows and columns of stationary",
+                             f"{(rows, columns)}")  # fmt: skip
+    if double and columns != 128:
+        raise IllegalOperand("tile_size", "128 columns with double_row", str(columns))
+    if rows < 128 and stationary.geometry.start_partition != row:
+        raise IllegalOperand("stationary", f"start partition {row}, the row of the tile",
+                             str(stationary.geometry.start_partition))  # fmt: skip
+    if columns < 128 and result.geometry.start_partition != column:
+        raise IllegalOperand("dst", f"start partition {column}, the column of the tile",
+                             str(result.geometry.start_partition))  # fmt: skip
+    return (row, column, rows, columns)
+
+
+def _accumulation(
+    core: Core, result: NkiTensor, accumulate: bool | None
+) -> tuple[bool, Array | None]:
+    """Return whether to add to what is there, and to which elements if not to all."""
+    if accumulate is False:
+        return False, None
+    alloc = result._alloc
+    coverage = alloc.accumulated
+    assert coverage is not None
+    box, walk = result.geometry.box, result.geometry.walk
+    if coverage.covers(box, walk):
+        if accumulate is None and core.loop_depth > alloc.loop_depth:
+            core.machine.find(
+                "accumulate", core.location(),
+                "accumulate=None on a PSUM tensor made outside the dynamic loop: say True or False",
+            )  # fmt: skip
+        return True, None
+    if accumulate:
+        core.machine.settle(core.options.accumulate, "accumulate", AccumulateError(
+            "dst", "PSUM that a matmul has written, with accumulate=True",
+            f"{result.label()}, parts of which no matmul has written",
+            "Use accumulate=None, or False for the first one",
+            instruction="nc_matmul", location=core.location(),
+        ))  # fmt: skip
+        return True, None
+    if not coverage.touches(box, walk):
+        if not alloc.defined.empty and alloc.defined.touches(box, walk):
+            core.machine.find(
+                "accumulate", core.location(),
+                "accumulate=None overwrites what another instruction put in this PSUM tensor",
+            )  # fmt: skip
+        return False, None
+    return False, coverage.elements_of(walk)
