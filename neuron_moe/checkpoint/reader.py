@@ -145,7 +145,7 @@ def _read_shards(directory: Path) -> dict[str, TensorInfo]:
     advice = "Download the index again, or rebuild it from the shards."
     try:
         index = json.loads(index_path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{index_path}: must be JSON, but {error}. {advice}") from error
     files = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
@@ -194,7 +194,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         raw = stream.read(header_size)
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: the header must be JSON, but {error}. {advice}") from error
     if not isinstance(header, dict):
         raise ValueError(f"{file}: the header must be a JSON object. {advice}")
@@ -210,10 +210,17 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
                 f"the tensor before it ends. The header is corrupt. {advice}"
             )
         position += info.nbytes
-    if position != size:
-        state = "truncated" if size < position else "followed by foreign bytes"
+    if position > size:
+        cut = [info.name for info in tensors.values() if info.offset + info.nbytes > size]
         raise ValueError(
-            f"{file}: {size} bytes, must be {position} by its header. The file is {state}. {advice}"
+            f"{file}: {size} bytes, must be {position} by its header. The file is truncated: "
+            f"{min(cut, key=lambda name: tensors[name].offset)} is cut, {len(cut)} tensors are "
+            f"incomplete. {advice}"
+        )
+    if position < size:
+        raise ValueError(
+            f"{file}: {size} bytes, must be {position} by its header. The tensors are followed by "
+            f"foreign bytes. {advice}"
         )
     return tensors
 

@@ -2,13 +2,17 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from neuron_moe.checkpoint import open_checkpoint, save_checkpoint, unique_parameters
 from neuron_moe.models import gpt_oss
@@ -99,6 +103,15 @@ def test_progress_is_reported_up_to_the_total(checkpoint_of):
     model = load_model(checkpoint_of(), progress=lambda *report: reports.append(report))
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert reports[-1] == (total, total)
+
+
+def test_a_checkpoint_that_transformers_saved_is_loaded(reference_of, config_of, tmp_path):
+    reference = GptOssForCausalLM(GptOssConfig(**config_of())).to(torch.bfloat16)
+    reference.save_pretrained(tmp_path)
+    ids = torch.randint(0, 300, (2, 11))
+    with torch.no_grad():
+        logits = load_model(tmp_path, dtype=torch.float32)(ids)
+        torch.testing.assert_close(logits, reference_of(tmp_path)(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 # What is refused before any weight is looked at
@@ -251,7 +264,12 @@ def delete(file: str) -> Spoil:
 CORRUPTIONS = {
     "truncated-file": (
         cut(100_000),
-        [r"model\.safetensors: 100000 bytes, must be \d+", "is truncated", "Download or copy"],
+        [
+            r"model\.safetensors: 100000 bytes, must be \d+",
+            "is truncated",
+            r"\w+ is cut, \d+ tensors are incomplete",
+            "Download or copy",
+        ],
     ),
     "truncated-header": (
         cut(50),
@@ -272,6 +290,10 @@ CORRUPTIONS = {
     ),
     "header-no-utf8": (
         header(lambda _: b'{"\xff\xfe": 1}'),
+        ["header must be JSON", "Download or copy"],
+    ),
+    "header-too-deep": (
+        header(lambda _: b"[" * 100_000),
         ["header must be JSON", "Download or copy"],
     ),
     "header-no-object": (
@@ -316,7 +338,11 @@ CORRUPTIONS = {
     ),
     "truncated-shard": (
         index(dict, cut(9000, "one.safetensors")),
-        [r"one\.safetensors: 9000 bytes, must be \d+", "truncated", "Download or copy"],
+        [
+            r"one\.safetensors: 9000 bytes",
+            rf"truncated: {EMBED} is cut, 1 tensors",
+            "Download or copy",
+        ],
     ),
     "index-no-json": (
         index(lambda _: "{"),
@@ -421,6 +447,25 @@ def test_a_corrupted_checkpoint_is_refused(checkpoint, case):
         load_model(checkpoint)
     for saying in sayings:
         caught.match(saying)
+
+
+@given(place=st.integers(8, 4000), bit=st.integers(0, 7))
+@settings(max_examples=150, deadline=None)
+def test_a_flipped_bit_in_the_header_is_refused_or_harmless(checkpoint_of, place, bit):
+    intact = checkpoint_of() / "model.safetensors"
+    data = bytearray(intact.read_bytes())
+    assert int.from_bytes(data[:8], "little") > 4000
+    data[place] ^= 1 << bit
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        file.write_bytes(data)
+        shutil.copy(checkpoint_of() / "config.json", folder)
+        try:
+            model = load_model(folder)
+        except ValueError as error:
+            assert folder in str(error)  # noqa: PT017
+        else:
+            assert_same(model, load_model(checkpoint_of()))
 
 
 def test_the_cases_start_from_a_checkpoint_that_loads(checkpoint):
