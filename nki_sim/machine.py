@@ -20,7 +20,15 @@ import numpy as np
 from nki_sim import trace as tr
 from nki_sim.dtypes import DType
 from nki_sim.errors import CapacityError, NkiValidationError, OverlapError, UninitializedRead
-from nki_sim.memory import Allocation, Coverage, MemoryRegion, Walk
+from nki_sim.memory import (
+    CONSTANT,
+    EXACT,
+    UNKNOWN,
+    Allocation,
+    Coverage,
+    MemoryRegion,
+    Walk,
+)
 from nki_sim.options import SimOptions
 from nki_sim.targets import Target, find_target
 from nki_sim.tensor import NkiTensor
@@ -30,8 +38,9 @@ if TYPE_CHECKING:
     from nki_sim.scheduler import Scheduler
 
 PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# Float tensors above this many elements hold no values in `indices` mode.
-INDICES_FLOAT_ELEMENTS = 128 * 512
+# In `indices` mode, float tensors above this many elements hold no values unless they come from
+# integers.
+CONSTANT_ELEMENTS = 128 * 128
 POISON_FILLS = (0xC1, 0x41)
 
 _CORE: ContextVar[Core | None] = ContextVar("nki_sim_core", default=None)
@@ -275,11 +284,9 @@ class Core:
         if alloc is None:
             alloc = Allocation(self, MemoryRegion.shared_hbm, shape, dtype, name)
             alloc.defined.full = True
-            if isinstance(array, np.ndarray) and (
-                self.full or dtype.kind != "f" or array.size <= INDICES_FLOAT_ELEMENTS
-            ):
+            if isinstance(array, np.ndarray) and (self.full or dtype.kind != "f"):
                 alloc.adopt(array.reshape(-1).view(np.uint8))
-            alloc.known = alloc.has_data and (self.full or dtype.kind != "f")
+            alloc.known = EXACT if alloc.has_data else UNKNOWN
             self._register_shared(alloc)
             self.machine.shared[key] = alloc
         return NkiTensor(shape, dtype, alloc, MemoryRegion.shared_hbm, name)
@@ -422,15 +429,15 @@ class Core:
         )
         line = self.line
         undefined: list[NkiTensor] = []
-        known = True
+        known = EXACT
         for tensor in reads:
             alloc = tensor._alloc
             if not alloc.defined.full:
                 geometry = tensor.geometry
                 if not alloc.defined.covers(geometry.box, geometry.walk):
                     undefined.append(tensor)
-            if not alloc.known:
-                known = False
+            if alloc.known < known:
+                known = alloc.known
             if alloc.shared_log is not None:
                 alloc.shared_log.read(self, tensor, line)
         for tensor in writes:
@@ -438,9 +445,7 @@ class Core:
             if alloc.space == tr.SBUF and not alloc.counted:
                 self.count_sbuf(alloc)
         if not self.full:
-            known = self.plan_indices([tensor._alloc for tensor in writes], known)
-            if known:
-                self.now_known(writes)
+            known = self.plan_indices(writes, reads, meaning if op == "memset" else None)
         if undefined:
             self._read_undefined(op, undefined, writes, meaning if known else None)
         else:
@@ -473,27 +478,40 @@ class Core:
             self.trace.names[index] = name
         return index
 
-    def plan_indices(self, writes: Sequence[Allocation], known: bool) -> bool:
-        """In `indices` mode, decide whether to execute; unknown results are noted as such."""
-        if known:
-            for alloc in writes:
-                if alloc.dtype.kind == "f" and alloc.rows * alloc.pitch > (
-                    INDICES_FLOAT_ELEMENTS * alloc.dtype.itemsize
-                ):
-                    known = False
-        if not known:
-            for alloc in writes:
-                alloc.known = False
-        return known
+    def plan_indices(
+        self,
+        writes: Sequence[NkiTensor],
+        reads: Sequence[NkiTensor],
+        fill: Callable[[], None] | None = None,
+    ) -> int:
+        """In `indices` mode, note what is known of the destinations; return whether to execute.
 
-    def now_known(self, writes: Sequence[NkiTensor]) -> None:
-        """A tensor written completely with known values is known again."""
+        Args:
+            writes, reads: the operands.
+            fill: the meaning of a memset, which may be put off.
+        """
+        level = CONSTANT if fill is not None else EXACT
+        if reads:
+            levels = [tensor._alloc.known for tensor in reads]
+            level = max(levels) if min(levels) else UNKNOWN
         for tensor in writes:
             alloc = tensor._alloc
-            if not alloc.known:
-                box = tensor.geometry.box
-                if box.dense and box[:4] == (0, alloc.rows, 0, alloc.pitch):
-                    alloc.known = True
+            if level == CONSTANT and alloc.dtype.kind == "f":
+                count = alloc.rows * alloc.pitch // alloc.dtype.itemsize
+                if count > CONSTANT_ELEMENTS:
+                    if fill is not None and _is_whole(tensor) and not alloc.has_data:
+                        alloc.pending = fill
+                        alloc.known = CONSTANT
+                        return UNKNOWN
+                    level = UNKNOWN
+        for tensor in writes:
+            alloc = tensor._alloc
+            if level == UNKNOWN:
+                alloc.known = UNKNOWN
+            elif alloc.known or _is_whole(tensor):
+                exact = alloc.known == EXACT or alloc.dtype.kind != "f"
+                alloc.known = EXACT if exact else level
+        return level
 
     def _mark_written(self, writes: Sequence[NkiTensor], line: int) -> None:
         for tensor in writes:
@@ -587,6 +605,13 @@ class Core:
         if options.uninitialized == "read":
             raise error
         self.machine.find("uninitialized", location, str(error))
+
+
+def _is_whole(tensor: NkiTensor) -> bool:
+    """Whether a view touches every byte of its allocation."""
+    alloc = tensor._alloc
+    box = tensor.geometry.box
+    return box.dense and box[:4] == (0, alloc.rows, 0, alloc.pitch)
 
 
 def _bits(array: Any) -> Any:

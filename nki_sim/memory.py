@@ -11,6 +11,8 @@ What is not modelled: the choice of addresses for tensors without one; the timel
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -42,6 +44,11 @@ REGION_SPACE: Final = {
     MemoryRegion.shared_hbm: HBM,
 }
 MAX_BOXES: Final = 12
+UNKNOWN, CONSTANT, EXACT = range(3)
+# Host memory of dropped on-chip tensors, by size: allocating it anew costs a page fault per 4 KiB.
+_POOL: dict[int, list[NDArray[np.uint8]]] = {}
+_POOL_DEPTH: Final = 8
+_POOL_MIN_BYTES: Final = 32 * 1024
 
 
 class Box(NamedTuple):
@@ -233,7 +240,9 @@ class Allocation:
         rows, pitch: the grid; on chip partitions and bytes per partition.
         data: flat uint8 array of rows * pitch bytes, or None while nothing has been stored
             (`indices` mode keeps most float tensors that way).
-        known: whether the values mean something; false for results of skipped arithmetic.
+        known: UNKNOWN for results of skipped arithmetic, CONSTANT for values that memset or
+            arithmetic on such made, EXACT for what comes from integers. Only `indices` mode cares.
+        pending: a memset that is carried out when somebody looks at the data.
         defined: bytes that hold a value somebody wrote.
         accumulated: PSUM bytes that a matmul wrote since the allocation.
         trace_id: id of the storage in the trace.
@@ -257,6 +266,7 @@ class Allocation:
         "line",
         "loop_depth",
         "name",
+        "pending",
         "pitch",
         "poison",
         "poisoned",
@@ -295,7 +305,8 @@ class Allocation:
             self.pitch = max(1, count // max(1, shape[0]) * itemsize)
         self.rows = count * itemsize // self.pitch
         self._data: NDArray[np.uint8] | None = None
-        self.known = True
+        self.known = CONSTANT
+        self.pending: Callable[[], None] | None = None
         self.defined = Coverage(self.rows, self.pitch, itemsize)
         self.accumulated: Coverage | None = None
         self.poison: list[str] = []
@@ -323,7 +334,12 @@ class Allocation:
     def data(self) -> NDArray[np.uint8]:
         """The bytes; allocated on first use, not initialised."""
         if self._data is None:
-            self._data = np.empty(self.rows * self.pitch, dtype=np.uint8)
+            size = self.rows * self.pitch
+            free = _POOL.get(size)
+            self._data = free.pop() if free else np.empty(size, dtype=np.uint8)
+            if self.pending is not None:
+                fill, self.pending = self.pending, None
+                fill()
         return self._data
 
     def adopt(self, array: NDArray[np.uint8]) -> None:
@@ -334,3 +350,11 @@ class Allocation:
     def __del__(self) -> None:
         if self.counted:
             self.core.sbuf_bytes -= self.pitch
+        data = self._data
+        if data is not None and self.space != HBM and data.size >= _POOL_MIN_BYTES:
+            self._data = None
+            # Nobody else holds the bytes: this frame and the argument of getrefcount.
+            if sys.getrefcount(data) == 2:
+                free = _POOL.setdefault(data.size, [])
+                if len(free) < _POOL_DEPTH:
+                    free.append(data)

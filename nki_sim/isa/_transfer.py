@@ -77,6 +77,14 @@ class Access:
         tensor = self.tensor
         return (tensor.shape, tensor.strides, tensor.dtype, self.indirect, self.registers)
 
+    def whole(self) -> NkiTensor:
+        """Return a static view that stands for the memory: the operand, or one of its elements."""
+        if self.starts is None:
+            return self.tensor
+        view = self.tensor._derive((1, 1), (1, 1), 0)
+        view._dynamic = None
+        return view
+
     @property
     def num_rows(self) -> int:
         """Rows, in range or not."""
@@ -324,7 +332,7 @@ def move(
     """
     line = core.line
     by_rows = dst.starts is not None or any(src.starts is not None for src in srcs)
-    known = all(src.tensor._alloc.known for src in srcs)
+    known = 1
     target = dst.tensor._alloc
     for alloc in (target, *[src.tensor._alloc for src in srcs]):
         if alloc.space == tr.SBUF and not alloc.counted:
@@ -334,9 +342,7 @@ def move(
         if src.tensor._alloc.shared_log is not None:
             _log(core, src, valid, False, False, line)
     if not core.full:
-        known = core.plan_indices([target], known)
-        if known and not by_rows:
-            core.now_known([dst.tensor])
+        known = core.plan_indices([dst.whole()], [src.whole() for src in srcs])
     masks = _source_masks(srcs, rows, valid) if _any_hole(srcs) else None
     if masks is not None:
         _report(core, op, srcs, masks)

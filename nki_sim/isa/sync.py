@@ -23,6 +23,7 @@ from nki_sim.isa._common import (
     check_memory,
     instruction,
 )
+from nki_sim.memory import UNKNOWN
 
 _GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}
 
@@ -137,17 +138,17 @@ def sendrecv(
     engine = tr.GPSIMD if by_gpsimd else tr.DMA
     handle = core.issue("sendrecv", engine, facts, (dst,), (src,), meaning if known else None, name)
     if not known:
-        dst._alloc.known = False
+        dst._alloc.known = UNKNOWN
     if defined is not None:
         core.poison(dst._alloc, dst.geometry.walk, ~defined, f"sendrecv at {where}")
     return handle
 
 
-def _snapshot(core: Core, src: NkiTensor) -> tuple[Any, Any, bool]:
+def _snapshot(core: Core, src: NkiTensor) -> tuple[Any, Any, int]:
     """Return values, mask of defined elements (None if all are), and whether they mean something."""
     alloc = src._alloc
     geometry = src.geometry
     complete = alloc.defined.covers(geometry.box, geometry.walk)
     defined = None if complete else alloc.defined.elements_of(geometry.walk)
-    known = alloc.known and (alloc.has_data or core.full)
+    known = 1 if core.full else alloc.known
     return (src.array().copy() if known else None), defined, known
