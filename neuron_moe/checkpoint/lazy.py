@@ -24,13 +24,15 @@ class LazyTensor:
         name: what messages call it; several checkpoint keys are joined by " + ".
         shape: its full shape.
         dtype: what `read` returns.
-        read: returns the selected part, contiguous or not; a selection has one entry for each axis.
+        read: returns the selected part; a selection has one entry for each axis.
+        is_transposed: whether the last two axes of what is read lie the other way in memory.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[Selection], Tensor]
+    is_transposed: bool = False
 
 
 def from_tensor(tensor: Tensor, name: str = "tensor") -> LazyTensor:
