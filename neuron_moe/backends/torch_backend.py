@@ -218,17 +218,23 @@ def _every_expert(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeigh
     is_none_TK = index_TK < 0
     column_TK = torch.where(is_none_TK, num_experts, index_TK)  # one more column collects no-expert
     zeros_TE = hidden_TH.new_zeros((num_tokens, num_experts + 1), dtype=torch.float32)
-    affinity_TE = zeros_TE.scatter(1, column_TK, routing.expert_affinities_TK)[:, :num_experts]
+
+    def spread(values_TK: Tensor) -> Tensor:
+        return zeros_TE.scatter(1, column_TK, values_TK)[:, :num_experts]
+
+    affinity_TE = spread(routing.expert_affinities_TK)
+    is_chosen_TE = spread(torch.ones_like(routing.expert_affinities_TK)) > 0
     rows_ETH = hidden_TH.unsqueeze(0).expand(num_experts, -1, -1)
-    combine_TE = affinity_TE
     if routing.scales_input:
         rows_ETH = (rows_ETH * affinity_TE.t().unsqueeze(2)).to(hidden_TH.dtype)
-        chosen = torch.ones_like(routing.expert_affinities_TK)
-        combine_TE = zeros_TE.scatter(1, column_TK, chosen)[:, :num_experts]
     projected = torch.bmm(rows_ETH, weights.gate_up_proj_EHI)
     if weights.gate_up_bias_EI is not None:
         projected = projected + weights.gate_up_bias_EI.unsqueeze(1)
     output_ETH = torch.bmm(weights.activation(projected), weights.down_proj_EIH)
     if weights.down_bias_EH is not None:
         output_ETH = output_ETH + (weights.down_bias_EH * weights.down_bias_scale).unsqueeze(1)
-    return (output_ETH.float() * combine_TE.t().unsqueeze(2)).sum(0)
+    # Choose, do not multiply by zero: what an expert makes of another's token may be infinite.
+    output_ETH = torch.where(is_chosen_TE.t().unsqueeze(2), output_ETH, 0).float()
+    if not routing.scales_input:
+        output_ETH = output_ETH * affinity_TE.t().unsqueeze(2)
+    return output_ETH.sum(0)

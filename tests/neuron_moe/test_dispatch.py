@@ -1,0 +1,111 @@
+"""Path choice: our rules, NxD's table, and what explain() tells."""
+
+import json
+
+import pytest
+import torch
+
+from neuron_moe import (
+    BlockwiseMatmulConfig,
+    ExpertMLPsV2,
+    MoE,
+    RoutedExpertsMLPOpsConfig,
+    RouterTopK,
+    choose_path,
+)
+from neuron_moe.dispatch import PATHS
+
+# phase, tokens, K, E, local experts, block size, capacity factor -> our path, NxD's path
+CASES = [
+    ("decode", 1, 4, 128, 128, 512, None, "selective", "selective"),
+    ("decode", 31, 4, 128, 128, 512, None, "selective", "selective"),
+    ("decode", 32, 4, 128, 128, 512, None, "all_experts", "all_experts"),
+    ("decode", 4, 4, 128, 128, 512, 1.0, "selective", "selective"),
+    ("decode", 16, 8, 128, 32, 512, None, "all_experts", "all_experts"),
+    ("decode", 4, 8, 128, 32, 512, None, "selective", NotImplementedError),
+    ("decode", 1, 1, 16, 2, 512, None, "selective", NotImplementedError),
+    ("speculation", 5, 4, 128, 128, 512, None, "selective", "selective"),
+    ("speculation", 64, 4, 128, 128, 512, None, "all_experts", "all_experts"),
+    ("prefill", 2, 4, 128, 128, 512, None, "selective", "selective"),
+    ("prefill", 100, 4, 128, 128, 512, None, "all_experts", "all_experts"),
+    ("prefill", 128, 4, 128, 128, 512, None, "all_experts", "blockwise"),
+    ("prefill", 129, 4, 128, 128, 1024, None, "blockwise", "all_experts"),
+    ("prefill", 1024, 4, 128, 128, 512, None, "blockwise", "blockwise"),
+    ("prefill", 1024, 4, 128, 128, 512, 1.25, "capacity", "capacity"),
+    ("prefill", 1024, 4, 128, 128, 512, 32.0, "blockwise", "blockwise"),
+    ("prefill", 1024, 8, 128, 4, 512, None, "blockwise", "blockwise"),
+    ("training", 1024, 4, 128, 128, 512, None, "blockwise", "all_experts"),
+    ("training", 1024, 4, 128, 128, 512, 1.25, "capacity", "capacity"),
+]
+
+
+def _ids(case: tuple[object, ...]) -> str:
+    return f"{case[0]}-T{case[1]}-K{case[2]}-E{case[4]}of{case[3]}-B{case[5]}-cf{case[6]}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=_ids)
+def test_rules(case: tuple[object, ...]) -> None:
+    phase, tokens, top_k, experts, local, block_size, factor, ours, theirs = case
+
+    def path(compat: str | None) -> str:
+        decision = choose_path(
+            phase,
+            tokens,
+            top_k,
+            experts,
+            num_local_experts=local,
+            block_size=block_size,
+            capacity_factor=factor,
+            compat=compat,
+        )
+        assert decision.reasons
+        assert {name for name, _ in decision.rejected} == set(PATHS) - {decision.path}
+        return decision.path
+
+    assert path(None) == ours
+    if theirs is NotImplementedError:
+        with pytest.raises(NotImplementedError, match="selective loading under expert parallelism"):
+            path("nxd")
+    else:
+        assert path("nxd") == theirs
+
+
+def _moe(**changes: object) -> MoE:
+    sizes = {"num_experts": 16, "hidden_size": 8, "intermediate_size": 8, "top_k": 2}
+    config = RoutedExpertsMLPOpsConfig(**sizes, hidden_act="silu", glu_mlp=True, **changes)
+    experts = ExpertMLPsV2(config, BlockwiseMatmulConfig.from_kwargs(block_size=64))
+    return MoE(RouterTopK(16, 2, 8), experts)
+
+
+def test_explain_prints_path_blocks_padding_and_what_was_rejected() -> None:
+    text = str(_moe().explain("prefill", 1024))
+    for part in ("blockwise", "because", "block_size=64", "N=47", "worst", "expected", "actual"):
+        assert part in text
+    for other in ("selective", "all_experts", "capacity"):
+        assert f"not      {other}" in text
+
+
+def test_explain_gives_the_actual_padding_of_the_recorded_load() -> None:
+    moe = _moe().eval()
+    assert moe.explain("prefill", 300).padding.actual is None
+    moe.enable_load_counters()
+    with torch.no_grad():
+        moe(torch.randn(1, 300, 8))
+    load = moe.expert_load.tolist()
+    assert sum(load) == 600
+    blocks = sum(-(-count // 64) for count in load)
+    assert moe.explain("prefill", 300).padding.actual == pytest.approx(blocks * 64 / 600 - 1)
+    moe.enable_load_counters(False)
+    assert moe.expert_load is None
+
+
+def test_compat_on_the_module_follows_nxds_table() -> None:
+    config = _moe().expert_mlps.config
+    experts = ExpertMLPsV2(config, compat="nxd")
+    assert experts.choose_path("prefill", 100).path == "all_experts"
+    assert experts.choose_path("prefill", 1000).path == "blockwise"
+
+
+def test_explanation_as_plain_values() -> None:
+    values = _moe().explain("decode", 4).to_dict()
+    assert json.loads(json.dumps(values))["path"] == "selective"

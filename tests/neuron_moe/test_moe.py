@@ -1,0 +1,389 @@
+"""The MoE layer: what must not change the result, and what must."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from neuron_moe import (
+    BlockwiseMatmulConfig,
+    Decision,
+    ExpertMLPsV2,
+    MoE,
+    RoutedExpertsMLPOpsConfig,
+    RouterTopK,
+    SharedExperts,
+)
+from neuron_moe.backends.torch_backend import TorchBackend
+from tests.tolerances import FLOAT32_RELATIVE, relative_error
+
+PATHS = ("blockwise", "selective", "all_experts")
+
+
+def make_experts(
+    num_experts: int, top_k: int, *, block_size: int = 16, hidden: int = 12, **changes: object
+) -> ExpertMLPsV2:
+    """Return experts with biases and a clamped SwiGLU, unless changed."""
+    values = {
+        "bias": True,
+        "glu_type": "swiglu",
+        "hidden_act": "sigmoid",
+        "hidden_act_bias": 1.0,
+        "gate_clamp_upper_limit": 0.5,
+        "up_clamp_lower_limit": -0.5,
+        "up_clamp_upper_limit": 0.5,
+    }
+    values.update(changes)
+    config = RoutedExpertsMLPOpsConfig(
+        num_experts=num_experts,
+        hidden_size=hidden,
+        intermediate_size=10,
+        top_k=top_k,
+        glu_mlp=True,
+        **values,
+    )
+    experts = ExpertMLPsV2(config, BlockwiseMatmulConfig.from_kwargs(block_size=block_size))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return experts.eval()
+
+
+def force_path(experts: ExpertMLPsV2, path: str) -> None:
+    """Make the layer take `path` whatever the sizes are."""
+    experts.choose_path = lambda *_: Decision(path, f"torch.{path}", (), ())
+
+
+def reference(
+    experts: ExpertMLPsV2, hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor
+) -> Tensor:
+    """The formula, token by token, in float64."""
+    weights = experts.mlp_op.weights()
+    output_TH = torch.zeros_like(hidden_TH, dtype=torch.float64)
+    for token, row in enumerate(index_TK.tolist()):
+        for choice, expert in enumerate(row):
+            if expert < 0:
+                continue
+            x = hidden_TH[token].double()
+            gate, up = (
+                x @ weights.gate_up_proj_EHI[expert].double()
+                + weights.gate_up_bias_EI[expert].double()
+            ).chunk(2)
+            gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+            inner = gate * torch.sigmoid(gate) * (up + 1.0)
+            y = inner @ weights.down_proj_EIH[expert].double() + weights.down_bias_EH[expert]
+            output_TH[token] += y * affinities_TK[token, choice].double()
+    return output_TH
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[ExpertMLPsV2, Tensor, Tensor, Tensor]:
+    """Draw (experts, hidden, affinities, index), hard routings included."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    num_experts = draw(st.integers(1, 9))
+    top_k = draw(st.integers(1, num_experts))
+    tokens = draw(st.integers(1, 33))
+    experts = make_experts(num_experts, top_k, block_size=draw(st.integers(1, 40)))
+    scores_TE = torch.rand(tokens, num_experts)
+    kind = draw(st.sampled_from(["uniform", "one expert", "an expert with none", "ties", "zeros"]))
+    if kind == "one expert":
+        scores_TE[:, 0] += 10
+    if kind == "an expert with none":
+        scores_TE[:, -1] -= 10
+    if kind == "ties":
+        scores_TE = (scores_TE * 2).round()
+    values, index_TK = scores_TE.sort(descending=True, stable=True)
+    affinities_TK = values[:, :top_k].contiguous()
+    if kind == "zeros":
+        affinities_TK = affinities_TK * (torch.rand_like(affinities_TK) < 0.5)
+    return experts, torch.randn(tokens, 12), affinities_TK, index_TK[:, :top_k].to(torch.int32)
+
+
+@torch.no_grad()
+@given(layers())
+@settings(max_examples=60, deadline=None)
+def test_every_path_and_form_computes_the_formula(
+    layer: tuple[ExpertMLPsV2, Tensor, Tensor, Tensor],
+) -> None:
+    experts, hidden_TH, affinities_TK, index_TK = layer
+    expected = reference(experts, hidden_TH, affinities_TK, index_TK)
+    for is_static in (False, True):
+        experts.backend = TorchBackend(static=is_static)
+        for path in PATHS:
+            force_path(experts, path)
+            actual = experts(hidden_TH, affinities_TK, index_TK, 2)
+            assert relative_error(actual, expected) < FLOAT32_RELATIVE, (path, is_static)
+
+
+@torch.no_grad()
+@given(layers(), st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_order_of_experts_does_not_matter(
+    layer: tuple[ExpertMLPsV2, Tensor, Tensor, Tensor], seed: int
+) -> None:
+    experts, hidden_TH, affinities_TK, index_TK = layer
+    before = experts(hidden_TH, affinities_TK, index_TK, 2)
+    order = torch.randperm(
+        experts.config.num_experts, generator=torch.Generator().manual_seed(seed)
+    )
+    for parameter in experts.parameters():
+        parameter.copy_(parameter[order].clone())
+    moved = torch.argsort(order)[index_TK.long()]
+    after = experts(hidden_TH, affinities_TK, moved, 2)
+    assert relative_error(after, before) < FLOAT32_RELATIVE
+
+
+@torch.no_grad()
+@given(layers())
+@settings(max_examples=30, deadline=None)
+def test_padding_tokens_change_nothing_and_get_nothing(
+    layer: tuple[ExpertMLPsV2, Tensor, Tensor, Tensor],
+) -> None:
+    experts, hidden_TH, affinities_TK, index_TK = layer
+    tokens = index_TK.shape[0]
+    alone = experts(hidden_TH, affinities_TK, index_TK, 2)
+    is_real = torch.zeros(2 * tokens, dtype=torch.bool)
+    is_real[1::2] = True
+
+    def spread(values: Tensor, filler: float) -> Tensor:
+        wide = torch.full((2 * tokens, values.shape[1]), filler, dtype=values.dtype)
+        wide[1::2] = values
+        return wide
+
+    for phase in ("prefill", "decode", "speculation"):
+        padded = experts(
+            spread(hidden_TH, float("nan")),
+            spread(affinities_TK, 0.7),
+            spread(index_TK, 0),
+            2,
+            is_real,
+            phase=phase,
+        )
+        assert relative_error(padded[1::2], alone) < FLOAT32_RELATIVE
+        assert (padded[0::2] == 0).all()
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("path", PATHS)
+def test_padding_with_nan_stays_out_of_every_path(path: str, is_static: bool) -> None:
+    experts = make_experts(4, 2)
+    experts.backend = TorchBackend(static=is_static)
+    hidden_TH = torch.randn(6, 12)
+    hidden_TH[3] = float("nan")
+    index_TK = torch.randint(0, 4, (6, 2), dtype=torch.int32)
+    index_TK[3] = -1
+    affinities_TK = torch.where(index_TK < 0, 0.0, torch.rand(6, 2))
+    force_path(experts, path)
+    with torch.no_grad():
+        output = experts(hidden_TH, affinities_TK, index_TK, 2)
+    assert torch.isfinite(output).all()
+
+
+@torch.no_grad()
+@given(
+    tokens=st.integers(1, 40),
+    top_k=st.integers(1, 4),
+    factor=st.floats(0.05, 3.0),
+    seed=st.integers(0, 9999),
+)
+@settings(max_examples=60, deadline=None)
+def test_capacity_drops_late_tokens_and_renormalises(
+    tokens: int, top_k: int, factor: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    num_experts = 6
+    experts = make_experts(
+        num_experts, top_k, capacity_factor=factor, normalize_top_k_affinities=top_k > 1
+    )
+    hidden_TH = torch.randn(tokens, 12)
+    values, index = (torch.rand(tokens, num_experts) + torch.rand(num_experts)).topk(top_k)
+    room = math.ceil(tokens * top_k * factor / num_experts)
+    if factor >= num_experts / top_k:
+        room = tokens
+    kept, taken = index.clone(), [0] * num_experts
+    for token in range(tokens):
+        for choice in range(top_k):
+            expert = index[token, choice].item()
+            taken[expert] += 1
+            if taken[expert] > room:
+                kept[token, choice] = -1
+    weights = torch.where(kept < 0, 0.0, values)
+    if top_k > 1:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-12)
+    actual = experts(hidden_TH, values, index, tokens + 1)
+    assert relative_error(actual, reference(experts, hidden_TH, weights, kept)) < FLOAT32_RELATIVE
+
+
+def test_dense_affinities_of_nxd_mean_the_same() -> None:
+    experts = make_experts(8, 2)
+    hidden_TH, dense_TE = torch.randn(9, 12), torch.rand(9, 8)
+    affinities_TK, index_TK = dense_TE.topk(2)
+    with torch.no_grad():
+        assert torch.equal(
+            experts(hidden_TH, dense_TE, index_TK, 9),
+            experts(hidden_TH, affinities_TK, index_TK, 9),
+        )
+
+
+def test_results_are_the_same_bits_each_time() -> None:
+    experts = make_experts(8, 4, hidden=64)
+    hidden_TH = torch.randn(300, 64)
+    affinities_TK, index_TK = torch.rand(300, 8).topk(4)
+    with torch.no_grad():
+        first = experts(hidden_TH, affinities_TK, index_TK, 300)
+        assert all(
+            torch.equal(first, experts(hidden_TH, affinities_TK, index_TK, 300)) for _ in range(5)
+        )
+
+
+def test_combine_is_float32_with_one_rounding() -> None:
+    """1024 + 1 + 1 + ... in bfloat16 stays 1024; the combine must not."""
+    num_experts = 8
+    config = RoutedExpertsMLPOpsConfig(num_experts, 1, 1, num_experts, "relu", False)
+    experts = ExpertMLPsV2(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        experts.mlp_op.up_proj.weight.fill_(1.0)
+        experts.mlp_op.down_proj.weight.fill_(1.0)
+        experts.mlp_op.down_proj.weight[0] = 1024.0
+        index_TK = torch.arange(num_experts, dtype=torch.int32).view(1, -1)
+        ones = torch.ones(1, num_experts)
+        hidden_TH = torch.ones(1, 1, dtype=torch.bfloat16)
+        output = experts(hidden_TH, ones, index_TK, 1)
+    assert output.item() == torch.tensor(1031.0).bfloat16().item() != 1024.0
+
+
+def test_early_modulation_scales_the_input() -> None:
+    plain = make_experts(4, 1)
+    early = make_experts(4, 1, early_expert_affinity_modulation=True)
+    early.load_state_dict(plain.state_dict())
+    hidden_TH, affinities_TK = torch.randn(7, 12), torch.rand(7, 1)
+    index_TK = torch.randint(0, 4, (7, 1))
+    with torch.no_grad():
+        expected = plain(hidden_TH * affinities_TK, torch.ones(7, 1), index_TK, 7)
+        actual = early(hidden_TH, affinities_TK, index_TK, 7)
+    assert relative_error(actual, expected) < FLOAT32_RELATIVE
+
+
+def test_a_clamp_of_zero_is_a_clamp() -> None:
+    zero = make_experts(4, 2, up_clamp_upper_limit=0.0)
+    none = make_experts(4, 2, up_clamp_upper_limit=None, up_clamp_lower_limit=None)
+    none.load_state_dict(zero.state_dict())
+    hidden_TH = torch.randn(7, 12)
+    affinities_TK, index_TK = torch.rand(7, 4).topk(2)
+    with torch.no_grad():
+        clamped = zero(hidden_TH, affinities_TK, index_TK, 7)
+        assert relative_error(none(hidden_TH, affinities_TK, index_TK, 7), clamped) > 1e-3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_shared_experts_add_to_the_routed_ones(fused: bool) -> None:
+    experts = make_experts(4, 2)
+    shared = SharedExperts(12, 6, 2, "silu", fused_gate_up_projection=fused)
+    router = RouterTopK(4, 2, 12)
+    hidden_BSH = torch.randn(2, 3, 12)
+    with torch.no_grad():
+        routed = MoE(router, experts)(hidden_BSH)[0]
+        both = MoE(router, experts, shared)(hidden_BSH)[0]
+        if fused:
+            gate, up = shared.gate_up_proj(hidden_BSH).chunk(2, -1)
+        else:
+            gate, up = shared.gate_proj(hidden_BSH), shared.up_proj(hidden_BSH)
+        expected = routed + shared.down_proj(nn.functional.silu(gate) * up)
+    assert relative_error(both, expected) < FLOAT32_RELATIVE
+
+
+def test_gated_shared_experts_scale_each_token() -> None:
+    shared = SharedExperts(12, 6, 1, "silu", is_gated=True)
+    x = torch.randn(5, 12)
+    with torch.no_grad():
+        scale = torch.sigmoid(shared.shared_expert_gate(x))
+        gated = shared(x)
+        shared.shared_expert_gate = None
+        assert relative_error(gated, shared(x) * scale) < FLOAT32_RELATIVE
+
+
+def test_residual_is_added_first_and_returned_last() -> None:
+    moe = MoE(RouterTopK(4, 2, 12), make_experts(4, 2), rmsnorm=nn.RMSNorm(12))
+    hidden, residual = torch.randn(2, 3, 12), torch.randn(2, 3, 12)
+    with torch.no_grad():
+        result = moe(hidden, residual=residual)
+        assert torch.equal(result[-1], hidden + residual)
+        assert torch.equal(result[0], moe(hidden + residual)[0])
+    assert result.router_logits is None
+
+
+def test_logits_and_choices_on_request() -> None:
+    moe = MoE(
+        RouterTopK(4, 2, 12),
+        make_experts(4, 2),
+        return_router_logits=True,
+        return_expert_index=True,
+    )
+    result = moe(torch.randn(2, 3, 12))
+    assert result.router_logits.shape == (6, 4)
+    assert result.expert_index.shape == (6, 2)
+
+
+def test_load_counters_count_real_tokens() -> None:
+    moe = MoE(RouterTopK(4, 2, 12), make_experts(4, 2), return_expert_index=True).eval()
+    assert moe.expert_load is None
+    moe.enable_load_counters()
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    with torch.no_grad():
+        index = moe(torch.randn(2, 3, 12), mask).expert_index
+        index = index.view(2, 3, 2)[mask.bool()]
+    assert moe.expert_load.tolist() == torch.bincount(index.reshape(-1), minlength=4).tolist()
+    assert "expert_load_E" not in "".join(moe.state_dict())
+
+
+def test_state_dict_keys_are_nxds() -> None:
+    moe = MoE(RouterTopK(4, 2, 12, bias=True), make_experts(4, 2), SharedExperts(12, 6, 1, "silu"))
+    shapes = {key: tuple(value.shape) for key, value in moe.state_dict().items()}
+    assert shapes == {
+        "router.linear_router.weight": (4, 12),
+        "router.linear_router.bias": (4,),
+        "expert_mlps.mlp_op.gate_up_proj.weight": (4, 12, 20),
+        "expert_mlps.mlp_op.gate_up_proj.bias": (4, 20),
+        "expert_mlps.mlp_op.down_proj.weight": (4, 10, 12),
+        "expert_mlps.mlp_op.down_proj.bias": (4, 12),
+        "shared_experts.gate_proj.weight": (6, 12),
+        "shared_experts.up_proj.weight": (6, 12),
+        "shared_experts.down_proj.weight": (12, 6),
+    }
+
+
+def test_gradients_reach_router_and_chosen_experts() -> None:
+    experts = make_experts(4, 2)
+    moe = MoE(RouterTopK(4, 2, 12), experts).train()
+    moe(torch.randn(1, 200, 12))[0].square().sum().backward()
+    for name, parameter in moe.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_experts_forward_runs_rows_of_their_own() -> None:
+    experts = make_experts(4, 2)
+    rows_ECH = torch.randn(4, 3, 12)
+    with torch.no_grad():
+        output = experts.mlp_op(rows_ECH)
+        for expert in range(4):
+            index = torch.full((3, 1), expert)
+            expected = reference(experts, rows_ECH[expert], torch.ones(3, 1), index)
+            assert relative_error(output[expert], expected) < FLOAT32_RELATIVE
+        picked = experts.mlp_op(rows_ECH[:1], torch.tensor([2, 0]))
+    assert picked.shape == (2, 3, 12)
+
+
+def test_a_large_weight_is_not_touched_before_it_is_loaded() -> None:
+    config = RoutedExpertsMLPOpsConfig(128, 7168, 2048, 8, "silu", True)
+    experts = ExpertMLPsV2(config)
+    assert experts.mlp_op.gate_up_proj.weight.shape == (128, 7168, 4096)
+    assert experts.mlp_op.gate_up_proj.weight[7, 5, 3] == 0
+
+
+def test_no_tokens_no_output() -> None:
+    experts = make_experts(4, 2)
+    empty = experts(torch.randn(0, 12), torch.rand(0, 2), torch.zeros(0, 2), 5)
+    assert empty.shape == (0, 12)

@@ -1,0 +1,134 @@
+"""Routers: who is chosen, how they weigh, and what breaks ties."""
+
+import pytest
+import torch
+
+from neuron_moe import GroupLimitedRouter, RouterTopK
+from neuron_moe.routing import RouterSpec, route
+
+
+def _logits(tokens: int = 50, experts: int = 16) -> torch.Tensor:
+    return torch.randn(tokens, experts)
+
+
+@pytest.mark.parametrize("act_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("act_over_topk", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_top_k_family_against_plain_torch(
+    act_fn: str, act_over_topk: bool, renormalize: bool
+) -> None:
+    logits_TE = _logits()
+    spec = RouterSpec(
+        num_experts=16,
+        top_k=4,
+        hidden_size=8,
+        act_fn=act_fn,
+        act_over_topk=act_over_topk,
+        renormalize=renormalize,
+        routed_scaling_factor=1.5,
+    )
+    routing = route(logits_TE, spec)
+    act = (lambda x: x.softmax(-1)) if act_fn == "softmax" else torch.sigmoid
+    chosen = logits_TE.topk(4)
+    every = act(logits_TE).gather(1, chosen.indices)
+    weights = act(chosen.values) if act_over_topk else every
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    assert torch.equal(routing.expert_index_TK.long(), chosen.indices)
+    torch.testing.assert_close(routing.expert_affinities_TK, weights * 1.5)
+    assert routing.expert_affinities_TK.dtype == torch.float32
+
+
+def test_selection_bias_moves_the_choice_but_not_the_weights() -> None:
+    logits_TE = _logits()
+    bias_E = torch.randn(16)
+    spec = RouterSpec(
+        num_experts=16, top_k=3, hidden_size=8, act_fn="sigmoid", has_selection_bias=True
+    )
+    routing = route(logits_TE, spec, bias_E)
+    scores_TE = logits_TE.sigmoid()
+    expected = (scores_TE + bias_E).topk(3).indices
+    assert torch.equal(routing.expert_index_TK.long(), expected)
+    torch.testing.assert_close(routing.expert_affinities_TK, scores_TE.gather(1, expected))
+    assert not torch.equal(expected, scores_TE.topk(3).indices)
+
+
+@pytest.mark.parametrize("fill", [0.0, float("-inf")])
+def test_groups_limit_the_choice(fill: float) -> None:
+    logits_TE = _logits(200, 16)
+    bias_E = 0.1 * torch.randn(16) - (2.0 if fill == 0.0 else 0.0)
+    spec = RouterSpec(
+        num_experts=16,
+        top_k=4,
+        hidden_size=8,
+        act_fn="sigmoid",
+        has_selection_bias=True,
+        n_group=4,
+        topk_group=2,
+        out_of_group_fill=fill,
+    )
+    index_TK = route(logits_TE, spec, bias_E).expert_index_TK.long()
+    biased = (logits_TE.sigmoid() + bias_E).view(200, 4, 4)
+    best = biased.topk(2, dim=-1).values.sum(-1).topk(2).indices
+    is_inside = (index_TK // 4).unsqueeze(-1).eq(best.unsqueeze(1)).any(-1)
+    if fill == 0.0:
+        # Every biased score is negative here, so a fill of 0 lets experts outside the groups win.
+        assert not is_inside.any()
+    else:
+        assert is_inside.all()
+
+
+def test_lower_expert_wins_a_tie() -> None:
+    spec = RouterSpec(num_experts=6, top_k=3, hidden_size=8)
+    routing = route(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0], [0.0] * 6]), spec)
+    assert routing.expert_index_TK.tolist() == [[1, 3, 5], [0, 1, 2]]
+
+
+def test_saturated_sigmoid_still_ranks_by_logit() -> None:
+    spec = RouterSpec(num_experts=3, top_k=1, hidden_size=8, act_fn="sigmoid")
+    routing = route(torch.tensor([[100.0, 200.0, 150.0]]), spec)
+    assert routing.expert_index_TK.tolist() == [[1]]
+
+
+def test_arithmetic_is_float32_whatever_the_weights_are() -> None:
+    router = RouterTopK(32, 4, 64, dtype=torch.bfloat16)
+    hidden = torch.randn(2, 9, 64, dtype=torch.bfloat16)
+    routing = router(hidden)
+    expected = hidden.float().reshape(18, 64) @ router.linear_router.weight.float().t()
+    torch.testing.assert_close(routing.router_logits_TE, expected)
+    assert routing.router_logits_TE.dtype == torch.float32
+
+
+def test_all_experts_may_be_chosen() -> None:
+    routing = RouterTopK(5, 5, 8)(torch.randn(3, 8))
+    assert routing.expert_index_TK.sort(-1).values.tolist() == [[0, 1, 2, 3, 4]] * 3
+    torch.testing.assert_close(routing.expert_affinities_TK.sum(-1), torch.ones(3))
+
+
+def test_state_dict_keys_are_nxds() -> None:
+    assert list(RouterTopK(4, 2, 8, bias=True).state_dict()) == [
+        "linear_router.weight",
+        "linear_router.bias",
+    ]
+    assert set(GroupLimitedRouter(8, 2, 8, 4, 2).state_dict()) == {
+        "linear_router.weight",
+        "e_score_correction_bias",
+    }
+
+
+def test_affinities_carry_a_gradient_to_the_router() -> None:
+    router = RouterTopK(8, 2, 16)
+    router(torch.randn(4, 16)).expert_affinities_TK.square().sum().backward()
+    assert router.linear_router.weight.grad is not None
+    assert router.linear_router.weight.grad.abs().sum() > 0
+
+
+def test_jitter_only_while_training() -> None:
+    router = RouterTopK(8, 2, 16, jitter_eps=0.3)
+    hidden = torch.randn(4, 16)
+    router.eval()
+    calm = router(hidden).router_logits_TE
+    router.train()
+    assert not torch.equal(router(hidden).router_logits_TE, calm)
+    router.eval()
+    assert torch.equal(router(hidden).router_logits_TE, calm)
