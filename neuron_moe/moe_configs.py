@@ -1,0 +1,15 @@
+"""NxD's module name for the configurations, so that import lines carry over."""
+
+from neuron_moe.config import (
+    BlockwiseMatmulConfig,
+    MoEFusedTKGConfig,
+    RoutedExpertsMLPOpsConfig,
+    RouterConfig,
+)
+
+__all__ = [
+    "BlockwiseMatmulConfig",
+    "MoEFusedTKGConfig",
+    "RoutedExpertsMLPOpsConfig",
+    "RouterConfig",
+]
