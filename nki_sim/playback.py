@@ -253,7 +253,9 @@ class _Player:
                 if not self._dma(now, node, price, core, names[queue]):
                     continue
             elif type(price) is MeetingPrice:
-                left -= self._meet(now, node, price)
+                engine = tr.ENGINE_NAMES.index(names[queue]) if names[queue] != "exchange" else -1
+                if engine < 0 or self._take(engine, now, node, core):
+                    left -= self._meet(now, node, price)
                 continue
             left -= 1
             self._release(node, queue)
