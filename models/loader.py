@@ -121,7 +121,6 @@ def _check_filled(model: nn.Module) -> None:
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty:
         raise ValueError(
-            f"{empty[0]}: still on the meta device after loading ({len(empty)} tensors are). A "
-            "buffer "
-            'that is not in the state dict must be made with device="cpu" in the model file.'
+            f"{empty[0]}: still on the meta device after loading, as are {len(empty) - 1} more. "
+            'A buffer outside the state dict must be made with device="cpu" in the model file.'
         )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.checkpoint.lazy import Selection, everything, pieces, take
+from neuron_moe.checkpoint.problems import Problems
 from neuron_moe.checkpoint.reader import Checkpoint
 from neuron_moe.checkpoint.weight_map import Assignment, WeightMap
 from neuron_moe.quantize.bf16 import is_finite
@@ -91,24 +92,18 @@ def read_parameters(
             before any is read; or the first one that holds NaN or infinity.
     """
     work = []
-    wrong = []
+    problems = Problems(checkpoint.path)
     for assignment in weight_map.resolve(checkpoint, parameters):
         shape = assignment.source.shape
         selection = shard(assignment.target, shape) if shard else everything(shape)
         held = tuple(len(indices) for indices in selection)
         wanted = parameters[assignment.target]
         if held != tuple(wanted.shape):
-            wrong.append(f"  {_describe(assignment, held)} must be {list(wanted.shape)}")
+            problems.add("shape", f"{_describe(assignment, held)} must be {list(wanted.shape)}")
         if not wanted.dtype.is_floating_point:
-            wrong.append(f"  {assignment.target}: {wanted.dtype} must be a float dtype")
+            problems.add("dtype", f"{assignment.target}: {wanted.dtype} must be a float dtype")
         work.append((assignment, selection, wanted.dtype))
-    if wrong:
-        raise ValueError(
-            f"{checkpoint.path}: {len(wrong)} tensors do not fit; what the checkpoint gives must "
-            "be what "
-            "the model has.\n" + "\n".join(wrong) + "\nCheck that config.json belongs to these "
-            "weights."
-        )
+    problems.raise_if_any()
 
     total = sum(parameters[a.target].numel() * dtype.itemsize for a, _, dtype in work)
     done = 0

@@ -157,22 +157,19 @@ def _read_shards(directory: Path) -> dict[str, TensorInfo]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(
                 f"{index_path}: shard {file!r} must be the plain name of a .safetensors file "
-                "beside "
-                f"the index. {advice}"
+                f"beside the index. {advice}"
             )
         if not (directory / file).is_file():
             raise FileNotFoundError(
-                f"{directory / file}: missing, but {INDEX_FILE} places "
-                f"{sum(place == file for place in files.values())} tensors in it. "
+                f"{directory / file}: missing, but must be there, for {INDEX_FILE} names it. "
                 "Download the shard again."
             )
         found = _read_header(directory / file)
         promised = {name for name, place in files.items() if place == file}
         if difference := sorted(promised ^ found.keys()):
             raise ValueError(
-                f"{index_path}: {len(difference)} tensors of {file} are in the index or in the "
-                "file "
-                f"alone, first {difference[0]!r}; both must agree. {advice}"
+                f"{index_path}: {difference[0]!r} is only in the index or only in {file} (as are "
+                f"{len(difference) - 1} more); both must agree. {advice}"
             )
         tensors.update(found)
     return tensors
@@ -187,8 +184,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         if size < 8 or header_size > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(
                 f"{file}: {size} bytes, header of {header_size} bytes: the header must fit the "
-                "file "
-                f"and stay below {MAX_HEADER_BYTES} bytes. The file is truncated or no "
+                f"file and stay below {MAX_HEADER_BYTES} bytes. The file is truncated or no "
                 f"safetensors. {advice}"
             )
         raw = stream.read(header_size)
@@ -206,16 +202,15 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         if info.offset != position:
             raise ValueError(
                 f"{file}: {info.name} begins at byte {info.offset}, must begin at {position}, "
-                "where "
-                f"the tensor before it ends. The header is corrupt. {advice}"
+                f"where the tensor before it ends. The header is corrupt. {advice}"
             )
         position += info.nbytes
     if position > size:
         cut = [info.name for info in tensors.values() if info.offset + info.nbytes > size]
         raise ValueError(
             f"{file}: {size} bytes, must be {position} by its header. The file is truncated: "
-            f"{min(cut, key=lambda name: tensors[name].offset)} is cut, {len(cut)} tensors are "
-            f"incomplete. {advice}"
+            f"{min(cut, key=lambda name: tensors[name].offset)} is incomplete, {len(cut) - 1} "
+            f"more are. {advice}"
         )
     if position < size:
         raise ValueError(
@@ -251,8 +246,7 @@ def _read_entry(file: Path, start: int, name: str, entry: object) -> TensorInfo:
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(
             f"{file}: {name} has shape {shape} and data_offsets {offsets}, must be lists of "
-            "integers "
-            f"of 0 and more. The header is corrupt. {advice}"
+            f"integers of 0 and more. The header is corrupt. {advice}"
         )
     info = TensorInfo(name, tuple(shape), DTYPES[dtype], file, start + offsets[0])
     if offsets[1] - offsets[0] != info.nbytes:
@@ -277,9 +271,8 @@ def _read_finite(info: TensorInfo, selection: Selection) -> Tensor:
     if not is_finite(values):
         count = int((~torch.isfinite(values)).sum())
         raise ValueError(
-            f"{info.name} in {info.file} holds {count} NaN or infinite values: "
-            "weights "
-            "must be finite. The file is damaged or its training diverged; download it again."
+            f"{info.name} in {info.file} holds {count} NaN or infinite values: weights must be "
+            "finite. The file is damaged or its training diverged; download it again."
         )
     return tensor
 

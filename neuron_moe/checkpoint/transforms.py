@@ -167,8 +167,7 @@ class ConcatGateUp(Transform):
         if gate.shape != up.shape or gate.dtype != up.dtype:
             raise ValueError(
                 f"{up.name} {list(up.shape)} {up.dtype}: must be {list(gate.shape)} {gate.dtype} "
-                "as "
-                f"{gate.name}. Check that both come from one checkpoint."
+                f"as {gate.name}. Check that both come from one checkpoint."
             )
         *front, half, columns = gate.shape
 
@@ -233,8 +232,7 @@ class Mxfp4(Transform):
             if largest > _LARGEST_SAFE_SCALE and not is_finite(values):
                 raise ValueError(
                     f"{scales.name} holds scales so large that weights become infinite: weights "
-                    "must "
-                    "be finite. The file is damaged; download it again."
+                    "must be finite. The file is damaged; download it again."
                 )
             local = within(columns, groups.start * MXFP4_GROUP_SIZE)
             return take(values, (*everything(values.shape[:-1]), local))
@@ -264,8 +262,7 @@ class Chain(Transform):
             if step.num_sources != 1:
                 raise ValueError(
                     f"{step.name} takes {step.num_sources} sources: only the first transform of a "
-                    "chain "
-                    "may take several. Put it first."
+                    "chain may take several. Put it first."
                 )
 
     def apply(self, *sources: LazyTensor) -> LazyTensor:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from neuron_moe.checkpoint.lazy import LazyTensor, stack
+from neuron_moe.checkpoint.problems import Problems
 from neuron_moe.checkpoint.reader import Checkpoint
 from neuron_moe.checkpoint.transforms import Transform, identity
 from neuron_moe.errors import check_positive_int, closest
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_MAX_LISTED = 8  # problems of one kind that a message lists before it counts the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class WeightMap:
             ValueError: listing every key that is missing or extra, every parameter without a rule,
                 and every tensor whose shape or dtype its transform refuses.
         """
-        problems = _Problems()
+        problems = Problems(checkpoint.path)
         wanted = set(parameters)
         candidates: dict[str, list[tuple[Rule, dict[str, int]]]] = {}
         for rule in self.rules:
@@ -137,7 +137,7 @@ class WeightMap:
         for key in checkpoint.tensors:
             if key not in used and key not in ignored:
                 problems.add("extra", self._explain_extra(key))
-        problems.raise_if_any(checkpoint)
+        problems.raise_if_any()
         return assignments
 
     def export(
@@ -185,8 +185,7 @@ class WeightMap:
         if variant is None and known:
             raise ValueError(
                 f"variant=None: must be one of {', '.join(known)}, for the map knows several "
-                "storage "
-                f"forms. Pass variant={known[0]!r}."
+                f"storage forms. Pass variant={known[0]!r}."
             )
         if variant is not None and variant not in known:
             raise ValueError(
@@ -216,7 +215,7 @@ class WeightMap:
         target: str,
         options: list[tuple[Rule, dict[str, int]]],
         checkpoint: Checkpoint,
-        problems: "_Problems",
+        problems: Problems,
     ) -> tuple[Rule, dict[str, int], list[str]]:
         """Return the storage form the checkpoint uses for a parameter, and what it lacks of it."""
         counted = []
@@ -248,8 +247,7 @@ class WeightMap:
         if len(rule.patterns) != rule.transform.num_sources:
             raise ValueError(
                 f"rule for {rule.target}: {len(rule.patterns)} sources, but {rule.transform.name} "
-                "takes "
-                f"{rule.transform.num_sources}. Give it that many."
+                f"takes {rule.transform.num_sources}. Give it that many."
             )
         names = set(placeholders(rule.patterns[0]))
         for pattern in rule.patterns:
@@ -262,8 +260,7 @@ class WeightMap:
         if not names.issuperset(placeholders(rule.target)) or len(rule.stacked) > 1:
             raise ValueError(
                 f"rule for {rule.target}: its placeholders must be those of {rule.patterns[0]}, "
-                "one of "
-                "which may be left out to be stacked. Correct the target."
+                "one of which may be left out to be stacked. Correct the target."
             )
         alike = [r for r in self.rules if r.target == rule.target and r.variant == rule.variant]
         if len(alike) > 1:
@@ -281,35 +278,6 @@ class WeightMap:
                     f"pattern {pattern}: the size of {{{name}}} must be in sizes, which has "
                     f"{sorted(self.sizes) or 'none'}. Add sizes={{{name!r}: ...}}."
                 )
-
-
-class _Problems:
-    """What is wrong with a checkpoint, by kind, so that one message tells all of it."""
-
-    def __init__(self) -> None:
-        self.by_kind: dict[str, list[str]] = {}
-
-    def add(self, kind: str, text: str) -> None:
-        """Note one problem."""
-        self.by_kind.setdefault(kind, []).append(text)
-
-    def raise_if_any(self, checkpoint: Checkpoint) -> None:
-        """Raise a ValueError that lists them."""
-        if not self.by_kind:
-            return
-        lines = [
-            f"{checkpoint.path}: {sum(map(len, self.by_kind.values()))} problems; every tensor "
-            "must be "
-            "used and every parameter filled."
-        ]
-        for kind, texts in self.by_kind.items():
-            lines += [f"  {kind}: {text}" for text in texts[:_MAX_LISTED]]
-            if len(texts) > _MAX_LISTED:
-                lines.append(f"  {kind}: and {len(texts) - _MAX_LISTED} more")
-        lines.append(
-            "Check that config.json belongs to these weights, and download them again if it does."
-        )
-        raise ValueError("\n".join(lines))
 
 
 def placeholders(pattern: str) -> list[str]:

@@ -105,8 +105,7 @@ class QuantizedWeight:
         if scale_shape != grid:
             raise ValueError(
                 f"scale {list(scale_shape)}: must be {list(grid)}, one for each block of "
-                f"{list(self.block_shape)} in "
-                f"codes {list(shape)}. Check the order of the axes."
+                f"{list(self.block_shape)} in codes {list(shape)}. Check the order of the axes."
             )
 
 

@@ -38,22 +38,19 @@ def check_mxfp4(blocks: Tensor, scales: Tensor) -> None:
             raise TypeError(f"{name} is a {type(codes).__name__}: must be a torch.Tensor.")
         if codes.dtype != torch.uint8:
             raise TypeError(
-                f"{name}.dtype={codes.dtype}: must be uint8 codes. "
-                "A weight that is decoded already needs no decoding; encode_mxfp4() makes codes "
-                "of it."
+                f"{name}.dtype={codes.dtype}: must be uint8 codes. A weight that is decoded "
+                "already needs no decoding; encode_mxfp4() makes codes of it."
             )
     if blocks.ndim < 2 or blocks.shape[-1] != MXFP4_GROUP_SIZE // 2:
         raise ValueError(
             f"blocks {list(blocks.shape)}: the last axis must be the {MXFP4_GROUP_SIZE // 2} bytes "
-            "of a group of "
-            f"{MXFP4_GROUP_SIZE} values. Reshape [..., K/2] to [..., K/{MXFP4_GROUP_SIZE}, "
-            f"{MXFP4_GROUP_SIZE // 2}]."
+            f"of a group of {MXFP4_GROUP_SIZE} values. Reshape [..., K/2] to [..., "
+            f"K/{MXFP4_GROUP_SIZE}, {MXFP4_GROUP_SIZE // 2}]."
         )
     if blocks.shape[:-1] != scales.shape:
         raise ValueError(
             f"scales {list(scales.shape)}: must be {list(blocks.shape[:-1])}, one for each group "
-            "of blocks "
-            f"{list(blocks.shape)}. Check that both come from the same weight."
+            f"of blocks {list(blocks.shape)}. Check that both come from the same weight."
         )
 
 

@@ -142,10 +142,9 @@ def recode_mxfp4_to_fp8(
     if not spread.is_lossless:
         raise ValueError(
             f"scales {list(scales.shape)}: group exponents of {scope} {spread.first_too_wide} "
-            "spread over more than "
-            f"{spread.limit} (widest {spread.widest}; {spread.num_too_wide} of {spread.num_scopes} "
-            f"{scope}s too wide): "
-            f"{fmt.name} cannot hold them exactly. Decode this weight to bf16 with decode_mxfp4()."
+            f"spread over more than {spread.limit} (widest {spread.widest}; {spread.num_too_wide} "
+            f"of {spread.num_scopes} {scope}s too wide): {fmt.name} cannot hold them exactly. "
+            "Decode this weight to bf16 with decode_mxfp4()."
         )
     lowest_R, highest_R = _scope_exponents(blocks, scales, scope)
     lowest_allowed, _ = _exponent_window(fmt, allow_subnormal)

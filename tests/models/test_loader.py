@@ -267,7 +267,7 @@ CORRUPTIONS = {
         [
             r"model\.safetensors: 100000 bytes, must be \d+",
             "is truncated",
-            r"\w+ is cut, \d+ tensors are incomplete",
+            r"\w+ is incomplete, \d+ more are",
             "Download or copy",
         ],
     ),
@@ -334,13 +334,13 @@ CORRUPTIONS = {
     ),
     "missing-shard": (
         index(dict, delete("one.safetensors")),
-        [r"one\.safetensors: missing", "places 1 tensors in it", "Download the shard again"],
+        [r"one\.safetensors: missing, but must be there", "Download the shard again"],
     ),
     "truncated-shard": (
         index(dict, cut(9000, "one.safetensors")),
         [
             r"one\.safetensors: 9000 bytes",
-            rf"truncated: {EMBED} is cut, 1 tensors",
+            rf"truncated: {EMBED} is incomplete, 0 more",
             "Download or copy",
         ],
     ),
@@ -358,11 +358,19 @@ CORRUPTIONS = {
     ),
     "index-names-no-tensor": (
         index(lambda files: files | {"ghost": "one.safetensors"}),
-        [r"1 tensors of one\.safetensors", "first 'ghost'", "both must agree", "rebuild it"],
+        [
+            r"'ghost' is only in the index or only in one\.safetensors",
+            "both must agree",
+            "rebuild it",
+        ],
     ),
     "index-lacks-tensor": (
         index(lambda files: {n: f for n, f in files.items() if n != ROUTER}),
-        [r"1 tensors of two\.safetensors", rf"first '{ROUTER}'", "both must agree", "rebuild it"],
+        [
+            rf"'{ROUTER}' is only in the index or only in two\.safetensors",
+            "both must agree",
+            "rebuild it",
+        ],
     ),
     "nan": (
         tensors(ROUTER=put(float("nan"))),
@@ -383,14 +391,14 @@ CORRUPTIONS = {
     "missing-key": (
         tensors(ROUTER=drop),
         [
-            "1 problems; every tensor must be used and every parameter filled",
+            "1 problem; every tensor must be used and every parameter filled",
             rf"missing: {ROUTER} \(it fills layers\.1\.moe\.router\.linear_router\.weight\)",
             r"Check that config\.json belongs to these weights",
         ],
     ),
     "blocks-without-scales": (
         tensors(SCALES=drop),
-        ["1 problems", rf"missing: {SCALES}", r"Check that config\.json"],
+        ["1 problem", rf"missing: {SCALES}", r"Check that config\.json"],
     ),
     "extra-key": (
         add("lm_head.scale", torch.ones(2)),
@@ -410,7 +418,7 @@ CORRUPTIONS = {
     ),
     "wrong-shape": (
         tensors(ROUTER=lambda t: t[:, :-1]),
-        [rf"{ROUTER}: gives .* \[8, 63\], must be \[8, 64\]", r"Check that config\.json"],
+        [rf"shape: {ROUTER}: gives .* \[8, 63\], must be \[8, 64\]", r"Check that config\.json"],
     ),
     "wrong-groups": (
         tensors(BLOCKS=lambda t: torch.cat((t, t), dim=2)),
