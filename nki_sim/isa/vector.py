@@ -442,8 +442,14 @@ def memset(
         raise IllegalOperand("value", f"0 for the packed type {dtype}", repr(value))
     if dtype.is_integer:
         bounds = np.iinfo(dtype.numpy)
-        if value != int(value) or isinstance(value, float) or not bounds.min <= value <= bounds.max:
+        if value != int(value) or not bounds.min <= value <= bounds.max:
             raise IllegalOperand("value", f"an int that {dtype} can hold", repr(value))
+        if isinstance(value, float):
+            core.machine.find(
+                "deprecated",
+                core.location(),
+                f"memset of a {dtype} tile with the float {value!r}; an int is expected",
+            )
     in_psum = dst._alloc.space == tr.PSUM
     small = dst.geometry.elements <= _GPSIMD_MEMSET_ELEMENTS
     default = Engine.vector if in_psum or small else Engine.gpsimd

@@ -1,0 +1,286 @@
+"""Scalar instructions: activation functions, accumulators, constraints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from nki_sim import IllegalOperand, SimOptions, isa
+from nki_sim import language as nl
+from nki_sim.testing import Tile, execute
+
+RANDOM = np.random.default_rng(0)
+P, F = 40, 12
+X = RANDOM.normal(size=(P, F)).astype(np.float32)
+Y = RANDOM.normal(size=(P, F)).astype(np.float32)
+S = RANDOM.uniform(0.5, 1.5, (P, 1)).astype(np.float32)
+B = RANDOM.normal(size=(P, 1)).astype(np.float32)
+BF16 = ml_dtypes.bfloat16
+RESET_REDUCE = isa.reduce_cmd.reset_reduce
+GEN4 = SimOptions(target="trn3")
+
+
+def out(dtype: Any = "float32", shape: tuple[int, ...] = (P, F), **where: Any) -> Tile:
+    return Tile(shape=shape, dtype=dtype, **where)
+
+
+COLUMN = out(shape=(P, 1))
+
+
+def test_activation_scales_shifts_and_applies() -> None:
+    result = execute(
+        lambda dst, x, s, b: isa.activation(dst, nl.exp, x, bias=b, scale=s),
+        dst=out(), x=Tile(X, space="psum"), s=Tile(S), b=Tile(B.astype(BF16)),
+    )  # fmt: skip
+    shift = B.astype(BF16).astype(np.float64)
+    np.testing.assert_allclose(result["dst"], np.exp(X.astype(np.float64) * S + shift), rtol=2e-6)
+
+
+def test_activation_takes_numbers_and_widens_integers() -> None:
+    x = RANDOM.integers(-5, 5, (P, F)).astype(np.int8)
+    result = execute(
+        lambda dst, x: isa.activation(dst, nl.copy, x, bias=1.0, scale=0.5),
+        dst=out("bfloat16", (P, 2, 6)), x=Tile(x),
+    )  # fmt: skip
+    expected = (x * 0.5 + 1.0).astype(BF16)
+    np.testing.assert_array_equal(result["dst"].reshape(P, F), expected)
+
+
+@pytest.mark.parametrize(
+    ("op", "formula"),
+    [
+        ("silu", lambda x: x / (1 + math.exp(-x))),
+        ("gelu", lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2))),
+        ("sigmoid", lambda x: 1 / (1 + math.exp(-x))),
+        ("tanh", math.tanh),
+        ("square", lambda x: x * x),
+    ],
+)
+def test_an_activation_function_is_its_formula(op: str, formula: Callable[[float], float]) -> None:
+    result = execute(lambda dst, x: isa.activation(dst, getattr(nl, op), x), dst=out(), x=Tile(X))
+    expected = np.vectorize(formula)(X.astype(np.float64))
+    np.testing.assert_allclose(result["dst"], expected, rtol=2e-6, atol=1e-6)
+
+
+def test_row_sums_persist_across_activations_and_are_taken_before_rounding() -> None:
+    def body(x: Any, y: Any, dst: Any, one: Any, two: Any, three: Any) -> None:
+        isa.activation(dst, nl.exp, x, reduce_op=nl.add, reduce_res=one, reduce_cmd=RESET_REDUCE)
+        isa.activation(dst, nl.copy, y)  # idle: leaves the registers alone
+        isa.activation(
+            dst, nl.square, y, reduce_op=nl.add, reduce_res=two, reduce_cmd=isa.reduce_cmd.reduce
+        )
+        isa.activation(
+            dst, nl.square, y, reduce_op=nl.add, reduce_res=three, reduce_cmd=isa.reduce_cmd.reset
+        )
+
+    result = execute(
+        body, x=Tile(X), y=Tile(Y), dst=out("bfloat16"), one=COLUMN, two=COLUMN, three=COLUMN
+    )
+    x, y = X.astype(np.float64), Y.astype(np.float64)
+    first = np.exp(x).sum(axis=1)
+    np.testing.assert_allclose(result["one"][:, 0], first, rtol=1e-5)
+    np.testing.assert_allclose(result["two"][:, 0], first + (y * y).sum(axis=1), rtol=1e-5)
+    assert (result["three"] == 0).all()
+
+
+def test_activation_reduce_starts_anew_each_time() -> None:
+    def body(x: Any, dst: Any, one: Any) -> None:
+        isa.activation_reduce(dst, nl.square, x, nl.add, one)
+        isa.activation_reduce(dst, nl.square, x, nl.add, one, scale=2.0)
+
+    result = execute(body, x=Tile(X), dst=out(), one=COLUMN)
+    np.testing.assert_allclose(
+        result["one"][:, 0], 4 * np.square(X.astype(np.float64)).sum(axis=1), rtol=1e-5
+    )
+
+
+def test_the_result_of_a_reduction_may_alias_the_destination() -> None:
+    x = X[:, :1]
+    result = execute(
+        lambda dst, x: isa.activation_reduce(dst, nl.exp, x, nl.add, dst),
+        dst=COLUMN, x=Tile(x),
+    )  # fmt: skip
+    np.testing.assert_allclose(result["dst"], np.exp(x), rtol=1e-6)
+
+
+def test_lanes_of_the_accumulators_are_partitions() -> None:
+    """Work on other partitions in between leaves the registers of these lanes alone."""
+
+    def body(low: Any, high: Any, dst: Any, dst_high: Any, total: Any) -> None:
+        isa.activation(dst, nl.copy, low, reduce_op=nl.add, reduce_cmd=RESET_REDUCE)
+        isa.activation(dst_high, nl.copy, high, reduce_op=nl.add, reduce_cmd=isa.reduce_cmd.reduce)
+        isa.activation(
+            dst, nl.copy, low, reduce_op=nl.add, reduce_res=total, reduce_cmd=isa.reduce_cmd.reduce
+        )
+
+    low, high = X[:32], Y[:32]
+    result = execute(
+        body, low=Tile(low), high=Tile(high, start=64), dst=out(shape=(32, F)),
+        dst_high=out(shape=(32, F), start=64), total=out(shape=(32, 1)),
+    )  # fmt: skip
+    np.testing.assert_allclose(result["total"][:, 0], 2 * low.sum(axis=1), rtol=1e-5, atol=1e-5)
+
+
+PIPELINES: dict[str, tuple[tuple[Any, Any], dict[str, bool], Callable[[Any], Any]]] = {
+    "multiply-add": ((nl.multiply, nl.add), {}, lambda x: x * 2.0 + 0.5),
+    "multiply-subtract": ((nl.multiply, nl.subtract), {}, lambda x: x * 2.0 - 0.5),
+    "multiply-reversed": ((nl.multiply, nl.subtract), {"reverse1": True}, lambda x: 0.5 - x * 2.0),
+    "multiply": ((nl.multiply, nl.bypass), {}, lambda x: x * 2.0),
+    "add": ((nl.add, nl.bypass), {}, lambda x: x + 2.0),
+    "subtract": ((nl.subtract, nl.bypass), {"reverse0": True}, lambda x: 2.0 - x),
+    "bypass": ((nl.bypass, nl.bypass), {}, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_activate2_runs_its_operator_pairs(case: str) -> None:
+    (op0, op1), reverses, formula = PIPELINES[case]
+    result = execute(
+        lambda dst, x: isa.activate2(dst, nl.tanh, x, 2.0, 0.5, op0, op1, **reverses),
+        dst=out(), x=Tile(X), options=GEN4,
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        result["dst"], np.tanh(formula(X.astype(np.float64))), rtol=2e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "formula"),
+    [
+        ("add", lambda row: row.sum()),
+        ("maximum", lambda row: row.max()),
+        ("minimum", lambda row: row.min()),
+        ("abs_max", lambda row: row[np.abs(row).argmax()]),
+        ("abs_min", lambda row: row[np.abs(row).argmin()]),
+    ],
+)
+def test_activate2_reduces_with_each_operator(op: str, formula: Callable[..., float]) -> None:
+    result = execute(
+        lambda dst, x, s, total: isa.activate2(
+            dst, nl.copy, x, s, 0.0, nl.multiply, nl.bypass, reduce_op=getattr(nl, op),
+            reduce_res=total, reduce_cmd=RESET_REDUCE,
+        ),
+        dst=out(), x=Tile(X), s=Tile(S), total=COLUMN, options=GEN4,
+    )  # fmt: skip
+    expected = [formula(row) for row in X * S]
+    np.testing.assert_allclose(result["total"][:, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_activate2_has_the_parametric_rectifier() -> None:
+    result = execute(
+        lambda dst, x, s: isa.activate2(
+            dst, nl.prelu, x, None, None, nl.bypass, nl.bypass, relu_param=s
+        ),
+        dst=out(), x=Tile(X), s=Tile(S), options=GEN4,
+    )  # fmt: skip
+    np.testing.assert_allclose(result["dst"], np.where(X > 0, X, X * S), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("op", "value"), [("sin", 4.0), ("log", 1e30), ("sqrt", -1.0), ("reciprocal", 1e-20)]
+)
+def test_an_input_outside_the_range_of_a_function_is_reported(op: str, value: float) -> None:
+    x = np.full((1, 4), value, np.float32)
+    result = execute(
+        lambda dst, x: isa.activation(dst, getattr(nl, op), x), dst=out(shape=(1, 4)), x=Tile(x)
+    )
+    (finding,) = [f for f in result.run.findings if f.kind == "range"]
+    assert op in finding.text
+    inside = execute(
+        lambda dst, x: isa.activation(dst, getattr(nl, op), x, scale=0.0, bias=1.0),
+        dst=out(shape=(1, 4)), x=Tile(x),
+    )  # fmt: skip
+    assert not [f for f in inside.run.findings if f.kind == "range"]
+
+
+def activate(dst: Any, x: Any, **options: Any) -> None:
+    isa.activation(dst, nl.exp, x, **options)
+
+
+UNARY = {"dst": out(), "x": Tile(X)}
+REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str, str]] = {
+    "hbm": (activate, UNARY | {"x": Tile(X, space="hbm")}, "trn2", "data: expected a tensor"),
+    "elements": (activate, UNARY | {"x": Tile(X[:, :4])}, "trn2", "dst: expected 4 elements"),
+    "partitions": (activate, UNARY | {"x": Tile(X[:8])}, "trn2", "dst: expected 8 partitions"),
+    "packed": (
+        activate, UNARY | {"x": Tile(X.view(np.uint32), "float8_e5m2_x4")}, "trn2",
+        "data: expected an arithmetic type",
+    ),
+    "not-an-activation": (
+        lambda dst, x: isa.activation(dst, nl.add, x), UNARY, "trn2", "op: expected an activation",
+    ),
+    "prelu-without-slope": (
+        lambda dst, x: isa.activation(dst, nl.prelu, x), UNARY, "trn2", "Use nisa.activate2",
+    ),
+    "scale-bf16": (
+        lambda dst, x, s: activate(dst, x, scale=s), UNARY | {"s": Tile(S.astype(BF16))}, "trn2",
+        "scale: expected a number or a float32 tensor; found bfloat16",
+    ),
+    "scale-shape": (
+        lambda dst, x, s: activate(dst, x, scale=s), UNARY | {"s": Tile(X)}, "trn2",
+        r"scale: expected a number or a tensor of shape \(40, 1\)",
+    ),
+    "bias-tfloat32": (
+        lambda dst, x, b: activate(dst, x, bias=b), UNARY | {"b": Tile(B, "tfloat32")}, "trn2",
+        "bias: expected any type but tfloat32",
+    ),
+    "bias-number-gen2": (
+        lambda dst, x: activate(dst, x, bias=1.0), UNARY, "trn1",
+        r"bias: expected a \(40, 1\) tensor before gen3",
+    ),
+    "reduce-op": (
+        lambda dst, x: activate(dst, x, reduce_op=nl.maximum, reduce_cmd=RESET_REDUCE), UNARY,
+        "trn2", "reduce_op: expected add; found maximum",
+    ),
+    "reduce-without-op": (
+        lambda dst, x: activate(dst, x, reduce_cmd=RESET_REDUCE), UNARY, "trn2",
+        "reduce_op: expected add",
+    ),
+    "load-reduce": (
+        lambda dst, x: activate(dst, x, reduce_op=nl.add, reduce_cmd=isa.reduce_cmd.load_reduce),
+        UNARY, "trn2", "reduce_cmd: expected idle, reset, reduce or reset_reduce",
+    ),
+    "registers-never-set": (
+        lambda dst, x: activate(dst, x, reduce_op=nl.add, reduce_cmd=isa.reduce_cmd.reduce), UNARY,
+        "trn2", "reduce_cmd: expected a reset_reduce",
+    ),
+    "result-shape": (
+        lambda dst, x: isa.activation_reduce(dst, nl.exp, x, nl.add, x), UNARY, "trn2",
+        r"reduce_res: expected a tensor of shape \(40, 1\)",
+    ),
+    "activate2-gen3": (
+        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.add), UNARY, "trn2",
+        "activate2: expected gen4",
+    ),
+    "activate2-pair": (
+        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.add, nl.multiply), UNARY, "trn3",
+        r"op0, op1: expected one of .* found add\+multiply",
+    ),
+    "activate2-reverse": (
+        lambda dst, x: isa.activate2(
+            dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.bypass, reverse1=True
+        ), UNARY, "trn3", "reverse1: expected False where op1 is bypass",
+    ),
+    "activate2-immediates": (
+        lambda dst, x, s, b: isa.activate2(dst, nl.exp, x, s, b, nl.multiply, nl.add),
+        UNARY | {"s": Tile(S), "b": Tile(B.astype(BF16))}, "trn3", "imm1: expected float32",
+    ),
+    "activate2-reduce-op": (
+        lambda dst, x: isa.activate2(
+            dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.add, reduce_op=nl.multiply,
+            reduce_cmd=RESET_REDUCE,
+        ), UNARY, "trn3", "reduce_op: expected abs_max, abs_min, add, maximum, minimum",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_documented_constraint_is_refused(case: str) -> None:
+    call, tiles, target, message = REFUSALS[case]
+    with pytest.raises(IllegalOperand, match=message):
+        execute(call, options=SimOptions(target=target), **tiles)

@@ -1,0 +1,444 @@
+"""Vector instructions: meaning against formulas, documented constraints, rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from nki_sim import SimOptions, isa
+from nki_sim import language as nl
+from nki_sim.testing import Tile, execute
+from nki_sim.trace import ENGINE_NAMES
+
+Array = np.ndarray[Any, Any]
+RANDOM = np.random.default_rng(0)
+P, F = 48, 20
+X = RANDOM.normal(size=(P, F)).astype(np.float32)
+Y = RANDOM.normal(size=(P, F)).astype(np.float32)
+V = RANDOM.normal(size=(P, 1)).astype(np.float32)
+INTS = RANDOM.integers(-50, 50, (P, F)).astype(np.int32)
+BIG = RANDOM.integers(-(1 << 31), 1 << 31, (P, F)).astype(np.int32)
+BIG2 = RANDOM.integers(-(1 << 31), 1 << 31, (P, F)).astype(np.int32)
+BYTES = RANDOM.integers(0, 256, (P, F)).astype(np.uint8)
+BYTES2 = RANDOM.integers(0, 256, (P, F)).astype(np.uint8)
+FLAGS = RANDOM.integers(0, 2, (P, F)).astype(np.uint8)
+BF16 = ml_dtypes.bfloat16
+FP32_MIN = np.finfo(np.float32).min
+
+
+def out(dtype: Any = "float32", shape: tuple[int, ...] = (P, F), **where: Any) -> Tile:
+    return Tile(shape=shape, dtype=dtype, **where)
+
+
+def i64(array: Array) -> Array:
+    return array.astype(np.int64)
+
+
+def wrap(array: Array) -> Array:
+    return ((array + (1 << 31)) % (1 << 32) - (1 << 31)).astype(np.int64)
+
+
+# id: (instruction, tiles, expected contents of dst)
+MEANINGS: dict[str, tuple[Callable[..., Any], dict[str, Tile], Array]] = {
+    "tensor_tensor-f32": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.multiply),
+        {"dst": out(), "x": Tile(X), "y": Tile(Y)},
+        X * Y,
+    ),
+    "tensor_tensor-psum-rank-3": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.subtract),
+        {"dst": out(), "x": Tile(X.reshape(P, 4, 5), space="psum"), "y": Tile(Y)},
+        X - Y,
+    ),
+    "tensor_tensor-compare-int-float": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.less),
+        {"dst": out("bfloat16"), "x": Tile(INTS), "y": Tile(X)},
+        np.where(INTS < X, 1.0, 0.0),
+    ),
+    "tensor_tensor-int32-exact": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.add),
+        {"dst": out("int32"), "x": Tile(BIG), "y": Tile(BIG2)},
+        wrap(i64(BIG) + i64(BIG2)),
+    ),
+    "tensor_tensor-int32-multiply-wraps": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.multiply),
+        {"dst": out("int32"), "x": Tile(BIG), "y": Tile(INTS)},
+        wrap(i64(BIG) * i64(INTS)),
+    ),
+    "tensor_tensor-int32-on-vector-is-float32": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.maximum, engine=isa.engine.vector),
+        {"dst": out("int32"), "x": Tile(BIG), "y": Tile(BIG2)},
+        np.clip(i64(np.maximum(BIG, BIG2).astype(np.float32)), -(1 << 31), (1 << 31) - 1),
+    ),
+    "tensor_tensor-bits": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.bitwise_xor),
+        {"dst": out("uint8"), "x": Tile(BYTES), "y": Tile(BYTES2)},
+        BYTES ^ BYTES2,
+    ),
+    "tensor_tensor-logical": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.logical_and),
+        {"dst": out("uint8"), "x": Tile(FLAGS), "y": Tile(BYTES)},
+        (FLAGS != 0) & (BYTES != 0),
+    ),
+    "tensor_tensor-power-gpsimd": (
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.power),
+        {"dst": out(), "x": Tile(np.abs(X)), "y": Tile(Y)},
+        np.exp(Y.astype(np.float64) * np.log(np.abs(X).astype(np.float64))),
+    ),
+    "tensor_scalar-two-ops": (
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.multiply, 2.5, op1=nl.add, operand1=-1.0),
+        {"dst": out(), "x": Tile(X)},
+        X * 2.5 - 1.0,
+    ),
+    "tensor_scalar-reversed-vector": (
+        lambda dst, x, v: isa.tensor_scalar(
+            dst, x, nl.subtract, v, True, nl.subtract, 3.0, reverse1=True
+        ),
+        {"dst": out(), "x": Tile(X), "v": Tile(V)},
+        3.0 - (V - X),
+    ),
+    "tensor_scalar-bf16-operand": (
+        lambda dst, x, v: isa.tensor_scalar(dst, x, nl.multiply, v),
+        {"dst": out(), "x": Tile(X), "v": Tile(V.astype(BF16))},
+        X * V.astype(BF16).astype(np.float32),
+    ),
+    "tensor_scalar-none-skips": (
+        lambda dst, x: isa.tensor_scalar(dst, x, None, None, op1=nl.maximum, operand1=0),
+        {"dst": out(), "x": Tile(X)},
+        np.where(X > 0, X, 0),
+    ),
+    "tensor_scalar-abs": (
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.abs, None, op1=nl.minimum, operand1=0.5),
+        {"dst": out(), "x": Tile(X)},
+        np.minimum(np.sqrt(X * X), 0.5),
+    ),
+    "tensor_scalar-int32-address-arithmetic": (
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.multiply, 3, op1=nl.add, operand1=7),
+        {"dst": out("int32"), "x": Tile(BIG)},
+        wrap(i64(BIG) * 3 + 7),
+    ),
+    "tensor_scalar-int32-float-operand-is-float32": (
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.add, 1.0),
+        {"dst": out("int32"), "x": Tile(np.full((P, F), (1 << 24) + 1, np.int32))},
+        np.full((P, F), 1 << 24),
+    ),
+    "tensor_scalar-uint32-equal-fp32-operand": (
+        lambda dst, x, v: isa.tensor_scalar(dst, x, nl.equal, v),
+        {
+            "dst": out("float32"),
+            "x": Tile(np.arange(P * F, dtype=np.uint32).reshape(P, F)),
+            "v": Tile(np.arange(0, P * F, F, dtype=np.float32)[:, None]),
+        },
+        (np.arange(F) == 0) * np.ones((P, 1)),
+    ),
+    "tensor_scalar-shift-and-mask": (
+        lambda dst, x: isa.tensor_scalar(
+            dst, x, nl.right_shift, 4, op1=nl.bitwise_and, operand1=3
+        ),
+        {"dst": out("uint8"), "x": Tile(BYTES)},
+        BYTES // 16 % 4,
+    ),
+    "tensor_scalar-rsqrt-gpsimd": (
+        lambda dst, x: isa.tensor_scalar(
+            dst, x, nl.add, 1.0, op1=nl.rsqrt, operand1=None, engine=isa.engine.gpsimd
+        ),
+        {"dst": out(), "x": Tile(np.abs(X))},
+        (np.abs(X) + 1.0) ** -0.5,
+    ),
+    "tensor_scalar-scalar-engine": (
+        lambda dst, x, v: isa.tensor_scalar(
+            dst, x, nl.multiply, v, op1=nl.add, operand1=1.0, engine=isa.engine.scalar
+        ),
+        {"dst": out(), "x": Tile(X), "v": Tile(V)},
+        X * V + 1.0,
+    ),
+    "scalar_tensor_tensor": (
+        lambda dst, x, v, y: isa.scalar_tensor_tensor(dst, x, nl.multiply, v, nl.add, y),
+        {"dst": out(), "x": Tile(X, space="psum"), "v": Tile(V), "y": Tile(Y)},
+        X * V + Y,
+    ),
+    "scalar_tensor_tensor-reversed": (
+        lambda dst, x, y: isa.scalar_tensor_tensor(
+            dst, x, nl.subtract, 2.0, nl.subtract, y, reverse0=True, reverse1=True
+        ),
+        {"dst": out(), "x": Tile(X), "y": Tile(Y)},
+        Y - (2.0 - X),
+    ),
+    "tensor_reduce-add": (
+        lambda dst, x: isa.tensor_reduce(dst, nl.add, x, axis=1),
+        {"dst": out(shape=(P, 1)), "x": Tile(X)},
+        X.astype(np.float64).sum(axis=1, keepdims=True),
+    ),
+    "tensor_reduce-max-negated-two-axes": (
+        lambda dst, x: isa.tensor_reduce(dst, nl.maximum, x, axis=(2, 3), negate=True),
+        {"dst": out(shape=(P, 2)), "x": Tile(X.reshape(P, 2, 2, 5))},
+        -X.reshape(P, 2, 10).max(axis=2),
+    ),
+    "tensor_reduce-named-max": (
+        lambda dst, x: isa.tensor_reduce(dst, nl.max, x, axis=-1),
+        {"dst": out(shape=(P, 1)), "x": Tile(X)},
+        X.max(axis=1, keepdims=True),
+    ),
+    "tensor_reduce-bits": (
+        lambda dst, x: isa.tensor_reduce(dst, nl.bitwise_or, x, axis=1),
+        {"dst": out("uint8", (P, 1)), "x": Tile(BYTES)},
+        np.bitwise_or.reduce(BYTES, axis=1)[:, None],
+    ),
+    "reciprocal": (
+        lambda dst, x: isa.reciprocal(dst, x),
+        {"dst": out(), "x": Tile(X)},
+        1.0 / X.astype(np.float64),
+    ),
+    "tensor_tensor_scan-cumulative-sum": (
+        lambda dst, x, y: isa.tensor_tensor_scan(dst, x, y, 2.0, nl.multiply, nl.add),
+        {"dst": out(), "x": Tile(np.ones((P, F), np.float32)), "y": Tile(Y)},
+        2.0 + np.cumsum(Y, axis=1),
+    ),
+    "tensor_copy-same-bits": (
+        lambda dst, x: isa.tensor_copy(dst, x),
+        {"dst": out("int32"), "x": Tile(BIG)},
+        BIG,
+    ),
+    "tensor_copy-rank-change-scalar-engine": (
+        lambda dst, x: isa.tensor_copy(dst, x, engine=isa.engine.scalar),
+        {"dst": out("bfloat16", (P, 1, F)), "x": Tile(X, space="psum")},
+        X.astype(BF16).reshape(P, 1, F),
+    ),
+    "tensor_copy-int32-to-uint8-saturates": (
+        lambda dst, x: isa.tensor_copy(dst, x),
+        {"dst": out("uint8"), "x": Tile(BIG)},
+        np.where(BIG < 0, 0, np.minimum(BIG, 255)),
+    ),
+    "memset-float": (lambda dst: isa.memset(dst, -1.5), {"dst": out()}, np.full((P, F), -1.5)),
+    "memset-int-into-float": (lambda dst: isa.memset(dst, 3), {"dst": out()}, np.full((P, F), 3)),
+    "memset-int": (lambda dst: isa.memset(dst, -7), {"dst": out("int16")}, np.full((P, F), -7)),
+    "tensor_copy_predicated": (
+        lambda dst, x, p: isa.tensor_copy_predicated(dst, x, p),
+        {"dst": Tile(X), "x": Tile(Y), "p": Tile(FLAGS)},
+        np.where(FLAGS == 1, Y, X),
+    ),
+    "tensor_copy_predicated-reversed-scalar": (
+        lambda dst, p: isa.tensor_copy_predicated(dst, 4.0, p, reverse_pred=True),
+        {"dst": Tile(X), "p": Tile(FLAGS.astype(np.uint32))},
+        np.where(FLAGS == 1, X, 4.0),
+    ),
+    "select_reduce": (
+        lambda dst, p, x: isa.select_reduce(dst, p, x, -2.0),
+        {"dst": out(), "p": Tile(FLAGS), "x": Tile(X)},
+        np.where(FLAGS == 1, X, -2.0),
+    ),
+    "select_reduce-reversed-vector": (
+        lambda dst, p, x, v: isa.select_reduce(dst, p, x, v, reverse_pred=True),
+        {"dst": out(), "p": Tile(FLAGS), "x": Tile(X), "v": Tile(V)},
+        np.where(FLAGS == 0, X, V),
+    ),
+    "range_select": (
+        lambda dst, x, lo, hi: isa.range_select(
+            dst, x, nl.greater_equal, nl.less, lo, hi, range_start=100
+        ),
+        {
+            "dst": out(),
+            "x": Tile(X),
+            "lo": Tile(np.full((P, 1), 103, np.float32)),
+            "hi": Tile(np.arange(P, dtype=np.float32)[:, None] + 105),
+        },
+        np.where(
+            (np.arange(F) >= 3) & (np.arange(F) < np.arange(P)[:, None] + 5), X, FP32_MIN
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEANINGS)
+def test_an_instruction_means_its_formula(case: str) -> None:
+    call, tiles, expected = MEANINGS[case]
+    result = execute(call, **tiles)
+    assert result["dst"].shape == (tiles["dst"].shape or expected.shape)
+    assert not result.unwritten["dst"].any()
+    found = result["dst"].astype(np.float64).reshape(expected.shape)
+    np.testing.assert_allclose(found, expected.astype(np.float64), rtol=3e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse0", [False, True])
+@pytest.mark.parametrize("reverse1", [False, True])
+@pytest.mark.parametrize("op0", ["add", "subtract", "multiply", "maximum"])
+def test_a_scan_is_the_recurrence_written_out(op0: str, reverse0: bool, reverse1: bool) -> None:
+    formula = {
+        "add": lambda a, b: a + b,
+        "subtract": lambda a, b: a - b,
+        "multiply": lambda a, b: a * b,
+        "maximum": max,
+    }[op0]
+    result = execute(
+        lambda dst, x, y, v: isa.tensor_tensor_scan(
+            dst, x, y, v, getattr(nl, op0), nl.subtract, reverse0, reverse1
+        ),
+        dst=out(shape=(3, F)), x=Tile(X[:3]), y=Tile(Y[:3]), v=Tile(V[:3]),
+    )  # fmt: skip
+    for row in range(3):
+        state = float(V[row, 0])
+        for column in range(F):
+            x, y = float(X[row, column]), float(Y[row, column])
+            inner = formula(state, x) if reverse0 else formula(x, state)
+            state = y - inner if reverse1 else inner - y
+            assert result["dst"][row, column] == pytest.approx(state, rel=1e-4, abs=1e-4)
+
+
+ACCUMULATIONS: dict[str, tuple[Any, Callable[[Array], Array]]] = {
+    "add": (nl.add, lambda x: x.sum(axis=1)),
+    "multiply": (nl.multiply, lambda x: x.prod(axis=1)),
+    "max": (nl.maximum, lambda x: x.max(axis=1)),
+    "min": (nl.minimum, lambda x: x.min(axis=1)),
+}
+
+
+@pytest.mark.parametrize("op", ACCUMULATIONS)
+def test_tensor_scalar_reduce_combines_rows_across_instructions(op: str) -> None:
+    code, formula = ACCUMULATIONS[op]
+
+    def body(a: Any, b: Any, c: Any, dst: Any, first: Any, second: Any, third: Any) -> None:
+        isa.tensor_scalar_reduce(dst, a, nl.add, 1.0, code, first)
+        isa.tensor_scalar_reduce(
+            dst, b, nl.add, 1.0, code, second, reduce_cmd=isa.reduce_cmd.reduce,
+            reduce_res_negate=True,
+        )  # fmt: skip
+        isa.tensor_scalar_reduce(
+            dst, c, nl.abs, 0, code, third, reduce_cmd=isa.reduce_cmd.load_reduce, reduce_init=0.5
+        )
+
+    column = out(shape=(P, 1))
+    result = execute(
+        body, a=Tile(X), b=Tile(Y), c=Tile(X), dst=out(), first=column, second=column, third=column
+    )
+    x, y = X.astype(np.float64), Y.astype(np.float64)
+    both = np.concatenate((x, y), axis=1) + 1
+    loaded = np.concatenate((np.full((P, 1), 0.5), np.abs(x)), axis=1)
+    np.testing.assert_allclose(result["first"][:, 0], formula(x + 1), rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(result["second"][:, 0], -formula(both), rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(result["third"][:, 0], formula(loaded), rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(result["dst"], np.abs(X), rtol=1e-6)
+
+
+def test_selections_keep_the_row_maximum_in_the_accumulators() -> None:
+    def body(dst: Any, p: Any, x: Any, y: Any, lo: Any, hi: Any, one: Any, two: Any) -> None:
+        isa.select_reduce(dst, p, x, -9.0, one, isa.reduce_cmd.reset_reduce)
+        isa.range_select(
+            dst, y, nl.greater_equal, nl.less, lo, hi, isa.reduce_cmd.reduce, reduce_res=two
+        )
+
+    bounds = {
+        "lo": Tile(np.full((P, 1), 2, np.float32)),
+        "hi": Tile(np.full((P, 1), 6, np.float32)),
+    }
+    column = out(shape=(P, 1))
+    result = execute(
+        body,
+        dst=out("bfloat16"),
+        p=Tile(FLAGS),
+        x=Tile(X),
+        y=Tile(Y),
+        one=column,
+        two=column,
+        **bounds,
+    )
+    first = np.where(FLAGS == 1, X, -9.0).max(axis=1)
+    np.testing.assert_array_equal(result["one"][:, 0], first)
+    np.testing.assert_array_equal(result["two"][:, 0], np.maximum(first, Y[:, 2:6].max(axis=1)))
+    assert np.isneginf(result["dst"][:, :2].astype(np.float32)).all()  # narrowed fill value
+
+
+RUNNING: dict[str, Callable[[float, float], float]] = {
+    "add": lambda value, reg: value + reg,
+    "subtract": lambda value, reg: value - reg,
+    "multiply": lambda value, reg: value * reg,
+    "maximum": max,
+    "minimum": min,
+}
+START = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "maximum": -np.inf, "minimum": np.inf}
+
+
+@pytest.mark.parametrize("op", RUNNING)
+def test_tensor_scalar_cumulative_writes_the_running_value(op: str) -> None:
+    def body(dst: Any, more: Any, x: Any) -> None:
+        isa.tensor_scalar_cumulative(dst, x, nl.multiply, getattr(nl, op), 0.5)
+        isa.tensor_scalar_cumulative(
+            more, x, nl.multiply, getattr(nl, op), 0.5, reduce_cmd=isa.reduce_cmd.reduce
+        )
+
+    result = execute(body, dst=out(shape=(2, F)), more=out(shape=(2, F)), x=Tile(X[:2]))
+    for row in range(2):
+        state = START[op]
+        for column in range(2 * F):
+            state = RUNNING[op](float(X[row, column % F]) * 0.5, state)
+            tile = result["dst"] if column < F else result["more"]
+            assert tile[row, column % F] == pytest.approx(state, rel=1e-4, abs=1e-5)
+
+
+def test_exponential_subtracts_the_maximum_and_sums() -> None:
+    def body(dst: Any, x: Any, v: Any, total: Any) -> None:
+        isa.exponential(dst, x, v, total, isa.reduce_cmd.load_reduce, 1.0)
+
+    result = execute(
+        body, dst=out(), x=Tile(X), v=Tile(V), total=out(shape=(P, 1)),
+        options=SimOptions(target="trn3"),
+    )  # fmt: skip
+    expected = np.exp(X.astype(np.float64) - V)
+    np.testing.assert_allclose(result["dst"], expected, rtol=1e-6)
+    np.testing.assert_allclose(result["total"][:, 0], 1.0 + expected.sum(axis=1), rtol=1e-5)
+
+
+# Rounding: each destination type against a rule written out here.
+
+
+def nearest_even(values: Array, bits: int) -> Array:
+    """Round float64 values to `bits` explicit mantissa bits, ties to even."""
+    _, exponent = np.frexp(values)
+    step = np.ldexp(1.0, exponent - 1 - bits)
+    return np.rint(values / step) * step
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("bfloat16", 7), ("float16", 10), ("tfloat32", 10), ("float8_e4m3", 3), ("float8_e5m2", 2)],
+)
+def test_results_round_to_nearest_even_once(dtype: str, bits: int) -> None:
+    values = np.concatenate((X.ravel(), np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1.0625, 1.1875])))
+    x = np.maximum(np.abs(values), 0.25).astype(np.float32)[None, :]
+    result = execute(
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.multiply, 1.0),
+        dst=out(dtype, x.shape), x=Tile(x),
+    )  # fmt: skip
+    expected = nearest_even(x.astype(np.float64), bits)
+    np.testing.assert_array_equal(result["dst"].astype(np.float64), expected)
+
+
+def test_float_to_integer_rounds_half_to_even_and_saturates() -> None:
+    x = np.array([[0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, 300.0, -300.0, 1e20]], np.float32)
+    result = execute(lambda dst, x: isa.tensor_copy(dst, x), dst=out("int8", x.shape), x=Tile(x))
+    assert result["dst"].tolist() == [[0, 2, 2, 0, -2, 126, 127, 127, -128, 127]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float16", np.inf), ("bfloat16", np.inf), ("float8_e4m3", np.inf), ("float8_e5m2", np.inf)],
+)
+def test_narrowing_overflows_to_infinity(dtype: str, expected: float) -> None:
+    x = np.full((1, 2), 3.4e38, np.float32)
+    result = execute(lambda dst, x: isa.tensor_copy(dst, x), dst=out(dtype, x.shape), x=Tile(x))
+    assert (result["dst"].astype(np.float32) == expected).all()
+
+
+def test_an_instruction_records_its_engine_and_shape() -> None:
+    engines = []
+
+    def body(dst: Any, x: Any, y: Any, i: Any, j: Any) -> None:
+        engines.append(isa.tensor_tensor(dst, x, y, nl.add))
+        engines.append(isa.tensor_tensor(i, i, j, nl.add))
+
+    result = execute(body, dst=out(), x=Tile(X), y=Tile(Y), i=Tile(BIG), j=Tile(BIG2))
+    records = [(record.op, ENGINE_NAMES[record.engine]) for record in result.run.trace]
+    assert records == [("tensor_tensor", "vector"), ("tensor_tensor", "gpsimd")]

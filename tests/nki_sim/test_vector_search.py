@@ -1,0 +1,237 @@
+"""Searches, shuffles and statistics of the Vector engine: meaning and constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nki_sim import IllegalOperand, isa
+from nki_sim.testing import Tile, execute
+
+RANDOM = np.random.default_rng(0)
+P, F = 16, 24
+# Few distinct values, so that ties are the rule.
+TIES = RANDOM.integers(0, 6, (P, F)).astype(np.float32)
+FLOATS = RANDOM.normal(size=(P, F)).astype(np.float32)
+EIGHT = RANDOM.integers(0, 9, (P, 8)).astype(np.float32)
+
+
+def out(dtype: Any = "float32", shape: tuple[int, ...] = (P, 8), **where: Any) -> Tile:
+    return Tile(shape=shape, dtype=dtype, **where)
+
+
+def find_in_order(row: list[float], vals: list[float], slots: range) -> list[int]:
+    """Positions of values that each use up one occurrence, in the given order of slots."""
+    left = list(enumerate(row))
+    found = [-1] * 8
+    for slot in slots:
+        for entry in left:
+            if entry[1] == vals[slot]:
+                found[slot] = entry[0]
+                left.remove(entry)
+                break
+    return found
+
+
+def test_max8_lists_the_largest_with_duplicates() -> None:
+    result = execute(lambda dst, x: isa.max8(dst, x), dst=out(), x=Tile(TIES.reshape(P, 4, 6)))
+    assert result["dst"].tolist() == [sorted(row.tolist(), reverse=True)[:8] for row in TIES]
+
+
+def test_max8_rounds_to_the_type_of_its_destination() -> None:
+    result = execute(lambda dst, x: isa.max8(dst, x), dst=out("int32"), x=Tile(FLOATS * 10))
+    expected = [[round(v) for v in sorted(row.tolist(), reverse=True)[:8]] for row in FLOATS * 10]
+    assert result["dst"].tolist() == expected
+
+
+@pytest.mark.parametrize(("dtype", "no_match"), [("uint32", 0xFFFFFFFF), ("uint16", 0xFFFF)])
+def test_find_index8_gives_successive_positions_to_equal_values(dtype: str, no_match: int) -> None:
+    result = execute(
+        lambda dst, x, v: isa.nc_find_index8(dst, x, v),
+        dst=out(dtype), x=Tile(TIES), v=Tile(EIGHT),
+    )  # fmt: skip
+    for row in range(P):
+        expected = find_in_order(TIES[row].tolist(), EIGHT[row].tolist(), range(8))
+        assert result["dst"][row].tolist() == [no_match if e < 0 else e for e in expected]
+
+
+def test_match_replace8_serves_the_last_slot_first() -> None:
+    result = execute(
+        lambda dst, x, v, i: isa.nc_match_replace8(dst, x, v, -1.0, i),
+        dst=out(shape=(P, F)), x=Tile(TIES), v=Tile(EIGHT), i=out("uint32"),
+    )  # fmt: skip
+    for row in range(P):
+        positions = find_in_order(TIES[row].tolist(), EIGHT[row].tolist(), range(7, -1, -1))
+        expected = TIES[row].copy()
+        for position in positions:
+            if position >= 0:
+                expected[position] = -1.0
+        assert result["dst"][row].tolist() == expected.tolist()
+        assert result["i"][row].tolist() == [0xFFFFFFFF if p < 0 else p for p in positions]
+
+
+def test_match_replace8_may_write_over_its_input() -> None:
+    def body(x: Any, v: Any) -> None:
+        isa.max8(v, x)
+        isa.nc_match_replace8(x, x, v, -9.0)
+
+    result = execute(body, x=Tile(FLOATS), v=out())
+    for row in range(P):
+        largest = sorted(FLOATS[row].tolist(), reverse=True)[:8]
+        expected = [-9.0 if value in largest else value for value in FLOATS[row].tolist()]
+        assert result["x"][row].tolist() == expected
+
+
+MASK = [int(m) for m in RANDOM.permutation(32)]
+
+
+@pytest.mark.parametrize("partitions", [32, 64, 128])
+def test_stream_shuffle_moves_partitions_inside_each_quadrant(partitions: int) -> None:
+    x = RANDOM.normal(size=(partitions, 3)).astype(np.float32)
+    result = execute(
+        lambda dst, x: isa.nc_stream_shuffle(dst, x, MASK), dst=out(shape=x.shape), x=Tile(x)
+    )
+    for row in range(partitions):
+        assert result["dst"][row].tolist() == x[row // 32 * 32 + MASK[row % 32]].tolist()
+
+
+def test_stream_shuffle_leaves_partitions_of_mask_255() -> None:
+    x = RANDOM.normal(size=(32, 3)).astype(np.float32)
+    old = np.zeros((32, 3), np.float32)
+    mask = [255] * 32
+    mask[5] = 7
+    result = execute(lambda dst, x: isa.nc_stream_shuffle(dst, x, mask), dst=Tile(old), x=Tile(x))
+    old[5] = x[7]
+    assert result["dst"].tolist() == old.tolist()
+
+
+def test_stream_shuffle_in_place_reads_before_it_writes() -> None:
+    x = RANDOM.normal(size=(32, 3)).astype(np.float32)
+    result = execute(lambda x: isa.nc_stream_shuffle(x, x, MASK), x=Tile(x))
+    assert result["x"].tolist() == x[MASK].tolist()
+
+
+@pytest.mark.parametrize("partitions", [1, 20, 32])
+def test_stream_shuffle_broadcasts_one_partition_to_another_quadrant(partitions: int) -> None:
+    x = RANDOM.normal(size=(1, 3)).astype(np.float32)
+    result = execute(
+        lambda dst, x: isa.nc_stream_shuffle(dst, x, [0] * 32),
+        dst=out(shape=(partitions, 3), start=64), x=Tile(x, start=32),
+    )  # fmt: skip
+    assert result["dst"].tolist() == np.repeat(x, partitions, axis=0).tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 512])
+def test_statistics_split_even_and_odd_elements(length: int) -> None:
+    x = RANDOM.normal(size=(4, length)).astype(np.float32) + 3
+    result = execute(lambda dst, x: isa.bn_stats(dst, x), dst=out(shape=(4, 6)), x=Tile(x))
+    for row in range(4):
+        for half in (0, 1):
+            part = x[row, half::2].astype(np.float64)
+            count, mean, spread = result["dst"][row, 3 * half : 3 * half + 3]
+            assert count == part.size
+            if part.size:
+                assert mean == pytest.approx(part.mean(), rel=1e-5)
+                assert spread == pytest.approx(part.var() * part.size, rel=1e-3, abs=1e-5)
+
+
+def test_statistics_of_tiles_merge_to_mean_and_variance() -> None:
+    x = RANDOM.normal(size=(4, 900)).astype(np.float32) * 2 + 1
+
+    def body(x: Any, parts: Any, dst: Any) -> None:
+        isa.bn_stats(parts[:, 0:6], x[:, 0:512])
+        isa.bn_stats(parts[:, 6:12], x[:, 512:900])
+        isa.bn_aggr(dst, parts)
+
+    result = execute(body, x=Tile(x), parts=out(shape=(4, 12)), dst=out(shape=(4, 2)))
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(result["dst"][:, 0], wide.mean(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(result["dst"][:, 1], wide.var(axis=1), rtol=1e-5)
+
+
+def shuffle(mask: list[int]) -> Callable[..., Any]:
+    return lambda dst, x: isa.nc_stream_shuffle(dst, x, mask)
+
+
+WIDE = Tile(np.zeros((P, 16_385), np.float32))
+NARROW = Tile(FLOATS[:, :7])
+REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
+    "max8-few": (isa.max8, {"dst": out(), "src": NARROW}, "src: expected 8 to 16384 .*found 7"),
+    "max8-many": (isa.max8, {"dst": out(), "src": WIDE}, "src: expected 8 to 16384"),
+    "max8-dst": (isa.max8, {"dst": out(shape=(P, 9)), "src": Tile(FLOATS)}, "dst: expected 8 el"),
+    "max8-rank": (
+        isa.max8, {"dst": out(), "src": Tile(FLOATS.reshape(P, 2, 3, 4))}, "src: expected at most",
+    ),
+    "max8-partitions": (
+        isa.max8, {"dst": out(shape=(8, 8)), "src": Tile(FLOATS)}, "dst: expected 16 partitions",
+    ),
+    "find-dst-dtype": (
+        isa.nc_find_index8, {"dst": out("int32"), "data": Tile(TIES), "vals": Tile(EIGHT)},
+        "dst: expected uint16 or uint32",
+    ),
+    "find-vals": (
+        isa.nc_find_index8, {"dst": out("uint32"), "data": Tile(TIES), "vals": Tile(EIGHT[:, :4])},
+        "vals: expected 8 elements",
+    ),
+    "find-few": (
+        isa.nc_find_index8, {"dst": out("uint32"), "data": NARROW, "vals": Tile(EIGHT)},
+        "data: expected 8 to 16384",
+    ),
+    "replace-many": (
+        lambda dst, x, v: isa.nc_match_replace8(dst, x, v, 0.0),
+        {"dst": out(shape=(P, 16_385)), "x": WIDE, "v": Tile(EIGHT)}, "data: expected 1 to 16384",
+    ),
+    "replace-index-dtype": (
+        lambda dst, x, v, i: isa.nc_match_replace8(dst, x, v, 0.0, i),
+        {"dst": out(shape=(P, F)), "x": Tile(TIES), "v": Tile(EIGHT), "i": out("float32")},
+        "dst_idx: expected uint16 or uint32",
+    ),
+    "replace-imm": (
+        lambda dst, x, v: isa.nc_match_replace8(dst, x, v, v),
+        {"dst": out(shape=(P, F)), "x": Tile(TIES), "v": Tile(EIGHT)}, "imm: expected a number",
+    ),
+    "shuffle-dtype": (
+        shuffle(MASK), {"dst": out("bfloat16", (32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
+        "dst: expected float32 like src",
+    ),
+    "shuffle-elements": (
+        shuffle(MASK), {"dst": out(shape=(32, 4)), "x": Tile(np.ones((32, 3), np.float32))},
+        "dst: expected 3 elements",
+    ),
+    "shuffle-length": (
+        shuffle([0]), {"dst": out(shape=(32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
+        "shuffle_mask: expected 32 entries; found 1",
+    ),
+    "shuffle-entry": (
+        shuffle([32] * 32), {"dst": out(shape=(32, 3)), "x": Tile(np.ones((32, 3), np.float32))},
+        "shuffle_mask: expected entries 0..31, or 255",
+    ),
+    "shuffle-source-missing": (
+        shuffle([1] * 32), {"dst": out(shape=(32, 3)), "x": Tile(np.ones((1, 3), np.float32))},
+        "shuffle_mask: expected source partitions below 1",
+    ),
+    "shuffle-start": (
+        shuffle(MASK),
+        {"dst": out(shape=(33, 3), start=32), "x": Tile(np.ones((64, 3), np.float32))},
+        "dst: expected a start partition|dst: expected start partition 0, 64",
+    ),
+    "stats-many": (
+        isa.bn_stats, {"dst": out(shape=(P, 6)), "data": Tile(np.zeros((P, 513), np.float32))},
+        "data: expected at most 512",
+    ),
+    "stats-dst": (isa.bn_stats, {"dst": out(), "data": Tile(FLOATS)}, "dst: expected 6 elements"),
+    "aggr-multiple": (
+        isa.bn_aggr, {"dst": out(shape=(P, 2)), "data": NARROW}, "data: expected a multiple of 3",
+    ),
+    "aggr-dst": (isa.bn_aggr, {"dst": out(), "data": Tile(FLOATS)}, "dst: expected 2 elements"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_documented_constraint_is_refused(case: str) -> None:
+    call, tiles, message = REFUSALS[case]
+    with pytest.raises(IllegalOperand, match=message):
+        execute(call, **tiles)
