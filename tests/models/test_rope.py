@@ -1,5 +1,7 @@
 """Rotary frequencies and rotation against transformers, bit for bit."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import GptOssConfig as ReferenceConfig
@@ -29,10 +31,10 @@ def read(config: dict[str, object]) -> RopeConfig:
 @pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_yarn_frequencies_are_those_of_transformers(variant: str, head_dim: int) -> None:
-    parameters = {**VARIANTS[variant], "rope_theta": 150000.0}
-    reference = ReferenceConfig(head_dim=head_dim, rope_parameters=dict(parameters))
-    expected, expected_scale = ROPE_INIT_FUNCTIONS["yarn"](reference)
-    frequencies, scale = rope_frequencies(read({"rope_parameters": parameters}), head_dim)
+    values = {"rope_scaling": VARIANTS[variant], "rope_theta": 150000.0}
+    reference = ReferenceConfig.from_dict({**deepcopy(values), "head_dim": head_dim})
+    expected, expected_scale = ROPE_INIT_FUNCTIONS["yarn"](reference, torch.device("cpu"))
+    frequencies, scale = rope_frequencies(read(values), head_dim)
     assert torch.equal(frequencies, expected)
     assert scale == expected_scale
 
