@@ -115,6 +115,8 @@ def as_dtype(value: Any) -> DType:
         return value
     if isinstance(value, str) and value in _BY_NAME:
         return _BY_NAME[value]
+    if isinstance(value, np.dtype) and value.metadata is not None and "nki" in value.metadata:
+        return _BY_NAME[value.metadata["nki"]]
     name = str(value).removeprefix("torch.")
     if name in _BY_NAME:
         return _BY_NAME[name]
@@ -122,9 +124,6 @@ def as_dtype(value: Any) -> DType:
         numpy_dtype = np.dtype(value)
     except TypeError:
         raise TypeError(f"dtype={value!r}: must be an element type of nki.language.") from None
-    metadata = numpy_dtype.metadata
-    if metadata is not None and "nki" in metadata:
-        return _BY_NAME[metadata["nki"]]
     if numpy_dtype in _BY_NUMPY:
         return _BY_NUMPY[numpy_dtype]
     raise TypeError(f"dtype={value!r}: must be an element type of nki.language.")

@@ -21,12 +21,15 @@ class NKIObject:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__init__" not in cls.__dict__ and _fields(cls):
+        inherits = cls.__init__ not in (NKIObject.__init__, _construct)
+        if "__init__" not in cls.__dict__ and _fields(cls) and not inherits:
             setattr(cls, "__init__", _construct)  # noqa: B010  mypy refuses the assignment form
 
 
 def _fields(cls: type) -> dict[str, Any]:
-    """Return the annotated fields of a class and its bases, with their defaults."""
+    """Return the fields of a class and its bases with their defaults: annotated names, then plain
+    assignments in the class body, which the compiler takes for fields too.
+    """
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base is NKIObject or not issubclass(base, NKIObject):
@@ -37,6 +40,9 @@ def _fields(cls: type) -> dict[str, Any]:
                 found[name] = declared[name]
             else:
                 found[name] = base.__dict__.get(name)
+        for name, value in base.__dict__.items():
+            if not name.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+                found.setdefault(name, value)
     return found
 
 

@@ -868,7 +868,11 @@ def _expand_ellipsis(tensor: NkiTensor, key: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _slice(tensor: NkiTensor, axis: int, item: slice, size: int) -> tuple[int, int, int]:
-    """Return start, count and step of a slice, refusing what lies outside."""
+    """Return start, count and step of a slice, refusing what lies outside.
+
+    An end beyond the axis is cut off and reported as a finding: the compiler's front end cuts it
+    too, and published kernels rely on that for a short last tile.
+    """
     start, stop, step = item.start, item.stop, item.step
     start = 0 if start is None else int(start)
     stop = size if stop is None else int(stop)
@@ -877,6 +881,9 @@ def _slice(tensor: NkiTensor, axis: int, item: slice, size: int) -> tuple[int, i
         start += size
     if stop < 0:
         stop += size
+    if 0 <= start < size < stop:
+        _report_cut(tensor, axis, item, size)
+        stop = size
     if not 0 <= start < stop <= size or step < 1:
         raise OutOfBounds(
             tensor.label(),
@@ -884,6 +891,16 @@ def _slice(tensor: NkiTensor, axis: int, item: slice, size: int) -> tuple[int, i
             f"[{item.start}:{item.stop}:{item.step}]",
         )
     return start, -(-(stop - start) // step), step
+
+
+def _report_cut(tensor: NkiTensor, axis: int, item: slice, size: int) -> None:
+    """Keep a finding about a slice that ends beyond its axis."""
+    from nki_sim.machine import running
+
+    core = running()
+    if core is not None:
+        text = f"{tensor.label()}: [{item.start}:{item.stop}] on axis {axis} ends at {size}"
+        core.machine.find("slice", core.location(), text)
 
 
 def _one_register(
