@@ -9,7 +9,7 @@ from neuron_moe.tools.vendor_cases import mx
 from neuron_moe.tools.vendor_cases.case import Case, Job, Limits, scaled_note, seed_of
 from neuron_moe.tools.vendor_cases.inputs import Draw, dtype_of, only_experts
 from neuron_moe.tools.vendor_cases.library import VendorLibrary
-from neuron_moe.tools.vendor_cases.moe_decode import clamp_limits
+from neuron_moe.tools.vendor_cases.moe_decode import clamp_limits, with_packed_weights
 from neuron_moe.tools.vendor_cases.references import Experts, run_reference
 from neuron_moe.tools.vendor_cases.router import chosen_experts, separate_logits
 
@@ -50,7 +50,7 @@ class _BlockCase:
         inputs = self._inputs()
         kernel = self.library.get("core.moe_block.moe_block_tkg", "moe_block_tkg")
         return Job(
-            kernel=_with_packed_weights(self.library, kernel, self.weight_dtype)
+            kernel=with_packed_weights(self.library, kernel, self.weight_dtype)
             if self.is_mx
             else kernel,
             cores=self.cores,
@@ -167,20 +167,3 @@ class _BlockCase:
             for name in ("expert_gate_up_weights", "expert_down_weights"):
                 arguments[name] = Experts(inputs[name])
         return run_reference(function, arguments)
-
-
-def _with_packed_weights(library: VendorLibrary, kernel: Any, name: str) -> Any:
-    """Return a kernel that reads plain words as packed elements before it calls the block."""
-    view = library.get("core.utils.tensor_view", "TensorView")
-    packed = getattr(library.nl, name)
-
-    def moe_block_with_packed_weights(
-        expert_gate_up_weights: Any, expert_down_weights: Any, **rest: Any
-    ) -> Any:
-        return kernel(
-            expert_gate_up_weights=view(expert_gate_up_weights).reinterpret_cast(packed),
-            expert_down_weights=view(expert_down_weights).reinterpret_cast(packed),
-            **rest,
-        )
-
-    return moe_block_with_packed_weights

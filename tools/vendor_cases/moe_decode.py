@@ -49,7 +49,8 @@ class _DecodeCase:
         self.in_dtype = dtype_of(case.get("in_dtype") or case.get("dtype", "bfloat16"))
         self.scaling = case.get("affinity_scaling_mode", "POST_SCALE")
         per_token = (self.E if self.all_experts else self.K) * 3.0 * self.H * self.I
-        step = 128 if case.get("block_size") is None else int(case.get("block_size"))
+        # The dynamic algorithm wants at least two blocks.
+        step = 2 * int(case.get("block_size") or 64)
         wanted = case.need("tokens")
         self.T = limits.tokens(
             wanted, lambda tokens: tokens * per_token, step=step, least=min(wanted, step)
@@ -59,10 +60,13 @@ class _DecodeCase:
     def job(self) -> Job:
         """Return the run."""
         inputs = self._inputs()
-        sbuf_io = "sbuf_io" in self.case.variant
         kernel = self.library.get("core.moe.moe_tkg.moe_tkg", "moe_tkg")
+        if self.is_mx:
+            kernel = with_packed_weights(self.library, kernel, self.quant)
+        if "sbuf_io" in self.case.variant:
+            kernel = _through_sbuf(self.library, kernel)
         return Job(
-            kernel=_through_sbuf(self.library, kernel) if sbuf_io else kernel,
+            kernel=kernel,
             cores=self.cores,
             inputs={name: value for name, value in inputs.items() if value is not None},
             reference=lambda: self._reference(inputs),
@@ -138,8 +142,8 @@ class _DecodeCase:
         if self.is_mx:
             self.packed = mx.draw_experts(self.draw, self.E, self.H, self.I, self.quant, touched)
             return {
-                "expert_gate_up_weights": mx.for_kernel(self.packed.gate_up, self.quant),
-                "expert_down_weights": mx.for_kernel(self.packed.down, self.quant),
+                "expert_gate_up_weights": self.packed.gate_up,
+                "expert_down_weights": self.packed.down,
                 "expert_gate_up_weights_scale": self.packed.gate_up_scale,
                 "expert_down_weights_scale": self.packed.down_scale,
             }
@@ -167,6 +171,26 @@ class _DecodeCase:
             for name in ("expert_gate_up_weights", "expert_down_weights"):
                 arguments[name] = Experts(inputs[name])
         return run_reference(function, arguments)
+
+
+def with_packed_weights(library: VendorLibrary, kernel: Any, name: str) -> Any:
+    """Return a kernel that reads plain words as packed elements before it calls another.
+
+    Frameworks without the packed types pass words; the mx decode kernels expect views of them.
+    """
+    view = library.get("core.utils.tensor_view", "TensorView")
+    packed = getattr(library.nl, name)
+
+    def call_with_packed_weights(
+        expert_gate_up_weights: Any, expert_down_weights: Any, **rest: Any
+    ) -> Any:
+        return kernel(
+            expert_gate_up_weights=view(expert_gate_up_weights).reinterpret_cast(packed),
+            expert_down_weights=view(expert_down_weights).reinterpret_cast(packed),
+            **rest,
+        )
+
+    return call_with_packed_weights
 
 
 def _through_sbuf(library: VendorLibrary, kernel: Any) -> Any:
