@@ -1,0 +1,74 @@
+"""A comparison tells whether it hangs on an assumption."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nki_sim.hardware import TRN3
+from nki_sim.sensitivity import compare
+from nki_sim.timeline import Timeline, schedule
+from nki_sim.trace import GPSIMD
+
+Make = Callable[..., Any]
+
+
+def on_gpsimd(make: Make, count: int) -> Timeline:
+    """Work whose price is assumed."""
+    b = make()
+    for _ in range(count):
+        b.compute("nonzero_with_count", b.tile(512, "float32"), engine=GPSIMD)
+    return schedule(b.trace)
+
+
+def on_vector(make: Make, count: int) -> Timeline:
+    """Work whose price is measured."""
+    b = make()
+    for _ in range(count):
+        b.compute("max8", b.tile(512, "float32"), b.tile(512, "float32"))
+    return schedule(b.trace)
+
+
+def test_a_clear_difference_survives(make_builder: Make) -> None:
+    report = compare(on_vector(make_builder, 1), on_gpsimd(make_builder, 10), ("vector", "gpsimd"))
+    assert report.faster == "vector"
+    assert report.survives
+    assert report.fragile() == ()
+    assert {one.field for one in report.variations} == {"gpsimd_nonzero_cycles_per_element"}
+    assert "vector is faster: survives every change" in report.table()
+
+
+def test_a_difference_that_rests_on_a_guess_is_found_out(make_builder: Make) -> None:
+    gpsimd = on_gpsimd(make_builder, 4)
+    vector = on_vector(make_builder, round(gpsimd.total_ns / 683.3 * 0.8))
+    report = compare(vector, gpsimd, ("vector", "gpsimd"))
+    assert report.faster == "vector"
+    assert not report.survives
+    assert [(one.field, one.factor) for one in report.fragile()] == [
+        ("gpsimd_nonzero_cycles_per_element", 0.5)
+    ]
+    assert "depends on an assumption" in report.table()
+    assert "turns" in report.table()
+
+
+def test_measured_numbers_vary_only_on_request(make_builder: Make) -> None:
+    pair = on_vector(make_builder, 3), on_gpsimd(make_builder, 1)
+    assumed = {one.field for one in compare(*pair).variations}
+    assert assumed == {"gpsimd_nonzero_cycles_per_element", "vector_overlaps_independent"}
+    more = compare(*pair, kinds=("measured", "documented")).variations
+    assert {"vector_overhead_cycles", "vector_clock_ghz"} <= {one.field for one in more}
+
+
+def test_a_doubled_cost_shows_its_full_effect(make_builder: Make) -> None:
+    gpsimd = on_gpsimd(make_builder, 1)
+    report = compare(on_vector(make_builder, 1), gpsimd)
+    doubled = next(one for one in report.variations if one.factor == 2.0)
+    assert doubled.b_ns - gpsimd.total_ns == pytest.approx(8 * 512 / 1.2)
+    assert doubled.a_ns == report.a_ns
+
+
+def test_runs_on_different_chips_are_not_compared(make_builder: Make) -> None:
+    one = on_vector(make_builder, 1)
+    other = schedule(one.trace, TRN3)
+    with pytest.raises(ValueError, match="chip='trn3': must be 'trn2' as for a"):
+        compare(one, other)
