@@ -36,7 +36,6 @@ IGNORED_KEYS = (
     "output_router_logits",
     "router_aux_loss_coef",
     "initial_context_length",  # repeats original_max_position_embeddings of the rope section
-    "quantization_config",  # the tensors themselves say how they are stored
     "bos_token_id",  # the tokenizer's business
 )
 
@@ -99,6 +98,7 @@ class GptOssConfig:
         reader.require("model_type", "gpt_oss")
         reader.require("hidden_act", "silu")
         reader.require("tie_word_embeddings", False)
+        reader.require_quantization("mxfp4")
         num_layers = reader.get("num_hidden_layers", int)
         usual_types = (LAYER_TYPES * num_layers)[:num_layers]
         old_top_k = reader.get_optional("experts_per_token", int)

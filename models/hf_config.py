@@ -85,6 +85,18 @@ class ConfigReader:
                 " implemented for this architecture. Correct the value in config.json."
             )
 
+    def require_quantization(self, *methods: str) -> None:
+        """Raise ValueError if `quantization_config` names another method than the given ones."""
+        section = self.get_raw("quantization_config")
+        if section is None:
+            return
+        method = section.get("quant_method") if isinstance(section, Mapping) else None
+        if method not in methods:
+            raise ValueError(
+                f"{self._where}: quantization_config={section!r}: quant_method must be"
+                f" {' or '.join(methods)}. Take a checkpoint in that format, or in bf16."
+            )
+
     def ignore(self, *keys: str) -> None:
         """List keys that are known and change nothing here."""
         self._known.update(keys)

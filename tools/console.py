@@ -53,9 +53,9 @@ def format_table(rows: Sequence[Sequence[str]], *, numbers_from: int = 1) -> str
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes with a binary unit and three digits."""
+    """Return a number of bytes with a binary unit and four digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.3g} {unit}"
+            return f"{count:.4g} {unit}"
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{count:.4g} TiB"

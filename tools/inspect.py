@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     with torch.device("meta"):
         model: nn.Module = model_file.Model(config)
     expert_format = "bf16"
-    if raw_config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+    if (raw_config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         expert_format = "mxfp4"
     num_tensors = None
     if checkpoint is not None:

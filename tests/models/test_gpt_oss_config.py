@@ -93,6 +93,10 @@ BAD = {
     "other-model": ({"model_type": "mixtral"}, "model_type='mixtral': must be 'gpt_oss'"),
     "other-activation": ({"hidden_act": "gelu"}, "hidden_act='gelu': must be 'silu'"),
     "tied": ({"tie_word_embeddings": True}, "tie_word_embeddings=True: must be False"),
+    "other-quantization": (
+        {"quantization_config": {"quant_method": "awq"}},
+        "quant_method must be mxfp4",
+    ),
     "stop-token": ({"eos_token_id": "</s>"}, "eos_token_id='</s>': must be a token id"),
     "rope-type": (
         {"rope_scaling": {"rope_type": "llama3"}},
