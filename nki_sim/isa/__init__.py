@@ -26,6 +26,7 @@ from nki_sim.isa.gpsimd import (
     tensor_partition_reduce,
     topk,
 )
+from nki_sim.isa.mx import nc_matmul_mx, quantize_mx
 from nki_sim.isa.query import get_nc_sub_version, get_nc_version
 from nki_sim.isa.registers import (
     register_alloc,
@@ -98,12 +99,14 @@ __all__ = [
     "nc_find_index8",
     "nc_match_replace8",
     "nc_matmul",
+    "nc_matmul_mx",
     "nc_n_gather",
     "nc_stream_shuffle",
     "nc_transpose",
     "nc_version",
     "nonzero_with_count",
     "oob_mode",
+    "quantize_mx",
     "range_select",
     "reciprocal",
     "reduce_cmd",

@@ -1,0 +1,236 @@
+"""MX formats on the Tensor and Vector engines (gen4): block-scaled matmul and quantisation.
+
+A scale tile holds one byte per group of 8 partitions x 4 packed elements. Group g of quadrant q has
+its byte in row 32 q + g of the scale view, whose first partition is 0, 4, 8 or 12 of a quadrant, so
+that four scale tensors share a tile; the other rows are not touched. Links: nki.isa.nc_matmul_mx,
+nki.isa.quantize_mx (NKI 0.6) and the MX guide (nki/deep-dives/mxfp-matmul.rst).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from nki_sim import dtypes, mx_formats
+from nki_sim import trace as tr
+from nki_sim.constants import nc_version
+from nki_sim.dtypes import Array, to_float32
+from nki_sim.isa._common import (
+    Core,
+    IllegalOperand,
+    NkiInstruction,
+    NkiTensor,
+    check_generation,
+    check_memory,
+    check_partitions,
+    check_same_partitions,
+    compute_facts,
+    instruction,
+)
+from nki_sim.isa.tensor_engine import _accumulation, _first_rows
+
+_PACKED: Final = frozenset(
+    (dtypes.float8_e4m3fn_x4, dtypes.float8_e5m2_x4, dtypes.float4_e2m1fn_x4)
+)
+_PACKED_FP8: Final = frozenset((dtypes.float8_e4m3fn_x4, dtypes.float8_e5m2_x4))
+_SCALES: Final = frozenset((dtypes.uint8, dtypes.float8_e8m0fnu))
+_QUADRANT: Final = 32
+_GROUPS_PER_QUADRANT: Final = _QUADRANT // mx_formats.GROUP_PARTITIONS
+_SCALE_STARTS: Final = (0, 4, 8, 12)
+_STATIONARY_MAX: Final = 128
+
+
+def _scale_rows(operand: str, scale: Any, data: NkiTensor, columns: int) -> list[NkiTensor]:
+    """Check a scale tile and return the four rows of each quadrant that hold its bytes."""
+    if type(scale) is not NkiTensor:
+        raise IllegalOperand(operand, "a tensor", repr(scale))
+    check_memory(operand, scale, (tr.SBUF,))
+    if scale.dtype not in _SCALES:
+        raise IllegalOperand(operand, "uint8 or float8_e8m0fnu", str(scale.dtype))
+    if scale.geometry.elements != columns:
+        raise IllegalOperand(
+            operand, f"{columns} elements per partition, one per packed column",
+            str(scale.geometry.elements),
+        )  # fmt: skip
+    quadrants = data.geometry.partitions // _QUADRANT
+    needed = _QUADRANT * (quadrants - 1) + _GROUPS_PER_QUADRANT
+    if scale.geometry.partitions < needed:
+        raise IllegalOperand(
+            operand, f"at least {needed} partitions for {quadrants} quadrants of data",
+            str(scale.geometry.partitions),
+        )  # fmt: skip
+    start = scale.geometry.start_partition
+    if start % _QUADRANT not in _SCALE_STARTS:
+        raise IllegalOperand(
+            operand, "a start partition of 0, 4, 8 or 12 in its quadrant", str(start)
+        )
+    return [scale[_QUADRANT * q : _QUADRANT * q + _GROUPS_PER_QUADRANT] for q in range(quadrants)]
+
+
+def _check_packed(operand: str, value: Any) -> None:
+    if type(value) is not NkiTensor:
+        raise IllegalOperand(operand, "a tensor", repr(value))
+    check_memory(operand, value, (tr.SBUF,))
+    check_partitions(operand, value)
+    if value.dtype not in _PACKED:
+        raise IllegalOperand(operand, "a packed x4 type", str(value.dtype))
+    if value.geometry.partitions % _QUADRANT:
+        raise IllegalOperand(operand, "a multiple of 32 partitions", str(value.geometry.partitions))
+
+
+def _dequantise(data: NkiTensor, scales: list[NkiTensor]) -> Array:
+    """Values [4 P, columns] in float32, packed slot inside partition."""
+    factors = np.concatenate([mx_formats.scale_factors(_bytes(scale)) for scale in scales])
+    values = mx_formats.unpack(data.flat(), data.dtype)
+    values = values * np.repeat(factors, mx_formats.GROUP_PARTITIONS, axis=0)[:, :, None]
+    return np.ascontiguousarray(values.transpose(0, 2, 1)).reshape(-1, values.shape[1])
+
+
+def _bytes(scale: NkiTensor) -> Array:
+    return scale.flat().view(np.uint8)
+
+
+@instruction
+def nc_matmul_mx(
+    core: Core,
+    dst: NkiTensor,
+    stationary: NkiTensor,
+    moving: NkiTensor,
+    stationary_scale: NkiTensor,
+    moving_scale: NkiTensor,
+    tile_position: tuple[int, ...] | None = None,
+    tile_size: tuple[int, ...] | None = None,
+    accumulate: bool | None = None,
+    name: str | None = None,
+) -> NkiInstruction:
+    """Multiply block-scaled operands: sum over partitions and the 4 packed slots.
+
+    Products and sums are float32. `accumulate` is that of `nc_matmul`.
+    """
+    # Constraints.
+    check_generation(core, nc_version.gen4, "nc_matmul_mx")
+    _check_packed("stationary", stationary)
+    _check_packed("moving", moving)
+    check_same_partitions(("stationary", stationary), ("moving", moving))
+    k, m, n = stationary.geometry.partitions, stationary.geometry.elements, moving.geometry.elements
+    if m > _STATIONARY_MAX or m % 2:
+        raise IllegalOperand(
+            "stationary", f"an even number up to {_STATIONARY_MAX} of columns", str(m)
+        )
+    if type(dst) is not NkiTensor:
+        raise IllegalOperand("dst", "a tensor", repr(dst))
+    check_memory("dst", dst, (tr.PSUM,))
+    if dst.dtype not in (dtypes.float32, dtypes.bfloat16):
+        raise IllegalOperand("dst", "float32 or bfloat16", str(dst.dtype))
+    is_bf16 = dst.dtype is dtypes.bfloat16
+    limit = core.target.moving_max_bf16 if is_bf16 else core.target.moving_max
+    if n > limit:
+        raise IllegalOperand("moving", f"at most {limit} columns", str(n))
+    if dst.geometry.elements != n or dst.geometry.partitions < m:
+        raise IllegalOperand("dst", f"shape [{m}, {n}]", f"{list(dst.shape)}")
+    result = _first_rows(dst, m)
+    check_partitions("dst", result)
+    stationary_scales = _scale_rows("stationary_scale", stationary_scale, stationary, m)
+    moving_scales = _scale_rows("moving_scale", moving_scale, moving, n)
+    tile = _row_tile(k, stationary, tile_position, tile_size)
+
+    # Cost.
+    facts = tr.MatmulFacts(
+        k, m, n, str(stationary.dtype), str(moving.dtype), str(result.dtype), tile=tile
+    )
+
+    # Meaning.
+    adds, mask = _accumulation(core, result, accumulate)
+
+    def meaning() -> None:
+        left = _dequantise(stationary, stationary_scales)
+        product = left.T @ _dequantise(moving, moving_scales)
+        if mask is not None:
+            old = result.f32().reshape(m, n)
+            product += np.where(mask.reshape(m, n), old, np.float32(0))
+        elif adds:
+            product += to_float32(result.flat())
+        result.store(product)
+
+    reads = [stationary, moving, *stationary_scales, *moving_scales, *([result] if adds else [])]
+    handle = core.issue("nc_matmul_mx", tr.TENSOR, facts, (result,), reads, meaning, name)
+    coverage = result._alloc.accumulated
+    if coverage is not None:
+        coverage.add(result.geometry.box, result.geometry.walk)
+    return handle
+
+
+def _row_tile(k: int, stationary: NkiTensor, position: Any, size: Any) -> tuple[int, ...]:
+    """Check a row tile: (row, 0, rows, 128); empty for the whole array."""
+    if not position and not size:
+        return ()
+    if len(position or ()) != 2 or len(size or ()) != 2:
+        raise IllegalOperand(
+            "tile_position", "two numbers each in tile_position and tile_size",
+            f"{position} and {size}",
+        )  # fmt: skip
+    (row, column), (rows, columns) = map(int, position), map(int, size)
+    if column != 0 or columns != 128:
+        raise IllegalOperand("tile_size", "all 128 columns from column 0", f"{position}, {size}")
+    if rows not in (32, 64, 128) or row % rows or row + rows > 128 or k > rows:
+        raise IllegalOperand(
+            "tile_position", f"32, 64 or 128 rows at a multiple of that, at least {k}",
+            f"{position}, {size}",
+        )  # fmt: skip
+    if rows < 128 and stationary.geometry.start_partition != row:
+        raise IllegalOperand(
+            "stationary", f"start partition {row}, the row of the tile",
+            str(stationary.geometry.start_partition),
+        )  # fmt: skip
+    return (row, column, rows, columns)
+
+
+@instruction
+def quantize_mx(
+    core: Core, dst: NkiTensor, src: NkiTensor, dst_scale: NkiTensor, name: str | None = None
+) -> NkiInstruction:
+    """Quantise groups of 8 partitions x 4 neighbours to packed fp8 with one scale byte each.
+
+    The scale is 2^(floor(log2(largest magnitude)) - (largest exponent of the format - 1)).
+    """
+    # Constraints.
+    check_generation(core, nc_version.gen4, "quantize_mx")
+    for operand, value in (("src", src), ("dst", dst)):
+        if type(value) is not NkiTensor:
+            raise IllegalOperand(operand, "a tensor", repr(value))
+        check_memory(operand, value, (tr.SBUF,))
+        check_partitions(operand, value)
+    if src.dtype not in (dtypes.float16, dtypes.bfloat16):
+        raise IllegalOperand("src", "float16 or bfloat16", str(src.dtype))
+    if dst.dtype not in _PACKED_FP8:
+        raise IllegalOperand("dst", "float8_e4m3fn_x4 or float8_e5m2_x4", str(dst.dtype))
+    if type(dst_scale) is NkiTensor and dst_scale.dtype is not dtypes.uint8:
+        raise IllegalOperand("dst_scale", "uint8", str(dst_scale.dtype))
+    partitions, elements = src.geometry.partitions, src.geometry.elements
+    if partitions % _QUADRANT:
+        raise IllegalOperand("src", "a multiple of 32 partitions", str(partitions))
+    if elements % mx_formats.GROUP_SLOTS:
+        raise IllegalOperand("src", "a multiple of 4 elements per partition", str(elements))
+    check_same_partitions(("src", src), ("dst", dst))
+    columns = elements // mx_formats.GROUP_SLOTS
+    if dst.geometry.elements != columns:
+        raise IllegalOperand(
+            "dst", f"{columns} packed elements per partition", str(dst.geometry.elements)
+        )
+    scales = _scale_rows("dst_scale", dst_scale, src, columns)
+
+    # Cost.
+    facts = compute_facts(dst, (src,), "quantize_mx")
+
+    # Meaning.
+    def meaning() -> None:
+        packed, scale_bytes = mx_formats.quantize(src.f32(), dst.dtype)
+        array = dst.array()
+        array[...] = packed.reshape(array.shape)
+        for quadrant, rows in enumerate(scales):
+            first = _GROUPS_PER_QUADRANT * quadrant
+            part = scale_bytes[first : first + _GROUPS_PER_QUADRANT]
+            rows.array()[...] = part.reshape(rows.shape)
+
+    return core.issue("quantize_mx", tr.VECTOR, facts, (dst, *scales), (src,), meaning, name)
