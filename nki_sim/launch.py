@@ -18,7 +18,7 @@ import numpy as np
 from nki_sim import races
 from nki_sim.dtypes import DType, as_dtype, bfloat16
 from nki_sim.errors import IllegalOperand, UninitializedRead
-from nki_sim.liveness import check_psum
+from nki_sim.liveness import check_capacity
 from nki_sim.machine import _CORE, Core, Finding, Machine, running
 from nki_sim.memory import MemoryRegion
 from nki_sim.objects import NKIObject
@@ -265,7 +265,7 @@ def _launch(
     _apply_schedule(machine.trace, kernel.schedule)
     races.check_flow(machine)
     races.check_races(machine)
-    check_psum(machine)
+    check_capacity(machine)
     per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
     outputs = [_collect(machine, value, uses_torch) for value in per_rank]
     return Run(outputs[0] if single else outputs, machine.trace, options, machine)

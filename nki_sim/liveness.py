@@ -1,24 +1,33 @@
-"""Checks of the whole trace: is what is alive at once in PSUM ever more than there is."""
+"""Checks of the whole trace: is what is alive at once on chip ever more than there is.
+
+A tensor is alive from the first instruction that touches it to the last one that reads it, which is
+what an allocator needs at least, in program order. A tensor that nobody reads is alive until the
+kernel drops it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from nki_sim import trace as tr
 from nki_sim.errors import CapacityError
-from nki_sim.machine import Machine
+from nki_sim.machine import Core, Machine
 
 
-def live_peak(trace: tr.Trace, space: int, core: int, rank: int) -> tuple[int, int]:
+def live_peak(
+    trace: tr.Trace, space: int, core: int, rank: int, dropped: Mapping[int, int] | None = None
+) -> tuple[int, int]:
     """Return the most bytes per partition alive at once in one memory, and the position of it.
 
-    A tensor is alive from the first to the last instruction that touches it. Tensors placed with
-    an address count like others.
+    Tensors placed with an address count like others.
 
     Args:
         trace: a run.
         space: SBUF or PSUM of `trace.py`.
         core, rank: whose memory.
+        dropped: position at which the kernel dropped a storage, by storage; the end if missing.
 
     Returns:
         (bytes, position in the trace), (0, -1) if the memory is unused.
@@ -28,42 +37,65 @@ def live_peak(trace: tr.Trace, space: int, core: int, rank: int) -> tuple[int, i
         for index, storage in enumerate(trace.storages)
         if storage.space == space and storage.core == core and storage.rank == rank
     ]
-    if not chosen or not len(trace):
+    length = len(trace)
+    if not chosen or not length:
         return 0, -1
     operand_ids, first = trace.operand_ids()
+    columns = trace.columns()
     storage_of_range = np.array([memory.storage for memory in trace.ranges], dtype=np.int64)
     storages = storage_of_range[operand_ids]
-    positions = np.repeat(np.arange(len(trace), dtype=np.int64), np.diff(first))
-    begin = np.full(len(trace.storages), len(trace), dtype=np.int64)
-    end = np.full(len(trace.storages), -1, dtype=np.int64)
+    positions = np.repeat(np.arange(length, dtype=np.int64), np.diff(first))
+    place = np.arange(len(operand_ids), dtype=np.int64) - first[positions]
+    is_read = place < columns[positions, tr.NUM_READS]
+    count = len(trace.storages)
+    begin = np.full(count, length, dtype=np.int64)
+    last_read = np.full(count, -1, dtype=np.int64)
+    last_touch = np.full(count, -1, dtype=np.int64)
     np.minimum.at(begin, storages, positions)
-    np.maximum.at(end, storages, positions)
-    change = np.zeros(len(trace) + 1, dtype=np.int64)
-    sizes = np.array([trace.storages[index].size_bytes for index in chosen], dtype=np.int64)
-    used = np.array(chosen, dtype=np.int64)
-    alive = end[used] >= 0
-    np.add.at(change, begin[used][alive], sizes[alive])
-    np.subtract.at(change, end[used][alive] + 1, sizes[alive])
+    np.maximum.at(last_touch, storages, positions)
+    np.maximum.at(last_read, storages[is_read], positions[is_read])
+    used = np.array([index for index in chosen if begin[index] < length], dtype=np.int64)
+    if not len(used):
+        return 0, -1
+    drops = dropped or {}
+    until_drop = np.array([drops.get(int(index), length) - 1 for index in used], dtype=np.int64)
+    end = np.where(last_read[used] >= 0, last_read[used], until_drop)
+    end = np.maximum(end, last_touch[used])
+    sizes = np.array([trace.storages[int(index)].size_bytes for index in used], dtype=np.int64)
+    change = np.zeros(length + 1, dtype=np.int64)
+    np.add.at(change, begin[used], sizes)
+    np.subtract.at(change, np.minimum(end, length - 1) + 1, sizes)
     total = np.cumsum(change)
     peak = int(total.argmax())
     return int(total[peak]), peak
 
 
-def check_psum(machine: Machine) -> None:
-    """Raise (or report) if more PSUM is alive at once than a core has.
+def check_capacity(machine: Machine) -> None:
+    """Raise (or report) if more SBUF or PSUM is alive at once than a core has.
+
+    SBUF is looked at only if the tensors that Python kept alive were ever too many.
 
     Raises:
         CapacityError: with the source line at which the peak is reached.
     """
     if machine.options.capacity == "off":
         return
-    limit = machine.target.psum_bytes
     for core in machine.cores:
-        peak, position = live_peak(machine.trace, tr.PSUM, core.id, core.rank)
-        if peak > limit:
-            record = machine.trace[position]
-            machine.settle(machine.options.capacity, "capacity", CapacityError(
-                "PSUM", f"at most {limit} bytes per partition alive at once",
-                f"{peak} bytes on core {core.id}", instruction=record.op,
-                location=f"{record.file}:{record.line}",
-            ))  # fmt: skip
+        _check(machine, core, tr.PSUM, machine.target.psum_bytes)
+        if core.sbuf_peak > machine.target.sbuf_bytes:
+            _check(machine, core, tr.SBUF, machine.target.sbuf_bytes)
+
+
+def _check(machine: Machine, core: Core, space: int, limit: int) -> None:
+    peak, position = live_peak(machine.trace, space, core.id, core.rank, machine.dropped)
+    if peak > limit:
+        record = machine.trace[position]
+        memory = tr.SPACE_NAMES[space].upper()
+        error = CapacityError(
+            memory,
+            f"at most {limit} bytes per partition alive at once",
+            f"{peak} bytes on core {core.id}",
+            instruction=record.op,
+            location=f"{record.file}:{record.line}",
+        )
+        machine.settle(machine.options.capacity, "capacity", error)

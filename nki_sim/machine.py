@@ -125,6 +125,7 @@ class Machine:
         self.preempt = options.preempt if lnc * ranks > 1 else 0.0
         self.lines: dict[tuple[int, int], int] = {}
         self._codes: list[Any] = []
+        self.dropped: dict[int, int] = {}
         self.cores = [Core(self, rank, core) for rank in range(ranks) for core in range(lnc)]
 
     def find(self, kind: str, location: str, text: str) -> None:
@@ -186,7 +187,6 @@ class Core:
         self.accumulators: dict[str, Any] = {}
         self.sbuf_bytes = 0
         self.sbuf_peak = 0
-        self.sbuf_peak_line = 0
         self.placed: list[weakref.ref[Allocation]] = []
         self.shared_count: dict[str, int] = {}
         self.while_stack: list[Any] = []
@@ -348,17 +348,7 @@ class Core:
         alloc.counted = True
         alloc.core = self
         self.sbuf_bytes += alloc.pitch
-        if self.sbuf_bytes > self.sbuf_peak:
-            self.sbuf_peak = self.sbuf_bytes
-            self.sbuf_peak_line = self.line
-            if self.sbuf_bytes > self.target.sbuf_bytes:
-                self.machine.settle(self.options.capacity, "capacity", CapacityError(
-                    alloc.name or "SBUF",
-                    f"at most {self.target.sbuf_bytes} bytes per partition alive in SBUF",
-                    f"{self.sbuf_bytes} bytes with this tensor of {alloc.pitch} "
-                    f"(shape {list(alloc.shape)} of {alloc.dtype})",
-                    location=self.machine.location(self.line),
-                ))  # fmt: skip
+        self.sbuf_peak = max(self.sbuf_peak, self.sbuf_bytes)
 
     def clobber(self, alloc: Allocation, tensor: NkiTensor) -> None:
         """Writing a placed tensor makes the same bytes of other placed tensors undefined."""

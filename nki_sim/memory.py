@@ -349,7 +349,9 @@ class Allocation:
 
     def __del__(self) -> None:
         if self.counted:
+            machine = self.core.machine
             self.core.sbuf_bytes -= self.pitch
+            machine.dropped[self.trace_id] = len(machine.trace)
         data = self._data
         if data is not None and self.space != HBM and data.size >= _POOL_MIN_BYTES:
             self._data = None
