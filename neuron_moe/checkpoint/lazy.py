@@ -69,6 +69,14 @@ def everything(shape: Sequence[int]) -> Selection:
     return tuple(range(size) for size in shape)
 
 
+def is_within(selection: Selection, shape: Sequence[int]) -> bool:
+    """Say whether a selection has an entry for each axis and no index outside of it."""
+    return len(selection) == len(shape) and all(
+        not indices or 0 <= min(indices) <= max(indices) < size
+        for indices, size in zip(selection, shape, strict=True)
+    )
+
+
 def hull(indices: Indices) -> range:
     """Return the smallest range that contains the indices."""
     if isinstance(indices, range):

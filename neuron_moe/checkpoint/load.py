@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.checkpoint.lazy import Selection, everything, pieces, take
+from neuron_moe.checkpoint.lazy import Selection, everything, is_within, pieces, take
 from neuron_moe.checkpoint.problems import Problems
 from neuron_moe.checkpoint.reader import Checkpoint
 from neuron_moe.checkpoint.weight_map import Assignment, WeightMap
@@ -98,7 +98,9 @@ def read_parameters(
         selection = shard(assignment.target, shape) if shard else everything(shape)
         held = tuple(len(indices) for indices in selection)
         wanted = parameters[assignment.target]
-        if held != tuple(wanted.shape):
+        if not is_within(selection, shape):
+            problems.add("shard", f"{assignment.target}: the shard must lie within {list(shape)}")
+        elif held != tuple(wanted.shape):
             problems.add("shape", f"{_describe(assignment, held)} must be {list(wanted.shape)}")
         if not wanted.dtype.is_floating_point:
             problems.add("dtype", f"{assignment.target}: {wanted.dtype} must be a float dtype")

@@ -33,7 +33,7 @@ _LARGEST_SAFE_SCALE = 252  # 6 * 2^(252 - 127) is finite in bfloat16, 6 * 2^(253
 
 
 class Transform(ABC):
-    """One invertible change of layout or format."""
+    """One invertible change of the last two axes, the same for every index of those before."""
 
     name: ClassVar[str]
     num_sources: int = 1
@@ -293,6 +293,25 @@ transpose = Transpose()
 deinterleave_gate_up = DeinterleaveGateUp()
 concat_gate_up = ConcatGateUp()
 mxfp4 = Mxfp4()
+
+
+def invert_in_parts(transform: Transform, tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the sources that make `tensor`; temporaries are those of one expert.
+
+    Args:
+        transform: any.
+        tensor: what it shall make; of three and more axes, the first is worked off one by one.
+    """
+    if tensor.ndim < 3 or len(tensor) < 2 or transform is identity:
+        return transform.invert(tensor)
+    results: tuple[Tensor, ...] = ()
+    for index in range(len(tensor)):
+        parts = transform.invert(tensor[index : index + 1])
+        if not results:
+            results = tuple(part.new_empty(len(tensor), *part.shape[1:]) for part in parts)
+        for result, part in zip(results, parts, strict=True):
+            result[index].copy_(part[0])
+    return results
 
 
 def _check_float(source: LazyTensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from neuron_moe.checkpoint.lazy import LazyTensor, stack
 from neuron_moe.checkpoint.problems import Problems
 from neuron_moe.checkpoint.reader import Checkpoint
-from neuron_moe.checkpoint.transforms import Transform, identity
+from neuron_moe.checkpoint.transforms import Transform, identity, invert_in_parts
 from neuron_moe.errors import check_positive_int, closest
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -107,9 +107,9 @@ class WeightMap:
         for rule in self.rules:
             for binding in self._bindings(rule.target):
                 candidates.setdefault(rule.target.format(**binding), []).append((rule, binding))
-        for target in candidates.keys() - wanted:
+        for target in sorted(candidates.keys() - wanted):
             problems.add("rule", f"{target}: a rule fills it, but the model has no such parameter")
-        for target in wanted - candidates.keys():
+        for target in sorted(wanted - candidates.keys()):
             problems.add("rule", f"{target}: the model has it, but no rule fills it")
 
         used = set()
@@ -165,7 +165,7 @@ class WeightMap:
                 f"({len(unmatched)} names are not). Export the model that the map was written for."
             )
         for target, (rule, binding) in by_target.items():
-            sources = rule.transform.invert(parameters[target].detach())
+            sources = invert_in_parts(rule.transform, parameters[target].detach())
             for group, source in zip(self._source_keys(rule, binding), sources, strict=True):
                 parts = source.unbind(0) if rule.stacked else (source,)
                 if len(parts) != len(group):
