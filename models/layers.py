@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from neuron_moe.errors import check_positive_int
 
-# Attention logits held at once (256 MiB in float32); longer prompts go in chunks of queries.
-MAX_LOGITS = 1 << 26
+# Attention logits held at once (64 MiB in float32); longer prompts go in chunks of queries.
+MAX_LOGITS = 1 << 24
 
 
 class RMSNorm(nn.Module):

@@ -181,17 +181,23 @@ def layer_inputs(config: GptOssConfig, num_new: int, num_slots: int) -> tuple[An
     )
 
 
-@pytest.mark.parametrize(
-    ("num_new", "num_slots"),
-    [(24, 24), (100, 100), (1, 24)],
-    ids=["prefill24", "prefill100", "decode"],
-)
+EXPORTS = {  # new tokens a sequence (of two), slots, experts a token, path of the MoE layer
+    "prefill-blockwise": (100, 100, 4, "blockwise"),
+    "prefill-all-experts": (24, 24, 4, "all_experts"),
+    "decode-all-experts": (1, 24, 4, "all_experts"),
+    "decode-selective": (1, 24, 1, "selective"),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
 def test_a_decoder_layer_exports_with_static_shapes(
-    num_new: int, num_slots: int, config_of: Callable[..., dict[str, Any]]
+    case: str, config_of: Callable[..., dict[str, Any]]
 ) -> None:
-    config = GptOssConfig.from_hf(config_of())
+    num_new, num_slots, top_k, path = EXPORTS[case]
+    config = GptOssConfig.from_hf(config_of(num_experts_per_tok=top_k))
     layer = DecoderLayer(config, torch.float32, "torch").eval().requires_grad_(False)
     torch.nn.init.normal_(layer.self_attn.sinks)
+    assert layer.moe.explain(case.split("-")[0], 2 * num_new).path == path
     inputs = layer_inputs(config, num_new, num_slots)
     keys = inputs[3][0].clone()
     program = torch.export.export(layer, inputs)
