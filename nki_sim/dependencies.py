@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from nki_sim import trace as tr
 from nki_sim.hardware import Hardware
 from nki_sim.placement import Ring
-from nki_sim.regions import Rectangle, covers, overlap, rectangles
+from nki_sim.regions import Rectangle, covers, rectangles
 from nki_sim.trace import Trace
 
 VISIBLE: Final = 0
@@ -116,24 +116,21 @@ def pair_ids(columns: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 class _Edges:
-    """Edges as they are found."""
+    """Edges as they are found, one integer each: source, target, kind from high to low bits."""
 
-    __slots__ = ("source", "target")
+    __slots__ = ("append", "packed")
 
     def __init__(self) -> None:
-        self.source = array("i")
-        self.target = array("i")
+        self.packed = array("q")
+        self.append = self.packed.append
 
     def add(self, source: int, target: int, kind: int) -> None:
-        self.source.append(source)
-        self.target.append(2 * target + kind)
+        self.append(source << 32 | target << 1 | kind)
 
     def pack(self, graph: Graph) -> None:
         """Sort by source into the graph, dropping repetitions, and count the waits of each node."""
         count = len(graph.instruction)
-        packed = np.array(self.source, dtype=np.int64) << 32
-        packed |= np.array(self.target, dtype=np.int64)
-        packed = np.unique(packed)
+        packed = np.unique(np.array(self.packed, dtype=np.int64))
         source, target = packed >> 32, (packed & 0xFFFFFFFF).astype(np.int32)
         graph.first = np.searchsorted(source, np.arange(count + 1))
         graph.targets = array("i", target.tobytes())
@@ -219,6 +216,7 @@ class _Core:
         self._active: dict[tuple[int, int], set[int]] = {}
         self._users: dict[int, dict[int, int]] = {}
         self._births: dict[int, list[int]] = {}
+        self._keys: dict[int, list[tuple[int, int]]] = {}
         self._stationary: dict[tuple[int, ...], tuple[int, int]] = {}
         self._register_load = -1
 
@@ -258,6 +256,7 @@ class _Core:
             graph.queues[queue].nodes.append(index)
             begin, end = begin_of[index], begin_of[index + 1]
             middle = begin + reads_of[index]
+            version = -1
             for position in range(begin, end):
                 region = of_range[operand[position]]
                 memory = memory_of[region]
@@ -266,11 +265,13 @@ class _Core:
                 if memory not in written:
                     continue
                 if position < middle:
-                    self._read(index, queue, region, memory)
+                    writer = self._read(index, queue, region, memory)
+                    if position == begin:
+                        version = writer
                 else:
                     self._write(index, queue, region, memory)
             if queue == self._tensor_queue and middle > begin:
-                self._load_stationary(index, of_range[operand[begin]], facts)
+                self._load_stationary(index, of_range[operand[begin]], version, facts)
             elif isinstance(facts, tr.ControlFacts) and facts.kind == "register_load":
                 self._register_load = index
 
@@ -319,87 +320,116 @@ class _Core:
 
     def _buckets_of(self, region: int, memory: int) -> list[tuple[int, int]]:
         """Return the keys under which a region is found."""
-        plan = self._regions.big.get(memory)
-        if plan is None:
-            return [(memory, 0)]
-        axis, origin, step = plan
-        shape = self._regions.rectangle[region]
-        low = (shape[axis] - origin) // step
-        high = (shape[axis + 1] - 1 - origin) // step
-        return [(memory, bucket) for bucket in range(low, high + 1)]
+        known = self._keys.get(region)
+        if known is None:
+            plan = self._regions.big.get(memory)
+            if plan is None:
+                known = [(memory, 0)]
+            else:
+                axis, origin, step = plan
+                shape = self._regions.rectangle[region]
+                low = (shape[axis] - origin) // step
+                high = (shape[axis + 1] - 1 - origin) // step
+                known = [(memory, bucket) for bucket in range(low, high + 1)]
+            self._keys[region] = known
+        return known
 
     def _others(self, region: int, memory: int) -> list[int]:
         """Return the known regions that overlap, the region itself included, and make it known."""
-        rectangle = self._regions.rectangle
-        shape = rectangle[region]
-        found: set[int] = set()
-        for key in self._buckets_of(region, memory):
-            members = self._active.get(key)
+        keys = self._buckets_of(region, memory)
+        active = self._active
+        if len(keys) == 1:
+            members = active.get(keys[0])
             if members is None:
-                self._active[key] = {region}
+                active[keys[0]] = {region}
+                return [region]
+            if len(members) == 1 and region in members:
+                return [region]
+        found = {region}
+        rectangle = self._regions.rectangle
+        line0, line1, byte0, byte1 = rectangle[region]
+        for key in keys:
+            members = active.get(key)
+            if members is None:
+                active[key] = {region}
                 continue
             for other in members:
-                if other == region or overlap(rectangle[other], shape):
+                shape = rectangle[other]
+                if shape[2] < byte1 and byte0 < shape[3] and shape[0] < line1 and line0 < shape[1]:
                     found.add(other)
             members.add(region)
-        found.add(region)
         return list(found)
 
-    def _read(self, index: int, queue: int, region: int, memory: int) -> None:
-        """Add the edges of a read."""
+    def _read(self, index: int, queue: int, region: int, memory: int) -> int:
+        """Add the edges of a read; return the last instruction that wrote any of it, or -1."""
+        writers, queue_of = self._writer, self._graph.queue
+        accumulates = queue == self._tensor_queue
+        latest = -1
         for other in self._others(region, memory):
-            writer = self._writer.get(other, -1)
-            if writer >= 0 and writer != index:
-                self._after(writer, index, queue, VISIBLE)
-        self._readers.setdefault(region, {})[queue] = index
-        self._users.setdefault(memory, {})[queue] = index
+            writer = writers.get(other, -1)
+            if writer < 0:
+                continue
+            if writer > latest:
+                latest = writer
+            # Matmuls accumulate in order without waiting for each other.
+            if writer != index and not (accumulates and queue_of[writer] == queue):
+                self._edges.append(writer << 32 | index << 1)
+        readers = self._readers.get(region)
+        if readers is None:
+            self._readers[region] = {queue: index}
+        else:
+            readers[queue] = index
+        self._use(memory, queue, index)
+        return latest
 
     def _write(self, index: int, queue: int, region: int, memory: int) -> None:
         """Add the edges of a write and forget what it overwrote."""
-        writers, readers = self._writer, self._readers
-        rectangle = self._regions.rectangle
-        shape, dense = rectangle[region], self._regions.dense[region]
+        writers, readers, queue_of = self._writer, self._readers, self._graph.queue
         fresh = True
         for other in self._others(region, memory):
             writer = writers.get(other, -1)
             if writer >= 0:
                 fresh = False
-                if writer != index and self._graph.queue[writer] != queue:
-                    self._edges.add(writer, index, VISIBLE)
+                if writer != index and queue_of[writer] != queue:
+                    self._edges.append(writer << 32 | index << 1)
             reading = readers.get(other)
             if reading:
                 fresh = False
                 for from_queue, reader in reading.items():
                     if from_queue != queue:
-                        self._edges.add(reader, index, DONE)
+                        self._edges.append(reader << 32 | index << 1 | DONE)
             if other == region:
                 if reading:
                     reading.clear()
-            elif dense and covers(shape, rectangle[other]):
-                writers.pop(other, None)
-                readers.pop(other, None)
-                for key in self._buckets_of(other, memory):
-                    self._active[key].discard(other)
+            elif self._regions.dense[region]:
+                self._forget(region, other, memory)
         if fresh:
             for user in self._births.get(memory, ()):
-                if self._graph.queue[user] != queue:
-                    self._edges.add(user, index, DONE)
+                if queue_of[user] != queue:
+                    self._edges.append(user << 32 | index << 1 | DONE)
         writers[region] = index
-        self._users.setdefault(memory, {})[queue] = index
+        self._use(memory, queue, index)
 
-    def _after(self, producer: int, consumer: int, queue: int, kind: int) -> None:
-        """Add an edge, except between matmuls, which accumulate in order without waiting."""
-        if queue == self._tensor_queue and self._graph.queue[producer] == queue:
-            return
-        self._edges.add(producer, consumer, kind)
+    def _use(self, memory: int, queue: int, index: int) -> None:
+        """Note the last access of every queue to a tensor that has been placed."""
+        users = self._users.get(memory)
+        if users is None:
+            self._users[memory] = {queue: index}
+        else:
+            users[queue] = index
 
-    def _load_stationary(self, index: int, region: int, facts: tr.Facts) -> None:
+    def _forget(self, region: int, other: int, memory: int) -> None:
+        """Drop a region that a write to `region` covers."""
+        rectangle = self._regions.rectangle
+        if covers(rectangle[region], rectangle[other]):
+            self._writer.pop(other, None)
+            self._readers.pop(other, None)
+            for key in self._buckets_of(other, memory):
+                self._active[key].discard(other)
+
+    def _load_stationary(self, index: int, region: int, version: int, facts: tr.Facts) -> None:
         """Note whether the array already holds this stationary tile."""
         tile = facts.tile if isinstance(facts, tr.MatmulFacts) else ()
-        memory = self._regions.memory[region]
-        version = max(
-            (self._writer.get(other, -1) for other in self._others(region, memory)), default=-1
-        )
         held = (region, version)
         if self._stationary.get(tile) == held:
             self._graph.keeps_stationary[index] = 1

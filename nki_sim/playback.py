@@ -166,6 +166,7 @@ class _CoreState:
     stream_start: float = 0.0
     array_free: float = 0.0
     cells: list[float] = field(default_factory=lambda: [0.0] * 16)
+    dma_even: bool = True
     dma_free: list[float] = field(default_factory=list)
     dma_user: list[int] = field(default_factory=list)
 
@@ -399,6 +400,8 @@ class _Player:
     ) -> tuple[float, float, int]:
         """Take the engines that are free first; return first byte, last byte, who held them."""
         free, user = core.dma_free, core.dma_user
+        if price.engines == len(free) and core.dma_even:
+            return self._occupy_all(node, first, each_ns, price, core)
         chosen = self._all_dma
         if price.engines < len(free):
             chosen = sorted(chosen, key=free.__getitem__)[: price.engines]
@@ -420,6 +423,20 @@ class _Player:
                 for engine in chosen:
                     free[engine] = max(free[engine], late)
                 end = late
+        core.dma_even = min(free) == max(free)
+        return begin, end, bound
+
+    def _occupy_all(
+        self, node: int, first: float, each_ns: float, price: DmaPrice, core: _CoreState
+    ) -> tuple[float, float, int]:
+        """Take all engines while they are equally free, which is the common case."""
+        held, bound = core.dma_free[0], core.dma_user[0]
+        begin = max(held, first)
+        end = begin + each_ns
+        if core.shares_stack and price.hbm_bytes:
+            end = self._stack_end(core.stack, begin, end, price.hbm_bytes)
+        core.dma_free = [end] * len(core.dma_free)
+        core.dma_user = [node] * len(core.dma_user)
         return begin, end, bound
 
     def _stack_end(self, stack: int, begin: float, end: float, hbm_bytes: int) -> float:

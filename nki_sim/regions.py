@@ -74,11 +74,6 @@ def _in_lines(memory: MemoryRange, pitch: int, size_bytes: int) -> Rectangle:
     return (line, -(-memory.byte_end // pitch), 0, pitch)
 
 
-def overlap(a: Rectangle, b: Rectangle) -> bool:
-    """Tell whether two rectangles of one memory share a byte."""
-    return a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
-
-
 def covers(a: Rectangle, b: Rectangle) -> bool:
     """Tell whether the first rectangle holds all of the second."""
     return a[0] <= b[0] and a[1] >= b[1] and a[2] <= b[2] and a[3] >= b[3]
