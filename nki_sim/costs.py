@@ -267,10 +267,10 @@ def price_dma(facts: DmaFacts, chip: Hardware) -> DmaPrice:
         # Between HBM tensors a long row is cut; 32 KiB per engine is the documented sensible piece.
         engines = max(engines, math.ceil(facts.moved_bytes / 32768))
     engines = max(1, min(chip.dma_engines, engines))
-    copied = max(0, facts.runs - facts.skipped_rows)
-    runs = (copied + facts.skipped_rows * chip.dma_skipped_row_share) / engines
-    if facts.runs == facts.rows and not facts.skipped_rows:
-        runs = math.ceil(runs)
+    # The transpose unit takes whole rows, whatever the element-wise walk looks like.
+    pieces = max(facts.rows, facts.hbm_runs) if facts.transpose else facts.runs
+    runs = math.ceil(pieces / engines)
+    runs += facts.skipped_rows * chip.dma_skipped_row_share / engines
     data = facts.moved_bytes / engines
     share = 1.0
     if facts.transpose == "4-byte":

@@ -214,6 +214,11 @@ def test_transposes_and_sums_run_at_a_share_of_the_rate(more: dict[str, Any], sh
     assert changed.engine_ns == pytest.approx(plain.engine_ns / share)
 
 
+def test_a_transpose_moves_rows_not_elements() -> None:
+    walked = price_dma(copy(128, 512, runs=128 * 256, transpose="2-byte"), TRN2)
+    assert walked.engine_ns == pytest.approx(price_dma(copy(128, 512), TRN2).engine_ns / 0.9)
+
+
 def test_a_gather_is_generated_by_gpsimd_row_by_row() -> None:
     price = price_dma(copy(128, 512, indirect_rows=128), TRN2)
     assert price.dge == "swdge"
@@ -222,7 +227,8 @@ def test_a_gather_is_generated_by_gpsimd_row_by_row() -> None:
 
 def test_skipped_rows_cost_half_a_run() -> None:
     all_rows = price_dma(copy(128, 512, indirect_rows=128), TRN2)
-    half = copy(128, 512, indirect_rows=128, skipped_rows=64)._replace(moved_bytes=64 * 512)
+    half = copy(128, 512, indirect_rows=128, skipped_rows=64)
+    half = half._replace(moved_bytes=64 * 512, runs=64)
     expected = (4 * 32 + 4 * 16) + 4 * 512 / 27.2
     assert price_dma(half, TRN2).engine_ns == pytest.approx(expected)
     assert price_dma(half, TRN2).engine_ns < all_rows.engine_ns
