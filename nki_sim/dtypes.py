@@ -149,7 +149,7 @@ def convert(values: Array, dtype: DType) -> Array:
         bounds = np.iinfo(target)
         return np.clip(values.astype(np.int64), bounds.min, bounds.max).astype(target)
     if dtype.kind == "b":
-        return values != 0
+        return np.asarray(values != 0)
     if values.dtype.kind in "iu" and target.itemsize < 4:
         return values.astype(np.float32).astype(target)
     return values.astype(target)
@@ -158,10 +158,9 @@ def convert(values: Array, dtype: DType) -> Array:
 def _saturate(values: Array, target: np.dtype[Any]) -> Array:
     """Float to integer: nearest even, saturating; NaN becomes 0 (undocumented)."""
     bounds = np.iinfo(target)
-    rounded = np.rint(values.astype(np.float64))
-    clipped = np.clip(np.nan_to_num(rounded, nan=0.0, posinf=np.inf, neginf=-np.inf),
-                      bounds.min, bounds.max)  # fmt: skip
-    return clipped.astype(target)
+    rounded = np.nan_to_num(np.rint(values.astype(np.float64)), posinf=np.inf, neginf=-np.inf)
+    result: Array = np.clip(rounded, bounds.min, bounds.max).astype(target)
+    return result
 
 
 def round_to_tfloat32(values: Array) -> Array:

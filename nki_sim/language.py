@@ -35,14 +35,14 @@ from nki_sim.dtypes import (
     uint16,
     uint32,
 )
-from nki_sim.errors import IllegalOperand, LanguageError
+from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.isa._common import locate
 from nki_sim.loops import dynamic_range, fori_loop, while_loop
 from nki_sim.machine import current, running
 from nki_sim.memory import MemoryRegion
 from nki_sim.objects import NKIObject
 from nki_sim.registers import DynamicSlice, VirtualRegister
-from nki_sim.targets import find_target
+from nki_sim.targets import Target, find_target
 from nki_sim.tensor import NkiTensor
 
 sbuf: Final = MemoryRegion.sbuf
@@ -91,7 +91,7 @@ class _TileSize(NKIObject):
         return _target().sbuf_bytes
 
 
-def _target() -> Any:
+def _target() -> Target:
     core = running()
     return core.target if core is not None else find_target(None)
 
@@ -101,6 +101,22 @@ tile_size: Final = _TileSize()
 
 def _region(buffer: Any) -> MemoryRegion:
     return buffer if type(buffer) is MemoryRegion else MemoryRegion(str(buffer))
+
+
+def _create(
+    shape: Sequence[int],
+    dtype: Any,
+    buffer: Any = MemoryRegion.sbuf,
+    name: str = "",
+    address: tuple[int, int] | None = None,
+) -> NkiTensor:
+    core = current()
+    kind = dtype if type(dtype) is DType else as_dtype(dtype)
+    try:
+        return core.allocate(shape, kind, _region(buffer), name, address)
+    except NkiValidationError as error:
+        locate(error, core, "ndarray")
+        raise
 
 
 class _TensorType(type):
@@ -123,14 +139,7 @@ class _TensorType(type):
             name: unique name, for schedules and messages.
             address: (partition, byte) at which to place it; None leaves that to the compiler.
         """
-        core = current()
-        kind = dtype if type(dtype) is DType else as_dtype(dtype)
-        try:
-            return core.allocate(shape, kind, _region(buffer), name, address)
-        except Exception as error:
-            if isinstance(error, LanguageError | IllegalOperand) or hasattr(error, "instruction"):
-                locate(error, core, "ndarray")  # type: ignore[arg-type]
-            raise
+        return _create(shape, dtype, buffer, name, address)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, NkiTensor)
@@ -143,7 +152,7 @@ class ndarray(metaclass=_TensorType):
 def _filled(shape: Any, dtype: Any, buffer: Any, name: str, value: Any) -> NkiTensor:
     from nki_sim.isa import memset
 
-    tensor = ndarray(shape, dtype, buffer=buffer, name=name)
+    tensor = _create(shape, dtype, buffer, name)
     memset(tensor, value)
     return tensor
 
@@ -170,7 +179,7 @@ def zeros_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = 
 
 def empty_like(x: NkiTensor, dtype: Any = None, buffer: Any = None, name: str = "") -> NkiTensor:
     """Create a tensor without values with the shape of another."""
-    return ndarray(x.shape, dtype or x.dtype, buffer=buffer or x.buffer, name=name)
+    return _create(x.shape, dtype or x.dtype, buffer or x.buffer, name)
 
 
 def shared_constant(constant: Any) -> NkiTensor:
@@ -189,11 +198,10 @@ def shared_identity_matrix(n: int, dtype: Any = uint8, dst: NkiTensor | None = N
     from nki_sim.isa import dma_copy
 
     kind = as_dtype(dtype)
-    if dst is None:
-        dst = ndarray((n, n), kind)
-    source = shared_constant(np.eye(n, dtype=np.float32).astype(dst.dtype.numpy))
-    dma_copy(dst, source.view(dst.dtype))
-    return dst
+    target = _create((n, n), kind) if dst is None else dst
+    source = shared_constant(np.eye(n, dtype=np.float32).astype(target.dtype.numpy))
+    dma_copy(target, source.view(target.dtype))
+    return target
 
 
 def is_hbm(buffer: Any) -> bool:
@@ -271,12 +279,13 @@ def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     print(print_prefix, tensor.resolve().array())  # noqa: T201  printing is its purpose
 
 
-bool = bool_
 for _name, _operator in operators.OPERATORS.items():
     globals()[_name] = _operator
 
 
 def __getattr__(name: str) -> Any:
+    if name == "bool":  # the spelling before 0.6; as a plain name it would hide Python's own here
+        return bool_
     from nki_sim import language_math
 
     return language_math.find(name)

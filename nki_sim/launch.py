@@ -19,11 +19,12 @@ from nki_sim import races
 from nki_sim.dtypes import DType, as_dtype, bfloat16
 from nki_sim.errors import IllegalOperand, UninitializedRead
 from nki_sim.liveness import check_capacity
-from nki_sim.machine import _CORE, Core, Finding, Machine, running
+from nki_sim.machine import _CORE, Core, build, running
 from nki_sim.memory import MemoryRegion
 from nki_sim.objects import NKIObject
 from nki_sim.options import SimOptions
 from nki_sim.scheduler import Scheduler
+from nki_sim.system import Finding, Machine
 from nki_sim.tensor import NkiTensor
 from nki_sim.trace import Trace
 
@@ -111,6 +112,7 @@ class Kernel:
         return self.function
 
     def __getitem__(self, grid: Any) -> Kernel:
+        """Return the kernel with a launch bracket: ``kernel[2]`` runs on two cores."""
         return Kernel(self.function, _lnc(grid), self.schedule)
 
     def with_schedule(self, schedule: Sequence[tuple[Any, Any]]) -> Kernel:
@@ -118,6 +120,7 @@ class Kernel:
         return Kernel(self.function, self.lnc, schedule)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Simulate it; inside a running kernel, call the function."""
         if running() is not None:
             return self.function(*args, **kwargs)
         return run(self, *args, **kwargs).outputs
@@ -178,9 +181,11 @@ class Simulation:
         self.last_run: Run | None = None
 
     def __getitem__(self, grid: Any) -> Simulation:
+        """Return the simulation with a launch bracket."""
         return Simulation(self.kernel[grid], self.options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it and return the outputs."""
         self.last_run = run(self.kernel, *args, options=self.options, **kwargs)
         return self.last_run.outputs
 
@@ -243,7 +248,7 @@ def _launch(
 ) -> Run:
     """Run the kernel once per rank and core, then check the trace as a whole."""
     degree = lnc if lnc is not None else kernel.lnc
-    machine = Machine(options, lnc=degree or 1, ranks=len(calls))
+    machine = build(options, degree or 1, len(calls))
     uses_torch = any(_is_torch(a) for args, kwargs in calls for a in (*args, *kwargs.values()))
 
     def program(core: Core) -> Any:

@@ -13,7 +13,8 @@ import numpy as np
 
 from nki_sim import trace as tr
 from nki_sim.errors import CapacityError
-from nki_sim.machine import Core, Machine
+from nki_sim.machine import Core
+from nki_sim.system import Machine
 
 
 def live_peak(

@@ -23,7 +23,7 @@ from nki_sim.dtypes import DType
 from nki_sim.trace import HBM, PSUM, SBUF
 
 if TYPE_CHECKING:
-    from nki_sim.launch import Core
+    from nki_sim.allocator import Allocator
 
 Mask = NDArray[np.bool_]
 
@@ -161,7 +161,7 @@ class Coverage:
         if self.full:
             return np.ones(walk.shape, dtype=np.bool_)
         mask = self.mask_of(walk)
-        return mask.all(axis=-1) if mask.ndim > len(walk.shape) else mask.copy()
+        return np.asarray(mask.all(axis=-1)) if mask.ndim > len(walk.shape) else mask.copy()
 
     def mask_of(self, walk: Walk) -> Mask:
         """Return the writable mask entries of an access, with a last axis if elements need several.
@@ -281,7 +281,7 @@ class Allocation:
 
     def __init__(
         self,
-        core: Core,
+        core: Allocator,
         region: MemoryRegion,
         shape: tuple[int, ...],
         dtype: DType,

@@ -46,6 +46,7 @@ class Operator:
         self.__signature__ = inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute element by element on tiles in SBUF."""
         from nki_sim import language_math
 
         return language_math.apply(self, *args, **kwargs)

@@ -15,7 +15,8 @@ from nki_sim.errors import DivergenceError, RaceError
 from nki_sim.memory import Allocation, Walk
 
 if TYPE_CHECKING:
-    from nki_sim.machine import Core, Machine
+    from nki_sim.machine import Core
+    from nki_sim.system import Machine
     from nki_sim.tensor import NkiTensor
 
 
@@ -152,12 +153,10 @@ def _compare(
     for position in np.unique(by[where[unordered]]):
         earlier = log.accesses[position]
         text = _benign(log, earlier, access, where[unordered])
-        names = ("reads", "writes")
         error = RaceError(
             log.alloc.name or "shared tensor",
             "core_barrier or sendrecv between accesses of the same bytes by two cores",
-            f"core {access.core} {names[access.is_write]} at {machine.location(access.line)} and core "
-            f"{earlier.core} {names[earlier.is_write]} at {machine.location(earlier.line)}"
+            f"{_place(machine, access)} and {_place(machine, earlier)}"
             + (f" ({text})" if text else ""),
             location=machine.location(access.line),
         )
@@ -165,6 +164,13 @@ def _compare(
             machine.find("race", error.location, str(error))
         else:
             machine.settle(machine.options.races, "race", error)
+
+
+def _place(machine: Machine, access: Access) -> str:
+    verb = "writes" if access.is_write else "reads"
+    core = machine.cores[access.core]
+    rank = f" of rank {core.rank}" if machine.num_ranks > 1 else ""
+    return f"core {core.id}{rank} {verb} at {machine.location(access.line)}"
 
 
 def _benign(log: SharedLog, earlier: Access, later: Access, where: Any) -> str:

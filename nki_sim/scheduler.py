@@ -18,7 +18,8 @@ import numpy as np
 from nki_sim.errors import DeadlockError, DivergenceError
 
 if TYPE_CHECKING:
-    from nki_sim.machine import Core, Machine
+    from nki_sim.machine import Core
+    from nki_sim.system import Machine
 
 READY, WAITING, DONE = range(3)
 

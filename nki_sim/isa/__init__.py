@@ -28,6 +28,7 @@ from nki_sim.isa.gpsimd import (
 )
 from nki_sim.isa.mx import nc_matmul_mx, quantize_mx
 from nki_sim.isa.query import get_nc_sub_version, get_nc_version
+from nki_sim.isa.randoms import dropout, rand2, rand_get_state, rand_set_state, rng, set_rng_seed
 from nki_sim.isa.registers import (
     register_alloc,
     register_load,
@@ -86,6 +87,7 @@ __all__ = [
     "dma_copy",
     "dma_engine",
     "dma_transpose",
+    "dropout",
     "engine",
     "exponential",
     "get_nc_sub_version",
@@ -107,6 +109,9 @@ __all__ = [
     "nonzero_with_count",
     "oob_mode",
     "quantize_mx",
+    "rand2",
+    "rand_get_state",
+    "rand_set_state",
     "range_select",
     "reciprocal",
     "reduce_cmd",
@@ -114,11 +119,13 @@ __all__ = [
     "register_load",
     "register_move",
     "register_store",
+    "rng",
     "scalar_engine",
     "scalar_tensor_tensor",
     "select_reduce",
     "sendrecv",
     "sequence_bounds",
+    "set_rng_seed",
     "tensor_copy",
     "tensor_copy_predicated",
     "tensor_engine",

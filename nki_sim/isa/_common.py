@@ -10,17 +10,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, overload
 
 from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
 from nki_sim.dtypes import DType
 from nki_sim.errors import IllegalOperand, NkiValidationError
+from nki_sim.geometry import Profile
 from nki_sim.machine import _CORE, Core, NkiInstruction
 from nki_sim.registers import VirtualRegister
-from nki_sim.tensor import NkiTensor, Profile
+from nki_sim.tensor import NkiTensor
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ENGINE_IDS: Final = {
     Engine.tensor: tr.TENSOR,
@@ -34,7 +36,17 @@ _START_LIMIT: Final = {0: 128, 32: 32, 64: 64, 96: 32}
 _FACTS: dict[tuple[Any, ...], tr.ComputeFacts] = {}
 
 
-def instruction(function: F | None = None, *, resolve: bool = True) -> Any:
+@overload
+def instruction(function: Callable[Concatenate[Core, P], R]) -> Callable[P, R]: ...
+
+
+@overload
+def instruction(
+    *, resolve: bool
+) -> Callable[[Callable[Concatenate[Core, P], R]], Callable[P, R]]: ...
+
+
+def instruction(function: Any = None, *, resolve: bool = True) -> Any:
     """Turn ``f(core, dst, ...)`` into the public instruction ``f(dst, ...)``.
 
     Args:
@@ -71,7 +83,7 @@ def instruction(function: F | None = None, *, resolve: bool = True) -> Any:
     signature = inspect.signature(body)
     parameters = list(signature.parameters.values())[1:]
     issue.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return cast(F, issue)
+    return issue
 
 
 def _static(value: Any) -> Any:
@@ -192,7 +204,7 @@ def check_generation(core: Core, minimum: Any, what: str) -> None:
 
 
 def scalar_operand(core: Core, operand: str, value: Any, partitions: int) -> Any:
-    """Return a scalar operand: a number as float, a register's value, or a checked (P, 1) tensor."""
+    """Return a scalar operand: a number, a register's value, or a checked (P, 1) tensor."""
     if type(value) is NkiTensor:
         check_on_chip((operand, value))
         geometry = value.geometry

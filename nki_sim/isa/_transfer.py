@@ -17,9 +17,12 @@ from nki_sim import trace as tr
 from nki_sim.constants import oob_mode as Oob
 from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
+from nki_sim.geometry import contiguous_runs
 from nki_sim.machine import Core
 from nki_sim.memory import Coverage, Walk
-from nki_sim.tensor import Dynamic, NkiTensor, _runs, read_index, read_indices
+from nki_sim.tensor import NkiTensor, read_index, read_indices
+from nki_sim.undefined import poison, report_undefined
+from nki_sim.views import Dynamic
 
 Combine = Callable[[list[Array]], Array]
 _NO_ROWS: Final = np.zeros(0, dtype=np.int64)
@@ -39,8 +42,15 @@ class Access:
     """
 
     __slots__ = (
-        "indirect", "inner_shape", "inner_strides", "registers", "starts", "tensor", "valid", "walk",
-    )  # fmt: skip
+        "indirect",
+        "inner_shape",
+        "inner_strides",
+        "registers",
+        "starts",
+        "tensor",
+        "valid",
+        "walk",
+    )
 
     def __init__(self, tensor: NkiTensor, registers: int = 0) -> None:
         self.tensor = tensor
@@ -116,7 +126,7 @@ class Access:
         span = walk.itemsize + sum(
             (c - 1) * s for c, s in zip(walk.shape, walk.strides, strict=True)
         )
-        run, dims = _runs(walk, 0)
+        run, dims = contiguous_runs(walk, 0)
         first, last = int(starts.min()), int(starts.max()) + span
         sid = self.tensor._alloc.trace_id
         memory = tr.MemoryRange(sid, 0, 1, first, last, run, dims, starts.tobytes())
@@ -147,7 +157,7 @@ class Access:
         grid, ids = self._rows_of(flat, 1, valid)
         if grid is None:
             return np.zeros((0, int(np.prod(self.inner_shape))), self.tensor.dtype.numpy)
-        return grid[ids].reshape(len(ids), -1)
+        return np.asarray(grid[ids].reshape(len(ids), -1))
 
     def write_rows(self, values: Array, valid: Any) -> None:
         """Write the (valid) rows in order; of equal rows the last one stays."""
@@ -211,7 +221,7 @@ def _resolve_scalar(
     if mode is not Oob.skip:
         raise OutOfBounds(
             operand, f"a scalar offset that keeps the access inside {dynamic.limit} elements",
-            f"offset {index} times {dynamic.multiplier} plus {dynamic.static}, {span} elements long",
+            f"{index} times {dynamic.multiplier} plus {dynamic.static}, {span} elements long",
             "Use oob_mode.skip for padding",
         )  # fmt: skip
     access = Access(value, registers=1)
@@ -458,7 +468,7 @@ def _report(core: Core, op: str, srcs: Sequence[Access], masks: list[Any]) -> No
     location = core.machine.location(core.line)
     for src, mask in zip(srcs, masks, strict=True):
         if not mask.all():
-            core.report_undefined(op, src.tensor, int((~mask).sum()), location)
+            report_undefined(core, op, src.tensor, int((~mask).sum()), location)
 
 
 def _mark(core: Core, op: str, dst: Access, rows: int, valid: Any, defined: Any) -> None:
@@ -492,7 +502,7 @@ def _mark(core: Core, op: str, dst: Access, rows: int, valid: Any, defined: Any)
         if alloc.poisoned is not None:
             alloc.poisoned.remove(walk, good)
         if bad.any():
-            core.poison(alloc, walk, bad, f"{op} at {location}")
+            poison(alloc, walk, bad, f"{op} at {location}")
         return
     _mark_rows(dst, valid, defined, f"{op} at {location}")
 

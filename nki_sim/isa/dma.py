@@ -18,6 +18,7 @@ from nki_sim.constants import dge_mode as Dge
 from nki_sim.constants import nc_version
 from nki_sim.constants import oob_mode as Oob
 from nki_sim.dtypes import Array, convert
+from nki_sim.geometry import contiguous_runs
 from nki_sim.isa._common import (
     Core,
     Engine,
@@ -36,7 +37,7 @@ from nki_sim.isa._transfer import (
     resolve,
     rows_at,
 )
-from nki_sim.tensor import _runs, read_indices
+from nki_sim.tensor import read_indices
 
 _PERMUTATION: Final = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 _FACTS: dict[Any, tr.DmaFacts] = {}
@@ -355,7 +356,7 @@ def _run(access: Access) -> int:
     if access.starts is None:
         return access.tensor.geometry.run
     item = access.tensor.dtype.itemsize
-    return _runs(access.walk_of_row(), 0)[0] // item
+    return contiguous_runs(access.walk_of_row(), 0)[0] // item
 
 
 def _facts(

@@ -24,6 +24,7 @@ from nki_sim.isa._common import (
     instruction,
 )
 from nki_sim.memory import UNKNOWN
+from nki_sim.undefined import poison
 
 _GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}
 
@@ -140,12 +141,12 @@ def sendrecv(
     if not known:
         dst._alloc.known = UNKNOWN
     if defined is not None:
-        core.poison(dst._alloc, dst.geometry.walk, ~defined, f"sendrecv at {where}")
+        poison(dst._alloc, dst.geometry.walk, ~defined, f"sendrecv at {where}")
     return handle
 
 
 def _snapshot(core: Core, src: NkiTensor) -> tuple[Any, Any, int]:
-    """Return values, mask of defined elements (None if all are), and whether they mean something."""
+    """Return values, mask of defined elements (None if all are), and what is known of them."""
     alloc = src._alloc
     geometry = src.geometry
     complete = alloc.defined.covers(geometry.box, geometry.walk)

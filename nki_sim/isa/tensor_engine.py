@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from nki_sim import trace as tr
-from nki_sim.constants import nc_version
+from nki_sim.constants import matmul_perf_mode, nc_version
 from nki_sim.dtypes import (
     FP8,
     Array,
@@ -61,7 +61,7 @@ def nc_matmul(
     accumulate: bool | None = None,
     tile_position: tuple[int, ...] = (),
     tile_size: tuple[int, ...] = (),
-    perf_mode: Any = "none",
+    perf_mode: Any = matmul_perf_mode.none,
     name: str | None = None,
 ) -> NkiInstruction:
     """Compute ``dst[M, N] (+)= sum_k stationary[k, M] * moving[k, N]``.
