@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import neuron_moe.models
 from neuron_moe.models.expert_load import LoadRecorder, moe_layers
 from neuron_moe.models.generation import GenerationOptions, pad_left
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.sample_checkpoint import TEXT, make_checkpoint
+from neuron_moe.models.shipped import checkpoint_folder, shipped_checkpoint
 from neuron_moe.models.text import TextCodec
 from neuron_moe.tools.console import format_bytes, print_json_line, progress_bar
 from neuron_moe.tools.generate import generate_and_explain
@@ -32,7 +32,6 @@ from neuron_moe.tools.reference import (
     deviation,
 )
 
-SHIPPED = Path(neuron_moe.models.__path__[0]) / "tiny_gpt_oss"
 PROMPTS_FILE = "demo_prompts.json"
 # Lengths differ, so the batch is padded; the last one leaves the sliding window of 128 tokens.
 PROMPTS = [
@@ -114,9 +113,10 @@ def main(argv: list[str] | None = None) -> int:
 def find_checkpoint(wanted: Path | None, out: Path) -> tuple[Path, str]:
     """Return the folder to use and where it comes from: the given one, the shipped one, or made."""
     if wanted is not None:
-        return wanted, "given"
-    if (SHIPPED / "config.json").is_file():
-        return SHIPPED, "shipped, trained on real text"
+        return checkpoint_folder(wanted), "given"
+    shipped = shipped_checkpoint()
+    if shipped is not None:
+        return shipped, "shipped, trained on real text"
     made = make_checkpoint(out / "checkpoint")
     return made, "made now, random weights, so its words mean nothing"
 

@@ -10,6 +10,7 @@ from neuron_moe.dispatch import Explanation
 from neuron_moe.models.expert_load import LoadRecorder, moe_layers
 from neuron_moe.models.generation import Decoder, Generation, GenerationOptions, generate
 from neuron_moe.models.loader import load_model
+from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.text import TextCodec, TextStream
 from neuron_moe.tools.console import print_json_line, progress_bar
 
@@ -19,7 +20,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def main(argv: list[str] | None = None) -> int:
     """Load, generate, print; return the exit status."""
     args = _parser().parse_args(argv)
-    codec = TextCodec(args.model)
+    folder = checkpoint_folder(args.model)
+    codec = TextCodec(folder)
     options = GenerationOptions(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -31,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = [codec.encode(text) for text in args.prompt]
     with progress_bar("loading") as progress:
         model = load_model(
-            args.model, dtype=DTYPES[args.dtype], backend=args.backend, progress=progress
+            folder, dtype=DTYPES[args.dtype], backend=args.backend, progress=progress
         )
     printer = _Printer(codec, args.prompt)
     if args.explain:
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         print_json_line(
             "generate",
-            model=str(args.model),
+            model=str(folder),
             config=config,
             answers=answers,
             times={"kind": "measured", **summary},

@@ -19,6 +19,7 @@ from neuron_moe.configs import config_names, load_config
 from neuron_moe.dispatch import Workload, choose_path, explain_path
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import find_model_file, read_config
+from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.sizes import (
     GROUPS,
     Spread,
@@ -96,13 +97,9 @@ def read_model(name: Path) -> tuple[dict[str, Any], Checkpoint | None]:
         if not isinstance(values, dict):
             raise ValueError(f"{name}: must be a JSON object. Pass the config.json of a model.")
         return values, None
-    if not name.is_dir():
-        raise FileNotFoundError(
-            f"model={name}: is no folder, no config.json and none of the shipped configurations"
-            f" {', '.join(config_names())}. Check the path."
-        )
-    has_weights = any(name.glob("*.safetensors"))
-    return read_config(name), open_checkpoint(name) if has_weights else None
+    folder = checkpoint_folder(name)
+    has_weights = any(folder.glob("*.safetensors"))
+    return read_config(folder), open_checkpoint(folder) if has_weights else None
 
 
 def describe_router(spec: RouterSpec) -> str:

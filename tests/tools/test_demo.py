@@ -58,7 +58,7 @@ def test_the_demo_shows_every_dropless_path_and_why(
 def test_without_a_shipped_checkpoint_one_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "SHIPPED", tmp_path / "nothing")
+    monkeypatch.setattr(demo, "shipped_checkpoint", lambda: None)
     folder, origin = demo.find_checkpoint(None, tmp_path)
     assert folder == tmp_path / "checkpoint"
     assert "random weights" in origin
@@ -70,7 +70,7 @@ def test_without_a_shipped_checkpoint_one_is_made(
 def test_a_shipped_checkpoint_is_preferred(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "SHIPPED", folder)
+    monkeypatch.setattr(demo, "shipped_checkpoint", lambda: folder)
     assert demo.find_checkpoint(None, tmp_path)[0] == folder
     assert demo.find_checkpoint(tmp_path, tmp_path)[0] == tmp_path
 

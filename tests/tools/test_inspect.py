@@ -90,7 +90,7 @@ BAD = {
     "unknown-architecture": "Did you mean 'gpt_oss'",
     "not-an-object": "must be a JSON object",
     "missing-tensor": "model.norm.weight",
-    "no-such-model": "model=gpt_oss_7b: is no folder",
+    "no-such-model": "model=gpt_oss_7b: there is no such folder",
 }
 
 
