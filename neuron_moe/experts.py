@@ -5,8 +5,10 @@ intermediate of this rank.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -17,13 +19,21 @@ from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
 from neuron_moe.config import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
 from neuron_moe.dispatch import Decision, choose_path
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.hybrid import DECODE_PHASES, PhaseShards
+from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.parallel.shard import ExpertShard
 
+_LARGEST_DRAWN_BYTES = 1 << 30
 _SMALLEST_SUM = 1e-12  # a token whose choices all dropped out has affinity sum 0
 
 
 class ExpertLinear(nn.Module):
-    """One matrix (and bias) per expert: weight [E, in, out], bias [E, out]."""
+    """One matrix (and bias) per expert: weight [E, in, out], bias [E, out].
+
+    A weight of up to 1 GiB starts with random values, a larger one with zeros: real ones come from a
+    checkpoint. Biases start as zeros.
+    """
 
     bias: nn.Parameter | None
     packed: PackedMatrices | None
@@ -41,7 +51,8 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         shape = (num_experts, input_size, output_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        weight, is_drawn = _allocate(shape, dtype, device)
+        self.weight = nn.Parameter(weight)
         self.packed = None
         if bias:
             self.bias = nn.Parameter(
@@ -49,13 +60,17 @@ class ExpertLinear(nn.Module):
             )
         else:
             self.register_parameter("bias", None)
-        if self.weight.device.type != "meta":
-            with torch.no_grad():
-                for matrix in self.weight:
-                    if init_method is None:
-                        nn.init.kaiming_uniform_(matrix.t(), a=math.sqrt(5))
-                    else:
-                        init_method(matrix)
+        if is_drawn:
+            self.reset_parameters(init_method)
+
+    def reset_parameters(self, init_method: Any = None) -> None:
+        """Draw each expert's matrix from `init_method`, or kaiming-uniform with a = sqrt(5)."""
+        with torch.no_grad():
+            for matrix in self.weight:
+                if init_method is None:
+                    nn.init.kaiming_uniform_(matrix.t(), a=math.sqrt(5))
+                else:
+                    init_method(matrix)
 
     def pack(self) -> None:
         """Keep the weight packed for CPU inference; `weight` stays as a shape on the meta device.
@@ -86,6 +101,21 @@ class ExpertLinear(nn.Module):
         return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
 
 
+def _allocate(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str | None
+) -> tuple[Tensor, bool]:
+    """Return a weight and whether to draw its values; a large CPU weight is zeros, not yet touched.
+
+    Weights of real models come from a checkpoint: drawing gigabytes first costs minutes and memory.
+    """
+    where = torch.empty(0, device=device).device
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if where.type == "cpu" and num_bytes > _LARGEST_DRAWN_BYTES:
+        untouched = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+        return untouched.view(dtype).view(shape), False
+    return torch.empty(shape, dtype=dtype, device=where), where.type != "meta"
+
+
 class Experts(nn.Module):
     """Gate, up and down projections of the experts of one rank.
 
@@ -94,6 +124,7 @@ class Experts(nn.Module):
         shard: the part of them this rank owns.
         dtype: dtype of the weights.
         device: where they live.
+        num_slots: expert slots of all ranks, if some experts have replicas.
     """
 
     def __init__(
@@ -103,12 +134,14 @@ class Experts(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        num_slots: int | None = None,
     ) -> None:
         super().__init__()
-        shard.check(config.num_experts, config.intermediate_size)
+        num_slots = num_slots or config.num_experts
+        shard.check(num_slots, config.intermediate_size)
         self.activation = ActivationSpec.from_config(config)
         self.shard = shard
-        num_experts = config.num_experts // shard.ep_size
+        num_experts = num_slots // shard.ep_size
         width = config.intermediate_size // shard.tp_size
         first_name = "gate_up_proj" if config.glu_mlp else "up_proj"
         self.first_name = first_name
@@ -188,7 +221,8 @@ class ExpertMLPsV2(nn.Module):
         dtype: dtype of the weights.
         sequence_parallel_enabled: the layer's input is this rank's part of the sequence.
         device: where the weights live.
-        tensor_model_parallel_group: ranks that split the intermediate axis.
+        tensor_model_parallel_group: ranks that split the intermediate axis; default: those of
+            `parallel_state`, if it was initialised. The same holds for every group here.
         expert_model_parallel_group: ranks that split the experts.
         tkg_tensor_model_parallel_group: the same for decode, under hybrid sharding.
         tkg_expert_model_parallel_group: the same for decode, under hybrid sharding.
@@ -198,6 +232,9 @@ class ExpertMLPsV2(nn.Module):
         enabled_hybrid_sharding: prefill and decode are sharded differently.
         backend: name of the backend, or a backend.
         compat: None for our dispatch rules, 'nxd' for NxD's.
+        placement: which expert sits in which slot, with replicas; default: NxD's
+            `expert_distribution` of the configuration, or equal runs.
+        strategy: 'replicate' or 'all_to_all'; default: what `parallel_state` says.
     """
 
     expert_load_E: Tensor | None
@@ -221,6 +258,8 @@ class ExpertMLPsV2(nn.Module):
         *,
         backend: str | Backend = "torch",
         compat: str | None = None,
+        placement: ExpertPlacement | None = None,
+        strategy: str | None = None,
     ) -> None:
         super().__init__()
         if return_bias:
@@ -234,16 +273,60 @@ class ExpertMLPsV2(nn.Module):
         self.dtype = dtype
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.compat = compat
-        self.shard = ExpertShard.from_groups(
-            tensor_model_parallel_group, expert_model_parallel_group
+        main = (tensor_model_parallel_group, expert_model_parallel_group)
+        hybrid = {
+            "prefill": (cte_tensor_model_parallel_group, cte_expert_model_parallel_group),
+            "decode": (tkg_tensor_model_parallel_group, tkg_expert_model_parallel_group),
+        }
+        self.groups = {
+            phase: parallel_state.resolve_expert_groups(
+                *(given if enabled_hybrid_sharding else main), phase, strategy
+            )
+            for phase, given in hybrid.items()
+        }
+        self.placement = self._settle_placement(placement)
+        self.num_slots = self.placement.num_slots if self.placement else self.config.num_experts
+        self.shards = PhaseShards.plan(
+            self.groups["prefill"].shard, self.groups["decode"].shard, self.num_slots
         )
-        self.mlp_op = Experts(self.config, self.shard, dtype=dtype, device=device)
+        self.shard = self.shards.prefill
+        self.mlp_op = self._build_experts(self.shards.stored, device)
+        if self.shards.second is not None:
+            self.mlp_op_tkg = self._build_experts(self.shards.second, device)
         self.register_buffer("expert_load_E", None, persistent=False)
+
+    def _build_experts(self, shard: ExpertShard, device: torch.device | str | None) -> Experts:
+        return Experts(
+            self.config, shard, dtype=self.dtype, device=device, num_slots=self.num_slots
+        )
+
+    def _settle_placement(self, given: ExpertPlacement | None) -> ExpertPlacement | None:
+        if given is None and self.config.expert_distribution is not None:
+            given = ExpertPlacement.from_distribution(self.config.expert_distribution)
+        if given is not None and given.num_experts != self.config.num_experts:
+            raise ValueError(
+                f"placement: places {given.num_experts} experts, must place"
+                f" num_experts={self.config.num_experts}. Compute it from a trace of this model."
+            )
+        for phase, groups in self.groups.items():
+            if given is not None and given.num_ranks % groups.ep.size:
+                raise ValueError(
+                    f"placement: made for {given.num_ranks} expert-parallel ranks, which"
+                    f" {groups.ep.size} ({phase}) must divide. Place the experts again."
+                )
+        return given
 
     @property
     def num_local_experts(self) -> int:
-        """Experts of this rank."""
-        return self.config.num_experts // self.shard.ep_size
+        """Experts of this rank in prefill, replicas counted."""
+        return self.num_slots // self.shard.ep_size
+
+    def local_experts(self, phase: str = "prefill") -> tuple[int, ...]:
+        """Return the model's number of each expert this rank computes in a phase."""
+        slots = self.shards.of(phase).local_experts(self.num_slots)
+        if self.placement is None:
+            return tuple(slots)
+        return self.placement.slots[slots.start : slots.stop]
 
     def enable_load_counters(self, enabled: bool = True) -> None:
         """Count the tokens of each expert from now on, in `expert_load_E` [E] int64; starts at
@@ -261,7 +344,12 @@ class ExpertMLPsV2(nn.Module):
 
         The state dict is unchanged; loading one unpacks.
         """
-        for linear in self.mlp_op.children():
+        if self.shards.shares_a_view:
+            raise ValueError(
+                "pack_weights(): prefill and decode share one copy of the weights, of which one"
+                " phase takes a part; packed weights cannot be taken apart. Leave them unpacked."
+            )
+        for linear in self.modules():
             if isinstance(linear, ExpertLinear):
                 linear.pack()
 
@@ -271,8 +359,8 @@ class ExpertMLPsV2(nn.Module):
             phase,
             tokens,
             self.config.top_k,
-            self.config.num_experts,
-            num_local_experts=self.num_local_experts,
+            self.num_slots,
+            num_local_experts=self.num_slots // self.shards.of(phase).ep_size,
             block_size=self.blockwise_matmul_config.block_size,
             capacity_factor=self.config.capacity_factor,
             backend=self.backend.name,
@@ -306,26 +394,93 @@ class ExpertMLPsV2(nn.Module):
             [T, H] in the dtype of the hidden states; a partial sum under tensor or expert
             parallelism.
         """
+        phase = phase or ("decode" if seq_len == 1 else "prefill")
         self._check_inputs(hidden_states, expert_index)
         if expert_affinities_masked_full is not None:
             expert_affinities = expert_affinities_masked_full
-        if hidden_states.shape[0] == 0:
-            return torch.zeros_like(hidden_states)
+        num_tokens = hidden_states.shape[0]
+        index_TK, affinities_TK = self.select(
+            expert_affinities, expert_index, num_tokens, padding_mask, phase
+        )
+        return self.compute(hidden_states, index_TK, affinities_TK, num_tokens, phase)
+
+    def select(
+        self,
+        expert_affinities: Tensor,
+        expert_index: Tensor,
+        num_tokens: int,
+        padding_mask: Tensor | None,
+        phase: str,
+        *,
+        first_token: int = 0,
+        over_all_tokens: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Settle what each token gets: padding, capacity, normalisation, and the expert's slot.
+
+        Args:
+            expert_affinities: [t, K], or NxD's dense [t, E].
+            expert_index: [t, K] experts of the model; -1 for none.
+            num_tokens: T that the layer computes, on all ranks.
+            padding_mask: nonzero for real tokens.
+            phase: one of dispatch.PHASES.
+            first_token: number of the first of these t tokens.
+            over_all_tokens: applies a function of all T tokens' choices to those of the t tokens
+                here; needed where tokens are spread over ranks.
+
+        Returns:
+            [t, K] int32 expert slots of the model, and [t, K] float32 affinities.
+        """
         index_TK = expert_index.to(torch.int32)
         affinities_TK = _choice_affinities(expert_affinities, index_TK, self.config.num_experts)
         index_TK, affinities_TK = _drop_padding(index_TK, affinities_TK, padding_mask)
-        phase = phase or ("decode" if seq_len == 1 else "prefill")
-        path = self.choose_path(phase, hidden_states.shape[0]).path
-        if path == "capacity":
-            index_TK, affinities_TK = self._drop_over_capacity(index_TK, affinities_TK)
+        if num_tokens and self.choose_path(phase, num_tokens).path == "capacity":
+            if over_all_tokens is None:
+                fits_TK = self._fits_capacity(index_TK)
+            else:
+                fits_TK = over_all_tokens(self._fits_capacity, index_TK)
+            index_TK = torch.where(fits_TK, index_TK, NO_EXPERT)
+            affinities_TK = torch.where(fits_TK, affinities_TK, 0.0)
         if self.config.normalize_top_k_affinities:
             total_T1 = affinities_TK.sum(-1, keepdim=True)
             affinities_TK = affinities_TK / total_T1.clamp(min=_SMALLEST_SUM)
         self._record_load(index_TK)
-        return self._run(path, hidden_states, self._localize(index_TK, affinities_TK))
+        if self.placement is not None:
+            index_TK = self.placement.to_physical(index_TK, first_token)
+        return index_TK, affinities_TK
 
-    def _run(self, path: str, hidden_TH: Tensor, routing: LocalRouting) -> Tensor:
-        weights = self.mlp_op.weights()
+    def compute(
+        self,
+        hidden_TH: Tensor,
+        index_TK: Tensor,
+        affinities_TK: Tensor,
+        num_tokens: int,
+        phase: str,
+    ) -> Tensor:
+        """Run this rank's experts.
+
+        Args:
+            hidden_TH: [N, H] rows that reached this rank.
+            index_TK: [N, K] expert slots of the model; those of other ranks are skipped.
+            affinities_TK: [N, K] float32.
+            num_tokens: T of all ranks, which decides the path.
+            phase: one of dispatch.PHASES.
+
+        Returns:
+            [N, H], a partial sum over this rank's experts and slices.
+        """
+        if hidden_TH.shape[0] == 0:
+            return torch.zeros_like(hidden_TH)
+        path = self.choose_path(phase, num_tokens).path
+        return self._run(path, hidden_TH, self._localize(index_TK, affinities_TK, phase), phase)
+
+    def weights(self, phase: str = "prefill") -> ExpertWeights:
+        """Return the weights this rank computes with in a phase; a view where phases share them."""
+        if self.shards.second is not None and phase in DECODE_PHASES:
+            return self.mlp_op_tkg.weights()
+        return self.shards.view(self.mlp_op.weights(), phase, self.num_slots)
+
+    def _run(self, path: str, hidden_TH: Tensor, routing: LocalRouting, phase: str) -> Tensor:
+        weights = self.weights(phase)
         if path in ("blockwise", "capacity"):
             plan = BlockPlan(
                 self.blockwise_matmul_config.block_size,
@@ -355,9 +510,8 @@ class ExpertMLPsV2(nn.Module):
                 f"expert_index: shape {tuple(index_TK.shape)} must be {expected}, [T, top_k]."
             )
 
-    def _drop_over_capacity(self, index_TK: Tensor, affinities_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Drop the choices of an expert beyond ceil(T * K * capacity_factor / E), in token order.
-        """
+    def _fits_capacity(self, index_TK: Tensor) -> Tensor:
+        """Return [T, K] bool: within the first ceil(T * K * capacity_factor / E) of its expert."""
         num_tokens, top_k = index_TK.shape
         factor = self.config.capacity_factor or 0.0
         room = math.ceil(num_tokens * top_k * factor / self.config.num_experts)
@@ -367,13 +521,13 @@ class ExpertMLPsV2(nn.Module):
         position_P = torch.arange(pairs.order_P.shape[0], device=index_TK.device)
         rank_P = position_P - first_E1[pairs.expert_P]
         fits_P = torch.zeros_like(rank_P, dtype=torch.bool).scatter(0, pairs.order_P, rank_P < room)
-        fits_TK = fits_P.view(num_tokens, top_k)
-        return torch.where(fits_TK, index_TK, NO_EXPERT), torch.where(fits_TK, affinities_TK, 0.0)
+        return fits_P.view(num_tokens, top_k)
 
-    def _localize(self, index_TK: Tensor, affinities_TK: Tensor) -> LocalRouting:
+    def _localize(self, index_TK: Tensor, affinities_TK: Tensor, phase: str) -> LocalRouting:
         """Number the experts of this rank from 0; choices of other ranks become none."""
-        if self.shard.ep_size > 1:
-            experts = self.shard.local_experts(self.config.num_experts)
+        shard = self.shards.of(phase)
+        if shard.ep_size > 1:
+            experts = shard.local_experts(self.num_slots)
             is_here = (index_TK >= experts.start) & (index_TK < experts.stop)
             index_TK = torch.where(is_here, index_TK - experts.start, NO_EXPERT)
             affinities_TK = torch.where(is_here, affinities_TK, 0.0)

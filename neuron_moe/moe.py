@@ -1,7 +1,9 @@
 """MoE: a router, routed experts, and shared experts beside them."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -9,7 +11,10 @@ from neuron_moe.config import MoEFusedTKGConfig
 from neuron_moe.dispatch import PHASES, Explanation, Workload, explain_path
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.experts import ExpertMLPsV2
-from neuron_moe.routing import RouterBase
+from neuron_moe.parallel.collectives import as_collectives
+from neuron_moe.parallel.layer import LayerOutput, ParallelLayer, TokenBatch
+from neuron_moe.parallel.shuffle import build_shuffle
+from neuron_moe.routing import RouterBase, Routing
 from neuron_moe.shared_experts import SharedExperts
 
 
@@ -37,18 +42,23 @@ class MoE(nn.Module):
         expert_mlps: the routed experts.
         shared_experts: experts every token takes, or None.
         rmsnorm: norm in front of router and experts, or None.
-        sequence_parallel_enabled: the input is this rank's part of the sequence.
-        sequence_dimension: axis that sequence parallelism splits (default 1 of [B, S, H]).
+        sequence_parallel_enabled: the input is this rank's part of each sequence, parts of
+            different length allowed; the router sees the own tokens only.
+        sequence_dimension: axis that sequence parallelism splits (default 1 of [B, S, H]; 0 for
+            [S, B, H]).
         return_router_logits: return the logits.
         return_expert_index: return the choices.
-        token_shuffle_group_size: NxD's shuffling for training; 1 is none.
-        token_shuffle_seed: its seed.
-        tensor_model_parallel_group: ranks over which outputs are summed.
+        token_shuffle_group_size: ranks that exchange tokens at random first, and back at the end;
+            1 is none.
+        token_shuffle_seed: seed of that exchange.
+        tensor_model_parallel_group: ranks over which outputs are summed, all that hold experts;
+            default: those of `parallel_state`.
         init_tkg_module: NxD's fused decode module; here `choose_path` picks the kernel.
         tkg_config: its switches.
+        reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
 
     Raises:
-        ValueError: router and experts disagree on a size.
+        ValueError: router and experts disagree on a size, or groups do not fit together.
     """
 
     def __init__(
@@ -66,6 +76,8 @@ class MoE(nn.Module):
         tensor_model_parallel_group: ProcessGroup | None = None,
         init_tkg_module: bool = False,
         tkg_config: MoEFusedTKGConfig | None = None,
+        *,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         for name in ("num_experts", "top_k", "hidden_size"):
@@ -94,6 +106,15 @@ class MoE(nn.Module):
         self.tensor_model_parallel_group = tensor_model_parallel_group
         self.init_tkg_module = init_tkg_module
         self.tkg_config = tkg_config
+        given = tensor_model_parallel_group
+        self.parallel = ParallelLayer(
+            router,
+            expert_mlps,
+            shared_experts,
+            model=None if given is None else as_collectives(given, "model"),
+            reduce_dtype=reduce_dtype,
+        )
+        self.shuffle = build_shuffle(token_shuffle_group_size, token_shuffle_seed)
 
     def forward(
         self,
@@ -101,14 +122,19 @@ class MoE(nn.Module):
         padding_mask: Tensor | None = None,
         is_speculative_decoding: bool = False,
         residual: Tensor | None = None,
+        *,
+        phase: str | None = None,
     ) -> MoEOutput:
         """Compute the layer.
 
         Args:
             hidden_states: [B, S, H]; S = 1 is decode.
-            padding_mask: [B, S], nonzero for real tokens; the others get no routed expert.
+            padding_mask: [B, S], nonzero for real tokens; the others get no routed expert. With
+                sequence parallelism the own part or all of it.
             is_speculative_decoding: S > 1 tokens of a verification window, dispatched like decode.
             residual: [B, S, H] added to the input first; the sum is returned as the last field.
+            phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
+                not its part of a prompt; None decides by S.
         """
         if hidden_states.ndim != 3:
             raise ValueError(
@@ -119,24 +145,30 @@ class MoE(nn.Module):
             hidden_states = hidden_states + residual
             residual = hidden_states.clone()
         normed = hidden_states if self.rmsnorm is None else self.rmsnorm(hidden_states)
-        seq_len = hidden_states.shape[1]
         hidden_TH = normed.reshape(-1, normed.shape[-1])
-        routing = self.expert_mlps.backend.route(hidden_TH, self.router)
-        output_TH = self.expert_mlps(
-            hidden_TH,
-            routing.expert_affinities_TK,
-            routing.expert_index_TK,
-            seq_len,
-            padding_mask,
-            phase=phase_of(seq_len, is_speculative_decoding),
-        )
-        if self.shared_experts is not None:
-            output_TH = output_TH + self.shared_experts(hidden_TH, seq_len)
+        if is_speculative_decoding:
+            phase = "speculation"
+        is_part = self.sequence_parallel_enabled and phase is None
+        axis = self.sequence_dimension if is_part and self.sequence_dimension is not None else 1
+        batch = TokenBatch(hidden_TH, normed.shape[1 - axis], padding_mask, phase, is_part)
+        output_TH, routing = self._run(batch, is_batch_first=axis == 1)
         return MoEOutput(
             output_TH.view(normed.shape),
             routing.router_logits_TE if self.return_router_logits else None,
             routing.expert_index_TK if self.return_expert_index else None,
             residual,
+        )
+
+    def _run(self, batch: TokenBatch, is_batch_first: bool) -> LayerOutput:
+        if not is_batch_first:  # parts of [S, B, H] are whole runs of tokens already
+            batch = replace(batch, batch_size=1)
+        if self.shuffle is None:
+            return self.parallel.run(batch)
+        shuffled, order = self.shuffle.forth(batch)
+        output_TH, routing = self.parallel.run(shuffled)
+        return LayerOutput(
+            self.shuffle.back(output_TH, order),
+            Routing(*(self.shuffle.back(part, order) for part in routing)),
         )
 
     def enable_load_counters(self, enabled: bool = True) -> None:
@@ -174,8 +206,7 @@ class MoE(nn.Module):
             experts.config.capacity_factor,
         )
         if tokens_per_expert is None and experts.expert_load_E is not None:
-            local = experts.shard.local_experts(experts.config.num_experts)
-            tokens_per_expert = experts.expert_load_E[local.start : local.stop].tolist()
+            tokens_per_expert = experts.expert_load_E[list(experts.local_experts(phase))].tolist()
         return explain_path(
             work, experts.choose_path(phase, tokens), tokens_per_expert=tokens_per_expert
         )

@@ -131,7 +131,7 @@ def top_k_lowest_first(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 def mask_groups(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
     """Return scores in which experts outside the chosen groups hold `out_of_group_fill`."""
     num_tokens = scores_TE.shape[0]
-    grouped = scores_TE.reshape(num_tokens, spec.n_group, -1)
+    grouped = scores_TE.reshape(num_tokens, spec.n_group, spec.num_experts // spec.n_group)
     group_scores_TG = grouped.topk(2, dim=-1).values.sum(-1)
     _, chosen = top_k_lowest_first(group_scores_TG, spec.topk_group)
     keep_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter(1, chosen, True)

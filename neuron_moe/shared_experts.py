@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from neuron_moe.activations import ACT2FN
 from neuron_moe.config import HIDDEN_ACTIVATIONS
 from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.collectives import Collectives, SingleRank, as_collectives
 from neuron_moe.parallel.shard import ExpertShard
 
 
@@ -27,11 +29,13 @@ class SharedExperts(nn.Module):
         num_shared_experts: I = intermediate_size * num_shared_experts.
         hidden_act: one of HIDDEN_ACTIVATIONS.
         dtype: dtype of the weights.
-        tensor_model_parallel_group: ranks that split I; the output is then a partial sum.
+        tensor_model_parallel_group: ranks that split I; the output is then a partial sum. Default:
+            the tensor parallel ranks of `parallel_state`. `parallel_state.get_world_group()` splits
+            I over all ranks of the model.
         reduce_dtype: accepted for NxD; the sum over ranks is the layer's.
         fused_gate_up_projection: one matrix for gate and up.
-        sequence_parallel_enabled: weights are replicated and each rank computes its own tokens in
-            prefill.
+        sequence_parallel_enabled: weights are whole on each rank, which computes its own tokens;
+            ranks with the same tokens compute a slice of I each.
         transpose_weights: accepted for NxD's decode kernel layout; the state dict stays as above.
         is_gated: scale each token by sigmoid(shared_expert_gate(x)) (Qwen2-MoE, Qwen3-Next).
         device: where the weights live.
@@ -65,11 +69,12 @@ class SharedExperts(nn.Module):
         self.fused_gate_up_projection = fused_gate_up_projection
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.transpose_weights = transpose_weights
-        group = None if sequence_parallel_enabled else tensor_model_parallel_group
-        self.shard = ExpertShard.from_groups(group, None)
+        self.group = self._settle_group(tensor_model_parallel_group)
+        self.shard = ExpertShard(self.group.rank, self.group.size)
         width = intermediate_size * num_shared_experts
         self.shard.check(1, width)
         width //= self.shard.tp_size
+        self.width = width
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
@@ -82,21 +87,53 @@ class SharedExperts(nn.Module):
         self.down_proj = linear(width, hidden_size)
         self.shared_expert_gate = linear(hidden_size, 1) if is_gated else None
 
-    def forward(self, x: Tensor, seq_len: int = 0) -> Tensor:
-        """Compute [.., H] for [.., H] hidden states; `seq_len` is NxD's argument and not needed
-        here.
+    def _settle_group(self, given: ProcessGroup | None) -> Collectives:
+        """Return the ranks that split I."""
+        if self.sequence_parallel_enabled:
+            return SingleRank("shared experts")
+        groups = parallel_state.get_groups()
+        if given is None and groups is not None:
+            return groups.tensor
+        return as_collectives(given, "shared experts")
+
+    def describe(self) -> tuple[object, ...]:
+        """Return what must agree between ranks."""
+        return (
+            self.hidden_size,
+            self.intermediate_size * self.num_shared_experts,
+            self.hidden_act,
+            self.group.size,
+            self.sequence_parallel_enabled,
+            self.shared_expert_gate is not None,
+        )
+
+    def forward(
+        self, x: Tensor, seq_len: int = 0, *, part: tuple[int, int] = (0, 1)
+    ) -> Tensor:
+        """Compute shared experts.
+
+        Args:
+            x: [.., H] hidden states.
+            seq_len: NxD's argument, not needed here.
+            part: (i, n) computes the i-th of n slices of this rank's I; the n results add up.
+
+        Returns:
+            [.., H]; a partial sum if I is split.
         """
         if x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x: shape {tuple(x.shape)} must end in hidden_size={self.hidden_size} of the"
                 f" shared experts."
             )
+        index, parts = part
+        run = slice(self.width * index // parts, self.width * (index + 1) // parts)
         if self.fused_gate_up_projection:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            gate_weight, up_weight = self.gate_up_proj.weight.chunk(2)
         else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+            gate_weight, up_weight = self.gate_proj.weight, self.up_proj.weight
+        gate, up = F.linear(x, gate_weight[run]), F.linear(x, up_weight[run])
         activated = ACT2FN[self.hidden_act](gate.float()) * up.float()
-        output: Tensor = self.down_proj(activated.to(x.dtype))
+        output = F.linear(activated.to(x.dtype), self.down_proj.weight[:, run])
         if self.shared_expert_gate is not None:
             scale = torch.sigmoid(F.linear(x.float(), self.shared_expert_gate.weight.float()))
             output = (output.float() * scale).to(x.dtype)

@@ -1,0 +1,136 @@
+"""Proof by counting that everything added before a sum over ranks adds up to one copy.
+
+The layer runs as it is, but its experts and shared experts are replaced by counters that return,
+for each token, how much of the work this rank holds: each choice it computes counts as the share of
+the intermediate axis whose weights are here, each down bias as the factor it would be added with,
+shared experts as the share of their width. After the layer's own dispatch and sum, every token must
+show its number of choices, twice, and one set of shared experts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from neuron_moe.backends import Backend, BlockPlan, ExpertWeights, LocalRouting
+from neuron_moe.blocks import BlockMapping
+from neuron_moe.moe import MoE
+from neuron_moe.routing import RouterBase, Routing
+from neuron_moe.shared_experts import SharedExperts
+
+ROUTED, BIAS, SHARED = range(3)
+NAMES = ("routed experts", "down bias", "shared experts")
+
+
+class CopyError(AssertionError):
+    """Something is added to the output more or less than once."""
+
+
+class _CountingBackend:
+    """Counts choices instead of computing experts; routes as the real backend does."""
+
+    name = "torch"
+
+    def __init__(self, real: Backend, intermediate_size: int) -> None:
+        self.real = real
+        self.intermediate_size = intermediate_size
+
+    def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
+        """Route T tokens."""
+        return self.real.route(hidden_TH, router)
+
+    def index_blocks(
+        self, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan
+    ) -> BlockMapping:
+        """Place pairs in slots."""
+        return self.real.index_blocks(expert_index_TK, num_experts, plan)
+
+    def blockwise(
+        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, plan: BlockPlan
+    ) -> Tensor:
+        """Count."""
+        return self._count(hidden_TH, routing, weights)
+
+    def few_tokens(
+        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, mode: str
+    ) -> Tensor:
+        """Count."""
+        return self._count(hidden_TH, routing, weights)
+
+    def _count(self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
+        hits_T = (routing.expert_index_TK >= 0).sum(1).float()
+        # An error here would leave the other ranks waiting: a choice of no local expert shows as
+        # NaN after the sum, on every rank.
+        is_foreign_T = (routing.expert_index_TK >= weights.num_experts).any(1)
+        hits_T = torch.where(is_foreign_T, torch.nan, hits_T)
+        count_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
+        width = weights.down_proj_EIH.shape[1]
+        count_TH[:, ROUTED] = hits_T * (width / self.intermediate_size)
+        count_TH[:, BIAS] = hits_T * weights.down_bias_scale
+        return count_TH
+
+
+@contextmanager
+def counting(layer: MoE) -> Iterator[None]:
+    """Let a layer count instead of compute."""
+    experts, shared = layer.expert_mlps, layer.shared_experts
+    backend = experts.backend
+    experts.backend = _CountingBackend(backend, experts.config.intermediate_size)
+    if shared is not None:
+        shared.forward = _shared_counter(shared)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        experts.backend = backend
+        if shared is not None:
+            del shared.forward
+
+
+def _shared_counter(shared: SharedExperts):  # type: ignore[no-untyped-def]
+    whole = shared.intermediate_size * shared.num_shared_experts
+
+    def count(x: Tensor, seq_len: int = 0, *, part: tuple[int, int] = (0, 1)) -> Tensor:
+        count_TH = torch.zeros_like(x)
+        index, parts = part
+        held = shared.width * (index + 1) // parts - shared.width * index // parts
+        count_TH[:, SHARED] = held / whole
+        return count_TH
+
+    return count
+
+
+def check_one_copy(
+    layer: MoE,
+    hidden_states: Tensor,
+    padding_mask: Tensor | None = None,
+    *,
+    phase: str | None = None,
+) -> None:
+    """Check that routed experts, biases and shared experts each count once; collective.
+
+    Args:
+        layer: hidden_size 3 or more, without a norm that changes the counters' columns.
+        hidden_states: this rank's [B, S, H].
+        padding_mask: as for the layer, for this rank's tokens.
+        phase: as for the layer.
+
+    Raises:
+        CopyError: naming what counts wrongly, for which token, and how often.
+    """
+    with torch.no_grad(), counting(layer):
+        counts = layer(hidden_states, padding_mask, phase=phase)[0].flatten(0, 1).float()
+    wanted = torch.zeros(counts.shape[0], 3)
+    wanted[:, :2] = float(layer.expert_mlps.config.top_k)
+    if padding_mask is not None:
+        wanted[:, :2] *= (padding_mask.reshape(-1, 1) != 0).float()
+    wanted[:, SHARED] = 0.0 if layer.shared_experts is None else 1.0
+    for column, name in enumerate(NAMES):
+        wrong = ~((counts[:, column] - wanted[:, column]).abs() <= 1e-3)  # catches NaN too
+        if bool(wrong.any()):
+            token = int(wrong.nonzero()[0])
+            raise CopyError(
+                f"{name}: token {token} of this rank gets {float(counts[token, column]):g}, must"
+                f" get {float(wanted[token, column]):g}. What is added before the sum over ranks"
+                " must add up to one copy."
+            )

@@ -1,0 +1,311 @@
+"""The ranks of this process's model, set once and read by modules when they are built.
+
+The names are NxD's:
+
+    from neuron_moe.parallel import parallel_state
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=4, expert_model_parallel_size=16
+    )
+
+Modules built afterwards hold this rank's part of their weights and take their groups from here
+unless they are given others. Without a call everything is one rank.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from neuron_moe.parallel import failure
+from neuron_moe.parallel.collectives import (
+    Collectives,
+    SingleRank,
+    TorchCollectives,
+    as_collectives,
+)
+from neuron_moe.parallel.config import ParallelConfig
+from neuron_moe.parallel.groups import (
+    ExpertGroups,
+    GroupBuilder,
+    ParallelGroups,
+    Unsettled,
+    build_groups,
+    offline_groups,
+)
+
+
+@dataclass
+class _State:
+    groups: ParallelGroups
+    builder: GroupBuilder | None = None
+    shuffle: Collectives | None = None
+    started_distributed: bool = False
+
+
+_state: _State | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    *,
+    data_parallel_size: int = 1,
+    config: ParallelConfig | None = None,
+    timeout_s: float = failure.DEFAULT_TIMEOUT_S,
+    watch: bool = True,
+) -> ParallelGroups:
+    """Build the groups of a model; every process calls it with the same arguments.
+
+    Under torchrun it starts `torch.distributed` itself (nccl with a GPU, else gloo).
+
+    Args:
+        tensor_model_parallel_size: ranks that split each expert.
+        pipeline_model_parallel_size: must be 1.
+        context_parallel_size: must be 1.
+        expert_model_parallel_size: ranks that split the experts.
+        data_parallel_size: independent copies of the model.
+        config: the whole configuration instead of these sizes.
+        timeout_s: a collective that takes longer fails, naming rank and collective.
+        watch: publish this rank's progress, so that a failure can name the culprit.
+
+    Returns:
+        The groups.
+
+    Raises:
+        ValueError: a size is wrong, the product is not the number of processes, or ranks were
+            started with different settings.
+        RuntimeError: called twice.
+    """
+    global _state
+    if _state is not None:
+        raise RuntimeError(
+            "initialize_model_parallel: already called. Call destroy_model_parallel() first."
+        )
+    started = _start_distributed()
+    if dist.is_initialized() and watch and dist.get_world_size() > 1:
+        _start_watch()
+    try:
+        sizes = {
+            "tensor_model_parallel_size": tensor_model_parallel_size,
+            "pipeline_model_parallel_size": pipeline_model_parallel_size,
+            "context_parallel_size": context_parallel_size,
+            "expert_model_parallel_size": expert_model_parallel_size,
+            "data_parallel_size": data_parallel_size,
+        }
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            settings = sizes if config is None else config.to_dict()
+            failure.check_same_on_all_ranks("initialize_model_parallel", settings)
+        config = config or _config_of_sizes(sizes)
+        _state = _build(config, timeout_s, started)
+    except BaseException:
+        failure.stop_watch()
+        raise
+    return _state.groups
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups; modules built before keep theirs, but can no longer communicate."""
+    global _state
+    failure.stop_watch()
+    if _state is None:
+        return
+    if _state.builder is not None:
+        _state.builder.destroy()
+    if _state.started_distributed:
+        dist.destroy_process_group()
+    _state = None
+
+
+def model_parallel_is_initialized() -> bool:
+    """Say whether groups were built."""
+    return _state is not None
+
+
+def get_groups() -> ParallelGroups | None:
+    """Return the groups, or None."""
+    return None if _state is None else _state.groups
+
+
+@contextmanager
+def as_rank(config: ParallelConfig, rank: int) -> Iterator[ParallelGroups]:
+    """Build modules as one rank of a model would, without processes; they cannot communicate.
+
+    For sharding checkpoints offline, and for looking at shapes.
+    """
+    global _state
+    before = _state
+    _state = _State(offline_groups(config, rank))
+    try:
+        yield _state.groups
+    finally:
+        _state = before
+
+
+def adopt_nxd_groups() -> ParallelGroups:
+    """Take the groups of an initialised NxD instead of building new ones.
+
+    Raises:
+        ImportError: NxD is not installed.
+        RuntimeError: NxD's model parallel is not initialised, or ours is already.
+    """
+    global _state
+    if _state is not None:
+        raise RuntimeError("adopt_nxd_groups: groups exist. Call destroy_model_parallel() first.")
+    nxd = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
+    if not nxd.model_parallel_is_initialized():
+        raise RuntimeError(
+            "adopt_nxd_groups: NxD has no groups yet. Call its initialize_model_parallel() first."
+        )
+    tensor = as_collectives(nxd.get_tensor_model_parallel_group(), "tensor")
+    expert: Collectives = SingleRank("expert")
+    model = tensor
+    if nxd.get_expert_model_parallel_size() > 1:
+        expert = as_collectives(nxd.get_expert_model_parallel_group(), "expert")
+        model = as_collectives(nxd.get_world_group(), "model")
+    config = ParallelConfig(tp=tensor.size, ep=expert.size)
+    if config.model_size != model.size:
+        raise RuntimeError(
+            f"adopt_nxd_groups: NxD's groups of {tensor.size} x {expert.size} ranks do not cover"
+            f" its world of {model.size}. Initialise NxD with data parallel size 1."
+        )
+    experts = ExpertGroups.of(tensor, expert, model)
+    data, attention = SingleRank("attention data"), model
+    _state = _State(
+        ParallelGroups(config, model.rank, model, tensor, expert, data, attention, experts, experts)
+    )
+    return _state.groups
+
+
+def initialize_token_shuffle_group(token_shuffle_group_size: int) -> None:
+    """Build the groups tokens are shuffled in: runs of this many ranks of the model.
+
+    Raises:
+        RuntimeError: no groups exist.
+        ValueError: the size does not divide the model's ranks.
+    """
+    if _state is None or _state.builder is None:
+        raise RuntimeError(
+            "initialize_token_shuffle_group: call initialize_model_parallel() first."
+        )
+    ranks = _state.groups.config.model_size
+    if token_shuffle_group_size < 1 or ranks % token_shuffle_group_size:
+        raise ValueError(
+            f"token_shuffle_group_size={token_shuffle_group_size}: must divide the {ranks} ranks"
+            " of the model."
+        )
+    world = torch.arange(_state.groups.config.world_size).view(-1, token_shuffle_group_size)
+    _state.shuffle = _state.builder.build(world, "token shuffle")
+
+
+def get_token_shuffle_group() -> Collectives | None:
+    """Return the group tokens are shuffled in, or None."""
+    return None if _state is None else _state.shuffle
+
+
+def resolve_expert_groups(
+    tensor: ProcessGroup | None, expert: ProcessGroup | None, phase: str, strategy: str | None
+) -> ExpertGroups:
+    """Return the groups of routed experts: those given, else those of this state, else one rank.
+
+    The group to sum over follows from a single given group; for two, `MoE` must be given it.
+    """
+    if tensor is None and expert is None and _state is not None:
+        groups = _state.groups.experts(phase)
+        return groups if strategy is None else replace(groups, strategy=strategy)
+    tp, ep = as_collectives(tensor, "tensor"), as_collectives(expert, "expert")
+    model: Collectives | None = None
+    if tp.size > 1 and ep.size > 1:
+        known = None if _state is None else _state.groups.experts(phase).model
+        fits = known is not None and known.size == tp.size * ep.size
+        model = known if fits else Unsettled(tp.size * ep.size)
+    return ExpertGroups.of(tp, ep, model, strategy or "replicate")
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup | None:
+    """Return the process group that splits each expert; None for one rank."""
+    return _process_group(None if _state is None else _state.groups.tensor)
+
+
+def get_expert_model_parallel_group() -> ProcessGroup | None:
+    """Return the process group that splits the experts; None for one rank."""
+    return _process_group(None if _state is None else _state.groups.expert)
+
+
+def get_world_group() -> ProcessGroup | None:
+    """Return the process group of all ranks of the model; None for one rank."""
+    return _process_group(None if _state is None else _state.groups.model)
+
+
+def get_tensor_model_parallel_size() -> int:
+    """Return the ranks that split each expert."""
+    return 1 if _state is None else _state.groups.tensor.size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Return this rank's position among them."""
+    return 0 if _state is None else _state.groups.tensor.rank
+
+
+def get_expert_model_parallel_size() -> int:
+    """Return the ranks that split the experts."""
+    return 1 if _state is None else _state.groups.expert.size
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Return this rank's position among them."""
+    return 0 if _state is None else _state.groups.expert.rank
+
+
+def _process_group(collectives: Collectives | None) -> ProcessGroup | None:
+    return collectives.group if isinstance(collectives, TorchCollectives) else None
+
+
+def _config_of_sizes(sizes: dict[str, int]) -> ParallelConfig:
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if sizes[name] != 1:
+            raise ValueError(
+                f"{name}={sizes[name]!r}: must be 1; these modules are one MoE layer. Split layers"
+                " or context in the model around them."
+            )
+    return ParallelConfig(
+        tp=sizes["tensor_model_parallel_size"],
+        ep=sizes["expert_model_parallel_size"],
+        replicas=sizes["data_parallel_size"],
+    )
+
+
+def _start_distributed() -> bool:
+    """Initialise torch.distributed under torchrun; say whether this call did it."""
+    if dist.is_initialized() or not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return False
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return True
+
+
+def _start_watch() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    failure.start_watch(store, dist.get_rank(), dist.get_world_size())
+
+
+def _build(config: ParallelConfig, timeout_s: float, started: bool) -> _State:
+    if dist.is_initialized():
+        config.check_world(dist.get_world_size())
+    elif config.world_size > 1:
+        raise ValueError(
+            f"tensor_model_parallel_size={config.tp}, expert_model_parallel_size={config.ep}: need"
+            f" {config.world_size} ranks, but this process is alone: torch.distributed is not"
+            " initialised. Start the script with"
+            f" `torchrun --nproc-per-node {config.world_size} ...`, or call"
+            " torch.distributed.init_process_group() first."
+        )
+    if config.world_size == 1:
+        return _State(offline_groups(config, 0), None, None, started)
+    builder = GroupBuilder(timeout_s)
+    return _State(build_groups(config, builder), builder, None, started)

@@ -1,0 +1,146 @@
+"""Which part of every parameter a rank holds, read off the modules themselves.
+
+One rule for each kind of parameter, in the form `neuron_moe.checkpoint` reads: for every axis the
+indices wanted. So a rank reads its slice out of safetensors files before anything is stacked.
+
+| parameter | whole | this rank |
+| --- | --- | --- |
+| experts, gate_up_proj | [E, H, 2I] | its slots; its gate columns, then its up columns |
+| experts, up_proj | [E, H, I] | its slots; its columns |
+| experts, down_proj | [E, I, H] | its slots; its rows |
+| their biases | [E, 2I], [E, I], [E, H] | its slots; columns as above; all of H |
+| shared experts, gate and up | [I, H], [2I, H] | its rows; of a fused matrix gate, then up |
+| shared experts, down_proj | [H, I] | its columns |
+| everything else | | all |
+
+Axes: E expert slots of all ranks, H hidden, I intermediate.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from neuron_moe.checkpoint.lazy import Indices, Selection, everything, take
+from neuron_moe.experts import ExpertMLPsV2, Experts
+from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.shared_experts import SharedExperts
+
+Rule = Callable[[tuple[int, ...]], Selection]
+
+
+@dataclass(frozen=True)
+class ModuleSharding:
+    """The rules of the parameters of one model on this rank.
+
+    Args:
+        rules: by parameter name; a parameter without one is whole.
+        sources: the name in the checkpoint of a parameter that is a second copy.
+    """
+
+    rules: Mapping[str, Rule]
+    sources: Mapping[str, str]
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Selection:
+        """Return the indices this rank holds of a parameter of that whole shape."""
+        rule = self.rules.get(name)
+        return everything(shape) if rule is None else rule(shape)
+
+    def source_of(self, name: str) -> str:
+        """Return the parameter of the whole model that fills this one."""
+        return self.sources.get(name, name)
+
+
+def sharding_of(model: nn.Module) -> ModuleSharding:
+    """Collect the rules of a model that was built for one rank."""
+    rules: dict[str, Rule] = {}
+    sources: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        path = f"{prefix}." if prefix else ""
+        if isinstance(module, ExpertMLPsV2):
+            for name, experts in module.named_children():
+                if not isinstance(experts, Experts):
+                    continue
+                slots = _slots(module, experts.shard)
+                for parameter, rule in _expert_rules(experts, slots):
+                    rules[f"{path}{name}.{parameter}"] = rule
+                    if name != "mlp_op":
+                        sources[f"{path}{name}.{parameter}"] = f"{path}mlp_op.{parameter}"
+        elif isinstance(module, SharedExperts):
+            rules.update((path + name, rule) for name, rule in _shared_rules(module))
+    return ModuleSharding(rules, sources)
+
+
+def shard_state_dict(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Cut the state dict of the whole model for the rank `model` was built for.
+
+    Raises:
+        ValueError: a tensor is missing.
+    """
+    sharding = sharding_of(model)
+    state = {}
+    for name in model.state_dict():
+        source = sharding.source_of(name)
+        if source not in whole:
+            raise ValueError(f"{source}: the whole state dict must hold it. Check the prefix.")
+        tensor = whole[source]
+        state[name] = take(tensor, sharding(name, tuple(tensor.shape))).contiguous()
+    return state
+
+
+def _slots(mlps: ExpertMLPsV2, shard: ExpertShard) -> Indices:
+    """Return the experts in the slots of a shard, as an index into the checkpoint's experts."""
+    slots = shard.local_experts(mlps.num_slots)
+    return slots if mlps.placement is None else mlps.placement.slots[slots.start : slots.stop]
+
+
+def _expert_rules(experts: Experts, slots: Indices) -> Iterator[tuple[str, Rule]]:
+    shard, halves = experts.shard, experts.activation.num_projections
+
+    def first_weight(shape: tuple[int, ...]) -> Selection:
+        return slots, range(shape[1]), columns(shape[2], halves, shard)
+
+    def first_bias(shape: tuple[int, ...]) -> Selection:
+        return slots, columns(shape[1], halves, shard)
+
+    def down_weight(shape: tuple[int, ...]) -> Selection:
+        return slots, columns(shape[1], 1, shard), range(shape[2])
+
+    def down_bias(shape: tuple[int, ...]) -> Selection:
+        return slots, range(shape[1])
+
+    yield f"{experts.first_name}.weight", first_weight
+    yield f"{experts.first_name}.bias", first_bias
+    yield "down_proj.weight", down_weight
+    yield "down_proj.bias", down_bias
+
+
+def _shared_rules(shared: SharedExperts) -> Iterator[tuple[str, Rule]]:
+    shard = shared.shard
+
+    def rows(halves: int) -> Rule:
+        return lambda shape: (columns(shape[0], halves, shard), range(shape[1]))
+
+    yield "gate_up_proj.weight", rows(2)
+    yield "gate_proj.weight", rows(1)
+    yield "up_proj.weight", rows(1)
+    yield "down_proj.weight", lambda shape: (range(shape[0]), columns(shape[1], 1, shard))
+
+
+def columns(size: int, halves: int, shard: ExpertShard) -> Indices:
+    """Return this rank's part of an axis that holds `halves` equal parts one after the other.
+
+    Of gate and up in one matrix a rank takes its slice of each (NxD's partition stride 2), not a
+    run of the whole: a run would be all gate on some ranks and all up on others.
+    """
+    width = size // halves
+    if width % shard.tp_size:
+        raise ValueError(
+            f"intermediate_size={width}: must divide by the tensor parallel size {shard.tp_size}."
+            " Pad it, or lower the tensor parallel size."
+        )
+    part = width // shard.tp_size
+    start = shard.tp_rank * part
+    if halves == 1 or shard.tp_size == 1:
+        return range(start, start + part * halves)
+    return tuple(h * width + start + i for h in range(halves) for i in range(part))

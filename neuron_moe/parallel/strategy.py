@@ -1,0 +1,333 @@
+"""How tokens reach their experts and come back: strategies behind one pair of methods.
+
+`dispatch` brings tokens to the rank that computes them, `combine` brings the results home and adds
+them up. Between the two, the experts see rows and k-wide routings and know nothing of ranks. What
+dispatch learned travels to combine in a frozen record.
+
+| strategy | dispatch | combine | a token travels, each way |
+| --- | --- | --- | --- |
+| replicate | all-gather of rows and routings | reduce-scatter, all-reduce | to every rank |
+| all_to_all | rows to ranks with a chosen expert | all-to-all back | to these ranks, once each |
+
+Axes: T tokens of all ranks, t this rank's own, N rows to compute here, K choices, H hidden, D
+destinations (expert parallel ranks).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from neuron_moe.parallel.collectives import (
+    Collectives,
+    SingleRank,
+    all_gather_rows,
+    gather_lengths,
+    reduce_scatter_rows,
+)
+from neuron_moe.parallel.groups import ExpertGroups
+
+INDEX_BYTES = 4  # int32
+AFFINITY_BYTES = 4  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpread:
+    """Which ranks hold which tokens when a layer is entered.
+
+    Args:
+        gather: ranks with different tokens, in token order.
+        replica: ranks with the same tokens as this one.
+        is_sequence: the different tokens are parts of the same sequences.
+    """
+
+    gather: Collectives
+    replica: Collectives
+    is_sequence: bool = False
+
+    @classmethod
+    def replicated(cls, model: Collectives) -> "TokenSpread":
+        """Every rank holds every token."""
+        return cls(SingleRank("tokens"), model)
+
+    @classmethod
+    def sequence(cls, model: Collectives) -> "TokenSpread":
+        """Every rank holds its part of the sequences."""
+        return cls(model, SingleRank("replica"), is_sequence=True)
+
+
+class Rows(NamedTuple):
+    """Tokens with their routing.
+
+    Attributes:
+        hidden_TH: [T, H].
+        index_TK: [T, K] int32 expert slot, -1 for none.
+        affinities_TK: [T, K] float32.
+    """
+
+    hidden_TH: Tensor
+    index_TK: Tensor
+    affinities_TK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What the experts of this rank compute, and what combine needs.
+
+    Args:
+        rows: the tokens to compute here.
+        num_tokens: T of all ranks together.
+        lengths: tokens each rank of `gather` brought.
+        trip: what the strategy must remember.
+    """
+
+    rows: Rows
+    num_tokens: int
+    lengths: tuple[int, ...]
+    trip: "Trip | None" = None
+
+
+class Strategy(Protocol):
+    """One way to bring tokens and experts together."""
+
+    name: str
+    groups: ExpertGroups
+    spread: TokenSpread
+
+    def own_range(self, num_tokens: int) -> range:
+        """Return which of the tokens this rank was given it is responsible for."""
+
+    def dispatch(self, own: Rows, lengths: tuple[int, ...]) -> Dispatched:
+        """Bring tokens to the ranks that compute them."""
+
+    def combine(self, partial_NH: Tensor, sent: Dispatched) -> Tensor:
+        """Bring partial results home; return [t, H] sums for the own tokens."""
+
+    def gather_own(self, x: Tensor) -> Tensor:
+        """Join what ranks with the same tokens computed for their own parts."""
+
+
+class ReplicateAndReduce:
+    """Every rank sees every token and computes its experts; the results are summed.
+
+    Static shapes and three collectives: what a compiler for Neuron takes well.
+
+    Args:
+        groups: the ranks that share the experts.
+        spread: who holds which tokens.
+        reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
+    """
+
+    name = "replicate"
+
+    def __init__(
+        self, groups: ExpertGroups, spread: TokenSpread, reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        self.groups = groups
+        self.spread = spread
+        self.reduce_dtype = reduce_dtype
+
+    def own_range(self, num_tokens: int) -> range:
+        """Return all: ranks with the same tokens do the same."""
+        return range(num_tokens)
+
+    def dispatch(self, own: Rows, lengths: tuple[int, ...]) -> Dispatched:
+        """Gather routings, k-wide, then rows."""
+        gather = self.spread.gather
+        if gather.size == 1:
+            return Dispatched(own, own.hidden_TH.shape[0], lengths)
+        index_TK, affinities_TK = gather_routing(gather, own.index_TK, own.affinities_TK, lengths)
+        hidden_TH = all_gather_rows(gather, own.hidden_TH, lengths)
+        return Dispatched(Rows(hidden_TH, index_TK, affinities_TK), sum(lengths), lengths)
+
+    def combine(self, partial_NH: Tensor, sent: Dispatched) -> Tensor:
+        """Sum over ranks; each keeps its own tokens."""
+        dtype = partial_NH.dtype
+        total = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
+        total = reduce_scatter_rows(self.spread.gather, total, sent.lengths)
+        return self.spread.replica.all_reduce(total).to(dtype)
+
+    def gather_own(self, x: Tensor) -> Tensor:
+        """Return x: the own tokens are all tokens."""
+        return x
+
+
+def gather_routing(
+    gather: Collectives, index_TK: Tensor, affinities_TK: Tensor, lengths: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Gather k-wide choices in one collective: 8 K bytes a token, never E-wide, never logits.
+
+    Args:
+        gather: ranks with different tokens.
+        index_TK: [t, K] int32.
+        affinities_TK: [t, K] float32.
+        lengths: tokens of each rank.
+    """
+    packed = torch.cat([index_TK, affinities_TK.view(torch.int32)], dim=1)
+    packed = all_gather_rows(gather, packed, lengths)
+    index, affinities = packed.chunk(2, dim=1)
+    return index, affinities.contiguous().view(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """Where the rows of an all-to-all came from.
+
+    Args:
+        slot_of_row: [rows sent] int64, place of each returning row among the own tokens' results.
+        num_slots: results each own token can get, min(K, D).
+        send_counts: rows sent to each destination.
+        receive_counts: rows received from each rank of the expert group.
+        tensor_lengths: rows each tensor parallel neighbour received.
+    """
+
+    slot_of_row: Tensor
+    num_slots: int
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    tensor_lengths: tuple[int, ...]
+
+
+class AllToAll:
+    """Tokens travel only to ranks that hold one of their experts, once per rank.
+
+    A token with several experts on one rank is sent once, with its k-wide routing, and comes back
+    as one weighted row. Rows cross the expert group first; the tensor parallel neighbours that hold
+    the other slices of the same experts then gather them among themselves, where links are short.
+
+    Counts are computed on the device; reading them is the one synchronisation with the host.
+    Tokens that several ranks hold are divided among them first.
+
+    Args:
+        groups: the ranks that share the experts.
+        spread: who holds which tokens.
+        slots_per_rank: expert slots of each rank.
+        reduce_dtype: dtype of the rows on the way back; None is that of the hidden states.
+    """
+
+    name = "all_to_all"
+
+    def __init__(
+        self,
+        groups: ExpertGroups,
+        spread: TokenSpread,
+        slots_per_rank: int,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.groups = groups
+        self.spread = spread
+        self.slots_per_rank = slots_per_rank
+        self.reduce_dtype = reduce_dtype
+
+    def own_range(self, num_tokens: int) -> range:
+        """Return this rank's share of the tokens that it holds in common with others."""
+        bounds = split_evenly(num_tokens, self.spread.replica.size)
+        return bounds[self.spread.replica.rank]
+
+    def dispatch(self, own: Rows, lengths: tuple[int, ...]) -> Dispatched:
+        """Send each token to the ranks of its experts."""
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "strategy='all_to_all': sends a number of rows that the data decides, which a graph"
+                " cannot hold. Use strategy='replicate' for torch.export and torch.compile."
+            )
+        expert, tensor = self.groups.ep, self.groups.tp
+        hits_tD = destinations(own.index_TK, self.slots_per_rank, expert.size)
+        counts = self._exchange_counts(hits_tD)
+        send_counts = counts[tensor.rank][expert.rank]
+        receive_counts = tuple(
+            counts[tensor.rank][source][expert.rank] for source in range(expert.size)
+        )
+        tensor_lengths = tuple(
+            sum(counts[neighbour][source][expert.rank] for source in range(expert.size))
+            for neighbour in range(tensor.size)
+        )
+        token_of_row, slot_of_row, num_slots = _rows_by_destination(hits_tD, own.index_TK.shape[1])
+        parcel = pack_rows(own, token_of_row)
+        parcel = expert.all_to_all(parcel, send_counts, receive_counts)
+        parcel = all_gather_rows(tensor, parcel, tensor_lengths)
+        rows = unpack_rows(parcel, own)
+        trip = Trip(slot_of_row, num_slots, send_counts, receive_counts, tensor_lengths)
+        return Dispatched(rows, sum(lengths), lengths, trip)
+
+    def combine(self, partial_NH: Tensor, sent: Dispatched) -> Tensor:
+        """Sum the slices of an expert, send rows home, add what each token got, in fixed order."""
+        trip = sent.trip
+        assert trip is not None
+        dtype = partial_NH.dtype
+        rows = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
+        rows = reduce_scatter_rows(self.groups.tp, rows, trip.tensor_lengths)
+        rows = self.groups.ep.all_to_all(rows, trip.receive_counts, trip.send_counts)
+        num_own = len(self.own_range(sent.lengths[self.spread.gather.rank]))
+        slots = rows.new_zeros((num_own * trip.num_slots, rows.shape[1]), dtype=torch.float32)
+        slots = slots.index_copy(0, trip.slot_of_row, rows.float())
+        return slots.view(num_own, trip.num_slots, rows.shape[1]).sum(1).to(dtype)
+
+    def gather_own(self, x: Tensor) -> Tensor:
+        """Join the shares of the ranks that hold the same tokens."""
+        replica = self.spread.replica
+        if replica.size == 1:
+            return x
+        lengths = gather_lengths(replica, x.shape[0], x.device)
+        return all_gather_rows(replica, x, lengths)
+
+    def _exchange_counts(self, hits_tD: Tensor) -> list[list[tuple[int, ...]]]:
+        """Return rows sent, as [tensor rank][source][destination], known to all neighbours."""
+        expert, tensor = self.groups.ep, self.groups.tp
+        counts_D = hits_tD.sum(0, dtype=torch.int32)
+        counts_SD = expert.all_gather(counts_D.unsqueeze(0))
+        counts = tensor.all_gather(counts_SD.unsqueeze(0)).tolist()
+        return [[tuple(row) for row in matrix] for matrix in counts]
+
+
+def split_evenly(num_tokens: int, parts: int) -> list[range]:
+    """Split tokens in contiguous parts whose sizes differ by one at most, larger ones first."""
+    size, rest = divmod(num_tokens, parts)
+    starts = [part * size + min(part, rest) for part in range(parts + 1)]
+    return [range(starts[part], starts[part + 1]) for part in range(parts)]
+
+
+def destinations(index_TK: Tensor, slots_per_rank: int, num_ranks: int) -> Tensor:
+    """Return [T, D] bool: does the token have an expert on this rank."""
+    rank_TK = torch.where(index_TK < 0, num_ranks, index_TK // slots_per_rank).to(torch.int64)
+    hits = torch.zeros((index_TK.shape[0], num_ranks + 1), dtype=torch.bool, device=index_TK.device)
+    return hits.scatter(1, rank_TK, True)[:, :num_ranks]
+
+
+def _rows_by_destination(hits_tD: Tensor, top_k: int) -> tuple[Tensor, Tensor, int]:
+    """Return the token of each row to send, destination by destination, and its place on return."""
+    num_slots = min(top_k, hits_tD.shape[1])
+    place_tD = hits_tD.cumsum(1) - 1
+    destination, token_of_row = hits_tD.t().nonzero(as_tuple=True)
+    slot_of_row = token_of_row * num_slots + place_tD[token_of_row, destination]
+    return token_of_row, slot_of_row, num_slots
+
+
+def pack_rows(rows: Rows, token_of_row: Tensor) -> Tensor:
+    """Return [n, bytes] uint8: hidden row, choices and affinities of each row, as one parcel."""
+    parts = (rows.hidden_TH, rows.index_TK, rows.affinities_TK)
+    return torch.cat([part[token_of_row].contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def unpack_rows(parcel: Tensor, like: Rows) -> Rows:
+    """Undo `pack_rows`; `like` gives widths and dtypes."""
+    widths = [part.shape[1] * part.element_size() for part in like]
+    hidden, index, affinities = (part.contiguous() for part in torch.split(parcel, widths, dim=1))
+    return Rows(
+        hidden.view(like.hidden_TH.dtype),
+        index.view(like.index_TK.dtype),
+        affinities.view(like.affinities_TK.dtype),
+    )
+
+
+def build_strategy(
+    groups: ExpertGroups,
+    spread: TokenSpread,
+    slots_per_rank: int,
+    reduce_dtype: torch.dtype | None = None,
+) -> Strategy:
+    """Return the strategy that `groups` name."""
+    if groups.strategy == "all_to_all":
+        return AllToAll(groups, spread, slots_per_rank, reduce_dtype)
+    return ReplicateAndReduce(groups, spread, reduce_dtype)
