@@ -1,0 +1,72 @@
+"""tools -> models -> neuron_moe -> nki_kernels -> nki_sim, and never upward."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ["nki_sim", "nki_kernels", "neuron_moe", "models", "tools"]  # lowest first
+ALLOWED_IN_SIMULATOR = {"numpy", "ml_dtypes", "nki_sim"}
+LAZY_IN_SIMULATOR = {"matplotlib", "torch", "nki", "nkilib", "neuronxcc", "rich"}
+
+
+def _files(layer: str) -> list[Path]:
+    folder = ROOT / layer
+    links = {ROOT / "neuron_moe" / name for name in ("models", "configs", "tools")}
+    return [
+        path
+        for path in sorted(folder.rglob("*.py"))
+        if not any(link in path.parents for link in links)
+    ]
+
+
+def _imports(path: Path) -> list[tuple[str, bool]]:
+    """Return (absolute module, is at the top level of the file)."""
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.append((node.module or "", id(node) in top))
+    return found
+
+
+def _layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] == "neuron_moe" and len(parts) > 1 and parts[1] in ("models", "tools"):
+        return parts[1]
+    return parts[0] if parts[0] in LAYERS else None
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_nothing_imports_upward(layer: str) -> None:
+    files = _files(layer)
+    assert files, layer
+    for path in files:
+        for module, _ in _imports(path):
+            target = _layer_of(module)
+            if target is not None:
+                assert LAYERS.index(target) <= LAYERS.index(layer), f"{path} imports {module}"
+            assert module.split(".")[0] not in ("models", "tools", "configs"), f"{path}: {module}"
+            assert module.split(".")[0] != "tests", f"{path} imports {module}"
+
+
+def test_models_reach_kernels_only_through_neuron_moe() -> None:
+    for path in _files("models"):
+        for module, _ in _imports(path):
+            assert module.split(".")[0] not in ("nki_kernels", "nki_sim"), f"{path}: {module}"
+
+
+def test_simulator_needs_numpy_and_ml_dtypes_only() -> None:
+    import sys
+
+    standard = sys.stdlib_module_names
+    for path in _files("nki_sim"):
+        for module, is_top in _imports(path):
+            root = module.split(".")[0]
+            allowed = ALLOWED_IN_SIMULATOR | (set() if is_top else LAZY_IN_SIMULATOR)
+            assert root in standard or root in allowed, f"{path} imports {module}"

@@ -1,0 +1,246 @@
+"""neuron-moe bench cpu: one MoE layer on this CPU, ours beside that of transformers.
+
+Both layers have the same sizes and random weights of the same distribution; both run in this
+process, in turns, so that
+load from outside hits them alike. The peer is the faster of transformers' implementations (eager,
+grouped_mm) for each
+case. Ours runs as `pack_weights()` leaves it, which is how `neuron-moe generate` runs.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.errors import check_choice
+from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+IMPLEMENTATIONS = ("eager", "grouped_mm")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One MoE layer: E experts, K of them per token, hidden and intermediate size."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    is_gpt_oss: bool
+
+
+SHAPES = {
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, True),
+    "qwen3-30b-a3b": Shape(128, 8, 2048, 768, False),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table and one JSON line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="neuron-moe bench cpu", description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), help="default: all")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), help="fp32 bf16")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 512])
+    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each layer and case")
+    args = parser.parse_args(argv)
+    for model in args.models:
+        check_choice("--models", model, SHAPES)
+    for dtype in args.dtypes:
+        check_choice("--dtypes", dtype, DTYPES)
+    rows = []
+    total = len(args.models) * len(args.dtypes) * len(args.tokens)
+    with progress_bar("measuring") as progress:
+        for model in args.models:
+            for dtype in args.dtypes:
+                for row in measure(model, dtype, args.tokens, args.repeats):
+                    rows.append(row)
+                    progress(len(rows), total)
+    _print_table(rows)
+    ratios = [row["ratio"] for row in rows]
+    print(f"\nratio: median {statistics.median(ratios):.2f}, least {min(ratios):.2f}  [measured]")
+    print_json_line(
+        "bench cpu",
+        kind="measured",
+        machine=platform.machine(),
+        processor=_processor(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        repeats=args.repeats,
+        median_ratio=statistics.median(ratios),
+        least_ratio=min(ratios),
+        rows=rows,
+    )
+    return 0
+
+
+@torch.no_grad()
+def measure(model: str, dtype: str, tokens: list[int], repeats: int) -> list[dict[str, Any]]:
+    """Time our layer and the peer's at each number of tokens.
+
+    Args:
+        model: key of SHAPES.
+        dtype: key of DTYPES.
+        tokens: values of T, as one sequence.
+        repeats: timed runs of each.
+
+    Returns:
+        One record per T: milliseconds (median and spread), the peer's implementation, ratio.
+    """
+    shape = SHAPES[model]
+    peer, ours = _make_layers(shape, DTYPES[dtype])
+    rows = []
+    for count in tokens:
+        hidden_BSH = torch.randn(1, count, shape.hidden_size).to(DTYPES[dtype])
+        calls: dict[str, Callable[[], object]] = {"ours": lambda x=hidden_BSH: ours(x)}
+        for name in IMPLEMENTATIONS:
+            calls[name] = lambda x=hidden_BSH, name=name: _call_peer(peer, name, x)
+        times = _time_in_turns(calls, repeats)
+        best = min(IMPLEMENTATIONS, key=lambda name: statistics.median(times[name]))
+        rows.append(
+            {
+                "model": model,
+                "dtype": dtype,
+                "tokens": count,
+                "ours_ms": statistics.median(times["ours"]),
+                "ours_spread_ms": _spread(times["ours"]),
+                "peer_ms": statistics.median(times[best]),
+                "peer_spread_ms": _spread(times[best]),
+                "peer": f"transformers {best}",
+                "ratio": statistics.median(times[best]) / statistics.median(times["ours"]),
+            }
+        )
+    return rows
+
+
+def _call_peer(layer: nn.Module, implementation: str, hidden_BSH: torch.Tensor) -> object:
+    for module in layer.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            config._experts_implementation = implementation
+    return layer(hidden_BSH)
+
+
+def _time_in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Return milliseconds of each call, taken in turns after one warm-up each."""
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def _spread(times: list[float]) -> float:
+    """Return half the distance between the quartiles."""
+    if len(times) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(times, n=4)
+    return (third - first) / 2
+
+
+def _make_layers(shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, MoE]:
+    with torch.device("meta"):
+        peer = _peer_layer(shape)
+        ours = _our_layer(shape, dtype)
+    peer = peer.to(dtype).to_empty(device="cpu").eval()
+    ours = ours.to_empty(device="cpu").eval()
+    for parameter in [*peer.parameters(), *ours.parameters()]:
+        parameter.uniform_(-0.02, 0.02)
+    router = peer.router if shape.is_gpt_oss else peer.gate
+    assert isinstance(router, nn.Module)
+    ours.router.linear_router.weight.copy_(router.get_parameter("weight"))
+    ours.expert_mlps.pack_weights()
+    return peer, ours
+
+
+def _peer_layer(shape: Shape) -> nn.Module:
+    sizes = {"hidden_size": shape.hidden_size, "num_experts_per_tok": shape.top_k}
+    if shape.is_gpt_oss:
+        from transformers import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+        gpt_oss = GptOssConfig(
+            intermediate_size=shape.intermediate_size, num_local_experts=shape.num_experts, **sizes
+        )
+        return _with_config(GptOssMLP(gpt_oss), gpt_oss)
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    qwen = Qwen3MoeConfig(
+        moe_intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
+        norm_topk_prob=True,
+        **sizes,
+    )
+    return _with_config(Qwen3MoeSparseMoeBlock(qwen), qwen)
+
+
+def _with_config(layer: Any, config: object) -> nn.Module:
+    """Make sure the experts have the configuration that names their implementation."""
+    layer.experts.config = config
+    return layer  # type: ignore[no-any-return]
+
+
+def _our_layer(shape: Shape, dtype: torch.dtype) -> MoE:
+    sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k)
+    if shape.is_gpt_oss:
+        config = RoutedExpertsMLPOpsConfig(
+            *sizes,
+            "sigmoid",
+            True,
+            bias=True,
+            glu_type="swiglu",
+            hidden_act_scaling_factor=1.702,
+            hidden_act_bias=1.0,
+            gate_clamp_upper_limit=7.0,
+            up_clamp_upper_limit=7.0,
+            up_clamp_lower_limit=-7.0,
+        )
+    else:
+        config = RoutedExpertsMLPOpsConfig(*sizes, "silu", True, normalize_top_k_affinities=True)
+    router = RouterTopK(
+        shape.num_experts,
+        shape.top_k,
+        shape.hidden_size,
+        bias=shape.is_gpt_oss,
+        apply_act_fn_over_topk=shape.is_gpt_oss,
+    )
+    return MoE(router, ExpertMLPsV2(config, dtype=dtype))
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    table = [["layer", "dtype", "T", "ours ms", "transformers ms", "its fastest", "ratio"]]
+    table += [
+        [
+            row["model"],
+            row["dtype"],
+            str(row["tokens"]),
+            f"{row['ours_ms']:.1f} ± {row['ours_spread_ms']:.1f}",
+            f"{row['peer_ms']:.1f} ± {row['peer_spread_ms']:.1f}",
+            row["peer"].removeprefix("transformers "),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+    ]
+    print(f"median ± half the quartile range, {_processor()}, {torch.get_num_threads()} threads")
+    print(format_table(table, numbers_from=2))
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
