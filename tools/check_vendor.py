@@ -160,6 +160,7 @@ def run_cases(
 
     start = time.monotonic()
     done: dict[str, Outcome] = {}
+    why = f"time budget of {max_seconds:g} s used up"
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -171,13 +172,14 @@ def run_cases(
         for case in in_turn(cases):
             progress.update(task, description=f"{case.id} {case.kernel} {case.variant}")
             if time.monotonic() - start > max_seconds:
-                done[case.id] = _outcome(
-                    case, "skipped", f"time budget of {max_seconds:g} s used up"
-                )
-            else:
+                break
+            try:
                 done[case.id] = run_case(case, library, limits or Limits())
+            except KeyboardInterrupt:
+                why = "interrupted"
+                break
             progress.advance(task)
-    return [done[case.id] for case in cases]
+    return [done.get(case.id) or _outcome(case, "skipped", why) for case in cases]
 
 
 def run_case(case: Case, library: VendorLibrary, limits: Limits) -> Outcome:
