@@ -272,8 +272,9 @@ class TinyAttention(nn.Module):
 class TinyLayer(nn.Module):
     """One decoder layer; the residual stream is float32."""
 
-    def __init__(self, config: TinyConfig, layer: int) -> None:
+    def __init__(self, config: TinyConfig, layer: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.input_norm = nn.RMSNorm(config.hidden_size, eps=_NORM_EPS)
         self.attention = TinyAttention(config, config.window(layer))
         self.post_attention_norm = nn.RMSNorm(config.hidden_size, eps=_NORM_EPS)
@@ -284,9 +285,11 @@ class TinyLayer(nn.Module):
     ) -> Tensor:
         """Return the residual stream after this layer, [U, S, H] float32."""
         normed = self.input_norm(stream_USH).to(dtype)
-        stream_USH = stream_USH + self.attention(normed, cos_USd, sin_USd)
+        attended = self.attention(normed, cos_USd, sin_USd)
+        stream_USH = stream_USH + F.dropout(attended, self.dropout, self.training)
         normed = self.post_attention_norm(stream_USH).to(dtype)
-        return stream_USH + self.moe(normed.flatten(0, 1)).view(stream_USH.shape)
+        mixed = self.moe(normed.flatten(0, 1)).view(stream_USH.shape)
+        return stream_USH + F.dropout(mixed, self.dropout, self.training)
 
 
 class TinyModel(nn.Module):
@@ -296,13 +299,21 @@ class TinyModel(nn.Module):
         config: the sizes.
         compute_dtype: dtype of the activations and matmuls; the router, the softmax, the norms and
             the residual stream stay in float32.
+        dropout: share of the embedding's and of each sub-layer's output that training drops.
     """
 
-    def __init__(self, config: TinyConfig, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        config: TinyConfig,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.config, self.compute_dtype = config, compute_dtype
+        self.config, self.compute_dtype, self.dropout = config, compute_dtype, dropout
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(TinyLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            TinyLayer(config, layer, dropout) for layer in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=_NORM_EPS)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         rope = RopeConfig(
@@ -332,7 +343,7 @@ class TinyModel(nn.Module):
         """Return the logits, [U, S, V] in the compute dtype."""
         S = tokens_US.shape[1]
         cos_USd, sin_USd = self.cos_USd[:, :S], self.sin_USd[:, :S]
-        stream_USH = self.embed(tokens_US)
+        stream_USH = F.dropout(self.embed(tokens_US), self.dropout, self.training)
         for layer in self.layers:
             stream_USH = layer(stream_USH, cos_USd, sin_USd, self.compute_dtype)
         return _linear(self.lm_head, self.norm(stream_USH).to(self.compute_dtype))

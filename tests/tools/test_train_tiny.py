@@ -122,7 +122,7 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(corpus, tmp_path):
     data = Corpus(corpus, torch.device("cpu"))
 
     def fresh():
-        model = TinyModel(SMALL, torch.float32)
+        model = TinyModel(SMALL, torch.float32, dropout=SHORT.dropout)
         model.initialise(SHORT.seed)
         return model, make_optimizer(model, SHORT)
 
