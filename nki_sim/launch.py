@@ -17,9 +17,9 @@ import numpy as np
 
 from nki_sim import races
 from nki_sim.dtypes import DType, as_dtype, bfloat16
-from nki_sim.errors import IllegalOperand, UninitializedRead
+from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
 from nki_sim.liveness import check_capacity
-from nki_sim.machine import _CORE, Core, build, running
+from nki_sim.machine import _CORE, PACKAGE_DIR, Core, build, running
 from nki_sim.memory import MemoryRegion
 from nki_sim.objects import NKIObject
 from nki_sim.options import SimOptions
@@ -258,6 +258,9 @@ def _launch(
         try:
             bound = _bind(core, kernel.function, args, kwargs)
             return kernel.function(*bound.args, **bound.kwargs)
+        except NkiValidationError as error:
+            _locate(error)
+            raise
         finally:
             _CORE.reset(token)
 
@@ -274,6 +277,21 @@ def _launch(
     per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
     outputs = [_collect(machine, value, uses_torch) for value in per_rank]
     return Run(outputs[0] if single else outputs, machine.trace, options, machine)
+
+
+def _locate(error: NkiValidationError) -> None:
+    """Add the kernel's line to an error that no instruction raised: views, loops, registers."""
+    step = error.__traceback__
+    place, inside = "", ""
+    while step is not None:
+        code = step.tb_frame.f_code
+        if not code.co_filename.startswith(PACKAGE_DIR):
+            place, inside = f"{code.co_filename}:{step.tb_lineno}", ""
+        elif not inside:
+            inside = code.co_name
+        step = step.tb_next
+    error.location = error.location or place
+    error.instruction = error.instruction or inside
 
 
 def _bind(core: Core, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -347,6 +365,7 @@ def _output(machine: Machine, tensor: NkiTensor, uses_torch: bool) -> Any:
             "returned tensors in nl.shared_hbm",
             tensor.buffer.name,
             instruction="return",
+            location=machine.location(alloc.line),
         )
     geometry = tensor.geometry
     if alloc.poisoned is not None and options.uninitialized == "output":

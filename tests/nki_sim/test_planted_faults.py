@@ -1,0 +1,711 @@
+"""Every checker finds the fault planted for it, and says nothing of the clean twin.
+
+A fault and its twin differ in one number or one line. The message of a fault must name this file,
+the instruction and the operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nki_sim
+from nki_sim import SimOptions, isa
+from nki_sim import language as nl
+
+Kernel = Callable[..., Any]
+SBUF_BYTES = 212_984
+
+
+def _store(values: Any) -> Any:
+    """Copy an SBUF tile to a new output."""
+    out = nl.ndarray(values.shape, values.dtype, buffer=nl.shared_hbm)
+    isa.dma_copy(out, values)
+    return out
+
+
+def _tile(value: float = 1.0, shape: tuple[int, ...] = (128, 64), dtype: Any = nl.float32) -> Any:
+    tile = nl.ndarray(shape, dtype)
+    isa.memset(tile, value)
+    return tile
+
+
+# SBUF capacity
+
+
+def sbuf_of(bytes_: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = _tile(1, (128, bytes_ - 1024), nl.uint8)
+        b = _tile(2, (128, 1024), nl.uint8)
+        isa.tensor_tensor(b, b, a[:, 0:1024], nl.add)
+        return _store(b)
+
+    return kernel
+
+
+def sbuf_tile_of(bytes_: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        return _store(_tile(1, (128, bytes_), nl.uint8)[:, 0:16])
+
+    return kernel
+
+
+def sbuf_never_read(bytes_: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        held = [_tile(1, (128, bytes_ // 2), nl.uint8), _tile(1, (128, bytes_ // 2), nl.uint8)]
+        more = _tile(0, (128, 4), nl.uint8)
+        del held
+        return _store(more)
+
+    return kernel
+
+
+def sbuf_reused(x: Any) -> Any:
+    total = _tile(0.0, (128, 64))
+    for _ in range(5):
+        big = _tile(1.0, (128, 25_000))
+        isa.tensor_tensor(total, total, big[:, 0:64], nl.add)
+    return _store(total)
+
+
+def sbuf_kept(x: Any) -> Any:
+    total = _tile(0.0, (128, 64))
+    tiles = [_tile(1.0, (128, 25_000)) for _ in range(5)]
+    for tile in tiles:
+        isa.tensor_tensor(total, total, tile[:, 0:64], nl.add)
+    return _store(total)
+
+
+# PSUM capacity
+
+
+def psum_banks(count: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        stationary, moving = _tile(1.0, (128, 128)), _tile(1.0, (128, 512))
+        banks = [nl.ndarray((128, 512), nl.float32, buffer=nl.psum) for _ in range(count)]
+        for bank in banks:
+            isa.nc_matmul(bank, stationary, moving)
+        total = _tile(0.0, (128, 512))
+        for bank in banks:
+            isa.tensor_tensor(total, total, bank, nl.add)
+        return _store(total)
+
+    return kernel
+
+
+# Addresses
+
+
+def placed(second_byte: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = nl.ndarray((128, 64), nl.float32, address=(0, 0))
+        b = nl.ndarray((128, 64), nl.float32, address=(0, second_byte))
+        isa.memset(a, 1.0)
+        isa.memset(b, 2.0)
+        isa.tensor_tensor(b, b, a, nl.add)
+        return _store(b)
+
+    return kernel
+
+
+def placed_after_use(x: Any) -> Any:
+    """The same bytes one after the other: legal."""
+    a = nl.ndarray((128, 64), nl.float32, address=(0, 0))
+    c = _tile(0.0)
+    isa.memset(a, 1.0)
+    isa.tensor_tensor(c, c, a, nl.add)
+    b = nl.ndarray((128, 64), nl.float32, address=(0, 0))
+    isa.memset(b, 2.0)
+    isa.tensor_tensor(c, c, b, nl.add)
+    return _store(c)
+
+
+def placed_at(partition: int, byte: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = nl.ndarray((64, 64), nl.float32, address=(partition, byte))
+        isa.memset(a, 1.0)
+        return _store(a)
+
+    return kernel
+
+
+def psum_at(byte: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = nl.ndarray((128, 64), nl.float32, buffer=nl.psum, address=(0, byte))
+        isa.memset(a, 1.0)
+        b = _tile(0.0)
+        isa.tensor_copy(b, a)
+        return _store(b)
+
+    return kernel
+
+
+# Partitions
+
+
+def start_at(partition: int, count: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a, b = _tile(1.0), _tile(2.0)
+        rows = slice(partition, partition + count)
+        isa.tensor_tensor(b[rows], b[rows], a[0:count], nl.add)
+        return _store(b)
+
+    return kernel
+
+
+def partitions_of(count: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        return _store(_tile(1.0, (count, 8)))
+
+    return kernel
+
+
+# Engine access
+
+
+def copy_from(buffer: Any) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = nl.ndarray((128, 64), nl.float32, buffer=buffer)
+        isa.memset(a, 1.0)
+        out = nl.ndarray((128, 64), nl.float32, buffer=nl.shared_hbm)
+        isa.dma_copy(out, a)
+        return out
+
+    return kernel
+
+
+def add_in(first: Any, second: Any) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = nl.ndarray((128, 64), nl.float32, buffer=first)
+        b = nl.ndarray((128, 64), nl.float32, buffer=second)
+        isa.memset(a, 1.0)
+        isa.memset(b, 1.0)
+        c = nl.ndarray((128, 64), nl.float32)
+        isa.tensor_tensor(c, a, b, nl.add)
+        return _store(c)
+
+    return kernel
+
+
+def matmul_into(buffer: Any) -> Kernel:
+    def kernel(x: Any) -> Any:
+        dst = nl.ndarray((128, 64), nl.float32, buffer=buffer)
+        isa.nc_matmul(dst, _tile(1.0, (128, 128)), _tile(1.0))
+        out = _tile(0.0)
+        isa.tensor_copy(out, dst)
+        return _store(out)
+
+    return kernel
+
+
+# Types and banks
+
+
+def matmul_types(left: Any, right: Any) -> Kernel:
+    def kernel(x: Any) -> Any:
+        dst = nl.ndarray((128, 64), nl.float32, buffer=nl.psum)
+        isa.nc_matmul(dst, _tile(1.0, (128, 128), left), _tile(1.0, (128, 64), right))
+        out = _tile(0.0)
+        isa.tensor_copy(out, dst)
+        return _store(out)
+
+    return kernel
+
+
+def matmul_at_column(first: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        dst = nl.ndarray((128, 1024), nl.float32, buffer=nl.psum)
+        window = dst[:, first : first + 512]
+        isa.nc_matmul(window, _tile(1.0, (128, 128)), _tile(1.0, (128, 512)))
+        out = _tile(0.0, (128, 512))
+        isa.tensor_copy(out, window)
+        return _store(out)
+
+    return kernel
+
+
+def hardware_dge_cast(dtype: Any) -> Kernel:
+    def kernel(x: Any) -> Any:
+        out = nl.ndarray((128, 64), dtype, buffer=nl.shared_hbm)
+        isa.dma_copy(out, _tile(1.0), dge_mode=isa.dge_mode.hwdge)
+        return out
+
+    return kernel
+
+
+# Bounds
+
+
+def gather(index: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        rows = _tile(0, (128, 1), nl.int32)
+        isa.memset(rows[0:32], index)
+        out = _tile(0.0, (128, 64))
+        isa.dma_copy(out, x.ap([[64, 128], [1, 64]], vector_offset=rows))
+        return _store(out)
+
+    return kernel
+
+
+def scalar_row(row: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        where = _tile(row, (1, 1), nl.int32)
+        out = _tile(0.0, (16, 64))
+        isa.dma_copy(out, x.ap([[64, 16], [1, 64]], scalar_offset=where))
+        return _store(out)
+
+    return kernel
+
+
+def pattern_of(count: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        out = _tile(0.0, (128, 64))
+        isa.dma_copy(out[:, 0:count], x.ap([[64, 128], [1, count]], offset=64 * 32))
+        return _store(out)
+
+    return kernel
+
+
+def index_of(row: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        out = _tile(0.0, (1, 64))
+        isa.dma_copy(out, x[row])
+        return _store(out)
+
+    return kernel
+
+
+def partition_overrun(offset: int) -> Kernel:
+    """A pattern that runs over the end of its partition into the next one."""
+
+    def kernel(x: Any) -> Any:
+        a = _tile(1.0)
+        b = _tile(0.0, (128, 32))
+        isa.tensor_copy(b, a.ap([[64, 128], [1, 32]], offset=offset))
+        return _store(b)
+
+    return kernel
+
+
+# Unwritten memory
+
+
+def unwritten_middle(columns: slice) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = nl.ndarray((128, 64), nl.float32)
+        isa.memset(a[:, 0:30], 1.0)
+        isa.memset(a[:, 31:64], 1.0)
+        b = _tile(0.0)
+        isa.tensor_tensor(b[:, columns], b[:, columns], a[:, columns], nl.add)
+        return _store(b)
+
+    return kernel
+
+
+def unwritten_integer(rows: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = nl.ndarray((128, 64), nl.int32)
+        isa.memset(a[0:rows], 3)
+        b = nl.ndarray((128, 64), nl.int32)
+        isa.tensor_copy(b, a)
+        return _store(b)
+
+    return kernel
+
+
+def unwritten_in_matmul(rows: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        a = nl.ndarray((128, 128), nl.bfloat16)
+        isa.memset(a[0:rows], 1.0)
+        dst = nl.ndarray((128, 64), nl.float32, buffer=nl.psum)
+        isa.nc_matmul(dst, a, _tile(1.0, (128, 64), nl.bfloat16))
+        out = _tile(0.0)
+        isa.tensor_copy(out, dst)
+        return _store(out)
+
+    return kernel
+
+
+def unwritten_index(count: int) -> Kernel:
+    def kernel(x: Any) -> Any:
+        rows = nl.ndarray((128, 1), nl.int32)
+        isa.memset(rows[0:count], 1)
+        out = _tile(0.0, (128, 64))
+        isa.dma_copy(out, x.ap([[64, 128], [1, 64]], vector_offset=rows))
+        return _store(out)
+
+    return kernel
+
+
+def unwritten_register(is_loaded: bool) -> Kernel:
+    def kernel(x: Any) -> Any:
+        register = isa.register_alloc(3 if is_loaded else None)
+        total = _tile(0.0, (1, 1))
+        for _ in nl.dynamic_range(0, register):
+            isa.tensor_scalar(total, total, nl.add, 1.0)
+        return _store(total)
+
+    return kernel
+
+
+def skipped_rows(is_prepared: bool) -> Kernel:
+    """A skipping gather into a tile that was, or was not, filled before."""
+
+    def kernel(x: Any) -> Any:
+        rows = _tile(1, (128, 1), nl.int32)
+        isa.memset(rows[32:64], -1)
+        out = nl.ndarray((128, 64), nl.float32)
+        if is_prepared:
+            isa.memset(out, 0.0)
+        source = x.ap([[64, 128], [1, 64]], vector_offset=rows)
+        isa.dma_copy(out, source, oob_mode=isa.oob_mode.skip)
+        doubled = nl.ndarray((128, 64), nl.float32)
+        isa.tensor_tensor(doubled, out, out, nl.add)
+        return _store(doubled)
+
+    return kernel
+
+
+# PSUM accumulation
+
+
+def accumulate_first(first: bool | None) -> Kernel:
+    def kernel(x: Any) -> Any:
+        dst = nl.ndarray((128, 64), nl.float32, buffer=nl.psum)
+        isa.nc_matmul(dst, _tile(1.0, (128, 128)), _tile(1.0), accumulate=first)
+        isa.nc_matmul(dst, _tile(1.0, (128, 128)), _tile(1.0), accumulate=True)
+        out = _tile(0.0)
+        isa.tensor_copy(out, dst)
+        return _store(out)
+
+    return kernel
+
+
+# Two cores
+
+
+def exchange_through_hbm(has_barrier: bool) -> Kernel:
+    """Core 0 writes a row that core 1 reads."""
+
+    def kernel(x: Any) -> Any:
+        shared = nl.ndarray((2, 64), nl.float32, buffer=nl.shared_hbm)
+        core = nl.program_id(0)
+        isa.dma_copy(shared[core : core + 1], _tile(float(core + 1), (1, 64)))
+        if has_barrier:
+            isa.core_barrier(shared, (0, 1))
+        other = nl.ndarray((1, 64), nl.float32)
+        isa.dma_copy(other, shared[1 - core : 2 - core])
+        out = nl.ndarray((2, 64), nl.float32, buffer=nl.shared_hbm)
+        isa.dma_copy(out[core : core + 1], other)
+        return out
+
+    return kernel
+
+
+def both_write(is_split: bool) -> Kernel:
+    """Both cores write different values to the same row, or each its own."""
+
+    def kernel(x: Any) -> Any:
+        out = nl.ndarray((2, 64), nl.float32, buffer=nl.shared_hbm)
+        core = nl.program_id(0)
+        row = core if is_split else 0
+        isa.dma_copy(out[row : row + 1], _tile(float(core), (1, 64)))
+        if not is_split and core == 0:
+            isa.dma_copy(out[1:2], _tile(0.0, (1, 64)))
+        return out
+
+    return kernel
+
+
+def scatter_by_both(has_barrier: bool) -> Kernel:
+    """Both cores add to the same rows in turn."""
+
+    def kernel(x: Any) -> Any:
+        out = nl.ndarray((256, 64), nl.float32, buffer=nl.shared_hbm)
+        core = nl.program_id(0)
+        if core == 0:
+            for half in range(2):
+                isa.dma_copy(out[half * 128 : half * 128 + 128], _tile(0.0))
+        isa.core_barrier(out, (0, 1))
+        rows = nl.ndarray((128, 1), nl.int32)
+        isa.iota(rows, [[0, 1]], offset=0, channel_multiplier=1)
+        for turn in range(2):
+            if turn == core:
+                target = out.ap([[64, 128], [1, 64]], vector_offset=rows)
+                isa.dma_compute(target, [target, _tile(1.0)], nl.add)
+            if has_barrier:
+                isa.core_barrier(out, (0, 1))
+        return out
+
+    return kernel
+
+
+def loop_trips(trips: tuple[int, int]) -> Kernel:
+    def kernel(x: Any) -> Any:
+        core = nl.program_id(0)
+        register = isa.register_alloc(trips[core])
+        total = _tile(0.0, (1, 1))
+        for _ in nl.dynamic_range(0, register):
+            isa.tensor_scalar(total, total, nl.add, 1.0)
+        out = nl.ndarray((2, 1), nl.float32, buffer=nl.shared_hbm)
+        isa.dma_copy(out[core : core + 1], total)
+        return out
+
+    return kernel
+
+
+def barrier_on(cores: tuple[int, ...]) -> Kernel:
+    def kernel(x: Any) -> Any:
+        out = nl.ndarray((2, 64), nl.float32, buffer=nl.shared_hbm)
+        core = nl.program_id(0)
+        isa.dma_copy(out[core : core + 1], _tile(1.0, (1, 64)))
+        if core in cores:
+            isa.core_barrier(out, (0, 1))
+        return out
+
+    return kernel
+
+
+# Language
+
+
+def returned_from(buffer: Any) -> Kernel:
+    def kernel(x: Any) -> Any:
+        out = nl.ndarray((128, 64), nl.float32, buffer=buffer)
+        isa.dma_copy(out, _tile(1.0))
+        return out
+
+    return kernel
+
+
+def register_as(use: str) -> Kernel:
+    def kernel(x: Any) -> Any:
+        register = isa.register_alloc(2)
+        total = _tile(0.0, (1, 1))
+        if use == "loop":
+            for _ in nl.dynamic_range(register):
+                isa.tensor_scalar(total, total, nl.add, 1.0)
+        elif use == "if":
+            if register:
+                isa.tensor_scalar(total, total, nl.add, 1.0)
+        else:
+            for _ in range(register):  # type: ignore[call-overload]
+                isa.tensor_scalar(total, total, nl.add, 1.0)
+        return _store(total)
+
+    return kernel
+
+
+def loop_counter(is_written: bool) -> Kernel:
+    def kernel(x: Any) -> Any:
+        total = _tile(0.0, (1, 1))
+        for i in nl.dynamic_range(3):
+            if is_written:
+                isa.register_move(i, 0)
+            isa.tensor_scalar(total, total, nl.add, 1.0)
+        return _store(total)
+
+    return kernel
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A fault, its clean twin, and what the checker must say."""
+
+    fault: Kernel
+    twin: Kernel
+    error: type[Exception]
+    operand: str
+    lnc: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+E = nki_sim
+PLANTS: dict[str, Plant] = {
+    "sbuf-one-byte-too-many": Plant(
+        sbuf_of(SBUF_BYTES + 1), sbuf_of(SBUF_BYTES), E.CapacityError, "SBUF"
+    ),
+    "sbuf-one-tile-one-byte-too-large": Plant(
+        sbuf_tile_of(SBUF_BYTES + 1), sbuf_tile_of(SBUF_BYTES), E.CapacityError, "tensor"
+    ),
+    "sbuf-tiles-that-nobody-reads": Plant(
+        sbuf_never_read(SBUF_BYTES), sbuf_never_read(SBUF_BYTES - 8), E.CapacityError, "SBUF"
+    ),
+    "sbuf-tiles-kept": Plant(sbuf_kept, sbuf_reused, E.CapacityError, "SBUF"),
+    "psum-nine-banks": Plant(psum_banks(9), psum_banks(8), E.CapacityError, "PSUM"),
+    "address-overlap-by-one-element": Plant(placed(252), placed(256), E.OverlapError, "tensor"),
+    "address-reused-too-early": Plant(placed(0), placed_after_use, E.OverlapError, "tensor"),
+    "address-beyond-the-end": Plant(
+        placed_at(0, SBUF_BYTES - 255), placed_at(0, SBUF_BYTES - 256), E.CapacityError, "tensor"
+    ),
+    "address-beyond-partition-127": Plant(
+        placed_at(96, 0), placed_at(64, 0), E.CapacityError, "address"
+    ),
+    "address-inside-a-bank": Plant(psum_at(1024), psum_at(2048), E.CapacityError, "address"),
+    "start-partition-16": Plant(start_at(16, 16), start_at(32, 16), E.IllegalOperand, "dst"),
+    "start-partition-32-with-33": Plant(
+        start_at(32, 33), start_at(32, 32), E.IllegalOperand, "dst"
+    ),
+    "start-partition-32-with-64": Plant(
+        start_at(32, 64), start_at(64, 64), E.IllegalOperand, "dst"
+    ),
+    "129-partitions": Plant(partitions_of(129), partitions_of(128), E.CapacityError, "shape"),
+    "dma-from-psum": Plant(copy_from(nl.psum), copy_from(nl.sbuf), E.IllegalOperand, "src"),
+    "both-inputs-in-psum": Plant(
+        add_in(nl.psum, nl.psum), add_in(nl.psum, nl.sbuf), E.IllegalOperand, "data2"
+    ),
+    "vector-on-hbm": Plant(
+        add_in(nl.sbuf, nl.private_hbm), add_in(nl.sbuf, nl.psum), E.IllegalOperand, "dst"
+    ),
+    "matmul-into-sbuf": Plant(matmul_into(nl.sbuf), matmul_into(nl.psum), E.IllegalOperand, "dst"),
+    "matmul-float32-with-bfloat16": Plant(
+        matmul_types(nl.float32, nl.bfloat16),
+        matmul_types(nl.float16, nl.bfloat16),
+        E.IllegalOperand,
+        "moving",
+    ),
+    "matmul-on-integers": Plant(
+        matmul_types(nl.int8, nl.int8),
+        matmul_types(nl.float8_e4m3, nl.float8_e5m2),
+        E.IllegalOperand,
+        "stationary",
+    ),
+    "matmul-across-banks": Plant(
+        matmul_at_column(256), matmul_at_column(512), E.IllegalOperand, "dst"
+    ),
+    "hwdge-cast": Plant(
+        hardware_dge_cast(nl.bfloat16), hardware_dge_cast(nl.float32), E.IllegalOperand, "dst"
+    ),
+    "gather-one-past-the-end": Plant(gather(100), gather(99), E.OutOfBounds, "src"),
+    "gather-negative": Plant(gather(-1), gather(0), E.OutOfBounds, "src"),
+    "scalar-offset-past-the-end": Plant(scalar_row(85), scalar_row(84), E.OutOfBounds, "src"),
+    "pattern-past-the-end": Plant(pattern_of(33), gather(0), E.OutOfBounds, "x"),
+    "index-past-the-end": Plant(index_of(100), index_of(99), E.OutOfBounds, "x"),
+    "pattern-into-the-next-partition": Plant(
+        partition_overrun(33), partition_overrun(32), E.OutOfBounds, "tensor"
+    ),
+    "unwritten-column-in-a-tile": Plant(
+        unwritten_middle(slice(0, 64)),
+        unwritten_middle(slice(31, 64)),
+        E.UninitializedRead,
+        "tensor",
+    ),
+    "unwritten-integers": Plant(
+        unwritten_integer(127), unwritten_integer(128), E.UninitializedRead, "tensor"
+    ),
+    "unwritten-row-in-a-matmul": Plant(
+        unwritten_in_matmul(96), unwritten_in_matmul(128), E.UninitializedRead, "tensor"
+    ),
+    "unwritten-index": Plant(
+        unwritten_index(96), unwritten_index(128), E.UninitializedRead, "tensor"
+    ),
+    "unwritten-register": Plant(
+        unwritten_register(False), unwritten_register(True), E.UninitializedRead, "register"
+    ),
+    "skipped-rows-unprepared": Plant(
+        skipped_rows(False), skipped_rows(True), E.UninitializedRead, "tensor"
+    ),
+    "accumulate-on-nothing": Plant(
+        accumulate_first(True), accumulate_first(None), E.AccumulateError, "dst"
+    ),
+    "accumulate-on-nothing-but-false": Plant(
+        accumulate_first(True), accumulate_first(False), E.AccumulateError, "dst"
+    ),
+    "race-write-then-read": Plant(
+        exchange_through_hbm(False), exchange_through_hbm(True), E.RaceError, "tensor", lnc=2
+    ),
+    "race-two-writes": Plant(both_write(False), both_write(True), E.RaceError, "tensor", lnc=2),
+    "race-scatter-add": Plant(
+        scatter_by_both(False), scatter_by_both(True), E.RaceError, "tensor", lnc=2
+    ),
+    "trip-counts-differ": Plant(
+        loop_trips((2, 3)), loop_trips((3, 3)), E.DivergenceError, "control flow", lnc=2
+    ),
+    "barrier-on-one-core": Plant(
+        barrier_on((0,)), barrier_on((0, 1)), E.DeadlockError, "cores", lnc=2
+    ),
+    "returned-from-private-memory": Plant(
+        returned_from(nl.private_hbm), returned_from(nl.shared_hbm), E.IllegalOperand, "tensor"
+    ),
+    "register-in-an-if": Plant(register_as("if"), register_as("loop"), E.LanguageError, "register"),
+    "register-in-a-range": Plant(
+        register_as("range"), register_as("loop"), E.LanguageError, "register"
+    ),
+    "loop-counter-written": Plant(
+        loop_counter(True), loop_counter(False), E.LanguageError, "register"
+    ),
+}
+
+
+def rows() -> np.ndarray[Any, Any]:
+    return np.arange(6400, dtype=np.float32).reshape(100, 64)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    plant = PLANTS[name]
+    with pytest.raises(plant.error) as caught:
+        nki_sim.run(plant.fault, rows(), lnc=plant.lnc, options=SimOptions(**plant.options))
+    message = str(caught.value)
+    assert "expected" in message
+    assert "found" in message
+    assert plant.operand in message
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_clean_twin_of_a_fault_passes(name: str) -> None:
+    plant = PLANTS[name]
+    run = nki_sim.run(plant.twin, rows(), lnc=plant.lnc, options=SimOptions(**plant.options))
+    assert run.findings == []
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_fault_names_this_file_and_line(name: str) -> None:
+    plant = PLANTS[name]
+    with pytest.raises(plant.error) as caught:
+        nki_sim.run(plant.fault, rows(), lnc=plant.lnc, options=SimOptions(**plant.options))
+    assert f"{__file__}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("name", ["race-write-then-read", "race-two-writes", "race-scatter-add"])
+def test_a_race_is_found_whichever_core_starts(name: str, start: int) -> None:
+    options = SimOptions(start_core=start)
+    with pytest.raises(E.RaceError):
+        nki_sim.run(PLANTS[name].fault, rows(), lnc=2, options=options)
+    assert nki_sim.run(PLANTS[name].twin, rows(), lnc=2, options=options).findings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("race-write-then-read", "race"),
+        ("unwritten-column-in-a-tile", "uninitialized"),
+        ("psum-nine-banks", "capacity"),
+        ("sbuf-one-byte-too-many", "capacity"),
+        ("address-overlap-by-one-element", "overlap"),
+        ("accumulate-on-nothing", "accumulate"),
+    ],
+)
+def test_a_policy_of_report_keeps_a_finding_instead(name: str, kind: str) -> None:
+    plant = PLANTS[name]
+    options = SimOptions(
+        races="report",
+        uninitialized="report",
+        capacity="report",
+        overlap="report",
+        accumulate="report",
+    )
+    run = nki_sim.run(plant.fault, rows(), lnc=plant.lnc, options=options)
+    assert kind in {finding.kind for finding in run.findings}
+
+
+def test_the_strictest_policy_raises_at_the_read_itself() -> None:
+    with pytest.raises(E.UninitializedRead, match=r"tensor_tensor: .*128 of 8192 elements"):
+        nki_sim.run(
+            unwritten_middle(slice(0, 64)), rows(), options=SimOptions(uninitialized="read")
+        )
