@@ -10,7 +10,6 @@ from nki_sim.constants import (
     oob_mode,
     reduce_cmd,
     scalar_engine,
-    tensor_engine,
     unknown_engine,
     vector_engine,
 )
@@ -70,6 +69,8 @@ from nki_sim.isa.vector_select import (
 )
 from nki_sim.machine import NkiInstruction
 from nki_sim.registers import VirtualRegister
+
+tensor_engine = engine.tensor  # not the file of that name
 
 __all__ = [
     "NkiInstruction",

@@ -1,0 +1,527 @@
+"""Collectives over simulated ranks of one or two cores: meaning, order, constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nki_sim
+from nki_sim import DeadlockError, IllegalOperand, OutOfBounds, SimOptions, collectives, isa
+from nki_sim import language as nl
+from nki_sim.collectives import ReplicaGroup
+
+RANDOM = np.random.default_rng(0)
+ALL4 = ReplicaGroup([[0, 1, 2, 3]])
+HALVES = ReplicaGroup([[0, 2], [3, 1]])
+BOTH = pytest.mark.parametrize("lnc", [1, 2])
+
+
+def inputs(shape: tuple[int, ...], ranks: int = 4, dtype: Any = np.float32) -> list[Any]:
+    return [RANDOM.normal(size=shape).astype(dtype) * 4 for _ in range(ranks)]
+
+
+def run(kernel: Callable[..., Any], data: list[Any], lnc: int, **options: Any) -> list[Any]:
+    arguments = [(array,) for array in data]
+    return list(
+        nki_sim.run_ranks(kernel, arguments, lnc=lnc, options=SimOptions(**options)).outputs
+    )
+
+
+def in_hbm(shape: Any, dtype: Any = nl.float32) -> Any:
+    return nl.ndarray(shape, dtype, buffer=nl.shared_hbm)
+
+
+def halves_of(tensor: Any) -> Any:
+    """Rows of this core, so that both cores of a rank prepare a part."""
+    rows = tensor.shape[0] // nl.num_programs()
+    return tensor[nl.program_id() * rows : (nl.program_id() + 1) * rows]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("op", "formula"),
+    [("add", np.sum), ("minimum", np.min), ("maximum", np.max)],
+)
+@pytest.mark.parametrize("groups", [ALL4, HALVES], ids=["one-group", "two-groups"])
+def test_all_reduce_combines_the_ranks_of_a_group(
+    op: str, formula: Callable[..., Any], groups: ReplicaGroup, lnc: int
+) -> None:
+    def kernel(x: Any) -> Any:
+        part, total = in_hbm(x.shape), in_hbm(x.shape)
+        isa.dma_copy(halves_of(part), halves_of(x))  # each core writes its half first
+        collectives.all_reduce([part], [total], groups, getattr(nl, op))
+        return total
+
+    data = inputs((4, 6))
+    for rank, found in enumerate(run(kernel, data, lnc)):
+        group = next(g for g in groups.groups if rank in g)
+        expected = formula(np.stack([data[r] for r in group]).astype(np.float64), axis=0)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_integer_sums_are_exact_and_bfloat16_sums_round_once() -> None:
+    def kernel(x: Any) -> Any:
+        total = in_hbm(x.shape, x.dtype)
+        collectives.all_reduce([x], [total], ALL4, nl.add)
+        return total
+
+    integers = [np.full((1, 4), (1 << 24) + rank, np.int32) for rank in range(4)]
+    assert run(kernel, integers, 1)[0].tolist() == [[4 * (1 << 24) + 6] * 4]
+    halves = inputs((2, 8), dtype=ml_dtypes.bfloat16)
+    wide = np.sum([half.astype(np.float32) for half in halves], axis=0, dtype=np.float32)
+    expected = wide.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(run(kernel, halves, 1)[2], expected)
+
+
+@BOTH
+def test_several_tensors_travel_in_one_collective(lnc: int) -> None:
+    def kernel(x: Any) -> Any:
+        a, b = in_hbm((2, 6)), in_hbm((2, 6))
+        collectives.all_reduce([x[0:2], x[2:4]], [a, b], ALL4, nl.add)
+        return a, b
+
+    data = inputs((4, 6))
+    total = np.sum(data, axis=0, dtype=np.float64)
+    for a, b in run(kernel, data, lnc):
+        np.testing.assert_allclose(np.concatenate((a, b)), total, rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+def test_a_reduction_may_write_over_its_source(lnc: int) -> None:
+    def kernel(x: Any) -> Any:
+        total = in_hbm(x.shape)
+        isa.dma_copy(halves_of(total), halves_of(x))
+        collectives.all_reduce([total], [total], ALL4, nl.maximum)
+        return total
+
+    data = inputs((2, 3))
+    for found in run(kernel, data, lnc):
+        np.testing.assert_array_equal(found, np.max(data, axis=0))
+
+
+@BOTH
+@pytest.mark.parametrize("groups", [ALL4, HALVES], ids=["one-group", "two-groups"])
+def test_all_gather_joins_in_the_order_of_the_group(groups: ReplicaGroup, lnc: int) -> None:
+    def kernel(x: Any) -> Any:
+        joined = in_hbm((len(groups.groups[0]) * 2, 3))
+        collectives.all_gather([x], [joined], groups, 0)
+        return joined
+
+    data = inputs((2, 3))
+    for rank, found in enumerate(run(kernel, data, lnc)):
+        group = next(g for g in groups.groups if rank in g)
+        np.testing.assert_array_equal(found, np.concatenate([data[r] for r in group]))
+
+
+@BOTH
+@pytest.mark.parametrize("dim", [0, 1])
+def test_all_gather_in_sbuf_joins_the_cores_of_one_number(dim: int, lnc: int) -> None:
+    """With two cores, core c gathers what the cores c of all ranks have."""
+
+    def kernel(x: Any) -> Any:
+        shape = (8, 5) if dim == 0 else (2, 20)
+        mine, joined = nl.ndarray((2, 5), nl.float32), nl.ndarray(shape, nl.float32)
+        first = 2 * nl.program_id()
+        isa.dma_copy(mine, x[first : first + 2])
+        collectives.all_gather([mine], [joined], ALL4, dim)
+        out = in_hbm((nl.num_programs(), *shape))
+        isa.dma_copy(out[nl.program_id()], joined)
+        return out
+
+    data = inputs((4, 5))
+    for found in run(kernel, data, lnc):
+        for core in range(lnc):
+            parts = [array[2 * core : 2 * core + 2] for array in data]
+            np.testing.assert_array_equal(found[core], np.concatenate(parts, axis=dim))
+
+
+@BOTH
+def test_reduce_scatter_gives_each_rank_its_part(lnc: int) -> None:
+    def kernel(x: Any) -> Any:
+        part = in_hbm((2, 3))
+        collectives.reduce_scatter([x], [part], ALL4, 0, nl.add)
+        return part
+
+    data = inputs((8, 3))
+    total = np.sum(data, axis=0, dtype=np.float64)
+    for rank, found in enumerate(run(kernel, data, lnc)):
+        np.testing.assert_allclose(found, total[2 * rank : 2 * rank + 2], rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("groups", [ALL4, HALVES], ids=["one-group", "two-groups"])
+def test_all_to_all_transposes_the_blocks(groups: ReplicaGroup, lnc: int) -> None:
+    def kernel(x: Any) -> Any:
+        received = in_hbm(x.shape)
+        collectives.all_to_all([x], [received], groups, 0)
+        return received
+
+    data = inputs((8, 3))
+    for rank, found in enumerate(run(kernel, data, lnc)):
+        group = next(g for g in groups.groups if rank in g)
+        rows, place = 8 // len(group), group.index(rank)
+        blocks = [data[sender][place * rows : (place + 1) * rows] for sender in group]
+        np.testing.assert_array_equal(found, np.concatenate(blocks))
+
+
+def tables(counts: Any, has_rdispls: bool) -> list[Any]:
+    """Metadata of each rank: packed chunks, received back to back if that is stated."""
+    found = []
+    for rank in range(4):
+        sends = counts[rank]
+        rows = [sends, np.cumsum(sends) - sends, np.full(4, 99)]
+        if has_rdispls:
+            receives = counts[:, rank]
+            rows.append(np.cumsum(receives) - receives)
+        found.append(np.array(rows, np.uint32))
+    return found
+
+
+@BOTH
+@pytest.mark.parametrize("has_rdispls", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_all_to_all_v_sends_chunks_of_any_size(has_rdispls: bool, known: bool, lnc: int) -> None:
+    counts = RANDOM.integers(0, 6, (4, 4))
+    data, metadata = inputs((24,)), tables(counts, has_rdispls)
+    old = [np.full((32,), -1.0, np.float32) for _ in range(4)]
+
+    def kernel(x: Any, received: Any, table: Any) -> Any:
+        collectives.all_to_all_v([x], [received], ALL4, table, known, has_rdispls)
+        return received
+
+    nki_sim.run_ranks(kernel, [(data[r], old[r], metadata[r]) for r in range(4)], lnc=lnc)
+    for rank in range(4):
+        expected = np.full(32, -1.0, np.float32)
+        at = 0
+        for sender in range(4):
+            size = counts[sender, rank]
+            start = counts[sender, :rank].sum()
+            first = at if has_rdispls else 8 * sender
+            expected[first : first + size] = data[sender][start : start + size]
+            at += size
+        np.testing.assert_array_equal(old[rank], expected)
+        row = [99] * 4 if known else counts[:, rank].tolist()
+        assert metadata[rank][2].tolist() == row
+
+
+def test_all_gather_v_sends_one_chunk_to_everybody() -> None:
+    counts = [3, 0, 5, 2]
+    data = inputs((8,))
+    metadata = [np.zeros((3, 4), np.uint32) for _ in range(4)]
+    for rank in range(4):
+        metadata[rank][:2, 0] = counts[rank], 1
+    old = [np.full((20,), -1.0, np.float32) for _ in range(4)]
+
+    def kernel(x: Any, received: Any, table: Any) -> Any:
+        collectives.all_gather_v([x], [received], ALL4, table)
+        return received
+
+    nki_sim.run_ranks(kernel, [(data[r], old[r], metadata[r]) for r in range(4)], lnc=2)
+    for rank in range(4):
+        expected = np.full(20, -1.0, np.float32)
+        for sender, size in enumerate(counts):
+            expected[5 * sender : 5 * sender + size] = data[sender][1 : 1 + size]
+        np.testing.assert_array_equal(old[rank], expected)
+        assert metadata[rank][2].tolist() == counts
+
+
+@BOTH
+def test_collective_permute_follows_its_pairs_and_leaves_the_rest(lnc: int) -> None:
+    def kernel(x: Any, old: Any) -> Any:
+        collectives.collective_permute([x], [old], [(0, 2), (2, 1)])
+        return old
+
+    data, old = inputs((2, 3)), inputs((2, 3))
+    before = [array.copy() for array in old]
+    nki_sim.run_ranks(kernel, [(data[r], old[r]) for r in range(4)], lnc=lnc)
+    for rank, expected in enumerate((before[0], data[2], data[0], before[3])):
+        np.testing.assert_array_equal(old[rank], expected)
+
+
+@BOTH
+def test_a_ring_gathers_everything_in_steps(lnc: int) -> None:
+    """The rank register says whose data a step works on, as in a fine-grained all-gather."""
+
+    def kernel(x: Any) -> Any:
+        joined = in_hbm((4, 2, 3))
+        here, there = in_hbm((2, 3)), in_hbm((2, 3))
+        isa.dma_copy(halves_of(here), halves_of(x))
+        isa.core_barrier(here, (0, 1) if nl.num_programs() == 2 else 0)
+        for step in range(4):
+            owner = collectives.collective_permute_implicit_current_processing_rank_id(step, ALL4)
+            target = joined.ap([[6, 1], [3, 2], [1, 3]], scalar_offset=owner, indirect_dim=0)
+            if nl.program_id() == 0:
+                isa.dma_copy(target, here)
+            collectives.collective_permute_implicit([[here]], [[there]], ALL4)
+            here, there = there, here
+        return joined
+
+    data = inputs((2, 3))
+    for found in run(kernel, data, lnc):
+        np.testing.assert_array_equal(found, np.stack(data))
+
+
+def test_two_channels_move_two_tensors() -> None:
+    def kernel(x: Any) -> Any:
+        received = in_hbm((2, 3))
+        pairs = [[[tensor[0:1]], [tensor[1:2]]] for tensor in (x, received)]
+        collectives.collective_permute_implicit(*pairs, ALL4, [0, 1])
+        return received
+
+    data = inputs((2, 3))
+    for rank, found in enumerate(run(kernel, data, 1)):
+        np.testing.assert_array_equal(found, data[(rank - 1) % 4])
+
+
+def test_a_ring_of_reductions_adds_up_all_ranks() -> None:
+    def kernel(x: Any) -> Any:
+        running, received = in_hbm((2, 3)), in_hbm((2, 3))
+        isa.dma_copy(received, x)
+        zeros = nl.zeros((2, 3), nl.float32)
+        isa.dma_copy(running, zeros)
+        for _ in range(4):
+            sent = in_hbm((2, 3))
+            collectives.collective_permute_implicit_reduce(
+                [[running]], [[x]], [[sent]], ALL4, nl.add
+            )
+            running = sent
+        return running
+
+    data = inputs((2, 3))
+    total = np.sum(data, axis=0, dtype=np.float64)
+    for found in run(kernel, data, 1):
+        np.testing.assert_allclose(found, total, rtol=1e-5, atol=1e-5)
+
+
+def test_rank_id_is_a_register_with_the_rank() -> None:
+    def kernel(x: Any) -> Any:
+        cell, out = nl.ndarray((1, 1), nl.int32), in_hbm((1, 1), nl.int32)
+        isa.register_store(cell, collectives.rank_id())
+        isa.dma_copy(out, cell)
+        return out
+
+    assert [int(found[0, 0]) for found in run(kernel, inputs((1, 1)), 1)] == [0, 1, 2, 3]
+
+
+def test_unwritten_elements_stay_unwritten_across_ranks() -> None:
+    def kernel(x: Any) -> Any:
+        part, joined = in_hbm((2, 3)), in_hbm((8, 3))
+        if not isinstance(x, int):
+            isa.dma_copy(part[0:1], x[0:1])  # row 1 is never written
+        collectives.all_gather([part], [joined], ALL4, 0)
+        out = in_hbm((1, 3))
+        isa.dma_copy(out, joined[2:3])  # row 0 of rank 1
+        return out
+
+    data = inputs((2, 3))
+    np.testing.assert_array_equal(run(kernel, data, 1)[0], data[1][0:1])
+
+    def leaking(x: Any) -> Any:
+        part, joined = in_hbm((2, 3)), in_hbm((8, 3))
+        isa.dma_copy(part[0:1], x[0:1])
+        collectives.all_gather([part], [joined], ALL4, 0)
+        return joined
+
+    with pytest.raises(nki_sim.UninitializedRead):
+        run(leaking, data, 1)
+
+
+def test_a_collective_orders_the_cores_of_a_rank() -> None:
+    """Reading the other core's half is a race, unless a collective lies between."""
+
+    def kernel(x: Any, ordered: bool) -> Any:
+        shared, total, out = in_hbm(x.shape), in_hbm(x.shape), in_hbm(x.shape)
+        isa.dma_copy(halves_of(shared), halves_of(x))
+        if ordered:
+            collectives.all_reduce([shared], [total], ReplicaGroup([[0, 1]]), nl.add)
+        other = 1 - nl.program_id()
+        half = nl.ndarray((2, 3), nl.float32)
+        isa.dma_copy(half, shared[2 * other : 2 * other + 2])
+        isa.dma_copy(halves_of(out), half)
+        return out
+
+    data = inputs((4, 3), ranks=2)
+    nki_sim.run_ranks(kernel, [(x, True) for x in data], lnc=2)
+    with pytest.raises(nki_sim.RaceError):
+        nki_sim.run_ranks(kernel, [(x, False) for x in data], lnc=2)
+
+
+def test_a_rank_that_stays_away_is_a_deadlock() -> None:
+    def kernel(x: Any, joins: bool) -> Any:
+        total = in_hbm(x.shape)
+        isa.dma_copy(total, x)
+        if joins:
+            collectives.all_reduce([x], [total], ReplicaGroup([[0, 1]]), nl.add)
+        return total
+
+    data = inputs((1, 3), ranks=2)
+    with pytest.raises((DeadlockError, nki_sim.DivergenceError), match="all_reduce"):
+        nki_sim.run_ranks(kernel, [(data[0], True), (data[1], False)])
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_the_result_does_not_depend_on_who_runs_first(start: int) -> None:
+    def kernel(x: Any) -> Any:
+        total = in_hbm(x.shape)
+        collectives.all_reduce([x], [total], ReplicaGroup([[0, 1]]), nl.add)
+        return total
+
+    data = inputs((2, 3), ranks=2)
+    for found in run(kernel, data, 2, start_core=start, preempt=0.3, seed=start):
+        np.testing.assert_array_equal(found, data[0] + data[1])
+
+
+def test_the_trace_has_one_key_per_collective() -> None:
+    def kernel(x: Any) -> Any:
+        total = in_hbm(x.shape)
+        collectives.all_reduce([x], [total], ALL4, nl.add)
+        collectives.all_reduce([x], [total], ALL4, nl.add)
+        return total
+
+    result = nki_sim.run_ranks(kernel, [(x,) for x in inputs((2, 3))], lnc=2)
+    facts = [record.facts for record in result.trace if record.op == "all_reduce"]
+    keys = [fact.key for fact in facts]
+    assert len(keys) == 16
+    assert sorted(keys.count(key) for key in set(keys)) == [8, 8]
+    assert {(fact.partners, fact.ranks, fact.moved_bytes) for fact in facts} == {(8, 4, 24)}
+
+
+X23 = np.zeros((4, 3), np.float32)
+
+
+def refused(body: Callable[..., Any], message: str, error: type = IllegalOperand) -> None:
+    def kernel(x: Any) -> None:
+        body(x, in_hbm(x.shape, x.dtype))
+
+    with pytest.raises(error, match=message):
+        nki_sim.run_ranks(kernel, [(X23,)] * 2)
+
+
+TWO = ReplicaGroup([[0, 1]])
+REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
+    "op": (
+        lambda x, y: collectives.all_reduce([x], [y], TWO, nl.multiply),
+        "op: expected nl.add, nl.minimum or nl.maximum; found multiply",
+    ),
+    "no-list": (
+        lambda x, y: collectives.all_reduce(x, [y], TWO, nl.add), "srcs: expected a list of",
+    ),
+    "shape": (
+        lambda x, y: collectives.all_reduce([x], [y[0:1]], TWO, nl.add),
+        r"dsts: expected shape \[4, 3\]",
+    ),
+    "dtype": (
+        lambda x, y: collectives.all_reduce([x], [y.view(nl.int32)], TWO, nl.add),
+        "dsts: expected float32 like srcs; found int32",
+    ),
+    "mixture": (
+        lambda x, y: collectives.all_reduce([x], [nl.zeros((4, 3), nl.float32)], TWO, nl.add),
+        "dsts: expected all tensors in HBM or all in SBUF",
+    ),
+    "psum": (
+        lambda x, y: collectives.all_reduce(
+            [x], [nl.zeros((4, 3), nl.float32, buffer=nl.psum)], TWO, nl.add
+        ), "dsts: expected tensors in HBM or SBUF; found psum",
+    ),
+    "several-in-sbuf": (
+        lambda x, y: collectives.all_reduce(
+            [nl.zeros((4, 3), nl.float32)] * 2, [nl.zeros((4, 3), nl.float32)] * 2, TWO, nl.add
+        ), "srcs: expected one tensor; found 2",
+    ),
+    "group": (
+        lambda x, y: collectives.all_reduce([x], [y], ReplicaGroup([[0, 5], [1]]), nl.add),
+        "replica_group: expected ranks below 2",
+    ),
+    "not-in-group": (
+        lambda x, y: collectives.all_reduce([x], [y], ReplicaGroup([[7]]), nl.add),
+        r"replica_group: expected this rank \(0\)",
+    ),
+    "no-group": (
+        lambda x, y: collectives.all_reduce([x], [y], [[0, 1]], nl.add),
+        "replica_group: expected a ReplicaGroup",
+    ),
+    "priority-gen3": (
+        lambda x, y: collectives.all_reduce([x], [y], TWO, nl.add, priority=1),
+        "priority: expected None before gen4",
+    ),
+    "gather-dim": (
+        lambda x, y: collectives.all_gather([x], [y], TWO, 1), "collective_dim: expected 0 in HBM",
+    ),
+    "gather-shape": (
+        lambda x, y: collectives.all_gather([x], [y], TWO, 0), r"dsts: expected shape \[8, 3\]",
+    ),
+    "scatter-dim": (
+        lambda x, y: collectives.reduce_scatter([x], [y], TWO, 1, nl.add), "collective_dim: expec",
+    ),
+    "scatter-rows": (
+        lambda x, y: collectives.reduce_scatter([x[0:3]], [y], TWO, 0, nl.add),
+        "srcs: expected an axis 0 that 2 ranks divide",
+    ),
+    "all-to-all-sbuf": (
+        lambda x, y: collectives.all_to_all([nl.zeros((4, 3), nl.float32)], [y], TWO, 0),
+        "srcs: expected tensors in HBM; found sbuf",
+    ),
+    "metadata-dtype": (
+        lambda x, y: collectives.all_to_all_v([x], [y], TWO, in_hbm((3, 2), nl.int32)),
+        "metadata_tensor: expected uint32",
+    ),
+    "metadata-shape": (
+        lambda x, y: collectives.all_to_all_v([x], [y], TWO, in_hbm((4, 2), nl.uint32)),
+        r"metadata_tensor: expected shape \[3, 2\]",
+    ),
+    "gather-v-ranks": (
+        lambda x, y: collectives.all_gather_v([x], [y], TWO, in_hbm((3, 2), nl.uint32)),
+        "replica_group: expected 4 ranks of 2 cores",
+    ),
+    "gather-v-rdispls": (
+        lambda x, y: collectives.all_gather_v(
+            [x], [y], TWO, in_hbm((3, 2), nl.uint32), has_rdispls=True
+        ), "has_rdispls: expected False",
+    ),
+    "permute-targets": (
+        lambda x, y: collectives.collective_permute([x], [y], [(0, 1), (1, 1)]),
+        "source_target_pairs: expected different targets",
+    ),
+    "permute-two-tensors": (
+        lambda x, y: collectives.collective_permute([x, x], [y, y], [(0, 1)]),
+        "srcs: expected one tensor",
+    ),
+    "channels": (
+        lambda x, y: collectives.collective_permute_implicit([[x]], [[y]], TWO, [1]),
+        "channel_ids: expected 0, 1, ..",
+    ),
+    "channel-lists": (
+        lambda x, y: collectives.collective_permute_implicit([[x]], [[y], [y]], TWO),
+        "dsts_by_channel: expected 1 lists",
+    ),
+    "channel-tensors": (
+        lambda x, y: collectives.collective_permute_implicit([[x, x]], [[y]], TWO),
+        "srcs_by_channel: expected one tensor per channel",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_documented_constraint_is_refused(case: str) -> None:
+    body, message = REFUSALS[case]
+    refused(body, message)
+
+
+def test_chunks_outside_their_buffers_are_refused() -> None:
+    metadata = np.zeros((3, 2), np.uint32)
+    metadata[0] = 10
+
+    def kernel(x: Any, table: Any) -> None:
+        collectives.all_to_all_v([x], [in_hbm((4, 3))], TWO, table)
+
+    with pytest.raises(OutOfBounds, match="chunks that end before element 6 of dsts"):
+        nki_sim.run_ranks(kernel, [(X23, metadata.copy())] * 2)
+
+
+def test_ranks_may_be_in_one_group_only() -> None:
+    with pytest.raises(ValueError, match="must be lists of ranks without overlap"):
+        ReplicaGroup([[0, 1], [1, 2]])
