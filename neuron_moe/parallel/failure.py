@@ -1,9 +1,9 @@
 """What happens when a rank dies, hangs, or was started with other settings.
 
-Each process publishes, once a second and from a thread of its own, which collective it entered
-last. When a collective fails, the survivors read these notes and say which rank is gone (its notes
-have stopped) or has not arrived (its last collective is an older one), instead of an address and a
-port.
+Each process publishes, twice a second and from a thread of its own, which collective it entered
+last, and follows the notes of the others. When a collective fails, the survivors say which rank is
+gone (its notes have stopped) or has not arrived (its last collective is an older one), instead of
+an address and a port.
 """
 
 import json
@@ -41,7 +41,10 @@ class CollectiveError(RuntimeError):
 
 
 class Watch:
-    """Publishes this rank's progress and reads that of the others.
+    """Publishes this rank's progress and follows that of the others, from a thread of its own.
+
+    The others are followed all the time, not only after a failure: the store may end together with
+    the first rank that gives up.
 
     Args:
         store: key-value store that all ranks reach; a copy with a connection of its own is made.
@@ -51,21 +54,24 @@ class Watch:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.rank = rank
-        self.world_size = world_size
-        self._beat_store = store.clone()
-        self._read_store = store.clone()
-        self._last: tuple[int, str] = (0, "none yet")
-        self._stop = threading.Event()
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._lock = threading.Lock()
+        self._others = [other for other in range(world_size) if other != rank]
+        self._store = store.clone()
+        self._number = 0
+        self._collective = "none yet"
         self._beats = 0
+        self._seen: dict[int, tuple[str, float]] = {}  # last note of a rank, and since when
+        self._read_at = time.monotonic()
+        self._lost_store = ""
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="neuron-moe-watch", daemon=True)
         self._thread.start()
 
     def note(self, collective: str, group: str) -> None:
         """Remember the collective this rank enters; the thread publishes it."""
-        self._last = (self._last[0] + 1, f"{collective} over group {group!r}")
+        self._number += 1
+        self._collective = f"{collective} over group {group!r}"
 
     def stop(self) -> None:
         """End the thread."""
@@ -73,56 +79,63 @@ class Watch:
         self._thread.join(timeout=2.0)
 
     def suspects(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the ranks, of the given ones, that seem to have ended or fallen behind."""
+        """Return the ranks, of the given ones, that seem to have ended or fallen behind.
+
+        Waits, if need be, as long as it takes for a silence to mean something.
+        """
+        others = [rank for rank in self._others if rank in ranks]
         deadline = time.monotonic() + STALE_AFTER_S + 2 * HEARTBEAT_S
-        others = [rank for rank in ranks if rank != self.rank]
         while True:
-            try:
-                found = self._look(others)
-            except RuntimeError as error:
-                return {0: f"its rendezvous store does not answer ({_first_line(error)})"}
-            if found or time.monotonic() > deadline:
-                return found or self._behind(others)
-            time.sleep(HEARTBEAT_S)
-
-    def _look(self, others: Sequence[int]) -> dict[int, str]:
-        now = time.monotonic()
-        found = {}
-        for rank in others:
-            value = self._read(rank)
             with self._lock:
-                before, since = self._seen.get(rank, ("", now))
-                if value != before:
-                    self._seen[rank] = (value, now)
-                    continue
-            if now - since > STALE_AFTER_S:
-                found[rank] = f"no sign of life for {now - since:.1f} s"
-        return found
+                found = self._silent(others)
+                if found or self._lost_store:
+                    return found or {0: f"its rendezvous store is gone ({self._lost_store})"}
+                if time.monotonic() > deadline:
+                    return self._behind(others)
+            time.sleep(HEARTBEAT_S / 2)
 
-    def _behind(self, others: Sequence[int]) -> dict[int, str]:
-        reached = {rank: json.loads(self._seen[rank][0]) for rank in others if rank in self._seen}
+    def _silent(self, others: Sequence[int]) -> dict[int, str]:
+        # Once the store is gone no new notes come: what was missing by then has to do.
+        limit = 3 * HEARTBEAT_S if self._lost_store else STALE_AFTER_S
+        silence = {
+            rank: self._read_at - self._seen[rank][1] for rank in others if rank in self._seen
+        }
         return {
-            rank: f"alive, but its last collective was number {entry['number']}: {entry['name']}"
-            for rank, entry in reached.items()
-            if entry["number"] < self._last[0]
+            rank: f"no sign of life for {seconds:.1f} s"
+            for rank, seconds in silence.items()
+            if seconds > limit
         }
 
-    def _read(self, rank: int) -> str:
-        value: bytes = self._read_store.get(_key(rank))
-        return value.decode()
+    def _behind(self, others: Sequence[int]) -> dict[int, str]:
+        notes = {rank: json.loads(self._seen[rank][0]) for rank in others if rank in self._seen}
+        return {
+            rank: f"alive, but its last collective was number {note['number']}: {note['name']}"
+            for rank, note in notes.items()
+            if note["number"] < self._number
+        }
 
     def _beat(self) -> None:
         self._beats += 1
-        number, name = self._last
-        entry = {"beat": self._beats, "number": number, "name": name}
-        self._beat_store.set(_key(self.rank), json.dumps(entry))
+        note = {"beat": self._beats, "number": self._number, "name": self._collective}
+        self._store.set(_key(self.rank), json.dumps(note))
+
+    def _look(self) -> None:
+        values = self._store.multi_get([_key(rank) for rank in self._others])
+        with self._lock:
+            self._read_at = now = time.monotonic()
+            for rank, value in zip(self._others, values, strict=True):
+                text = value.decode()
+                if rank not in self._seen or self._seen[rank][0] != text:
+                    self._seen[rank] = (text, now)
 
     def _run(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            try:
+        try:
+            while not self._stop.wait(HEARTBEAT_S):
                 self._beat()
-            except RuntimeError:
-                return  # the store is gone; the failing collective will tell
+                self._look()
+        except RuntimeError as error:
+            with self._lock:
+                self._lost_store = _first_line(error)
 
 
 _watch: Watch | None = None

@@ -1,0 +1,154 @@
+"""A rank that dies, hangs or was started differently ends the others, by name and in time."""
+
+import os
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.parallel import CollectiveError, parallel_state
+from neuron_moe.parallel.failure import compare_settings
+
+SIZE = 8
+VICTIM = 5
+
+
+def small_layer(*, top_k: int = 2, hidden: int = 16, strategy: str = "replicate") -> MoE:
+    config = RoutedExpertsMLPOpsConfig(
+        num_experts=8,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=32,
+        hidden_act="silu",
+        glu_mlp=True,
+    )
+    return MoE(RouterTopK(8, top_k, hidden), ExpertMLPsV2(config, strategy=strategy))
+
+
+def run_until_it_breaks(rank: int, victim_signal: int, timeout_s: float) -> tuple[float, Any]:
+    """Forward until a rank breaks in the middle of one; return when and how this rank ended."""
+    parallel_state.initialize_model_parallel(2, expert_model_parallel_size=4, timeout_s=timeout_s)
+    layer = small_layer()
+    compute, calls = ExpertMLPsV2.compute, []
+
+    def breaking(self: ExpertMLPsV2, *args: Any) -> torch.Tensor:
+        calls.append(time.time())
+        if rank == VICTIM and len(calls) == 3:
+            os.kill(os.getpid(), victim_signal)
+        return compute(self, *args)
+
+    try:
+        with mock.patch.object(ExpertMLPsV2, "compute", breaking), torch.no_grad():
+            for _ in range(20):
+                layer(torch.randn(1, 6, 16))
+    except CollectiveError as error:
+        return time.time() - calls[-1], (error.rank, error.collective, error.suspects, str(error))
+    return 0.0, None
+
+
+def check_the_survivors(results: list[Any]) -> None:
+    for rank, (kind, value) in enumerate(results):
+        if rank == VICTIM:
+            continue
+        assert kind == "ok", value
+        seconds, ending = value
+        assert ending is not None, f"rank {rank} finished"
+        here, collective, suspects, message = ending
+        assert seconds < 30.0, message
+        assert (here, collective) == (rank, "all_reduce"), message
+        assert VICTIM in suspects, message
+        assert f"rank {VICTIM}: no sign of life" in message
+        assert "over group" in message
+
+
+def test_killing_one_of_8_ranks_in_a_forward_ends_the_rest(run_ranks: Any) -> None:
+    started = time.time()
+    results = run_ranks(
+        SIZE, lambda rank: run_until_it_breaks(rank, signal.SIGKILL, 20.0), raw=True
+    )
+    assert results[VICTIM] == ("error", "process ended without an answer")
+    check_the_survivors(results)
+    assert time.time() - started < 45.0
+
+
+def test_a_rank_that_hangs_ends_the_rest_after_the_time_out(run_ranks: Any) -> None:
+    results = run_ranks(
+        SIZE,
+        lambda rank: run_until_it_breaks(rank, signal.SIGSTOP, 5.0),
+        raw=True,
+        timeout_s=12.0,
+    )
+    check_the_survivors(results)
+
+
+def failure_of(function: Any) -> str:
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    finally:
+        parallel_state.destroy_model_parallel()
+    return "no error"
+
+
+def mismatches(rank: int) -> list[str]:
+    odd = rank == 1
+
+    def other_sizes() -> None:
+        sizes = (1, 4) if odd else (2, 2)
+        parallel_state.initialize_model_parallel(sizes[0], expert_model_parallel_size=sizes[1])
+
+    def too_few_ranks() -> None:
+        parallel_state.initialize_model_parallel(4, expert_model_parallel_size=16)
+
+    def other_layer(**settings: Any) -> Any:
+        def build() -> None:
+            parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
+            layer = small_layer(**(settings if odd else {}))
+            layer(torch.randn(1, 4, 16))
+
+        return build
+
+    def other_tokens() -> None:
+        parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
+        small_layer()(torch.randn(1, 5 if odd else 4, 16))
+
+    cases = [
+        other_sizes,
+        too_few_ranks,
+        other_layer(top_k=3),
+        other_layer(strategy="all_to_all"),
+        other_tokens,
+    ]
+    with torch.no_grad():
+        return [failure_of(case) for case in cases]
+
+
+def test_ranks_started_with_other_settings_are_found_before_any_work(run_ranks: Any) -> None:
+    results = run_ranks(4, mismatches)
+    wanted = [
+        "expert_model_parallel_size is 4 on rank 1 and 2 on the others",
+        "need 64 ranks, the product, but the world has 4",
+        "router is RouterSpec",
+        "strategy is 'all_to_all' on rank 1 and 'replicate' on the others",
+        "tokens is 5 on rank 1 and 4 on the others",
+    ]
+    for messages in results:
+        for part, message in zip(wanted, messages, strict=True):
+            assert part in message, message
+
+
+def test_one_process_cannot_be_64_ranks() -> None:
+    with pytest.raises(ValueError, match="need 64 ranks, but this process is alone"):
+        parallel_state.initialize_model_parallel(4, expert_model_parallel_size=16)
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_the_odd_ranks_out_are_named() -> None:
+    everyone = [{"dtype": "bf16"}, {"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "fp8"}]
+    with pytest.raises(ValueError, match=r"dtype is fp32 on rank 5, 7 and bf16 on the others"):
+        compare_settings("MoE layer", [4, 5, 6, 7], everyone)
