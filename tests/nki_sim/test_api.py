@@ -9,15 +9,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import nki_sim
+from nki_sim import SimOptions, isa
+from nki_sim import language as nl
+from nki_sim.testing import Tile, execute
 
 API: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "nki_api.json").read_text())
 MODULES: dict[str, Any] = API["modules"]
@@ -111,3 +117,227 @@ def test_a_class_has_the_documented_members(
         a for a in expected.get("attributes", []) if not hasattr(found, a) and a not in declared
     ]
     assert missing == []
+
+
+# Which operations work: one legal call of each, on the smallest operands that show an effect.
+
+ONES = np.ones((32, 16), np.float32)
+COLUMN = Tile(shape=(32, 1))
+ROWS = Tile(ONES)
+OUT = Tile(shape=(32, 16))
+PSUM = Tile(shape=(16, 16), space="psum")
+HBM = Tile(ONES, space="hbm")
+WORDS = Tile(np.ones((32, 8), np.uint32), "float8_e4m3fn_x4")
+SCALES = Tile(np.full((4, 8), 127, np.uint8))
+BYTES = Tile(np.ones((32, 16), np.uint8))
+SIX_WORDS = Tile(np.ones((32, 6), np.uint32))
+
+
+def two_cores(body: Callable[[Any], None]) -> None:
+    """Run a body on the two cores of a launch."""
+    nki_sim.run(lambda x: body(x), np.ones((2, 2), np.float32), lnc=2)
+
+
+def exchange(x: Any) -> None:
+    mine, other = nl.ndarray((2, 2), nl.float32), nl.ndarray((2, 2), nl.float32)
+    isa.dma_copy(mine, x)
+    isa.sendrecv(mine, other, 1 - nl.program_id(), 1 - nl.program_id(), 0)
+
+
+def registers(dst: Any) -> None:
+    first, second = isa.register_alloc(3), isa.register_alloc()
+    isa.register_move(second, first)
+    isa.register_store(dst, second)
+    isa.register_load(first, dst)
+
+
+CELL = Tile(shape=(1, 1), dtype="int32")
+HALF = Tile(np.ones((32, 32)).astype("float16"))
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tile]]] = {
+    "get_nc_version": (isa.get_nc_version, {}),
+    "get_nc_sub_version": (isa.get_nc_sub_version, {}),
+    "dma_copy": (isa.dma_copy, {"dst": OUT, "src": HBM}),
+    "tensor_copy": (isa.tensor_copy, {"dst": OUT, "src": ROWS}),
+    "memset": (lambda dst: isa.memset(dst, 0), {"dst": OUT}),
+    "tensor_copy_predicated": (
+        isa.tensor_copy_predicated, {"dst": ROWS, "src": ROWS, "predicate": BYTES},
+    ),
+    "nc_matmul": (isa.nc_matmul, {"dst": PSUM, "stationary": ROWS, "moving": ROWS}),
+    "nc_matmul_mx": (
+        isa.nc_matmul_mx,
+        {
+            "dst": Tile(shape=(8, 8), space="psum"), "stationary": WORDS, "moving": WORDS,
+            "stationary_scale": SCALES, "moving_scale": SCALES,
+        },
+    ),
+    "nc_transpose": (
+        isa.nc_transpose, {"dst": Tile(shape=(16, 32), space="psum"), "data": ROWS},
+    ),
+    "dma_transpose": (isa.dma_transpose, {"dst": Tile(shape=(16, 32)), "src": HBM}),
+    "tensor_tensor": (
+        lambda dst, x: isa.tensor_tensor(dst, x, x, nl.add), {"dst": OUT, "x": ROWS},
+    ),
+    "tensor_scalar": (
+        lambda dst, x: isa.tensor_scalar(dst, x, nl.add, 1.0), {"dst": OUT, "x": ROWS},
+    ),
+    "tensor_reduce": (
+        lambda dst, x: isa.tensor_reduce(dst, nl.add, x, 1), {"dst": COLUMN, "x": ROWS},
+    ),
+    "tensor_partition_reduce": (
+        lambda dst, x: isa.tensor_partition_reduce(dst, nl.add, x),
+        {"dst": Tile(shape=(1, 16)), "x": ROWS},
+    ),
+    "tensor_scalar_cumulative": (
+        lambda dst, x: isa.tensor_scalar_cumulative(dst, x, nl.multiply, nl.add, 1.0),
+        {"dst": OUT, "x": ROWS},
+    ),
+    "activation": (lambda dst, x: isa.activation(dst, nl.exp, x), {"dst": OUT, "x": ROWS}),
+    "activation_reduce": (
+        lambda dst, x, s: isa.activation_reduce(dst, nl.exp, x, nl.add, s),
+        {"dst": OUT, "x": ROWS, "s": COLUMN},
+    ),
+    "activate2": (
+        lambda dst, x: isa.activate2(dst, nl.exp, x, 1.0, 1.0, nl.multiply, nl.add),
+        {"dst": OUT, "x": ROWS},
+    ),
+    "iota": (lambda dst: isa.iota(dst, [[1, 16]]), {"dst": OUT}),
+    "affine_select": (
+        lambda dst, x: isa.affine_select(dst, [[1, 16]], 0, x, 0.0), {"dst": OUT, "x": ROWS},
+    ),
+    "local_gather": (
+        isa.local_gather,
+        {"dst": OUT, "src_buffer": ROWS, "index": Tile(np.ones((32, 1), np.uint16))},
+    ),
+    "nc_n_gather": (
+        isa.nc_n_gather, {"dst": OUT, "data": ROWS, "indices": Tile(np.ones((32, 16), np.uint32))},
+    ),
+    "bn_stats": (isa.bn_stats, {"dst": Tile(shape=(32, 6)), "data": ROWS}),
+    "bn_aggr": (isa.bn_aggr, {"dst": Tile(shape=(32, 2)), "data": Tile(ONES[:, :6])}),
+    "tensor_tensor_scan": (
+        lambda dst, x: isa.tensor_tensor_scan(dst, x, x, 0.0, nl.multiply, nl.add),
+        {"dst": OUT, "x": ROWS},
+    ),
+    "nc_stream_shuffle": (
+        lambda dst, x: isa.nc_stream_shuffle(dst, x, list(range(32))), {"dst": OUT, "x": ROWS},
+    ),
+    "rng": (isa.rng, {"dst": Tile(shape=(32, 16), dtype="uint32")}),
+    "dropout": (lambda dst, x: isa.dropout(dst, x, 0.5), {"dst": OUT, "x": ROWS}),
+    "set_rng_seed": (isa.set_rng_seed, {"src_seeds": Tile(np.ones((1, 1), np.uint32))}),
+    "rand_set_state": (isa.rand_set_state, {"src_seeds": SIX_WORDS}),
+    "rand_get_state": (isa.rand_get_state, {"dst": SIX_WORDS}),
+    "rand2": (lambda dst: isa.rand2(dst, 0.0, 1.0), {"dst": OUT}),
+    "exponential": (isa.exponential, {"dst": OUT, "src": ROWS}),
+    "reciprocal": (isa.reciprocal, {"dst": OUT, "data": ROWS}),
+    "max8": (isa.max8, {"dst": Tile(shape=(32, 8)), "src": ROWS}),
+    "sequence_bounds": (
+        isa.sequence_bounds, {"dst": Tile(shape=(1, 2, 16)), "segment_ids": Tile(ONES[:1])},
+    ),
+    "scalar_tensor_tensor": (
+        lambda dst, x: isa.scalar_tensor_tensor(dst, x, nl.add, 1.0, nl.add, x),
+        {"dst": OUT, "x": ROWS},
+    ),
+    "tensor_scalar_reduce": (
+        lambda dst, x, s: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.add, s),
+        {"dst": OUT, "x": ROWS, "s": COLUMN},
+    ),
+    "core_barrier": (lambda: two_cores(lambda x: isa.core_barrier(x, (0, 1))), {}),
+    "dma_compute": (
+        lambda dst, x: isa.dma_compute(dst, [x, x], nl.add), {"dst": OUT, "x": HBM},
+    ),
+    "quantize_mx": (
+        isa.quantize_mx,
+        {
+            "dst": Tile(shape=(32, 8), dtype="float8_e4m3fn_x4"), "src": HALF,
+            "dst_scale": Tile(shape=(4, 8), dtype="uint8"),
+        },
+    ),
+    "range_select": (
+        lambda dst, x, b: isa.range_select(dst, x, nl.greater, nl.less, b, b),
+        {"dst": OUT, "x": ROWS, "b": Tile(ONES[:, :1])},
+    ),
+    "select_reduce": (
+        lambda dst, p, x: isa.select_reduce(dst, p, x, 0.0), {"dst": OUT, "p": BYTES, "x": ROWS},
+    ),
+    "sendrecv": (lambda: two_cores(exchange), {}),
+    "register_alloc": (registers, {"dst": CELL}),
+    "register_move": (registers, {"dst": CELL}),
+    "register_load": (registers, {"dst": CELL}),
+    "register_store": (registers, {"dst": CELL}),
+    "nc_find_index8": (
+        isa.nc_find_index8,
+        {"dst": Tile(shape=(32, 8), dtype="uint32"), "data": ROWS, "vals": Tile(ONES[:, :8])},
+    ),
+    "nc_match_replace8": (
+        lambda dst, x, v: isa.nc_match_replace8(dst, x, v, 0.0),
+        {"dst": OUT, "x": ROWS, "v": Tile(ONES[:, :8])},
+    ),
+    "nonzero_with_count": (
+        isa.nonzero_with_count, {"dst": Tile(shape=(32, 17), dtype="int32"), "src": ROWS},
+    ),
+    "topk": (
+        lambda v, i, x: isa.topk(v, i, x, 64),
+        {
+            "v": Tile(shape=(32, 4), dtype="bfloat16"), "i": Tile(shape=(32, 4), dtype="uint32"),
+            "x": ROWS,
+        },
+    ),
+}  # fmt: skip
+NOT_IMPLEMENTED = {"dropout"}
+
+
+def complaint(name: str) -> str | None:
+    """Run a legal call; return the message if the operation is not implemented."""
+    call, tiles = CALLS[name]
+    try:
+        if tiles:
+            execute(call, options=SimOptions(target="trn3"), **tiles)
+        else:
+            call()
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def test_the_share_of_working_operations_is_at_least_95_percent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    operations = list(MODULES["nki.isa"]["functions"])
+    assert set(CALLS) == set(operations)
+    complaints = {name: text for name in operations if (text := complaint(name)) is not None}
+    missing = set(complaints)
+    share = 1 - len(missing) / len(operations)
+    names = sum(hasattr(module_of(module), name) for module, name in public_names())
+    total = len(public_names())
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\nNKI {API['version'].split()[-1]}: {names} of {total} public names "
+            f"({names / total:.0%}); nki.isa: {len(operations) - len(missing)} of "
+            f"{len(operations)} operations work ({share:.0%})"
+            f"{', not implemented: ' + ', '.join(sorted(missing)) if missing else ''}\n"
+        )
+    assert names == total
+    assert share >= 0.95
+    assert missing == NOT_IMPLEMENTED
+    assert all(f"nki.isa.{name}:" in text for name, text in complaints.items())
+
+
+def test_the_documentation_lists_what_is_not_implemented() -> None:
+    from nki_sim import language_math
+
+    page = (Path(__file__).parents[2] / "docs" / "nki_sim.md").read_text()
+    listed = set(re.findall(r"^\| `(n[a-zA-Z_.0-9]+)` \|", page, re.MULTILINE))
+    expected = {f"nki.isa.{name}" for name in NOT_IMPLEMENTED}
+    expected |= {f"nki.language.{name}" for name in language_math.NOT_IMPLEMENTED}
+    expected |= {"nki.language.NkiTensor.indirect"}
+    assert listed == expected
+
+
+@pytest.mark.parametrize("name", ["divide", "mod", "fmod", "dropout", "rand", "random_seed"])
+def test_a_language_helper_that_is_not_implemented_names_itself(name: str) -> None:
+    arguments = {"rand": ((2, 2), "float32"), "random_seed": (1,)}.get(name)
+
+    def body(x: Any) -> None:
+        getattr(nl, name)(*(arguments or (x, x)))
+
+    with pytest.raises(NotImplementedError, match=f"nki.language.{name}:"):
+        execute(body, x=ROWS)
