@@ -1,0 +1,544 @@
+"""DMA: copies, gathers, scatters, transposes and sums against NumPy, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nki_sim
+from nki_sim import IllegalOperand, OutOfBounds, SimOptions, isa
+from nki_sim import language as nl
+from nki_sim.testing import Tile, execute
+
+RANDOM = np.random.default_rng(1)
+X = RANDOM.normal(size=(40, 64)).astype(np.float32)
+SKIP = isa.oob_mode.skip
+BF16 = ml_dtypes.bfloat16
+
+
+def hbm(values: Any) -> Tile:
+    return Tile(values, space="hbm")
+
+
+# dma_copy
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "int8", "uint8", "float8_e4m3"])
+def test_a_copy_casts_through_float32(dtype: str) -> None:
+    values = (X * 40).astype(np.float32)
+    result = execute(
+        lambda dst, x: isa.dma_copy(dst, x), x=hbm(values), dst=Tile(shape=X.shape, dtype=dtype)
+    )
+    target = nl.DType(dtype).numpy
+    if target.kind in "iu":
+        bounds = np.iinfo(target)
+        expected = np.clip(np.rint(values), bounds.min, bounds.max).astype(target)
+    else:
+        expected = values.astype(target)
+    assert result["dst"].tobytes() == expected.tobytes()
+
+
+def test_a_copy_of_equal_types_moves_bits() -> None:
+    bits = RANDOM.integers(0, 1 << 32, (16, 8), dtype=np.uint32)
+    result = execute(
+        lambda dst, x: isa.dma_copy(dst, x),
+        x=hbm(bits.view(np.float32)),
+        dst=Tile(shape=(16, 8)),
+    )
+    assert result["dst"].tobytes() == bits.tobytes()
+
+
+def test_elements_pair_in_row_major_order_whatever_the_shapes() -> None:
+    result = execute(
+        lambda dst, x: isa.dma_copy(dst, x.permute((1, 0))), x=hbm(X), dst=Tile(shape=(64, 8, 5))
+    )
+    assert np.array_equal(result["dst"], X.T.reshape(64, 8, 5))
+
+
+def test_a_copy_may_start_at_any_partition() -> None:
+    result = execute(
+        lambda dst, x: isa.dma_copy(dst[17:57], x), x=hbm(X), dst=Tile(shape=(128, 64))
+    )
+    assert np.array_equal(result["dst"][17:57], X)
+    assert result.unwritten["dst"][:17].all()
+    assert result.unwritten["dst"][57:].all()
+
+
+def test_a_partition_stride_of_zero_repeats_a_row_of_hbm() -> None:
+    result = execute(
+        lambda dst, x: isa.dma_copy(dst, x.ap([[0, 128], [1, 64]], offset=64)),
+        x=hbm(X),
+        dst=Tile(shape=(128, 64)),
+    )
+    assert np.array_equal(result["dst"], np.repeat(X[1:2], 128, axis=0))
+
+
+def test_a_copy_onto_itself_moves_and_checks_nothing() -> None:
+    """It serves as a fence in published kernels, also on tensors without values."""
+    run = execute(lambda dst: isa.dma_copy(dst, dst), dst=Tile(shape=(4, 8), space="hbm")).run
+    assert run.findings == []
+    assert [record.op for record in run.trace] == ["dma_copy"]
+
+
+COPY_REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
+    "element-counts": (
+        lambda dst, x: isa.dma_copy(dst, x), {"dst": Tile(shape=(40, 32)), "x": hbm(X)}, "1280",
+    ),
+    "overlap": (
+        lambda x: isa.dma_copy(x[0:20], x[10:30]), {"x": hbm(X)}, "overlap",
+    ),
+    "engine-without-hwdge": (
+        lambda dst, x: isa.dma_copy(dst, x, engine=isa.engine.sync),
+        {"dst": Tile(shape=X.shape), "x": hbm(X)}, "hwdge",
+    ),
+    "engine-vector": (
+        lambda dst, x: isa.dma_copy(
+            dst, x, engine=isa.engine.vector, dge_mode=isa.dge_mode.hwdge
+        ),
+        {"dst": Tile(shape=X.shape), "x": hbm(X)}, "sync or scalar",
+    ),
+    "priority-before-generation-4": (
+        lambda dst, x: isa.dma_copy(dst, x, priority=1),
+        {"dst": Tile(shape=X.shape), "x": hbm(X)}, "gen4",
+    ),
+    "psum-source": (
+        lambda dst, x: isa.dma_copy(dst, x),
+        {"dst": Tile(shape=X.shape), "x": Tile(X, space="psum")}, "HBM or SBUF",
+    ),
+    "hwdge-with-vector-offset": (
+        lambda dst, x, i: isa.dma_copy(
+            dst, x.ap([[64, 8], [1, 64]], vector_offset=i), dge_mode=isa.dge_mode.hwdge
+        ),
+        {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((8, 1), np.int32))}, "swdge",
+    ),
+    "float-indices": (
+        lambda dst, x, i: isa.dma_copy(dst, x.ap([[64, 8], [1, 64]], vector_offset=i)),
+        {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((8, 1), np.float32))},
+        "integer",
+    ),
+    "index-count": (
+        lambda dst, x, i: isa.dma_copy(dst, x.ap([[64, 8], [1, 64]], vector_offset=i)),
+        {"dst": Tile(shape=(8, 64)), "x": hbm(X), "i": Tile(np.zeros((9, 1), np.int32))},
+        "8 indices",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPY_REFUSALS)
+def test_a_copy_refuses(name: str) -> None:
+    body, tiles, message = COPY_REFUSALS[name]
+    with pytest.raises(IllegalOperand, match=message):
+        execute(body, **tiles)
+
+
+# Gather and scatter
+
+
+def gather(dst: Any, x: Any, i: Any, mode: Any = isa.oob_mode.error) -> None:
+    isa.dma_copy(dst, x.ap([[64, i.size], [1, 64]], vector_offset=i), oob_mode=mode)
+
+
+@pytest.mark.parametrize("index_dtype", [np.int32, np.uint32])
+@pytest.mark.parametrize("shape", [(48, 1), (48, 1, 1)], ids=["P1", "P11"])
+def test_a_gather_reads_the_row_of_each_index(index_dtype: Any, shape: tuple[int, ...]) -> None:
+    rows = RANDOM.integers(0, 40, 48)
+    result = execute(
+        gather,
+        dst=Tile(shape=(48, 64)),
+        x=hbm(X),
+        i=Tile(rows.reshape(shape).astype(index_dtype)),
+    )
+    assert np.array_equal(result["dst"], X[rows])
+
+
+def test_skipped_rows_keep_what_was_there() -> None:
+    rows = RANDOM.integers(-60, 80, (48, 1)).astype(np.int32)
+    before = RANDOM.normal(size=(48, 64)).astype(np.float32)
+    result = execute(
+        lambda dst, x, i: gather(dst, x, i, SKIP), dst=Tile(before), x=hbm(X), i=Tile(rows)
+    )
+    good = (rows[:, 0] >= 0) & (rows[:, 0] < 40)
+    expected = before.copy()
+    expected[good] = X[rows[good, 0]]
+    assert 0 < good.sum() < 48
+    assert np.array_equal(result["dst"], expected)
+
+
+def test_uint32_maximum_is_a_negative_index() -> None:
+    rows = np.full((4, 1), 0xFFFFFFFF, np.uint32)
+    body = lambda dst, x, i: gather(dst, x, i, SKIP)  # noqa: E731
+    result = execute(body, dst=Tile(np.zeros((4, 64), np.float32)), x=hbm(X), i=Tile(rows))
+    assert not result["dst"].any()
+    with pytest.raises(OutOfBounds, match="index -1 at position 0"):
+        execute(gather, dst=Tile(shape=(4, 64)), x=hbm(X), i=Tile(rows))
+
+
+def test_the_row_size_comes_from_the_base_not_from_the_pattern() -> None:
+    """Published kernels pass a meaningless leading stride with a vector_offset."""
+    rows = np.array([[3], [1]], np.int32)
+    result = execute(
+        lambda dst, x, i: isa.dma_copy(dst, x.ap([[7, 2], [1, 64]], vector_offset=i)),
+        dst=Tile(shape=(2, 64)), x=hbm(X), i=Tile(rows),
+    )  # fmt: skip
+    assert np.array_equal(result["dst"], X[[3, 1]])
+
+
+def test_a_reshaped_base_changes_the_row_size() -> None:
+    values = np.arange(48, dtype=np.float32).reshape(2, 6, 4)
+    rows = np.array([[11], [5], [6]], np.int32)
+
+    def body(dst: Any, x: Any, i: Any) -> None:
+        isa.dma_copy(dst, x.reshape((12, 1, 4)).ap([[24, 3], [1, 4]], vector_offset=i))
+
+    result = execute(body, dst=Tile(shape=(3, 4)), x=hbm(values), i=Tile(rows))
+    assert np.array_equal(result["dst"], values.reshape(12, 4)[[11, 5, 6]])
+
+
+def test_a_gather_of_parts_of_rows() -> None:
+    rows = np.array([[2], [0], [39]], np.int32)
+    result = execute(
+        lambda dst, x, i: isa.dma_copy(
+            dst, x.ap([[64, 3], [16, 2], [1, 4]], offset=8, vector_offset=i)
+        ),
+        dst=Tile(shape=(3, 8)),
+        x=hbm(X),
+        i=Tile(rows),
+    )
+    expected = X[[2, 0, 39]][:, [8, 9, 10, 11, 24, 25, 26, 27]]
+    assert np.array_equal(result["dst"], expected)
+
+
+def test_the_range_is_checked_before_the_static_offset() -> None:
+    """A padding index of -1 with an offset must not reach the row before the offset."""
+    rows = np.array([[-1], [0]], np.int32)
+    values = np.arange(20, dtype=np.float32).reshape(10, 2)
+    result = execute(
+        lambda dst, x, i: isa.dma_copy(
+            dst, x.ap([[2, 2], [1, 2]], offset=10, vector_offset=i), oob_mode=SKIP
+        ),
+        dst=Tile(np.zeros((2, 2), np.float32)),
+        x=hbm(values),
+        i=Tile(rows),
+    )
+    assert np.array_equal(result["dst"], [[0, 0], [10, 11]])
+
+
+def test_a_scatter_writes_the_rows_in_range_and_the_last_of_equal_ones() -> None:
+    rows = np.array([[4], [-1], [7], [4], [99]], np.int32)
+    values = RANDOM.normal(size=(5, 64)).astype(np.float32)
+    result = execute(
+        lambda x, src, i: isa.dma_copy(
+            x.ap([[64, 5], [1, 64]], vector_offset=i), src, oob_mode=SKIP
+        ),
+        x=hbm(X),
+        src=Tile(values),
+        i=Tile(rows),
+    )
+    expected = X.copy()
+    expected[4], expected[7] = values[3], values[2]
+    assert np.array_equal(result["x"], expected)
+
+
+def test_a_scatter_leaves_other_rows_unwritten() -> None:
+    result = execute(
+        lambda dst, x, i: isa.dma_copy(dst.ap([[64, 3], [1, 64]], vector_offset=i), x),
+        dst=Tile(shape=(8, 64), space="hbm"),
+        x=Tile(X[:3]),
+        i=Tile(np.array([[5], [0], [2]], np.int32)),
+    )
+    assert np.array_equal(~result.unwritten["dst"].all(axis=1), [1, 0, 1, 0, 0, 1, 0, 0])
+
+
+def test_vector_select_chooses_rows() -> None:
+    rows = np.array([[6], [2]], np.int32)
+    result = execute(
+        lambda dst, x, i: isa.dma_copy(dst, x.vector_select(0, i)),
+        dst=Tile(shape=(2, 64)),
+        x=hbm(X),
+        i=Tile(rows),
+    )
+    assert np.array_equal(result["dst"], X[[6, 2]])
+
+
+# Scalar offsets
+
+
+@pytest.mark.parametrize("kind", ["tensor", "register"])
+def test_a_scalar_offset_counts_rows_of_the_base(kind: str) -> None:
+    weights = RANDOM.normal(size=(5, 16, 3, 8)).astype(np.float32)
+
+    def body(dst: Any, w: Any, e: Any) -> None:
+        where = isa.register_alloc(e) if kind == "register" else e
+        isa.dma_copy(dst, w.ap([[24, 16], [1, 8]], offset=8, scalar_offset=where, indirect_dim=0))
+
+    expert = Tile(np.array([[3]], np.int32))
+    result = execute(body, dst=Tile(shape=(16, 8)), w=hbm(weights), e=expert)
+    assert np.array_equal(result["dst"], weights[3, :, 1])
+
+
+def test_indirect_dim_chooses_the_axis_of_the_base() -> None:
+    weights = RANDOM.normal(size=(5, 16, 8)).astype(np.float32)
+    result = execute(
+        lambda dst, w, r: isa.dma_copy(
+            dst, w.ap([[128, 5], [1, 8]], scalar_offset=r, indirect_dim=1)
+        ),
+        dst=Tile(shape=(5, 8)),
+        w=hbm(weights),
+        r=Tile(np.array([[11]], np.int32)),
+    )
+    assert np.array_equal(result["dst"], weights[:, 11])
+
+
+@pytest.mark.parametrize(
+    ("row", "written"),
+    [(0, 16), (30, 10), (39, 1), (40, 0), (-1, 0), (-1_000_000, 0)],
+    ids=["inside", "hangs-over", "last-row", "behind", "minus-one", "far-below"],
+)
+def test_skip_leaves_out_the_rows_that_do_not_fit(row: int, written: int) -> None:
+    """The unit is a row of the pattern, also for a scalar offset."""
+    values = RANDOM.normal(size=(16, 64)).astype(np.float32)
+    result = execute(
+        lambda x, src, r: isa.dma_copy(
+            x.ap([[64, 16], [1, 64]], scalar_offset=r), src, oob_mode=SKIP
+        ),
+        x=hbm(X),
+        src=Tile(values),
+        r=Tile(np.array([[row]], np.int32)),
+    )
+    expected = X.copy()
+    if written:
+        expected[row : row + written] = values[:written]
+    assert np.array_equal(result["x"], expected)
+
+
+def test_clamping_keeps_any_index_inside() -> None:
+    """For finding the shapes of outputs with made-up inputs."""
+    rows = np.array([[-5], [1000]], np.int32)
+    result = execute(
+        gather,
+        options=SimOptions(out_of_bounds="clamp"),
+        dst=Tile(shape=(2, 64)),
+        x=hbm(X),
+        i=Tile(rows),
+    )
+    assert np.array_equal(result["dst"], X[[0, 39]])
+
+
+def test_an_offset_in_memory_works_on_chip_too() -> None:
+    result = execute(
+        lambda dst, x, i: isa.tensor_copy(
+            dst, x.ap([[64, 40], [1, 4]], scalar_offset=i, indirect_dim=1)
+        ),
+        dst=Tile(shape=(40, 4)),
+        x=Tile(X),
+        i=Tile(np.array([[9]], np.int32)),
+    )
+    assert np.array_equal(result["dst"], X[:, 9:13])
+
+
+# dma_transpose
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [((16, 100), (1, 0)), ((4, 12, 32), (2, 1, 0)), ((6, 1, 1, 128), (3, 1, 2, 0)),
+     ((2, 3, 8, 64), (3, 1, 2, 0))],
+    ids=["2d", "3d", "4d-index-block", "4d"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [np.int32, BF16], ids=["int32", "bfloat16"])
+def test_a_transpose_reverses_the_axes(shape: tuple[int, ...], order: Any, dtype: Any) -> None:
+    values = RANDOM.integers(-100, 100, shape).astype(dtype)
+    expected = values.transpose(order)
+    result = execute(
+        lambda dst, x: isa.dma_transpose(dst, x),
+        dst=Tile(shape=expected.shape, dtype=values.dtype),
+        x=hbm(values),
+    )
+    assert result["dst"].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("columns", [1, 2], ids=["one-column", "two-columns"])
+def test_a_transpose_of_gathered_rows_counts_indices_column_by_column(columns: int) -> None:
+    values = RANDOM.normal(size=(300, 64)).astype(BF16)
+    rows = RANDOM.integers(0, 300, (128, columns)).astype(np.uint32)
+    count = 128 * columns
+    result = execute(
+        lambda dst, x, i: isa.dma_transpose(dst, x.ap([[64, count], [1, 64]], vector_offset=i)),
+        dst=Tile(shape=(64, count), dtype="bfloat16"),
+        x=hbm(values),
+        i=Tile(rows),
+    )
+    assert np.array_equal(result["dst"], values[rows.T.reshape(-1)].T)
+
+
+def test_skipped_columns_of_a_gathered_transpose_stay() -> None:
+    values = RANDOM.normal(size=(30, 64)).astype(BF16)
+    rows = np.arange(16, dtype=np.int32).reshape(16, 1)
+    rows[5] = -1
+    before = np.full((64, 16), 7.0, BF16)
+    result = execute(
+        lambda dst, x, i: isa.dma_transpose(
+            dst, x.ap([[64, 16], [1, 64]], vector_offset=i), oob_mode=SKIP
+        ),
+        dst=Tile(before),
+        x=hbm(values),
+        i=Tile(rows),
+    )
+    expected = values[:16].T.copy()
+    expected[:, 5] = 7.0
+    assert np.array_equal(result["dst"], expected)
+
+
+TRANSPOSE_REFUSALS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, str]] = {
+    "shape": (lambda d, x: isa.dma_transpose(d[0:99], x), (16, 100), BF16, "shape"),
+    "one-byte": (lambda d, x: isa.dma_transpose(d, x), (16, 100), np.int8, "2 or 4 bytes"),
+    "axes": (lambda d, x: isa.dma_transpose(d, x, axes=(0, 1)), (16, 100), BF16, "axes"),
+    "hwdge-rows": (
+        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge), (17, 100), BF16,
+        "16 rows",
+    ),
+    "hwdge-columns": (
+        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge), (16, 16, 129), BF16,
+        "at most 128",
+    ),
+    "hwdge-four-bytes": (
+        lambda d, x: isa.dma_transpose(d, x, dge_mode=isa.dge_mode.hwdge), (16, 100), np.float32,
+        "2 bytes",
+    ),
+    "skip-static": (lambda d, x: isa.dma_transpose(d, x, oob_mode=SKIP), (16, 100), BF16, "skip"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSPOSE_REFUSALS)
+def test_a_transpose_refuses(name: str) -> None:
+    body, shape, dtype, message = TRANSPOSE_REFUSALS[name]
+    values = np.zeros(shape, dtype)
+    target = tuple(reversed(shape))
+    with pytest.raises(IllegalOperand, match=message):
+        execute(
+            lambda dst, x: body(dst, x),
+            dst=Tile(shape=target, dtype=values.dtype, space="hbm"),
+            x=hbm(values),
+        )
+
+
+# dma_compute
+
+
+def test_a_sum_is_rounded_once() -> None:
+    parts = [RANDOM.normal(size=(16, 64)).astype(BF16) for _ in range(3)]
+    result = execute(
+        lambda dst, a, b, c: isa.dma_compute(dst, [a, b, c], nl.add, scales=(1.0, 1.0, 1.0)),
+        dst=Tile(shape=(16, 64), dtype="bfloat16"), a=hbm(parts[0]), b=hbm(parts[1]),
+        c=Tile(parts[2]),
+    )  # fmt: skip
+    expected = sum(part.astype(np.float32) for part in parts).astype(BF16)
+    assert np.array_equal(result["dst"], expected)
+
+
+def test_a_scatter_adds_to_rows() -> None:
+    rows = np.array([[3], [-1], [9]], np.int32)
+    values = RANDOM.normal(size=(3, 64)).astype(np.float32)
+
+    def body(x: Any, src: Any, i: Any) -> None:
+        target = x.ap([[64, 3], [1, 64]], vector_offset=i)
+        isa.dma_compute(target, [target, src], nl.add, oob_mode=SKIP)
+
+    result = execute(body, x=hbm(X), src=Tile(values), i=Tile(rows))
+    expected = X.copy()
+    expected[[3, 9]] += values[[0, 2]]
+    assert np.array_equal(result["x"], expected)
+
+
+def test_a_gather_adds_rows() -> None:
+    rows = np.array([[3], [50], [9]], np.int32)
+    values = RANDOM.normal(size=(3, 64)).astype(np.float32)
+
+    def body(dst: Any, x: Any, i: Any) -> None:
+        source = x.ap([[64, 3], [1, 64]], vector_offset=i)
+        isa.dma_compute(dst, [source, dst], nl.add, oob_mode=SKIP)
+
+    result = execute(body, dst=Tile(values), x=hbm(X), i=Tile(rows))
+    expected = values.copy()
+    expected[[0, 2]] += X[[3, 9]]
+    assert np.array_equal(result["dst"], expected)
+
+
+COMPUTE_REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
+    "operator": (lambda dst, a: isa.dma_compute(dst, [a, a], nl.multiply), "nl.add"),
+    "scale": (lambda dst, a: isa.dma_compute(dst, [a, a], nl.add, scales=(1.0, 2.0)), "scales"),
+    "seventeen": (lambda dst, a: isa.dma_compute(dst, [a] * 17, nl.add), "16"),
+    "elements": (lambda dst, a: isa.dma_compute(dst, [a, a[0:8]], nl.add), "elements"),
+    "skip-static": (lambda dst, a: isa.dma_compute(dst, [a, a], nl.add, oob_mode=SKIP), "skip"),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTE_REFUSALS)
+def test_a_sum_refuses(name: str) -> None:
+    body, message = COMPUTE_REFUSALS[name]
+    with pytest.raises(IllegalOperand, match=message):
+        execute(body, dst=Tile(shape=(16, 64)), a=hbm(X[:16]))
+
+
+def test_equal_rows_are_refused_in_a_read_modify_write() -> None:
+    def body(x: Any, src: Any, i: Any) -> None:
+        target = x.ap([[64, 2], [1, 64]], vector_offset=i)
+        isa.dma_compute(target, [target, src], nl.add)
+
+    with pytest.raises(IllegalOperand, match="unique"):
+        execute(body, x=hbm(X), src=Tile(X[:2]), i=Tile(np.array([[3], [3]], np.int32)))
+
+
+# The trace
+
+
+def facts_of(body: Callable[..., Any], **tiles: Tile) -> Any:
+    return next(iter(execute(body, **tiles).run.trace)).facts
+
+
+def test_the_trace_counts_descriptors_and_bytes() -> None:
+    facts = facts_of(
+        lambda dst, x: isa.dma_copy(dst, x[:, 0:32]), dst=Tile(shape=(40, 32)), x=hbm(X)
+    )
+    assert (facts.moved_bytes, facts.rows, facts.runs) == (40 * 32 * 4, 40, 40)
+    assert (facts.hbm_read_bytes, facts.hbm_write_bytes) == (40 * 32 * 4, 0)
+
+
+def test_the_trace_merges_neighbours_in_hbm() -> None:
+    facts = facts_of(lambda dst, x: isa.dma_copy(dst, x), dst=Tile(shape=(40, 64)), x=hbm(X))
+    assert (facts.runs, facts.hbm_runs) == (40, 1)
+
+
+def test_the_trace_counts_indirect_and_skipped_rows() -> None:
+    rows = np.array([[3], [-1], [9], [99]], np.int32)
+    facts = facts_of(
+        lambda dst, x, i: gather(dst, x, i, SKIP),
+        dst=Tile(np.zeros((4, 64), np.float32)),
+        x=hbm(X),
+        i=Tile(rows),
+    )
+    assert (facts.indirect_rows, facts.skipped_rows, facts.dge) == (4, 2, "swdge")
+    assert facts.hbm_read_bytes == 2 * 64 * 4
+
+
+def test_the_trace_is_the_same_in_both_modes() -> None:
+    def kernel(x: Any, i: Any) -> Any:
+        out = nl.ndarray((4, 64), x.dtype, buffer=nl.shared_hbm)
+        rows = nl.ndarray((4, 1), nl.int32)
+        isa.dma_copy(rows, i)
+        tile = nl.ndarray((4, 64), x.dtype)
+        isa.memset(tile, 0)
+        gather(tile, x, rows, SKIP)
+        isa.dma_copy(out, tile)
+        return out
+
+    rows = np.array([[3], [-1], [9], [99]], np.int32)
+    runs = [
+        nki_sim.run(kernel, X.copy(), rows, options=SimOptions(mode=mode))
+        for mode in ("full", "indices")
+    ]
+    assert list(runs[0].trace) == list(runs[1].trace)
