@@ -31,6 +31,7 @@ PHASES = ("prefill", "decode", "speculation", "training")
 PATHS = ("blockwise", "selective", "all_experts", "capacity")
 DENSE_STREAM_TOKENS = 128
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+BREAK_EVEN_ROWS = 217  # rows at which an expert's matrix multiplies last as long as its load
 
 
 @dataclass(frozen=True)
@@ -271,11 +272,14 @@ class Explanation:
         return self.decision.path
 
     def __str__(self) -> str:
+        blocks = f"block_size={self.block_size}, N={self.num_blocks} (static)"
+        if self.decision.path not in ("blockwise", "capacity"):
+            blocks = f"none on this path; blockwise would take {blocks}"
         lines = [
             f"{self.phase}, {self.tokens} tokens: {self.decision.path} ({self.decision.kernel})",
             *(f"  because  {reason}" for reason in self.decision.reasons),
             *(f"  not      {path}: {why}" for path, why in self.decision.rejected),
-            f"  blocks   block_size={self.block_size}, N={self.num_blocks} (static)",
+            f"  blocks   {blocks}",
             "  padding  " + _describe_padding(self.padding) + "  [computed]",
         ]
         return "\n".join(lines + [f"  note     {note}" for note in self.notes])
@@ -303,6 +307,23 @@ class Explanation:
 def _describe_padding(padding: PaddingOverhead) -> str:
     actual = "not recorded" if padding.actual is None else f"{padding.actual:.1%}"
     return f"worst {padding.worst:.1%}, expected {padding.expected:.1%}, actual {actual}"
+
+
+def suggest_block_size(padding_by_block_size: dict[int, PaddingOverhead]) -> int:
+    """Return the block size with the least computed time on one core.
+
+    A block lasts as long as its rows or the load of its expert's weights, whichever is longer, so
+    the time is proportional to blocks * max(block_size, BREAK_EVEN_ROWS). Blocks are those of the
+    recorded load, or the expected ones; a tie goes to the smaller size.
+    """
+
+    def time_in_rows(block_size: int) -> float:
+        padding = padding_by_block_size[block_size]
+        overhead = padding.expected if padding.actual is None else padding.actual
+        blocks = padding.pairs * (1.0 + overhead) / block_size
+        return blocks * max(block_size, BREAK_EVEN_ROWS)
+
+    return min(sorted(padding_by_block_size), key=time_in_rows)
 
 
 def explain_path(
@@ -333,6 +354,12 @@ def explain_path(
 
     blocks = num_blocks(work.tokens, work.top_k, work.num_local_experts, work.block_size)
     by_size = {size: overhead(size) for size in BLOCK_SIZES}
+    better = suggest_block_size(by_size)
+    if decision.path == "blockwise" and better != work.block_size:
+        notes += (
+            f"block_size={better} would be faster on one core: padding"
+            f" {_describe_padding(by_size[better])}  [computed]",
+        )
     return Explanation(
         work.phase,
         work.tokens,

@@ -109,3 +109,15 @@ def test_compat_on_the_module_follows_nxds_table() -> None:
 def test_explanation_as_plain_values() -> None:
     values = _moe().explain("decode", 4).to_dict()
     assert json.loads(json.dumps(values))["path"] == "selective"
+
+
+def test_explain_suggests_a_block_size_that_fits_the_load() -> None:
+    moe = _moe()
+    assert "block_size=256 would be faster" in str(
+        moe.explain("prefill", 2048, tokens_per_expert=[256] * 16)
+    )
+    assert "would be faster" not in str(moe.explain("prefill", 300, tokens_per_expert=[38] * 16))
+
+
+def test_decode_names_no_blocks_of_its_own() -> None:
+    assert "none on this path" in str(_moe().explain("decode", 2))
