@@ -158,8 +158,8 @@ def quantize_fp8(
     scale = torch.where(maximum == 0, torch.ones_like(scale), scale)
     codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
     for values, factors, place in _slabs(weight, scale, blocks, codes):
-        quotient = (values.float() / factors).clamp_(-fmt.max_value, fmt.max_value)
-        place.copy_(quotient.to(fmt.dtype))
+        # A quotient above the largest code by a rounding error rounds back to it.
+        place.copy_((values.float() / factors).to(fmt.dtype))
     return QuantizedWeight(codes, scale, blocks)
 
 
@@ -225,7 +225,7 @@ def rescale_ocp_to_neuron(
                 f"codes {list(codes.shape)} hold NaN: weights must be finite. Repair the "
                 "checkpoint."
             )
-        place.copy_(quotient.clamp_(-E4M3_NEURON.max_value, E4M3_NEURON.max_value).to(codes.dtype))
+        place.copy_(quotient.to(codes.dtype))
     return QuantizedWeight(codes, quantized.scale * factor, quantized.block_shape)
 
 

@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import math
 import subprocess
 import sys
 import textwrap
@@ -192,6 +193,8 @@ def test_pieces_cover_a_tensor_exactly_once(shape, max_bytes):
     source = torch.arange(count.numel()).view(shape)
     for piece, place in pieces(everything(shape), 2, max_bytes):
         take(count, place).add_(1)
+        size = 2 * math.prod(map(len, piece))
+        assert size <= max(max_bytes, 2 * shape[-1] if shape else 2)
         assert torch.equal(take(source, piece), take(source, place))
     assert (count == 1).all()
 

@@ -414,10 +414,29 @@ def test_recoding_mxfp4_to_e5m2_keeps_every_bit(seed, lowest, spread, scope):
     recoded = recode_mxfp4_to_fp8(blocks, scales, E5M2, scope)
     assert recoded.scale.shape == ((2, 5, 1) if scope == "channel" else (2, 1, 1))
     assert (torch.frexp(recoded.scale).mantissa == 0.5).all()
+    assert (recoded.scale >= torch.finfo(torch.float32).tiny).all()  # no subnormal scale
     decoded = decode_mxfp4(blocks, scales, torch.float32)
     assert torch.equal(dequantize_fp8(recoded, torch.float32), decoded)
     magnitudes = recoded.codes.float().abs()
     assert (magnitudes[magnitudes > 0] >= 2.0**E5M2.min_exponent).all()
+
+
+@pytest.mark.parametrize("scale_of_zeros", [0, 3, 4, 130, 254])
+def test_the_scale_of_a_group_of_zeros_does_not_matter(scale_of_zeros):
+    blocks, scales = random_mxfp4(1, 2, 3, lowest=131, highest=131)
+    blocks[0, :, 1] = 0
+    scales[0, :, 1] = scale_of_zeros
+    recoded = recode_mxfp4_to_fp8(blocks, scales)
+    expected = decode_mxfp4(blocks, scales, torch.float32)
+    assert torch.equal(dequantize_fp8(recoded, torch.float32), expected)
+    assert (recoded.scale == 16).all()
+
+
+def test_channels_beyond_one_slab_keep_their_own_scales():
+    blocks, scales = random_mxfp4(2, 1100, 1)
+    recoded = recode_mxfp4_to_fp8(blocks, scales)
+    expected = decode_mxfp4(blocks, scales, torch.float32)
+    assert torch.equal(dequantize_fp8(recoded, torch.float32), expected)
 
 
 def test_recoding_reports_and_refuses_a_spread_that_is_too_wide():
