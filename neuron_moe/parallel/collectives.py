@@ -28,11 +28,19 @@ _BYTES_ONLY = (
 
 @runtime_checkable
 class Collectives(Protocol):
-    """One group of ranks and what they can do together."""
+    """One group of ranks and what they can do together.
+
+    Attributes:
+        name: what messages call the group.
+        rank: this process's position in it.
+        size: number of ranks.
+        ranks: their global ranks; empty where there are no processes.
+    """
 
     name: str
     rank: int
     size: int
+    ranks: tuple[int, ...]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, the same on every rank."""
@@ -52,11 +60,11 @@ class Collectives(Protocol):
 class SingleRank:
     """A group of one: nothing moves."""
 
-    rank = 0
-    size = 1
-
     def __init__(self, name: str = "single") -> None:
         self.name = name
+        self.rank = 0
+        self.size = 1
+        self.ranks: tuple[int, ...] = ()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return x."""
@@ -93,6 +101,7 @@ class TorchCollectives:
         self.name = name
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, the same on every rank."""
@@ -149,9 +158,8 @@ class TorchCollectives:
         try:
             run()
         except RuntimeError as error:
-            ranks = dist.get_process_group_ranks(self.group)
             seconds = time.monotonic() - started
-            raise describe_failure(collective, self.name, ranks, seconds, error) from error
+            raise describe_failure(collective, self.name, self.ranks, seconds, error) from error
 
 
 def _renamed(new: str, old: str) -> Callable[..., Any]:

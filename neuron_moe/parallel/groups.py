@@ -170,6 +170,7 @@ class Offline:
         self.name = name
         self.rank = rank
         self.size = size
+        self.ranks: tuple[int, ...] = ()
 
     def _refuse(self, collective: str) -> None:
         raise RuntimeError(

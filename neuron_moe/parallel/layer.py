@@ -30,6 +30,7 @@ from neuron_moe.parallel.collectives import (
     reduce_scatter_rows,
 )
 from neuron_moe.parallel.failure import check_same_on_all_ranks
+from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.hybrid import DECODE_PHASES
 from neuron_moe.parallel.strategy import (
     Dispatched,
@@ -112,6 +113,11 @@ class ParallelLayer:
                 )
         self._strategies: dict[tuple[str, bool], Strategy] = {}
         self._is_checked = False
+
+    def use_groups(self, groups: dict[str, ExpertGroups]) -> None:
+        """Communicate through other groups of the same ranks, such as ones that count bytes."""
+        self.groups = groups
+        self._strategies.clear()
 
     def strategy(self, phase: str | None, is_sequence_part: bool) -> Strategy:
         """Return how tokens reach experts in a phase; None is prefill."""
@@ -285,9 +291,8 @@ def copy_of(part: Collectives, model: Collectives) -> int:
     copies = model.size // part.size
     if copies == 1:
         return 0
-    if isinstance(part, TorchCollectives) and isinstance(model, TorchCollectives):
-        ranks = torch.distributed.get_process_group_ranks(model.group)
-        members = [ranks.index(r) for r in torch.distributed.get_process_group_ranks(part.group)]
+    if part.ranks:
+        members = [model.ranks.index(rank) for rank in part.ranks]
         if members == list(range(members[0], model.size, copies)):
             return members[0]
         if members != list(range(members[0], members[0] + part.size)):
