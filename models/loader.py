@@ -17,6 +17,8 @@ from torch import nn
 import neuron_moe.models
 from neuron_moe.checkpoint import Progress, Shard, load_weights, open_checkpoint
 from neuron_moe.errors import closest
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.load import load_shard
 
 CONFIG_FILE = "config.json"
 MODEL_FILE_EXPORTS = ("Config", "Model", "weight_map")
@@ -36,7 +38,8 @@ def load_model(
     Args:
         directory: holds config.json and the safetensors.
         dtype: of the parameters; the model file may keep some, such as the router, in float32.
-        shard: which part of each parameter this rank holds, where the model is built for a part.
+        shard: which part of each parameter this rank holds; by default what `parallel_state`, if
+            it was initialised, gives the model.
         progress: called with the bytes filled and the bytes of all parameters.
         model_options: further keyword arguments of the model's constructor.
 
@@ -59,7 +62,11 @@ def load_model(
     # On the meta device parameters have a shape and no memory, until the loaded ones replace them.
     with torch.device("meta"):
         model: nn.Module = model_file.Model(config, dtype=dtype, **model_options)
-    load_weights(model, checkpoint, model_file.weight_map(config), shard=shard, progress=progress)
+    weight_map = model_file.weight_map(config)
+    if shard is None and parallel_state.model_parallel_is_initialized():
+        load_shard(model, checkpoint, weight_map, progress=progress)
+    else:
+        load_weights(model, checkpoint, weight_map, shard=shard, progress=progress)
     _check_filled(model)
     return model.eval().requires_grad_(False)
 

@@ -35,11 +35,13 @@ class ModuleSharding:
 
     Args:
         rules: by parameter name; a parameter without one is whole.
-        sources: the name in the checkpoint of a parameter that is a second copy.
+        sources: the name in the whole model of a parameter that is a second copy.
+        layout: what this rank holds of each sharded module, in words.
     """
 
     rules: Mapping[str, Rule]
     sources: Mapping[str, str]
+    layout: Mapping[str, str]
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Selection:
         """Return the indices this rank holds of a parameter of that whole shape."""
@@ -55,20 +57,25 @@ def sharding_of(model: nn.Module) -> ModuleSharding:
     """Collect the rules of a model that was built for one rank."""
     rules: dict[str, Rule] = {}
     sources: dict[str, str] = {}
-    for prefix, module in model.named_modules():
-        path = f"{prefix}." if prefix else ""
+    layout: dict[str, str] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
         if isinstance(module, ExpertMLPsV2):
             for name, experts in module.named_children():
                 if not isinstance(experts, Experts):
                     continue
                 slots = _slots(module, experts.shard)
+                layout[prefix + name] = f"experts {_as_text(slots)}, {_slice(experts.shard)}"
                 for parameter, rule in _expert_rules(experts, slots):
-                    rules[f"{path}{name}.{parameter}"] = rule
+                    rules[f"{prefix}{name}.{parameter}"] = rule
                     if name != "mlp_op":
-                        sources[f"{path}{name}.{parameter}"] = f"{path}mlp_op.{parameter}"
+                        sources[f"{prefix}{name}.{parameter}"] = f"{prefix}mlp_op.{parameter}"
         elif isinstance(module, SharedExperts):
-            rules.update((path + name, rule) for name, rule in _shared_rules(module))
-    return ModuleSharding(rules, sources)
+            layout[path] = _slice(module.shard)
+            rules.update((prefix + name, rule) for name, rule in _shared_rules(module))
+    names = model.state_dict().keys()
+    sources = {name: source for name, source in sources.items() if name in names}
+    return ModuleSharding(rules, sources, layout)
 
 
 def shard_state_dict(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -86,6 +93,16 @@ def shard_state_dict(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str,
         tensor = whole[source]
         state[name] = take(tensor, sharding(name, tuple(tensor.shape))).contiguous()
     return state
+
+
+def _as_text(slots: Indices) -> str:
+    if isinstance(slots, range):
+        return f"{slots.start}-{slots.stop - 1}"
+    return ", ".join(map(str, slots))
+
+
+def _slice(shard: ExpertShard) -> str:
+    return f"slice {shard.tp_rank} of {shard.tp_size}"
 
 
 def _slots(mlps: ExpertMLPsV2, shard: ExpertShard) -> Indices:

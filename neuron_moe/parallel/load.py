@@ -1,0 +1,238 @@
+"""Weights of one rank: from a published checkpoint, and from files that were sharded before.
+
+`load_shard` reads a rank's slices straight out of safetensors. Models that are started often are
+better served by a sharded checkpoint: one file for each rank, read without any rearranging.
+
+    sharded.json                        the ParallelConfig and the number of ranks
+    rank-00003-of-00008.safetensors     parameters and buffers of rank 3, under their own names
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from neuron_moe.checkpoint.load import Progress, read_parameters, unique_parameters
+from neuron_moe.checkpoint.reader import Checkpoint, open_checkpoint
+from neuron_moe.checkpoint.weight_map import WeightMap, placeholders
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.config import ParallelConfig
+from neuron_moe.parallel.sharding import ModuleSharding, sharding_of
+
+INDEX_NAME = "sharded.json"
+FORMAT_VERSION = 1
+
+
+def load_shard(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Fill a model that was built for one rank; on any error it is untouched.
+
+    Only the slices this rank holds are read, before anything is stacked or decoded. A second copy
+    of the experts (hybrid layouts) is read in a second pass.
+
+    Args:
+        model: may be on the meta device.
+        checkpoint: where from.
+        weight_map: how.
+        progress: called with the bytes filled and all bytes, of the first pass.
+
+    Raises:
+        ValueError: as `neuron_moe.checkpoint.load_weights`.
+    """
+    sharding = sharding_of(model)
+    unique = unique_parameters(model)
+    first = {name: tensor for name, tensor in unique.items() if name not in sharding.sources}
+    filled = read_parameters(checkpoint, weight_map, first, shard=sharding, progress=progress)
+    filled.update(_read_second_copies(checkpoint, weight_map, unique, sharding))
+    _assign(model, unique, filled)
+
+
+def _read_second_copies(
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    unique: Mapping[str, Tensor],
+    sharding: ModuleSharding,
+) -> dict[str, Tensor]:
+    """Read the parameters that hold other slices of tensors read before."""
+    copies = {source: name for name, source in sharding.sources.items()}
+    if not copies:
+        return {}
+    wanted = {source: unique[name] for source, name in copies.items()}
+    read = read_parameters(
+        checkpoint,
+        _only(weight_map, set(wanted)),
+        wanted,
+        shard=lambda source, shape: sharding(copies[source], shape),
+    )
+    return {copies[source]: tensor for source, tensor in read.items()}
+
+
+def _only(weight_map: WeightMap, targets: set[str]) -> WeightMap:
+    """Return the rules that fill some targets; what the others read is ignored."""
+    kept, ignored = [], list(weight_map.ignored)
+    for rule in weight_map.rules:
+        first = rule.target.format(**dict.fromkeys(placeholders(rule.target), 0))
+        if first in targets:
+            kept.append(rule)
+        else:
+            ignored.extend(rule.patterns)
+    return WeightMap(kept, weight_map.sizes, ignored)
+
+
+def _assign(model: nn.Module, unique: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> None:
+    loaded = {
+        id(tensor): nn.Parameter(filled[name], requires_grad=False)
+        if isinstance(tensor, nn.Parameter)
+        else filled[name]
+        for name, tensor in unique.items()
+    }
+    state = model.state_dict(keep_vars=True)
+    model.load_state_dict({name: loaded[id(tensor)] for name, tensor in state.items()}, assign=True)
+
+
+def save_sharded(model: nn.Module, directory: str | Path) -> Path:
+    """Write this rank's part of a model; every rank calls it with the same directory.
+
+    Args:
+        model: built under `parallel_state`, and filled.
+        directory: made if missing; must not hold a sharded checkpoint of another layout.
+
+    Returns:
+        The file written.
+
+    Raises:
+        ValueError: no groups exist, or the directory holds another layout.
+    """
+    config, rank = _place()
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    index = directory / INDEX_NAME
+    described = {"format": FORMAT_VERSION, "parallel": config.to_dict()}
+    if index.is_file():
+        _check_index(index, config)
+    else:
+        index.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    path = directory / _file_name(rank, config.model_size)
+    tensors = {
+        name: tensor.detach().contiguous() for name, tensor in unique_parameters(model).items()
+    }
+    save_file(tensors, path, metadata={"layout": json.dumps(dict(sharding_of(model).layout))})
+    return path
+
+
+def load_sharded(model: nn.Module, directory: str | Path) -> None:
+    """Fill a model from what `save_sharded` wrote for this rank; on any error it is untouched.
+
+    Raises:
+        FileNotFoundError: the directory or this rank's file is missing.
+        ValueError: the files are for another layout, or tensors are missing, extra or do not fit.
+    """
+    config, rank = _place()
+    directory = Path(directory)
+    _check_index(directory / INDEX_NAME, config)
+    path = directory / _file_name(rank, config.model_size)
+    checkpoint = open_checkpoint(path)
+    with safe_open(path, framework="pt") as header:
+        saved = json.loads((header.metadata() or {}).get("layout", "{}"))
+    layout = sharding_of(model).layout
+    for module in sorted(saved.keys() | layout.keys()):
+        if saved.get(module) != layout.get(module):
+            raise ValueError(
+                f"{path}: {module} holds {saved.get(module, 'nothing')}, the model needs"
+                f" {layout.get(module, 'nothing')}. Shard the checkpoint again for this layout and"
+                " placement."
+            )
+    unique = unique_parameters(model)
+    odd = sorted(unique.keys() ^ checkpoint.tensors.keys())
+    if odd:
+        raise ValueError(
+            f"{path}: {odd[0]} must be both in the file and in the model ({len(odd)} names are"
+            " not). Shard the checkpoint again for this model."
+        )
+    for name, tensor in unique.items():
+        info = checkpoint.tensors[name]
+        if (info.shape, info.dtype) != (tuple(tensor.shape), tensor.dtype):
+            raise ValueError(
+                f"{path}: {name} is {info.dtype} {list(info.shape)}, must be {tensor.dtype}"
+                f" {list(tensor.shape)}. Shard the checkpoint again for this model."
+            )
+    _assign(model, unique, {name: checkpoint.read(name) for name in unique})
+
+
+def shard_checkpoint(
+    build: Callable[[], nn.Module],
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    config: ParallelConfig,
+    directory: str | Path,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
+    """Write the sharded checkpoint of every rank from one process, one rank in memory at a time.
+
+    Args:
+        build: makes the model; called under the meta device, once for each rank.
+        checkpoint: the whole model.
+        weight_map: how its tensors become parameters.
+        config: the layout.
+        directory: where to.
+        progress: called with the ranks written and all ranks.
+
+    Returns:
+        The files written.
+    """
+    written = []
+    for rank in range(config.model_size):
+        with parallel_state.as_rank(config, rank):
+            with torch.device("meta"):
+                model = build()
+            load_shard(model, checkpoint, weight_map)
+            written.append(save_sharded(model, directory))
+        if progress is not None:
+            progress(rank + 1, config.model_size)
+    return written
+
+
+def _place() -> tuple[ParallelConfig, int]:
+    groups = parallel_state.get_groups()
+    if groups is None:
+        raise ValueError(
+            "sharded checkpoint: this process has no rank. Call"
+            " parallel_state.initialize_model_parallel() or use parallel_state.as_rank() first."
+        )
+    return groups.config, groups.rank
+
+
+def _check_index(path: Path, config: ParallelConfig) -> None:
+    """Refuse a sharded checkpoint of another layout."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: must exist beside the files of the ranks. Save with save_sharded()."
+        )
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("format") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format={found.get('format')!r} must be {FORMAT_VERSION}. Shard again."
+        )
+    # How tokens travel does not change what a rank holds.
+    irrelevant = ("strategy", "decode_strategy", "sp", "dp", "replicas")
+    for name, value in config.to_dict().items():
+        saved = found["parallel"].get(name)
+        if name not in irrelevant and saved != value:
+            raise ValueError(
+                f"{path}: sharded for {name}={saved}, must be {name}={value} as this process runs."
+                " Shard the checkpoint again, or start with its layout."
+            )
+
+
+def _file_name(rank: int, num_ranks: int) -> str:
+    return f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
