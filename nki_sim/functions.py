@@ -42,6 +42,12 @@ class AluOp:
         """Whether operands are taken as bit patterns."""
         return self.kind == "bitvec"
 
+    def into(self, out: Array | None, *operands: Array) -> Array:
+        """Apply to float32 operands; in `out`, if that is given and the operator can."""
+        if out is None or self.kind != "arithmetic" or not isinstance(self.apply, np.ufunc):
+            return self.apply(*operands)
+        return np.asarray(self.apply(*operands, out=out))
+
 
 def _abs_max(x: Array, y: Array) -> Array:
     return np.where(np.abs(x) > np.abs(y), x, y)

@@ -18,6 +18,7 @@ import numpy as np
 from nki_sim import races
 from nki_sim.dtypes import DType, as_dtype, bfloat16
 from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
+from nki_sim.host_memory import keep_freed_memory
 from nki_sim.liveness import check_capacity
 from nki_sim.machine import _CORE, PACKAGE_DIR, Core, build, running
 from nki_sim.memory import MemoryRegion
@@ -247,6 +248,7 @@ def _launch(
     single: bool,
 ) -> Run:
     """Run the kernel once per rank and core, then check the trace as a whole."""
+    keep_freed_memory()
     degree = lnc if lnc is not None else kernel.lnc
     machine = build(options, degree or 1, len(calls))
     uses_torch = any(_is_torch(a) for args, kwargs in calls for a in (*args, *kwargs.values()))

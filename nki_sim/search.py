@@ -37,18 +37,26 @@ def match8(data_PF: Array, vals_P8: Array, *, first_slot_first: bool) -> Array:
     Returns:
         [P, 8] int64 positions, `NO_MATCH` where no occurrence is left.
     """
-    same = vals_P8[:, :, None] == vals_P8[:, None, :]  # [P, slot, other slot]
-    ahead = np.tri(SLOTS, k=-1, dtype=bool)
-    occurrence = (same & (ahead if first_slot_first else ahead.T)).sum(axis=2)
+    columns = data_PF.shape[1]
+    column = np.arange(columns)
+    order = range(SLOTS) if first_slot_first else range(SLOTS - 1, -1, -1)
     positions = np.empty(vals_P8.shape, np.int64)
-    for slot in range(SLOTS):
+    done: list[int] = []
+    for slot in order:
         hits = data_PF == vals_P8[:, slot, None]
-        skip = occurrence[:, slot]
-        if skip.any():
-            hits &= np.cumsum(hits, axis=1) == skip[:, None] + 1
+        # Where an earlier slot has the same value, only what lies behind its occurrence counts.
+        behind = np.full(data_PF.shape[0], -1)
+        for other in done:
+            taken = np.where(positions[:, other] == NO_MATCH, columns, positions[:, other])
+            same = vals_P8[:, other] == vals_P8[:, slot]
+            behind = np.where(same, np.maximum(behind, taken), behind)
+        shared = np.flatnonzero(behind >= 0)
+        if shared.size:
+            hits[shared] &= column > behind[shared, None]
         first = hits.argmax(axis=1)
         is_hit = np.take_along_axis(hits, first[:, None], axis=1)[:, 0]
         positions[:, slot] = np.where(is_hit, first, NO_MATCH)
+        done.append(slot)
     return positions
 
 

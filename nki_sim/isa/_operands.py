@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from nki_sim.constants import nc_version, reduce_cmd
-from nki_sim.dtypes import Array
+from nki_sim.dtypes import Array, float32
 from nki_sim.errors import IllegalOperand, NkiValidationError
 from nki_sim.functions import ALU_OPS, REDUCE_ALIASES, AluOp
 from nki_sim.isa._common import Core, NkiTensor, scalar_operand
@@ -61,14 +62,14 @@ class Stage(NamedTuple):
     operand: Any
     reverse: bool
 
-    def apply(self, values: Array) -> Array:
-        """Compute in float32."""
+    def apply(self, values: Array, out: Array | None = None) -> Array:
+        """Compute in float32, in `out` where the operator can."""
         op = self.op
         if op.arity == 1:
-            return op.apply(values)
+            return op.into(out, values)
         operand = self.operand
-        other = operand.f32() if type(operand) is NkiTensor else np.float32(operand)
-        return op.apply(other, values) if self.reverse else op.apply(values, other)
+        other: Any = operand.f32() if type(operand) is NkiTensor else np.float32(operand)
+        return op.into(out, other, values) if self.reverse else op.into(out, values, other)
 
     def apply_exact(self, values: Array) -> Array:
         """Compute on int64 arrays."""
@@ -91,6 +92,28 @@ class Stage(NamedTuple):
             mask = (1 << (8 * values.dtype.itemsize)) - 1
             other = values.dtype.type(int(operand) & mask)
         return op.apply(other, values) if self.reverse else op.apply(values, other)
+
+
+def result_array(dst: NkiTensor, rows: int, inputs: Sequence[NkiTensor]) -> Array | None:
+    """Where float32 results may be computed in place of a temporary: the destination itself.
+
+    None if it has another type or shape, or if it shares its tensor with one of `inputs`, which a
+    later operator still has to read.
+    """
+    if dst.dtype is not float32 or any(dst._alloc is value._alloc for value in inputs):
+        return None
+    array = dst.array()
+    return array if array.ndim == 2 and array.shape[0] == rows else None
+
+
+def run_stages(dst: NkiTensor, data: NkiTensor, stages: tuple[Stage, ...]) -> None:
+    """Apply the operators in float32 and write the result."""
+    values = data.f32()
+    out = result_array(dst, values.shape[0], tensors_of(stages))
+    for item in stages:
+        values = item.apply(values, out)
+    if values is not out:
+        dst.store(values)
 
 
 def stage(

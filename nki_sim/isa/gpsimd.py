@@ -44,12 +44,13 @@ _INT32_MIN, _INT32_MAX = -(1 << 31), (1 << 31) - 1
 
 @functools.lru_cache(maxsize=1024)
 def _pattern_values(pattern: tuple[tuple[int, int], ...]) -> Array:
-    """Sum of index * step over the dimensions of a pattern, flattened, outermost first."""
+    """Sum of index * step over the dimensions of a pattern, as int32, outermost first."""
     values = np.zeros(1, np.int64)
     for step, count in pattern:
         values = (values[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
-    values.setflags(write=False)
-    return values
+    wrapped = values.astype(np.int32)
+    wrapped.setflags(write=False)
+    return wrapped
 
 
 def _check_pattern(pattern: Any, dst: NkiTensor) -> tuple[tuple[int, int], ...]:
@@ -81,8 +82,8 @@ def _affine_values(
     pairs: tuple[tuple[int, int], ...], offset: int, multiplier: int, partitions: int
 ) -> Array:
     """[P, F] int32 values offset + p * multiplier + pattern, wrapping like int32."""
-    rows = offset + np.arange(partitions, dtype=np.int64)[:, None] * multiplier
-    return (rows + _pattern_values(pairs)).astype(np.int32)
+    rows = (offset + np.arange(partitions, dtype=np.int64)[:, None] * multiplier).astype(np.int32)
+    return rows + _pattern_values(pairs)
 
 
 @instruction

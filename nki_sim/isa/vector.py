@@ -44,6 +44,8 @@ from nki_sim.isa._operands import (
     is_exact,
     is_integer32,
     reduction,
+    result_array,
+    run_stages,
     stage,
     store_bits,
     store_wrapped,
@@ -108,7 +110,11 @@ def tensor_tensor(
             values = operator.apply(data1.flat().astype(np.int64), data2.flat().astype(np.int64))
             store_wrapped(dst, values)
         else:
-            dst.store(operator.apply(data1.f32(), data2.f32()))
+            left, right = data1.f32(), data2.f32()
+            out = result_array(dst, left.shape[0], ())
+            values = operator.into(out, left, right)
+            if values is not out:
+                dst.store(values)
 
     return core.issue(
         "tensor_tensor", ENGINE_IDS[chosen], facts, (dst,), (data1, data2), meaning, name
@@ -164,10 +170,7 @@ def tensor_scalar(
                 values = item.apply_exact(values)
             store_wrapped(dst, values)
         else:
-            values = data.f32()
-            for item in stages:
-                values = item.apply(values)
-            dst.store(values)
+            run_stages(dst, data, stages)
 
     reads = (data, *tensors_of(stages))
     return core.issue("tensor_scalar", ENGINE_IDS[chosen], facts, (dst,), reads, meaning, name)
@@ -235,11 +238,14 @@ def scalar_tensor_tensor(
 
     # Meaning.
     def meaning() -> None:
-        values = data.f32()
+        values, other = data.f32(), operand1.f32()
+        out = result_array(dst, values.shape[0], (operand1,))
         if first is not None:
-            values = first.apply(values)
-        other = operand1.f32()
-        dst.store(operator.apply(other, values) if reverse1 else operator.apply(values, other))
+            values = first.apply(values, out)
+        pair = (other, values) if reverse1 else (values, other)
+        values = operator.into(out, *pair)
+        if values is not out:
+            dst.store(values)
 
     reads = (data, *tensors_of(stages), operand1)
     return core.issue("scalar_tensor_tensor", tr.VECTOR, facts, (dst,), reads, meaning, name)
@@ -322,7 +328,12 @@ def reciprocal(
 
     # Meaning.
     def meaning() -> None:
-        dst.store(np.float32(1) / data.f32())
+        values = data.f32()
+        out = result_array(dst, values.shape[0], ())
+        if out is None:
+            dst.store(np.float32(1) / values)
+        else:
+            np.divide(np.float32(1), values, out=out)
 
     return core.issue("reciprocal", tr.VECTOR, facts, (dst,), (data,), meaning, name)
 
