@@ -7,11 +7,13 @@ a write, race if neither happened before the other. Four cases are not errors: s
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from nki_sim.errors import DivergenceError, RaceError
+from nki_sim.geometry import contiguous_runs
 from nki_sim.memory import Allocation, Walk
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class Access(NamedTuple):
         is_write: whether it writes.
         walk: the bytes; for indirect accesses the walk of one row.
         rows: byte positions of the rows of an indirect access, else None.
-        same: a write that left every byte as it was.
+        same: a write that left every byte as it was; None if the values are not known.
         line: source line id.
     """
 
@@ -38,7 +40,7 @@ class Access(NamedTuple):
     is_write: bool
     walk: Walk
     rows: Any
-    same: bool
+    same: bool | None
     line: int
 
 
@@ -62,7 +64,7 @@ class SharedLog:
             Access(core.index, tuple(core.clock), False, tensor.geometry.walk, None, False, line)
         )
 
-    def write(self, core: Core, tensor: NkiTensor, line: int, same: bool = False) -> None:
+    def write(self, core: Core, tensor: NkiTensor, line: int, same: bool | None = False) -> None:
         """Note a write of a static view."""
         self.writers.add(core.index)
         self.accesses.append(
@@ -70,7 +72,7 @@ class SharedLog:
         )
 
     def rows(
-        self, core: Core, walk: Walk, rows: Any, is_write: bool, same: bool, line: int
+        self, core: Core, walk: Walk, rows: Any, is_write: bool, same: bool | None, line: int
     ) -> None:
         """Note a gather or scatter: the walk of one row, and where the rows start."""
         if is_write:
@@ -98,24 +100,33 @@ def check_races(machine: Machine) -> None:
         _check_log(machine, log)
 
 
-def _bytes_of(access: Access) -> Any:
-    """Return the distinct byte positions of an access, one per element, as a sorted array."""
-    offset, shape, strides, _ = access.walk
-    positions = np.zeros(1, dtype=np.int64)
-    for count, stride in zip(shape, strides, strict=True):
-        if count > 1 and stride:
-            steps = np.arange(count, dtype=np.int64) * stride
-            positions = (positions[:, None] + steps[None, :]).reshape(-1)
+def _unit_of(log: SharedLog) -> int:
+    """Return the largest number of bytes of which all accesses touch whole multiples."""
+    unit = 0
+    for walk, rows in {(a.walk, None) for a in log.accesses if a.rows is None} | {
+        (a.walk, int(np.gcd.reduce(a.rows))) for a in log.accesses if a.rows is not None
+    }:
+        run, dims = contiguous_runs(walk, 0)
+        unit = math.gcd(unit, run, walk.offset, rows or 0, *(stride for stride, _ in dims))
+    return max(1, unit)
+
+
+def _units_of(access: Access, unit: int) -> Any:
+    """Return the positions of an access in units."""
+    run, dims = contiguous_runs(access.walk, 0)
+    positions = np.arange(run // unit, dtype=np.int64)
+    for stride, count in reversed(dims):
+        steps = np.arange(count, dtype=np.int64) * (stride // unit)
+        positions = (steps[:, None] + positions[None, :]).reshape(-1)
     if access.rows is None:
-        return positions + offset
-    return (np.asarray(access.rows, dtype=np.int64)[:, None] + positions[None, :]).reshape(-1)
+        return positions + access.walk.offset // unit
+    starts = np.asarray(access.rows, dtype=np.int64) // unit
+    return (starts[:, None] + positions[None, :]).reshape(-1)
 
 
 def _check_log(machine: Machine, log: SharedLog) -> None:
     """Replay the accesses of one tensor over arrays of the last clock of each core."""
-    unit = log.alloc.dtype.itemsize
-    for access in log.accesses:
-        unit = min(unit, access.walk.itemsize)
+    unit = _unit_of(log)
     entries = -(-log.alloc.size_bytes // unit)
     count = len(machine.cores)
     last_write = np.zeros((count, entries), dtype=np.int32)
@@ -123,28 +134,33 @@ def _check_log(machine: Machine, log: SharedLog) -> None:
     write_access = np.full((count, entries), -1, dtype=np.int32)
     read_access = np.full((count, entries), -1, dtype=np.int32)
     for position, access in enumerate(log.accesses):
-        where = _bytes_of(access) // unit
-        if access.walk.itemsize > unit:
-            extra = np.arange(access.walk.itemsize // unit)
-            where = (where[:, None] + extra[None, :]).reshape(-1)
+        where = _units_of(access, unit)
         own = access.clock[access.core]
         for other in range(count):
             if other == access.core:
                 continue
             seen = access.clock[other]
-            _compare(machine, log, access, where, write_access[other], last_write[other], seen)
+            earlier = write_access[other], last_write[other]
+            _compare(machine, log, access, where, unit, *earlier, seen)
             if access.is_write:
-                _compare(machine, log, access, where, read_access[other], last_read[other], seen)
-        if access.is_write:
-            last_write[access.core, where] = own
-            write_access[access.core, where] = position
-        else:
-            last_read[access.core, where] = own
-            read_access[access.core, where] = position
+                earlier = read_access[other], last_read[other]
+                _compare(machine, log, access, where, unit, *earlier, seen)
+        clocks, accesses = (
+            (last_write, write_access) if access.is_write else (last_read, read_access)
+        )
+        clocks[access.core, where] = own
+        accesses[access.core, where] = position
 
 
 def _compare(
-    machine: Machine, log: SharedLog, access: Access, where: Any, by: Any, clocks: Any, seen: int
+    machine: Machine,
+    log: SharedLog,
+    access: Access,
+    where: Any,
+    unit: int,
+    by: Any,
+    clocks: Any,
+    seen: int,
 ) -> None:
     """Report the accesses of another core, among `by`, that this one is not ordered after."""
     unordered = clocks[where] > seen
@@ -152,7 +168,7 @@ def _compare(
         return
     for position in np.unique(by[where[unordered]]):
         earlier = log.accesses[position]
-        text = _benign(log, earlier, access, where[unordered])
+        text = _benign(log, earlier, access, where[unordered] * unit)
         error = RaceError(
             log.alloc.name or "shared tensor",
             "core_barrier or sendrecv between accesses of the same bytes by two cores",
@@ -173,7 +189,7 @@ def _place(machine: Machine, access: Access) -> str:
     return f"core {core.id}{rank} {verb} at {machine.location(access.line)}"
 
 
-def _benign(log: SharedLog, earlier: Access, later: Access, where: Any) -> str:
+def _benign(log: SharedLog, earlier: Access, later: Access, positions: Any) -> str:
     """Return why an unordered pair is not an error, or the empty string.
 
     1. Sendrecv and barriers order accesses (in the clocks). 2. A write that changes nothing: both
@@ -182,11 +198,12 @@ def _benign(log: SharedLog, earlier: Access, later: Access, where: Any) -> str:
     """
     if earlier.same or later.same:
         return "equal values"
+    if earlier.is_write and later.is_write and earlier.same is None and later.same is None:
+        return "values not compared, as mode='indices' does not compute them"
     scatters = [a for a in (earlier, later) if a.is_write and a.rows is not None]
     if scatters:
-        unit = later.walk.itemsize
-        last_row = (log.alloc.rows - 1) * log.alloc.pitch // unit
-        if bool((np.asarray(where) >= last_row).all()) and log.alloc.rows > 1:
+        last_row = (log.alloc.rows - 1) * log.alloc.pitch
+        if log.alloc.rows > 1 and bool((np.asarray(positions) >= last_row).all()):
             return "padding row"
     reads = [a for a in (earlier, later) if not a.is_write]
     if reads and reads[0].rows is not None:

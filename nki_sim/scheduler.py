@@ -48,10 +48,13 @@ class Scheduler:
         self.machine = machine
         self.cores = machine.cores
         count = len(self.cores)
-        self._turn = [threading.Semaphore(0) for _ in range(count)]
+        # Plain locks, released by whoever hands the baton over: a semaphore costs two thread
+        # switches of the interpreter more.
+        self._turn = [threading.Lock() for _ in range(count)]
+        for lock in self._turn:
+            lock.acquire()
         self._state = [READY] * count
         self._waits_for: list[Any] = [None] * count
-        self._finished = threading.Semaphore(0)
         self._meetings: dict[Any, _Meeting] = {}
         self._counts: list[dict[Any, int]] = [{} for _ in range(count)]
         self._failure: BaseException | None = None
@@ -72,8 +75,6 @@ class Scheduler:
             thread.start()
             threads.append(thread)
         self._turn[self.machine.options.start_core % len(self.cores)].release()
-        for _ in threads:
-            self._finished.acquire()
         for thread in threads:
             thread.join()
         if self._failure is not None:
@@ -94,7 +95,6 @@ class Scheduler:
         finally:
             self._state[core.index] = DONE
             self._hand_over(core.index)
-            self._finished.release()
 
     def _hand_over(self, index: int) -> None:
         """Give the baton to the next core that can run."""

@@ -356,7 +356,7 @@ def move(
     masks = _source_masks(srcs, rows, valid) if _any_hole(srcs) else None
     if masks is not None:
         _report(core, op, srcs, masks)
-    same = False
+    same = False if known else None
     if known:
         log = target.shared_log
         compare = log is not None and log.written_by_other(core)
@@ -529,7 +529,9 @@ def _mark_rows(dst: Access, valid: Any, defined: Any, origin: str) -> None:
             alloc.poison.append(origin)
 
 
-def _log(core: Core, access: Access, valid: Any, is_write: bool, same: bool, line: int) -> None:
+def _log(
+    core: Core, access: Access, valid: Any, is_write: bool, same: bool | None, line: int
+) -> None:
     """Tell the race detector about an access of shared memory."""
     log = access.tensor._alloc.shared_log
     if access.starts is not None:
