@@ -285,8 +285,11 @@ def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:
 
 
 def _free_axes(x: NkiTensor, axis: Any) -> list[int]:
-    axes = [axis] if isinstance(axis, int) else list(axis)
-    return sorted(a + x.ndim if a < 0 else a for a in axes)
+    given = [axis] if isinstance(axis, int) else list(axis)
+    axes = sorted(a + x.ndim if a < 0 else a for a in given)
+    if not axes or axes != list(range(x.ndim - len(axes), x.ndim)) or axes[0] < 1:
+        raise LanguageError("axis", f"the last free axes, ending at {x.ndim - 1}", str(axis))
+    return axes
 
 
 def _reduced_shape(x: NkiTensor, axis: Any, keepdims: bool) -> list[int]:

@@ -1,0 +1,227 @@
+"""The helpers of nki.language allocate a result and mean their NumPy namesakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nki_sim
+from nki_sim import IllegalOperand, LanguageError
+from nki_sim import language as nl
+from nki_sim.functions import ACTIVATIONS
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.uniform(0.2, 1.4, (32, 12)).astype(np.float32)
+Y = RANDOM.uniform(-1.4, 1.4, (32, 12)).astype(np.float32)
+ROWS = {"axis": 1, "keepdims": True}
+
+
+def call(body: Callable[..., Any], *arrays: Any) -> Any:
+    """Load arrays into tiles, run the body on them, store its result."""
+
+    def kernel(*inputs: Any) -> Any:
+        found = body(*[nl.load(tensor) for tensor in inputs])
+        if found.buffer is nl.psum:
+            found = nl.copy(found)
+        out = nl.ndarray(found.shape, found.dtype, buffer=nl.shared_hbm)
+        nl.store(out, found)
+        return out
+
+    return nki_sim.run(kernel, *arrays).outputs
+
+
+BINARY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "power": np.power,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "greater": np.greater,
+    "greater_equal": np.greater_equal,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_xor": np.logical_xor,
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_a_binary_helper_takes_tiles_and_numbers(name: str) -> None:
+    helper = getattr(nl, name)
+    np.testing.assert_allclose(call(helper, X, Y), BINARY[name](X, Y), rtol=1e-6)
+    right = call(lambda x: helper(x, 0.5), X)
+    np.testing.assert_allclose(right, BINARY[name](X, np.float32(0.5)), rtol=1e-6)
+    left = call(lambda x: helper(0.5, x), X)
+    np.testing.assert_allclose(left, BINARY[name](np.float32(0.5), X), rtol=1e-6)
+
+
+BITS: dict[str, Callable[..., Any]] = {
+    "bitwise_and": np.bitwise_and,
+    "bitwise_or": np.bitwise_or,
+    "bitwise_xor": np.bitwise_xor,
+    "left_shift": np.left_shift,
+    "right_shift": np.right_shift,
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_a_bit_helper_works_on_patterns(name: str) -> None:
+    a = RANDOM.integers(0, 256, (4, 8)).astype(np.uint8)
+    b = RANDOM.integers(0, 8, (4, 8)).astype(np.uint8)
+    np.testing.assert_array_equal(call(getattr(nl, name), a, b), BITS[name](a, b))
+
+
+def test_invert_flips_every_bit() -> None:
+    a = RANDOM.integers(0, 256, (4, 8)).astype(np.uint8)
+    np.testing.assert_array_equal(call(nl.invert, a), 255 - a)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_helper_applies_its_function(name: str) -> None:
+    expected = ACTIVATIONS[name].apply(X)
+    np.testing.assert_allclose(call(getattr(nl, name), X), expected, rtol=1e-6)
+
+
+UNARY: dict[str, Callable[..., Any]] = {
+    "negative": np.negative,
+    "logical_not": np.logical_not,
+    "cos": np.cos,
+    "tan": np.tan,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+    "abs": np.abs,
+    "square": np.square,
+}
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_a_unary_helper_means_its_numpy_namesake(name: str) -> None:
+    scale = 3.0 if name in ("floor", "ceil", "trunc") else 1.0
+    y = (Y * scale).astype(np.float32)
+    np.testing.assert_allclose(
+        call(getattr(nl, name), y), UNARY[name](y).astype(np.float32), rtol=2e-5, atol=1e-6
+    )
+
+
+REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": np.sum,
+    "prod": np.prod,
+    "max": np.max,
+    "min": np.min,
+    "mean": np.mean,
+    "var": np.var,
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_a_reduction_runs_along_the_free_axes(name: str, keepdims: bool) -> None:
+    found = call(lambda y: getattr(nl, name)(y, axis=1, keepdims=keepdims), Y)
+    expected = REDUCTIONS[name](Y.astype(np.float64), axis=1, keepdims=True)
+    assert found.shape == (32, 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_reduction_keeps_leading_axes() -> None:
+    cube = Y.reshape(32, 3, 4)
+    found = call(lambda y: nl.max(y, axis=2), cube)
+    np.testing.assert_array_equal(found, cube.max(axis=2))
+    found = call(lambda y: nl.max(y, axis=(1, 2), keepdims=True), cube)
+    np.testing.assert_array_equal(found, cube.max(axis=(1, 2), keepdims=True))
+
+
+def test_all_tests_for_nonzero() -> None:
+    a = RANDOM.integers(0, 12, (32, 8)).astype(np.float32)
+    np.testing.assert_array_equal(call(lambda a: nl.all(a, axis=1), a)[:, 0], a.all(axis=1))
+
+
+def test_softmax_and_rms_norm() -> None:
+    powers = np.exp(Y.astype(np.float64))
+    np.testing.assert_allclose(
+        call(nl.softmax, Y), powers / powers.sum(axis=1, keepdims=True), rtol=1e-5
+    )
+    wide = Y.astype(np.float64)
+    normal = wide / np.sqrt(np.square(wide).sum(axis=1, keepdims=True) / 12 + 1e-6)
+    found = call(lambda y, w: nl.rms_norm(y, w, axis=1, n=12), Y, X)
+    np.testing.assert_allclose(found, normal * X, rtol=1e-5)
+    found = call(lambda y: nl.rms_norm(y, None, axis=1, n=12), Y)
+    np.testing.assert_allclose(found, normal, rtol=1e-5)
+
+
+def test_results_have_the_widest_type_unless_one_is_named() -> None:
+    half = X.astype(ml_dtypes.bfloat16)
+    assert call(nl.add, half, half).dtype == half.dtype
+    assert call(nl.add, half, X).dtype == np.float32
+    assert call(nl.less, X, Y).dtype == np.bool_
+    found = call(lambda x: nl.exp(x, dtype=nl.bfloat16), X)
+    np.testing.assert_array_equal(found, np.exp(X).astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_where_selects(dtype: Any) -> None:
+    condition = RANDOM.integers(0, 2, (32, 12)).astype(dtype)
+    found = call(nl.where, condition, X, Y)
+    np.testing.assert_array_equal(found, np.where(condition != 0, X, Y))
+
+
+def test_shapes_change_by_views_and_copies() -> None:
+    found = call(lambda x: nl.expand_dims(x, 1), X)
+    np.testing.assert_array_equal(found, X[:, None])
+    found = call(lambda x: nl.broadcast_to(nl.expand_dims(x, 1), (32, 3, 12)), X)
+    np.testing.assert_array_equal(found, np.repeat(X[:, None], 3, axis=1))
+    np.testing.assert_array_equal(call(nl.transpose, X), X.T)
+
+
+def test_matmul_contracts_the_partitions() -> None:
+    found = call(lambda x, y: nl.matmul(x, y, transpose_x=True), X, Y)
+    np.testing.assert_allclose(found, X.T.astype(np.float64) @ Y, rtol=1e-5, atol=1e-5)
+
+
+def test_gather_flattened_picks_inside_partitions() -> None:
+    indices = RANDOM.integers(0, 12, (32, 5)).astype(np.uint32)
+    found = call(nl.gather_flattened, X, indices)
+    np.testing.assert_array_equal(found, np.take_along_axis(X, indices.astype(int), axis=1))
+
+
+def test_load_transpose2d_loads_transposed_and_converts() -> None:
+    def kernel(x: Any) -> Any:
+        tile = nl.load_transpose2d(x, dtype=nl.bfloat16)
+        out = nl.ndarray(tile.shape, tile.dtype, buffer=nl.shared_hbm)
+        nl.store(out, tile)
+        return out
+
+    found = nki_sim.run(kernel, X).outputs
+    np.testing.assert_array_equal(found, X.T.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (
+            lambda x, y: nl.add(x, nl.sum(y, **ROWS)),
+            IllegalOperand,
+            r"y: expected shape \[32, 12\]",
+        ),
+        (lambda x, y: nl.matmul(x, y), LanguageError, "transpose_x: expected True"),
+        (lambda x, y: nl.softmax(x, axis=0), LanguageError, "axis: expected the last free axes"),
+        (lambda x, y: nl.sum(x, axis=0), LanguageError, "axis: expected the last free axes"),
+        (lambda x, y: nl.add(1, 2), IllegalOperand, "x: expected a tile in x or y"),
+        (lambda x, y: nl.exp(x, y), TypeError, "takes 1 operands, 2 were given"),
+        (lambda x, y: nl.gather_flattened(x, y, axis=1), LanguageError, "axis: expected 0"),
+    ],
+    ids=["broadcast", "matmul", "softmax", "partition-sum", "numbers", "arity", "gather-axis"],
+)
+def test_what_no_instruction_does_is_refused(
+    body: Callable[..., Any], error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(body, X, Y)
