@@ -79,10 +79,7 @@ def _to_stored(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
                 "Repair the parameter."
             )
         tensor = round_to_bf16(tensor) if dtype == torch.bfloat16 else tensor.to(dtype)
-    # The format's library takes neither strides nor a part of a larger storage.
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
 
 
 def _write_shard(

@@ -263,6 +263,18 @@ def test_shards_stay_below_their_limit_and_the_index_counts_their_bytes(tmp_path
     assert list(open_checkpoint(tmp_path / oversized[0]).tensors) == ["model.embed.weight"]
 
 
+def test_experts_that_are_views_of_one_tensor_are_saved_each_on_its_own(tmp_path):
+    weight_map = WeightMap([Rule("experts.{expert}", "weight")], sizes={"expert": 3})
+    weight = torch.randn(3, 40, 50, dtype=torch.bfloat16)
+    (file,) = save_checkpoint({"weight": weight}, weight_map, tmp_path)
+    assert file.stat().st_size < weight.nbytes + 1000  # not the whole tensor for each of them
+    for name, tensor in load_file(file).items():
+        assert torch.equal(tensor, weight[int(name[-1])])
+    assert torch.equal(
+        read_parameters(open_checkpoint(tmp_path), weight_map, {"weight": weight})["weight"], weight
+    )
+
+
 def test_saving_as_float32_keeps_float32(tmp_path):
     net = Net(torch.float32)
     save_checkpoint(
