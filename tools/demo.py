@@ -21,7 +21,13 @@ from neuron_moe.models.loader import load_model
 from neuron_moe.models.sample_checkpoint import TEXT, make_checkpoint
 from neuron_moe.models.shipped import checkpoint_folder, shipped_checkpoint
 from neuron_moe.models.text import TextCodec
-from neuron_moe.tools.console import format_bytes, print_json_line, progress_bar
+from neuron_moe.tools.console import (
+    fitting_threads,
+    format_bytes,
+    print_json_line,
+    progress_bar,
+    weight_file_bytes,
+)
 from neuron_moe.tools.generate import generate_and_explain
 from neuron_moe.tools.pictures import draw_expert_load, draw_padding
 from neuron_moe.tools.reference import (
@@ -76,9 +82,13 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
     folder, origin = find_checkpoint(args.model, args.out)
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    print(f"checkpoint  {folder}: {origin}, {format_bytes(size)} of weights  [measured]\n")
+    size = format_bytes(weight_file_bytes(folder))
+    print(f"checkpoint  {folder}: {origin}, {size} of weights  [measured]\n")
+    with fitting_threads(folder):
+        return _run(args, folder, origin, began)
 
+
+def _run(args: argparse.Namespace, folder: Path, origin: str, began: float) -> int:
     codec = TextCodec(folder)
     texts = read_prompts(folder)
     prompts = [codec.encode(text) for text in texts]

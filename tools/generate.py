@@ -12,7 +12,7 @@ from neuron_moe.models.generation import Decoder, Generation, GenerationOptions,
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.text import TextCodec, TextStream
-from neuron_moe.tools.console import print_json_line, progress_bar
+from neuron_moe.tools.console import fitting_threads, print_json_line, progress_bar
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -36,11 +36,12 @@ def main(argv: list[str] | None = None) -> int:
             folder, dtype=DTYPES[args.dtype], backend=args.backend, progress=progress
         )
     printer = _Printer(codec, args.prompt)
-    if args.explain:
-        explanations, result = generate_and_explain(model, prompts, options, printer.push)
-    else:
-        explanations = []
-        result = generate(cast(Decoder, model), prompts, options, printer.push)
+    explanations: list[Explanation] = []
+    with fitting_threads(folder):
+        if args.explain:
+            explanations, result = generate_and_explain(model, prompts, options, printer.push)
+        else:
+            result = generate(cast(Decoder, model), prompts, options, printer.push)
     printer.finish(result)
     summary = summarize(prompts, result)
     print(

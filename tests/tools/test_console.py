@@ -1,10 +1,13 @@
 """Tables, sizes and the JSON line of the command line."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from neuron_moe import __version__
+from neuron_moe.tools import console
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line, progress_bar
 
 
@@ -28,6 +31,18 @@ def test_the_json_line_is_one_line_and_strict(capsys: pytest.CaptureFixture[str]
     assert json.loads(out) == {"command": "demo", "version": __version__, "value": 1.5}
     with pytest.raises(ValueError, match="not JSON compliant"):
         print_json_line("demo", value=float("nan"))
+
+
+@pytest.mark.parametrize(("nbytes", "threads"), [(100, 1), (300, 2)], ids=["small", "large"])
+def test_a_small_checkpoint_gets_one_thread_for_a_while(
+    nbytes: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "SMALL_CHECKPOINT_BYTES", 200)
+    (tmp_path / "model.safetensors").write_bytes(bytes(nbytes))
+    torch.set_num_threads(2)
+    with console.fitting_threads(tmp_path):
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
 
 
 def test_a_bar_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:

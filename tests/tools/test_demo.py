@@ -1,7 +1,10 @@
 """neuron-moe demo, end to end on the checkpoint it makes, and what it says when ours is wrong."""
 
+import contextlib
+import io
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +23,52 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("demo") / "checkpoint")
 
 
-def run(out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, Any]:
-    """Return the exit status, what was printed for people, and the object of the last line."""
-    status = demo.main(["--out", str(out), "--max-new-tokens", "8", "--json", *options])
-    *lines, last = capsys.readouterr().out.splitlines()
-    return status, "\n".join(lines), json.loads(last)
+@dataclass
+class Run:
+    """One run of the command: exit status, what people read, the last line as an object."""
+
+    out: Path
+    status: int
+    text: str
+    result: dict[str, Any]
 
 
-def test_the_demo_ends_with_equal_tokens_and_names_its_pictures(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, text, result = run(tmp_path, capsys, "--model", str(folder))
-    assert status == 0
-    assert re.search(r"tokens equal to transformers: (\d+)/\1\b", text)
+@pytest.fixture(scope="module")
+def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("out")
+    printed = io.StringIO()
+    options = ["--model", str(folder), "--out", str(out), "--max-new-tokens", "8", "--json"]
+    with contextlib.redirect_stdout(printed):
+        status = demo.main(options)
+    *lines, last = printed.getvalue().splitlines()
+    return Run(out, status, "\n".join(lines), json.loads(last))
+
+
+def test_the_demo_ends_with_equal_tokens_and_names_its_pictures(run: Run) -> None:
+    assert run.status == 0
+    table = run.text[run.text.rindex("| tokens equal") :]
+    assert re.search(r"tokens equal to transformers: (\d+)/\1\b", table)
+    for name in ("fp32", "bf16"):
+        assert re.search(rf"largest logit difference, {name}: \d\.\d\de[-+]\d\d", table)
+    for picture in ("expert_load.png", "padding_overhead.png"):
+        assert f"picture: {run.out / picture}" in table
+        assert imread(run.out / picture).std() > 0.01  # something is drawn
+
+
+def test_the_numbers_of_the_demo_are_those_of_rounding(run: Run) -> None:
+    result = run.result
     assert result["tokens_equal"] == result["tokens_total"] == 8 * len(demo.PROMPTS)
     assert 0 < result["float32"]["largest"] < 1e-4 * result["float32"]["scale"]
     assert result["bfloat16"]["rms"] < 1.5 * result["reference_bfloat16"]["rms"]
-    for name in ("fp32", "bf16"):
-        assert re.search(rf"largest logit difference, {name}: \d\.\d\de[-+]\d\d", text)
-    for picture in ("expert_load.png", "padding_overhead.png"):
-        assert str(tmp_path / picture) in text
-        assert imread(tmp_path / picture).std() > 0.01  # something is drawn
-    table = text[text.rindex("| tokens equal") :]
-    assert table.count("picture: ") == 2
+    assert result["kind"] == "measured"
 
 
-def test_the_demo_shows_every_dropless_path_and_why(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, text, result = run(tmp_path, capsys, "--model", str(folder))
-    paths = [(explanation["phase"], explanation["path"]) for explanation in result["explain"]]
+def test_the_demo_shows_every_dropless_path_and_why(run: Run) -> None:
+    explained = run.result["explain"]
+    paths = [(explanation["phase"], explanation["path"]) for explanation in explained]
     assert paths == [("prefill", "blockwise"), ("decode", "all_experts"), ("decode", "selective")]
-    for explanation in result["explain"]:
-        assert all(reason in text for reason in explanation["reasons"])
+    for explanation in explained:
+        assert all(reason in run.text for reason in explanation["reasons"])
 
 
 def test_without_a_shipped_checkpoint_one_is_made(
