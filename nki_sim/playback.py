@@ -466,9 +466,9 @@ class _Player:
         del self._arrived[key]
         last_arrival, last = arrived[-1]
         end = last_arrival + price.duration_ns
-        for time, partner in arrived:
-            self._set(partner, time, end, end)
-            self._path_start[partner] = last_arrival
+        for _, partner in arrived:
+            # Waiting for the others keeps an engine from its queue but is not counted as work.
+            self._set(partner, last_arrival, end, end)
             if partner != last:
                 self._cause[partner] = last
             queue = self._graph.queue[partner]
