@@ -395,7 +395,7 @@ class ExpertMLPsV2(nn.Module):
             parallelism.
         """
         phase = phase or ("decode" if seq_len == 1 else "prefill")
-        self._check_inputs(hidden_states, expert_index)
+        self.check_hidden(hidden_states)
         if expert_affinities_masked_full is not None:
             expert_affinities = expert_affinities_masked_full
         num_tokens = hidden_states.shape[0]
@@ -430,6 +430,11 @@ class ExpertMLPsV2(nn.Module):
         Returns:
             [t, K] int32 expert slots of the model, and [t, K] float32 affinities.
         """
+        expected = (expert_affinities.shape[0], self.config.top_k)
+        if tuple(expert_index.shape) != expected:
+            raise ValueError(
+                f"expert_index: shape {tuple(expert_index.shape)} must be {expected}, [T, top_k]."
+            )
         index_TK = expert_index.to(torch.int32)
         affinities_TK = _choice_affinities(expert_affinities, index_TK, self.config.num_experts)
         index_TK, affinities_TK = _drop_padding(index_TK, affinities_TK, padding_mask)
@@ -491,7 +496,8 @@ class ExpertMLPsV2(nn.Module):
             output_TH = self.backend.few_tokens(hidden_TH, routing, weights, path)
         return output_TH.to(hidden_TH.dtype)
 
-    def _check_inputs(self, hidden_TH: Tensor, index_TK: Tensor) -> None:
+    def check_hidden(self, hidden_TH: Tensor) -> None:
+        """Raise ValueError unless hidden states fit the weights in width and dtype."""
         if hidden_TH.ndim != 2 or hidden_TH.shape[1] != self.config.hidden_size:
             raise ValueError(
                 f"hidden_states: shape {tuple(hidden_TH.shape)} must be [T,"
@@ -503,11 +509,6 @@ class ExpertMLPsV2(nn.Module):
             raise ValueError(
                 f"hidden_states: dtype {hidden_TH.dtype} must be that of the expert weights,"
                 f" {weight_dtype}. Cast the input, or the module with .to()."
-            )
-        expected = (hidden_TH.shape[0], self.config.top_k)
-        if tuple(index_TK.shape) != expected:
-            raise ValueError(
-                f"expert_index: shape {tuple(index_TK.shape)} must be {expected}, [T, top_k]."
             )
 
     def _fits_capacity(self, index_TK: Tensor) -> Tensor:

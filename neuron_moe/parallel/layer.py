@@ -152,6 +152,7 @@ class ParallelLayer:
         own = slice(place.own.start, place.own.stop)
         own_hidden_TH = hidden_TH[own]
         routing = self.experts.backend.route(own_hidden_TH, self.router)
+        self.experts.check_hidden(own_hidden_TH)
         mask = place.own_mask(batch.padding_mask)
         index_TK, affinities_TK = self.experts.select(
             routing.expert_affinities_TK,
