@@ -38,7 +38,7 @@ def draw_expert_load(load_LE: NDArray[np.int64], path: Path, *, title: str) -> P
     for layer, shares in enumerate(share_LE):
         text = f"busiest {shares.max():.2f} x, idle {int((shares == 0).sum())}"
         axes.text(num_experts - 0.3, layer, text, va="center", fontsize=8)
-    bar = figure.colorbar(image, ax=axes, pad=0.2)
+    bar = figure.colorbar(image, ax=axes, pad=1.6 / figure.get_figwidth())
     bar.set_label("load / mean of the layer")
     axes.set_title(title, fontsize=10, loc="left")
     return _save(figure, path)
