@@ -1,0 +1,82 @@
+"""The record of defined bytes agrees with a plain mask, whatever is added and removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nki_sim.memory import Box, Coverage, Walk
+
+ROWS, PITCH, UNIT = 8, 32, 4
+
+
+def accesses() -> Any:
+    """Boxes with a column step: (first row, rows, first byte, elements, step, bytes an element)."""
+    return st.tuples(
+        st.integers(0, ROWS - 1), st.integers(1, ROWS), st.sampled_from([0, 4, 8, 12, 2, 6]),
+        st.integers(1, 8), st.integers(1, 2), st.sampled_from([1, 2, 4]),
+    )  # fmt: skip
+
+
+def as_walk(access: tuple[int, ...]) -> tuple[Box, Walk] | None:
+    row, rows, byte, count, step, item = access
+    rows = min(rows, ROWS - row)
+    byte -= byte % item
+    last = byte + (count - 1) * step * item + item
+    if last > PITCH:
+        return None
+    box = Box(row, row + rows, byte, last, step == 1 or count == 1)
+    return box, Walk(row * PITCH + byte, (rows, count), (PITCH, step * item), item)
+
+
+def bytes_of(walk: Walk) -> Any:
+    offset, (rows, count), (row_stride, stride), item = walk
+    starts = offset + np.arange(rows)[:, None] * row_stride + np.arange(count)[None, :] * stride
+    return (starts[..., None] + np.arange(item)).reshape(rows, count, item)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "where"]), accesses()), max_size=20))
+def test_a_coverage_agrees_with_a_mask(steps: list[tuple[str, tuple[int, ...]]]) -> None:
+    coverage = Coverage(ROWS, PITCH, UNIT)
+    plain = np.zeros(ROWS * PITCH, dtype=bool)
+    for what, access in steps:
+        found = as_walk(access)
+        if found is None:
+            continue
+        box, walk = found
+        positions = bytes_of(walk)
+        assert coverage.covers(box, walk) == plain[positions].all()
+        assert coverage.touches(box, walk) == plain[positions].any()
+        chosen = (np.arange(positions.shape[0] * positions.shape[1]) % 3 == 0).reshape(
+            positions.shape[:2]
+        )
+        if what == "add":
+            coverage.add(box, walk)
+            plain[positions] = True
+        elif what == "where":
+            coverage.add_where(walk, chosen)
+            plain[positions[chosen]] = True
+        else:
+            coverage.remove(walk, chosen)
+            plain[positions[chosen]] = False
+        assert np.array_equal(coverage.elements_of(walk), plain[positions].all(axis=-1))
+
+
+def test_neighbouring_boxes_join_until_the_tensor_is_full() -> None:
+    coverage = Coverage(ROWS, PITCH, UNIT)
+    for column in range(0, PITCH, 8):
+        assert not coverage.full
+        coverage.add(Box(0, ROWS, column, column + 8, True), Walk(column, (ROWS, 2), (PITCH, 4), 4))
+    assert coverage.full
+
+
+def test_a_removed_box_is_no_longer_covered() -> None:
+    coverage = Coverage(ROWS, PITCH, UNIT, full=True)
+    coverage.remove_box(2, 4, 8, 12)
+    inside, outside = Walk(2 * PITCH + 8, (1, 1), (PITCH, 4), 4), Walk(0, (2, 8), (PITCH, 4), 4)
+    assert not coverage.covers(Box(2, 3, 8, 12, True), inside)
+    assert coverage.covers(Box(0, 2, 0, 32, True), outside)
