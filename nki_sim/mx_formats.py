@@ -59,15 +59,16 @@ def scale_factors(scale_bytes: Array) -> Array:
     return np.where(scale_bytes == SCALE_NAN, np.float32(np.nan), factors)
 
 
-def quantize(values_PF: Array, dtype: str) -> tuple[Array, Array]:
+def quantize(values_PF: Array, dtype: str, headroom: int = 1) -> tuple[Array, Array]:
     """Quantize groups of 8 partitions x 4 neighbours with one shared power of two each.
 
-    The exponent is floor(log2(largest magnitude)) - (largest exponent of the format - 1): with the
-    full exponent the upper half of a group's range would saturate.
+    The exponent is floor(log2(largest magnitude)) - (largest exponent of the format - headroom).
+    Without headroom (before NKI 0.5) magnitudes above the largest finite number saturate.
 
     Args:
         values_PF: [P, F] float32; P a multiple of 8, F of 4.
         dtype: name of a packed fp8 type.
+        headroom: powers of two left free above the largest magnitude, 1 or 0.
 
     Returns:
         packed elements [P, F / 4] uint32 and scale bytes [P / 8, F / 4] uint8.
@@ -78,7 +79,7 @@ def quantize(values_PF: Array, dtype: str) -> tuple[Array, Array]:
     )
     largest = np.abs(grouped).max(axis=(1, 3))
     _, exponent = np.frexp(largest)  # largest = m * 2^exponent with 0.5 <= m < 1
-    shared = exponent - 1 - (_LARGEST_EXPONENT[dtype] - 1)
+    shared = exponent - 1 - (_LARGEST_EXPONENT[dtype] - headroom)
     scale = np.clip(shared + SCALE_BIAS, 0, SCALE_NAN - 1)
     scale = np.where(largest == 0, 0, scale)
     is_finite = np.isfinite(largest)

@@ -26,6 +26,8 @@ class SimOptions:
         accumulate: matmuls that add to PSUM which no matmul has written.
         out_of_bounds: "error", or "clamp": dynamic indices are limited to the tensor, for finding
             the shapes of outputs with made-up inputs.
+        mx_headroom: powers of two that quantize_mx leaves free above the largest magnitude: 1, or
+            0 for kernels written for NKI before 0.5.
         start_core: the core that runs first; results must not depend on it.
         preempt: probability of a switch to another core before an instruction.
         seed: of the preemption.
@@ -40,6 +42,7 @@ class SimOptions:
     races: Policy = "error"
     accumulate: Policy = "error"
     out_of_bounds: Literal["error", "clamp"] = "error"
+    mx_headroom: int = 1
     start_core: int = 0
     preempt: float = 0.0
     seed: int = 0
@@ -49,5 +52,7 @@ class SimOptions:
             raise ValueError(f'mode={self.mode!r}: must be "full" or "indices".')
         if not 0 <= self.fill <= 255:
             raise ValueError(f"fill={self.fill}: must be a byte, 0 to 255.")
+        if self.mx_headroom not in (0, 1):
+            raise ValueError(f"mx_headroom={self.mx_headroom}: must be 0 or 1.")
         if not 0.0 <= self.preempt < 1.0:
             raise ValueError(f"preempt={self.preempt}: must be a probability below 1.")

@@ -192,7 +192,8 @@ def quantize_mx(
 ) -> NkiInstruction:
     """Quantise groups of 8 partitions x 4 neighbours to packed fp8 with one scale byte each.
 
-    The scale is 2^(floor(log2(largest magnitude)) - (largest exponent of the format - 1)).
+    The scale is 2^(floor(log2(largest magnitude)) - (largest exponent of the format - 1)); the
+    option `mx_headroom` gives the rule of NKI before 0.5.
     """
     # Constraints.
     check_generation(core, nc_version.gen4, "quantize_mx")
@@ -225,7 +226,7 @@ def quantize_mx(
 
     # Meaning.
     def meaning() -> None:
-        packed, scale_bytes = mx_formats.quantize(src.f32(), dst.dtype)
+        packed, scale_bytes = mx_formats.quantize(src.f32(), dst.dtype, core.options.mx_headroom)
         array = dst.array()
         array[...] = packed.reshape(array.shape)
         for quadrant, rows in enumerate(scales):

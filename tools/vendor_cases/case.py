@@ -117,6 +117,7 @@ class Job:
         split: turns the kernel's outputs by name into the compared ones, None if they are the same.
         note: what differs from the case as listed, "" if nothing.
         refusal: why the kernel must refuse this case, "" if it must run.
+        mx_headroom: the simulator's option of that name.
     """
 
     kernel: Any
@@ -128,6 +129,7 @@ class Job:
     split: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None
     note: str = ""
     refusal: str = ""
+    mx_headroom: int = 1
 
 
 def seed_of(case: Case) -> int:

@@ -39,7 +39,13 @@ def launch(job: Job, platform: str, mode: str = "full", races: str = "error") ->
         mode: "full", or "indices" to skip floating-point arithmetic.
         races: "error", or "report" to go on after unordered accesses of the two cores.
     """
-    options = nki_sim.SimOptions(target=platform, mode=mode, fill=FINITE_FILL, races=races)  # type: ignore[arg-type]
+    options = nki_sim.SimOptions(
+        target=platform,
+        mode=mode,  # type: ignore[arg-type]
+        fill=FINITE_FILL,
+        races=races,  # type: ignore[arg-type]
+        mx_headroom=job.mx_headroom,
+    )
     run = nki_sim.run(job.kernel, lnc=job.cores, options=options, **job.inputs)
     return Launched(outputs=list(_flat(run.outputs)), simulated_us=run.timeline.total_us, run=run)
 

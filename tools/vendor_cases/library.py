@@ -73,6 +73,16 @@ class VendorLibrary:
         """Return a member of an enumeration of the library's common types."""
         return self.get("core.utils.common_types", name)[member]
 
+    def mx_headroom(self) -> int:
+        """Return the headroom of quantisation that the library's mx reference assumes.
+
+        The rule changed with NKI 0.5; a library for either is run with its own.
+        """
+        ones = np.ones((8, 4), dtype=np.float32)
+        quantize = self.get("core.utils.mx_torch_common", "quantize_to_mx")
+        scale = int(quantize(ones, self.nl.float8_e4m3fn_x4)[1].reshape(-1)[0])
+        return scale - (127 - 8)
+
     def use_tables(self) -> None:
         """Let the mx references widen packed fp8 by a table instead of by arithmetic on every
         element.

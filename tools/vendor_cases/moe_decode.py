@@ -70,6 +70,7 @@ class _DecodeCase:
             cores=self.cores,
             inputs={name: value for name, value in inputs.items() if value is not None},
             reference=lambda: self._reference(inputs),
+            mx_headroom=self.library.mx_headroom() if self.is_mx else 1,
             outputs=("out",),
             note=scaled_note("T", self.case.need("tokens"), self.T),
             refusal=self._refusal(),

@@ -116,6 +116,7 @@ def build(case: Case, library: VendorLibrary, limits: Limits) -> Job:
     return Job(
         kernel=library.get(module, kernel),
         cores=CORES,
+        mx_headroom=library.mx_headroom(),
         inputs=inputs,
         reference=reference,
         select={"output": lambda out: np.take(out, range(T), axis=tokens_axis)},
