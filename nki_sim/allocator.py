@@ -84,6 +84,8 @@ class Allocator:
             self._check_fit(alloc)
             if address is not None:
                 self._place(alloc)
+        else:
+            self._track(alloc)
         if space == tr.PSUM:
             alloc.accumulated = Coverage(alloc.rows, alloc.pitch, dtype.itemsize)
         alloc.line = self.line = self.here(2)
@@ -91,6 +93,11 @@ class Allocator:
             tr.Storage(space, core, self.rank, partitions, size, address, name)
         )
         return NkiTensor(sizes, dtype, alloc, region, name)
+
+    def _track(self, alloc: Allocation) -> None:
+        """Do not keep a mask of a big tensor in HBM that nobody asks for."""
+        if self.options.uninitialized == "off":
+            alloc.defined.full = True
 
     def _allocate_shared(self, shape: tuple[int, ...], dtype: DType, name: str) -> NkiTensor:
         """All cores of a rank name one tensor by its name, else by the order of allocation."""
@@ -101,6 +108,7 @@ class Allocator:
         if found is None:
             found = Allocation(self, MemoryRegion.shared_hbm, shape, dtype, name)
             found.line = self.here(3)
+            self._track(found)
             self._register_shared(found)
             self.machine.shared[key] = found
         elif found.shape != shape or found.dtype is not dtype:
