@@ -74,7 +74,7 @@ class _AnyType:
 
 def _modules() -> dict[str, types.ModuleType]:
     """Build the modules, the present names and those of older versions."""
-    from nki_sim import constants, dtypes, isa, language, launch, machine, tensor
+    from nki_sim import collectives, constants, dtypes, isa, language, launch, machine, tensor
 
     any_type = _AnyType()
     top = _module("nki", {"jit": launch.jit, "simulate": launch.simulate}, "NKI, simulated.")
@@ -102,14 +102,9 @@ def _modules() -> dict[str, types.ModuleType]:
         "nki.dtype": dtype,
         "nki.tensor": tensor_module,
     }
-    try:
-        from nki_sim import collectives
-    except ImportError:
-        collectives = None
-    if collectives is not None:
-        modules["nki.collectives"] = _module(
-            "nki.collectives", _public(collectives), "Collectives."
-        )
+    modules["nki.collectives"] = _module(
+        "nki.collectives", _public(collectives), collectives.__doc__ or ""
+    )
     for name, module in list(modules.items()):
         parent, _, child = name.rpartition(".")
         if parent:
