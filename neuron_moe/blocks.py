@@ -17,6 +17,7 @@ from torch import Tensor
 from neuron_moe.errors import check_positive_int
 
 NO_EXPERT = -1  # expert index of a padding token, and of a choice that belongs to another rank
+_ROUNDING = 1e-9  # keeps a product of floats from starting a block of its own
 PADDING_SLOT = -1  # token id of a slot that holds no token
 
 
@@ -216,15 +217,17 @@ def padding_overhead(
         num_experts: experts of this rank.
         block_size: B.
         num_routed: experts of the whole model, if more than this rank holds.
-        tokens_per_expert: a load, for the actual overhead.
+        tokens_per_expert: a load of any number of tokens, for the actual overhead: it is scaled to
+            `num_tokens`.
     """
     pairs = num_tokens * top_k * num_experts / (num_routed or num_experts)
     blocks = num_blocks(num_tokens, top_k, num_experts, block_size)
     expected = expected_valid_blocks(num_tokens, top_k, num_experts, block_size, num_routed)
     actual = None
     if tokens_per_expert is not None and sum(tokens_per_expert) > 0:
-        used = sum(-(-count // block_size) for count in tokens_per_expert)
-        actual = used * block_size / sum(tokens_per_expert) - 1.0
+        scale = pairs / sum(tokens_per_expert)
+        used = sum(math.ceil(count * scale / block_size - _ROUNDING) for count in tokens_per_expert)
+        actual = used * block_size / pairs - 1.0
     return PaddingOverhead(
         pairs, blocks * block_size / pairs - 1.0, expected * block_size / pairs - 1.0, actual
     )

@@ -155,3 +155,10 @@ def test_overhead_of_the_guide_example() -> None:
     assert overhead.worst == pytest.approx(15 * 256 / 2000 - 1)
     assert overhead.actual == pytest.approx(2048 / 2000 - 1)
     assert overhead.actual < overhead.expected < overhead.worst
+
+
+def test_actual_overhead_scales_a_longer_record_to_the_tokens_at_hand() -> None:
+    short = padding_overhead(100, 2, 4, 32, tokens_per_expert=[80, 60, 40, 20])
+    long = padding_overhead(100, 2, 4, 32, tokens_per_expert=[8000, 6000, 4000, 2000])
+    assert short == long
+    assert long.actual <= long.worst
