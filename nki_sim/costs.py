@@ -83,6 +83,7 @@ class MeetingPrice:
 
 
 _HALF: Final = frozenset({"bfloat16", "float16"})
+_HALF_OR_FP8: Final = _HALF | {"float8_e4m3", "float8_e4m3fn", "float8_e5m2"}
 _WHOLE_ARRAY: Final[tuple[int, ...]] = ()
 # Functions that every activation table holds, so that they never cause a switch.
 _RESIDENT: Final = frozenset({"", "copy", "identity", "square", "relu", "abs", "sign"})
@@ -197,6 +198,8 @@ def vector_rate(op: str, facts: ComputeFacts, chip: Hardware) -> float:
             rate = chip.fast_copy_contiguous_speedup if contiguous else chip.fast_copy_speedup
         elif half and psum_operands == 1 and contiguous:
             rate = chip.fast_copy_speedup
+        elif psum_operands == 0 and contiguous and _HALF_OR_FP8.issuperset(facts.dtypes):
+            rate = chip.fast_copy_fp8_speedup
     elif op == "tensor_tensor":
         inputs = facts.spaces[1:]
         if PSUM in inputs and SBUF in inputs:
@@ -208,7 +211,8 @@ def vector_rate(op: str, facts: ComputeFacts, chip: Hardware) -> float:
     elif op in _SCANS:
         exception = op == "scalar_tensor_tensor" and facts.function == "subtract,multiply"
         fast = exception and _HALF.issuperset(facts.dtypes[1:]) and facts.elements % 2 == 0
-        rate = 1.0 if fast else chip.scan_share
+        split = op == "scalar_tensor_tensor" and {PSUM, SBUF} <= set(facts.spaces[1:])
+        rate = 1.0 if fast or split else chip.scan_share
     elif op == "tensor_copy_predicated":
         inputs = facts.spaces[1:]
         rate = 1.0 if PSUM in inputs and SBUF in inputs else chip.two_input_share
