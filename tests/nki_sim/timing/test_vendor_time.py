@@ -1,8 +1,8 @@
 """A whole kernel of the vendor against its published profile.
 
-The profile is in nki/library/specs/design-rmsnorm-quant of aws-neuron/aws-neuron-sdk (profile_overall.png): batch 1,
-160 rows of 16,384 bf16, quantised to fp8 on two cores; from the first trigger at 27.0 us to the end of the last
-store at 113 us.
+The profile is in nki/library/specs/design-rmsnorm-quant of aws-neuron/aws-neuron-sdk
+(profile_overall.png): batch 1, 160 rows of 16,384 bf16, quantised to fp8 on two cores; from the
+first trigger at 27.0 us to the end of the last store at 113 us.
 """
 
 import os
