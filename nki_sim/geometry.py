@@ -23,6 +23,7 @@ class Profile(NamedTuple):
 
 _PROFILES: dict[Profile, Profile] = {}
 _GEOMETRIES: dict[tuple[Any, ...], Geometry] = {}
+_MAX_GEOMETRIES = 1 << 17  # about 100 MB; views that are still in use keep theirs
 
 
 def find_geometry(
@@ -43,6 +44,8 @@ def find_geometry(
     found = _GEOMETRIES.get(key)
     if found is None:
         found = Geometry(alloc, dtype, shape, strides, offset, label)
+        if len(_GEOMETRIES) >= _MAX_GEOMETRIES:
+            _GEOMETRIES.clear()
         _GEOMETRIES[key] = found
     return found
 
@@ -56,6 +59,7 @@ class Geometry:
         start, end: first byte and one past the last byte, in flat numbering.
         run: elements of a contiguous piece, which on chip ends with the partition.
         partitions, elements: on chip, elements per partition; in HBM one "partition".
+        free_dims: dimensions of the pattern inside a partition, neighbours joined (0 in HBM).
         start_partition: first partition.
         profile: interned summary for the cost of instructions.
     """
@@ -64,6 +68,7 @@ class Geometry:
         "box",
         "elements",
         "end",
+        "free_dims",
         "partitions",
         "profile",
         "run",
@@ -101,11 +106,13 @@ class Geometry:
             )
         if alloc.space == HBM:
             self.partitions = 1
+            self.free_dims = 0
             self.elements = size
             self.start_partition = 0
             self.box = _hbm_box(start, end, shape, strides, itemsize, pitch)
         else:
             self.partitions = shape[0]
+            self.free_dims = _joined_dims(shape[1:], strides[1:])
             self.elements = size // shape[0]
             self.start_partition = start // pitch
             self.box = self._chip_box(alloc, label, shape, strides, itemsize, pitch)
@@ -151,6 +158,17 @@ class Geometry:
             )
         row = self.start_partition
         return Box(row, row + shape[0], first, last, touched == dense_span)
+
+
+def _joined_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Count the dimensions of a pattern; neighbours that continue each other are one."""
+    dims = 0
+    outer = 0  # stride of the dimension before
+    for count, stride in zip(shape, strides, strict=True):
+        if count > 1:
+            dims += dims == 0 or outer != stride * count
+            outer = stride
+    return dims
 
 
 def _hbm_box(

@@ -42,16 +42,14 @@ from nki_sim.isa.scalar import (
 from nki_sim.isa.sync import core_barrier, sendrecv
 from nki_sim.isa.tensor_engine import nc_matmul, nc_transpose
 from nki_sim.isa.vector import (
-    memset,
     reciprocal,
     scalar_tensor_tensor,
-    tensor_copy,
-    tensor_copy_predicated,
     tensor_reduce,
     tensor_scalar,
     tensor_tensor,
     tensor_tensor_scan,
 )
+from nki_sim.isa.vector_copy import memset, tensor_copy, tensor_copy_predicated
 from nki_sim.isa.vector_search import (
     bn_aggr,
     bn_stats,

@@ -32,6 +32,7 @@ ENGINE_IDS: Final = {
     Engine.dma: tr.DMA,
     Engine.sync: tr.SYNC,
 }
+_MAX_FREE_DIMS: Final = 3  # of an access pattern (architecture guide of Trainium 1)
 _START_LIMIT: Final = {0: 128, 32: 32, 64: 64, 96: 32}
 _FACTS: dict[tuple[Any, ...], tr.ComputeFacts] = {}
 
@@ -131,13 +132,20 @@ def check_partitions(operand: str, value: NkiTensor) -> None:
 
 
 def check_on_chip(*operands: tuple[str, NkiTensor]) -> None:
-    """Each operand is an SBUF or PSUM tensor that engines reach: memory and partition rules."""
+    """Each operand is in SBUF or PSUM and keeps to the partition rule and three free dimensions."""
     for name, value in operands:
         if type(value) is not NkiTensor:
             raise IllegalOperand(name, "a tensor", repr(value))
         if value._alloc.space == tr.HBM:
             raise IllegalOperand(name, "a tensor in SBUF or PSUM", value.buffer.name)
         check_partitions(name, value)
+        if value.geometry.free_dims > _MAX_FREE_DIMS:
+            raise IllegalOperand(
+                name,
+                f"at most {_MAX_FREE_DIMS} free dimensions that do not join",
+                f"{value.geometry.free_dims} in shape {list(value.shape)}",
+                "Split the instruction",
+            )
 
 
 def check_same_partitions(first: tuple[str, NkiTensor], *others: tuple[str, NkiTensor]) -> None:

@@ -309,6 +309,32 @@ def test_range_select_does_not_exist_before_gen3() -> None:
         execute(in_range, options=SimOptions(target="trn1"), dst=out(), x=Tile(X), **BOUNDS)
 
 
+PATTERNS: dict[str, tuple[tuple[int, ...], int]] = {
+    # (columns kept of each axis of a [8, 4, 4, 4, 4] tile, free dimensions that remain)
+    "whole": ((4, 4, 4, 4), 1),
+    "inner-part": ((4, 4, 4, 2), 2),
+    "two-parts": ((4, 2, 4, 2), 3),
+    "one-of-an-axis": ((2, 1, 2, 2), 3),
+    "all-parts": ((2, 2, 2, 2), 4),
+}
+
+
+@pytest.mark.parametrize("case", PATTERNS)
+def test_a_pattern_has_at_most_three_free_dimensions(case: str) -> None:
+    (a, b, c, d), dims = PATTERNS[case]
+    cube = np.zeros((8, 4, 4, 4, 4), np.float32)
+
+    def body(x: Any) -> None:
+        part = x[:, :a, :b, :c, :d]
+        isa.tensor_scalar(part, part, nl.add, 1.0)
+
+    if dims <= 3:
+        assert execute(body, x=Tile(cube))["x"].sum() == 8 * a * b * c * d
+    else:
+        with pytest.raises(IllegalOperand, match="dst: expected at most 3 free dimensions"):
+            execute(body, x=Tile(cube))
+
+
 def test_idle_makes_the_accumulators_unknown() -> None:
     def body(dst: Any, p: Any, x: Any) -> None:
         isa.select_reduce(dst, p, x, 0.0, reduce_cmd=isa.reduce_cmd.reset_reduce)
