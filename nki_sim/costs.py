@@ -273,8 +273,8 @@ def price_dma(facts: DmaFacts, chip: Hardware) -> DmaPrice:
     engines = max(1, min(chip.dma_engines, engines))
     # The transpose unit takes whole rows, whatever the element-wise walk looks like.
     pieces = max(facts.rows, facts.hbm_runs) if facts.transpose else facts.runs
-    runs = math.ceil(pieces / engines)
-    runs += facts.skipped_rows * chip.dma_skipped_row_share / engines
+    skipped = facts.skipped_rows * chip.dma_skipped_row_share / engines
+    runs = math.ceil(pieces / engines) + skipped
     data = facts.moved_bytes / engines
     share = 1.0
     if facts.transpose == "4-byte":

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nki_sim.timeline import Interval, Timeline
 
 _MAX_PATH_LINES: Final = 8
-_MAX_BOXES_PER_LANE: Final = 20_000
+_MAX_SEPARATE_BOXES: Final = 120
 _COLORS: Final = {
     "tensor": "#3b6fb6",
     "vector": "#d9822b",
@@ -65,7 +65,8 @@ def save_picture(
 ) -> Path:
     """Draw the lanes of every core over time into a PNG file.
 
-    Boxes that would be thinner than a pixel are joined, so that a long run stays a small file.
+    Where a lane holds many boxes, those less than a pixel apart are joined, so that the picture of
+    a long run stays a small file.
 
     Raises:
         ValueError: the window is empty.
@@ -89,9 +90,16 @@ def save_picture(
     axes = figure.add_subplot()
     width_ns = (end_ns - start_ns) / 3000
     for row, lane in enumerate(order):
-        pieces = _joined(lanes[lane], width_ns)
+        few = len(lanes[lane]) <= _MAX_SEPARATE_BOXES
+        pieces = _separate(lanes[lane]) if few else _joined(lanes[lane], width_ns)
         bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in pieces]
-        axes.broken_barh(bars, (row - 0.38, 0.76), facecolors=_COLORS[lane[2]], linewidth=0)
+        axes.broken_barh(
+            bars,
+            (row - 0.38, 0.76),
+            facecolors=_COLORS[lane[2]],
+            edgecolors="white",
+            linewidth=0.4 if few else 0.0,
+        )
     many = timeline.num_cores > 1
     labels = [f"{_name(lane[:2])} {lane[2]}" if many else lane[2] for lane in order]
     axes.set_yticks(range(len(order)), labels)
@@ -112,14 +120,18 @@ def save_picture(
     return target
 
 
+def _separate(boxes: Sequence[Interval]) -> list[tuple[float, float]]:
+    """Return one stretch per box."""
+    return [(box.start_ns, box.end_ns) for box in boxes]
+
+
 def _joined(boxes: Sequence[Interval], width_ns: float) -> list[tuple[float, float]]:
-    """Return disjoint stretches; gaps below `width_ns` are closed where boxes are many."""
+    """Return disjoint stretches, with the gaps closed that are narrower than `width_ns`."""
     starts = np.array([box.start_ns for box in boxes])
     ends = np.array([box.end_ns for box in boxes])
     order = np.argsort(starts, kind="stable")
     starts, reach = starts[order], np.maximum.accumulate(ends[order])
-    gap = width_ns if len(boxes) > _MAX_BOXES_PER_LANE // 20 else 0.0
-    breaks = np.flatnonzero(starts[1:] > reach[:-1] + gap)
+    breaks = np.flatnonzero(starts[1:] > reach[:-1] + width_ns)
     begins = starts[np.concatenate([[0], breaks + 1])]
     finishes = reach[np.concatenate([breaks, [len(reach) - 1]])]
     return list(zip(begins.tolist(), finishes.tolist(), strict=True))
