@@ -83,7 +83,8 @@ class Access:
     def cost_key(self) -> Any:
         """Return what the cost depends on."""
         if self.starts is None:
-            return self.tensor.geometry, self.registers
+            geometry = self.tensor.geometry
+            return geometry.profile, geometry.run, self.registers
         tensor = self.tensor
         return (tensor.shape, tensor.strides, tensor.dtype, self.indirect, self.registers)
 
