@@ -328,7 +328,7 @@ def price_meeting(facts: SyncFacts, chip: Hardware) -> MeetingPrice:
     """Price a meeting of cores or ranks, counted from the arrival of the last.
 
     Collectives: a base, hops by the documented choice of algorithm (mesh, recursive halving, ring),
-    and what one rank sends over its link.
+    and what crosses the link of one rank.
     """
     if facts.kind == "core_barrier":
         return MeetingPrice(chip.core_barrier_ns if facts.partners > 1 else 0.0)
@@ -340,11 +340,24 @@ def price_meeting(facts: SyncFacts, chip: Hardware) -> MeetingPrice:
         runs = math.ceil(facts.partitions / engines) * chip.dma_run_ns
         moving = facts.moved_bytes / engines / chip.dma_engine_bytes_per_ns
         return MeetingPrice(chip.sendrecv_ns + runs + moving)
-    if facts.moved_bytes < chip.mesh_limit_bytes:
+    travelling = facts.moved_bytes * _link_share(facts.kind, facts.ranks)
+    if travelling < chip.mesh_limit_bytes:
         hops = 2
-    elif facts.moved_bytes < chip.rdh_limit_bytes:
+    elif travelling < chip.rdh_limit_bytes:
         hops = 1 + math.ceil(math.log2(max(2, facts.ranks)))
     else:
         hops = max(1, facts.ranks - 1)
-    moving = facts.moved_bytes / chip.collective_bytes_per_ns
+    moving = travelling / chip.collective_bytes_per_ns
     return MeetingPrice(chip.collective_base_ns + (hops - 1) * chip.collective_hop_ns + moving)
+
+
+def _link_share(kind: str, ranks: int) -> float:
+    """Return how often the source of one rank crosses that rank's link in the best algorithm."""
+    others = max(0, ranks - 1)
+    if kind.startswith("all_gather"):
+        return float(others)
+    if kind == "all_reduce":
+        return 2.0 * others / ranks
+    if kind.startswith(("reduce_scatter", "all_to_all")):
+        return others / ranks
+    return 1.0

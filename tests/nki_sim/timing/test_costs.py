@@ -258,11 +258,23 @@ def test_registers_and_loops(facts: ControlFacts, expected: float) -> None:
         (SyncFacts("core_barrier", (1,), 1), 0),
         (SyncFacts("sendrecv", (1,), 2, 128 * 1024, 128, "dma"), 2000 + 8 * 32 + 8192 / 27.2),
         (SyncFacts("sendrecv", (1,), 2, 15300, 128, "gpsimd_dma"), 1000 + 100),
-        (SyncFacts("all_gather", (1,), 8, 1024, ranks=8), 6000 + 1500 + 8),
-        (SyncFacts("all_reduce", (1,), 8, 2 << 20, ranks=8), 6000 + 3 * 1500 + 16384),
-        (SyncFacts("all_reduce", (1,), 8, 64 << 20, ranks=8), 6000 + 6 * 1500 + (64 << 20) / 128),
+        (SyncFacts("all_gather", (1,), 8, 1024, ranks=8), 6000 + 1500 + 7 * 1024 / 128),
+        (SyncFacts("all_reduce", (1,), 8, 2 << 20, ranks=8), 6000 + 3 * 1500 + 1.75 * 16384),
+        (SyncFacts("reduce_scatter", (1,), 8, 64 << 20, ranks=8), 6000 + 6 * 1500 + 458752),
+        (SyncFacts("all_to_all", (1,), 4, 4096, ranks=4), 6000 + 1500 + 24),
+        (SyncFacts("collective_permute", (1,), 4, 4096, ranks=4), 6000 + 1500 + 32),
     ],
-    ids=["barrier", "alone", "sendrecv", "gpsimd", "mesh", "halving", "ring"],
+    ids=[
+        "barrier",
+        "alone",
+        "sendrecv",
+        "gpsimd",
+        "mesh",
+        "halving",
+        "ring",
+        "all-to-all",
+        "permute",
+    ],
 )
 def test_meetings(facts: SyncFacts, expected: float) -> None:
     assert price_meeting(facts, TRN2).duration_ns == pytest.approx(expected)
