@@ -72,8 +72,8 @@ class _BlockCase:
         """
         case, draw, library = self.case, self.draw, self.library
         router_dtype = dtype_of(case.get("router_mm_dtype", "bfloat16"))
-        # Powers of two: a kernel may multiply by gamma before or after it normalises, and only exact
-        # products make both round alike.
+        # Powers of two: a kernel may multiply by gamma before or after it normalises; with exact
+        # products both round alike.
         gamma = draw.rng.choice([-0.0625, -0.03125, 0.03125, 0.0625], (1, self.H)).astype(
             self.dtype
         )
