@@ -44,6 +44,7 @@ _DGE_SCALAR: Final = 6
 _DGE_AUTO: Final = 7
 _NUM_RESOURCES: Final = 8
 _STACK_SLICE_NS: Final = 1000.0
+_NAMED_QUEUES: Final = frozenset({"hwdge-sync", "hwdge-scalar"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class TimelineOptions:
 
     Attributes:
         dma_rule: "runs" prices a transfer by its runs and bytes (several queues at work),
-            "single_queue" by the latency of each descriptor, "auto" decides per core: one queue
-            named by the kernel is a single queue.
+            "single_queue" by the latency of each descriptor, "auto" decides per core: a single
+            queue if the kernel gives all transfers to the hardware generator of one engine.
         clock_ramp: whether the tensor engine has to warm up.
     """
 
@@ -210,14 +211,14 @@ class _Player:
         ranks = [rank for rank, _ in graph.cores]
         stacks = {rank: number for number, rank in enumerate(dict.fromkeys(ranks))}
         self._stack_left = [{} for _ in stacks]
-        named: list[set[str]] = [set() for _ in graph.cores]
+        ways: list[set[str]] = [set() for _ in graph.cores]
         for queue in graph.queues:
-            way = queue.name.split("-")
-            if way[0] in ("static", "hwdge", "swdge", "auto"):
-                named[queue.core].add("-".join(way[:2]) if way[0] == "hwdge" else way[0])
+            way = queue.name.split("-load")[0].split("-store")[0]
+            if way not in (*tr.ENGINE_NAMES, "exchange"):
+                ways[queue.core].add(way)
         cores = []
         for number, rank in enumerate(ranks):
-            one = len(named[number]) == 1 and not named[number] & {"hwdge-any", "auto"}
+            one = len(ways[number]) == 1 and bool(ways[number] & _NAMED_QUEUES)
             rule = options.dma_rule
             core = _CoreState(
                 stack=stacks[rank],
