@@ -228,20 +228,31 @@ def is_defined(tensor: NkiTensor) -> bool:
 class Accumulator(NamedTuple):
     """What an instruction does with the accumulator registers of its engine.
 
-    `op` combines; `register` is the key of the set in `Core.accumulators`; `result` the (P, 1)
-    tensor that gets the registers, or None.
+    `op` combines; `register` is the key of the set in `Core.accumulators`; `initial` the number or
+    (P, 1) tensor that load_reduce starts from; `result` the (P, 1) tensor that gets the registers,
+    or None.
     """
 
     op: AluOp
     register: str
     updates: bool
+    initial: Any
     result: NkiTensor | None
     start: int
     partitions: int
 
+    def lanes(self, core: Core) -> Array:
+        """The registers of these partitions, with the initial value loaded."""
+        lanes: Array = core.accumulators[self.register][self.start : self.start + self.partitions]
+        if type(self.initial) is NkiTensor:
+            lanes[...] = self.initial.f32().reshape(-1)
+        elif self.initial is not None:
+            lanes[...] = np.float32(self.initial)
+        return lanes
+
     def update(self, core: Core, row_values: Array, *, negate: bool = False) -> None:
         """Combine one value per row into the registers and store them if asked to."""
-        lanes = core.accumulators[self.register][self.start : self.start + self.partitions]
+        lanes = self.lanes(core)
         if self.updates:
             lanes[...] = self.op.apply(lanes, row_values)
         if self.result is not None:
@@ -272,13 +283,8 @@ def accumulator(
         raise IllegalOperand("reduce_cmd", "a member of nki.isa.reduce_cmd", repr(command))
     geometry = data.geometry
     start, partitions = geometry.start_partition, geometry.partitions
-    if command in (reduce_cmd.reset, reduce_cmd.reset_reduce):
+    if command in (reduce_cmd.reset, reduce_cmd.reset_reduce, reduce_cmd.load_reduce):
         core.accumulators[register] = np.full(LANES, op.reduce_identity, np.float32)
-    elif command is reduce_cmd.load_reduce:
-        lanes = np.full(LANES, op.reduce_identity, np.float32)
-        loaded = initial.f32().reshape(-1) if type(initial) is NkiTensor else np.float32(initial)
-        lanes[start : start + partitions] = loaded
-        core.accumulators[register] = lanes
     elif command is reduce_cmd.idle and result is None:
         return None
     elif register not in core.accumulators:
@@ -287,7 +293,8 @@ def accumulator(
             f"{command.name} on registers that nobody set",
         )  # fmt: skip
     updates = command not in (reduce_cmd.idle, reduce_cmd.reset)
-    return Accumulator(op, register, updates, result, start, partitions)
+    loaded = initial if command is reduce_cmd.load_reduce else None
+    return Accumulator(op, register, updates, loaded, result, start, partitions)
 
 
 def check_result(name: str, result: NkiTensor | None, partitions: int) -> tuple[NkiTensor, ...]:

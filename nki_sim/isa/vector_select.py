@@ -318,11 +318,10 @@ def tensor_scalar_cumulative(
         values = src.f32()
         if first is not None:
             values = first.apply(values)
-        lanes = core.accumulators[_VECTOR]
-        part = slice(registers.start, registers.start + partitions)
-        running = _running(operator, values, lanes[part])
+        lanes = registers.lanes(core)
+        running = _running(operator, values, lanes)
         dst.store(running)
-        lanes[part] = running[:, -1]
+        lanes[...] = running[:, -1]
 
     reads = (src, *tensors_of(stages), *([initial] if type(initial) is NkiTensor else []))
     return core.issue("tensor_scalar_cumulative", tr.VECTOR, facts, (dst,), reads, meaning, name)

@@ -378,6 +378,19 @@ def test_tensor_scalar_cumulative_writes_the_running_value(op: str) -> None:
             assert tile[row, column % F] == pytest.approx(state, rel=1e-4, abs=1e-5)
 
 
+def test_an_unwritten_start_value_makes_the_result_unwritten() -> None:
+    def body(dst: Any, x: Any, start: Any, total: Any) -> None:
+        isa.tensor_scalar_reduce(
+            dst, x, nl.add, 1.0, nl.add, total, reduce_cmd=isa.reduce_cmd.load_reduce,
+            reduce_init=start,
+        )  # fmt: skip
+
+    column = out(shape=(P, 1))
+    result = execute(body, dst=out(), x=Tile(X), start=column, total=column)
+    assert result.unwritten["total"].all()
+    assert not result.unwritten["dst"].any()
+
+
 def test_exponential_subtracts_the_maximum_and_sums() -> None:
     def body(dst: Any, x: Any, v: Any, total: Any) -> None:
         isa.exponential(dst, x, v, total, isa.reduce_cmd.load_reduce, 1.0)

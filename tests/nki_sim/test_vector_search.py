@@ -41,6 +41,13 @@ def test_max8_lists_the_largest_with_duplicates() -> None:
     assert result["dst"].tolist() == [sorted(row.tolist(), reverse=True)[:8] for row in TIES]
 
 
+@pytest.mark.parametrize("elements", [8, 16_384])
+def test_max8_takes_the_documented_sizes(elements: int) -> None:
+    x = np.arange(elements, dtype=np.float32)[None, :]
+    result = execute(lambda dst, x: isa.max8(dst, x), dst=out(shape=(1, 8)), x=Tile(x))
+    assert result["dst"].tolist() == [list(range(elements - 1, elements - 9, -1))]
+
+
 def test_max8_rounds_to_the_type_of_its_destination() -> None:
     result = execute(lambda dst, x: isa.max8(dst, x), dst=out("int32"), x=Tile(FLOATS * 10))
     expected = [[round(v) for v in sorted(row.tolist(), reverse=True)[:8]] for row in FLOATS * 10]
