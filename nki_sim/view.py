@@ -98,7 +98,7 @@ def save_picture(
             (row - 0.38, 0.76),
             facecolors=_COLORS[lane[2]],
             edgecolors="white",
-            linewidth=0.4 if few else 0.0,
+            linewidth=0.4 if few and _are_wide(pieces, 4 * width_ns) else 0.0,
         )
     many = timeline.num_cores > 1
     labels = [f"{_name(lane[:2])} {lane[2]}" if many else lane[2] for lane in order]
@@ -118,6 +118,11 @@ def save_picture(
     target = Path(path)
     figure.savefig(target, format="png")
     return target
+
+
+def _are_wide(pieces: Sequence[tuple[float, float]], least_ns: float) -> bool:
+    """Tell whether every stretch is wide enough to have an edge drawn around it."""
+    return all(end - begin >= least_ns for begin, end in pieces)
 
 
 def _separate(boxes: Sequence[Interval]) -> list[tuple[float, float]]:
