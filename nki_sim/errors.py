@@ -87,7 +87,3 @@ class LanguageError(NkiValidationError):
 
 class UnknownValue(NkiValidationError):
     """An address or register depends on arithmetic that `indices` mode leaves out."""
-
-
-class Finding(UserWarning):
-    """Something that is legal but worth knowing; kept in `Run.findings`."""

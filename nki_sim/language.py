@@ -189,7 +189,7 @@ def shared_constant(constant: Any) -> NkiTensor:
     count = core.shared_count.get("constant", 0)
     core.shared_count["constant"] = count + 1
     return core.bind_input(
-        np.array(array, copy=True, order="C"), as_dtype(array.dtype), f"constant{count}"
+        np.array(array, copy=True, order="C"), as_dtype(array.dtype), f"constant:{count}"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nki_sim import races
+from nki_sim import dtypes, races
 from nki_sim.dtypes import DType, as_dtype, bfloat16
 from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
 from nki_sim.host_memory import keep_freed_memory
@@ -30,8 +30,15 @@ from nki_sim.tensor import NkiTensor
 from nki_sim.trace import Trace
 
 _IGNORED_JIT_OPTIONS = frozenset(
-    ("mode", "debug_kernel", "show_compiler_tb", "experimental_flags", "debug", "grid", "options")
+    ("mode", "debug_kernel", "show_compiler_tb", "experimental_flags", "debug", "grid")
 )
+
+# Types of 64 bits that the hardware lacks; frameworks pass them as these.
+_NARROWED = {
+    dtypes.int64: dtypes.int32,
+    dtypes.uint64: dtypes.uint32,
+    dtypes.float64: dtypes.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +317,11 @@ def _to_device(core: Core, name: str, value: Any) -> Any:
         return core.bind_input(value, as_dtype(value.dtype), name)
     if isinstance(value, np.ndarray) or _is_torch(value):
         array, dtype = _as_array(value)
+        if dtype in _NARROWED:
+            target = _NARROWED[dtype]
+            text = f"{name}: {dtype} is taken as {target}, and not written back"
+            core.machine.find("input", "", text)
+            array, dtype = array.astype(target.numpy), target
         return core.bind_input(array, dtype, name)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return tuple(_to_device(core, f"{name}[{k}]", item) for k, item in enumerate(value))

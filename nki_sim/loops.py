@@ -134,7 +134,8 @@ def while_condition(register: VirtualRegister) -> bool:
     while frame.f_code.co_filename.startswith(PACKAGE_DIR):
         frame = frame.f_back
     line = frame.f_lineno
-    if line not in _while_lines(frame.f_code.co_filename):
+    lines = _while_lines(frame.f_code.co_filename)
+    if lines is not None and line not in lines:
         raise LanguageError(
             "register",
             "a condition known at compile time",
@@ -156,9 +157,11 @@ def while_condition(register: VirtualRegister) -> bool:
 
 
 @functools.cache
-def _while_lines(file: str) -> frozenset[int]:
-    """Return the lines of a source file on which the condition of a while statement stands."""
+def _while_lines(file: str) -> frozenset[int] | None:
+    """Return the lines on which the condition of a while statement stands; None without source."""
     source = "".join(linecache.getlines(file))
+    if not source:
+        return None
     lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.While):

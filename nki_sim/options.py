@@ -24,8 +24,8 @@ class SimOptions:
         overlap: reads of a tensor whose bytes another tensor at the same address has overwritten.
         races: unordered accesses of two cores to the same shared bytes.
         accumulate: matmuls that add to PSUM which no matmul has written.
-        out_of_bounds: "error", or "clamp": dynamic indices are limited to the tensor, for finding
-            the shapes of outputs with made-up inputs.
+        out_of_bounds: "error", or "clamp": dynamic indices of DMA are limited to the tensor, for
+            finding the shapes of outputs with made-up inputs.
         mx_headroom: powers of two that quantize_mx leaves free above the largest magnitude: 1, or
             0 for kernels written for NKI before 0.5.
         start_core: the core that runs first; results must not depend on it.

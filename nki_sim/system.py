@@ -60,7 +60,7 @@ class Machine:
 
     def find(self, kind: str, location: str, text: str) -> None:
         """Keep a finding, once per kind and place."""
-        self.findings.setdefault((kind, location), Finding(kind, location, text))
+        self.findings.setdefault((kind, location or text), Finding(kind, location, text))
 
     def settle(self, policy: str, kind: str, error: NkiValidationError) -> None:
         """Raise, report or drop a fault as its policy says."""

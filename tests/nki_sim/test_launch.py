@@ -221,6 +221,14 @@ def test_a_tensor_returned_in_part_is_reported_and_filled() -> None:
     assert "128 of 512" in run.findings[0].text
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float64])
+def test_inputs_of_64_bits_are_narrowed_and_reported(dtype: Any) -> None:
+    run = nki_sim.run(double, X.astype(dtype))
+    assert run.outputs.dtype == {np.int64: np.int32, np.float64: np.float32}[dtype]
+    assert np.array_equal(run.outputs, 2 * X)
+    assert [finding.kind for finding in run.findings] == ["input"]
+
+
 # Grids
 
 

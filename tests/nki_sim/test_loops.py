@@ -1,0 +1,200 @@
+"""Dynamic loops and registers: trips, nesting, the trace, and what does not compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nki_sim
+from nki_sim import LanguageError, UninitializedRead, isa
+from nki_sim import language as nl
+
+
+def counter(value: int = 0) -> Any:
+    tile = nl.ndarray((1, 1), nl.int32)
+    isa.memset(tile, value)
+    return tile
+
+
+def bump(tile: Any, by: int = 1) -> None:
+    isa.tensor_scalar(tile, tile, nl.add, by)
+
+
+def saved(*tiles: Any) -> Any:
+    out = nl.ndarray((len(tiles), 1), nl.int32, buffer=nl.shared_hbm)
+    for k, tile in enumerate(tiles):
+        isa.dma_copy(out[k : k + 1], tile)
+    return out
+
+
+def numbers(kernel: Callable[[], Any]) -> list[int]:
+    return [int(value) for value in nki_sim.run(kernel).outputs[:, 0]]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "step", "trips"),
+    [(0, 5, 1, 5), (2, 5, 1, 3), (0, 7, 3, 3), (5, 2, 1, 0), (-3, 2, 1, 5)],
+)
+def test_a_dynamic_range_counts_as_pythons(start: int, stop: int, step: int, trips: int) -> None:
+    def kernel() -> Any:
+        total, seen = counter(), counter()
+        end = isa.register_alloc(stop)
+        for i in nl.dynamic_range(isa.register_alloc(start), end, step):
+            bump(total)
+            isa.register_store(seen, i)
+        return saved(total, seen)
+
+    last = list(range(start, stop, step))[-1] if trips else 0
+    assert numbers(kernel) == [trips, last]
+
+
+def test_loops_nest_and_the_trace_shows_them() -> None:
+    def kernel() -> Any:
+        total = counter()
+        for _ in nl.dynamic_range(2):
+            for _ in nl.dynamic_range(isa.register_alloc(3)):
+                bump(total)
+        return saved(total)
+
+    run = nki_sim.run(kernel)
+    assert run.outputs[0, 0] == 6
+    ops = [(record.op, record.loop_depth) for record in run.trace if "loop" in record.op]
+    inner = [("loop_begin", 1), *[("loop_trip", 2)] * 3, ("loop_end", 1)]
+    assert ops == [("loop_begin", 0), *([("loop_trip", 1), *inner] * 2), ("loop_end", 0)]
+    assert {r.loop_depth for r in run.trace if r.op == "tensor_scalar"} == {2}
+
+
+def test_while_loops_nest() -> None:
+    def kernel() -> Any:
+        outer, total = counter(2), counter()
+        a, b = isa.register_alloc(outer), isa.register_alloc()
+        while a:
+            inner = counter(3)
+            isa.register_load(b, inner)
+            while b:
+                bump(total)
+                bump(inner, -1)
+                isa.register_load(b, inner)
+            bump(outer, -1)
+            isa.register_load(a, outer)
+        return saved(total)
+
+    run = nki_sim.run(kernel)
+    assert run.outputs[0, 0] == 6
+    assert [record.op for record in run.trace].count("loop_begin") == 3
+
+
+def test_the_counter_of_a_fori_loop_is_passed_by_value() -> None:
+    def kernel() -> Any:
+        total = counter()
+
+        def body(i: Any) -> None:
+            isa.register_move(i, 100)
+            bump(total)
+
+        nl.fori_loop(0, isa.register_alloc(4), body)
+        return saved(total)
+
+    assert numbers(kernel) == [4]
+
+
+def test_registers_hold_32_bits_with_a_sign() -> None:
+    def kernel() -> Any:
+        register, other = isa.register_alloc(), isa.register_alloc(-7)
+        source = nl.ndarray((1, 1), nl.uint32)
+        isa.memset(source, 0xFFFFFFFF)
+        isa.register_load(register, source)
+        first, second = counter(), counter()
+        isa.register_store(first, register)
+        isa.register_move(register, other)
+        isa.register_store(second, register)
+        return saved(first, second)
+
+    assert numbers(kernel)[1] == -7
+    with pytest.raises(LanguageError, match="32-bit"):
+        nki_sim.run(lambda: isa.register_alloc(1 << 33))
+
+
+def test_a_register_is_loaded_from_hbm() -> None:
+    def kernel(x: Any) -> Any:
+        total = counter()
+        for _ in nl.dynamic_range(isa.register_alloc(x[1:2])):
+            bump(total)
+        return saved(total)
+
+    assert nki_sim.run(kernel, np.array([9, 4], np.int32)).outputs[0, 0] == 4
+
+
+def loop_in_no_reorder() -> None:
+    with nl.no_reorder():
+        for _ in nl.dynamic_range(2):
+            pass
+
+
+def no_reorder_in_loop() -> None:
+    for _ in nl.dynamic_range(2):
+        with nl.no_reorder():
+            counter()
+
+
+def test_no_reorder_may_stand_in_a_loop_but_not_around_one() -> None:
+    assert nki_sim.run(no_reorder_in_loop).findings == []
+    with pytest.raises(LanguageError, match="no_reorder"):
+        nki_sim.run(loop_in_no_reorder)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "step-zero": (lambda: list(nl.dynamic_range(0, 4, 0)), LanguageError, "positive"),
+    "body-returns": (lambda: nl.fori_loop(0, 2, lambda i: i), LanguageError, "returns nothing"),
+    "body-returns-nothing": (
+        lambda: nl.while_loop(isa.register_alloc(1), lambda r: None), LanguageError, "a register",
+    ),
+    "arithmetic": (lambda: isa.register_alloc(1) + 1, LanguageError, "compile time"),
+    "as-int": (lambda: int(isa.register_alloc(1)), LanguageError, "compile time"),
+    "unset-bound": (
+        lambda: list(nl.dynamic_range(isa.register_alloc())), UninitializedRead, "register",
+    ),
+    "two-registers-in-a-view": (
+        lambda: nl.ndarray((4, 8, 8), nl.float32)[
+            :, isa.register_alloc(1), nl.ds(isa.register_alloc(1), 2)
+        ],
+        LanguageError, "one dynamic index",
+    ),
+    "load-of-several": (
+        lambda: isa.register_load(isa.register_alloc(), nl.ndarray((1, 2), nl.int32)),
+        nki_sim.IllegalOperand, "one element",
+    ),
+    "load-from-psum": (
+        lambda: isa.register_alloc(nl.ndarray((1, 1), nl.int32, buffer=nl.psum)),
+        nki_sim.IllegalOperand, "SBUF or HBM",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loop_or_register_refuses(name: str) -> None:
+    body, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        nki_sim.run(body)
+
+
+def test_an_accumulation_that_a_loop_makes_ambiguous_is_reported() -> None:
+    def kernel() -> Any:
+        a, b = nl.ndarray((32, 16), nl.bfloat16), nl.ndarray((32, 8), nl.bfloat16)
+        isa.memset(a, 1.0)
+        isa.memset(b, 1.0)
+        bank = nl.ndarray((16, 8), nl.float32, buffer=nl.psum)
+        for _ in nl.dynamic_range(3):
+            isa.nc_matmul(bank, a, b)
+        out = nl.ndarray((16, 8), nl.float32, buffer=nl.shared_hbm)
+        tile = nl.ndarray((16, 8), nl.float32)
+        isa.tensor_copy(tile, bank)
+        isa.dma_copy(out, tile)
+        return out
+
+    run = nki_sim.run(kernel)
+    assert (run.outputs == 96).all()
+    assert [finding.kind for finding in run.findings] == ["accumulate"]
