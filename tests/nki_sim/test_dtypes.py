@@ -110,6 +110,15 @@ def test_tfloat32_keeps_ten_bits_of_the_mantissa() -> None:
     assert np.isnan(convert(np.array([np.nan], np.float32), dtypes.tfloat32)[0])
 
 
+@pytest.mark.parametrize("dtype", [d for d in ALL if d.kind == "f" and d.itemsize < 4], ids=str)
+def test_widening_keeps_every_value(dtype: DType) -> None:
+    bits = np.arange(256 if dtype.itemsize == 1 else 65536, dtype=f"u{dtype.itemsize}")
+    values = bits.view(dtype.numpy).reshape(-1, 64)[:, ::2]  # strided, as slices of tiles are
+    widened = dtypes.to_float32(values)
+    assert widened.dtype == np.float32
+    assert np.array_equal(widened, values.astype(np.float32), equal_nan=True)
+
+
 def test_anything_but_zero_is_true() -> None:
     values = np.array([0.0, -0.0, 1e-30, -2.0], np.float32)
     assert convert(values, dtypes.bool_).tolist() == [False, False, True, True]
