@@ -11,22 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nki_sim import trace as tr
 from nki_sim.allocator import Allocator
-from nki_sim.memory import (
-    CONSTANT,
-    EXACT,
-    UNKNOWN,
-)
+from nki_sim.memory import CONSTANT, EXACT, UNKNOWN
 from nki_sim.options import SimOptions
 from nki_sim.system import Machine
 from nki_sim.tensor import NkiTensor
 from nki_sim.undefined import read_undefined
-
-if TYPE_CHECKING:
-    pass
 
 PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # In `indices` mode, float tensors above this many elements hold no values unless they come from
