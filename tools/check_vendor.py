@@ -90,7 +90,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--max-seconds", type=float, default=math.inf, help="start no case after this wall time"
     )
     parser.add_argument(
-        "--max-gmacs", type=float, default=100.0, help="reduce T above these billion MACs per case"
+        "--max-gmacs", type=float, default=25.0, help="reduce T above these billion MACs per case"
     )
     parser.add_argument("--json", type=Path, help="write the outcome of every case to this file")
     options = parser.parse_args(argv)

@@ -6,12 +6,18 @@ lists.
 """
 
 import os
+import resource
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import nki_sim
 from neuron_moe.tools.check_vendor import LIBRARY_VARIABLE, read_cases, run_case
-from neuron_moe.tools.vendor_cases.case import Limits
+from neuron_moe.tools.vendor_cases import build_job
+from neuron_moe.tools.vendor_cases.case import Case, Limits
+from neuron_moe.tools.vendor_cases.launch import launch
 from neuron_moe.tools.vendor_cases.library import VendorLibrary
 
 CASES = read_cases(Path(__file__).with_name("vendor_cases.json"))
@@ -36,3 +42,43 @@ def test_a_vendor_kernel_agrees_with_its_own_reference(case, library):
     outcome = run_case(case, library, Limits())
     assert outcome.outcome == "passed", outcome.reason
     assert outcome.simulated_us > 0
+
+
+GPT_OSS_120B_TP8_PREFILL = Case.from_json(
+    {
+        "id": "gpt-oss-120b-tp8",
+        "kernel": "moe_cte",
+        "variant": "shard_on_block",
+        "params": {
+            "hidden": 3072,  # 2880, padded to the kernel's multiple of 512
+            "intermediate": 384,  # 2880 / 8, padded to a multiple of 128
+            "tokens": 1024,
+            "experts": 128,
+            "top_k": 4,
+            "block_size": 256,
+            "skip_mode": 1,
+            "bias": True,
+            "act_fn": "Swish",
+            "gate_clamp_upper": 7.0,
+            "up_clamp_upper": 8.0,
+            "up_clamp_lower": -6.0,
+        },
+    }
+)
+
+
+def test_a_prefill_of_gpt_oss_120b_is_timed_in_two_minutes_and_six_gib(library):
+    job = build_job(GPT_OSS_120B_TP8_PREFILL, library, Limits(macs=1e13))
+    for name, value in job.inputs.items():
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "iu":
+            job.inputs[name] = nki_sim.TensorSpec(value.shape, value.dtype)
+    start = time.perf_counter()
+    launched = launch(job, "trn2", mode="indices")
+    seconds = time.perf_counter() - start
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    told = (
+        f"{len(launched.run.trace):,} instructions in {seconds:.1f} s, peak {peak_gib:.2f} GiB, "
+        f"simulated {launched.simulated_us:,.0f} us"
+    )
+    assert seconds < 120, told
+    assert peak_gib < 6, told

@@ -85,7 +85,7 @@ class Limits:
         input_bytes: bytes of all input arrays.
     """
 
-    macs: float = 1.0e11
+    macs: float = 2.5e10
     input_bytes: float = 3.0e9
 
     def tokens(

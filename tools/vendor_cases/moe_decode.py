@@ -149,12 +149,20 @@ class _DecodeCase:
                 "expert_down_weights_scale": self.packed.down_scale,
             }
         draw, dtype = self.draw, dtype_of(self.quant) if self.quant else self.in_dtype
+        # Without clamps, weights of unit variance overflow float16.
+        std = 1.0 if self.case.get("clamp") or self.quant else self.H**-0.5
         weights: dict[str, Any] = {
             "expert_gate_up_weights": only_experts(
-                (self.E, self.H, 2, self.I), dtype, touched, lambda shape: draw.normal(shape, dtype)
+                (self.E, self.H, 2, self.I),
+                dtype,
+                touched,
+                lambda shape: draw.normal(shape, dtype, std),
             ),
             "expert_down_weights": only_experts(
-                (self.E, self.I, self.H), dtype, touched, lambda shape: draw.normal(shape, dtype)
+                (self.E, self.I, self.H),
+                dtype,
+                touched,
+                lambda shape: draw.normal(shape, dtype, std),
             ),
         }
         if self.quant:
