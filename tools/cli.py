@@ -13,6 +13,7 @@ SUBCOMMANDS = {
     "generate": ("generate", "generate text from a checkpoint"),
     "inspect": ("inspect", "architecture, sizes and memory per rank of a checkpoint"),
     "bench": ("bench", "benchmarks: cpu"),
+    "plan": ("plan", "the fastest layout of the experts on a Trn2 machine, and why"),
     "check": ("check", "run kernels against their references: vendor"),
 }
 

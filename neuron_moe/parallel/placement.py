@@ -110,6 +110,10 @@ class ExpertPlacement:
             first_token: number of the first token, so that ranks with other tokens take other
                 turns.
         """
+        if self.num_slots == self.num_experts:
+            slot_E = self.replica_table()[0][:, 0].to(index_TK)
+            slot_TK = slot_E[index_TK.clamp(min=0).long()]
+            return torch.where(index_TK < 0, NO_EXPERT, slot_TK)
         table_ER, count_E = (t.to(index_TK.device) for t in self.replica_table())
         expert_TK = index_TK.to(torch.int64).clamp(min=0)
         token_T1 = torch.arange(index_TK.shape[0], device=index_TK.device).unsqueeze(1)

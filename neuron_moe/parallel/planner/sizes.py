@@ -1,0 +1,130 @@
+"""The sizes of a model that its cost depends on, read from a published config.json.
+
+Keys differ between publishers; each line of `_KEYS` lists the names one size goes by.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from neuron_moe.errors import check_choice, check_positive_int
+
+WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 17 / 32}  # mxfp4: 32 codes and one scale
+
+_KEYS = {
+    "hidden_size": ("hidden_size", "d_model"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok", "experts_per_token"),
+    "num_layers": ("num_hidden_layers", "n_layers"),
+    "vocab_size": ("vocab_size",),
+    "num_heads": ("num_attention_heads", "n_heads"),
+    "num_kv_heads": ("num_key_value_heads",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Sizes of one model.
+
+    Args:
+        name: what reports call it.
+        hidden_size: H.
+        intermediate_size: I of one routed expert.
+        num_experts: E.
+        top_k: K.
+        num_layers: all decoder layers.
+        num_moe_layers: those with routed experts.
+        shared_size: width of all shared experts together, 0 for none.
+        dense_parameters: parameters outside the routed and shared experts.
+        weight_format: of the routed experts in HBM, a key of WEIGHT_BYTES.
+    """
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    num_layers: int
+    num_moe_layers: int
+    shared_size: int
+    dense_parameters: int
+    weight_format: str
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_moe_layers"):
+            check_positive_int(name, getattr(self, name))
+        check_choice("weight_format", self.weight_format, WEIGHT_BYTES)
+
+    @classmethod
+    def from_config(
+        cls, name: str, config: Mapping[str, Any], weight_format: str | None = None
+    ) -> "ModelSizes":
+        """Read a published configuration.
+
+        Args:
+            name: what reports call the model.
+            config: the keys of config.json.
+            weight_format: overrides the one that follows from `quantization_config`: fp8 for fp8
+                and for MXFP4 (which Trn2 computes as fp8 e5m2, without loss), else bf16.
+
+        Raises:
+            ValueError: a size is missing.
+        """
+        found = {size: _find(config, names, size) for size, names in _KEYS.items()}
+        inner = config.get("moe_intermediate_size") or config.get("intermediate_size")
+        if inner is None:
+            raise ValueError("config: must hold moe_intermediate_size or intermediate_size.")
+        dense_layers = int(config.get("first_k_dense_replace", 0))
+        shared = int(config.get("n_shared_experts") or 0) * int(inner)
+        quantised = (config.get("quantization_config") or {}).get("quant_method")
+        return cls(
+            name=name,
+            hidden_size=found["hidden_size"],
+            intermediate_size=int(inner),
+            num_experts=found["num_experts"],
+            top_k=found["top_k"],
+            num_layers=found["num_layers"],
+            num_moe_layers=found["num_layers"] - dense_layers,
+            shared_size=shared,
+            dense_parameters=_dense_parameters(config, found, dense_layers),
+            weight_format=weight_format or ("fp8" if quantised in ("mxfp4", "fp8") else "bf16"),
+        )
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of one routed expert of one layer."""
+        return 3 * self.hidden_size * self.intermediate_size * WEIGHT_BYTES[self.weight_format]
+
+    @property
+    def shared_bytes(self) -> float:
+        """Bytes of the shared experts of one layer, in bf16."""
+        return 3 * self.hidden_size * self.shared_size * WEIGHT_BYTES["bf16"]
+
+
+def _find(config: Mapping[str, Any], names: tuple[str, ...], size: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ValueError(
+        f"config: must hold {size} under one of the names {', '.join(names)}. Pass a MoE model's"
+        " config.json."
+    )
+
+
+def _dense_parameters(config: Mapping[str, Any], found: dict[str, int], dense_layers: int) -> int:
+    """Count attention, router, embedding and dense layers; norms and biases are left out."""
+    hidden, heads = found["hidden_size"], found["num_heads"]
+    if "kv_lora_rank" in config:  # multi-head latent attention
+        query, latent = int(config["q_lora_rank"]), int(config["kv_lora_rank"])
+        rope, nope = int(config["qk_rope_head_dim"]), int(config["qk_nope_head_dim"])
+        value = int(config["v_head_dim"])
+        attention = hidden * query + query * heads * (nope + rope) + hidden * (latent + rope)
+        attention += latent * heads * (nope + value) + heads * value * hidden
+    else:
+        head = int(config.get("head_dim") or hidden // heads)
+        attention = hidden * head * (2 * heads + 2 * found["num_kv_heads"])
+    router = hidden * found["num_experts"] * (found["num_layers"] - dense_layers)
+    dense = 3 * hidden * int(config.get("intermediate_size", 0)) * dense_layers
+    tied = 1 if config.get("tie_word_embeddings") else 2
+    vocabulary = tied * hidden * found["vocab_size"]
+    return found["num_layers"] * attention + router + dense + vocabulary

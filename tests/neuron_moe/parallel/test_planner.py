@@ -1,0 +1,172 @@
+"""The plan's cost model agrees with the roofline it is made of, and its choices follow."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuron_moe.configs import load_config
+from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
+from neuron_moe.parallel.planner.layer_cost import Workload, layer_cost, matmul_cycles
+from neuron_moe.parallel.planner.search import (
+    PHASES,
+    explain,
+    make_plan,
+    phase_memory,
+    synthetic_routings,
+)
+from neuron_moe.parallel.planner.sizes import ModelSizes
+from neuron_moe.parallel.topology import INSTANCES
+
+GPT_120B = ModelSizes.from_config("gpt_oss_120b", load_config("gpt_oss_120b"), "bf16")
+QWEN = ModelSizes.from_config("qwen3_235b", load_config("qwen3_235b_a22b"))
+DEEPSEEK = ModelSizes.from_config("deepseek_v3", load_config("deepseek_v3"))
+TRN2 = Machine.build(INSTANCES["trn2.48xlarge"])
+
+
+def even_trace(model: ModelSizes, tokens: int) -> Tensor:
+    """Give every expert the same load; neighbours of a token's choices are on other ranks."""
+    steps = model.num_experts // model.top_k
+    first = torch.arange(tokens).unsqueeze(1) + steps * torch.arange(model.top_k)
+    return (first % model.num_experts).int()
+
+
+# Roofline for 8,192 tokens on 64 logical cores, bf16, even routing, in us: (EP, TE, HBM).
+# HBM bytes: weights of all local experts, three passes over the routed rows, one over the output.
+ROOFLINE = [
+    (GPT_120B, 1, 286.0, 983.0),
+    (GPT_120B, 4, 215.0, 398.0),
+    (GPT_120B, 16, 212.0, 251.0),
+    (GPT_120B, 64, 201.0, 215.0),
+    (replace(DEEPSEEK, weight_format="bf16"), 1, 1187.0, 4536.0),
+    (replace(DEEPSEEK, weight_format="bf16"), 64, 712.0, 709.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "ep", "tensor_us", "hbm_us"),
+    ROOFLINE,
+    ids=[f"{model.name}-EP{ep}" for model, ep, *_ in ROOFLINE],
+)
+def test_experts_take_the_time_of_the_roofline(
+    model: ModelSizes, ep: int, tensor_us: float, hbm_us: float
+) -> None:
+    work = Workload("prefill", even_trace(model, 8192), model.num_experts)
+    cost = layer_cost(model, TRN2, 64 // ep, ep, "replicate", work)
+    assert cost.busiest_over_mean == pytest.approx(1.0)
+    # The roofline takes 725 bytes/ns, the chip's record 716; it expects tiles of random loads.
+    assert cost.hbm_us == pytest.approx(hbm_us * 725 / 716, rel=0.01)
+    assert cost.tensor_us == pytest.approx(tensor_us, rel=0.25)
+    assert cost.tensor_us <= tensor_us * 1.01
+
+
+def test_expert_parallel_beats_tensor_parallel_as_the_roofline_says() -> None:
+    for model, least in ((GPT_120B, 4.0), (DEEPSEEK, 6.0), (QWEN, 4.0)):
+        work = Workload("prefill", even_trace(model, 8192), model.num_experts)
+        times = [layer_cost(model, TRN2, 64 // ep, ep, "replicate", work).experts_us
+                 for ep in (1, 64)]  # fmt: skip
+        assert times[0] / times[1] > least, model.name
+
+
+def test_matmul_cycles_take_the_better_operand_as_stationary() -> None:
+    assert matmul_cycles(128, 128, 128) == 128
+    assert matmul_cycles(1, 128, 128) == 64  # one row still costs 64 columns
+    assert matmul_cycles(8192, 128, 16) == 64 * 64  # rows stationary, 16 columns as 64
+    assert matmul_cycles(16, 256, 8192) == 2 * 64 * 64
+
+
+def test_collective_times_follow_their_coefficients() -> None:
+    base, rate = (COEFFICIENTS[name].value for name in
+                  ("collective_base_ns", "collective_bytes_per_ns"))  # fmt: skip
+    assert TRN2.gather_ns(1e6, 1) == 0.0
+    assert TRN2.gather_ns(1e6, 64) == pytest.approx(base + 1e6 * 63 / 64 / rate)
+    four = Machine.build(INSTANCES["trn2u.48xlarge"], nodes=4)
+    assert four.ranks == 256
+    assert four.gather_ns(1e6, 256) > four.gather_ns(1e6, 64) + 15_000
+    assert TRN2.exchange_ns(1e6, 64) > TRN2.gather_ns(1e6, 64)
+    assert TRN2.with_faster_links(2.0).gather_ns(1e6, 64) < TRN2.gather_ns(1e6, 64)
+
+
+@pytest.fixture(scope="module")
+def deepseek_plan():  # type: ignore[no-untyped-def]
+    tokens = {"prefill": 4096, "decode": 64}
+    return make_plan(DEEPSEEK, TRN2, synthetic_routings(DEEPSEEK, 4096), tokens, "zipf")
+
+
+def test_the_best_layout_is_the_cheapest_of_those_that_fit(deepseek_plan) -> None:  # type: ignore[no-untyped-def]
+    plan = deepseek_plan
+    for phase in PHASES:
+        ranking = plan.ranking(phase)
+        assert ranking[0].cost.total_us == min(
+            entry.cost.total_us
+            for entry in plan.entries
+            if (entry.phase, entry.routing) == (phase, "zipf")
+        )
+        assert explain(plan, phase)
+        single = plan.best_single()[phase]
+        assert single.cost.total_us >= ranking[0].cost.total_us
+    assert {entry.layout.ep for entry in plan.entries} == {1, 2, 4, 8, 16, 32, 64}
+    assert plan.best_replicated("prefill").layout.strategy == "replicate"
+
+
+def test_eplb_brings_the_busiest_rank_near_the_mean(deepseek_plan) -> None:  # type: ignore[no-untyped-def]
+    for entry in deepseek_plan.ranking("prefill"):
+        if entry.layout.is_balanced and entry.layout.ep <= 32:
+            assert entry.cost.busiest_over_mean < 1.15
+    placement = deepseek_plan.placements["zipf", 32]
+    assert placement.extra_share <= 0.125
+
+
+def test_skew_makes_wide_expert_parallelism_slow_and_placement_repairs_it(deepseek_plan) -> None:  # type: ignore[no-untyped-def]
+    def best(ep: int, is_balanced: bool) -> float:
+        return min(
+            entry.cost.total_us
+            for entry in deepseek_plan.ranking("prefill")
+            if (entry.layout.ep, entry.layout.is_balanced) == (ep, is_balanced)
+        )
+
+    assert best(32, False) > 1.5 * best(32, True)
+
+
+def test_layouts_that_cannot_be_say_why() -> None:
+    small = Machine.build(INSTANCES["trn2.3xlarge"])
+    with pytest.raises(ValueError, match=r"no layout fits trn2\.3xlarge.*GiB a rank must fit"):
+        make_plan(DEEPSEEK, small, synthetic_routings(DEEPSEEK, 64), {"prefill": 64, "decode": 1},
+                  "zipf")  # fmt: skip
+    odd = replace(GPT_120B, num_experts=24, top_k=2, weight_format="fp8")
+    plan = make_plan(odd, TRN2, synthetic_routings(odd, 64), {"prefill": 64, "decode": 1}, "zipf")
+    assert "must divide num_experts=24" in plan.rejected["EP 16 x TP 4"]
+
+
+def test_sharing_between_phases_is_what_the_layer_does(deepseek_plan) -> None:  # type: ignore[no-untyped-def]
+    layouts = {entry.layout.ep: entry.layout for entry in deepseek_plan.entries}
+    once, shared = phase_memory(deepseek_plan, layouts[8], layouts[8])
+    twice, kept = phase_memory(deepseek_plan, layouts[8], layouts[64])
+    assert (shared, kept) == (True, False)
+    assert twice > 1.8 * once
+
+
+def test_dense_parameters_are_those_of_the_published_models() -> None:
+    # total parameters as published: 116.8, 235.1 and 671.0 billion
+    for model, billions in ((GPT_120B, 116.8), (QWEN, 235.1), (DEEPSEEK, 671.0)):
+        expert = 3 * model.hidden_size * model.intermediate_size
+        shared = 3 * model.hidden_size * model.shared_size
+        total = (
+            expert * model.num_experts + shared
+        ) * model.num_moe_layers + model.dense_parameters
+        assert total / 1e9 == pytest.approx(billions, rel=0.01), model.name
+
+
+def test_a_config_without_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="must hold num_experts under one of the names"):
+        ModelSizes.from_config("dense", {"hidden_size": 64, "intermediate_size": 128})
+
+
+def test_lnc1_halves_a_rank() -> None:
+    single = Machine.build(INSTANCES["trn2.48xlarge"], lnc=1)
+    assert (single.ranks, single.hbm_bytes) == (128, TRN2.hbm_bytes // 2)
+    with pytest.raises(ValueError, match="lnc=3: must be 1 or 2"):
+        Machine.build(INSTANCES["trn2.48xlarge"], lnc=3)
+    with pytest.raises(ValueError, match="joins at most 1"):
+        Machine.build(INSTANCES["trn2.48xlarge"], nodes=4)
