@@ -27,7 +27,7 @@ from nki_sim.options import SimOptions
 from nki_sim.scheduler import Scheduler
 from nki_sim.system import Finding, Machine
 from nki_sim.tensor import NkiTensor
-from nki_sim.trace import Trace
+from nki_sim.trace import CORE, RANK, Trace
 
 _IGNORED_JIT_OPTIONS = frozenset(
     ("mode", "debug_kernel", "show_compiler_tb", "experimental_flags", "debug", "grid")
@@ -423,11 +423,18 @@ def _apply_schedule(trace: Trace, schedule: Sequence[tuple[Any, Any]]) -> None:
     """Turn (consumer, producers) pairs of names into dependencies."""
     if not schedule:
         return
-    by_name = {name: index for index, name in trace.names.items()}
+    columns = trace.columns()
+    by_core: dict[tuple[int, int], dict[str, int]] = {}
+    for index, name in trace.names.items():
+        where = int(columns[index, RANK]), int(columns[index, CORE])
+        by_core.setdefault(where, {})[name] = index
     for consumer, producers in schedule:
         names = [producers] if isinstance(producers, str) else list(producers)
         for name in (consumer, *names):
-            if name not in by_name:
+            if not any(name in found for found in by_core.values()):
                 raise ValueError(f"schedule: no instruction is named {name!r}.")
-        before = trace.after.get(by_name[consumer], ())
-        trace.after[by_name[consumer]] = (*before, *(by_name[name] for name in names))
+        for found in by_core.values():
+            if consumer in found:
+                before = trace.after.get(found[consumer], ())
+                after = (found[name] for name in names if name in found)
+                trace.after[found[consumer]] = (*before, *after)

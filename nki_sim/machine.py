@@ -15,16 +15,13 @@ from typing import Any
 
 from nki_sim import trace as tr
 from nki_sim.allocator import Allocator
-from nki_sim.memory import CONSTANT, EXACT, UNKNOWN
+from nki_sim.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN
 from nki_sim.options import SimOptions
 from nki_sim.system import Machine
 from nki_sim.tensor import NkiTensor
 from nki_sim.undefined import read_undefined
 
 PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# In `indices` mode, float tensors above this many elements hold no values unless they come from
-# integers.
-CONSTANT_ELEMENTS = 128 * 128
 
 _CORE: ContextVar[Core | None] = ContextVar("nki_sim_core", default=None)
 
@@ -232,7 +229,7 @@ class Core(Allocator):
             alloc = tensor._alloc
             if level == CONSTANT and alloc.dtype.kind == "f":
                 count = alloc.rows * alloc.pitch // alloc.dtype.itemsize
-                if count > CONSTANT_ELEMENTS:
+                if count > SMALL_ELEMENTS:
                     if fill is not None and _is_whole(tensor) and not alloc.has_data:
                         alloc.pending = fill
                         alloc.known = CONSTANT

@@ -45,6 +45,9 @@ REGION_SPACE: Final = {
 }
 MAX_BOXES: Final = 12
 UNKNOWN, CONSTANT, EXACT = range(3)
+# In `indices` mode, float tensors above this many elements hold no values unless they come from
+# integers; smaller inputs are followed exactly, so that routing inside a kernel works.
+SMALL_ELEMENTS: Final = 128 * 128
 # Host memory of dropped on-chip tensors, by size: allocating it anew costs a page fault per 4 KiB.
 _POOL: dict[int, list[NDArray[np.uint8]]] = {}
 _POOL_DEPTH: Final = 8

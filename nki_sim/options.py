@@ -15,7 +15,8 @@ class SimOptions:
     Attributes:
         target: "trn1", "trn2" or "trn3"; None takes NEURON_PLATFORM_TARGET_OVERRIDE, else trn2.
         mode: "full", or "indices": integers, registers, control flow and addresses are exact,
-            floating-point arithmetic is skipped. The trace is the same in both.
+            floating-point arithmetic is skipped but for what comes from integers or from small
+            inputs alone. The trace is the same in both.
         uninitialized: what to do about reads of memory that nobody wrote. "output" raises when an
             unwritten value reaches a returned tensor or an address and reports the other reads;
             "read" raises at the first read; "report" only reports; "off" does not look.

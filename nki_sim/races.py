@@ -220,6 +220,13 @@ def check_flow(machine: Machine) -> None:
     for rank in range(machine.num_ranks):
         cores = [core for core in machine.cores if core.rank == rank]
         for core in cores[1:]:
+            if core.shared_count != cores[0].shared_count:
+                raise DivergenceError(
+                    "shared_hbm",
+                    f"the allocations of core 0 ({cores[0].shared_count})",
+                    f"{core.shared_count} on core {core.id}",
+                    "Every core must make the same shared_hbm allocations",
+                )
             first = cores[0].flow
             for a, b in zip(first, core.flow, strict=False):
                 if a != b:

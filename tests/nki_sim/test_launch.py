@@ -268,6 +268,17 @@ def test_cores_must_make_the_same_shared_tensors() -> None:
         nki_sim.run(kernel, lnc=2)
 
 
+def test_cores_must_make_the_same_number_of_shared_tensors() -> None:
+    def kernel() -> Any:
+        out = nl.ndarray((1, 4), nl.float32, buffer=nl.shared_hbm)
+        if nl.program_id(0) == 1:
+            nl.ndarray((1, 4), nl.float32, buffer=nl.shared_hbm)
+        return out
+
+    with pytest.raises(nki_sim.DivergenceError, match="same shared_hbm allocations"):
+        nki_sim.run(kernel, lnc=2)
+
+
 def test_a_failure_on_one_core_ends_the_launch() -> None:
     def kernel() -> Any:
         out = nl.ndarray((1, 4), nl.float32, buffer=nl.shared_hbm)
@@ -341,7 +352,7 @@ def test_indices_mode_does_not_allocate_float_tensors() -> None:
     assert nki_sim.run(kernel, x, ids, options=options).outputs == x
 
 
-def test_indices_mode_refuses_an_address_made_of_floats() -> None:
+def test_indices_mode_refuses_an_address_made_of_unknown_floats() -> None:
     def kernel(x: Any, weights: Any) -> Any:
         where = nl.ndarray((1, 1), nl.int32)
         value = nl.ndarray((1, 1), nl.float32)
@@ -355,8 +366,11 @@ def test_indices_mode_refuses_an_address_made_of_floats() -> None:
 
     weights = np.full((1, 1), 3.0, np.float32)
     assert np.array_equal(nki_sim.run(kernel, X, weights).outputs, X[3:4])
+    small = nki_sim.run(kernel, X, weights, options=SimOptions(mode="indices"))
+    assert np.array_equal(small.outputs, X[3:4])  # small inputs are followed exactly
+    unknown = TensorSpec((1, 1), "float32")
     with pytest.raises(nki_sim.UnknownValue, match="mode='full'"):
-        nki_sim.run(kernel, X, weights, options=SimOptions(mode="indices"))
+        nki_sim.run(kernel, X, unknown, options=SimOptions(mode="indices"))
 
 
 @pytest.mark.parametrize("fill", [0xFF, 0x00, 0x7F])
@@ -388,6 +402,8 @@ def test_named_instructions_may_be_ordered_by_hand() -> None:
     scheduled = nki_sim.jit(kernel).with_schedule([("store", ["load b"])])
     trace = nki_sim.run(scheduled, X).trace
     assert trace.after == {1: (0,), 2: (1,)}
+    both = nki_sim.run(scheduled, X, lnc=2).trace
+    assert sorted(both.after.values()) == [(0,), (1,), (3,), (4,)]
     with pytest.raises(ValueError, match="no instruction is named 'lode'"):
         nki_sim.run(nki_sim.jit(kernel).with_schedule([("lode", "store")]), X)
 
