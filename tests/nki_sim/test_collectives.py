@@ -208,6 +208,22 @@ def test_all_to_all_v_sends_chunks_of_any_size(has_rdispls: bool, known: bool, l
         assert metadata[rank][2].tolist() == row
 
 
+def test_what_no_chunk_covers_stays_unwritten() -> None:
+    counts = np.full((4, 4), 2)
+    data, metadata = inputs((8,)), tables(counts, has_rdispls=False)
+
+    def kernel(x: Any, table: Any, length: int) -> Any:
+        received, out = in_hbm((32,)), in_hbm((length,))
+        collectives.all_to_all_v([x], [received], ALL4, table)
+        isa.dma_copy(out, received[8 : 8 + length])  # what rank 1 sent, and behind it
+        return out
+
+    found = nki_sim.run_ranks(kernel, [(data[r], metadata[r], 2) for r in range(4)]).outputs
+    np.testing.assert_array_equal(found[3], data[1][6:8])
+    with pytest.raises(nki_sim.UninitializedRead):
+        nki_sim.run_ranks(kernel, [(data[r], metadata[r], 3) for r in range(4)])
+
+
 def test_all_gather_v_sends_one_chunk_to_everybody() -> None:
     counts = [3, 0, 5, 2]
     data = inputs((8,))
