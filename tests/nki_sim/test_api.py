@@ -24,6 +24,7 @@ import nki_sim
 from nki_sim import SimOptions, isa
 from nki_sim import language as nl
 from nki_sim.testing import Tile, execute
+from nki_sim.trace import ENGINE_NAMES
 
 API: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "nki_api.json").read_text())
 MODULES: dict[str, Any] = API["modules"]
@@ -341,3 +342,39 @@ def test_a_language_helper_that_is_not_implemented_names_itself(name: str) -> No
 
     with pytest.raises(NotImplementedError, match=f"nki.language.{name}:"):
         execute(body, x=ROWS)
+
+
+ENGINES = {
+    "tensor": "nc_matmul nc_matmul_mx nc_transpose",
+    "scalar": "activation activation_reduce activate2",
+    "gpsimd": "tensor_partition_reduce iota affine_select local_gather nc_n_gather sequence_bounds "
+    "nonzero_with_count topk rand_set_state rand_get_state core_barrier",
+    "dma": "dma_copy dma_transpose dma_compute sendrecv",
+    "sync": "register_move register_load register_store",
+    "vector": "tensor_copy memset tensor_copy_predicated tensor_tensor tensor_scalar tensor_reduce "
+    "tensor_scalar_cumulative bn_stats bn_aggr tensor_tensor_scan nc_stream_shuffle rng rand2 "
+    "set_rng_seed exponential reciprocal max8 scalar_tensor_tensor tensor_scalar_reduce "
+    "quantize_mx range_select select_reduce nc_find_index8 nc_match_replace8",
+}
+ENGINE_OF = {name: engine for engine, names in ENGINES.items() for name in names.split()}
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if n in ENGINE_OF and CALLS[n][1]])
+@pytest.mark.parametrize("mode", ["full", "indices"])
+def test_an_operation_runs_on_its_documented_engine_in_both_modes(name: str, mode: Any) -> None:
+    call, tiles = CALLS[name]
+    result = execute(call, options=SimOptions(target="trn3", mode=mode), **tiles)
+    engines = [ENGINE_NAMES[record.engine] for record in result.run.trace if record.op == name]
+    assert engines
+    assert set(engines) == {ENGINE_OF[name]}
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if CALLS[n][1] and n not in NOT_IMPLEMENTED])
+def test_both_modes_leave_the_same_trace(name: str) -> None:
+    call, tiles = CALLS[name]
+    traces = []
+    for mode in ("full", "indices"):
+        options = SimOptions(target="trn3", mode=mode)  # type: ignore[arg-type]
+        traces.append([record[1:] for record in execute(call, options=options, **tiles).run.trace])
+    assert traces[0] == traces[1]
+    assert traces[0] or not name.startswith(("tensor", "nc_"))
