@@ -1,0 +1,92 @@
+"""How the tokens of a launch are spread over cores, tiles and partitions.
+
+A core takes a contiguous run of tokens and deals it out so that a partition holds neighbours: token
+`first + partition * count + tile` sits in that partition of that tile. What a tile produces per
+token (K indices, K weights: a few bytes) is then contiguous per partition over all tiles and moves
+in one transfer with long runs, not in one short run per token.
+"""
+
+from dataclasses import dataclass
+
+import nki.isa as nisa
+import nki.language as nl
+
+PARTITIONS = 128
+
+
+@dataclass
+class TokenTiles(nl.NKIObject):
+    """The tokens of one core; compile-time integers only.
+
+    Attributes:
+        first: first token.
+        rows: tokens of this core.
+        count: tiles; 0 if the core has no token.
+        full: partitions that hold a token in every tile.
+        rest: partition `full` holds a token in this many tiles.
+    """
+
+    first: int
+    rows: int
+    count: int
+    full: int
+    rest: int
+
+
+def split_tokens(num_tokens: int, core: int, num_cores: int) -> TokenTiles:
+    """Return the tokens of one core: equal runs, the last one shorter."""
+    run = (num_tokens + num_cores - 1) // num_cores
+    first = min(num_tokens, core * run)
+    rows = min(run, num_tokens - first)
+    count = (rows + PARTITIONS - 1) // PARTITIONS
+    full = rows // count if count > 0 else 0
+    return TokenTiles(first, rows, count, full, rows - full * count)
+
+
+def tile_rows(tokens: TokenTiles, tile: int) -> int:
+    """Return how many partitions of a tile hold a token."""
+    return tokens.full + (1 if tile < tokens.rest else 0)
+
+
+def used_partitions(tokens: TokenTiles) -> int:
+    """Return how many partitions hold a token in some tile."""
+    return tokens.full + (1 if tokens.rest > 0 else 0)
+
+
+def token_rows(
+    tensor_TX: nl.ndarray, tokens: TokenTiles, tile: int, start: int, width: int
+) -> nl.ndarray:
+    """Return the view [rows, width] of a [T, X] tensor in HBM that belongs to a tile."""
+    row_size = tensor_TX.shape[1]
+    return tensor_TX.ap(
+        [[tokens.count * row_size, tile_rows(tokens, tile)], [1, width]],
+        offset=(tokens.first + tile) * row_size + start,
+    )
+
+
+def load_per_token(values_sb: nl.ndarray, tensor_TX: nl.ndarray, tokens: TokenTiles) -> None:
+    """Load [T, X] values: partition p of `values_sb` [128, count * X] gets those of its tokens."""
+    width = tensor_TX.shape[1]
+    start = tokens.first * width
+    run = tokens.count * width
+    if tokens.full > 0:
+        source = tensor_TX.ap([[run, tokens.full], [1, run]], offset=start)
+        nisa.dma_copy(dst=values_sb[0 : tokens.full, 0:run], src=source)
+    if tokens.rest > 0:
+        rest = tokens.rest * width
+        source = tensor_TX.ap([[run, 1], [1, rest]], offset=start + tokens.full * run)
+        nisa.dma_copy(dst=values_sb[tokens.full : tokens.full + 1, 0:rest], src=source)
+
+
+def store_per_token(tensor_TX: nl.ndarray, values_sb: nl.ndarray, tokens: TokenTiles) -> None:
+    """Store what `load_per_token` would load."""
+    width = tensor_TX.shape[1]
+    start = tokens.first * width
+    run = tokens.count * width
+    if tokens.full > 0:
+        target = tensor_TX.ap([[run, tokens.full], [1, run]], offset=start)
+        nisa.dma_copy(dst=target, src=values_sb[0 : tokens.full, 0:run])
+    if tokens.rest > 0:
+        rest = tokens.rest * width
+        target = tensor_TX.ap([[run, 1], [1, rest]], offset=start + tokens.full * run)
+        nisa.dma_copy(dst=target, src=values_sb[tokens.full : tokens.full + 1, 0:rest])
