@@ -13,7 +13,13 @@ SUBCOMMANDS = {
     "generate": ("generate", "generate text from a checkpoint"),
     "inspect": ("inspect", "architecture, sizes and memory per rank of a checkpoint"),
     "bench": ("bench", "benchmarks: cpu"),
+    "place": ("place", "place experts on ranks by recorded load (EPLB)"),
     "plan": ("plan", "the fastest layout of the experts on a Trn2 machine, and why"),
+    "evaluate": ("evaluate", "held-out loss of each weight format, by ours and transformers"),
+    "trace": ("trace", "record which experts a text chooses; skew and padding that follow"),
+    "prepare_corpus": ("prepare_corpus", "fetch and tokenise the corpus of the small model"),
+    "train_tiny": ("train_tiny", "train the small GPT-OSS model"),
+    "export_tiny": ("export_tiny", "turn a training run into the shipped MXFP4 checkpoint"),
     "check": ("check", "run kernels against their references: vendor"),
 }
 
