@@ -10,6 +10,7 @@ Runs on Debian 12 (``apt-get download`` and ``dpkg-deb``), half a minute on two 
     heldout.jsonl         one held-out document a line: {"domain", "name", "text"}
     tokenizer.json, tokenizer_config.json   byte-level BPE in the Hugging Face form
     corpus.json           the record: packages, versions, licences, sizes, digests
+    licences/<package>.md the copyright file of each package
 
 The split is by a digest of the document's name, so it does not move when a source grows.
 """
@@ -153,7 +154,7 @@ def prepare(out: Path, vocab_size: int, model_max_length: int) -> dict[str, Any]
     Returns:
         The record that is also written to corpus.json.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    (out / "licences").mkdir(parents=True, exist_ok=True)
     documents: list[Document] = []
     packages = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -161,6 +162,8 @@ def prepare(out: Path, vocab_size: int, model_max_length: int) -> dict[str, Any]
             root, versions = fetch(source, Path(scratch))
             read = list(source.read(root))
             documents += read
+            notice = root / "usr/share/doc" / source.package / "copyright"
+            (out / "licences" / f"{source.package}.md").write_bytes(notice.read_bytes())
             packages.append(
                 {
                     "domain": source.domain,

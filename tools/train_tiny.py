@@ -62,7 +62,7 @@ class Recipe:
         seed: of the weights, the batches and the dropout.
     """
 
-    steps: int = 2500
+    steps: int = 4000
     batch: int = 32
     length: int = 1024
     peak_rate: float = 3e-3
@@ -70,7 +70,7 @@ class Recipe:
     decay_share: float = 0.6
     quantised_share: float = 0.25
     balance_step: float = 1e-2
-    dropout: float = 0.2
+    dropout: float = 0.25
     seed: int = 0
 
     def rate(self, step: int) -> float:

@@ -90,7 +90,7 @@ class TinyConfig:
             "head_dim": self.head_size,
             "sliding_window": self.sliding_window,
             "layer_types": [kinds[layer % 2] for layer in range(self.num_layers)],
-            "max_position_embeddings": self.max_length,
+            "max_position_embeddings": int(_YARN["factor"]) * _YARN_CONTEXT,
             "rope_theta": _ROPE_THETA,
             "rope_scaling": {
                 "rope_type": "yarn",

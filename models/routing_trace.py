@@ -1,0 +1,149 @@
+"""Recorded routing: which experts every token of some text chose, layer by layer.
+
+A trace is what tools that place experts or size blocks want instead of a uniform draw. It is stored
+as one .npz file of small integers, without pickle:
+
+    expert_index_LTK  uint8 [L, T, K]  the choice, highest score first
+    sequence_starts   int32 [U]        the first token of each sequence; tokens follow in order
+    num_experts       int64 []         E
+
+Letters: U sequences, L MoE layers, T tokens of all sequences, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.routing import Routing
+
+_MOST_EXPERTS = 256  # of a uint8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTrace:
+    """The choices of some sequences.
+
+    Attributes:
+        expert_index_LTK: [L, T, K] uint8.
+        sequence_starts: [U] int32, ascending from 0.
+        num_experts: E.
+    """
+
+    expert_index_LTK: NDArray[np.uint8]
+    sequence_starts: NDArray[np.int32]
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        index, starts = self.expert_index_LTK, self.sequence_starts
+        if index.ndim != 3 or index.dtype != np.uint8:
+            raise ValueError(
+                f"expert_index_LTK {index.dtype} {list(index.shape)}: must be uint8 [L, T, K]."
+                " Use record_routing() to make a trace."
+            )
+        if not index.size or index.max() >= self.num_experts:
+            raise ValueError(
+                f"expert_index_LTK {list(index.shape)}: must hold experts below num_experts="
+                f"{self.num_experts}, at least one. Check which model the trace is of."
+            )
+        ascends = len(starts) > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
+        if not ascends or starts[-1] >= index.shape[1]:
+            raise ValueError(
+                f"sequence_starts={starts.tolist()}: must ascend from 0 and stay below the"
+                f" {index.shape[1]} tokens of the trace. Use record_routing() to make a trace."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.expert_index_LTK.shape[1])
+
+    def load_LE(self, first: int = 0, last: int | None = None) -> NDArray[np.int64]:
+        """Return how many of the tokens `first` to before `last` chose each expert, [L, E]."""
+        index_LTK = self.expert_index_LTK[:, first:last]
+        rows = [np.bincount(layer.ravel(), minlength=self.num_experts) for layer in index_LTK]
+        return np.stack(rows).astype(np.int64)
+
+    def save(self, path: Path | str) -> None:
+        """Write the trace as a compressed .npz file."""
+        np.savez_compressed(
+            path,
+            expert_index_LTK=self.expert_index_LTK,
+            sequence_starts=self.sequence_starts,
+            num_experts=np.int64(self.num_experts),
+        )
+
+    @classmethod
+    def load(cls, path: Path | str) -> RoutingTrace:
+        """Read a trace.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is not a trace.
+        """
+        with np.load(path, allow_pickle=False) as arrays:
+            names = {"expert_index_LTK", "sequence_starts", "num_experts"}
+            if set(arrays.files) != names:
+                raise ValueError(
+                    f"{path}: must hold {', '.join(sorted(names))}, but has"
+                    f" {', '.join(sorted(arrays.files))}. Make it with neuron-moe trace."
+                )
+            return cls(
+                expert_index_LTK=arrays["expert_index_LTK"],
+                sequence_starts=arrays["sequence_starts"],
+                num_experts=int(arrays["num_experts"]),
+            )
+
+
+@torch.inference_mode()
+def record_routing(model: nn.Module, sequences: Sequence[Sequence[int]]) -> RoutingTrace:
+    """Run sequences through a model, one prefill each, and keep what its routers choose.
+
+    Args:
+        model: a model of this package; called as model(input_ids [1, S]).
+        sequences: token ids, each sequence with at least one.
+
+    Returns:
+        The trace.
+
+    Raises:
+        ValueError: no sequence, an empty one, no MoE layer, or more than 256 experts.
+    """
+    if not sequences or not all(sequences):
+        raise ValueError("sequences: must be at least one, each with a token. Give some text.")
+    layers = moe_layers(model)
+    if not layers:
+        raise ValueError(
+            f"model={type(model).__name__}: has no MoE layer. Record a model that has one."
+        )
+    num_experts = layers[0].router.num_experts
+    if num_experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"num_experts={num_experts}: a trace holds at most {_MOST_EXPERTS} experts in a byte."
+            " Record fewer, or widen the format."
+        )
+    chosen: list[list[Tensor]] = [[] for _ in layers]
+
+    def keep(layer: int, routing: Routing) -> None:
+        chosen[layer].append(routing.expert_index_TK.to(torch.uint8).cpu())
+
+    hooks = [
+        moe.router.register_forward_hook(lambda _m, _a, routing, layer=layer: keep(layer, routing))
+        for layer, moe in enumerate(layers)
+    ]
+    try:
+        for tokens in sequences:
+            model(torch.tensor([list(tokens)]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    starts = np.cumsum([0, *(len(tokens) for tokens in sequences[:-1])], dtype=np.int32)
+    index_LTK = torch.stack([torch.cat(parts) for parts in chosen]).numpy()
+    return RoutingTrace(expert_index_LTK=index_LTK, sequence_starts=starts, num_experts=num_experts)

@@ -1,0 +1,67 @@
+"""Loss by weight format: ours is transformers', e5m2 is MXFP4, and the tools report it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
+from neuron_moe.tools import evaluate, trace
+from neuron_moe.tools.evaluate import expert_values, losses_of, summarise
+
+
+def test_formats_agree_with_transformers_within_a_thousandth(tmp_path, capsys):
+    status = evaluate.main(["--samples", "1", "--check", "--out", str(tmp_path)])
+    final = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 0
+    assert final["kind"] == "measured"
+    assert set(final["formats"]) == {"mxfp4", "e5m2", "e4m3"}
+    for row in final["formats"].values():
+        assert row["relative_difference"] < 1e-3
+        assert 0.8 < row["ours"] < 1.6  # bits per byte: between a good and a poor small model
+    assert final["e5m2_identical_to_mxfp4"] is True
+    assert final["formats"]["e5m2"] == final["formats"]["mxfp4"]
+    assert final["formats"]["e4m3"]["ours"] != final["formats"]["mxfp4"]["ours"]
+    assert (tmp_path / "loss_differences.png").stat().st_size > 1000
+
+
+def test_trace_records_each_domain_and_explains(tmp_path, capsys):
+    arguments = ["--tokens", "200", "--longest", "100", "--out", str(tmp_path)]
+    assert trace.main(arguments) == 0
+    printed = capsys.readouterr().out
+    final = json.loads(printed.splitlines()[-1])
+    assert set(final["tokens"].values()) == {200}
+    assert (tmp_path / "scripture.npz").exists()
+    assert (tmp_path / "load.png").exists()
+    assert "prefill, 200 tokens: blockwise" in printed
+    assert set(final["prefill_padding"]["code"]) == {"32", "64", "128", "256", "512", "1024"}
+
+
+def test_e5m2_holds_the_very_values_and_e4m3_holds_close_ones():
+    torch.manual_seed(0)
+    blocks, scales = encode_mxfp4(torch.randn(2, 48, 64))
+    exact = decode_mxfp4(blocks, scales, dtype=torch.float32).mT
+    assert torch.equal(expert_values(blocks, scales, "e5m2"), exact)
+    error = (expert_values(blocks, scales, "e4m3") - exact).abs().max()
+    assert 0 < error < 0.05 * exact.abs().max()
+
+
+def test_the_loss_of_a_uniform_model_is_its_entropy():
+    samples = [[0, 1, 2], [0, 3], [0, 1, 2, 3, 4]]
+    bits = losses_of(lambda ids: torch.zeros(*ids.shape, 8), samples)
+    np.testing.assert_allclose(bits, [6, 3, 12])
+
+
+def test_a_summary_weighs_samples_by_their_bytes():
+    bits = {("mxfp4", "ours"): np.array([10.0, 40.0])}
+    row = summarise(bits, ["a", "b"], np.array([10, 20]))["mxfp4"]
+    assert row["ours"] == pytest.approx(50 / 30)
+    assert row["by_domain"] == {"a": 1.0, "b": 2.0}
+
+
+def test_a_line_without_text_is_refused(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"domain": "a"}\n')
+    with pytest.raises(ValueError, match="line 1: must be a JSON object with domain and text"):
+        trace.read_texts(path)
