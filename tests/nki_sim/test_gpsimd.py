@@ -104,19 +104,22 @@ def test_affine_select_converts_through_float32() -> None:
     )
 
 
-@pytest.mark.parametrize(("per_index", "valid"), [(1, 48), (1, 37), (4, 20)])
+@pytest.mark.parametrize(
+    ("per_index", "valid"), [(1, 48), (1, 37), (2, 9), (4, 20), (8, 5), (16, 2), (32, 1)]
+)
 def test_local_gather_reads_its_list_column_by_column(per_index: int, valid: int) -> None:
-    index = RANDOM.integers(0, 24 - per_index, (32, 3)).astype(np.uint16)
+    source = RANDOM.normal(size=(32, 40)).astype(np.float32)
+    index = RANDOM.integers(0, 41 - per_index, (32, 3)).astype(np.uint16)
     result = execute(
         lambda dst, x, i: isa.local_gather(dst, x, i, per_index, valid),
-        dst=out(shape=(32, valid * per_index)), x=Tile(X), i=Tile(index),
+        dst=out(shape=(32, valid * per_index)), x=Tile(source), i=Tile(index),
     )  # fmt: skip
     for partition in range(32):
         group = partition // 16 * 16
         for j in range(valid):
             first = index[group + j % 16, j // 16]
             for t in range(per_index):
-                assert result["dst"][partition, j * per_index + t] == X[partition, first + t]
+                assert result["dst"][partition, j * per_index + t] == source[partition, first + t]
 
 
 def test_local_gather_uses_all_indices_by_default() -> None:
