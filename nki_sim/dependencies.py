@@ -66,7 +66,7 @@ class Graph:
     unplaced: int = 0
 
 
-def build(trace: Trace, chip: Hardware, queue_names: list[str]) -> Graph:
+def build(trace: Trace, chip: Hardware, queue_names: list[str], goes_round: bool = True) -> Graph:
     """Build the graph of a trace.
 
     Args:
@@ -74,6 +74,7 @@ def build(trace: Trace, chip: Hardware, queue_names: list[str]) -> Graph:
         chip: the record of the chip, for the sizes of its memories.
         queue_names: for every id of `pair_ids`, the queue of its instructions; empty for the steps
             of dynamic loops, which all queues take.
+        goes_round: whether new tensors on chip take the next place or the lowest (placement.py).
     """
     columns = trace.columns()
     operands, first = trace.operand_ids()
@@ -94,7 +95,7 @@ def build(trace: Trace, chip: Hardware, queue_names: list[str]) -> Graph:
     edges = _Edges()
     for number, key in enumerate(keys):
         stream = np.flatnonzero(core_keys == key)
-        builder = _Core(trace, chip, graph, regions, edges, number)
+        builder = _Core(trace, chip, graph, regions, edges, number, goes_round)
         builder.run(stream, pairs, queue_names, columns, operands, first)
     for node, after in trace.after.items():
         for producer in after:
@@ -202,7 +203,9 @@ class _Core:
         regions: _Regions,
         edges: _Edges,
         number: int,
+        goes_round: bool,
     ) -> None:
+        self._goes_round = goes_round
         self._trace = trace
         self._chip = chip
         self._graph = graph
@@ -304,7 +307,11 @@ class _Core:
         bank = chip.psum_bank_bytes
         psum = chip.psum_banks * bank - -(-reserved[tr.PSUM] // bank) * bank
         sbuf = chip.sbuf_usable_bytes_per_partition - reserved[tr.SBUF]
-        return {tr.SBUF: Ring(max(0, sbuf)), tr.PSUM: Ring(max(0, psum), bank)}, on_chip
+        rings = {
+            tr.SBUF: Ring(max(0, sbuf), 1, self._goes_round),
+            tr.PSUM: Ring(max(0, psum), bank, self._goes_round),
+        }
+        return rings, on_chip
 
     def _birth(self, storage: int, index: int, rings: dict[int, Ring], last_use: int) -> None:
         """Place a tensor at its first access; note whose last accesses it has to wait for."""

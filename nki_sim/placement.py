@@ -3,8 +3,10 @@
 The compiler places tensors for which a kernel names no address. A model without this step would let
 every new tile be filled at once, as if memory were endless. Here a tensor lives from its first to
 its last access, and each new one takes the next free stretch behind the previous one, going round:
-the reuse distance is as long as the capacity allows, which is what a good compiler achieves.
-Whoever takes over bytes must wait for their last users.
+the reuse distance is as long as the capacity allows, as in compiled kernels whose loads run ahead.
+The alternative is the lowest free place: least memory, earliest reuse, as in compiled kernels whose
+tiles follow one another. Public profiles show both. Whoever takes over bytes must wait for their
+last users.
 """
 
 from __future__ import annotations
@@ -16,13 +18,23 @@ class Ring:
     """One memory of one core, filled round and round.
 
     `capacity` and sizes are bytes per partition; sizes are rounded up to `granule` (a bank in
-    PSUM).
+    PSUM). Without `goes_round` every search starts at the lowest byte.
     """
 
-    __slots__ = ("_ends", "_last_use", "_owners", "_pointer", "_starts", "capacity", "granule")
+    __slots__ = (
+        "_ends",
+        "_last_use",
+        "_owners",
+        "_pointer",
+        "_starts",
+        "capacity",
+        "goes_round",
+        "granule",
+    )
 
-    def __init__(self, capacity: int, granule: int = 1) -> None:
+    def __init__(self, capacity: int, granule: int = 1, goes_round: bool = True) -> None:
         self.capacity = capacity
+        self.goes_round = goes_round
         self.granule = granule
         self._pointer = 0
         self._starts: list[int] = []
@@ -63,7 +75,7 @@ class Ring:
         self._ends.insert(where, start + size)
         self._owners.insert(where, owner)
         self._last_use.insert(where, last_use)
-        self._pointer = start + size
+        self._pointer = start + size if self.goes_round else 0
         return taken
 
     def _live_end(self, start: int, end: int, now: int) -> int | None:

@@ -56,10 +56,14 @@ class TimelineOptions:
             "single_queue" by the latency of each descriptor, "auto" decides per core: a single
             queue if the kernel gives all transfers to the hardware generator of one engine.
         clock_ramp: whether the tensor engine has to warm up.
+        reuse: "late" places tensors without an address round and round, so that loads run as far
+            ahead as memory allows; "early" gives each the lowest free place, so that a new tile
+            waits for the last users of the one before.
     """
 
     dma_rule: Literal["auto", "runs", "single_queue"] = "auto"
     clock_ramp: bool = True
+    reuse: Literal["late", "early"] = "late"
 
 
 @dataclass(slots=True)
@@ -120,10 +124,11 @@ class Prepared:
     kinds: list[tuple[str, int, tr.Facts]]
 
 
-def prepare(trace: Trace, chip: Hardware) -> Prepared:
+def prepare(trace: Trace, chip: Hardware, options: TimelineOptions) -> Prepared:
     """Sort a trace into queues and find who waits for whom.
 
-    Of the chip only the generation and the sizes of its memories matter here.
+    Of the chip only the generation and the sizes of its memories matter here, of the options only
+    the placement of tensors.
     """
     columns = trace.columns()
     pair, samples = pair_ids(columns)
@@ -132,7 +137,7 @@ def prepare(trace: Trace, chip: Hardware) -> Prepared:
         row = columns[index]
         kinds.append((trace.ops[row[tr.OP]], int(row[tr.ENGINE]), trace.facts[row[tr.FACTS]]))
     names = [queue_and_price(*kind, chip)[0] for kind in kinds]
-    return Prepared(build(trace, chip, names), pair, kinds)
+    return Prepared(build(trace, chip, names, options.reuse == "late"), pair, kinds)
 
 
 def prices_of(prepared: Prepared, chip: Hardware) -> list[Price]:

@@ -7,13 +7,14 @@ stays the faster one.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from nki_sim.hardware import SWITCHES, Hardware, Kind
 from nki_sim.playback import Prepared, play, prices_of
-from nki_sim.timeline import Timeline
+from nki_sim.timeline import Timeline, schedule
 
 # Coefficients that act while playing, not through the price of an instruction.
 _PLAYED: Final = frozenset(
@@ -50,7 +51,7 @@ _FIXED: Final = frozenset(
 
 
 class Variation(NamedTuple):
-    """Both runs with one coefficient changed. A 0/1 switch is flipped and has the factor 0."""
+    """Both runs with one thing changed; a switch is flipped and has the factor 0."""
 
     field: str
     factor: float
@@ -64,6 +65,7 @@ class Sensitivity:
     """The outcome of a comparison and how it fares when coefficients change.
 
     `variations` holds only changes that moved one of the two runs; `unaffected` counts the others.
+    `placed_otherwise_ns` are both times with tensors placed the other way.
     """
 
     names: tuple[str, str]
@@ -71,6 +73,7 @@ class Sensitivity:
     b_ns: float
     variations: tuple[Variation, ...] = field(default=())
     unaffected: int = 0
+    placed_otherwise_ns: tuple[float, float] = (0.0, 0.0)
 
     @property
     def faster(self) -> str:
@@ -79,8 +82,14 @@ class Sensitivity:
 
     @property
     def survives(self) -> bool:
-        """Whether no single change turns the outcome around."""
+        """Whether no single change of a coefficient turns the outcome around."""
         return all(variation.survives for variation in self.variations)
+
+    @property
+    def survives_placement(self) -> bool:
+        """Whether the outcome is the same with tensors placed the other way."""
+        first, second = self.placed_otherwise_ns
+        return (first < second) == (self.a_ns < self.b_ns)
 
     def fragile(self) -> tuple[Variation, ...]:
         """Return the changes that turn the outcome around."""
@@ -94,14 +103,19 @@ class Sensitivity:
             factor = f"x{one.factor:g}" if one.factor else "flip"
             mark = "" if one.survives else "  turns"
             rows.append((f"{one.field:<44} {factor:>6}", one.a_ns, one.b_ns, mark))
-        lines = [
-            f"{'coefficient':<44} {'factor':>6} {self.names[0]:>14} {self.names[1]:>14} {'ratio':>7}"
-        ]
+        first, second = self.names
+        lines = [f"{'coefficient':<44} {'factor':>6} {first:>14} {second:>14} {'ratio':>7}"]
         for label, a_ns, b_ns, mark in rows:
             times = f"{a_ns / 1e3:>11,.2f} us {b_ns / 1e3:>11,.2f} us"
             lines.append(f"{label} {times} {b_ns / a_ns:>7.3f}{mark}")
         verdict = "survives every change" if self.survives else "depends on an assumption"
         lines.append(f"{self.unaffected} more changes move neither run.")
+        first_ns, second_ns = self.placed_otherwise_ns
+        turned = "" if self.survives_placement else "  turns"
+        lines.append(
+            f"{'tensors placed the other way':<51} {first_ns / 1e3:>11,.2f} us "
+            f"{second_ns / 1e3:>11,.2f} us {second_ns / first_ns:>7.3f}{turned}"
+        )
         lines.append(f"{self.faster} is faster: {verdict} (simulated).")
         return "\n".join(lines)
 
@@ -147,7 +161,17 @@ def compare(
                     unaffected += 1
                     continue
                 variations.append(Variation(name, factor, a_ns, b_ns, (a_ns < b_ns) == a_faster))
-    return Sensitivity(names, a.total_ns, b.total_ns, tuple(variations), unaffected)
+    placed_otherwise = _placed_otherwise_ns(a), _placed_otherwise_ns(b)
+    return Sensitivity(
+        names, a.total_ns, b.total_ns, tuple(variations), unaffected, placed_otherwise
+    )
+
+
+def _placed_otherwise_ns(run: Timeline) -> float:
+    """Return the total time with tensors placed the other way."""
+    other: Literal["late", "early"] = "early" if run.options.reuse == "late" else "late"
+    options = dataclasses.replace(run.options, reuse=other)
+    return schedule(run.trace, run.chip, options).total_ns
 
 
 def _matters(run: Timeline, changed: Hardware, name: str) -> bool:

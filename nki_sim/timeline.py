@@ -68,14 +68,14 @@ def schedule(
     Args:
         trace: the record of a run.
         chip: the chip it is to run on.
-        options: how to price transfers and the clock ramp.
+        options: how to price transfers, warm up and place tensors.
 
     Raises:
         ValueError: the instructions wait for each other in a circle, or a partner of a barrier is
             missing.
     """
     options = options or TimelineOptions()
-    prepared = prepare(trace, chip)
+    prepared = prepare(trace, chip, options)
     return Timeline(trace, chip, options, prepared, play(prepared, chip, options))
 
 

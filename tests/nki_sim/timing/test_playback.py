@@ -355,6 +355,20 @@ def test_memory_that_is_reused_must_be_free(builder: Any) -> None:
     assert start(timeline, loads[2]) >= timeline.result.busy_end[uses[0]]
 
 
+@pytest.mark.parametrize(("reuse", "waits"), [("late", False), ("early", True)])
+def test_early_reuse_makes_a_new_tile_wait_for_the_last(
+    builder: Any, reuse: Any, waits: bool
+) -> None:
+    source = builder.hbm(128, 1024)
+    loads, uses = [], []
+    for _ in range(2):
+        tile = builder.tile(1024)
+        loads.append(builder.load(tile, source, ROWS, slice(0, 1024), dge="none"))
+        uses.append(builder.compute("max8", builder.tile(8, "float32"), tile))
+    timeline = schedule(builder.trace, TRN2, TimelineOptions(dma_rule="runs", reuse=reuse))
+    assert (start(timeline, loads[1]) >= timeline.result.busy_end[uses[0]]) == waits
+
+
 def test_the_ring_never_hands_out_living_bytes() -> None:
     ring = Ring(100, granule=10)
     assert ring.place(0, 35, now=0, last_use=50) == []

@@ -67,6 +67,28 @@ def test_a_doubled_cost_shows_its_full_effect(make_builder: Make) -> None:
     assert doubled.a_ns == report.a_ns
 
 
+def in_tiles(make: Make, count: int) -> Timeline:
+    """Load, use and store 4,096 columns in pieces."""
+    b = make()
+    source, result = b.hbm(128, 4096), b.hbm(128, 4096)
+    width = 4096 // count
+    for index in range(count):
+        tile, columns = b.tile(width), slice(index * width, (index + 1) * width)
+        b.load(tile, source, slice(0, 128), columns)
+        b.compute("reciprocal", tile, tile)
+        b.store(result, slice(0, 128), columns, tile)
+    return schedule(b.trace)
+
+
+def test_the_other_placement_of_tensors_is_reported(make_builder: Make) -> None:
+    report = compare(in_tiles(make_builder, 4), in_tiles(make_builder, 1), ("tiles", "whole"))
+    assert report.faster == "tiles"
+    assert report.survives
+    assert not report.survives_placement
+    assert report.placed_otherwise_ns[0] > report.placed_otherwise_ns[1] == report.b_ns
+    assert "tensors placed the other way" in report.table()
+
+
 def test_runs_on_different_chips_are_not_compared(make_builder: Make) -> None:
     one = on_vector(make_builder, 1)
     other = schedule(one.trace, TRN3)
