@@ -1,0 +1,172 @@
+"""Blockwise MoE prefill: every slot's row through its expert, once.
+
+For slot n of a block of expert e, with token t = slots[n]:
+
+    g = x[t] @ Wg[e] + bg[e]      u = x[t] @ Wu[e] + bu[e]
+    y[n] = (act(clamp(g)) * (clamp(u) + up_offset)) @ Wd[e] + bd[e]
+
+scaled by slot_scale[n] before (pre) or after (post) if asked; `combine` adds the slots of a token.
+
+Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L loop classes):
+
+    hidden          [T, H]       bfloat16  HBM  tokens
+    gate_up         [E, H, 2I]   weights   HBM  gate columns first
+    down            [E, I, H]    weights   HBM
+    slots           [N*B]        int32     HBM  token of each slot, -1 for padding
+    visit_expert    [C, V]       int32     HBM  plans.VisitPlan
+    visit_tile      [C, V, G]    int32     HBM
+    class_trips     [1, L]       int32     HBM
+    gate_up_bias    [E, 2I]      float32   HBM  optional
+    down_bias       [E, H]       bfloat16  HBM  optional; with scales in units of the accumulator
+    gate_up_scale   [E, 2I]      float32   HBM  optional, of output channels
+    down_scale      [E, 3, H]    bfloat16  HBM  optional, three terms that add up to the scale
+    slot_scale      [N*B]        float32   HBM  optional
+    -> output       [P, N*B, H]  bfloat16  HBM  P partial sums; slots of padding hold anything
+
+On chip: weights [h, H/h, 2, I] and [i, I/i, H] with a partition owning consecutive rows (one run a
+descriptor), rows [R, H] with tokens on partitions, turned rows [h, H/h, R], inner [i, I/i, R].
+
+Limits: `make_config`. Bytes: weights once per visit, a row in and a row out per slot. Matmul
+columns per row tile: R (2 H/h I/i) in, H I/i out, and R per tile of H for the transposes. The
+next visit's weights, and the rows after that, load while one computes.
+
+Sources: NKI 0.6 ISA; Trainium 2 architecture guide; the PE transposes and the swapped operands of
+the projections follow its matmul section.
+"""
+
+from __future__ import annotations
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.blockwise_config import PrefillConfig, num_partials
+from nki_kernels.blockwise_stages import (
+    Buffers,
+    Operands,
+    fill_tables,
+    gather_rows,
+    load_down,
+    load_gate_up,
+    look_ahead,
+    look_at_outputs,
+    make_buffers,
+    project_in,
+    project_out,
+    store_rows,
+    turn_rows,
+)
+
+
+@nki.jit
+def blockwise_moe(
+    hidden,
+    gate_up,
+    down,
+    slots,
+    visit_expert,
+    visit_tile,
+    class_trips,
+    config: PrefillConfig,
+    gate_up_bias=None,
+    down_bias=None,
+    gate_up_scale=None,
+    down_scale=None,
+    slot_scale=None,
+):
+    """Compute every slot that the plan names; see the module."""
+    core = nl.program_id(0)
+    num_slots = config.num_tiles * config.tile_rows
+    output = nl.ndarray(
+        (num_partials(config), num_slots, config.H), dtype=nl.bfloat16, buffer=nl.shared_hbm
+    )
+    x = Operands(hidden, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, output)
+    num_visits = visit_expert.shape[1]
+    b = make_buffers(config, num_visits)
+    lane = 0 if config.shard.num_lanes == 1 else core
+    share = core if config.shard.splits_i else 0
+    fill_tables(config, b, slots, slot_scale, [visit_expert, visit_tile, class_trips], lane)
+    start_pipeline(config, b, x, share)
+    for position in range(len(config.loop.classes)):
+        size = config.loop.classes[position]
+        if config.loop.is_dynamic:
+            trips = nisa.register_alloc()
+            nisa.register_load(trips, b.trips[0:1, position : position + 1])
+
+            def two_visits(_trip):
+                run_visit(config, b, x, 0, size, share)
+                run_visit(config, b, x, 1, size, share)
+
+            nl.fori_loop(0, trips, two_visits)
+        else:
+            for _trip in range((num_visits - 2) // 2):
+                run_visit(config, b, x, 0, size, share)
+                run_visit(config, b, x, 1, size, share)
+    return output
+
+
+def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: int):
+    """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1."""
+    look_ahead(config, b, 0)
+    look_ahead(config, b, 1)
+    first = first_of_part(config, share, 0)
+    gather_rows(config, b, x, 0, 0)
+    load_gate_up(config, b, x, b.expert[0], 0, first)
+    load_down(config, b, x, b.expert[0], 0, first)
+    turn_rows(config, b, 0, 0)
+    gather_rows(config, b, x, 1, 0)
+    for j in range(1, config.loop.classes[0]):
+        gather_rows(config, b, x, 0, j)
+
+
+def first_of_part(config: PrefillConfig, share: int, part: int) -> int:
+    """Return the first intermediate element of a part of this core's share."""
+    return (share * config.loop.parts + part) * config.i_axis.size
+
+
+def run_visit(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, share: int):
+    """Compute the row tiles of one visit, and bring in what the next two need.
+
+    The first tile of the next visit is turned before this one's down projection, so that the
+    tensor engine has work while the last activation is computed.
+    """
+    parts, slots = config.loop.parts, config.loop.slots
+    look_at_outputs(config, b, s)
+    for part in range(parts):
+        slot = (s * parts + part) % slots
+        following = (slot + 1) % slots
+        is_last = part == parts - 1
+        next_expert = b.expert[1 - s] if is_last else b.expert[s]
+        next_first = first_of_part(config, share, 0 if is_last else part + 1)
+        for j in range(size):
+            project_tile_in(config, b, x, s, size, j, slot, part)
+        load_gate_up(config, b, x, next_expert, following, next_first)
+        if is_last:
+            turn_rows(config, b, 1 - s, 0)
+            look_ahead(config, b, s)
+            gather_rows(config, b, x, s, 0)
+        for j in range(size):
+            project_out(config, b, slot, s, j, part, share == 0)
+            if is_last:
+                store_rows(config, b, x, s, j, share)
+        load_down(config, b, x, next_expert, following, next_first)
+
+
+def project_tile_in(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    s: int,
+    size: int,
+    j: int,
+    slot: int,
+    part: int,
+):
+    """Compute the inner rows of a tile; turn the next tile before the last step."""
+    last = config.i_axis.count - 1
+    for tile in range(last):
+        project_in(config, b, slot, j, tile)
+    if part == 0 and j + 1 < size:
+        turn_rows(config, b, s, j + 1)
+        gather_rows(config, b, x, 1 - s, j + 1)
+    project_in(config, b, slot, j, last)

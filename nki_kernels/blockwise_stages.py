@@ -1,0 +1,504 @@
+"""The stages of the prefill kernel, over buffers that live as long as the kernel.
+
+Everything that outlasts a trip of a dynamic loop is allocated once in `make_buffers`: the body of
+such a loop has fixed addresses. Buffers come in pairs where the next load must not wait for the
+last use; which of a pair is meant is known at compile time, because a trip handles two visits.
+
+Legend: s parity of a visit, j row tile of a visit, part of the intermediate axis; h, i partitions
+of a tile of H or I; x input, y output rows.
+"""
+
+from dataclasses import dataclass
+
+import nki.isa as nisa
+import nki.language as nl
+from nki.language import NKIObject
+
+from nki_kernels.blockwise_config import (
+    PrefillConfig,
+    largest_visit_of,
+    num_partials,
+)
+from nki_kernels.plans import PARTITIONS
+from nki_kernels.tiles import (
+    apply_chain,
+    copy_alternating,
+    elements_of,
+    load_matrix,
+    load_row,
+    load_table,
+    multiply_chain,
+    rows_of,
+    transpose_rows,
+)
+
+
+@dataclass
+class Operands(NKIObject):
+    """The tensors in HBM; optional ones are absent if the configuration says so."""
+
+    hidden: object
+    gate_up: object
+    down: object
+    gate_up_bias: object
+    down_bias: object
+    gate_up_scale: object
+    down_scale: object
+    output: object
+
+
+@dataclass
+class Buffers(NKIObject):
+    """What stays on chip; lists are indexed by slot, parity or row tile."""
+
+    gate_up: list
+    down: list
+    gate_up_bias: list
+    gate_up_scale: list
+    down_bias: list
+    down_scale: list
+    down_scale_parts: list
+    rows: list
+    turned: list
+    inner: list
+    outer: list
+    sums: list
+    gate: list
+    up: list
+    inner_ps: list
+    turn_ps: list
+    outer_ps: list
+    ones: object
+    expert: list
+    ids: list
+    scale: list
+    out_tile: list
+    out_scale: list
+    expert_table: object
+    tile_table: object
+    id_table: object
+    scale_table: object
+    trips: object
+    counter: object
+    ahead: object
+    one: object
+
+
+def bias_is_inside(config: PrefillConfig) -> bool:
+    """Whether the down bias is a spare contraction row of the first tile of down weights.
+
+    Tiles with fewer than 128 rows have one; it costs nothing, as matmuls are paid by column.
+    """
+    fits = config.i_axis.is_strided and config.i_axis.rows < PARTITIONS
+    return config.has_down_bias and fits and config.weight_format == "bfloat16"
+
+
+def weight_dtype(config: PrefillConfig):
+    """Return the element type of the weights on chip."""
+    if config.weight_format == "float8_e4m3":
+        return nl.float8_e4m3
+    if config.weight_format == "float8_e5m2":
+        return nl.float8_e5m2
+    return nl.bfloat16
+
+
+def _tiles(count: int, shape, dtype):
+    made = []
+    for _index in range(count):
+        made.append(nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf))
+    return made
+
+
+def _banks(count: int, shape, dtype):
+    made = []
+    for _index in range(count):
+        made.append(nl.ndarray(shape, dtype=dtype, buffer=nl.psum))
+    return made
+
+
+def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
+    """Allocate everything that stays on chip."""
+    R, H, largest = config.tile_rows, config.H, largest_visit_of(config)
+    slots, parts = config.loop.slots, config.loop.parts
+    h_axis, i_axis = config.h_axis, config.i_axis
+    spare = 1 if bias_is_inside(config) else 0
+    scales = slots if config.has_scales else 0
+    i_tile = (i_axis.rows, 2, i_axis.count)
+    classes = len(config.loop.classes)
+    tables = 1 if config.scaling != "none" else 0
+    float32, int32 = nl.float32, nl.int32
+    return Buffers(
+        gate_up=_tiles(slots, (h_axis.rows, h_axis.count, 2, i_axis.size), weight_dtype(config)),
+        down=_tiles(slots, (i_axis.rows + spare, i_axis.count, H), weight_dtype(config)),
+        gate_up_bias=_tiles(slots if config.has_gate_up_bias else 0, i_tile, float32),
+        gate_up_scale=_tiles(scales, i_tile, float32),
+        down_bias=_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
+        down_scale=_tiles(scales, (R, H), float32),
+        down_scale_parts=_tiles(scales, (3, H), nl.bfloat16),
+        rows=_tiles(largest, (R, H), nl.bfloat16),
+        turned=_tiles(
+            largest if parts > 1 else min(2, largest), (h_axis.rows, h_axis.count, R), nl.bfloat16
+        ),
+        inner=_tiles(largest, (i_axis.rows + spare, i_axis.count, R), nl.bfloat16),
+        outer=_tiles(2, (R, H), nl.bfloat16),
+        sums=_tiles(largest if parts > 1 else 0, (R, H), float32),
+        gate=_tiles(2, (i_axis.rows, R), float32),
+        up=_tiles(2, (i_axis.rows, R), float32),
+        inner_ps=_banks(2, (PARTITIONS, 2, R), float32),
+        turn_ps=_banks(2, (PARTITIONS, 8, R), nl.bfloat16),
+        outer_ps=_banks(4, (PARTITIONS, 512), float32),
+        ones=nl.ndarray((3, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf),
+        expert=_tiles(2, (1, 1), int32),
+        ids=_tiles(2, (R, largest), int32),
+        scale=_tiles(2 * tables, (R, largest), float32),
+        out_tile=_tiles(2, (1, largest), int32),
+        out_scale=_tiles(2 * tables, (R, largest), float32),
+        expert_table=nl.ndarray((1, num_visits), dtype=int32, buffer=nl.sbuf),
+        tile_table=nl.ndarray((1, num_visits, largest), dtype=int32, buffer=nl.sbuf),
+        id_table=nl.ndarray((R, num_visits, largest), dtype=int32, buffer=nl.sbuf),
+        scale_table=_tiles(tables, (R, num_visits, largest), float32),
+        trips=nl.ndarray((1, classes), dtype=int32, buffer=nl.sbuf),
+        counter=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
+        ahead=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
+        one=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
+    )
+
+
+def fill_tables(config: PrefillConfig, b: Buffers, slots, slot_scale, plan, lane: int):
+    """Bring the plan of this core on chip: experts, tiles, token ids, scales; reset counters.
+
+    Args:
+        slots: [num_slots] int32 token ids.
+        slot_scale: [num_slots] float32, read if the configuration scales.
+        plan: list of visit_expert, visit_tile, class_trips.
+        lane: row of the plan.
+    """
+    R, largest = config.tile_rows, largest_visit_of(config)
+    num_visits = b.expert_table.shape[1]
+    entries = num_visits * largest
+    nisa.dma_copy(dst=b.expert_table, src=plan[0][lane : lane + 1, 0:num_visits])
+    nisa.dma_copy(dst=b.tile_table, src=plan[1][lane : lane + 1, 0:num_visits, 0:largest])
+    nisa.dma_copy(dst=b.trips, src=plan[2])
+    bank_ps = b.outer_ps[0]
+    ids_sb = b.id_table.reshape((R, entries))
+    by_tile = slots.reshape((config.num_tiles, R))
+    load_table(ids_sb, by_tile, plan[1], lane * entries, -1, bank_ps)
+    if config.scaling != "none":
+        scales_sb = b.scale_table[0].reshape((R, entries))
+        by_tile = slot_scale.reshape((config.num_tiles, R))
+        load_table(scales_sb, by_tile, plan[1], lane * entries, 0.0, bank_ps)
+    nisa.memset(dst=b.counter, value=0)
+    nisa.memset(dst=b.ahead, value=0)
+    nisa.memset(dst=b.one, value=1)
+    nisa.memset(dst=b.ones, value=1.0)
+    for j in range(largest):
+        # Rows of padding keep what they had; it must be a number, though no one reads the result.
+        nisa.memset(dst=b.rows[j], value=0.0, engine=nisa.engine.vector)
+        if bias_is_inside(config):
+            spare = config.i_axis.rows
+            nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
+
+
+def look_ahead(config: PrefillConfig, b: Buffers, s: int):
+    """Fetch expert and token ids of the visit two ahead, and step the counter."""
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+    _fetch(b.expert[s], b.expert_table, [[num_visits, 1], [1, 1]], b.ahead)
+    wide = [[num_visits * largest, config.tile_rows], [1, largest]]
+    _fetch(b.ids[s], b.id_table, wide, b.ahead)
+    if config.scaling == "pre":
+        _fetch(b.scale[s], b.scale_table[0], wide, b.ahead)
+    nisa.tensor_tensor(dst=b.ahead, data1=b.ahead, data2=b.one, op=nl.add)
+
+
+def look_at_outputs(config: PrefillConfig, b: Buffers, s: int):
+    """Fetch the row tiles that this visit writes, and step the counter."""
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+    _fetch(b.out_tile[s], b.tile_table, [[num_visits * largest, 1], [1, largest]], b.counter)
+    if config.scaling == "post":
+        wide = [[num_visits * largest, config.tile_rows], [1, largest]]
+        _fetch(b.out_scale[s], b.scale_table[0], wide, b.counter)
+    nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
+
+
+def _fetch(dst_sb, table_sb, pattern, index):
+    """Copy one entry of a table, whose number is in SBUF; GpSimd has the time for it."""
+    nisa.tensor_copy(
+        dst=dst_sb,
+        src=table_sb.ap(pattern, scalar_offset=index, indirect_dim=1),
+        engine=nisa.engine.gpsimd,
+    )
+
+
+def gather_rows(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int):
+    """Gather the token rows of a row tile; padding moves no data."""
+    R, H = config.tile_rows, config.H
+    nisa.dma_copy(
+        dst=b.rows[j],
+        src=x.hidden.ap([[H, R], [1, H]], vector_offset=b.ids[s][0:R, j : j + 1]),
+        oob_mode=nisa.oob_mode.skip,
+        dge_mode=nisa.dge_mode.swdge,
+    )
+
+
+def turned_slot(config: PrefillConfig, j: int) -> int:
+    """Return which buffer of turned rows tile j uses."""
+    return j if config.loop.parts > 1 else j % 2
+
+
+def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int):
+    """Transpose a row tile, scaled first if the configuration says so."""
+    R = config.tile_rows
+    if config.scaling == "pre":
+        nisa.tensor_scalar(
+            dst=b.rows[j],
+            data=b.rows[j],
+            op0=nl.multiply,
+            operand0=b.scale[s][0:R, j : j + 1],
+        )
+    transpose_rows(b.turned[turned_slot(config, j)], b.rows[j], config.h_axis, b.turn_ps, R)
+
+
+def load_gate_up(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: int, i_first: int):
+    """Load one part of the gate and up weights of an expert, with their biases and scales."""
+    h_axis, i_axis = config.h_axis, config.i_axis
+    flat = b.gate_up[slot].reshape((h_axis.rows, h_axis.count * 2 * i_axis.size))
+    I = config.I  # noqa: E741
+    load_matrix(flat, x.gate_up, h_axis, expert, i_first, 2 * I, [I, 2], i_axis.size)
+    if config.has_gate_up_bias:
+        _load_per_row(b.gate_up_bias[slot], x.gate_up_bias, config, expert, i_first)
+        if config.up_offset != 0.0:
+            up_sb = b.gate_up_bias[slot][0 : i_axis.rows, 1, 0 : i_axis.count]
+            nisa.tensor_scalar(dst=up_sb, data=up_sb, op0=nl.add, operand0=config.up_offset)
+    if config.has_scales:
+        _load_per_row(b.gate_up_scale[slot], x.gate_up_scale, config, expert, i_first)
+
+
+def _load_per_row(dst_sb, src, config: PrefillConfig, expert, i_first: int):
+    """Load [2I] numbers of an expert as [rows, 2, count], the layout of the projections."""
+    i_axis = config.i_axis
+    for half in range(2):
+        load_matrix(
+            dst_sb[0 : i_axis.rows, half, 0 : i_axis.count],
+            src,
+            i_axis,
+            expert,
+            half * config.I + i_first,
+            1,
+            [1, 1],
+            1,
+        )
+
+
+def load_down(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: int, i_first: int):
+    """Load one part of the down weights of an expert, with bias and scale."""
+    H, i_axis = config.H, config.i_axis
+    flat = b.down[slot].reshape((b.down[slot].shape[0], i_axis.count * H))
+    load_matrix(flat, x.down, i_axis, expert, i_first * H, H, [1, 1], H)
+    if config.has_down_bias:
+        if bias_is_inside(config):
+            load_row(b.down[slot][i_axis.rows : i_axis.rows + 1, 0, 0:H], x.down_bias, expert, H)
+        else:
+            load_row(b.down_bias[slot], x.down_bias, expert, H)
+    if config.has_scales:
+        _load_down_scale(config, b, x, expert, slot)
+
+
+def _load_down_scale(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: int):
+    """Broadcast the scales of the output columns over the rows: a sum of three bfloat16 terms.
+
+    float32 has 24 bits of mantissa, three times the 8 of bfloat16, so the sum in PSUM is exact.
+    """
+    H, R = config.H, config.tile_rows
+    parts_sb = b.down_scale_parts[slot]
+    nisa.dma_copy(
+        dst=parts_sb,
+        src=x.down_scale.ap([[H, 3], [1, H]], scalar_offset=expert, indirect_dim=0),
+        oob_mode=nisa.oob_mode.skip,
+        dge_mode=nisa.dge_mode.hwdge,
+        engine=nisa.engine.sync,
+    )
+    for begin in range(0, H, 512):
+        end = min(H, begin + 512)
+        bank_ps = b.outer_ps[begin // 512 % len(b.outer_ps)]
+        nisa.nc_matmul(
+            dst=bank_ps[0:R, 0 : end - begin],
+            stationary=b.ones[0:3, 0:R],
+            moving=parts_sb[0:3, begin:end],
+            accumulate=False,
+        )
+        copy_alternating(
+            b.down_scale[slot][0:R, begin:end], bank_ps[0:R, 0 : end - begin], begin // 512
+        )
+
+
+def project_in(config: PrefillConfig, b: Buffers, slot: int, j: int, tile: int):
+    """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product."""
+    h_axis, i_axis, R = config.h_axis, config.i_axis, config.tile_rows
+    rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
+    bank_ps = b.inner_ps[tile % 2]
+    turned_sb = b.turned[turned_slot(config, j)]
+    for half in range(2):
+        for t in range(h_axis.count):
+            depth = rows_of(h_axis, t)
+            nisa.nc_matmul(
+                dst=bank_ps[0:rows, half, 0:R],
+                stationary=b.gate_up[slot][0:depth, t, half, columns],
+                moving=turned_sb[0:depth, t, 0:R],
+                accumulate=t > 0,
+            )
+    gate_sb = b.gate[tile % 2][0:rows, 0:R]
+    up_sb = b.up[tile % 2][0:rows, 0:R]
+    activate_gate(config, b, slot, tile, gate_sb, bank_ps[0:rows, 0, 0:R])
+    operators, operands = _chain(config, b, slot, tile, 1)
+    inner_sb = b.inner[j][0:rows, tile, 0:R]
+    multiply_chain(inner_sb, up_sb, bank_ps[0:rows, 1, 0:R], operators, operands, gate_sb)
+
+
+def _chain(config: PrefillConfig, b: Buffers, slot: int, tile: int, half: int):
+    """Return the scalar operators and operands of a projection: scale, bias, clamps."""
+    operators = []
+    operands = []
+    rows = rows_of(config.i_axis, tile)
+    offset = config.up_offset if half == 1 else 0.0
+    clamps = config.up_limits if half == 1 else config.gate_limits
+    if config.has_scales:
+        operators.append(nl.multiply)
+        operands.append(b.gate_up_scale[slot][0:rows, half, tile : tile + 1])
+    if config.has_gate_up_bias:
+        operators.append(nl.add)
+        operands.append(b.gate_up_bias[slot][0:rows, half, tile : tile + 1])
+    elif offset != 0.0:
+        operators.append(nl.add)
+        operands.append(offset)
+    # The offset was added before the clamp, so it moves the limits too.
+    if clamps.has_upper:
+        operators.append(nl.minimum)
+        operands.append(clamps.upper + offset)
+    if clamps.has_lower:
+        operators.append(nl.maximum)
+        operands.append(clamps.lower + offset)
+    return operators, operands
+
+
+def activate_gate(config: PrefillConfig, b: Buffers, slot: int, tile: int, gate_sb, gate_ps):
+    """Apply scale, bias, clamps and activation to the gate projection, in float32."""
+    function = activation_function(config)
+    clamps = config.gate_limits
+    if clamps.has_upper or clamps.has_lower or config.has_scales:
+        operators, operands = _chain(config, b, slot, tile, 0)
+        source = apply_chain(gate_sb, gate_ps, operators, operands)
+        nisa.activation(dst=gate_sb, op=function, data=source)
+    elif config.has_gate_up_bias:
+        rows = rows_of(config.i_axis, tile)
+        bias_sb = b.gate_up_bias[slot][0:rows, 0, tile : tile + 1]
+        nisa.activation(dst=gate_sb, op=function, data=gate_ps, bias=bias_sb)
+    else:
+        nisa.activation(dst=gate_sb, op=function, data=gate_ps)
+
+
+def activation_function(config: PrefillConfig):
+    """Return the Scalar engine's function."""
+    if config.activation == "silu":
+        return nl.silu
+    if config.activation == "gelu":
+        return nl.gelu
+    if config.activation == "gelu_tanh":
+        return nl.gelu_apprx_tanh
+    if config.activation == "relu":
+        return nl.relu
+    return nl.gelu_apprx_sigmoid
+
+
+def project_out(config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, adds_bias):
+    """Multiply with the down weights of one part; leave finished rows in `outer`."""
+    i_axis, H, R = config.i_axis, config.H, config.tile_rows
+    width = -(-H // -(-H // 512))
+    inner_sb = b.inner[j]
+    adds_here = config.has_down_bias and adds_bias and part == 0
+    for turn in range(-(-H // width)):
+        begin = turn * width
+        end = min(H, begin + width)
+        bank_ps = b.outer_ps[turn % len(b.outer_ps)][0:R, 0 : end - begin]
+        for t in range(i_axis.count):
+            depth = rows_of(i_axis, t)
+            if t == 0 and adds_here and bias_is_inside(config):
+                depth = depth + 1
+            nisa.nc_matmul(
+                dst=bank_ps,
+                stationary=inner_sb[0:depth, t, 0:R],
+                moving=b.down[slot][0:depth, t, begin:end],
+                accumulate=t > 0,
+            )
+        if adds_here and not bias_is_inside(config):
+            nisa.nc_matmul(
+                dst=bank_ps,
+                stationary=b.ones[0:1, 0:R],
+                moving=b.down_bias[slot][0:1, begin:end],
+                accumulate=True,
+            )
+        evict_rows(config, b, slot, s, j, part, bank_ps, turn, slice(begin, end))
+
+
+def outer_slot(config: PrefillConfig, size: int, s: int, j: int) -> int:
+    """Return which output buffer a row tile uses: neighbours in time differ."""
+    return (s * size + j) % 2
+
+
+def evict_rows(
+    config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, bank_ps, turn, columns
+):
+    """Move columns of output rows out of PSUM: add parts up, scale, round once."""
+    value = bank_ps
+    R = config.tile_rows
+    is_last = part == config.loop.parts - 1
+    if config.loop.parts > 1:
+        sums_sb = b.sums[j][0:R, columns]
+        if part == 0:
+            copy_alternating(sums_sb, bank_ps, turn)
+        else:
+            nisa.tensor_tensor(dst=sums_sb, data1=bank_ps, data2=sums_sb, op=nl.add)
+        value = sums_sb
+    if not is_last:
+        return
+    outer_sb = b.outer[j % 2][0:R, columns]
+    if config.has_scales and config.scaling == "post":
+        nisa.scalar_tensor_tensor(
+            dst=outer_sb,
+            data=value,
+            op0=nl.multiply,
+            operand0=b.out_scale[s][0:R, j : j + 1],
+            op1=nl.multiply,
+            operand1=b.down_scale[slot][0:R, columns],
+        )
+    elif config.has_scales:
+        row_sb = b.down_scale[slot][0:R, columns]
+        nisa.tensor_tensor(dst=outer_sb, data1=value, data2=row_sb, op=nl.multiply)
+    elif config.scaling == "post":
+        engine = nisa.engine.vector if turn % 2 == 1 else nisa.engine.scalar
+        nisa.tensor_scalar(
+            dst=outer_sb,
+            data=value,
+            op0=nl.multiply,
+            operand0=b.out_scale[s][0:R, j : j + 1],
+            engine=engine,
+        )
+    else:
+        copy_alternating(outer_sb, value, turn + 1)
+
+
+def store_rows(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, partial: int):
+    """Write the rows of a tile to their slots; a missing tile moves no data."""
+    R, H = config.tile_rows, config.H
+    tiles = x.output.reshape((num_partials(config) * config.num_tiles, R, H))
+    nisa.dma_copy(
+        dst=tiles.ap(
+            [[H, R], [1, H]],
+            offset=partial * config.num_tiles * R * H,
+            scalar_offset=b.out_tile[s][0:1, j : j + 1],
+            indirect_dim=0,
+        ),
+        src=b.outer[j % 2],
+        oob_mode=nisa.oob_mode.skip,
+        dge_mode=nisa.dge_mode.hwdge,
+        engine=nisa.engine.scalar,
+    )

@@ -1,0 +1,177 @@
+"""How the work of a prefill is cut and ordered: axes into tiles, slots into visits, cores.
+
+A *row tile* is R = min(B, 128) consecutive slots of one block. A *visit* is up to G row tiles of
+one expert that a core computes with one load of the expert's weights. Visits of two cores run in
+lock step: visit v of both cores has the same number of tiles (missing ones are dummies that move
+no data), because both cores must take the same trips of a dynamic loop.
+
+Everything here is data for one kernel body: which tiles, in which order, on which core.
+
+Axes: E experts, B slots in a block, R rows in a tile, C cores (lanes), V visits of a core, G tiles
+in a visit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from nki.language import NKIObject
+from numpy.typing import NDArray
+
+PARTITIONS = 128  # NKI architecture guide: lanes of SBUF and PSUM
+Ints = NDArray[np.int32]
+
+
+@dataclass
+class AxisTiles(NKIObject):
+    """An axis spread over partitions in `count` tiles of `rows` (the last one of `tail`).
+
+    With `is_strided`, row p of tile t is element p * count + t: a partition owns consecutive
+    elements, so that its part of a matrix is one contiguous run. Otherwise it is t * rows + p.
+    """
+
+    size: int
+    rows: int
+    count: int
+    tail: int
+    is_strided: bool
+
+
+def tile_axis(size: int) -> AxisTiles:
+    """Cut an axis into tiles of at most 128 rows.
+
+    The strided form needs a divisor; it is taken if it costs at most 1/16 more tiles.
+
+    Example:
+        >>> tile_axis(2880).rows, tile_axis(2880).count
+        (120, 24)
+    """
+    fewest = -(-size // PARTITIONS)
+    count = fewest
+    while size % count:
+        count += 1
+    if 16 * count <= 17 * fewest:
+        return AxisTiles(size, size // count, count, size // count, True)
+    return AxisTiles(size, PARTITIONS, fewest, size - (fewest - 1) * PARTITIONS, False)
+
+
+class VisitPlan(NamedTuple):
+    """The visits of every lane; the kernel's index inputs.
+
+    Attributes:
+        visit_expert_CV: [C, V] int32, expert of the visit; num_experts where there is none.
+        visit_tile_CVG: [C, V, G] int32, its row tiles; `no_tile(num_tiles)` where there is none.
+        class_trips_1L: [1, L] int32, trips of each class loop, two visits of a lane per trip.
+    """
+
+    visit_expert_CV: Ints
+    visit_tile_CVG: Ints
+    class_trips_1L: Ints
+
+
+def no_tile(num_tiles: int) -> int:
+    """Return the row tile number that stands for none: out of range of slots and outputs."""
+    return 2 * num_tiles
+
+
+def max_visits(num_tiles: int, num_experts: int, num_lanes: int, classes: tuple[int, ...]) -> int:
+    """Return V, the visits of a lane that any routing may need, with two empty ones at the end.
+
+    An expert of n tiles takes ceil(n / G) visits, so all take at most min(E, tiles) + tiles / G;
+    the last pair of visits may be half empty, and the kernel reads two visits ahead.
+    """
+    visits = min(num_tiles, min(num_experts, num_tiles) + num_tiles // classes[0])
+    steps = -(-visits // num_lanes)
+    return steps + steps % 2 + 2
+
+
+def live_tiles(
+    token_position_to_id: Ints, block_to_expert_N: Ints, tile_rows: int
+) -> tuple[Ints, Ints]:
+    """Return the row tiles that hold a token, and the expert of each.
+
+    Args:
+        token_position_to_id: [N*B] int32, -1 for padding.
+        block_to_expert_N: [N] int32.
+        tile_rows: R, a divisor of B.
+    """
+    holds_token = (token_position_to_id.reshape(-1, tile_rows) >= 0).any(axis=1)
+    tile = np.flatnonzero(holds_token).astype(np.int32)
+    tiles_per_block = len(holds_token) // len(block_to_expert_N)
+    return tile, block_to_expert_N[tile // tiles_per_block]
+
+
+def plan_visits(
+    tile: Ints,
+    tile_expert: Ints,
+    *,
+    num_tiles: int,
+    num_experts: int,
+    num_lanes: int,
+    classes: tuple[int, ...],
+    is_sorted: bool = True,
+) -> VisitPlan:
+    """Group row tiles into visits, and give each lane every num_lanes-th of them.
+
+    Sorted: an expert's tiles become visits of nearly equal size, the visits are ordered by size,
+    and neighbours run side by side; the difference of a pair's sizes is all that is wasted.
+    Unsorted: one tile per visit, in the order of the slots.
+
+    Args:
+        tile: row tiles to compute, in slot order.
+        tile_expert: expert of each.
+        num_tiles: row tiles in all, live or not.
+        num_experts: experts of this rank.
+        num_lanes: C; 1 where both cores take every visit.
+        classes: sizes for which there is a loop, descending, ending with 1.
+        is_sorted: see above.
+
+    Returns:
+        Arrays whose shapes depend on the sizes only.
+    """
+    visits = _group(tile, tile_expert, classes[0]) if is_sorted else _one_by_one(tile, tile_expert)
+    num_visits = max_visits(num_tiles, num_experts, num_lanes, classes)
+    if not is_sorted:
+        steps = -(-num_tiles // num_lanes)
+        num_visits = steps + steps % 2 + 2
+    expert_CV = np.full((num_lanes, num_visits), num_experts, np.int32)
+    tile_CVG = np.full((num_lanes, num_visits, classes[0]), no_tile(num_tiles), np.int32)
+    for position, (expert, tiles) in enumerate(visits):
+        step, lane = divmod(position, num_lanes)
+        expert_CV[lane, step] = expert
+        tile_CVG[lane, step, : len(tiles)] = tiles
+    sizes = [len(tiles) for _, tiles in visits[::num_lanes]]
+    return VisitPlan(expert_CV, tile_CVG, _trips(sizes, classes))
+
+
+def _group(tile: Ints, tile_expert: Ints, largest: int) -> list[tuple[int, Ints]]:
+    """Return (expert, tiles) of at most `largest` tiles each, the largest first."""
+    visits: list[tuple[int, Ints]] = []
+    if len(tile) == 0:
+        return visits
+    starts = np.flatnonzero(np.diff(tile_expert, prepend=tile_expert[0] - 1))
+    for run in np.split(tile, starts[1:]):
+        expert = int(tile_expert[np.searchsorted(tile, run[0])])
+        parts = np.array_split(run, -(-len(run) // largest))
+        visits += [(expert, part) for part in parts]
+    return sorted(visits, key=lambda visit: -len(visit[1]))
+
+
+def _one_by_one(tile: Ints, tile_expert: Ints) -> list[tuple[int, Ints]]:
+    return [(int(e), tile[k : k + 1]) for k, e in enumerate(tile_expert)]
+
+
+def _trips(sizes: list[int], classes: tuple[int, ...]) -> Ints:
+    """Return the trips of each class for steps of these descending sizes, two steps a trip.
+
+    An odd step is made up for with one of the next class, whose missing tiles are dummies.
+    """
+    trips = np.zeros((1, len(classes)), np.int32)
+    done = 0
+    for position, smallest in enumerate([*classes[1:], 0]):
+        count = sum(size > smallest for size in sizes) - done
+        trips[0, position] = max(0, -(-count // 2))
+        done += 2 * int(trips[0, position])
+    return trips
