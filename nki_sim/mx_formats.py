@@ -7,6 +7,8 @@ mxfp-matmul.rst). A scale byte s means 2^(s - 127), 255 means NaN (OCP Microscal
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any, Final
 
 import ml_dtypes
@@ -23,6 +25,7 @@ FP8_OF_PACKED: Final[dict[str, np.dtype[Any]]] = {
     "float8_e4m3fn_x4": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2_x4": np.dtype(ml_dtypes.float8_e5m2),
 }
+_LOW_HALF: Final = 0 if sys.byteorder == "little" else 1
 _LARGEST_EXPONENT: Final = {"float8_e4m3fn_x4": 8, "float8_e5m2_x4": 15}
 _LARGEST_FINITE: Final = {"float8_e4m3fn_x4": 448.0, "float8_e5m2_x4": 57344.0}
 _FP4_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -47,9 +50,52 @@ def unpack(packed: Array, dtype: str) -> Array:
 
 def pack_fp8(values: Array, dtype: str) -> Array:
     """Encode float32 values [..., 4] as packed fp8 elements [...]: nearest even, saturating."""
-    limit = np.float32(_LARGEST_FINITE[dtype])
-    codes = np.clip(values, -limit, limit).astype(FP8_OF_PACKED[dtype]).view(np.uint8)
+    contiguous = np.ascontiguousarray(values, np.float32)
+    halves = contiguous.view(np.uint16).reshape(*contiguous.shape, 2)
+    if halves[..., _LOW_HALF].any():
+        codes = _encode_fp8(contiguous, dtype)
+    else:  # bfloat16 in disguise: 2^16 different values
+        codes = np.take(_fp8_codes(dtype), halves[..., 1 - _LOW_HALF])
     return np.ascontiguousarray(codes).view(np.uint32)[..., 0]
+
+
+def _encode_fp8(values: Array, dtype: str) -> Array:
+    limit = np.float32(_LARGEST_FINITE[dtype])
+    return np.clip(values, -limit, limit).astype(FP8_OF_PACKED[dtype]).view(np.uint8)
+
+
+@functools.cache
+def _fp8_codes(dtype: str) -> Array:
+    """The fp8 code of every bfloat16 bit pattern."""
+    halves = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    with np.errstate(invalid="ignore"):
+        return _encode_fp8(halves.view(np.float32), dtype)
+
+
+def dequantize(packed_PC: Array, scale_bytes: Array, dtype: str) -> Array:
+    """Decode packed elements and apply their scales.
+
+    Args:
+        packed_PC: [P, C] packed elements.
+        scale_bytes: [P / 8, C], one per group of 8 partitions x 4 slots.
+        dtype: name of a packed type.
+
+    Returns:
+        [4 P, C] float32, packed slot inside partition.
+    """
+    partitions, columns = packed_PC.shape
+    factors = np.repeat(scale_factors(scale_bytes), GROUP_PARTITIONS, axis=0)
+    values = np.empty((partitions, GROUP_SLOTS, columns), np.float32)
+    as_bytes = np.ascontiguousarray(packed_PC).view(np.uint8)
+    as_bytes = as_bytes.reshape(partitions, columns, packed_PC.dtype.itemsize)
+    for slot in range(GROUP_SLOTS):
+        table = _FP8_VALUES.get(dtype, _FP4_VALUES)
+        codes: Array = as_bytes[:, :, slot if dtype in _FP8_VALUES else slot // 2]
+        if dtype not in _FP8_VALUES:
+            codes = (codes >> (4 * (slot % 2))) & 15
+        np.take(table, codes, out=values[:, slot], mode="clip")
+        values[:, slot] *= factors
+    return values.reshape(GROUP_SLOTS * partitions, columns)
 
 
 def scale_factors(scale_bytes: Array) -> Array:
@@ -74,16 +120,23 @@ def quantize(values_PF: Array, dtype: str, headroom: int = 1) -> tuple[Array, Ar
         packed elements [P, F / 4] uint32 and scale bytes [P / 8, F / 4] uint8.
     """
     partitions, elements = values_PF.shape
-    grouped = values_PF.reshape(
-        partitions // GROUP_PARTITIONS, GROUP_PARTITIONS, elements // GROUP_SLOTS, GROUP_SLOTS
-    )
-    largest = np.abs(grouped).max(axis=(1, 3))
+    columns = elements // GROUP_SLOTS
+    slots = [
+        values_PF.reshape(partitions, columns, GROUP_SLOTS)[:, :, k] for k in range(GROUP_SLOTS)
+    ]
+    magnitudes = np.abs(slots[0])
+    for slot in slots[1:]:
+        np.maximum(magnitudes, np.abs(slot), out=magnitudes)
+    largest = magnitudes.reshape(-1, GROUP_PARTITIONS, columns).max(axis=1)
     _, exponent = np.frexp(largest)  # largest = m * 2^exponent with 0.5 <= m < 1
     shared = exponent - 1 - (_LARGEST_EXPONENT[dtype] - headroom)
     scale = np.clip(shared + SCALE_BIAS, 0, SCALE_NAN - 1)
     scale = np.where(largest == 0, 0, scale)
     is_finite = np.isfinite(largest)
-    divisor = (scale - SCALE_BIAS)[:, None, :, None]
-    scaled = np.ldexp(grouped, -divisor).astype(np.float32)
-    packed = pack_fp8(scaled, dtype).reshape(partitions, elements // GROUP_SLOTS)
+    factors = np.ldexp(np.float32(1), SCALE_BIAS - scale).astype(np.float32)  # exact
+    factors = np.repeat(factors, GROUP_PARTITIONS, axis=0)
+    scaled = np.empty((partitions, columns, GROUP_SLOTS), np.float32)
+    for k, slot in enumerate(slots):
+        np.multiply(slot, factors, out=scaled[:, :, k])
+    packed = pack_fp8(scaled, dtype)
     return packed, np.where(is_finite, scale, SCALE_NAN).astype(np.uint8)

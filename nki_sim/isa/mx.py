@@ -81,10 +81,8 @@ def _check_packed(operand: str, value: Any) -> None:
 
 def _dequantise(data: NkiTensor, scales: list[NkiTensor]) -> Array:
     """Values [4 P, columns] in float32, packed slot inside partition."""
-    factors = np.concatenate([mx_formats.scale_factors(_bytes(scale)) for scale in scales])
-    values = mx_formats.unpack(data.flat(), data.dtype)
-    values = values * np.repeat(factors, mx_formats.GROUP_PARTITIONS, axis=0)[:, :, None]
-    return np.ascontiguousarray(values.transpose(0, 2, 1)).reshape(-1, values.shape[1])
+    scale_bytes = np.concatenate([_bytes(scale) for scale in scales])
+    return mx_formats.dequantize(data.flat(), scale_bytes, data.dtype)
 
 
 def _bytes(scale: NkiTensor) -> Array:

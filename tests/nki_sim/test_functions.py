@@ -203,3 +203,30 @@ def test_quantising_loses_at_most_half_a_unit_of_the_format(name: str) -> None:
     floor = np.repeat(factors, 8, axis=0)[:, :, None] * 2.0**-9  # subnormals of e4m3fn
     error = np.abs(restored.reshape(64, 16) - values)
     assert (error <= np.maximum(step / 2, floor.repeat(4, axis=2).reshape(64, 16))).all()
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn_x4", "float8_e5m2_x4", "float4_e2m1fn_x4"])
+def test_dequantizing_puts_slots_inside_partitions(name: str) -> None:
+    random = np.random.default_rng(9)
+    kind = np.uint16 if name.startswith("float4") else np.uint32
+    packed = random.integers(0, np.iinfo(kind).max, (16, 5)).astype(kind)
+    scale_bytes = random.integers(100, 150, (2, 5)).astype(np.uint8)
+    values = mx_formats.unpack(packed, name)
+    found = mx_formats.dequantize(packed, scale_bytes, name).reshape(16, 4, 5)
+    for partition in range(16):
+        for column in range(5):
+            factor = np.float32(2.0 ** (int(scale_bytes[partition // 8, column]) - 127))
+            expected = values[partition, column] * factor
+            np.testing.assert_array_equal(found[partition, :, column], expected)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn_x4", "float8_e5m2_x4"])
+def test_the_table_for_bfloat16_encodes_like_the_general_rule(name: str) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    every = bits.view(np.float32).reshape(-1, 4)
+    with np.errstate(invalid="ignore"):
+        largest = {"float8_e4m3fn_x4": 448.0, "float8_e5m2_x4": 57344.0}[name]
+        clipped = np.clip(every, -largest, largest)
+        codes = clipped.astype(mx_formats.FP8_OF_PACKED[name]).view(np.uint8)
+    expected = np.ascontiguousarray(codes).view(np.uint32)[:, 0]
+    np.testing.assert_array_equal(mx_formats.pack_fp8(every, name), expected)

@@ -132,6 +132,20 @@ def test_quantising_follows_the_rule_group_by_group(dtype: str, reserve: int, ba
             assert codes[partition, column].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, np.float16])
+def test_the_rule_of_older_releases_leaves_no_headroom(kind: Any) -> None:
+    src = (RANDOM.normal(size=(32, 4)) * 3).astype(kind)
+    scales = []
+    for headroom in (0, 1):
+        result = execute(
+            isa.quantize_mx, dst=Tile(shape=(32, 1), dtype="float8_e4m3fn_x4"), src=Tile(src),
+            dst_scale=Tile(np.zeros((32, 1), np.uint8)),
+            options=SimOptions(target="trn3", mx_headroom=headroom),
+        )  # fmt: skip
+        scales.append(result["dst_scale"][:4, 0].astype(int))
+    assert (scales[1] == scales[0] + 1).all()
+
+
 def test_quantising_leaves_the_other_rows_of_the_scale_tile() -> None:
     src = np.ones((64, 8), ml_dtypes.bfloat16)
     old = np.full((64, 2), 9, np.uint8)
