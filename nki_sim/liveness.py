@@ -1,8 +1,9 @@
 """Checks of the whole trace: is what is alive at once on chip ever more than there is.
 
-A tensor is alive from the first instruction that touches it to the last one that reads it, which is
-what an allocator needs at least, in program order. A tensor that nobody reads is alive until the
-kernel drops it.
+A tensor is alive from the first instruction that computes or reads it to the last that reads it,
+which is what an allocator needs at least. Loads from HBM and fills do not count as the first: they
+depend on nothing on chip, so that a scheduler can put them right before their first use. A tensor
+that nobody reads is alive until the kernel drops it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nki_sim import trace as tr
+from nki_sim.dtypes import Array
 from nki_sim.errors import CapacityError
 from nki_sim.machine import Core
 from nki_sim.system import Machine
@@ -50,9 +53,13 @@ def live_peak(
     is_read = place < columns[positions, tr.NUM_READS]
     count = len(trace.storages)
     begin = np.full(count, length, dtype=np.int64)
+    first_use = np.full(count, length, dtype=np.int64)
     last_read = np.full(count, -1, dtype=np.int64)
     last_touch = np.full(count, -1, dtype=np.int64)
     np.minimum.at(begin, storages, positions)
+    is_use = is_read | ~_is_movable(trace, columns, operand_ids, first)[positions]
+    np.minimum.at(first_use, storages[is_use], positions[is_use])
+    begin = np.where(first_use < length, first_use, begin)
     np.maximum.at(last_touch, storages, positions)
     np.maximum.at(last_read, storages[is_read], positions[is_read])
     used = np.array([index for index in chosen if begin[index] < length], dtype=np.int64)
@@ -69,6 +76,19 @@ def live_peak(
     total = np.cumsum(change)
     peak = int(total.argmax())
     return int(total[peak]), peak
+
+
+def _is_movable(
+    trace: tr.Trace, columns: Array, operand_ids: Array, first: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return, per instruction, whether it only fills a tile or loads it from HBM."""
+    fills = np.isin(columns[:, tr.OP], [trace.op_id(op) for op in ("memset", "iota")])
+    loads = (columns[:, tr.ENGINE] == tr.DMA) & (columns[:, tr.NUM_READS] > 0)
+    spaces = np.array([trace.storages[memory.storage].space for memory in trace.ranges])
+    source = np.minimum(first[:-1], max(len(operand_ids) - 1, 0))
+    from_hbm = spaces[operand_ids[source]] == tr.HBM if len(operand_ids) else loads
+    movable: NDArray[np.bool_] = fills | (loads & from_hbm)
+    return movable
 
 
 def check_capacity(machine: Machine) -> None:
