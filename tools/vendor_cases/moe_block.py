@@ -45,7 +45,10 @@ class _BlockCase:
         experts = self.E_local if self.all_experts else self.K
         per_sequence = self.S * experts * 3.0 * self.H * self.I
         self.batch = limits.tokens(
-            case.need("batch"), lambda batch: batch * per_sequence, step=8, least=1
+            case.need("batch"),
+            lambda batch: batch * per_sequence,
+            step=8,
+            least=min(4, case.need("batch")),
         )
         self.T = self.batch * self.S
         self.draw = Draw(seed_of(case))
@@ -63,7 +66,7 @@ class _BlockCase:
             reference=lambda: self._reference(inputs),
             mx_headroom=self.library.mx_headroom() if self.is_mx else 1,
             outputs=("out",) if self.case.get("skip_router_logits") else ("out", "router_logits"),
-            note=scaled_note("batch", self.case.need("batch"), self.batch),
+            note="; ".join(filter(None, self._notes())),
         )
 
     def _inputs(self) -> dict[str, Any]:
@@ -80,6 +83,7 @@ class _BlockCase:
         router_HE = draw.uniform((self.H, self.E), -0.1, 0.1, router_dtype)
         bias = bool(case.get("bias"))
         router_bias = draw.uniform((1, self.E), -0.1, 0.1, router_dtype) if bias else None
+        expert_biases = self._expert_biases(bias)
 
         def logits(tokens_TH: np.ndarray) -> np.ndarray:
             x = tokens_TH.astype(np.float32)
@@ -110,8 +114,7 @@ class _BlockCase:
             "router_weights": router_HE,
             **self._weights(touched),
             "router_bias": router_bias,
-            "expert_gate_up_bias": draw.normal(self._bias_shape(), self.dtype) if bias else None,
-            "expert_down_bias": draw.normal((self.E_local, self.H), self.dtype) if bias else None,
+            **expert_biases,
             "eps": EPS,
             "top_k": self.K,
             "router_act_fn": library.enum("RouterActFnType", case.get("router_fn", "SOFTMAX")),
@@ -129,6 +132,25 @@ class _BlockCase:
             "rank_id": None if rank is None else np.full((1, 1), rank, dtype=np.uint32),
         }
         return inputs
+
+    def _notes(self) -> tuple[str, str]:
+        scaled = scaled_note("batch", self.case.need("batch"), self.batch)
+        return scaled, "the kernel cannot do without biases: zeros" if self._zero_biases() else ""
+
+    def _zero_biases(self) -> bool:
+        """Return whether the case has no bias but the kernel, selective mx, fails without."""
+        return self.is_mx and not self.all_experts and not self.case.get("bias")
+
+    def _expert_biases(self, bias: bool) -> dict[str, Any]:
+        shapes = {
+            "expert_gate_up_bias": self._bias_shape(),
+            "expert_down_bias": (self.E_local, self.H),
+        }
+        if self._zero_biases():
+            return {"expert_gate_up_bias": np.zeros(self._bias_shape(), dtype=self.dtype)}
+        if not bias:
+            return {}
+        return {name: self.draw.normal(shape, self.dtype) for name, shape in shapes.items()}
 
     def _bias_shape(self) -> tuple[int, ...]:
         if self.is_mx:
