@@ -63,7 +63,8 @@ class Source:
 
 def read_bible(root: Path) -> Iterator[Document]:
     """Yield the King James Bible, one chapter a document, verses numbered and one a line."""
-    command = [root / "usr/bin/bible", "-p", root / "usr/lib", "-l100000", "gen1:1-rev22:21"]
+    program, data = str(root / "usr/bin/bible"), str(root / "usr/lib")
+    command = [program, "-p", data, "-l100000", "gen1:1-rev22:21"]
     printed = subprocess.run(command, capture_output=True, check=True, stdin=subprocess.DEVNULL)
     heading, verses = "", []  # type: tuple[str, list[str]]
     for line in printed.stdout.decode("ascii").splitlines():
@@ -128,7 +129,7 @@ def read_manual(root: Path) -> Iterator[Document]:
     pages = sorted((root / "usr/share/man").glob("man*/*.gz"))
 
     def set_page(page: Path) -> str:
-        command = [root / "usr/bin/mandoc", "-T", "ascii", "-O", f"width={_MANUAL_WIDTH}"]
+        command = [str(root / "usr/bin/mandoc"), "-T", "ascii", "-O", f"width={_MANUAL_WIDTH}"]
         source = gzip.decompress(page.read_bytes())
         printed = subprocess.run(command, input=source, capture_output=True, check=False).stdout
         return re.sub(".\b", "", printed.decode("ascii", errors="replace"))

@@ -64,8 +64,8 @@ def fetch(source: Source, folder: Path) -> tuple[Path, dict[str, str]]:
     versions = {}
     for package in packages:
         (archive,) = folder.glob(f"{package}_*.deb")
-        subprocess.run(["dpkg-deb", "-x", archive, root], check=True)
-        field = ["dpkg-deb", "-f", archive, "Version"]
+        subprocess.run(["dpkg-deb", "-x", str(archive), str(root)], check=True)
+        field = ["dpkg-deb", "-f", str(archive), "Version"]
         versions[package] = subprocess.run(
             field, check=True, capture_output=True, text=True
         ).stdout.strip()
@@ -138,7 +138,8 @@ def write_tokens(
         texts = [document.text for document in documents if document.domain == domain]
         pieces = [[*encoding.ids, eos] for encoding in tokenizer.encode_batch(texts)]
         starts[domain] = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-        tokens = np.concatenate([np.array(piece, dtype=np.uint16) for piece in pieces])
+        flat = (token for piece in pieces for token in piece)
+        tokens = np.fromiter(flat, np.uint16, int(starts[domain][-1]))
         np.save(folder / f"{name}_{domain}.npy", tokens)
     return starts
 
@@ -186,9 +187,9 @@ def prepare(out: Path, vocab_size: int, model_max_length: int) -> dict[str, Any]
     held_out_starts = write_tokens(held_out, tokenizer, out, "heldout")
     with (out / "heldout.jsonl").open("w") as file:
         for document in held_out:
-            record = {"domain": document.domain, "name": document.name, "text": document.text}
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    record = {
+            line = {"domain": document.domain, "name": document.name, "text": document.text}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    record: dict[str, Any] = {
         "packages": packages,
         "vocab_size": tokenizer.get_vocab_size(),
         "train": {

@@ -197,8 +197,8 @@ def _report(
     for size in BLOCK_SIZES:
         first = next(iter(rows.values()))[0]["padding"][size]
         actual = [_mean_padding(rows[domain])[size] for domain in rows]
-        shares = [first["worst"], first["expected"], *actual]
-        table.append([str(size), *(f"{share:.0%}" for share in shares)])
+        padding = [first["worst"], first["expected"], *actual]
+        table.append([str(size), *(f"{share:.0%}" for share in padding)])
     print(format_table(table))
 
 

@@ -95,7 +95,9 @@ class Corpus:
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.record = json.loads((folder / "corpus.json").read_text())
         self.device = device
-        self.tokens, self.starts, self.held_out = {}, {}, {}
+        self.tokens: dict[str, Tensor] = {}
+        self.starts: dict[str, Tensor] = {}
+        self.held_out: dict[str, Tensor] = {}
         for domain in DOMAIN_SHARES:
             for name, held in (
                 ("tokens", self.tokens),
@@ -166,7 +168,8 @@ def held_out_bits_per_byte(
     bits = {}
     for domain in DOMAIN_SHARES:
         nats, num_targets = 0.0, 0
-        for windows in corpus.held_out_windows(domain, recipe.length)[:most_windows].split(32):
+        held_out = corpus.held_out_windows(domain, recipe.length)[:most_windows]
+        for windows in torch.split(held_out, 32):
             logits = model(windows[:, :-1]).flatten(0, 1).float()
             targets = windows[:, 1:].flatten()
             nats += F.cross_entropy(logits, targets, ignore_index=_PAD, reduction="sum").item()
@@ -229,7 +232,7 @@ def train(
         tokens = corpus.batch(recipe, step)
         logits = forward(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -248,7 +251,7 @@ def write_checkpoint(model: TinyModel, folder: Path) -> None:
             room = _SHARD_BYTES
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
 
-_YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_YARN: dict[str, Any] = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN_CONTEXT = 4096
 _ROPE_THETA = 150000.0
 _SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0
@@ -127,6 +127,11 @@ class _Permute(torch.autograd.Function):
         return grads[0][inverse], None, None
 
 
+def _permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    permuted: Tensor = _Permute.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return permuted
+
+
 def fake_quantize(weight_EIO: Tensor) -> Tensor:
     """Return MXFP4's value of a weight, with the gradient of the weight itself.
 
@@ -154,6 +159,8 @@ def fake_quantize(weight_EIO: Tensor) -> Tensor:
 
 class TinyMoE(nn.Module):
     """Router and experts; counts the tokens of each expert for the balance step."""
+
+    load_E: Tensor
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
@@ -194,11 +201,12 @@ class TinyMoE(nn.Module):
         ends_E = load_E.cumsum(0).to(torch.int32)
         member_RE = member_RE.to(dtype)
 
-        gate_up_EH2I, down_EIH = self.gate_up_proj_EH2I, self.down_proj_EIH
+        gate_up_EH2I: Tensor = self.gate_up_proj_EH2I
+        down_EIH: Tensor = self.down_proj_EIH
         if self.fake_mxfp4:
             gate_up_EH2I, down_EIH = fake_quantize(gate_up_EH2I), fake_quantize(down_EIH)
         copies = hidden_TH[:, None].expand(-1, self.top_k, -1).reshape(-1, hidden_TH.shape[1])
-        rows_RH = _Permute.apply(copies, order, inverse)
+        rows_RH = _permute(copies, order, inverse)
         gate_up_R2I = F.grouped_mm(rows_RH, gate_up_EH2I.to(dtype), offs=ends_E)
         gate_up_R2I = gate_up_R2I + member_RE @ self.gate_up_bias_E2I.to(dtype)
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
@@ -207,7 +215,7 @@ class TinyMoE(nn.Module):
         middle_RI = (up_RI + 1) * gate_RI * torch.sigmoid(_SWIGLU_ALPHA * gate_RI)
         out_RH = F.grouped_mm(middle_RI, down_EIH.to(dtype), offs=ends_E)
         out_RH = out_RH + member_RE @ self.down_bias_EH.to(dtype)
-        out_TKH = _Permute.apply(out_RH, inverse, order).view(*affinities_TK.shape, -1)
+        out_TKH = _permute(out_RH, inverse, order).view(*affinities_TK.shape, -1)
         return (out_TKH.float() * affinities_TK[..., None]).sum(1)
 
     @torch.no_grad()
@@ -222,7 +230,7 @@ class TinyMoE(nn.Module):
         """
         load_E = self.load_E.float()
         share_E = load_E / load_E.mean().clamp(min=1)
-        self.router.bias += step_size * torch.sign(1 - share_E)
+        self.router.bias.add_(torch.sign(1 - share_E), alpha=step_size)
         self.load_E.zero_()
         return share_E
 
@@ -285,10 +293,10 @@ class TinyLayer(nn.Module):
     ) -> Tensor:
         """Return the residual stream after this layer, [U, S, H] float32."""
         normed = self.input_norm(stream_USH).to(dtype)
-        attended = self.attention(normed, cos_USd, sin_USd)
+        attended: Tensor = self.attention(normed, cos_USd, sin_USd)
         stream_USH = stream_USH + F.dropout(attended, self.dropout, self.training)
         normed = self.post_attention_norm(stream_USH).to(dtype)
-        mixed = self.moe(normed.flatten(0, 1)).view(stream_USH.shape)
+        mixed: Tensor = self.moe(normed.flatten(0, 1)).view(stream_USH.shape)
         return stream_USH + F.dropout(mixed, self.dropout, self.training)
 
 
@@ -301,6 +309,9 @@ class TinyModel(nn.Module):
             the residual stream stay in float32.
         dropout: share of the embedding's and of each sub-layer's output that training drops.
     """
+
+    cos_USd: Tensor
+    sin_USd: Tensor
 
     def __init__(
         self,
@@ -348,25 +359,29 @@ class TinyModel(nn.Module):
             stream_USH = layer(stream_USH, cos_USd, sin_USd, self.compute_dtype)
         return _linear(self.lm_head, self.norm(stream_USH).to(self.compute_dtype))
 
+    def decoder_layers(self) -> list[TinyLayer]:
+        """Return the layers, first to last."""
+        return [module for module in self.modules() if isinstance(module, TinyLayer)]
+
     def moes(self) -> list[TinyMoE]:
         """Return the MoE of each layer."""
-        return [module for module in self.modules() if isinstance(module, TinyMoE)]
+        return [layer.moe for layer in self.decoder_layers()]
 
 
 def export_state_dict(model: TinyModel) -> dict[str, Tensor]:
     """Return bf16 weights under the names and in the layouts of a GPT-OSS checkpoint."""
-    tensors = {
+    tensors: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed.weight,
         "model.norm.weight": model.norm.weight,
         "lm_head.weight": model.lm_head.weight,
     }
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.decoder_layers()):
         prefix, moe = f"model.layers.{index}.", layer.moe
         tensors[prefix + "input_layernorm.weight"] = layer.input_norm.weight
         tensors[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm.weight
         tensors[prefix + "self_attn.sinks"] = layer.attention.sinks
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            projection = getattr(layer.attention, name)
+            projection: nn.Linear = getattr(layer.attention, name)
             tensors[f"{prefix}self_attn.{name}.weight"] = projection.weight
             tensors[f"{prefix}self_attn.{name}.bias"] = projection.bias
         tensors[prefix + "mlp.router.weight"] = moe.router.weight
