@@ -401,3 +401,23 @@ def test_positions_outside_the_row_are_refused() -> None:
         execute(isa.local_gather, **GATHER | far)
     with pytest.raises(OutOfBounds, match="indices: expected positions up to 23; found 24"):
         execute(isa.nc_n_gather, **N_GATHER | {"indices": Tile(np.full((32, 2), 24, np.uint32))})
+
+
+@pytest.mark.parametrize("valid", [5, 16, 17, 20])
+def test_positions_behind_the_valid_ones_may_be_anything(valid: int) -> None:
+    """The list of a group goes down its 16 partitions first, then to the next column."""
+    index = np.full((32, 2), 0xFFFF, np.uint16)
+    order = index.reshape(2, 16, 2).transpose(0, 2, 1)  # a view: group, column, partition
+    for group in range(2):
+        for position in range(valid):
+            order[group, position // 16, position % 16] = 3
+    tiles = {"x": Tile(X), "i": Tile(index)}
+    result = execute(
+        lambda dst, x, i: isa.local_gather(dst, x, i, 1, valid), dst=out(shape=(32, valid)), **tiles
+    )
+    np.testing.assert_array_equal(result["dst"], np.repeat(X[:, 3:4], valid, axis=1))
+    with pytest.raises(OutOfBounds):
+        execute(
+            lambda dst, x, i: isa.local_gather(dst, x, i, 1, valid + 1),
+            dst=out(shape=(32, valid + 1)), **tiles,
+        )  # fmt: skip

@@ -179,6 +179,7 @@ def test_shapes_change_by_views_and_copies() -> None:
     found = call(lambda x: nl.broadcast_to(nl.expand_dims(x, 1), (32, 3, 12)), X)
     np.testing.assert_array_equal(found, np.repeat(X[:, None], 3, axis=1))
     np.testing.assert_array_equal(call(nl.transpose, X), X.T)
+    np.testing.assert_array_equal(call(lambda x: nl.transpose(x, dtype=nl.float32), X), X.T)
 
 
 def test_matmul_contracts_the_partitions() -> None:
@@ -212,13 +213,23 @@ def test_load_transpose2d_loads_transposed_and_converts() -> None:
             r"y: expected shape \[32, 12\]",
         ),
         (lambda x, y: nl.matmul(x, y), LanguageError, "transpose_x: expected True"),
+        (lambda x, y: nl.transpose(x, nl.bfloat16), LanguageError, "dtype: expected float32"),
         (lambda x, y: nl.softmax(x, axis=0), LanguageError, "axis: expected the last free axes"),
         (lambda x, y: nl.sum(x, axis=0), LanguageError, "axis: expected the last free axes"),
         (lambda x, y: nl.add(1, 2), IllegalOperand, "x: expected a tile in x or y"),
         (lambda x, y: nl.exp(x, y), TypeError, "takes 1 operands, 2 were given"),
         (lambda x, y: nl.gather_flattened(x, y, axis=1), LanguageError, "axis: expected 0"),
     ],
-    ids=["broadcast", "matmul", "softmax", "partition-sum", "numbers", "arity", "gather-axis"],
+    ids=[
+        "broadcast",
+        "matmul",
+        "transpose",
+        "softmax",
+        "partition-sum",
+        "numbers",
+        "arity",
+        "gather-axis",
+    ],
 )
 def test_what_no_instruction_does_is_refused(
     body: Callable[..., Any], error: type, message: str

@@ -222,6 +222,33 @@ def test_a_function_object_is_followed_into_what_it_calls() -> None:
     }
 
 
+class NKIObject:
+    """Stands for the class of that name in nki.language."""
+
+
+class FaultyPlan(NKIObject):
+    def first(self) -> int:
+        return sorted([1])[0]
+
+
+class OtherClass:
+    def first(self) -> int:
+        return sorted([1])[0]
+
+
+def function_with_a_record(n: int) -> int:
+    return FaultyPlan().first() + n
+
+
+def function_with_another_class(n: int) -> int:
+    return OtherClass().first() + n
+
+
+def test_a_record_class_is_kernel_code_and_another_class_is_not() -> None:
+    assert {f.rule for f in linter.lint_kernel(function_with_a_record)} == {"NKI023"}
+    assert linter.lint_kernel(function_with_another_class) == []
+
+
 def test_only_functions_with_source_are_linted() -> None:
     with pytest.raises(TypeError, match="must be a Python function"):
         linter.lint_kernel(3)  # type: ignore[arg-type]
