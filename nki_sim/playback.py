@@ -4,16 +4,11 @@ A discrete-event simulation in time order. A queue hands out its instructions in
 head starts when its producers are done and its engine is free. Data movements are triggered in
 order, then share 16 DMA engines and, with the other core of the pair, the HBM stack. Costs come
 from costs.py, waits from dependencies.py.
-
-The clock of the tensor engine follows its use: it starts at half speed, climbs to full speed over 3
-us of work and sinks at the same pace while idle, which is our reading of "re-arms when utilisation
-is below 50 %".
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -33,6 +28,7 @@ from nki_sim.costs import (
     price_meeting,
 )
 from nki_sim.dependencies import DONE, Graph, build, pair_ids
+from nki_sim.engines import Array, DmaEngines, HbmStack
 from nki_sim.hardware import Hardware
 from nki_sim.trace import Trace
 
@@ -43,7 +39,6 @@ _DGE_SYNC: Final = 5
 _DGE_SCALAR: Final = 6
 _DGE_AUTO: Final = 7
 _NUM_RESOURCES: Final = 8
-_STACK_SLICE_NS: Final = 1000.0
 _NAMED_QUEUES: Final = frozenset({"hwdge-sync", "hwdge-scalar"})
 
 
@@ -159,22 +154,13 @@ def play(prepared: Prepared, chip: Hardware, options: TimelineOptions) -> Schedu
 class _CoreState:
     """What the engines of one core are doing."""
 
-    stack: int
-    shares_stack: bool
+    array: Array
+    dma: DmaEngines
     single_queue: bool
     free: list[float] = field(default_factory=lambda: [0.0] * _NUM_RESOURCES)
     user: list[int] = field(default_factory=lambda: [-1] * _NUM_RESOURCES)
     table: str = ""
     table_loads: int = 0
-    clock: float = 1.0
-    array_end: float = -math.inf
-    load_end: float = 0.0
-    stream_start: float = 0.0
-    array_free: float = 0.0
-    cells: list[float] = field(default_factory=lambda: [0.0] * 16)
-    dma_even: bool = True
-    dma_free: list[float] = field(default_factory=list)
-    dma_user: list[int] = field(default_factory=list)
 
 
 class _Player:
@@ -201,10 +187,6 @@ class _Player:
         self._position = [0] * len(graph.queues)
         self._queue_time = [0.0] * len(graph.queues)
         self._heap: list[tuple[float, int]] = []
-        self._all_dma = list(range(chip.dma_engines))
-        self._floor = chip.ramp_start_share if options.clock_ramp else 1.0
-        self._slope = (1.0 - self._floor) / chip.ramp_ns
-        self._stack_left: list[dict[int, float]] = []
         self._cores = self._make_cores(options)
         facts = [kind[2] for kind in prepared.kinds]
         self._meetings = _partners(prices, pairs, facts)
@@ -214,8 +196,7 @@ class _Player:
         """Set up the cores; those of a rank share one HBM stack."""
         graph, chip = self._graph, self._chip
         ranks = [rank for rank, _ in graph.cores]
-        stacks = {rank: number for number, rank in enumerate(dict.fromkeys(ranks))}
-        self._stack_left = [{} for _ in stacks]
+        stacks = {rank: HbmStack(chip) for rank in ranks if ranks.count(rank) > 1}
         ways: list[set[str]] = [set() for _ in graph.cores]
         for queue in graph.queues:
             way = queue.name.split("-load")[0].split("-store")[0]
@@ -225,15 +206,13 @@ class _Player:
         for number, rank in enumerate(ranks):
             one = len(ways[number]) == 1 and bool(ways[number] & _NAMED_QUEUES)
             rule = options.dma_rule
-            core = _CoreState(
-                stack=stacks[rank],
-                shares_stack=ranks.count(rank) > 1,
-                single_queue=one if rule == "auto" else rule == "single_queue",
-                clock=self._floor,
-                dma_free=[0.0] * chip.dma_engines,
-                dma_user=[-1] * chip.dma_engines,
+            cores.append(
+                _CoreState(
+                    array=Array(chip, options.clock_ramp),
+                    dma=DmaEngines(chip, stacks.get(rank)),
+                    single_queue=one if rule == "auto" else rule == "single_queue",
+                )
             )
-            cores.append(core)
         return cores
 
     def play(self) -> Schedule:
@@ -317,59 +296,13 @@ class _Player:
         return True
 
     def _matmul(self, now: float, node: int, price: MatmulPrice, core: _CoreState) -> None:
-        """Load the stationary tile behind the running matmul, then stream the moving tile."""
-        load_start = max(now, core.stream_start, core.load_end)
-        loaded = load_start
-        kept = node < len(self._graph.keeps_stationary) and self._graph.keeps_stationary[node]
-        if not (kept and self._chip.stationary_reuse_skips_load):
-            loaded += price.load_ns / self._clock_at(load_start, core)
-            core.load_end = loaded
-        if price.cells:
-            free = max(core.cells[cell] for cell in price.cells)
-            issue = self._chip.tile_issue_cycles / self._chip.tensor_clock_ghz
-            free = max(free, core.stream_start + issue)
-        else:
-            free = core.array_free
-        stream = max(loaded, free)
-        end = self._stream(stream, price.stream_ns, core)
-        if price.cells:
-            for cell in price.cells:
-                core.cells[cell] = end
-        else:
-            core.cells = [end] * 16
-        core.array_free = max(core.array_free, end)
-        core.stream_start = stream
-        begin = stream if free >= loaded else max(load_start, free)
+        """Run a matmul on the array."""
+        held = bool(self._graph.keeps_stationary[node] and self._chip.stationary_reuse_skips_load)
+        begin, end = core.array.run(now, price, loads=not held)
         self._set(node, begin, end, end + price.drain_ns)
         if begin > now:
             self._cause[node] = core.user[tr.TENSOR]
         core.user[tr.TENSOR] = node
-
-    def _clock_at(self, time: float, core: _CoreState) -> float:
-        """Return the clock of the array, as a share of the full one."""
-        if time <= core.array_end:
-            return core.clock
-        return max(self._floor, core.clock - self._slope * (time - core.array_end))
-
-    def _stream(self, start: float, work_ns: float, core: _CoreState) -> float:
-        """Return when the array has done its work, and move its clock."""
-        slope = self._slope
-        if not slope:
-            core.array_end = max(core.array_end, start + work_ns)
-            return start + work_ns
-        clock = self._clock_at(start, core)
-        climb = (1.0 - clock) / slope
-        climbed = 0.5 * (clock + 1.0) * climb
-        if work_ns >= climbed:
-            duration, after = climb + work_ns - climbed, 1.0
-        else:
-            duration = (math.sqrt(clock * clock + 2.0 * slope * work_ns) - clock) / slope
-            after = clock + slope * duration
-        end = start + duration
-        if end > core.array_end:
-            core.clock = after
-            core.array_end = end
-        return end
 
     def _dma(self, now: float, node: int, price: DmaPrice, core: _CoreState, queue: str) -> bool:
         """Trigger a transfer and put its bytes on the DMA engines."""
@@ -392,7 +325,7 @@ class _Player:
             self._queue_time[self._graph.queue[node]] = now + price.generator_ns
         first = now + chip.dma_first_byte_ns + price.extra_ns
         each = price.single_queue_ns if core.single_queue else price.engine_ns
-        begin, end, bound = self._occupy(node, first, each, price, core)
+        begin, end, bound = core.dma.run(node, first, each, price)
         self._data_start[node] = begin
         self._data_end[node] = end
         self._set(node, now, now + price.generator_ns, end + chip.dma_done_ns)
@@ -400,67 +333,6 @@ class _Player:
             self._cause[node] = bound
             self._path_start[node] = begin
         return True
-
-    def _occupy(
-        self, node: int, first: float, each_ns: float, price: DmaPrice, core: _CoreState
-    ) -> tuple[float, float, int]:
-        """Take the engines that are free first; return first byte, last byte, who held them."""
-        free, user = core.dma_free, core.dma_user
-        if price.engines == len(free) and core.dma_even:
-            return self._occupy_all(node, first, each_ns, price, core)
-        chosen = self._all_dma
-        if price.engines < len(free):
-            chosen = sorted(chosen, key=free.__getitem__)[: price.engines]
-        begin, end, bound, worst = math.inf, 0.0, -1, -1.0
-        for engine in chosen:
-            held = free[engine]
-            start = held if held > first else first
-            if start < begin:
-                begin = start
-            if held > worst:
-                worst, bound = held, user[engine]
-            if start + each_ns > end:
-                end = start + each_ns
-            free[engine] = start + each_ns
-            user[engine] = node
-        if core.shares_stack and price.hbm_bytes:
-            late = self._stack_end(core.stack, begin, end, price.hbm_bytes)
-            if late > end:
-                for engine in chosen:
-                    free[engine] = max(free[engine], late)
-                end = late
-        core.dma_even = min(free) == max(free)
-        return begin, end, bound
-
-    def _occupy_all(
-        self, node: int, first: float, each_ns: float, price: DmaPrice, core: _CoreState
-    ) -> tuple[float, float, int]:
-        """Take all engines while they are equally free, which is the common case."""
-        held, bound = core.dma_free[0], core.dma_user[0]
-        begin = max(held, first)
-        end = begin + each_ns
-        if core.shares_stack and price.hbm_bytes:
-            end = self._stack_end(core.stack, begin, end, price.hbm_bytes)
-        core.dma_free = [end] * len(core.dma_free)
-        core.dma_user = [node] * len(core.dma_user)
-        return begin, end, bound
-
-    def _stack_end(self, stack: int, begin: float, end: float, hbm_bytes: int) -> float:
-        """Take bandwidth of a shared HBM stack, slice by slice; return when it is done."""
-        left = self._stack_left[stack]
-        capacity = self._chip.hbm_bytes_per_ns * _STACK_SLICE_NS
-        rate = hbm_bytes / max(end - begin, 1e-9)
-        remaining, time = float(hbm_bytes), begin
-        while True:
-            index = int(time // _STACK_SLICE_NS)
-            until = (index + 1) * _STACK_SLICE_NS
-            available = left.get(index, capacity)
-            taken = min(remaining, available, rate * (until - time))
-            left[index] = available - taken
-            remaining -= taken
-            if remaining < 1.0:
-                return max(end, min(until, time + taken / rate))
-            time = until
 
     def _meet(self, now: float, node: int, price: MeetingPrice) -> int:
         """Wait for the partners; return how many nodes the arrival completed."""
