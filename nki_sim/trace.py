@@ -142,7 +142,8 @@ class DmaFacts(NamedTuple):
     is left of them when neighbours in HBM merge. `dge` is none, hwdge, swdge or unknown; `queue`
     the engine that triggers it (sync, scalar, gpsimd) or the empty string. `indirect_rows` counts
     the indices of a gather or scatter, `skipped_rows` those that were out of range; their bytes and
-    runs are not in the other counts. `transpose` is empty, "2-byte" or "4-byte" (the element); `sources` is above one for a sum.
+    runs are not in the other counts. `transpose` is empty, "2-byte" or "4-byte" (the element);
+    `sources` is above one for a sum.
     """
 
     moved_bytes: int
