@@ -19,7 +19,7 @@ class SimOptions:
             inputs alone. The trace is the same in both.
         uninitialized: what to do about reads of memory that nobody wrote. "output" raises when an
             unwritten value reaches a returned tensor or an address and reports the other reads;
-            "read" raises at the first read; "report" only reports; "off" does not look.
+            "read" raises at the first read; "report" only reports; "off" takes it to hold `fill`.
         fill: byte that unwritten memory is filled with where it is read (0xFF: NaN, and -1).
         capacity: SBUF and PSUM must hold what is alive.
         overlap: reads of a tensor whose bytes another tensor at the same address has overwritten.

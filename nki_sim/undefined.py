@@ -40,6 +40,8 @@ def read_undefined(
         report_undefined(core, op, tensor, missing, location)
     if meaning is None or options.uninitialized == "off":
         if meaning is not None:
+            for tensor in undefined:
+                _settle_fill(tensor, options.fill)
             meaning()
         core.mark_written(writes, core.line)
         return
@@ -65,6 +67,15 @@ def read_undefined(
         differs = (first != last) | (second != last)
         if differs.any():
             poison(tensor._alloc, tensor.geometry.walk, differs, f"{op} at {location}")
+
+
+def _settle_fill(tensor: NkiTensor, fill: int) -> None:
+    """Give the unwritten elements of a view the fill for good."""
+    alloc, walk = tensor._alloc, tensor.geometry.walk
+    hole = ~alloc.defined.elements_of(walk)
+    array = tensor.array()
+    array[hole] = np.full(array.dtype.itemsize, fill, np.uint8).view(array.dtype)[0]
+    alloc.defined.add_where(walk, hole)
 
 
 def poison(alloc: Allocation, walk: Walk, chosen: Any, origin: str) -> None:
