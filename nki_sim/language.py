@@ -231,13 +231,32 @@ def ds(start: Any, size: int) -> Any:
     return slice(start, start + size)
 
 
+def _deprecated(name: str, instead: str) -> None:
+    """Note that the kernel uses a name that a later release removes."""
+    core = running()
+    if core is not None:
+        text = f"nl.{name} is deprecated. Use {instead}."
+        core.machine.find("deprecated", core.machine.location(core.here(3)), text)
+
+
 def affine_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
     """Python's range; deprecated."""
+    _deprecated("affine_range", "range")
     return builtins.range(start) if stop is None else builtins.range(start, stop, step)
 
 
-sequential_range = affine_range
-static_range = affine_range
+def sequential_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
+    """Python's range; deprecated."""
+    _deprecated("sequential_range", "range")
+    return builtins.range(start) if stop is None else builtins.range(start, stop, step)
+
+
+def static_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:
+    """Python's range; deprecated."""
+    _deprecated("static_range", "range")
+    return builtins.range(start) if stop is None else builtins.range(start, stop, step)
+
+
 range = builtins.range
 
 

@@ -77,9 +77,12 @@ def dynamic_range(start: Any, stop: Any = None, step: Any = 1) -> Iterator[Virtu
         step: positive int.
     """
     core = current()
+    line = core.here(2)
+    text = "nl.dynamic_range is deprecated. Use nl.fori_loop."
+    core.machine.find("deprecated", core.machine.location(line), text)
     first, last = (0, bound(start)) if stop is None else (bound(start), bound(stop))
     by = _step(step)
-    return _counted(core, core.here(2), first, last, by)
+    return _counted(core, line, first, last, by)
 
 
 def _step(step: Any) -> int:

@@ -378,3 +378,18 @@ def test_both_modes_leave_the_same_trace(name: str) -> None:
         traces.append([record[1:] for record in execute(call, options=options, **tiles).run.trace])
     assert traces[0] == traces[1]
     assert traces[0] or not name.startswith(("tensor", "nc_"))
+
+
+@pytest.mark.parametrize(
+    "name", ["affine_range", "sequential_range", "static_range", "dynamic_range"]
+)
+def test_a_deprecated_loop_works_and_says_so(name: str) -> None:
+    def body(x: Any) -> None:
+        for _ in getattr(nl, name)(3):
+            isa.tensor_scalar(x, x, nl.add, 1.0)
+
+    result = execute(body, x=ROWS)
+    assert (result["x"] == 4).all()
+    (finding,) = [found for found in result.run.findings if found.kind == "deprecated"]
+    assert name in finding.text
+    assert finding.location.startswith(__file__)
