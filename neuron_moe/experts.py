@@ -287,7 +287,10 @@ class ExpertMLPsV2(nn.Module):
         self.placement = self._settle_placement(placement)
         self.num_slots = self.placement.num_slots if self.placement else self.config.num_experts
         self.shards = PhaseShards.plan(
-            self.groups["prefill"].shard, self.groups["decode"].shard, self.num_slots
+            self.groups["prefill"].shard,
+            self.groups["decode"].shard,
+            self.num_slots,
+            may_share=parallel_state.phases_share_weights(),
         )
         self.shard = self.shards.prefill
         self.mlp_op = self._build_experts(self.shards.stored, device)

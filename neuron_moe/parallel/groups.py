@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from neuron_moe.parallel.collectives import Collectives, SingleRank, as_collectives
 from neuron_moe.parallel.config import ExpertLayout, ParallelConfig
+from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.shard import ExpertShard
 
 PHASE_LAYOUTS = ("prefill", "decode")
@@ -213,12 +214,45 @@ class Unsettled(SingleRank):
 
 def model_ranks(config: ParallelConfig) -> Tensor:
     """Return the global ranks as [replicas, tp * ep]."""
-    return torch.arange(config.world_size).view(config.replicas, config.model_size)
+    return torch.arange(config.world_size, device="cpu").view(config.replicas, config.model_size)
 
 
 def expert_ranks(config: ParallelConfig, layout: ExpertLayout) -> Tensor:
-    """Return the global ranks as [copies, ep, tp], copies counting every full set of experts."""
-    return torch.arange(config.world_size).view(-1, layout.ep, layout.tp)
+    """Return the global ranks as [copies, ep, tp], copies counting every full set of experts.
+
+    Copies within a model follow one another, so that one can serve one attention data parallel
+    group. Without such groups they interleave, where that lets prefill and decode share weights:
+    rank e * copies + c then computes run e in decode and, in prefill, the c-th part of that run.
+    """
+    ranks = torch.arange(config.world_size, device="cpu")
+    copies = config.model_size // layout.size
+    if copies > 1 and config.dp == 1 and layout.tp == config.prefill.tp:
+        grid_RECT = ranks.view(config.replicas, layout.ep, copies, layout.tp)
+        return grid_RECT.transpose(1, 2).reshape(-1, layout.ep, layout.tp)
+    return ranks.view(-1, layout.ep, layout.tp)
+
+
+def shard_of_rank(config: ParallelConfig, layout: ExpertLayout, rank: int) -> ExpertShard:
+    """Return what a rank of the model owns in a layout."""
+    _, ep_rank, tp_rank = (expert_ranks(config, layout) == rank).nonzero()[0].tolist()
+    return ExpertShard(tp_rank, layout.tp, ep_rank, layout.ep)
+
+
+def phases_share_weights(config: ParallelConfig) -> bool:
+    """Say whether on every rank one phase's experts are a run of the other's.
+
+    All ranks must do the same: they hold the same parameters then, and the same memory.
+    """
+    slots = config.prefill.ep * config.decode.ep
+    return all(
+        PhaseShards.plan(
+            shard_of_rank(config, config.prefill, rank),
+            shard_of_rank(config, config.decode, rank),
+            slots,
+        ).second
+        is None
+        for rank in range(config.model_size)
+    )
 
 
 def build_groups(config: ParallelConfig, builder: GroupBuilder) -> ParallelGroups:
@@ -266,11 +300,12 @@ def offline_groups(config: ParallelConfig, rank: int) -> ParallelGroups:
         return SingleRank(name) if size == 1 else Offline(name, position, size)
 
     def experts(layout: ExpertLayout, phase: str) -> ExpertGroups:
-        local = rank % layout.size
+        shard = shard_of_rank(config, layout, rank)
+        local = shard.ep_rank * layout.tp + shard.tp_rank
         same = min(layout.size, per_group)
         return ExpertGroups(
-            place(f"{phase} tensor", local % layout.tp, layout.tp),
-            place(f"{phase} expert", local // layout.tp, layout.ep),
+            place(f"{phase} tensor", shard.tp_rank, layout.tp),
+            place(f"{phase} expert", shard.ep_rank, layout.ep),
             place(f"{phase} model", local, layout.size),
             place(f"{phase} data", local // same, layout.size // same),
             place(f"{phase} attention", local % same, same),

@@ -30,14 +30,20 @@ class PhaseShards:
     second: ExpertShard | None
 
     @classmethod
-    def plan(cls, prefill: ExpertShard, decode: ExpertShard, num_slots: int) -> "PhaseShards":
+    def plan(
+        cls, prefill: ExpertShard, decode: ExpertShard, num_slots: int, *, may_share: bool = True
+    ) -> "PhaseShards":
         """Decide what to store.
 
         Args:
             prefill: this rank's part in prefill.
             decode: this rank's part in decode.
             num_slots: experts of the model, replicas counted.
+            may_share: let one phase compute with a part of what the other stores; equal parts are
+                shared in any case.
         """
+        if prefill != decode and not may_share:
+            return cls(prefill, decode, prefill, decode)
         if _contains(prefill, decode, num_slots):
             return cls(prefill, decode, prefill, None)
         if _contains(decode, prefill, num_slots):

@@ -37,6 +37,7 @@ from neuron_moe.parallel.groups import (
     build_groups,
     offline_groups,
 )
+from neuron_moe.parallel.groups import phases_share_weights as phases_nest
 
 
 @dataclass
@@ -131,6 +132,11 @@ def model_parallel_is_initialized() -> bool:
 def get_groups() -> ParallelGroups | None:
     """Return the groups, or None."""
     return None if _state is None else _state.groups
+
+
+def phases_share_weights() -> bool:
+    """Say whether prefill and decode can share one copy of the experts on every rank."""
+    return _state is not None and phases_nest(_state.groups.config)
 
 
 @contextmanager

@@ -13,12 +13,10 @@ from neuron_moe.parallel.balance import (
     zipf_trace,
 )
 from neuron_moe.parallel.config import STRATEGIES, ParallelConfig, divisors
-from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
 from neuron_moe.parallel.planner.layer_cost import LayerCost, Workload, layer_cost
 from neuron_moe.parallel.planner.sizes import ModelSizes
-from neuron_moe.parallel.shard import ExpertShard
 
 MOST_EXTRA_EXPERTS = 0.125  # of the experts, as replicas
 PHASES = ("prefill", "decode")
@@ -250,8 +248,8 @@ def phase_memory(plan: Plan, prefill: Layout, decode: Layout) -> tuple[float, bo
     """Return the bytes of a rank that serves both phases, and whether the experts are kept once."""
     model, ranks = plan.model, plan.machine.ranks
     slots = model.num_experts
-    parts = [ExpertShard(0, layout.tp, 0, layout.ep) for layout in (prefill, decode)]
-    shares = PhaseShards.plan(parts[0], parts[1], slots).second is None
+    # Both cut the experts over all ranks: parts are as large, hence shared only if equal.
+    shares = (prefill.tp, prefill.ep) == (decode.tp, decode.ep)
     once = memory_bytes(model, ranks, slots)
     experts = model.expert_bytes * slots * model.num_moe_layers / ranks
     return (once if shares else once + experts), shares

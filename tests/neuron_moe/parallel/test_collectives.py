@@ -1,0 +1,240 @@
+"""The protocol of four collectives: dtypes, uneven parts, gradients, graphs, shuffles, NxD."""
+
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.parallel import ParallelConfig, parallel_state
+from neuron_moe.parallel.collectives import (
+    Collectives,
+    SingleRank,
+    all_gather_rows,
+    gather_lengths,
+    reduce_scatter_rows,
+)
+from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.parallel.wire import WireCounter, WireTally
+
+
+def small_layer(**settings: Any) -> MoE:
+    torch.manual_seed(0)
+    config = RoutedExpertsMLPOpsConfig(
+        num_experts=8,
+        top_k=2,
+        hidden_size=16,
+        intermediate_size=32,
+        hidden_act="silu",
+        glu_mlp=True,
+    )
+    return MoE(RouterTopK(8, 2, 16), ExpertMLPsV2(config), **settings)
+
+
+def test_one_rank_and_counters_follow_the_protocol() -> None:
+    single = SingleRank()
+    assert isinstance(single, Collectives)
+    assert isinstance(WireCounter(single, WireTally()), Collectives)
+    x = torch.randn(3, 2)
+    assert single.all_to_all(x, [3], [3]) is x
+    assert all_gather_rows(single, x, [3]) is x
+    assert reduce_scatter_rows(single, x, [3]) is x
+
+
+def exercise(rank: int) -> list[str]:
+    groups = parallel_state.initialize_model_parallel(4, watch=False)
+    group, problems = groups.model, []
+
+    def check(name: str, is_right: bool) -> None:
+        if not is_right:
+            problems.append(name)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.float8_e4m3fn):
+        x = torch.full((2, 3), float(rank)).to(dtype)
+        gathered = group.all_gather(x).float()
+        check(f"all_gather {dtype}", gathered[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3])
+        moved = group.all_to_all(torch.full((4, 2), float(rank)).to(dtype), [1] * 4, [1] * 4)
+        check(f"all_to_all {dtype}", moved.float()[:, 0].tolist() == [0, 1, 2, 3])
+    check("all_reduce", group.all_reduce(torch.full((2,), float(rank))).tolist() == [6, 6])
+    check(
+        "reduce_scatter", group.reduce_scatter(torch.arange(4.0) + rank).tolist() == [4 * rank + 6]
+    )
+    x = torch.ones(3)
+    group.all_reduce(x)
+    check("input unchanged", x.tolist() == [1, 1, 1])
+
+    lengths = [3, 0, 1, 2]
+    own = torch.full((lengths[rank], 2), float(rank))
+    check("lengths", gather_lengths(group, lengths[rank], own.device) == (3, 0, 1, 2))
+    rows = all_gather_rows(group, own, lengths)
+    check("all_gather_rows", rows[:, 0].tolist() == [0, 0, 0, 2, 3, 3])
+    part = reduce_scatter_rows(group, torch.arange(6.0).unsqueeze(1), lengths)
+    start = sum(lengths[:rank])
+    check("reduce_scatter_rows",
+          part[:, 0].tolist() == [4.0 * (start + i) for i in range(lengths[rank])])  # fmt: skip
+    uneven = group.all_to_all(torch.full((rank * 4, 1), float(rank)), [rank] * 4, [0, 1, 2, 3])
+    check("uneven all_to_all", uneven[:, 0].tolist() == [1, 2, 2, 3, 3, 3])
+
+    for name, call, error in (
+        ("float8 sum", lambda: group.all_reduce(torch.ones(2).to(torch.float8_e5m2)), ValueError),
+        ("uneven scatter", lambda: group.reduce_scatter(torch.ones(5)), ValueError),
+    ):
+        try:
+            call()
+            problems.append(f"{name}: not refused")
+        except error:
+            pass
+    parallel_state.destroy_model_parallel()
+    return problems
+
+
+def test_every_dtype_and_uneven_parts_travel(run_ranks: Any) -> None:
+    assert run_ranks(4, exercise) == [[]] * 4
+
+
+def test_a_backward_pass_raises_instead_of_being_wrong(run_ranks: Any) -> None:
+    def backward(rank: int) -> str:
+        parallel_state.initialize_model_parallel(2, watch=False)
+        output = small_layer()(torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(1)))[0]
+        try:
+            output.sum().backward()
+        except NotImplementedError as error:
+            return str(error)
+        return "no error"
+
+    for message in run_ranks(2, backward):
+        assert "the parallel layers are for inference" in message
+
+
+def test_replicate_and_reduce_exports_and_all_to_all_says_why_not(run_ranks: Any) -> None:
+    def export(rank: int) -> list[str]:
+        found = []
+        hidden = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(1))
+        for config in (
+            ParallelConfig(tp=2, ep=2),
+            ParallelConfig(tp=2, ep=2, sp=True),
+            ParallelConfig(ep=4, strategy="all_to_all"),
+        ):
+            parallel_state.initialize_model_parallel(config=config, watch=False)
+            layer = small_layer(sequence_parallel_enabled=config.sp).eval().requires_grad_(False)
+            mine = hidden.chunk(4, 1)[rank].contiguous() if config.sp else hidden
+            try:
+                with torch.no_grad():
+                    wanted = layer(mine)[0]
+                    graph = torch.export.export(layer, (mine,), strict=False)
+                    error = (graph.module()(mine)[0] - wanted).abs().max()
+                found.append("equal" if float(error) < 1e-6 else f"error {float(error)}")
+                names = {str(node.target) for node in graph.graph.nodes}
+                found.append(" ".join(sorted(n for n in names if "c10d" in n)))
+            except ValueError as error:
+                found.append(str(error))
+            parallel_state.destroy_model_parallel()
+        return found
+
+    for found in run_ranks(4, export):
+        assert found[0] == found[2] == "equal"
+        assert "all_reduce" in found[1]
+        assert "all_gather" in found[3]
+        assert "reduce_scatter" in found[3]
+        assert "Use strategy='replicate' for torch.export" in found[4]
+
+
+def test_shuffled_tokens_come_home(run_ranks: Any) -> None:
+    def shuffled(rank: int) -> list[bool]:
+        hidden = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
+        mask = (torch.rand(2, 16, generator=torch.Generator().manual_seed(2)) > 0.3).float()
+        wanted = small_layer()(hidden, mask)[0].chunk(4, 1)[rank]
+        same = []
+        for strategy in ("replicate", "all_to_all"):
+            config = ParallelConfig(tp=2, ep=2, sp=True, strategy=strategy)
+            parallel_state.initialize_model_parallel(config=config, watch=False)
+            parallel_state.initialize_token_shuffle_group(2)
+            settings = {"sequence_parallel_enabled": True, "return_expert_index": True}
+            plain = small_layer(**settings)
+            mixed = small_layer(token_shuffle_group_size=2, token_shuffle_seed=5, **settings)
+
+            for layer in (plain, mixed):
+                layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+            mine, my_mask = hidden.chunk(4, 1)[rank], mask.chunk(4, 1)[rank]
+            first, second = plain(mine, my_mask), mixed(mine, my_mask)
+            same.append(bool(torch.equal(first.expert_index, second.expert_index)))
+            same.append(bool(torch.allclose(second.output, wanted, atol=1e-6)))
+            parallel_state.destroy_model_parallel()
+        return same
+
+    whole = small_layer()
+    with torch.no_grad():
+        assert run_ranks(4, shuffled) == [[True] * 4] * 4
+
+
+def test_groups_of_an_initialised_nxd_are_taken_over(run_ranks: Any) -> None:
+    def adopt(rank: int) -> tuple[int, int, bool]:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        strided = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        nxd = types.ModuleType("neuronx_distributed.parallel_layers.parallel_state")
+        nxd.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
+        nxd.get_tensor_model_parallel_group = lambda: groups[rank // 2]  # type: ignore[attr-defined]
+        nxd.get_expert_model_parallel_group = lambda: strided[rank % 2]  # type: ignore[attr-defined]
+        nxd.get_expert_model_parallel_size = lambda: 2  # type: ignore[attr-defined]
+        nxd.get_world_group = lambda: dist.group.WORLD  # type: ignore[attr-defined]
+        for name in ("neuronx_distributed", "neuronx_distributed.parallel_layers"):
+            sys.modules[name] = types.ModuleType(name)
+        sys.modules[nxd.__name__] = nxd
+        hidden = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(1))
+        whole = small_layer()
+        with torch.no_grad():
+            wanted = whole(hidden)[0]
+            parallel_state.adopt_nxd_groups()
+
+            layer = small_layer()
+            layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+            is_equal = torch.allclose(layer(hidden)[0], wanted, atol=1e-6)
+        experts = layer.expert_mlps
+        return experts.shard.tp_rank, experts.shard.ep_rank, bool(is_equal)
+
+    assert run_ranks(4, adopt) == [(0, 0, True), (1, 0, True), (0, 1, True), (1, 1, True)]
+
+
+def test_explicit_groups_work_without_parallel_state(run_ranks: Any) -> None:
+    def explicit(rank: int) -> bool:
+        tensor = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        expert = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        hidden = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(1))
+        whole = small_layer()
+
+        with torch.no_grad():
+            experts = ExpertMLPsV2(
+                whole.expert_mlps.config,
+                tensor_model_parallel_group=tensor,
+                expert_model_parallel_group=expert,
+                strategy="all_to_all",
+            )
+            layer = MoE(RouterTopK(8, 2, 16), experts, tensor_model_parallel_group=dist.group.WORLD)
+            layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+            return bool(torch.allclose(layer(hidden)[0], whole(hidden)[0], atol=1e-6))
+
+    assert run_ranks(4, explicit) == [True] * 4
+
+
+def test_bf16_partial_sums_may_be_summed_in_float32(run_ranks: Any) -> None:
+    def error(rank: int) -> tuple[float, float]:
+        hidden = torch.randn(1, 64, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+        whole = small_layer().bfloat16()
+
+        exact = small_layer()
+        exact.load_state_dict({k: v.float() for k, v in whole.state_dict().items()})
+        errors = []
+        with torch.no_grad():
+            wanted = exact(hidden.float())[0]
+            for dtype in (None, torch.float32):
+                parallel_state.initialize_model_parallel(4, watch=False)
+                layer = small_layer(reduce_dtype=dtype).bfloat16()
+                layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+                errors.append(float((layer(hidden)[0].float() - wanted).norm()))
+                parallel_state.destroy_model_parallel()
+        return errors[0], errors[1]
+
+    for narrow, wide in run_ranks(4, error):
+        assert wide <= narrow * 1.001
