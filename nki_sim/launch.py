@@ -19,6 +19,7 @@ from nki_sim import dtypes, races
 from nki_sim.dtypes import DType, as_dtype, bfloat16
 from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
 from nki_sim.host_memory import keep_freed_memory
+from nki_sim.host_threads import one_blas_thread
 from nki_sim.liveness import check_capacity
 from nki_sim.machine import _CORE, PACKAGE_DIR, Core, build, running
 from nki_sim.memory import MemoryRegion
@@ -273,12 +274,12 @@ def _launch(
         finally:
             _CORE.reset(token)
 
-    if len(machine.cores) == 1:
-        with np.errstate(all="ignore"):
+    with one_blas_thread(), np.errstate(all="ignore"):
+        if len(machine.cores) == 1:
             results = [program(machine.cores[0])]
-    else:
-        machine.scheduler = Scheduler(machine)
-        results = machine.scheduler.run(program)
+        else:
+            machine.scheduler = Scheduler(machine)
+            results = machine.scheduler.run(program)
     _apply_schedule(machine.trace, kernel.schedule)
     races.check_flow(machine)
     races.check_races(machine)
