@@ -1,0 +1,559 @@
+"""Block index: which slot of which expert's block each (token, choice) pair takes.
+
+Formula: a stable counting sort of the T * K pairs by expert, every expert starting at a new block:
+    tokens_per_expert[e] = pairs that chose e;  blocks[e] = ceil(tokens_per_expert[e] / B)
+    slot(pair) = B * (blocks of lower experts) + pairs before it that chose the same expert
+    pair_of_slot = inverse of slot, -1 where there is none; token_position_to_id = pair_of_slot // K
+    block_to_expert[n] = experts but the last whose blocks end at or before block n
+
+Input, in HBM:
+    index_TK              [T, K]   int32  expert of each choice, -1: none; no expert twice a token
+Outputs, in shared HBM:
+    token_position_to_id  [N * B]  int32  token in each slot, -1 for padding
+    pair_of_slot          [N * B]  int32  pair (token * K + choice) in each slot, -1 for padding
+    block_to_expert       [N]      int32  blocks past num_valid_blocks name the last expert
+    num_valid_blocks      [1]      int32  blocks that hold a token
+    tokens_per_expert     [E]      int32
+    slot_of_pair_TK       [T, K]   int32  slot of each pair, -1 for no expert
+
+On chip: tokens lie on the partitions as in token_tiles.py, experts along the free axis; whether a
+token chose an expert is one element of a 0-1 tile [128, E]. Ranks are sums of such tiles: over
+lower partitions by a matmul with a triangle of ones, over lower tiles by the Vector engine. The
+inverse is a matmul too: slot s goes to row s // F, column s % F of a [128, F] tile, and the sum
+over pairs of (pair + 1) * onehot(row) x onehot(column) holds pair + 1 where there is a pair and 0
+elsewhere. All numbers stay below 2^24, so float32 sums of them are exact; pair + 1 enters as
+bfloat16 digits of 8 bits.
+
+Limits (check_index_blocks): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; SBUF must hold the
+0-1 tiles of a core's tokens (one byte per token and expert) and the slots of its pairs.
+
+Cost: the index is read once, every output written once; per tile of 128 tokens two matmuls of E
+columns, and per choice up to three of N * B / 128 columns. The Vector engine bounds it: per tile
+three passes of E, per choice one of 128 and one of N * B / 128 in 16 bits. The two cores take half
+of the tokens each and exchange counts and their parts of the inverse.
+
+Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.costs import KernelCost
+from nki_kernels.token_tiles import (
+    PARTITIONS,
+    TokenTiles,
+    load_per_token,
+    split_tokens,
+    store_per_token,
+)
+
+MAX_EXPERTS = 512  # float32 columns of one PSUM bank
+MAX_TOP_K = 16
+MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
+SLOTS = 8  # values per nc_match_replace8
+BANK = 512  # float32 columns of one PSUM bank
+DIGIT_BITS = 8  # of a bfloat16 significand
+SBUF_BYTES = 212_984  # usable per partition on Trn2 (leanprover/KLR, KLR/Trace.lean)
+
+
+@dataclass
+class BlockDims(nl.NKIObject):
+    """Sizes of the mapping; compile-time integers only.
+
+    Attributes:
+        num_experts: E of this rank.
+        block_size: B.
+        num_blocks: N, from neuron_moe.blocks.num_blocks or larger.
+    """
+
+    num_experts: int
+    block_size: int
+    num_blocks: int
+
+
+def check_index_blocks(num_tokens: int, top_k: int, dims: BlockDims, num_cores: int = 2) -> None:
+    """Raise ValueError unless the kernel takes these sizes.
+
+    Args:
+        num_tokens: T.
+        top_k: K.
+        dims: E, B and N.
+        num_cores: physical cores of the launch.
+    """
+    if not 1 <= dims.num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts={dims.num_experts}: must be 1 to {MAX_EXPERTS}.")
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ValueError(f"top_k={top_k}: must be 1 to {MAX_TOP_K}.")
+    if num_tokens < 1 or num_tokens * top_k > MOST:
+        raise ValueError(
+            f"num_tokens={num_tokens}: must be at least 1, and T * K at most {MOST}."
+            " Index longer inputs in parts."
+        )
+    for name in ("block_size", "num_blocks"):
+        if getattr(dims, name) < 1:
+            raise ValueError(f"{name}={getattr(dims, name)}: must be at least 1.")
+    if dims.num_blocks * dims.block_size > MOST:
+        raise ValueError(
+            f"num_blocks={dims.num_blocks}, block_size={dims.block_size}: N * B must be at most"
+            f" {MOST}. Index longer inputs in parts."
+        )
+    needed = sbuf_bytes(num_tokens, top_k, dims, num_cores)
+    if needed > SBUF_BYTES:
+        raise ValueError(
+            f"num_tokens={num_tokens}, num_experts={dims.num_experts},"
+            f" num_blocks={dims.num_blocks}, block_size={dims.block_size}: need {needed} bytes of"
+            f" SBUF per partition, must be at most {SBUF_BYTES}. Index the tokens in parts."
+        )
+
+
+def sbuf_bytes(num_tokens: int, top_k: int, dims: BlockDims, num_cores: int) -> int:
+    """Return bytes per partition alive at once."""
+    tokens = split_tokens(num_tokens, 0, num_cores)
+    pairs = tokens.count * top_k
+    chosen = tokens.count * dims.num_experts
+    padded = tokens.count * -(-top_k // SLOTS) * SLOTS * 4
+    width = -(-dims.num_blocks * dims.block_size // PARTITIONS)
+    ranking = chosen + padded + 4 * 4 * pairs + 14 * 4 * (dims.num_experts + 1)
+    inverting = 14 * 4 * pairs + 7 * 4 * min(width, BANK) + 2 * 128 * 6
+    return max(ranking, inverting) + 4096
+
+
+@nki.jit
+def index_blocks(index_TK: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, ...]:
+    """Place every pair in a slot; see the module's docstring."""
+    num_tokens, top_k = index_TK.shape
+    num_slots = dims.num_blocks * dims.block_size
+    token_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
+    pair_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
+    block_to_expert = nl.ndarray((dims.num_blocks,), nl.int32, buffer=nl.shared_hbm)
+    num_valid_blocks = nl.ndarray((1,), nl.int32, buffer=nl.shared_hbm)
+    tokens_per_expert = nl.ndarray((dims.num_experts,), nl.int32, buffer=nl.shared_hbm)
+    slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
+
+    core = nl.program_id(0)
+    tokens = split_tokens(num_tokens, core, nl.num_programs(0))
+    index_sb = load_index(index_TK, tokens)
+    chosen_sb = mark_choices(index_sb, tokens, top_k, dims.num_experts)
+    lower_sb, own_sb = count_choices(chosen_sb, tokens, dims.num_experts)
+    other_sb = exchange(own_sb)
+    total_sb = nl.ndarray((PARTITIONS, dims.num_experts), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
+    last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
+    if core == 0:
+        store_blocks(block_to_expert, num_valid_blocks, tokens_per_expert, last_block_sb, total_sb)
+    else:
+        # The tokens of core 0 come first.
+        nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
+    nisa.tensor_tensor(dst=lower_sb, data1=lower_sb, data2=start_sb, op=nl.add)
+    slot_sb = rank_pairs(index_sb, chosen_sb, lower_sb, tokens, top_k, dims.num_experts)
+    store_slots(slot_of_pair_TK, slot_sb, tokens)
+    invert(token_of_slot, pair_of_slot, slot_sb, tokens, top_k)
+    return (
+        token_of_slot,
+        pair_of_slot,
+        block_to_expert,
+        num_valid_blocks,
+        tokens_per_expert,
+        slot_of_pair_TK,
+    )
+
+
+def load_index(index_TK: nl.ndarray, tokens: TokenTiles) -> nl.ndarray:
+    """Return the experts of this core's pairs, [128, max(1, tiles) * K] int32; no token: -1."""
+    width = max(1, tokens.count) * index_TK.shape[1]
+    index_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
+    if tokens.full < PARTITIONS or tokens.count == 0:
+        nisa.memset(dst=index_sb, value=-1)
+    load_per_token(index_sb, index_TK, tokens)
+    return index_sb
+
+
+def mark_choices(
+    index_sb: nl.ndarray, tokens: TokenTiles, top_k: int, num_experts: int
+) -> nl.ndarray:
+    """Return [128, max(1, tiles), E] float8: 1 where the token chose the expert, else 0."""
+    count = max(1, tokens.count)
+    groups = (top_k + SLOTS - 1) // SLOTS
+    wanted_sb = nl.ndarray((PARTITIONS, count, groups * SLOTS), nl.float32, buffer=nl.sbuf)
+    if top_k < groups * SLOTS:
+        nisa.memset(dst=wanted_sb, value=-2.0)  # matches nothing
+    nisa.tensor_copy(dst=wanted_sb[:, :, 0:top_k], src=index_sb.reshape_dim(1, (count, top_k)))
+    expert_sb = count_up(num_experts, nl.float32)
+    chosen_sb = nl.ndarray((PARTITIONS, count, num_experts), nl.float8_e4m3, buffer=nl.sbuf)
+    for tile in range(count):
+        marked_sb = expert_sb
+        for group in range(groups):
+            next_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
+            wanted = wanted_sb[:, tile, group * SLOTS : (group + 1) * SLOTS]
+            nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=-1.0)
+            marked_sb = next_sb
+        nisa.tensor_scalar(dst=chosen_sb[:, tile, :], data=marked_sb, op0=nl.equal, operand0=-1.0)
+    return chosen_sb
+
+
+def count_up(width: int, dtype: nl.DType) -> nl.ndarray:
+    """Return 0, 1, ... along the free axis of every partition, [128, width]."""
+    numbers_sb = nl.ndarray((PARTITIONS, width), dtype, buffer=nl.sbuf)
+    nisa.iota(dst=numbers_sb, pattern=[[1, width]], offset=0, channel_multiplier=0)
+    return numbers_sb
+
+
+def count_choices(
+    chosen_sb: nl.ndarray, tokens: TokenTiles, num_experts: int
+) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return choices of each expert on lower partitions, and on all; [128, E] float32 each."""
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0)
+    triangle_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
+    # Column minus partition is above 0 where the row of the matmul comes before its column.
+    nisa.affine_select(
+        dst=triangle_sb,
+        pattern=[[1, PARTITIONS]],
+        offset=0,
+        channel_multiplier=-1,
+        on_true_tile=ones_sb,
+        on_false_value=0.0,
+        cmp_op=nl.greater,
+    )
+    lower_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
+    all_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
+    for tile in range(max(1, tokens.count)):
+        moving = chosen_sb[:, tile, :]
+        nisa.nc_matmul(dst=lower_ps, stationary=triangle_sb, moving=moving, accumulate=tile > 0)
+        nisa.nc_matmul(dst=all_ps, stationary=ones_sb, moving=moving, accumulate=tile > 0)
+    lower_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
+    all_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=lower_sb, src=lower_ps)
+    nisa.tensor_copy(dst=all_sb, src=all_ps)
+    return lower_sb, all_sb
+
+
+def exchange(own_sb: nl.ndarray) -> nl.ndarray:
+    """Return the other core's tile; zeros if there is none."""
+    other_sb = nl.ndarray(own_sb.shape, own_sb.dtype, buffer=nl.sbuf)
+    if nl.num_programs(0) == 1:
+        nisa.memset(dst=other_sb, value=0.0)
+    else:
+        other = 1 - nl.program_id(0)
+        nisa.sendrecv(src=own_sb, dst=other_sb, send_to_rank=other, recv_from_rank=other, pipe_id=0)
+    return other_sb
+
+
+def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return the end of each expert's blocks and its first slot, [128, E] float32 each."""
+    shape = total_sb.shape
+    blocks_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    size = dims.block_size
+    # ceil(n / B) = round(n / B + 1/2 - 1 / (2 B)): never half-way, and off by 1 / (2 B) at least.
+    nisa.tensor_scalar(
+        dst=blocks_sb,
+        data=total_sb,
+        op0=nl.multiply,
+        operand0=1.0 / size,
+        op1=nl.add,
+        operand1=(size - 1) / (2.0 * size),
+    )
+    zeros_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=zeros_sb, value=0.0)
+    last_block_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor_scan(
+        dst=last_block_sb,
+        data0=blocks_sb,
+        data1=zeros_sb,
+        initial=0.0,
+        op0=nl.add,
+        op1=nl.add,
+    )
+    start_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=start_sb, data1=last_block_sb, data2=blocks_sb, op=nl.subtract)
+    nisa.tensor_scalar(dst=start_sb, data=start_sb, op0=nl.multiply, operand0=float(size))
+    return last_block_sb, start_sb
+
+
+def store_blocks(
+    block_to_expert: nl.ndarray,
+    num_valid_blocks: nl.ndarray,
+    tokens_per_expert: nl.ndarray,
+    last_block_sb: nl.ndarray,
+    total_sb: nl.ndarray,
+) -> None:
+    """Store what is known per block and per expert."""
+    num_blocks = block_to_expert.shape[0]
+    num_experts = total_sb.shape[1]
+    counts_sb = nl.ndarray((1, num_experts), nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=counts_sb, src=total_sb[0:1, :])
+    nisa.dma_copy(dst=tokens_per_expert, src=counts_sb)
+    valid_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=valid_sb, src=last_block_sb[0:1, num_experts - 1 : num_experts])
+    nisa.dma_copy(dst=num_valid_blocks, src=valid_sb)
+    # Partition p takes blocks p * columns and on; those past the end are not stored.
+    columns = (num_blocks + PARTITIONS - 1) // PARTITIONS
+    block_sb = nl.ndarray((PARTITIONS, columns), nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=block_sb, pattern=[[1, columns]], offset=0, channel_multiplier=columns)
+    expert_sb = nl.ndarray((PARTITIONS, columns), nl.float32, buffer=nl.sbuf)
+    if num_experts == 1:
+        nisa.memset(dst=expert_sb, value=0.0)
+    else:
+        ended_sb = nl.ndarray((PARTITIONS, num_experts - 1), nl.float32, buffer=nl.sbuf)
+        for column in range(columns):
+            nisa.tensor_scalar_reduce(
+                dst=ended_sb,
+                data=last_block_sb[:, 0 : num_experts - 1],
+                op0=nl.less_equal,
+                operand0=block_sb[:, column : column + 1],
+                reduce_op=nl.add,
+                reduce_res=expert_sb[:, column : column + 1],
+            )
+    integer_sb = nl.ndarray((PARTITIONS, columns), nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=integer_sb, src=expert_sb)
+    store_flat(block_to_expert, integer_sb, columns, 0, columns, 0, PARTITIONS)
+
+
+def store_flat(
+    flat: nl.ndarray,
+    values_sb: nl.ndarray,
+    row_size: int,
+    start: int,
+    width: int,
+    first_row: int,
+    end_row: int,
+) -> None:
+    """Store [128, width] values to columns start.. of rows of row_size elements of a flat tensor.
+
+    Rows first_row to end_row are stored, as far as the flat tensor goes; its last row may be short.
+    """
+    whole = (flat.shape[0] - start - width) // row_size + 1
+    rows = min(end_row, whole) - first_row
+    if rows > 0:
+        nisa.dma_copy(
+            dst=flat.ap([[row_size, rows], [1, width]], offset=first_row * row_size + start),
+            src=values_sb[first_row : first_row + rows, :],
+        )
+    rest = flat.shape[0] - whole * row_size - start
+    if first_row <= whole and whole < end_row and rest > 0:
+        nisa.dma_copy(
+            dst=flat.ap([[row_size, 1], [1, rest]], offset=whole * row_size + start),
+            src=values_sb[whole : whole + 1, 0:rest],
+        )
+
+
+def rank_pairs(
+    index_sb: nl.ndarray,
+    chosen_sb: nl.ndarray,
+    lower_sb: nl.ndarray,
+    tokens: TokenTiles,
+    top_k: int,
+    num_experts: int,
+) -> nl.ndarray:
+    """Return the slot of each pair, [128, max(1, tiles) * K] float32; -1 for no expert.
+
+    `lower_sb` [128, E] holds the slot a choice of each expert in tile 0 would take.
+    """
+    width = index_sb.shape[1]
+    # A pair without an expert looks up column E, which holds -1.
+    none_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=none_sb,
+        data=index_sb,
+        op0=nl.less,
+        operand0=0.0,
+        op1=nl.multiply,
+        operand1=num_experts + 1.0,
+    )
+    column_sb = nl.ndarray((PARTITIONS, width), nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=column_sb, data1=index_sb, data2=none_sb, op=nl.add)
+    slot_sb = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.sbuf)
+    if tokens.count == 0:
+        nisa.memset(dst=slot_sb, value=-1.0)
+        return slot_sb
+    next_sb = nl.ndarray((PARTITIONS, num_experts + 1), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=next_sb[:, num_experts : num_experts + 1], value=-1.0)
+    nisa.tensor_copy(dst=next_sb[:, 0:num_experts], src=lower_sb)
+    for tile in range(tokens.count):
+        pairs = slice(tile * top_k, (tile + 1) * top_k)
+        nisa.nc_n_gather(dst=slot_sb[:, pairs], data=next_sb, indices=column_sb[:, pairs])
+        if tile + 1 < tokens.count:
+            after_sb = nl.ndarray((PARTITIONS, num_experts + 1), nl.float32, buffer=nl.sbuf)
+            nisa.memset(dst=after_sb[:, num_experts : num_experts + 1], value=-1.0)
+            nisa.tensor_tensor(
+                dst=after_sb[:, 0:num_experts],
+                data1=next_sb[:, 0:num_experts],
+                data2=chosen_sb[:, tile, :],
+                op=nl.add,
+            )
+            next_sb = after_sb
+    return slot_sb
+
+
+def store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:
+    """Store the slot of each pair as int32."""
+    integer_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=integer_sb, src=slot_sb)
+    store_per_token(slot_of_pair_TK, integer_sb, tokens)
+
+
+def num_digits(num_pairs: int) -> int:
+    """Return how many digits of 8 bits the numbers 1 to num_pairs need."""
+    digits = 1
+    while (1 << (DIGIT_BITS * digits)) <= num_pairs:
+        digits += 1
+    return digits
+
+
+def split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
+    """Return float32 tiles that add up to the int32 numbers, each with 8 significant bits."""
+    parts = []
+    for digit in range(digits):
+        bits_sb = nl.ndarray(numbers_sb.shape, nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=bits_sb,
+            data=numbers_sb,
+            op0=nl.bitwise_and,
+            operand0=((1 << DIGIT_BITS) - 1) << (DIGIT_BITS * digit),
+        )
+        part_sb = nl.ndarray(numbers_sb.shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=part_sb, src=bits_sb)
+        parts.append(part_sb)
+    return parts
+
+
+def invert(
+    token_of_slot: nl.ndarray,
+    pair_of_slot: nl.ndarray,
+    slot_sb: nl.ndarray,
+    tokens: TokenTiles,
+    top_k: int,
+) -> None:
+    """Store the pair and the token of every slot."""
+    num_slots = pair_of_slot.shape[0]
+    pairs_per_partition = slot_sb.shape[1]
+    row_size = (num_slots + PARTITIONS - 1) // PARTITIONS
+    row_sb, column_sb = split_slots(slot_sb, row_size)
+    number_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
+    nisa.iota(
+        dst=number_sb,
+        pattern=[[1, pairs_per_partition]],
+        offset=tokens.first * top_k + 1,
+        channel_multiplier=pairs_per_partition,
+    )
+    last_pair = (tokens.first + PARTITIONS * max(1, tokens.count)) * top_k
+    digits = split_digits(number_sb, num_digits(last_pair))
+    # Small integers are exact in 16 bits, of which the Vector engine compares four at a time.
+    line_sb = count_up(PARTITIONS, nl.float16)
+    numbers_sb = count_up(min(row_size, BANK), nl.float16)
+    for start in range(0, row_size, BANK):
+        width = min(BANK, row_size - start)
+        here_sb = nl.ndarray(column_sb.shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=here_sb, data=column_sb, op0=nl.subtract, operand0=float(start))
+        inverse_ps = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.psum)
+        for pair in range(pairs_per_partition):
+            column = slice(pair, pair + 1)
+            row = one_hot(line_sb, row_sb[:, column])
+            moving = one_hot(numbers_sb[:, 0:width], here_sb[:, column])
+            for digit in range(len(digits)):
+                stationary_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
+                nisa.activation(
+                    dst=stationary_sb, op=nl.copy, data=row, scale=digits[digit][:, column]
+                )
+                nisa.nc_matmul(
+                    dst=inverse_ps,
+                    stationary=stationary_sb,
+                    moving=moving,
+                    accumulate=pair + digit > 0,
+                )
+        store_inverse(token_of_slot, pair_of_slot, inverse_ps, row_size, start, top_k)
+
+
+def one_hot(numbers: nl.ndarray, place: nl.ndarray) -> nl.ndarray:
+    """Return bfloat16 1 where a partition's number equals its `place` [128, 1], else 0."""
+    found_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=found_sb, data=numbers, op0=nl.equal, operand0=place)
+    return found_sb
+
+
+def split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return slot // row_size and slot % row_size as float32; row -1 for slot -1."""
+    row_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
+    whole_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
+    divide_down(whole_sb, slot_sb, row_size)
+    nisa.tensor_copy(dst=row_sb, src=whole_sb)
+    column_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=column_sb,
+        data=row_sb,
+        op0=nl.multiply,
+        operand0=-float(row_size),
+        op1=nl.add,
+        operand1=slot_sb,
+    )
+    return row_sb, column_sb
+
+
+def divide_down(dst: nl.ndarray, data: nl.ndarray, divisor: int) -> None:
+    """Write floor(data / divisor) of integers >= -1 to an int32 tile.
+
+    It is round((data - (divisor - 1) / 2) / divisor), 1 / (2 divisor) away from half-way at least.
+    Three float32 roundings of a quotient q cost at most 3 q 2^-24: less, as q divisor <= 2^20.
+    """
+    nisa.tensor_scalar(
+        dst=dst,
+        data=data,
+        op0=nl.multiply,
+        operand0=1.0 / divisor,
+        op1=nl.add,
+        operand1=-(divisor - 1) / (2.0 * divisor),
+    )
+
+
+def store_inverse(
+    token_of_slot: nl.ndarray,
+    pair_of_slot: nl.ndarray,
+    inverse_ps: nl.ndarray,
+    row_size: int,
+    start: int,
+    top_k: int,
+) -> None:
+    """Add the other core's part, turn pair + 1 into pair and token, store half of the rows."""
+    shape = inverse_ps.shape
+    own_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=own_sb, src=inverse_ps)
+    both_sb = own_sb
+    if nl.num_programs(0) > 1:
+        other_sb = exchange(own_sb)
+        both_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=both_sb, data1=own_sb, data2=other_sb, op=nl.add)
+    pair_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=pair_sb, data=both_sb, op0=nl.add, operand0=-1.0)
+    token_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    divide_down(token_sb, pair_sb, top_k)
+    share = PARTITIONS // nl.num_programs(0)
+    first = nl.program_id(0) * share
+    store_flat(pair_of_slot, pair_sb, row_size, start, shape[1], first, first + share)
+    store_flat(token_of_slot, token_sb, row_size, start, shape[1], first, first + share)
+
+
+def cost_index_blocks(
+    num_tokens: int, top_k: int, dims: BlockDims, num_cores: int = 2
+) -> KernelCost:
+    """Predict the work of a launch.
+
+    Args:
+        num_tokens: T.
+        top_k: K.
+        dims: E, B and N.
+        num_cores: physical cores of the launch.
+    """
+    num_slots = dims.num_blocks * dims.block_size
+    row_size = -(-num_slots // PARTITIONS)
+    written = 4 * (2 * num_slots + dims.num_blocks + 1 + dims.num_experts + num_tokens * top_k)
+    columns = 0
+    for core in range(num_cores):
+        tokens = split_tokens(num_tokens, core, num_cores)
+        count = max(1, tokens.count)
+        last_pair = (tokens.first + PARTITIONS * count) * top_k
+        columns += count * 2 * dims.num_experts
+        columns += count * top_k * num_digits(last_pair) * row_size
+    return KernelCost(4 * num_tokens * top_k, written, columns)
