@@ -32,6 +32,7 @@ from neuron_moe.parallel.planner.search import (
     Entry,
     Plan,
     explain,
+    layout_memory,
     make_plan,
     phase_memory,
     synthetic_routings,
@@ -177,19 +178,20 @@ def _print_choice(plan: Plan) -> None:
     single = plan.best_single()
     best = {phase: plan.ranking(phase)[0] for phase in PHASES}
     memory, is_shared = phase_memory(plan, best["prefill"].layout, best["decode"].layout)
-    once = min(plan.memory_bytes.values())
     room = plan.machine.hbm_bytes
     print(f"one cut for both phases: EP {single['prefill'].layout.ep}")
     for phase, entry in single.items():
         slower = entry.cost.total_us / best[phase].cost.total_us
         print(f"  {phase}: {entry.layout}: {entry.cost.total_us:.0f} us, {slower:.2f} x the best")
-    print(f"  weights: {format_bytes(once)} of {format_bytes(room)} a rank")
+    held = layout_memory(plan, single["prefill"].layout)
+    print(f"  weights: {format_bytes(held)} of {format_bytes(room)} a rank")
     gain = max(single[phase].cost.total_us / best[phase].cost.total_us for phase in PHASES)
     if gain >= WORTH_A_HYBRID:
         kept = "shared" if is_shared else "kept twice"
+        fits = memory + COEFFICIENTS["reserve_bytes"].value <= room
         print(
             f"hybrid, the best of each phase: up to {gain:.2f} x faster; experts {kept},"
-            f" {format_bytes(memory)} a rank"
+            f" {format_bytes(memory)} a rank: {'fits' if fits else 'does not fit'}"
         )
     print()
 

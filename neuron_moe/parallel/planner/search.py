@@ -244,15 +244,23 @@ def _add(
             plan.entries.append(Entry(Layout(tp, ep, strategy, is_balanced), phase, routing, cost))
 
 
+def layout_memory(plan: Plan, layout: Layout) -> float:
+    """Return the bytes of weights a rank holds in a layout, replicas included."""
+    slots = plan.model.num_experts
+    if layout.is_balanced:
+        slots = plan.placements[plan.decisive, layout.ep].num_slots
+    return memory_bytes(plan.model, plan.machine.ranks, slots)
+
+
 def phase_memory(plan: Plan, prefill: Layout, decode: Layout) -> tuple[float, bool]:
     """Return the bytes of a rank that serves both phases, and whether the experts are kept once."""
-    model, ranks = plan.model, plan.machine.ranks
-    slots = model.num_experts
+    once = layout_memory(plan, prefill)
     # Both cut the experts over all ranks: parts are as large, hence shared only if equal.
     shares = (prefill.tp, prefill.ep) == (decode.tp, decode.ep)
-    once = memory_bytes(model, ranks, slots)
-    experts = model.expert_bytes * slots * model.num_moe_layers / ranks
-    return (once if shares else once + experts), shares
+    if shares:
+        return once, True
+    whole = memory_bytes(plan.model, plan.machine.ranks, 0)  # all but the routed experts
+    return once + layout_memory(plan, decode) - whole, False
 
 
 def explain(plan: Plan, phase: str) -> list[str]:
