@@ -6,6 +6,7 @@ The helpers that compute (`load`, `add`, `softmax`, ...) are in `language_math.p
 from __future__ import annotations
 
 import builtins
+import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -232,11 +233,9 @@ def ds(start: Any, size: int) -> Any:
 
 
 def _deprecated(name: str, instead: str) -> None:
-    """Note that the kernel uses a name that a later release removes."""
-    core = running()
-    if core is not None:
-        text = f"nl.{name} is deprecated. Use {instead}."
-        core.machine.find("deprecated", core.machine.location(core.here(3)), text)
+    """Warn, at the kernel's line, of a name that a later release removes."""
+    text = f"nl.{name} is deprecated. Use {instead}."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def affine_range(start: Any, stop: Any = None, step: int = 1) -> builtins.range:

@@ -13,6 +13,7 @@ import ast
 import functools
 import linecache
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,7 +80,7 @@ def dynamic_range(start: Any, stop: Any = None, step: Any = 1) -> Iterator[Virtu
     core = current()
     line = core.here(2)
     text = "nl.dynamic_range is deprecated. Use nl.fori_loop."
-    core.machine.find("deprecated", core.machine.location(line), text)
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
     first, last = (0, bound(start)) if stop is None else (bound(start), bound(stop))
     by = _step(step)
     return _counted(core, line, first, last, by)
