@@ -391,6 +391,35 @@ def test_the_result_does_not_depend_on_who_runs_first(start: int) -> None:
         np.testing.assert_array_equal(found, data[0] + data[1])
 
 
+def test_indices_mode_keeps_integers_and_skips_float_tensors() -> None:
+    def kernel(x: Any, i: Any, table: Any) -> Any:
+        total, count, received = in_hbm(x.shape), in_hbm(i.shape, nl.int32), in_hbm((32,))
+        collectives.all_reduce([x], [total], ALL4, nl.add)
+        collectives.all_reduce([i], [count], ALL4, nl.add)
+        flat = x.reshape((x.size,))[0:32]
+        part = in_hbm((32,))
+        isa.dma_copy(part, flat)
+        collectives.all_to_all_v([part], [received], ALL4, table)
+        return total, count
+
+    def arguments(x: Any) -> list[Any]:
+        metadata = tables(np.full((4, 4), 8), has_rdispls=False)
+        return [(x, np.full((1, 2), rank, np.int32), metadata[rank]) for rank in range(4)]
+
+    shape = (128, 1024)  # more elements than the mode follows
+    traces = []
+    for mode, x in (
+        ("full", np.ones(shape, np.float32)),
+        ("indices", nki_sim.TensorSpec(shape, "float32")),
+    ):
+        options = SimOptions(mode=mode)  # type: ignore[arg-type]
+        result = nki_sim.run_ranks(kernel, arguments(x), lnc=2, options=options)
+        assert result.outputs[2][1].tolist() == [[6, 6]]
+        traces.append([record[1:] for record in result.trace])
+    assert isinstance(result.outputs[0][0], nki_sim.TensorSpec)
+    assert traces[0] == traces[1]
+
+
 def test_the_trace_has_one_key_per_collective() -> None:
     def kernel(x: Any) -> Any:
         total = in_hbm(x.shape)

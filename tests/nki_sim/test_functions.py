@@ -102,6 +102,7 @@ BINARY_FORMULAS: dict[str, Callable[[float, float], float]] = {
 def test_an_operator_agrees_with_its_formula(name: str) -> None:
     values = np.random.default_rng(2).integers(-3, 4, (2, 200)).astype(np.float32) / 2
     expected = [BINARY_FORMULAS[name](float(x), float(y)) for x, y in values.T]
+    assert functions.ALU_OPS[name].arity == 2
     found = functions.ALU_OPS[name].apply(*values)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, np.array(expected, np.float32))
@@ -119,6 +120,30 @@ def test_a_reduction_is_the_operator_applied_along_the_row(name: str) -> None:
     for column in range(1, 7):
         expected = op.apply(expected, rows[:, column])
     np.testing.assert_array_equal(functions.reduce_last(op, rows), expected)
+
+
+UNARY_FORMULAS: dict[str, Callable[[float], float]] = {
+    "abs": abs,
+    "square": lambda x: x * x,
+    "relu": lambda x: max(x, 0.0),
+    "rsqrt": lambda x: x**-0.5,
+    "reciprocal": lambda x: 1 / x,
+    "bypass": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("name", UNARY_FORMULAS)
+def test_an_operator_of_one_operand_agrees_with_its_formula(name: str) -> None:
+    low = 0.1 if name == "rsqrt" else -4.0
+    values = np.random.default_rng(4).uniform(low, 4.0, 100).astype(np.float32)
+    expected = [UNARY_FORMULAS[name](float(x)) for x in values]
+    assert functions.ALU_OPS[name].arity == 1
+    np.testing.assert_allclose(functions.ALU_OPS[name].apply(values), expected, rtol=1e-6)
+
+
+def test_every_operator_has_a_formula() -> None:
+    bits = {name for name, op in functions.ALU_OPS.items() if op.is_bitvec}
+    assert set(functions.ALU_OPS) - bits == {*BINARY_FORMULAS, *UNARY_FORMULAS, "power"}
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
