@@ -4,8 +4,8 @@ Each returns a new tile in SBUF (PSUM for `transpose` and `matmul`), with the ty
 unless `dtype` says otherwise; of two types the wider float wins. Operands have the same shape:
 there is no broadcasting, but a second operand may be a number. `language.py` shows these names.
 
-Not implemented, because no instruction does it: `divide`, `fmod`, `mod`; and because the generator
-behind them is not documented: `dropout`, `rand`, `random_seed`.
+Not implemented, because no instruction does it: `divide`, `fmod`, `mod`; and `dropout`, because how
+the hardware does it is not documented. Random numbers are those of `isa/randoms.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from nki_sim import isa
-from nki_sim.dtypes import DType, as_dtype, bool_, float32, int32, uint8
+from nki_sim.dtypes import DType, as_dtype, bool_, float32, int32, uint8, uint32
 from nki_sim.errors import IllegalOperand, LanguageError
 from nki_sim.machine import current
 from nki_sim.memory import MemoryRegion
@@ -27,9 +27,7 @@ NOT_IMPLEMENTED: Final = {
     "divide": "no engine divides. Use nl.reciprocal and nl.multiply.",
     "fmod": "no engine has a remainder. Use floor and nl.multiply.",
     "mod": "no engine has a remainder. Use floor and nl.multiply.",
-    "dropout": "the hardware's generator is not documented.",
-    "rand": "the hardware's generator is not documented.",
-    "random_seed": "the hardware's generator is not documented.",
+    "dropout": "how the hardware makes a mask of random bits is not documented.",
 }
 _ADD: Final = operator("add")
 _SUBTRACT: Final = operator("subtract")
@@ -396,23 +394,29 @@ def rms_norm(
 # Random numbers.
 
 
-def _missing(name: str) -> Any:
-    return NotImplementedError(f"nki.language.{name}: {NOT_IMPLEMENTED[name]}")
-
-
 def dropout(x: NkiTensor, rate: Any, dtype: Any = None) -> NkiTensor:
-    """Not implemented: the hardware's generator is not documented."""
-    raise _missing("dropout")
+    """Not implemented: how the hardware makes a mask of random bits is not documented."""
+    raise NotImplementedError(f"nki.language.dropout: {NOT_IMPLEMENTED['dropout']}")
 
 
 def rand(shape: Any, dtype: Any, buffer: Any = MemoryRegion.sbuf, name: str = "") -> NkiTensor:
-    """Not implemented: the hardware's generator is not documented."""
-    raise _missing("rand")
+    """Create a tile of uniform numbers from 0 to below 1."""
+    words = _tile(shape, uint32)
+    isa.rng(words)
+    isa.tensor_scalar(words, words, operator("right_shift"), 8)
+    result = current().allocate(shape, as_dtype(dtype), MemoryRegion(buffer), name)
+    isa.tensor_scalar(result, words, _MULTIPLY, 2.0**-24)
+    return result
 
 
-def random_seed(seed: Any) -> None:
-    """Not implemented: the hardware's generator is not documented."""
-    raise _missing("random_seed")
+def random_seed(seed: int | NkiTensor) -> None:
+    """Seed the generators of the Vector engine with a number or a (1, 1) tile."""
+    if isinstance(seed, NkiTensor):
+        isa.set_rng_seed(seed)
+        return
+    tile = _tile((1, 1), uint32)
+    isa.memset(tile, seed)
+    isa.set_rng_seed(tile)
 
 
 HELPERS: Final = (

@@ -48,7 +48,7 @@ _VECTOR: Final = "vector"
 _COMPARISONS: Final = frozenset({"equal", "less", "less_equal", "greater", "greater_equal"})
 _TSR_REDUCTIONS: Final = frozenset({"add", "multiply", "maximum", "minimum"})
 _CUMULATIVE: Final = frozenset({"add", "subtract", "multiply", "maximum", "minimum"})
-_MAXIMUM: Final = frozenset({"maximum"})
+_MAX_ONLY: Final = frozenset({"maximum"})
 _IDLE: Final = reduce_cmd.idle
 _COMMANDS: Final = (reduce_cmd.reset_reduce, reduce_cmd.reduce, reduce_cmd.load_reduce)
 
@@ -95,7 +95,7 @@ def select_reduce(
     partitions = on_true.geometry.partitions
     other = scalar_operand(core, "on_false", on_false, partitions)
     _check_command(reduce_cmd, (_IDLE, *_COMMANDS[:2]))
-    maximum = reduction(core, "reduce_op", reduce_op, _MAXIMUM)
+    maximum = reduction(core, "reduce_op", reduce_op, _MAX_ONLY)
     results = check_result("reduce_res", reduce_res, partitions)
     if reduce_res is not None and not reduce_res.dtype.is_float:
         raise IllegalOperand("reduce_res", "a floating-point type", str(reduce_res.dtype))
@@ -170,7 +170,7 @@ def range_select(
     if np.float32(on_false_value) != np.float32(FP32_MIN):
         raise IllegalOperand("on_false_value", f"{FP32_MIN}", repr(on_false_value))
     _check_command(reduce_cmd, (_IDLE, *_COMMANDS[:2]))
-    maximum = reduction(core, "reduce_op", reduce_op, _MAXIMUM)
+    maximum = reduction(core, "reduce_op", reduce_op, _MAX_ONLY)
     results = check_result("reduce_res", reduce_res, partitions)
     registers = accumulator(core, _VECTOR, maximum, reduce_cmd, reduce_res, on_true_tile)
     _forget_if_idle(core, reduce_cmd)

@@ -204,6 +204,26 @@ def test_load_transpose2d_loads_transposed_and_converts() -> None:
     np.testing.assert_array_equal(found, X.T.astype(ml_dtypes.bfloat16))
 
 
+def test_random_numbers_follow_their_seed() -> None:
+    def kernel(seed: Any) -> Any:
+        found = []
+        for start in (3, nl.load(seed), 4):
+            nl.random_seed(start)
+            tile = nl.rand((64, 256), nl.float32)
+            out = nl.ndarray(tile.shape, tile.dtype, buffer=nl.shared_hbm)
+            nl.store(out, tile)
+            found.append(out)
+        return tuple(found)
+
+    first, again, other = nki_sim.run(kernel, np.full((1, 1), 3, np.uint32)).outputs
+    np.testing.assert_array_equal(first, again)
+    assert (first == other).mean() < 0.01
+    assert first.min() >= 0
+    assert first.max() < 1
+    assert abs(first.mean() - 0.5) < 0.01
+    assert abs(first.var() - 1 / 12) < 0.005
+
+
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
