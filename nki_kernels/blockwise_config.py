@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 
 from nki.language import NKIObject
 
-from nki_kernels.plans import AxisTiles, tile_axis
+from nki_kernels.plans import AxisTiles, max_steps, max_visits, tile_axis
 
 SBUF_BYTES = 207 * 1024  # usable bytes per partition on Trn2 (KLR Trace.lean), less alignment
+SMALL_TILES_BYTES = 2 * 1024  # counters, constants, biases and scales per row
+MAX_OUTER_BUFFERS = 8
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")
 SCALINGS = ("none", "pre", "post")
+STORES = ("tiles", "rows", "tokens")
 ITEM_BYTES = {"bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
 
 
@@ -48,7 +51,8 @@ class LoopPlan(NKIObject):
     `classes` are the visit sizes that have a loop of their own, descending. `is_dynamic`: run-time
     trip counts; otherwise the loop covers the worst case. `slots`: 2 keeps the weights of one part
     while the next is loaded; 1 loads gate and up while down is used, and the reverse. `parts`: the
-    intermediate axis in so many parts, for experts that do not fit.
+    intermediate axis in so many parts, for experts that do not fit. `outer_buffers`: output tiles
+    that may wait to be stored.
     """
 
     classes: tuple[int, ...]
@@ -56,6 +60,7 @@ class LoopPlan(NKIObject):
     is_sorted: bool
     slots: int
     parts: int
+    outer_buffers: int
 
 
 @dataclass
@@ -67,6 +72,7 @@ class PrefillConfig(NKIObject):
     E: int
     tile_rows: int
     num_tiles: int
+    num_tokens: int
     num_cores: int
     weight_format: str
     activation: str
@@ -74,6 +80,7 @@ class PrefillConfig(NKIObject):
     up_limits: Limits
     up_offset: float
     scaling: str
+    stores: str
     has_gate_up_bias: bool
     has_down_bias: bool
     has_scales: bool
@@ -98,6 +105,14 @@ def limits(lower: float | None, upper: float | None) -> Limits:
     return Limits(upper is not None, upper or 0.0, lower is not None, lower or 0.0)
 
 
+def num_visits(config: PrefillConfig) -> int:
+    """Return V, the length of the visit lists of a lane, for any routing."""
+    lanes, loop = config.shard.num_lanes, config.loop
+    if loop.is_sorted:
+        return max_visits(config.num_tiles, config.E, lanes, loop.classes)
+    return max_steps(config.num_tiles, lanes)
+
+
 def sbuf_bytes(config: PrefillConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel take (computed)."""
     loop, item = config.loop, ITEM_BYTES[config.weight_format]
@@ -107,8 +122,11 @@ def sbuf_bytes(config: PrefillConfig) -> int:
     weights = loop.slots * (depth * 2 * i_size + i_count * config.H) * item
     turned = (2 if loop.parts == 1 else largest) * depth * rows * 2
     inner = largest * i_count * rows * 2
-    total = weights + turned + inner + largest * config.H * 2 + 2 * config.H * 2
-    total += 6 * rows * 4 + 4 * 1024
+    total = weights + turned + inner + largest * config.H * 2
+    total += loop.outer_buffers * config.H * 2
+    total += 4 * rows * 4 + SMALL_TILES_BYTES
+    # Token ids, rows to write, scales, and two more while they are made.
+    total += 5 * 4 * num_visits(config) * largest
     if loop.parts > 1:
         total += largest * config.H * 4
     if config.has_scales:
@@ -137,13 +155,23 @@ def fit_loop(config: PrefillConfig) -> LoopPlan:
                     continue
                 classes = tuple(c for c in range(size, 0, -1))
                 loop = replace(config.loop, classes=classes, slots=slots, parts=parts)
-                trial = replace(config, loop=loop, i_axis=tile_axis(i_core // parts))
+                trial = with_loop(config, loop)
                 if sbuf_bytes(trial) <= SBUF_BYTES:
-                    return loop
+                    return _more_outer_buffers(trial)
     raise ValueError(
         f"H={config.H}, I={config.I}: no part of an expert fits SBUF. Use more ranks of tensor "
         "parallelism."
     )
+
+
+def _more_outer_buffers(config: PrefillConfig) -> LoopPlan:
+    """Return the loop plan with up to two visits' worth of output tiles, as far as they fit."""
+    loop = config.loop
+    for count in range(min(MAX_OUTER_BUFFERS, 2 * largest_visit_of(config)), 2, -1):
+        more = replace(loop, outer_buffers=count)
+        if sbuf_bytes(replace(config, loop=more)) <= SBUF_BYTES:
+            return more
+    return loop
 
 
 def make_config(
@@ -153,6 +181,7 @@ def make_config(
     E: int,
     block_size: int,
     num_slots: int,
+    num_tokens: int,
     num_cores: int = 2,
     weight_format: str = "bfloat16",
     activation: str = "silu",
@@ -160,6 +189,7 @@ def make_config(
     up_limits: tuple[float | None, float | None] = (None, None),
     up_offset: float = 0.0,
     scaling: str = "none",
+    stores: str = "rows",
     has_gate_up_bias: bool = False,
     has_down_bias: bool = False,
     has_scales: bool = False,
@@ -175,12 +205,16 @@ def make_config(
         E: experts of this rank.
         block_size: B, slots in a block.
         num_slots: N*B.
+        num_tokens: T.
         num_cores: physical cores of the launch (LNC), 1 or 2.
         weight_format: bfloat16, float8_e4m3 or float8_e5m2.
         activation: silu, gelu, gelu_tanh, relu, or swiglu_oai (x * sigmoid(1.702 x)).
         gate_limits, up_limits: (lower, upper) clamps of the projections.
         up_offset: added to the up projection after its clamp (1 for SwiGLU-OAI).
         scaling: whether slots are scaled before the projections, after them, or not here.
+        stores: whole row tiles to their slots (fewer instructions), rows that hold a token to their
+            slots (fewer bytes), or rows to their tokens (for one choice per token; the output is
+            the layer's, no combine follows).
         has_gate_up_bias, has_down_bias, has_scales: which optional operands there are.
         loop_plan: sorted, dynamic or static.
         shard_plan: balanced, block or intermediate.
@@ -194,6 +228,7 @@ def make_config(
         ("weight_format", weight_format, WEIGHT_FORMATS),
         ("activation", activation, ACTIVATIONS),
         ("scaling", scaling, SCALINGS),
+        ("stores", stores, STORES),
         ("loop_plan", loop_plan, ("sorted", "dynamic", "static")),
         ("shard_plan", shard_plan, ("balanced", "block", "intermediate")),
     ):
@@ -210,17 +245,20 @@ def make_config(
     is_sorted = loop_plan == "sorted" and shard_plan != "block"
     shard = ShardPlan(1 if splits_i else num_cores, splits_i)
     classes = tuple(range(largest_visit, 0, -1)) if is_sorted else (1,)
-    loop = LoopPlan(classes, loop_plan != "static", is_sorted, 2, 1)
+    loop = LoopPlan(classes, loop_plan != "static", is_sorted, 2, 1, 2)
     tile_rows = min(block_size, 128)
     config = PrefillConfig(
-        H, I, E, tile_rows, num_slots // tile_rows, num_cores, weight_format, activation,
-        limits(*gate_limits), limits(*up_limits), up_offset, scaling, has_gate_up_bias,
+        H, I, E, tile_rows, num_slots // tile_rows, num_tokens, num_cores, weight_format,
+        activation,        limits(*gate_limits), limits(*up_limits), up_offset, scaling, stores, has_gate_up_bias,
         has_down_bias, has_scales, shard, loop, tile_axis(H), tile_axis(I),
     )  # fmt: skip
-    config.loop = fit_loop(config)
-    i_core = I // (num_cores if splits_i else 1)
-    config.i_axis = tile_axis(i_core // config.loop.parts)
-    return config
+    return with_loop(config, fit_loop(config))
+
+
+def with_loop(config: PrefillConfig, loop: LoopPlan) -> PrefillConfig:
+    """Return the configuration with another loop plan, and the intermediate axis cut to match."""
+    i_core = config.I // (config.num_cores if config.shard.splits_i else 1)
+    return replace(config, loop=loop, i_axis=tile_axis(i_core // loop.parts))
 
 
 def _check_sizes(

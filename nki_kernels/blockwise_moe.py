@@ -21,7 +21,8 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     gate_up_scale   [E, 2I]      float32   HBM  optional, of output channels
     down_scale      [E, 3, H]    bfloat16  HBM  optional, three terms that add up to the scale
     slot_scale      [N*B]        float32   HBM  optional
-    -> output       [P, N*B, H]  bfloat16  HBM  P partial sums; slots of padding hold anything
+    -> output       [P, N*B, H]  bfloat16  HBM  P partial sums; padding slots are not defined.
+                    [P, T, H] if rows are stored to tokens
 
 On chip: weights [h, H/h, 2, I] and [i, I/i, H] with a partition owning consecutive rows (one run a
 descriptor), rows [R, H] with tokens on partitions, turned rows [h, H/h, R], inner [i, I/i, R].
@@ -51,8 +52,10 @@ from nki_kernels.blockwise_stages import (
     look_ahead,
     look_at_outputs,
     make_buffers,
+    prepare_part,
     project_in,
     project_out,
+    spread_down_scale,
     store_rows,
     turn_rows,
 )
@@ -76,9 +79,11 @@ def blockwise_moe(
 ):
     """Compute every slot that the plan names; see the module."""
     core = nl.program_id(0)
-    num_slots = config.num_tiles * config.tile_rows
+    num_rows = config.num_tiles * config.tile_rows
+    if config.stores == "tokens":
+        num_rows = config.num_tokens
     output = nl.ndarray(
-        (num_partials(config), num_slots, config.H), dtype=nl.bfloat16, buffer=nl.shared_hbm
+        (num_partials(config), num_rows, config.H), dtype=nl.bfloat16, buffer=nl.shared_hbm
     )
     x = Operands(hidden, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, output)
     num_visits = visit_expert.shape[1]
@@ -88,21 +93,25 @@ def blockwise_moe(
     fill_tables(config, b, slots, slot_scale, [visit_expert, visit_tile, class_trips], lane)
     start_pipeline(config, b, x, share)
     for position in range(len(config.loop.classes)):
-        size = config.loop.classes[position]
-        if config.loop.is_dynamic:
-            trips = nisa.register_alloc()
-            nisa.register_load(trips, b.trips[0:1, position : position + 1])
-
-            def two_visits(_trip):
-                run_visit(config, b, x, 0, size, share)
-                run_visit(config, b, x, 1, size, share)
-
-            nl.fori_loop(0, trips, two_visits)
-        else:
-            for _trip in range((num_visits - 2) // 2):
-                run_visit(config, b, x, 0, size, share)
-                run_visit(config, b, x, 1, size, share)
+        run_class(config, b, x, position, share)
     return output
+
+
+def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: int):
+    """Go through the visits of one size, two a trip."""
+    size = config.loop.classes[position]
+
+    def two_visits(_trip):
+        run_visit(config, b, x, 0, size, share)
+        run_visit(config, b, x, 1, size, share)
+
+    if config.loop.is_dynamic:
+        trips = nisa.register_alloc()
+        nisa.register_load(trips, b.trips[0:1, position : position + 1])
+        nl.fori_loop(0, trips, two_visits)
+    else:
+        for _trip in range((b.expert_table.shape[1] - 2) // 2):
+            two_visits(_trip)
 
 
 def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: int):
@@ -138,6 +147,7 @@ def run_visit(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int,
         is_last = part == parts - 1
         next_expert = b.expert[1 - s] if is_last else b.expert[s]
         next_first = first_of_part(config, share, 0 if is_last else part + 1)
+        prepare_part(config, b, slot)
         for j in range(size):
             project_tile_in(config, b, x, s, size, j, slot, part)
         load_gate_up(config, b, x, next_expert, following, next_first)
@@ -145,10 +155,13 @@ def run_visit(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int,
             turn_rows(config, b, 1 - s, 0)
             look_ahead(config, b, s)
             gather_rows(config, b, x, s, 0)
+        if is_last and config.has_scales:
+            spread_down_scale(config, b, slot)
         for j in range(size):
-            project_out(config, b, slot, s, j, part, share == 0)
+            outer = (s * size + j) % config.loop.outer_buffers
+            project_out(config, b, slot, s, j, part, share == 0, outer)
             if is_last:
-                store_rows(config, b, x, s, j, share)
+                store_rows(config, b, x, s, j, share, outer)
         load_down(config, b, x, next_expert, following, next_first)
 
 

@@ -14,11 +14,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.blockwise_config import (
-    PrefillConfig,
-    largest_visit_of,
-    num_partials,
-)
+from nki_kernels.blockwise_config import PrefillConfig, largest_visit_of
 from nki_kernels.plans import PARTITIONS
 from nki_kernels.tiles import (
     apply_chain,
@@ -73,10 +69,12 @@ class Buffers(NKIObject):
     ids: list
     scale: list
     out_tile: list
+    out_row: list
     out_scale: list
     expert_table: object
     tile_table: object
     id_table: object
+    row_table: list
     scale_table: object
     trips: object
     counter: object
@@ -126,6 +124,7 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     i_tile = (i_axis.rows, 2, i_axis.count)
     classes = len(config.loop.classes)
     tables = 1 if config.scaling != "none" else 0
+    by_row = config.stores != "tiles"
     float32, int32 = nl.float32, nl.int32
     return Buffers(
         gate_up=_tiles(slots, (h_axis.rows, h_axis.count, 2, i_axis.size), weight_dtype(config)),
@@ -140,7 +139,7 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
             largest if parts > 1 else min(2, largest), (h_axis.rows, h_axis.count, R), nl.bfloat16
         ),
         inner=_tiles(largest, (i_axis.rows + spare, i_axis.count, R), nl.bfloat16),
-        outer=_tiles(2, (R, H), nl.bfloat16),
+        outer=_tiles(config.loop.outer_buffers, (R, H), nl.bfloat16),
         sums=_tiles(largest if parts > 1 else 0, (R, H), float32),
         gate=_tiles(2, (i_axis.rows, R), float32),
         up=_tiles(2, (i_axis.rows, R), float32),
@@ -152,10 +151,12 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         ids=_tiles(2, (R, largest), int32),
         scale=_tiles(2 * tables, (R, largest), float32),
         out_tile=_tiles(2, (1, largest), int32),
+        out_row=_tiles(2 if by_row else 0, (R, largest), int32),
         out_scale=_tiles(2 * tables, (R, largest), float32),
         expert_table=nl.ndarray((1, num_visits), dtype=int32, buffer=nl.sbuf),
         tile_table=nl.ndarray((1, num_visits, largest), dtype=int32, buffer=nl.sbuf),
         id_table=nl.ndarray((R, num_visits, largest), dtype=int32, buffer=nl.sbuf),
+        row_table=_tiles(1 if by_row else 0, (R, num_visits, largest), int32),
         scale_table=_tiles(tables, (R, num_visits, largest), float32),
         trips=nl.ndarray((1, classes), dtype=int32, buffer=nl.sbuf),
         counter=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
@@ -183,6 +184,10 @@ def fill_tables(config: PrefillConfig, b: Buffers, slots, slot_scale, plan, lane
     ids_sb = b.id_table.reshape((R, entries))
     by_tile = slots.reshape((config.num_tiles, R))
     load_table(ids_sb, by_tile, plan[1], lane * entries, -1, bank_ps)
+    if config.stores == "rows":
+        fill_row_table(config, b, plan[1], lane * entries)
+    elif config.stores == "tokens":
+        nisa.tensor_copy(dst=b.row_table[0], src=b.id_table)
     if config.scaling != "none":
         scales_sb = b.scale_table[0].reshape((R, entries))
         by_tile = slot_scale.reshape((config.num_tiles, R))
@@ -199,6 +204,28 @@ def fill_tables(config: PrefillConfig, b: Buffers, slots, slot_scale, plan, lane
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
 
 
+def fill_row_table(config: PrefillConfig, b: Buffers, visit_tile, offset: int):
+    """Write the slot of every row that holds a token, -1 for padding: tile * R + row, if id >= 0.
+
+    float32 inside, exact below 2**24 slots.
+    """
+    R = config.tile_rows
+    rows_sb = b.row_table[0]
+    entries = rows_sb.shape[1] * rows_sb.shape[2]
+    nisa.dma_copy(dst=rows_sb, src=visit_tile.ap([[0, R], [1, entries]], offset=offset))
+    number_sb = nl.ndarray((R, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=number_sb, pattern=[[1, 1]], offset=1, channel_multiplier=1)
+    live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)
+    slot_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=slot_sb, data=rows_sb, op0=nl.multiply, operand0=float(R), op1=nl.add,
+        operand1=number_sb,
+    )  # fmt: skip
+    nisa.tensor_tensor(dst=slot_sb, data1=slot_sb, data2=live_sb, op=nl.multiply)
+    nisa.tensor_scalar(dst=rows_sb, data=slot_sb, op0=nl.add, operand0=-1.0)
+
+
 def look_ahead(config: PrefillConfig, b: Buffers, s: int):
     """Fetch expert and token ids of the visit two ahead, and step the counter."""
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
@@ -213,9 +240,12 @@ def look_ahead(config: PrefillConfig, b: Buffers, s: int):
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int):
     """Fetch the row tiles that this visit writes, and step the counter."""
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    _fetch(b.out_tile[s], b.tile_table, [[num_visits * largest, 1], [1, largest]], b.counter)
+    wide = [[num_visits * largest, config.tile_rows], [1, largest]]
+    if config.stores == "tiles":
+        _fetch(b.out_tile[s], b.tile_table, [[num_visits * largest, 1], [1, largest]], b.counter)
+    else:
+        _fetch(b.out_row[s], b.row_table[0], wide, b.counter)
     if config.scaling == "post":
-        wide = [[num_visits * largest, config.tile_rows], [1, largest]]
         _fetch(b.out_scale[s], b.scale_table[0], wide, b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
 
@@ -261,16 +291,24 @@ def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int):
 def load_gate_up(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: int, i_first: int):
     """Load one part of the gate and up weights of an expert, with their biases and scales."""
     h_axis, i_axis = config.h_axis, config.i_axis
+    if config.has_gate_up_bias:
+        _load_per_row(b.gate_up_bias[slot], x.gate_up_bias, config, expert, i_first)
+    if config.has_scales:
+        _load_per_row(b.gate_up_scale[slot], x.gate_up_scale, config, expert, i_first)
     flat = b.gate_up[slot].reshape((h_axis.rows, h_axis.count * 2 * i_axis.size))
     I = config.I  # noqa: E741
     load_matrix(flat, x.gate_up, h_axis, expert, i_first, 2 * I, [I, 2], i_axis.size)
-    if config.has_gate_up_bias:
-        _load_per_row(b.gate_up_bias[slot], x.gate_up_bias, config, expert, i_first)
-        if config.up_offset != 0.0:
-            up_sb = b.gate_up_bias[slot][0 : i_axis.rows, 1, 0 : i_axis.count]
-            nisa.tensor_scalar(dst=up_sb, data=up_sb, op0=nl.add, operand0=config.up_offset)
-    if config.has_scales:
-        _load_per_row(b.gate_up_scale[slot], x.gate_up_scale, config, expert, i_first)
+
+
+def prepare_part(config: PrefillConfig, b: Buffers, slot: int):
+    """Turn what was loaded beside the weights of a part into what its use needs.
+
+    Done when the part is used, not when it is loaded: engines take their work in order.
+    """
+    if config.has_gate_up_bias and config.up_offset != 0.0:
+        rows, count = config.i_axis.rows, config.i_axis.count
+        up_sb = b.gate_up_bias[slot][0:rows, 1, 0:count]
+        nisa.tensor_scalar(dst=up_sb, data=up_sb, op0=nl.add, operand0=config.up_offset)
 
 
 def _load_per_row(dst_sb, src, config: PrefillConfig, expert, i_first: int):
@@ -300,30 +338,28 @@ def load_down(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: int,
         else:
             load_row(b.down_bias[slot], x.down_bias, expert, H)
     if config.has_scales:
-        _load_down_scale(config, b, x, expert, slot)
+        nisa.dma_copy(
+            dst=b.down_scale_parts[slot],
+            src=x.down_scale.ap([[H, 3], [1, H]], scalar_offset=expert, indirect_dim=0),
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.hwdge,
+            engine=nisa.engine.sync,
+        )
 
 
-def _load_down_scale(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: int):
+def spread_down_scale(config: PrefillConfig, b: Buffers, slot: int):
     """Broadcast the scales of the output columns over the rows: a sum of three bfloat16 terms.
 
     float32 has 24 bits of mantissa, three times the 8 of bfloat16, so the sum in PSUM is exact.
     """
     H, R = config.H, config.tile_rows
-    parts_sb = b.down_scale_parts[slot]
-    nisa.dma_copy(
-        dst=parts_sb,
-        src=x.down_scale.ap([[H, 3], [1, H]], scalar_offset=expert, indirect_dim=0),
-        oob_mode=nisa.oob_mode.skip,
-        dge_mode=nisa.dge_mode.hwdge,
-        engine=nisa.engine.sync,
-    )
     for begin in range(0, H, 512):
         end = min(H, begin + 512)
         bank_ps = b.outer_ps[begin // 512 % len(b.outer_ps)]
         nisa.nc_matmul(
             dst=bank_ps[0:R, 0 : end - begin],
             stationary=b.ones[0:3, 0:R],
-            moving=parts_sb[0:3, begin:end],
+            moving=b.down_scale_parts[slot][0:3, begin:end],
             accumulate=False,
         )
         copy_alternating(
@@ -409,7 +445,9 @@ def activation_function(config: PrefillConfig):
     return nl.gelu_apprx_sigmoid
 
 
-def project_out(config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, adds_bias):
+def project_out(
+    config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, adds_bias, outer
+):
     """Multiply with the down weights of one part; leave finished rows in `outer`."""
     i_axis, H, R = config.i_axis, config.H, config.tile_rows
     width = -(-H // -(-H // 512))
@@ -436,16 +474,20 @@ def project_out(config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, pa
                 moving=b.down_bias[slot][0:1, begin:end],
                 accumulate=True,
             )
-        evict_rows(config, b, slot, s, j, part, bank_ps, turn, slice(begin, end))
-
-
-def outer_slot(config: PrefillConfig, size: int, s: int, j: int) -> int:
-    """Return which output buffer a row tile uses: neighbours in time differ."""
-    return (s * size + j) % 2
+        evict_rows(config, b, slot, s, j, part, bank_ps, turn, slice(begin, end), outer)
 
 
 def evict_rows(
-    config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, bank_ps, turn, columns
+    config: PrefillConfig,
+    b: Buffers,
+    slot: int,
+    s: int,
+    j: int,
+    part: int,
+    bank_ps,
+    turn,
+    columns,
+    outer: int,
 ):
     """Move columns of output rows out of PSUM: add parts up, scale, round once."""
     value = bank_ps
@@ -460,7 +502,7 @@ def evict_rows(
         value = sums_sb
     if not is_last:
         return
-    outer_sb = b.outer[j % 2][0:R, columns]
+    outer_sb = b.outer[outer][0:R, columns]
     if config.has_scales and config.scaling == "post":
         nisa.scalar_tensor_tensor(
             dst=outer_sb,
@@ -486,19 +528,35 @@ def evict_rows(
         copy_alternating(outer_sb, value, turn + 1)
 
 
-def store_rows(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, partial: int):
-    """Write the rows of a tile to their slots; a missing tile moves no data."""
+def store_rows(
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, partial: int, outer: int
+):
+    """Write the rows of a tile to their slots or tokens; a missing tile moves no data."""
     R, H = config.tile_rows, config.H
-    tiles = x.output.reshape((num_partials(config) * config.num_tiles, R, H))
-    nisa.dma_copy(
-        dst=tiles.ap(
-            [[H, R], [1, H]],
-            offset=partial * config.num_tiles * R * H,
-            scalar_offset=b.out_tile[s][0:1, j : j + 1],
-            indirect_dim=0,
-        ),
-        src=b.outer[j % 2],
-        oob_mode=nisa.oob_mode.skip,
-        dge_mode=nisa.dge_mode.hwdge,
-        engine=nisa.engine.scalar,
-    )
+    num_partials, num_rows = x.output.shape[0], x.output.shape[1]
+    if config.stores == "tiles":
+        tiles = x.output.reshape((num_partials * config.num_tiles, R, H))
+        nisa.dma_copy(
+            dst=tiles.ap(
+                [[H, R], [1, H]],
+                offset=partial * num_rows * H,
+                scalar_offset=b.out_tile[s][0:1, j : j + 1],
+                indirect_dim=0,
+            ),
+            src=b.outer[outer],
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.hwdge,
+            engine=nisa.engine.scalar,
+        )
+    else:
+        rows = x.output.reshape((num_partials * num_rows, H))
+        nisa.dma_copy(
+            dst=rows.ap(
+                [[H, R], [1, H]],
+                offset=partial * num_rows * H,
+                vector_offset=b.out_row[s][0:R, j : j + 1],
+            ),
+            src=b.outer[outer],
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.swdge,
+        )

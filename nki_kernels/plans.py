@@ -83,7 +83,12 @@ def max_visits(num_tiles: int, num_experts: int, num_lanes: int, classes: tuple[
     the last pair of visits may be half empty, and the kernel reads two visits ahead.
     """
     visits = min(num_tiles, min(num_experts, num_tiles) + num_tiles // classes[0])
-    steps = -(-visits // num_lanes)
+    return max_steps(visits, num_lanes)
+
+
+def max_steps(num_visits: int, num_lanes: int) -> int:
+    """Return the visits of a lane, an even number, with two empty ones at the end."""
+    steps = -(-num_visits // num_lanes)
     return steps + steps % 2 + 2
 
 
@@ -134,8 +139,7 @@ def plan_visits(
     visits = _group(tile, tile_expert, classes[0]) if is_sorted else _one_by_one(tile, tile_expert)
     num_visits = max_visits(num_tiles, num_experts, num_lanes, classes)
     if not is_sorted:
-        steps = -(-num_tiles // num_lanes)
-        num_visits = steps + steps % 2 + 2
+        num_visits = max_steps(num_tiles, num_lanes)
     expert_CV = np.full((num_lanes, num_visits), num_experts, np.int32)
     tile_CVG = np.full((num_lanes, num_visits, classes[0]), no_tile(num_tiles), np.int32)
     for position, (expert, tiles) in enumerate(visits):

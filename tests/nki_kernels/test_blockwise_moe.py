@@ -1,0 +1,139 @@
+"""The prefill kernel against the formula, in every plan, format and option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nki_kernels.blockwise_config import make_config, sbuf_bytes
+from nki_sim import SimOptions
+from tests.nki_kernels.prefill import GPT_OSS, Prefill
+
+# max |error| of a kernel over that of the torch backend, both in bfloat16 against float64: the
+# kernel rounds no more often, but the largest of many errors is a matter of luck.
+WORST_FACTOR = 1.15
+RMS_FACTOR = 1.02
+
+CASES = {
+    "T64-H192-I40-E4-K2-B32": Prefill(64, 192, 40, 4, 2, 32),
+    "T200-H256-I96-E8-K2-B128": Prefill(200, 256, 96, 8, 2),
+    "T130-H320-I180-E4-K4-B128-gpt-oss": Prefill(
+        130, 320, 180, 4, 4, has_bias=True, options=GPT_OSS
+    ),
+    "T70-H2880-I360-E4-K2-B64-gpt-oss": Prefill(
+        70, 2880, 360, 4, 2, 64, has_bias=True, options=GPT_OSS
+    ),
+    "T600-H64-I4-E2-K1-B1024": Prefill(600, 64, 4, 2, 1, 1024),
+    "T300-H128-I128-E3-K1-B256-pre": Prefill(
+        300, 128, 128, 3, 1, 256, options={"scaling": "pre", "stores": "tokens"}
+    ),
+    "T150-H128-I256-E4-K2-post-tiles": Prefill(
+        150, 128, 256, 4, 2, options={"scaling": "post", "stores": "tiles"}
+    ),
+    "T90-H704-I524-E3-K2-uneven-axes": Prefill(90, 704, 524, 3, 2, 64, has_bias=True),
+    "T1-H128-I64-E8-K4-one-token": Prefill(1, 128, 64, 8, 4),
+    "T257-H192-I60-E5-K1-B512-gelu": Prefill(
+        257, 192, 60, 5, 1, 512, options={"activation": "gelu"}
+    ),
+    "T100-H128-I64-E4-K2-lnc1": Prefill(100, 128, 64, 4, 2, options={"num_cores": 1}),
+    "T100-H128-I64-E4-K2-dynamic": Prefill(100, 128, 64, 4, 2, options={"loop_plan": "dynamic"}),
+    "T100-H128-I64-E4-K2-static": Prefill(
+        100, 128, 64, 4, 2, 64, options={"loop_plan": "static", "shard_plan": "block"}
+    ),
+    "T140-H128-I96-E4-K2-intermediate": Prefill(
+        140, 128, 96, 4, 2, 64, has_bias=True,
+        options={"shard_plan": "intermediate", "scaling": "post"},
+    ),
+    "T140-H128-I96-E4-K2-intermediate-static": Prefill(
+        140, 128, 96, 4, 2, 64, options={"shard_plan": "intermediate", "loop_plan": "static"}
+    ),
+    "T120-H256-I128-E4-K2-e4m3-rows": Prefill(
+        120, 256, 128, 4, 2, 64, options={"weight_format": "float8_e4m3", "has_scales": True}
+    ),
+    "T120-H256-I128-E4-K2-e5m2-bias": Prefill(
+        120, 256, 120, 4, 2, 64, has_bias=True,
+        options={**GPT_OSS, "weight_format": "float8_e5m2", "has_scales": True},
+    ),
+    "T90-H128-I64-E4-K2-e4m3-post": Prefill(
+        90, 128, 64, 4, 2, 64,
+        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+    ),
+}  # fmt: skip
+ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")
+
+
+def check(problem: Prefill, options: SimOptions | None = None) -> Any:
+    """Assert that the kernel is as close to the float64 formula as the torch backend."""
+    run = problem.launch(options)
+    expected = problem.expected_slots()
+    error = np.abs(problem.slots_of(run) - expected)
+    allowed = np.abs(problem.torch_slots() - expected)
+    assert error.max() <= WORST_FACTOR * allowed.max()
+    assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
+    return run
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_slot_is_as_exact_as_the_torch_backend(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing_is_computed(routing: str) -> None:
+    check(Prefill(300, 128, 64, 6, 2, routing=routing))
+
+
+@pytest.mark.parametrize("start_core", [0, 1])
+def test_the_order_of_the_cores_does_not_matter(start_core: int) -> None:
+    problem = CASES["T200-H256-I96-E8-K2-B128"]
+    check(problem, SimOptions(start_core=start_core, preempt=0.2, seed=3))
+
+
+def test_unwritten_memory_does_not_matter() -> None:
+    problem = CASES["T64-H192-I40-E4-K2-B32"]
+    nan, zero = (problem.launch(SimOptions(fill=fill)) for fill in (0xFF, 0x00))
+    assert np.array_equal(problem.slots_of(nan), problem.slots_of(zero))
+
+
+PARTS = {
+    "one-slot": Prefill(150, 128, 256, 3, 2, 64, loop={"slots": 1}),
+    "one-slot-bias": Prefill(
+        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"slots": 1}
+    ),
+    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"slots": 1, "parts": 2}),
+    "4-parts-bias": Prefill(
+        150, 128, 256, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"slots": 1, "parts": 4}
+    ),
+    "3-parts-e4m3-post": Prefill(
+        150, 128, 384, 3, 2, 64, loop={"slots": 1, "parts": 3},
+        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+    ),
+    "2-parts-2-slots": Prefill(150, 128, 256, 3, 2, 64, loop={"parts": 2}),
+    "2-parts-of-a-half": Prefill(
+        150, 128, 512, 3, 2, 64, loop={"parts": 2}, options={"shard_plan": "intermediate"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+def test_buffers_do_not_change_the_result(name: str) -> None:
+    check(PARTS[name])
+
+
+def test_big_experts_get_smaller_buffers() -> None:
+    def loop_of(H: int, I: int) -> tuple[int, int]:  # noqa: E741
+        loop = Prefill(64, H, I, 1, 1).config().loop
+        return loop.slots, loop.parts
+
+    assert loop_of(2880, 360) == (2, 1)  # GPT-OSS, 8 ranks
+    assert loop_of(5120, 512) == (1, 1)  # Llama 4 Scout, 16 ranks
+    assert loop_of(4096, 1792)[1] > 1  # Mixtral, 8 ranks
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_buffers_take_what_was_computed(name: str) -> None:
+    problem = CASES[name]
+    config = problem.config()
+    assert problem.launch(SimOptions(mode="indices")).sbuf_peak_bytes <= sbuf_bytes(config)
