@@ -8,7 +8,8 @@ Computes the loss of a GPT-OSS checkpoint with its experts in each format, by ou
     mxfp4   the checkpoint as it is; each implementation decodes it by itself
     e5m2    its MXFP4 codes re-coded as fp8 e5m2 with power-of-two scales: the same values
     e4m3    its values quantised to fp8 e4m3 in Trainium's range, one scale per expert and channel
-    bf16    the weights before quantisation, which are not shipped: give their folder with --bf16
+    bf16    the weights before quantisation, which are not shipped: give their folder with --bf16,
+            or see what was recorded when they were at hand (evaluation.json in the model's folder)
 
 Texts are JSON lines with "domain" and "text"; every sample starts with the start token, and every
 token after it is predicted. Arithmetic is float32, so that only the weights differ.
@@ -48,7 +49,7 @@ from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.reference import check_installed
 from neuron_moe.tools.trace import HELD_OUT_FILE, read_texts
 
-FORMATS = ("bf16", "mxfp4", "e5m2", "e4m3")
+RECORD_FILE = "evaluation.json"
 _BATCH = 8
 Logits = Callable[[Tensor], Tensor]
 
@@ -213,6 +214,26 @@ def summarise(
     return summary
 
 
+def read_recorded_bf16(folder: Path) -> dict[str, Any] | None:
+    """Return the bf16 loss that was recorded beside a checkpoint, or None where none was.
+
+    Returns:
+        ours and transformers: bits per byte of bf16; mxfp4: of MXFP4 in the same run; samples.
+    """
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text(encoding="utf-8"))
+    formats = record["formats"]
+    return {
+        "kind": "recorded",
+        "samples": record["samples"],
+        "ours": formats["bf16"]["ours"],
+        "transformers": formats["bf16"]["transformers"],
+        "mxfp4": formats["mxfp4"]["ours"],
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     """Evaluate; return 0, or 1 if e5m2 differs from MXFP4 or ours from transformers by 0.1 %."""
     args = _parser().parse_args(argv)
@@ -238,19 +259,25 @@ def main(argv: list[str] | None = None) -> int:
     draw_differences(_differences(bits, num_bytes), picture, title=title)
     _print_table(summary, e5m2_is_mxfp4)
     agrees = all(row.get("relative_difference", 0.0) < 1e-3 for row in summary.values())
-    print_json_line(
-        "evaluate",
-        model=folder.name,
-        kind="measured",
-        unit="bits per byte",
-        samples=len(samples),
-        bytes=int(num_bytes.sum()),
-        tokens=sum(len(sample) - 1 for sample in samples),
-        formats=summary,
-        e5m2_identical_to_mxfp4=e5m2_is_mxfp4,
-        agrees_with_transformers=agrees if args.check else None,
-        picture=str(picture),
-    )
+    record = {
+        "model": folder.name,
+        "kind": "measured",
+        "unit": "bits per byte",
+        "samples": len(samples),
+        "bytes": int(num_bytes.sum()),
+        "tokens": sum(len(sample) - 1 for sample in samples),
+        "formats": summary,
+        "e5m2_identical_to_mxfp4": e5m2_is_mxfp4,
+        "agrees_with_transformers": agrees if args.check else None,
+    }
+    (args.out / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    recorded = read_recorded_bf16(folder) if args.bf16 is None else None
+    if recorded is not None:
+        print(
+            f"bf16, recorded on {recorded['samples']} samples, not measured now:"
+            f" {recorded['ours']:.5f} (mxfp4 on the same: {recorded['mxfp4']:.5f})"
+        )
+    print_json_line("evaluate", **record, recorded_bf16=recorded, picture=str(picture))
     return 0 if agrees and e5m2_is_mxfp4 else 1
 
 

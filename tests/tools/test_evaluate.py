@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
 from neuron_moe.tools import evaluate, trace
 from neuron_moe.tools.evaluate import expert_values, losses_of, summarise
@@ -24,6 +25,20 @@ def test_formats_agree_with_transformers_within_a_thousandth(tmp_path, capsys):
     assert final["formats"]["e5m2"] == final["formats"]["mxfp4"]
     assert final["formats"]["e4m3"]["ours"] != final["formats"]["mxfp4"]["ours"]
     assert (tmp_path / "loss_differences.png").stat().st_size > 1000
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    assert written["formats"] == final["formats"]
+
+
+def test_the_loss_of_the_unshipped_bf16_weights_is_on_record():
+    recorded = evaluate.read_recorded_bf16(shipped_checkpoint())
+    assert recorded["kind"] == "recorded"
+    assert recorded["samples"] == 200
+    assert recorded["ours"] == pytest.approx(recorded["transformers"], rel=1e-3)
+    assert recorded["ours"] == pytest.approx(recorded["mxfp4"], rel=0.01)
+
+
+def test_a_folder_without_a_record_has_none(tmp_path):
+    assert evaluate.read_recorded_bf16(tmp_path) is None
 
 
 def test_trace_records_each_domain_and_explains(tmp_path, capsys):
