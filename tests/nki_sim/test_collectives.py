@@ -313,6 +313,20 @@ def test_a_ring_of_reductions_adds_up_all_ranks() -> None:
         np.testing.assert_allclose(found, total, rtol=1e-5, atol=1e-5)
 
 
+def test_each_channel_reduces_its_own_pair() -> None:
+    def kernel(x: Any, y: Any) -> Any:
+        received = in_hbm((2, 3))
+        lists = [[[tensor[0:1]], [tensor[1:2]]] for tensor in (x, y, received)]
+        collectives.collective_permute_implicit_reduce(*lists, ALL4, nl.maximum, [0, 1])
+        return received
+
+    left, right = inputs((2, 3)), inputs((2, 3))
+    pairs = list(zip(left, right, strict=True))
+    for rank, found in enumerate(nki_sim.run_ranks(kernel, pairs).outputs):
+        before = (rank - 1) % 4
+        np.testing.assert_array_equal(found, np.maximum(left[before], right[before]))
+
+
 def test_rank_id_is_a_register_with_the_rank() -> None:
     def kernel(x: Any) -> Any:
         cell, out = nl.ndarray((1, 1), nl.int32), in_hbm((1, 1), nl.int32)
