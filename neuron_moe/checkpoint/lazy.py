@@ -98,7 +98,8 @@ def take(tensor: Tensor, selection: Selection) -> Tensor:
             if len(indices) != tensor.shape[axis]:
                 tensor = tensor.narrow(axis, indices.start, len(indices))
         else:
-            tensor = tensor.index_select(axis, torch.tensor(indices, dtype=torch.long))
+            index = torch.tensor(indices, dtype=torch.long, device=tensor.device)
+            tensor = tensor.index_select(axis, index)
     return tensor
 
 

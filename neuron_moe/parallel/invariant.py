@@ -120,7 +120,7 @@ def check_one_copy(
     """
     with torch.no_grad(), counting(layer):
         counts = layer(hidden_states, padding_mask, phase=phase)[0].flatten(0, 1).float()
-    wanted = torch.zeros(counts.shape[0], 3)
+    wanted = counts.new_zeros((counts.shape[0], 3))
     wanted[:, :2] = float(layer.expert_mlps.config.top_k)
     if padding_mask is not None:
         wanted[:, :2] *= (padding_mask.reshape(-1, 1) != 0).float()

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,11 +145,13 @@ def part_of_rank(case: Case, tensor: Tensor, rank: int, size: int) -> Tensor:
     return tensor
 
 
-def run_case(case: Case) -> str | None:
+def run_case(case: Case, device: str = "cpu") -> str | None:
     """Run one case on this rank; return what is wrong with it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole, hidden, mask = reference(case)
-    wanted = whole(hidden, mask)[0]
+    wanted = whole(hidden, mask)[0].to(device)
+    whole, hidden = whole.to(device), hidden.to(device)
+    mask = None if mask is None else mask.to(device)
     scale = float(wanted.abs().max())
     placement = None
     if case.replicas:
@@ -156,6 +159,7 @@ def run_case(case: Case) -> str | None:
     parallel_state.initialize_model_parallel(config=case.config, watch=False)
     try:
         layer = build_layer(case, placement)
+        layer = layer.to(device)
         layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
         mine = part_of_rank(case, hidden, rank, size)
         my_mask = None if mask is None else part_of_rank(case, mask, rank, size)
@@ -179,11 +183,11 @@ def run_case(case: Case) -> str | None:
         parallel_state.destroy_model_parallel()
 
 
-def run_cases(cases: list[Case], rank: int) -> list[str]:
+def run_cases(cases: list[Case], rank: int, device: str = "cpu") -> list[str]:
     failed = []
     with torch.no_grad():
         for case in cases:
-            problem = run_case(case)
+            problem = run_case(case, device)
             if problem:
                 failed.append(f"[{case}] on rank {rank}: {problem}")
     return failed
@@ -280,3 +284,38 @@ def test_the_whole_grid_equals_one_process(run_ranks: Any, size: int) -> None:
     ]  # fmt: skip
     results = run_ranks(size, lambda rank: run_cases(cases, rank), timeout_s=3000.0)
     assert [problem for problems in results for problem in problems] == []
+
+
+CUDA_DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))  # asking torch would start CUDA
+
+
+@pytest.mark.skipif(CUDA_DEVICES < 2, reason="needs two CUDA devices")
+def test_nccl_ranks_equal_one_process(run_ranks: Any) -> None:
+    size = 4 if CUDA_DEVICES >= 4 else 2
+    cases = [*core_cases(size), *(replace_size(case, size) for case in EXTRA_CASES)]
+
+    def run(rank: int) -> list[str]:
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", rank=rank, world_size=size)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return run_cases(cases, rank, f"cuda:{rank}")
+
+    results = run_ranks(size, run, initialize=False, timeout_s=240.0)
+    assert [problem for problems in results for problem in problems] == []
+
+
+def replace_size(case: Case, size: int) -> Case:
+    """Shrink a case for 8 ranks to fewer, first in EP and then in TP."""
+    ep = max(1, case.ep * size // 8)
+    tp = size // ep
+    decode = None if case.decode_tp is None else (case.decode_tp, case.decode_ep)
+    if decode is not None and size % (decode[0] * (decode[1] or 1)):
+        decode = (size, 1)
+    return dataclasses.replace(
+        case,
+        tp=tp,
+        ep=ep,
+        dp=min(case.dp, size),
+        decode_tp=None if decode is None else decode[0],
+        decode_ep=None if decode is None else decode[1],
+    )
