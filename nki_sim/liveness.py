@@ -1,9 +1,10 @@
 """Checks of the whole trace: is what is alive at once on chip ever more than there is.
 
-A tensor is alive from the first instruction that computes or reads it to the last that reads it,
-which is what an allocator needs at least. Loads from HBM and fills do not count as the first: they
-depend on nothing on chip, so that a scheduler can put them right before their first use. A tensor
-that nobody reads is alive until the kernel drops it.
+A tensor is alive from the first instruction that touches it to the last one that reads it, which is
+what an allocator needs at least, in program order. A tensor that nobody reads is alive until the
+kernel drops it. With `reorder`, what could wait does not count as the first: loads from HBM and
+fills depend on nothing on chip, and sums in PSUM on SBUF alone, so that a scheduler may put them
+right before their first use.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from nki_sim.system import Machine
 
 
 def live_peak(
-    trace: tr.Trace, space: int, core: int, rank: int, dropped: Mapping[int, int] | None = None
+    trace: tr.Trace,
+    space: int,
+    core: int,
+    rank: int,
+    dropped: Mapping[int, int] | None = None,
+    reorder: bool = False,
 ) -> tuple[int, int]:
     """Return the most bytes per partition alive at once in one memory, and the position of it.
 
@@ -32,6 +38,7 @@ def live_peak(
         space: SBUF or PSUM of `trace.py`.
         core, rank: whose memory.
         dropped: position at which the kernel dropped a storage, by storage; the end if missing.
+        reorder: let loads, fills and sums in PSUM wait for their first use.
 
     Returns:
         (bytes, position in the trace), (0, -1) if the memory is unused.
@@ -53,13 +60,17 @@ def live_peak(
     is_read = place < columns[positions, tr.NUM_READS]
     count = len(trace.storages)
     begin = np.full(count, length, dtype=np.int64)
-    first_use = np.full(count, length, dtype=np.int64)
     last_read = np.full(count, -1, dtype=np.int64)
     last_touch = np.full(count, -1, dtype=np.int64)
     np.minimum.at(begin, storages, positions)
-    is_use = is_read | ~_is_movable(trace, columns, operand_ids, first)[positions]
-    np.minimum.at(first_use, storages[is_use], positions[is_use])
-    begin = np.where(first_use < length, first_use, begin)
+    if reorder:
+        movable = _is_movable(trace, columns, operand_ids, first)
+        is_use = ~movable[positions] | is_read
+        if space == tr.PSUM:
+            is_use &= (columns[:, tr.ENGINE] != tr.TENSOR)[positions]
+        first_use = np.full(count, length, dtype=np.int64)
+        np.minimum.at(first_use, storages[is_use], positions[is_use])
+        begin = np.where(first_use < length, first_use, begin)
     np.maximum.at(last_touch, storages, positions)
     np.maximum.at(last_read, storages[is_read], positions[is_read])
     used = np.array([index for index in chosen if begin[index] < length], dtype=np.int64)
@@ -108,7 +119,9 @@ def check_capacity(machine: Machine) -> None:
 
 
 def _check(machine: Machine, core: Core, space: int, limit: int) -> None:
-    peak, position = live_peak(machine.trace, space, core.id, core.rank, machine.dropped)
+    policy = machine.options.capacity
+    reorder = policy == "reorder"
+    peak, position = live_peak(machine.trace, space, core.id, core.rank, machine.dropped, reorder)
     if peak > limit:
         record = machine.trace[position]
         memory = tr.SPACE_NAMES[space].upper()
@@ -119,4 +132,4 @@ def _check(machine: Machine, core: Core, space: int, limit: int) -> None:
             instruction=record.op,
             location=f"{record.file}:{record.line}",
         )
-        machine.settle(machine.options.capacity, "capacity", error)
+        machine.settle(policy, "capacity", error)

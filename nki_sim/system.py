@@ -64,7 +64,7 @@ class Machine:
 
     def settle(self, policy: str, kind: str, error: NkiValidationError) -> None:
         """Raise, report or drop a fault as its policy says."""
-        if policy == "error":
+        if policy in ("error", "reorder"):
             raise error
         if policy == "report":
             self.find(kind, error.location, str(error))

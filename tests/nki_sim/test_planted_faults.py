@@ -704,6 +704,18 @@ def test_a_policy_of_report_keeps_a_finding_instead(name: str, kind: str) -> Non
     assert kind in {finding.kind for finding in run.findings}
 
 
+@pytest.mark.parametrize("name", ["sbuf-tiles-kept", "psum-nine-banks"])
+def test_with_reorder_what_can_wait_does_not_count_before_its_first_use(name: str) -> None:
+    options = SimOptions(capacity="reorder")
+    assert nki_sim.run(PLANTS[name].fault, rows(), options=options).findings == []
+
+
+@pytest.mark.parametrize("name", ["sbuf-one-byte-too-many", "sbuf-one-tile-one-byte-too-large"])
+def test_with_reorder_what_one_instruction_needs_must_still_fit(name: str) -> None:
+    with pytest.raises(E.CapacityError):
+        nki_sim.run(PLANTS[name].fault, rows(), options=SimOptions(capacity="reorder"))
+
+
 def test_the_strictest_policy_raises_at_the_read_itself() -> None:
     with pytest.raises(E.UninitializedRead, match=r"tensor_tensor: .*128 of 8192 elements"):
         nki_sim.run(

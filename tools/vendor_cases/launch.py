@@ -42,6 +42,8 @@ def launch(job: Job, platform: str, mode: str = "full", tolerant: bool = False) 
     options = nki_sim.SimOptions(
         target=platform,
         mode=mode,  # type: ignore[arg-type]
+        # Some kernels name all tiles of a loop before they use the first.
+        capacity="reorder",
         fill=0 if tolerant else FINITE_FILL,
         uninitialized="off" if tolerant else "output",
         races="report" if tolerant else "error",
