@@ -21,8 +21,8 @@ class SimOptions:
             unwritten value reaches a returned tensor or an address and reports the other reads;
             "read" raises at the first read; "report" only reports; "off" takes it to hold `fill`.
         fill: byte that unwritten memory is filled with where it is read (0xFF: NaN, and -1).
-        capacity: SBUF and PSUM must hold what is alive, in program order; "reorder" lets loads, fills
-            and sums in PSUM wait for their first use, as the compiler's scheduler may.
+        capacity: SBUF and PSUM must hold what is alive, in program order; "reorder" lets loads,
+            fills and sums in PSUM wait for their first use, as the compiler's scheduler may.
         overlap: reads of a tensor whose bytes another tensor at the same address has overwritten.
         races: unordered accesses of two cores to the same shared bytes.
         accumulate: matmuls that add to PSUM which no matmul has written.
