@@ -331,6 +331,19 @@ class ExpertMLPsV2(nn.Module):
             return tuple(slots)
         return self.placement.slots[slots.start : slots.stop]
 
+    def local_load(self, phase: str = "prefill") -> list[int] | None:
+        """Return the tokens counted for each expert of this rank, replicas sharing them alike; None
+        without counters.
+        """
+        if self.expert_load_E is None:
+            return None
+        load_E = self.expert_load_E
+        if self.placement is not None:
+            _, replicas_E = self.placement.replica_table()
+            load_E = load_E // replicas_E.to(load_E.device)
+        counts: list[int] = load_E[list(self.local_experts(phase))].tolist()
+        return counts
+
     def enable_load_counters(self, enabled: bool = True) -> None:
         """Count the tokens of each expert from now on, in `expert_load_E` [E] int64; starts at
         zero.

@@ -200,13 +200,13 @@ class MoE(nn.Module):
             phase,
             tokens,
             experts.config.top_k,
-            experts.config.num_experts,
-            experts.num_local_experts,
+            experts.num_slots,
+            len(experts.local_experts(phase)),
             experts.blockwise_matmul_config.block_size,
             experts.config.capacity_factor,
         )
-        if tokens_per_expert is None and experts.expert_load_E is not None:
-            tokens_per_expert = experts.expert_load_E[list(experts.local_experts(phase))].tolist()
+        if tokens_per_expert is None:
+            tokens_per_expert = experts.local_load(phase)
         return explain_path(
             work, experts.choose_path(phase, tokens), tokens_per_expert=tokens_per_expert
         )

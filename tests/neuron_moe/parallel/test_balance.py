@@ -263,3 +263,23 @@ def test_loads_counted_on_ranks_add_up_to_the_loads_of_one_process(run_ranks: An
     for found in run_ranks(4, counted):
         assert sum(found[0]) == 2 * 16
         assert all(load == found[0] for load in found)
+
+
+def test_explain_counts_replicas_as_experts() -> None:
+    config = RoutedExpertsMLPOpsConfig(
+        num_experts=4,
+        top_k=2,
+        hidden_size=16,
+        intermediate_size=16,
+        hidden_act="silu",
+        glu_mlp=True,
+    )
+    placement = ExpertPlacement((0, 1, 2, 3, 0, 0), 1, 4)
+    layer = MoE(RouterTopK(4, 2, 16), ExpertMLPsV2(config, placement=placement))
+    layer.enable_load_counters()
+    with torch.no_grad():
+        layer(torch.randn(1, 600, 16))
+    explanation = layer.explain("prefill", 600)
+    assert explanation.path == "blockwise"
+    assert explanation.padding.actual is not None
+    assert layer.expert_mlps.local_load()[0] == int(layer.expert_load[0]) // 3
