@@ -113,6 +113,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) ->
         "eos_token": EOS,
         "pad_token": PAD,
         "model_max_length": model_max_length,
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

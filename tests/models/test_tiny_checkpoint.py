@@ -94,7 +94,7 @@ def test_transformers_generates_the_language_of_each_domain(reference, domain):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    inputs = tokenizer(OPENINGS[domain], return_tensors="pt", return_token_type_ids=False)
+    inputs = tokenizer(OPENINGS[domain], return_tensors="pt")
     torch.manual_seed(0)
     out = reference.generate(
         **inputs, max_new_tokens=80, do_sample=True, temperature=0.6, pad_token_id=2
