@@ -120,7 +120,8 @@ def choose_path(
         num_local_experts: experts of this rank (default: E).
         block_size: B of the blockwise path.
         capacity_factor: None (dropless) or the factor of the dropping path.
-        backend: 'torch' or 'nki'; names the kernel, does not change the path.
+        backend: 'torch' or 'nki'; names the kernel. The nki kernels have no few-token path yet:
+            prefill takes blocks at any T, decode runs in torch.
         compat: None for our rules, 'nxd' for NxD's.
 
     Returns:
@@ -144,6 +145,12 @@ def choose_path(
     rules: Callable[[Workload], tuple[str, tuple[str, ...]]]
     rules = _rules_nxd if compat == "nxd" else _rules
     path, reasons = rules(work)
+    check_choice("backend", backend, ("torch", "nki"))
+    if backend == "nki" and phase == "prefill" and path in ("selective", "all_experts"):
+        path, reasons = (
+            "blockwise",
+            (f"the nki kernels compute any prefill in blocks: none is for {path} yet", *reasons),
+        )
     rejected = tuple((other, _why_not(other, path, work)) for other in PATHS if other != path)
     return Decision(path, _kernel_name(path, backend), reasons, rejected)
 
@@ -236,10 +243,9 @@ def _expected_touched(work: Workload) -> float:
 
 
 def _kernel_name(path: str, backend: str) -> str:
-    check_choice("backend", backend, ("torch", "nki"))
-    if backend == "torch":
-        return f"torch.{path}"
-    return {"blockwise": "blockwise_moe", "capacity": "blockwise_moe"}.get(path, "decode_moe")
+    if backend == "nki" and path in ("blockwise", "capacity"):
+        return "nki.blockwise_moe"
+    return f"torch.{path}"
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,11 @@ class ExpertMLPsV2(nn.Module):
         self.is_prefill = is_prefill
         self.enabled_hybrid_sharding = enabled_hybrid_sharding
         self.dtype = dtype
-        self.backend = get_backend(backend) if isinstance(backend, str) else backend
+        self.backend = (
+            get_backend(backend, self.blockwise_matmul_config)
+            if isinstance(backend, str)
+            else backend
+        )
         self.compat = compat
         main = (tensor_model_parallel_group, expert_model_parallel_group)
         hybrid = {

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from neuron_moe.backends import TellsPlan
 from neuron_moe.config import MoEFusedTKGConfig
 from neuron_moe.dispatch import PHASES, Explanation, Workload, explain_path
 from neuron_moe.errors import check_choice, check_positive_int
@@ -207,9 +208,10 @@ class MoE(nn.Module):
         )
         if tokens_per_expert is None:
             tokens_per_expert = experts.local_load(phase)
-        return explain_path(
-            work, experts.choose_path(phase, tokens), tokens_per_expert=tokens_per_expert
-        )
+        decision = experts.choose_path(phase, tokens)
+        backend = experts.backend
+        notes = backend.notes(decision.path) if isinstance(backend, TellsPlan) else ()
+        return explain_path(work, decision, tokens_per_expert=tokens_per_expert, notes=notes)
 
 
 def phase_of(seq_len: int, is_speculative_decoding: bool = False) -> str:

@@ -6,4 +6,4 @@ answers to that name; this is the only switch.
 
 import nki_sim
 
-nki_sim.provide()
+IS_SIMULATED: bool = nki_sim.provide()

@@ -259,7 +259,7 @@ def gather(
                 vector_offset=part_sb[0:rows, column],
             )
             if dims.has_no_expert:
-                nisa.memset(dst=slot_sb, value=0.0)
+                nisa.memset(dst=slot_sb, value=0.0, engine=nisa.engine.vector)
                 nisa.dma_copy(dst=slot_sb, src=source, oob_mode=nisa.oob_mode.skip)
             else:
                 nisa.dma_copy(dst=slot_sb, src=source)

@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top-p", type=float, default=1.0, help="default: 1, all tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--backend", default="torch", help="default: torch")
+    parser.add_argument("--backend", default="torch", help="torch (default) or nki")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument(
         "--explain", action="store_true", help="say which path ran in each phase, and why"

@@ -1,15 +1,16 @@
-"""Backends do the arithmetic of a MoE layer: torch (anywhere, the reference); others fit the same
-protocol.
+"""Backends do the arithmetic of a MoE layer: torch (anywhere, the reference) and nki (the kernels,
+on the chip or on the simulator).
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import BlockMapping
+from neuron_moe.config import BlockwiseMatmulConfig
 from neuron_moe.errors import check_choice
 from neuron_moe.routing import RouterBase, Routing
 
@@ -94,9 +95,29 @@ class Backend(Protocol):
         """Compute few tokens; mode is 'selective' or 'all_experts'."""
 
 
-def get_backend(name: str) -> Backend:
-    """Return the backend called `name`."""
-    check_choice("backend", name, ("torch",))
+@runtime_checkable
+class TellsPlan(Protocol):
+    """A backend that has more to tell about a path than the name of its kernel."""
+
+    def notes(self, path: str) -> tuple[str, ...]:
+        """Return lines for `MoE.explain`."""
+
+
+def get_backend(name: str, config: BlockwiseMatmulConfig | None = None) -> Backend:
+    """Return the backend called `name`.
+
+    Args:
+        name: 'torch' or 'nki'.
+        config: tuning of the blockwise path, which the nki backend follows; None: defaults.
+
+    Raises:
+        ValueError: an unknown name, or a configuration that contradicts the backend.
+    """
+    check_choice("backend", name, ("torch", "nki"))
+    if name == "nki":
+        from neuron_moe.backends.nki_backend import NkiBackend
+
+        return NkiBackend(config)
     from neuron_moe.backends.torch_backend import TorchBackend
 
     return TorchBackend()

@@ -1,0 +1,247 @@
+"""The nki backend: a layer through the kernels, on the simulator, beside the torch backend."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig
+from neuron_moe.backends import BlockPlan, LocalRouting, get_backend
+from neuron_moe.backends.nki_backend import NkiBackend, PrefillPlan
+from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.dispatch import choose_path
+from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
+from tests.tolerances import rms_error
+
+GPT_OSS: dict[str, Any] = {
+    "hidden_act": "sigmoid",
+    "glu_type": "swiglu",
+    "hidden_act_scaling_factor": 1.702,
+    "hidden_act_bias": 1.0,
+    "gate_clamp_upper_limit": 7.0,
+    "up_clamp_upper_limit": 7.0,
+    "up_clamp_lower_limit": -7.0,
+    "bias": True,
+}
+SILU: dict[str, Any] = {"hidden_act": "silu"}
+LLAMA4: dict[str, Any] = {"hidden_act": "silu", "early_expert_affinity_modulation": True}
+E, H, I, T = 8, 128, 64, 70  # noqa: E741
+# NxD's switches of the blockwise path, and the plan they mean here
+PLANS: dict[str, tuple[dict[str, Any], PrefillPlan]] = {
+    "default": ({}, PrefillPlan(2, "balanced", "sorted", False)),
+    "one-core": ({"logical_nc_config": 1}, PrefillPlan(1, "balanced", "sorted", False)),
+    "skip-both": (
+        {"skip_dma_token": True, "skip_dma_weight": True},
+        PrefillPlan(2, "balanced", "sorted", False),
+    ),
+    "block-parallel": ({"use_block_parallel": True}, PrefillPlan(2, "block", "static", True)),
+    "block-dynamic-ping-pong": (
+        {"use_shard_on_block_dynamic_while": True, "block_sharding_strategy": "PING_PONG"},
+        PrefillPlan(2, "block", "dynamic", False),
+    ),
+    "intermediate-dynamic": (
+        {"use_shard_on_intermediate_dynamic_while": True},
+        PrefillPlan(2, "intermediate", "dynamic", False),
+    ),
+    "even-blocks": ({"pad_num_blocks_to_even": True}, PrefillPlan(2, "balanced", "sorted", False)),
+}
+
+
+def build(
+    backend: str, mlp: dict[str, Any], tuning: dict[str, Any], dtype: torch.dtype, top_k: int = 2
+) -> MoE:
+    """Return a layer whose weights depend on the sizes only."""
+    router = RouterTopK(E, top_k, H, bias=True, dtype=dtype)
+    config = RoutedExpertsMLPOpsConfig(
+        num_experts=E, hidden_size=H, intermediate_size=I, top_k=top_k, glu_mlp=True, **mlp
+    )
+    experts = ExpertMLPsV2(
+        config,
+        BlockwiseMatmulConfig.from_kwargs(**{"block_size": 32, **tuning}),
+        dtype=dtype,
+        backend=backend,
+    )
+    layer = MoE(router, experts).eval()
+    torch.manual_seed(3)
+    for parameter in layer.parameters():
+        drawn = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
+        parameter.data = drawn.to(torch.bfloat16).to(dtype)
+    return layer
+
+
+def outputs(
+    mlp: dict[str, Any],
+    tuning: dict[str, Any],
+    top_k: int = 2,
+    padding_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what nki, torch, and torch in float32 make of the same tokens and weights."""
+    hidden_1TH = torch.randn(1, T, H).bfloat16()
+    cases = (("nki", torch.bfloat16), ("torch", torch.bfloat16), ("torch", torch.float32))
+    with torch.no_grad():
+        nki, bf16, exact = (
+            build(backend, mlp, tuning if backend == "nki" else {}, dtype, top_k)(
+                hidden_1TH.to(dtype), padding_mask
+            ).output.float()
+            for backend, dtype in cases
+        )
+    return nki, bf16, exact
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_is_as_right_as_torch(plan: str) -> None:
+    tuning, wanted = PLANS[plan]
+    assert NkiBackend(BlockwiseMatmulConfig.from_kwargs(**tuning)).plan == wanted
+    nki, bf16, exact = outputs(GPT_OSS, tuning)
+    assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
+
+
+@pytest.mark.parametrize(("mlp", "top_k"), [(SILU, 3), (LLAMA4, 1), (LLAMA4, 2)])
+def test_other_experts_are_as_right_as_torch(mlp: dict[str, Any], top_k: int) -> None:
+    nki, bf16, exact = outputs(mlp, {}, top_k)
+    assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
+
+
+def test_padding_tokens_get_zero() -> None:
+    mask_1T = (torch.arange(T) % 3 != 0)[None]
+    nki, bf16, exact = outputs(GPT_OSS, {}, padding_mask=mask_1T)
+    assert (nki[~mask_1T] == 0).all()
+    assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
+
+
+def test_experts_of_other_ranks_are_skipped() -> None:
+    weights = build("torch", GPT_OSS, {}, torch.bfloat16).expert_mlps.weights()
+    index_TK = torch.rand(T, E).argsort(1)[:, :4].to(torch.int32)
+    index_TK[torch.rand(T, 4) < 0.7] = -1
+    index_TK[:5] = -1
+    routing = LocalRouting(index_TK, torch.rand(T, 4) * (index_TK >= 0))
+    hidden_TH = torch.randn(T, H).bfloat16()
+    plan = BlockPlan(64)
+    with torch.no_grad():
+        nki = NkiBackend().blockwise(hidden_TH, routing, weights, plan)
+        wanted = TorchBackend().blockwise(hidden_TH, routing, weights, plan)
+    assert (nki[:5] == 0).all()
+    torch.testing.assert_close(nki, wanted, rtol=0.03, atol=0.03 * wanted.abs().max().item())
+
+
+ROUTERS: dict[str, RouterBase] = {
+    "over-chosen": RouterTopK(E, 2, H, bias=True, apply_act_fn_over_topk=True),
+    "qwen3": RouterTopK(E, 3, H, renormalize=True, dtype=torch.bfloat16),
+    "llama4": RouterTopK(E, 1, H, act_fn="sigmoid"),
+    "deepseek": GroupLimitedRouter(32, 4, H, 4, 2, renormalize=True, routed_scaling_factor=2.5),
+    "deepseek-fill-0": GroupLimitedRouter(32, 4, H, 4, 2, out_of_group_fill=0.0),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_agree_with_torch(name: str) -> None:
+    router = ROUTERS[name].eval()
+    hidden_TH = torch.randn(T, H).bfloat16()
+    with torch.no_grad():
+        nki, wanted = NkiBackend().route(hidden_TH, router), router(hidden_TH)
+    torch.testing.assert_close(nki.router_logits_TE, wanted.router_logits_TE, rtol=1e-5, atol=1e-5)
+    assert torch.equal(nki.expert_index_TK, wanted.expert_index_TK)
+    torch.testing.assert_close(
+        nki.expert_affinities_TK, wanted.expert_affinities_TK, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("pad_to_even", [False, True])
+def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
+    index_TK = torch.rand(T, E).argsort(1)[:, :3].to(torch.int32)
+    plan = BlockPlan(32, pad_to_even)
+    nki, wanted = (b.index_blocks(index_TK, E, plan) for b in (NkiBackend(), TorchBackend()))
+    for name, value in wanted._asdict().items():
+        assert torch.equal(getattr(nki, name), value), name
+        assert getattr(nki, name).dtype == value.dtype, name
+
+
+def test_decode_runs_in_torch_and_says_so() -> None:
+    layer = build("nki", GPT_OSS, {}, torch.bfloat16)
+    same = build("torch", GPT_OSS, {}, torch.bfloat16)
+    hidden_U1H = torch.randn(3, 1, H).bfloat16()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(hidden_U1H).output, same(hidden_U1H).output)
+    told = layer.explain("decode", 3)
+    assert told.decision.kernel == "torch.selective"
+    assert "no decode kernel yet" in str(told)
+
+
+def test_explain_names_kernel_and_plan_of_prefill() -> None:
+    tuning = {"use_shard_on_block_dynamic_while": True}
+    told = build("nki", GPT_OSS, tuning, torch.bfloat16).explain("prefill", T)
+    assert (told.path, told.decision.kernel) == ("blockwise", "nki.blockwise_moe")
+    assert "dynamic loop, block shards over 2 core(s), in halves" in str(told)
+    assert not any("plan:" in note for note in build(
+        "torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes)  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 1000])
+def test_prefill_of_any_length_takes_the_kernels(tokens: int) -> None:
+    decision = choose_path("prefill", tokens, 4, 128, backend="nki")
+    assert (decision.path, decision.kernel) == ("blockwise", "nki.blockwise_moe")
+    assert choose_path("prefill", tokens, 4, 128).kernel.startswith("torch.")
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "torch": ({"use_torch_block_wise": True}, "use_torch_block_wise=True"),
+    "autograd": ({"blockwise_nki_autograd_cls": object()}, "blockwise_nki_autograd_cls"),
+    "two-axes": (
+        {"use_block_parallel": True, "use_shard_on_intermediate_dynamic_while": True},
+        "split either the blocks or the intermediate axis",
+    ),
+    "one-core": (
+        {"logical_nc_config": 1, "use_shard_on_block_dynamic_while": True},
+        "logical_nc_config=1",
+    ),
+    "ping-pong": ({"block_sharding_strategy": "PING_PONG"}, "block_sharding_strategy='PING_PONG'"),
+    "weight-skip": (
+        {"skip_dma_weight": True, "use_shard_on_block_dynamic_while": True},
+        "skip_dma_weight=True",
+    ),
+    "static-blocks": ({"num_static_blocks": 4}, "num_static_blocks=4"),
+    "augmented": (
+        {"always_augment_inputs_for_blockwise_matmul": True},
+        "always_augment_inputs_for_blockwise_matmul=True",
+    ),
+    "mapping": ({"optimized_block_to_token_mapping": False}, "optimized_block_to_token_mapping"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictory_tuning_raises_before_any_work(case: str) -> None:
+    tuning, message = CONTRADICTIONS[case]
+    config = BlockwiseMatmulConfig.from_kwargs(**tuning)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        get_backend("nki", config)
+    get_backend("torch", config)
+
+
+def test_what_kernels_cannot_do_is_refused() -> None:
+    hidden_1TH = torch.randn(1, T, H)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"float32 must be bfloat16"):
+        build("nki", GPT_OSS, {}, torch.float32)(hidden_1TH)
+    with torch.no_grad(), pytest.raises(ValueError, match="hidden_act='tanh'"):
+        build("nki", {"hidden_act": "tanh"}, {}, torch.bfloat16)(hidden_1TH.bfloat16())
+    with torch.no_grad(), pytest.raises(ValueError, match="block_size=48"):
+        build("nki", SILU, {"block_size": 48}, torch.bfloat16)(hidden_1TH.bfloat16())
+    packed = build("nki", SILU, {}, torch.bfloat16)
+    packed.expert_mlps.pack_weights()
+    with torch.no_grad(), pytest.raises(ValueError, match="packed weights"):
+        packed(hidden_1TH.bfloat16())
+    wants_gradient = hidden_1TH.bfloat16().requires_grad_()
+    with pytest.raises(ValueError, match="has no gradient"):
+        build("nki", SILU, {}, torch.bfloat16)(wants_gradient)
+
+
+def test_a_jittering_router_in_training_is_refused() -> None:
+    router = RouterTopK(E, 2, H, jitter_eps=0.1).train()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"jitter_eps=0\.1"):
+        NkiBackend().route(torch.randn(4, H), router)
+
+
+def test_graph_capture_is_refused() -> None:
+    layer = build("nki", SILU, {}, torch.bfloat16)
+    with torch.no_grad(), pytest.raises(Exception, match=r"Capture the graph with backend='torch'"):
+        torch.export.export(layer, (torch.randn(1, T, H).bfloat16(),))

@@ -1,0 +1,56 @@
+"""neuron-moe generate --backend nki: the tokens of the torch backend, prefill in the kernels."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuron_moe.models.sample_checkpoint import make_checkpoint, sample_config
+from neuron_moe.tools import generate
+
+SMALL = {
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_local_experts": 8,
+    "sliding_window": 8,
+}
+
+
+def run(
+    folder: Path, capsys: pytest.CaptureFixture[str], backend: str, *options: str
+) -> tuple[str, Any]:
+    arguments = ["--model", str(folder), "--json", "--backend", backend]
+    assert generate.main([*arguments, *options]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    return "\n".join(lines), json.loads(last)
+
+
+def test_a_tiny_model_generates_the_same_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(tmp_path, {**sample_config(), **SMALL}, seed=2)
+    prompts = ["--prompt", "Once upon a time there was a router", "--prompt", "Tokens"]
+    # Of this random model's fourth logits the two largest are one step of bfloat16 apart.
+    prompts += ["--max-new-tokens", "3"]
+    _, wanted = run(folder, capsys, "torch", *prompts)
+    text, got = run(folder, capsys, "nki", *prompts, "--explain")
+    tokens = [[answer["token_ids"] for answer in result["answers"]] for result in (wanted, got)]
+    assert tokens[0] == tokens[1]
+    prefill, decode = got["explain"]
+    assert (prefill["path"], prefill["kernel"]) == ("blockwise", "nki.blockwise_moe")
+    assert decode["kernel"].startswith("torch.")
+    assert "no decode kernel yet" in text
+
+
+def test_the_shipped_model_generates_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[2] / "models" / "tiny_gpt_oss"
+    prompts = ["--prompt", "def main(argv):", "--prompt", "lantern, n.", "--max-new-tokens", "6"]
+    _, wanted = run(folder, capsys, "torch", *prompts)
+    _, got = run(folder, capsys, "nki", *prompts)
+    tokens = [[answer["token_ids"] for answer in result["answers"]] for result in (wanted, got)]
+    assert tokens[0] == tokens[1]
