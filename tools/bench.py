@@ -5,6 +5,7 @@ import sys
 
 TARGETS = {
     "cpu": ("bench_cpu", "one MoE layer on this CPU beside that of transformers (measured)"),
+    "wire": ("bench_wire", "bytes on the wire of one MoE layer over ranks (measured)"),
     "sim": ("bench_sim", "overhead of the simulator per instruction (measured)"),
 }
 

@@ -54,7 +54,7 @@ def _draw_times(axes: Axes, plan: Plan, phase: str) -> None:
             label = f"{routing}, {'EPLB' if is_balanced else 'equal runs'}"
             times = [best[ep] for ep in degrees]
             axes.plot(degrees, times, style, marker="o", color=_COLOURS[routing], label=label)
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     _finish(axes, plan, f"{phase}, {plan.tokens[phase]} tokens, better strategy")
     axes.set_ylabel("us a layer, busiest rank")
 
