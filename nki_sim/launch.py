@@ -387,11 +387,13 @@ def _output(machine: Machine, tensor: NkiTensor, uses_torch: bool) -> Any:
         bad = alloc.poisoned.elements_of(geometry.walk)
         if bad.any():
             first = tuple(int(k) for k in np.argwhere(bad)[0])
+            origin = alloc.poison[0]
             raise UninitializedRead(
-                tensor.label(), "outputs that depend on written memory only",
-                f"{int(bad.sum())} of {tensor.size} elements, the first at {list(first)}, "
-                f"come from unwritten memory read by {alloc.poison[0]}",
-                instruction="return", location=machine.location(alloc.line),
+                origin.operands or tensor.label(),
+                "elements that were written before they are read",
+                f"unwritten ones; {int(bad.sum())} of {tensor.size} elements of the returned "
+                f"{tensor.label()} depend on them, the first at {list(first)}",
+                instruction=origin.op or "return", location=origin.location,
             )  # fmt: skip
     if not alloc.known:
         return TensorSpec(tensor.shape, tensor.dtype)

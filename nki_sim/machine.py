@@ -100,6 +100,7 @@ class Core(Allocator):
         super().__init__()
         self.while_stack: list[Any] = []
         self.line = 0
+        self.call: tuple[tuple[str, ...], tuple[Any, ...], dict[str, Any]] = ((), (), {})
 
     # Where the kernel is.
 
@@ -113,6 +114,24 @@ class Core(Allocator):
     def location(self) -> str:
         """Return "file:line" of the kernel now."""
         return self.machine.location(self.here(2))
+
+    def operand_called(self, label: str) -> str:
+        """Return "data1 (x)" for the label of a tensor that the present instruction got."""
+        names, args, kwargs = self.call
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if type(item) is NkiTensor and item.label() == label:
+                    return f"{name} ({label})" if item._is_named else name
+        return label
+
+    def operand_of(self, tensor: NkiTensor) -> str:
+        """Return the parameter through which the present instruction got a tensor, and its name."""
+        names, args, kwargs = self.call
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if type(item) is NkiTensor and item._alloc is tensor._alloc:
+                    return f"{name} ({item.label()})" if item._is_named else name
+        return tensor.label()
 
     # Meetings.
 

@@ -73,6 +73,17 @@ class Walk(NamedTuple):
     itemsize: int
 
 
+class Origin(NamedTuple):
+    """Where unwritten memory was first read: instruction, operands, "file:line"."""
+
+    op: str
+    operands: str
+    location: str
+
+    def __str__(self) -> str:
+        return f"{self.op} at {self.location}" if self.op else self.location
+
+
 class Coverage:
     """A set of bytes of one allocation: a few boxes, or a mask once boxes do not suffice.
 
@@ -312,7 +323,7 @@ class Allocation:
         self.pending: Callable[[], None] | None = None
         self.defined = Coverage(self.rows, self.pitch, itemsize)
         self.accumulated: Coverage | None = None
-        self.poison: list[str] = []
+        self.poison: list[Origin] = []
         self.poisoned: Coverage | None = None
         self.views: dict[Any, Any] = {}
         self.trace_id = -1

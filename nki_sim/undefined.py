@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nki_sim.errors import OverlapError, UninitializedRead
-from nki_sim.memory import Allocation, Coverage, Walk
+from nki_sim.memory import Allocation, Coverage, Origin, Walk
 from nki_sim.tensor import NkiTensor
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def read_undefined(
         first, second, last = (result[position] for result in results)
         differs = (first != last) | (second != last)
         if differs.any():
-            poison(tensor._alloc, tensor.geometry.walk, differs, f"{op} at {location}")
+            poison(tensor._alloc, tensor.geometry.walk, differs, origin_of(core, op, undefined))
 
 
 def _settle_fill(tensor: NkiTensor, fill: int) -> None:
@@ -78,8 +78,22 @@ def _settle_fill(tensor: NkiTensor, fill: int) -> None:
     alloc.defined.add_where(walk, hole)
 
 
-def poison(alloc: Allocation, walk: Walk, chosen: Any, origin: str) -> None:
+def origin_of(core: Core, op: str, undefined: Sequence[NkiTensor]) -> Origin:
+    """Describe the present instruction as the place where unwritten memory was read.
+
+    If the memory was itself computed from unwritten memory, that first place is the origin.
+    """
+    for tensor in undefined:
+        if tensor._alloc.poison:
+            return tensor._alloc.poison[0]
+    operands = ", ".join(core.operand_of(tensor) for tensor in undefined)
+    return Origin(op, operands, core.machine.location(core.line))
+
+
+def poison(alloc: Allocation, walk: Walk, chosen: Any, origin: Origin | str) -> None:
     """Mark elements that were computed from unwritten memory."""
+    if isinstance(origin, str):
+        origin = Origin("", "", origin)
     alloc.defined.remove(walk, chosen)
     if alloc.poisoned is None:
         alloc.poisoned = Coverage(alloc.rows, alloc.pitch, alloc.dtype.itemsize)
@@ -97,7 +111,7 @@ def report_undefined(core: Core, op: str, tensor: NkiTensor, missing: int, locat
             options.overlap,
             "overlap",
             OverlapError(
-                tensor.label(),
+                core.operand_of(tensor),
                 "bytes that still belong to this tensor",
                 f"bytes overwritten by {alloc.clobbered_by}",
                 instruction=op,
@@ -108,7 +122,7 @@ def report_undefined(core: Core, op: str, tensor: NkiTensor, missing: int, locat
         return
     origin = f"; computed from unwritten memory by {alloc.poison[0]}" if alloc.poison else ""
     error = UninitializedRead(
-        tensor.label(),
+        core.operand_of(tensor),
         "elements that were written before they are read",
         f"{missing} of {tensor.size} elements unwritten{origin}",
         instruction=op,

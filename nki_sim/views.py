@@ -78,6 +78,11 @@ class Views:
             size *= count
         return size
 
+    @property
+    def _is_named(self) -> bool:
+        """Whether the kernel gave it a name."""
+        return bool(self.name or self._alloc.name)
+
     def label(self) -> str:
         """Return the name to use in a message."""
         return self.name or self._alloc.name or "tensor"

@@ -59,6 +59,9 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
         return functools.partial(instruction, resolve=resolve)
     body = function
     name = body.__name__
+    signature = inspect.signature(body)
+    parameters = list(signature.parameters.values())[1:]
+    names = tuple([parameter.name for parameter in parameters])
 
     @functools.wraps(body)
     def issue(*args: Any, **kwargs: Any) -> Any:
@@ -76,13 +79,14 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
                 for key, arg in kwargs.items():
                     if type(arg) is NkiTensor and arg._dynamic is not None:
                         kwargs[key] = arg.resolve()
+            core.call = (names, args, kwargs)
             return body(core, *args, **kwargs)
         except NkiValidationError as error:
+            if error.operand not in names:
+                error.operand = core.operand_called(error.operand)
             locate(error, core, name)
             raise
 
-    signature = inspect.signature(body)
-    parameters = list(signature.parameters.values())[1:]
     issue.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return issue
 

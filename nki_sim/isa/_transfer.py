@@ -19,9 +19,9 @@ from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.geometry import contiguous_runs
 from nki_sim.machine import Core
-from nki_sim.memory import Coverage, Walk
+from nki_sim.memory import Coverage, Origin, Walk
 from nki_sim.tensor import NkiTensor, read_index, read_indices
-from nki_sim.undefined import poison, report_undefined
+from nki_sim.undefined import origin_of, poison, report_undefined
 from nki_sim.views import Dynamic
 
 Combine = Callable[[list[Array]], Array]
@@ -372,7 +372,11 @@ def move(
             array[...] = combine([a if a.shape == shape else a.reshape(shape) for a in arrays])
         if before is not None:
             same = bool((before == _snapshot(dst, valid)).all())
-    _mark(core, op, dst, rows, valid, None if masks is None else combine_masks(masks))
+    if masks is None:
+        _mark(dst, rows, valid, None, None)
+    else:
+        holes = [src.tensor for src, mask in zip(srcs, masks, strict=True) if not mask.all()]
+        _mark(dst, rows, valid, combine_masks(masks), origin_of(core, op, holes))
     if target.aliases:
         core.clobber(target, dst.tensor)
     if target.shared_log is not None:
@@ -472,7 +476,7 @@ def _report(core: Core, op: str, srcs: Sequence[Access], masks: list[Any]) -> No
             report_undefined(core, op, src.tensor, int((~mask).sum()), location)
 
 
-def _mark(core: Core, op: str, dst: Access, rows: int, valid: Any, defined: Any) -> None:
+def _mark(dst: Access, rows: int, valid: Any, defined: Any, origin: Origin | None) -> None:
     """Note which elements of the destination now hold a value."""
     alloc = dst.tensor._alloc
     coverage = alloc.defined
@@ -486,7 +490,6 @@ def _mark(core: Core, op: str, dst: Access, rows: int, valid: Any, defined: Any)
         if alloc.poisoned is not None:
             alloc.poisoned.remove(walk)
         return
-    location = core.machine.location(core.line)
     if walk is not None:
         chosen = np.ones(walk.shape, dtype=np.bool_)
         if valid is not None:
@@ -502,13 +505,13 @@ def _mark(core: Core, op: str, dst: Access, rows: int, valid: Any, defined: Any)
         bad = chosen & ~good
         if alloc.poisoned is not None:
             alloc.poisoned.remove(walk, good)
-        if bad.any():
-            poison(alloc, walk, bad, f"{op} at {location}")
+        if origin is not None and bad.any():
+            poison(alloc, walk, bad, origin)
         return
-    _mark_rows(dst, valid, defined, f"{op} at {location}")
+    _mark_rows(dst, valid, defined, origin)
 
 
-def _mark_rows(dst: Access, valid: Any, defined: Any, origin: str) -> None:
+def _mark_rows(dst: Access, valid: Any, defined: Any, origin: Origin | None) -> None:
     """The same for a scatter."""
     alloc = dst.tensor._alloc
     grid, ids = dst.mask_rows(alloc.defined, valid)
@@ -526,7 +529,7 @@ def _mark_rows(dst: Access, valid: Any, defined: Any, origin: str) -> None:
         bad_grid, bad_ids = dst.mask_rows(alloc.poisoned, valid)
         bad = ~shaped[..., None] if bad_grid.ndim > shaped.ndim else ~shaped
         bad_grid[bad_ids] = np.broadcast_to(bad, (len(bad_ids), *bad_grid.shape[1:]))
-        if not good.all() and origin not in alloc.poison:
+        if origin is not None and origin not in alloc.poison:
             alloc.poison.append(origin)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from nki_sim import language as nl
 
 Kernel = Callable[..., Any]
 SBUF_BYTES = 212_984
+SOURCE = Path(__file__).read_text().splitlines()
 
 
 def _store(values: Any) -> Any:
@@ -669,6 +671,15 @@ def test_a_fault_names_this_file_and_line(name: str) -> None:
     with pytest.raises(plant.error) as caught:
         nki_sim.run(plant.fault, rows(), lnc=plant.lnc, options=SimOptions(**plant.options))
     assert f"{__file__}:" in str(caught.value)
+
+
+def test_an_unwritten_value_is_blamed_on_the_instruction_that_first_read_it() -> None:
+    with pytest.raises(E.UninitializedRead) as caught:
+        nki_sim.run(unwritten_middle(slice(0, 64)), rows())
+    assert (caught.value.instruction, caught.value.operand) == ("tensor_tensor", "data2")
+    line = int(caught.value.location.rpartition(":")[2])
+    assert "isa.tensor_tensor(b[:, columns], b[:, columns], a" in SOURCE[line - 1]
+    assert "128 of 8192 elements of the returned tensor" in str(caught.value)
 
 
 @pytest.mark.parametrize("start", [0, 1])
