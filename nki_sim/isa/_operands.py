@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from nki_sim.constants import nc_version, reduce_cmd
+from nki_sim.constants import reduce_cmd
 from nki_sim.dtypes import Array, float32
 from nki_sim.errors import IllegalOperand, NkiValidationError
 from nki_sim.functions import ALU_OPS, REDUCE_ALIASES, AluOp
@@ -307,11 +307,3 @@ def check_result(name: str, result: NkiTensor | None, partitions: int) -> tuple[
     if geometry.partitions != partitions or geometry.elements != 1:
         raise IllegalOperand(name, f"a tensor of shape ({partitions}, 1)", f"{list(result.shape)}")
     return (result,)
-
-
-def check_version(core: Core, minimum: nc_version, instruction_name: str) -> None:
-    """The running target has the instruction."""
-    if core.target.version < minimum:
-        raise IllegalOperand(
-            instruction_name, f"{minimum.name} or later", f"target {core.target.name}"
-        )
