@@ -86,7 +86,7 @@ def origin_of(core: Core, op: str, undefined: Sequence[NkiTensor]) -> Origin:
     for tensor in undefined:
         if tensor._alloc.poison:
             return tensor._alloc.poison[0]
-    operands = ", ".join(core.operand_of(tensor) for tensor in undefined)
+    operands = ", ".join(dict.fromkeys(core.operand_of(tensor) for tensor in undefined))
     return Origin(op, operands, core.machine.location(core.line))
 
 
