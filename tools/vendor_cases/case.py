@@ -89,13 +89,20 @@ class Limits:
     input_bytes: float = 3.0e9
 
     def tokens(
-        self, wanted: int, macs: Callable[[int], float], step: int = 1, least: int = 1
+        self,
+        wanted: int,
+        macs: Callable[[int], float],
+        step: int = 1,
+        least: int = 1,
+        input_bytes: Callable[[int], float] = lambda tokens: 0.0,
     ) -> int:
-        """Halve a token count until the work fits; the result is a multiple of `step`, at least
-        `least`.
+        """Halve a token count until work and inputs fit; the result is a multiple of `step`, and at
+        least `least`.
         """
         tokens = wanted
-        while tokens > least and macs(tokens) > self.macs:
+        while tokens > least and (
+            macs(tokens) > self.macs or input_bytes(tokens) > self.input_bytes
+        ):
             smaller = max(least, tokens // 2 // step * step)
             if smaller <= 0 or smaller == tokens:
                 break

@@ -49,9 +49,15 @@ class _BlockCase:
             lambda batch: batch * per_sequence,
             step=8,
             least=min(4, case.need("batch")),
+            input_bytes=lambda batch: self._expert_bytes(batch * self.S),
         )
         self.T = self.batch * self.S
         self.draw = Draw(seed_of(case))
+
+    def _expert_bytes(self, tokens: int) -> float:
+        """Return the bytes of all experts that so many tokens can touch."""
+        touched = self.E_local if self.all_experts else min(self.E_local, tokens * self.K)
+        return touched * 6.0 * self.H * self.I
 
     def job(self) -> Job:
         """Return the run."""

@@ -53,9 +53,19 @@ class _DecodeCase:
         step = 2 * int(case.get("block_size") or 64)
         wanted = case.need("tokens")
         self.T = limits.tokens(
-            wanted, lambda tokens: tokens * per_token, step=step, least=min(wanted, step)
+            wanted,
+            lambda tokens: tokens * per_token,
+            # Selected tokens touch experts one by one; few tokens may fit where many do not.
+            step=step if self.all_experts else 4,
+            least=min(wanted, step if self.all_experts else 4),
+            input_bytes=lambda tokens: self._expert_bytes(tokens),
         )
         self.draw = Draw(seed_of(case))
+
+    def _expert_bytes(self, tokens: int) -> float:
+        """Return the bytes of all experts that so many tokens can touch."""
+        touched = self.E if self.all_experts else min(self.E, tokens * self.K)
+        return touched * 6.0 * self.H * self.I
 
     def job(self) -> Job:
         """Return the run."""
