@@ -38,14 +38,19 @@ _FP8_VALUES: Final = {
 }
 
 
-def unpack(packed: Array, dtype: str) -> Array:
-    """Decode packed elements [...] to float32 values [..., 4], slot last."""
-    contiguous = np.ascontiguousarray(packed)
-    as_bytes = contiguous.view(np.uint8).reshape(*contiguous.shape, contiguous.dtype.itemsize)
-    if dtype in _FP8_VALUES:
-        return _FP8_VALUES[dtype][as_bytes]
-    nibbles = np.stack((as_bytes & 15, as_bytes >> 4), axis=-1)
-    return _FP4_VALUES[nibbles.reshape(*contiguous.shape, GROUP_SLOTS)]
+def unpack(packed_PC: Array, dtype: str) -> Array:
+    """Decode packed elements [P, C] to float32 values [P, 4, C], one row per slot."""
+    partitions, columns = packed_PC.shape
+    values = np.empty((partitions, GROUP_SLOTS, columns), np.float32)
+    as_bytes = np.ascontiguousarray(packed_PC).view(np.uint8)
+    as_bytes = as_bytes.reshape(partitions, columns, packed_PC.dtype.itemsize)
+    for slot in range(GROUP_SLOTS):
+        table = _FP8_VALUES.get(dtype, _FP4_VALUES)
+        codes: Array = as_bytes[:, :, slot if dtype in _FP8_VALUES else slot // 2]
+        if dtype not in _FP8_VALUES:
+            codes = (codes >> (4 * (slot % 2))) & 15
+        np.take(table, codes, out=values[:, slot], mode="clip")
+    return values
 
 
 def pack_fp8(values: Array, dtype: str) -> Array:
@@ -83,19 +88,9 @@ def dequantize(packed_PC: Array, scale_bytes: Array, dtype: str) -> Array:
     Returns:
         [4 P, C] float32, packed slot inside partition.
     """
-    partitions, columns = packed_PC.shape
-    factors = np.repeat(scale_factors(scale_bytes), GROUP_PARTITIONS, axis=0)
-    values = np.empty((partitions, GROUP_SLOTS, columns), np.float32)
-    as_bytes = np.ascontiguousarray(packed_PC).view(np.uint8)
-    as_bytes = as_bytes.reshape(partitions, columns, packed_PC.dtype.itemsize)
-    for slot in range(GROUP_SLOTS):
-        table = _FP8_VALUES.get(dtype, _FP4_VALUES)
-        codes: Array = as_bytes[:, :, slot if dtype in _FP8_VALUES else slot // 2]
-        if dtype not in _FP8_VALUES:
-            codes = (codes >> (4 * (slot % 2))) & 15
-        np.take(table, codes, out=values[:, slot], mode="clip")
-        values[:, slot] *= factors
-    return values.reshape(GROUP_SLOTS * partitions, columns)
+    values = unpack(packed_PC, dtype)
+    values *= np.repeat(scale_factors(scale_bytes), GROUP_PARTITIONS, axis=0)[:, None, :]
+    return values.reshape(GROUP_SLOTS * packed_PC.shape[0], packed_PC.shape[1])
 
 
 def scale_factors(scale_bytes: Array) -> Array:
