@@ -57,7 +57,7 @@ class _BlockCase:
     def _expert_bytes(self, tokens: int) -> float:
         """Return the bytes of all experts that so many tokens can touch."""
         touched = self.E_local if self.all_experts else min(self.E_local, tokens * self.K)
-        return touched * 6.0 * self.H * self.I
+        return float(touched * 6.0 * self.H * self.I)
 
     def job(self) -> Job:
         """Return the run."""

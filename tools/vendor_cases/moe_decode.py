@@ -65,7 +65,7 @@ class _DecodeCase:
     def _expert_bytes(self, tokens: int) -> float:
         """Return the bytes of all experts that so many tokens can touch."""
         touched = self.E if self.all_experts else min(self.E, tokens * self.K)
-        return touched * 6.0 * self.H * self.I
+        return float(touched * 6.0 * self.H * self.I)
 
     def job(self) -> Job:
         """Return the run."""
