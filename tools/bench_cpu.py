@@ -8,6 +8,7 @@ case. Ours runs as `pack_weights()` leaves it, which is how `neuron-moe generate
 """
 
 import argparse
+import functools
 import platform
 import statistics
 import time
@@ -99,9 +100,9 @@ def measure(model: str, dtype: str, tokens: list[int], repeats: int) -> list[dic
     rows = []
     for count in tokens:
         hidden_BSH = torch.randn(1, count, shape.hidden_size).to(DTYPES[dtype])
-        calls: dict[str, Callable[[], object]] = {"ours": lambda x=hidden_BSH: ours(x)}
+        calls: dict[str, Callable[[], object]] = {"ours": functools.partial(ours, hidden_BSH)}
         for name in IMPLEMENTATIONS:
-            calls[name] = lambda x=hidden_BSH, name=name: _call_peer(peer, name, x)
+            calls[name] = functools.partial(_call_peer, peer, name, hidden_BSH)
         times = _time_in_turns(calls, repeats)
         best = min(IMPLEMENTATIONS, key=lambda name: statistics.median(times[name]))
         rows.append(
@@ -122,7 +123,7 @@ def measure(model: str, dtype: str, tokens: list[int], repeats: int) -> list[dic
 
 def _call_peer(layer: nn.Module, implementation: str, hidden_BSH: torch.Tensor) -> object:
     for module in layer.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if config is not None:
             config._experts_implementation = implementation
     return layer(hidden_BSH)
@@ -165,17 +166,21 @@ def _make_layers(shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, MoE]:
 
 
 def _peer_layer(shape: Shape) -> nn.Module:
-    sizes = {"hidden_size": shape.hidden_size, "num_experts_per_tok": shape.top_k}
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden_size,
+        "num_experts_per_tok": shape.top_k,
+    }
     if shape.is_gpt_oss:
         from transformers import GptOssConfig
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+        from transformers.models.gpt_oss import modeling_gpt_oss
 
         gpt_oss = GptOssConfig(
             intermediate_size=shape.intermediate_size, num_local_experts=shape.num_experts, **sizes
         )
-        return _with_config(GptOssMLP(gpt_oss), gpt_oss)
+        make_layer: Callable[[Any], Any] = modeling_gpt_oss.GptOssMLP
+        return _with_config(make_layer(gpt_oss), gpt_oss)
     from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     qwen = Qwen3MoeConfig(
         moe_intermediate_size=shape.intermediate_size,
@@ -183,13 +188,15 @@ def _peer_layer(shape: Shape) -> nn.Module:
         norm_topk_prob=True,
         **sizes,
     )
-    return _with_config(Qwen3MoeSparseMoeBlock(qwen), qwen)
+    make_layer = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock
+    return _with_config(make_layer(qwen), qwen)
 
 
 def _with_config(layer: Any, config: object) -> nn.Module:
     """Make sure the experts have the configuration that names their implementation."""
     layer.experts.config = config
-    return layer  # type: ignore[no-any-return]
+    typed: nn.Module = layer
+    return typed
 
 
 def _our_layer(shape: Shape, dtype: torch.dtype) -> MoE:
