@@ -1,6 +1,7 @@
 """neuron-moe: one command, one file per subcommand.
 
-A subcommand is a module of this folder with `main(argv) -> int`; it is imported only when it is called, so that
+A subcommand is a module of this folder with `main(argv) -> int`; it is imported only when it is
+called, so that
 `neuron-moe --help` is instant and a missing optional package hurts only the command that needs it.
 """
 
