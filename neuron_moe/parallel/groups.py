@@ -137,7 +137,7 @@ class GroupBuilder:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout = timedelta(seconds=timeout_s)
-        self.created: dict[tuple[int, ...], ProcessGroup | None] = {}
+        self.created: dict[tuple[int, ...], tuple[ProcessGroup | None, str]] = {}
 
     def build(self, ranks_GR: Tensor, name: str) -> Collectives:
         """Create a group for each row of ranks; return this process's."""
@@ -147,15 +147,16 @@ class GroupBuilder:
                 continue
             key = tuple(row)
             if key not in self.created:
-                self.created[key] = dist.new_group(row, timeout=self.timeout)
-            group = self.created[key]
+                # The first name stays: one set of ranks serves several purposes.
+                self.created[key] = dist.new_group(row, timeout=self.timeout), name
+            group, first_name = self.created[key]
             if dist.get_rank() in row and group is not None:
-                mine = as_collectives(group, name)
+                mine = as_collectives(group, first_name)
         return mine
 
     def destroy(self) -> None:
         """Destroy every group made here."""
-        for ranks, group in self.created.items():
+        for ranks, (group, _) in self.created.items():
             if dist.get_rank() in ranks:
                 dist.destroy_process_group(group)
         self.created.clear()

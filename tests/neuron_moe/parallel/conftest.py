@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -50,7 +51,6 @@ def run_ranks() -> Callable[..., list[Any]]:
         timeout_s: float = 120.0,
         raw: bool = False,
         initialize: bool = True,
-        on_start: Callable[[list[Any]], None] | None = None,
     ) -> list[Any]:
         context = multiprocessing.get_context("fork")
         port = _free_port()
@@ -63,18 +63,18 @@ def run_ranks() -> Callable[..., list[Any]]:
             process.start()
             theirs.close()
             started.append((process, ours))
-        if on_start is not None:
-            on_start([process for process, _ in started])
         results: list[Any] = []
+        deadline = time.monotonic() + timeout_s
         for _, pipe in started:
             try:
-                result = pipe.recv() if pipe.poll(timeout_s) else ("error", "no answer in time")
+                remaining = max(0.0, deadline - time.monotonic())
+                result = pipe.recv() if pipe.poll(remaining) else ("error", "no answer in time")
             except EOFError:
                 result = ("error", "process ended without an answer")
             results.append(result)
             pipe.close()
         for process, _ in started:
-            process.join(timeout=5)
+            process.join(timeout=2)
             if process.is_alive():
                 process.kill()
         if raw:

@@ -286,6 +286,30 @@ def test_the_whole_grid_equals_one_process(run_ranks: Any, size: int) -> None:
     assert [problem for problems in results for problem in problems] == []
 
 
+@pytest.mark.parametrize("strategy", ["replicate", "all_to_all"])
+def test_a_sequence_parallel_layer_decodes_tokens_that_all_ranks_hold(
+    run_ranks: Any, strategy: str
+) -> None:
+    case = Case(tp=2, ep=2, sp=True, strategy=strategy, shared="tp", batch=3, seq=1)
+
+    def run(rank: int) -> list[float]:
+        whole, hidden, _ = reference(case)
+        with torch.no_grad():
+            wanted = whole(hidden)[0]
+            parallel_state.initialize_model_parallel(config=case.config, watch=False)
+            layer = build_layer(case)
+            layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+            errors = [
+                float((layer(hidden, phase=phase)[0] - wanted).abs().max() / wanted.abs().max())
+                for phase in (None, "decode")
+            ]
+        parallel_state.destroy_model_parallel()
+        return errors
+
+    for errors in run_ranks(4, run):
+        assert max(errors) < ROUNDING
+
+
 CUDA_DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))  # asking torch would start CUDA
 
 
