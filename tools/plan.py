@@ -31,12 +31,14 @@ from neuron_moe.parallel.planner.search import (
     WORTH_A_HYBRID,
     Entry,
     Plan,
+    config_of,
     explain,
     layout_memory,
     make_plan,
     phase_memory,
     synthetic_routings,
     to_dict,
+    write_config,
 )
 from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
 from neuron_moe.parallel.topology import INSTANCES, instance
@@ -183,6 +185,7 @@ def _print_choice(plan: Plan) -> None:
     for phase, entry in single.items():
         slower = entry.cost.total_us / best[phase].cost.total_us
         print(f"  {phase}: {entry.layout}: {entry.cost.total_us:.0f} us, {slower:.2f} x the best")
+    print(f"  {write_config(config_of(single['prefill'].layout, single['decode'].layout))}")
     held = layout_memory(plan, single["prefill"].layout)
     print(f"  weights: {format_bytes(held)} of {format_bytes(room)} a rank")
     gain = max(single[phase].cost.total_us / best[phase].cost.total_us for phase in PHASES)
@@ -191,7 +194,8 @@ def _print_choice(plan: Plan) -> None:
         fits = memory + COEFFICIENTS["reserve_bytes"].value <= room
         print(
             f"hybrid, the best of each phase: up to {gain:.2f} x faster; experts {kept},"
-            f" {format_bytes(memory)} a rank: {'fits' if fits else 'does not fit'}"
+            f" {format_bytes(memory)} a rank: {'fits' if fits else 'does not fit'}\n"
+            f"  {write_config(config_of(best['prefill'].layout, best['decode'].layout))}"
         )
     print()
 
@@ -235,6 +239,7 @@ def _report(plan: Plan, sensitivity: dict[float, Plan], source: str) -> dict[str
             phase: to_dict(plan.best_replicated(phase)) for phase in PHASES
         },
         "best_single_cut": {phase: to_dict(entry) for phase, entry in single.items()},
+        "parallel_config": config_of(single["prefill"].layout, single["decode"].layout).to_dict(),
         "best_under_links": {
             f"{factor:g}": {phase: to_dict(other.ranking(phase)[0]) for phase in PHASES}
             for factor, other in sensitivity.items()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from neuron_moe.models.routing_trace import RoutingTrace
+from neuron_moe.parallel import ParallelConfig
 from neuron_moe.tools import cli, plan
 
 FEW = ["--prefill-tokens", "1024", "--decode-tokens", "32"]
@@ -43,6 +44,10 @@ def test_every_model_gets_a_layout_and_a_reason(
     assert all(
         {"value", "unit", "kind", "source"} <= c.keys() for c in report["coefficients"].values()
     )
+    config = ParallelConfig(**report["parallel_config"])
+    config.check_world(64)
+    config.check_topology(report["instance"], report["lnc"], report["nodes"])
+    assert f"ParallelConfig(tp={config.tp}" in text or f"ParallelConfig(ep={config.ep}" in text
     assert "[computed]" in text
     assert "assumed" in text
 

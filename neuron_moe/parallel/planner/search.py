@@ -298,6 +298,27 @@ def explain(plan: Plan, phase: str) -> list[str]:
     return lines
 
 
+def config_of(prefill: Layout, decode: Layout) -> ParallelConfig:
+    """Return the configuration that runs both phases so."""
+    is_hybrid = (prefill.tp, prefill.ep) != (decode.tp, decode.ep)
+    return ParallelConfig(
+        tp=prefill.tp,
+        ep=prefill.ep,
+        sp=True,
+        strategy=prefill.strategy,
+        decode_moe_tp=decode.tp if is_hybrid else None,
+        decode_moe_ep=decode.ep if is_hybrid else None,
+        decode_strategy=decode.strategy if decode.strategy != prefill.strategy else None,
+    )
+
+
+def write_config(config: ParallelConfig) -> str:
+    """Return the Python expression of a configuration, defaults left out."""
+    default = ParallelConfig().to_dict()
+    given = [f"{k}={v!r}" for k, v in config.to_dict().items() if v != default[k]]
+    return f"ParallelConfig({', '.join(given)})"
+
+
 def to_dict(entry: Entry) -> dict[str, object]:
     """Return an entry as plain values, for JSON."""
     return {
