@@ -37,6 +37,8 @@ the projections follow its matmul section.
 
 from __future__ import annotations
 
+from typing import Any
+
 import nki
 import nki.isa as nisa
 import nki.language as nl
@@ -46,6 +48,7 @@ from nki_kernels.blockwise_stages import (
     Buffers,
     Operands,
     fill_tables,
+    gather_after,
     gather_rows,
     load_down,
     load_gate_up,
@@ -63,20 +66,20 @@ from nki_kernels.blockwise_stages import (
 
 @nki.jit
 def blockwise_moe(
-    hidden,
-    gate_up,
-    down,
-    slots,
-    visit_expert,
-    visit_tile,
-    class_trips,
+    hidden: nl.NkiTensor,
+    gate_up: nl.NkiTensor,
+    down: nl.NkiTensor,
+    slots: nl.NkiTensor,
+    visit_expert: nl.NkiTensor,
+    visit_tile: nl.NkiTensor,
+    class_trips: nl.NkiTensor,
     config: PrefillConfig,
-    gate_up_bias=None,
-    down_bias=None,
-    gate_up_scale=None,
-    down_scale=None,
-    slot_scale=None,
-):
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    gate_up_scale: Any = None,
+    down_scale: Any = None,
+    slot_scale: Any = None,
+) -> nl.NkiTensor:
     """Compute every slot that the plan names; see the module."""
     core = nl.program_id(0)
     num_rows = config.num_tiles * config.tile_rows
@@ -97,11 +100,11 @@ def blockwise_moe(
     return output
 
 
-def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: int):
+def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: int) -> None:
     """Go through the visits of one size, two a trip."""
     size = config.loop.classes[position]
 
-    def two_visits(_trip):
+    def two_visits(_trip: int) -> None:
         run_visit(config, b, x, 0, size, share)
         run_visit(config, b, x, 1, size, share)
 
@@ -114,72 +117,80 @@ def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sha
             two_visits(_trip)
 
 
-def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: int):
+def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: int) -> None:
     """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1."""
     look_ahead(config, b, 0)
     look_ahead(config, b, 1)
+    nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
     first = first_of_part(config, share, 0)
     gather_rows(config, b, x, 0, 0)
     load_gate_up(config, b, x, b.expert[0], 0, first)
-    load_down(config, b, x, b.expert[0], 0, first)
+    load_down(config, b, x, b.expert[0], 0, first, 0, 0)
     turn_rows(config, b, 0, 0)
     gather_rows(config, b, x, 1, 0)
-    for j in range(1, config.loop.classes[0]):
+    for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, 0, j)
 
 
 def first_of_part(config: PrefillConfig, share: int, part: int) -> int:
     """Return the first intermediate element of a part of this core's share."""
-    return (share * config.loop.parts + part) * config.i_axis.size
+    return (share * config.loop.in_parts + part) * config.i_axis.size
 
 
-def run_visit(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, share: int):
+def run_visit(
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, share: int
+) -> None:
     """Compute the row tiles of one visit, and bring in what the next two need.
 
     The first tile of the next visit is turned before this one's down projection, so that the
     tensor engine has work while the last activation is computed.
     """
-    parts, slots = config.loop.parts, config.loop.slots
     look_at_outputs(config, b, s)
+    go_in(config, b, x, s, size, share)
+    turn_rows(config, b, 1 - s, 0)
+    look_ahead(config, b, s)
+    gather_rows(config, b, x, s, 0)
+    if config.has_scales:
+        spread_down_scale(config, b, s)
+    go_out(config, b, x, s, size, share)
+
+
+def go_in(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, share: int) -> None:
+    """Do the gate and up projections of a visit, part by part of the intermediate axis."""
+    parts, slots = config.loop.in_parts, config.loop.slots
+    last = config.i_axis.count - 1
     for part in range(parts):
         slot = (s * parts + part) % slots
-        following = (slot + 1) % slots
-        is_last = part == parts - 1
-        next_expert = b.expert[1 - s] if is_last else b.expert[s]
-        next_first = first_of_part(config, share, 0 if is_last else part + 1)
         prepare_part(config, b, slot)
         for j in range(size):
-            project_tile_in(config, b, x, s, size, j, slot, part)
-        load_gate_up(config, b, x, next_expert, following, next_first)
-        if is_last:
-            turn_rows(config, b, 1 - s, 0)
-            look_ahead(config, b, s)
-            gather_rows(config, b, x, s, 0)
-        if is_last and config.has_scales:
-            spread_down_scale(config, b, slot)
+            for tile in range(last):
+                project_in(config, b, slot, j, part, tile)
+            if part == 0 and j + 1 < size:
+                turn_rows(config, b, s, j + 1)
+                gather_after(config, b, x, s, j + 1, size)
+            project_in(config, b, slot, j, part, last)
+        following = (slot + 1) % slots
+        if part + 1 < parts:
+            first = first_of_part(config, share, part + 1)
+            load_gate_up(config, b, x, b.expert[s], following, first)
+        else:
+            first = first_of_part(config, share, 0)
+            load_gate_up(config, b, x, b.expert[1 - s], following, first)
+
+
+def go_out(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, share: int) -> None:
+    """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
+    parts, slots = config.loop.out_parts, config.loop.slots
+    first = first_of_part(config, share, 0)
+    for part in range(parts):
+        slot = (s * parts + part) % slots
         for j in range(size):
             outer = (s * size + j) % config.loop.outer_buffers
             project_out(config, b, slot, s, j, part, share == 0, outer)
-            if is_last:
+            if part == parts - 1:
                 store_rows(config, b, x, s, j, share, outer)
-        load_down(config, b, x, next_expert, following, next_first)
-
-
-def project_tile_in(
-    config: PrefillConfig,
-    b: Buffers,
-    x: Operands,
-    s: int,
-    size: int,
-    j: int,
-    slot: int,
-    part: int,
-):
-    """Compute the inner rows of a tile; turn the next tile before the last step."""
-    last = config.i_axis.count - 1
-    for tile in range(last):
-        project_in(config, b, slot, j, tile)
-    if part == 0 and j + 1 < size:
-        turn_rows(config, b, s, j + 1)
-        gather_rows(config, b, x, 1 - s, j + 1)
-    project_in(config, b, slot, j, last)
+        following = (slot + 1) % slots
+        if part + 1 < parts:
+            load_down(config, b, x, b.expert_out[s], following, first, part + 1, s)
+        else:
+            load_down(config, b, x, b.expert_out[1 - s], following, first, 0, 1 - s)

@@ -9,6 +9,7 @@ of a tile of H or I; x input, y output rows.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
@@ -33,53 +34,53 @@ from nki_kernels.tiles import (
 class Operands(NKIObject):
     """The tensors in HBM; optional ones are absent if the configuration says so."""
 
-    hidden: object
-    gate_up: object
-    down: object
-    gate_up_bias: object
-    down_bias: object
-    gate_up_scale: object
-    down_scale: object
-    output: object
+    hidden: nl.NkiTensor
+    gate_up: nl.NkiTensor
+    down: nl.NkiTensor
+    gate_up_bias: nl.NkiTensor
+    down_bias: nl.NkiTensor
+    gate_up_scale: nl.NkiTensor
+    down_scale: nl.NkiTensor
+    output: nl.NkiTensor
 
 
 @dataclass
 class Buffers(NKIObject):
     """What stays on chip; lists are indexed by slot, parity or row tile."""
 
-    gate_up: list
-    down: list
-    gate_up_bias: list
-    gate_up_scale: list
-    down_bias: list
-    down_scale: list
-    down_scale_parts: list
-    rows: list
-    turned: list
-    inner: list
-    outer: list
-    sums: list
-    gate: list
-    up: list
-    inner_ps: list
-    turn_ps: list
-    outer_ps: list
-    ones: object
-    expert: list
-    ids: list
-    scale: list
-    out_tile: list
-    out_row: list
-    out_scale: list
-    expert_table: object
-    tile_table: object
-    id_table: object
-    row_table: list
-    scale_table: object
-    trips: object
-    counter: object
-    ahead: object
-    one: object
+    gate_up: list[nl.NkiTensor]
+    down: list[nl.NkiTensor]
+    gate_up_bias: list[nl.NkiTensor]
+    gate_up_scale: list[nl.NkiTensor]
+    down_bias: list[nl.NkiTensor]
+    down_scale: list[nl.NkiTensor]
+    down_scale_parts: list[nl.NkiTensor]
+    rows: list[nl.NkiTensor]
+    turned: list[nl.NkiTensor]
+    inner: list[nl.NkiTensor]
+    outer: list[nl.NkiTensor]
+    gate: list[nl.NkiTensor]
+    up: list[nl.NkiTensor]
+    inner_ps: list[nl.NkiTensor]
+    turn_ps: list[nl.NkiTensor]
+    outer_ps: list[nl.NkiTensor]
+    ones: nl.NkiTensor
+    expert: list[nl.NkiTensor]
+    expert_out: list[nl.NkiTensor]
+    ids: list[nl.NkiTensor]
+    scale: list[nl.NkiTensor]
+    out_tile: list[nl.NkiTensor]
+    out_row: list[nl.NkiTensor]
+    out_scale: list[nl.NkiTensor]
+    expert_table: nl.NkiTensor
+    tile_table: nl.NkiTensor
+    id_table: nl.NkiTensor
+    row_table: list[nl.NkiTensor]
+    scale_table: nl.NkiTensor
+    trips: nl.NkiTensor
+    counter: nl.NkiTensor
+    ahead: nl.NkiTensor
+    one: nl.NkiTensor
 
 
 def bias_is_inside(config: PrefillConfig) -> bool:
@@ -91,7 +92,7 @@ def bias_is_inside(config: PrefillConfig) -> bool:
     return config.has_down_bias and fits and config.weight_format == "bfloat16"
 
 
-def weight_dtype(config: PrefillConfig):
+def weight_dtype(config: PrefillConfig) -> Any:
     """Return the element type of the weights on chip."""
     if config.weight_format == "float8_e4m3":
         return nl.float8_e4m3
@@ -100,14 +101,14 @@ def weight_dtype(config: PrefillConfig):
     return nl.bfloat16
 
 
-def _tiles(count: int, shape, dtype):
+def _tiles(count: int, shape: tuple[int, ...], dtype: Any) -> list[nl.NkiTensor]:
     made = []
     for _index in range(count):
         made.append(nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf))
     return made
 
 
-def _banks(count: int, shape, dtype):
+def _banks(count: int, shape: tuple[int, ...], dtype: Any) -> list[nl.NkiTensor]:
     made = []
     for _index in range(count):
         made.append(nl.ndarray(shape, dtype=dtype, buffer=nl.psum))
@@ -117,8 +118,9 @@ def _banks(count: int, shape, dtype):
 def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     """Allocate everything that stays on chip."""
     R, H, largest = config.tile_rows, config.H, largest_visit_of(config)
-    slots, parts = config.loop.slots, config.loop.parts
+    loop, slots = config.loop, config.loop.slots
     h_axis, i_axis = config.h_axis, config.i_axis
+    i_count, columns = i_axis.count * loop.in_parts, H // loop.out_parts
     spare = 1 if bias_is_inside(config) else 0
     scales = slots if config.has_scales else 0
     i_tile = (i_axis.rows, 2, i_axis.count)
@@ -128,19 +130,20 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     float32, int32 = nl.float32, nl.int32
     return Buffers(
         gate_up=_tiles(slots, (h_axis.rows, h_axis.count, 2, i_axis.size), weight_dtype(config)),
-        down=_tiles(slots, (i_axis.rows + spare, i_axis.count, H), weight_dtype(config)),
+        down=_tiles(slots, (i_axis.rows + spare, i_count, columns), weight_dtype(config)),
         gate_up_bias=_tiles(slots if config.has_gate_up_bias else 0, i_tile, float32),
         gate_up_scale=_tiles(scales, i_tile, float32),
-        down_bias=_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
+        down_bias=_tiles(slots if config.has_down_bias else 0, (1, columns), nl.bfloat16),
         down_scale=_tiles(scales, (R, H), float32),
         down_scale_parts=_tiles(scales, (3, H), nl.bfloat16),
-        rows=_tiles(largest, (R, H), nl.bfloat16),
+        rows=_tiles(loop.row_buffers, (R, H), nl.bfloat16),
         turned=_tiles(
-            largest if parts > 1 else min(2, largest), (h_axis.rows, h_axis.count, R), nl.bfloat16
+            largest if loop.in_parts > 1 else min(2, largest),
+            (h_axis.rows, h_axis.count, R),
+            nl.bfloat16,
         ),
-        inner=_tiles(largest, (i_axis.rows + spare, i_axis.count, R), nl.bfloat16),
-        outer=_tiles(config.loop.outer_buffers, (R, H), nl.bfloat16),
-        sums=_tiles(largest if parts > 1 else 0, (R, H), float32),
+        inner=_tiles(largest, (i_axis.rows + spare, i_count, R), nl.bfloat16),
+        outer=_tiles(loop.outer_buffers, (R, H), nl.bfloat16),
         gate=_tiles(2, (i_axis.rows, R), float32),
         up=_tiles(2, (i_axis.rows, R), float32),
         inner_ps=_banks(2, (PARTITIONS, 2, R), float32),
@@ -148,6 +151,7 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         outer_ps=_banks(4, (PARTITIONS, 512), float32),
         ones=nl.ndarray((3, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf),
         expert=_tiles(2, (1, 1), int32),
+        expert_out=_tiles(2, (1, 1), int32),
         ids=_tiles(2, (R, largest), int32),
         scale=_tiles(2 * tables, (R, largest), float32),
         out_tile=_tiles(2, (1, largest), int32),
@@ -165,7 +169,14 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     )
 
 
-def fill_tables(config: PrefillConfig, b: Buffers, slots, slot_scale, plan, lane: int):
+def fill_tables(
+    config: PrefillConfig,
+    b: Buffers,
+    slots: nl.NkiTensor,
+    slot_scale: nl.NkiTensor,
+    plan: list[nl.NkiTensor],
+    lane: int,
+) -> None:
     """Bring the plan of this core on chip: experts, tiles, token ids, scales; reset counters.
 
     Args:
@@ -196,15 +207,18 @@ def fill_tables(config: PrefillConfig, b: Buffers, slots, slot_scale, plan, lane
     nisa.memset(dst=b.ahead, value=0)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
-    for j in range(largest):
+    for j in range(config.loop.row_buffers):
         # Rows of padding keep what they had; it must be a number, though no one reads the result.
         nisa.memset(dst=b.rows[j], value=0.0, engine=nisa.engine.vector)
+    for j in range(largest):
         if bias_is_inside(config):
             spare = config.i_axis.rows
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
 
 
-def fill_row_table(config: PrefillConfig, b: Buffers, visit_tile, offset: int):
+def fill_row_table(
+    config: PrefillConfig, b: Buffers, visit_tile: nl.NkiTensor, offset: int
+) -> None:
     """Write the slot of every row that holds a token, -1 for padding: tile * R + row, if id >= 0.
 
     float32 inside, exact below 2**24 slots.
@@ -226,7 +240,7 @@ def fill_row_table(config: PrefillConfig, b: Buffers, visit_tile, offset: int):
     nisa.tensor_scalar(dst=rows_sb, data=slot_sb, op0=nl.add, operand0=-1.0)
 
 
-def look_ahead(config: PrefillConfig, b: Buffers, s: int):
+def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
     """Fetch expert and token ids of the visit two ahead, and step the counter."""
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     _fetch(b.expert[s], b.expert_table, [[num_visits, 1], [1, 1]], b.ahead)
@@ -237,7 +251,7 @@ def look_ahead(config: PrefillConfig, b: Buffers, s: int):
     nisa.tensor_tensor(dst=b.ahead, data1=b.ahead, data2=b.one, op=nl.add)
 
 
-def look_at_outputs(config: PrefillConfig, b: Buffers, s: int):
+def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
     """Fetch the row tiles that this visit writes, and step the counter."""
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
@@ -248,9 +262,13 @@ def look_at_outputs(config: PrefillConfig, b: Buffers, s: int):
     if config.scaling == "post":
         _fetch(b.out_scale[s], b.scale_table[0], wide, b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
+    # The down weights of the next visit are asked for while its other parts are still in use.
+    _fetch(b.expert_out[1 - s], b.expert_table, [[num_visits, 1], [1, 1]], b.counter)
 
 
-def _fetch(dst_sb, table_sb, pattern, index):
+def _fetch(
+    dst_sb: nl.NkiTensor, table_sb: nl.NkiTensor, pattern: list[list[int]], index: nl.NkiTensor
+) -> None:
     """Copy one entry of a table, whose number is in SBUF; GpSimd has the time for it."""
     nisa.tensor_copy(
         dst=dst_sb,
@@ -259,36 +277,53 @@ def _fetch(dst_sb, table_sb, pattern, index):
     )
 
 
-def gather_rows(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int):
+def gather_rows(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int) -> None:
     """Gather the token rows of a row tile; padding moves no data."""
     R, H = config.tile_rows, config.H
     nisa.dma_copy(
-        dst=b.rows[j],
+        dst=b.rows[row_buffer(config, j)],
         src=x.hidden.ap([[H, R], [1, H]], vector_offset=b.ids[s][0:R, j : j + 1]),
         oob_mode=nisa.oob_mode.skip,
         dge_mode=nisa.dge_mode.swdge,
     )
 
 
+def row_buffer(config: PrefillConfig, j: int) -> int:
+    """Return which buffer the gathered rows of tile j use: the first its own, the rest a ring."""
+    return 0 if j == 0 else 1 + (j - 1) % (config.loop.row_buffers - 1)
+
+
+def gather_after(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, size: int) -> None:
+    """Refill the buffer of tile j, which has been turned: for this visit or the next one."""
+    ring = config.loop.row_buffers - 1
+    if j + ring < size:
+        gather_rows(config, b, x, s, j + ring)
+    else:
+        gather_rows(config, b, x, 1 - s, 1 + (j - 1) % ring)
+
+
 def turned_slot(config: PrefillConfig, j: int) -> int:
-    """Return which buffer of turned rows tile j uses."""
-    return j if config.loop.parts > 1 else j % 2
+    """Return which buffer of turned rows tile j uses; all are kept if they are used again."""
+    return j if config.loop.in_parts > 1 else j % 2
 
 
-def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int):
+def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     """Transpose a row tile, scaled first if the configuration says so."""
     R = config.tile_rows
+    rows_sb = b.rows[row_buffer(config, j)]
     if config.scaling == "pre":
         nisa.tensor_scalar(
-            dst=b.rows[j],
-            data=b.rows[j],
+            dst=rows_sb,
+            data=rows_sb,
             op0=nl.multiply,
             operand0=b.scale[s][0:R, j : j + 1],
         )
-    transpose_rows(b.turned[turned_slot(config, j)], b.rows[j], config.h_axis, b.turn_ps, R)
+    transpose_rows(b.turned[turned_slot(config, j)], rows_sb, config.h_axis, b.turn_ps, R)
 
 
-def load_gate_up(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: int, i_first: int):
+def load_gate_up(
+    config: PrefillConfig, b: Buffers, x: Operands, expert: nl.NkiTensor, slot: int, i_first: int
+) -> None:
     """Load one part of the gate and up weights of an expert, with their biases and scales."""
     h_axis, i_axis = config.h_axis, config.i_axis
     if config.has_gate_up_bias:
@@ -300,7 +335,7 @@ def load_gate_up(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: i
     load_matrix(flat, x.gate_up, h_axis, expert, i_first, 2 * I, [I, 2], i_axis.size)
 
 
-def prepare_part(config: PrefillConfig, b: Buffers, slot: int):
+def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
     """Turn what was loaded beside the weights of a part into what its use needs.
 
     Done when the part is used, not when it is loaded: engines take their work in order.
@@ -311,7 +346,13 @@ def prepare_part(config: PrefillConfig, b: Buffers, slot: int):
         nisa.tensor_scalar(dst=up_sb, data=up_sb, op0=nl.add, operand0=config.up_offset)
 
 
-def _load_per_row(dst_sb, src, config: PrefillConfig, expert, i_first: int):
+def _load_per_row(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    config: PrefillConfig,
+    expert: nl.NkiTensor,
+    i_first: int,
+) -> None:
     """Load [2I] numbers of an expert as [rows, 2, count], the layout of the projections."""
     i_axis = config.i_axis
     for half in range(2):
@@ -327,47 +368,70 @@ def _load_per_row(dst_sb, src, config: PrefillConfig, expert, i_first: int):
         )
 
 
-def load_down(config: PrefillConfig, b: Buffers, x: Operands, expert, slot: int, i_first: int):
-    """Load one part of the down weights of an expert, with bias and scale."""
-    H, i_axis = config.H, config.i_axis
-    flat = b.down[slot].reshape((b.down[slot].shape[0], i_axis.count * H))
-    load_matrix(flat, x.down, i_axis, expert, i_first * H, H, [1, 1], H)
-    if config.has_down_bias:
-        if bias_is_inside(config):
-            load_row(b.down[slot][i_axis.rows : i_axis.rows + 1, 0, 0:H], x.down_bias, expert, H)
-        else:
-            load_row(b.down_bias[slot], x.down_bias, expert, H)
-    if config.has_scales:
+def load_down(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    expert: nl.NkiTensor,
+    slot: int,
+    i_first: int,
+    part: int,
+    s: int,
+) -> None:
+    """Load one part of the columns of an expert's down weights, with bias and, once, scales.
+
+    Args:
+        expert: (1, 1) int32 tile.
+        slot: buffer of the weights.
+        i_first: first row of this core's share.
+        part: which part of the columns.
+        s: parity of the visit that the weights are for.
+    """
+    H, i_axis, in_parts = config.H, config.i_axis, config.loop.in_parts
+    columns = H // config.loop.out_parts
+    begin = part * columns
+    if config.has_scales and part == 0:
         nisa.dma_copy(
-            dst=b.down_scale_parts[slot],
+            dst=b.down_scale_parts[s % config.loop.slots],
             src=x.down_scale.ap([[H, 3], [1, H]], scalar_offset=expert, indirect_dim=0),
             oob_mode=nisa.oob_mode.skip,
             dge_mode=nisa.dge_mode.hwdge,
             engine=nisa.engine.sync,
         )
+    if config.has_down_bias:
+        bias_sb = b.down_bias[slot]
+        if bias_is_inside(config):
+            bias_sb = b.down[slot][i_axis.rows : i_axis.rows + 1, 0, 0:columns]
+        load_row(bias_sb, x.down_bias, expert, H, begin, columns)
+    flat = b.down[slot].reshape((b.down[slot].shape[0], in_parts * i_axis.count * columns))
+    width = i_axis.count * columns
+    for k in range(in_parts):
+        part_sb = flat[0 : i_axis.rows, k * width : (k + 1) * width]
+        base = (i_first + k * i_axis.size) * H + begin
+        load_matrix(part_sb, x.down, i_axis, expert, base, H, [1, 1], columns)
 
 
-def spread_down_scale(config: PrefillConfig, b: Buffers, slot: int):
+def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
     """Broadcast the scales of the output columns over the rows: a sum of three bfloat16 terms.
 
     float32 has 24 bits of mantissa, three times the 8 of bfloat16, so the sum in PSUM is exact.
     """
-    H, R = config.H, config.tile_rows
+    H, R, kept = config.H, config.tile_rows, s % config.loop.slots
     for begin in range(0, H, 512):
         end = min(H, begin + 512)
         bank_ps = b.outer_ps[begin // 512 % len(b.outer_ps)]
         nisa.nc_matmul(
             dst=bank_ps[0:R, 0 : end - begin],
             stationary=b.ones[0:3, 0:R],
-            moving=b.down_scale_parts[slot][0:3, begin:end],
+            moving=b.down_scale_parts[kept][0:3, begin:end],
             accumulate=False,
         )
         copy_alternating(
-            b.down_scale[slot][0:R, begin:end], bank_ps[0:R, 0 : end - begin], begin // 512
+            b.down_scale[kept][0:R, begin:end], bank_ps[0:R, 0 : end - begin], begin // 512
         )
 
 
-def project_in(config: PrefillConfig, b: Buffers, slot: int, j: int, tile: int):
+def project_in(config: PrefillConfig, b: Buffers, slot: int, j: int, part: int, tile: int) -> None:
     """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product."""
     h_axis, i_axis, R = config.h_axis, config.i_axis, config.tile_rows
     rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
@@ -386,11 +450,13 @@ def project_in(config: PrefillConfig, b: Buffers, slot: int, j: int, tile: int):
     up_sb = b.up[tile % 2][0:rows, 0:R]
     activate_gate(config, b, slot, tile, gate_sb, bank_ps[0:rows, 0, 0:R])
     operators, operands = _chain(config, b, slot, tile, 1)
-    inner_sb = b.inner[j][0:rows, tile, 0:R]
+    inner_sb = b.inner[j][0:rows, part * i_axis.count + tile, 0:R]
     multiply_chain(inner_sb, up_sb, bank_ps[0:rows, 1, 0:R], operators, operands, gate_sb)
 
 
-def _chain(config: PrefillConfig, b: Buffers, slot: int, tile: int, half: int):
+def _chain(
+    config: PrefillConfig, b: Buffers, slot: int, tile: int, half: int
+) -> tuple[list[Any], list[Any]]:
     """Return the scalar operators and operands of a projection: scale, bias, clamps."""
     operators = []
     operands = []
@@ -416,7 +482,14 @@ def _chain(config: PrefillConfig, b: Buffers, slot: int, tile: int, half: int):
     return operators, operands
 
 
-def activate_gate(config: PrefillConfig, b: Buffers, slot: int, tile: int, gate_sb, gate_ps):
+def activate_gate(
+    config: PrefillConfig,
+    b: Buffers,
+    slot: int,
+    tile: int,
+    gate_sb: nl.NkiTensor,
+    gate_ps: nl.NkiTensor,
+) -> None:
     """Apply scale, bias, clamps and activation to the gate projection, in float32."""
     function = activation_function(config)
     clamps = config.gate_limits
@@ -432,7 +505,7 @@ def activate_gate(config: PrefillConfig, b: Buffers, slot: int, tile: int, gate_
         nisa.activation(dst=gate_sb, op=function, data=gate_ps)
 
 
-def activation_function(config: PrefillConfig):
+def activation_function(config: PrefillConfig) -> Any:
     """Return the Scalar engine's function."""
     if config.activation == "silu":
         return nl.silu
@@ -446,91 +519,85 @@ def activation_function(config: PrefillConfig):
 
 
 def project_out(
-    config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, adds_bias, outer
-):
-    """Multiply with the down weights of one part; leave finished rows in `outer`."""
-    i_axis, H, R = config.i_axis, config.H, config.tile_rows
-    width = -(-H // -(-H // 512))
-    inner_sb = b.inner[j]
-    adds_here = config.has_down_bias and adds_bias and part == 0
-    for turn in range(-(-H // width)):
-        begin = turn * width
-        end = min(H, begin + width)
-        bank_ps = b.outer_ps[turn % len(b.outer_ps)][0:R, 0 : end - begin]
-        for t in range(i_axis.count):
-            depth = rows_of(i_axis, t)
-            if t == 0 and adds_here and bias_is_inside(config):
-                depth = depth + 1
-            nisa.nc_matmul(
-                dst=bank_ps,
-                stationary=inner_sb[0:depth, t, 0:R],
-                moving=b.down[slot][0:depth, t, begin:end],
-                accumulate=t > 0,
-            )
-        if adds_here and not bias_is_inside(config):
-            nisa.nc_matmul(
-                dst=bank_ps,
-                stationary=b.ones[0:1, 0:R],
-                moving=b.down_bias[slot][0:1, begin:end],
-                accumulate=True,
-            )
-        evict_rows(config, b, slot, s, j, part, bank_ps, turn, slice(begin, end), outer)
-
-
-def evict_rows(
     config: PrefillConfig,
     b: Buffers,
     slot: int,
     s: int,
     j: int,
     part: int,
-    bank_ps,
-    turn,
-    columns,
+    adds_bias: bool,
     outer: int,
-):
-    """Move columns of output rows out of PSUM: add parts up, scale, round once."""
-    value = bank_ps
+) -> None:
+    """Multiply with one part of the columns of the down weights; leave the rows in `outer`."""
+    i_axis, R = config.i_axis, config.tile_rows
+    columns = config.H // config.loop.out_parts
+    width = -(-columns // -(-columns // 512))
+    for turn in range(-(-columns // width)):
+        begin = turn * width
+        end = min(columns, begin + width)
+        bank_ps = b.outer_ps[turn % len(b.outer_ps)][0:R, 0 : end - begin]
+        for t in range(config.loop.in_parts * i_axis.count):
+            depth = rows_of(i_axis, t % i_axis.count)
+            if t == 0 and adds_bias and bias_is_inside(config):
+                depth = depth + 1
+            nisa.nc_matmul(
+                dst=bank_ps,
+                stationary=b.inner[j][0:depth, t, 0:R],
+                moving=b.down[slot][0:depth, t, begin:end],
+                accumulate=t > 0,
+            )
+        if adds_bias and config.has_down_bias and not bias_is_inside(config):
+            nisa.nc_matmul(
+                dst=bank_ps,
+                stationary=b.ones[0:1, 0:R],
+                moving=b.down_bias[slot][0:1, begin:end],
+                accumulate=True,
+            )
+        first = part * columns
+        evict_rows(config, b, s, j, bank_ps, turn, slice(first + begin, first + end), outer)
+
+
+def evict_rows(
+    config: PrefillConfig,
+    b: Buffers,
+    s: int,
+    j: int,
+    rows_ps: nl.NkiTensor,
+    turn: int,
+    columns: slice,
+    outer: int,
+) -> None:
+    """Move columns of output rows out of PSUM: scale them and round once."""
     R = config.tile_rows
-    is_last = part == config.loop.parts - 1
-    if config.loop.parts > 1:
-        sums_sb = b.sums[j][0:R, columns]
-        if part == 0:
-            copy_alternating(sums_sb, bank_ps, turn)
-        else:
-            nisa.tensor_tensor(dst=sums_sb, data1=bank_ps, data2=sums_sb, op=nl.add)
-        value = sums_sb
-    if not is_last:
-        return
     outer_sb = b.outer[outer][0:R, columns]
-    if config.has_scales and config.scaling == "post":
-        nisa.scalar_tensor_tensor(
-            dst=outer_sb,
-            data=value,
-            op0=nl.multiply,
-            operand0=b.out_scale[s][0:R, j : j + 1],
-            op1=nl.multiply,
-            operand1=b.down_scale[slot][0:R, columns],
-        )
-    elif config.has_scales:
-        row_sb = b.down_scale[slot][0:R, columns]
-        nisa.tensor_tensor(dst=outer_sb, data1=value, data2=row_sb, op=nl.multiply)
+    if config.has_scales:
+        row_sb = b.down_scale[s % config.loop.slots][0:R, columns]
+        if config.scaling == "post":
+            nisa.scalar_tensor_tensor(
+                dst=outer_sb,
+                data=rows_ps,
+                op0=nl.multiply,
+                operand0=b.out_scale[s][0:R, j : j + 1],
+                op1=nl.multiply,
+                operand1=row_sb,
+            )
+        else:
+            nisa.tensor_tensor(dst=outer_sb, data1=rows_ps, data2=row_sb, op=nl.multiply)
     elif config.scaling == "post":
-        engine = nisa.engine.vector if turn % 2 == 1 else nisa.engine.scalar
         nisa.tensor_scalar(
             dst=outer_sb,
-            data=value,
+            data=rows_ps,
             op0=nl.multiply,
             operand0=b.out_scale[s][0:R, j : j + 1],
-            engine=engine,
+            engine=nisa.engine.vector if turn % 2 == 1 else nisa.engine.scalar,
         )
     else:
-        copy_alternating(outer_sb, value, turn + 1)
+        copy_alternating(outer_sb, rows_ps, turn + 1)
 
 
 def store_rows(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, partial: int, outer: int
-):
+) -> None:
     """Write the rows of a tile to their slots or tokens; a missing tile moves no data."""
     R, H = config.tile_rows, config.H
     num_partials, num_rows = x.output.shape[0], x.output.shape[1]

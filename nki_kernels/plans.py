@@ -102,7 +102,7 @@ def live_tiles(
         block_to_expert_N: [N] int32.
         tile_rows: R, a divisor of B.
     """
-    holds_token = (token_position_to_id.reshape(-1, tile_rows) >= 0).any(axis=1)
+    holds_token = np.any(token_position_to_id.reshape(-1, tile_rows) >= 0, axis=1)
     tile = np.flatnonzero(holds_token).astype(np.int32)
     tiles_per_block = len(holds_token) // len(block_to_expert_N)
     return tile, block_to_expert_N[tile // tiles_per_block]

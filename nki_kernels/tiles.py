@@ -4,6 +4,8 @@ Functions take tiles and give tiles; none allocates on chip unless its name says
 as in plans.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
 """
 
+from typing import Any
+
 import nki.isa as nisa
 import nki.language as nl
 
@@ -25,7 +27,16 @@ def elements_of(axis: AxisTiles, tile: int) -> slice:
     return slice(tile * axis.rows, tile * axis.rows + rows_of(axis, tile))
 
 
-def load_matrix(dst_sb, src, axis: AxisTiles, index, base: int, row: int, runs, column: int):
+def load_matrix(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    axis: AxisTiles,
+    index: nl.NkiTensor,
+    base: int,
+    row: int,
+    runs: list[int],
+    column: int,
+) -> None:
     """Load rows of one matrix of a stack, its first axis spread over partitions.
 
     Args:
@@ -54,7 +65,13 @@ def load_matrix(dst_sb, src, axis: AxisTiles, index, base: int, row: int, runs, 
         _load(tail_sb, src, pattern, base + full * axis.rows * row, index)
 
 
-def _load(dst_sb, src, pattern, offset: int, index):
+def _load(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    pattern: list[list[int]],
+    offset: int,
+    index: nl.NkiTensor,
+) -> None:
     nisa.dma_copy(
         dst=dst_sb,
         src=src.ap(pattern, offset=offset, scalar_offset=index, indirect_dim=0),
@@ -64,12 +81,21 @@ def _load(dst_sb, src, pattern, offset: int, index):
     )
 
 
-def load_row(dst_sb, src, index, size: int):
-    """Load row `index` of a [E, size] tensor in HBM onto one partition."""
-    _load(dst_sb, src, [[size, 1], [1, size]], 0, index)
+def load_row(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    index: nl.NkiTensor,
+    size: int,
+    begin: int,
+    columns: int,
+) -> None:
+    """Load columns of row `index` of a [E, size] tensor in HBM onto one partition."""
+    _load(dst_sb, src, [[size, 1], [1, columns]], begin, index)
 
 
-def apply_chain(dst_sb, data, operators, operands):
+def apply_chain(
+    dst_sb: nl.NkiTensor, data: nl.NkiTensor, operators: list[Any], operands: list[Any]
+) -> nl.NkiTensor:
     """Apply scalar operators in order, two per instruction; return the tile with the result.
 
     Args:
@@ -95,7 +121,14 @@ def apply_chain(dst_sb, data, operators, operands):
     return source
 
 
-def multiply_chain(dst_sb, scratch_sb, data, operators, operands, other_sb):
+def multiply_chain(
+    dst_sb: nl.NkiTensor,
+    scratch_sb: nl.NkiTensor,
+    data: nl.NkiTensor,
+    operators: list[Any],
+    operands: list[Any],
+    other_sb: nl.NkiTensor,
+) -> None:
     """Apply scalar operators to `data` and multiply with a tile, the last operator on the way."""
     last = len(operators) - 1
     if last < 0:
@@ -112,13 +145,19 @@ def multiply_chain(dst_sb, scratch_sb, data, operators, operands, other_sb):
     )
 
 
-def copy_alternating(dst_sb, src, turn: int):
+def copy_alternating(dst_sb: nl.NkiTensor, src: nl.NkiTensor, turn: int) -> None:
     """Copy a tile on the Vector or the Scalar engine by turns, so that both share the work."""
     engine = nisa.engine.vector if turn % 2 == 0 else nisa.engine.scalar
     nisa.tensor_copy(dst=dst_sb, src=src, engine=engine)
 
 
-def transpose_rows(dst_sb, rows_sb, axis: AxisTiles, banks_ps, num_rows: int):
+def transpose_rows(
+    dst_sb: nl.NkiTensor,
+    rows_sb: nl.NkiTensor,
+    axis: AxisTiles,
+    banks_ps: list[nl.NkiTensor],
+    num_rows: int,
+) -> None:
     """Turn rows [R, size] into [rows, count, R], eight tiles per PSUM bank and eviction.
 
     Args:
@@ -153,7 +192,14 @@ def transpose_rows(dst_sb, rows_sb, axis: AxisTiles, banks_ps, num_rows: int):
             )
 
 
-def load_table(dst_sb, values, index, offset: int, fill, bank_ps):
+def load_table(
+    dst_sb: nl.NkiTensor,
+    values: nl.NkiTensor,
+    index: nl.NkiTensor,
+    offset: int,
+    fill: float,
+    bank_ps: nl.NkiTensor,
+) -> None:
     """Gather rows of values and turn them, so that entry n of the index is column n.
 
     Args:

@@ -15,9 +15,10 @@ from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import build_block_mapping
 from neuron_moe.config import GLUType
-from nki_kernels.blockwise_config import make_config, with_loop
+from nki_kernels.blockwise_config import with_loop
 from nki_kernels.blockwise_moe import blockwise_moe
 from nki_kernels.blockwise_moe_ref import blockwise_moe_ref
+from nki_kernels.blockwise_options import make_config
 from nki_kernels.plans import VisitPlan, live_tiles, plan_visits
 from nki_kernels.weight_formats import three_terms
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from nki_kernels.blockwise_config import make_config, sbuf_bytes
+from nki_kernels.blockwise_cost import cost_blockwise_moe
+from nki_kernels.blockwise_fit import sbuf_bytes
+from nki_kernels.blockwise_options import check_blockwise_moe, make_config
 from nki_sim import SimOptions
 from tests.nki_kernels.prefill import GPT_OSS, Prefill
+from tests.nki_kernels.traces import measured_cost
 
 # max |error| of a kernel over that of the torch backend, both in bfloat16 against float64: the
 # kernel rounds no more often, but the largest of many errors is a matter of luck.
@@ -64,15 +65,20 @@ CASES = {
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")
 
 
-def check(problem: Prefill, options: SimOptions | None = None) -> Any:
-    """Assert that the kernel is as close to the float64 formula as the torch backend."""
-    run = problem.launch(options)
+def check(problem: Prefill, options: SimOptions | None = None) -> None:
+    """Assert results as close to the formula as the torch backend's, and cost and size as counted.
+
+    The comparison is with float64; bytes and matmul columns are those of the trace.
+    """
+    run, config = problem.launch(options), problem.config()
     expected = problem.expected_slots()
     error = np.abs(problem.slots_of(run) - expected)
     allowed = np.abs(problem.torch_slots() - expected)
     assert error.max() <= WORST_FACTOR * allowed.max()
     assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
-    return run
+    cost = cost_blockwise_moe(config, problem.plan(config), problem.slots)
+    assert cost == measured_cost(run.trace)
+    assert run.sbuf_peak_bytes <= sbuf_bytes(config)
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -102,17 +108,21 @@ PARTS = {
     "one-slot-bias": Prefill(
         150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"slots": 1}
     ),
-    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"slots": 1, "parts": 2}),
+    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"slots": 1, "in_parts": 2}),
     "4-parts-bias": Prefill(
-        150, 128, 256, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"slots": 1, "parts": 4}
+        150, 128, 256, 3, 2, 64, has_bias=True, options=GPT_OSS,
+        loop={"slots": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
     ),
     "3-parts-e4m3-post": Prefill(
-        150, 128, 384, 3, 2, 64, loop={"slots": 1, "parts": 3},
+        150, 128, 384, 3, 2, 64, loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
         options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
     ),
-    "2-parts-2-slots": Prefill(150, 128, 256, 3, 2, 64, loop={"parts": 2}),
+    "2-parts-few-rows": Prefill(
+        600, 128, 256, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 2}
+    ),
     "2-parts-of-a-half": Prefill(
-        150, 128, 512, 3, 2, 64, loop={"parts": 2}, options={"shard_plan": "intermediate"}
+        150, 128, 512, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 3},
+        options={"shard_plan": "intermediate"},
     ),
 }  # fmt: skip
 
@@ -125,15 +135,56 @@ def test_buffers_do_not_change_the_result(name: str) -> None:
 def test_big_experts_get_smaller_buffers() -> None:
     def loop_of(H: int, I: int) -> tuple[int, int]:  # noqa: E741
         loop = Prefill(64, H, I, 1, 1).config().loop
-        return loop.slots, loop.parts
+        return loop.slots, loop.in_parts
 
     assert loop_of(2880, 360) == (2, 1)  # GPT-OSS, 8 ranks
     assert loop_of(5120, 512) == (1, 1)  # Llama 4 Scout, 16 ranks
     assert loop_of(4096, 1792)[1] > 1  # Mixtral, 8 ranks
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_the_buffers_take_what_was_computed(name: str) -> None:
-    problem = CASES[name]
+REFUSED = {
+    "H": ({"H": 100}, r"H=100: must be a positive multiple of 64"),
+    "I": ({"I": 6}, r"I=6: must be a positive multiple of 4"),
+    "E": ({"E": 0}, r"E=0: must be at least 1"),
+    "block_size": ({"block_size": 384}, r"block_size=384: must be one of"),
+    "num_slots": ({"num_slots": 200}, r"num_slots=200: must be a positive multiple of block_size"),
+    "num_cores": ({"num_cores": 3}, r"num_cores=3: must be 1 or 2"),
+    "weight_format": ({"weight_format": "int8"}, r"weight_format='int8': must be one of bfloat16"),
+    "activation": ({"activation": "tanh"}, r"activation='tanh': must be one of silu"),
+    "scaling": ({"scaling": "late"}, r"scaling='late': must be one of none"),
+    "stores": ({"stores": "all"}, r"stores='all': must be one of tiles"),
+    "loop_plan": ({"loop_plan": "fast"}, r"loop_plan='fast': must be one of sorted"),
+    "shard_plan": ({"shard_plan": "expert"}, r"shard_plan='expert': must be one of balanced"),
+    "scales": ({"has_scales": True}, r"has_scales=True: bfloat16 weights have none"),
+    "split": ({"shard_plan": "intermediate", "I": 12}, r"I=12: must be a multiple of 8"),
+    "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_run_is_refused_by_name(name: str) -> None:
+    sizes = {"H": 128, "I": 64, "E": 4, "block_size": 128, "num_slots": 512, "num_tokens": 128}
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        make_config(**{**sizes, **change})
+
+
+def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
+    problem = CASES["T64-H192-I40-E4-K2-B32"]
     config = problem.config()
-    assert problem.launch(SimOptions(mode="indices")).sbuf_peak_bytes <= sbuf_bytes(config)
+    good = {
+        "hidden": problem.hidden_TH, "gate_up": problem.gate_up_codes, "down": problem.down_codes,
+        "slots": problem.slots,
+    }  # fmt: skip
+    check_blockwise_moe(config, problem.plan(config), good)
+    for name, bad, message in (
+        ("hidden", problem.hidden_TH[:, :64], r"hidden \[64, 64\]: must be \[64, 192\]"),
+        ("hidden", problem.hidden_TH.astype(np.float32), r"hidden float32: must be bfloat16"),
+        ("gate_up", problem.gate_up_codes[:2], r"gate_up \[2, 192, 80\]: must be \[4, 192, 80\]"),
+        ("slots", problem.slots[:-32], r"slots \[\d+\]: must be"),
+        ("down_bias", problem.slots, r"down_bias: not expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_blockwise_moe(config, problem.plan(config), {**good, name: bad})
+    with pytest.raises(ValueError, match="gate_up: missing"):
+        check_blockwise_moe(config, problem.plan(config), {"hidden": problem.hidden_TH})

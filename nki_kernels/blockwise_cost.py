@@ -1,0 +1,82 @@
+"""What a launch of `blockwise_moe` moves and multiplies, counted from its plan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nki_kernels.blockwise_config import ITEM_BYTES, PrefillConfig, largest_visit_of, num_partials
+from nki_kernels.blockwise_stages import bias_is_inside
+from nki_kernels.costs import KernelCost
+from nki_kernels.plans import Ints, VisitPlan
+
+_INT32_BYTES, _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 4, 2
+
+
+def cost_blockwise_moe(config: PrefillConfig, plan: VisitPlan, slots: Ints) -> KernelCost:
+    """Count bytes and columns of a launch; equal to those of its trace.
+
+    Args:
+        config: what the kernel is compiled for.
+        plan: the visits.
+        slots: [N*B] int32 token of each slot, -1 for padding.
+    """
+    live = (slots >= 0).reshape(config.num_tiles, config.tile_rows)
+    rows_of_tile = np.append(live.sum(axis=1), 0)
+    read = write = columns = 0
+    for core in range(config.num_cores):
+        lane = core if config.shard.num_lanes > 1 else 0
+        tile = np.minimum(plan.visit_tile_CVG[lane].reshape(-1), config.num_tiles)
+        visits = int((plan.visit_expert_CV[lane] < config.E).sum())
+        rows = int(rows_of_tile[tile].sum())
+        stored = rows
+        if config.stores == "tiles":
+            stored = int((tile < config.num_tiles).sum()) * config.tile_rows
+        row_bytes = config.H * _BFLOAT16_BYTES
+        read += visits * _expert_bytes(config) + rows * row_bytes + _table_bytes(config, plan, tile)
+        write += stored * row_bytes
+        columns += _columns(config, plan, core)
+    return KernelCost(read, write, columns)
+
+
+def _expert_bytes(config: PrefillConfig) -> int:
+    """Return the bytes that one visit loads of its expert, on one core."""
+    H, i_core = config.H, config.I // num_partials(config)
+    size = 3 * H * i_core * ITEM_BYTES[config.weight_format]
+    if config.has_gate_up_bias:
+        size += 2 * i_core * _FLOAT32_BYTES
+    if config.has_down_bias:
+        size += H * _BFLOAT16_BYTES
+    if config.has_scales:
+        size += 2 * i_core * _FLOAT32_BYTES + 3 * H * _BFLOAT16_BYTES
+    return size
+
+
+def _table_bytes(config: PrefillConfig, plan: VisitPlan, tile: Ints) -> int:
+    """Return the bytes that a core reads to bring its plan on chip."""
+    visits, entries = int(plan.visit_expert_CV.shape[1]), len(tile)
+    known = int((tile < config.num_tiles).sum())
+    tables = 1 if config.scaling == "none" else 2
+    words = visits + entries + len(config.loop.classes)
+    words += tables * (entries + known * config.tile_rows)
+    if config.stores == "rows":
+        words += config.tile_rows * entries
+    return words * _INT32_BYTES
+
+
+def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
+    """Return the columns that stream through the tensor engine of a core."""
+    R, H, loop = config.tile_rows, config.H, config.loop
+    depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
+    tile = depth * 2 * i_count * R + depth * R + i_count * H
+    adds_bias = config.has_down_bias and (core == 0 or not config.shard.splits_i)
+    if adds_bias and not bias_is_inside(config):
+        tile += H
+    trips = [int(count) for count in plan.class_trips_1L[0]]
+    if not loop.is_dynamic:
+        trips = [(int(plan.visit_expert_CV.shape[1]) - 2) // 2]
+    visits = 2 * sum(trips)
+    tiles = sum(2 * count * size for count, size in zip(trips, loop.classes, strict=True))
+    tables = 1 if config.scaling == "none" else 2
+    entries = int(plan.visit_expert_CV.shape[1]) * largest_visit_of(config)
+    total = tiles * tile + depth * R + tables * entries
+    return total + (visits * H if config.has_scales else 0)

@@ -1,0 +1,138 @@
+"""Which buffers a prefill gets: what they take of SBUF, and what a visit then costs.
+
+The estimate is a coarse model of a chip, used to rank plans that fit, nothing else; times of a
+kernel come from its trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nki_kernels.blockwise_config import (
+    ITEM_BYTES,
+    LoopPlan,
+    PrefillConfig,
+    largest_visit_of,
+    num_visits,
+    with_loop,
+)
+
+SBUF_BYTES = 207 * 1024  # usable per partition on Trn2: 212,984 bytes (KLR Trace.lean), rounded
+SMALL_TILES_BYTES = 2 * 1024  # counters, constants, biases and scales per row
+MAX_OUTER_BUFFERS = 8
+LEAST_I_PART, LEAST_H_PART = 64, 256
+
+# Trainium 2, one core; sources of each in nki_sim.hardware.
+PE_CYCLES_PER_NS = 2.4
+PE_FLOOR_COLUMNS = 64
+HBM_BYTES_PER_NS = 358.0
+DMA_ENGINES = 16
+DMA_BYTES_PER_NS = 27.2
+DMA_RUN_NS = 32.0
+
+
+def sbuf_bytes(config: PrefillConfig) -> int:
+    """Return the bytes per partition that the buffers of the kernel take (computed)."""
+    loop, item = config.loop, ITEM_BYTES[config.weight_format]
+    R, H, largest = config.tile_rows, config.H, largest_visit_of(config)
+    depth, i_axis = config.h_axis.count, config.i_axis
+    i_count = i_axis.count * loop.in_parts
+    total = loop.slots * (depth * 2 * i_axis.size + i_count * H // loop.out_parts) * item
+    total += (2 if loop.in_parts == 1 else largest) * depth * R * 2
+    total += largest * i_count * R * 2
+    total += (loop.row_buffers + loop.outer_buffers) * H * 2
+    total += 4 * R * 4 + SMALL_TILES_BYTES
+    # Token ids, rows to write, scales, and two more while they are made.
+    total += 5 * 4 * num_visits(config) * largest
+    if config.has_scales:
+        total += loop.slots * (H * 4 + H * 2)
+    if config.has_down_bias:
+        total += loop.slots * H // loop.out_parts * 2
+    return total
+
+
+def visit_ns(config: PrefillConfig, num_tiles: int) -> float:
+    """Return an estimate of the time of a visit of so many row tiles, in ns."""
+    loop, item, H = config.loop, ITEM_BYTES[config.weight_format], config.H
+    columns = max(config.tile_rows, PE_FLOOR_COLUMNS)
+    i_count, i_size = config.i_axis.count * loop.in_parts, config.i_axis.size * loop.in_parts
+    into = num_tiles * config.h_axis.count * columns * (2 * i_count + 1) / PE_CYCLES_PER_NS
+    out = num_tiles * i_count * H / PE_CYCLES_PER_NS
+    runs = 2 * H * loop.in_parts if loop.in_parts > 1 else config.h_axis.rows
+    load_in = _load_ns(runs, 2 * H * i_size * item)
+    runs = i_size * loop.out_parts if loop.out_parts > 1 else config.i_axis.rows
+    load_out = _load_ns(runs, H * i_size * item)
+    rows = num_tiles * 2 * config.tile_rows * H * 2 / HBM_BYTES_PER_NS
+    if loop.slots == 2:
+        return max(into + out, load_in + load_out + rows)
+    if loop.in_parts == loop.out_parts == 1:
+        return max(into, load_out + rows / 2) + max(out, load_in + rows / 2)
+    return into + out + load_in + load_out
+
+
+def _load_ns(runs: int, size_bytes: int) -> float:
+    engines = runs / DMA_ENGINES * DMA_RUN_NS + size_bytes / DMA_ENGINES / DMA_BYTES_PER_NS
+    return max(engines, size_bytes / HBM_BYTES_PER_NS)
+
+
+def fit_loop(config: PrefillConfig, tiles_per_expert: float) -> LoopPlan:
+    """Return the loop plan with the least estimated time per row tile among those that fit SBUF.
+
+    Args:
+        config: sizes, and a loop plan whose classes are the most there may be.
+        tiles_per_expert: row tiles of an expert to expect.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    best, best_ns = None, float("inf")
+    for loop in _candidates(config):
+        trial = with_loop(config, loop)
+        if sbuf_bytes(trial) > SBUF_BYTES:
+            continue
+        tiles = max(1, round(tiles_per_expert))
+        visits = -(-tiles // loop.classes[0])
+        total_ns = sum(visit_ns(trial, len(range(k, tiles, visits))) for k in range(visits))
+        if total_ns < best_ns:
+            best, best_ns = trial, total_ns
+    if best is None:
+        raise ValueError(
+            f"H={config.H}, I={config.I}: no part of an expert fits SBUF. Use more ranks of "
+            "tensor parallelism."
+        )
+    return _more_buffers(best)
+
+
+def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
+    """Yield plans from simple to cut up, large visits first."""
+    i_core = config.I // (config.num_cores if config.shard.splits_i else 1)
+    for in_parts in _divisors(i_core, LEAST_I_PART):
+        for out_parts in (1,) if in_parts == 1 else _divisors(config.H, LEAST_H_PART):
+            for slots in (2, 1):
+                for size in range(largest_visit_of(config), 0, -1):
+                    yield replace(
+                        config.loop,
+                        classes=tuple(range(size, 0, -1)),
+                        slots=slots,
+                        in_parts=in_parts,
+                        out_parts=out_parts,
+                        row_buffers=min(2, size),
+                        outer_buffers=2 if out_parts == 1 else size,
+                    )
+
+
+def _divisors(size: int, least: int) -> list[int]:
+    """Return the numbers of equal parts that leave at least `least` elements, and 1."""
+    return [1, *[n for n in range(2, size // least + 1) if size % n == 0 and size // n % 4 == 0]]
+
+
+def _more_buffers(config: PrefillConfig) -> LoopPlan:
+    """Spend what is left of SBUF on gathered rows, then on output tiles of two visits."""
+    size = largest_visit_of(config)
+    rows = [replace(config.loop, row_buffers=n) for n in range(size, 0, -1)]
+    loop = next(loop for loop in rows if sbuf_bytes(replace(config, loop=loop)) <= SBUF_BYTES)
+    least = loop.outer_buffers
+    outers = range(max(least, min(MAX_OUTER_BUFFERS, 2 * size)), least - 1, -1)
+    more = [replace(loop, outer_buffers=n) for n in outers]
+    return next(loop for loop in more if sbuf_bytes(replace(config, loop=loop)) <= SBUF_BYTES)

@@ -1,0 +1,193 @@
+"""From what a caller asks for to what the kernel is compiled for; refuses what cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nki_kernels.blockwise_config import (
+    ACTIVATIONS,
+    BLOCK_SIZES,
+    SCALINGS,
+    STORES,
+    WEIGHT_FORMATS,
+    LoopPlan,
+    PrefillConfig,
+    ShardPlan,
+    largest_visit_of,
+    limits,
+    num_visits,
+    with_loop,
+)
+from nki_kernels.blockwise_fit import fit_loop
+from nki_kernels.plans import VisitPlan, tile_axis
+
+
+def make_config(
+    *,
+    H: int,
+    I: int,  # noqa: E741  the axis letter
+    E: int,
+    block_size: int,
+    num_slots: int,
+    num_tokens: int,
+    num_cores: int = 2,
+    weight_format: str = "bfloat16",
+    activation: str = "silu",
+    gate_limits: tuple[float | None, float | None] = (None, None),
+    up_limits: tuple[float | None, float | None] = (None, None),
+    up_offset: float = 0.0,
+    scaling: str = "none",
+    stores: str = "rows",
+    has_gate_up_bias: bool = False,
+    has_down_bias: bool = False,
+    has_scales: bool = False,
+    loop_plan: str = "sorted",
+    shard_plan: str = "balanced",
+    largest_visit: int = 4,
+    tiles_per_expert: float = 0.0,
+) -> PrefillConfig:
+    """Check a request and choose buffers for it.
+
+    Args:
+        H: hidden size, a multiple of 64.
+        I: intermediate size of this rank, a multiple of 4.
+        E: experts of this rank.
+        block_size: B, slots in a block.
+        num_slots: N*B.
+        num_tokens: T.
+        num_cores: physical cores of the launch (LNC), 1 or 2.
+        weight_format: bfloat16, float8_e4m3 or float8_e5m2.
+        activation: silu, gelu, gelu_tanh, relu, or swiglu_oai (x * sigmoid(1.702 x)).
+        gate_limits, up_limits: (lower, upper) clamps of the projections.
+        up_offset: added to the up projection after its clamp (1 for SwiGLU-OAI).
+        scaling: whether slots are scaled before the projections, after them, or not here.
+        stores: whole row tiles to their slots (fewer instructions), rows that hold a token to their
+            slots (fewer bytes), or rows to their tokens (for one choice per token; the output is
+            the layer's, no combine follows).
+        has_gate_up_bias, has_down_bias, has_scales: which optional operands there are.
+        loop_plan: sorted, dynamic or static.
+        shard_plan: balanced, block or intermediate.
+        largest_visit: most row tiles that share one load of weights.
+        tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of `num_slots`.
+
+    Raises:
+        ValueError: a value outside the limits of the kernel.
+    """
+    _check_sizes(H, I, E, block_size, num_slots, num_cores)
+    for name, value, allowed in (
+        ("weight_format", weight_format, WEIGHT_FORMATS),
+        ("activation", activation, ACTIVATIONS),
+        ("scaling", scaling, SCALINGS),
+        ("stores", stores, STORES),
+        ("loop_plan", loop_plan, ("sorted", "dynamic", "static")),
+        ("shard_plan", shard_plan, ("balanced", "block", "intermediate")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}.")
+    if has_scales and weight_format == "bfloat16":
+        raise ValueError("has_scales=True: bfloat16 weights have none. Use a float8 format.")
+    if largest_visit < 1:
+        raise ValueError(f"largest_visit={largest_visit}: must be at least 1.")
+    splits_i = shard_plan == "intermediate" and num_cores > 1
+    if splits_i and I % (4 * num_cores):
+        raise ValueError(
+            f"I={I}: must be a multiple of {4 * num_cores} to be split over {num_cores} cores. "
+            "Use shard_plan='balanced'."
+        )
+    is_sorted = loop_plan == "sorted" and shard_plan != "block"
+    shard = ShardPlan(1 if splits_i else num_cores, splits_i)
+    classes = tuple(range(largest_visit, 0, -1)) if is_sorted else (1,)
+    loop = LoopPlan(classes, loop_plan != "static", is_sorted, 2, 1, 1, 1, 2)
+    tile_rows = min(block_size, 128)
+    config = PrefillConfig(
+        H, I, E, tile_rows, num_slots // tile_rows, num_tokens, num_cores, weight_format,
+        activation, limits(*gate_limits), limits(*up_limits), up_offset, scaling, stores,
+        has_gate_up_bias, has_down_bias, has_scales, shard, loop, tile_axis(H), tile_axis(I),
+    )  # fmt: skip
+    expected = tiles_per_expert or config.num_tiles / E
+    return with_loop(config, fit_loop(config, expected))
+
+
+def _check_sizes(
+    H: int,
+    I: int,  # noqa: E741  the axis letter
+    E: int,
+    block_size: int,
+    num_slots: int,
+    num_cores: int,
+) -> None:
+    if H < 64 or H % 64:
+        raise ValueError(f"H={H}: must be a positive multiple of 64. Pad the hidden size.")
+    if I < 4 or I % 4:
+        raise ValueError(f"I={I}: must be a positive multiple of 4. Pad the expert weights.")
+    if E < 1:
+        raise ValueError(f"E={E}: must be at least 1.")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size={block_size}: must be one of {BLOCK_SIZES}.")
+    if num_slots < block_size or num_slots % block_size:
+        raise ValueError(
+            f"num_slots={num_slots}: must be a positive multiple of block_size={block_size}. "
+            "Use the slots of build_block_mapping()."
+        )
+    if num_cores not in (1, 2):
+        raise ValueError(f"num_cores={num_cores}: must be 1 or 2.")
+
+
+def check_blockwise_moe(
+    config: PrefillConfig, plan: VisitPlan, operands: Mapping[str, Any]
+) -> None:
+    """Check the operands of a launch against what the kernel was compiled for.
+
+    Args:
+        config: what the kernel is compiled for.
+        plan: the visits.
+        operands: arrays by parameter name; those of `plan` left out.
+
+    Raises:
+        ValueError: an operand is missing, not expected, or of another shape or type.
+    """
+    expected = _operands(config)
+    for name in operands:
+        if name not in expected:
+            raise ValueError(
+                f"{name}: not expected, as the configuration has none. Pass it to make_config()."
+            )
+    for name, (shape, dtype) in expected.items():
+        if name not in operands:
+            raise ValueError(f"{name}: missing; must be {list(shape)} {dtype}.")
+        value = operands[name]
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{name} {list(value.shape)}: must be {list(shape)}.")
+        found = str(value.dtype).removeprefix("torch.")
+        if found != dtype:
+            raise ValueError(f"{name} {found}: must be {dtype}. Convert it.")
+    lanes, visits = config.shard.num_lanes, num_visits(config)
+    wanted = ((lanes, visits), (lanes, visits, largest_visit_of(config)))
+    if (plan.visit_expert_CV.shape, plan.visit_tile_CVG.shape) != wanted:
+        raise ValueError(
+            f"plan {list(plan.visit_tile_CVG.shape)}: must be {list(wanted[1])}. Use plan_visits() "
+            "with the classes of this configuration."
+        )
+
+
+def _operands(config: PrefillConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and type of every operand that the configuration asks for."""
+    E, H, I = config.E, config.H, config.I  # noqa: E741  the axis letters
+    num_slots = config.num_tiles * config.tile_rows
+    found: dict[str, tuple[tuple[int, ...], str]] = {
+        "hidden": ((config.num_tokens, H), "bfloat16"),
+        "gate_up": ((E, H, 2 * I), config.weight_format),
+        "down": ((E, I, H), config.weight_format),
+        "slots": ((num_slots,), "int32"),
+    }
+    if config.has_gate_up_bias:
+        found["gate_up_bias"] = ((E, 2 * I), "float32")
+    if config.has_down_bias:
+        found["down_bias"] = ((E, H), "bfloat16")
+    if config.has_scales:
+        found["gate_up_scale"] = ((E, 2 * I), "float32")
+        found["down_scale"] = ((E, 3, H), "bfloat16")
+    if config.scaling != "none":
+        found["slot_scale"] = ((num_slots,), "float32")
+    return found
