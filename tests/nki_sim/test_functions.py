@@ -70,6 +70,23 @@ def test_an_activation_agrees_with_its_formula(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=5e-7)
 
 
+def test_valid_ranges_are_those_of_the_guide() -> None:
+    ranges = {
+        name: (function.low, function.high)
+        for name, function in functions.ACTIVATIONS.items()
+        if function.high < math.inf
+    }
+    assert ranges == {
+        "log": (2.0**-64, 2.0**64),
+        "sqrt": (2.0**-116, 2.0**118),
+        "rsqrt": (2.0**-87, 2.0**97),
+        "reciprocal": (2.0**-42, 2.0**42),
+        "sin": (-math.pi, math.pi),
+        "arctan": (-math.pi / 2, math.pi / 2),
+    }
+    assert [n for n, f in functions.ACTIVATIONS.items() if f.on_magnitude] == ["reciprocal"]
+
+
 def test_saturating_functions_reach_their_limits_without_nan() -> None:
     x = np.array([-200.0, 200.0], np.float32)
     with np.errstate(over="ignore"):

@@ -455,3 +455,43 @@ def test_an_instruction_records_its_engine_and_shape() -> None:
     result = execute(body, dst=out(), x=Tile(X), y=Tile(Y), i=Tile(BIG), j=Tile(BIG2))
     records = [(record.op, ENGINE_NAMES[record.engine]) for record in result.run.trace]
     assert records == [("tensor_tensor", "vector"), ("tensor_tensor", "gpsimd")]
+
+
+READERS: dict[str, Callable[..., Any]] = {
+    "select_reduce": lambda d, x, m, b, r: isa.select_reduce(
+        d, m, x, 0.0, r, isa.reduce_cmd.reset_reduce
+    ),
+    "range_select": lambda d, x, m, b, r: isa.range_select(
+        d, x, nl.less, nl.less, b, b, reduce_res=r
+    ),
+    "tensor_scalar_reduce": lambda d, x, m, b, r: isa.tensor_scalar_reduce(
+        d, x, nl.add, 1.0, nl.add, r
+    ),
+    "exponential": lambda d, x, m, b, r: isa.exponential(d, x, 0.0, r, isa.reduce_cmd.reset_reduce),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("reads", [False, True])
+def test_storing_an_accumulator_is_part_of_the_cost(name: str, reads: bool) -> None:
+    def body(d: Any, x: Any, m: Any, b: Any, r: Any) -> None:
+        READERS[name](d, x, m, b, r if reads else None)
+
+    result = execute(
+        body, d=out(), x=Tile(X), m=Tile(FLAGS), b=Tile(V), r=out(shape=(P, 1)),
+        options=SimOptions(target="trn3"),
+    )  # fmt: skip
+    (record,) = list(result.run.trace)
+    assert record.facts.reads_accumulator is reads
+
+
+def test_the_dtype_of_older_releases_is_accepted_and_reported() -> None:
+    result = execute(
+        lambda d, x, y: isa.scalar_tensor_tensor(
+            d, x, nl.add, 1.0, nl.add, y, dtype=nl.bfloat16
+        ),
+        d=out(), x=Tile(X), y=Tile(Y),
+    )  # fmt: skip
+    np.testing.assert_allclose(result["d"], X + 1.0 + Y, rtol=1e-6)
+    (finding,) = result.run.findings
+    assert (finding.kind, "dtype is ignored" in finding.text) == ("deprecated", True)
