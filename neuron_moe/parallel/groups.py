@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from neuron_moe.parallel.collectives import Collectives, SingleRank, as_collectives
 from neuron_moe.parallel.config import ExpertLayout, ParallelConfig
@@ -113,7 +113,6 @@ class ParallelGroups:
         attention: the ranks of this attention data parallel group, which hold the same tokens.
         prefill: routed experts in prefill.
         decode: routed experts in decode.
-        mesh: the model's ranks as a DeviceMesh with axes replica, ep, tp; None without processes.
     """
 
     config: ParallelConfig
@@ -125,7 +124,6 @@ class ParallelGroups:
     attention: Collectives
     prefill: ExpertGroups
     decode: ExpertGroups
-    mesh: DeviceMesh | None = None
 
     def experts(self, phase: str) -> ExpertGroups:
         """Return the groups of a phase; speculation windows are decoded."""
@@ -281,15 +279,16 @@ def build_groups(config: ParallelConfig, builder: GroupBuilder) -> ParallelGroup
     by_data = ranks_RM.view(config.replicas, config.dp, -1)
     data, attention = columns_and_rows(by_data, "attention data", "attention")
     prefill, decode = experts(config.prefill, "prefill"), experts(config.decode, "decode")
-    mesh = DeviceMesh(
-        _device_type(),
-        ranks_RM.view(config.replicas, config.ep, config.tp),
-        mesh_dim_names=("replica", "ep", "tp"),
-        _init_backend=False,
-    )
     return ParallelGroups(
-        config, model.rank, model, tensor, expert, data, attention, prefill, decode, mesh
+        config, model.rank, model, tensor, expert, data, attention, prefill, decode
     )
+
+
+def build_mesh(config: ParallelConfig) -> DeviceMesh:
+    """Return all ranks as a DeviceMesh with axes replica, ep, tp; collective over all processes."""
+    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    shape = (config.replicas, config.ep, config.tp)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replica", "ep", "tp"))
 
 
 def offline_groups(config: ParallelConfig, rank: int) -> ParallelGroups:
@@ -325,7 +324,3 @@ def offline_groups(config: ParallelConfig, rank: int) -> ParallelGroups:
         experts(config.prefill, "prefill"),
         experts(config.decode, "decode"),
     )
-
-
-def _device_type() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from neuron_moe.parallel import failure
 from neuron_moe.parallel.collectives import (
@@ -35,6 +36,7 @@ from neuron_moe.parallel.groups import (
     ParallelGroups,
     Unsettled,
     build_groups,
+    build_mesh,
     offline_groups,
 )
 from neuron_moe.parallel.groups import phases_share_weights as phases_nest
@@ -46,6 +48,7 @@ class _State:
     builder: GroupBuilder | None = None
     shuffle: Collectives | None = None
     started_distributed: bool = False
+    mesh: DeviceMesh | None = None
 
 
 _state: _State | None = None
@@ -232,6 +235,21 @@ def resolve_expert_groups(
         fits = known is not None and known.size == tp.size * ep.size
         model = known if fits else Unsettled(tp.size * ep.size)
     return ExpertGroups.of(tp, ep, model, strategy or "replicate")
+
+
+def get_device_mesh() -> DeviceMesh:
+    """Return the ranks as a DeviceMesh with axes replica, ep and tp; the first call is collective.
+
+    For DTensor and for models around the MoE; its groups hold the ranks of those here.
+
+    Raises:
+        RuntimeError: no groups were built.
+    """
+    if _state is None or _state.builder is None:
+        raise RuntimeError("get_device_mesh: call initialize_model_parallel() first.")
+    if _state.mesh is None:
+        _state.mesh = build_mesh(_state.groups.config)
+    return _state.mesh
 
 
 def get_tensor_model_parallel_group() -> ProcessGroup | None:

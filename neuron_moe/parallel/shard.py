@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-
 from neuron_moe.errors import check_positive_int
 
 
@@ -32,15 +29,6 @@ class ExpertShard:
             if not 0 <= rank < size:
                 raise ValueError(f"{axis}_rank={rank}: must lie in [0, {axis}_size={size}).")
 
-    @classmethod
-    def from_groups(
-        cls, tensor_parallel: ProcessGroup | None, expert_parallel: ProcessGroup | None
-    ) -> "ExpertShard":
-        """Read ranks and sizes off process groups; None is a group of one."""
-        tp_rank, tp_size = _rank_and_size(tensor_parallel)
-        ep_rank, ep_size = _rank_and_size(expert_parallel)
-        return cls(tp_rank, tp_size, ep_rank, ep_size)
-
     def check(self, num_experts: int, intermediate_size: int) -> None:
         """Raise ValueError unless both axes divide evenly."""
         if num_experts % self.ep_size:
@@ -58,7 +46,3 @@ class ExpertShard:
         """Return the experts of this rank, a contiguous run."""
         size = num_experts // self.ep_size
         return range(self.ep_rank * size, (self.ep_rank + 1) * size)
-
-
-def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -94,6 +94,19 @@ def test_every_dtype_and_uneven_parts_travel(run_ranks: Any) -> None:
     assert run_ranks(4, exercise) == [[]] * 4
 
 
+def test_the_device_mesh_has_the_same_ranks(run_ranks: Any) -> None:
+    def ranks(rank: int) -> tuple[bool, bool]:
+        groups = parallel_state.initialize_model_parallel(
+            2, expert_model_parallel_size=2, watch=False
+        )
+        mesh = parallel_state.get_device_mesh()
+        found = [tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in ("tp", "ep")]
+        parallel_state.destroy_model_parallel()
+        return found[0] == groups.tensor.ranks, found[1] == groups.expert.ranks
+
+    assert run_ranks(4, ranks) == [(True, True)] * 4
+
+
 def test_a_backward_pass_raises_instead_of_being_wrong(run_ranks: Any) -> None:
     def backward(rank: int) -> str:
         parallel_state.initialize_model_parallel(2, watch=False)
