@@ -217,13 +217,27 @@ def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
 
 
 def broadcast_to(x: NkiTensor, shape: Sequence[int], dtype: Any = None) -> NkiTensor:
-    """Repeat axes of size 1 up to `shape`, in a new tile."""
+    """Repeat axes of size 1 up to `shape`, in a new tile; one partition may become many."""
+    shape, kind = tuple(shape), _kind(dtype, x)
+    if x.shape == shape and x.dtype is kind:
+        return x
+    if len(shape) != x.ndim:
+        raise LanguageError("shape", f"{x.ndim} axes like x {list(x.shape)}", str(list(shape)))
     view = x
-    for axis, (have, want) in enumerate(zip(x.shape, shape, strict=True)):
+    for axis, (have, want) in enumerate(zip(x.shape[1:], shape[1:], strict=True), 1):
         if have != want:
             view = view.broadcast(axis, want)
-    result = _tile(shape, _kind(dtype, x))
+    one_row = x.shape[0] == 1 != shape[0]
+    result = _tile((1 if one_row else shape[0], *shape[1:]), kind)
     isa.tensor_copy(result, view)
+    return _repeat_row(result, shape[0]) if one_row else result
+
+
+def _repeat_row(row: NkiTensor, partitions: int) -> NkiTensor:
+    """Copy one partition to many: a shuffle reaches 32 partitions."""
+    result = _tile((partitions, *row.shape[1:]), row.dtype)
+    for start in range(0, partitions, 32):
+        isa.nc_stream_shuffle(result[start : builtins.min(start + 32, partitions)], row, [0] * 32)
     return result
 
 

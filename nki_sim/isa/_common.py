@@ -135,18 +135,18 @@ def check_partitions(operand: str, value: NkiTensor) -> None:
         )
 
 
-def check_on_chip(*operands: tuple[str, NkiTensor]) -> None:
-    """Each operand is in SBUF or PSUM and keeps to the partition rule and three free dimensions."""
+def check_on_chip(*operands: tuple[str, NkiTensor], free_dims: int = _MAX_FREE_DIMS) -> None:
+    """Each operand is on the chip, keeps to the partition rule and has at most `free_dims` axes."""
     for name, value in operands:
         if type(value) is not NkiTensor:
             raise IllegalOperand(name, "a tensor", repr(value))
         if value._alloc.space == tr.HBM:
             raise IllegalOperand(name, "a tensor in SBUF or PSUM", value.buffer.name)
         check_partitions(name, value)
-        if value.geometry.free_dims > _MAX_FREE_DIMS:
+        if value.geometry.free_dims > free_dims:
             raise IllegalOperand(
                 name,
-                f"at most {_MAX_FREE_DIMS} free dimensions that do not join",
+                f"at most {free_dims} free dimensions that do not join",
                 f"{value.geometry.free_dims} in shape {list(value.shape)}",
                 "Split the instruction",
             )

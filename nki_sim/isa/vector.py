@@ -257,11 +257,12 @@ def tensor_reduce(
 ) -> NkiInstruction:
     """Reduce the last free axes of a tile; with `negate` the result is multiplied by -1.
 
-    `keepdims` changes no bytes: the destination's shape is the kernel's choice
-    (nki.isa.tensor_reduce, NKI 0.6).
+    `keepdims` changes no bytes: the destination's shape is the kernel's choice. The data may have
+    four free dimensions (nki.isa.tensor_reduce and nki.language.sum, NKI 0.6).
     """
     # Constraints.
-    check_on_chip(("dst", dst), ("data", data))
+    check_on_chip(("dst", dst))
+    check_on_chip(("data", data), free_dims=4)
     check_same_partitions(("data", data), ("dst", dst))
     operator = reduction(core, "op", op)
     axes = sorted(a + data.ndim if a < 0 else a for a in _axes(axis))

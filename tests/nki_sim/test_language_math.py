@@ -178,8 +178,25 @@ def test_shapes_change_by_views_and_copies() -> None:
     np.testing.assert_array_equal(found, X[:, None])
     found = call(lambda x: nl.broadcast_to(nl.expand_dims(x, 1), (32, 3, 12)), X)
     np.testing.assert_array_equal(found, np.repeat(X[:, None], 3, axis=1))
+    np.testing.assert_array_equal(call(lambda x: nl.broadcast_to(x, (32, 12)), X), X)
     np.testing.assert_array_equal(call(nl.transpose, X), X.T)
     np.testing.assert_array_equal(call(lambda x: nl.transpose(x, dtype=nl.float32), X), X.T)
+
+
+@pytest.mark.parametrize("partitions", [7, 32, 128])
+def test_one_partition_is_repeated_over_many(partitions: int) -> None:
+    found = call(lambda x: nl.broadcast_to(x[0:1], (partitions, 12)), X[:2])
+    np.testing.assert_array_equal(found, np.repeat(X[:1], partitions, axis=0))
+    found = call(lambda x: nl.broadcast_to(x, (partitions, 3), dtype=nl.bfloat16), X[:1, :1])
+    np.testing.assert_array_equal(found, np.full((partitions, 3), X[0, 0], ml_dtypes.bfloat16))
+
+
+def test_windows_of_an_image_are_summed_over_two_axes() -> None:
+    image = RANDOM.integers(0, 9, (4, 36)).astype(np.float32)
+    windows = [[36, 4], [12, 3], [2, 3], [6, 2], [1, 2]]
+    found = call(lambda x: nl.sum(x.ap(windows), axis=[3, 4]), image)
+    expected = image.reshape(4, 3, 2, 3, 2).sum(axis=(2, 4))
+    np.testing.assert_array_equal(found.reshape(expected.shape), expected)
 
 
 def test_matmul_contracts_the_partitions() -> None:
