@@ -258,7 +258,7 @@ class NkiBackend:
         mapping: BlockMapping,
     ) -> Tensor:
         """Return what the experts make of each slot, [P, N * B, H] bfloat16 in P parts."""
-        from nki_kernels.blockwise_config import make_config
+        from nki_kernels.blockwise_options import make_config
         from nki_kernels.blockwise_moe import blockwise_moe
 
         spec = weights.activation
