@@ -1,13 +1,17 @@
 """neuron-moe check: run kernels against their references.
 
-`neuron-moe check vendor` runs the vendor's kernel library on the simulator; each target is a
-module with `main(argv) -> int`.
+`neuron-moe check kernels` runs ours and `neuron-moe check vendor` the vendor's kernel library on
+the simulator; each target is a module with `main(argv) -> int`.
 """
 
 import importlib
 import sys
 
 TARGETS = {
+    "kernels": (
+        "check_kernels",
+        "our kernels against the formula in float64, over a file of cases",
+    ),
     "vendor": (
         "check_vendor",
         "the vendor's kernels, from a checkout of their library, on nki_sim",

@@ -280,7 +280,7 @@ def _tell(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{place}"
 
 
-def print_table(outcomes: Sequence[Outcome]) -> None:
+def print_table(outcomes: Sequence[Outcome], title: str = "vendor's kernels on nki_sim") -> None:
     """Print one row per kernel and variant, then the reasons of failures with their number of
     cases.
     """
@@ -290,7 +290,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.kernel, outcome.variant].append(outcome)
-    table = Table("kernel", "variant", title="vendor's kernels on nki_sim")
+    table = Table("kernel", "variant", title=title)
     for heading in ("cases", "passed", "failed", "skipped", "simulated us (median)"):
         table.add_column(heading, justify="right")
     for (kernel, variant), group in sorted(groups.items()):

@@ -1,0 +1,164 @@
+"""neuron-moe check kernels: small cases of every family, and faults it must see."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from neuron_moe.tools import check, check_kernels
+from neuron_moe.tools.kernel_cases import combine, prefill, router
+from neuron_moe.tools.kernel_cases.routings import ROUTINGS, draw_routing
+from neuron_moe.tools.vendor_cases.case import Case, Limits
+from neuron_moe.tools.vendor_cases.inputs import Draw
+
+PREFILL = {
+    "hidden": 128, "tokens": 40, "experts": 4, "block_size": 32, "top_k": 2, "intermediate": 64,
+    "dtype": "bfloat16", "skip_mode": 1, "bias": True, "act_fn": "Swish",
+    "affinity_scaling_mode": "POST_SCALE", "gate_clamp_upper": 7.0, "up_clamp_upper": 8.0,
+    "up_clamp_lower": -7.0,
+}  # fmt: skip
+ROUTER = {"T": 20, "H": 256, "E": 16, "k": 4, "act_fn": "SOFTMAX", "has_bias": True}
+# kernel, variant and params by name
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "block": ("moe_cte", "shard_on_block", PREFILL),
+    "intermediate": ("moe_cte", "shard_on_i", PREFILL | {"act_fn": "SiLU", "bias": False}),
+    "hybrid": ("moe_cte", "shard_on_i_hybrid", PREFILL),
+    "hidden": ("moe_cte", "shard_on_h", PREFILL | {"affinity_scaling_mode": "NO_SCALE"}),
+    "pre-scale": ("moe_cte", "shard_on_h", PREFILL | {"affinity_scaling_mode": "PRE_SCALE"}),
+    "dropping": ("moe_cte", "shard_on_i_dropping", PREFILL | {"block_size": 2048, "bias": False}),
+    "fp8-rows": ("moe_cte", "shard_on_i", PREFILL | {"quantize": "float8_e4m3", "bias": False}),
+    "mxfp4": ("moe_cte", "shard_on_block_mx", PREFILL | {"weight_dtype": "float4_e2m1fn_x4"}),
+    "mxfp8": ("moe_cte", "shard_on_i_mx", PREFILL | {"weight_dtype": "float8_e4m3fn_x4"}),
+    "skewed": ("moe_cte", "", PREFILL | {"routing": "skewed"}),
+    "softmax-over-chosen": ("router_topk", "unit", ROUTER),
+    "sigmoid": ("router_topk", "unit", ROUTER | {"act_fn": "SIGMOID", "k": 1}),
+    "softmax-over-all": ("router_topk", "unit", ROUTER | {"router_pre_norm": True}),
+    "renormalised": (
+        "router_topk", "unit", ROUTER | {"router_pre_norm": True, "norm_topk_prob": True},
+    ),
+    "groups": (
+        "router_topk", "unit",
+        ROUTER | {"act_fn": "SIGMOID", "n_group": 4, "topk_group": 2, "has_selection_bias": True},
+    ),
+    "norm": ("router_topk", "unit", ROUTER | {"has_norm": True}),
+    "nonzero": ("find_nonzero_indices", "full", {"T": 300, "E": 16, "top_k": 4}),
+    "columns": (
+        "find_nonzero_indices", "column_subset",
+        {"T": 300, "E": 16, "top_k": 4, "E_offset": 4, "E_local": 3},
+    ),
+    "one-row": ("find_nonzero_indices_with_count", "unit", {"T": 256, "fraction_nonzero": 0.15}),
+    "flatten": ("indexed_flatten", "full", {"T": 256, "E": 3, "f_len": 128}),
+    "reduce": ("topk_reduce", "unit", {"T": 4, "K": 4, "H": 128, "src_ranks": 8, "lnc": 1}),
+}  # fmt: skip
+
+
+def entry(name: str, **changes: Any) -> dict[str, Any]:
+    kernel, variant, params = CASES[name]
+    exact = kernel.startswith(("find", "indexed"))
+    tolerance = 0.0 if exact else 0.05 if "fp8" in name or "mx" in name else 0.02
+    return {
+        "id": name, "kernel": kernel, "variant": variant, "params": params | changes,
+        "rtol": tolerance, "atol": 0.0 if exact else 1e-5,
+    }  # fmt: skip
+
+
+def outcome(name: str, **changes: Any) -> check_kernels.Outcome:
+    return check_kernels.run_case(Case.from_json(entry(name, **changes)), Limits())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_cases_of_every_family_pass(name: str) -> None:
+    result = outcome(name)
+    assert result.outcome == "passed", result.reason
+    assert result.simulated_us is not None
+    assert result.simulated_us > 0
+
+
+def test_a_file_of_cases_gives_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = entry("reduce") | {"id": "decode", "kernel": "moe_tkg"}
+    path, out = tmp_path / "cases.json", tmp_path / "out.json"
+    path.write_text(json.dumps({"cases": [entry("nonzero"), entry("reduce"), other]}))
+    assert check.main(["kernels", "--cases", str(path), "--json", str(out)]) == 0
+    rows = {row["id"]: row for row in json.loads(out.read_text())}
+    assert list(rows["nonzero"]) == [
+        "id", "kernel", "variant", "outcome", "reason", "simulated_us",
+    ]  # fmt: skip
+    assert [row["outcome"] for row in rows.values()] == ["passed", "passed", "skipped"]
+    assert "not a prefill, router or index kernel" in rows["decode"]["reason"]
+    assert "our kernels on nki_sim" in capsys.readouterr().out
+
+
+def test_fewer_tokens_are_owned_up_to() -> None:
+    case = Case.from_json(entry("block", tokens=4096))
+    result = check_kernels.run_case(case, Limits(macs=7e6))
+    assert (result.outcome, result.reason.split(";")[0]) == ("passed", "T 4096 -> 256 to fit")
+
+
+def test_no_case_of_ours_starts_after_the_time_budget() -> None:
+    (result,) = check_kernels.run_cases([Case.from_json(entry("nonzero"))], max_seconds=-1)
+    assert result.outcome == "skipped"
+    assert "time budget" in result.reason
+
+
+def test_what_blockwise_moe_cannot_compute_is_skipped_with_the_reason() -> None:
+    assert "bfloat16 only" in outcome("block", dtype="float32").reason
+    assert "'int4': not a format" in outcome("block", weight_dtype="int4").reason
+    assert outcome("flatten", row_offsets_start=2).outcome == "skipped"
+
+
+def test_what_the_kernels_refuse_fails_with_their_message() -> None:
+    result = outcome("block", hidden=100)
+    assert result.outcome == "failed"
+    assert "H=100: must be a positive multiple of 64" in result.reason
+
+
+def test_wrong_outputs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = prefill.launch
+
+    def drops_a_row(*args: Any) -> tuple[np.ndarray, float]:
+        output, time = right(*args)
+        return np.where(np.arange(len(output))[:, None] == 7, 0, output), time
+
+    monkeypatch.setattr(prefill, "launch", drops_a_row)
+    result = outcome("block")
+    assert result.outcome == "failed"
+    assert "of 5120 elements off" in result.reason
+
+
+def test_an_error_within_the_tolerance_but_above_that_of_torch_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = prefill.launch
+
+    def scales(*args: Any) -> tuple[np.ndarray, float]:
+        output, time = right(*args)
+        return output * np.float32(1.01), time
+
+    monkeypatch.setattr(prefill, "launch", scales)
+    assert "that of the torch path" in outcome("hidden").reason
+
+
+def test_wrong_choices_and_sums_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    route = router.reference.route
+    monkeypatch.setattr(
+        router.reference, "route", lambda *a, **k: (route(*a, **k)[0], route(*a, **k)[1][:, ::-1])
+    )
+    assert "20 of 20 tokens choose other experts" in outcome("softmax-over-chosen").reason
+    total = combine.reference.combine
+    monkeypatch.setattr(combine.reference, "combine", lambda *a: total(*a) * 1.1)
+    assert outcome("reduce").outcome == "failed"
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routings_give_different_experts_to_a_token(name: str) -> None:
+    index_TK = draw_routing(Draw(3), name, 400, 16, 4)
+    assert (np.diff(np.sort(index_TK, axis=1)) > 0).all()
+    load = np.bincount(index_TK.reshape(-1), minlength=16) / index_TK.size
+    expected = {"skewed": load[:4].sum() > 0.6, "one-expert": load[8] == 0.25}
+    expected |= {"empty-experts": load[1::2].sum() == 0, "balanced": np.ptp(load) == 0}
+    expected |= {"zipf": load[0] > 2 * load[15], "uniform": load.max() < 0.1}
+    assert expected[name]

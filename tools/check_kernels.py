@@ -1,0 +1,130 @@
+"""neuron-moe check kernels: our kernels on the simulator, each against the formula in float64.
+
+A case passes if every element of its output is within atol + rtol * max|expected| of the formula
+and the root mean square error is no larger than that of the torch path. Times are simulated.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from neuron_moe.tools.check_vendor import Outcome, in_turn, print_table, read_cases
+from neuron_moe.tools.kernel_cases import ADAPTERS, run
+from neuron_moe.tools.vendor_cases.case import Case, Limits, Skipped
+
+PACKAGES = ("nki_kernels", "nki_sim", "kernel_cases")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the cases of a file; return 0, or 1 if one failed."""
+    options = _parse(argv)
+    cases = read_cases(options.cases, options.status, options.match)
+    limits = Limits(macs=options.max_gmacs * 1e9)
+    outcomes = run_cases(cases, options.max_seconds, limits)
+    print_table(outcomes, "our kernels on nki_sim")
+    if options.json is not None:
+        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if any(outcome.outcome == "failed" for outcome in outcomes) else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="neuron-moe check kernels", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--cases", type=Path, required=True, help="JSON file: an object with a list `cases`"
+    )
+    parser.add_argument(
+        "--status", default="any", help="run cases of this status only (default: any)"
+    )
+    parser.add_argument(
+        "--match",
+        default="",
+        help="run only cases whose id, kernel/variant or platform contains this",
+    )
+    parser.add_argument(
+        "--max-seconds", type=float, default=math.inf, help="start no case after this wall time"
+    )
+    parser.add_argument(
+        "--max-gmacs", type=float, default=5.0, help="reduce T above these billion MACs per case"
+    )
+    parser.add_argument("--json", type=Path, help="write the outcome of every case to this file")
+    return parser.parse_args(argv)
+
+
+def run_cases(
+    cases: Sequence[Case], max_seconds: float = math.inf, limits: Limits | None = None
+) -> list[Outcome]:
+    """Run cases with a progress bar; return outcomes in the order of the cases."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    start = time.monotonic()
+    done: dict[str, Outcome] = {}
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("", total=len(cases))
+        # Cases of other kernels cost nothing to skip, however little time there is.
+        ours = [case for case in cases if case.kernel in ADAPTERS]
+        for case in (*(c for c in cases if c.kernel not in ADAPTERS), *in_turn(ours)):
+            progress.update(task, description=f"{case.id} {case.kernel} {case.variant}")
+            if case.kernel in ADAPTERS and time.monotonic() - start > max_seconds:
+                break
+            done[case.id] = run_case(case, limits or Limits())
+            progress.advance(task)
+    why = f"time budget of {max_seconds:g} s used up"
+    return [done.get(case.id) or _outcome(case, "skipped", why) for case in cases]
+
+
+def run_case(case: Case, limits: Limits) -> Outcome:
+    """Run one case. Never raises for a kernel or adapter that fails: the reason says what
+    happened.
+    """
+    try:
+        verdict = run(case, limits)
+    except Skipped as reason:
+        return _outcome(case, "skipped", str(reason))
+    except Exception as error:  # noqa: BLE001  one broken case must not end the run
+        return _outcome(case, "failed", _tell(error))
+    finally:
+        gc.collect()
+    if verdict.failure:
+        text = "; ".join(filter(None, (verdict.failure, verdict.note)))
+        return _outcome(case, "failed", text, verdict.simulated_us)
+    return _outcome(case, "passed", verdict.note, verdict.simulated_us)
+
+
+def _outcome(case: Case, outcome: str, reason: str, simulated_us: float | None = None) -> Outcome:
+    return Outcome(
+        id=case.id,
+        kernel=case.kernel,
+        variant=case.variant,
+        outcome=outcome,
+        reason=reason,
+        simulated_us=None if simulated_us is None else round(simulated_us, 3),
+    )
+
+
+def _tell(error: BaseException) -> str:
+    """Return one line about an exception: type, first line, and our innermost line."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if any(package in frame.filename for package in PACKAGES)
+    ]
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {text}{place}"
