@@ -128,6 +128,11 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     tables = 1 if config.scaling != "none" else 0
     by_row = config.stores != "tiles"
     float32, int32 = nl.float32, nl.int32
+    # Turned rows and output rows are never in PSUM at once: they share six of its eight banks.
+    outer_ps = _banks(6, (PARTITIONS, 512), float32)
+    turn_ps = []
+    for bank_ps in outer_ps:
+        turn_ps.append(bank_ps.view(nl.bfloat16))
     return Buffers(
         gate_up=_tiles(slots, (h_axis.rows, h_axis.count, 2, i_axis.size), weight_dtype(config)),
         down=_tiles(slots, (i_axis.rows + spare, i_count, columns), weight_dtype(config)),
@@ -147,8 +152,8 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         gate=_tiles(2, (i_axis.rows, R), float32),
         up=_tiles(2, (i_axis.rows, R), float32),
         inner_ps=_banks(2, (PARTITIONS, 2, R), float32),
-        turn_ps=_banks(2, (PARTITIONS, 8, R), nl.bfloat16),
-        outer_ps=_banks(4, (PARTITIONS, 512), float32),
+        turn_ps=turn_ps,
+        outer_ps=outer_ps,
         ones=nl.ndarray((3, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf),
         expert=_tiles(2, (1, 1), int32),
         expert_out=_tiles(2, (1, 1), int32),

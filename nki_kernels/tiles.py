@@ -12,7 +12,6 @@ import nki.language as nl
 from nki_kernels.plans import AxisTiles
 
 BANK_BYTES = 2048  # PSUM bank per partition (Trainium 2 architecture guide)
-NUM_BANKS = 8
 
 
 def rows_of(axis: AxisTiles, tile: int) -> int:
@@ -158,37 +157,39 @@ def transpose_rows(
     banks_ps: list[nl.NkiTensor],
     num_rows: int,
 ) -> None:
-    """Turn rows [R, size] into [rows, count, R], eight tiles per PSUM bank and eviction.
+    """Turn rows [R, size] into [rows, count, R], a PSUM bank of tiles per eviction.
 
     Args:
         dst_sb: [rows, count, R] tile.
         rows_sb: [R, size] tile of a 16-bit type.
         axis: how `size` is spread over partitions.
-        banks_ps: PSUM tiles [128, 8, 128] of the same type, used in turn.
+        banks_ps: PSUM banks [128, 1024] of the same type, used in turn.
         num_rows: R.
     """
-    for turn in range(0, axis.count, 8):
-        bank_ps = banks_ps[turn // 8 % len(banks_ps)]
-        stop = min(turn + 8, axis.count)
-        full = stop if rows_of(axis, stop - 1) == axis.rows else stop - 1
-        for tile in range(turn, stop):
+    group = BANK_BYTES // 2 // num_rows
+    for turn in range(-(-axis.count // group)):
+        first = turn * group
+        bank_ps = banks_ps[turn % len(banks_ps)]
+        stop = min(first + group, axis.count)
+        for tile in range(first, stop):
             rows = rows_of(axis, tile)
+            begin = (tile - first) * num_rows
             nisa.nc_transpose(
-                dst=bank_ps[0:rows, tile - turn, 0:num_rows],
+                dst=bank_ps[0:rows, begin : begin + num_rows],
                 data=rows_sb[0:num_rows, elements_of(axis, tile)],
                 engine=nisa.engine.tensor,
             )
-        if full > turn:
+        full = stop if rows_of(axis, stop - 1) == axis.rows else stop - 1
+        width = (full - first) * num_rows
+        if full > first:
             copy_alternating(
-                dst_sb[0 : axis.rows, turn:full, 0:num_rows],
-                bank_ps[0 : axis.rows, 0 : full - turn, 0:num_rows],
-                turn // 8,
+                dst_sb[0 : axis.rows, first:full, 0:num_rows], bank_ps[0 : axis.rows, 0:width], turn
             )
         if full < stop:
             copy_alternating(
                 dst_sb[0 : axis.tail, full, 0:num_rows],
-                bank_ps[0 : axis.tail, full - turn, 0:num_rows],
-                turn // 8 + 1,
+                bank_ps[0 : axis.tail, width : width + num_rows],
+                turn + 1,
             )
 
 
