@@ -26,6 +26,7 @@ CASES = {
     "T70-H2880-I360-E4-K2-B64-gpt-oss": Prefill(
         70, 2880, 360, 4, 2, 64, has_bias=True, options=GPT_OSS
     ),
+    "T80-H192-I45-E4-K4-gpt-oss": Prefill(80, 192, 45, 4, 4, 32, has_bias=True, options=GPT_OSS),
     "T600-H64-I4-E2-K1-B1024": Prefill(600, 64, 4, 2, 1, 1024),
     "T300-H128-I128-E3-K1-B256-pre": Prefill(
         300, 128, 128, 3, 1, 256, options={"scaling": "pre", "stores": "tokens"}
@@ -144,7 +145,7 @@ def test_big_experts_get_smaller_buffers() -> None:
 
 REFUSED = {
     "H": ({"H": 100}, r"H=100: must be a positive multiple of 64"),
-    "I": ({"I": 6}, r"I=6: must be a positive multiple of 4"),
+    "I": ({"I": 0}, r"I=0: must be at least 1"),
     "E": ({"E": 0}, r"E=0: must be at least 1"),
     "block_size": ({"block_size": 384}, r"block_size=384: must be one of"),
     "num_slots": ({"num_slots": 200}, r"num_slots=200: must be a positive multiple of block_size"),
@@ -156,7 +157,7 @@ REFUSED = {
     "loop_plan": ({"loop_plan": "fast"}, r"loop_plan='fast': must be one of sorted"),
     "shard_plan": ({"shard_plan": "expert"}, r"shard_plan='expert': must be one of balanced"),
     "scales": ({"has_scales": True}, r"has_scales=True: bfloat16 weights have none"),
-    "split": ({"shard_plan": "intermediate", "I": 12}, r"I=12: must be a multiple of 8"),
+    "split": ({"shard_plan": "intermediate", "I": 45}, r"I=45: must be a multiple of 2"),
     "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
 }
 
