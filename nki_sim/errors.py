@@ -18,7 +18,12 @@ class NkiValidationError(Exception):
         hint: a way out, one sentence; may be empty.
         instruction: name of the instruction; filled in by the wrapper if empty.
         location: "file:line" of the kernel; filled in by the wrapper if empty.
+
+    Attributes:
+        about: the tensor that the error is about if its name does not tell, as for unnamed ones.
     """
+
+    about: object = None
 
     def __init__(
         self,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from nki_sim import trace as tr
 from nki_sim.allocator import Allocator
+from nki_sim.errors import NkiValidationError
 from nki_sim.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN
 from nki_sim.options import SimOptions
 from nki_sim.system import Machine
@@ -115,23 +116,30 @@ class Core(Allocator):
         """Return "file:line" of the kernel now."""
         return self.machine.location(self.here(2))
 
-    def operand_called(self, label: str) -> str:
-        """Return "data1 (x)" for the label of a tensor that the present instruction got."""
-        names, args, kwargs = self.call
-        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                if type(item) is NkiTensor and item.label() == label:
-                    return f"{name} ({label})" if item._is_named else name
+    def operand_of_error(self, error: NkiValidationError) -> str:
+        """Return the parameter that an error is about: "data1 (x)", or "src.vector_offset"."""
+        label, about = error.operand, error.about
+        for name, item in self._operands():
+            if item is about or (about is None and item.label() == label):
+                return f"{name} ({item.label()})" if item._is_named else name
+            if about is not None and item._dynamic is not None and item._dynamic.index is about:
+                return f"{name}.{item._dynamic.kind}_offset"
         return label
 
     def operand_of(self, tensor: NkiTensor) -> str:
         """Return the parameter through which the present instruction got a tensor, and its name."""
+        for name, item in self._operands():
+            if item._alloc is tensor._alloc:
+                return f"{name} ({item.label()})" if item._is_named else name
+        return tensor.label()
+
+    def _operands(self) -> Iterator[tuple[str, NkiTensor]]:
+        """Give the tensors of the present instruction with the names of their parameters."""
         names, args, kwargs = self.call
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             for item in value if isinstance(value, (tuple, list)) else (value,):
-                if type(item) is NkiTensor and item._alloc is tensor._alloc:
-                    return f"{name} ({item.label()})" if item._is_named else name
-        return tensor.label()
+                if type(item) is NkiTensor:
+                    yield name, item
 
     # Meetings.
 

@@ -21,6 +21,7 @@ from nki_sim.dtypes import Array, DType
 from nki_sim.errors import (
     IllegalOperand,
     LanguageError,
+    NkiValidationError,
     OutOfBounds,
     UninitializedRead,
     UnknownValue,
@@ -151,6 +152,18 @@ class NkiTensor(Views):
             "Use nisa.tensor_copy or nisa.dma_copy",
         )
 
+    def _refuse_operator(self, *others: Any) -> Any:
+        raise LanguageError(
+            self.label(),
+            "an instruction",
+            "an operator between tensors",
+            "Use nisa.tensor_tensor or nisa.tensor_scalar",
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_operator
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = _refuse_operator
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse_operator
+
     # What instructions use.
 
     @property
@@ -158,9 +171,13 @@ class NkiTensor(Views):
         """Where the view lies. Raises OutOfBounds if it leaves its tensor."""
         found = self._geometry
         if found is None:
-            found = self._geometry = find_geometry(
-                self._alloc, self.dtype, self.shape, self.strides, self.offset, self.label()
-            )
+            try:
+                found = self._geometry = find_geometry(
+                    self._alloc, self.dtype, self.shape, self.strides, self.offset, self.label()
+                )
+            except NkiValidationError as error:
+                error.about = self
+                raise
         return found
 
     def range_id(self, trace: Trace) -> int:
@@ -232,20 +249,24 @@ def read_index(index: Any) -> int:
     if not isinstance(index, NkiTensor):
         return int(index)
     if index.size != 1:
-        raise IllegalOperand(
-            index.label(), "one element as a scalar offset", f"{list(index.shape)}"
-        )
+        error = IllegalOperand(index.label(), "one element as a scalar offset", f"{index.shape}")
+        error.about = index
+        raise error
     values = read_indices(index)
     return int(values[0])
 
 
 def read_indices(index: NkiTensor) -> Any:
     """Read a tensor of indices as a flat int64 array; see `read_index`."""
-    index = index.resolve()
-    check_defined(index)
-    values = index.array().reshape(-1)
-    if values.dtype.kind not in "iu":
-        raise IllegalOperand(index.label(), "an integer tensor as an index", str(index.dtype))
+    try:
+        static = index.resolve()
+        check_defined(static)
+        values = static.array().reshape(-1)
+        if values.dtype.kind not in "iu":
+            raise IllegalOperand(index.label(), "an integer tensor as an index", str(index.dtype))
+    except NkiValidationError as error:
+        error.about = index
+        raise
     if values.dtype == np.uint32:
         values = values.view(np.int32) if values.flags.c_contiguous else values.astype(np.int32)
     return values.astype(np.int64)

@@ -71,19 +71,20 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
                 f"nki.isa.{name}: no kernel is running. Use nki_sim.simulate(kernel)."
             )
         try:
+            core.call = (names, args, kwargs)
             if resolve:
                 for arg in args:
                     if type(arg) is NkiTensor and arg._dynamic is not None:
                         args = tuple([_static(a) for a in args])
+                        core.call = (names, args, kwargs)
                         break
                 for key, arg in kwargs.items():
                     if type(arg) is NkiTensor and arg._dynamic is not None:
                         kwargs[key] = arg.resolve()
-            core.call = (names, args, kwargs)
             return body(core, *args, **kwargs)
         except NkiValidationError as error:
             if error.operand not in names:
-                error.operand = core.operand_called(error.operand)
+                error.operand = core.operand_of_error(error)
             locate(error, core, name)
             raise
 

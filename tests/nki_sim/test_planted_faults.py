@@ -732,3 +732,38 @@ def test_the_strictest_policy_raises_at_the_read_itself() -> None:
         nki_sim.run(
             unwritten_middle(slice(0, 64)), rows(), options=SimOptions(uninitialized="read")
         )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda dst, src, at: isa.tensor_copy(
+                dst, src.ap([[64, 128], [1, 4]], scalar_offset=at, indirect_dim=1)
+            ),
+            "tensor_copy: src.scalar_offset: expected a value that was written",
+        ),
+        (
+            lambda dst, src, at: isa.tensor_copy(dst, src.ap([[64, 128], [1, 4]], offset=61)),
+            "tensor_copy: src: expected a non-empty view",
+        ),
+        (
+            lambda dst, src, at: (
+                isa.memset(at, 61),
+                isa.tensor_copy(dst, src.ap([[64, 128], [1, 4]], scalar_offset=at, indirect_dim=1)),
+            ),
+            "tensor_copy: src: expected a non-empty view",
+        ),
+        (lambda dst, src, at: dst + src, "expected an instruction; found an operator"),
+    ],
+    ids=["unwritten-offset", "pattern", "offset-too-large", "operator"],
+)
+def test_of_tensors_without_a_name_the_right_operand_is_blamed(call: Any, message: str) -> None:
+    def kernel() -> None:
+        src = nl.ndarray((128, 64), nl.float32)
+        isa.memset(src, 1.0)
+        call(nl.ndarray((128, 4), nl.float32), src, nl.ndarray((1, 1), nl.int32))
+
+    with pytest.raises(E.NkiValidationError, match=message) as caught:
+        nki_sim.run(kernel)
+    assert f"{__file__}:" in str(caught.value)
