@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 from nki.language import NKIObject
 
-from nki_kernels.plans import AxisTiles, max_steps, max_visits, tile_axis
+from nki_kernels.plans import AxisTiles, max_steps, max_visits, tile_axis, tile_axis_evenly
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")
 SCALINGS = ("none", "pre", "post")
+TURNS = ("auto", "tensor", "dma")
 STORES = ("tiles", "rows", "tokens")
 ITEM_BYTES = {"bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
 
@@ -49,7 +50,9 @@ class LoopPlan(NKIObject):
     `out_parts` of the hidden axis; one each where the expert fits. With two `slots` a part loads
     while the one before is used; with one, gate and up load while down is used, and the reverse.
     `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
-    `outer_buffers` hold output tiles that wait to be stored.
+    `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
+    rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
+    further apart.
     """
 
     classes: tuple[int, ...]
@@ -60,6 +63,7 @@ class LoopPlan(NKIObject):
     out_parts: int
     row_buffers: int
     outer_buffers: int
+    turns: str
 
 
 @dataclass
@@ -115,4 +119,5 @@ def num_visits(config: PrefillConfig) -> int:
 def with_loop(config: PrefillConfig, loop: LoopPlan) -> PrefillConfig:
     """Return the configuration with another loop plan, and the intermediate axis cut to match."""
     i_core = config.I // (config.num_cores if config.shard.splits_i else 1)
-    return replace(config, loop=loop, i_axis=tile_axis(i_core // loop.in_parts))
+    h_axis = tile_axis_evenly(config.H) if loop.turns == "dma" else tile_axis(config.H)
+    return replace(config, loop=loop, h_axis=h_axis, i_axis=tile_axis(i_core // loop.in_parts))

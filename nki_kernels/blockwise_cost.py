@@ -67,7 +67,8 @@ def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
     """Return the columns that stream through the tensor engine of a core."""
     R, H, loop = config.tile_rows, config.H, config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
-    tile = depth * 2 * i_count * R + depth * R + i_count * H
+    turn = 0 if loop.turns == "dma" else depth * R
+    tile = depth * 2 * i_count * R + turn + i_count * H
     adds_bias = config.has_down_bias and (core == 0 or not config.shard.splits_i)
     if adds_bias and not bias_is_inside(config):
         tile += H
@@ -78,5 +79,5 @@ def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
     tiles = sum(2 * count * size for count, size in zip(trips, loop.classes, strict=True))
     tables = 1 if config.scaling == "none" else 2
     entries = int(plan.visit_expert_CV.shape[1]) * largest_visit_of(config)
-    total = tiles * tile + depth * R + tables * entries
+    total = tiles * tile + turn + tables * entries
     return total + (visits * H if config.has_scales else 0)

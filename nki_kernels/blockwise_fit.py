@@ -17,6 +17,7 @@ from nki_kernels.blockwise_config import (
     num_visits,
     with_loop,
 )
+from nki_kernels.plans import is_even
 
 SBUF_BYTES = 207 * 1024  # usable per partition on Trn2: 212,984 bytes (KLR Trace.lean), rounded
 SMALL_TILES_BYTES = 2 * 1024  # counters, constants, biases and scales per row
@@ -39,9 +40,12 @@ def sbuf_bytes(config: PrefillConfig) -> int:
     depth, i_axis = config.h_axis.count, config.i_axis
     i_count = i_axis.count * loop.in_parts
     total = loop.slots * (depth * 2 * i_axis.size + i_count * H // loop.out_parts) * item
-    total += (2 if loop.in_parts == 1 else largest) * depth * R * 2
+    if loop.turns == "dma":
+        total += (1 + loop.row_buffers) * depth * R * 2
+    else:
+        total += (2 if loop.in_parts == 1 else largest) * depth * R * 2 + loop.row_buffers * H * 2
     total += largest * i_count * R * 2
-    total += (loop.row_buffers + loop.outer_buffers) * H * 2
+    total += loop.outer_buffers * H * 2
     total += 4 * R * 4 + SMALL_TILES_BYTES
     # Token ids, rows to write, scales, and two more while they are made.
     total += 5 * 4 * num_visits(config) * largest
@@ -57,9 +61,12 @@ def visit_ns(config: PrefillConfig, num_tiles: int) -> float:
     loop, item, H = config.loop, ITEM_BYTES[config.weight_format], config.H
     columns = max(config.tile_rows, PE_FLOOR_COLUMNS)
     i_count, i_size = config.i_axis.count * loop.in_parts, config.i_axis.size * loop.in_parts
-    into = num_tiles * config.h_axis.count * columns * (2 * i_count + 1) / PE_CYCLES_PER_NS
+    passes = 2 * i_count + (0 if loop.turns == "dma" else 1)
+    into = num_tiles * config.h_axis.count * columns * passes / PE_CYCLES_PER_NS
     out = num_tiles * i_count * H / PE_CYCLES_PER_NS
-    runs = 2 * H * loop.in_parts if loop.in_parts > 1 else config.h_axis.rows
+    runs = config.h_axis.rows if loop.turns == "tensor" else H
+    if loop.in_parts > 1:
+        runs = 2 * H * loop.in_parts
     load_in = _load_ns(runs, 2 * H * i_size * item)
     runs = i_size * loop.out_parts if loop.out_parts > 1 else config.i_axis.rows
     load_out = _load_ns(runs, H * i_size * item)
@@ -110,7 +117,7 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
     for in_parts in _divisors(i_core, LEAST_I_PART):
         for out_parts in (1,) if in_parts == 1 else _divisors(config.H, LEAST_H_PART):
             for slots in (2, 1):
-                for size in range(largest_visit_of(config), 0, -1):
+                for size, turns in _sizes_and_turns(config, in_parts):
                     yield replace(
                         config.loop,
                         classes=tuple(range(size, 0, -1)),
@@ -119,7 +126,19 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
                         out_parts=out_parts,
                         row_buffers=min(2, size),
                         outer_buffers=2 if out_parts == 1 else size,
+                        turns=turns,
                     )
+
+
+def _sizes_and_turns(config: PrefillConfig, in_parts: int) -> Iterator[tuple[int, str]]:
+    """Yield visit sizes, and who transposes; the DMA where rows are used in one part only."""
+    asked = config.loop.turns
+    by_dma = is_even(config.H) and config.scaling != "pre" and in_parts == 1
+    for size in range(largest_visit_of(config), 0, -1):
+        if asked != "dma":
+            yield size, "tensor"
+        if asked != "tensor" and by_dma:
+            yield size, "dma"
 
 
 def _divisors(size: int, least: int) -> list[int]:

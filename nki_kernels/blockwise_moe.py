@@ -159,16 +159,20 @@ def go_in(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, sha
     """Do the gate and up projections of a visit, part by part of the intermediate axis."""
     parts, slots = config.loop.in_parts, config.loop.slots
     last = config.i_axis.count - 1
+    by_dma = config.loop.turns == "dma"
     for part in range(parts):
         slot = (s * parts + part) % slots
         prepare_part(config, b, slot)
         for j in range(size):
             for tile in range(last):
-                project_in(config, b, slot, j, part, tile)
+                project_in(config, b, slot, s, j, part, tile)
             if part == 0 and j + 1 < size:
                 turn_rows(config, b, s, j + 1)
-                gather_after(config, b, x, s, j + 1, size)
-            project_in(config, b, slot, j, part, last)
+                if not by_dma:
+                    gather_after(config, b, x, s, j + 1, size)
+            project_in(config, b, slot, s, j, part, last)
+            if by_dma and j > 0:
+                gather_after(config, b, x, s, j, size)
         following = (slot + 1) % slots
         if part + 1 < parts:
             first = first_of_part(config, share, part + 1)

@@ -10,6 +10,7 @@ from nki_kernels.blockwise_config import (
     BLOCK_SIZES,
     SCALINGS,
     STORES,
+    TURNS,
     WEIGHT_FORMATS,
     LoopPlan,
     PrefillConfig,
@@ -20,7 +21,7 @@ from nki_kernels.blockwise_config import (
     with_loop,
 )
 from nki_kernels.blockwise_fit import fit_loop
-from nki_kernels.plans import VisitPlan, tile_axis
+from nki_kernels.plans import VisitPlan, is_even, tile_axis
 
 
 def make_config(
@@ -44,6 +45,7 @@ def make_config(
     has_scales: bool = False,
     loop_plan: str = "sorted",
     shard_plan: str = "balanced",
+    turns: str = "auto",
     largest_visit: int = 4,
     tiles_per_expert: float = 0.0,
 ) -> PrefillConfig:
@@ -68,6 +70,8 @@ def make_config(
         has_gate_up_bias, has_down_bias, has_scales: which optional operands there are.
         loop_plan: sorted, dynamic or static.
         shard_plan: balanced, block or intermediate.
+        turns: who transposes gathered rows: tensor, dma (not with pre-scaling, and only where H has
+            equal tiles), or auto for the faster by estimate.
         largest_visit: most row tiles that share one load of weights.
         tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of `num_slots`.
 
@@ -80,6 +84,7 @@ def make_config(
         ("activation", activation, ACTIVATIONS),
         ("scaling", scaling, SCALINGS),
         ("stores", stores, STORES),
+        ("turns", turns, TURNS),
         ("loop_plan", loop_plan, ("sorted", "dynamic", "static")),
         ("shard_plan", shard_plan, ("balanced", "block", "intermediate")),
     ):
@@ -87,6 +92,11 @@ def make_config(
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}.")
     if has_scales and weight_format == "bfloat16":
         raise ValueError("has_scales=True: bfloat16 weights have none. Use a float8 format.")
+    if turns == "dma" and (scaling == "pre" or not is_even(H)):
+        raise ValueError(
+            f"turns='dma': needs H in equal tiles and no pre-scaling, not H={H}, "
+            f"scaling={scaling!r}. Use turns='tensor'."
+        )
     if largest_visit < 1:
         raise ValueError(f"largest_visit={largest_visit}: must be at least 1.")
     splits_i = shard_plan == "intermediate" and num_cores > 1
@@ -98,7 +108,7 @@ def make_config(
     is_sorted = loop_plan == "sorted" and shard_plan != "block"
     shard = ShardPlan(1 if splits_i else num_cores, splits_i)
     classes = tuple(range(largest_visit, 0, -1)) if is_sorted else (1,)
-    loop = LoopPlan(classes, loop_plan != "static", is_sorted, 2, 1, 1, 1, 2)
+    loop = LoopPlan(classes, loop_plan != "static", is_sorted, 2, 1, 1, 1, 2, turns)
     tile_rows = min(block_size, 128)
     config = PrefillConfig(
         H, I, E, tile_rows, num_slots // tile_rows, num_tokens, num_cores, weight_format,

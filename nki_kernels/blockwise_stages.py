@@ -141,9 +141,9 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         down_bias=_tiles(slots if config.has_down_bias else 0, (1, columns), nl.bfloat16),
         down_scale=_tiles(scales, (R, H), float32),
         down_scale_parts=_tiles(scales, (3, H), nl.bfloat16),
-        rows=_tiles(loop.row_buffers, (R, H), nl.bfloat16),
+        rows=_tiles(0 if loop.turns == "dma" else loop.row_buffers, (R, H), nl.bfloat16),
         turned=_tiles(
-            largest if loop.in_parts > 1 else min(2, largest),
+            num_turned(config),
             (h_axis.rows, h_axis.count, R),
             nl.bfloat16,
         ),
@@ -212,9 +212,10 @@ def fill_tables(
     nisa.memset(dst=b.ahead, value=0)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
-    for j in range(config.loop.row_buffers):
-        # Rows of padding keep what they had; it must be a number, though no one reads the result.
-        nisa.memset(dst=b.rows[j], value=0.0, engine=nisa.engine.vector)
+    # Rows of padding keep what they had; it must be a number, though no one reads the result.
+    gathered = b.turned if config.loop.turns == "dma" else b.rows
+    for j in range(len(gathered)):
+        nisa.memset(dst=gathered[j], value=0.0, engine=nisa.engine.vector)
     for j in range(largest):
         if bias_is_inside(config):
             spare = config.i_axis.rows
@@ -285,6 +286,18 @@ def _fetch(
 def gather_rows(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int) -> None:
     """Gather the token rows of a row tile; padding moves no data."""
     R, H = config.tile_rows, config.H
+    if config.loop.turns == "dma":
+        rows, count = config.h_axis.rows, config.h_axis.count
+        nisa.dma_transpose(
+            dst=b.turned[turned_slot(config, s, j)].reshape((rows, count, 1, R)),
+            src=x.hidden.ap(
+                [[H, R], [rows, count], [rows, 1], [1, rows]],
+                vector_offset=b.ids[s][0:R, j : j + 1],
+            ),
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.swdge,
+        )
+        return
     nisa.dma_copy(
         dst=b.rows[row_buffer(config, j)],
         src=x.hidden.ap([[H, R], [1, H]], vector_offset=b.ids[s][0:R, j : j + 1]),
@@ -299,7 +312,7 @@ def row_buffer(config: PrefillConfig, j: int) -> int:
 
 
 def gather_after(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, size: int) -> None:
-    """Refill the buffer of tile j, which has been turned: for this visit or the next one."""
+    """Refill the buffer of tile j, which is free again: for this visit or the next one."""
     ring = config.loop.row_buffers - 1
     if j + ring < size:
         gather_rows(config, b, x, s, j + ring)
@@ -307,13 +320,28 @@ def gather_after(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int,
         gather_rows(config, b, x, 1 - s, 1 + (j - 1) % ring)
 
 
-def turned_slot(config: PrefillConfig, j: int) -> int:
-    """Return which buffer of turned rows tile j uses; all are kept if they are used again."""
+def num_turned(config: PrefillConfig) -> int:
+    """Return how many buffers of turned rows there are."""
+    if config.loop.turns == "dma":
+        return 1 + config.loop.row_buffers
+    return largest_visit_of(config) if config.loop.in_parts > 1 else min(2, config.loop.classes[0])
+
+
+def turned_slot(config: PrefillConfig, s: int, j: int) -> int:
+    """Return which buffer of turned rows tile j of a visit uses.
+
+    Turned by the tensor engine: two in turn, or all if they are used again. By the gather: the
+    first tile of two visits and a ring of the others, which are loaded ahead.
+    """
+    if config.loop.turns == "dma":
+        return s if j == 0 else 1 + row_buffer(config, j)
     return j if config.loop.in_parts > 1 else j % 2
 
 
 def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     """Transpose a row tile, scaled first if the configuration says so."""
+    if config.loop.turns == "dma":
+        return
     R = config.tile_rows
     rows_sb = b.rows[row_buffer(config, j)]
     if config.scaling == "pre":
@@ -323,7 +351,7 @@ def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
             op0=nl.multiply,
             operand0=b.scale[s][0:R, j : j + 1],
         )
-    transpose_rows(b.turned[turned_slot(config, j)], rows_sb, config.h_axis, b.turn_ps, R)
+    transpose_rows(b.turned[turned_slot(config, s, j)], rows_sb, config.h_axis, b.turn_ps, R)
 
 
 def load_gate_up(
@@ -436,12 +464,14 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
         )
 
 
-def project_in(config: PrefillConfig, b: Buffers, slot: int, j: int, part: int, tile: int) -> None:
+def project_in(
+    config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, tile: int
+) -> None:
     """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product."""
     h_axis, i_axis, R = config.h_axis, config.i_axis, config.tile_rows
     rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
     bank_ps = b.inner_ps[tile % 2]
-    turned_sb = b.turned[turned_slot(config, j)]
+    turned_sb = b.turned[turned_slot(config, s, j)]
     for half in range(2):
         for t in range(h_axis.count):
             depth = rows_of(h_axis, t)

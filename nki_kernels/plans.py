@@ -57,6 +57,18 @@ def tile_axis(size: int) -> AxisTiles:
     return AxisTiles(size, PARTITIONS, fewest, size - (fewest - 1) * PARTITIONS, False)
 
 
+def tile_axis_evenly(size: int) -> AxisTiles:
+    """Cut an axis into equal tiles of consecutive elements; see `is_even` for whether one can."""
+    axis = tile_axis(size)
+    return AxisTiles(size, axis.rows, axis.count, axis.rows, False)
+
+
+def is_even(size: int) -> bool:
+    """Whether `tile_axis` finds tiles of equal size."""
+    axis = tile_axis(size)
+    return axis.rows * axis.count == size
+
+
 class VisitPlan(NamedTuple):
     """The visits of every lane; the kernel's index inputs.
 

@@ -27,6 +27,12 @@ CASES = {
         70, 2880, 360, 4, 2, 64, has_bias=True, options=GPT_OSS
     ),
     "T80-H192-I45-E4-K4-gpt-oss": Prefill(80, 192, 45, 4, 4, 32, has_bias=True, options=GPT_OSS),
+    "T600-H384-I64-E2-K2-B128-turned-by-dma": Prefill(
+        600, 384, 64, 2, 2, options={"turns": "dma"}, loop={"row_buffers": 2}
+    ),
+    "T200-H192-I60-E4-K2-B64-turned-by-dma": Prefill(
+        200, 192, 60, 4, 2, 64, has_bias=True, options={**GPT_OSS, "turns": "dma"}
+    ),
     "T600-H64-I4-E2-K1-B1024": Prefill(600, 64, 4, 2, 1, 1024),
     "T300-H128-I128-E3-K1-B256-pre": Prefill(
         300, 128, 128, 3, 1, 256, options={"scaling": "pre", "stores": "tokens"}
@@ -158,6 +164,7 @@ REFUSED = {
     "shard_plan": ({"shard_plan": "expert"}, r"shard_plan='expert': must be one of balanced"),
     "scales": ({"has_scales": True}, r"has_scales=True: bfloat16 weights have none"),
     "split": ({"shard_plan": "intermediate", "I": 45}, r"I=45: must be a multiple of 2"),
+    "turns": ({"turns": "dma", "scaling": "pre"}, r"turns='dma': needs H in equal tiles"),
     "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
 }
 
