@@ -21,6 +21,7 @@ from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
 from nki_sim.host_memory import keep_freed_memory
 from nki_sim.host_threads import one_blas_thread
 from nki_sim.liveness import check_capacity
+from nki_sim.loops import check_loops_ended
 from nki_sim.machine import _CORE, PACKAGE_DIR, Core, build, running
 from nki_sim.memory import MemoryRegion
 from nki_sim.objects import NKIObject
@@ -267,7 +268,9 @@ def _launch(
         token = _CORE.set(core)
         try:
             bound = _bind(core, kernel.function, args, kwargs)
-            return kernel.function(*bound.args, **bound.kwargs)
+            result = kernel.function(*bound.args, **bound.kwargs)
+            check_loops_ended(core)
+            return result
         except NkiValidationError as error:
             _locate(error)
             raise
@@ -301,7 +304,8 @@ def _locate(error: NkiValidationError) -> None:
             inside = code.co_name
         step = step.tb_next
     error.location = error.location or place
-    error.instruction = error.instruction or inside
+    if not inside.startswith("_"):
+        error.instruction = error.instruction or inside
 
 
 def _bind(core: Core, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ Each loop writes loop_begin, one loop_trip per trip, and loop_end to the trace, 
 to the core's flow, which must agree between cores. The body runs once per trip on the current
 values, as the hardware would.
 
-Not found here: break, continue and return inside a dynamic body; the linter refuses them.
+A loop left by break or return is found when the kernel ends; continue only by the linter.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class _Loop:
         self.trips = 0
         self._mark("loop_begin", _BEGIN)
         core.loop_depth += 1
+        core.open_loops.append(self)
 
     def _mark(self, op: str, facts: tr.ControlFacts) -> None:
         core = self.core
@@ -58,8 +59,25 @@ class _Loop:
         """Note the end of the loop."""
         core = self.core
         core.loop_depth -= 1
+        core.open_loops.pop()
         self._mark("loop_end", _END)
         core.flow.append(("loop", core.machine.location(self.line), self.trips))
+
+
+def check_loops_ended(core: Core) -> None:
+    """Refuse a kernel that left a dynamic loop by break or return.
+
+    Raises:
+        LanguageError: it did.
+    """
+    for loop in core.open_loops:
+        raise LanguageError(
+            "body",
+            "a loop that ends by its bound or condition",
+            "break or return",
+            instruction="dynamic loop",
+            location=core.machine.location(loop.line),
+        )
 
 
 def bound(value: Any) -> int:

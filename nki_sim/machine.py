@@ -15,7 +15,7 @@ from typing import Any
 
 from nki_sim import trace as tr
 from nki_sim.allocator import Allocator
-from nki_sim.errors import NkiValidationError
+from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN
 from nki_sim.options import SimOptions
 from nki_sim.system import Machine
@@ -100,6 +100,7 @@ class Core(Allocator):
         self.accumulators: dict[str, Any] = {}
         super().__init__()
         self.while_stack: list[Any] = []
+        self.open_loops: list[Any] = []
         self.line = 0
         self.call: tuple[tuple[str, ...], tuple[Any, ...], dict[str, Any]] = ((), (), {})
 
@@ -125,6 +126,16 @@ class Core(Allocator):
             if about is not None and item._dynamic is not None and item._dynamic.index is about:
                 return f"{name}.{item._dynamic.kind}_offset"
         return label
+
+    def refuse_escaped(self, tensor: NkiTensor) -> None:
+        """Raise LanguageError: the tensor belongs to the body of a dynamic loop that has ended."""
+        created = self.machine.location(tensor._alloc.line)
+        raise LanguageError(
+            self.operand_of(tensor),
+            "a tensor that exists outside of dynamic loops",
+            f"one created in the body of a loop at {created}",
+            "Create it before the loop",
+        )
 
     def operand_of(self, tensor: NkiTensor) -> str:
         """Return the parameter through which the present instruction got a tensor, and its name."""
@@ -198,8 +209,12 @@ class Core(Allocator):
                 known = alloc.known
             if alloc.shared_log is not None:
                 alloc.shared_log.read(self, tensor, line)
+            if alloc.loop_depth > self.loop_depth:
+                self.refuse_escaped(tensor)
         for tensor in writes:
             alloc = tensor._alloc
+            if alloc.loop_depth > self.loop_depth:
+                self.refuse_escaped(tensor)
             if alloc.space == tr.SBUF and not alloc.counted:
                 self.count_sbuf(alloc)
         if not self.full:

@@ -187,9 +187,12 @@ def resolve(core: Core, operand: str, value: Any, mode: Any) -> Access:
 
     Raises:
         OutOfBounds: an index is out of range and the mode is `error`.
+        LanguageError: the tensor belongs to the body of a dynamic loop that has ended.
     """
     if type(value) is not NkiTensor:
         raise IllegalOperand(operand, "a tensor", repr(value))
+    if value._alloc.loop_depth > core.loop_depth:
+        core.refuse_escaped(value)
     dynamic = value._dynamic
     if dynamic is None:
         return Access(value)

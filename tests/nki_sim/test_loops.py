@@ -198,3 +198,43 @@ def test_an_accumulation_that_a_loop_makes_ambiguous_is_reported() -> None:
     run = nki_sim.run(kernel)
     assert (run.outputs == 96).all()
     assert [finding.kind for finding in run.findings] == ["accumulate"]
+
+
+def escaping() -> Any:
+    for _ in nl.dynamic_range(2):
+        tile = counter(1)
+    return saved(tile)
+
+
+def breaking() -> Any:
+    total = counter()
+    for _ in nl.dynamic_range(3):
+        bump(total)
+        break
+    return saved(total)
+
+
+def returning() -> Any:
+    total = counter()
+    register = isa.register_alloc(3)
+    while register:
+        bump(total)
+        return saved(total)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (escaping, r"dma_copy: src: expected a tensor that exists outside"),
+        (breaking, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
+        (returning, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
+        (lambda: isa.register_alloc(1) < 2, r"test_loops.py:\d+: register: expected a number"),
+    ],
+    ids=["tensor-of-the-body-used-outside", "break", "return", "comparison"],
+)
+def test_what_no_dynamic_loop_can_do_is_refused_with_its_line(
+    kernel: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(LanguageError, match=message):
+        nki_sim.run(kernel)
