@@ -103,6 +103,20 @@ def num_partials(config: PrefillConfig) -> int:
     return config.num_cores if config.shard.splits_i else 1
 
 
+def scales_late(config: PrefillConfig) -> bool:
+    """Whether pre-scaling is done after the projections, which are linear, and before the biases.
+
+    Rows that the gather turned have their tokens on the free axis, so that a token's scale is no
+    longer one number per partition.
+    """
+    return config.scaling == "pre" and config.loop.turns == "dma"
+
+
+def has_scale_table(config: PrefillConfig) -> bool:
+    """Whether the scales of a row tile are kept as one number per partition."""
+    return config.scaling != "none" and not scales_late(config)
+
+
 def limits(lower: float | None, upper: float | None) -> Limits:
     """Return clamps, None meaning none."""
     return Limits(upper is not None, upper or 0.0, lower is not None, lower or 0.0)

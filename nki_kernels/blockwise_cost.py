@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from nki_kernels.blockwise_config import ITEM_BYTES, PrefillConfig, largest_visit_of, num_partials
+from nki_kernels.blockwise_config import (
+    ITEM_BYTES,
+    PrefillConfig,
+    has_scale_table,
+    largest_visit_of,
+    num_partials,
+    scales_late,
+)
 from nki_kernels.blockwise_stages import bias_is_inside
 from nki_kernels.costs import KernelCost
 from nki_kernels.plans import Ints, VisitPlan
@@ -55,11 +62,13 @@ def _table_bytes(config: PrefillConfig, plan: VisitPlan, tile: Ints) -> int:
     """Return the bytes that a core reads to bring its plan on chip."""
     visits, entries = int(plan.visit_expert_CV.shape[1]), len(tile)
     known = int((tile < config.num_tiles).sum())
-    tables = 1 if config.scaling == "none" else 2
+    tables = 2 if has_scale_table(config) else 1
     words = visits + entries + len(config.loop.classes)
     words += tables * (entries + known * config.tile_rows)
     if config.stores == "rows":
         words += config.tile_rows * entries
+    if scales_late(config):
+        words += known * config.i_axis.rows * config.tile_rows
     return words * _INT32_BYTES
 
 
@@ -77,7 +86,7 @@ def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
         trips = [(int(plan.visit_expert_CV.shape[1]) - 2) // 2]
     visits = 2 * sum(trips)
     tiles = sum(2 * count * size for count, size in zip(trips, loop.classes, strict=True))
-    tables = 1 if config.scaling == "none" else 2
+    tables = 2 if has_scale_table(config) else 1
     entries = int(plan.visit_expert_CV.shape[1]) * largest_visit_of(config)
     total = tiles * tile + turn + tables * entries
     return total + (visits * H if config.has_scales else 0)

@@ -15,6 +15,7 @@ from nki_kernels.blockwise_config import (
     PrefillConfig,
     largest_visit_of,
     num_visits,
+    scales_late,
     with_loop,
 )
 from nki_kernels.plans import is_even
@@ -49,6 +50,8 @@ def sbuf_bytes(config: PrefillConfig) -> int:
     total += 4 * R * 4 + SMALL_TILES_BYTES
     # Token ids, rows to write, scales, and two more while they are made.
     total += 5 * 4 * num_visits(config) * largest
+    if scales_late(config):
+        total += largest * R * 4
     if config.has_scales:
         total += loop.slots * (H * 4 + H * 2)
     if config.has_down_bias:
@@ -133,7 +136,7 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
 def _sizes_and_turns(config: PrefillConfig, in_parts: int) -> Iterator[tuple[int, str]]:
     """Yield visit sizes, and who transposes; the DMA where rows are used in one part only."""
     asked = config.loop.turns
-    by_dma = is_even(config.H) and config.scaling != "pre" and in_parts == 1
+    by_dma = is_even(config.H) and in_parts == 1
     for size in range(largest_visit_of(config), 0, -1):
         if asked != "dma":
             yield size, "tensor"

@@ -43,7 +43,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.blockwise_config import PrefillConfig, num_partials
+from nki_kernels.blockwise_config import PrefillConfig, num_partials, scales_late
 from nki_kernels.blockwise_stages import (
     Buffers,
     Operands,
@@ -52,6 +52,7 @@ from nki_kernels.blockwise_stages import (
     gather_rows,
     load_down,
     load_gate_up,
+    load_late_scales,
     look_ahead,
     look_at_outputs,
     make_buffers,
@@ -88,7 +89,17 @@ def blockwise_moe(
     output = nl.ndarray(
         (num_partials(config), num_rows, config.H), dtype=nl.bfloat16, buffer=nl.shared_hbm
     )
-    x = Operands(hidden, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, output)
+    x = Operands(
+        hidden,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        gate_up_scale,
+        down_scale,
+        slot_scale,
+        output,
+    )
     num_visits = visit_expert.shape[1]
     b = make_buffers(config, num_visits)
     lane = 0 if config.shard.num_lanes == 1 else core
@@ -122,6 +133,10 @@ def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: int) -
     look_ahead(config, b, 0)
     look_ahead(config, b, 1)
     nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
+    if scales_late(config):
+        nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
+        for j in range(config.loop.classes[0]):
+            nisa.memset(dst=b.wide_scale[j], value=0.0)
     first = first_of_part(config, share, 0)
     gather_rows(config, b, x, 0, 0)
     load_gate_up(config, b, x, b.expert[0], 0, first)
@@ -146,6 +161,8 @@ def run_visit(
     tensor engine has work while the last activation is computed.
     """
     look_at_outputs(config, b, s)
+    if scales_late(config):
+        load_late_scales(config, b, x, s, size)
     go_in(config, b, x, s, size, share)
     turn_rows(config, b, 1 - s, 0)
     look_ahead(config, b, s)

@@ -70,8 +70,8 @@ def make_config(
         has_gate_up_bias, has_down_bias, has_scales: which optional operands there are.
         loop_plan: sorted, dynamic or static.
         shard_plan: balanced, block or intermediate.
-        turns: who transposes gathered rows: tensor, dma (not with pre-scaling, and only where H has
-            equal tiles), or auto for the faster by estimate.
+        turns: who transposes gathered rows: tensor, dma (only where H has equal tiles), or auto,
+            the faster by estimate.
         largest_visit: most row tiles that share one load of weights.
         tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of `num_slots`.
 
@@ -92,11 +92,8 @@ def make_config(
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}.")
     if has_scales and weight_format == "bfloat16":
         raise ValueError("has_scales=True: bfloat16 weights have none. Use a float8 format.")
-    if turns == "dma" and (scaling == "pre" or not is_even(H)):
-        raise ValueError(
-            f"turns='dma': needs H in equal tiles and no pre-scaling, not H={H}, "
-            f"scaling={scaling!r}. Use turns='tensor'."
-        )
+    if turns == "dma" and not is_even(H):
+        raise ValueError(f"turns='dma': needs H in equal tiles, not H={H}. Use turns='tensor'.")
     if largest_visit < 1:
         raise ValueError(f"largest_visit={largest_visit}: must be at least 1.")
     splits_i = shard_plan == "intermediate" and num_cores > 1

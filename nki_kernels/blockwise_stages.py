@@ -15,7 +15,12 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.blockwise_config import PrefillConfig, largest_visit_of
+from nki_kernels.blockwise_config import (
+    PrefillConfig,
+    has_scale_table,
+    largest_visit_of,
+    scales_late,
+)
 from nki_kernels.plans import PARTITIONS
 from nki_kernels.tiles import (
     apply_chain,
@@ -41,6 +46,7 @@ class Operands(NKIObject):
     down_bias: nl.NkiTensor
     gate_up_scale: nl.NkiTensor
     down_scale: nl.NkiTensor
+    slot_scale: nl.NkiTensor
     output: nl.NkiTensor
 
 
@@ -69,6 +75,8 @@ class Buffers(NKIObject):
     expert_out: list[nl.NkiTensor]
     ids: list[nl.NkiTensor]
     scale: list[nl.NkiTensor]
+    wide_scale: list[nl.NkiTensor]
+    in_tile: list[nl.NkiTensor]
     out_tile: list[nl.NkiTensor]
     out_row: list[nl.NkiTensor]
     out_scale: list[nl.NkiTensor]
@@ -125,7 +133,8 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     scales = slots if config.has_scales else 0
     i_tile = (i_axis.rows, 2, i_axis.count)
     classes = len(config.loop.classes)
-    tables = 1 if config.scaling != "none" else 0
+    tables = 1 if has_scale_table(config) else 0
+    late = 1 if scales_late(config) else 0
     by_row = config.stores != "tiles"
     float32, int32 = nl.float32, nl.int32
     # Turned rows and output rows are never in PSUM at once: they share six of its eight banks.
@@ -159,6 +168,8 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         expert_out=_tiles(2, (1, 1), int32),
         ids=_tiles(2, (R, largest), int32),
         scale=_tiles(2 * tables, (R, largest), float32),
+        wide_scale=_tiles(late * largest, (i_axis.rows, R), float32),
+        in_tile=_tiles(2 * late, (1, largest), int32),
         out_tile=_tiles(2, (1, largest), int32),
         out_row=_tiles(2 if by_row else 0, (R, largest), int32),
         out_scale=_tiles(2 * tables, (R, largest), float32),
@@ -204,7 +215,7 @@ def fill_tables(
         fill_row_table(config, b, plan[1], lane * entries)
     elif config.stores == "tokens":
         nisa.tensor_copy(dst=b.row_table[0], src=b.id_table)
-    if config.scaling != "none":
+    if has_scale_table(config):
         scales_sb = b.scale_table[0].reshape((R, entries))
         by_tile = slot_scale.reshape((config.num_tiles, R))
         load_table(scales_sb, by_tile, plan[1], lane * entries, 0.0, bank_ps)
@@ -252,9 +263,30 @@ def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
     _fetch(b.expert[s], b.expert_table, [[num_visits, 1], [1, 1]], b.ahead)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
     _fetch(b.ids[s], b.id_table, wide, b.ahead)
-    if config.scaling == "pre":
+    if config.scaling == "pre" and not scales_late(config):
         _fetch(b.scale[s], b.scale_table[0], wide, b.ahead)
     nisa.tensor_tensor(dst=b.ahead, data1=b.ahead, data2=b.one, op=nl.add)
+
+
+def load_late_scales(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int) -> None:
+    """Load the scales of this visit's tokens, the same row for every partition."""
+    R, rows = config.tile_rows, config.i_axis.rows
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+    # The counter already names the next visit; what it fetched for this one came a visit ago.
+    for j in range(size):
+        nisa.dma_copy(
+            dst=b.wide_scale[j],
+            src=x.slot_scale.reshape((config.num_tiles, R)).ap(
+                [[0, rows], [1, R]],
+                scalar_offset=b.in_tile[s][0:1, j : j + 1],
+                indirect_dim=0,
+            ),
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.hwdge,
+            engine=nisa.engine.scalar,
+        )
+    pattern = [[num_visits * largest, 1], [1, largest]]
+    _fetch(b.in_tile[1 - s], b.tile_table, pattern, b.counter)
 
 
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
@@ -483,10 +515,16 @@ def project_in(
             )
     gate_sb = b.gate[tile % 2][0:rows, 0:R]
     up_sb = b.up[tile % 2][0:rows, 0:R]
-    activate_gate(config, b, slot, tile, gate_sb, bank_ps[0:rows, 0, 0:R])
+    gate, up = bank_ps[0:rows, 0, 0:R], bank_ps[0:rows, 1, 0:R]
+    if scales_late(config):
+        scale_sb = b.wide_scale[j][0:rows, 0:R]
+        nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
+        nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
+        gate, up = gate_sb, up_sb
+    activate_gate(config, b, slot, tile, gate_sb, gate)
     operators, operands = _chain(config, b, slot, tile, 1)
     inner_sb = b.inner[j][0:rows, part * i_axis.count + tile, 0:R]
-    multiply_chain(inner_sb, up_sb, bank_ps[0:rows, 1, 0:R], operators, operands, gate_sb)
+    multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
 
 
 def _chain(

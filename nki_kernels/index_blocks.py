@@ -55,6 +55,7 @@ MAX_TOP_K = 16
 MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
 SLOTS = 8  # values per nc_match_replace8
 BANK = 512  # float32 columns of one PSUM bank
+GROUP = 2048  # columns of the inverse summed at once: half of PSUM, and exact in float16
 DIGIT_BITS = 8  # of a bfloat16 significand
 SBUF_BYTES = 212_984  # usable per partition on Trn2 (leanprover/KLR, KLR/Trace.lean)
 
@@ -117,7 +118,7 @@ def sbuf_bytes(num_tokens: int, top_k: int, dims: BlockDims, num_cores: int) -> 
     padded = tokens.count * -(-top_k // SLOTS) * SLOTS * 4
     width = -(-dims.num_blocks * dims.block_size // PARTITIONS)
     ranking = chosen + padded + 4 * 4 * pairs + 14 * 4 * (dims.num_experts + 1)
-    inverting = 14 * 4 * pairs + 7 * 4 * min(width, BANK) + 2 * 128 * 6
+    inverting = 14 * 4 * pairs + 8 * 4 * min(width, GROUP) + 2 * 128 * 8
     return max(ranking, inverting) + 4096
 
 
@@ -443,27 +444,25 @@ def invert(
     digits = split_digits(number_sb, num_digits(last_pair))
     # Small integers are exact in 16 bits, of which the Vector engine compares four at a time.
     line_sb = count_up(PARTITIONS, nl.float16)
-    numbers_sb = count_up(min(row_size, BANK), nl.float16)
-    for start in range(0, row_size, BANK):
-        width = min(BANK, row_size - start)
+    numbers_sb = count_up(min(row_size, GROUP), nl.float16)
+    for start in range(0, row_size, GROUP):
+        width = min(GROUP, row_size - start)
         here_sb = nl.ndarray(column_sb.shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=here_sb, data=column_sb, op0=nl.subtract, operand0=float(start))
         inverse_ps = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.psum)
         for pair in range(pairs_per_partition):
             column = slice(pair, pair + 1)
-            row = one_hot(line_sb, row_sb[:, column])
             moving = one_hot(numbers_sb[:, 0:width], here_sb[:, column])
+            stationary = weighted_one_hots(line_sb, row_sb[:, column], digits, pair)
             for digit in range(len(digits)):
-                stationary_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
-                nisa.activation(
-                    dst=stationary_sb, op=nl.copy, data=row, scale=digits[digit][:, column]
-                )
-                nisa.nc_matmul(
-                    dst=inverse_ps,
-                    stationary=stationary_sb,
-                    moving=moving,
-                    accumulate=pair + digit > 0,
-                )
+                for bank in range(0, width, BANK):
+                    banked = slice(bank, min(bank + BANK, width))
+                    nisa.nc_matmul(
+                        dst=inverse_ps[:, banked],
+                        stationary=stationary[digit],
+                        moving=moving[:, banked],
+                        accumulate=pair + digit > 0,
+                    )
         store_inverse(token_of_slot, pair_of_slot, inverse_ps, row_size, start, top_k)
 
 
@@ -472,6 +471,36 @@ def one_hot(numbers: nl.ndarray, place: nl.ndarray) -> nl.ndarray:
     found_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=found_sb, data=numbers, op0=nl.equal, operand0=place)
     return found_sb
+
+
+def weighted_one_hots(
+    numbers: nl.ndarray, place: nl.ndarray, digits: list[nl.ndarray], pair: int
+) -> list[nl.ndarray]:
+    """Return, for each digit of a pair's number, bfloat16 tiles that hold it at its `place`.
+
+    The Vector engine makes up to two of them; with a third, it leaves two to the Scalar engine.
+    """
+    column = slice(pair, pair + 1)
+    weighted = []
+    for digit in range(len(digits)):
+        weighted_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
+        if digit == 0 or len(digits) == 2:
+            nisa.tensor_scalar(
+                dst=weighted_sb,
+                data=numbers,
+                op0=nl.equal,
+                operand0=place,
+                op1=nl.multiply,
+                operand1=digits[digit][:, column],
+            )
+        weighted.append(weighted_sb)
+    if len(digits) > 2:
+        found_sb = one_hot(numbers, place)
+        for digit in range(1, len(digits)):
+            nisa.activation(
+                dst=weighted[digit], op=nl.copy, data=found_sb, scale=digits[digit][:, column]
+            )
+    return weighted
 
 
 def split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.ndarray]:

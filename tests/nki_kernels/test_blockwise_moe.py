@@ -33,6 +33,13 @@ CASES = {
     "T200-H192-I60-E4-K2-B64-turned-by-dma": Prefill(
         200, 192, 60, 4, 2, 64, has_bias=True, options={**GPT_OSS, "turns": "dma"}
     ),
+    "T600-H128-I96-E4-K1-B128-pre-turned-by-dma": Prefill(
+        600, 128, 96, 4, 1, options={"scaling": "pre", "turns": "dma", "stores": "tokens"}
+    ),
+    "T150-H128-I260-E4-K2-B64-pre-turned-by-dma-bias": Prefill(
+        150, 128, 260, 4, 2, 64, has_bias=True,
+        options={**GPT_OSS, "scaling": "pre", "turns": "dma"},
+    ),
     "T600-H64-I4-E2-K1-B1024": Prefill(600, 64, 4, 2, 1, 1024),
     "T300-H128-I128-E3-K1-B256-pre": Prefill(
         300, 128, 128, 3, 1, 256, options={"scaling": "pre", "stores": "tokens"}
@@ -164,7 +171,7 @@ REFUSED = {
     "shard_plan": ({"shard_plan": "expert"}, r"shard_plan='expert': must be one of balanced"),
     "scales": ({"has_scales": True}, r"has_scales=True: bfloat16 weights have none"),
     "split": ({"shard_plan": "intermediate", "I": 45}, r"I=45: must be a multiple of 2"),
-    "turns": ({"turns": "dma", "scaling": "pre"}, r"turns='dma': needs H in equal tiles"),
+    "turns": ({"turns": "dma", "H": 320}, r"turns='dma': needs H in equal tiles"),
     "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
 }
 
