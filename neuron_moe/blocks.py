@@ -116,7 +116,8 @@ def build_block_mapping(
     """Place every pair in a slot.
 
     Args:
-        expert_index_TK: [T, K] integer expert of this rank, or NO_EXPERT.
+        expert_index_TK: [T, K] integer expert of this rank, or NO_EXPERT; no expert twice for one
+            token.
         num_experts: experts of this rank (E).
         block_size: B.
         min_blocks: N is at least this many.
@@ -125,6 +126,11 @@ def build_block_mapping(
     Returns:
         The mapping, on the device of the index.
     """
+    if expert_index_TK.ndim != 2 or expert_index_TK.is_floating_point():
+        raise ValueError(
+            f"expert_index: shape {list(expert_index_TK.shape)} {expert_index_TK.dtype} must be"
+            " [T, K] integers. Pass Routing.expert_index_TK."
+        )
     num_tokens, top_k = expert_index_TK.shape
     blocks = num_blocks(num_tokens, top_k, num_experts, block_size, pad_to_even=pad_to_even)
     blocks = max(blocks, min_blocks)

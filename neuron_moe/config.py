@@ -1,28 +1,30 @@
 """What a MoE layer is, and how its blockwise path is tuned.
 
 Constructor arguments, their order and their defaults are NxD's
-(`neuronx_distributed.modules.moe.moe_configs`),
-so a published configuration works unchanged. Three things are stricter here: a key nobody reads is
-refused with
-the nearest known name, every value is checked when the object is built, and objects are frozen.
+(`neuronx_distributed.modules.moe.moe_configs`), so a published configuration works unchanged. Three
+things are stricter here: a key nobody reads is refused with the nearest known name, every value is
+checked when the object is built, and objects are frozen.
 """
 
 import dataclasses
-import functools
-import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 
-from neuron_moe.errors import check_choice, check_positive_int, reject_unknown
+from neuron_moe.errors import (
+    check_bools,
+    check_choice,
+    check_finite,
+    check_positive_int,
+    names_its_keys,
+    reject_unknown,
+)
 
 DEFAULT_BLOCK_SIZE = 512
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
-_T = TypeVar("_T")
 
 ROUTER_ACTIVATIONS = ("softmax", "sigmoid")
 HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
@@ -46,8 +48,7 @@ class GLUType(Enum):
 
 
 class BlockShardStrategy(Enum):
-    """Which blocks a physical core takes when blocks are spread over the cores of a logical core.
-    """
+    """Which blocks a physical core takes when blocks are spread over those of a logical core."""
 
     HI_LO = "HI_LO"
     PING_PONG = "PING_PONG"
@@ -68,45 +69,16 @@ def _as_enum(kind: type[_EnumT], name: str, value: object) -> _EnumT:
 
 
 def as_dtype(name: str, value: torch.dtype | str) -> torch.dtype:
-    """Return a torch dtype from a dtype or its name ('bfloat16', 'torch.bfloat16')."""
-    if isinstance(value, torch.dtype):
-        return value
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
-    if not isinstance(found, torch.dtype):
+    """Return the dtype of weights from a dtype or its name ('bfloat16', 'torch.bfloat16')."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(
-            f"{name}={value!r}: must be a torch dtype or its name, such as 'bfloat16'."
+            f"{name}={value!r}: must be a float torch dtype or its name, such as 'bfloat16'."
         )
     return found
 
 
-def _names_its_keys(cls: type[_T]) -> type[_T]:
-    """Make a dataclass refuse unknown keywords by name, with the nearest known one."""
-    built_init: Callable[..., None] = cls.__init__
-    signature = inspect.signature(built_init)
-    known = [name for name in signature.parameters if name != "self"]
-
-    @functools.wraps(built_init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        reject_unknown(cls.__name__, kwargs, known)
-        built_init(self, *args, **kwargs)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
-
-
-def _check_finite(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: must be a finite number.")
-
-
-def _check_bools(config: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: must be True or False.")
-
-
-@_names_its_keys
+@names_its_keys
 @dataclass(frozen=True)
 class BlockwiseMatmulConfig:
     """Tuning of the blockwise prefill path; build it with `default()` or `from_kwargs(...)`.
@@ -145,7 +117,7 @@ class BlockwiseMatmulConfig:
         if self.num_static_blocks is not None:
             check_positive_int("num_static_blocks", self.num_static_blocks)
         flags = [f.name for f in dataclasses.fields(self) if f.type is bool]
-        _check_bools(self, tuple(flags))
+        check_bools(self, tuple(flags))
         if self.use_shard_on_intermediate_dynamic_while and self.use_shard_on_block_dynamic_while:
             raise ValueError(
                 "use_shard_on_intermediate_dynamic_while=True,"
@@ -164,7 +136,7 @@ class BlockwiseMatmulConfig:
         return cls()
 
 
-@_names_its_keys
+@names_its_keys
 @dataclass(frozen=True)
 class RouterConfig:
     """Router activation and the dtype its weights are kept in (arithmetic is always float32)."""
@@ -186,7 +158,7 @@ class RouterConfig:
         )
 
 
-@_names_its_keys
+@names_its_keys
 @dataclass(frozen=True)
 class RoutedExpertsMLPOpsConfig:
     """The routed experts of one layer: sizes, activation, affinities, capacity.
@@ -238,11 +210,17 @@ class RoutedExpertsMLPOpsConfig:
         for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):
             check_positive_int(name, getattr(self, name))
         check_top_k(self.top_k, self.num_experts)
-        _check_bools(self, ("glu_mlp", "bias", "normalize_top_k_affinities"))
-        _check_bools(self, ("early_expert_affinity_modulation",))
+        flags = [f.name for f in dataclasses.fields(self) if f.type is bool]
+        check_bools(self, flags)
+        for name in ("hidden_size_actual", "intermediate_size_actual"):
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
+        for name in ("is_hidden_dim_shuffled", "is_intermediate_dim_shuffled", "is_prefill"):
+            if getattr(self, name) is not None:
+                check_bools(self, (name,))
         self._settle_activation()
         for name in ("hidden_act_scaling_factor", "hidden_act_bias"):
-            _check_finite(name, getattr(self, name))
+            check_finite(name, getattr(self, name))
         for kind in ("gate", "up"):
             self._check_clamp(kind)
         if self.normalize_top_k_affinities and self.top_k == 1:
@@ -251,7 +229,7 @@ class RoutedExpertsMLPOpsConfig:
                 " Set normalize_top_k_affinities=False."
             )
         if self.capacity_factor is not None:
-            _check_finite("capacity_factor", self.capacity_factor)
+            check_finite("capacity_factor", self.capacity_factor)
             if self.capacity_factor <= 0:
                 raise ValueError(
                     f"capacity_factor={self.capacity_factor!r}: must be None (dropless) or > 0"
@@ -276,7 +254,7 @@ class RoutedExpertsMLPOpsConfig:
         upper = getattr(self, f"{kind}_clamp_upper_limit")
         for side, value in (("lower", lower), ("upper", upper)):
             if value is not None:
-                _check_finite(f"{kind}_clamp_{side}_limit", value)
+                check_finite(f"{kind}_clamp_{side}_limit", value)
         if lower is not None and upper is not None and lower > upper:
             raise ValueError(
                 f"{kind}_clamp_lower_limit={lower!r}, {kind}_clamp_upper_limit={upper!r}:"
@@ -288,16 +266,8 @@ class RoutedExpertsMLPOpsConfig:
         """Build from keywords; an unknown one is refused."""
         return cls(**kwargs)
 
-    @property
-    def drops_tokens(self) -> bool:
-        """Whether the capacity is below the dropless one, E / K (as NxD decides it)."""
-        return (
-            self.capacity_factor is not None
-            and self.capacity_factor < self.num_experts / self.top_k
-        )
 
-
-@_names_its_keys
+@names_its_keys
 @dataclass(frozen=True)
 class MoEFusedTKGConfig:
     """NxD's switches of the fused decode kernel; None leaves the choice to `choose_path`."""
@@ -326,12 +296,3 @@ def check_top_k(top_k: int, num_experts: int) -> None:
             f"top_k={top_k}: must not exceed num_experts={num_experts}."
             " A token cannot choose an expert twice; lower top_k."
         )
-
-
-def config_to_dict(config: Any) -> Mapping[str, Any]:
-    """Return the fields of one of the configurations above as plain values."""
-    return {
-        field.name: value.value if isinstance(value, Enum) else value
-        for field in dataclasses.fields(config)
-        for value in [getattr(config, field.name)]
-    }

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from neuron_moe.blocks import PaddingOverhead, num_blocks, padding_overhead
 from neuron_moe.config import DEFAULT_BLOCK_SIZE, check_top_k
-from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.errors import check_choice, check_finite, check_positive_int
 
 PHASES = ("prefill", "decode", "speculation", "training")
 PATHS = ("blockwise", "selective", "all_experts", "capacity")
@@ -78,6 +78,13 @@ class Workload:
         check_top_k(self.top_k, self.num_experts)
         for name in ("tokens", "num_local_experts", "block_size"):
             check_positive_int(name, getattr(self, name))
+        if self.capacity_factor is not None:
+            check_finite("capacity_factor", self.capacity_factor)
+            if self.capacity_factor <= 0 and self.phase != "training":
+                raise ValueError(
+                    f"capacity_factor={self.capacity_factor!r}: must be None (dropless) or > 0"
+                    " (dropping). Use None to compute every choice."
+                )
         if self.num_local_experts > self.num_experts:
             raise ValueError(
                 f"num_local_experts={self.num_local_experts}: must not exceed"
@@ -140,8 +147,7 @@ def choose_path(
         block_size,
         capacity_factor,
     )
-    if compat not in (None, "nxd"):
-        raise ValueError(f"compat={compat!r}: must be None (our rules) or 'nxd'.")
+    check_compat(compat)
     rules: Callable[[Workload], tuple[str, tuple[str, ...]]]
     rules = _rules_nxd if compat == "nxd" else _rules
     path, reasons = rules(work)
@@ -153,6 +159,12 @@ def choose_path(
         )
     rejected = tuple((other, _why_not(other, path, work)) for other in PATHS if other != path)
     return Decision(path, _kernel_name(path, backend), reasons, rejected)
+
+
+def check_compat(compat: str | None) -> None:
+    """Raise ValueError unless `compat` names a rule table."""
+    if compat not in (None, "nxd"):
+        raise ValueError(f"compat={compat!r}: must be None (our rules) or 'nxd'. Use None.")
 
 
 def _rules(work: Workload) -> tuple[str, tuple[str, ...]]:

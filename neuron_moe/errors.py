@@ -1,11 +1,25 @@
 """Errors about what a caller passed in, and the words they share."""
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class UnknownKeyError(ValueError, TypeError):
     """A configuration key nobody reads; also a TypeError, which Python raises for a bad keyword."""
+
+
+class WrongTypeError(ValueError, TypeError):
+    """A value of a class that cannot be used."""
+
+
+class WeightError(ValueError, RuntimeError):
+    """A weight of the wrong shape or dtype; also a RuntimeError, which torch raises for a shape."""
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -23,6 +37,43 @@ def reject_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise UnknownKeyError(f"{owner}: unknown key {name!r}. {closest(name, options)}")
 
 
+def names_its_keys(cls: type[T]) -> type[T]:
+    """Make a class refuse unknown keywords by name, with the nearest known one."""
+    built_init: Callable[..., None] = cls.__init__
+    known = [name for name in inspect.signature(built_init).parameters if name != "self"]
+
+    @functools.wraps(built_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        reject_unknown(cls.__name__, kwargs, known)
+        built_init(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+def check_instance(name: str, value: object, kind: type[T]) -> T:
+    """Return `value` if it is a `kind`; raise WrongTypeError otherwise."""
+    if not isinstance(value, kind):
+        raise WrongTypeError(
+            f"{name}: must be a {kind.__name__}, not {type(value).__name__}. Build one and pass it."
+        )
+    return value
+
+
+def check_finite(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a finite number (bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be a finite number.")
+
+
+def check_bools(owner: object, names: Iterable[str]) -> None:
+    """Raise ValueError unless each named attribute of `owner` is True or False."""
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: must be True or False.")
+
+
 def check_positive_int(name: str, value: object) -> int:
     """Return `value` if it is an int >= 1 (bool is none); raise ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -34,7 +85,7 @@ def check_choice(name: str, value: object, options: Iterable[str]) -> str:
     """Return `value` if it is one of the option strings; raise ValueError otherwise."""
     known = tuple(options)
     if value not in known:
-        raise ValueError(
-            f"{name}={value!r}: must be one of {', '.join(known)}. {closest(str(value), known)}"
-        )
+        near = difflib.get_close_matches(str(value).lower(), known, n=1, cutoff=0.6)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}.{hint}")
     return str(value)

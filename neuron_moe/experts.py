@@ -17,12 +17,21 @@ from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import Backend, BlockPlan, ExpertWeights, LocalRouting, get_backend
 from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
-from neuron_moe.config import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
-from neuron_moe.dispatch import Decision, choose_path
+from neuron_moe.config import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig, as_dtype
+from neuron_moe.dispatch import Decision, check_compat, choose_path
+from neuron_moe.errors import (
+    WeightError,
+    check_choice,
+    check_instance,
+    check_positive_int,
+    names_its_keys,
+)
 from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.config import STRATEGIES
 from neuron_moe.parallel.hybrid import DECODE_PHASES, PhaseShards
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.state import check_weight, refuse_wrong_weights
 
 _LARGEST_DRAWN_BYTES = 1 << 30
 _SMALLEST_SUM = 1e-12  # a token whose choices all dropped out has affinity sum 0
@@ -31,8 +40,8 @@ _SMALLEST_SUM = 1e-12  # a token whose choices all dropped out has affinity sum 
 class ExpertLinear(nn.Module):
     """One matrix (and bias) per expert: weight [E, in, out], bias [E, out].
 
-    A weight of up to 1 GiB starts with random values, a larger one with zeros: real ones come from a
-    checkpoint. Biases start as zeros.
+    A weight of up to 1 GiB starts with random values, a larger one with zeros: real ones come from
+    a checkpoint. Biases start as zeros.
     """
 
     bias: nn.Parameter | None
@@ -52,6 +61,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         shape = (num_experts, input_size, output_size)
         weight, is_drawn = _allocate(shape, dtype, device)
+        self.shape = shape
         self.weight = nn.Parameter(weight)
         self.packed = None
         if bias:
@@ -62,6 +72,13 @@ class ExpertLinear(nn.Module):
             self.register_parameter("bias", None)
         if is_drawn:
             self.reset_parameters(init_method)
+        refuse_wrong_weights(self)
+
+    def check(self, name: str) -> None:
+        """Raise WeightError if somebody assigned a weight or bias that does not fit."""
+        check_weight(f"{name}.weight", self.weight, self.shape)
+        if self.bias is not None:
+            check_weight(f"{name}.bias", self.bias, self.shape[::2])
 
     def reset_parameters(self, init_method: Any = None) -> None:
         """Draw each expert's matrix from `init_method`, or kaiming-uniform with a = sqrt(5)."""
@@ -73,8 +90,7 @@ class ExpertLinear(nn.Module):
                     init_method(matrix)
 
     def pack(self) -> None:
-        """Keep the weight packed for CPU inference; `weight` stays as a shape on the meta device.
-        """
+        """Keep the weight packed for CPU inference; `weight` stays, as a shape without memory."""
         if self.packed is None:
             self.packed = PackedMatrices(self.weight.detach())
             self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
@@ -168,6 +184,13 @@ class Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """Return the tensors in the form backends take."""
         first: ExpertLinear = getattr(self, self.first_name)
+        first.check(self.first_name)
+        self.down_proj.check("down_proj")
+        if first.weight.dtype != self.down_proj.weight.dtype:
+            raise WeightError(
+                f"{self.first_name}.weight: dtype {first.weight.dtype} must be that of"
+                f" down_proj.weight, {self.down_proj.weight.dtype}. Cast the module with .to()."
+            )
         return ExpertWeights(
             gate_up_proj_EHI=first.weight,
             down_proj_EIH=self.down_proj.weight,
@@ -207,6 +230,7 @@ class Experts(nn.Module):
         )
 
 
+@names_its_keys
 class ExpertMLPsV2(nn.Module):
     """The routed experts of one layer, with NxD's constructor arguments.
 
@@ -218,7 +242,7 @@ class ExpertMLPsV2(nn.Module):
         routed_experts_mlp_config: sizes, activation, affinities, capacity.
         blockwise_matmul_config: tuning of the blockwise path.
         return_bias: not supported, as in NxD.
-        dtype: dtype of the weights.
+        dtype: dtype of the weights, or its name.
         sequence_parallel_enabled: the layer's input is this rank's part of the sequence.
         device: where the weights live.
         tensor_model_parallel_group: ranks that split the intermediate axis; default: those of
@@ -244,7 +268,7 @@ class ExpertMLPsV2(nn.Module):
         routed_experts_mlp_config: RoutedExpertsMLPOpsConfig,
         blockwise_matmul_config: BlockwiseMatmulConfig | None = None,
         return_bias: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         sequence_parallel_enabled: bool = False,
         device: torch.device | str | None = None,
         tensor_model_parallel_group: ProcessGroup | None = None,
@@ -264,13 +288,25 @@ class ExpertMLPsV2(nn.Module):
         super().__init__()
         if return_bias:
             raise NotImplementedError("return_bias=True: not supported, as in NxD. Leave it False.")
+        check_instance(
+            "routed_experts_mlp_config", routed_experts_mlp_config, RoutedExpertsMLPOpsConfig
+        )
+        if blockwise_matmul_config is not None:
+            check_instance(
+                "blockwise_matmul_config", blockwise_matmul_config, BlockwiseMatmulConfig
+            )
+        check_compat(compat)
+        if strategy is not None:
+            check_choice("strategy", strategy, STRATEGIES)
+        if backend is None:
+            raise ValueError("backend=None: must be the name of a backend or one. Use 'torch'.")
         self.config = routed_experts_mlp_config
         self.routed_experts_mlp_config = routed_experts_mlp_config
         self.blockwise_matmul_config = blockwise_matmul_config or BlockwiseMatmulConfig.default()
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.is_prefill = is_prefill
         self.enabled_hybrid_sharding = enabled_hybrid_sharding
-        self.dtype = dtype
+        self.dtype = as_dtype("dtype", dtype)
         self.backend = (
             get_backend(backend, self.blockwise_matmul_config)
             if isinstance(backend, str)
@@ -414,11 +450,13 @@ class ExpertMLPsV2(nn.Module):
             [T, H] in the dtype of the hidden states; a partial sum under tensor or expert
             parallelism.
         """
+        check_positive_int("seq_len", seq_len)
         phase = phase or ("decode" if seq_len == 1 else "prefill")
         self.check_hidden(hidden_states)
         if expert_affinities_masked_full is not None:
             expert_affinities = expert_affinities_masked_full
         num_tokens = hidden_states.shape[0]
+        _check_choices(expert_index, num_tokens, self.config.num_experts)
         index_TK, affinities_TK = self.select(
             expert_affinities, expert_index, num_tokens, padding_mask, phase
         )
@@ -562,6 +600,30 @@ class ExpertMLPsV2(nn.Module):
                 self.expert_load_E
                 + sort_pairs(index_TK, self.config.num_experts).tokens_per_expert_E
             )
+
+
+def _check_choices(expert_index: Tensor, num_tokens: int, num_experts: int) -> None:
+    """Refuse choices that are not experts, or of another number of tokens."""
+    if expert_index.shape[0] != num_tokens:
+        raise ValueError(
+            f"expert_index: shape {tuple(expert_index.shape)} must have one row for each of the"
+            f" {num_tokens} tokens of hidden_states. Route the same tokens."
+        )
+    if expert_index.numel() == 0:
+        return
+    if expert_index.is_floating_point() or expert_index.is_complex():
+        raise ValueError(
+            f"expert_index: dtype {expert_index.dtype} must be an integer one. Pass the choices,"
+            " not the affinities."
+        )
+    if torch.compiler.is_compiling():
+        return  # a graph cannot look at values
+    largest = int(expert_index.max())
+    if largest >= num_experts:
+        raise ValueError(
+            f"expert_index: expert {largest} must be below num_experts={num_experts}. Number"
+            " experts from 0; -1 is none."
+        )
 
 
 def _choice_affinities(affinities: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from neuron_moe.backends import TellsPlan
 from neuron_moe.config import MoEFusedTKGConfig
 from neuron_moe.dispatch import PHASES, Explanation, Workload, explain_path
-from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.errors import check_choice, check_instance, check_positive_int, names_its_keys
 from neuron_moe.experts import ExpertMLPsV2
 from neuron_moe.parallel.collectives import as_collectives
 from neuron_moe.parallel.layer import LayerOutput, ParallelLayer, TokenBatch
@@ -35,6 +35,7 @@ class MoEOutput(NamedTuple):
     residual: Tensor | None = None
 
 
+@names_its_keys
 class MoE(nn.Module):
     """One MoE layer, with NxD's constructor arguments.
 
@@ -81,6 +82,13 @@ class MoE(nn.Module):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_instance("router", router, RouterBase)
+        check_instance("expert_mlps", expert_mlps, ExpertMLPsV2)
+        if sequence_dimension not in (None, 0, 1):
+            raise ValueError(
+                f"sequence_dimension={sequence_dimension!r}: must be 1 for [B, S, H] or 0 for"
+                " [S, B, H]. Leave it out for [B, S, H]."
+            )
         for name in ("num_experts", "top_k", "hidden_size"):
             ours, theirs = getattr(router, name), getattr(expert_mlps.config, name)
             if ours != theirs:
@@ -137,12 +145,18 @@ class MoE(nn.Module):
             phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
                 not its part of a prompt; None decides by S.
         """
+        check_instance("hidden_states", hidden_states, Tensor)
         if hidden_states.ndim != 3:
             raise ValueError(
                 f"hidden_states: shape {tuple(hidden_states.shape)} must be [B, S, H]. Add the"
                 f" batch axis."
             )
         if residual is not None:
+            if check_instance("residual", residual, Tensor).shape != hidden_states.shape:
+                raise ValueError(
+                    f"residual: shape {tuple(residual.shape)} must be that of hidden_states,"
+                    f" {tuple(hidden_states.shape)}. Expand it first if that is meant."
+                )
             hidden_states = hidden_states + residual
             residual = hidden_states.clone()
         normed = hidden_states if self.rmsnorm is None else self.rmsnorm(hidden_states)
@@ -151,6 +165,13 @@ class MoE(nn.Module):
             phase = "speculation"
         is_part = self.sequence_parallel_enabled and phase is None
         axis = self.sequence_dimension if is_part and self.sequence_dimension is not None else 1
+        if padding_mask is not None:
+            check_instance("padding_mask", padding_mask, Tensor)
+            if not is_part and padding_mask.shape[1:] != hidden_states.shape[1:2]:
+                raise ValueError(
+                    f"padding_mask: shape {tuple(padding_mask.shape)} must be [B, S] of"
+                    f" hidden_states {tuple(hidden_states.shape)}. Reshape or transpose it."
+                )
         batch = TokenBatch(hidden_TH, normed.shape[1 - axis], padding_mask, phase, is_part)
         output_TH, routing = self._run(batch, is_batch_first=axis == 1)
         return MoEOutput(
@@ -190,19 +211,29 @@ class MoE(nn.Module):
         Args:
             phase: 'prefill', 'decode' or 'speculation'.
             tokens: T.
-            tokens_per_expert: load for the actual padding; default: the counters, if enabled.
+            tokens_per_expert: load of each expert of this rank, for the actual padding; default:
+                the counters, if enabled. An empty list leaves it out.
 
         Returns:
             An explanation; print it, or read its fields.
         """
         check_choice("phase", phase, PHASES)
         experts = self.expert_mlps
+        num_local = len(experts.local_experts(phase))
+        if tokens_per_expert and (
+            len(tokens_per_expert) != num_local or min(tokens_per_expert) < 0
+        ):
+            raise ValueError(
+                f"tokens_per_expert: {len(tokens_per_expert)} counts from {min(tokens_per_expert)}"
+                f" on, must be {num_local}, one for each expert of this rank, and none negative."
+                " Pass what `expert_load` counted."
+            )
         work = Workload(
             phase,
             tokens,
             experts.config.top_k,
             experts.num_slots,
-            len(experts.local_experts(phase)),
+            num_local,
             experts.blockwise_matmul_config.block_size,
             experts.config.capacity_factor,
         )
@@ -212,10 +243,3 @@ class MoE(nn.Module):
         backend = experts.backend
         notes = backend.notes(decision.path) if isinstance(backend, TellsPlan) else ()
         return explain_path(work, decision, tokens_per_expert=tokens_per_expert, notes=notes)
-
-
-def phase_of(seq_len: int, is_speculative_decoding: bool = False) -> str:
-    """Return the phase a forward with this sequence length belongs to."""
-    if is_speculative_decoding:
-        return "speculation"
-    return "decode" if seq_len == 1 else "prefill"

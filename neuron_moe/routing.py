@@ -15,6 +15,7 @@ and hidden states.
 Axes: T tokens, E experts, K experts per token, H hidden, G expert groups.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from neuron_moe.config import ROUTER_ACTIVATIONS, check_top_k
-from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.config import ROUTER_ACTIVATIONS, as_dtype, check_top_k
+from neuron_moe.errors import (
+    check_bools,
+    check_choice,
+    check_finite,
+    check_instance,
+    check_positive_int,
+    names_its_keys,
+)
+from neuron_moe.state import refuse_wrong_weights
 
 
 class Routing(NamedTuple):
@@ -56,8 +65,8 @@ class RouterSpec:
         has_selection_bias: add a float32 bias to the scores for the choice, not for the weights.
         n_group: number of equal expert groups (1: none).
         topk_group: groups a token may choose from; ranked by the sum of their two best scores.
-        out_of_group_fill: score of experts outside these groups: 0.0 (as published for DeepSeek-V3)
-            or -inf.
+        out_of_group_fill: score of experts outside these groups: -inf (as transformers 5 fills) or
+            0.0 (as NxD fills).
         renormalize: divide the K weights by their sum + renormalize_eps.
         renormalize_eps: guards against a zero sum.
         routed_scaling_factor: multiplies the weights, last.
@@ -81,6 +90,9 @@ class RouterSpec:
         check_top_k(self.top_k, self.num_experts)
         check_positive_int("hidden_size", self.hidden_size)
         check_choice("act_fn", self.act_fn, ROUTER_ACTIVATIONS)
+        check_bools(self, ("act_over_topk", "has_bias", "has_selection_bias", "renormalize"))
+        for name in ("renormalize_eps", "routed_scaling_factor"):
+            check_finite(name, getattr(self, name))
         if self.act_over_topk and (self.has_selection_bias or self.n_group > 1):
             raise ValueError(
                 "act_over_topk=True: the choice is made on logits, so selection bias and expert"
@@ -92,6 +104,15 @@ class RouterSpec:
     def _check_groups(self) -> None:
         check_positive_int("n_group", self.n_group)
         check_positive_int("topk_group", self.topk_group)
+        if self.topk_group > self.n_group:
+            raise ValueError(
+                f"topk_group={self.topk_group}: must not exceed n_group={self.n_group}."
+                " Lower topk_group."
+            )
+        if self.out_of_group_fill not in (0.0, float("-inf")):
+            raise ValueError(
+                f"out_of_group_fill={self.out_of_group_fill!r}: must be 0.0 or float('-inf')."
+            )
         if self.n_group == 1:
             return
         size, rest = divmod(self.num_experts, self.n_group)
@@ -101,19 +122,11 @@ class RouterSpec:
                 f" groups"
                 " of at least 2 experts."
             )
-        if self.topk_group > self.n_group:
-            raise ValueError(
-                f"topk_group={self.topk_group}: must not exceed n_group={self.n_group}."
-            )
         if self.top_k > self.topk_group * size:
             raise ValueError(
                 f"top_k={self.top_k}: topk_group={self.topk_group} groups of {size} experts offer"
                 f" only"
                 f" {self.topk_group * size}. Raise topk_group or lower top_k."
-            )
-        if self.out_of_group_fill not in (0.0, float("-inf")):
-            raise ValueError(
-                f"out_of_group_fill={self.out_of_group_fill!r}: must be 0.0 or float('-inf')."
             )
 
 
@@ -193,7 +206,7 @@ class RouterBase(nn.Module):
         self,
         spec: RouterSpec,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,
@@ -201,6 +214,12 @@ class RouterBase(nn.Module):
         jitter_eps: float = 0.0,
     ) -> None:
         super().__init__()
+        dtype = as_dtype("dtype", dtype)
+        check_finite("jitter_eps", jitter_eps)
+        if not 0 <= jitter_eps < 1:
+            raise ValueError(
+                f"jitter_eps={jitter_eps}: must be at least 0 and below 1. Use 0 for no noise."
+            )
         self.spec = spec
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
@@ -214,6 +233,20 @@ class RouterBase(nn.Module):
             self.e_score_correction_bias = nn.Parameter(bias_E, requires_grad=False)
         else:
             self.register_parameter("e_score_correction_bias", None)
+        refuse_wrong_weights(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RouterBase":
+        """Move and cast as torch does, except that the selection bias stays float32.
+
+        Rounded to bfloat16 it would change which experts are chosen.
+        """
+        bias_E = self.e_score_correction_bias
+        exact_E = None if bias_E is None else bias_E.detach()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        cast_E = self.e_score_correction_bias
+        if exact_E is not None and cast_E is not None and cast_E.dtype != exact_E.dtype:
+            cast_E.data = exact_E.to(cast_E.device)
+        return self
 
     @property
     def num_experts(self) -> int:
@@ -237,6 +270,7 @@ class RouterBase(nn.Module):
 
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
         """Return [T, E] float32 logits of [.., H] hidden states of any float dtype."""
+        check_instance("hidden_states", hidden_states, Tensor)
         if hidden_states.shape[-1] != self.spec.hidden_size:
             raise ValueError(
                 f"hidden_states: shape {tuple(hidden_states.shape)} must end in"
@@ -260,6 +294,7 @@ class RouterBase(nn.Module):
         return repr(self.spec)
 
 
+@names_its_keys
 class RouterTopK(RouterBase):
     """Top-k routing with NxD's arguments (GPT-OSS, Llama4, Qwen3-MoE, Mixtral, DBRX), and four
     more.
@@ -270,7 +305,7 @@ class RouterTopK(RouterBase):
         hidden_size: H.
         sequence_parallel_enabled: this rank routes its own part of the sequence.
         sequence_dimension: axis that sequence parallelism splits.
-        dtype: dtype of the weights; arithmetic is float32.
+        dtype: dtype of the weights, or its name; arithmetic is float32.
         device: where the weights live.
         bias: the linear layer has a bias.
         tensor_model_parallel_group: ranks that share the sequence.
@@ -292,7 +327,7 @@ class RouterTopK(RouterBase):
         hidden_size: int,
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
         bias: bool = False,
         tensor_model_parallel_group: ProcessGroup | None = None,
@@ -330,6 +365,7 @@ class RouterTopK(RouterBase):
         )
 
 
+@names_its_keys
 class GroupLimitedRouter(RouterBase):
     """Group-limited sigmoid routing without auxiliary loss (DeepSeek-V3), with NxD's arguments and
     more.
@@ -342,7 +378,7 @@ class GroupLimitedRouter(RouterBase):
         topk_group: groups a token may choose from.
         sequence_parallel_enabled: this rank routes its own part of the sequence.
         sequence_dimension: axis that sequence parallelism splits.
-        dtype: dtype of the weights; arithmetic is float32.
+        dtype: dtype of the weights, or its name; arithmetic is float32.
         device: where the weights live.
         tensor_model_parallel_group: ranks that share the sequence.
         jitter_eps: multiplies the input by U(1 - eps, 1 + eps) while training.
@@ -350,8 +386,8 @@ class GroupLimitedRouter(RouterBase):
             does).
         renormalize_eps: 1e-20, as published.
         routed_scaling_factor: 2.5 for DeepSeek-V3.
-        out_of_group_fill: 0.0 as published, or -inf, with which an expert outside the chosen groups
-            never wins.
+        out_of_group_fill: -inf, with which an expert outside the chosen groups never wins, or NxD's
+            0.0, with which it beats an expert inside whose biased score is negative.
     """
 
     def __init__(
@@ -363,7 +399,7 @@ class GroupLimitedRouter(RouterBase):
         topk_group: int,
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
         tensor_model_parallel_group: ProcessGroup | None = None,
         jitter_eps: float = 0.0,

@@ -9,13 +9,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from neuron_moe.activations import ACT2FN
-from neuron_moe.config import HIDDEN_ACTIVATIONS
-from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.config import HIDDEN_ACTIVATIONS, as_dtype
+from neuron_moe.errors import check_choice, check_positive_int, names_its_keys
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives, SingleRank, as_collectives
 from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.state import refuse_wrong_weights
 
 
+@names_its_keys
 class SharedExperts(nn.Module):
     """down(act(gate(x)) * up(x)), without biases; optionally scaled by a sigmoid gate per token.
 
@@ -28,7 +30,7 @@ class SharedExperts(nn.Module):
         intermediate_size: width of one shared expert.
         num_shared_experts: I = intermediate_size * num_shared_experts.
         hidden_act: one of HIDDEN_ACTIVATIONS.
-        dtype: dtype of the weights.
+        dtype: dtype of the weights, or its name.
         tensor_model_parallel_group: ranks that split I; the output is then a partial sum. Default:
             the tensor parallel ranks of `parallel_state`. `parallel_state.get_world_group()` splits
             I over all ranks of the model.
@@ -47,7 +49,7 @@ class SharedExperts(nn.Module):
         intermediate_size: int,
         num_shared_experts: int,
         hidden_act: str,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         tensor_model_parallel_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype = torch.float32,
         fused_gate_up_projection: bool = False,
@@ -58,6 +60,7 @@ class SharedExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        dtype = as_dtype("dtype", dtype)
         check_positive_int("hidden_size", hidden_size)
         check_positive_int("intermediate_size", intermediate_size)
         check_positive_int("num_shared_experts", num_shared_experts)
@@ -86,6 +89,7 @@ class SharedExperts(nn.Module):
             self.up_proj = linear(hidden_size, width)
         self.down_proj = linear(width, hidden_size)
         self.shared_expert_gate = linear(hidden_size, 1) if is_gated else None
+        refuse_wrong_weights(self)
 
     def _settle_group(self, given: ProcessGroup | None) -> Collectives:
         """Return the ranks that split I."""
@@ -107,9 +111,7 @@ class SharedExperts(nn.Module):
             self.shared_expert_gate is not None,
         )
 
-    def forward(
-        self, x: Tensor, seq_len: int = 0, *, part: tuple[int, int] = (0, 1)
-    ) -> Tensor:
+    def forward(self, x: Tensor, seq_len: int = 0, *, part: tuple[int, int] = (0, 1)) -> Tensor:
         """Compute shared experts.
 
         Args:

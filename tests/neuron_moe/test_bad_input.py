@@ -14,6 +14,7 @@ from neuron_moe import (
     RouterConfig,
     RouterTopK,
     SharedExperts,
+    build_block_mapping,
     choose_path,
     num_blocks,
 )
@@ -39,10 +40,15 @@ def blockwise(**changes: object) -> BlockwiseMatmulConfig:
     return BlockwiseMatmulConfig.from_kwargs(**changes)
 
 
-def load_wrong_shape() -> None:
-    state = moe().state_dict()
-    state["expert_mlps.mlp_op.down_proj.weight"] = torch.zeros(8, 16, 12)
-    moe().load_state_dict(state)
+def load(name: str, weight: torch.Tensor) -> None:
+    layer = MoE(RouterTopK(8, 2, 16), ExpertMLPsV2(config()), SharedExperts(16, 12, 1, "silu"))
+    layer.load_state_dict({**layer.state_dict(), name: weight})
+
+
+def run_with_gate_up(weight: torch.Tensor) -> None:
+    layer = moe()
+    layer.expert_mlps.mlp_op.gate_up_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer(torch.zeros(1, 3, 16))
 
 
 EXPERTS = ExpertMLPsV2(config())
@@ -160,7 +166,7 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "padding mask of another length": (
         lambda: moe()(torch.zeros(1, 3, 16), torch.ones(1, 4)),
-        ["padding_mask", "(1, 4)", "3 tokens"],
+        ["padding_mask", "(1, 4)", "[B, S]", "(1, 3, 16)"],
     ),
     "affinities of another width": (
         lambda: EXPERTS(HIDDEN, torch.zeros(3, 5), INDEX, 3),
@@ -192,6 +198,147 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: RouterConfig(dtype="float31"),
         ["dtype='float31'", "torch dtype"],
     ),
+    "unknown router argument": (
+        lambda: RouterTopK(8, 2, 16, act_func="softmax"),
+        ["RouterTopK", "'act_func'", "Did you mean 'act_fn'"],
+    ),
+    "unknown experts argument": (
+        lambda: ExpertMLPsV2(config(), blockwise_config=None),
+        ["ExpertMLPsV2", "Did you mean 'blockwise_matmul_config'"],
+    ),
+    "unknown layer argument": (
+        lambda: MoE(router=RouterTopK(8, 2, 16), expert_mlp=EXPERTS),
+        ["MoE", "'expert_mlp'", "Did you mean 'expert_mlps'"],
+    ),
+    "experts from a dict": (
+        lambda: ExpertMLPsV2({"num_experts": 8}),
+        ["routed_experts_mlp_config", "RoutedExpertsMLPOpsConfig", "not dict"],
+    ),
+    "blockwise config from a dict": (
+        lambda: ExpertMLPsV2(config(), {"block_size": 64}),
+        ["blockwise_matmul_config", "BlockwiseMatmulConfig", "not dict"],
+    ),
+    "router and experts swapped": (
+        lambda: MoE(EXPERTS, RouterTopK(8, 2, 16)),
+        ["router", "RouterBase", "not ExpertMLPsV2"],
+    ),
+    "weights of an integer dtype": (
+        lambda: ExpertMLPsV2(config(), dtype=torch.int8),
+        ["dtype=torch.int8", "float torch dtype"],
+    ),
+    "router flag not a bool": (
+        lambda: RouterTopK(8, 2, 16, bias="no"),
+        ["bias='no'", "True or False"],
+    ),
+    "router scaling not finite": (
+        lambda: RouterTopK(8, 2, 16, routed_scaling_factor=float("nan")),
+        ["routed_scaling_factor=nan", "finite number"],
+    ),
+    "jitter above one": (
+        lambda: RouterTopK(8, 2, 16, jitter_eps=1.5),
+        ["jitter_eps=1.5", "below 1"],
+    ),
+    "more groups chosen than one": (
+        lambda: GroupLimitedRouter(8, 2, 16, n_group=1, topk_group=3),
+        ["topk_group=3", "n_group=1"],
+    ),
+    "size NaN": (lambda: config(hidden_size=float("nan")), ["hidden_size=nan", "positive int"]),
+    "spmd flag a string": (
+        lambda: config(enable_spmd_rank="yes"),
+        ["enable_spmd_rank='yes'", "True or False"],
+    ),
+    "actual size negative": (
+        lambda: config(hidden_size_actual=-1),
+        ["hidden_size_actual=-1", "positive int"],
+    ),
+    "sequence dimension two": (
+        lambda: MoE(RouterTopK(8, 2, 16), EXPERTS, sequence_dimension=2),
+        ["sequence_dimension=2", "[S, B, H]"],
+    ),
+    "compat of a layer": (
+        lambda: ExpertMLPsV2(config(), compat="vllm"),
+        ["compat='vllm'", "'nxd'"],
+    ),
+    "unknown strategy of a layer": (
+        lambda: ExpertMLPsV2(config(), strategy="a2a"),
+        ["strategy='a2a'", "all_to_all"],
+    ),
+    "no backend": (lambda: ExpertMLPsV2(config(), backend=None), ["backend=None", "'torch'"]),
+    "padding mask transposed": (
+        lambda: moe()(torch.zeros(2, 3, 16), torch.ones(3, 2)),
+        ["padding_mask", "(3, 2)", "(2, 3, 16)", "transpose"],
+    ),
+    "padding mask a list": (
+        lambda: moe()(torch.zeros(1, 3, 16), [[1, 1, 1]]),
+        ["padding_mask", "Tensor", "not list"],
+    ),
+    "residual that would broadcast": (
+        lambda: moe()(torch.zeros(2, 3, 16), residual=torch.zeros(1, 1, 16)),
+        ["residual", "(1, 1, 16)", "(2, 3, 16)"],
+    ),
+    "hidden states not a tensor": (
+        lambda: moe()([[[0.0] * 16]]),
+        ["hidden_states", "Tensor", "not list"],
+    ),
+    "choices of other tokens": (
+        lambda: EXPERTS(torch.zeros(4, 16), AFFINITIES, INDEX, 4),
+        ["expert_index", "(3, 2)", "4 tokens"],
+    ),
+    "choices that are floats": (
+        lambda: EXPERTS(HIDDEN, AFFINITIES, AFFINITIES, 3),
+        ["expert_index", "float32", "integer"],
+    ),
+    "choice beyond the last expert": (
+        lambda: EXPERTS(HIDDEN, AFFINITIES, INDEX + 8, 3),
+        ["expert_index", "expert 8", "num_experts=8"],
+    ),
+    "sequence length zero": (
+        lambda: EXPERTS(HIDDEN, AFFINITIES, INDEX, 0),
+        ["seq_len=0", "positive int"],
+    ),
+    "capacity of a path": (
+        lambda: choose_path("prefill", 4, 2, 8, capacity_factor=-1.0),
+        ["capacity_factor=-1.0", "Use None"],
+    ),
+    "mapping of one axis": (
+        lambda: build_block_mapping(torch.zeros(3).int(), 4, 2),
+        ["expert_index", "[3]", "[T, K]"],
+    ),
+    "load of other experts": (
+        lambda: moe().explain("prefill", 4, tokens_per_expert=[1, 2]),
+        ["tokens_per_expert", "2 counts", "must be 8"],
+    ),
+    "expert weights transposed": (
+        lambda: load("expert_mlps.mlp_op.down_proj.weight", torch.zeros(8, 16, 12)),
+        ["expert_mlps.mlp_op.down_proj.weight", "[8, 16, 12]", "[8, 12, 16]", "order of axes"],
+    ),
+    "router weights of another width": (
+        lambda: load("router.linear_router.weight", torch.zeros(8, 20)),
+        ["router.linear_router.weight", "[8, 20]", "[8, 16]"],
+    ),
+    "shared weights transposed": (
+        lambda: load("shared_experts.down_proj.weight", torch.zeros(12, 16)),
+        ["shared_experts.down_proj.weight", "[12, 16]", "[16, 12]"],
+    ),
+    "expert weights as codes": (
+        lambda: load("expert_mlps.mlp_op.down_proj.weight", torch.zeros(8, 12, 16).byte()),
+        ["expert_mlps.mlp_op.down_proj.weight", "torch.uint8", "Decode"],
+    ),
+    "expert weights as fp8 codes": (
+        lambda: load(
+            "expert_mlps.mlp_op.down_proj.weight",
+            torch.zeros(8, 12, 16).to(torch.float8_e4m3fn),
+        ),
+        ["torch.float8_e4m3fn", "Decode"],
+    ),
+    "assigned weight of the wrong shape": (
+        lambda: run_with_gate_up(torch.zeros(8, 24, 16)),
+        ["gate_up_proj.weight", "[8, 24, 16]", "[8, 16, 24]"],
+    ),
+    "assigned weight of another dtype": (
+        lambda: run_with_gate_up(torch.zeros(8, 16, 24).bfloat16()),
+        ["gate_up_proj.weight", "torch.bfloat16", "torch.float32"],
+    ),
     "explain an unknown phase": (
         lambda: moe().explain("decoding", 4),
         ["phase='decoding'", "Did you mean 'decode'"],
@@ -208,9 +355,9 @@ def test_message_names_value_rule_and_way_out(name: str) -> None:
         assert part in str(caught.value)
 
 
-def test_weights_of_the_wrong_shape_are_named_by_torch() -> None:
+def test_weights_of_the_wrong_shape_stay_a_runtime_error_as_in_torch() -> None:
     with pytest.raises(RuntimeError, match=r"down_proj\.weight"):
-        load_wrong_shape()
+        load("expert_mlps.mlp_op.down_proj.weight", torch.zeros(8, 16, 12))
 
 
 def test_return_bias_is_refused_as_in_nxd() -> None:

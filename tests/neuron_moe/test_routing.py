@@ -132,3 +132,17 @@ def test_jitter_only_while_training() -> None:
     assert not torch.equal(router(hidden).router_logits_TE, calm)
     router.eval()
     assert torch.equal(router(hidden).router_logits_TE, calm)
+
+
+def test_selection_bias_stays_float32_when_the_layer_is_cast() -> None:
+    router = GroupLimitedRouter(8, 2, 16, n_group=4, topk_group=2)
+    with torch.no_grad():
+        router.e_score_correction_bias.normal_()
+    before_E = router.e_score_correction_bias.clone()
+    router.to(torch.bfloat16)
+    assert router.linear_router.weight.dtype == torch.bfloat16
+    assert torch.equal(router.e_score_correction_bias, before_E)
+
+
+def test_dtypes_may_be_named() -> None:
+    assert RouterTopK(8, 2, 16, dtype="bfloat16").linear_router.weight.dtype == torch.bfloat16
