@@ -16,6 +16,7 @@ from neuron_moe.config import (
 from neuron_moe.dispatch import Decision, Explanation, choose_path
 from neuron_moe.experts import ExpertMLPsV2, Experts
 from neuron_moe.moe import MoE, MoEOutput
+from neuron_moe.parallel import parallel_state
 from neuron_moe.routing import GroupLimitedRouter, RouterTopK, Routing
 from neuron_moe.shared_experts import SharedExperts
 
@@ -42,5 +43,6 @@ __all__ = [
     "build_block_mapping",
     "choose_path",
     "num_blocks",
+    "parallel_state",
     "routing",
 ]

@@ -5,6 +5,7 @@ import torch
 from neuron_moe import MoE, routing
 from neuron_moe.expert_mlps_v2 import ExpertMLPsV2
 from neuron_moe.moe_configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
+from neuron_moe.parallel_layers import parallel_state
 
 
 def test_a_layer_of_128_experts() -> None:
@@ -77,3 +78,11 @@ def test_dynamic_while_switches() -> None:
             block_size=512, logical_nc_config=2, **{flag: True}
         )
         assert getattr(config, flag) is True
+
+
+def test_parallel_state_of_one_rank() -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=1, expert_model_parallel_size=1
+    )
+    assert parallel_state.model_parallel_is_initialized()
+    parallel_state.destroy_model_parallel()
