@@ -189,7 +189,7 @@ def launch_ours(model: Model, expert_index_TK: Any) -> tuple[nki_sim.Run, str]:
     )  # fmt: skip
     loop = config.loop
     words = f"visits of {loop.classes[0]}, {loop.slots} slots, {loop.in_parts}+{loop.out_parts} "
-    return run, words + f"parts, stores {stores}"
+    return run, words + f"parts, turned by {loop.turns}, stores {stores}"
 
 
 def _plan_arguments(plan: Any) -> dict[str, Any]:
