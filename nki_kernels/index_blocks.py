@@ -134,22 +134,10 @@ def index_blocks(index_TK: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, ...
     tokens_per_expert = nl.ndarray((dims.num_experts,), nl.int32, buffer=nl.shared_hbm)
     slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
 
-    core = nl.program_id(0)
-    tokens = split_tokens(num_tokens, core, nl.num_programs(0))
-    index_sb = load_index(index_TK, tokens)
-    chosen_sb = mark_choices(index_sb, tokens, top_k, dims.num_experts)
-    lower_sb, own_sb = count_choices(chosen_sb, tokens, dims.num_experts)
-    other_sb = exchange(own_sb)
-    total_sb = nl.ndarray((PARTITIONS, dims.num_experts), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
-    last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
-    if core == 0:
-        store_blocks(block_to_expert, num_valid_blocks, tokens_per_expert, last_block_sb, total_sb)
-    else:
-        # The tokens of core 0 come first.
-        nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
-    nisa.tensor_tensor(dst=lower_sb, data1=lower_sb, data2=start_sb, op=nl.add)
-    slot_sb = rank_pairs(index_sb, chosen_sb, lower_sb, tokens, top_k, dims.num_experts)
+    tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
+    slot_sb = place_pairs(
+        index_TK, tokens, dims, block_to_expert, num_valid_blocks, tokens_per_expert
+    )
     store_slots(slot_of_pair_TK, slot_sb, tokens)
     invert(token_of_slot, pair_of_slot, slot_sb, tokens, top_k)
     return (
@@ -160,6 +148,32 @@ def index_blocks(index_TK: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, ...
         tokens_per_expert,
         slot_of_pair_TK,
     )
+
+
+def place_pairs(
+    index_TK: nl.ndarray,
+    tokens: TokenTiles,
+    dims: BlockDims,
+    block_to_expert: nl.ndarray,
+    num_valid_blocks: nl.ndarray,
+    tokens_per_expert: nl.ndarray,
+) -> nl.ndarray:
+    """Return the slot of each pair of this core; store what is known per block and per expert."""
+    top_k = index_TK.shape[1]
+    index_sb = load_index(index_TK, tokens)
+    chosen_sb = mark_choices(index_sb, tokens, top_k, dims.num_experts)
+    lower_sb, own_sb = count_choices(chosen_sb, tokens, dims.num_experts)
+    other_sb = exchange(own_sb)
+    total_sb = nl.ndarray((PARTITIONS, dims.num_experts), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
+    last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
+    if nl.program_id(0) == 0:
+        store_blocks(block_to_expert, num_valid_blocks, tokens_per_expert, last_block_sb, total_sb)
+    else:
+        # The tokens of core 0 come first.
+        nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
+    nisa.tensor_tensor(dst=lower_sb, data1=lower_sb, data2=start_sb, op=nl.add)
+    return rank_pairs(index_sb, chosen_sb, lower_sb, tokens, top_k, dims.num_experts)
 
 
 def load_index(index_TK: nl.ndarray, tokens: TokenTiles) -> nl.ndarray:
@@ -478,28 +492,20 @@ def weighted_one_hots(
 ) -> list[nl.ndarray]:
     """Return, for each digit of a pair's number, bfloat16 tiles that hold it at its `place`.
 
-    The Vector engine makes up to two of them; with a third, it leaves two to the Scalar engine.
+    The Scalar engine makes up to two of them, which takes as long as the rest does the Vector
+    engine.
     """
     column = slice(pair, pair + 1)
+    found_sb = one_hot(numbers, place)
     weighted = []
     for digit in range(len(digits)):
         weighted_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
-        if digit == 0 or len(digits) == 2:
-            nisa.tensor_scalar(
-                dst=weighted_sb,
-                data=numbers,
-                op0=nl.equal,
-                operand0=place,
-                op1=nl.multiply,
-                operand1=digits[digit][:, column],
-            )
+        factor = digits[digit][:, column]
+        if digit < 2:
+            nisa.activation(dst=weighted_sb, op=nl.copy, data=found_sb, scale=factor)
+        else:
+            nisa.tensor_scalar(dst=weighted_sb, data=found_sb, op0=nl.multiply, operand0=factor)
         weighted.append(weighted_sb)
-    if len(digits) > 2:
-        found_sb = one_hot(numbers, place)
-        for digit in range(1, len(digits)):
-            nisa.activation(
-                dst=weighted[digit], op=nl.copy, data=found_sb, scale=digits[digit][:, column]
-            )
     return weighted
 
 
