@@ -5,7 +5,9 @@ A model's `from_hf` creates a `ConfigReader`, asks it for each key by name and t
 """
 
 import difflib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from neuron_moe.errors import UnknownKeyError
@@ -21,6 +23,23 @@ BOOKKEEPING_KEYS = (
     "transformers_version",
     "use_cache",
 )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a checkpoint.
+
+    Raises:
+        ValueError: it is not a JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: must be JSON, but {error}. Download it again.") from error
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{path}: must be a JSON object, not a {type(values).__name__}. Download it again."
+        )
+    return values
 
 
 class ConfigReader:

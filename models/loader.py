@@ -5,7 +5,6 @@ with `Config.from_hf(dict)`; `Model(config, *, dtype, ...)`; and `weight_map(con
 """
 
 import importlib
-import json
 import pkgutil
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from torch import nn
 import neuron_moe.models
 from neuron_moe.checkpoint import Progress, Shard, load_weights, open_checkpoint
 from neuron_moe.errors import closest
+from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.load import load_shard
 
@@ -83,15 +83,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{path}: must exist beside the weights, but does not. Check the path, or download it."
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: must be JSON, but {error}. Download it again.") from error
-    if not isinstance(config, dict):
-        raise ValueError(
-            f"{path}: must be a JSON object, not a {type(config).__name__}. Download it again."
-        )
-    return config
+    return read_json_object(path)
 
 
 def find_model_file(model_type: object) -> ModuleType:

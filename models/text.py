@@ -1,13 +1,11 @@
 """Text in and out: a checkpoint's tokenizer, and the tokens that end its texts."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
-from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.hf_config import ConfigReader, read_json_object
 
 TOKENIZER_FILE = "tokenizer.json"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a longer character decode to
@@ -27,7 +25,12 @@ class TextCodec:
             raise FileNotFoundError(
                 f"{path}: there is no tokenizer. Copy tokenizer.json of the model into its folder."
             )
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"{path}: must be a tokenizer, but {error}. Download it again."
+            ) from error
         self.stop_token_ids, pad_token_id = _special_tokens(Path(folder))
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
 
@@ -79,8 +82,7 @@ def _special_tokens(folder: Path) -> tuple[tuple[int, ...], int | None]:
         path = folder / name
         if not path.is_file():
             continue
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        reader = ConfigReader(values, str(path))
+        reader = ConfigReader(read_json_object(path), str(path))
         stop = reader.get_token_ids("eos_token_id") or stop
         found = reader.get_optional("pad_token_id", int)
         pad = pad if found is None else found

@@ -1,10 +1,8 @@
 """neuron-moe bench cpu: one MoE layer on this CPU, ours beside that of transformers.
 
 Both layers have the same sizes and random weights of the same distribution; both run in this
-process, in turns, so that
-load from outside hits them alike. The peer is the faster of transformers' implementations (eager,
-grouped_mm) for each
-case. Ours runs as `pack_weights()` leaves it, which is how `neuron-moe generate` runs.
+process, in turns, so that load from outside hits them alike. The peer is the faster of transformers'
+implementations (eager, grouped_mm) for each case. Ours runs as `pack_weights()` leaves it.
 """
 
 import argparse
@@ -20,7 +18,7 @@ import torch
 from torch import nn
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
-from neuron_moe.errors import check_choice
+from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,6 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         check_choice("--models", model, SHAPES)
     for dtype in args.dtypes:
         check_choice("--dtypes", dtype, DTYPES)
+    for tokens in args.tokens:
+        check_positive_int("--tokens", tokens)
+    check_positive_int("--repeats", args.repeats)
     rows = []
     total = len(args.models) * len(args.dtypes) * len(args.tokens)
     with progress_bar("measuring") as progress:

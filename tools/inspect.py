@@ -18,6 +18,7 @@ from neuron_moe.config import DEFAULT_LNC_SIZE
 from neuron_moe.configs import config_names, load_config
 from neuron_moe.dispatch import Workload, choose_path, explain_path
 from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import find_model_file, read_config
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.sizes import (
@@ -93,10 +94,7 @@ def read_model(name: Path) -> tuple[dict[str, Any], Checkpoint | None]:
     if str(name) in config_names():
         return load_config(str(name)), None
     if name.is_file():
-        values = json.loads(name.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"{name}: must be a JSON object. Pass the config.json of a model.")
-        return values, None
+        return read_json_object(name), None
     folder = checkpoint_folder(name)
     has_weights = any(folder.glob("*.safetensors"))
     return read_config(folder), open_checkpoint(folder) if has_weights else None

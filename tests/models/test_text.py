@@ -1,6 +1,7 @@
 """Tokenizer and stop tokens of a checkpoint folder."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,3 +58,22 @@ def test_a_missing_tokenizer_and_an_empty_prompt_are_refused(
         TextCodec(tmp_path)
     with pytest.raises(ValueError, match="prompt='': must give at least one token"):
         TextCodec(checkpoint_of()).encode("")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", '{"a": 1}', "must be a tokenizer"),
+        ("config.json", "{", "must be JSON"),
+        ("generation_config.json", "[]", "must be a JSON object, not a list"),
+        ("generation_config.json", "{x", "must be JSON"),
+    ],
+)
+def test_broken_files_are_named(
+    name: str, content: str, words: str, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint_of(), folder)
+    (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"{name}: {words}"):
+        TextCodec(folder)
