@@ -49,8 +49,8 @@ class _DecodeCase:
         self.in_dtype = dtype_of(case.get("in_dtype") or case.get("dtype", "bfloat16"))
         self.scaling = case.get("affinity_scaling_mode", "POST_SCALE")
         per_token = (self.E if self.all_experts else self.K) * 3.0 * self.H * self.I
-        # The dynamic algorithm wants at least two blocks.
-        step = 2 * int(case.get("block_size") or 64)
+        # The dynamic algorithm wants at least two blocks, and mx inputs 32 tokens at a time.
+        step = math.lcm(2 * int(case.get("block_size") or 64), 32)
         wanted = case.need("tokens")
         self.T = limits.tokens(
             wanted,
