@@ -26,6 +26,8 @@ matmul columns (P H float32 ones beside float32 slots). One gather of 128 whole 
 choice and part, in pieces of H only where SBUF asks for it. Gathers of the next tile overlap.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import nki

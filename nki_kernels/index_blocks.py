@@ -35,6 +35,8 @@ of the tokens each and exchange counts and their parts of the inverse.
 Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bit for bit.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import nki

@@ -35,6 +35,8 @@ to four passes of E columns on the Vector engine. Loads of the next tile overlap
 Sources: neuron_moe.routing has the family and its models; top-8 instructions: nki.isa.max8.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import nki

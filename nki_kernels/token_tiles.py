@@ -6,6 +6,8 @@ token (K indices, K weights: a few bytes) is then contiguous per partition over 
 in one transfer with long runs, not in one short run per token.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import nki.isa as nisa

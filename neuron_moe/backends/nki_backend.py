@@ -178,6 +178,8 @@ class NkiBackend:
             returns_logits=True,
         )
         hidden_TH = hidden_TH.reshape(-1, spec.hidden_size)
+        if not hidden_TH.shape[0]:  # a rank without tokens has nothing to launch
+            return TorchBackend().route(hidden_TH, router)
         check_router_topk(
             hidden_TH.shape[0],
             spec.hidden_size,
@@ -258,8 +260,8 @@ class NkiBackend:
         mapping: BlockMapping,
     ) -> Tensor:
         """Return what the experts make of each slot, [P, N * B, H] bfloat16 in P parts."""
-        from nki_kernels.blockwise_options import make_config
         from nki_kernels.blockwise_moe import blockwise_moe
+        from nki_kernels.blockwise_options import make_config
 
         spec = weights.activation
         config = make_config(

@@ -147,6 +147,11 @@ def test_routers_agree_with_torch(name: str) -> None:
     )
 
 
+def test_no_token_has_no_routing() -> None:
+    routing = NkiBackend().route(torch.zeros(0, H).bfloat16(), ROUTERS["llama4"])
+    assert [tuple(part.shape) for part in routing] == [(0, E), (0, 1), (0, 1)]
+
+
 @pytest.mark.parametrize("pad_to_even", [False, True])
 def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
     index_TK = torch.rand(T, E).argsort(1)[:, :3].to(torch.int32)
