@@ -1,8 +1,8 @@
 """neuron-moe bench cpu: one MoE layer on this CPU, ours beside that of transformers.
 
 Both layers have the same sizes and random weights of the same distribution; both run in this
-process, in turns, so that load from outside hits them alike. The peer is the faster of transformers'
-implementations (eager, grouped_mm) for each case. Ours runs as `pack_weights()` leaves it.
+process, in turns, so that load from outside hits them alike. The peer is, for each case, the faster
+of transformers' implementations (eager, grouped_mm). Ours runs as `pack_weights()` leaves it.
 """
 
 import argparse
