@@ -85,7 +85,7 @@ class NkiTensor(Views):
         if type(key) is not tuple:
             key = (key,)
         shape = self.shape
-        if Ellipsis in key or len(key) < len(shape):
+        if len(key) < len(shape) or any(item is Ellipsis for item in key):
             key = _expand_ellipsis(self, key)
         elif len(key) > len(shape):
             raise LanguageError(self.label(), f"at most {len(shape)} indices", f"{len(key)}")
@@ -93,7 +93,7 @@ class NkiTensor(Views):
         offset = self.offset
         new_shape: list[int] = []
         new_strides: list[int] = []
-        dynamic: tuple[VirtualRegister, int] | None = None
+        dynamic: tuple[VirtualRegister, int, int] | None = None
         last_int: tuple[int, int] | None = None  # position, stride of the last dropped free axis
         for axis, item in enumerate(key):
             size = shape[axis]
@@ -104,11 +104,11 @@ class NkiTensor(Views):
                 new_shape.append(count)
                 new_strides.append(stride * step)
             elif isinstance(item, DynamicSlice):
-                dynamic = _one_register(self, dynamic, item.start, stride)
+                dynamic = _one_register(self, dynamic, item.start, stride, size - item.size)
                 new_shape.append(item.size)
                 new_strides.append(stride)
             elif isinstance(item, VirtualRegister):
-                dynamic = _one_register(self, dynamic, item, stride)
+                dynamic = _one_register(self, dynamic, item, stride, size - 1)
                 new_shape.append(1)
                 new_strides.append(stride)
             else:
@@ -138,10 +138,8 @@ class NkiTensor(Views):
                 new_strides.insert(last_int[0], last_int[1])
         view = self._derive(tuple(new_shape), tuple(new_strides), offset)
         if dynamic is not None:
-            register, multiplier = dynamic
-            view._dynamic = Dynamic(
-                "scalar", register, multiplier, 0, offset, self._alloc_elements()
-            )
+            register, multiplier, limit = dynamic
+            view._dynamic = Dynamic("scalar", register, multiplier, 0, offset, limit)
         return view
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -232,9 +230,16 @@ class NkiTensor(Views):
                 "Only DMA instructions take one",
             )
         value = read_index(dynamic.index)
-        view = self._derive(self.shape, self.strides, dynamic.static + value * dynamic.multiplier)
-        view._dynamic = None
-        return view
+        shift = value * dynamic.multiplier
+        if not 0 <= shift < max(dynamic.limit, 1):
+            error = OutOfBounds(
+                self.label(),
+                f"a scalar offset that keeps the access inside {dynamic.limit} elements",
+                f"{value} times {dynamic.multiplier}",
+            )
+            error.about = self
+            raise error
+        return self._derive(self.shape, self.strides, dynamic.static + shift, static=True)
 
 
 def read_index(index: Any) -> int:
@@ -340,8 +345,11 @@ def _report_cut(tensor: NkiTensor, axis: int, item: slice, size: int) -> None:
 
 
 def _one_register(
-    tensor: NkiTensor, found: tuple[VirtualRegister, int] | None, register: Any, stride: int
-) -> tuple[VirtualRegister, int]:
+    tensor: NkiTensor, found: Any, register: Any, stride: int, last: int
+) -> tuple[VirtualRegister, int, int]:
+    """Return a register index, the elements a step of it moves, and the elements it may move."""
     if found is not None or tensor._dynamic is not None:
         raise LanguageError(tensor.label(), "one dynamic index in a view", "a second one")
-    return register, stride
+    if last < 0:
+        raise OutOfBounds(tensor.label(), "a slice no longer than its axis", f"{-last} more")
+    return register, stride, last * stride + 1

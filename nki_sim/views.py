@@ -93,7 +93,9 @@ class Views:
         strides: tuple[int, ...],
         offset: int,
         dtype: DType | None = None,
+        static: bool = False,
     ) -> NkiTensor:
+        """Return another view; a dynamic offset goes along unless `static` drops it."""
         if len(shape) > MAX_DIMS:
             raise LanguageError(
                 self.label(), f"at most {MAX_DIMS} axes in a view", f"{list(shape)}"
@@ -108,7 +110,17 @@ class Views:
         view.name = self.name
         view._geometry = None
         view._array = None
-        view._dynamic = self._dynamic
+        dynamic = None if static else self._dynamic
+        if dynamic is not None:
+            if dynamic.kind == "vector" and (shape[:1], strides[:1]) != (
+                self.shape[:1],
+                self.strides[:1],
+            ):
+                raise LanguageError(
+                    self.label(), "axis 0 whole, as a vector_offset chose its rows", f"{shape}"
+                )
+            dynamic = dynamic._replace(static=dynamic.static + offset - self.offset)
+        view._dynamic = dynamic
         return view
 
     @property
@@ -293,8 +305,9 @@ class Views:
             if self._dynamic is not None:
                 raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
             view = self._derive(shape, strides, self.offset)
+            stride = self.strides[dim]
             view._dynamic = Dynamic(
-                "scalar", index, self.strides[dim], 0, self.offset, self._alloc_elements()
+                "scalar", index, stride, 0, self.offset, self.shape[dim] * stride
             )
             return view
         if not 0 <= int(index) < self.shape[dim]:
@@ -305,6 +318,8 @@ class Views:
         """Return the view whose row p is row `vector_offset[p]` of this HBM tensor."""
         if dim != 0 or self.on_chip:
             raise LanguageError(self.label(), "axis 0 of a tensor in HBM", f"axis {dim}")
+        if self._dynamic is not None:
+            raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
         view = self._derive((vector_offset.size, *self.shape[1:]), self.strides, self.offset)
         view._dynamic = Dynamic(
             "vector",
@@ -354,10 +369,10 @@ class Views:
                     f"offset={offset} on a view that starts at element {self.offset}",
                     "The guides disagree on whether the offsets add up",
                 )
+        if self._dynamic is not None:
+            raise LanguageError(self.label(), "a static tensor", ".ap on a dynamic view")
         view = self._derive(shape, strides, start, view_dtype)
         if scalar_offset is None and vector_offset is None:
-            if self._dynamic is not None:
-                raise LanguageError(self.label(), "a static tensor", ".ap on a dynamic view")
             return view
         if scalar_offset is not None and vector_offset is not None:
             raise LanguageError(self.label(), "scalar_offset or vector_offset", "both")

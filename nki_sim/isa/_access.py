@@ -87,9 +87,7 @@ class Access:
         """Return a static view that stands for the memory: the operand, or one of its elements."""
         if self.starts is None:
             return self.tensor
-        view = self.tensor._derive((1, 1), (1, 1), 0)
-        view._dynamic = None
-        return view
+        return self.tensor._derive((1, 1), (1, 1), 0, static=True)
 
     @property
     def num_rows(self) -> int:
@@ -214,9 +212,7 @@ def _resolve_scalar(
         shift = min(max(index, 0), highest) * dynamic.multiplier
         first = dynamic.static + shift
     if 0 <= shift < max(dynamic.limit, 1) and first + span <= limit:
-        view = value._derive(value.shape, value.strides, first)
-        view._dynamic = None
-        return Access(view, registers=1)
+        return Access(value._derive(value.shape, value.strides, first, static=True), registers=1)
     if mode is not Oob.skip:
         raise OutOfBounds(
             operand, f"a scalar offset that keeps the access inside {dynamic.limit} elements",

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nki_sim
 from nki_sim import IllegalOperand, LanguageError, OutOfBounds, isa
 from nki_sim import language as nl
 from nki_sim.testing import Tile, execute
@@ -119,7 +120,21 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "start-past-the-end": (lambda t: t[:, 6:8], OutOfBounds),
     "too-many-indices": (lambda t: t[0, 0, 0, 0], LanguageError),
     "two-ellipses": (lambda t: t[..., 0, ...], LanguageError),
-    "array-index": (lambda t: t[[0, 1]], LanguageError),
+    "list-index": (lambda t: t[[0, 1]], LanguageError),
+    "array-index": (lambda t: t[:, np.array([0, 1])], LanguageError),
+    "ap-of-a-dynamic-view": (
+        lambda t: t[:, isa.register_alloc(1)].ap([[48, 64], [1, 8]]), LanguageError,
+    ),
+    "register-past-the-axis": (
+        lambda t: isa.tensor_copy(t[0:32, 0], t[0:32, isa.register_alloc(6)]), OutOfBounds,
+    ),
+    "register-slice-longer-than-the-axis": (
+        lambda t: t[:, nl.ds(isa.register_alloc(0), 7)], OutOfBounds,
+    ),
+    "register-slice-past-the-axis": (
+        lambda t: isa.tensor_copy(t[0:32, 0:2], t[0:32, nl.ds(isa.register_alloc(5), 2)]),
+        OutOfBounds,
+    ),
     "assignment": (lambda t: t.__setitem__(0, 1.0), LanguageError),
     "loop-over-it": (list, LanguageError),
     "view-of-three-bytes": (lambda t: t.view(nl.uint8)[:, :, 0:3].view(nl.int16), LanguageError),
@@ -203,3 +218,64 @@ def test_a_register_indexes_a_view() -> None:
     expected = np.zeros(shape, np.float32)
     expected[:, 2:5] = X[:, 0, 2:5]
     assert np.array_equal(result["out"], expected)
+
+
+INDEX = 3
+AFTER_DYNAMIC = {
+    "select-then-slice": (lambda t, i: t.select(1, i)[:, 2:6], X[:, INDEX, 2:6]),
+    "select-then-step": (lambda t, i: t.select(1, i).slice(1, 1, 8, 3), X[:, INDEX, 1:8:3]),
+    "select-then-select": (lambda t, i: t.select(2, i).select(1, 4), X[:, 4, INDEX]),
+    "slice-then-select": (lambda t, i: t[:, 2:6].select(1, i), X[:, 2 + INDEX]),
+    "register-then-slice": (
+        lambda t, i: t[:, nl.ds(isa.register_alloc(i), 2)][:, :, 4:7], X[:, INDEX : INDEX + 2, 4:7],
+    ),
+    "pattern-then-slice": (
+        lambda t, i: t.ap([[48, 64], [8, 2], [1, 8]], scalar_offset=i, indirect_dim=1)[:, 1:, 5:],
+        X[:, INDEX + 1 : INDEX + 2, 5:],
+    ),
+}  # fmt: skip
+
+
+def index_tile() -> Any:
+    tile = nl.ndarray((1, 1), nl.int32)
+    isa.memset(tile, INDEX)
+    return tile
+
+
+@pytest.mark.parametrize("place", ["sbuf", "hbm"])
+@pytest.mark.parametrize("name", AFTER_DYNAMIC)
+def test_views_of_a_dynamic_view_keep_its_offset(name: str, place: str) -> None:
+    view, expected = AFTER_DYNAMIC[name]
+
+    def kernel(x: Any) -> Any:
+        source = x
+        if place == "sbuf":
+            source = nl.ndarray(x.shape, x.dtype)
+            isa.dma_copy(source, x)
+        chosen = view(source, index_tile())
+        out = nl.ndarray(chosen.shape, x.dtype, buffer=nl.shared_hbm)
+        isa.dma_copy(out, chosen)
+        return out
+
+    found = nki_sim.run(kernel, X).outputs
+    assert np.array_equal(found.reshape(expected.shape), expected)
+
+
+def test_views_of_chosen_rows_keep_the_rows() -> None:
+    rows = np.array([[5], [2], [40], [0]], np.int32)
+
+    def kernel(x: Any, rows: Any) -> Any:
+        index = nl.ndarray((4, 1), nl.int32)
+        isa.dma_copy(index, rows)
+        chosen = x.vector_select(0, index)
+        with pytest.raises(LanguageError, match="axis 0 whole"):
+            chosen[1:3]
+        with pytest.raises(LanguageError, match="axis 0 whole"):
+            chosen[0]
+        part = chosen.slice(2, 1, 5)[:, 3]
+        out = nl.ndarray(part.shape, x.dtype, buffer=nl.shared_hbm)
+        isa.dma_copy(out, part)
+        return out
+
+    found = nki_sim.run(kernel, X, rows).outputs
+    assert np.array_equal(found, X[rows[:, 0], 3, 1:5])
