@@ -152,11 +152,15 @@ def _divisors(size: int, least: int) -> list[int]:
 
 
 def _more_buffers(config: PrefillConfig) -> LoopPlan:
-    """Spend what is left of SBUF on gathered rows, then on output tiles of two visits."""
-    size = largest_visit_of(config)
-    rows = [replace(config.loop, row_buffers=n) for n in range(size, 0, -1)]
-    loop = next(loop for loop in rows if sbuf_bytes(replace(config, loop=loop)) <= SBUF_BYTES)
-    least = loop.outer_buffers
-    outers = range(max(least, min(MAX_OUTER_BUFFERS, 2 * size)), least - 1, -1)
-    more = [replace(loop, outer_buffers=n) for n in outers]
-    return next(loop for loop in more if sbuf_bytes(replace(config, loop=loop)) <= SBUF_BYTES)
+    """Spend what is left of SBUF on output tiles and gathered rows in turn, up to two visits."""
+    loop, size = config.loop, largest_visit_of(config)
+    caps = {"outer_buffers": min(MAX_OUTER_BUFFERS, 2 * size), "row_buffers": size}
+    grows = True
+    while grows:
+        grows = False
+        for name, cap in caps.items():
+            count = getattr(loop, name)
+            more = replace(loop, **{name: count + 1})
+            if count < cap and sbuf_bytes(replace(config, loop=more)) <= SBUF_BYTES:
+                loop, grows = more, True
+    return loop
