@@ -1,0 +1,94 @@
+"""Visits: every row tile once, cores in lock step, no more room than any routing needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nki_kernels.blockwise_fit import SBUF_BYTES, sbuf_bytes
+from nki_kernels.blockwise_options import make_config
+from nki_kernels.plans import no_tile, plan_visits, tile_axis, tile_axis_evenly
+
+MODELS = {  # hidden, intermediate, experts: of the published configurations
+    "gpt-oss-120b": (2880, 2880, 128),
+    "gpt-oss-20b": (2880, 2880, 32),
+    "llama4-scout": (5120, 8192, 16),
+    "llama4-maverick": (5120, 8192, 128),
+    "qwen3-30b-a3b": (2048, 768, 128),
+    "qwen3-235b-a22b": (4096, 1536, 128),
+    "deepseek-v3": (7168, 2048, 256),
+    "mixtral-8x7b": (4096, 14336, 8),
+}
+
+
+@given(st.integers(1, 20_000))
+def test_an_axis_is_covered_once(size: int) -> None:
+    axis = tile_axis(size)
+    assert axis.rows <= 128
+    assert (axis.count - 1) * axis.rows + axis.tail == size
+    assert axis.count <= max(1, 17 * -(-size // 128) // 16)
+
+
+def test_even_tiles_hold_consecutive_elements() -> None:
+    axis = tile_axis_evenly(2880)
+    assert (axis.rows, axis.count, axis.tail, axis.is_strided) == (120, 24, 120, False)
+
+
+@settings(deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    lanes=st.sampled_from([1, 2]),
+    largest=st.integers(1, 5),
+    is_sorted=st.booleans(),
+)
+def test_every_tile_is_visited_once(
+    counts: list[int], lanes: int, largest: int, is_sorted: bool
+) -> None:
+    num_experts, num_tiles = len(counts), sum(counts) + 3
+    classes = tuple(range(largest, 0, -1)) if is_sorted else (1,)
+    expert = np.repeat(np.arange(num_experts, dtype=np.int32), counts)
+    tile = np.arange(len(expert), dtype=np.int32)
+    plan = plan_visits(
+        tile, expert, num_tiles=num_tiles, num_experts=num_experts, num_lanes=lanes,
+        classes=classes, is_sorted=is_sorted,
+    )  # fmt: skip
+    seen, step = [], 0
+    for size, trips in zip(classes, plan.class_trips_1L[0].tolist(), strict=True):
+        for visit in range(step, step + 2 * trips):
+            for lane in range(lanes):
+                tiles = plan.visit_tile_CVG[lane, visit]
+                used = tiles[tiles != no_tile(num_tiles)]
+                assert len(used) <= size
+                assert (tiles[: len(used)] == used).all()
+                assert (expert[used] == plan.visit_expert_CV[lane, visit]).all()
+                seen += used.tolist()
+        step += 2 * trips
+    assert sorted(seen) == tile.tolist()
+    # The kernel reads the plan two visits ahead.
+    assert step + 2 <= plan.visit_expert_CV.shape[1]
+    assert (plan.visit_expert_CV[:, step:] == num_experts).all()
+
+
+def test_two_cores_share_a_hot_expert() -> None:
+    expert = np.zeros(40, np.int32)
+    plan = plan_visits(
+        np.arange(40, dtype=np.int32), expert, num_tiles=48, num_experts=8, num_lanes=2,
+        classes=(4, 3, 2, 1),
+    )  # fmt: skip
+    per_lane = (plan.visit_tile_CVG < no_tile(48)).sum(axis=(1, 2))
+    assert per_lane.tolist() == [20, 20]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_model_fits_at_every_degree(name: str, tp: int) -> None:
+    hidden, intermediate, experts = MODELS[name]
+    for weight_format in ("bfloat16", "float8_e5m2"):
+        config = make_config(
+            H=hidden, I=intermediate // tp, E=experts, block_size=128,
+            num_slots=128 * (256 + experts), num_tokens=8192, weight_format=weight_format,
+            has_gate_up_bias=True, has_down_bias=True, has_scales=weight_format != "bfloat16",
+        )  # fmt: skip
+        assert sbuf_bytes(config) <= SBUF_BYTES
