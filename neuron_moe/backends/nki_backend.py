@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
@@ -145,6 +146,7 @@ class NkiBackend:
     def __init__(self, config: BlockwiseMatmulConfig | None = None) -> None:
         self.plan = PrefillPlan.from_config(config or BlockwiseMatmulConfig.default())
         self._few_tokens = TorchBackend()
+        self._router_weights = WeakTensorKeyDictionary()
 
     def notes(self, path: str) -> tuple[str, ...]:
         """Say what runs on a path beyond its kernel's name."""
@@ -180,26 +182,46 @@ class NkiBackend:
         hidden_TH = hidden_TH.reshape(-1, spec.hidden_size)
         if not hidden_TH.shape[0]:  # a rank without tokens has nothing to launch
             return TorchBackend().route(hidden_TH, router)
+        weight_EH = linear.weight
+        if hidden_TH.dtype == torch.bfloat16:
+            weight_EH = self._shortened(weight_EH)
         check_router_topk(
             hidden_TH.shape[0],
             spec.hidden_size,
             spec.num_experts,
             formula,
             _dtype_name(hidden_TH),
-            _dtype_name(linear.weight),
+            _dtype_name(weight_EH),
             self.plan.num_cores,
         )
         bias, selection_bias = linear.bias, router.e_score_correction_bias
         affinities_TK, index_TK, logits_TE = self._launch(
             router_topk,
             hidden_TH,
-            linear.weight,
+            weight_EH,
             None if bias is None else bias.view(1, -1),
             None if selection_bias is None else selection_bias.view(1, -1),
             None,
             formula,
         )
         return Routing(logits_TE, affinities_TK, index_TK)
+
+    def _shortened(self, weight: Tensor) -> Tensor:
+        """Return a float32 weight whose values are all bfloat16 numbers in bfloat16.
+
+        The products are the same, in one pass of the tensor engine instead of four. Looked up once
+        per weight: checkpoints in bfloat16 often feed routers that are kept in float32.
+        """
+        if weight.dtype != torch.float32:
+            return weight
+        is_known = weight in self._router_weights
+        if not is_known or self._router_weights[weight][0] != weight._version:
+            short = weight.detach().to(torch.bfloat16)
+            is_exact = torch.equal(short.float(), weight.detach())
+            kept = short if is_exact else weight.detach()
+            self._router_weights[weight] = (weight._version, kept)
+        shortened: Tensor = self._router_weights[weight][1]
+        return shortened
 
     def index_blocks(
         self, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan

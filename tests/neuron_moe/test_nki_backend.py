@@ -147,6 +147,31 @@ def test_routers_agree_with_torch(name: str) -> None:
     )
 
 
+def test_a_router_kept_in_float32_is_shortened_only_without_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = NkiBackend()
+    router = RouterTopK(E, 2, H).eval().requires_grad_(False)
+    launched: list[torch.dtype] = []
+    launch = backend._launch
+
+    def watch(kernel: Any, *args: Any) -> Any:
+        launched.append(args[1].dtype)
+        return launch(kernel, *args)
+
+    monkeypatch.setattr(backend, "_launch", watch)
+    hidden_TH = torch.randn(T, H).bfloat16()
+    for change in (0.0, 1.0):
+        backend.route(hidden_TH, router)
+        router.linear_router.weight.copy_(router.linear_router.weight.bfloat16())
+        got, wanted = backend.route(hidden_TH, router), router(hidden_TH)
+        torch.testing.assert_close(got.router_logits_TE, wanted.router_logits_TE)
+        router.linear_router.weight.add_(1e-3 * change)
+    assert launched == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    backend.route(hidden_TH, router)
+    assert launched[-1] == torch.float32
+
+
 def test_no_token_has_no_routing() -> None:
     routing = NkiBackend().route(torch.zeros(0, H).bfloat16(), ROUTERS["llama4"])
     assert [tuple(part.shape) for part in routing] == [(0, E), (0, 1), (0, 1)]
