@@ -15,7 +15,7 @@ from torch import nn
 
 import neuron_moe.models
 from neuron_moe.checkpoint import Progress, Shard, load_weights, open_checkpoint
-from neuron_moe.errors import closest
+from neuron_moe.errors import check_choice
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.load import load_shard
@@ -92,16 +92,13 @@ def find_model_file(model_type: object) -> ModuleType:
     Raises:
         ValueError: if no file of this folder is a model of that type.
     """
+    return _import(check_choice("model_type", model_type, model_types()))
+
+
+def model_types() -> list[str]:
+    """Return the model types that have a file in this folder."""
     names = [module.name for module in pkgutil.iter_modules(neuron_moe.models.__path__)]
-    if model_type in names:
-        module = _import(str(model_type))
-        if is_model_file(module):
-            return module
-    known = [name for name in names if is_model_file(_import(name))]
-    raise ValueError(
-        f"model_type={model_type!r}: must be one of {', '.join(known)}. "
-        f"{closest(str(model_type), known)}"
-    )
+    return [name for name in names if is_model_file(_import(name))]
 
 
 def is_model_file(module: ModuleType) -> bool:

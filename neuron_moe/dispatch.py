@@ -179,7 +179,8 @@ def _rules(work: Workload) -> tuple[str, tuple[str, ...]]:
     if work.pairs < work.num_local_experts:
         return "selective", (bounded, "fewer experts are touched than are held")
     if work.phase in ("decode", "speculation"):
-        return "all_experts", (bounded, "nearly every expert is touched: read each weight once")
+        touched = f"{_expected_touched(work):.1f} of {work.num_local_experts} experts are touched"
+        return "all_experts", (bounded, f"{touched} (mean): read each weight once, in full runs")
     if work.tokens <= DENSE_STREAM_TOKENS:
         return "all_experts", (
             f"T={work.tokens} <= {DENSE_STREAM_TOKENS}: the weight stream bounds the time, all"

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_moe.checkpoint import Checkpoint, open_checkpoint
+from neuron_moe.checkpoint import Checkpoint, match_parameters, open_checkpoint
 from neuron_moe.config import DEFAULT_LNC_SIZE
 from neuron_moe.configs import config_names, load_config
 from neuron_moe.dispatch import Workload, choose_path, explain_path
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.hf_config import read_json_object
-from neuron_moe.models.loader import find_model_file, read_config
+from neuron_moe.models.loader import find_model_file, model_types, read_config
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.sizes import (
     GROUPS,
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     num_tensors = None
     if checkpoint is not None:
         # Matching names and shapes is what strict loading does first; a gap raises here already.
-        model_file.weight_map(config).resolve(checkpoint, dict(model.state_dict()))
+        match_parameters(checkpoint, model_file.weight_map(config), dict(model.state_dict()))
         num_tensors = len(checkpoint.tensors)
     spread = Spread(tp=args.tp, ep=args.ep)
     report: dict[str, Any] = {
@@ -240,13 +240,19 @@ def _short(value: Any) -> str:
     return str(value)
 
 
+def _known_configs() -> list[str]:
+    """Return the shipped configurations whose architecture is a whole model here."""
+    known = set(model_types())
+    return [name for name in config_names() if load_config(name)["model_type"] in known]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="neuron-moe inspect", description=__doc__)
     parser.add_argument(
         "--model",
         type=Path,
         required=True,
-        help=f"folder of a checkpoint, a config.json, or one of: {', '.join(config_names())}",
+        help=f"folder of a checkpoint, a config.json, or one of: {', '.join(_known_configs())}",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel groups (default: 1)")

@@ -10,6 +10,7 @@ from neuron_moe.checkpoint.load import (
     Progress,
     Shard,
     load_weights,
+    match_parameters,
     read_parameters,
     unique_parameters,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "deinterleave_gate_up",
     "identity",
     "load_weights",
+    "match_parameters",
     "mxfp4",
     "open_checkpoint",
     "read_parameters",

@@ -91,6 +91,44 @@ def read_parameters(
         ValueError: naming every tensor that is missing, extra, or of the wrong shape or dtype,
             before any is read; or the first one that holds NaN or infinity.
     """
+    work = match_parameters(checkpoint, weight_map, parameters, shard=shard)
+    total = sum(parameters[a.target].numel() * dtype.itemsize for a, _, dtype in work)
+    done = 0
+    filled: dict[str, Tensor] = {}
+    for assignment, selection, dtype in work:
+        result = torch.empty(tuple(map(len, selection)), dtype=dtype)
+        for piece, place in pieces(selection, dtype.itemsize, piece_bytes):
+            target = take(result, place)
+            _copy(target, assignment.source.read(piece))
+            _check_narrowing(target, assignment)
+            done += target.numel() * dtype.itemsize
+            if progress:
+                progress(done, total)
+        filled[assignment.target] = result
+    return filled
+
+
+def match_parameters(
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    parameters: Mapping[str, Tensor],
+    *,
+    shard: Shard | None = None,
+) -> list[tuple[Assignment, Selection, torch.dtype]]:
+    """Say what fills each parameter: names, shapes and dtypes only, no tensor is read.
+
+    Args:
+        checkpoint: where from.
+        weight_map: how.
+        parameters: shape and dtype of each one wanted; may be on the meta device.
+        shard: which part of each parameter this rank holds; without it, all.
+
+    Returns:
+        For each parameter its source, the part to read, and the dtype to store.
+
+    Raises:
+        ValueError: naming every tensor that is missing, extra, or of the wrong shape or dtype.
+    """
     work = []
     problems = Problems(checkpoint.path)
     for assignment in weight_map.resolve(checkpoint, parameters):
@@ -106,21 +144,7 @@ def read_parameters(
             problems.add("dtype", f"{assignment.target}: {wanted.dtype} must be a float dtype")
         work.append((assignment, selection, wanted.dtype))
     problems.raise_if_any()
-
-    total = sum(parameters[a.target].numel() * dtype.itemsize for a, _, dtype in work)
-    done = 0
-    filled: dict[str, Tensor] = {}
-    for assignment, selection, dtype in work:
-        result = torch.empty(tuple(map(len, selection)), dtype=dtype)
-        for piece, place in pieces(selection, dtype.itemsize, piece_bytes):
-            target = take(result, place)
-            _copy(target, assignment.source.read(piece))
-            _check_narrowing(target, assignment)
-            done += target.numel() * dtype.itemsize
-            if progress:
-                progress(done, total)
-        filled[assignment.target] = result
-    return filled
+    return work
 
 
 def _describe(assignment: Assignment, held: tuple[int, ...]) -> str:

@@ -101,3 +101,22 @@ def test_bad_input_is_named(case: str, folder: Path, capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert error.startswith("neuron-moe inspect: ")
     assert BAD[case] in error
+
+
+def test_shapes_that_are_not_those_of_the_config_are_refused(folder: Path) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    values["intermediate_size"] *= 2
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"gate_up_proj.*must be \[16"):
+        inspect.main(["--model", str(folder)])
+
+
+def test_help_names_configurations_that_can_be_inspected(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        inspect.main(["--help"])
+    text = capsys.readouterr().out
+    assert "gpt_oss_20b" in text
+    assert "deepseek_v3" not in text
