@@ -108,7 +108,12 @@ class Sensitivity:
         for label, a_ns, b_ns, mark in rows:
             times = f"{a_ns / 1e3:>11,.2f} us {b_ns / 1e3:>11,.2f} us"
             lines.append(f"{label} {times} {b_ns / a_ns:>7.3f}{mark}")
-        verdict = "survives every change" if self.survives else "depends on an assumption"
+        if not self.survives:
+            verdict = "depends on an assumed coefficient"
+        elif not self.survives_placement:
+            verdict = "survives every coefficient, depends on where tensors lie"
+        else:
+            verdict = "survives every change"
         lines.append(f"{self.unaffected} more changes move neither run.")
         first_ns, second_ns = self.placed_otherwise_ns
         turned = "" if self.survives_placement else "  turns"

@@ -47,7 +47,7 @@ def test_a_difference_that_rests_on_a_guess_is_found_out(make_builder: Make) -> 
     assert [(one.field, one.factor) for one in report.fragile()] == [
         ("gpsimd_nonzero_cycles_per_element", 0.5)
     ]
-    assert "depends on an assumption" in report.table()
+    assert "depends on an assumed coefficient" in report.table()
     assert "turns" in report.table()
 
 
@@ -87,6 +87,7 @@ def test_the_other_placement_of_tensors_is_reported(make_builder: Make) -> None:
     assert not report.survives_placement
     assert report.placed_otherwise_ns[0] > report.placed_otherwise_ns[1] == report.b_ns
     assert "tensors placed the other way" in report.table()
+    assert "tiles is faster: survives every coefficient, depends on where" in report.table()
 
 
 def test_runs_on_different_chips_are_not_compared(make_builder: Make) -> None:
