@@ -19,6 +19,8 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help") or args[0] not in TARGETS:
         lines = [f"  {name:<8} {text}" for name, (_, text) in TARGETS.items()]
+        if args and args[0] not in ("-h", "--help"):
+            print(f"neuron-moe bench: no target {args[0]!r}.", file=sys.stderr)
         print("\n".join(["usage: neuron-moe bench TARGET [options]", "", *lines]))
         return 0 if args and args[0] in ("-h", "--help") else 2
     module = importlib.import_module(f"neuron_moe.tools.{TARGETS[args[0]][0]}")

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     module = importlib.import_module(f"neuron_moe.tools.{SUBCOMMANDS[name][0]}")
     try:
         return int(module.main(rest))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"neuron-moe {name}: {error}", file=sys.stderr)
         return 2
 
