@@ -112,7 +112,7 @@ def build(case: Case, limits: Limits) -> tuple[Problem, str]:
     notes.append(scaled_note("T", wanted, T))
     draw = Draw(seed_of(case))
     index_TK = draw_routing(draw, str(case.get("routing", "uniform")), T, E, K)
-    touched = np.unique(index_TK[index_TK >= 0])
+    touched = np.unique(index_TK[index_TK >= 0]).tolist()
     weights, how = draw_weights(case, draw, E, H, I, touched)
     notes.append(how)
     if case.get("training") or case.get("checkpoint_activation"):

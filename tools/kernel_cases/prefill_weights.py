@@ -1,7 +1,7 @@
 """Expert weights of a prefill case: bfloat16, fp8 with scales, or MXFP4 re-coded as fp8."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -32,9 +32,11 @@ class Weights:
         down: [E, I, H] codes.
         gate_up_scale, down_scale: [E, 2I], [E, H] float32, or None.
         gate_up_bias, down_bias: [E, 2I], [E, H] bfloat16, or None.
+        touched: experts that some token chose.
     """
 
     format: str
+    touched: Sequence[int]
     gate_up: np.ndarray
     down: np.ndarray
     gate_up_scale: np.ndarray | None = None
@@ -79,11 +81,18 @@ class Weights:
         """Return all of it in bfloat16, for the torch backend."""
         gate_up, down = self.gate_up, self.down
         if self.gate_up_scale is not None and self.down_scale is not None:
-            gate_up = _decoded(gate_up, self.gate_up_scale)
-            down = _decoded(down, self.down_scale)
+            gate_up = self._decoded(gate_up, self.gate_up_scale)
+            down = self._decoded(down, self.down_scale)
         biases = (self.gate_up_bias, self.down_bias)
         first, second = (None if b is None else _to_torch(b) for b in biases)
         return _to_torch(gate_up), _to_torch(down), first, second
+
+    def _decoded(self, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """Return codes * scale in bfloat16."""
+        decoded = np.zeros(codes.shape, BF16)
+        for expert in self.touched:
+            decoded[expert] = (codes[expert].astype(np.float32) * scale[expert]).astype(BF16)
+        return decoded
 
 
 def draw_weights(
@@ -92,7 +101,7 @@ def draw_weights(
     num_experts: int,
     H: int,
     I: int,  # noqa: E741  the axis letter
-    touched: Iterable[int],
+    touched: Sequence[int],
 ) -> tuple[Weights, str]:
     """Draw the weights of a case, and say what differs from its format.
 
@@ -129,7 +138,7 @@ def _plain(
     num_experts: int,
     H: int,
     I: int,  # noqa: E741  the axis letter
-    touched: Iterable[int],
+    touched: Sequence[int],
     code_dtype: Any = None,
     step: float = 1.0,
 ) -> Weights:
@@ -141,7 +150,7 @@ def _plain(
             if code_dtype is not None:
                 values = (values / step).astype(code_dtype).astype(np.float32) * step
             stack[expert] = values.astype(BF16)
-    return Weights(format="bfloat16", gate_up=gate_up, down=down)
+    return Weights(format="bfloat16", touched=touched, gate_up=gate_up, down=down)
 
 
 def _fp8_rows(
@@ -150,7 +159,7 @@ def _fp8_rows(
     num_experts: int,
     H: int,
     I: int,  # noqa: E741  the axis letter
-    touched: Iterable[int],
+    touched: Sequence[int],
 ) -> Weights:
     """Return integer codes over the range of e4m3 with a scale for each output channel."""
     dtype = np.dtype(getattr(ml_dtypes, name))
@@ -160,6 +169,7 @@ def _fp8_rows(
             stack[expert] = draw.integers(stack.shape[1:], -240, 240, dtype)
     return Weights(
         format=name,
+        touched=touched,
         gate_up=gate_up,
         down=down,
         gate_up_scale=draw.uniform((num_experts, 2 * I), -0.1, 0.1, np.float32),
@@ -172,7 +182,7 @@ def _mxfp4(
     num_experts: int,
     H: int,
     I: int,  # noqa: E741  the axis letter
-    touched: Iterable[int],
+    touched: Sequence[int],
 ) -> Weights:
     """Return MXFP4 weights re-coded as e5m2, a power of two for each output channel."""
     dtype = np.dtype(ml_dtypes.float8_e5m2)
@@ -191,19 +201,12 @@ def _mxfp4(
             scale[expert] = coded.scale.numpy().reshape(-1)
     return Weights(
         format="float8_e5m2",
+        touched=touched,
         gate_up=gate_up,
         down=down,
         gate_up_scale=gate_up_scale,
         down_scale=down_scale,
     )
-
-
-def _decoded(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return codes * scale in bfloat16, one expert at a time."""
-    decoded = np.zeros(codes.shape, BF16)
-    for expert in range(len(codes)):
-        decoded[expert] = (codes[expert].astype(np.float32) * scale[expert]).astype(BF16)
-    return decoded
 
 
 def _to_torch(values: np.ndarray) -> torch.Tensor:
