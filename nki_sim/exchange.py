@@ -20,7 +20,7 @@ from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.isa._operands import op_name
 from nki_sim.machine import Core
-from nki_sim.memory import UNKNOWN, MemoryRegion
+from nki_sim.memory import UNKNOWN, MemoryRegion, Origin
 from nki_sim.tensor import NkiTensor
 from nki_sim.undefined import poison
 
@@ -141,7 +141,8 @@ def _note(dst: NkiTensor, known: bool, defined: Array, what: str) -> None:
     if not known:
         dst._alloc.known = UNKNOWN
     if not defined.all():
-        poison(dst._alloc, dst.geometry.walk, ~defined, what)
+        kind, _, location = what.rpartition(" at ")
+        poison(dst._alloc, dst.geometry.walk, ~defined, Origin(kind, "srcs", location))
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,10 +90,8 @@ def origin_of(core: Core, op: str, undefined: Sequence[NkiTensor]) -> Origin:
     return Origin(op, operands, core.machine.location(core.line))
 
 
-def poison(alloc: Allocation, walk: Walk, chosen: Any, origin: Origin | str) -> None:
+def poison(alloc: Allocation, walk: Walk, chosen: Any, origin: Origin) -> None:
     """Mark elements that were computed from unwritten memory."""
-    if isinstance(origin, str):
-        origin = Origin("", "", origin)
     alloc.defined.remove(walk, chosen)
     if alloc.poisoned is None:
         alloc.poisoned = Coverage(alloc.rows, alloc.pitch, alloc.dtype.itemsize)

@@ -23,7 +23,7 @@ from nki_sim.isa._common import (
     check_memory,
     instruction,
 )
-from nki_sim.memory import UNKNOWN
+from nki_sim.memory import UNKNOWN, Origin
 from nki_sim.undefined import poison
 
 _GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}
@@ -141,7 +141,7 @@ def sendrecv(
     if not known:
         dst._alloc.known = UNKNOWN
     if defined is not None:
-        poison(dst._alloc, dst.geometry.walk, ~defined, f"sendrecv at {where}")
+        poison(dst._alloc, dst.geometry.walk, ~defined, Origin("sendrecv", "src", where))
     return handle
 
 

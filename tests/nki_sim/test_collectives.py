@@ -356,7 +356,9 @@ def test_unwritten_elements_stay_unwritten_across_ranks() -> None:
         collectives.all_gather([part], [joined], ALL4, 0)
         return joined
 
-    with pytest.raises(nki_sim.UninitializedRead):
+    with pytest.raises(
+        nki_sim.UninitializedRead, match=r"test_collectives.py:\d+: all_gather: srcs: expected"
+    ):
         run(leaking, data, 1)
 
 

@@ -73,7 +73,9 @@ def test_unwritten_elements_stay_unwritten_on_the_other_core() -> None:
         exchange(mine, theirs)
         return save(core, theirs)
 
-    with pytest.raises(nki_sim.UninitializedRead, match="128 of 256"):
+    with pytest.raises(
+        nki_sim.UninitializedRead, match=r"test_sync.py:\d+: sendrecv: src: .*128 of 256"
+    ):
         nki_sim.run(kernel, lnc=2)
 
 
