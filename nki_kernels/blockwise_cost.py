@@ -14,7 +14,7 @@ from nki_kernels.blockwise_config import (
 )
 from nki_kernels.blockwise_stages import bias_is_inside
 from nki_kernels.costs import KernelCost
-from nki_kernels.plans import Ints, VisitPlan
+from nki_kernels.plans import Ints, VisitPlan, loops_of
 
 _INT32_BYTES, _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 4, 2
 
@@ -63,7 +63,7 @@ def _table_bytes(config: PrefillConfig, plan: VisitPlan, tile: Ints) -> int:
     visits, entries = int(plan.visit_expert_CV.shape[1]), len(tile)
     known = int((tile < config.num_tiles).sum())
     tables = 2 if has_scale_table(config) else 1
-    words = visits + entries + len(config.loop.classes)
+    words = visits + entries + len(loops_of(config.loop.classes))
     words += tables * (entries + known * config.tile_rows)
     if config.stores == "rows":
         words += config.tile_rows * entries
@@ -85,7 +85,9 @@ def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
     if not loop.is_dynamic:
         trips = [(int(plan.visit_expert_CV.shape[1]) - 2) // 2]
     visits = 2 * sum(trips)
-    tiles = sum(2 * count * size for count, size in zip(trips, loop.classes, strict=True))
+    tiles = sum(
+        count * sum(sizes) for count, sizes in zip(trips, loops_of(loop.classes), strict=True)
+    )
     tables = 2 if has_scale_table(config) else 1
     entries = int(plan.visit_expert_CV.shape[1]) * largest_visit_of(config)
     total = tiles * tile + turn + tables * entries

@@ -63,6 +63,7 @@ from nki_kernels.blockwise_stages import (
     store_rows,
     turn_rows,
 )
+from nki_kernels.plans import loops_of
 
 
 @nki.jit
@@ -106,18 +107,18 @@ def blockwise_moe(
     share = core if config.shard.splits_i else 0
     fill_tables(config, b, slots, slot_scale, [visit_expert, visit_tile, class_trips], lane)
     start_pipeline(config, b, x, share)
-    for position in range(len(config.loop.classes)):
+    for position in range(len(loops_of(config.loop.classes))):
         run_class(config, b, x, position, share)
     return output
 
 
 def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: int) -> None:
-    """Go through the visits of one size, two a trip."""
-    size = config.loop.classes[position]
+    """Go through the visits of one loop, two a trip."""
+    sizes = loops_of(config.loop.classes)[position]
 
     def two_visits(_trip: int) -> None:
-        run_visit(config, b, x, 0, size, share)
-        run_visit(config, b, x, 1, size, share)
+        run_visit(config, b, x, 0, sizes, share)
+        run_visit(config, b, x, 1, sizes, share)
 
     if config.loop.is_dynamic:
         trips = nisa.register_alloc()
@@ -153,26 +154,31 @@ def first_of_part(config: PrefillConfig, share: int, part: int) -> int:
 
 
 def run_visit(
-    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, share: int
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: int
 ) -> None:
     """Compute the row tiles of one visit, and bring in what the next two need.
 
     The first tile of the next visit is turned before this one's down projection, so that the
     tensor engine has work while the last activation is computed.
     """
+    size, next_size = sizes[s], sizes[1 - s]
     look_at_outputs(config, b, s)
+    for j in range(size, min(next_size, config.loop.row_buffers)):
+        gather_rows(config, b, x, 1 - s, j)
     if scales_late(config):
         load_late_scales(config, b, x, s, size)
-    go_in(config, b, x, s, size, share)
+    go_in(config, b, x, s, size, next_size, share)
     turn_rows(config, b, 1 - s, 0)
     look_ahead(config, b, s)
     gather_rows(config, b, x, s, 0)
     if config.has_scales:
         spread_down_scale(config, b, s)
-    go_out(config, b, x, s, size, share)
+    go_out(config, b, x, s, size, s * sizes[0], share)
 
 
-def go_in(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, share: int) -> None:
+def go_in(
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, next_size: int, share: int
+) -> None:
     """Do the gate and up projections of a visit, part by part of the intermediate axis."""
     parts, slots = config.loop.in_parts, config.loop.slots
     last = config.i_axis.count - 1
@@ -186,10 +192,10 @@ def go_in(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, sha
             if part == 0 and j + 1 < size:
                 turn_rows(config, b, s, j + 1)
                 if not by_dma:
-                    gather_after(config, b, x, s, j + 1, size)
+                    gather_after(config, b, x, s, j + 1, size, next_size)
             project_in(config, b, slot, s, j, part, last)
             if by_dma and j > 0:
-                gather_after(config, b, x, s, j, size)
+                gather_after(config, b, x, s, j, size, next_size)
         following = (slot + 1) % slots
         if part + 1 < parts:
             first = first_of_part(config, share, part + 1)
@@ -199,14 +205,16 @@ def go_in(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, sha
             load_gate_up(config, b, x, b.expert[1 - s], following, first)
 
 
-def go_out(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, share: int) -> None:
+def go_out(
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, first_outer: int, share: int
+) -> None:
     """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
     parts, slots = config.loop.out_parts, config.loop.slots
     first = first_of_part(config, share, 0)
     for part in range(parts):
         slot = (s * parts + part) % slots
         for j in range(size):
-            outer = (s * size + j) % config.loop.outer_buffers
+            outer = (first_outer + j) % config.loop.outer_buffers
             project_out(config, b, slot, s, j, part, share == 0, outer)
             if part == parts - 1:
                 store_rows(config, b, x, s, j, share, outer)

@@ -21,7 +21,7 @@ from nki_kernels.blockwise_config import (
     largest_visit_of,
     scales_late,
 )
-from nki_kernels.plans import PARTITIONS
+from nki_kernels.plans import PARTITIONS, loops_of
 from nki_kernels.tiles import (
     apply_chain,
     copy_alternating,
@@ -132,7 +132,7 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     spare = 1 if bias_is_inside(config) else 0
     scales = slots if config.has_scales else 0
     i_tile = (i_axis.rows, 2, i_axis.count)
-    classes = len(config.loop.classes)
+    num_loops = len(loops_of(config.loop.classes))
     tables = 1 if has_scale_table(config) else 0
     late = 1 if scales_late(config) else 0
     by_row = config.stores != "tiles"
@@ -178,7 +178,7 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         id_table=nl.ndarray((R, num_visits, largest), dtype=int32, buffer=nl.sbuf),
         row_table=_tiles(1 if by_row else 0, (R, num_visits, largest), int32),
         scale_table=_tiles(tables, (R, num_visits, largest), float32),
-        trips=nl.ndarray((1, classes), dtype=int32, buffer=nl.sbuf),
+        trips=nl.ndarray((1, num_loops), dtype=int32, buffer=nl.sbuf),
         counter=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
         ahead=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
         one=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
@@ -343,12 +343,14 @@ def row_buffer(config: PrefillConfig, j: int) -> int:
     return 0 if j == 0 else 1 + (j - 1) % (config.loop.row_buffers - 1)
 
 
-def gather_after(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, size: int) -> None:
+def gather_after(
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, size: int, next_size: int
+) -> None:
     """Refill the buffer of tile j, which is free again: for this visit or the next one."""
     ring = config.loop.row_buffers - 1
     if j + ring < size:
         gather_rows(config, b, x, s, j + ring)
-    else:
+    elif 1 + (j - 1) % ring < next_size:
         gather_rows(config, b, x, 1 - s, 1 + (j - 1) % ring)
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 PARTITIONS = 128  # NKI architecture guide: lanes of SBUF and PSUM
 Ints = NDArray[np.int32]
+Step = list[tuple[int, Ints]]  # an expert and its tiles for each lane, side by side
 
 
 @dataclass
@@ -75,7 +76,7 @@ class VisitPlan(NamedTuple):
     Attributes:
         visit_expert_CV: [C, V] int32, expert of the visit; num_experts where there is none.
         visit_tile_CVG: [C, V, G] int32, its row tiles; `no_tile(num_tiles)` where there is none.
-        class_trips_1L: [1, L] int32, trips of each class loop, two visits of a lane per trip.
+        class_trips_1L: [1, L] int32, trips of each loop of `loops_of`.
     """
 
     visit_expert_CV: Ints
@@ -88,14 +89,28 @@ def no_tile(num_tiles: int) -> int:
     return 2 * num_tiles
 
 
+def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the sizes of the two visits of a trip, for every loop of the kernel in order.
+
+    Beside two visits of one size there are trips of a large visit and a single tile: the one keeps
+    the tensor engine busy, the other the memory.
+    """
+    loops = []
+    for size in classes:
+        loops.append((size, size))
+        if size > 1:
+            loops.append((size, 1))
+    return loops
+
+
 def max_visits(num_tiles: int, num_experts: int, num_lanes: int, classes: tuple[int, ...]) -> int:
     """Return V, the visits of a lane that any routing may need, with two empty ones at the end.
 
     An expert of n tiles takes ceil(n / G) visits, so all take at most min(E, tiles) + tiles / G;
-    the last pair of visits may be half empty, and the kernel reads two visits ahead.
+    every class may add an empty visit, and the kernel reads two visits ahead.
     """
     visits = min(num_tiles, min(num_experts, num_tiles) + num_tiles // classes[0])
-    return max_steps(visits, num_lanes)
+    return max_steps(visits + num_lanes * (len(classes) - 1), num_lanes)
 
 
 def max_steps(num_visits: int, num_lanes: int) -> int:
@@ -154,12 +169,13 @@ def plan_visits(
         num_visits = max_steps(num_tiles, num_lanes)
     expert_CV = np.full((num_lanes, num_visits), num_experts, np.int32)
     tile_CVG = np.full((num_lanes, num_visits, classes[0]), no_tile(num_tiles), np.int32)
-    for position, (expert, tiles) in enumerate(visits):
-        step, lane = divmod(position, num_lanes)
-        expert_CV[lane, step] = expert
-        tile_CVG[lane, step, : len(tiles)] = tiles
-    sizes = [len(tiles) for _, tiles in visits[::num_lanes]]
-    return VisitPlan(expert_CV, tile_CVG, _trips(sizes, classes))
+    steps, trips = _arrange([visits[k : k + num_lanes] for k in range(0, len(visits), num_lanes)],
+                            classes)  # fmt: skip
+    for number, step in enumerate(steps):
+        for lane, (expert, tiles) in enumerate(step):
+            expert_CV[lane, number] = expert
+            tile_CVG[lane, number, : len(tiles)] = tiles
+    return VisitPlan(expert_CV, tile_CVG, trips)
 
 
 def _group(tile: Ints, tile_expert: Ints, largest: int) -> list[tuple[int, Ints]]:
@@ -179,15 +195,27 @@ def _one_by_one(tile: Ints, tile_expert: Ints) -> list[tuple[int, Ints]]:
     return [(int(e), tile[k : k + 1]) for k, e in enumerate(tile_expert)]
 
 
-def _trips(sizes: list[int], classes: tuple[int, ...]) -> Ints:
-    """Return the trips of each class for steps of these descending sizes, two steps a trip.
+def _arrange(steps: list[Step], classes: tuple[int, ...]) -> tuple[list[Step], Ints]:
+    """Order steps, which come by descending size, for the loops of the kernel; count the trips.
 
-    An odd step is made up for with one of the next class, whose missing tiles are dummies.
+    Single tiles go beside large visits as long as there are both. What is left of a class runs in
+    pairs; an odd one goes beside an empty step.
     """
-    trips = np.zeros((1, len(classes)), np.int32)
-    done = 0
-    for position, smallest in enumerate([*classes[1:], 0]):
-        count = sum(size > smallest for size in sizes) - done
-        trips[0, position] = max(0, -(-count // 2))
-        done += 2 * int(trips[0, position])
-    return trips
+    small = [step for step in steps if len(step[0][1]) == 1]
+    order: list[Step] = []
+    trips: list[int] = []
+    for size, below in zip(classes, (*classes[1:], 0), strict=True):
+        if size == 1:
+            rest = small + [[]] * (len(small) % 2)
+            order += rest
+            trips.append(len(rest) // 2)
+            continue
+        mine = [step for step in steps if below < len(step[0][1]) <= size]
+        mixed = min(len(mine), len(small))
+        mixed += (len(mine) - mixed) % 2
+        alone = len(mine) - mixed
+        order += mine[:alone]
+        trips += [alone // 2, mixed]
+        for step in mine[alone:]:
+            order += [step, small.pop(0) if small else []]
+    return order, np.array([trips], np.int32)

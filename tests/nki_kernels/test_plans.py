@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nki_kernels.blockwise_fit import SBUF_BYTES, sbuf_bytes
 from nki_kernels.blockwise_options import make_config
-from nki_kernels.plans import no_tile, plan_visits, tile_axis, tile_axis_evenly
+from nki_kernels.plans import loops_of, no_tile, plan_visits, tile_axis, tile_axis_evenly
 
 MODELS = {  # hidden, intermediate, experts: of the published configurations
     "gpt-oss-120b": (2880, 2880, 128),
@@ -55,8 +55,9 @@ def test_every_tile_is_visited_once(
         classes=classes, is_sorted=is_sorted,
     )  # fmt: skip
     seen, step = [], 0
-    for size, trips in zip(classes, plan.class_trips_1L[0].tolist(), strict=True):
+    for sizes, trips in zip(loops_of(classes), plan.class_trips_1L[0].tolist(), strict=True):
         for visit in range(step, step + 2 * trips):
+            size = sizes[(visit - step) % 2]
             for lane in range(lanes):
                 tiles = plan.visit_tile_CVG[lane, visit]
                 used = tiles[tiles != no_tile(num_tiles)]
