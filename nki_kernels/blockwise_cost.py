@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from nki_kernels.blockwise_buffers import bias_is_inside
 from nki_kernels.blockwise_config import (
     ITEM_BYTES,
     PrefillConfig,
@@ -12,7 +13,6 @@ from nki_kernels.blockwise_config import (
     num_partials,
     scales_late,
 )
-from nki_kernels.blockwise_stages import bias_is_inside
 from nki_kernels.costs import KernelCost
 from nki_kernels.plans import Ints, VisitPlan, loops_of
 

@@ -7,7 +7,7 @@ For slot n of a block of expert e, with token t = slots[n]:
 
 scaled by slot_scale[n] before (pre) or after (post) if asked; `combine` adds the slots of a token.
 
-Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L loop classes):
+Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L loops):
 
     hidden          [T, H]       bfloat16  HBM  tokens
     gate_up         [E, H, 2I]   weights   HBM  gate columns first
@@ -43,19 +43,21 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.blockwise_config import PrefillConfig, num_partials, scales_late
-from nki_kernels.blockwise_stages import (
+from nki_kernels.blockwise_buffers import (
     Buffers,
     Operands,
     fill_tables,
-    gather_after,
-    gather_rows,
-    load_down,
-    load_gate_up,
     load_late_scales,
     look_ahead,
     look_at_outputs,
     make_buffers,
+)
+from nki_kernels.blockwise_config import PrefillConfig, num_partials, scales_late
+from nki_kernels.blockwise_stages import (
+    gather_after,
+    gather_rows,
+    load_down,
+    load_gate_up,
     prepare_part,
     project_in,
     project_out,
