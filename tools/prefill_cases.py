@@ -108,7 +108,7 @@ def roofline_us(model: Model, expert_index_TK: NDArray[np.int32]) -> float:
     whole = min(_tile_cycles(model.H, model.I) / 2, _tile_cycles(model.H, math.ceil(model.I / 2)))
     packed = min(_packed_cycles(model.H, model.I) / 2, _packed_cycles(model.H, -(-model.I // 2)))
     pe_us = tiles * min(whole, packed) / PE_CYCLES_PER_US
-    return max(size * BF16_BYTES / HBM_BYTES_PER_US, pe_us)
+    return float(max(size * BF16_BYTES / HBM_BYTES_PER_US, pe_us))
 
 
 def _tile_cycles(H: int, I: int) -> float:  # noqa: E741  the axis letters
