@@ -25,7 +25,7 @@ demo: $(STAMP)
 	$(BIN)/neuron-moe demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
