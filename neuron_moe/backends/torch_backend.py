@@ -24,6 +24,7 @@ from neuron_moe.blocks import BlockMapping, build_block_mapping, sort_pairs
 from neuron_moe.errors import check_choice
 from neuron_moe.routing import RouterBase, Routing
 
+_TOKENS_PER_PIECE = 32  # tokens combined in one call
 _ROWS_PER_RUN = 256  # rows whose activations are computed in one call; keeps them in the cache
 
 
@@ -86,7 +87,7 @@ class TorchBackend:
 
 def _chosen_experts(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
     """Loop over the experts that were chosen; eager only, the counts leave the device."""
-    num_tokens, top_k = routing.expert_index_TK.shape
+    top_k = routing.expert_index_TK.shape[1]
     pairs = sort_pairs(routing.expert_index_TK, weights.num_experts)
     chosen = [(e, n) for e, n in enumerate(pairs.tokens_per_expert_E.tolist()) if n]
     if not chosen:
@@ -96,17 +97,39 @@ def _chosen_experts(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWei
     if routing.scales_input:
         affinity_P1 = routing.expert_affinities_TK.reshape(-1, 1)[order_P]
         rows_PH = (rows_PH * affinity_P1).to(hidden_TH.dtype)
-    outputs, first = [], 0
+    outputs: list[Tensor] = []
+    first = 0
     for run in _runs(chosen):
         run_rows = sum(count for _, count in run)
-        outputs.append(_run_of_experts(rows_PH[first : first + run_rows], weights, run))
+        outputs += _run_of_experts(rows_PH[first : first + run_rows], weights, run)
         first += run_rows
-    output_PH = torch.cat(outputs).float()
-    by_pair = output_PH.new_zeros((num_tokens * top_k, hidden_TH.shape[1]))
-    by_pair = by_pair.index_copy_(0, order_P, output_PH).view(num_tokens, top_k, -1)
-    if routing.scales_input:
-        return by_pair.sum(1)
-    return torch.bmm(routing.expert_affinities_TK.unsqueeze(1), by_pair).squeeze(1)
+    return _combine(outputs, order_P, routing)
+
+
+def _combine(outputs: list[Tensor], order_P: Tensor, routing: LocalRouting) -> Tensor:
+    """Weigh and add the K rows of each token in float32, a few tokens at a time.
+
+    Small pieces stay in the cache and reuse their memory; whole [T, K, H] temporaries cost more
+    than the arithmetic.
+    """
+    affinities_TK = routing.expert_affinities_TK
+    num_tokens, top_k = affinities_TK.shape
+    num_rows = order_P.shape[0]
+    if num_rows < num_tokens * top_k:  # pairs without an expert read a row of zeros
+        outputs = [*outputs, outputs[0].new_zeros((1, outputs[0].shape[1]))]
+    output_PH = torch.cat(outputs)
+    row_of_pair = order_P.new_full((num_tokens * top_k,), num_rows)
+    row_of_pair[order_P] = torch.arange(num_rows, device=order_P.device)
+    weights_TK = torch.ones_like(affinities_TK) if routing.scales_input else affinities_TK
+    pieces = []
+    for index, weight in zip(
+        torch.split(row_of_pair, _TOKENS_PER_PIECE * top_k),
+        torch.split(weights_TK, _TOKENS_PER_PIECE),
+        strict=True,
+    ):
+        rows_tKH = output_PH[index].view(weight.shape[0], top_k, -1).float()
+        pieces.append(torch.bmm(weight.unsqueeze(1), rows_tKH).squeeze(1))
+    return torch.cat(pieces)
 
 
 def _runs(chosen: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -122,7 +145,9 @@ def _runs(chosen: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return runs
 
 
-def _run_of_experts(rows_nH: Tensor, weights: ExpertWeights, run: list[tuple[int, int]]) -> Tensor:
+def _run_of_experts(
+    rows_nH: Tensor, weights: ExpertWeights, run: list[tuple[int, int]]
+) -> list[Tensor]:
     """Compute consecutive experts, each on its rows."""
     counts = [count for _, count in run]
     projected = torch.cat(
@@ -132,9 +157,7 @@ def _run_of_experts(rows_nH: Tensor, weights: ExpertWeights, run: list[tuple[int
         ]
     )
     activated = torch.split(weights.activation(projected), counts)
-    return torch.cat(
-        [_down(rows, weights, expert) for rows, (expert, _) in zip(activated, run, strict=True)]
-    )
+    return [_down(rows, weights, expert) for rows, (expert, _) in zip(activated, run, strict=True)]
 
 
 def _gate_up(rows_nH: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
