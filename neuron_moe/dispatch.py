@@ -31,6 +31,7 @@ PHASES = ("prefill", "decode", "speculation", "training")
 PATHS = ("blockwise", "selective", "all_experts", "capacity")
 DENSE_STREAM_TOKENS = 128
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+_LARGEST_PERCENT = 10.0  # 1000 %
 BREAK_EVEN_ROWS = 217  # rows at which an expert's matrix multiplies last as long as its load
 
 
@@ -324,8 +325,13 @@ class Explanation:
 
 
 def _describe_padding(padding: PaddingOverhead) -> str:
-    actual = "not recorded" if padding.actual is None else f"{padding.actual:.1%}"
-    return f"worst {padding.worst:.1%}, expected {padding.expected:.1%}, actual {actual}"
+    actual = "not recorded" if padding.actual is None else _share(padding.actual)
+    return f"worst {_share(padding.worst)}, expected {_share(padding.expected)}, actual {actual}"
+
+
+def _share(overhead: float) -> str:
+    """Return an overhead in percent, or as a multiple where percent are hard to read."""
+    return f"{overhead:.1%}" if overhead < _LARGEST_PERCENT else f"{overhead:,.0f} x"
 
 
 def suggest_block_size(padding_by_block_size: dict[int, PaddingOverhead]) -> int:
