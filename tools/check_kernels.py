@@ -5,9 +5,7 @@ and the root mean square error is no larger than that of the torch path. Times a
 """
 
 import argparse
-import dataclasses
 import gc
-import json
 import math
 import sys
 import time
@@ -15,7 +13,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from neuron_moe.tools.check_vendor import Outcome, in_turn, print_table, read_cases
+from neuron_moe.tools.check_vendor import (
+    Outcome,
+    add_case_options,
+    in_turn,
+    print_table,
+    read_cases,
+    write_outcomes,
+)
 from neuron_moe.tools.kernel_cases import ADAPTERS, run
 from neuron_moe.tools.vendor_cases.case import Case, Limits, Skipped
 
@@ -29,9 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     limits = Limits(macs=options.max_gmacs * 1e9)
     outcomes = run_cases(cases, options.max_seconds, limits)
     print_table(outcomes, "our kernels on nki_sim")
-    if options.json is not None:
-        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_outcomes(options.json, outcomes)
     return 1 if any(outcome.outcome == "failed" for outcome in outcomes) else 0
 
 
@@ -39,24 +42,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="neuron-moe check kernels", description=__doc__.split("\n")[0]
     )
-    parser.add_argument(
-        "--cases", type=Path, required=True, help="JSON file: an object with a list `cases`"
-    )
-    parser.add_argument(
-        "--status", default="any", help="run cases of this status only (default: any)"
-    )
-    parser.add_argument(
-        "--match",
-        default="",
-        help="run only cases whose id, kernel/variant or platform contains this",
-    )
-    parser.add_argument(
-        "--max-seconds", type=float, default=math.inf, help="start no case after this wall time"
-    )
-    parser.add_argument(
-        "--max-gmacs", type=float, default=5.0, help="reduce T above these billion MACs per case"
-    )
-    parser.add_argument("--json", type=Path, help="write the outcome of every case to this file")
+    add_case_options(parser, status="any", max_gmacs=5.0)
     return parser.parse_args(argv)
 
 

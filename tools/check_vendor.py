@@ -54,10 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     library = VendorLibrary(options.library)
     outcomes = run_cases(cases, library, options.max_seconds, Limits(macs=options.max_gmacs * 1e9))
     print_table(outcomes)
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1) + "\n"
-        )
+    write_outcomes(options.json, outcomes)
     return (
         1
         if any(o.outcome == "failed" and not o.reason.startswith("library") for o in outcomes)
@@ -76,11 +73,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=default and Path(default),
         help=f"checkout of the library ({LIBRARY_VARIABLE})",
     )
+    add_case_options(parser, status="active", max_gmacs=25.0)
+    options = parser.parse_args(argv)
+    if options.library is None:
+        raise ValueError(
+            f"--library: missing. Give the checkout of the library, or set {LIBRARY_VARIABLE}."
+        )
+    return options
+
+
+def add_case_options(parser: argparse.ArgumentParser, *, status: str, max_gmacs: float) -> None:
+    """Add the options every check of a case file has, with the defaults of this one."""
     parser.add_argument(
         "--cases", type=Path, required=True, help="JSON file: an object with a list `cases`"
     )
     parser.add_argument(
-        "--status", default="active", help="run cases of this status, or `any` (default: active)"
+        "--status", default=status, help=f"run cases of this status, or `any` (default: {status})"
     )
     parser.add_argument(
         "--match",
@@ -91,15 +99,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--max-seconds", type=float, default=math.inf, help="start no case after this wall time"
     )
     parser.add_argument(
-        "--max-gmacs", type=float, default=25.0, help="reduce T above these billion MACs per case"
+        "--max-gmacs",
+        type=float,
+        default=max_gmacs,
+        help="reduce T above these billion MACs per case",
     )
     parser.add_argument("--json", type=Path, help="write the outcome of every case to this file")
-    options = parser.parse_args(argv)
-    if options.library is None:
-        raise ValueError(
-            f"--library: missing. Give the checkout of the library, or set {LIBRARY_VARIABLE}."
-        )
-    return options
+
+
+def write_outcomes(path: Path | None, outcomes: Sequence[Outcome]) -> None:
+    """Write the JSON list of outcomes, if there is a path."""
+    if path is not None:
+        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
+        path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def read_cases(path: Path, status: str = "active", match: str = "") -> list[Case]:
