@@ -44,6 +44,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.costs import KernelCost
+from nki_kernels.integers import count_up, divide_down, divide_up
 from nki_kernels.token_tiles import (
     PARTITIONS,
     TokenTiles,
@@ -211,13 +212,6 @@ def mark_choices(
     return chosen_sb
 
 
-def count_up(width: int, dtype: nl.DType) -> nl.ndarray:
-    """Return 0, 1, ... along the free axis of every partition, [128, width]."""
-    numbers_sb = nl.ndarray((PARTITIONS, width), dtype, buffer=nl.sbuf)
-    nisa.iota(dst=numbers_sb, pattern=[[1, width]], offset=0, channel_multiplier=0)
-    return numbers_sb
-
-
 def count_choices(
     chosen_sb: nl.ndarray, tokens: TokenTiles, num_experts: int
 ) -> tuple[nl.ndarray, nl.ndarray]:
@@ -263,16 +257,7 @@ def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, n
     """Return the end of each expert's blocks and its first slot, [128, E] float32 each."""
     shape = total_sb.shape
     blocks_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-    size = dims.block_size
-    # ceil(n / B) = round(n / B + 1/2 - 1 / (2 B)): never half-way, and off by 1 / (2 B) at least.
-    nisa.tensor_scalar(
-        dst=blocks_sb,
-        data=total_sb,
-        op0=nl.multiply,
-        operand0=1.0 / size,
-        op1=nl.add,
-        operand1=(size - 1) / (2.0 * size),
-    )
+    divide_up(blocks_sb, total_sb, dims.block_size)
     zeros_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=zeros_sb, value=0.0)
     last_block_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
@@ -286,7 +271,9 @@ def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, n
     )
     start_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=start_sb, data1=last_block_sb, data2=blocks_sb, op=nl.subtract)
-    nisa.tensor_scalar(dst=start_sb, data=start_sb, op0=nl.multiply, operand0=float(size))
+    nisa.tensor_scalar(
+        dst=start_sb, data=start_sb, op0=nl.multiply, operand0=float(dims.block_size)
+    )
     return last_block_sb, start_sb
 
 
@@ -527,22 +514,6 @@ def split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.ndar
         operand1=slot_sb,
     )
     return row_sb, column_sb
-
-
-def divide_down(dst: nl.ndarray, data: nl.ndarray, divisor: int) -> None:
-    """Write floor(data / divisor) of integers >= -1 to an int32 tile.
-
-    It is round((data - (divisor - 1) / 2) / divisor), 1 / (2 divisor) away from half-way at least.
-    Three float32 roundings of a quotient q cost at most 3 q 2^-24: less, as q divisor <= 2^20.
-    """
-    nisa.tensor_scalar(
-        dst=dst,
-        data=data,
-        op0=nl.multiply,
-        operand0=1.0 / divisor,
-        op1=nl.add,
-        operand1=-(divisor - 1) / (2.0 * divisor),
-    )
 
 
 def store_inverse(

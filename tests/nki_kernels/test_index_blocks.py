@@ -12,10 +12,10 @@ from nki_kernels.index_blocks import (
     BlockDims,
     check_index_blocks,
     cost_index_blocks,
-    divide_down,
     index_blocks,
     sbuf_bytes,
 )
+from nki_kernels.integers import divide_down
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.testing import Tile, execute
 from tests.nki_kernels.traces import measured_cost
