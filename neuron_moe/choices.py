@@ -1,0 +1,66 @@
+"""What a caller chose for each token: experts and affinities, checked and brought into one form.
+
+Axes: T tokens, K choices, E experts of the model.
+"""
+
+import torch
+from torch import Tensor
+
+from neuron_moe.blocks import NO_EXPERT
+
+
+def check_choices(expert_index: Tensor, num_tokens: int, num_experts: int) -> None:
+    """Refuse choices that are not experts, or of another number of tokens."""
+    if expert_index.shape[0] != num_tokens:
+        raise ValueError(
+            f"expert_index: shape {tuple(expert_index.shape)} must have one row for each of the"
+            f" {num_tokens} tokens of hidden_states. Route the same tokens."
+        )
+    if expert_index.numel() == 0:
+        return
+    if expert_index.is_floating_point() or expert_index.is_complex():
+        raise ValueError(
+            f"expert_index: dtype {expert_index.dtype} must be an integer one. Pass the choices,"
+            " not the affinities."
+        )
+    if torch.compiler.is_compiling():
+        return  # a graph cannot look at values
+    largest = int(expert_index.max())
+    if largest >= num_experts:
+        raise ValueError(
+            f"expert_index: expert {largest} must be below num_experts={num_experts}. Number"
+            " experts from 0; -1 is none."
+        )
+
+
+def choice_affinities(affinities: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
+    """Return float32 [T, K] affinities from [T, K], or from NxD's dense [T, E]."""
+    num_tokens, top_k = index_TK.shape
+    if tuple(affinities.shape) == (num_tokens, top_k):
+        return affinities.float()
+    if tuple(affinities.shape) == (num_tokens, num_experts):
+        return affinities.float().gather(1, index_TK.to(torch.int64).clamp(min=0))
+    raise ValueError(
+        f"expert_affinities: shape {tuple(affinities.shape)} must be [T, top_k] ="
+        f" {[num_tokens, top_k]}"
+        f" or dense [T, num_experts] = {[num_tokens, num_experts]}."
+    )
+
+
+def drop_padding(
+    index_TK: Tensor, affinities_TK: Tensor, padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Take the experts away from padding tokens; make the affinity of no expert zero."""
+    is_real_TK = index_TK >= 0
+    if padding_mask is not None:
+        if padding_mask.numel() != index_TK.shape[0]:
+            raise ValueError(
+                f"padding_mask: shape {tuple(padding_mask.shape)} must have one entry for each of"
+                f" the"
+                f" {index_TK.shape[0]} tokens."
+            )
+        is_real_TK = is_real_TK & (padding_mask.reshape(-1, 1) != 0)
+    return (
+        torch.where(is_real_TK, index_TK, NO_EXPERT),
+        torch.where(is_real_TK, affinities_TK, 0.0),
+    )

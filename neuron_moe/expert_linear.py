@@ -1,0 +1,214 @@
+"""The weights of routed experts: one matrix per expert, and the three projections of an expert.
+
+Axes: E experts of this rank, C rows of an expert, H hidden, I intermediate of this rank.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from neuron_moe.activations import ActivationSpec
+from neuron_moe.backends import ExpertWeights
+from neuron_moe.backends.packing import PackedMatrices
+from neuron_moe.config import RoutedExpertsMLPOpsConfig
+from neuron_moe.errors import WeightError
+from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.state import check_weight, refuse_wrong_weights
+
+_LARGEST_DRAWN_BYTES = 1 << 30
+
+
+class ExpertLinear(nn.Module):
+    """One matrix (and bias) per expert: weight [E, in, out], bias [E, out].
+
+    A weight of up to 1 GiB starts with random values, a larger one with zeros: real ones come from
+    a checkpoint. Biases start as zeros.
+    """
+
+    bias: nn.Parameter | None
+    packed: PackedMatrices | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        init_method: Any = None,
+    ) -> None:
+        super().__init__()
+        shape = (num_experts, input_size, output_size)
+        weight, is_drawn = _allocate(shape, dtype, device)
+        self.shape = shape
+        self.weight = nn.Parameter(weight)
+        self.packed = None
+        if bias:
+            self.bias = nn.Parameter(
+                torch.zeros((num_experts, output_size), dtype=dtype, device=device)
+            )
+        else:
+            self.register_parameter("bias", None)
+        if is_drawn:
+            self.reset_parameters(init_method)
+        refuse_wrong_weights(self)
+
+    def check(self, name: str) -> None:
+        """Raise WeightError if somebody assigned a weight or bias that does not fit."""
+        check_weight(f"{name}.weight", self.weight, self.shape)
+        if self.bias is not None:
+            check_weight(f"{name}.bias", self.bias, self.shape[::2])
+
+    def reset_parameters(self, init_method: Any = None) -> None:
+        """Draw each expert's matrix from `init_method`, or kaiming-uniform with a = sqrt(5)."""
+        with torch.no_grad():
+            for matrix in self.weight:
+                if init_method is None:
+                    nn.init.kaiming_uniform_(matrix.t(), a=math.sqrt(5))
+                else:
+                    init_method(matrix)
+
+    def pack(self) -> None:
+        """Keep the weight packed for CPU inference; `weight` stays, as a shape without memory."""
+        if self.packed is None:
+            self.packed = PackedMatrices(self.weight.detach())
+            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+
+    def unpack(self) -> None:
+        """Undo `pack`."""
+        if self.packed is not None:
+            self.weight = nn.Parameter(self.packed.unpack())
+            self.packed = None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.packed is not None:
+            destination[f"{prefix}weight"] = self.packed.unpack()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.unpack()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Show the shape in the module's repr."""
+        return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
+
+
+def _allocate(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str | None
+) -> tuple[Tensor, bool]:
+    """Return a weight and whether to draw its values; a large CPU weight is zeros, not yet touched.
+
+    Weights of real models come from a checkpoint: drawing gigabytes first costs minutes and memory.
+    """
+    where = torch.empty(0, device=device).device
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if where.type == "cpu" and num_bytes > _LARGEST_DRAWN_BYTES:
+        untouched = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+        return untouched.view(dtype).view(shape), False
+    return torch.empty(shape, dtype=dtype, device=where), where.type != "meta"
+
+
+class Experts(nn.Module):
+    """Gate, up and down projections of the experts of one rank.
+
+    Args:
+        config: sizes and activation of the model's experts.
+        shard: the part of them this rank owns.
+        dtype: dtype of the weights.
+        device: where they live.
+        num_slots: expert slots of all ranks, if some experts have replicas.
+    """
+
+    def __init__(
+        self,
+        config: RoutedExpertsMLPOpsConfig,
+        shard: ExpertShard,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        num_slots: int | None = None,
+    ) -> None:
+        super().__init__()
+        num_slots = num_slots or config.num_experts
+        shard.check(num_slots, config.intermediate_size)
+        self.activation = ActivationSpec.from_config(config)
+        self.shard = shard
+        num_experts = num_slots // shard.ep_size
+        width = config.intermediate_size // shard.tp_size
+        first_name = "gate_up_proj" if config.glu_mlp else "up_proj"
+        self.first_name = first_name
+        first = ExpertLinear(
+            num_experts,
+            config.hidden_size,
+            width * self.activation.num_projections,
+            bias=config.bias,
+            dtype=dtype,
+            device=device,
+            init_method=config.input_layer_init_method,
+        )
+        self.add_module(first_name, first)
+        self.down_proj = ExpertLinear(
+            num_experts,
+            width,
+            config.hidden_size,
+            bias=config.bias,
+            dtype=dtype,
+            device=device,
+            init_method=config.output_layer_init_method,
+        )
+
+    def weights(self) -> ExpertWeights:
+        """Return the tensors in the form backends take."""
+        first: ExpertLinear = getattr(self, self.first_name)
+        first.check(self.first_name)
+        self.down_proj.check("down_proj")
+        if first.weight.dtype != self.down_proj.weight.dtype:
+            raise WeightError(
+                f"{self.first_name}.weight: dtype {first.weight.dtype} must be that of"
+                f" down_proj.weight, {self.down_proj.weight.dtype}. Cast the module with .to()."
+            )
+        return ExpertWeights(
+            gate_up_proj_EHI=first.weight,
+            down_proj_EIH=self.down_proj.weight,
+            gate_up_bias_EI=first.bias,
+            down_bias_EH=self.down_proj.bias,
+            activation=self.activation,
+            down_bias_scale=1.0 / self.shard.tp_size,
+            packed_gate_up=first.packed,
+            packed_down=self.down_proj.packed,
+        )
+
+    def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
+        """Run experts on rows of their own, without routing.
+
+        Args:
+            hidden_states: [E, C, H], or [1, C, H] for the same rows in every expert.
+            expert_indices: [E'] experts to run, default all of this rank.
+
+        Returns:
+            [E', C, H]; a partial sum under tensor parallelism.
+        """
+        weights = self.weights()
+        first, down = weights.gate_up_proj_EHI, weights.down_proj_EIH
+        first_bias, down_bias = weights.gate_up_bias_EI, weights.down_bias_EH
+        if expert_indices is not None:
+            first, down = first[expert_indices], down[expert_indices]
+            first_bias = None if first_bias is None else first_bias[expert_indices]
+            down_bias = None if down_bias is None else down_bias[expert_indices]
+        projected = hidden_states.expand(first.shape[0], -1, -1) @ first
+        if first_bias is not None:
+            projected = projected + first_bias.unsqueeze(1)
+        output = self.activation(projected) @ down
+        return (
+            output
+            if down_bias is None
+            else output + (down_bias * weights.down_bias_scale).unsqueeze(1)
+        )
