@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 
 from nki.language import NKIObject
 
-from nki_kernels.plans import AxisTiles, max_steps, max_visits, tile_axis, tile_axis_evenly
+from nki_kernels.plans import (
+    AxisTiles,
+    VisitDims,
+    max_steps,
+    max_visits,
+    tile_axis,
+    tile_axis_evenly,
+)
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")
@@ -44,7 +51,9 @@ class LoopPlan(NKIObject):
     """How a core goes through its visits.
 
     `classes` are the visit sizes that have a loop of their own, descending. `is_dynamic`: run-time
-    trip counts; otherwise the loop covers the worst case.
+    trip counts; otherwise the loop covers the worst case. `in_halves`: core 0 takes the first half
+    of the visits, not every second one. `skips_weights`: weights that the last visit left on chip
+    are not loaded again.
 
     Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
     `out_parts` of the hidden axis; one each where the expert fits. With two `slots` a part loads
@@ -58,6 +67,8 @@ class LoopPlan(NKIObject):
     classes: tuple[int, ...]
     is_dynamic: bool
     is_sorted: bool
+    in_halves: bool
+    skips_weights: bool
     slots: int
     in_parts: int
     out_parts: int
@@ -128,6 +139,20 @@ def num_visits(config: PrefillConfig) -> int:
     if loop.is_sorted:
         return max_visits(config.num_tiles, config.E, lanes, loop.classes)
     return max_steps(config.num_tiles, lanes)
+
+
+def visit_dims(config: PrefillConfig) -> VisitDims:
+    """Return what the lists of visits are made by, on the host or by `index_blocks`."""
+    loop = config.loop
+    reload_after = loop.slots if loop.skips_weights else 0
+    return VisitDims(
+        config.shard.num_lanes,
+        largest_visit_of(config),
+        num_visits(config),
+        config.tile_rows,
+        loop.in_halves,
+        reload_after,
+    )
 
 
 def with_loop(config: PrefillConfig, loop: LoopPlan) -> PrefillConfig:

@@ -18,10 +18,11 @@ from nki_kernels.blockwise_config import (
     largest_visit_of,
     limits,
     num_visits,
+    visit_dims,
     with_loop,
 )
 from nki_kernels.blockwise_fit import fit_loop
-from nki_kernels.plans import VisitPlan, is_even, tile_axis
+from nki_kernels.plans import Ints, VisitPlan, is_even, live_tiles, plan_visits, tile_axis
 
 
 def make_config(
@@ -45,6 +46,8 @@ def make_config(
     has_scales: bool = False,
     loop_plan: str = "sorted",
     shard_plan: str = "balanced",
+    in_halves: bool = False,
+    skip_weights: bool = False,
     turns: str = "auto",
     largest_visit: int = 4,
     tiles_per_expert: float = 0.0,
@@ -70,6 +73,10 @@ def make_config(
         has_gate_up_bias, has_down_bias, has_scales: which optional operands there are.
         loop_plan: sorted, dynamic or static.
         shard_plan: balanced, block or intermediate.
+        in_halves: core 0 takes the first half of the row tiles, not every second one; with
+            shard_plan block.
+        skip_weights: keep an expert's weights for the next row tile of a core; such a loop has one
+            buffer for weights.
         turns: who transposes gathered rows: tensor, dma (only where H has equal tiles), or auto,
             the faster by estimate.
         largest_visit: most row tiles that share one load of weights.
@@ -102,10 +109,17 @@ def make_config(
             f"I={I}: must be a multiple of {num_cores} to be split over as many cores. "
             "Use shard_plan='balanced'."
         )
+    if in_halves and shard_plan != "block":
+        raise ValueError(
+            f"in_halves=True, shard_plan={shard_plan!r}: only blocks are dealt out in halves. "
+            "Use shard_plan='block'."
+        )
     is_sorted = loop_plan == "sorted" and shard_plan != "block"
     shard = ShardPlan(1 if splits_i else num_cores, splits_i)
     classes = tuple(range(largest_visit, 0, -1)) if is_sorted else (1,)
-    loop = LoopPlan(classes, loop_plan != "static", is_sorted, 2, 1, 1, 1, 2, turns)
+    loop = LoopPlan(
+        classes, loop_plan != "static", is_sorted, in_halves, skip_weights, 2, 1, 1, 1, 2, turns
+    )
     tile_rows = min(block_size, 128)
     config = PrefillConfig(
         H, I, E, tile_rows, num_slots // tile_rows, num_tokens, num_cores, weight_format,
@@ -139,6 +153,22 @@ def _check_sizes(
         )
     if num_cores not in (1, 2):
         raise ValueError(f"num_cores={num_cores}: must be 1 or 2.")
+
+
+def plan_on_host(
+    config: PrefillConfig, token_position_to_id: Ints, block_to_expert_N: Ints
+) -> VisitPlan:
+    """Return the visits of a block mapping; `index_blocks` makes the same on the device.
+
+    Args:
+        config: what the kernel is compiled for.
+        token_position_to_id: [N*B] int32, -1 for padding.
+        block_to_expert_N: [N] int32.
+    """
+    tile, expert = live_tiles(token_position_to_id, block_to_expert_N, config.tile_rows)
+    return plan_visits(
+        tile, expert, visit_dims(config), num_tiles=config.num_tiles, num_experts=config.E
+    )
 
 
 def check_blockwise_moe(

@@ -70,11 +70,33 @@ def is_even(size: int) -> bool:
     return axis.rows * axis.count == size
 
 
+@dataclass
+class VisitDims(NKIObject):
+    """How row tiles become visits; compile-time constants, the same on host and device.
+
+    Attributes:
+        num_lanes: C, lists of visits; 0: none are made.
+        largest: G, most row tiles of a visit.
+        num_visits: V, the length of a list.
+        tile_rows: R.
+        in_halves: lane 0 takes the first half of the visits, not every second one.
+        reload_after: a visit whose expert is that of the visit so many before it on its lane finds
+            the weights on chip, and names no expert; 0: every visit loads its weights.
+    """
+
+    num_lanes: int
+    largest: int
+    num_visits: int
+    tile_rows: int
+    in_halves: bool
+    reload_after: int
+
+
 class VisitPlan(NamedTuple):
     """The visits of every lane; the kernel's index inputs.
 
     Attributes:
-        visit_expert_CV: [C, V] int32, expert of the visit; num_experts where there is none.
+        visit_expert_CV: [C, V] int32, expert whose weights the visit loads; num_experts for none.
         visit_tile_CVG: [C, V, G] int32, its row tiles; `no_tile(num_tiles)` where there is none.
         class_trips_1L: [1, L] int32, trips of each loop of `loops_of`.
     """
@@ -136,46 +158,45 @@ def live_tiles(
 
 
 def plan_visits(
-    tile: Ints,
-    tile_expert: Ints,
-    *,
-    num_tiles: int,
-    num_experts: int,
-    num_lanes: int,
-    classes: tuple[int, ...],
-    is_sorted: bool = True,
+    tile: Ints, tile_expert: Ints, dims: VisitDims, *, num_tiles: int, num_experts: int
 ) -> VisitPlan:
     """Group row tiles into visits, and give each lane every num_lanes-th of them.
 
-    Sorted: an expert's tiles become visits of nearly equal size, the visits are ordered by size,
-    and neighbours run side by side; the difference of a pair's sizes is all that is wasted.
-    Unsorted: one tile per visit, in the order of the slots.
+    An expert's tiles become visits of nearly equal size, the visits are ordered by size, and
+    neighbours run side by side; the difference of a pair's sizes is all that is wasted. With visits
+    of one tile that is the order of the slots. `index_blocks` makes the same lists on the device.
 
     Args:
         tile: row tiles to compute, in slot order.
         tile_expert: expert of each.
+        dims: the rules, and the shapes of the result.
         num_tiles: row tiles in all, live or not.
         num_experts: experts of this rank.
-        num_lanes: C; 1 where both cores take every visit.
-        classes: sizes for which there is a loop, descending, ending with 1.
-        is_sorted: see above.
 
     Returns:
         Arrays whose shapes depend on the sizes only.
     """
-    visits = _group(tile, tile_expert, classes[0]) if is_sorted else _one_by_one(tile, tile_expert)
-    num_visits = max_visits(num_tiles, num_experts, num_lanes, classes)
-    if not is_sorted:
-        num_visits = max_steps(num_tiles, num_lanes)
-    expert_CV = np.full((num_lanes, num_visits), num_experts, np.int32)
-    tile_CVG = np.full((num_lanes, num_visits, classes[0]), no_tile(num_tiles), np.int32)
-    steps, trips = _arrange([visits[k : k + num_lanes] for k in range(0, len(visits), num_lanes)],
-                            classes)  # fmt: skip
+    lanes, largest = dims.num_lanes, dims.largest
+    visits = _group(tile, tile_expert, largest)
+    expert_CV = np.full((lanes, dims.num_visits), num_experts, np.int32)
+    tile_CVG = np.full((lanes, dims.num_visits, largest), no_tile(num_tiles), np.int32)
+    steps, trips = _arrange(_side_by_side(visits, dims), tuple(range(largest, 0, -1)))
     for number, step in enumerate(steps):
         for lane, (expert, tiles) in enumerate(step):
             expert_CV[lane, number] = expert
             tile_CVG[lane, number, : len(tiles)] = tiles
+    if dims.reload_after:
+        is_here = expert_CV[:, dims.reload_after :] == expert_CV[:, : -dims.reload_after]
+        expert_CV[:, dims.reload_after :][is_here] = num_experts
     return VisitPlan(expert_CV, tile_CVG, trips)
+
+
+def _side_by_side(visits: list[tuple[int, Ints]], dims: VisitDims) -> list[Step]:
+    """Return the visits that the lanes run at the same time."""
+    count = -(-len(visits) // dims.num_lanes)
+    if dims.in_halves:
+        return [visits[k::count] for k in range(count)]
+    return [visits[k * dims.num_lanes : (k + 1) * dims.num_lanes] for k in range(count)]
 
 
 def _group(tile: Ints, tile_expert: Ints, largest: int) -> list[tuple[int, Ints]]:
@@ -189,10 +210,6 @@ def _group(tile: Ints, tile_expert: Ints, largest: int) -> list[tuple[int, Ints]
         parts = np.array_split(run, -(-len(run) // largest))
         visits += [(expert, part) for part in parts]
     return sorted(visits, key=lambda visit: -len(visit[1]))
-
-
-def _one_by_one(tile: Ints, tile_expert: Ints) -> list[tuple[int, Ints]]:
-    return [(int(e), tile[k : k + 1]) for k, e in enumerate(tile_expert)]
 
 
 def _arrange(steps: list[Step], classes: tuple[int, ...]) -> tuple[list[Step], Ints]:

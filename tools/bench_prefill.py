@@ -3,20 +3,19 @@
 Ours is one launch: the blockwise kernel, a barrier, the weighted sum over a token's experts (left
 out with one expert per token). The vendor's kernels run on the same simulated chip, from the user's
 checkout, with the token blocks ready as for ours; the fastest of their variants and block sizes
-counts. The roofline is computed.
+counts. The roofline is computed. The result file is written after every row, so that `--resume` can
+go on where a run was stopped, and keeps the vendor's times for when only our kernels have changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import math
 import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,25 @@ from neuron_moe.tools.prefill_cases import (
     choose_experts,
     roofline_us,
 )
-from neuron_moe.tools.prefill_vendor import VARIANTS, launch_vendor
+from neuron_moe.tools.prefill_results import (
+    Row,
+    Sources,
+    case_of,
+    check_case,
+    compared,
+    read,
+    summarise,
+    without_ours,
+    write,
+)
+from neuron_moe.tools.prefill_sensitivity import varied_us
+from neuron_moe.tools.prefill_vendor import attempt_all
 from neuron_moe.tools.vendor_cases.library import VendorLibrary
 from nki_kernels.blockwise_moe import blockwise_moe
-from nki_kernels.blockwise_options import make_config
+from nki_kernels.blockwise_options import make_config, plan_on_host
 from nki_kernels.combine import CombineDims, combine
-from nki_kernels.plans import live_tiles, plan_visits
+from nki_kernels.plans import live_tiles
 from nki_sim import SimOptions, TensorSpec
-from nki_sim.sensitivity import compare
 
 nki_sim.provide()
 
@@ -54,39 +64,29 @@ FULL_TILES = 0.85  # share of live rows from which whole tiles are stored
 OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of the table; times in microseconds, of one layer on one rank (two cores)."""
-
-    model: str
-    tp: int
-    T: int
-    routing: str
-    ours_us: float
-    vendor_us: float | None
-    roofline_us: float
-    speedup: float | None
-    roofline_share: float
-    ours_plan: str
-    vendor_plan: str
-    bottleneck: str
-    survives: bool | None
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
+    chip = nki_sim.hardware.find("trn2")
+    sources = Sources.now(chip, options.library)
+    rows = _earlier_rows(options, sources)
     library = VendorLibrary(options.library) if options.library else None
-    rows = []
     for model, tokens, routing in _cases(options):
         started = time.monotonic()
-        rows.append(measure(model, tokens, routing, library, options.sensitivity))
+        earlier = rows.get((model.name, tokens, routing))
+        row = measure(model, tokens, routing, library, sources, options, earlier)
+        rows[row.key] = row
         gc.collect()
-        print(_line(rows[-1], time.monotonic() - started), file=sys.stderr, flush=True)
-    print(_table(rows))
-    result = {"chip": "trn2", "kind": "simulated", **_summary(rows), "rows": _as_dicts(rows)}
+        print(_line(row, time.monotonic() - started), file=sys.stderr, flush=True)
+        if options.json is not None:
+            write(options.json, summarise(_sorted(rows), sources))
+    wanted = _sorted(rows) if options.resume else [rows[key] for key in _keys(options)]
+    result = summarise(wanted, sources)
+    print(_table(wanted))
+    if options.sensitivity:
+        print(_survivors(result["sensitivity"]))
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.json, result)
     print_json_line("bench prefill", **result)
     return 0
 
@@ -111,45 +111,118 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="also halve and double every assumed coefficient, and see who stays the faster",
     )
-    parser.add_argument("--json", type=Path, help="write the result to this file too")
+    parser.add_argument("--only", choices=("ours", "vendor"), help="run only this side")
+    parser.add_argument(
+        "--json", type=Path, help="write the result to this file too, after every row"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what the --json file of an earlier run has and still holds",
+    )
+    parser.add_argument(
+        "--vendor-from",
+        type=Path,
+        metavar="FILE",
+        help="take the vendor's times from an earlier result, for matching rows",
+    )
     options = parser.parse_args(argv)
     if any(tokens < 1 for tokens in options.tokens):
         raise ValueError(f"--tokens {options.tokens}: must be positive.")
+    if options.only == "vendor" and not options.library:
+        raise ValueError(
+            f"--only vendor: needs a checkout of the vendor's library. Give --library, or set"
+            f" {LIBRARY_VARIABLE}."
+        )
+    if options.resume and options.json is None:
+        raise ValueError("--resume: continues a result file. Name it with --json.")
+    if options.resume and options.vendor_from:
+        raise ValueError("--resume: contradicts --vendor-from. Give one of them.")
     return options
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[Model, int, str]]:
-    for model in MODELS:
-        if model.name in options.models:
-            for tokens in options.tokens:
-                for routing in options.routings:
+    """Yield the cases, those of few tokens first."""
+    for tokens in sorted(set(options.tokens)):
+        for routing in options.routings:
+            for model in MODELS:
+                if model.name in options.models:
                     yield model, tokens, routing
 
 
+def _keys(options: argparse.Namespace) -> list[tuple[str, int, str]]:
+    keys = [(model.name, tokens, routing) for model, tokens, routing in _cases(options)]
+    return sorted(keys, key=_place)
+
+
+def _place(key: tuple[str, int, str]) -> tuple[int, int, int]:
+    """Return where a row stands in the table."""
+    names = [model.name for model in MODELS]
+    return names.index(key[0]), key[1], ROUTINGS.index(key[2])
+
+
+def _sorted(rows: dict[tuple[str, int, str], Row]) -> list[Row]:
+    return [rows[key] for key in sorted(rows, key=_place)]
+
+
+def _earlier_rows(options: argparse.Namespace, sources: Sources) -> dict[tuple[str, int, str], Row]:
+    """Return the rows of an earlier run that this one continues or takes the vendor's side of."""
+    if options.vendor_from is not None:
+        rows = read(options.vendor_from, sources, "--vendor-from")
+        asked = set(_keys(options))
+        return {row.key: without_ours(row) for row in rows if row.key in asked}
+    if options.resume and options.json.exists():
+        return {row.key: row for row in read(options.json, sources, "--resume")}
+    return {}
+
+
 def measure(
-    model: Model, tokens: int, routing: str, library: VendorLibrary | None, sensitivity: bool
+    model: Model,
+    tokens: int,
+    routing: str,
+    library: VendorLibrary | None,
+    sources: Sources,
+    options: argparse.Namespace,
+    earlier: Row | None = None,
 ) -> Row:
-    """Simulate one case with our kernels and, with a library, the vendor's."""
+    """Simulate one case with our kernels and, with a library, the vendor's.
+
+    What the earlier row has and still holds is not run again.
+    """
     expert_index_TK = choose_experts(routing, tokens, model.E, model.K)
-    ours, plan = launch_ours(model, expert_index_TK)
-    timeline = ours.timeline
-    bound_us = roofline_us(model, expert_index_TK)
-    vendor_us, vendor_plan, survives = None, "", None
-    if library is not None:
-        vendor, vendor_plan = _fastest(library, model, expert_index_TK)
-        if vendor is not None:
-            vendor_us = vendor.total_us
-            if sensitivity:
-                survives = compare(timeline, vendor, ("ours", "vendor")).survives
-    worst = timeline.critical_path()[0]
-    return Row(
-        model=model.name, tp=model.tp, T=tokens, routing=routing, ours_us=timeline.total_us,
-        vendor_us=vendor_us, roofline_us=bound_us,
-        speedup=vendor_us / timeline.total_us if vendor_us else None,
-        roofline_share=bound_us / timeline.total_us, ours_plan=plan, vendor_plan=vendor_plan,
-        bottleneck=f"{worst.op} {Path(worst.file).name}:{worst.line} {worst.share:.0%}",
-        survives=survives,
+    case = case_of(model, expert_index_TK)
+    if earlier is not None:
+        check_case(earlier, case, sources)
+    row = earlier or Row(
+        model=model.name, tp=model.tp, T=tokens, routing=routing, case=case,
+        roofline_us=roofline_us(model, expert_index_TK),
     )  # fmt: skip
+    is_current = row.kernels == sources.kernels and (row.ours_varied or not options.sensitivity)
+    if options.only != "vendor" and not is_current:
+        row = _with_ours(row, model, expert_index_TK, sources, options.sensitivity)
+    if options.only != "ours" and library is not None:
+        attempts = attempt_all(
+            library, model, expert_index_TK, OPTIONS,
+            chip=nki_sim.hardware.find("trn2"), with_varied=options.sensitivity,
+            known={attempt.name: attempt for attempt in row.vendor_variants},
+        )  # fmt: skip
+        row = replace(row, vendor_variants=attempts, library=sources.library)
+    return compared(row)
+
+
+def _with_ours(
+    row: Row, model: Model, expert_index_TK: Any, sources: Sources, with_varied: bool
+) -> Row:
+    run, plan = launch_ours(model, expert_index_TK)
+    worst = run.timeline.critical_path()[0]
+    return replace(
+        row,
+        ours_us=run.timeline.total_us,
+        ours_plan=plan,
+        bottleneck=f"{worst.op} {Path(worst.file).name}:{worst.line} {worst.share:.0%}",
+        ours_varied=varied_us(run.timeline) if with_varied else {},
+        kernels=sources.kernels,
+    )
 
 
 def _layer(
@@ -168,17 +241,14 @@ def launch_ours(model: Model, expert_index_TK: Any) -> tuple[nki_sim.Run, str]:
     T, K = expert_index_TK.shape
     mapping = build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
     slots = mapping.token_position_to_id.numpy()
-    tile, expert = live_tiles(slots, mapping.block_to_expert.numpy(), BLOCK_SIZE)
+    tile, _ = live_tiles(slots, mapping.block_to_expert.numpy(), BLOCK_SIZE)
     fill = T * K / (len(tile) * BLOCK_SIZE)
     stores = "tokens" if K == 1 else "tiles" if fill >= FULL_TILES else "rows"
     config = make_config(
         H=model.H, I=model.I, E=model.E, block_size=BLOCK_SIZE, num_slots=len(slots),
         num_tokens=T, stores=stores, tiles_per_expert=len(tile) / model.E, **model.options,
     )  # fmt: skip
-    plan = plan_visits(
-        tile, expert, num_tiles=config.num_tiles, num_experts=model.E,
-        num_lanes=config.shard.num_lanes, classes=config.loop.classes,
-    )  # fmt: skip
+    plan = plan_on_host(config, slots, mapping.block_to_expert.numpy())
     pair = mapping.pair_of_slot.numpy()
     slot_of_pair = np.zeros(T * K, np.int32)
     slot_of_pair[pair[pair >= 0]] = np.flatnonzero(pair >= 0)
@@ -214,42 +284,29 @@ def _operands(model: Model, T: int, slots: Any, config: Any) -> dict[str, Any]:
     return found
 
 
-def _fastest(library: VendorLibrary, model: Model, expert_index_TK: Any) -> tuple[Any, str]:
-    """Return the timeline of the vendor's fastest variant and its name; None if none runs."""
-    best, name, failures = None, "", []
-    for variant in VARIANTS:
-        try:
-            timeline = launch_vendor(library, model, expert_index_TK, variant, OPTIONS)
-        except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
-            failures.append(f"{variant.name}: {type(error).__name__}")
-            continue
-        if best is None or timeline.total_ns < best.total_ns:
-            best, name = timeline, variant.name
-    return best, name or "; ".join(failures)
-
-
-def _as_dicts(rows: list[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]
-
-
-def _summary(rows: list[Row]) -> dict[str, Any]:
-    """Return what the targets are about."""
-    speedups = [row.speedup for row in rows if row.speedup is not None]
-    long = [row.roofline_share for row in rows if max(TOKENS) == row.T]
-    mean = math.exp(sum(math.log(s) for s in speedups) / len(speedups)) if speedups else None
-    return {
-        "geometric_mean_speedup": mean,
-        "least_speedup": min(speedups, default=None),
-        "least_roofline_share_at_8192": min(long, default=None),
-    }
-
-
 def _line(row: Row, seconds: float) -> str:
+    ours = "-" if row.ours_us is None else f"{row.ours_us:.0f}"
     vendor = "-" if row.vendor_us is None else f"{row.vendor_us:.0f}"
     return (
-        f"{row.model} TP{row.tp} T={row.T} {row.routing}: ours {row.ours_us:.0f} us, vendor "
+        f"{row.model} TP{row.tp} T={row.T} {row.routing}: ours {ours} us, vendor "
         f"{vendor} us ({row.vendor_plan}), roofline {row.roofline_us:.0f} us [{seconds:.0f} s]"
     )
+
+
+def _survivors(found: dict[str, Any]) -> str:
+    """Say which rows survive a change of a coefficient, and how the targets fare."""
+    lines = [
+        f"{found['survive']} of {found['rows']} comparisons survive halving and doubling every "
+        "assumed coefficient, and tensors placed the other way (simulated)."
+    ]
+    lines.extend(
+        f"  {row['model']} T={row['T']} {row['routing']}: {', '.join(row['by'])}"
+        for row in found["turned"]
+    )
+    for name, entry in found["worst"].items():
+        value = entry["value"]
+        lines.append(f"  worst {name}: {value:.4g} with {entry['change']}")
+    return "\n".join(lines)
 
 
 def _table(rows: list[Row]) -> str:
@@ -257,6 +314,8 @@ def _table(rows: list[Row]) -> str:
     lines = [head]
     for row in rows:
         vendor = "-" if row.vendor_us is None else f"{row.vendor_us:,.0f}"
+        ours = "-" if row.ours_us is None else f"{row.ours_us:,.0f}"
+        share = "-" if row.roofline_share is None else f"{row.roofline_share:.0%}"
         speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
         lines.append(
             [
@@ -264,8 +323,8 @@ def _table(rows: list[Row]) -> str:
                 str(row.T),
                 row.routing,
                 f"{row.roofline_us:,.0f}",
-                f"{row.ours_us:,.0f}",
-                f"{row.roofline_share:.0%}",
+                ours,
+                share,
                 vendor,
                 speedup,
             ]

@@ -17,7 +17,6 @@ There is no gradient: training uses the torch backend.
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -303,6 +302,7 @@ class NkiBackend:
             has_down_bias=weights.down_bias_EH is not None,
             loop_plan=self.plan.loop_plan,
             shard_plan=self.plan.shard_plan,
+            in_halves=self.plan.in_halves,
         )
         gate_up_bias, down_bias = weights.gate_up_bias_EI, weights.down_bias_EH
         if gate_up_bias is not None:
@@ -325,25 +325,13 @@ class NkiBackend:
 
     def _visits(self, mapping: BlockMapping, config: Any) -> tuple[Tensor, ...]:
         """Group the row tiles that hold a token into visits, on the host."""
-        from nki_kernels.plans import live_tiles, plan_visits
+        from nki_kernels.blockwise_options import plan_on_host
 
         device = mapping.block_to_expert.device
-        tile, tile_expert = live_tiles(
+        visits = plan_on_host(
+            config,
             mapping.token_position_to_id.cpu().numpy(),
             mapping.block_to_expert.cpu().numpy(),
-            config.tile_rows,
-        )
-        if self.plan.in_halves:
-            order = _dealt_in_halves(len(tile))
-            tile, tile_expert = tile[order], tile_expert[order]
-        visits = plan_visits(
-            tile,
-            tile_expert,
-            num_tiles=config.num_tiles,
-            num_experts=config.E,
-            num_lanes=config.shard.num_lanes,
-            classes=config.loop.classes,
-            is_sorted=config.loop.is_sorted,
         )
         return tuple(torch.from_numpy(array).to(device) for array in visits)
 
@@ -434,15 +422,6 @@ def _slot_scale(routing: LocalRouting, mapping: BlockMapping) -> Tensor:
     pair = mapping.pair_of_slot.to(torch.int64)
     scale = routing.expert_affinities_TK.reshape(-1)[pair.clamp(min=0)]
     return torch.where(pair >= 0, scale, 0.0)
-
-
-def _dealt_in_halves(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return an order of `count` items of which every second one is from the first half."""
-    first = (count + 1) // 2
-    order = np.empty(count, np.int64)
-    order[0::2] = np.arange(first)
-    order[1::2] = np.arange(first, count)
-    return order
 
 
 def _dtype_name(tensor: Tensor) -> str:

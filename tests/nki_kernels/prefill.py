@@ -18,8 +18,8 @@ from neuron_moe.config import GLUType
 from nki_kernels.blockwise_config import with_loop
 from nki_kernels.blockwise_moe import blockwise_moe
 from nki_kernels.blockwise_moe_ref import blockwise_moe_ref
-from nki_kernels.blockwise_options import make_config
-from nki_kernels.plans import VisitPlan, live_tiles, plan_visits
+from nki_kernels.blockwise_options import make_config, plan_on_host
+from nki_kernels.plans import VisitPlan
 from nki_kernels.weight_formats import three_terms
 
 BF16 = ml_dtypes.bfloat16
@@ -114,12 +114,7 @@ class Prefill:
 
     def plan(self, config: Any) -> VisitPlan:
         """Return the visits."""
-        tile, expert = live_tiles(self.slots, self.block_to_expert, config.tile_rows)
-        return plan_visits(
-            tile, expert, num_tiles=config.num_tiles, num_experts=self.E,
-            num_lanes=config.shard.num_lanes, classes=config.loop.classes,
-            is_sorted=config.loop.is_sorted,
-        )  # fmt: skip
+        return plan_on_host(config, self.slots, self.block_to_expert)
 
     def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
         """Run the kernel on the simulator; return the run."""

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from nki_kernels.blockwise_fit import SBUF_BYTES, sbuf_bytes
 from nki_kernels.blockwise_options import make_config
-from nki_kernels.plans import loops_of, no_tile, plan_visits, tile_axis, tile_axis_evenly
+from nki_kernels.plans import (
+    VisitDims,
+    loops_of,
+    max_visits,
+    no_tile,
+    plan_visits,
+    tile_axis,
+    tile_axis_evenly,
+)
 
 MODELS = {  # hidden, intermediate, experts: of the published configurations
     "gpt-oss-120b": (2880, 2880, 128),
@@ -41,19 +49,18 @@ def test_even_tiles_hold_consecutive_elements() -> None:
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     lanes=st.sampled_from([1, 2]),
     largest=st.integers(1, 5),
-    is_sorted=st.booleans(),
+    in_halves=st.booleans(),
 )
 def test_every_tile_is_visited_once(
-    counts: list[int], lanes: int, largest: int, is_sorted: bool
+    counts: list[int], lanes: int, largest: int, in_halves: bool
 ) -> None:
     num_experts, num_tiles = len(counts), sum(counts) + 3
-    classes = tuple(range(largest, 0, -1)) if is_sorted else (1,)
+    classes = tuple(range(largest, 0, -1))
+    num_visits = max_visits(num_tiles, num_experts, lanes, classes)
     expert = np.repeat(np.arange(num_experts, dtype=np.int32), counts)
     tile = np.arange(len(expert), dtype=np.int32)
-    plan = plan_visits(
-        tile, expert, num_tiles=num_tiles, num_experts=num_experts, num_lanes=lanes,
-        classes=classes, is_sorted=is_sorted,
-    )  # fmt: skip
+    dims = VisitDims(lanes, largest, num_visits, 128, in_halves, 0)
+    plan = plan_visits(tile, expert, dims, num_tiles=num_tiles, num_experts=num_experts)
     seen, step = [], 0
     for sizes, trips in zip(loops_of(classes), plan.class_trips_1L[0].tolist(), strict=True):
         for visit in range(step, step + 2 * trips):
@@ -74,10 +81,9 @@ def test_every_tile_is_visited_once(
 
 def test_two_cores_share_a_hot_expert() -> None:
     expert = np.zeros(40, np.int32)
-    plan = plan_visits(
-        np.arange(40, dtype=np.int32), expert, num_tiles=48, num_experts=8, num_lanes=2,
-        classes=(4, 3, 2, 1),
-    )  # fmt: skip
+    dims = VisitDims(2, 4, max_visits(48, 8, 2, (4, 3, 2, 1)), 128, False, 0)
+    tile = np.arange(40, dtype=np.int32)
+    plan = plan_visits(tile, expert, dims, num_tiles=48, num_experts=8)
     per_lane = (plan.visit_tile_CVG < no_tile(48)).sum(axis=(1, 2))
     assert per_lane.tolist() == [20, 20]
 

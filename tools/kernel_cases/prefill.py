@@ -21,10 +21,9 @@ from neuron_moe.tools.vendor_cases.inputs import Draw
 from nki_kernels.blockwise_config import BLOCK_SIZES
 from nki_kernels.blockwise_moe import blockwise_moe
 from nki_kernels.blockwise_moe_ref import blockwise_moe_ref
-from nki_kernels.blockwise_options import make_config
+from nki_kernels.blockwise_options import make_config, plan_on_host
 from nki_kernels.combine import CombineDims, check_combine, combine
 from nki_kernels.index_blocks import BlockDims, check_index_blocks, index_blocks
-from nki_kernels.plans import live_tiles, plan_visits
 from nki_sim import language as nl
 
 BF16 = ml_dtypes.bfloat16
@@ -190,16 +189,7 @@ def launch(problem: Problem, plans: tuple[str, str]) -> tuple[np.ndarray, float]
         shard_plan=plans[0],
         loop_plan=plans[1],
     )
-    tile, expert = live_tiles(token_of_slot, block_to_expert, config.tile_rows)
-    visits = plan_visits(
-        tile,
-        expert,
-        num_tiles=config.num_tiles,
-        num_experts=num_experts,
-        num_lanes=config.shard.num_lanes,
-        classes=config.loop.classes,
-        is_sorted=config.loop.is_sorted,
-    )
+    visits = plan_on_host(config, token_of_slot, block_to_expert)
     optional = weights.operands()
     if p.scaling == "PRE_SCALE":
         scale = p.affinities_TK.reshape(-1)[np.maximum(pair_of_slot, 0)]
