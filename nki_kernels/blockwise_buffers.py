@@ -48,6 +48,7 @@ class Buffers(NKIObject):
     gate_up: list[nl.NkiTensor]
     down: list[nl.NkiTensor]
     gate_up_bias: list[nl.NkiTensor]
+    up_bias: list[nl.NkiTensor]
     gate_up_scale: list[nl.NkiTensor]
     down_bias: list[nl.NkiTensor]
     down_scale: list[nl.NkiTensor]
@@ -144,6 +145,9 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         gate_up=_tiles(slots, (h_axis.rows, h_axis.count, 2, i_axis.size), weight_dtype(config)),
         down=_tiles(slots, (i_axis.rows + spare, i_count, columns), weight_dtype(config)),
         gate_up_bias=_tiles(slots if config.has_gate_up_bias else 0, i_tile, float32),
+        up_bias=_tiles(
+            slots if config.has_gate_up_bias else 0, (i_axis.rows, i_axis.count), float32
+        ),
         gate_up_scale=_tiles(scales, i_tile, float32),
         down_bias=_tiles(slots if config.has_down_bias else 0, (1, columns), nl.bfloat16),
         down_scale=_tiles(scales, (R, H), float32),

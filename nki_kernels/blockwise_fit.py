@@ -111,6 +111,11 @@ def fit_loop(config: PrefillConfig, tiles_per_expert: float) -> LoopPlan:
         total_ns = sum(visit_ns(trial, len(range(k, tiles, visits))) for k in range(visits))
         if total_ns < best_ns:
             best, best_ns = trial, total_ns
+    if best is None and config.loop.skips_weights:
+        raise ValueError(
+            f"skip_weights=True: an expert with H={config.H}, I={config.I} does not fit "
+            "SBUF whole. Use more ranks of tensor parallelism, or leave it False."
+        )
     if best is None:
         raise ValueError(
             f"H={config.H}, I={config.I}: no part of an expert fits SBUF. Use more ranks of "
@@ -120,11 +125,15 @@ def fit_loop(config: PrefillConfig, tiles_per_expert: float) -> LoopPlan:
 
 
 def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
-    """Yield plans from simple to cut up, large visits first."""
+    """Yield plans from simple to cut up, large visits first.
+
+    Weights that stay for the next visit are whole, and in the only buffer.
+    """
+    skips = config.loop.skips_weights
     i_core = config.I // (config.num_cores if config.shard.splits_i else 1)
-    for in_parts in _divisors(i_core, LEAST_I_PART):
+    for in_parts in (1,) if skips else _divisors(i_core, LEAST_I_PART):
         for out_parts in (1,) if in_parts == 1 else _divisors(config.H, LEAST_H_PART):
-            for slots in (2, 1):
+            for slots in (1,) if skips else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
                     yield replace(
                         config.loop,

@@ -109,12 +109,17 @@ def load_gate_up(
 def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
     """Turn what was loaded beside the weights of a part into what its use needs.
 
-    Done when the part is used, not when it is loaded: engines take their work in order.
+    Done when the part is used, not when it is loaded: engines take their work in order. What was
+    loaded stays as it is, for a visit that finds it still there.
     """
     if config.has_gate_up_bias and config.up_offset != 0.0:
         rows, count = config.i_axis.rows, config.i_axis.count
-        up_sb = b.gate_up_bias[slot][0:rows, 1, 0:count]
-        nisa.tensor_scalar(dst=up_sb, data=up_sb, op0=nl.add, operand0=config.up_offset)
+        nisa.tensor_scalar(
+            dst=b.up_bias[slot],
+            data=b.gate_up_bias[slot][0:rows, 1, 0:count],
+            op0=nl.add,
+            operand0=config.up_offset,
+        )
 
 
 def _load_per_row(
@@ -245,7 +250,10 @@ def _chain(
     if config.has_scales:
         operators.append(nl.multiply)
         operands.append(b.gate_up_scale[slot][0:rows, half, tile : tile + 1])
-    if config.has_gate_up_bias:
+    if config.has_gate_up_bias and offset != 0.0:
+        operators.append(nl.add)
+        operands.append(b.up_bias[slot][0:rows, tile : tile + 1])
+    elif config.has_gate_up_bias:
         operators.append(nl.add)
         operands.append(b.gate_up_bias[slot][0:rows, half, tile : tile + 1])
     elif offset != 0.0:

@@ -62,6 +62,26 @@ CASES = {
     "T100-H128-I64-E4-K2-static": Prefill(
         100, 128, 64, 4, 2, 64, options={"loop_plan": "static", "shard_plan": "block"}
     ),
+    "T400-H128-I64-E4-K2-dynamic-skip": Prefill(
+        400, 128, 64, 4, 2, 64, options={"loop_plan": "dynamic", "skip_weights": True}
+    ),
+    "T300-H192-I60-E4-K2-halves-skip-bias": Prefill(
+        300, 192, 60, 4, 2, 64, has_bias=True,
+        options={
+            **GPT_OSS, "loop_plan": "dynamic", "shard_plan": "block", "in_halves": True,
+            "skip_weights": True,
+        },
+    ),
+    "T300-H128-I64-E4-K2-static-skip-e4m3": Prefill(
+        300, 128, 64, 4, 2, 64,
+        options={
+            "loop_plan": "static", "shard_plan": "block", "skip_weights": True,
+            "weight_format": "float8_e4m3", "has_scales": True, "scaling": "post",
+        },
+    ),
+    "T600-H128-I96-E2-K2-sorted-skip-pre": Prefill(
+        600, 128, 96, 2, 2, options={"skip_weights": True, "scaling": "pre", "largest_visit": 2}
+    ),
     "T140-H128-I96-E4-K2-intermediate": Prefill(
         140, 128, 96, 4, 2, 64, has_bias=True,
         options={"shard_plan": "intermediate", "scaling": "post"},
@@ -122,6 +142,21 @@ def test_unwritten_memory_does_not_matter() -> None:
     assert np.array_equal(problem.slots_of(nan), problem.slots_of(zero))
 
 
+def test_skipped_weights_are_loaded_once_per_expert_and_core() -> None:
+    E, H, I = 4, 128, 64  # noqa: E741
+    options = {"loop_plan": "dynamic", "shard_plan": "block", "in_halves": True}
+    loads = []
+    for skips in (False, True):
+        problem = Prefill(600, H, I, E, 2, 64, options={**options, "skip_weights": skips})
+        config = problem.config()
+        plan = problem.plan(config)
+        loads.append(int((plan.visit_expert_CV < E).sum()))
+        cost = measured_cost(problem.launch().trace)
+        assert cost == cost_blockwise_moe(config, plan, problem.slots)
+    assert loads[0] == len(np.unique(np.flatnonzero(problem.slots >= 0) // 64))
+    assert loads[1] <= E + 1  # the halves may share one expert
+
+
 PARTS = {
     "one-slot": Prefill(150, 128, 256, 3, 2, 64, loop={"slots": 1}),
     "one-slot-bias": Prefill(
@@ -176,6 +211,8 @@ REFUSED = {
     "shard_plan": ({"shard_plan": "expert"}, r"shard_plan='expert': must be one of balanced"),
     "scales": ({"has_scales": True}, r"has_scales=True: bfloat16 weights have none"),
     "split": ({"shard_plan": "intermediate", "I": 45}, r"I=45: must be a multiple of 2"),
+    "halves": ({"in_halves": True}, r"in_halves=True, shard_plan='balanced': only blocks are"),
+    "skip": ({"H": 4096, "I": 4096, "skip_weights": True}, r"skip_weights=True: an expert with"),
     "turns": ({"turns": "dma", "H": 320}, r"turns='dma': needs H in equal tiles"),
     "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
 }
