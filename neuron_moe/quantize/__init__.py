@@ -21,7 +21,12 @@ from neuron_moe.quantize.mxfp4 import (
     decode_mxfp4,
     encode_mxfp4,
 )
-from neuron_moe.quantize.recode import ExponentSpread, mxfp4_exponent_spread, recode_mxfp4_to_fp8
+from neuron_moe.quantize.recode import (
+    ExponentSpread,
+    mxfp4_exponent_spread,
+    recode_bf16_to_fp8,
+    recode_mxfp4_to_fp8,
+)
 
 __all__ = [
     "E4M3_NEURON",
@@ -36,6 +41,7 @@ __all__ = [
     "encode_mxfp4",
     "mxfp4_exponent_spread",
     "quantize_fp8",
+    "recode_bf16_to_fp8",
     "recode_mxfp4_to_fp8",
     "rescale_ocp_to_neuron",
     "round_to_bf16",

@@ -30,6 +30,7 @@ from neuron_moe.quantize.mxfp4 import (
 )
 
 _FP4_MIN_EXPONENT = -1  # 0.5, the smallest magnitude but zero
+_BF16_MANTISSA_BITS = 7
 _MIN_SCALE_EXPONENT = -126  # scales stay normal float32 numbers
 _SCOPES = ("channel", "expert")
 _CHUNK_VALUES = 1 << 21
@@ -168,6 +169,77 @@ def recode_mxfp4_to_fp8(
         codes_RC[rows] = decode_mxfp4(blocks_RG16[rows], relative, torch.float32).to(fmt.dtype)
     scale = torch.ldexp(torch.ones(base_R.shape, device=blocks.device), base_R).unsqueeze(-1)
     return QuantizedWeight(codes, scale)
+
+
+def recode_bf16_to_fp8(weight: Tensor, fmt: Fp8Format = E5M2) -> QuantizedWeight:
+    """Re-code bfloat16 weights as fp8 with power-of-two scales, if none of their bits is lost.
+
+    Weights that were decoded from MXFP4 pass, whatever was transposed, cut or interleaved since. A
+    scale is shared by the whole matrix where its magnitudes are close enough, else by each column.
+
+    Args:
+        weight: [E, in, out] bfloat16.
+        fmt: the fp8 format; only its normal numbers are used.
+
+    Returns:
+        codes [E, in, out] and scale [E, 1, 1] or [E, 1, out].
+
+    Raises:
+        TypeError: if the weight is not bfloat16.
+        ValueError: if a weight does not fit; says which and why. Keep bfloat16 then.
+
+    Example:
+        >>> recode_bf16_to_fp8(torch.tensor([[[0.75], [-96.0]]], dtype=torch.bfloat16)).scale
+        tensor([[[16.]]])
+    """
+    if weight.dtype != torch.bfloat16:
+        raise TypeError(f"weight.dtype={weight.dtype}: must be bfloat16. Convert it first.")
+    lowest_E1C, highest_E1C = _value_exponents(weight, fmt)
+    window = fmt.max_exponent - fmt.min_exponent
+    lowest, highest = lowest_E1C.amin(2, keepdim=True), highest_E1C.amax(2, keepdim=True)
+    if bool((highest - lowest > window).any()):
+        lowest, highest = lowest_E1C, highest_E1C
+        too_wide = (highest - lowest > window).nonzero()
+        if len(too_wide):
+            expert, _, column = too_wide[0].tolist()
+            spread = int((highest - lowest)[expert, 0, column])
+            raise ValueError(
+                f"weight {list(weight.shape)}: magnitudes of expert {expert}, column {column}"
+                f" spread over {spread + 1} powers of two ({len(too_wide)} columns too wide):"
+                f" {fmt.name} holds {window + 1}. Keep bfloat16."
+            )
+    # The largest magnitude gets the exponent of FP4's, unless the smallest would leave the format.
+    base = torch.minimum(highest - FP4_MAX_EXPONENT, lowest - fmt.min_exponent)
+    base = torch.where(highest < lowest, 0, base).clamp(min=_MIN_SCALE_EXPONENT)
+    codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
+    for matrix, exponent, place in zip(weight, base, codes, strict=True):
+        place.copy_(torch.ldexp(matrix.float(), -exponent).to(fmt.dtype))
+    return QuantizedWeight(codes, torch.ldexp(torch.ones(base.shape, device=weight.device), base))
+
+
+def _value_exponents(weight: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest exponent of each column, zeros left out, [E, 1, C] int32.
+
+    Raises:
+        ValueError: a weight has more mantissa bits than `fmt`, or is not a normal number.
+    """
+    surplus = (1 << (_BF16_MANTISSA_BITS - fmt.mantissa_bits)) - 1
+    lowest, highest = [], []
+    for expert, matrix in enumerate(weight):
+        bits = matrix.contiguous().view(torch.int16)
+        field = (bits >> _BF16_MANTISSA_BITS) & 0xFF
+        is_zero = (bits & 0x7FFF) == 0
+        is_odd = ((bits & surplus) != 0) | (field == 0xFF) | ((field == 0) & ~is_zero)
+        if bool(is_odd.any()):
+            row, column = is_odd.nonzero()[0].tolist()
+            raise ValueError(
+                f"weight {list(weight.shape)}: {float(matrix[row, column])!r} at"
+                f" [{expert}, {row}, {column}] has no exact {fmt.name} form"
+                f" ({int(is_odd.sum())} of {is_odd.numel()} in that matrix). Keep bfloat16."
+            )
+        lowest.append(torch.where(is_zero, 256, field).amin(0, keepdim=True))
+        highest.append(torch.where(is_zero, -256, field).amax(0, keepdim=True))
+    return torch.stack(lowest).int() - E8M0_BIAS, torch.stack(highest).int() - E8M0_BIAS
 
 
 def _exponent_window(fmt: Fp8Format, allow_subnormal: bool) -> tuple[int, int]:

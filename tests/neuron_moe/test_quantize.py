@@ -22,6 +22,7 @@ from neuron_moe.quantize import (
     encode_mxfp4,
     mxfp4_exponent_spread,
     quantize_fp8,
+    recode_bf16_to_fp8,
     recode_mxfp4_to_fp8,
     rescale_ocp_to_neuron,
     round_to_bf16,
@@ -484,3 +485,51 @@ def test_recoding_refuses(scope, scale, message):
     blocks, scales = random_mxfp4(1, 2, 2, lowest=scale, highest=scale)
     with pytest.raises(ValueError, match=message):
         recode_mxfp4_to_fp8(blocks, scales, scope=scope)
+
+
+def test_every_pair_of_mxfp4_code_and_scale_survives_decoding_and_recoding() -> None:
+    # All 16 codes under every finite scale whose decoded values are normal bfloat16 numbers; two
+    # neighbouring scales meet in a column, as do the two that lie as far apart as e5m2 spans.
+    codes = torch.arange(16, dtype=torch.uint8)
+    group = torch.cat((codes[0::2] | (codes[1::2] << 4),) * 2)
+    lowest = torch.arange(2, 252 - 26, dtype=torch.uint8)
+    for distance in (0, 1, 26):
+        scales = torch.stack((lowest, lowest + distance), dim=1).unsqueeze(0)
+        blocks = group.expand(*scales.shape, 16).contiguous()
+        decoded = decode_mxfp4(blocks, scales).transpose(-1, -2)
+        by_column = recode_bf16_to_fp8(decoded)
+        assert torch.equal(dequantize_fp8(by_column), decoded)
+        assert torch.equal(
+            by_column.codes.transpose(-1, -2).float(),
+            recode_mxfp4_to_fp8(blocks, scales).codes.float(),
+        )
+        by_matrix = recode_bf16_to_fp8(decoded[0].t().unsqueeze(-1).contiguous())
+        assert by_matrix.scale.shape == (len(lowest), 1, 1)
+        assert torch.equal(dequantize_fp8(by_matrix)[..., 0].t(), decoded[0])
+        normal = by_column.codes.float().abs()
+        assert (normal[normal > 0] >= 2.0**E5M2.min_exponent).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0, 1.125], r"1.125 at \[0, 1, 0\] has no exact e5m2 form \(1 of 2"),
+        ([1.0, float("nan")], r"nan at \[0, 1, 0\] has no exact e5m2 form"),
+        ([2.0**-15, 2.0**15], r"expert 0, column 0 spread over 31 powers of two .*Keep bfloat16"),
+    ],
+    ids=["mantissa", "nan", "spread"],
+)
+def test_bf16_weights_that_fp8_cannot_hold_are_refused(values: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recode_bf16_to_fp8(torch.tensor(values).bfloat16().view(1, -1, 1))
+    with pytest.raises(TypeError, match=r"float32: must be bfloat16"):
+        recode_bf16_to_fp8(torch.tensor(values).view(1, -1, 1))
+
+
+def test_columns_of_zeros_and_one_wide_matrix_fit_with_scales_of_columns() -> None:
+    weight = torch.zeros(2, 3, 4).bfloat16()
+    weight[0, :, 1], weight[0, :, 2] = 2.0**-40, -(2.0**40)
+    weight[1, 1, 3] = 7.0
+    recoded = recode_bf16_to_fp8(weight)
+    assert recoded.scale.shape == (2, 1, 4)
+    assert torch.equal(dequantize_fp8(recoded), weight)
