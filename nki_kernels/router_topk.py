@@ -32,7 +32,7 @@ Cost: hidden is read once, router_weight once per core; per tile of 128 tokens H
 the tile's rows and H/128 matmuls of E columns (four passes each if either operand is float32); two
 to four passes of E columns on the Vector engine. Loads of the next tile overlap.
 
-Sources: neuron_moe.routing has the family and its models; top-8 instructions: nki.isa.max8.
+The choice itself is in router_choice.py.
 """
 
 from __future__ import annotations
@@ -44,6 +44,14 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.costs import KernelCost
+from nki_kernels.router_choice import (
+    SLOTS,
+    RouterFormula,
+    check_router_formula,
+    choose,
+    finish_logits,
+    ranks_scores,
+)
 from nki_kernels.token_tiles import (
     PARTITIONS,
     TokenTiles,
@@ -54,51 +62,9 @@ from nki_kernels.token_tiles import (
     used_partitions,
 )
 
-MAX_TOP_K = 16
-MAX_EXPERTS = 512  # float32 columns of one PSUM bank
 MAX_TOKENS_PER_CORE = 16384
 H_CHUNK = 512  # columns transposed into one PSUM bank
-SLOTS = 8  # values per max8 (nki.isa.max8), and the fewest it takes
-LOWEST = -3.4028234663852886e38  # below every score
-HIGHEST = 3.4028234663852886e38  # equal to no score
 SBUF_BYTES = 212_984  # usable per partition on Trn2 (leanprover/KLR, KLR/Trace.lean)
-
-
-@dataclass
-class RouterFormula(nl.NKIObject):
-    """Everything that defines a router except its weights; compile-time values only.
-
-    Attributes:
-        top_k: K.
-        act_fn: "softmax" or "sigmoid".
-        act_over_topk: apply act_fn to the K chosen logits only.
-        has_bias: add bias_1E to the logits.
-        has_selection_bias: add selection_bias_1E to the scores for the choice only.
-        n_group: number of equal expert groups (1: none).
-        topk_group: groups a token may choose from, by the sum of their two best scores.
-        out_of_group_fill: score of experts outside these groups: 0.0 or -inf.
-        renormalize: divide the affinities by their sum + renormalize_eps.
-        renormalize_eps: guards against a zero sum.
-        routed_scaling_factor: multiplies the affinities, last.
-        has_norm: RMSNorm in front.
-        norm_eps: its epsilon.
-        returns_logits: also return the logits.
-    """
-
-    top_k: int
-    act_fn: str = "softmax"
-    act_over_topk: bool = False
-    has_bias: bool = False
-    has_selection_bias: bool = False
-    n_group: int = 1
-    topk_group: int = 1
-    out_of_group_fill: float = LOWEST
-    renormalize: bool = False
-    renormalize_eps: float = 1e-20
-    routed_scaling_factor: float = 1.0
-    has_norm: bool = False
-    norm_eps: float = 1e-6
-    returns_logits: bool = False
 
 
 def check_router_topk(
@@ -132,17 +98,10 @@ def check_router_topk(
             f"hidden_size={hidden_size}: must be a multiple of 64. Pad hidden and router_weight"
             " with zeros."
         )
-    if not 2 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"num_experts={num_experts}: must be 2 to {MAX_EXPERTS}.")
-    if not 1 <= formula.top_k <= min(MAX_TOP_K, num_experts):
-        raise ValueError(
-            f"top_k={formula.top_k}: must be 1 to {MAX_TOP_K}, and at most"
-            f" num_experts={num_experts}."
-        )
     for name, dtype in (("hidden_dtype", hidden_dtype), ("weight_dtype", weight_dtype)):
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"{name}={dtype!r}: must be float32, bfloat16 or float16.")
-    _check_formula(formula, num_experts)
+    check_router_formula(formula, num_experts)
     needed = sbuf_bytes(
         (num_tokens + num_cores - 1) // num_cores,
         hidden_size,
@@ -157,38 +116,6 @@ def check_router_topk(
             f"hidden_size={hidden_size}, num_experts={num_experts} with {hidden_dtype} hidden and"
             f" {weight_dtype} weights: need {needed} bytes of SBUF per partition, must be at most"
             f" {SBUF_BYTES}. Keep hidden and router_weight in bfloat16, or split the experts."
-        )
-
-
-def _check_formula(formula: RouterFormula, num_experts: int) -> None:
-    if formula.act_fn not in ("softmax", "sigmoid"):
-        raise ValueError(f"act_fn={formula.act_fn!r}: must be 'softmax' or 'sigmoid'.")
-    grouped = formula.n_group > 1
-    if formula.act_over_topk and (formula.has_selection_bias or grouped):
-        raise ValueError(
-            "act_over_topk=True: the choice is made on logits, so a selection bias and groups"
-            " (which rank scores) do not apply. Drop one of them."
-        )
-    if not grouped:
-        return
-    size, rest = divmod(num_experts, formula.n_group)
-    if rest or size < 2:
-        raise ValueError(
-            f"n_group={formula.n_group}: num_experts={num_experts} must split into equal groups of"
-            " at least 2 experts."
-        )
-    if not 1 <= formula.topk_group <= formula.n_group:
-        raise ValueError(
-            f"topk_group={formula.topk_group}: must be 1 to n_group={formula.n_group}."
-        )
-    if formula.top_k > formula.topk_group * size:
-        raise ValueError(
-            f"top_k={formula.top_k}: topk_group={formula.topk_group} groups of {size} experts"
-            f" offer only {formula.topk_group * size}. Raise topk_group or lower top_k."
-        )
-    if formula.out_of_group_fill not in (0.0, LOWEST, float("-inf")):
-        raise ValueError(
-            f"out_of_group_fill={formula.out_of_group_fill!r}: must be 0.0 or float('-inf')."
         )
 
 
@@ -208,8 +135,11 @@ def sbuf_bytes(
     per_tile += num_chunks * PARTITIONS * operand_bytes
     norm = hidden_size * 4 if formula.has_norm else 0
     weight = num_chunks * num_experts * operand_bytes
-    ranks_scores = formula.has_selection_bias or formula.n_group > 1
-    columns = (7 if ranks_scores else 4) + int(formula.has_bias) + int(formula.has_selection_bias)
+    columns = (
+        (7 if ranks_scores(formula) else 4)
+        + int(formula.has_bias)
+        + int(formula.has_selection_bias)
+    )
     chosen = ((num_tokens + PARTITIONS - 1) // PARTITIONS) * formula.top_k * 8
     return tiles * per_tile + norm + weight + columns * max(SLOTS, num_experts) * 4 + chosen + 1024
 
@@ -284,7 +214,8 @@ def router_topk(
         first = tile * top_k
         weights = affinities_sb[0:rows, first : first + top_k]
         chosen = index_sb[0:rows, first : first + top_k]
-        choose(weights, chosen, logits_sb, constants, num_experts, formula)
+        selection_bias_sb = constants.selection_bias_sb
+        choose(weights, chosen, logits_sb, selection_bias_sb, num_experts, formula)
     store_per_token(affinities_TK, affinities_sb, tokens)
     store_per_token(index_TK, index_sb, tokens)
     return tuple(outputs)
@@ -430,179 +361,7 @@ def multiply(
             moving=constants.weight_sb[0:depth, chunk, :],
             accumulate=chunk > 0,
         )
-    logits_sb = nl.ndarray((rows, max(SLOTS, num_experts)), nl.float32, buffer=nl.sbuf)
-    if num_experts < SLOTS:
-        nisa.memset(dst=logits_sb[:, num_experts:SLOTS], value=LOWEST)
-    real = logits_sb[:, 0:num_experts]
-    if formula.has_bias:
-        bias = constants.bias_sb[0:rows, :]
-        nisa.tensor_tensor(dst=real, data1=logits_ps, data2=bias, op=nl.add)
-    else:
-        nisa.tensor_copy(dst=real, src=logits_ps)
-    return logits_sb
-
-
-def choose(
-    weights: nl.ndarray,
-    chosen: nl.ndarray,
-    logits_sb: nl.ndarray,
-    constants: RouterConstants,
-    num_experts: int,
-    formula: RouterFormula,
-) -> None:
-    """Write the K affinities (float32) and experts (int32) of a tile's tokens, views [rows, K]."""
-    rows, width = logits_sb.shape
-    top_k = formula.top_k
-    real = logits_sb[:, 0:num_experts]
-    if formula.has_selection_bias or formula.n_group > 1:
-        scores_sb = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.sbuf)
-        activate_all(scores_sb, real, formula)
-        ranked_sb = rank(scores_sb, width, constants, formula)
-        values_sb, position_sb = largest(ranked_sb, top_k)
-        nisa.nc_n_gather(dst=weights, data=scores_sb, indices=position_sb[:, 0:top_k])
-    else:
-        # Both activations are monotone, so the logits rank alike, and never saturate into ties.
-        values_sb, position_sb = largest(logits_sb, top_k)
-        best = values_sb[:, 0:top_k]
-        if formula.act_fn == "sigmoid":
-            nisa.activation(dst=weights, op=nl.sigmoid, data=best)
-        else:
-            summed = best if formula.act_over_topk else real
-            softmax_of(weights, best, summed, values_sb[:, 0:1])
-    nisa.tensor_copy(dst=chosen, src=position_sb[:, 0:top_k])
-    if formula.renormalize:
-        sum_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=sum_sb, op=nl.add, data=weights, axis=1)
-        nisa.tensor_scalar(dst=sum_sb, data=sum_sb, op0=nl.add, operand0=formula.renormalize_eps)
-        nisa.reciprocal(dst=sum_sb, data=sum_sb)
-        nisa.tensor_scalar(
-            dst=weights,
-            data=weights,
-            op0=nl.multiply,
-            operand0=sum_sb,
-            op1=nl.multiply,
-            operand1=formula.routed_scaling_factor,
-        )
-    elif formula.routed_scaling_factor != 1.0:
-        nisa.tensor_scalar(
-            dst=weights, data=weights, op0=nl.multiply, operand0=formula.routed_scaling_factor
-        )
-
-
-def softmax_of(
-    weights: nl.ndarray, values: nl.ndarray, summed: nl.ndarray, largest_value: nl.ndarray
-) -> None:
-    """Write exp(values - largest) / sum(exp(summed - largest)), row by row."""
-    rows = values.shape[0]
-    shift_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
-    sum_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=shift_sb, data=largest_value, op0=nl.multiply, operand0=-1.0)
-    all_sb = nl.ndarray((rows, summed.shape[1]), nl.float32, buffer=nl.sbuf)
-    nisa.activation_reduce(
-        dst=all_sb, op=nl.exp, data=summed, reduce_op=nl.add, reduce_res=sum_sb, bias=shift_sb
-    )
-    nisa.reciprocal(dst=sum_sb, data=sum_sb)
-    nisa.activation(dst=weights, op=nl.exp, data=values, bias=shift_sb)
-    nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=sum_sb)
-
-
-def activate_all(scores_sb: nl.ndarray, logits: nl.ndarray, formula: RouterFormula) -> None:
-    """Write act(logits) over all experts, [rows, E]."""
-    if formula.act_fn == "sigmoid":
-        nisa.activation(dst=scores_sb, op=nl.sigmoid, data=logits)
-        return
-    largest_sb = nl.ndarray((logits.shape[0], 1), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=largest_sb, op=nl.maximum, data=logits, axis=1)
-    softmax_of(scores_sb, logits, logits, largest_sb)
-
-
-def rank(
-    scores_sb: nl.ndarray, width: int, constants: RouterConstants, formula: RouterFormula
-) -> nl.ndarray:
-    """Return what the choice is made on, [rows, width]: biased scores, other groups filled."""
-    rows, num_experts = scores_sb.shape
-    biased_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
-    if num_experts < width:
-        nisa.memset(dst=biased_sb, value=LOWEST)
-    biased = biased_sb[:, 0:num_experts]
-    if formula.has_selection_bias:
-        bias = constants.selection_bias_sb[0:rows, :]
-        nisa.tensor_tensor(dst=biased, data1=scores_sb, data2=bias, op=nl.add)
-    else:
-        nisa.tensor_copy(dst=biased, src=scores_sb)
-    if formula.n_group == 1:
-        return biased_sb
-    size = num_experts // formula.n_group
-    keep_sb = choose_groups(biased, formula, size)
-    keep = keep_sb[:, 0 : formula.n_group].expand_dim(2).broadcast(2, size)
-    masked_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
-    if num_experts < width:
-        nisa.memset(dst=masked_sb[:, num_experts:width], value=LOWEST)
-    masked = masked_sb[:, 0:num_experts]
-    # -inf as a finite number: no score is as low, and no arithmetic can make it NaN.
-    nisa.memset(dst=masked, value=max(formula.out_of_group_fill, LOWEST))
-    grouped = masked.reshape_dim(1, (formula.n_group, size))
-    source = biased.reshape_dim(1, (formula.n_group, size))
-    nisa.tensor_copy_predicated(dst=grouped, src=source, predicate=keep)
-    return masked_sb
-
-
-def choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.ndarray:
-    """Return uint32 [rows, max(n_group, 8)], nonzero for the topk_group best groups."""
-    rows = biased.shape[0]
-    num_groups = formula.n_group
-    padded = max(SLOTS, size)
-    group_sb = nl.ndarray((rows, num_groups, padded), nl.float32, buffer=nl.sbuf)
-    if size < padded:
-        nisa.memset(dst=group_sb, value=LOWEST)
-    nisa.tensor_copy(dst=group_sb[:, :, 0:size], src=biased.reshape_dim(1, (num_groups, size)))
-    best_sb = nl.ndarray((rows, num_groups, SLOTS), nl.float32, buffer=nl.sbuf)
-    for group in range(num_groups):
-        nisa.max8(dst=best_sb[:, group, :], src=group_sb[:, group, :])
-    width = max(SLOTS, num_groups)
-    score_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
-    if num_groups < width:
-        nisa.memset(dst=score_sb, value=LOWEST)
-    nisa.tensor_tensor(
-        dst=score_sb[:, 0:num_groups], data1=best_sb[:, :, 0], data2=best_sb[:, :, 1], op=nl.add
-    )
-    marked_sb = score_sb
-    for first in range(0, formula.topk_group, SLOTS):
-        marked_sb = remove_largest(marked_sb, min(SLOTS, formula.topk_group - first))
-    keep_sb = nl.ndarray((rows, width), nl.uint32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=keep_sb, data1=marked_sb, data2=score_sb, op=nl.not_equal)
-    return keep_sb
-
-
-def remove_largest(values_sb: nl.ndarray, count: int) -> nl.ndarray:
-    """Return a copy in which the `count` largest (up to 8), lowest position first, are LOWEST."""
-    rows, width = values_sb.shape
-    best_sb = nl.ndarray((rows, SLOTS), nl.float32, buffer=nl.sbuf)
-    nisa.max8(dst=best_sb, src=values_sb)
-    if count < SLOTS:
-        nisa.memset(dst=best_sb[:, count:SLOTS], value=HIGHEST)
-    rest_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
-    nisa.nc_match_replace8(dst=rest_sb, data=values_sb, vals=best_sb, imm=LOWEST)
-    return rest_sb
-
-
-def largest(values_sb: nl.ndarray, count: int) -> tuple[nl.ndarray, nl.ndarray]:
-    """Return the `count` (up to 16) largest values and their positions, the lower position first.
-
-    Both are [rows, 8 or 16]; entries past `count` go on in the same order.
-    """
-    rows = values_sb.shape[0]
-    slots = (count + SLOTS - 1) // SLOTS * SLOTS
-    best_sb = nl.ndarray((rows, slots), nl.float32, buffer=nl.sbuf)
-    position_sb = nl.ndarray((rows, slots), nl.uint32, buffer=nl.sbuf)
-    rest_sb = values_sb
-    for first in range(0, slots, SLOTS):
-        if first > 0:
-            rest_sb = remove_largest(rest_sb, SLOTS)
-        best = best_sb[:, first : first + SLOTS]
-        nisa.max8(dst=best, src=rest_sb)
-        nisa.nc_find_index8(dst=position_sb[:, first : first + SLOTS], data=rest_sb, vals=best)
-    return best_sb, position_sb
+    return finish_logits(logits_ps, constants.bias_sb, formula)
 
 
 def cost_router_topk(

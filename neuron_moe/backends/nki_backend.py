@@ -155,7 +155,8 @@ class NkiBackend:
 
     def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
         """Route T tokens in float32."""
-        from nki_kernels.router_topk import RouterFormula, check_router_topk, router_topk
+        from nki_kernels.router_choice import RouterFormula
+        from nki_kernels.router_topk import check_router_topk, router_topk
 
         _check_call(hidden_TH)
         if router.training and router.jitter_eps:

@@ -13,7 +13,8 @@ from neuron_moe.tools.vendor_cases.case import Case, Limits, scaled_note, seed_o
 from neuron_moe.tools.vendor_cases.inputs import Draw, dtype_of
 from neuron_moe.tools.vendor_cases.router import separate_logits
 from nki_kernels import router_topk_ref as reference
-from nki_kernels.router_topk import RouterFormula, check_router_topk, router_topk
+from nki_kernels.router_choice import RouterFormula
+from nki_kernels.router_topk import check_router_topk, router_topk
 
 FLOAT32_FLOOR = 1e-6  # both paths sum in float32, in different orders
 

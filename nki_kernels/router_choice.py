@@ -1,0 +1,331 @@
+"""The choice of a router: from the logits of a tile of tokens to experts and affinities.
+
+The stages that every router kernel ends with, on tiles in SBUF with tokens on the partitions.
+`pick` finds the experts, `weigh` their affinities: whoever needs the experts at once calls the one,
+starts what waits for it, and calls the other.
+
+    scores = act(logits); ranked = scores + selection_bias, groups outside the chosen ones filled
+    index = the K largest of ranked, or of the logits where nothing changes the ranks; the lower
+        expert wins a tie
+    affinities = act(chosen logits) or scores[index]; / (sum + renormalize_eps); * scaling
+
+Sources: neuron_moe.routing has the family and its models; top-8 instructions: nki.isa.max8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import nki.isa as nisa
+import nki.language as nl
+
+MAX_TOP_K = 16
+MAX_EXPERTS = 512  # float32 columns of one PSUM bank
+SLOTS = 8  # values per max8 (nki.isa.max8), and the fewest it takes
+LOWEST = -3.4028234663852886e38  # below every score
+HIGHEST = 3.4028234663852886e38  # equal to no score
+
+
+@dataclass
+class RouterFormula(nl.NKIObject):
+    """Everything that defines a router except its weights; compile-time values only.
+
+    Attributes:
+        top_k: K.
+        act_fn: "softmax" or "sigmoid".
+        act_over_topk: apply act_fn to the K chosen logits only.
+        has_bias: add bias_1E to the logits.
+        has_selection_bias: add selection_bias_1E to the scores for the choice only.
+        n_group: number of equal expert groups (1: none).
+        topk_group: groups a token may choose from, by the sum of their two best scores.
+        out_of_group_fill: score of experts outside these groups: 0.0 or -inf.
+        renormalize: divide the affinities by their sum + renormalize_eps.
+        renormalize_eps: guards against a zero sum.
+        routed_scaling_factor: multiplies the affinities, last.
+        has_norm: RMSNorm in front.
+        norm_eps: its epsilon.
+        returns_logits: also return the logits.
+    """
+
+    top_k: int
+    act_fn: str = "softmax"
+    act_over_topk: bool = False
+    has_bias: bool = False
+    has_selection_bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    out_of_group_fill: float = LOWEST
+    renormalize: bool = False
+    renormalize_eps: float = 1e-20
+    routed_scaling_factor: float = 1.0
+    has_norm: bool = False
+    norm_eps: float = 1e-6
+    returns_logits: bool = False
+
+
+def check_router_formula(formula: RouterFormula, num_experts: int) -> None:
+    """Raise ValueError unless the stages take this router over E experts."""
+    if not 2 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts={num_experts}: must be 2 to {MAX_EXPERTS}.")
+    if not 1 <= formula.top_k <= min(MAX_TOP_K, num_experts):
+        raise ValueError(
+            f"top_k={formula.top_k}: must be 1 to {MAX_TOP_K}, and at most"
+            f" num_experts={num_experts}."
+        )
+    if formula.act_fn not in ("softmax", "sigmoid"):
+        raise ValueError(f"act_fn={formula.act_fn!r}: must be 'softmax' or 'sigmoid'.")
+    grouped = formula.n_group > 1
+    if formula.act_over_topk and (formula.has_selection_bias or grouped):
+        raise ValueError(
+            "act_over_topk=True: the choice is made on logits, so a selection bias and groups"
+            " (which rank scores) do not apply. Drop one of them."
+        )
+    if not grouped:
+        return
+    size, rest = divmod(num_experts, formula.n_group)
+    if rest or size < 2:
+        raise ValueError(
+            f"n_group={formula.n_group}: num_experts={num_experts} must split into equal groups of"
+            " at least 2 experts."
+        )
+    if not 1 <= formula.topk_group <= formula.n_group:
+        raise ValueError(
+            f"topk_group={formula.topk_group}: must be 1 to n_group={formula.n_group}."
+        )
+    if formula.top_k > formula.topk_group * size:
+        raise ValueError(
+            f"top_k={formula.top_k}: topk_group={formula.topk_group} groups of {size} experts"
+            f" offer only {formula.topk_group * size}. Raise topk_group or lower top_k."
+        )
+    if formula.out_of_group_fill not in (0.0, LOWEST, float("-inf")):
+        raise ValueError(
+            f"out_of_group_fill={formula.out_of_group_fill!r}: must be 0.0 or float('-inf')."
+        )
+
+
+@dataclass
+class Picked(nl.NKIObject):
+    """The experts of a tile of tokens; the first K columns are theirs, best first."""
+
+    values_sb: nl.ndarray  # [rows, 8 or 16] float32, what they were chosen by
+    position_sb: nl.ndarray  # [rows, 8 or 16] uint32, the experts
+    scores_sb: nl.ndarray  # [rows, E] float32, act(logits), if they were chosen by scores
+
+
+def finish_logits(logits_ps: nl.ndarray, bias_sb: nl.ndarray, formula: RouterFormula) -> nl.ndarray:
+    """Return logits [rows, max(E, 8)] float32 in SBUF, biased; columns past E hold LOWEST.
+
+    Args:
+        logits_ps: [rows, E] float32 in PSUM.
+        bias_sb: [128, E] float32, read if the formula has a bias.
+        formula: the router.
+    """
+    rows, num_experts = logits_ps.shape
+    logits_sb = nl.ndarray((rows, max(SLOTS, num_experts)), nl.float32, buffer=nl.sbuf)
+    if num_experts < SLOTS:
+        nisa.memset(dst=logits_sb[:, num_experts:SLOTS], value=LOWEST)
+    real = logits_sb[:, 0:num_experts]
+    if formula.has_bias:
+        bias = bias_sb[0:rows, :]
+        nisa.tensor_tensor(dst=real, data1=logits_ps, data2=bias, op=nl.add)
+    else:
+        nisa.tensor_copy(dst=real, src=logits_ps)
+    return logits_sb
+
+
+def ranks_scores(formula: RouterFormula) -> bool:
+    """Whether experts are chosen by their scores, which something changes before they are ranked.
+
+    Otherwise the logits choose: both activations are monotone, so they rank alike, and logits
+    never saturate into ties.
+    """
+    return formula.has_selection_bias or formula.n_group > 1
+
+
+def choose(
+    weights: nl.ndarray,
+    chosen: nl.ndarray,
+    logits_sb: nl.ndarray,
+    selection_bias_sb: nl.ndarray,
+    num_experts: int,
+    formula: RouterFormula,
+) -> None:
+    """Write the K affinities (float32) and experts (int32) of a tile's tokens, views [rows, K]."""
+    picked = pick(logits_sb, selection_bias_sb, num_experts, formula)
+    nisa.tensor_copy(dst=chosen, src=picked.position_sb[:, 0 : formula.top_k])
+    weigh(weights, picked, logits_sb, num_experts, formula)
+
+
+def pick(
+    logits_sb: nl.ndarray, selection_bias_sb: nl.ndarray, num_experts: int, formula: RouterFormula
+) -> Picked:
+    """Return the experts of a tile's tokens.
+
+    Args:
+        logits_sb: [rows, max(E, 8)] float32 of `finish_logits`.
+        selection_bias_sb: [128, E] float32, read if the formula has a selection bias.
+        num_experts: E.
+        formula: the router.
+    """
+    rows, width = logits_sb.shape
+    if not ranks_scores(formula):
+        values_sb, position_sb = largest(logits_sb, formula.top_k)
+        return Picked(values_sb, position_sb, logits_sb)
+    scores_sb = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.sbuf)
+    activate_all(scores_sb, logits_sb[:, 0:num_experts], formula)
+    ranked_sb = rank(scores_sb, width, selection_bias_sb, formula)
+    values_sb, position_sb = largest(ranked_sb, formula.top_k)
+    return Picked(values_sb, position_sb, scores_sb)
+
+
+def weigh(
+    weights: nl.ndarray,
+    picked: Picked,
+    logits_sb: nl.ndarray,
+    num_experts: int,
+    formula: RouterFormula,
+) -> None:
+    """Write the K affinities (float32) of a tile's tokens, a view [rows, K]."""
+    rows = logits_sb.shape[0]
+    best = picked.values_sb[:, 0 : formula.top_k]
+    if ranks_scores(formula):
+        position = picked.position_sb[:, 0 : formula.top_k]
+        nisa.nc_n_gather(dst=weights, data=picked.scores_sb, indices=position)
+    elif formula.act_fn == "sigmoid":
+        nisa.activation(dst=weights, op=nl.sigmoid, data=best)
+    else:
+        summed = best if formula.act_over_topk else logits_sb[:, 0:num_experts]
+        softmax_of(weights, best, summed, picked.values_sb[:, 0:1])
+    if formula.renormalize:
+        sum_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=sum_sb, op=nl.add, data=weights, axis=1)
+        nisa.tensor_scalar(dst=sum_sb, data=sum_sb, op0=nl.add, operand0=formula.renormalize_eps)
+        nisa.reciprocal(dst=sum_sb, data=sum_sb)
+        nisa.tensor_scalar(
+            dst=weights,
+            data=weights,
+            op0=nl.multiply,
+            operand0=sum_sb,
+            op1=nl.multiply,
+            operand1=formula.routed_scaling_factor,
+        )
+    elif formula.routed_scaling_factor != 1.0:
+        nisa.tensor_scalar(
+            dst=weights, data=weights, op0=nl.multiply, operand0=formula.routed_scaling_factor
+        )
+
+
+def softmax_of(
+    weights: nl.ndarray, values: nl.ndarray, summed: nl.ndarray, largest_value: nl.ndarray
+) -> None:
+    """Write exp(values - largest) / sum(exp(summed - largest)), row by row."""
+    rows = values.shape[0]
+    shift_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
+    sum_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=shift_sb, data=largest_value, op0=nl.multiply, operand0=-1.0)
+    all_sb = nl.ndarray((rows, summed.shape[1]), nl.float32, buffer=nl.sbuf)
+    nisa.activation_reduce(
+        dst=all_sb, op=nl.exp, data=summed, reduce_op=nl.add, reduce_res=sum_sb, bias=shift_sb
+    )
+    nisa.reciprocal(dst=sum_sb, data=sum_sb)
+    nisa.activation(dst=weights, op=nl.exp, data=values, bias=shift_sb)
+    nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=sum_sb)
+
+
+def activate_all(scores_sb: nl.ndarray, logits: nl.ndarray, formula: RouterFormula) -> None:
+    """Write act(logits) over all experts, [rows, E]."""
+    if formula.act_fn == "sigmoid":
+        nisa.activation(dst=scores_sb, op=nl.sigmoid, data=logits)
+        return
+    largest_sb = nl.ndarray((logits.shape[0], 1), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=largest_sb, op=nl.maximum, data=logits, axis=1)
+    softmax_of(scores_sb, logits, logits, largest_sb)
+
+
+def rank(
+    scores_sb: nl.ndarray, width: int, selection_bias_sb: nl.ndarray, formula: RouterFormula
+) -> nl.ndarray:
+    """Return what the choice is made on, [rows, width]: biased scores, other groups filled."""
+    rows, num_experts = scores_sb.shape
+    biased_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
+    if num_experts < width:
+        nisa.memset(dst=biased_sb, value=LOWEST)
+    biased = biased_sb[:, 0:num_experts]
+    if formula.has_selection_bias:
+        bias = selection_bias_sb[0:rows, :]
+        nisa.tensor_tensor(dst=biased, data1=scores_sb, data2=bias, op=nl.add)
+    else:
+        nisa.tensor_copy(dst=biased, src=scores_sb)
+    if formula.n_group == 1:
+        return biased_sb
+    size = num_experts // formula.n_group
+    keep_sb = choose_groups(biased, formula, size)
+    keep = keep_sb[:, 0 : formula.n_group].expand_dim(2).broadcast(2, size)
+    masked_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
+    if num_experts < width:
+        nisa.memset(dst=masked_sb[:, num_experts:width], value=LOWEST)
+    masked = masked_sb[:, 0:num_experts]
+    # -inf as a finite number: no score is as low, and no arithmetic can make it NaN.
+    nisa.memset(dst=masked, value=max(formula.out_of_group_fill, LOWEST))
+    grouped = masked.reshape_dim(1, (formula.n_group, size))
+    source = biased.reshape_dim(1, (formula.n_group, size))
+    nisa.tensor_copy_predicated(dst=grouped, src=source, predicate=keep)
+    return masked_sb
+
+
+def choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.ndarray:
+    """Return uint32 [rows, max(n_group, 8)], nonzero for the topk_group best groups."""
+    rows = biased.shape[0]
+    num_groups = formula.n_group
+    padded = max(SLOTS, size)
+    group_sb = nl.ndarray((rows, num_groups, padded), nl.float32, buffer=nl.sbuf)
+    if size < padded:
+        nisa.memset(dst=group_sb, value=LOWEST)
+    nisa.tensor_copy(dst=group_sb[:, :, 0:size], src=biased.reshape_dim(1, (num_groups, size)))
+    best_sb = nl.ndarray((rows, num_groups, SLOTS), nl.float32, buffer=nl.sbuf)
+    for group in range(num_groups):
+        nisa.max8(dst=best_sb[:, group, :], src=group_sb[:, group, :])
+    width = max(SLOTS, num_groups)
+    score_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
+    if num_groups < width:
+        nisa.memset(dst=score_sb, value=LOWEST)
+    nisa.tensor_tensor(
+        dst=score_sb[:, 0:num_groups], data1=best_sb[:, :, 0], data2=best_sb[:, :, 1], op=nl.add
+    )
+    marked_sb = score_sb
+    for first in range(0, formula.topk_group, SLOTS):
+        marked_sb = remove_largest(marked_sb, min(SLOTS, formula.topk_group - first))
+    keep_sb = nl.ndarray((rows, width), nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=keep_sb, data1=marked_sb, data2=score_sb, op=nl.not_equal)
+    return keep_sb
+
+
+def remove_largest(values_sb: nl.ndarray, count: int) -> nl.ndarray:
+    """Return a copy in which the `count` largest (up to 8), lowest position first, are LOWEST."""
+    rows, width = values_sb.shape
+    best_sb = nl.ndarray((rows, SLOTS), nl.float32, buffer=nl.sbuf)
+    nisa.max8(dst=best_sb, src=values_sb)
+    if count < SLOTS:
+        nisa.memset(dst=best_sb[:, count:SLOTS], value=HIGHEST)
+    rest_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
+    nisa.nc_match_replace8(dst=rest_sb, data=values_sb, vals=best_sb, imm=LOWEST)
+    return rest_sb
+
+
+def largest(values_sb: nl.ndarray, count: int) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return the `count` (up to 16) largest values and their positions, the lower position first.
+
+    Both are [rows, 8 or 16]; entries past `count` go on in the same order.
+    """
+    rows = values_sb.shape[0]
+    slots = (count + SLOTS - 1) // SLOTS * SLOTS
+    best_sb = nl.ndarray((rows, slots), nl.float32, buffer=nl.sbuf)
+    position_sb = nl.ndarray((rows, slots), nl.uint32, buffer=nl.sbuf)
+    rest_sb = values_sb
+    for first in range(0, slots, SLOTS):
+        if first > 0:
+            rest_sb = remove_largest(rest_sb, SLOTS)
+        best = best_sb[:, first : first + SLOTS]
+        nisa.max8(dst=best, src=rest_sb)
+        nisa.nc_find_index8(dst=position_sb[:, first : first + SLOTS], data=rest_sb, vals=best)
+    return best_sb, position_sb
