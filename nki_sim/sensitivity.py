@@ -148,31 +148,50 @@ def compare(
         raise ValueError(
             f"b.chip={b.chip.name!r}: must be {a.chip.name!r} as for a. Time both runs on one chip."
         )
-    chip = a.chip
+    before, after = varied_ns(a, factors, kinds), varied_ns(b, factors, kinds)
     a_faster = a.total_ns < b.total_ns
     variations = []
-    unaffected = 0
-    for kind in kinds:
-        for name in chip.fields_of_kind(kind):
-            if not isinstance(getattr(chip, name), int | float) or name in _FIXED:
-                continue
-            for factor in (0.0,) if name in SWITCHES else factors:
-                changed = chip.varied(name, factor)
-                if not _matters(a, changed, name) and not _matters(b, changed, name):
-                    unaffected += 1
-                    continue
-                a_ns, b_ns = _total_ns(a, changed), _total_ns(b, changed)
-                if (a_ns, b_ns) == (a.total_ns, b.total_ns):
-                    unaffected += 1
-                    continue
-                variations.append(Variation(name, factor, a_ns, b_ns, (a_ns < b_ns) == a_faster))
-    placed_otherwise = _placed_otherwise_ns(a), _placed_otherwise_ns(b)
+    for (name, factor), a_ns in before.items():
+        b_ns = after[name, factor]
+        if (a_ns, b_ns) != (a.total_ns, b.total_ns):
+            variations.append(Variation(name, factor, a_ns, b_ns, (a_ns < b_ns) == a_faster))
+    placed_otherwise = placed_otherwise_ns(a), placed_otherwise_ns(b)
     return Sensitivity(
-        names, a.total_ns, b.total_ns, tuple(variations), unaffected, placed_otherwise
+        names,
+        a.total_ns,
+        b.total_ns,
+        tuple(variations),
+        len(before) - len(variations),
+        placed_otherwise,
     )
 
 
-def _placed_otherwise_ns(run: Timeline) -> float:
+def varied_ns(
+    run: Timeline, factors: Sequence[float] = (0.5, 2.0), kinds: Sequence[Kind] = ("assumed",)
+) -> dict[tuple[str, float], float]:
+    """Return the total time of a run with one coefficient at a time changed.
+
+    Args:
+        run: the run.
+        factors: what each coefficient is multiplied with; a switch is flipped, as factor 0.
+        kinds: which coefficients to vary, by their source.
+
+    Returns:
+        Nanoseconds by coefficient and factor, of every change, whether it moves the run or not.
+    """
+    times = {}
+    for kind in kinds:
+        for name in run.chip.fields_of_kind(kind):
+            if not isinstance(getattr(run.chip, name), int | float) or name in _FIXED:
+                continue
+            for factor in (0.0,) if name in SWITCHES else factors:
+                changed = run.chip.varied(name, factor)
+                is_moved = _matters(run, changed, name)
+                times[name, factor] = _total_ns(run, changed) if is_moved else run.total_ns
+    return times
+
+
+def placed_otherwise_ns(run: Timeline) -> float:
     """Return the total time with tensors placed the other way."""
     other: Literal["late", "early"] = "early" if run.options.reuse == "late" else "late"
     options = dataclasses.replace(run.options, reuse=other)
