@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = _sorted(rows) if options.resume else [rows[key] for key in _keys(options)]
     result = summarise(wanted, sources)
     print(_table(wanted))
-    if options.sensitivity:
+    if "sensitivity" in result:
         print(_survivors(result["sensitivity"]))
     if options.json is not None:
         write(options.json, result)

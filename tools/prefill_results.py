@@ -16,7 +16,13 @@ from typing import Any
 import nki_kernels
 import nki_sim
 from neuron_moe.tools.prefill_cases import Model
-from neuron_moe.tools.prefill_sensitivity import geometric_mean, least_us, report, turned_by
+from neuron_moe.tools.prefill_sensitivity import (
+    LONG_SHARE,
+    geometric_mean,
+    least_us,
+    report,
+    turned_by,
+)
 from neuron_moe.tools.prefill_vendor import Attempt
 from nki_sim.hardware import Hardware
 
@@ -147,8 +153,7 @@ def check_case(row: Row, case: str, sources: Sources) -> None:
 
 def without_ours(row: Row) -> Row:
     """Return a row with the vendor's side alone."""
-    blank = {"ours_us": None, "ours_plan": "", "bottleneck": "", "ours_varied": {}, "kernels": ""}
-    return replace(row, **blank)
+    return replace(row, ours_us=None, ours_plan="", bottleneck="", ours_varied={}, kernels="")
 
 
 def compared(row: Row) -> Row:
@@ -158,19 +163,20 @@ def compared(row: Row) -> Row:
     failures = "; ".join(f"{a.name}: {a.why}" for a in row.vendor_variants)
     vendor_us = best.us if best else None
     varied = least_us((a.us, a.varied) for a in ran if a.varied and a.us)
-    found: dict[str, Any] = {
-        "vendor_us": vendor_us,
-        "vendor_plan": best.name if best else failures,
-        "vendor_varied": varied,
-        "roofline_share": row.roofline_us / row.ours_us if row.ours_us else None,
-        "speedup": vendor_us / row.ours_us if vendor_us and row.ours_us else None,
-    }
+    turned, survives = list[str](), None
     if vendor_us and row.ours_us and varied and row.ours_varied:
-        found["turned_by"] = turned_by(row.ours_us, row.ours_varied, vendor_us, varied)
-        found["survives"] = not found["turned_by"]
-    else:
-        found |= {"turned_by": [], "survives": None}
-    return replace(row, **found)
+        turned = turned_by(row.ours_us, row.ours_varied, vendor_us, varied)
+        survives = not turned
+    return replace(
+        row,
+        vendor_us=vendor_us,
+        vendor_plan=best.name if best else failures,
+        vendor_varied=varied,
+        roofline_share=row.roofline_us / row.ours_us if row.ours_us else None,
+        speedup=vendor_us / row.ours_us if vendor_us and row.ours_us else None,
+        turned_by=turned,
+        survives=survives,
+    )
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -194,6 +200,8 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
         "geometric_mean_speedup": geometric_mean(speedups),
         "least_speedup": min(speedups, default=None),
         "least_roofline_share_at_8192": min(shares, default=None),
+        "rows_at_70_percent_at_8192": sum(share >= LONG_SHARE for share in shares),
+        "rows_at_8192": len(shares),
         "sources": asdict(sources),
     }
     if any(row.survives is not None for row in rows):

@@ -13,6 +13,7 @@ from typing import Any
 from nki_sim.sensitivity import placed_otherwise_ns, varied_ns
 from nki_sim.timeline import Timeline
 
+LONG_SHARE = 0.7  # of the roofline, asked for with many tokens
 PLACEMENT = "tensors placed the other way"
 
 
@@ -59,7 +60,13 @@ def report(rows: Sequence[Any], long: int) -> dict[str, Any]:
     compared = [row for row in rows if row.survives is not None]
     changes = sorted({c for row in rows for c in (*row.ours_varied, *row.vendor_varied)})
     under = {change: _figures(rows, change, long) for change in changes}
-    names = ("geometric_mean_speedup", "least_speedup", "rows_below_1", "long_rows_at_70_percent")
+    names = (
+        "geometric_mean_speedup",
+        "least_speedup",
+        "rows_below_1",
+        "long_rows_at_70_percent",
+        "least_roofline_share_at_8192",
+    )
     worst = {}
     for name in names:
         found = {c: figures[name] for c, figures in under.items() if figures[name] is not None}
@@ -93,8 +100,8 @@ def _figures(rows: Sequence[Any], change: str, long: int) -> dict[str, Any]:
     return {
         "geometric_mean_speedup": geometric_mean(speedups),
         "least_speedup": min(speedups, default=None),
-        "rows_below_1": sum(speedup < 1.0 for speedup in speedups),
-        "long_rows_at_70_percent": sum(share >= 0.7 for share in shares),
+        "rows_below_1": sum(speedup < 1.0 for speedup in speedups) if speedups else None,
+        "long_rows_at_70_percent": sum(s >= LONG_SHARE for s in shares) if shares else None,
         "least_roofline_share_at_8192": min(shares, default=None),
     }
 

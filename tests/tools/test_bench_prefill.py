@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from neuron_moe.tools import bench_prefill
+from neuron_moe.tools import bench_prefill, prefill_vendor
 from neuron_moe.tools.prefill_cases import MODELS, ROUTINGS, choose_experts, roofline_us
+from neuron_moe.tools.prefill_results import Row, compared, summarise
+from neuron_moe.tools.prefill_sensitivity import least_us, turned_by
+from neuron_moe.tools.prefill_vendor import VARIANTS, Attempt, attempt_all, bound_us
+from nki_sim.hardware import TRN2
 
 # us, for uniform routing, computed by hand from the formula in the docstring of `roofline_us`.
 ROOFLINES = {
@@ -54,3 +60,185 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) 
 def test_tokens_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"--tokens \[0\]: must be positive"):
         bench_prefill.main(["--tokens", "0"])
+
+
+SMALL = dataclasses.replace(
+    next(model for model in MODELS if model.name == "gpt-oss-20b"), H=512, I=128, E=8, K=2
+)
+CHOICE = choose_experts("balanced", 512, SMALL.E, SMALL.K)  # 128 tokens for each expert
+SLOW_US = 1e4
+
+
+class FakeVendor:
+    """Stands in for the vendor's kernels: times by variant, and what was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
+        self.times, self.asked = times, list[str]()
+        monkeypatch.setattr(prefill_vendor, "launch_vendor", self._launch)
+        monkeypatch.setattr(bench_prefill, "VendorLibrary", lambda path: path)
+        monkeypatch.setattr(prefill_vendor, "varied_us", lambda run: {"a x2": 2 * run.total_us})
+
+    def _launch(self, library: Any, model: Any, index: Any, variant: Any, options: Any) -> Any:
+        self.asked.append(variant.name)
+        us = self.times.get(variant.name, SLOW_US)
+        if us < 0:
+            raise NotImplementedError("too large for it")
+        return types.SimpleNamespace(total_us=us)
+
+    def attempts(self, with_varied: bool = False, known: Any = None) -> dict[str, Attempt]:
+        """Run all variants on the small layer."""
+        found = attempt_all(
+            None, SMALL, CHOICE, bench_prefill.OPTIONS,  # type: ignore[arg-type]
+            chip=TRN2, with_varied=with_varied, known=known or {},
+        )  # fmt: skip
+        return {attempt.name: attempt for attempt in found}
+
+
+def test_a_bound_is_weights_of_blocks_or_multiplications_of_their_rows() -> None:
+    cells = 3 * 512 * 128
+    by_name = {v.name: bound_us(SMALL, CHOICE, v, TRN2) for v in VARIANTS}
+    memory_us = 8 * cells * 2 / 716.0 / 1e3
+    assert by_name["shard_on_block B=128"] == pytest.approx(memory_us)
+    work_us = 8 * 512 * cells / (2 * 128 * 128 * 2.4) / 1e3
+    assert work_us > memory_us
+    assert by_name["shard_on_block B=512 keep"] == pytest.approx(work_us)
+
+
+def test_variants_that_cannot_win_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    best_us = bound_us(SMALL, CHOICE, VARIANTS[0], TRN2) * 1.01
+    vendor = FakeVendor(monkeypatch, {"shard_on_block B=128": best_us})
+    found = vendor.attempts()
+    assert set(found) == {variant.name for variant in VARIANTS}
+    assert found["shard_on_block B=512 keep"].why.startswith("needs ")
+    assert "shard_on_block B=512 keep" not in vendor.asked
+    assert found["shard_on_block B=128"].us == best_us
+    assert found["shard_on_block B=128 keep"].us == SLOW_US
+
+
+def test_a_run_below_its_bound_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor = FakeVendor(monkeypatch, {"shard_on_block B=128": 0.1})
+    with pytest.raises(RuntimeError, match="less than its bound"):
+        vendor.attempts()
+
+
+def test_a_variant_that_does_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor = FakeVendor(monkeypatch, {"shard_on_block B=128": -1})
+    attempt = vendor.attempts()["shard_on_block B=128"]
+    assert attempt.us is None
+    assert "too large for it" in attempt.why
+
+
+def test_known_attempts_are_not_run_again_but_for_variations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vendor = FakeVendor(monkeypatch, {"shard_on_block B=128": 100.0})
+    known = vendor.attempts()
+    vendor.asked.clear()
+    assert vendor.attempts(known=known) == known
+    assert vendor.asked == []
+    again = vendor.attempts(with_varied=True, known=known)
+    assert vendor.asked == ["shard_on_block B=128"]  # the others are far slower
+    assert again["shard_on_block B=128"].varied == {"a x2": 200.0}
+
+
+def run_command(path: Path, *more: str) -> dict[str, Any]:
+    arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform"]
+    assert bench_prefill.main([*arguments, *more, "--json", str(path)]) == 0
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def test_vendor_times_are_taken_from_an_earlier_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vendor = FakeVendor(monkeypatch, {})
+    first = tmp_path / "vendor.json"
+    library = ["--library", str(tmp_path)]
+    (row,) = run_command(first, *library, "--only", "vendor", "--sensitivity")["rows"]
+    assert (row["ours_us"], row["vendor_us"]) == (None, SLOW_US)
+    vendor.asked.clear()
+    second = tmp_path / "both.json"
+    result = run_command(second, *library, "--vendor-from", str(first), "--sensitivity")
+    (row,) = result["rows"]
+    assert vendor.asked == []
+    assert row["speedup"] == pytest.approx(SLOW_US / row["ours_us"])
+    assert row["survives"] is True
+    assert result["sensitivity"]["survive"] == 1
+    monkeypatch.setattr(bench_prefill, "launch_ours", None)  # kept, so not called
+    assert run_command(second, *library, "--resume", "--sensitivity")["rows"] == result["rows"]
+
+
+def change(path: Path, name: str) -> None:
+    content = json.loads(path.read_text())
+    if name == "coefficients":
+        content["sources"][name] = "0"
+    else:
+        content["rows"][0][name] = "0"
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("coefficients", "simulated with other coefficients"),
+        ("case", "T=16 uniform: the earlier result is of another case"),
+        ("library", "T=16 uniform: the earlier result is of another library"),
+    ],
+)
+def test_times_that_mean_something_else_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    FakeVendor(monkeypatch, {})
+    path = tmp_path / "vendor.json"
+    library = ["--library", str(tmp_path)]
+    run_command(path, *library, "--only", "vendor")
+    change(path, name)
+    with pytest.raises(ValueError, match=message):
+        run_command(tmp_path / "both.json", *library, "--vendor-from", str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume: continues a result file"),
+        (["--only", "vendor"], "--only vendor: needs a checkout"),
+        (
+            ["--resume", "--json", "a.json", "--vendor-from", "b.json"],
+            "--resume: contradicts --vendor-from",
+        ),
+        (["--vendor-from", "none.json"], "--vendor-from none.json: not a result"),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
+    with pytest.raises(ValueError, match=message):
+        bench_prefill.main(arguments)
+
+
+def test_a_change_counts_for_the_side_it_moves() -> None:
+    assert least_us([(10.0, {"a": 30.0}), (20.0, {"b": 5.0})]) == {"a": 20.0, "b": 5.0}
+    assert turned_by(8.0, {"c": 11.0}, 10.0, {"a": 7.0, "b": 9.0}) == ["a", "c"]
+
+
+def test_the_summary_names_rows_that_turn_and_the_worst_change() -> None:
+    def row(T: int, ours: float, ours_varied: dict[str, float]) -> Row:
+        attempt = Attempt(name="v", bound_us=1.0, us=20.0, varied={"a": 22.0})
+        return compared(
+            Row(
+                model="m", tp=1, T=T, routing="uniform", ours_us=ours, roofline_us=8.0,
+                ours_varied=ours_varied, vendor_variants=[attempt],
+            )
+        )  # fmt: skip
+
+    sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
+    result = summarise([row(8192, 10.0, {"b": 25.0}), row(128, 5.0, {"a": 6.0})], sources)
+    found = result["sensitivity"]
+    assert (found["rows"], found["survive"]) == (2, 1)
+    assert found["turned"] == [{"model": "m", "T": 8192, "routing": "uniform", "by": ["b"]}]
+    assert found["worst"]["least_speedup"] == {"change": "b", "value": pytest.approx(0.8)}
+    assert found["under"]["a"]["least_speedup"] == pytest.approx(22 / 10)
+    assert result["rows_at_70_percent_at_8192"] == 1
+    assert found["under"]["b"]["long_rows_at_70_percent"] == 0
+    assert result["geometric_mean_speedup"] == pytest.approx(8**0.5)
