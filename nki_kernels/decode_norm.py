@@ -1,0 +1,242 @@
+"""Tokens of a decode step on chip: loaded, normalised and turned.
+
+    x[t] = hidden[t] * rsqrt(mean(hidden[t]^2) + eps) * norm_weight, rounded to the type of hidden
+
+The result is x^T [h, H/h, T], a partition owning consecutive rows of H where `tile_axis` finds
+equal tiles: what the router and the experts multiply with. Few tokens are loaded that way round; of
+more the rows are loaded and turned by the tensor engine, exactly.
+
+A normalisation by tokens is one of columns there. Their sums of squares are the diagonal of
+x x^T, whose products of bfloat16 are exact in float32; a product with ones adds them over the
+partitions and leaves each sum on all of them. What is used twice lies in PSUM, as the Vector engine
+reads one operand from SBUF and one from PSUM at full rate, and two of SBUF at half of it.
+
+The functions here take and give tiles; memory they allocate is counted by `norm_bytes`.
+
+Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.plans import PARTITIONS, AxisTiles
+from nki_kernels.tiles import BANK_BYTES, rows_of, transpose_rows
+
+DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
+STEP_COLUMNS = 1024  # of a pass over x^T, so that its second half follows closely
+
+
+@dataclass
+class TokenTile(nl.NKIObject):
+    """Up to 128 tokens as they were loaded: turned if they are few, else as rows."""
+
+    rows_sb: nl.ndarray  # [R, H], or the same tile as turned_sb
+    turned_sb: nl.ndarray  # [h, H/h, R], filled from the rows by `turn`
+    is_turned: bool
+
+
+@dataclass
+class NormTiles(nl.NKIObject):
+    """What normalising needs besides the tokens."""
+
+    weight_sb: nl.ndarray  # [h, H/h], the weight as in HBM
+    ones_sb: nl.ndarray  # [128, 128] float32
+    diagonal_sb: nl.ndarray  # [128, 128] uint32, the identity
+    small_ps: nl.ndarray  # [128, 4, 128] float32: x x^T, sums, scales, weight
+
+
+def is_direct(num_tokens: int, h_axis: AxisTiles) -> bool:
+    """Whether tokens are loaded turned."""
+    return num_tokens <= DIRECT_TOKENS and h_axis.is_strided
+
+
+def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
+    """Return the bytes of SBUF per partition that loading and normalising T tokens takes."""
+    rows = min(PARTITIONS, num_tokens)
+    size = 2 * h_axis.count * num_tokens
+    if not is_direct(num_tokens, h_axis):
+        size += 2 * h_axis.size * (-(-num_tokens // PARTITIONS))
+    if has_norm:
+        size += 2 * 4 * max(STEP_COLUMNS, rows) + 3 * 4 * PARTITIONS + 8 * h_axis.count + 1024
+    return size
+
+
+def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
+    """Ask for all tokens, 128 a tile; nothing here waits for them.
+
+    Args:
+        hidden_TH: [T, H] bfloat16 in HBM.
+        h_axis: how H lies on partitions.
+    """
+    num_tokens, hidden_size = hidden_TH.shape
+    tiles = []
+    for first in range(0, num_tokens, PARTITIONS):
+        rows = min(PARTITIONS, num_tokens - first)
+        if is_direct(num_tokens, h_axis):
+            flat_sb = nl.ndarray((h_axis.rows, rows, h_axis.count), hidden_TH.dtype, buffer=nl.sbuf)
+            source = hidden_TH.ap([[h_axis.count, h_axis.rows], [hidden_size, rows],
+                                   [1, h_axis.count]])  # fmt: skip
+            nisa.dma_copy(dst=flat_sb, src=source, dge_mode=nisa.dge_mode.none)
+            turned_sb = flat_sb.permute((0, 2, 1))
+            tiles.append(TokenTile(turned_sb, turned_sb, True))
+        else:
+            rows_sb = nl.ndarray((rows, hidden_size), hidden_TH.dtype, buffer=nl.sbuf)
+            source = hidden_TH[first : first + rows, :]
+            nisa.dma_copy(dst=rows_sb, src=source, dge_mode=nisa.dge_mode.none)
+            shape = (h_axis.rows, h_axis.count, rows)
+            turned_sb = nl.ndarray(shape, hidden_TH.dtype, buffer=nl.sbuf)
+            tiles.append(TokenTile(rows_sb, turned_sb, False))
+    return tiles
+
+
+def turn(tile: TokenTile, h_axis: AxisTiles, banks_ps: list[nl.ndarray]) -> None:
+    """Turn the rows of a tile if they came as rows.
+
+    Args:
+        tile: the tokens.
+        h_axis: how H lies on partitions.
+        banks_ps: PSUM banks [128, 1024] bfloat16, used in turn.
+    """
+    if tile.is_turned:
+        return
+    if h_axis.tail < h_axis.rows:
+        # Rows of the last tile past the end of H: nobody multiplies with them, but they are scaled.
+        nisa.memset(dst=tile.turned_sb[:, h_axis.count - 1, :], value=0.0)
+    transpose_rows(tile.turned_sb, tile.rows_sb, h_axis, banks_ps, tile.rows_sb.shape[0])
+
+
+def turn_banks(h_axis: AxisTiles, num_tokens: int) -> list[nl.ndarray]:
+    """Allocate the PSUM banks for `turn`; none if the tokens come turned."""
+    banks = []
+    if not is_direct(num_tokens, h_axis):
+        for _bank in range(2):
+            banks.append(nl.ndarray((PARTITIONS, BANK_BYTES // 2), nl.bfloat16, buffer=nl.psum))
+    return banks
+
+
+def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
+    """Load the weight of the norm and make its constants."""
+    weight_sb = nl.ndarray((h_axis.rows, h_axis.count), norm_weight_1H.dtype, buffer=nl.sbuf)
+    if h_axis.is_strided:
+        source = norm_weight_1H.ap([[h_axis.count, h_axis.rows], [1, h_axis.count]])
+        nisa.dma_copy(dst=weight_sb, src=source, dge_mode=nisa.dge_mode.none)
+    else:
+        nisa.memset(dst=weight_sb, value=0.0)
+        for tile in range(h_axis.count):
+            rows = rows_of(h_axis, tile)
+            source = norm_weight_1H.ap([[1, rows], [1, 1]], offset=tile * h_axis.rows)
+            target = weight_sb[0:rows, tile : tile + 1]
+            nisa.dma_copy(dst=target, src=source, dge_mode=nisa.dge_mode.none)
+    shape = (PARTITIONS, PARTITIONS)
+    ones_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0)
+    diagonal_sb = nl.ndarray(shape, nl.uint32, buffer=nl.sbuf)
+    nisa.affine_select(
+        dst=diagonal_sb,
+        pattern=[[1, PARTITIONS]],
+        offset=0,
+        channel_multiplier=-1,
+        on_true_tile=ones_sb,
+        on_false_value=0.0,
+        cmp_op=nl.equal,
+    )
+    small_ps = nl.ndarray((PARTITIONS, 4, PARTITIONS), nl.float32, buffer=nl.psum)
+    weight_ps = small_ps[0 : h_axis.rows, 3, 0 : h_axis.count]
+    nisa.tensor_copy(dst=weight_ps, src=weight_sb, engine=nisa.engine.scalar)
+    return NormTiles(weight_sb, ones_sb, diagonal_sb, small_ps)
+
+
+def normalize(
+    normed_sb: nl.ndarray, tile: TokenTile, norm: NormTiles, h_axis: AxisTiles, eps: float
+) -> None:
+    """Write the normalised tokens of a tile, [h, H/h, R] of the type of hidden."""
+    turned_sb = tile.turned_sb
+    rows = turned_sb.shape[2]
+    if tile.is_turned:
+        sum_squares(turned_sb, norm, h_axis)
+    else:
+        sum_squares_by_products(turned_sb, norm, h_axis)
+    sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:rows]
+    mean_factor = 1.0 / h_axis.size
+    if rows == 1:
+        scale_sb = nl.ndarray((h_axis.rows, 1), nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=scale_sb, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
+        nisa.scalar_tensor_tensor(
+            dst=normed_sb[:, :, 0],
+            data=turned_sb[:, :, 0],
+            op0=nl.multiply,
+            operand0=scale_sb,
+            op1=nl.multiply,
+            operand1=norm.weight_sb,
+        )
+        return
+    scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
+    nisa.activation(dst=scale_ps, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
+    weight_ps = norm.small_ps[0 : h_axis.rows, 3, :]
+    step = max(1, STEP_COLUMNS // rows)
+    for first in range(0, h_axis.count, step):
+        stop = min(first + step, h_axis.count)
+        chunks = slice(first, stop)
+        scaled_sb = nl.ndarray((h_axis.rows, stop - first, rows), nl.float32, buffer=nl.sbuf)
+        scale = scale_ps.expand_dim(1).broadcast(1, stop - first)
+        nisa.tensor_tensor(
+            dst=scaled_sb, data1=turned_sb[:, chunks, :], data2=scale, op=nl.multiply
+        )
+        weight = weight_ps[:, chunks].expand_dim(2).broadcast(2, rows)
+        nisa.tensor_tensor(
+            dst=normed_sb[:, chunks, :], data1=scaled_sb, data2=weight, op=nl.multiply
+        )
+
+
+def sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
+    """Leave the sums of squares of a few tokens on every partition of PSUM."""
+    rows = turned_sb.shape[2]
+    partial_sb = nl.ndarray((h_axis.rows, rows), nl.float32, buffer=nl.sbuf)
+    for token in range(rows):
+        squares_sb = nl.ndarray((h_axis.rows, h_axis.count), nl.float32, buffer=nl.sbuf)
+        nisa.activation_reduce(
+            dst=squares_sb,
+            op=nl.square,
+            data=turned_sb[:, :, token],
+            reduce_op=nl.add,
+            reduce_res=partial_sb[:, token : token + 1],
+        )
+    nisa.nc_matmul(
+        dst=norm.small_ps[0 : h_axis.rows, 1, 0:rows],
+        stationary=norm.ones_sb[0 : h_axis.rows, 0 : h_axis.rows],
+        moving=partial_sb,
+        accumulate=False,
+    )
+
+
+def sum_squares_by_products(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
+    """Leave the sums of squares of up to 128 tokens on every partition of PSUM.
+
+    The products of different tokens are dropped, not multiplied by zero: a token that holds NaN
+    must not reach the others.
+    """
+    rows = turned_sb.shape[2]
+    products_ps = norm.small_ps[0:rows, 0, 0:rows]
+    for tile in range(h_axis.count):
+        depth = rows_of(h_axis, tile)
+        nisa.nc_matmul(
+            dst=products_ps,
+            stationary=turned_sb[0:depth, tile, :],
+            moving=turned_sb[0:depth, tile, :],
+            accumulate=tile > 0,
+        )
+    squares_sb = nl.ndarray((rows, rows), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=squares_sb, value=0.0)
+    nisa.tensor_copy_predicated(
+        dst=squares_sb, src=products_ps, predicate=norm.diagonal_sb[0:rows, 0:rows]
+    )
+    nisa.nc_matmul(
+        dst=norm.small_ps[0 : h_axis.rows, 1, 0:rows],
+        stationary=norm.ones_sb[0:rows, 0 : h_axis.rows],
+        moving=squares_sb,
+        accumulate=False,
+    )

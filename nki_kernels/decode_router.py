@@ -1,0 +1,195 @@
+"""The router of the decode block: from turned tokens on chip to experts and affinities.
+
+    logits = x @ router_weight^T (+ bias), float32; the choice is that of router_choice.py
+
+The weights are turned when they are loaded into HBM, not in every step: `pack_router_weight` gives
+each partition its rows of H for all experts in one run. In bfloat16 the products are exact; float32
+weights take float32 tokens and four passes of the tensor engine.
+
+Tokens are on the partitions of everything that comes out, 128 a tile, in their order.
+
+Sources: nki_kernels.router_choice for the family; NKI 0.6 ISA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+import numpy as np
+from numpy.typing import NDArray
+
+from nki_kernels.plans import PARTITIONS, AxisTiles, tile_axis
+from nki_kernels.router_choice import Picked, RouterFormula, finish_logits, pick, weigh
+from nki_kernels.tiles import rows_of
+
+PIECES = 4  # transfers of the router's weight: the first matmuls start before the last bytes
+
+
+@dataclass
+class RouterTiles(nl.NKIObject):
+    """The router's operands in SBUF."""
+
+    weight_sb: nl.ndarray  # [h, H/h, E]
+    bias_sb: nl.ndarray  # [128, E] float32, if the formula has a bias
+    selection_bias_sb: nl.ndarray  # [128, E] float32, if the formula has one
+
+
+def pack_router_weight(weight_EH: NDArray[Any]) -> NDArray[Any]:
+    """Return [h, H/h, E]: for each partition its rows of H, for all experts.
+
+    Args:
+        weight_EH: [E, H] of any dtype, as in the checkpoint; [1, H] for a gate.
+    """
+    num_experts, hidden_size = weight_EH.shape
+    axis = tile_axis(hidden_size)
+    if axis.is_strided:
+        packed = weight_EH.T.reshape(axis.rows, axis.count, num_experts)
+        return np.ascontiguousarray(packed)
+    padded = np.zeros((axis.rows * axis.count, num_experts), weight_EH.dtype)
+    padded[:hidden_size] = weight_EH.T
+    packed = padded.reshape(axis.count, axis.rows, num_experts).transpose(1, 0, 2)
+    return np.ascontiguousarray(packed)
+
+
+def router_bytes(
+    num_tokens: int, h_axis: AxisTiles, num_experts: int, weight_bytes: int, formula: RouterFormula
+) -> int:
+    """Return the bytes of SBUF per partition that routing T tokens takes."""
+    tiles = -(-num_tokens // PARTITIONS)
+    size = h_axis.count * num_experts * weight_bytes
+    if weight_bytes == 4:
+        size += h_axis.count * min(PARTITIONS, num_tokens) * 4
+    columns = 4 * max(8, num_experts)
+    size += columns * (int(formula.has_bias) + int(formula.has_selection_bias))
+    return size + tiles * (7 * columns + 512)
+
+
+def load_router(
+    weight: nl.ndarray,
+    bias_1E: nl.ndarray,
+    selection_bias_1E: nl.ndarray,
+    formula: RouterFormula,
+    num_tokens: int,
+) -> RouterTiles:
+    """Ask for the router's operands; those the formula does not use may be None."""
+    shape = weight.shape
+    weight_sb = nl.ndarray(shape, weight.dtype, buffer=nl.sbuf)
+    step = -(-shape[1] // PIECES)
+    for first in range(0, shape[1], step):
+        chunks = slice(first, min(first + step, shape[1]))
+        nisa.dma_copy(
+            dst=weight_sb[:, chunks, :], src=weight[:, chunks, :], dge_mode=nisa.dge_mode.none
+        )
+    tiles = RouterTiles(weight_sb, weight_sb, weight_sb)
+    used = min(PARTITIONS, num_tokens)
+    if formula.has_bias:
+        tiles.bias_sb = repeat_row(bias_1E, used)
+    if formula.has_selection_bias:
+        tiles.selection_bias_sb = repeat_row(selection_bias_1E, used)
+    return tiles
+
+
+def repeat_row(row_1X: nl.ndarray, partitions: int) -> nl.ndarray:
+    """Load a float32 row [1, X] into each of the first partitions."""
+    width = row_1X.shape[1]
+    repeated_sb = nl.ndarray((partitions, width), nl.float32, buffer=nl.sbuf)
+    source = row_1X.ap([[0, partitions], [1, width]])
+    nisa.dma_copy(dst=repeated_sb, src=source, dge_mode=nisa.dge_mode.none)
+    return repeated_sb
+
+
+def make_logits(
+    x_sb: nl.ndarray,
+    first: int,
+    rows: int,
+    router: RouterTiles,
+    h_axis: AxisTiles,
+    formula: RouterFormula,
+) -> nl.ndarray:
+    """Return the logits of tokens first .. first + rows, [rows, max(E, 8)] float32.
+
+    Args:
+        x_sb: [h, H/h, T] turned tokens.
+        first: first token.
+        rows: tokens, at most 128.
+        router: its operands.
+        h_axis: how H lies on partitions.
+        formula: the router.
+    """
+    weight_sb = router.weight_sb
+    tokens_sb = x_sb[:, :, first : first + rows]
+    if weight_sb.dtype == nl.float32:
+        wide_sb = nl.ndarray((h_axis.rows, h_axis.count, rows), nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=wide_sb, src=tokens_sb)
+        tokens_sb = wide_sb
+    logits_ps = nl.ndarray((rows, weight_sb.shape[2]), nl.float32, buffer=nl.psum)
+    for tile in range(h_axis.count):
+        depth = rows_of(h_axis, tile)
+        nisa.nc_matmul(
+            dst=logits_ps,
+            stationary=tokens_sb[0:depth, tile, :],
+            moving=weight_sb[0:depth, tile, :],
+            accumulate=tile > 0,
+        )
+    return finish_logits(logits_ps, router.bias_sb, formula)
+
+
+def pick_experts(
+    logits: list[nl.ndarray], router: RouterTiles, num_experts: int, formula: RouterFormula
+) -> tuple[list[nl.ndarray], list[Picked]]:
+    """Return the experts of every tile of tokens, [rows, K] int32, and what weighing them needs."""
+    index_tiles = []
+    picked_tiles = []
+    for logits_sb in logits:
+        picked = pick(logits_sb, router.selection_bias_sb, num_experts, formula)
+        index_sb = nl.ndarray((logits_sb.shape[0], formula.top_k), nl.int32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=index_sb, src=picked.position_sb[:, 0 : formula.top_k])
+        index_tiles.append(index_sb)
+        picked_tiles.append(picked)
+    return index_tiles, picked_tiles
+
+
+def weigh_experts(
+    logits: list[nl.ndarray],
+    picked_tiles: list[Picked],
+    num_experts: int,
+    formula: RouterFormula,
+) -> list[nl.ndarray]:
+    """Return the affinities of every tile of tokens, [rows, K] float32."""
+    affinity_tiles = []
+    for tile in range(len(logits)):
+        rows = logits[tile].shape[0]
+        affinity_sb = nl.ndarray((rows, formula.top_k), nl.float32, buffer=nl.sbuf)
+        weigh(affinity_sb, picked_tiles[tile], logits[tile], num_experts, formula)
+        affinity_tiles.append(affinity_sb)
+    return affinity_tiles
+
+
+def load_gate(gate: nl.ndarray) -> nl.ndarray:
+    """Ask for the weight of the shared experts' gate, [h, H/h, 1]."""
+    gate_sb = nl.ndarray(gate.shape, gate.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=gate_sb, src=gate, dge_mode=nisa.dge_mode.none)
+    return gate_sb
+
+
+def gate_tokens(x_sb: nl.ndarray, gate_sb: nl.ndarray, h_axis: AxisTiles) -> nl.ndarray:
+    """Return sigmoid(x @ gate) of every token on every partition, [128, T] float32.
+
+    The gate's weight is read once for each of 128 columns, so that the product is the broadcast.
+    """
+    num_tokens = x_sb.shape[2]
+    gate_ps = nl.ndarray((PARTITIONS, num_tokens), nl.float32, buffer=nl.psum)
+    for tile in range(h_axis.count):
+        depth = rows_of(h_axis, tile)
+        nisa.nc_matmul(
+            dst=gate_ps,
+            stationary=gate_sb[0:depth, tile, :].broadcast(1, PARTITIONS),
+            moving=x_sb[0:depth, tile, :],
+            accumulate=tile > 0,
+        )
+    gate_row_sb = nl.ndarray((PARTITIONS, num_tokens), nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=gate_row_sb, op=nl.sigmoid, data=gate_ps)
+    return gate_row_sb
