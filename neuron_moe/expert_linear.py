@@ -4,6 +4,7 @@ Axes: E experts of this rank, C rows of an expert, H hidden, I intermediate of t
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import ExpertWeights
-from neuron_moe.backends.packing import PackedMatrices
+from neuron_moe.backends import Backend, ExpertWeights, Packed
+from neuron_moe.backends.narrow import KERNEL_FORMATS, NarrowMatrices
 from neuron_moe.config import RoutedExpertsMLPOpsConfig
 from neuron_moe.errors import WeightError
 from neuron_moe.parallel.shard import ExpertShard
@@ -24,12 +25,14 @@ _LARGEST_DRAWN_BYTES = 1 << 30
 class ExpertLinear(nn.Module):
     """One matrix (and bias) per expert: weight [E, in, out], bias [E, out].
 
+    A state dict may hold the weight as fp8 codes and a `scale` beside it, NxD's quantised form.
+
     A weight of up to 1 GiB starts with random values, a larger one with zeros: real ones come from
     a checkpoint. Biases start as zeros.
     """
 
     bias: nn.Parameter | None
-    packed: PackedMatrices | None
+    packed: Packed | None
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class ExpertLinear(nn.Module):
         self.shape = shape
         self.weight = nn.Parameter(weight)
         self.packed = None
+        self.why_plain = ""
         if bias:
             self.bias = nn.Parameter(
                 torch.zeros((num_experts, output_size), dtype=dtype, device=device)
@@ -73,14 +77,13 @@ class ExpertLinear(nn.Module):
                 else:
                     init_method(matrix)
 
-    def pack(self) -> None:
-        """Keep the weight packed for CPU inference; `weight` stays, as a shape without memory."""
-        if self.packed is None:
-            self.packed = PackedMatrices(self.weight.detach())
-            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+    def keep_packed(self, packed: Packed) -> None:
+        """Keep the weight in another form; `weight` stays, as a shape without memory."""
+        self.packed = packed
+        self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
 
     def unpack(self) -> None:
-        """Undo `pack`."""
+        """Undo `keep_packed`."""
         if self.packed is not None:
             self.weight = nn.Parameter(self.packed.unpack())
             self.packed = None
@@ -89,12 +92,57 @@ class ExpertLinear(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.packed is not None:
+        if isinstance(self.packed, NarrowMatrices) and self.packed.is_quantized:
+            destination[f"{prefix}weight"] = self.packed.codes_Ekn
+            destination[f"{prefix}scale"] = self.packed.scale_En.unsqueeze(1)
+        elif self.packed is not None:
             destination[f"{prefix}weight"] = self.packed.unpack()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.unpack()
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *lists: list[str],
+    ) -> None:
+        """Load plain weights, or fp8 codes with their `scale`, which stay as they are."""
+        self.why_plain = ""
+        weight, scale = (state_dict.get(prefix + name) for name in ("weight", "scale"))
+        if not isinstance(scale, Tensor) or getattr(weight, "dtype", None) not in KERNEL_FORMATS:
+            self.unpack()
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, *lists
+            )
+            return
+        assert isinstance(weight, Tensor)
+        narrow = NarrowMatrices.from_codes(
+            f"{prefix}weight", weight, scale, self.shape, self.weight.dtype
+        )
+        rest = {
+            name: value
+            for name, value in state_dict.items()
+            if name not in (f"{prefix}weight", f"{prefix}scale")
+        }
+        missing: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, *lists)
+        missing_keys += [name for name in missing if name != f"{prefix}weight"]
+        self.keep_packed(narrow)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLinear":
+        """Move or cast; codes move, and stand for weights of the new dtype."""
+        if not isinstance(self.packed, NarrowMatrices):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
+        like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.packed.codes_Ekn.device))
+        packed = self.packed.to(like.device, like.dtype)
+        shape = torch.empty(self.shape, dtype=like.dtype, device="meta")
+        self.weight = nn.Parameter(like, requires_grad=False)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight = nn.Parameter(shape, requires_grad=False)
+        self.packed = packed
+        return self
 
     def extra_repr(self) -> str:
         """Show the shape in the module's repr."""
@@ -167,7 +215,7 @@ class Experts(nn.Module):
 
     def weights(self) -> ExpertWeights:
         """Return the tensors in the form backends take."""
-        first: ExpertLinear = getattr(self, self.first_name)
+        first = self.first
         first.check(self.first_name)
         self.down_proj.check("down_proj")
         if first.weight.dtype != self.down_proj.weight.dtype:
@@ -184,7 +232,26 @@ class Experts(nn.Module):
             down_bias_scale=1.0 / self.shard.tp_size,
             packed_gate_up=first.packed,
             packed_down=self.down_proj.packed,
+            why_plain=first.why_plain,
         )
+
+    @property
+    def first(self) -> ExpertLinear:
+        """The gate and up projections, or the only up projection."""
+        first: ExpertLinear = getattr(self, self.first_name)
+        return first
+
+    def pack(self, backend: Backend) -> None:
+        """Keep both matrices in the form a backend likes best, unless they are in one already."""
+        first, down = self.first, self.down_proj
+        if first.packed is not None or down.packed is not None:
+            return
+        packed = backend.pack(first.weight.detach(), down.weight.detach())
+        if isinstance(packed, str):
+            first.why_plain = packed
+            return
+        first.keep_packed(packed[0])
+        down.keep_packed(packed[1])
 
     def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
         """Run experts on rows of their own, without routing.

@@ -200,18 +200,16 @@ class ExpertMLPsV2(nn.Module):
         )
 
     def pack_weights(self) -> None:
-        """Lay the weights out for fast CPU inference: no gradient, no graph capture, same numbers.
+        """Keep the weights in the form the backend likes best; the same numbers.
 
-        The state dict is unchanged; loading one unpacks.
+        torch: laid out for fast CPU inference. nki: as fp8 codes, where that loses no bit of any
+        weight (MXFP4 checkpoints); otherwise they stay, which a log line and `MoE.explain` tell.
+        There is no gradient and no graph capture afterwards. The state dict is unchanged; loading
+        one unpacks.
         """
-        if self.shards.shares_a_view:
-            raise ValueError(
-                "pack_weights(): prefill and decode share one copy of the weights, of which one"
-                " phase takes a part; packed weights cannot be taken apart. Leave them unpacked."
-            )
-        for linear in self.modules():
-            if isinstance(linear, ExpertLinear):
-                linear.pack()
+        for experts in self.modules():
+            if isinstance(experts, Experts):
+                experts.pack(self.backend)
 
     def choose_path(self, phase: str, tokens: int) -> Decision:
         """Decide how `tokens` tokens are computed; see `neuron_moe.dispatch`."""

@@ -241,5 +241,7 @@ class MoE(nn.Module):
             tokens_per_expert = experts.local_load(phase)
         decision = experts.choose_path(phase, tokens)
         backend = experts.backend
-        notes = backend.notes(decision.path) if isinstance(backend, TellsPlan) else ()
+        notes: tuple[str, ...] = ()
+        if isinstance(backend, TellsPlan):
+            notes = backend.notes(decision.path, experts.weights(phase))
         return explain_path(work, decision, tokens_per_expert=tokens_per_expert, notes=notes)

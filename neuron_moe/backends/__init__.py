@@ -8,11 +8,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from neuron_moe.activations import ActivationSpec
+from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import BlockMapping
 from neuron_moe.config import BlockwiseMatmulConfig
 from neuron_moe.errors import check_choice
 from neuron_moe.routing import RouterBase, Routing
+
+Packed = PackedMatrices | NarrowMatrices
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class ExpertWeights:
         down_bias_EH: [E, H] or None, as in the checkpoint.
         activation: what happens between the projections.
         down_bias_scale: 1 / ranks that add the same down bias before a sum over ranks.
+        packed_gate_up: in another form, see `Backend.pack`; None if plain.
+        packed_down: likewise.
+        why_plain: why packing left them as they were; empty if it did not, or was not asked.
     """
 
     gate_up_proj_EHI: Tensor
@@ -35,8 +41,9 @@ class ExpertWeights:
     down_bias_EH: Tensor | None
     activation: ActivationSpec
     down_bias_scale: float = 1.0
-    packed_gate_up: PackedMatrices | None = None
-    packed_down: PackedMatrices | None = None
+    packed_gate_up: Packed | None = None
+    packed_down: Packed | None = None
+    why_plain: str = ""
 
     @property
     def num_experts(self) -> int:
@@ -94,12 +101,18 @@ class Backend(Protocol):
     ) -> Tensor:
         """Compute few tokens; mode is 'selective' or 'all_experts'."""
 
+    def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
+        """Return plain weights in the form this backend likes best, or why they stay as they are.
+
+        The numbers do not change.
+        """
+
 
 @runtime_checkable
 class TellsPlan(Protocol):
     """A backend that has more to tell about a path than the name of its kernel."""
 
-    def notes(self, path: str) -> tuple[str, ...]:
+    def notes(self, path: str, weights: ExpertWeights) -> tuple[str, ...]:
         """Return lines for `MoE.explain`."""
 
 

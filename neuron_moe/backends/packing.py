@@ -8,6 +8,7 @@ the plain one (no second copy); it has no gradient.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -63,6 +64,13 @@ class PackedMatrices(Sequence[Tensor]):
         """Return the [in, out] matrix of one expert, unpacked."""
         matrix: Tensor = self._packed[expert].to_dense()
         return matrix.t()
+
+    def run(self, experts: slice) -> "PackedMatrices":
+        """Return a run of the experts; shares their memory."""
+        part = copy(self)
+        part._packed = self._packed[experts]
+        part.shape = torch.Size((len(part._packed), *self.shape[1:]))
+        return part
 
     def unpack(self) -> Tensor:
         """Return [E, in, out]."""

@@ -19,7 +19,8 @@ Axes: T tokens, K choices, P = T * K pairs, E experts of this rank, H hidden, I 
 import torch
 from torch import Tensor
 
-from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
+from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting, Packed
+from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import BlockMapping, build_block_mapping, sort_pairs
 from neuron_moe.errors import check_choice
 from neuron_moe.routing import RouterBase, Routing
@@ -83,6 +84,14 @@ class TorchBackend:
             return _chosen_experts(hidden_TH, routing, weights)
         form = _gathered_weights if mode == "selective" else _every_expert
         return form(hidden_TH, routing, weights)
+
+    def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
+        """Return both matrices in oneDNN's layout.
+
+        Raises:
+            ValueError: not on this device, in this dtype or with this build of torch.
+        """
+        return PackedMatrices(first_EHI), PackedMatrices(down_EIH)
 
 
 def _chosen_experts(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:

@@ -54,11 +54,6 @@ class PhaseShards:
         """Return the part of a phase; speculation windows are decoded."""
         return self.decode if phase in DECODE_PHASES else self.prefill
 
-    @property
-    def shares_a_view(self) -> bool:
-        """Whether one phase computes with a part of what the other one stores."""
-        return self.second is None and self.prefill != self.decode
-
     def view(self, stored: ExpertWeights, phase: str, num_slots: int) -> ExpertWeights:
         """Return the weights of a phase out of those stored."""
         wanted = self.of(phase)
@@ -68,12 +63,15 @@ class PhaseShards:
         want = wanted.local_experts(num_slots)
         run = slice(want.start - have.start, want.stop - have.start)
         gate_up_bias, down_bias = stored.gate_up_bias_EI, stored.down_bias_EH
+        packed_gate_up, packed_down = stored.packed_gate_up, stored.packed_down
         return replace(
             stored,
             gate_up_proj_EHI=stored.gate_up_proj_EHI[run],
             down_proj_EIH=stored.down_proj_EIH[run],
             gate_up_bias_EI=None if gate_up_bias is None else gate_up_bias[run],
             down_bias_EH=None if down_bias is None else down_bias[run],
+            packed_gate_up=None if packed_gate_up is None else packed_gate_up.run(run),
+            packed_down=None if packed_down is None else packed_down.run(run),
         )
 
 

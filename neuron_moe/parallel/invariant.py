@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from neuron_moe.backends import Backend, BlockPlan, ExpertWeights, LocalRouting
+from neuron_moe.backends import Backend, BlockPlan, ExpertWeights, LocalRouting, Packed
 from neuron_moe.blocks import BlockMapping
 from neuron_moe.moe import MoE
 from neuron_moe.routing import RouterBase, Routing
@@ -57,6 +57,10 @@ class _CountingBackend:
     ) -> Tensor:
         """Count."""
         return self._count(hidden_TH, routing, weights)
+
+    def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
+        """Pack."""
+        return self.real.pack(first_EHI, down_EIH)
 
     def _count(self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
         hits_T = (routing.expert_index_TK >= 0).sum(1).float()

@@ -1,0 +1,122 @@
+"""Expert matrices kept as fp8 codes with one scale per output channel: half the bytes of bfloat16.
+
+The nki kernels multiply such codes as they are and scale the products. The torch backend decodes an
+expert when it is needed, so both compute with the same numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neuron_moe.errors import WeightError
+from neuron_moe.quantize import QuantizedWeight, dequantize_fp8
+
+KERNEL_FORMATS = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
+# Magnitude bits of the largest code Trainium 2 reads as a number: 240 in e4m3, 57344 in e5m2.
+_LARGEST_BITS = {torch.float8_e4m3fn: 0x77, torch.float8_e5m2: 0x7B}
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowMatrices(Sequence[Tensor]):
+    """The matrices of some experts, [in, out] each, as fp8 codes and scales.
+
+    Attributes:
+        codes_Ekn: [E, in, out] float8_e4m3fn (magnitudes up to 240) or float8_e5m2.
+        scale_En: [E, 1] or [E, out] float32.
+        dtype: of the matrices they stand for.
+        is_quantized: the codes are the weights, as in a state dict; else they were made from plain
+            weights without loss, and the state dict holds those.
+    """
+
+    codes_Ekn: Tensor
+    scale_En: Tensor
+    dtype: torch.dtype
+    is_quantized: bool = False
+
+    @classmethod
+    def from_codes(
+        cls, name: str, codes: Tensor, scale: Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> "NarrowMatrices":
+        """Check quantised weights as they come from a state dict.
+
+        Args:
+            name: of the weight, for messages.
+            codes: float8_e4m3fn or float8_e5m2.
+            scale: float32 [1], [1, 1, out], [E, 1, 1] or [E, 1, out]: NxD's symmetric schemes.
+            shape: [E, in, out] that the codes must have.
+            dtype: of the matrices they stand for.
+
+        Raises:
+            WeightError: what cannot be multiplied as it is.
+        """
+        if tuple(codes.shape) != tuple(shape):
+            raise WeightError(
+                f"{name}: shape {list(codes.shape)} must be {list(shape)}. Check its order of axes,"
+                " and that module and weights have the same sizes."
+            )
+        allowed = {(1,), (1, 1, shape[2]), (shape[0], 1, 1), (shape[0], 1, shape[2])}
+        if tuple(scale.shape) not in allowed or scale.dtype != torch.float32:
+            raise WeightError(
+                f"{name}: scale {list(scale.shape)} {scale.dtype} must be float32 [1], [1, 1, out],"
+                " [E, 1, 1] or [E, 1, out]. Decode other schemes with dequantize_fp8()."
+            )
+        if int((codes.view(torch.uint8) & 0x7F).max()) > _LARGEST_BITS[codes.dtype]:
+            raise WeightError(
+                f"{name}: holds codes above 240 (e4m3), infinite or NaN. Use"
+                " rescale_ocp_to_neuron(), or repair the checkpoint."
+            )
+        columns = scale.shape[-1] if scale.ndim == 3 else 1
+        scale_En = scale.expand(shape[0], 1, columns).reshape(shape[0], columns).contiguous()
+        return cls(codes.contiguous(), scale_En, dtype, True)
+
+    @classmethod
+    def from_exact(cls, recoded: QuantizedWeight, dtype: torch.dtype) -> "NarrowMatrices":
+        """Keep what `recode_bf16_to_fp8` made."""
+        return cls(recoded.codes, recoded.scale.squeeze(1), dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, in, out]."""
+        return self.codes_Ekn.shape
+
+    @property
+    def format(self) -> str:
+        """The kernels' name of the codes' format."""
+        return KERNEL_FORMATS[self.codes_Ekn.dtype]
+
+    @property
+    def scale_per_channel_En(self) -> Tensor:
+        """[E, out] float32."""
+        return self.scale_En.expand(-1, self.shape[2]).contiguous()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, expert: int) -> Tensor:  # type: ignore[override]
+        """Return the [in, out] matrix of one expert, decoded."""
+        return dequantize_fp8(
+            QuantizedWeight(self.codes_Ekn[expert], self.scale_En[expert]), self.dtype
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "NarrowMatrices":
+        """Return the same numbers on a device, standing for matrices of another dtype."""
+        codes, scale = self.codes_Ekn.to(device), self.scale_En.to(device)
+        return NarrowMatrices(codes, scale, dtype, self.is_quantized)
+
+    def run(self, experts: slice) -> "NarrowMatrices":
+        """Return a run of the experts; a view."""
+        return NarrowMatrices(
+            self.codes_Ekn[experts], self.scale_En[experts], self.dtype, self.is_quantized
+        )
+
+    def unpack(self) -> Tensor:
+        """Return [E, in, out], decoded."""
+        return dequantize_fp8(
+            QuantizedWeight(self.codes_Ekn, self.scale_En.unsqueeze(1)), self.dtype
+        )
+
+    def multiply(self, rows_nk: Tensor, expert: int) -> Tensor:
+        """Return rows [n, in] times the matrix of one expert, [n, out]."""
+        return rows_nk @ self[expert]

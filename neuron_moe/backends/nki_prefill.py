@@ -1,0 +1,166 @@
+"""Prefill on the kernels: index_blocks, blockwise_moe, combine.
+
+Axes: T tokens, K choices, N blocks of B slots, P partial sums, H hidden.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
+from neuron_moe.backends.nki_launch import Launch
+from neuron_moe.backends.nki_plan import PrefillPlan
+from neuron_moe.backends.nki_weights import KernelWeights, activation_name, kernel_weights
+from neuron_moe.blocks import BlockMapping, num_blocks
+
+
+def index(
+    launch: Launch, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan, num_cores: int
+) -> tuple[BlockMapping, Tensor]:
+    """Return the block mapping, and the slot of each pair [T, K] int32."""
+    from nki_kernels.index_blocks import BlockDims, check_index_blocks, index_blocks
+
+    num_tokens, top_k = expert_index_TK.shape
+    blocks = num_blocks(
+        num_tokens,
+        top_k,
+        num_experts,
+        plan.block_size,
+        pad_to_even=plan.pad_num_blocks_to_even,
+    )
+    dims = BlockDims(num_experts, plan.block_size, blocks)
+    check_index_blocks(num_tokens, top_k, dims, num_cores)
+    token, pair, expert, valid, counts, slot_of_pair_TK = launch(
+        index_blocks, expert_index_TK.to(torch.int32), dims
+    )
+    mapping = BlockMapping(token, pair, expert, valid.view(()), counts.to(torch.int64))
+    return mapping, slot_of_pair_TK
+
+
+def compute(
+    launch: Launch,
+    hidden_TH: Tensor,
+    routing: LocalRouting,
+    weights: ExpertWeights,
+    plan: BlockPlan,
+    prefill: PrefillPlan,
+) -> Tensor:
+    """Compute many tokens, rows sorted by expert; return [T, H] float32."""
+    import nki.language as nl
+
+    from nki_kernels.combine import CombineDims, check_combine, combine
+
+    operands = kernel_weights(hidden_TH, weights)
+    mapping, slot_of_pair_TK = index(
+        launch, routing.expert_index_TK, weights.num_experts, plan, prefill.num_cores
+    )
+    config = _config(hidden_TH, routing, weights, operands, plan, prefill, mapping)
+    slots_PSH = _experts(launch, hidden_TH, routing, operands, config, mapping)
+    affinities_TK = routing.expert_affinities_TK
+    if routing.scales_input:
+        affinities_TK = torch.ones_like(affinities_TK)
+    num_parts, num_slots, hidden_size = slots_PSH.shape
+    num_tokens, top_k = affinities_TK.shape
+    check_combine(num_tokens, top_k, hidden_size, num_slots, num_parts)
+    dims = CombineDims(nl.float32, True)
+    output_TH: Tensor = launch(combine, slots_PSH, slot_of_pair_TK, affinities_TK, dims)
+    return output_TH
+
+
+def _config(
+    hidden_TH: Tensor,
+    routing: LocalRouting,
+    weights: ExpertWeights,
+    operands: KernelWeights,
+    plan: BlockPlan,
+    prefill: PrefillPlan,
+    mapping: BlockMapping,
+) -> Any:
+    """Return what blockwise_moe is compiled for."""
+    from nki_kernels.blockwise_options import make_config
+
+    spec = weights.activation
+    return make_config(
+        H=hidden_TH.shape[1],
+        I=operands.down_EIH.shape[1],
+        E=weights.num_experts,
+        block_size=plan.block_size,
+        num_slots=mapping.token_position_to_id.shape[0],
+        num_tokens=hidden_TH.shape[0],
+        num_cores=prefill.num_cores,
+        weight_format=operands.format,
+        activation=activation_name(spec),
+        gate_limits=(spec.gate_lower, spec.gate_upper),
+        up_limits=(spec.up_lower, spec.up_upper),
+        up_offset=spec.bias,
+        scaling="pre" if routing.scales_input else "none",
+        has_gate_up_bias=operands.gate_up_bias_EI is not None,
+        has_down_bias=operands.down_bias_EH is not None,
+        has_scales=operands.down_scale_En is not None,
+        loop_plan=prefill.loop_plan,
+        shard_plan=prefill.shard_plan,
+        in_halves=prefill.in_halves,
+    )
+
+
+def _experts(
+    launch: Launch,
+    hidden_TH: Tensor,
+    routing: LocalRouting,
+    operands: KernelWeights,
+    config: Any,
+    mapping: BlockMapping,
+) -> Tensor:
+    """Return what the experts make of each slot, [P, N * B, H] bfloat16 in P parts."""
+    from nki_kernels.blockwise_moe import blockwise_moe
+
+    down_bias_EH, down_scale_En = operands.down_bias_EH, operands.down_scale_En
+    terms_E3H = None
+    if down_scale_En is not None:
+        terms_E3H = _three_terms(down_scale_En.expand(-1, hidden_TH.shape[1]))
+        if down_bias_EH is not None:  # added before the scale is applied
+            down_bias_EH = down_bias_EH / down_scale_En
+    slots_PSH: Tensor = launch(
+        blockwise_moe,
+        hidden_TH,
+        operands.gate_up_EHI,
+        operands.down_EIH,
+        mapping.token_position_to_id,
+        *_visits(mapping, config),
+        config,
+        gate_up_bias=operands.gate_up_bias_EI,
+        down_bias=None if down_bias_EH is None else down_bias_EH.to(torch.bfloat16),
+        gate_up_scale=operands.gate_up_scale_EI,
+        down_scale=terms_E3H,
+        slot_scale=_slot_scale(routing, mapping) if routing.scales_input else None,
+    )
+    return slots_PSH
+
+
+def _three_terms(scale_EH: Tensor) -> Tensor:
+    """Return [E, 3, H] bfloat16 terms that add up to float32 scales."""
+    from nki_kernels.weight_formats import three_terms
+
+    terms = three_terms(scale_EH.cpu().numpy())
+    return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(scale_EH.device)
+
+
+def _visits(mapping: BlockMapping, config: Any) -> tuple[Tensor, ...]:
+    """Group the row tiles that hold a token into visits, on the host."""
+    from nki_kernels.blockwise_options import plan_on_host
+
+    device = mapping.block_to_expert.device
+    visits = plan_on_host(
+        config,
+        mapping.token_position_to_id.cpu().numpy(),
+        mapping.block_to_expert.cpu().numpy(),
+    )
+    return tuple(torch.from_numpy(array).to(device) for array in visits)
+
+
+def _slot_scale(routing: LocalRouting, mapping: BlockMapping) -> Tensor:
+    """Return [N * B] float32: the affinity of the pair in each slot, 0 for padding."""
+    pair = mapping.pair_of_slot.to(torch.int64)
+    scale = routing.expert_affinities_TK.reshape(-1)[pair.clamp(min=0)]
+    return torch.where(pair >= 0, scale, 0.0)

@@ -1,0 +1,243 @@
+"""Expert weights kept as fp8 codes: what the modules hold, load, save and compute with."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
+from neuron_moe.backends.narrow import NarrowMatrices
+from neuron_moe.backends.nki_backend import NkiBackend
+from neuron_moe.backends.nki_weights import _log_once
+from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.errors import WeightError
+from neuron_moe.quantize import decode_mxfp4, quantize_fp8
+from tests.tolerances import rms_error
+
+E, K, H, I, T = 4, 2, 128, 64, 40  # noqa: E741
+GPT_OSS: dict[str, Any] = {
+    "hidden_act": "sigmoid",
+    "glu_type": "swiglu",
+    "hidden_act_scaling_factor": 1.702,
+    "hidden_act_bias": 1.0,
+    "gate_clamp_upper_limit": 7.0,
+    "up_clamp_upper_limit": 7.0,
+    "up_clamp_lower_limit": -7.0,
+    "bias": True,
+}
+NAMES = ("gate_up_proj", "down_proj")
+
+
+def build(backend: str = "nki", dtype: torch.dtype = torch.bfloat16) -> ExpertMLPsV2:
+    config = RoutedExpertsMLPOpsConfig(
+        num_experts=E, hidden_size=H, intermediate_size=I, top_k=K, glu_mlp=True, **GPT_OSS
+    )
+    tuning = BlockwiseMatmulConfig.from_kwargs(block_size=32)
+    return ExpertMLPsV2(config, tuning, dtype=dtype, backend=backend).requires_grad_(False)
+
+
+def mxfp4_state(lowest: int = 116, highest: int = 124) -> dict[str, Tensor]:
+    """Return a state dict in bfloat16 whose weights were MXFP4, with biases."""
+    state = {}
+    for name, size, width in (("gate_up_proj", H, 2 * I), ("down_proj", I, H)):
+        blocks = torch.randint(0, 256, (E, width, size // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(lowest, highest, (E, width, size // 32), dtype=torch.uint8)
+        decoded = decode_mxfp4(blocks, scales).transpose(1, 2).contiguous()
+        state[f"mlp_op.{name}.weight"] = decoded
+        state[f"mlp_op.{name}.bias"] = torch.randn(E, width).bfloat16()
+    return state
+
+
+def e4m3_state(scheme: str = "expert_wise_per_channel_symmetric") -> dict[str, Tensor]:
+    """Return a state dict of e4m3 codes with scales, NxD's quantised form."""
+    state = {}
+    for name, size, width in (("gate_up_proj", H, 2 * I), ("down_proj", I, H)):
+        quantized = quantize_fp8(torch.randn(E, size, width) * size**-0.5, scheme=scheme)
+        state[f"mlp_op.{name}.weight"] = quantized.codes
+        state[f"mlp_op.{name}.scale"] = quantized.scale
+        state[f"mlp_op.{name}.bias"] = torch.randn(E, width).bfloat16()
+    return state
+
+
+def compute(experts: ExpertMLPsV2, seq_len: int = T) -> Tensor:
+    """Return what the experts make of tokens that depend on nothing else."""
+    stream = torch.Generator().manual_seed(4)
+    hidden_TH = torch.randn(T, H, generator=stream).to(experts.dtype)
+    index_TK = torch.rand(T, E, generator=stream).argsort(1)[:, :K]
+    affinities_TK = torch.rand(T, K, generator=stream)
+    output: Tensor = experts(hidden_TH, affinities_TK, index_TK, seq_len)
+    return output.float()
+
+
+def is_narrow(experts: ExpertMLPsV2) -> list[bool]:
+    return [isinstance(getattr(experts.mlp_op, n).packed, NarrowMatrices) for n in NAMES]
+
+
+def test_mxfp4_weights_stay_narrow_and_give_the_same_output() -> None:
+    state = mxfp4_state()
+    wide, narrow = build(), build()
+    wide.load_state_dict(state)
+    narrow.load_state_dict(state)
+    narrow.pack_weights()
+    assert (is_narrow(wide), is_narrow(narrow)) == ([False] * 2, [True] * 2)
+    assert narrow.mlp_op.down_proj.packed.format == "float8_e5m2"
+    assert torch.equal(compute(wide), compute(narrow))
+    narrow.backend = TorchBackend()
+    wide.backend = TorchBackend()
+    assert torch.equal(compute(wide), compute(narrow))
+
+
+def test_narrow_weights_take_half_the_memory() -> None:
+    experts = build()
+    experts.load_state_dict(mxfp4_state())
+    experts.pack_weights()
+    held = {id(p): p.untyped_storage().nbytes() for p in experts.parameters() if not p.is_meta}
+    held |= {id(m.packed): m.packed.codes_Ekn.nbytes for m in experts.mlp_op.children() if m.packed}
+    biases = E * (2 * I + H) * 2
+    assert sum(held.values()) == E * 3 * I * H + biases
+
+
+def test_the_state_dict_of_repacked_weights_is_unchanged_and_loads_into_both_forms() -> None:
+    state = mxfp4_state()
+    narrow, plain = build(), build("torch")
+    narrow.load_state_dict(state)
+    narrow.pack_weights()
+    saved = narrow.state_dict()
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], value) for name, value in state.items())
+    plain.load_state_dict(saved)
+    narrow.load_state_dict(saved)
+    assert is_narrow(narrow) == [False] * 2
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["per_tensor_symmetric", "per_channel_symmetric", "expert_wise_per_channel_symmetric"],
+)
+def test_e4m3_weights_are_kept_as_loaded(scheme: str) -> None:
+    state = e4m3_state(scheme)
+    nki, torch_bf16, exact = build(), build("torch"), build("torch", torch.float32)
+    for experts in (nki, torch_bf16, exact):
+        experts.load_state_dict(
+            {n: v.float() if n.endswith("bias") else v for n, v in state.items()}
+            if experts is exact
+            else state
+        )
+        assert is_narrow(experts) == [True] * 2
+    with torch.no_grad():
+        wanted = compute(exact)
+        assert rms_error(compute(nki), wanted) <= 1.05 * rms_error(compute(torch_bf16), wanted)
+    nki.pack_weights()  # changes nothing
+    saved = nki.state_dict()
+    assert saved.keys() == state.keys()
+    for name in NAMES:
+        codes = saved[f"mlp_op.{name}.weight"]
+        assert torch.equal(
+            codes.view(torch.uint8), state[f"mlp_op.{name}.weight"].view(torch.uint8)
+        )
+    again = build()
+    again.load_state_dict(saved)
+    assert torch.equal(compute(again), compute(nki))
+
+
+def test_the_largest_e4m3_code_of_trainium_is_read_as_240() -> None:
+    state = e4m3_state()
+    for name in NAMES:
+        codes = state[f"mlp_op.{name}.weight"].view(torch.uint8)
+        codes[:, 0] = 0x77
+    experts = build()
+    experts.load_state_dict(state)
+    assert experts.mlp_op.down_proj.packed.codes_Ekn.float().max() == 240
+    nki = compute(experts)
+    experts.backend = TorchBackend()
+    wanted = compute(experts)
+    torch.testing.assert_close(nki, wanted, rtol=0.03, atol=0.03 * wanted.abs().max().item())
+
+
+def refused(change: str) -> dict[str, Tensor]:
+    state = e4m3_state()
+    weight, scale = "mlp_op.down_proj.weight", "mlp_op.down_proj.scale"
+    if change == "above-240":
+        state[weight].view(torch.uint8)[1, 2, 3] = 0x78
+    elif change == "no-scale":
+        del state[scale]
+    elif change == "transposed":
+        state[weight] = state[weight].transpose(1, 2).contiguous()
+    elif change == "blocks":
+        state[scale] = torch.ones(E, 1, 2)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("above-240", r"codes above 240 \(e4m3\), infinite or NaN. Use rescale_ocp_to_neuron()"),
+        ("no-scale", r"down_proj.weight: dtype torch.float8_e4m3fn must be a float dtype of 16"),
+        ("transposed", r"down_proj.weight: shape \[4, 128, 64\] must be \[4, 64, 128\]"),
+        ("blocks", r"down_proj.weight: scale \[4, 1, 2\] torch.float32 must be float32 \[1\]"),
+    ],
+)
+def test_codes_that_cannot_be_multiplied_are_refused(change: str, message: str) -> None:
+    with pytest.raises(WeightError, match=message):
+        build().load_state_dict(refused(change))
+
+
+def test_formats_that_differ_are_refused() -> None:
+    experts, state = build(), e4m3_state()
+    state["mlp_op.down_proj.weight"] = state["mlp_op.down_proj.weight"].to(torch.float8_e5m2)
+    experts.load_state_dict(state)
+    with pytest.raises(ValueError, match="gate_up_proj in float8_e4m3, down_proj in float8_e5m2"):
+        compute(experts)
+
+
+def test_weights_without_an_exact_form_stay_and_say_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _log_once.cache_clear()
+    state = mxfp4_state()
+    state["mlp_op.down_proj.weight"][1, 2, 3] = 1.01
+    with caplog.at_level(logging.WARNING, "neuron_moe"):
+        for experts in (build(), build()):
+            experts.load_state_dict(state)
+            experts.pack_weights()
+            assert is_narrow(experts) == [False] * 2
+            reason = experts.weights().why_plain
+            assert re.search(r"1\.0078125 at \[1, 2, 3\] has no exact e5m2 form", reason)
+            assert any(
+                "not 8 bits: weight" in n
+                for n in NkiBackend().notes("blockwise", experts.weights())
+            )
+    assert len(caplog.records) == 1
+    experts.load_state_dict(mxfp4_state())
+    assert experts.weights().why_plain == ""
+
+
+def test_a_spread_too_wide_for_a_matrix_takes_a_scale_per_channel() -> None:
+    state = mxfp4_state()
+    weight = state["mlp_op.down_proj.weight"]
+    weight[0, :, 5] *= 2.0**-40
+    experts, wide = build(), build()
+    for module in (experts, wide):
+        module.load_state_dict(state)
+    experts.pack_weights()
+    assert experts.mlp_op.down_proj.packed.scale_En.shape == (E, H)
+    assert experts.mlp_op.gate_up_proj.packed.scale_En.shape == (E, 1)
+    assert "scales per channel" in " ".join(NkiBackend().notes("blockwise", experts.weights()))
+    torch.testing.assert_close(compute(experts), compute(wide), rtol=0.02, atol=0.02)
+
+
+def test_codes_move_and_cast_with_their_module() -> None:
+    state = mxfp4_state()
+    experts, wide = build("torch"), build("torch", torch.float32)
+    experts.backend = NkiBackend()
+    experts.load_state_dict(state)
+    experts.pack_weights()
+    experts.backend = TorchBackend()
+    experts.float()
+    experts.dtype = torch.float32
+    wide.load_state_dict({name: value.float() for name, value in state.items()})
+    assert is_narrow(experts) == [True] * 2
+    assert torch.equal(compute(experts), compute(wide))
