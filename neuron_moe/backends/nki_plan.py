@@ -15,12 +15,14 @@ class PrefillPlan:
         loop_plan: 'sorted' (run-time trips, weights stay for all row tiles of a visit), 'dynamic'
             (run-time trips, one row tile each) or 'static' (the worst case).
         in_halves: with 'block', core 0 takes the first half of the blocks; else every second one.
+        skip_weights: an expert's weights stay for its next row tile.
     """
 
     num_cores: int
     shard_plan: str
     loop_plan: str
     in_halves: bool
+    skip_weights: bool = False
 
     @classmethod
     def from_config(cls, config: BlockwiseMatmulConfig) -> "PrefillPlan":
@@ -30,20 +32,22 @@ class PrefillPlan:
             ValueError: switches that contradict each other or this backend.
         """
         _check_config(config)
+        cores, skips = config.logical_nc_config, config.skip_dma_weight
         if config.use_shard_on_intermediate_dynamic_while:
-            return cls(config.logical_nc_config, "intermediate", "dynamic", False)
+            return cls(cores, "intermediate", "dynamic", False, skips)
         in_halves = config.block_sharding_strategy is BlockShardStrategy.HI_LO
         if config.use_shard_on_block_dynamic_while:
-            return cls(config.logical_nc_config, "block", "dynamic", in_halves)
+            return cls(cores, "block", "dynamic", in_halves, skips)
         if config.use_block_parallel:
-            return cls(config.logical_nc_config, "block", "static", in_halves)
-        return cls(config.logical_nc_config, "balanced", "sorted", False)
+            return cls(cores, "block", "static", in_halves, skips)
+        # Sorted visits load an expert's weights once for all their row tiles as it is.
+        return cls(cores, "balanced", "sorted", False)
 
     def __str__(self) -> str:
         halves = ", in halves" if self.in_halves else ""
-        return (
-            f"{self.loop_plan} loop, {self.shard_plan} shards over {self.num_cores} core(s){halves}"
-        )
+        stay = ", weights stay for the next block" if self.skip_weights else ""
+        shards = f"{self.shard_plan} shards over {self.num_cores} core(s)"
+        return f"{self.loop_plan} loop, {shards}{halves}{stay}"
 
 
 def _check_config(config: BlockwiseMatmulConfig) -> None:
@@ -75,12 +79,6 @@ def _check_config(config: BlockwiseMatmulConfig) -> None:
             config.block_sharding_strategy is BlockShardStrategy.PING_PONG and not shards_blocks,
             "block_sharding_strategy='PING_PONG': applies where blocks are sharded. Set"
             " use_block_parallel or use_shard_on_block_dynamic_while, or leave 'HI_LO'.",
-        ),
-        (
-            config.skip_dma_weight and (shards_blocks or by_intermediate),
-            "skip_dma_weight=True: the loops of use_block_parallel and"
-            " use_shard_on_*_dynamic_while load an expert's weights for each row tile. Leave these"
-            " False: the default plan loads them once per visit.",
         ),
         (
             config.num_static_blocks is not None,

@@ -101,6 +101,7 @@ def _config(
         loop_plan=prefill.loop_plan,
         shard_plan=prefill.shard_plan,
         in_halves=prefill.in_halves,
+        skip_weights=prefill.skip_weights,
     )
 
 

@@ -44,6 +44,10 @@ PLANS: dict[str, tuple[dict[str, Any], PrefillPlan]] = {
         {"use_shard_on_intermediate_dynamic_while": True},
         PrefillPlan(2, "intermediate", "dynamic", False),
     ),
+    "weights-stay": (
+        {"use_shard_on_block_dynamic_while": True, "skip_dma_weight": True},
+        PrefillPlan(2, "block", "dynamic", True, True),
+    ),
     "even-blocks": ({"pad_num_blocks_to_even": True}, PrefillPlan(2, "balanced", "sorted", False)),
 }
 
@@ -226,10 +230,6 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "logical_nc_config=1",
     ),
     "ping-pong": ({"block_sharding_strategy": "PING_PONG"}, "block_sharding_strategy='PING_PONG'"),
-    "weight-skip": (
-        {"skip_dma_weight": True, "use_shard_on_block_dynamic_while": True},
-        "skip_dma_weight=True",
-    ),
     "static-blocks": ({"num_static_blocks": 4}, "num_static_blocks=4"),
     "augmented": (
         {"always_augment_inputs_for_blockwise_matmul": True},
