@@ -77,6 +77,13 @@ class ExpertLinear(nn.Module):
                 else:
                     init_method(matrix)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers lie, also of packed weights."""
+        if isinstance(self.packed, NarrowMatrices):
+            return self.packed.codes_Ekn.device
+        return self.weight.device if self.packed is None else torch.device("cpu")
+
     def keep_packed(self, packed: Packed) -> None:
         """Keep the weight in another form; `weight` stays, as a shape without memory."""
         self.packed = packed

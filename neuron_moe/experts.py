@@ -192,7 +192,7 @@ class ExpertMLPsV2(nn.Module):
         """Count the tokens of each expert from now on, in `expert_load_E` [E] int64; starts at
         zero.
         """
-        device = self.mlp_op.down_proj.weight.device
+        device = self.mlp_op.down_proj.device
         self.expert_load_E = (
             torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
             if enabled

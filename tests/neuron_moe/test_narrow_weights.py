@@ -241,3 +241,13 @@ def test_codes_move_and_cast_with_their_module() -> None:
     wide.load_state_dict({name: value.float() for name, value in state.items()})
     assert is_narrow(experts) == [True] * 2
     assert torch.equal(compute(experts), compute(wide))
+
+
+@pytest.mark.parametrize("backend", ["nki", "torch"])
+def test_the_load_of_packed_experts_is_counted(backend: str) -> None:
+    experts = build(backend)
+    experts.load_state_dict(mxfp4_state())
+    experts.pack_weights()
+    experts.enable_load_counters()
+    compute(experts)
+    assert int(experts.expert_load_E.sum()) == T * K

@@ -43,6 +43,7 @@ def test_a_tiny_model_generates_the_same_tokens(
     assert tokens[0] == tokens[1]
     prefill, decode = got["explain"]
     assert (prefill["path"], prefill["kernel"]) == ("blockwise", "nki.blockwise_moe")
+    assert "weights: float8_e5m2, re-coded without loss, a scale per expert" in prefill["notes"]
     assert decode["kernel"].startswith("torch.")
     assert "no decode kernel yet" in text
 
