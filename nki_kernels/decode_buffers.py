@@ -1,0 +1,170 @@
+"""What the decode kernels keep on chip.
+
+Buffers that outlast a trip of a dynamic loop are allocated once: the body of such a loop has fixed
+addresses. Lists are rings; which member is meant is known at compile time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+from nki.language import NKIObject
+
+from nki_kernels.combine import identity
+from nki_kernels.decode_config import (
+    BANK_FLOATS,
+    BANKS,
+    DecodeConfig,
+    accumulator_banks,
+    weight_dtype,
+)
+from nki_kernels.plans import PARTITIONS
+
+
+@dataclass
+class DecodeOperands(NKIObject):
+    """The tensors of the experts in HBM; optional ones are absent if the configuration says so."""
+
+    gate_up: nl.NkiTensor
+    down: nl.NkiTensor
+    gate_up_bias: nl.NkiTensor
+    down_bias: nl.NkiTensor
+    gate_up_scale: nl.NkiTensor
+    down_scale: nl.NkiTensor
+
+
+@dataclass
+class SumBuffers(NKIObject):
+    """y^T as it is added up, and the PSUM that the rest of a kernel shares.
+
+    Attributes:
+        total_ps: banks that hold y^T [h, H/h, T]; none if it is added up in SBUF.
+        total_sb: [h, H/h, T] float32; with `total_ps`, what is read out of it.
+        work_ps: PSUM banks [128, 512] float32 for everything else, used in turn.
+        identity_sb: [128, 128] float32.
+    """
+
+    total_ps: list[nl.NkiTensor]
+    total_sb: nl.NkiTensor
+    work_ps: list[nl.NkiTensor]
+    identity_sb: nl.NkiTensor
+
+
+@dataclass
+class DecodeBuffers(NKIObject):
+    """What computing experts takes; lists are indexed by slot, item or entry.
+
+    Attributes:
+        inner_ps: gate and up projections [128, 2, T].
+        column_ps: weight of an expert for every token, the same on all partitions, [128, T].
+    """
+
+    sums: SumBuffers
+    gate_up: list[nl.NkiTensor]
+    down: list[nl.NkiTensor]
+    gate_up_bias: list[nl.NkiTensor]
+    gate_up_scale: list[nl.NkiTensor]
+    down_bias: list[nl.NkiTensor]
+    down_scale: list[nl.NkiTensor]
+    inner: list[nl.NkiTensor]
+    gate: list[nl.NkiTensor]
+    up: list[nl.NkiTensor]
+    column_row: list[nl.NkiTensor]
+    input_scale: list[nl.NkiTensor]
+    inner_ps: list[nl.NkiTensor]
+    column_ps: list[nl.NkiTensor]
+    out_ps: list[nl.NkiTensor]
+    expert: list[nl.NkiTensor]
+    ones: nl.NkiTensor
+
+
+def sbuf_tiles(count: int, shape: tuple[int, ...], dtype: Any) -> list[nl.NkiTensor]:
+    """Return tiles in SBUF."""
+    made = []
+    for _index in range(count):
+        made.append(nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf))
+    return made
+
+
+def make_sums(config: DecodeConfig) -> SumBuffers:
+    """Allocate y^T, all of PSUM and an identity matrix; y^T starts as zeros."""
+    held = accumulator_banks(config) if config.sums_in_psum else 0
+    banks = []
+    for _bank in range(BANKS):
+        banks.append(nl.ndarray((PARTITIONS, BANK_FLOATS), dtype=nl.float32, buffer=nl.psum))
+    rows, count = config.h_axis.rows, config.h_axis.count
+    total_sb = nl.ndarray((rows, count, config.T), dtype=nl.float32, buffer=nl.sbuf)
+    return SumBuffers(banks[0:held], total_sb, banks[held:BANKS], identity(nl.float32))
+
+
+def clear_sums(config: DecodeConfig, sums: SumBuffers, zeros_sb: nl.NkiTensor) -> None:
+    """Set y^T to zero: by a matmul in PSUM, so that others may add to it."""
+    if not config.sums_in_psum:
+        nisa.memset(dst=sums.total_sb, value=0.0, engine=nisa.engine.gpsimd)
+        return
+    for bank_ps in sums.total_ps:
+        nisa.nc_matmul(
+            dst=bank_ps,
+            stationary=zeros_sb[0:1, 0:PARTITIONS],
+            moving=zeros_sb[0:1, 0:BANK_FLOATS],
+            accumulate=False,
+        )
+
+
+def _parts(banks_ps: list[nl.NkiTensor], size: int, count: int) -> list[nl.NkiTensor]:
+    """Return tiles [128, size] of the banks, one bank after the other, `count` of each."""
+    made = []
+    for index in range(count):
+        for bank_ps in banks_ps:
+            made.append(bank_ps[0:PARTITIONS, index * size : (index + 1) * size])
+    return made
+
+
+def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
+    """Allocate what computing experts takes, with PSUM out of `sums`."""
+    T, H, slots = config.T, config.H, config.slots
+    h_axis, i_axis = config.h_axis, config.i_axis
+    i_tile = (i_axis.rows, 2, i_axis.count)
+    scales = slots if config.has_scales else 0
+    by_channel = config.down_scale == "channel"
+    work_ps = sums.work_ps
+    # Columns [128, T] in the last bank; projections [128, 2 T] in it too if there is no other.
+    last_ps = work_ps[len(work_ps) - 1 : len(work_ps)]
+    inner_banks, out_ps = last_ps, work_ps[0:0]
+    if not config.sums_in_psum:
+        inner_banks, out_ps = work_ps[5:7], work_ps[0:5]
+    elif len(work_ps) > 1:
+        inner_banks = work_ps[0 : len(work_ps) - 1]
+    inner_ps = _parts(inner_banks, 2 * T, 1 if len(inner_banks) > 1 else 2)
+    column_ps = []
+    for index in range(2):
+        end = BANK_FLOATS - index * T
+        column_ps.append(last_ps[0][0:PARTITIONS, end - T : end])
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
+    return DecodeBuffers(
+        sums=sums,
+        gate_up=sbuf_tiles(
+            slots, (h_axis.rows, h_axis.count * 2 * i_axis.size), weight_dtype(config)
+        ),
+        down=sbuf_tiles(slots, (i_axis.rows, i_axis.count * H), weight_dtype(config)),
+        gate_up_bias=sbuf_tiles(slots if config.has_gate_up_bias else 0, i_tile, nl.float32),
+        gate_up_scale=sbuf_tiles(scales, i_tile, nl.float32),
+        down_bias=sbuf_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
+        down_scale=sbuf_tiles(
+            slots if config.down_scale != "none" else 0,
+            (PARTITIONS, h_axis.count if by_channel else 1),
+            nl.float32,
+        ),
+        inner=sbuf_tiles(2, (i_axis.rows, i_axis.count, T), nl.bfloat16),
+        gate=sbuf_tiles(2, (i_axis.rows, T), nl.float32),
+        up=sbuf_tiles(2, (i_axis.rows, T), nl.float32),
+        column_row=sbuf_tiles(2 if config.has_down_bias else 0, (1, T), nl.bfloat16),
+        input_scale=sbuf_tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32),
+        inner_ps=inner_ps,
+        column_ps=column_ps,
+        out_ps=out_ps,
+        expert=sbuf_tiles(config.unroll, (1, 1), nl.int32),
+        ones=ones_sb,
+    )

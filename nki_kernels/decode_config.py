@@ -1,0 +1,189 @@
+"""What the decode kernels are compiled for: sizes, mode, split over cores, formats, activation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import nki.language as nl
+from nki.language import NKIObject
+
+from nki_kernels.blockwise_config import ACTIVATIONS, ITEM_BYTES, WEIGHT_FORMATS, Limits, limits
+from nki_kernels.plans import AxisTiles, tile_axis
+
+MODES = ("selective", "all")
+SHARDS = ("experts", "intermediate")
+LAYOUTS = ("ehi", "packed")
+SCALINGS = ("post", "pre", "none")
+DOWN_SCALES = ("none", "expert", "channel")
+OUTPUT_DTYPES = ("float32", "bfloat16")
+MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
+BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
+MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
+DIRECT_TOKENS = 8  # up to here x and y move as [h, T, H/h] without passing the tensor engine
+UNROLLED_ENTRIES = 8  # entries of a core that are written out rather than looped over
+
+
+@dataclass
+class DecodeConfig(NKIObject):
+    """Compile-time constants of `decode_moe`; see `make_decode_config`.
+
+    Attributes:
+        chunks: parts of an expert's intermediate axis, each loaded and used as one item.
+        slots: items whose weights fit on chip at once, a power of two.
+        unroll: list entries (experts) per trip of the loop, a power of two.
+        sums_in_psum: whether y is added up in PSUM, or in float32 in SBUF.
+        h_axis: the hidden axis on partitions.
+        i_axis: the intermediate axis of one chunk on partitions.
+        reason: why mode and shard are what they are, in a sentence.
+    """
+
+    T: int
+    H: int
+    I: int  # noqa: E741  the axis letter
+    E: int
+    K: int
+    num_experts: int
+    num_cores: int
+    mode: str
+    shard: str
+    weight_layout: str
+    weight_format: str
+    activation: str
+    gate_limits: Limits
+    up_limits: Limits
+    up_offset: float
+    scaling: str
+    has_gate_up_bias: bool
+    has_down_bias: bool
+    has_scales: bool
+    down_scale: str
+    output_dtype: str
+    chunks: int
+    slots: int
+    unroll: int
+    sums_in_psum: bool
+    h_axis: AxisTiles
+    i_axis: AxisTiles
+    reason: str
+
+
+def weight_dtype(config: DecodeConfig) -> nl.DType:
+    """Return the element type of the weights."""
+    if config.weight_format == "float8_e4m3":
+        return nl.float8_e4m3
+    if config.weight_format == "float8_e5m2":
+        return nl.float8_e5m2
+    return nl.bfloat16
+
+
+def output_dtype(config: DecodeConfig) -> nl.DType:
+    """Return the element type of the output."""
+    return nl.float32 if config.output_dtype == "float32" else nl.bfloat16
+
+
+def splits_experts(config: DecodeConfig) -> bool:
+    """Whether the cores take alternate experts."""
+    return config.shard == "experts" and config.num_cores > 1
+
+
+def core_chunks(config: DecodeConfig) -> int:
+    """Return the chunks of an expert that one core computes."""
+    return config.chunks // (config.num_cores if config.shard == "intermediate" else 1)
+
+
+def entry_stride(config: DecodeConfig) -> int:
+    """Return how far the list entries of one core lie apart."""
+    return config.num_cores if config.shard == "experts" else 1
+
+
+def is_direct(config: DecodeConfig) -> bool:
+    """Whether the touched list is the index row itself: one token, every expert local."""
+    return config.mode == "selective" and config.T == 1 and config.num_experts == config.E
+
+
+def list_width(config: DecodeConfig) -> int:
+    """Return the most experts that a launch may touch."""
+    if config.mode == "all":
+        return config.E
+    return min(config.E, config.T * config.K)
+
+
+def moves_directly(config: DecodeConfig) -> bool:
+    """Whether x and y of a few tokens move without passing the tensor engine."""
+    return config.h_axis.is_strided and config.T <= DIRECT_TOKENS
+
+
+def tiles_per_bank(config: DecodeConfig) -> int:
+    """Return the tiles of y^T that a PSUM bank holds."""
+    return BANK_FLOATS // config.T
+
+
+def accumulator_banks(config: DecodeConfig) -> int:
+    """Return the PSUM banks that all of y^T takes."""
+    return -(-config.h_axis.count // tiles_per_bank(config))
+
+
+def scaled_limits(has_upper: float | None, lower: float | None) -> Limits:
+    """Return clamps, None meaning none."""
+    return limits(lower, has_upper)
+
+
+def with_plan(config: DecodeConfig, *, shard: str, chunks: int, slots: int) -> DecodeConfig:
+    """Return the configuration with another split; the intermediate axis is cut to match."""
+    trial = replace(config, shard=shard, chunks=chunks, slots=slots)
+    unroll = 2
+    while unroll * core_chunks(trial) < slots:
+        unroll *= 2
+    return replace(trial, unroll=unroll, i_axis=tile_axis(config.I // chunks))
+
+
+def check_sizes(
+    T: int,
+    H: int,
+    I: int,  # noqa: E741
+    E: int,
+    K: int,
+    num_experts: int,
+    num_cores: int,
+) -> None:
+    """Raise ValueError unless the kernel takes these sizes."""
+    if not 1 <= T <= MAX_TOKENS:
+        raise ValueError(
+            f"T={T}: must be 1 to {MAX_TOKENS}. Use the prefill kernel for more tokens."
+        )
+    if H < 64 or H % 16:
+        raise ValueError(f"H={H}: must be a multiple of 16, at least 64. Pad the weights.")
+    if I < 1:
+        raise ValueError(f"I={I}: must be at least 1.")
+    if not 1 <= E <= MAX_EXPERTS:
+        raise ValueError(
+            f"E={E}: must be 1 to {MAX_EXPERTS} experts of a rank. Use more expert parallelism."
+        )
+    if num_experts < E:
+        raise ValueError(f"num_experts={num_experts}: must be at least E={E}.")
+    if not 1 <= K <= min(MAX_TOP_K, num_experts):
+        raise ValueError(f"K={K}: must be 1 to {MAX_TOP_K}, and at most num_experts.")
+    if num_cores not in (1, 2):
+        raise ValueError(f"num_cores={num_cores}: must be 1 or 2.")
+
+
+def check_choices(**choices: str) -> None:
+    """Raise ValueError for an option whose value the kernel does not know."""
+    allowed = {
+        "mode": ("auto", *MODES),
+        "shard": ("auto", *SHARDS),
+        "weight_layout": LAYOUTS,
+        "weight_format": WEIGHT_FORMATS,
+        "activation": ACTIVATIONS,
+        "scaling": SCALINGS,
+        "down_scale": DOWN_SCALES,
+        "output_dtype": OUTPUT_DTYPES,
+    }
+    for name, value in choices.items():
+        if value not in allowed[name]:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed[name])}.")
+
+
+def item_bytes(config: DecodeConfig) -> int:
+    """Return the bytes of one weight."""
+    return ITEM_BYTES[config.weight_format]

@@ -1,0 +1,197 @@
+"""The two ends of a decode kernel: tokens onto the contraction axis, and y^T back into rows.
+
+A few tokens move as they are, [h, T, H/h] being long runs of a row on each partition; more of them
+pass the tensor engine. At the end every core finishes half of the tokens: the cores exchange the
+other halves of their partial sums.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.decode_buffers import SumBuffers
+from nki_kernels.decode_config import (
+    DecodeConfig,
+    moves_directly,
+    output_dtype,
+    tiles_per_bank,
+)
+from nki_kernels.plans import PARTITIONS
+from nki_kernels.tiles import copy_alternating, elements_of, rows_of, transpose_rows
+
+
+def load_tokens(config: DecodeConfig, sums: SumBuffers, hidden: nl.NkiTensor) -> nl.NkiTensor:
+    """Load [T, H] tokens from HBM; return x^T as a [h, H/h, T] view."""
+    rows, count = config.h_axis.rows, config.h_axis.count
+    if moves_directly(config):
+        turned_sb = nl.ndarray((rows, config.T, count), dtype=hidden.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=turned_sb, src=_spread_rows(config, hidden, 0, config.T))
+        return turned_sb.permute((0, 2, 1))
+    tiles = []
+    for first in range(0, config.T, PARTITIONS):
+        size = min(PARTITIONS, config.T - first)
+        rows_sb = nl.ndarray((size, config.H), dtype=hidden.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=rows_sb, src=hidden[first : first + size, 0 : config.H])
+        tiles.append(rows_sb)
+    return turn_tokens(config, sums, tiles)
+
+
+def turn_tokens(
+    config: DecodeConfig, sums: SumBuffers, row_tiles: list[nl.NkiTensor]
+) -> nl.NkiTensor:
+    """Return x^T [h, H/h, T] of rows [tokens, H] in tiles of at most 128 tokens."""
+    h_axis = config.h_axis
+    shape = (h_axis.rows, h_axis.count, config.T)
+    turned_sb = nl.ndarray(shape, dtype=row_tiles[0].dtype, buffer=nl.sbuf)
+    banks = []
+    for bank_ps in sums.work_ps:
+        banks.append(bank_ps.view(row_tiles[0].dtype))
+    first = 0
+    for rows_sb in row_tiles:
+        size = rows_sb.shape[0]
+        part_sb = turned_sb[0 : h_axis.rows, 0 : h_axis.count, first : first + size]
+        transpose_rows(part_sb, rows_sb, h_axis, banks, size)
+        first = first + size
+    return turned_sb
+
+
+def _spread_rows(config: DecodeConfig, rows: nl.NkiTensor, first: int, count: int) -> nl.NkiTensor:
+    """Return the view [h, tokens, H/h] of rows first.. of a [T, H] tensor in HBM."""
+    h_axis = config.h_axis
+    return rows.ap(
+        [[h_axis.count, h_axis.rows], [config.H, count], [1, h_axis.count]],
+        offset=first * config.H,
+    )
+
+
+def finish(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    output: nl.NkiTensor,
+    core: int,
+    residuals: list[nl.NkiTensor],
+) -> None:
+    """Add the cores' partial sums and the residual, round once, store.
+
+    Args:
+        config: sizes.
+        sums: this core's y^T.
+        output: [T, H] in HBM.
+        core: number of this core.
+        residuals: [T, H] tensors in HBM to add, none or one.
+    """
+    read_sums(config, sums)
+    h_axis, T = config.h_axis, config.T
+    rows, count = h_axis.rows, h_axis.count
+    first, size = 0, T
+    part_sb = sums.total_sb
+    if config.num_cores > 1:
+        size = (T + 1) // 2
+        first = core * (T - size)
+        other = 1 - core
+        theirs = other * (T - size)
+        send_sb = sums.total_sb[0:rows, 0:count, theirs : theirs + size]
+        received_sb = nl.ndarray((rows, count, size), dtype=nl.float32, buffer=nl.sbuf)
+        by_gpsimd = count * size * 4 <= 512
+        nisa.sendrecv(
+            src=send_sb,
+            dst=received_sb,
+            send_to_rank=other,
+            recv_from_rank=other,
+            pipe_id=0,
+            dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
+        )
+        own_sb = sums.total_sb[0:rows, 0:count, first : first + size]
+        part_sb = nl.ndarray((rows, count, size), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=part_sb, data1=own_sb, data2=received_sb, op=nl.add)
+    # Of an odd number the token in the middle is on both cores; core 0 stores it.
+    skipped = core * (2 * size - T) if config.num_cores > 1 else 0
+    if size > skipped:
+        if moves_directly(config):
+            store_directly(config, part_sb, output, residuals, first, skipped)
+        else:
+            store_rows(config, sums, part_sb, output, residuals, first, skipped)
+
+
+def read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
+    """Copy y^T out of PSUM; rows that an uneven last tile lacks become zero."""
+    h_axis, T = config.h_axis, config.T
+    per_bank = tiles_per_bank(config)
+    for number in range(len(sums.total_ps)):
+        begin = number * per_bank
+        end = min(h_axis.count, begin + per_bank)
+        # Rows past the end of an uneven axis were set to zero with the bank.
+        copy_alternating(
+            sums.total_sb[0 : h_axis.rows, begin:end, 0:T],
+            sums.total_ps[number][0 : h_axis.rows, 0 : (end - begin) * T],
+            number,
+        )
+
+
+def store_directly(
+    config: DecodeConfig,
+    part_sb: nl.NkiTensor,
+    output: nl.NkiTensor,
+    residuals: list[nl.NkiTensor],
+    first: int,
+    skipped: int,
+) -> None:
+    """Store a few tokens of y^T: on each partition a run of every token's row."""
+    rows, count, size = part_sb.shape
+    shape = (rows, size, count)
+    spread_sb = nl.ndarray(shape, dtype=output_dtype(config), buffer=nl.sbuf)
+    turned_sb = part_sb.permute((0, 2, 1))
+    if len(residuals) == 0:
+        nisa.tensor_copy(dst=spread_sb, src=turned_sb)
+    else:
+        residual = residuals[0]
+        residual_sb = nl.ndarray(shape, dtype=residual.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=residual_sb, src=_spread_rows(config, residual, first, size))
+        nisa.tensor_tensor(dst=spread_sb, data1=turned_sb, data2=residual_sb, op=nl.add)
+    nisa.dma_copy(
+        dst=_spread_rows(config, output, first + skipped, size - skipped),
+        src=spread_sb[0:rows, skipped:size, 0:count],
+    )
+
+
+def store_rows(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    part_sb: nl.NkiTensor,
+    output: nl.NkiTensor,
+    residuals: list[nl.NkiTensor],
+    first: int,
+    skipped: int,
+) -> None:
+    """Turn y^T back into rows on the tensor engine, and store them."""
+    h_axis, H, size = config.h_axis, config.H, part_sb.shape[2]
+    for begin in range(0, size, PARTITIONS):
+        tokens = min(PARTITIONS, size - begin)
+        rows_sb = nl.ndarray((tokens, H), dtype=output_dtype(config), buffer=nl.sbuf)
+        residual_sb = rows_sb
+        if len(residuals) > 0:
+            residual = residuals[0]
+            residual_sb = nl.ndarray((tokens, H), dtype=residual.dtype, buffer=nl.sbuf)
+            where = slice(first + begin, first + begin + tokens)
+            nisa.dma_copy(dst=residual_sb, src=residual[where, 0:H])
+        for c in range(h_axis.count):
+            rows = rows_of(h_axis, c)
+            bank_ps = sums.work_ps[c % len(sums.work_ps)]
+            nisa.nc_transpose(
+                dst=bank_ps[0:tokens, 0:rows],
+                data=part_sb[0:rows, c, begin : begin + tokens],
+                engine=nisa.engine.tensor,
+            )
+            columns = elements_of(h_axis, c)
+            if len(residuals) == 0:
+                copy_alternating(rows_sb[0:tokens, columns], bank_ps[0:tokens, 0:rows], c)
+            else:
+                nisa.tensor_tensor(
+                    dst=rows_sb[0:tokens, columns],
+                    data1=bank_ps[0:tokens, 0:rows],
+                    data2=residual_sb[0:tokens, columns],
+                    op=nl.add,
+                )
+        low = max(0, skipped - begin)
+        if low < tokens:
+            where = slice(first + begin + low, first + begin + tokens)
+            nisa.dma_copy(dst=output[where, 0:H], src=rows_sb[low:tokens, 0:H])

@@ -1,0 +1,264 @@
+"""Decode MoE: a few tokens through the experts they chose, each expert read once.
+
+    y[t] = sum over k with an expert of this rank of a[t, k] * MLP_e(t, k)(x[t])
+    MLP_e(x) = (act(clamp(x Wg + bg)) * (clamp(x Wu + bu) + up_offset)) Wd + bd
+
+with the affinity on the expert's output (post), on its input (pre), or nowhere (none). Choices of
+other ranks' experts add nothing; a rank without a hit writes zeros.
+
+Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E experts of it):
+
+    hidden             [T, H]      bfloat16
+    gate_up            [E, H, 2I]  weights   gate columns first (or packed, see decode_layout.py)
+    down               [E, I, H]   weights
+    expert_index       [T, K]      int32     global experts
+    expert_affinities  [T, K]      float32
+    first_expert       [1, 1]      int32     global number of local expert 0
+    gate_up_bias       [E, 2I]     float32   optional
+    down_bias          [E, H]      bfloat16  optional
+    gate_up_scale      [E, 2I]     float32   optional, of output channels
+    down_scale         [E, H] float32 of output channels, or [E, 1] of the expert; optional
+    -> output          [T, H]      float32 or bfloat16
+
+On chip: x^T [h, H/h, T] stays; weights of an item (a chunk of an expert) [h, H/h, 2, i] and
+[i, I/i, H] lie in one of `slots` buffers, a partition owning consecutive rows of HBM; y^T
+[h, H/h, T] is added up over all experts in PSUM or float32 SBUF.
+
+Limits: `make_decode_config`. Bytes: the touched experts once (all of them in mode "all"), x and y.
+Matmul columns: max(T, 64) per 128 x 128 weights. What the two cores share: decode_config.
+
+Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.decode_buffers import (
+    DecodeBuffers,
+    DecodeOperands,
+    SumBuffers,
+    clear_sums,
+    make_buffers,
+    make_sums,
+)
+from nki_kernels.decode_config import (
+    BANK_FLOATS,
+    UNROLLED_ENTRIES,
+    DecodeConfig,
+    core_chunks,
+    entry_stride,
+    list_width,
+    output_dtype,
+    splits_experts,
+)
+from nki_kernels.decode_ends import finish, load_tokens
+from nki_kernels.decode_list import Routing, route
+from nki_kernels.decode_stages import load_item, project_in, project_out, spread_column
+from nki_kernels.plans import PARTITIONS
+
+
+@nki.jit
+def decode_moe(
+    hidden: nl.NkiTensor,
+    gate_up: nl.NkiTensor,
+    down: nl.NkiTensor,
+    expert_index: nl.NkiTensor,
+    expert_affinities: nl.NkiTensor,
+    first_expert: nl.NkiTensor,
+    config: DecodeConfig,
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    gate_up_scale: Any = None,
+    down_scale: Any = None,
+) -> nl.NkiTensor:
+    """Compute the tokens' sums over the experts of this rank; see the module."""
+    core = nl.program_id(0)
+    output = nl.ndarray((config.T, config.H), dtype=output_dtype(config), buffer=nl.shared_hbm)
+    x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
+    index_tiles = load_per_token(config, expert_index)
+    first_sb = load_first_expert(config, first_expert)
+    sums = make_sums(config)
+    b = make_buffers(config, sums)
+    affinity_tiles = load_per_token(config, expert_affinities)
+    turned_sb = load_tokens(config, sums, hidden)
+    start_sums(config, sums)
+    run_experts(config, b, x, turned_sb, index_tiles, affinity_tiles, first_sb, core)
+    finish(config, sums, output, core, [])
+    return output
+
+
+def load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
+    """Load [T, K] values, at most 128 tokens a tile."""
+    tiles = []
+    for first in range(0, config.T, PARTITIONS):
+        size = min(PARTITIONS, config.T - first)
+        tile_sb = nl.ndarray((size, config.K), dtype=values.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile_sb, src=values[first : first + size, 0 : config.K])
+        tiles.append(tile_sb)
+    return tiles
+
+
+def load_first_expert(config: DecodeConfig, first_expert: nl.NkiTensor) -> nl.NkiTensor:
+    """Load the number of local expert 0 onto the partitions of the tokens."""
+    rows = min(PARTITIONS, config.T)
+    first_sb = nl.ndarray((rows, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=first_sb, src=first_expert.ap([[0, rows], [1, 1]]))
+    return first_sb
+
+
+def start_sums(config: DecodeConfig, sums: SumBuffers) -> None:
+    """Set y^T to zero."""
+    zeros_sb = nl.ndarray((1, BANK_FLOATS), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=zeros_sb, value=0.0)
+    clear_sums(config, sums, zeros_sb)
+
+
+def run_experts(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    turned_sb: nl.NkiTensor,
+    index_tiles: list[nl.NkiTensor],
+    affinity_tiles: list[nl.NkiTensor],
+    first_sb: nl.NkiTensor,
+    core: int,
+) -> None:
+    """Add what this core computes of this rank's experts to y^T.
+
+    Args:
+        config: what the kernel is compiled for.
+        b: buffers; y^T is in `b.sums`.
+        x: the experts in HBM.
+        turned_sb: x^T, [h, H/h, T] view.
+        index_tiles, affinity_tiles: per 128 tokens [tokens, K], int32 and float32.
+        first_sb: [min(T, 128), 1] int32, global number of local expert 0.
+        core: number of this core.
+    """
+    bank_ps = b.sums.work_ps[0]
+    routing = route(config, index_tiles, affinity_tiles, first_sb, bank_ps, b.ones, core)
+    stride = entry_stride(config)
+    first = core if splits_experts(config) else 0
+    if len(routing.ends) == 0:
+        run_known(config, b, x, turned_sb, routing, first, stride)
+        return
+    begin = 0
+    size = config.unroll
+    for end in routing.ends:
+        loop_over(config, b, x, turned_sb, routing, begin, end, first, size)
+        begin = end
+        size = size // 2
+
+
+def run_known(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    turned_sb: nl.NkiTensor,
+    routing: Routing,
+    first: int,
+    stride: int,
+) -> None:
+    """Go through a list whose length is known at compile time; the last entries are written out."""
+    width, step = list_width(config), stride * config.unroll
+    looped = 0
+    if width > stride * UNROLLED_ENTRIES:
+        looped = width // step * step
+        loop_over(config, b, x, turned_sb, routing, 0, looped, first, config.unroll)
+    for begin in range(looped, width, step):
+        entries = len(range(begin + first, min(width, begin + step), stride))
+        if entries > 0:
+            run_group(config, b, x, turned_sb, routing, begin, first, entries)
+
+
+def loop_over(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    turned_sb: nl.NkiTensor,
+    routing: Routing,
+    begin: Any,
+    end: Any,
+    first: int,
+    size: int,
+) -> None:
+    """Loop over groups of `size` entries, from list position `begin` to `end`."""
+
+    def one_group(position: Any) -> None:
+        run_group(config, b, x, turned_sb, routing, position, first, size)
+
+    nl.fori_loop(begin, end, one_group, step=entry_stride(config) * size)
+
+
+def run_group(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    turned_sb: nl.NkiTensor,
+    routing: Routing,
+    position: Any,
+    first: int,
+    entries: int,
+) -> None:
+    """Compute some list entries of this core.
+
+    Args:
+        config: sizes.
+        b: buffers.
+        x: the experts in HBM.
+        turned_sb: x^T.
+        routing: list and weights.
+        position: list position of the group, an int or a register.
+        first: entries from there to this core's first.
+        entries: how many entries of this core.
+    """
+    chunks, stride = core_chunks(config), entry_stride(config)
+    items = entries * chunks
+    experts = []
+    for entry in range(entries):
+        experts.append(entry_expert(b, routing, position, first + entry * stride, entry))
+    for item in range(min(items, config.slots)):
+        chunk = chunk_of(config, routing, item)
+        load_item(config, b, x, experts[item // chunks], item % config.slots, chunk)
+    for item in range(items):
+        entry, slot = item // chunks, item % config.slots
+        if item % chunks == 0:
+            spread_column(config, b, routing, position, first + entry * stride, entry % 2)
+        project_in(config, b, turned_sb, slot, item, entry % 2)
+        adds_bias = config.has_down_bias and chunk_of(config, routing, item) == 0
+        project_out(config, b, slot, item, entry % 2, adds_bias)
+        later = item + config.slots
+        if later < items:
+            chunk = chunk_of(config, routing, later)
+            load_item(config, b, x, experts[later // chunks], slot, chunk)
+
+
+def chunk_of(config: DecodeConfig, routing: Routing, item: int) -> int:
+    """Return which chunk of its expert an item of this core is."""
+    chunks = core_chunks(config)
+    share = 0 if splits_experts(config) else routing.core
+    return share * chunks + item % chunks
+
+
+def entry_expert(
+    b: DecodeBuffers, routing: Routing, position: Any, offset: int, entry: int
+) -> nl.NkiTensor:
+    """Return the expert of a list entry, a (1, 1) tile; GpSimd looks it up inside a loop."""
+    list_sb = routing.list_sb
+    if isinstance(position, int):
+        return list_sb[0:1, position + offset : position + offset + 1]
+    nisa.tensor_copy(
+        dst=b.expert[entry],
+        src=list_sb.ap(
+            [[list_sb.shape[1], 1], [1, 1]],
+            offset=offset,
+            scalar_offset=position,
+            indirect_dim=1,
+        ),
+        engine=nisa.engine.gpsimd,
+    )
+    return b.expert[entry]

@@ -1,0 +1,325 @@
+"""Stages of the decode kernels: load an item of weights, project in, project out.
+
+An item is one chunk of one expert's intermediate axis. Its weights are stationary, all tokens move:
+
+    projections  [i, 2, T]    = gate_up[h, i]^T  x^T[h, T]      in PSUM
+    inner        [i, T]       = act(gate) * up * weight of the token
+    y^T          [h, H/h, T] += down[i, h]^T inner[i, T]        in PSUM, or added to SBUF
+
+Axis letters: h, i partitions of a tile of H or I; T tokens.
+"""
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.decode_buffers import DecodeBuffers, DecodeOperands
+from nki_kernels.decode_config import (
+    DecodeConfig,
+    tiles_per_bank,
+)
+from nki_kernels.decode_list import Routing
+from nki_kernels.plans import PARTITIONS
+from nki_kernels.tiles import (
+    apply_chain,
+    elements_of,
+    load_matrix,
+    load_row,
+    multiply_chain,
+    rows_of,
+)
+
+
+def load_item(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    expert: nl.NkiTensor,
+    slot: int,
+    chunk: int,
+) -> None:
+    """Load one chunk of an expert; an expert out of range loads nothing.
+
+    Args:
+        config: sizes.
+        b: buffers.
+        x: operands in HBM.
+        expert: (1, 1) int32 tile.
+        slot: which buffers to fill.
+        chunk: part of the intermediate axis.
+    """
+    H, I, i_axis = config.H, config.I, config.i_axis  # noqa: E741
+    first = chunk * i_axis.size
+    if config.has_gate_up_bias:
+        _load_per_row(config, b.gate_up_bias[slot], x.gate_up_bias, expert, first)
+    if config.has_scales:
+        _load_per_row(config, b.gate_up_scale[slot], x.gate_up_scale, expert, first)
+    load_matrix(
+        b.gate_up[slot], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
+    )
+    if config.has_down_bias and chunk == 0:
+        load_row(b.down_bias[slot], x.down_bias, expert, H, 0, H)
+    if config.down_scale == "channel":
+        load_matrix(b.down_scale[slot], x.down_scale, config.h_axis, expert, 0, 1, [1, 1], 1)
+    elif config.down_scale == "expert":
+        nisa.dma_copy(
+            dst=b.down_scale[slot],
+            src=x.down_scale.ap([[0, PARTITIONS], [1, 1]], scalar_offset=expert, indirect_dim=0),
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.hwdge,
+            engine=nisa.engine.sync,
+        )
+    load_matrix(b.down[slot], x.down, i_axis, expert, first * H, H, [1, 1], H)
+
+
+def _load_per_row(
+    config: DecodeConfig,
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    expert: nl.NkiTensor,
+    first: int,
+) -> None:
+    """Load [2I] numbers of an expert as [rows, 2, count], the layout of the projections."""
+    i_axis = config.i_axis
+    for half in range(2):
+        part_sb = dst_sb[0 : i_axis.rows, half, 0 : i_axis.count]
+        load_matrix(part_sb, src, i_axis, expert, half * config.I + first, 1, [1, 1], 1)
+
+
+def spread_column(
+    config: DecodeConfig, b: DecodeBuffers, routing: Routing, base: Any, offset: int, ring: int
+) -> None:
+    """Put what every token takes of an expert on all partitions.
+
+    Args:
+        config: sizes.
+        b: buffers.
+        routing: tables of weights.
+        base: list position, an int or a register.
+        offset: entries from there on.
+        ring: which buffers to fill.
+    """
+    column_ps = b.column_ps[ring]
+    if config.scaling == "pre":
+        _spread(b, column_ps, routing.inputs, base, offset)
+        nisa.tensor_copy(dst=b.input_scale[ring], src=column_ps)
+    _spread(b, column_ps, routing.weights, base, offset)
+    if config.has_down_bias:
+        nisa.tensor_copy(dst=b.column_row[ring], src=column_ps[0:1, 0 : config.T])
+
+
+def _spread(
+    b: DecodeBuffers, column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], base: Any, offset: int
+) -> None:
+    """Multiply a column, repeated 128 times, with the identity."""
+    begin = 0
+    for table_sb in tables:
+        rows, width = table_sb.shape
+        if isinstance(base, int):
+            column_sb = table_sb.ap([[width, rows], [0, PARTITIONS]], offset=base + offset)
+        else:
+            column_sb = table_sb.ap(
+                [[width, rows], [0, PARTITIONS]],
+                offset=offset,
+                scalar_offset=base,
+                indirect_dim=1,
+            )
+        nisa.nc_matmul(
+            dst=column_ps[0:PARTITIONS, begin : begin + rows],
+            stationary=column_sb,
+            moving=b.sums.identity_sb[0:rows, 0:rows],
+            is_moving_onezero=True,
+            accumulate=False,
+        )
+        begin = begin + rows
+
+
+def project_in(
+    config: DecodeConfig, b: DecodeBuffers, turned_sb: nl.NkiTensor, slot: int, item: int, ring: int
+) -> None:
+    """Compute the inner activations of an item.
+
+    Args:
+        config: sizes.
+        b: buffers.
+        turned_sb: x^T, [h, H/h, T] view.
+        slot: buffers of the weights.
+        item: number of the item, for the rings.
+        ring: buffers of the expert's column.
+    """
+    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    weights_sb = b.gate_up[slot].reshape((h_axis.rows, h_axis.count, 2, i_axis.size))
+    for tile in range(i_axis.count):
+        rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
+        bank_ps = b.inner_ps[(item * i_axis.count + tile) % len(b.inner_ps)]
+        for half in range(2):
+            for t in range(h_axis.count):
+                depth = rows_of(h_axis, t)
+                nisa.nc_matmul(
+                    dst=bank_ps[0:rows, half * T : (half + 1) * T],
+                    stationary=weights_sb[0:depth, t, half, columns],
+                    moving=turned_sb[0:depth, t, 0:T],
+                    accumulate=t > 0,
+                )
+        activate(config, b, bank_ps, slot, item, ring, tile)
+
+
+def activate(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    slot: int,
+    item: int,
+    ring: int,
+    tile: int,
+) -> None:
+    """Turn the projections of one tile into inner activations, times the tokens' weights."""
+    T, rows = config.T, rows_of(config.i_axis, tile)
+    gate_sb = b.gate[tile % 2][0:rows, 0:T]
+    up_sb = b.up[tile % 2][0:rows, 0:T]
+    gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
+    if config.scaling == "pre":
+        scale_sb = b.input_scale[ring][0:rows, 0:T]
+        nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
+        nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
+        gate, up = gate_sb, up_sb
+    function = activation_function(config)
+    clamps = config.gate_limits
+    if clamps.has_upper or clamps.has_lower or config.has_scales:
+        operators, operands = _chain(config, b, slot, tile, 0)
+        gate = apply_chain(gate_sb, gate, operators, operands)
+        nisa.activation(dst=gate_sb, op=function, data=gate)
+    elif config.has_gate_up_bias:
+        bias_sb = b.gate_up_bias[slot][0:rows, 0, tile : tile + 1]
+        nisa.activation(dst=gate_sb, op=function, data=gate, bias=bias_sb)
+    else:
+        nisa.activation(dst=gate_sb, op=function, data=gate)
+    operators, operands = _chain(config, b, slot, tile, 1)
+    multiply_chain(up_sb, up_sb, up, operators, operands, gate_sb)
+    inner_sb = b.inner[item % 2][0:rows, tile, 0:T]
+    column_ps = b.column_ps[ring][0:rows, 0:T]
+    if config.down_scale == "expert":
+        nisa.scalar_tensor_tensor(
+            dst=inner_sb,
+            data=up_sb,
+            op0=nl.multiply,
+            operand0=b.down_scale[slot][0:rows, 0:1],
+            op1=nl.multiply,
+            operand1=column_ps,
+        )
+    else:
+        nisa.tensor_tensor(dst=inner_sb, data1=up_sb, data2=column_ps, op=nl.multiply)
+
+
+def _chain(
+    config: DecodeConfig, b: DecodeBuffers, slot: int, tile: int, half: int
+) -> tuple[list[Any], list[Any]]:
+    """Return the scalar operators and operands of a projection: scale, bias, clamps, offset."""
+    operators = []
+    operands = []
+    rows = rows_of(config.i_axis, tile)
+    clamps = config.up_limits if half == 1 else config.gate_limits
+    if config.has_scales:
+        operators.append(nl.multiply)
+        operands.append(b.gate_up_scale[slot][0:rows, half, tile : tile + 1])
+    if config.has_gate_up_bias:
+        operators.append(nl.add)
+        operands.append(b.gate_up_bias[slot][0:rows, half, tile : tile + 1])
+    if clamps.has_upper:
+        operators.append(nl.minimum)
+        operands.append(clamps.upper)
+    if clamps.has_lower:
+        operators.append(nl.maximum)
+        operands.append(clamps.lower)
+    if half == 1 and config.up_offset != 0.0:
+        operators.append(nl.add)
+        operands.append(config.up_offset)
+    return operators, operands
+
+
+def activation_function(config: DecodeConfig) -> Any:
+    """Return the Scalar engine's function."""
+    if config.activation == "silu":
+        return nl.silu
+    if config.activation == "gelu":
+        return nl.gelu
+    if config.activation == "gelu_tanh":
+        return nl.gelu_apprx_tanh
+    if config.activation == "relu":
+        return nl.relu
+    return nl.gelu_apprx_sigmoid
+
+
+def project_out(
+    config: DecodeConfig, b: DecodeBuffers, slot: int, item: int, ring: int, adds_bias: bool
+) -> None:
+    """Add an item's part of y^T, with the expert's down bias if asked."""
+    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    per_bank = tiles_per_bank(config)
+    weights_sb = b.down[slot].reshape((i_axis.rows, i_axis.count, config.H))
+    for first in range(0, h_axis.count, per_bank):
+        stop = min(h_axis.count, first + per_bank)
+        number = first // per_bank
+        if config.sums_in_psum:
+            bank_ps = b.sums.total_ps[number]
+        else:
+            bank_ps = b.out_ps[number % len(b.out_ps)]
+        for c in range(first, stop):
+            rows, begin = rows_of(h_axis, c), (c - first) * T
+            for t in range(i_axis.count):
+                depth = rows_of(i_axis, t)
+                nisa.nc_matmul(
+                    dst=bank_ps[0:rows, begin : begin + T],
+                    stationary=weights_sb[0:depth, t, elements_of(h_axis, c)],
+                    moving=b.inner[item % 2][0:depth, t, 0:T],
+                    accumulate=t > 0 or config.sums_in_psum,
+                )
+            if adds_bias:
+                nisa.nc_matmul(
+                    dst=bank_ps[0:rows, begin : begin + T],
+                    stationary=b.down_bias[slot][0:1, elements_of(h_axis, c)],
+                    moving=b.column_row[ring],
+                    accumulate=True,
+                )
+        if not config.sums_in_psum:
+            add_bank(config, b, bank_ps, slot, first, stop)
+
+
+def add_bank(
+    config: DecodeConfig, b: DecodeBuffers, bank_ps: nl.NkiTensor, slot: int, first: int, stop: int
+) -> None:
+    """Add tiles first.. of y^T to the sums in SBUF, scaled by channel if the weights are."""
+    h_axis, T = config.h_axis, config.T
+    if config.down_scale == "channel":
+        for c in range(first, stop):
+            rows, begin = rows_of(h_axis, c), (c - first) * T
+            total_sb = b.sums.total_sb[0:rows, c, 0:T]
+            nisa.scalar_tensor_tensor(
+                dst=total_sb,
+                data=bank_ps[0:rows, begin : begin + T],
+                op0=nl.multiply,
+                operand0=b.down_scale[slot][0:rows, c : c + 1],
+                op1=nl.add,
+                operand1=total_sb,
+            )
+        return
+    full = stop if rows_of(h_axis, stop - 1) == h_axis.rows else stop - 1
+    _add_tiles(config, b, bank_ps, first, first, full)
+    _add_tiles(config, b, bank_ps, first, full, stop)
+
+
+def _add_tiles(
+    config: DecodeConfig, b: DecodeBuffers, bank_ps: nl.NkiTensor, first: int, begin: int, end: int
+) -> None:
+    """Add tiles of one height to the sums in SBUF; the bank holds those from `first` on."""
+    if begin == end:
+        return
+    T, rows = config.T, rows_of(config.h_axis, end - 1)
+    total_sb = b.sums.total_sb[0:rows, begin:end, 0:T]
+    nisa.tensor_tensor(
+        dst=total_sb,
+        data1=bank_ps[0:rows, (begin - first) * T : (end - first) * T],
+        data2=total_sb,
+        op=nl.add,
+    )

@@ -1,0 +1,164 @@
+"""Inputs, launch and float64 reference of one decode step, for the tests of `decode_moe`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+import nki_sim
+from neuron_moe.activations import ActivationSpec
+from neuron_moe.backends import ExpertWeights, LocalRouting
+from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.config import GLUType
+from nki_kernels.decode_moe import decode_moe
+from nki_kernels.decode_moe_ref import decode_moe_ref
+from nki_kernels.decode_options import make_decode_config
+from tests.nki_kernels.prefill import choose_experts
+
+BF16 = ml_dtypes.bfloat16
+DTYPES = {
+    "bfloat16": BF16,
+    "float8_e4m3": ml_dtypes.float8_e4m3,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+@dataclass
+class Decode:
+    """One problem: sizes, options of the kernel, and everything derived from a seed.
+
+    `rank` of `ranks` holds E of the num_experts = E * ranks experts.
+    """
+
+    T: int
+    H: int
+    I: int  # noqa: E741  the axis letter
+    E: int
+    K: int
+    ranks: int = 1
+    rank: int = 0
+    routing: str = "uniform"
+    has_bias: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        T, H, I, E = self.T, self.H, self.I, self.E  # noqa: E741
+        self.num_experts = E * self.ranks
+        self.first = E * self.rank
+        routing = "uniform" if self.routing == "no-hit" else self.routing
+        self.index_TK = choose_experts(routing, T, self.num_experts, self.K, rng)
+        if self.routing == "no-hit":
+            others = [e for e in range(self.num_experts) if not 0 <= e - self.first < E]
+            self.index_TK = np.array(others, np.int32)[self.index_TK % len(others)]
+        affinities = rng.random((T, self.K)).astype(np.float32) + 0.1
+        self.affinities_TK = affinities / affinities.sum(1, keepdims=True)
+        self.hidden_TH = rng.normal(size=(T, H)).astype(BF16)
+        self.gate_up = (rng.normal(size=(E, H, 2 * I)) / np.sqrt(H)).astype(np.float32)
+        self.down = (rng.normal(size=(E, I, H)) / np.sqrt(I)).astype(np.float32)
+        self.gate_up_bias = self.down_bias = None
+        if self.has_bias:
+            self.gate_up_bias = rng.normal(size=(E, 2 * I)).astype(BF16).astype(np.float32)
+            self.down_bias = rng.normal(size=(E, H)).astype(BF16)
+        self._quantise(rng)
+
+    def _quantise(self, rng: np.random.Generator) -> None:
+        """Round the weights to the format; keep codes, scales and the values they stand for."""
+        dtype = DTYPES[self.options.get("weight_format", "bfloat16")]
+        self.gate_up_scale = self.down_scale = None
+        gate_up_scale: Any = 1.0
+        down_scale: Any = 1.0
+        if self.options.get("has_scales"):
+            self.gate_up_scale = (np.abs(self.gate_up).max(1) / 200).astype(np.float32)
+            gate_up_scale = self.gate_up_scale[:, None]
+        if self.options.get("down_scale") == "channel":
+            self.down_scale = (np.abs(self.down).max(1) / 200).astype(np.float32)
+            down_scale = self.down_scale[:, None]
+        elif self.options.get("down_scale") == "expert":
+            self.down_scale = 2.0 ** rng.integers(-8, 3, (self.E, 1)).astype(np.float32)
+            down_scale = self.down_scale[:, :, None]
+        self.gate_up_codes = (self.gate_up / gate_up_scale).astype(dtype)
+        self.down_codes = (self.down / down_scale).astype(dtype)
+        self.gate_up = self.gate_up_codes.astype(np.float32) * gate_up_scale
+        self.down = self.down_codes.astype(np.float32) * down_scale
+
+    def config(self) -> Any:
+        """Return what the kernel is compiled for."""
+        return make_decode_config(
+            T=self.T, H=self.H, I=self.I, E=self.E, K=self.K, num_experts=self.num_experts,
+            has_gate_up_bias=self.has_bias, has_down_bias=self.has_bias, **self.options,
+        )  # fmt: skip
+
+    def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
+        """Run the kernel on the simulator; return the run."""
+        config = self.config()
+        optional: dict[str, Any] = {}
+        if self.has_bias:
+            optional |= {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        if self.gate_up_scale is not None:
+            optional["gate_up_scale"] = self.gate_up_scale
+        if self.down_scale is not None:
+            optional["down_scale"] = self.down_scale
+        return nki_sim.run(
+            decode_moe, self.hidden_TH, self.gate_up_codes, self.down_codes, self.index_TK,
+            self.affinities_TK, np.array([[self.first]], np.int32), config,
+            lnc=config.num_cores, options=sim_options, **optional,
+        )  # fmt: skip
+
+    def expected(self) -> Any:
+        """Return [T, H] float64, the formula."""
+        names = ("activation", "gate_limits", "up_limits", "up_offset", "scaling")
+        has = self.gate_up_bias is not None
+        return decode_moe_ref(
+            self.hidden_TH.astype(np.float64),
+            self.gate_up.astype(np.float64),
+            self.down.astype(np.float64),
+            self.index_TK,
+            self.affinities_TK.astype(np.float64),
+            self.first,
+            gate_up_bias_E2I=self.gate_up_bias.astype(np.float64) if has else None,
+            down_bias_EH=self.down_bias.astype(np.float64) if has else None,
+            **{name: self.options[name] for name in names if name in self.options},
+        )
+
+    def torch_output(self) -> Any:
+        """Return [T, H] float64 as the torch backend computes it in bfloat16."""
+        o = self.options
+        gate, up = o.get("gate_limits", (None, None)), o.get("up_limits", (None, None))
+        oai = o.get("activation") == "swiglu_oai"
+        spec = ActivationSpec(
+            hidden_act="sigmoid" if oai else o.get("activation", "silu"),
+            glu_type=GLUType.SWIGLU if oai else GLUType.GLU,
+            scale=1.702 if oai else 1.0, bias=o.get("up_offset", 0.0),
+            gate_lower=gate[0], gate_upper=gate[1], up_lower=up[0], up_upper=up[1],
+        )  # fmt: skip
+        bf16 = torch.bfloat16
+        weights = ExpertWeights(
+            torch.from_numpy(self.gate_up).to(bf16), torch.from_numpy(self.down).to(bf16),
+            None if self.gate_up_bias is None else torch.from_numpy(self.gate_up_bias).to(bf16),
+            None if self.down_bias is None
+            else torch.from_numpy(self.down_bias.astype(np.float32)).to(bf16),
+            spec,
+        )  # fmt: skip
+        local_TK = self.index_TK - self.first
+        is_local = (local_TK >= 0) & (local_TK < self.E)
+        scaling = o.get("scaling", "post")
+        given = np.ones_like(self.affinities_TK) if scaling == "none" else self.affinities_TK
+        routing = LocalRouting(
+            torch.from_numpy(np.where(is_local, local_TK, -1).astype(np.int32)),
+            torch.from_numpy(np.where(is_local, given, 0).astype(np.float32)),
+            scaling == "pre",
+        )
+        hidden = torch.from_numpy(self.hidden_TH.astype(np.float32)).to(bf16)
+        backend = TorchBackend(static=False)
+        return backend.few_tokens(hidden, routing, weights, "selective").double().numpy()
+
+    def touched(self) -> int:
+        """Return the local experts that some token chose."""
+        local = np.unique(self.index_TK - self.first)
+        return int(((local >= 0) & (local < self.E)).sum())

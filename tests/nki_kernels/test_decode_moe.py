@@ -1,0 +1,130 @@
+"""The decode kernel against the formula, in both modes, every split, format and option."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nki_kernels.decode_fit import sbuf_bytes
+from nki_kernels.decode_options import make_decode_config
+from nki_sim import SimOptions
+from tests.nki_kernels.decode import Decode
+from tests.nki_kernels.prefill import GPT_OSS
+
+# max |error| of the kernel over that of the torch backend, both in bfloat16 against float64: the
+# kernel rounds no more often, but the largest of many errors is a matter of luck.
+WORST_FACTOR = 1.25
+RMS_FACTOR = 1.05
+
+SELECTIVE, ALL = {"mode": "selective"}, {"mode": "all"}
+CASES = {
+    "T1-H128-I64-E8-K2": Decode(1, 128, 64, 8, 2),
+    "T1-H192-I60-E8-K4-gpt-oss": Decode(1, 192, 60, 8, 4, has_bias=True, options=GPT_OSS),
+    "T1-H128-I64-E4-K4-one-of-3-ranks": Decode(1, 128, 64, 4, 4, ranks=3, rank=1),
+    "T1-H128-I64-E8-K1-pre": Decode(1, 128, 64, 8, 1, options={"scaling": "pre"}),
+    "T2-H128-I48-E7-K3": Decode(2, 128, 48, 7, 3, options=SELECTIVE),
+    "T3-H2880-I90-E4-K2-gpt-oss": Decode(
+        3, 2880, 90, 4, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
+    ),
+    "T4-H192-I45-E5-K10": Decode(4, 192, 45, 5, 10, ranks=3, rank=2, options=SELECTIVE),
+    "T5-H704-I140-E3-K2-uneven-axes": Decode(5, 704, 140, 3, 2, has_bias=True, options=SELECTIVE),
+    "T8-H128-I64-E9-K2-all": Decode(8, 128, 64, 9, 2, options=ALL),
+    "T9-H192-I64-E24-K2-all-gpt-oss": Decode(
+        9, 192, 64, 24, 2, has_bias=True, options={**GPT_OSS, **ALL}
+    ),
+    "T16-H128-I64-E11-K4-selective": Decode(16, 128, 64, 11, 4, options=SELECTIVE),
+    "T16-H128-I300-E5-K2-none": Decode(16, 128, 300, 5, 2, options={"scaling": "none"}),
+    "T12-H128-I64-E1-K2-one-of-4-experts": Decode(
+        12, 128, 64, 1, 2, ranks=4, rank=3, options=SELECTIVE
+    ),
+    "T6-H128-I64-E1-K1-all": Decode(6, 128, 64, 1, 1, options=ALL),
+    "T33-H192-I60-E3-K2-pre-gpt-oss": Decode(
+        33, 192, 60, 3, 2, ranks=2, rank=1, has_bias=True,
+        options={**GPT_OSS, "scaling": "pre", **SELECTIVE},
+    ),
+    "T64-H256-I40-E21-K8": Decode(64, 256, 40, 21, 8, options=SELECTIVE),
+    "T100-H320-I64-E6-K2-gelu-all": Decode(
+        100, 320, 64, 6, 2, options={"activation": "gelu", **ALL}
+    ),
+    "T128-H128-I96-E13-K3": Decode(128, 128, 96, 13, 3, options=SELECTIVE),
+    "T200-H192-I60-E5-K2-gpt-oss": Decode(
+        200, 192, 60, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
+    ),
+    "T256-H1088-I64-E3-K1-all": Decode(256, 1088, 64, 3, 1, options=ALL),
+    "T40-H128-I64-E4-K2-lnc1": Decode(40, 128, 64, 4, 2, options={"num_cores": 1, **SELECTIVE}),
+    "T16-H128-I64-E3-K2-lnc1-all": Decode(16, 128, 64, 3, 2, options={"num_cores": 1, **ALL}),
+    "T7-H128-I64-E4-K2-bfloat16": Decode(
+        7, 128, 64, 4, 2, options={"output_dtype": "bfloat16", **SELECTIVE}
+    ),
+}  # fmt: skip
+ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts", "no-hit")
+
+
+def check(problem: Decode, options: SimOptions | None = None) -> None:
+    """Assert a result as close to the formula as the torch backend's."""
+    run, config = problem.launch(options), problem.config()
+    expected = problem.expected()
+    error = np.abs(run.outputs.astype(np.float64) - expected)
+    reference = problem.torch_output()
+    if config.output_dtype == "bfloat16":
+        reference = reference.astype(run.outputs.dtype).astype(np.float64)
+    allowed = np.abs(reference - expected)
+    assert error.max() <= WORST_FACTOR * allowed.max()
+    assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
+    assert run.sbuf_peak_bytes <= sbuf_bytes(config)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_token_is_as_exact_as_the_torch_backend(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("mode", ["selective", "all"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing_is_computed(routing: str, mode: str) -> None:
+    check(Decode(24, 128, 64, 7, 2, ranks=2, rank=1, routing=routing, options={"mode": mode}))
+
+
+@pytest.mark.parametrize("T", [1, 2, 17])
+def test_a_rank_without_a_hit_writes_zeros(T: int) -> None:
+    problem = Decode(T, 128, 64, 5, 2, ranks=2, rank=1, routing="no-hit", options=SELECTIVE)
+    assert not problem.launch().outputs.any()
+
+
+@pytest.mark.parametrize("start_core", [0, 1])
+@pytest.mark.parametrize("name", ["T16-H128-I64-E11-K4-selective", "T8-H128-I64-E9-K2-all"])
+def test_the_order_of_the_cores_does_not_matter(name: str, start_core: int) -> None:
+    check(CASES[name], SimOptions(start_core=start_core, preempt=0.2, seed=3))
+
+
+@pytest.mark.parametrize("E", [1, 2, 3, 5])
+@pytest.mark.parametrize("T", [1, 4, 40])
+def test_unwritten_memory_does_not_matter(E: int, T: int) -> None:
+    problem = Decode(T, 128, 64, E, 1, ranks=2, options=SELECTIVE)
+    nan, zero = (problem.launch(SimOptions(fill=fill)).outputs for fill in (0xFF, 0x00))
+    assert np.array_equal(nan, zero)
+
+
+REFUSED = {
+    "T": ({"T": 257}, r"T=257: must be 1 to 256"),
+    "H": ({"H": 100}, r"H=100: must be a multiple of 16"),
+    "I": ({"I": 0}, r"I=0: must be at least 1"),
+    "E": ({"E": 600, "num_experts": 600}, r"E=600: must be 1 to 512"),
+    "num_experts": ({"num_experts": 3}, r"num_experts=3: must be at least E=4"),
+    "K": ({"K": 17}, r"K=17: must be 1 to 16"),
+    "num_cores": ({"num_cores": 3}, r"num_cores=3: must be 1 or 2"),
+    "mode": ({"mode": "some"}, r"mode='some': must be one of auto"),
+    "shard": ({"shard": "tokens"}, r"shard='tokens': must be one of auto"),
+    "weight_format": ({"weight_format": "int8"}, r"weight_format='int8': must be one of bfloat16"),
+    "activation": ({"activation": "tanh"}, r"activation='tanh': must be one of silu"),
+    "scaling": ({"scaling": "late"}, r"scaling='late': must be one of post"),
+    "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_run_is_refused_by_name(name: str) -> None:
+    sizes = {"T": 4, "H": 128, "I": 64, "E": 4, "K": 2, "num_experts": 8}
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        make_decode_config(**{**sizes, **change})
