@@ -11,7 +11,7 @@ import numpy as np
 from nki_sim import trace as tr
 from nki_sim.dtypes import DType
 from nki_sim.errors import CapacityError
-from nki_sim.memory import EXACT, SMALL_ELEMENTS, UNKNOWN, Allocation, Coverage, MemoryRegion
+from nki_sim.memory import EXACT, UNKNOWN, Allocation, Coverage, MemoryRegion
 from nki_sim.tensor import NkiTensor
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Allocator:
             alloc = Allocation(self, MemoryRegion.shared_hbm, shape, dtype, name)
             alloc.defined.full = True
             if isinstance(array, np.ndarray) and (
-                self.full or dtype.kind != "f" or array.size <= SMALL_ELEMENTS
+                self.full or dtype.kind != "f" or array.size <= self.machine.options.small_elements
             ):
                 alloc.adopt(array.reshape(-1).view(np.uint8))
             alloc.known = EXACT if alloc.has_data else UNKNOWN

@@ -17,6 +17,9 @@ class SimOptions:
         mode: "full", or "indices": integers, registers, control flow and addresses are exact,
             floating-point arithmetic is skipped but for what comes from integers or from small
             inputs alone. The trace is the same in both.
+        small_elements: floating-point inputs up to this many elements are small: "indices" mode
+            follows them exactly, so that routing inside a kernel works. Raise it for a router whose
+            hidden states and weights are to choose experts.
         uninitialized: what to do about reads of memory that nobody wrote. "output" raises when an
             unwritten value reaches a returned tensor or an address and reports the other reads;
             "read" raises at the first read; "report" only reports; "off" takes it to hold `fill`.
@@ -37,6 +40,7 @@ class SimOptions:
 
     target: str | None = None
     mode: Literal["full", "indices"] = "full"
+    small_elements: int = 128 * 128
     uninitialized: Literal["output", "read", "report", "off"] = "output"
     fill: int = 0xFF
     capacity: Literal["error", "reorder", "report", "off"] = "error"
