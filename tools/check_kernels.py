@@ -22,16 +22,23 @@ from neuron_moe.tools.check_vendor import (
     write_outcomes,
 )
 from neuron_moe.tools.kernel_cases import ADAPTERS, run
+from neuron_moe.tools.kernel_cases.models import LAYERS, model_cases
 from neuron_moe.tools.vendor_cases.case import Case, Limits, Skipped
 
+NO_LIMITS = Limits(macs=math.inf, input_bytes=math.inf)  # models' cases are made to fit
 PACKAGES = ("nki_kernels", "nki_sim", "kernel_cases")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the cases of a file; return 0, or 1 if one failed."""
+    """Run the cases of a file, or of models; return 0, or 1 if one failed."""
     options = _parse(argv)
-    cases = read_cases(options.cases, options.status, options.match)
     limits = Limits(macs=options.max_gmacs * 1e9)
+    if options.models is None:
+        cases = read_cases(options.cases, options.status, options.match)
+    else:
+        known = model_cases(options.models, limits.macs)
+        cases = [case for case in known if options.match in f"{case.id} {case.variant}"]
+        limits = NO_LIMITS
     outcomes = run_cases(cases, options.max_seconds, limits)
     print_table(outcomes, "our kernels on nki_sim")
     write_outcomes(options.json, outcomes)
@@ -42,8 +49,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="neuron-moe check kernels", description=__doc__.split("\n")[0]
     )
-    add_case_options(parser, status="any", max_gmacs=5.0)
-    return parser.parse_args(argv)
+    add_case_options(parser, status="any", max_gmacs=5.0, is_file_required=False)
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        metavar="NAME",
+        help="run every split and routing of these models instead of a file; without names of all:"
+        f" {', '.join(LAYERS)}",
+    )
+    options = parser.parse_args(argv)
+    if (options.cases is None) == (options.models is None):
+        raise ValueError("--cases, --models: give one of them: a file of cases, or models.")
+    return options
 
 
 def run_cases(

@@ -82,10 +82,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def add_case_options(parser: argparse.ArgumentParser, *, status: str, max_gmacs: float) -> None:
+def add_case_options(
+    parser: argparse.ArgumentParser, *, status: str, max_gmacs: float, is_file_required: bool = True
+) -> None:
     """Add the options every check of a case file has, with the defaults of this one."""
     parser.add_argument(
-        "--cases", type=Path, required=True, help="JSON file: an object with a list `cases`"
+        "--cases",
+        type=Path,
+        required=is_file_required,
+        help="JSON file: an object with a list `cases`",
     )
     parser.add_argument(
         "--status", default=status, help=f"run cases of this status, or `any` (default: {status})"

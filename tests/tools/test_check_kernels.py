@@ -9,6 +9,8 @@ import pytest
 
 from neuron_moe.tools import check, check_kernels
 from neuron_moe.tools.kernel_cases import combine, prefill, router
+from neuron_moe.tools.kernel_cases.models import LAYERS, model_cases, rank_case
+from neuron_moe.tools.kernel_cases.models import ROUTINGS as MODEL_ROUTINGS
 from neuron_moe.tools.kernel_cases.routings import ROUTINGS, draw_routing
 from neuron_moe.tools.vendor_cases.case import Case, Limits
 from neuron_moe.tools.vendor_cases.inputs import Draw
@@ -162,3 +164,89 @@ def test_routings_give_different_experts_to_a_token(name: str) -> None:
     expected |= {"empty-experts": load[1::2].sum() == 0, "balanced": np.ptp(load) == 0}
     expected |= {"zipf": load[0] > 2 * load[15], "uniform": load.max() < 0.1}
     assert expected[name]
+
+
+def test_models_are_split_every_way_over_up_to_64_ranks() -> None:
+    cases = [case for case in model_cases(["gpt-oss-20b"], 1e9) if case.kernel == "moe_cte"]
+    splits = {tuple(case.id.split("/")[1:3]) for case in cases}
+    assert len(cases) == len(splits) * len(MODEL_ROUTINGS)
+    # 64 ranks or fewer in powers of two, EP at most E = 32
+    assert len(splits) == 27
+    assert {tp for tp, _ in splits} == {f"tp{1 << bit}" for bit in range(7)}
+    for case in cases:
+        tp, ep = (int(part[2:]) for part in case.id.split("/")[1:3])
+        assert case.params["hidden"] == LAYERS["gpt-oss-20b"].H
+        assert case.params["intermediate"] * tp == LAYERS["gpt-oss-20b"].I
+        assert case.params["E_local"] * ep == LAYERS["gpt-oss-20b"].E == case.params["experts"]
+
+
+def test_fewer_experts_than_the_model_has_are_owned_up_to() -> None:
+    for case in model_cases([], 1e9):
+        if case.kernel == "moe_cte":
+            layer = LAYERS[case.id.split("/")[0]]
+            assert (case.params["experts"] < layer.E) == ("to fit" in case.variant)
+
+
+MODEL_BUDGET = 3e8
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "ep", "routing"),
+    [
+        ("gpt-oss-20b", 64, 1, "balanced"),
+        ("gpt-oss-120b", 8, 8, "zipf"),
+        ("llama4-scout", 64, 1, "one-expert"),
+        ("llama4-maverick", 16, 8, "uniform"),
+        ("qwen3-30b", 64, 1, "uniform"),
+        ("qwen3-235b", 4, 16, "empty-experts"),
+        ("deepseek-v3", 64, 1, "zipf"),
+        ("mixtral-8x7b", 8, 8, "empty-experts"),
+        ("dbrx", 64, 1, "balanced"),
+    ],
+)
+def test_a_rank_of_every_model_is_right_whichever_core_is_first(
+    name: str, tp: int, ep: int, routing: str
+) -> None:
+    case = rank_case(LAYERS[name], tp, ep, routing, MODEL_BUDGET)
+    assert case.params["core_orders"] == 2
+    result = check_kernels.run_case(case, check_kernels.NO_LIMITS)
+    assert result.outcome == "passed", result.reason
+
+
+def test_models_can_be_checked_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--models", "qwen3-30b", "--match", "router/T1", "--json", str(out)]
+    assert check.main(["kernels", *arguments]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["id"] for row in rows] == ["qwen3-30b/router/T1", "qwen3-30b/router/T130"]
+    assert {row["outcome"] for row in rows} == {"passed"}
+    assert "our kernels on nki_sim" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--cases, --models: give one of them"),
+        (["--models", "--cases", "a.json"], "--cases, --models: give one of them"),
+        (["--models", "gpt-oss-20"], "--models gpt-oss-20: unknown"),
+    ],
+)
+def test_either_a_file_or_models_are_checked(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_kernels.main(arguments)
+
+
+def test_outputs_that_depend_on_the_order_of_cores_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = prefill.launch
+
+    def leans(problem: Any, plans: Any, options: Any = prefill.DEFAULT_OPTIONS) -> Any:
+        output, time = right(problem, plans, options)
+        output[0, 0] += 1e-3 * options.start_core
+        return output, time
+
+    monkeypatch.setattr(prefill, "launch", leans)
+    assert outcome("block", core_orders=2).reason.startswith(
+        "output: 1 elements differ with the other core first"
+    )

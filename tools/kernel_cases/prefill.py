@@ -24,6 +24,7 @@ from nki_kernels.blockwise_moe_ref import blockwise_moe_ref
 from nki_kernels.blockwise_options import make_config, plan_on_host
 from nki_kernels.combine import CombineDims, check_combine, combine
 from nki_kernels.index_blocks import BlockDims, check_index_blocks, index_blocks
+from nki_sim import SimOptions
 from nki_sim import language as nl
 
 BF16 = ml_dtypes.bfloat16
@@ -38,6 +39,8 @@ TORCH_ACTIVATIONS = {
 SHARDS = {"shard_on_block": "block", "shard_on_i": "intermediate"}
 DEFAULT_PLANS = ("balanced", "sorted")
 TILE_ROWS = 128
+CORES = 2
+DEFAULT_OPTIONS = SimOptions()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,10 @@ def run(case: Case, limits: Limits) -> Verdict:
     problem, note = build(case, limits)
     actual, simulated_us = launch(problem, _plans(case))
     failure = judge("output", actual, formula(problem), torch_path(problem), case)
+    if not failure and case.get("core_orders") == CORES:
+        other, _ = launch(problem, _plans(case), SimOptions(start_core=1))
+        wrong = int(np.count_nonzero(other.view(np.int32) != actual.view(np.int32)))
+        failure = f"output: {wrong} elements differ with the other core first" if wrong else ""
     return Verdict(failure=failure, note=note, simulated_us=simulated_us)
 
 
@@ -94,6 +101,7 @@ def build(case: Case, limits: Limits) -> tuple[Problem, str]:
         raise Skipped(f"dtype {case.get('dtype')!r}: blockwise_moe computes bfloat16 only")
     H, I, E = case.need("hidden"), case.need("intermediate"), case.need("experts")  # noqa: E741
     wanted, K = case.need("tokens"), min(case.need("top_k"), E)
+    first, here = case.get("E_offset", 0), case.get("E_local", E)
     block_size = case.need("block_size")
     notes = []
     if block_size not in BLOCK_SIZES:
@@ -101,18 +109,19 @@ def build(case: Case, limits: Limits) -> tuple[Problem, str]:
         block_size = max(BLOCK_SIZES)
 
     def macs(tokens: int) -> float:
-        tiles = min(E, tokens * K) + tokens * K // TILE_ROWS
+        tiles = min(here, tokens * K) + tokens * K * here // E // TILE_ROWS
         return float(tiles * min(block_size, TILE_ROWS) * 3 * H * I)
 
     def weight_bytes(tokens: int) -> float:
-        return float(min(E, tokens * K) * 3 * H * I * 2)
+        return float(min(here, tokens * K) * 3 * H * I * 2)
 
     T = limits.tokens(wanted, macs, input_bytes=weight_bytes)
     notes.append(scaled_note("T", wanted, T))
     draw = Draw(seed_of(case))
-    index_TK = draw_routing(draw, str(case.get("routing", "uniform")), T, E, K)
+    index_TK = _choices(case, draw, T, E, K) - first
+    index_TK = np.where((index_TK >= 0) & (index_TK < here), index_TK, -1).astype(np.int32)
     touched = np.unique(index_TK[index_TK >= 0]).tolist()
-    weights, how = draw_weights(case, draw, E, H, I, touched)
+    weights, how = draw_weights(case, draw, here, H, I, touched)
     notes.append(how)
     if case.get("training") or case.get("checkpoint_activation"):
         notes.append("activations are not kept for training")
@@ -133,6 +142,13 @@ def build(case: Case, limits: Limits) -> tuple[Problem, str]:
         num_cores=case.cores(),
     )
     return problem, join(*notes)
+
+
+def _choices(case: Case, draw: Draw, T: int, E: int, K: int) -> np.ndarray:
+    """Return [T, K] experts; those of a case made from a model must fall where it was made for."""
+    pool = case.get("routing_pool")
+    chooser = draw if pool is None else Draw(0)
+    return draw_routing(chooser, str(case.get("routing", "uniform")), T, E, K, pool)
 
 
 def _clamp(case: Case, side: str) -> tuple[float | None, float | None]:
@@ -156,7 +172,9 @@ def _plans(case: Case) -> tuple[str, str]:
     return shard, "dynamic" if is_dynamic else "static"
 
 
-def launch(problem: Problem, plans: tuple[str, str]) -> tuple[np.ndarray, float]:
+def launch(
+    problem: Problem, plans: tuple[str, str], options: SimOptions = DEFAULT_OPTIONS
+) -> tuple[np.ndarray, float]:
     """Run the three kernels with a shard and a loop plan.
 
     Returns:
@@ -167,7 +185,7 @@ def launch(problem: Problem, plans: tuple[str, str]) -> tuple[np.ndarray, float]
     num_experts, I, H = weights.down.shape  # noqa: E741  the axis letter
     dims = BlockDims(num_experts, p.block_size, num_blocks(T, K, num_experts, p.block_size))
     check_index_blocks(T, K, dims, p.num_cores)
-    index = nki_sim.run(index_blocks, p.index_TK, dims, lnc=p.num_cores)
+    index = nki_sim.run(index_blocks, p.index_TK, dims, lnc=p.num_cores, options=options)
     token_of_slot, pair_of_slot, block_to_expert, _, _, slot_of_pair_TK = index.outputs
     config = make_config(
         H=H,
@@ -196,12 +214,12 @@ def launch(problem: Problem, plans: tuple[str, str]) -> tuple[np.ndarray, float]
         optional["slot_scale"] = np.where(pair_of_slot >= 0, scale, 0).astype(np.float32)
     experts = nki_sim.run(
         blockwise_moe, p.hidden_TH, weights.gate_up, weights.down, token_of_slot, *visits, config,
-        lnc=p.num_cores, **optional,
+        lnc=p.num_cores, options=options, **optional,
     )  # fmt: skip
     check_combine(T, K, H, token_of_slot.size, experts.outputs.shape[0])
     total = nki_sim.run(
         combine, experts.outputs, slot_of_pair_TK, p.output_weights_TK,
-        CombineDims(nl.float32, bool((p.index_TK < 0).any())), lnc=p.num_cores,
+        CombineDims(nl.float32, bool((p.index_TK < 0).any())), lnc=p.num_cores, options=options,
     )  # fmt: skip
     times = (run.timeline.total_us for run in (index, experts, total))
     return total.outputs, sum(times)

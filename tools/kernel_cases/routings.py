@@ -8,7 +8,9 @@ ROUTINGS = ("uniform", "balanced", "zipf", "skewed", "one-expert", "empty-expert
 HOT_EXPERTS, HOT_PAIRS = 0.25, 0.8  # skewed: this share of the experts gets this share of the pairs
 
 
-def draw_routing(draw: Draw, name: str, tokens: int, experts: int, top_k: int) -> np.ndarray:
+def draw_routing(
+    draw: Draw, name: str, tokens: int, experts: int, top_k: int, pool: int | None = None
+) -> np.ndarray:
     """Return [T, K] int32, different experts for each token.
 
     Args:
@@ -17,12 +19,16 @@ def draw_routing(draw: Draw, name: str, tokens: int, experts: int, top_k: int) -
         tokens: T.
         experts: E.
         top_k: K, at most E.
+        pool: how many experts, evenly spaced, are chosen from; all by default.
 
     Raises:
         ValueError: an unknown name.
     """
     if name not in ROUTINGS:
         raise ValueError(f"routing={name!r}: must be one of {', '.join(ROUTINGS)}.")
+    if pool is not None and pool < experts:
+        chosen_TK = draw_routing(draw, name, tokens, pool, top_k)
+        return (chosen_TK * (experts // pool)).astype(np.int32)
     if name == "balanced":
         pair = np.arange(tokens * top_k).reshape(tokens, top_k)
         return (pair % experts).astype(np.int32)
