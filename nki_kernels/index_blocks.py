@@ -15,6 +15,10 @@ Outputs, in shared HBM:
     num_valid_blocks      [1]      int32  blocks that hold a token
     tokens_per_expert     [E]      int32
     slot_of_pair_TK       [T, K]   int32  slot of each pair, -1 for no expert
+and, where asked, the lists of visits for `blockwise_moe` (see visit_index.py):
+    visit_expert_CV       [C, V]   int32  plans.VisitPlan, to which the three are equal bit for bit
+    visit_tile_CVG      [C, V, G]  int32
+    class_trips_1L        [1, L]   int32
 
 On chip: tokens lie on the partitions as in token_tiles.py, experts along the free axis; whether a
 token chose an expert is one element of a 0-1 tile [128, E]. Ranks are sums of such tiles: over
@@ -45,6 +49,7 @@ import nki.language as nl
 
 from nki_kernels.costs import KernelCost
 from nki_kernels.integers import count_up, divide_down, divide_up
+from nki_kernels.plans import VisitDims
 from nki_kernels.token_tiles import (
     PARTITIONS,
     TokenTiles,
@@ -52,6 +57,7 @@ from nki_kernels.token_tiles import (
     split_tokens,
     store_per_token,
 )
+from nki_kernels.visit_index import store_visits, visit_bytes
 
 MAX_EXPERTS = 512  # float32 columns of one PSUM bank
 MAX_TOP_K = 16
@@ -78,7 +84,16 @@ class BlockDims(nl.NKIObject):
     num_blocks: int
 
 
-def check_index_blocks(num_tokens: int, top_k: int, dims: BlockDims, num_cores: int = 2) -> None:
+NO_VISITS = VisitDims(0, 1, 0, 1, False, 0)
+
+
+def check_index_blocks(
+    num_tokens: int,
+    top_k: int,
+    dims: BlockDims,
+    num_cores: int = 2,
+    visits: VisitDims = NO_VISITS,
+) -> None:
     """Raise ValueError unless the kernel takes these sizes.
 
     Args:
@@ -86,6 +101,7 @@ def check_index_blocks(num_tokens: int, top_k: int, dims: BlockDims, num_cores: 
         top_k: K.
         dims: E, B and N.
         num_cores: physical cores of the launch.
+        visits: how row tiles become visits; blockwise_config.visit_dims makes it.
     """
     if not 1 <= dims.num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts={dims.num_experts}: must be 1 to {MAX_EXPERTS}.")
@@ -104,7 +120,12 @@ def check_index_blocks(num_tokens: int, top_k: int, dims: BlockDims, num_cores: 
             f"num_blocks={dims.num_blocks}, block_size={dims.block_size}: N * B must be at most"
             f" {MOST}. Index longer inputs in parts."
         )
-    needed = sbuf_bytes(num_tokens, top_k, dims, num_cores)
+    if visits.tile_rows < 1 or dims.block_size % visits.tile_rows:
+        raise ValueError(
+            f"tile_rows={visits.tile_rows}: must divide block_size={dims.block_size}."
+            " Use visit_dims() of the configuration."
+        )
+    needed = sbuf_bytes(num_tokens, top_k, dims, num_cores, visits)
     if needed > SBUF_BYTES:
         raise ValueError(
             f"num_tokens={num_tokens}, num_experts={dims.num_experts},"
@@ -113,7 +134,13 @@ def check_index_blocks(num_tokens: int, top_k: int, dims: BlockDims, num_cores: 
         )
 
 
-def sbuf_bytes(num_tokens: int, top_k: int, dims: BlockDims, num_cores: int) -> int:
+def sbuf_bytes(
+    num_tokens: int,
+    top_k: int,
+    dims: BlockDims,
+    num_cores: int,
+    visits: VisitDims = NO_VISITS,
+) -> int:
     """Return bytes per partition alive at once."""
     tokens = split_tokens(num_tokens, 0, num_cores)
     pairs = tokens.count * top_k
@@ -122,12 +149,15 @@ def sbuf_bytes(num_tokens: int, top_k: int, dims: BlockDims, num_cores: int) -> 
     width = -(-dims.num_blocks * dims.block_size // PARTITIONS)
     ranking = chosen + padded + 4 * 4 * pairs + 14 * 4 * (dims.num_experts + 1)
     inverting = 14 * 4 * pairs + 8 * 4 * min(width, GROUP) + 2 * 128 * 8
-    return max(ranking, inverting) + 4096
+    listing = chosen + 4 * 4 * pairs + visit_bytes(visits, dims.num_experts)
+    return max(ranking, listing, inverting) + 4096
 
 
 @nki.jit
-def index_blocks(index_TK: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, ...]:
-    """Place every pair in a slot; see the module's docstring."""
+def index_blocks(
+    index_TK: nl.ndarray, dims: BlockDims, visits: VisitDims = NO_VISITS
+) -> tuple[nl.ndarray, ...]:
+    """Place every pair in a slot, and list the visits if asked; see the module's docstring."""
     num_tokens, top_k = index_TK.shape
     num_slots = dims.num_blocks * dims.block_size
     token_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
@@ -138,12 +168,11 @@ def index_blocks(index_TK: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, ...
     slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
 
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
-    slot_sb = place_pairs(
+    slot_sb, total_sb, last_block_sb = place_pairs(
         index_TK, tokens, dims, block_to_expert, num_valid_blocks, tokens_per_expert
     )
     store_slots(slot_of_pair_TK, slot_sb, tokens)
-    invert(token_of_slot, pair_of_slot, slot_sb, tokens, top_k)
-    return (
+    mapping: tuple[nl.ndarray, ...] = (
         token_of_slot,
         pair_of_slot,
         block_to_expert,
@@ -151,6 +180,24 @@ def index_blocks(index_TK: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, ...
         tokens_per_expert,
         slot_of_pair_TK,
     )
+    if visits.num_lanes > 0:
+        lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
+        visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
+        visit_tile_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
+        class_trips_1L = nl.ndarray((1, 2 * largest - 1), nl.int32, buffer=nl.shared_hbm)
+        store_visits(
+            visit_expert_CV,
+            visit_tile_CVG,
+            class_trips_1L,
+            total_sb,
+            last_block_sb,
+            visits,
+            dims.block_size,
+            num_slots // visits.tile_rows,
+        )
+        mapping = mapping + (visit_expert_CV, visit_tile_CVG, class_trips_1L)
+    invert(token_of_slot, pair_of_slot, slot_sb, tokens, top_k)
+    return mapping
 
 
 def place_pairs(
@@ -160,8 +207,11 @@ def place_pairs(
     block_to_expert: nl.ndarray,
     num_valid_blocks: nl.ndarray,
     tokens_per_expert: nl.ndarray,
-) -> nl.ndarray:
-    """Return the slot of each pair of this core; store what is known per block and per expert."""
+) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
+    """Return the slot of each pair of this core, tokens and end of blocks of each expert.
+
+    Store what is known per block and per expert.
+    """
     top_k = index_TK.shape[1]
     index_sb = load_index(index_TK, tokens)
     chosen_sb = mark_choices(index_sb, tokens, top_k, dims.num_experts)
@@ -176,7 +226,8 @@ def place_pairs(
         # The tokens of core 0 come first.
         nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
     nisa.tensor_tensor(dst=lower_sb, data1=lower_sb, data2=start_sb, op=nl.add)
-    return rank_pairs(index_sb, chosen_sb, lower_sb, tokens, top_k, dims.num_experts)
+    slot_sb = rank_pairs(index_sb, chosen_sb, lower_sb, tokens, top_k, dims.num_experts)
+    return slot_sb, total_sb, last_block_sb
 
 
 def load_index(index_TK: nl.ndarray, tokens: TokenTiles) -> nl.ndarray:
@@ -544,7 +595,11 @@ def store_inverse(
 
 
 def cost_index_blocks(
-    num_tokens: int, top_k: int, dims: BlockDims, num_cores: int = 2
+    num_tokens: int,
+    top_k: int,
+    dims: BlockDims,
+    num_cores: int = 2,
+    visits: VisitDims = NO_VISITS,
 ) -> KernelCost:
     """Predict the work of a launch.
 
@@ -553,10 +608,14 @@ def cost_index_blocks(
         top_k: K.
         dims: E, B and N.
         num_cores: physical cores of the launch.
+        visits: the lists of visits that are asked for.
     """
     num_slots = dims.num_blocks * dims.block_size
     row_size = -(-num_slots // PARTITIONS)
     written = 4 * (2 * num_slots + dims.num_blocks + 1 + dims.num_experts + num_tokens * top_k)
+    if visits.num_lanes:
+        written += 4 * visits.num_lanes * visits.num_visits * (1 + visits.largest)
+        written += 4 * (2 * visits.largest - 1)
     columns = 0
     for core in range(num_cores):
         tokens = split_tokens(num_tokens, core, num_cores)

@@ -162,9 +162,10 @@ def plan_visits(
 ) -> VisitPlan:
     """Group row tiles into visits, and give each lane every num_lanes-th of them.
 
-    An expert's tiles become visits of nearly equal size, the visits are ordered by size, and
-    neighbours run side by side; the difference of a pair's sizes is all that is wasted. With visits
-    of one tile that is the order of the slots. `index_blocks` makes the same lists on the device.
+    An expert's tiles become as few visits as can be, full ones and ones that lack a tile; the
+    visits are ordered by size, and neighbours run side by side; the difference of a pair's sizes
+    is all that is wasted. With visits of one tile that is the order of the slots. `index_blocks`
+    makes the same lists on the device.
 
     Args:
         tile: row tiles to compute, in slot order.
@@ -200,15 +201,21 @@ def _side_by_side(visits: list[tuple[int, Ints]], dims: VisitDims) -> list[Step]
 
 
 def _group(tile: Ints, tile_expert: Ints, largest: int) -> list[tuple[int, Ints]]:
-    """Return (expert, tiles) of at most `largest` tiles each, the largest first."""
+    """Return (expert, tiles) of at most `largest` tiles each, the largest first.
+
+    Where there are too few visits to lack one tile each, the last one lacks them all.
+    """
     visits: list[tuple[int, Ints]] = []
     if len(tile) == 0:
         return visits
     starts = np.flatnonzero(np.diff(tile_expert, prepend=tile_expert[0] - 1))
     for run in np.split(tile, starts[1:]):
         expert = int(tile_expert[np.searchsorted(tile, run[0])])
-        parts = np.array_split(run, -(-len(run) // largest))
-        visits += [(expert, part) for part in parts]
+        count = -(-len(run) // largest)
+        lacking = largest * count - len(run)
+        full = count - lacking if lacking <= count else count - 1
+        starts_of = [largest * k - max(0, k - full) for k in range(1, count)]
+        visits += [(expert, part) for part in np.split(run, starts_of)]
     return sorted(visits, key=lambda visit: -len(visit[1]))
 
 
