@@ -52,6 +52,7 @@ from nki_kernels.blockwise_options import make_config, plan_on_host
 from nki_kernels.combine import CombineDims, combine
 from nki_kernels.plans import live_tiles
 from nki_sim import SimOptions, TensorSpec
+from nki_sim.timeline import Timeline
 
 nki_sim.provide()
 
@@ -83,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     wanted = _sorted(rows) if options.resume else [rows[key] for key in _keys(options)]
     result = summarise(wanted, sources)
     print(_table(wanted))
+    for miss in result["misses"]:
+        print(f"misses {miss['target']}: {miss['row']}: {miss['value']:.2f} ({miss['bottleneck']})")
     if "sensitivity" in result:
         print(_survivors(result["sensitivity"]))
     if options.json is not None:
@@ -214,14 +217,26 @@ def _with_ours(
     row: Row, model: Model, expert_index_TK: Any, sources: Sources, with_varied: bool
 ) -> Row:
     run, plan = launch_ours(model, expert_index_TK)
-    worst = run.timeline.critical_path()[0]
     return replace(
         row,
         ours_us=run.timeline.total_us,
         ours_plan=plan,
-        bottleneck=f"{worst.op} {Path(worst.file).name}:{worst.line} {worst.share:.0%}",
+        bottleneck=_bottleneck(run.timeline),
         ours_varied=varied_us(run.timeline) if with_varied else {},
         kernels=sources.kernels,
+    )
+
+
+def _bottleneck(run: Timeline) -> str:
+    """Return the busiest engine of a core, and the source line with most of the critical path."""
+    busy = [
+        (ns, lane) for core in range(run.num_cores) for lane, ns in run.engine_busy_ns(core).items()
+    ]
+    longest_ns, lane = max(busy)
+    worst = run.critical_path()[0]
+    return (
+        f"{lane} busy {longest_ns / run.total_ns:.0%}; on the critical path {worst.op} "
+        f"{Path(worst.file).name}:{worst.line} {worst.share:.0%}"
     )
 
 

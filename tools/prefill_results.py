@@ -202,8 +202,27 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
         "least_roofline_share_at_8192": min(shares, default=None),
         "rows_at_70_percent_at_8192": sum(share >= LONG_SHARE for share in shares),
         "rows_at_8192": len(shares),
+        "misses": _misses(rows),
         "sources": asdict(sources),
     }
     if any(row.survives is not None for row in rows):
         result["sensitivity"] = report(rows, LONG_TOKENS)
     return {**result, "rows": [asdict(row) for row in rows]}
+
+
+def _misses(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows that miss a target of their own, and what holds them up."""
+    found = []
+    for row in rows:
+        missed = []
+        if row.speedup is not None and row.speedup < 1.0:
+            missed.append(("no case below 1.0x", row.speedup))
+        share = row.roofline_share
+        if row.T == LONG_TOKENS and share is not None and share < LONG_SHARE:
+            missed.append(("70 % of the roofline", share))
+        name = f"{row.model} TP{row.tp} T={row.T} {row.routing}"
+        found += [
+            {"target": target, "row": name, "value": value, "bottleneck": row.bottleneck}
+            for target, value in missed
+        ]
+    return found

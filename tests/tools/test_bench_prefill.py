@@ -55,6 +55,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) 
     assert 0.3 < row["roofline_us"] / row["ours_us"] < 1.0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["kind"] == "simulated"
+    assert " busy " in row["bottleneck"]
 
 
 def test_tokens_must_be_positive() -> None:
@@ -242,3 +243,27 @@ def test_the_summary_names_rows_that_turn_and_the_worst_change() -> None:
     assert result["rows_at_70_percent_at_8192"] == 1
     assert found["under"]["b"]["long_rows_at_70_percent"] == 0
     assert result["geometric_mean_speedup"] == pytest.approx(8**0.5)
+
+
+def test_rows_that_miss_a_target_are_listed_with_their_bottleneck() -> None:
+    def row(T: int, share: float, vendor: float) -> Row:
+        attempts = [Attempt(name="v", bound_us=1.0, us=vendor)]
+        return compared(
+            Row(
+                model="m", tp=1, T=T, routing="uniform", ours_us=10.0, roofline_us=10 * share,
+                bottleneck="dma busy 99%", vendor_variants=attempts,
+            )
+        )  # fmt: skip
+
+    sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
+    rows = [row(8192, 0.9, 11.0), row(8192, 0.6, 11.0), row(128, 0.5, 9.0)]
+    assert summarise(rows, sources)["misses"] == [
+        {
+            "target": "70 % of the roofline", "row": "m TP1 T=8192 uniform", "value": 0.6,
+            "bottleneck": "dma busy 99%",
+        },
+        {
+            "target": "no case below 1.0x", "row": "m TP1 T=128 uniform", "value": 0.9,
+            "bottleneck": "dma busy 99%",
+        },
+    ]  # fmt: skip
