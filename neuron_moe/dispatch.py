@@ -4,6 +4,9 @@
 (`compat="nxd"`), which is
 reproduced line by line, its errors included, for people who compare the two.
 
+The nki backend's kernels are two: blockwise_moe for any prefill, decode_moe for steps of up to 256
+tokens, whose mode its cost model settles with what this table does not know: sizes and formats.
+
 Ours, first match wins (P = pairs of this rank in the mean = T * K * E_local / E):
 
 | phase | condition | path | why |
@@ -29,7 +32,9 @@ from neuron_moe.errors import check_choice, check_finite, check_positive_int
 
 PHASES = ("prefill", "decode", "speculation", "training")
 PATHS = ("blockwise", "selective", "all_experts", "capacity")
+FEW_TOKEN_PATHS = ("selective", "all_experts")
 DENSE_STREAM_TOKENS = 128
+DECODE_KERNEL_TOKENS = 256  # most tokens of a launch of decode_moe
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 _LARGEST_PERCENT = 10.0  # 1000 %
 BREAK_EVEN_ROWS = 217  # rows at which an expert's matrix multiplies last as long as its load
@@ -128,8 +133,8 @@ def choose_path(
         num_local_experts: experts of this rank (default: E).
         block_size: B of the blockwise path.
         capacity_factor: None (dropless) or the factor of the dropping path.
-        backend: 'torch' or 'nki'; names the kernel. The nki kernels have no few-token path yet:
-            prefill takes blocks at any T, decode runs in torch.
+        backend: 'torch' or 'nki'; names the kernel. nki prefill takes blocks at any T, and so do
+            decode steps too long for its decode kernel.
         compat: None for our rules, 'nxd' for NxD's.
 
     Returns:
@@ -153,11 +158,33 @@ def choose_path(
     rules = _rules_nxd if compat == "nxd" else _rules
     path, reasons = rules(work)
     check_choice("backend", backend, ("torch", "nki"))
-    if backend == "nki" and phase == "prefill" and path in ("selective", "all_experts"):
-        path, reasons = (
-            "blockwise",
-            (f"the nki kernels compute any prefill in blocks: none is for {path} yet", *reasons),
-        )
+    if backend == "nki" and path in FEW_TOKEN_PATHS:
+        if phase == "prefill":
+            why = f"the nki kernels compute any prefill in blocks: {path} is for decode"
+            path, reasons = "blockwise", (why, *reasons)
+        elif tokens > DECODE_KERNEL_TOKENS:
+            why = f"T={tokens} > {DECODE_KERNEL_TOKENS}, the most of decode_moe: in blocks"
+            path, reasons = "blockwise", (why, *reasons)
+    return _decide(work, path, backend, reasons)
+
+
+def settle_mode(decision: Decision, work: Workload, mode: str, reason: str) -> Decision:
+    """Return a decision for few tokens as a backend's cost model takes it.
+
+    Args:
+        decision: from `choose_path`, with one of FEW_TOKEN_PATHS.
+        work: the sizes it was made for.
+        mode: one of FEW_TOKEN_PATHS.
+        reason: why, in the words of the cost model.
+    """
+    if mode == decision.path:
+        reasons = (*decision.reasons, reason)
+    else:
+        reasons = (reason, f"by T*K alone it would be {decision.path}: {decision.reasons[0]}")
+    return _decide(work, mode, "nki", reasons)
+
+
+def _decide(work: Workload, path: str, backend: str, reasons: tuple[str, ...]) -> Decision:
     rejected = tuple((other, _why_not(other, path, work)) for other in PATHS if other != path)
     return Decision(path, _kernel_name(path, backend), reasons, rejected)
 
@@ -257,8 +284,8 @@ def _expected_touched(work: Workload) -> float:
 
 
 def _kernel_name(path: str, backend: str) -> str:
-    if backend == "nki" and path in ("blockwise", "capacity"):
-        return "nki.blockwise_moe"
+    if backend == "nki":
+        return "nki.decode_moe" if path in FEW_TOKEN_PATHS else "nki.blockwise_moe"
     return f"torch.{path}"
 
 

@@ -11,11 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from neuron_moe.backends import Backend, BlockPlan, ExpertWeights, LocalRouting, get_backend
+from neuron_moe.backends import (
+    Backend,
+    BlockPlan,
+    ChoosesMode,
+    ExpertWeights,
+    LocalRouting,
+    get_backend,
+)
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
 from neuron_moe.choices import check_choices, choice_affinities, drop_padding
 from neuron_moe.config import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig, as_dtype
-from neuron_moe.dispatch import Decision, check_compat, choose_path
+from neuron_moe.dispatch import (
+    FEW_TOKEN_PATHS,
+    Decision,
+    Workload,
+    check_compat,
+    choose_path,
+    settle_mode,
+)
 from neuron_moe.errors import (
     check_choice,
     check_instance,
@@ -211,19 +225,45 @@ class ExpertMLPsV2(nn.Module):
             if isinstance(experts, Experts):
                 experts.pack(self.backend)
 
-    def choose_path(self, phase: str, tokens: int) -> Decision:
-        """Decide how `tokens` tokens are computed; see `neuron_moe.dispatch`."""
-        return choose_path(
+    def workload(self, phase: str, tokens: int) -> Workload:
+        """Return the sizes that decide how `tokens` tokens are computed."""
+        return Workload(
             phase,
             tokens,
             self.config.top_k,
             self.num_slots,
-            num_local_experts=self.num_slots // self.shards.of(phase).ep_size,
-            block_size=self.blockwise_matmul_config.block_size,
-            capacity_factor=self.config.capacity_factor,
+            self.num_slots // self.shards.of(phase).ep_size,
+            self.blockwise_matmul_config.block_size,
+            self.config.capacity_factor,
+        )
+
+    def choose_path(self, phase: str, tokens: int) -> Decision:
+        """Decide how `tokens` tokens are computed; see `neuron_moe.dispatch`."""
+        work = self.workload(phase, tokens)
+        decision = choose_path(
+            phase,
+            tokens,
+            work.top_k,
+            work.num_experts,
+            num_local_experts=work.num_local_experts,
+            block_size=work.block_size,
+            capacity_factor=work.capacity_factor,
             backend=self.backend.name,
             compat=self.compat,
         )
+        if (
+            decision.path in FEW_TOKEN_PATHS
+            and self.compat is None
+            and isinstance(self.backend, ChoosesMode)
+        ):
+            mode, reason = self.backend.choose_mode(work, self.weights(phase), self.scales_input)
+            decision = settle_mode(decision, work, mode, reason)
+        return decision
+
+    @property
+    def scales_input(self) -> bool:
+        """Whether affinities multiply the experts' input instead of their output."""
+        return self.config.early_expert_affinity_modulation
 
     def forward(
         self,
@@ -387,12 +427,19 @@ class ExpertMLPsV2(nn.Module):
     def _localize(self, index_TK: Tensor, affinities_TK: Tensor, phase: str) -> LocalRouting:
         """Number the experts of this rank from 0; choices of other ranks become none."""
         shard = self.shards.of(phase)
-        if shard.ep_size > 1:
-            experts = shard.local_experts(self.num_slots)
-            is_here = (index_TK >= experts.start) & (index_TK < experts.stop)
-            index_TK = torch.where(is_here, index_TK - experts.start, NO_EXPERT)
-            affinities_TK = torch.where(is_here, affinities_TK, 0.0)
-        return LocalRouting(index_TK, affinities_TK, self.config.early_expert_affinity_modulation)
+        scales_input = self.scales_input
+        if shard.ep_size == 1:
+            return LocalRouting(index_TK, affinities_TK, scales_input)
+        experts = shard.local_experts(self.num_slots)
+        is_here = (index_TK >= experts.start) & (index_TK < experts.stop)
+        return LocalRouting(
+            torch.where(is_here, index_TK - experts.start, NO_EXPERT),
+            torch.where(is_here, affinities_TK, 0.0),
+            scales_input,
+            index_TK,
+            experts.start,
+            self.num_slots,
+        )
 
     def _record_load(self, index_TK: Tensor) -> None:
         if self.expert_load_E is None or torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from neuron_moe.backends import TellsPlan
 from neuron_moe.config import MoEFusedTKGConfig
-from neuron_moe.dispatch import PHASES, Explanation, Workload, explain_path
+from neuron_moe.dispatch import PHASES, Explanation, explain_path
 from neuron_moe.errors import check_choice, check_instance, check_positive_int, names_its_keys
 from neuron_moe.experts import ExpertMLPsV2
 from neuron_moe.parallel.collectives import as_collectives
@@ -228,20 +228,13 @@ class MoE(nn.Module):
                 f" on, must be {num_local}, one for each expert of this rank, and none negative."
                 " Pass what `expert_load` counted."
             )
-        work = Workload(
-            phase,
-            tokens,
-            experts.config.top_k,
-            experts.num_slots,
-            num_local,
-            experts.blockwise_matmul_config.block_size,
-            experts.config.capacity_factor,
-        )
+        work = experts.workload(phase, tokens)
         if tokens_per_expert is None:
             tokens_per_expert = experts.local_load(phase)
         decision = experts.choose_path(phase, tokens)
         backend = experts.backend
         notes: tuple[str, ...] = ()
         if isinstance(backend, TellsPlan):
-            notes = backend.notes(decision.path, experts.weights(phase))
+            weights = experts.weights(phase)
+            notes = backend.notes(decision.path, work, weights, experts.scales_input)
         return explain_path(work, decision, tokens_per_expert=tokens_per_expert, notes=notes)

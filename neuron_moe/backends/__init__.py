@@ -12,6 +12,7 @@ from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import BlockMapping
 from neuron_moe.config import BlockwiseMatmulConfig
+from neuron_moe.dispatch import Workload
 from neuron_moe.errors import check_choice
 from neuron_moe.routing import RouterBase, Routing
 
@@ -59,11 +60,18 @@ class LocalRouting(NamedTuple):
             ranks.
         expert_affinities_TK: [T, K] float32; 0 where the index is -1.
         scales_input: affinities multiply the expert's input instead of its output (Llama4).
+        model_index_TK: [T, K] int32 the choices before, in the numbering of all ranks; None where
+            that is the same.
+        first_expert: this rank's first expert in that numbering.
+        num_experts: experts in that numbering.
     """
 
     expert_index_TK: Tensor
     expert_affinities_TK: Tensor
     scales_input: bool = False
+    model_index_TK: Tensor | None = None
+    first_expert: int = 0
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,8 +120,20 @@ class Backend(Protocol):
 class TellsPlan(Protocol):
     """A backend that has more to tell about a path than the name of its kernel."""
 
-    def notes(self, path: str, weights: ExpertWeights) -> tuple[str, ...]:
+    def notes(
+        self, path: str, work: Workload, weights: ExpertWeights, scales_input: bool
+    ) -> tuple[str, ...]:
         """Return lines for `MoE.explain`."""
+
+
+@runtime_checkable
+class ChoosesMode(Protocol):
+    """A backend that knows which of the two modes for few tokens is faster."""
+
+    def choose_mode(
+        self, work: Workload, weights: ExpertWeights, scales_input: bool
+    ) -> tuple[str, str]:
+        """Return 'selective' or 'all_experts', and why."""
 
 
 def get_backend(name: str, config: BlockwiseMatmulConfig | None = None) -> Backend:

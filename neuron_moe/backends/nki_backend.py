@@ -4,12 +4,12 @@ Where the vendor's `nki` is missing, the kernels run on the simulator: the same 
 CPU tensors, exact to the rounding of each instruction, and slow. With the vendor's package they are
 launched through `nki.jit`; that way has not been tried, for want of a device.
 
-| step | kernel | until it exists |
-| --- | --- | --- |
-| route | router_topk | |
-| index_blocks | index_blocks | |
-| blockwise (prefill) | index_blocks, blockwise_moe, combine | the visits are grouped on the host |
-| few_tokens (decode, speculation) | none yet | the torch backend, on the same device |
+| step | kernels |
+| --- | --- |
+| route | router_topk |
+| index_blocks | index_blocks |
+| blockwise (prefill) | index_blocks, blockwise_moe, combine |
+| few_tokens (decode, speculation) | decode_moe |
 
 There is no gradient: training uses the torch backend.
 """
@@ -20,13 +20,22 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting, Packed, nki_prefill
+from neuron_moe.backends import (
+    BlockPlan,
+    ExpertWeights,
+    LocalRouting,
+    Packed,
+    nki_decode,
+    nki_prefill,
+)
 from neuron_moe.backends.nki_launch import check_call, dtype_name, launch
 from neuron_moe.backends.nki_plan import PrefillPlan
 from neuron_moe.backends.nki_weights import format_note, narrow_weights
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import BlockMapping
 from neuron_moe.config import BlockwiseMatmulConfig
+from neuron_moe.dispatch import FEW_TOKEN_PATHS, Workload
+from neuron_moe.errors import check_choice
 from neuron_moe.routing import RouterBase, Routing
 
 __all__ = ["NkiBackend", "PrefillPlan"]
@@ -46,18 +55,44 @@ class NkiBackend:
 
     def __init__(self, config: BlockwiseMatmulConfig | None = None) -> None:
         self.plan = PrefillPlan.from_config(config or BlockwiseMatmulConfig.default())
-        self._few_tokens = TorchBackend()
         self._router_weights = WeakTensorKeyDictionary()
 
-    def notes(self, path: str, weights: ExpertWeights) -> tuple[str, ...]:
+    def notes(
+        self, path: str, work: Workload, weights: ExpertWeights, scales_input: bool
+    ) -> tuple[str, ...]:
         """Say what runs on a path beyond its kernel's name."""
-        if path in ("blockwise", "capacity"):
+        if path in FEW_TOKEN_PATHS:
+            config = self._decode_config(work, weights, scales_input, path)
             return (
-                f"plan: {self.plan}",
-                "kernels: router_topk, index_blocks, combine around it",
+                nki_decode.describe(config),
+                "kernels: router_topk in front of it",
                 format_note(weights),
             )
-        return ("no decode kernel yet: the experts run in the torch backend",)
+        return (
+            f"plan: {self.plan}",
+            "kernels: router_topk, index_blocks, combine around it",
+            format_note(weights),
+        )
+
+    def choose_mode(
+        self, work: Workload, weights: ExpertWeights, scales_input: bool
+    ) -> tuple[str, str]:
+        """Return the mode of decode_moe that its cost model takes, and why."""
+        config = self._decode_config(work, weights, scales_input, None)
+        return nki_decode.path_of(config), f"cost model of decode_moe: {config.reason}"
+
+    def _decode_config(
+        self, work: Workload, weights: ExpertWeights, scales_input: bool, mode: str | None
+    ) -> Any:
+        return nki_decode.decode_config(
+            work.tokens,
+            work.top_k,
+            work.num_experts,
+            weights,
+            scales_input,
+            self.plan.num_cores,
+            mode,
+        )
 
     def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
         """Route T tokens in float32."""
@@ -148,8 +183,12 @@ class NkiBackend:
     def few_tokens(
         self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, mode: str
     ) -> Tensor:
-        """Compute few tokens in the torch backend; return [T, H] float32."""
-        return self._few_tokens.few_tokens(hidden_TH, routing, weights, mode)
+        """Compute few tokens, each expert read once; return [T, H] float32."""
+        check_choice("mode", mode, FEW_TOKEN_PATHS)
+        check_call(hidden_TH)
+        return nki_decode.compute(
+            self._launch, hidden_TH, routing, weights, mode, self.plan.num_cores
+        )
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
         """Return both matrices as fp8 codes, if no weight loses a bit; else why they stay."""

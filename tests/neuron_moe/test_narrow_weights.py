@@ -2,7 +2,6 @@
 
 import logging
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +14,10 @@ from neuron_moe.backends.nki_weights import _log_once
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.errors import WeightError
 from neuron_moe.quantize import decode_mxfp4, quantize_fp8
+from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.tolerances import rms_error
 
 E, K, H, I, T = 4, 2, 128, 64, 40  # noqa: E741
-GPT_OSS: dict[str, Any] = {
-    "hidden_act": "sigmoid",
-    "glu_type": "swiglu",
-    "hidden_act_scaling_factor": 1.702,
-    "hidden_act_bias": 1.0,
-    "gate_clamp_upper_limit": 7.0,
-    "up_clamp_upper_limit": 7.0,
-    "up_clamp_lower_limit": -7.0,
-    "bias": True,
-}
 NAMES = ("gate_up_proj", "down_proj")
 
 
@@ -70,6 +60,11 @@ def compute(experts: ExpertMLPsV2, seq_len: int = T) -> Tensor:
     affinities_TK = torch.rand(T, K, generator=stream)
     output: Tensor = experts(hidden_TH, affinities_TK, index_TK, seq_len)
     return output.float()
+
+
+def notes(experts: ExpertMLPsV2) -> tuple[str, ...]:
+    work = experts.workload("prefill", T)
+    return NkiBackend().notes("blockwise", work, experts.weights(), False)
 
 
 def is_narrow(experts: ExpertMLPsV2) -> list[bool]:
@@ -206,10 +201,7 @@ def test_weights_without_an_exact_form_stay_and_say_so_once(
             assert is_narrow(experts) == [False] * 2
             reason = experts.weights().why_plain
             assert re.search(r"1\.0078125 at \[1, 2, 3\] has no exact e5m2 form", reason)
-            assert any(
-                "not 8 bits: weight" in n
-                for n in NkiBackend().notes("blockwise", experts.weights())
-            )
+            assert any("not 8 bits: weight" in note for note in notes(experts))
     assert len(caplog.records) == 1
     experts.load_state_dict(mxfp4_state())
     assert experts.weights().why_plain == ""
@@ -225,7 +217,7 @@ def test_a_spread_too_wide_for_a_matrix_takes_a_scale_per_channel() -> None:
     experts.pack_weights()
     assert experts.mlp_op.down_proj.packed.scale_En.shape == (E, H)
     assert experts.mlp_op.gate_up_proj.packed.scale_En.shape == (E, 1)
-    assert "scales per channel" in " ".join(NkiBackend().notes("blockwise", experts.weights()))
+    assert "scales per channel" in " ".join(notes(experts))
     torch.testing.assert_close(compute(experts), compute(wide), rtol=0.02, atol=0.02)
 
 

@@ -6,27 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig
+from neuron_moe import BlockwiseMatmulConfig
 from neuron_moe.backends import BlockPlan, LocalRouting, get_backend
 from neuron_moe.backends.nki_backend import NkiBackend, PrefillPlan
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.dispatch import choose_path
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
+from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SILU, E, H, build
 from tests.tolerances import rms_error
 
-GPT_OSS: dict[str, Any] = {
-    "hidden_act": "sigmoid",
-    "glu_type": "swiglu",
-    "hidden_act_scaling_factor": 1.702,
-    "hidden_act_bias": 1.0,
-    "gate_clamp_upper_limit": 7.0,
-    "up_clamp_upper_limit": 7.0,
-    "up_clamp_lower_limit": -7.0,
-    "bias": True,
-}
-SILU: dict[str, Any] = {"hidden_act": "silu"}
-LLAMA4: dict[str, Any] = {"hidden_act": "silu", "early_expert_affinity_modulation": True}
-E, H, I, T = 8, 128, 64, 70  # noqa: E741
+T = 70
 # NxD's switches of the blockwise path, and the plan they mean here
 PLANS: dict[str, tuple[dict[str, Any], PrefillPlan]] = {
     "default": ({}, PrefillPlan(2, "balanced", "sorted", False)),
@@ -50,28 +39,6 @@ PLANS: dict[str, tuple[dict[str, Any], PrefillPlan]] = {
     ),
     "even-blocks": ({"pad_num_blocks_to_even": True}, PrefillPlan(2, "balanced", "sorted", False)),
 }
-
-
-def build(
-    backend: str, mlp: dict[str, Any], tuning: dict[str, Any], dtype: torch.dtype, top_k: int = 2
-) -> MoE:
-    """Return a layer whose weights depend on the sizes only."""
-    router = RouterTopK(E, top_k, H, bias=True, dtype=dtype)
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=E, hidden_size=H, intermediate_size=I, top_k=top_k, glu_mlp=True, **mlp
-    )
-    experts = ExpertMLPsV2(
-        config,
-        BlockwiseMatmulConfig.from_kwargs(**{"block_size": 32, **tuning}),
-        dtype=dtype,
-        backend=backend,
-    )
-    layer = MoE(router, experts).eval()
-    torch.manual_seed(3)
-    for parameter in layer.parameters():
-        drawn = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
-        parameter.data = drawn.to(torch.bfloat16).to(dtype)
-    return layer
 
 
 def outputs(
@@ -189,17 +156,6 @@ def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
     for name, value in wanted._asdict().items():
         assert torch.equal(getattr(nki, name), value), name
         assert getattr(nki, name).dtype == value.dtype, name
-
-
-def test_decode_runs_in_torch_and_says_so() -> None:
-    layer = build("nki", GPT_OSS, {}, torch.bfloat16)
-    same = build("torch", GPT_OSS, {}, torch.bfloat16)
-    hidden_U1H = torch.randn(3, 1, H).bfloat16()
-    with torch.no_grad():
-        torch.testing.assert_close(layer(hidden_U1H).output, same(hidden_U1H).output)
-    told = layer.explain("decode", 3)
-    assert told.decision.kernel == "torch.selective"
-    assert "no decode kernel yet" in str(told)
 
 
 def test_explain_names_kernel_and_plan_of_prefill() -> None:

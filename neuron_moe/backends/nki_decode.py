@@ -1,0 +1,157 @@
+"""Decode on the kernels: the experts of a few tokens in one launch of decode_moe.
+
+Axes: T tokens, K choices, E experts of this rank, H hidden.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe.activations import ActivationSpec
+from neuron_moe.backends import ExpertWeights, LocalRouting
+from neuron_moe.backends.narrow import NarrowMatrices
+from neuron_moe.backends.nki_launch import Launch
+from neuron_moe.backends.nki_weights import activation_name, kernel_weights
+
+MODES = {"selective": "selective", "all_experts": "all"}  # path of a decision: mode of the kernel
+
+
+def compute(
+    launch: Launch,
+    hidden_TH: Tensor,
+    routing: LocalRouting,
+    weights: ExpertWeights,
+    mode: str,
+    num_cores: int,
+) -> Tensor:
+    """Compute few tokens; return [T, H] float32.
+
+    Args:
+        launch: starts the kernel.
+        hidden_TH: [T, H] bfloat16.
+        routing: choices; those of other ranks are told apart on the chip.
+        weights: of this rank.
+        mode: 'selective' or 'all_experts'.
+        num_cores: physical cores of the launch.
+    """
+    from nki_kernels.decode_moe import decode_moe
+
+    operands = kernel_weights(hidden_TH, weights)
+    index_TK, first_expert, num_experts = _in_the_model(routing, weights)
+    config = decode_config(
+        hidden_TH.shape[0],
+        index_TK.shape[1],
+        num_experts,
+        weights,
+        routing.scales_input,
+        num_cores,
+        mode,
+    )
+    down_bias_EH = operands.down_bias_EH
+    if down_bias_EH is not None and config.down_scale == "channel":
+        assert operands.down_scale_En is not None
+        down_bias_EH = down_bias_EH / operands.down_scale_En  # added before the scale is applied
+    output_TH: Tensor = launch(
+        decode_moe,
+        hidden_TH,
+        operands.gate_up_EHI,
+        operands.down_EIH,
+        index_TK,
+        routing.expert_affinities_TK,
+        torch.tensor([[first_expert]], dtype=torch.int32, device=hidden_TH.device),
+        config,
+        gate_up_bias=operands.gate_up_bias_EI,
+        down_bias=None if down_bias_EH is None else down_bias_EH.to(torch.bfloat16),
+        gate_up_scale=operands.gate_up_scale_EI,
+        down_scale=operands.down_scale_En,
+    )
+    return output_TH
+
+
+def _in_the_model(routing: LocalRouting, weights: ExpertWeights) -> tuple[Tensor, int, int]:
+    """Return choices [T, K] in the model's numbering, this rank's first expert, and all experts.
+
+    The first expert is data of the kernel, so that one compiled graph serves all ranks.
+    """
+    if routing.model_index_TK is None:
+        return routing.expert_index_TK, 0, weights.num_experts
+    return routing.model_index_TK, routing.first_expert, routing.num_experts
+
+
+def decode_config(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    weights: ExpertWeights,
+    scales_input: bool,
+    num_cores: int,
+    mode: str | None = None,
+) -> Any:
+    """Return what decode_moe is compiled for; without a mode its cost model takes the faster one.
+
+    Args:
+        num_tokens: T.
+        top_k: K.
+        num_experts: experts of all ranks.
+        weights: of this rank.
+        scales_input: affinities multiply the experts' input.
+        num_cores: physical cores of the launch.
+        mode: 'selective', 'all_experts' or None.
+
+    Raises:
+        ValueError: sizes or an activation that the kernel does not have.
+    """
+    down = weights.packed_down
+    has_scales = isinstance(down, NarrowMatrices)
+    down_scale = "none"
+    if isinstance(down, NarrowMatrices):
+        down_scale = "expert" if down.scale_En.shape[1] == 1 else "channel"
+    experts, width, hidden_size = weights.down_proj_EIH.shape
+    return _decode_config(
+        weights.activation,
+        T=num_tokens,
+        H=hidden_size,
+        I=width,
+        E=experts,
+        K=top_k,
+        num_experts=num_experts,
+        num_cores=num_cores,
+        mode="auto" if mode is None else MODES[mode],
+        weight_format=down.format if isinstance(down, NarrowMatrices) else "bfloat16",
+        scaling="pre" if scales_input else "post",
+        has_gate_up_bias=weights.gate_up_bias_EI is not None,
+        has_down_bias=weights.down_bias_EH is not None,
+        has_scales=has_scales,
+        down_scale=down_scale,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _decode_config(spec: ActivationSpec, **sizes: Any) -> Any:
+    from nki_kernels.decode_options import make_decode_config
+
+    return make_decode_config(
+        **sizes,
+        activation=activation_name(spec),
+        gate_limits=(spec.gate_lower, spec.gate_upper),
+        up_limits=(spec.up_lower, spec.up_upper),
+        up_offset=spec.bias,
+        output_dtype="float32",
+    )
+
+
+def path_of(config: Any) -> str:
+    """Return the decision's path that a configuration stands for."""
+    return next(path for path, mode in MODES.items() if mode == config.mode)
+
+
+def describe(config: Any) -> str:
+    """Return a line for `MoE.explain` about how the kernel goes through the experts."""
+    parts = "whole experts" if config.chunks == 1 else f"experts in {config.chunks} parts"
+    split = {"experts": "take alternate experts", "intermediate": "split each expert"}
+    cores = f"{config.num_cores} cores {split[config.shard]}"
+    if config.num_cores == 1:
+        cores = "one core"
+    return f"plan: {config.mode} mode, {cores}; {parts}, {config.slots} on chip at once"

@@ -1,0 +1,179 @@
+"""Decode through the nki backend, on the simulator: values, ranks, and what it says of itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuron_moe import ExpertMLPsV2, MoE
+from neuron_moe.backends import LocalRouting
+from neuron_moe.backends.nki_backend import NkiBackend
+from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.dispatch import choose_path
+from neuron_moe.parallel import ParallelConfig, parallel_state
+from neuron_moe.parallel.sharding import shard_state_dict
+from nki_kernels.decode_config import DecodeConfig
+from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SILU, E, H, build
+from tests.tolerances import rms_error
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "gpt-oss": (GPT_OSS, 4),
+    "silu": (SILU, 3),
+    "llama4": (LLAMA4, 1),
+    "llama4-top-2": (LLAMA4, 2),
+}
+
+
+def errors(
+    mlp: dict[str, Any], top_k: int, batch: int, window: int = 1, **options: Any
+) -> tuple[Tensor, float, float]:
+    """Return the nki output of a step, its error, and that of the torch backend."""
+    hidden = torch.randn(batch, window, H).bfloat16()
+    with torch.no_grad():
+        nki, bf16, exact = (
+            build(backend, mlp, {}, dtype, top_k)(hidden.to(dtype), **options).output.float()
+            for backend, dtype in (
+                ("nki", torch.bfloat16),
+                ("torch", torch.bfloat16),
+                ("torch", torch.float32),
+            )
+        )
+    return nki, rms_error(nki, exact), rms_error(bf16, exact)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 16, 130, 256])
+@pytest.mark.parametrize("name", CASES)
+def test_decode_is_as_right_as_torch(name: str, batch: int) -> None:
+    _, ours, theirs = errors(*CASES[name], batch)
+    assert ours <= 1.05 * theirs
+
+
+@pytest.mark.parametrize("window", [2, 5])
+def test_speculation_windows_are_as_right_as_torch(window: int) -> None:
+    _, ours, theirs = errors(GPT_OSS, 4, 3, window, is_speculative_decoding=True)
+    assert ours <= 1.05 * theirs
+
+
+def test_padding_tokens_get_zero() -> None:
+    mask = (torch.arange(6) % 3 != 0)[:, None]
+    nki, ours, theirs = errors(GPT_OSS, 2, 6, padding_mask=mask)
+    assert (nki[~mask] == 0).all()
+    assert ours <= 1.05 * theirs
+
+
+@pytest.mark.parametrize("mode", ["selective", "all_experts"])
+def test_both_modes_give_what_torch_gives(mode: str) -> None:
+    weights = build("torch", GPT_OSS, {}, torch.bfloat16).expert_mlps.weights()
+    index_TK = torch.rand(7, E).argsort(1)[:, :3].to(torch.int32)
+    index_TK[0] = -1
+    index_TK[1:, 0] = 2  # one expert of all tokens
+    routing = LocalRouting(index_TK, torch.rand(7, 3) * (index_TK >= 0))
+    hidden_TH = torch.randn(7, H).bfloat16()
+    with torch.no_grad():
+        nki = NkiBackend().few_tokens(hidden_TH, routing, weights, mode)
+        wanted = TorchBackend().few_tokens(hidden_TH, routing, weights, mode)
+    assert (nki[0] == 0).all()
+    torch.testing.assert_close(nki, wanted, rtol=0.03, atol=0.03 * wanted.abs().max().item())
+
+
+def split(ranks: int, tensor: int = 1, **options: Any) -> tuple[ExpertMLPsV2, list[ExpertMLPsV2]]:
+    """Return whole experts on the torch backend, and the parts of every rank on the nki backend."""
+    whole = build("torch", GPT_OSS, {}, torch.bfloat16, 4).expert_mlps
+    state = whole.state_dict()
+    parts = []
+    for rank in range(ranks * tensor):
+        with parallel_state.as_rank(ParallelConfig(ep=ranks, tp=tensor, **options), rank):
+            part = build("nki", GPT_OSS, {}, torch.bfloat16, 4).expert_mlps
+        part.load_state_dict(shard_state_dict(part, state))
+        parts.append(part)
+    return whole, parts
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (4, 1), (8, 1), (2, 2)])
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_the_parts_of_all_ranks_add_up_to_the_layer(ranks: int, tensor: int, batch: int) -> None:
+    whole, parts = split(ranks, tensor)
+    hidden_TH = torch.randn(batch, H).bfloat16()
+    index_TK = torch.rand(batch, E).argsort(1)[:, :4]
+    affinities_TK = torch.rand(batch, 4)
+    with torch.no_grad():
+        wanted = whole(hidden_TH, affinities_TK, index_TK, 1).float()
+        found = [part(hidden_TH, affinities_TK, index_TK, 1).float() for part in parts]
+    for rank, part in enumerate(parts):
+        mine = part.local_experts("decode")
+        is_hit = ((index_TK >= mine[0]) & (index_TK <= mine[-1])).any(1)
+        assert (found[rank][~is_hit] == 0).all()
+    scale = wanted.abs().max().item()
+    torch.testing.assert_close(sum(found), wanted, rtol=0.03, atol=0.03 * scale)
+
+
+def test_one_compiled_kernel_serves_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, parts = split(4)
+    launched: list[tuple[Any, int]] = []
+    for part in parts:
+        backend = part.backend
+
+        def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            launched.append((args[6], int(args[5])))
+            return torch.zeros(2, H)
+
+        monkeypatch.setattr(backend, "_launch", watch)
+        part(torch.randn(2, H).bfloat16(), torch.rand(2, 4), torch.zeros(2, 4).int(), 1)
+    assert [first for _, first in launched] == [0, 2, 4, 6]
+    assert all(config is launched[0][0] for config, _ in launched)
+
+
+def layer(**options: Any) -> MoE:
+    return build("nki", GPT_OSS, {}, torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize(("phase", "tokens"), [("decode", 1), ("decode", 64), ("speculation", 6)])
+def test_explain_names_the_mode_that_runs_and_why(
+    phase: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moe = layer()
+    told = moe.explain(phase, tokens)
+    assert told.decision.kernel == "nki.decode_moe"
+    assert told.path in ("selective", "all_experts")
+    assert any("cost model of decode_moe" in reason for reason in told.decision.reasons)
+    assert any("T*K = " in reason for reason in told.decision.reasons)
+    assert any(f"plan: {'all' if told.path == 'all_experts' else 'selective'} mode" in note
+               for note in told.notes)  # fmt: skip
+    launched: list[str] = []
+    launch = moe.expert_mlps.backend._launch
+
+    def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.extend(value.mode for value in args if isinstance(value, DecodeConfig))
+        return launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(moe.expert_mlps.backend, "_launch", watch)
+    hidden = torch.randn(tokens, 1, H).bfloat16()
+    with torch.no_grad():
+        moe(hidden, phase=phase)
+    assert launched == ["all" if told.path == "all_experts" else "selective"]
+
+
+def test_the_rule_of_nxd_is_followed_where_asked() -> None:
+    moe = layer()
+    moe.expert_mlps.compat = "nxd"
+    assert moe.explain("decode", 3).path == "selective"
+    assert moe.explain("decode", 4).path == "all_experts"
+    assert "cost model" not in str(moe.explain("decode", 3).decision)
+
+
+def test_steps_too_long_for_the_decode_kernel_go_through_blocks() -> None:
+    decision = choose_path("decode", 257, 4, 128, backend="nki")
+    assert (decision.path, decision.kernel) == ("blockwise", "nki.blockwise_moe")
+    assert "T=257 > 256, the most of decode_moe" in decision.reasons[0]
+    assert choose_path("decode", 256, 4, 128, backend="nki").kernel == "nki.decode_moe"
+    _, ours, theirs = errors(GPT_OSS, 2, 260)
+    assert ours <= 1.05 * theirs
+
+
+def test_what_the_decode_kernel_cannot_do_is_refused() -> None:
+    hidden = torch.randn(2, 1, H)
+    with torch.no_grad(), pytest.raises(ValueError, match="hidden_act='tanh'"):
+        build("nki", {"hidden_act": "tanh"}, {}, torch.bfloat16)(hidden.bfloat16())
+    with torch.no_grad(), pytest.raises(ValueError, match=r"float32 must be bfloat16"):
+        build("nki", GPT_OSS, {}, torch.float32)(hidden)
