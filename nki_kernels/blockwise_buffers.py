@@ -18,6 +18,7 @@ from nki_kernels.blockwise_config import (
     PrefillConfig,
     has_scale_table,
     largest_visit_of,
+    num_projections,
     scales_late,
 )
 from nki_kernels.plans import PARTITIONS, loops_of
@@ -92,6 +93,11 @@ def bias_is_inside(config: PrefillConfig) -> bool:
     return config.has_down_bias and fits and config.weight_format == "bfloat16"
 
 
+def adds_offset(config: PrefillConfig) -> bool:
+    """Whether the bias of the up projection also carries the offset."""
+    return config.has_gate_up_bias and config.up_offset != 0.0
+
+
 def weight_dtype(config: PrefillConfig) -> Any:
     """Return the element type of the weights on chip."""
     if config.weight_format == "float8_e4m3":
@@ -130,7 +136,8 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     i_count, columns = i_axis.count * loop.in_parts, H // loop.out_parts
     spare = 1 if bias_is_inside(config) else 0
     scales = slots if config.has_scales else 0
-    i_tile = (i_axis.rows, 2, i_axis.count)
+    halves = num_projections(config)
+    i_tile = (i_axis.rows, halves, i_axis.count)
     num_loops = len(loops_of(config.loop.classes))
     tables = 1 if has_scale_table(config) else 0
     late = 1 if scales_late(config) else 0
@@ -142,12 +149,12 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     for bank_ps in outer_ps:
         turn_ps.append(bank_ps.view(nl.bfloat16))
     return Buffers(
-        gate_up=_tiles(slots, (h_axis.rows, h_axis.count, 2, i_axis.size), weight_dtype(config)),
+        gate_up=_tiles(
+            slots, (h_axis.rows, h_axis.count, halves, i_axis.size), weight_dtype(config)
+        ),
         down=_tiles(slots, (i_axis.rows + spare, i_count, columns), weight_dtype(config)),
         gate_up_bias=_tiles(slots if config.has_gate_up_bias else 0, i_tile, float32),
-        up_bias=_tiles(
-            slots if config.has_gate_up_bias else 0, (i_axis.rows, i_axis.count), float32
-        ),
+        up_bias=_tiles(slots if adds_offset(config) else 0, (i_axis.rows, i_axis.count), float32),
         gate_up_scale=_tiles(scales, i_tile, float32),
         down_bias=_tiles(slots if config.has_down_bias else 0, (1, columns), nl.bfloat16),
         down_scale=_tiles(scales, (R, H), float32),
@@ -162,7 +169,7 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         outer=_tiles(loop.outer_buffers, (R, H), nl.bfloat16),
         gate=_tiles(2, (i_axis.rows, R), float32),
         up=_tiles(2, (i_axis.rows, R), float32),
-        inner_ps=_banks(2, (PARTITIONS, 2, R), float32),
+        inner_ps=_banks(2, (PARTITIONS, halves, R), float32),
         turn_ps=turn_ps,
         outer_ps=outer_ps,
         ones=nl.ndarray((3, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf),

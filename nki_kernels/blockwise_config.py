@@ -17,7 +17,7 @@ from nki_kernels.plans import (
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "swiglu_oai", "swish")
 SCALINGS = ("none", "pre", "post")
 TURNS = ("auto", "tensor", "dma")
 STORES = ("tiles", "rows", "tokens")
@@ -90,6 +90,8 @@ class PrefillConfig(NKIObject):
     num_cores: int
     weight_format: str
     activation: str
+    activation_scale: float
+    has_gate: bool
     gate_limits: Limits
     up_limits: Limits
     up_offset: float
@@ -112,6 +114,11 @@ def largest_visit_of(config: PrefillConfig) -> int:
 def num_partials(config: PrefillConfig) -> int:
     """Return P, the outputs to add for one slot."""
     return config.num_cores if config.shard.splits_i else 1
+
+
+def num_projections(config: PrefillConfig) -> int:
+    """Return how many halves the first weights have: gate and up, or the only one."""
+    return 2 if config.has_gate else 1
 
 
 def scales_late(config: PrefillConfig) -> bool:

@@ -11,6 +11,7 @@ from nki_kernels.blockwise_config import (
     has_scale_table,
     largest_visit_of,
     num_partials,
+    num_projections,
     scales_late,
 )
 from nki_kernels.costs import KernelCost
@@ -48,13 +49,14 @@ def cost_blockwise_moe(config: PrefillConfig, plan: VisitPlan, slots: Ints) -> K
 def _expert_bytes(config: PrefillConfig) -> int:
     """Return the bytes that one visit loads of its expert, on one core."""
     H, i_core = config.H, config.I // num_partials(config)
-    size = 3 * H * i_core * ITEM_BYTES[config.weight_format]
+    halves = num_projections(config)
+    size = (halves + 1) * H * i_core * ITEM_BYTES[config.weight_format]
     if config.has_gate_up_bias:
-        size += 2 * i_core * _FLOAT32_BYTES
+        size += halves * i_core * _FLOAT32_BYTES
     if config.has_down_bias:
         size += H * _BFLOAT16_BYTES
     if config.has_scales:
-        size += 2 * i_core * _FLOAT32_BYTES + 3 * H * _BFLOAT16_BYTES
+        size += halves * i_core * _FLOAT32_BYTES + 3 * H * _BFLOAT16_BYTES
     return size
 
 
@@ -77,7 +79,7 @@ def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
     R, H, loop = config.tile_rows, config.H, config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
     turn = 0 if loop.turns == "dma" else depth * R
-    tile = depth * 2 * i_count * R + turn + i_count * H
+    tile = depth * num_projections(config) * i_count * R + turn + i_count * H
     adds_bias = config.has_down_bias and (core == 0 or not config.shard.splits_i)
     if adds_bias and not bias_is_inside(config):
         tile += H

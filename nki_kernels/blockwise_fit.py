@@ -14,6 +14,7 @@ from nki_kernels.blockwise_config import (
     LoopPlan,
     PrefillConfig,
     largest_visit_of,
+    num_projections,
     num_visits,
     scales_late,
     with_loop,
@@ -43,7 +44,11 @@ def sbuf_bytes(config: PrefillConfig) -> int:
     R, H, largest = config.tile_rows, config.H, largest_visit_of(config)
     depth, i_axis = config.h_axis.count, config.i_axis
     i_count = i_axis.count * loop.in_parts
-    total = loop.slots * (depth * 2 * i_axis.size + i_count * H // loop.out_parts) * item
+    total = (
+        loop.slots
+        * (depth * num_projections(config) * i_axis.size + i_count * H // loop.out_parts)
+        * item
+    )
     if loop.turns == "dma":
         total += (1 + loop.row_buffers) * depth * R * 2
     else:
@@ -67,13 +72,14 @@ def visit_ns(config: PrefillConfig, num_tiles: int) -> float:
     loop, item, H = config.loop, ITEM_BYTES[config.weight_format], config.H
     columns = max(config.tile_rows, PE_FLOOR_COLUMNS)
     i_count, i_size = config.i_axis.count * loop.in_parts, config.i_axis.size * loop.in_parts
-    passes = 2 * i_count + (0 if loop.turns == "dma" else 1)
+    halves = num_projections(config)
+    passes = halves * i_count + (0 if loop.turns == "dma" else 1)
     into = num_tiles * config.h_axis.count * columns * passes / PE_CYCLES_PER_NS
     out = num_tiles * i_count * H / PE_CYCLES_PER_NS
     runs = config.h_axis.rows if loop.turns == "tensor" else H
     if loop.in_parts > 1:
-        runs = 2 * H * loop.in_parts
-    load_in = _load_ns(runs, 2 * H * i_size * item)
+        runs = halves * H * loop.in_parts
+    load_in = _load_ns(runs, halves * H * i_size * item)
     runs = i_size * loop.out_parts if loop.out_parts > 1 else config.i_axis.rows
     load_out = _load_ns(runs, H * i_size * item)
     rows = num_tiles * 2 * config.tile_rows * H * 2 / HBM_BYTES_PER_NS

@@ -5,6 +5,7 @@ For slot n of a block of expert e, with token t = slots[n]:
     g = x[t] @ Wg[e] + bg[e]      u = x[t] @ Wu[e] + bu[e]
     y[n] = (act(clamp(g)) * (clamp(u) + up_offset)) @ Wd[e] + bd[e]
 
+or, without a gate, y[n] = act(clamp(u)) @ Wd[e] + bd[e] with weights [E, H, I] and biases [E, I];
 scaled by slot_scale[n] before (pre) or after (post) if asked; `combine` adds the slots of a token.
 
 Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L loops):

@@ -17,12 +17,15 @@ from nki_kernels.blockwise_config import (
     ShardPlan,
     largest_visit_of,
     limits,
+    num_projections,
     num_visits,
     visit_dims,
     with_loop,
 )
 from nki_kernels.blockwise_fit import fit_loop
 from nki_kernels.plans import Ints, VisitPlan, is_even, live_tiles, plan_visits, tile_axis
+
+OAI_SCALE = 1.702  # of the sigmoid that the Scalar engine's sigmoid form of gelu has
 
 
 def make_config(
@@ -36,6 +39,8 @@ def make_config(
     num_cores: int = 2,
     weight_format: str = "bfloat16",
     activation: str = "silu",
+    activation_scale: float = 1.0,
+    has_gate: bool = True,
     gate_limits: tuple[float | None, float | None] = (None, None),
     up_limits: tuple[float | None, float | None] = (None, None),
     up_offset: float = 0.0,
@@ -63,7 +68,11 @@ def make_config(
         num_tokens: T.
         num_cores: physical cores of the launch (LNC), 1 or 2.
         weight_format: bfloat16, float8_e4m3 or float8_e5m2.
-        activation: silu, gelu, gelu_tanh, relu, or swiglu_oai (x * sigmoid(1.702 x)).
+        activation: silu, gelu, gelu_tanh, relu, sigmoid, tanh; or swish, x * sigmoid(scale x),
+            which swiglu_oai is with a scale of 1.702.
+        activation_scale: the scale of swish; the others are act(scale x).
+        has_gate: whether there is a gate; without one, the first weights are [E, H, I] and the
+            activation is that of the up projection.
         gate_limits, up_limits: (lower, upper) clamps of the projections.
         up_offset: added to the up projection after its clamp (1 for SwiGLU-OAI).
         scaling: whether slots are scaled before the projections, after them, or not here.
@@ -114,6 +123,16 @@ def make_config(
             f"in_halves=True, shard_plan={shard_plan!r}: only blocks are dealt out in halves. "
             "Use shard_plan='block'."
         )
+    if not has_gate and (up_offset or gate_limits != (None, None)):
+        raise ValueError(
+            f"has_gate=False: there is no gate to clamp ({gate_limits}) or to multiply with up + "
+            f"{up_offset:g}. Pass up_limits alone."
+        )
+    if activation == "swiglu_oai" and activation_scale != 1.0:
+        raise ValueError(
+            f"activation='swiglu_oai', activation_scale={activation_scale:g}: its scale is "
+            f"{OAI_SCALE}. Use activation='swish'."
+        )
     is_sorted = loop_plan == "sorted" and shard_plan != "block"
     shard = ShardPlan(1 if splits_i else num_cores, splits_i)
     classes = tuple(range(largest_visit, 0, -1)) if is_sorted else (1,)
@@ -123,11 +142,20 @@ def make_config(
     tile_rows = min(block_size, 128)
     config = PrefillConfig(
         H, I, E, tile_rows, num_slots // tile_rows, num_tokens, num_cores, weight_format,
-        activation, limits(*gate_limits), limits(*up_limits), up_offset, scaling, stores,
+        *_activation(activation, activation_scale), has_gate,
+        limits(*(gate_limits if has_gate else up_limits)), limits(*up_limits), up_offset, scaling,
+        stores,
         has_gate_up_bias, has_down_bias, has_scales, shard, loop, tile_axis(H), tile_axis(I),
     )  # fmt: skip
     expected = tiles_per_expert or config.num_tiles / E
     return with_loop(config, fit_loop(config, expected))
+
+
+def _activation(activation: str, scale: float) -> tuple[str, float]:
+    """Return the function of the Scalar engine that is meant, and its scale."""
+    known = {("swish", 1.0): "silu", ("swish", OAI_SCALE): "swiglu_oai"}
+    found = known.get((activation, scale))
+    return (found, 1.0) if found else (activation, scale)
 
 
 def _check_sizes(
@@ -211,19 +239,19 @@ def check_blockwise_moe(
 def _operands(config: PrefillConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and type of every operand that the configuration asks for."""
     E, H, I = config.E, config.H, config.I  # noqa: E741  the axis letters
-    num_slots = config.num_tiles * config.tile_rows
+    num_slots, width = config.num_tiles * config.tile_rows, num_projections(config) * I
     found: dict[str, tuple[tuple[int, ...], str]] = {
         "hidden": ((config.num_tokens, H), "bfloat16"),
-        "gate_up": ((E, H, 2 * I), config.weight_format),
+        "gate_up": ((E, H, width), config.weight_format),
         "down": ((E, I, H), config.weight_format),
         "slots": ((num_slots,), "int32"),
     }
     if config.has_gate_up_bias:
-        found["gate_up_bias"] = ((E, 2 * I), "float32")
+        found["gate_up_bias"] = ((E, width), "float32")
     if config.has_down_bias:
         found["down_bias"] = ((E, H), "bfloat16")
     if config.has_scales:
-        found["gate_up_scale"] = ((E, 2 * I), "float32")
+        found["gate_up_scale"] = ((E, width), "float32")
         found["down_scale"] = ((E, 3, H), "bfloat16")
     if config.scaling != "none":
         found["slot_scale"] = ((num_slots,), "float32")

@@ -9,11 +9,8 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.blockwise_buffers import Buffers, Operands, bias_is_inside
-from nki_kernels.blockwise_config import (
-    PrefillConfig,
-    scales_late,
-)
+from nki_kernels.blockwise_buffers import Buffers, Operands, adds_offset, bias_is_inside
+from nki_kernels.blockwise_config import PrefillConfig, num_projections, scales_late
 from nki_kernels.tiles import (
     apply_chain,
     copy_alternating,
@@ -101,9 +98,9 @@ def load_gate_up(
         _load_per_row(b.gate_up_bias[slot], x.gate_up_bias, config, expert, i_first)
     if config.has_scales:
         _load_per_row(b.gate_up_scale[slot], x.gate_up_scale, config, expert, i_first)
-    flat = b.gate_up[slot].reshape((h_axis.rows, h_axis.count * 2 * i_axis.size))
-    I = config.I  # noqa: E741
-    load_matrix(flat, x.gate_up, h_axis, expert, i_first, 2 * I, [I, 2], i_axis.size)
+    I, halves = config.I, num_projections(config)  # noqa: E741
+    flat = b.gate_up[slot].reshape((h_axis.rows, h_axis.count * halves * i_axis.size))
+    load_matrix(flat, x.gate_up, h_axis, expert, i_first, halves * I, [I, halves], i_axis.size)
 
 
 def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
@@ -112,7 +109,7 @@ def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
     Done when the part is used, not when it is loaded: engines take their work in order. What was
     loaded stays as it is, for a visit that finds it still there.
     """
-    if config.has_gate_up_bias and config.up_offset != 0.0:
+    if adds_offset(config):
         rows, count = config.i_axis.rows, config.i_axis.count
         nisa.tensor_scalar(
             dst=b.up_bias[slot],
@@ -131,7 +128,7 @@ def _load_per_row(
 ) -> None:
     """Load [2I] numbers of an expert as [rows, 2, count], the layout of the projections."""
     i_axis = config.i_axis
-    for half in range(2):
+    for half in range(num_projections(config)):
         load_matrix(
             dst_sb[0 : i_axis.rows, half, 0 : i_axis.count],
             src,
@@ -210,12 +207,15 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
 def project_in(
     config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, tile: int
 ) -> None:
-    """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product."""
+    """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product.
+
+    Without a gate, the activation is that of the only projection, and there is no product.
+    """
     h_axis, i_axis, R = config.h_axis, config.i_axis, config.tile_rows
     rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
     bank_ps = b.inner_ps[tile % 2]
     turned_sb = b.turned[turned_slot(config, s, j)]
-    for half in range(2):
+    for half in range(num_projections(config)):
         for t in range(h_axis.count):
             depth = rows_of(h_axis, t)
             nisa.nc_matmul(
@@ -226,15 +226,21 @@ def project_in(
             )
     gate_sb = b.gate[tile % 2][0:rows, 0:R]
     up_sb = b.up[tile % 2][0:rows, 0:R]
-    gate, up = bank_ps[0:rows, 0, 0:R], bank_ps[0:rows, 1, 0:R]
+    inner_sb = b.inner[j][0:rows, part * i_axis.count + tile, 0:R]
+    gate = bank_ps[0:rows, 0, 0:R]
     if scales_late(config):
         scale_sb = b.wide_scale[j][0:rows, 0:R]
         nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
+        gate = gate_sb
+    if not config.has_gate:
+        activate(config, b, slot, tile, inner_sb, gate)
+        return
+    activate(config, b, slot, tile, gate_sb, gate)
+    up = bank_ps[0:rows, 1, 0:R]
+    if scales_late(config):
         nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
-        gate, up = gate_sb, up_sb
-    activate_gate(config, b, slot, tile, gate_sb, gate)
+        up = up_sb
     operators, operands = _chain(config, b, slot, tile, 1)
-    inner_sb = b.inner[j][0:rows, part * i_axis.count + tile, 0:R]
     multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
 
 
@@ -269,31 +275,39 @@ def _chain(
     return operators, operands
 
 
-def activate_gate(
+def activate(
     config: PrefillConfig,
     b: Buffers,
     slot: int,
     tile: int,
-    gate_sb: nl.NkiTensor,
-    gate_ps: nl.NkiTensor,
+    dst_sb: nl.NkiTensor,
+    gate: nl.NkiTensor,
 ) -> None:
-    """Apply scale, bias, clamps and activation to the gate projection, in float32."""
+    """Apply scale, bias, clamps and activation to the first projection, in float32.
+
+    The scratch tiles of both projections may be written.
+    """
     function = activation_function(config)
-    clamps = config.gate_limits
-    if clamps.has_upper or clamps.has_lower or config.has_scales:
-        operators, operands = _chain(config, b, slot, tile, 0)
-        source = apply_chain(gate_sb, gate_ps, operators, operands)
-        nisa.activation(dst=gate_sb, op=function, data=source)
-    elif config.has_gate_up_bias:
-        rows = rows_of(config.i_axis, tile)
+    clamps, factor = config.gate_limits, config.activation_scale
+    rows, R = rows_of(config.i_axis, tile), config.tile_rows
+    is_swish = config.activation == "swish"
+    needs_chain = clamps.has_upper or clamps.has_lower or config.has_scales
+    if config.has_gate_up_bias and not needs_chain and not is_swish and factor == 1.0:
         bias_sb = b.gate_up_bias[slot][0:rows, 0, tile : tile + 1]
-        nisa.activation(dst=gate_sb, op=function, data=gate_ps, bias=bias_sb)
+        nisa.activation(dst=dst_sb, op=function, data=gate, bias=bias_sb)
+        return
+    operators, operands = _chain(config, b, slot, tile, 0)
+    source = apply_chain(b.gate[tile % 2][0:rows, 0:R], gate, operators, operands)
+    if is_swish:
+        sigmoid_sb = b.up[tile % 2][0:rows, 0:R]
+        nisa.activation(dst=sigmoid_sb, op=function, data=source, scale=factor)
+        nisa.tensor_tensor(dst=dst_sb, data1=source, data2=sigmoid_sb, op=nl.multiply)
     else:
-        nisa.activation(dst=gate_sb, op=function, data=gate_ps)
+        nisa.activation(dst=dst_sb, op=function, data=source, scale=factor)
 
 
 def activation_function(config: PrefillConfig) -> Any:
-    """Return the Scalar engine's function."""
+    """Return the Scalar engine's function; of swish, the sigmoid."""
     if config.activation == "silu":
         return nl.silu
     if config.activation == "gelu":
@@ -302,7 +316,11 @@ def activation_function(config: PrefillConfig) -> Any:
         return nl.gelu_apprx_tanh
     if config.activation == "relu":
         return nl.relu
-    return nl.gelu_apprx_sigmoid
+    if config.activation == "tanh":
+        return nl.tanh
+    if config.activation == "swiglu_oai":
+        return nl.gelu_apprx_sigmoid
+    return nl.sigmoid
 
 
 def project_out(

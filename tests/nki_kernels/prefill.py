@@ -70,11 +70,12 @@ class Prefill:
         affinities = rng.random((T, self.K)).astype(np.float32) + 0.1
         self.affinities_TK = affinities / affinities.sum(1, keepdims=True)
         self.hidden_TH = rng.normal(size=(T, H)).astype(BF16)
-        self.gate_up = (rng.normal(size=(E, H, 2 * I)) / np.sqrt(H)).astype(np.float32)
+        width = 2 * I if self.options.get("has_gate", True) else I
+        self.gate_up = (rng.normal(size=(E, H, width)) / np.sqrt(H)).astype(np.float32)
         self.down = (rng.normal(size=(E, I, H)) / np.sqrt(I)).astype(np.float32)
         self.gate_up_bias = self.down_bias = None
         if self.has_bias:
-            self.gate_up_bias = rng.normal(size=(E, 2 * I)).astype(BF16).astype(np.float32)
+            self.gate_up_bias = rng.normal(size=(E, width)).astype(BF16).astype(np.float32)
             self.down_bias = rng.normal(size=(E, H)).astype(BF16)
         mapping = build_block_mapping(torch.from_numpy(self.expert_index_TK), E, self.B)
         self.slots = mapping.token_position_to_id.numpy()
@@ -148,7 +149,9 @@ class Prefill:
         scale = self.slot_scale().astype(np.float64)[:, None]
         if scaling == "pre":
             rows = rows * scale
-        names = ("activation", "gate_limits", "up_limits", "up_offset")
+        names = (
+            "activation", "activation_scale", "has_gate", "gate_limits", "up_limits", "up_offset",
+        )  # fmt: skip
         has = self.gate_up_bias is not None
         result = blockwise_moe_ref(
             rows,
@@ -175,11 +178,13 @@ class Prefill:
         live = np.flatnonzero(self.slots >= 0)
         o = self.options
         gate, up = o.get("gate_limits", (None, None)), o.get("up_limits", (None, None))
-        oai = o.get("activation") == "swiglu_oai"
+        name, factor = o.get("activation", "silu"), o.get("activation_scale", 1.0)
+        if name == "swiglu_oai":
+            name, factor = "swish", 1.702
         spec = ActivationSpec(
-            hidden_act="sigmoid" if oai else o.get("activation", "silu"),
-            glu_type=GLUType.SWIGLU if oai else GLUType.GLU,
-            scale=1.702 if oai else 1.0, bias=o.get("up_offset", 0.0),
+            hidden_act="sigmoid" if name == "swish" else name,
+            glu_type=GLUType.SWIGLU if name == "swish" else GLUType.GLU,
+            is_glu=o.get("has_gate", True), scale=factor, bias=o.get("up_offset", 0.0),
             gate_lower=gate[0], gate_upper=gate[1], up_lower=up[0], up_upper=up[1],
         )  # fmt: skip
         bf16 = torch.bfloat16

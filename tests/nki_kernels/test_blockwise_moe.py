@@ -57,6 +57,34 @@ CASES = {
     "T257-H192-I60-E5-K1-B512-gelu": Prefill(
         257, 192, 60, 5, 1, 512, options={"activation": "gelu"}
     ),
+    "T150-H192-I60-E4-K2-swish": Prefill(
+        150, 192, 60, 4, 2, 64, options={"activation": "swish", "activation_scale": 1.3}
+    ),
+    "T150-H192-I60-E4-K2-swish-clamped-bias": Prefill(
+        150, 192, 60, 4, 2, 64, has_bias=True,
+        options={**GPT_OSS, "activation": "swish", "activation_scale": 0.5},
+    ),
+    "T150-H128-I96-E4-K2-scaled-sigmoid-bias": Prefill(
+        150, 128, 96, 4, 2, 64, has_bias=True,
+        options={"activation": "sigmoid", "activation_scale": 2.0},
+    ),
+    "T150-H128-I260-E4-K2-relu-no-gate": Prefill(
+        150, 128, 260, 4, 2, 64, options={"activation": "relu", "has_gate": False}
+    ),
+    "T150-H192-I60-E4-K1-silu-no-gate-bias-pre": Prefill(
+        150, 192, 60, 4, 1, 64, has_bias=True,
+        options={
+            "has_gate": False, "scaling": "pre", "turns": "dma", "up_limits": (-1.0, 1.0),
+            "activation_scale": 1.5,
+        },
+    ),
+    "T150-H192-I60-E4-K2-tanh-no-gate-e4m3": Prefill(
+        150, 192, 60, 4, 2, 64,
+        options={
+            "activation": "tanh", "has_gate": False, "weight_format": "float8_e4m3",
+            "has_scales": True,
+        },
+    ),
     "T100-H128-I64-E4-K2-lnc1": Prefill(100, 128, 64, 4, 2, options={"num_cores": 1}),
     "T100-H128-I64-E4-K2-dynamic": Prefill(100, 128, 64, 4, 2, options={"loop_plan": "dynamic"}),
     "T100-H128-I64-E4-K2-static": Prefill(
@@ -204,13 +232,18 @@ REFUSED = {
     "num_slots": ({"num_slots": 200}, r"num_slots=200: must be a positive multiple of block_size"),
     "num_cores": ({"num_cores": 3}, r"num_cores=3: must be 1 or 2"),
     "weight_format": ({"weight_format": "int8"}, r"weight_format='int8': must be one of bfloat16"),
-    "activation": ({"activation": "tanh"}, r"activation='tanh': must be one of silu"),
+    "activation": ({"activation": "mish"}, r"activation='mish': must be one of silu"),
     "scaling": ({"scaling": "late"}, r"scaling='late': must be one of none"),
     "stores": ({"stores": "all"}, r"stores='all': must be one of tiles"),
     "loop_plan": ({"loop_plan": "fast"}, r"loop_plan='fast': must be one of sorted"),
     "shard_plan": ({"shard_plan": "expert"}, r"shard_plan='expert': must be one of balanced"),
     "scales": ({"has_scales": True}, r"has_scales=True: bfloat16 weights have none"),
     "split": ({"shard_plan": "intermediate", "I": 45}, r"I=45: must be a multiple of 2"),
+    "gate": ({"has_gate": False, "up_offset": 1.0}, r"has_gate=False: there is no gate"),
+    "oai": (
+        {"activation": "swiglu_oai", "activation_scale": 2.0},
+        r"activation_scale=2: its scale is 1.702. Use activation='swish'",
+    ),
     "halves": ({"in_halves": True}, r"in_halves=True, shard_plan='balanced': only blocks are"),
     "skip": ({"H": 4096, "I": 4096, "skip_weights": True}, r"skip_weights=True: an expert with"),
     "turns": ({"turns": "dma", "H": 320}, r"turns='dma': needs H in equal tiles"),
