@@ -26,7 +26,8 @@ import nki.language as nl
 from nki_kernels.plans import PARTITIONS, AxisTiles
 from nki_kernels.tiles import BANK_BYTES, rows_of, transpose_rows
 
-DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
+DIRECT_TOKENS = 8  # a short run of HBM per token and partition: beyond, turning rows is faster
+ENGINES, ROWS_PER_ENGINE = 16, 8  # of the DMA: a transfer of few rows keeps few engines busy
 STEP_COLUMNS = 1024  # of a pass over x^T, so that its second half follows closely
 
 
@@ -85,8 +86,12 @@ def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
             tiles.append(TokenTile(turned_sb, turned_sb, True))
         else:
             rows_sb = nl.ndarray((rows, hidden_size), hidden_TH.dtype, buffer=nl.sbuf)
-            source = hidden_TH[first : first + rows, :]
-            nisa.dma_copy(dst=rows_sb, src=source, dge_mode=nisa.dge_mode.none)
+            pieces = max(1, ENGINES // (-(-rows // ROWS_PER_ENGINE)))
+            width = -(-hidden_size // pieces)
+            for start in range(0, hidden_size, width):
+                columns = slice(start, min(start + width, hidden_size))
+                source = hidden_TH[first : first + rows, columns]
+                nisa.dma_copy(dst=rows_sb[:, columns], src=source, dge_mode=nisa.dge_mode.none)
             shape = (h_axis.rows, h_axis.count, rows)
             turned_sb = nl.ndarray(shape, hidden_TH.dtype, buffer=nl.sbuf)
             tiles.append(TokenTile(rows_sb, turned_sb, False))
@@ -145,8 +150,9 @@ def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
         cmp_op=nl.equal,
     )
     small_ps = nl.ndarray((PARTITIONS, 4, PARTITIONS), nl.float32, buffer=nl.psum)
-    weight_ps = small_ps[0 : h_axis.rows, 3, 0 : h_axis.count]
-    nisa.tensor_copy(dst=weight_ps, src=weight_sb, engine=nisa.engine.scalar)
+    # Brings the Scalar engine's table while the tokens travel; the number itself is not used.
+    first_sb = nl.ndarray((PARTITIONS, 1), nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=first_sb, op=nl.rsqrt, data=ones_sb[:, 0:1])
     return NormTiles(weight_sb, ones_sb, diagonal_sb, small_ps)
 
 
@@ -176,7 +182,8 @@ def normalize(
         return
     scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
     nisa.activation(dst=scale_ps, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
-    weight_ps = norm.small_ps[0 : h_axis.rows, 3, :]
+    weight_ps = norm.small_ps[0 : h_axis.rows, 3, 0 : h_axis.count]
+    nisa.tensor_copy(dst=weight_ps, src=norm.weight_sb, engine=nisa.engine.scalar)
     step = max(1, STEP_COLUMNS // rows)
     for first in range(0, h_axis.count, step):
         stop = min(first + step, h_axis.count)

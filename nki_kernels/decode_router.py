@@ -25,7 +25,8 @@ from nki_kernels.plans import PARTITIONS, AxisTiles, tile_axis
 from nki_kernels.router_choice import Picked, RouterFormula, finish_logits, pick, weigh
 from nki_kernels.tiles import rows_of
 
-PIECES = 4  # transfers of the router's weight: the first matmuls start before the last bytes
+PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
+PIECE_BYTES = 4096  # and the shortest run of one (nki-dma-bandwidth-guide: shorter is slower)
 
 
 @dataclass
@@ -77,7 +78,9 @@ def load_router(
     """Ask for the router's operands; those the formula does not use may be None."""
     shape = weight.shape
     weight_sb = nl.ndarray(shape, weight.dtype, buffer=nl.sbuf)
-    step = -(-shape[1] // PIECES)
+    run_bytes = shape[1] * shape[2] * (4 if weight.dtype == nl.float32 else 2)
+    pieces = max(1, min(PIECES, run_bytes // PIECE_BYTES))
+    step = -(-shape[1] // pieces)
     for first in range(0, shape[1], step):
         chunks = slice(first, min(first + step, shape[1]))
         nisa.dma_copy(

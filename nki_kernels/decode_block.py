@@ -1,0 +1,168 @@
+"""The decode block: RMSNorm, router, routed and shared experts, and the residual, in one kernel.
+
+    x = rms_norm(hidden), rounded to bfloat16            (hidden itself without a norm)
+    logits = x W^T (+ bias); index, a = the router's choice        (router_choice.py)
+    y = sum over k of a[t, k] * MLP_index(t, k)(x[t])    (decode_moe.py: this rank's experts)
+      + gate[t] * MLP_shared(x[t]) + residual[t]         gate = sigmoid(x . w) or 1
+
+Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of all ranks):
+
+    hidden          [T, H]       bfloat16
+    router_weight   [h, H/h, N]  bfloat16 or float32, of pack_router_weight()
+    gate_up, down, first_expert and the experts' biases and scales as in decode_moe.py
+    norm_weight     [1, H]       any float, if the formula has a norm
+    router_bias     [1, N]       float32, if the formula has a bias
+    selection_bias  [1, N]       float32, if the formula has one
+    shared_gate_up  [P, H, 2I]   bfloat16, of pack_shared_experts(), if there are shared experts
+    shared_down     [P, I, H]
+    shared_gate     [h, H/h, 1]  bfloat16, of pack_router_weight(), if they have a gate
+    residual        [T, H]       bfloat16 or float32, if it is added; may be hidden
+    -> output       [T, H]       float32 or bfloat16
+       affinities   [T, K]       float32 and
+       index        [T, K]       int32, if config.returns_routing
+
+Between the tokens coming in and the result going out nothing passes through HBM. Both cores
+normalise and route all tokens. The order of the source is that of need: what does not depend on the
+routing is asked for first (router, shared experts), the experts' weights as soon as the index is
+known, before the affinities are.
+
+Limits: make_block_config. Sources: those of the stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.decode_block_config import BlockConfig
+from nki_kernels.decode_block_shared import load_shared, run_shared
+from nki_kernels.decode_buffers import DecodeOperands, make_buffers, make_sums
+from nki_kernels.decode_config import output_dtype
+from nki_kernels.decode_ends import finish
+from nki_kernels.decode_moe import load_first_expert, run_experts, start_sums
+from nki_kernels.decode_norm import (
+    NormTiles,
+    TokenTile,
+    load_norm,
+    load_tokens,
+    normalize,
+    turn,
+    turn_banks,
+)
+from nki_kernels.decode_router import (
+    gate_tokens,
+    load_gate,
+    load_router,
+    make_logits,
+    pick_experts,
+    weigh_experts,
+)
+from nki_kernels.plans import PARTITIONS
+
+
+@nki.jit
+def decode_block(
+    hidden: nl.NkiTensor,
+    router_weight: nl.NkiTensor,
+    gate_up: nl.NkiTensor,
+    down: nl.NkiTensor,
+    first_expert: nl.NkiTensor,
+    config: BlockConfig,
+    norm_weight: Any = None,
+    router_bias: Any = None,
+    selection_bias: Any = None,
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    gate_up_scale: Any = None,
+    down_scale: Any = None,
+    shared_gate_up: Any = None,
+    shared_down: Any = None,
+    shared_gate: Any = None,
+    residual: Any = None,
+) -> Any:
+    """Compute one MoE block for T tokens; see the module."""
+    core = nl.program_id(0)
+    moe, formula, shared = config.moe, config.formula, config.shared
+    h_axis = moe.h_axis
+    output = nl.ndarray((moe.T, moe.H), dtype=output_dtype(moe), buffer=nl.shared_hbm)
+    x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
+
+    tiles = load_tokens(hidden, h_axis)
+    norms = []
+    if formula.has_norm:
+        norms.append(load_norm(norm_weight, h_axis))
+    router = load_router(router_weight, router_bias, selection_bias, formula, moe.T)
+    first_sb = load_first_expert(moe, first_expert)
+    gates = []
+    if config.has_shared_gate:
+        gates.append(load_gate(shared_gate))
+    sums = make_sums(moe)
+    shared_tiles = []
+    if config.has_shared:
+        shared_tiles.append(load_shared(shared, sums, shared_gate_up, shared_down, core))
+
+    x_sb = prepare_tokens(config, tiles, norms)
+    logits = []
+    for first in range(0, moe.T, PARTITIONS):
+        rows = min(PARTITIONS, moe.T - first)
+        logits.append(make_logits(x_sb, first, rows, router, h_axis, formula))
+    index_tiles, picked = pick_experts(logits, router, moe.num_experts, formula)
+    affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
+
+    b = make_buffers(moe, sums)
+    gate_rows = []
+    for gate_sb in gates:
+        gate_rows.append(gate_tokens(x_sb, gate_sb, h_axis))
+    start_sums(moe, sums)
+    for part_tiles in shared_tiles:
+        run_shared(shared, part_tiles, x_sb, gate_rows, core)
+    run_experts(moe, b, x, x_sb, index_tiles, affinity_tiles, first_sb, core)
+    residuals = []
+    if config.has_residual:
+        residuals.append(residual)
+    finish(moe, sums, output, core, residuals)
+    if not config.returns_routing:
+        return output
+    affinities = store_routing(config, affinity_tiles, nl.float32, core)
+    index = store_routing(config, index_tiles, nl.int32, core)
+    return output, affinities, index
+
+
+def prepare_tokens(
+    config: BlockConfig, tiles: list[TokenTile], norms: list[NormTiles]
+) -> nl.NkiTensor:
+    """Return x^T [h, H/h, T] of all tokens, normalised if the formula says so."""
+    h_axis, T = config.moe.h_axis, config.moe.T
+    banks_ps = turn_banks(h_axis, T)
+    x_sb = tiles[0].turned_sb
+    is_whole = len(tiles) == 1 and not config.formula.has_norm
+    if not is_whole:
+        shape = (h_axis.rows, h_axis.count, T)
+        x_sb = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.sbuf)
+    for number in range(len(tiles)):
+        tile = tiles[number]
+        turn(tile, h_axis, banks_ps)
+        first = number * PARTITIONS
+        part = x_sb[:, :, first : first + tile.turned_sb.shape[2]]
+        if config.formula.has_norm:
+            normalize(part, tile, norms[0], h_axis, config.formula.norm_eps)
+        elif not is_whole:
+            nisa.tensor_copy(dst=part, src=tile.turned_sb)
+    return x_sb
+
+
+def store_routing(
+    config: BlockConfig, tiles: list[nl.NkiTensor], dtype: Any, core: int
+) -> nl.NkiTensor:
+    """Store what the router decided, [T, K]; one core does."""
+    moe = config.moe
+    stored = nl.ndarray((moe.T, moe.K), dtype=dtype, buffer=nl.shared_hbm)
+    if core == 0:
+        for number in range(len(tiles)):
+            first = number * PARTITIONS
+            stop = min(first + PARTITIONS, moe.T)
+            nisa.dma_copy(dst=stored[first:stop, 0 : moe.K], src=tiles[number])
+    return stored

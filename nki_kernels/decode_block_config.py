@@ -1,0 +1,162 @@
+"""What the decode block is compiled for, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nki.language import NKIObject
+
+from nki_kernels.decode_block_shared import make_shared_config
+from nki_kernels.decode_config import DecodeConfig
+from nki_kernels.decode_options import make_decode_config
+from nki_kernels.plans import tile_axis
+from nki_kernels.router_choice import RouterFormula, check_router_formula
+
+ROUTER_DTYPES = ("bfloat16", "float32")
+
+
+@dataclass
+class BlockConfig(NKIObject):
+    """Compile-time constants of `decode_block`; see `make_block_config`.
+
+    Attributes:
+        moe: the routed experts of this rank.
+        formula: the router over the experts of all ranks, and the norm.
+        shared: the shared experts; that of the routed ones if there are none.
+        has_shared: whether there are.
+        has_shared_gate: whether a sigmoid gate scales them, token by token.
+        has_residual: whether a residual is added at the end.
+        returns_routing: whether affinities and index are returned too.
+        router_dtype: element type of the router's weight.
+    """
+
+    moe: DecodeConfig
+    formula: RouterFormula
+    shared: DecodeConfig
+    has_shared: bool
+    has_shared_gate: bool
+    has_residual: bool
+    returns_routing: bool
+    router_dtype: str
+
+
+def make_block_config(
+    formula: RouterFormula,
+    *,
+    router_dtype: str = "bfloat16",
+    shared_width: int = 0,
+    shared_activation: str = "silu",
+    has_shared_gate: bool = False,
+    has_residual: bool = False,
+    returns_routing: bool = False,
+    **moe: Any,
+) -> BlockConfig:
+    """Return what `decode_block` is compiled for.
+
+    Args:
+        formula: the router, and whether a norm is in front.
+        router_dtype: bfloat16, or float32 (four passes of the tensor engine).
+        shared_width: intermediate size of this rank's share of the shared experts; 0 for none.
+        shared_activation: theirs.
+        has_shared_gate: whether a sigmoid gate scales them.
+        has_residual: whether a residual is added.
+        returns_routing: whether affinities and index are returned too.
+        **moe: the arguments of `make_decode_config`, without K, which is the formula's.
+
+    Raises:
+        ValueError: a value outside the limits of the kernel.
+    """
+    if router_dtype not in ROUTER_DTYPES:
+        raise ValueError(
+            f"router_dtype={router_dtype!r}: must be one of {', '.join(ROUTER_DTYPES)}."
+            " Convert the router's weight; float32 is exact for every type."
+        )
+    if shared_width < 0:
+        raise ValueError(f"shared_width={shared_width}: must not be negative. Use 0 for none.")
+    if has_shared_gate and not shared_width:
+        raise ValueError(
+            "has_shared_gate=True: there are no shared experts to scale. Give shared_width."
+        )
+    if formula.returns_logits:
+        raise ValueError(
+            "returns_logits=True: the decode block keeps logits on chip. Use router_topk for them."
+        )
+    check_router_formula(formula, moe["num_experts"])
+    routed = make_decode_config(K=formula.top_k, **moe)
+    shared = routed
+    if shared_width:
+        shared = make_shared_config(routed, shared_width, shared_activation)
+
+    return BlockConfig(
+        routed, formula, shared, shared_width > 0, has_shared_gate, has_residual,
+        returns_routing, router_dtype,
+    )  # fmt: skip
+
+
+def check_decode_block(config: BlockConfig, operands: dict[str, Any]) -> None:
+    """Raise ValueError unless the operands are those the block is compiled for.
+
+    Args:
+        config: of `make_block_config`.
+        operands: arrays by the names of `decode_block`'s parameters; None or absent for none.
+    """
+    for name, (shape, dtypes) in expected_operands(config).items():
+        array = operands.get(name)
+        if shape is None:
+            if array is not None:
+                raise ValueError(
+                    f"{name}: is given, but the configuration has none. Leave it out, or say so in"
+                    " make_block_config()."
+                )
+            continue
+        if array is None:
+            raise ValueError(
+                f"{name}: is missing, must be {list(shape)}. Pass it, or leave it out of"
+                " make_block_config()."
+            )
+        if tuple(array.shape) != shape:
+            raise ValueError(
+                f"{name}: shape {list(array.shape)} must be {list(shape)}. {_way_out(name)}"
+            )
+        if str(array.dtype) not in dtypes:
+            raise ValueError(
+                f"{name}: dtype {array.dtype} must be {' or '.join(dtypes)}. Convert it first."
+            )
+
+
+def _way_out(name: str) -> str:
+    if name.startswith("router_weight") or name == "shared_gate":
+        return "Use pack_router_weight()."
+    if name.startswith("shared"):
+        return "Use pack_shared_experts()."
+    return "Build the configuration from the same sizes."
+
+
+Expected = dict[str, tuple[tuple[int, ...] | None, tuple[str, ...]]]
+_FLOATS = ("bfloat16", "float32", "float16")
+
+
+def expected_operands(config: BlockConfig) -> Expected:
+    """Return shape (None: must be absent) and allowed types of every operand of the front.
+
+    The experts' own operands are those of `decode_moe`.
+    """
+    moe, formula, shared = config.moe, config.formula, config.shared
+    T, H, E = moe.T, moe.H, moe.num_experts
+    axis = tile_axis(H)
+    bf16, float32 = ("bfloat16",), ("float32",)
+    matrix = (axis.rows, axis.count)
+    has_shared = config.has_shared
+    return {
+        "hidden": ((T, H), bf16),
+        "first_expert": ((1, 1), ("int32",)),
+        "router_weight": ((*matrix, E), (config.router_dtype,)),
+        "norm_weight": ((1, H) if formula.has_norm else None, _FLOATS),
+        "router_bias": ((1, E) if formula.has_bias else None, float32),
+        "selection_bias": ((1, E) if formula.has_selection_bias else None, float32),
+        "shared_gate_up": ((shared.E, H, 2 * shared.I) if has_shared else None, bf16),
+        "shared_down": ((shared.E, shared.I, H) if has_shared else None, bf16),
+        "shared_gate": ((*matrix, 1) if config.has_shared_gate else None, bf16),
+        "residual": ((T, H) if config.has_residual else None, ("bfloat16", "float32")),
+    }

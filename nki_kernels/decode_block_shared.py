@@ -1,0 +1,171 @@
+"""Shared experts in the decode block: a dense MLP every token takes, added to the same y^T.
+
+The width is cut in parts, which are to the stages what experts are: each is one item with weights
+of its own, contiguous for every partition, and the cores take alternate parts. What a token takes
+of a part is its gate, or 1. Nothing here depends on the routing, so the weights load while it is
+made.
+
+Sources: the stages of decode_stages.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+import numpy as np
+from nki.language import NKIObject
+from numpy.typing import NDArray
+
+from nki_kernels.decode_buffers import (
+    DecodeBuffers,
+    DecodeOperands,
+    SumBuffers,
+    make_buffers,
+)
+from nki_kernels.decode_config import DecodeConfig
+from nki_kernels.decode_options import make_decode_config
+from nki_kernels.decode_stages import load_item, project_in, project_out
+from nki_kernels.plans import PARTITIONS
+
+SLOTS = 2  # parts on chip at once
+PART_BYTES = 24 * 1024  # of a part per partition, about: the experts' slots want the room
+
+
+@dataclass
+class SharedTiles(NKIObject):
+    """What the shared experts have on chip."""
+
+    buffers: DecodeBuffers
+    operands: DecodeOperands
+    part_sb: nl.NkiTensor  # [1, P] int32, the parts
+    ones_sb: nl.NkiTensor  # [128, 1] float32
+
+
+def num_parts(H: int, width: int, num_cores: int) -> int:
+    """Return in how many parts the shared experts are cut: as many for each core.
+
+    Args:
+        H: hidden size.
+        width: intermediate size of this rank's share of all shared experts.
+        num_cores: physical cores of the launch.
+    """
+    rows = -(-H // PARTITIONS)
+    parts = num_cores
+    while True:
+        part = -(-width // parts)
+        if (rows * 2 * part + -(-part // PARTITIONS) * H) * 2 <= PART_BYTES or part <= PARTITIONS:
+            return parts
+        parts += num_cores
+
+
+def pack_shared_experts(
+    gate_IH: NDArray[Any], up_IH: NDArray[Any], down_HI: NDArray[Any], num_cores: int = 2
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the shared experts' weights as the kernel reads them, to be made once at load time.
+
+    Args:
+        gate_IH, up_IH: [I, H] this rank's share, as in the checkpoint.
+        down_HI: [H, I].
+        num_cores: physical cores of the launch.
+
+    Returns:
+        gate_up [P, H, 2I/P] and down [P, I/P, H] of the type given. If P does not divide I, the
+        width is filled up with zeros, which add nothing.
+    """
+    width, hidden_size = gate_IH.shape
+    parts = num_parts(hidden_size, width, num_cores)
+    part = -(-width // parts)
+    matrices = []
+    for matrix_IH in (gate_IH, up_IH, down_HI.T):
+        padded = np.zeros((parts * part, hidden_size), matrix_IH.dtype)
+        padded[:width] = matrix_IH
+        matrices.append(padded.reshape(parts, part, hidden_size))
+    gate_PIH, up_PIH, down_PIH = matrices
+    gate_up = np.concatenate([gate_PIH, up_PIH], axis=1).transpose(0, 2, 1)
+    return np.ascontiguousarray(gate_up), down_PIH
+
+
+def make_shared_config(config: DecodeConfig, width: int, activation: str) -> DecodeConfig:
+    """Return the configuration of the shared experts beside that of the routed ones.
+
+    Args:
+        config: of the routed experts.
+        width: intermediate size of this rank's share of all shared experts.
+        activation: theirs.
+    """
+    parts = num_parts(config.H, width, config.num_cores)
+    shared = make_decode_config(
+        T=config.T,
+        H=config.H,
+        I=-(-width // parts),
+        E=parts,
+        K=1,
+        num_experts=parts,
+        num_cores=config.num_cores,
+        mode="all",
+        shard="experts",
+        activation=activation,
+        chunks=1,
+        slots=SLOTS,
+    )
+    return replace(shared, sums_in_psum=config.sums_in_psum)
+
+
+def shared_bytes(config: DecodeConfig) -> int:
+    """Return the bytes of SBUF per partition that the shared experts take."""
+    i_axis = config.i_axis
+    item = (config.h_axis.count * 2 * i_axis.size + i_axis.count * config.H) * 2
+    return SLOTS * item + (2 * i_axis.count * 2 + 4 * 4) * config.T + 4 * (config.E + PARTITIONS)
+
+
+def load_shared(
+    config: DecodeConfig, sums: SumBuffers, gate_up: nl.NkiTensor, down: nl.NkiTensor, core: int
+) -> SharedTiles:
+    """Ask for the first parts of this core."""
+    part_sb = nl.ndarray((1, config.E), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.iota(dst=part_sb, pattern=[[1, config.E]], offset=0, channel_multiplier=0)
+    ones_sb = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
+    operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
+    tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
+    for slot in range(min(config.slots, config.E // config.num_cores)):
+        _load_part(config, tiles, slot, core)
+    return tiles
+
+
+def _load_part(config: DecodeConfig, tiles: SharedTiles, turn: int, core: int) -> None:
+    """Ask for part `turn` of this core."""
+    part = turn * config.num_cores + core
+    part_sb = tiles.part_sb[0:1, part : part + 1]
+    load_item(config, tiles.buffers, tiles.operands, part_sb, turn % config.slots, 0)
+
+
+def run_shared(
+    config: DecodeConfig,
+    tiles: SharedTiles,
+    turned_sb: nl.NkiTensor,
+    gate_rows: list[nl.NkiTensor],
+    core: int,
+) -> None:
+    """Add what this core computes of the shared experts to y^T.
+
+    Args:
+        config: of the shared experts.
+        tiles: of `load_shared`.
+        turned_sb: x^T, [h, H/h, T] view.
+        gate_rows: the gate, [128, T] float32 and the same on all partitions; or none.
+        core: number of this core.
+    """
+    b = tiles.buffers
+    column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
+    nisa.tensor_copy(dst=b.column_ps[0], src=column_sb)
+    turns = config.E // config.num_cores
+    for turn in range(turns):
+        slot = turn % config.slots
+        project_in(config, b, turned_sb, slot, turn, 0)
+        project_out(config, b, slot, turn, 0, False)
+        if turn + config.slots < turns:
+            _load_part(config, tiles, turn + config.slots, core)

@@ -1,0 +1,271 @@
+"""decode_block against its formula and against the torch layer: routers, shared experts, ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
+from neuron_moe.models.layers import RMSNorm
+from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
+from nki_kernels.decode_block_config import check_decode_block, make_block_config
+from nki_kernels.decode_block_shared import num_parts, pack_shared_experts
+from nki_kernels.router_choice import RouterFormula
+from nki_sim import SimOptions
+from tests.nki_kernels.decode_block import BF16, Case, draw, expected, operands_of, run
+from tests.tolerances import rms_error
+
+CASES = {
+    **{f"{family}-T{T}": Case(family, T)
+       for family in ("gpt-oss", "qwen3", "deepseek", "llama4", "qwen2-moe", "mixtral")
+       for T in (1, 4, 16)},
+    "gpt-oss-T2": Case("gpt-oss", 2, N=23, E=23),
+    "qwen3-T64": Case("qwen3", 64, N=24, E=6, first=12),
+    "deepseek-T128": Case("deepseek", 128, N=32, E=8, first=8),
+    "gpt-oss-T256": Case("gpt-oss", 256, N=8, E=8, H=128),
+    "prime-experts": Case("mixtral", 9, N=37, E=37, I=40),
+    "rank-with-few-experts": Case("gpt-oss", 5, N=40, E=7, first=21),
+    "rank-with-one-token": Case("qwen3", 1, N=40, E=5, first=10),
+    "uneven-hidden": Case("deepseek", 3, H=320, options={"has_residual": True}),
+    "uneven-hidden-T20": Case("gpt-oss", 20, H=320),
+    "float32-router": Case("deepseek", 6, N=32, E=32, router_dtype=np.float32),
+    "no-norm": Case("qwen2-moe", 12, has_norm=False, options={"has_residual": True}),
+    "no-norm-T1": Case("gpt-oss", 1, has_norm=False),
+    "no-norm-T130": Case("mixtral", 130, has_norm=False, H=128),
+    "bfloat16-out": Case("llama4", 8, options={"output_dtype": "bfloat16", "has_residual": True}),
+    "all-experts-T1": Case("mixtral", 1, options={"mode": "all"}),
+    "wide-shared": Case("qwen2-moe", 4, options={"shared_width": 700}),
+    "odd-shared": Case("qwen2-moe", 4, options={"shared_width": 45}),
+    "one-core": Case("qwen2-moe", 11, options={"num_cores": 1, "has_residual": True}),
+}  # fmt: skip
+ORDERS = {
+    "core-1-first": SimOptions(start_core=1),
+    "preempted": SimOptions(preempt=0.3, seed=2),
+    "zero-filled": SimOptions(fill=0),
+}
+
+
+def assert_close(output: Any, wanted: Any, rounded: bool = False) -> None:
+    """Two bfloat16 roundings of intermediates (inner, weights of few terms) and the last one."""
+    error = output.astype(np.float64) - wanted
+    rms = np.sqrt(np.square(wanted).mean())
+    assert np.sqrt(np.square(error).mean()) <= (2.0**-8 if rounded else 2.0**-8.5) * rms
+    assert np.abs(error).max() <= 2.0**-6 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_block_equals_the_formula(name: str) -> None:
+    case = CASES[name]
+    config = case.config(returns_routing=True)
+    arrays = draw(case)
+    result = run(config, operands_of(case, arrays, config.moe.num_cores))
+    output, affinities, index = result.outputs
+    wanted = expected(case, arrays)
+    np.testing.assert_array_equal(index, wanted.index_TK)
+    np.testing.assert_allclose(affinities, wanted.affinities_TK, rtol=1e-4, atol=1e-6)
+    assert_close(output, wanted.output_TH, config.moe.output_dtype == "bfloat16")
+    assert not result.findings
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["deepseek-T4", "rank-with-few-experts", "no-norm"])
+def test_neither_unset_memory_nor_the_order_of_the_cores_matters(name: str, order: str) -> None:
+    case = CASES[name]
+    operands = operands_of(case, draw(case))
+    usual = run(case.config(), operands).outputs
+    np.testing.assert_array_equal(run(case.config(), operands, ORDERS[order]).outputs, usual)
+
+
+@pytest.mark.parametrize("T", [1, 4, 40])
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek"])
+def test_a_rank_that_no_token_chose_adds_only_what_all_tokens_take(family: str, T: int) -> None:
+    case = Case(family, T, N=32, E=4, first=8, options={"has_residual": True})
+    arrays = draw(case)
+    bias = "router_bias" if family == "gpt-oss" else "selection_bias"
+    arrays[bias][0, 8:12] = -100
+    output = run(case.config(), operands_of(case, arrays)).outputs
+    wanted = expected(case, arrays)
+    assert not np.isin(wanted.index_TK, range(8, 12)).any()
+    assert_close(output, wanted.output_TH)
+
+
+def test_ranks_of_expert_parallelism_add_up() -> None:
+    whole = Case("qwen3", 6, N=32, E=32)
+    arrays = draw(whole)
+    total = np.zeros((6, whole.H))
+    for first in range(0, 32, 8):
+        part = Case("qwen3", 6, N=32, E=8, first=first)
+        mine = {**arrays, **{name: arrays[name][first : first + 8] for name in ("gate_up", "down")}}
+        total += run(part.config(), operands_of(part, mine)).outputs
+    assert_close(total, expected(whole, arrays).output_TH)
+
+
+def test_the_residual_may_be_the_input() -> None:
+    case = Case("mixtral", 3, options={"has_residual": True})
+    arrays = draw(case)
+    arrays["residual"] = arrays["hidden"]
+    assert_close(
+        run(case.config(), operands_of(case, arrays)).outputs, expected(case, arrays).output_TH
+    )
+
+
+# The layer of neuron_moe.
+
+GPT_OSS: dict[str, Any] = {
+    "hidden_act": "sigmoid", "glu_type": "swiglu", "hidden_act_scaling_factor": 1.702,
+    "hidden_act_bias": 1.0, "gate_clamp_upper_limit": 7.0, "up_clamp_upper_limit": 7.0,
+    "up_clamp_lower_limit": -7.0, "bias": True,
+}  # fmt: skip
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss": ("gpt-oss", GPT_OSS),
+    "qwen3": ("qwen3", {"hidden_act": "silu"}),
+    "deepseek": ("deepseek", {"hidden_act": "silu"}),
+    "llama4": ("llama4", {"hidden_act": "silu", "early_expert_affinity_modulation": True}),
+    "qwen2-moe": ("qwen2-moe", {"hidden_act": "silu"}),
+}
+
+
+def router_of(case: Case) -> RouterBase:
+    """Return the torch router of a case's family."""
+    N, H, formula = case.N, case.H, case.formula
+    if formula.n_group > 1:
+        return GroupLimitedRouter(
+            N, formula.top_k, H, formula.n_group, formula.topk_group, renormalize=True,
+            routed_scaling_factor=formula.routed_scaling_factor, dtype=torch.bfloat16,
+        )  # fmt: skip
+    return RouterTopK(
+        N, formula.top_k, H, act_fn=formula.act_fn, bias=formula.has_bias,
+        apply_act_fn_over_topk=formula.act_over_topk, renormalize=formula.renormalize,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def layer_of(case: Case, mlp: dict[str, Any]) -> MoE:
+    """Return the torch layer, its weights drawn."""
+    torch.manual_seed(3)
+    width = case.settings.get("shared_width", 0)
+    shared = None
+    if width:
+        is_gated = case.settings.get("has_shared_gate", False)
+        shared = SharedExperts(case.H, width, 1, "silu", torch.bfloat16, is_gated=is_gated)
+    routed = RoutedExpertsMLPOpsConfig(
+        num_experts=case.N, top_k=case.formula.top_k, hidden_size=case.H,
+        intermediate_size=case.I, glu_mlp=True, **mlp,
+    )  # fmt: skip
+    experts = ExpertMLPsV2(routed, dtype=torch.bfloat16)
+    layer = MoE(router_of(case), experts, shared, RMSNorm(case.H, 1e-5, torch.bfloat16)).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+        assert layer.rmsnorm is not None
+        layer.rmsnorm.weight.add_(1.0)
+    return layer
+
+
+def numpy_of(tensor: torch.Tensor) -> Any:
+    wide = tensor.detach().float().numpy()
+    return wide.astype(BF16) if tensor.dtype == torch.bfloat16 else wide
+
+
+def arrays_of(layer: MoE, hidden_TH: torch.Tensor) -> dict[str, Any]:
+    """Return the layer's weights by the names that `draw` uses."""
+    state = {name: numpy_of(value) for name, value in layer.state_dict().items()}
+    experts = "expert_mlps.mlp_op."
+    arrays = {
+        "hidden": numpy_of(hidden_TH),
+        "norm_weight": state["rmsnorm.weight"][None],
+        "router_weight": state["router.linear_router.weight"],
+        "gate_up": state[f"{experts}gate_up_proj.weight"],
+        "down": state[f"{experts}down_proj.weight"],
+    }
+    optional = {
+        "router_bias": ("router.linear_router.bias", np.float32),
+        "selection_bias": ("router.e_score_correction_bias", np.float32),
+        "gate_up_bias": (f"{experts}gate_up_proj.bias", np.float32),
+        "down_bias": (f"{experts}down_proj.bias", BF16),
+        "gate": ("shared_experts.gate_proj.weight", BF16),
+        "up": ("shared_experts.up_proj.weight", BF16),
+        "shared_down": ("shared_experts.down_proj.weight", BF16),
+        "shared_gate": ("shared_experts.shared_expert_gate.weight", BF16),
+    }
+    for name, (key, dtype) in optional.items():
+        if key in state:
+            array = state[key].astype(dtype)
+            arrays[name] = array[None] if array.ndim == 1 else array
+    return arrays
+
+
+@pytest.mark.parametrize("T", [1, 7])
+@pytest.mark.parametrize("name", LAYERS)
+def test_block_is_as_right_as_the_torch_layer(name: str, T: int) -> None:
+    family, mlp = LAYERS[name]
+    case = Case(family, T, N=16, E=16, H=128)
+    layer = layer_of(case, mlp)
+    hidden_TH = torch.randn(T, case.H).bfloat16()
+    with torch.no_grad():
+        bf16 = layer(hidden_TH[:, None])[0][:, 0]
+        exact = layer.float()(hidden_TH[:, None].float())[0][:, 0]
+        layer.bfloat16()
+    output = run(case.config(), operands_of(case, arrays_of(layer, hidden_TH))).outputs
+    assert rms_error(torch.from_numpy(output), exact) <= 1.05 * rms_error(bf16, exact)
+
+
+# What it refuses.
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    formula = RouterFormula(top_k=2, has_bias=True)
+    return {"formula": formula, "T": 4, "H": 128, "I": 32, "E": 8, "num_experts": 8, **changes}
+
+
+REFUSED = {
+    "router-dtype": ({"router_dtype": "float16"}, "router_dtype='float16': must be one of"),
+    "negative-width": ({"shared_width": -1}, "shared_width=-1"),
+    "gate-of-nothing": ({"has_shared_gate": True}, "has_shared_gate=True: there are no shared"),
+    "logits": (
+        {"formula": RouterFormula(top_k=2, returns_logits=True)}, "returns_logits=True",
+    ),
+    "top-k": ({"formula": RouterFormula(top_k=9)}, "top_k=9"),
+    "tokens": ({"T": 257}, "T=257: must be 1 to 256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_limits_are_refused_by_name(name: str) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        make_block_config(**settings(**changes))
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "missing": ("router_bias", None, r"router_bias: is missing, must be \[1, 16\]"),
+    "unexpected": ("selection_bias", np.zeros((1, 16), np.float32), "selection_bias: is given"),
+    "not-packed": ("router_weight", np.zeros((16, 192), BF16), r"Use pack_router_weight\(\)"),
+    "shape": ("hidden", np.zeros((5, 192), BF16), r"hidden: shape \[5, 192\] must be \[4, 192\]"),
+    "dtype": ("hidden", np.zeros((4, 192), np.float32), "hidden: dtype float32 must be bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_operands_are_refused_by_name(name: str) -> None:
+    operand, value, message = WRONG[name]
+    case = Case("gpt-oss", 4)
+    operands = {**operands_of(case, draw(case)), operand: value}
+    with pytest.raises(ValueError, match=message):
+        check_decode_block(case.config(), operands)
+
+
+@pytest.mark.parametrize(("H", "width"), [(2880, 360), (7168, 2048), (5120, 8192), (128, 45)])
+def test_packing_shared_experts_keeps_every_weight(H: int, width: int) -> None:
+    parts = num_parts(H, width, 2)
+    assert parts % 2 == 0
+    rng = np.random.default_rng(0)
+    gate, up = rng.normal(size=(2, 6, 10))
+    gate_up, down = pack_shared_experts(gate, up, gate.T)
+    part = gate_up.shape[2] // 2
+    np.testing.assert_array_equal(np.concatenate(gate_up[:, :, :part].transpose(0, 2, 1)), gate)
+    np.testing.assert_array_equal(np.concatenate(gate_up[:, :, part:].transpose(0, 2, 1)), up)
+    np.testing.assert_array_equal(np.concatenate(down), gate)
