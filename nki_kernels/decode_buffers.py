@@ -17,6 +17,10 @@ from nki_kernels.decode_config import (
     BANKS,
     DecodeConfig,
     accumulator_banks,
+    extra_floats,
+    item_bytes,
+    packed_rows,
+    packed_run,
     weight_dtype,
 )
 from nki_kernels.plans import PARTITIONS
@@ -121,13 +125,25 @@ def _parts(banks_ps: list[nl.NkiTensor], size: int, count: int) -> list[nl.NkiTe
     return made
 
 
+def _extras(
+    config: DecodeConfig, gate_up: list[nl.NkiTensor], position: int, count: int
+) -> list[nl.NkiTensor]:
+    """Return the float32 numbers `position`.. of packed runs, [h, count, 1] each."""
+    views = []
+    if count > 0:
+        words = 4 // item_bytes(config)
+        begin = packed_run(config) - (extra_floats(config) - position) * words
+        for run_sb in gate_up:
+            extra_sb = run_sb[0 : run_sb.shape[0], begin : begin + count * words]
+            views.append(extra_sb.view(nl.float32).expand_dim(2))
+    return views
+
+
 def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     """Allocate what computing experts takes, with PSUM out of `sums`."""
     T, H, slots = config.T, config.H, config.slots
     h_axis, i_axis = config.h_axis, config.i_axis
     i_tile = (i_axis.rows, 2, i_axis.count)
-    scales = slots if config.has_scales else 0
-    by_channel = config.down_scale == "channel"
     work_ps = sums.work_ps
     # Columns [128, T] in the last bank; projections [128, 2 T] in it too if there is no other.
     last_ps = work_ps[len(work_ps) - 1 : len(work_ps)]
@@ -143,20 +159,33 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         column_ps.append(last_ps[0][0:PARTITIONS, end - T : end])
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
+    if config.weight_layout == "packed":
+        gate_up = sbuf_tiles(slots, (packed_rows(config), packed_run(config)), weight_dtype(config))
+        columns = h_axis.count * h_axis.rows
+        gate_up_bias = _extras(config, gate_up, 0, 2 * int(config.has_gate_up_bias))
+        position = 2 * int(config.has_gate_up_bias)
+        gate_up_scale = _extras(config, gate_up, position, 2 * int(config.has_scales))
+        position = position + 2 * int(config.has_scales)
+        down_scale = _extras(config, gate_up, position, extra_floats(config) - position)
+    else:
+        run = h_axis.count * 2 * i_axis.size
+        gate_up = sbuf_tiles(slots, (h_axis.rows, run), weight_dtype(config))
+        columns = H
+        gate_up_bias = sbuf_tiles(slots if config.has_gate_up_bias else 0, i_tile, nl.float32)
+        gate_up_scale = sbuf_tiles(slots if config.has_scales else 0, i_tile, nl.float32)
+        down_scale = sbuf_tiles(
+            slots if config.down_scale != "none" else 0,
+            (PARTITIONS, h_axis.count if config.down_scale == "channel" else 1),
+            nl.float32,
+        )
     return DecodeBuffers(
         sums=sums,
-        gate_up=sbuf_tiles(
-            slots, (h_axis.rows, h_axis.count * 2 * i_axis.size), weight_dtype(config)
-        ),
-        down=sbuf_tiles(slots, (i_axis.rows, i_axis.count * H), weight_dtype(config)),
-        gate_up_bias=sbuf_tiles(slots if config.has_gate_up_bias else 0, i_tile, nl.float32),
-        gate_up_scale=sbuf_tiles(scales, i_tile, nl.float32),
+        gate_up=gate_up,
+        down=sbuf_tiles(slots, (i_axis.rows, i_axis.count * columns), weight_dtype(config)),
+        gate_up_bias=gate_up_bias,
+        gate_up_scale=gate_up_scale,
         down_bias=sbuf_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
-        down_scale=sbuf_tiles(
-            slots if config.down_scale != "none" else 0,
-            (PARTITIONS, h_axis.count if by_channel else 1),
-            nl.float32,
-        ),
+        down_scale=down_scale,
         inner=sbuf_tiles(2, (i_axis.rows, i_axis.count, T), nl.bfloat16),
         gate=sbuf_tiles(2, (i_axis.rows, T), nl.float32),
         up=sbuf_tiles(2, (i_axis.rows, T), nl.float32),

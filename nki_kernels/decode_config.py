@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.blockwise_config import ACTIVATIONS, ITEM_BYTES, WEIGHT_FORMATS, Limits, limits
-from nki_kernels.plans import AxisTiles, tile_axis
+from nki_kernels.blockwise_config import ITEM_BYTES, WEIGHT_FORMATS, Limits
+from nki_kernels.plans import PARTITIONS, AxisTiles, tile_axis
 
 MODES = ("selective", "all")
 SHARDS = ("experts", "intermediate")
 LAYOUTS = ("ehi", "packed")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "swiglu_oai")
 SCALINGS = ("post", "pre", "none")
 DOWN_SCALES = ("none", "expert", "channel")
 OUTPUT_DTYPES = ("float32", "bfloat16")
@@ -123,18 +124,46 @@ def accumulator_banks(config: DecodeConfig) -> int:
     return -(-config.h_axis.count // tiles_per_bank(config))
 
 
-def scaled_limits(has_upper: float | None, lower: float | None) -> Limits:
-    """Return clamps, None meaning none."""
-    return limits(lower, has_upper)
-
-
 def with_plan(config: DecodeConfig, *, shard: str, chunks: int, slots: int) -> DecodeConfig:
     """Return the configuration with another split; the intermediate axis is cut to match."""
     trial = replace(config, shard=shard, chunks=chunks, slots=slots)
     unroll = 2
     while unroll * core_chunks(trial) < slots:
         unroll *= 2
-    return replace(trial, unroll=unroll, i_axis=tile_axis(config.I // chunks))
+    return replace(trial, unroll=unroll, i_axis=tile_axis(-(-config.I // chunks)))
+
+
+def packed_chunks(config: DecodeConfig) -> int:
+    """Return the chunks of an expert in the packed layout, whatever the number of tokens."""
+    return -(-config.I // PARTITIONS)
+
+
+def extra_floats(config: DecodeConfig) -> int:
+    """Return the float32 numbers that follow the weights of a packed gate and up run."""
+    per_row = 2 * int(config.has_gate_up_bias) + 2 * int(config.has_scales)
+    by_channel = config.h_axis.count if config.down_scale == "channel" else 0
+    return per_row + by_channel + int(config.down_scale == "expert")
+
+
+def packed_rows(config: DecodeConfig) -> int:
+    """Return the partitions of a packed gate and up item."""
+    if extra_floats(config) == 0:
+        return config.h_axis.rows
+    if config.down_scale == "expert":
+        return PARTITIONS
+    return max(config.h_axis.rows, config.i_axis.rows)
+
+
+def packed_weights(config: DecodeConfig) -> int:
+    """Return the weights of a packed gate and up run."""
+    return config.h_axis.count * 2 * config.i_axis.size
+
+
+def packed_run(config: DecodeConfig) -> int:
+    """Return the elements of a packed gate and up run; float32 numbers lie on whole words."""
+    size = item_bytes(config)
+    weights = -(-packed_weights(config) * size // 4) * 4
+    return (weights + 4 * extra_floats(config)) // size
 
 
 def check_sizes(

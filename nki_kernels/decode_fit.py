@@ -14,14 +14,29 @@ from nki_kernels.decode_config import (
     MAX_ACCUMULATOR_BANKS,
     DecodeConfig,
     accumulator_banks,
+    core_chunks,
     item_bytes,
     list_width,
+    packed_chunks,
     with_plan,
 )
 
 SBUF_BYTES = 207 * 1024  # usable per partition on Trn2: 212,984 bytes (KLR Trace.lean), rounded
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
 MAX_CHUNKS = 512
+
+# Trainium 2, one core; sources of each in nki_sim.hardware.
+PE_CYCLES_PER_NS = 2.4
+PE_FLOOR_COLUMNS = 64
+VECTOR_CYCLES_PER_NS = 0.96
+VECTOR_OVERHEAD = 144
+HBM_BYTES_PER_NS = 358.0
+DMA_ENGINES = 16
+DMA_BYTES_PER_NS = 27.2
+DMA_RUN_NS = 32.0
+DGE_NS = 600.0
+ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
+START_ALL_NS, START_SELECTIVE_NS = 1500.0, 6000.0  # to the first transfer of weights (simulated)
 
 
 def expected_experts(config: DecodeConfig) -> float:
@@ -54,7 +69,7 @@ def fits_psum(config: DecodeConfig) -> bool:
 
 
 def choose_decode(config: DecodeConfig, chunks: int = 0, slots: int = 0) -> DecodeConfig:
-    """Return the configuration with every choice made that it leaves open.
+    """Return the configuration with the least estimated time among those that fit.
 
     Args:
         config: sizes; mode and shard may be "auto".
@@ -64,30 +79,81 @@ def choose_decode(config: DecodeConfig, chunks: int = 0, slots: int = 0) -> Deco
         ValueError: nothing fits.
     """
     config = replace(config, sums_in_psum=fits_psum(config))
-    if config.mode == "auto":
-        config = replace(config, mode="selective" if expected_experts(config) < 0.9 * config.E
-                         else "all")  # fmt: skip
-    if config.shard == "auto":
-        few = list_width(config) < 8
-        config = replace(config, shard="intermediate" if few and config.I % 2 == 0 and
-                         config.num_cores == 2 and config.I >= 128 else "experts")  # fmt: skip
+    best, best_ns = None, float("inf")
+    for mode in ("all", "selective") if config.mode == "auto" else (config.mode,):
+        for shard in ("experts", "intermediate") if config.shard == "auto" else (config.shard,):
+            trial = _first_that_fits(replace(config, mode=mode, shard=shard), chunks, slots)
+            if trial is not None and decode_ns(trial) < best_ns:
+                best, best_ns = trial, decode_ns(trial)
+    if best is None:
+        raise ValueError(
+            f"T={config.T}, H={config.H}, I={config.I}, shard={config.shard!r}, chunks={chunks}: "
+            "no part of an expert fits SBUF, or the parts do not divide by the cores. Leave shard "
+            "and chunks open, or use fewer tokens."
+        )
+    return replace(best, reason=_reason(best))
+
+
+def _first_that_fits(config: DecodeConfig, chunks: int, slots: int) -> DecodeConfig | None:
+    """Return the plan with the fewest parts that fits, and then the most buffers."""
     for count in _chunk_counts(config, chunks):
-        for size in (slots,) if slots else (2,):
+        for size in (slots,) if slots else (8, 4, 2):
             trial = with_plan(config, shard=config.shard, chunks=count, slots=size)
             if sbuf_bytes(trial) <= SBUF_BYTES:
-                return replace(trial, reason=f"{config.mode}")
-    raise ValueError(
-        f"T={config.T}, H={config.H}, I={config.I}: no part of an expert fits SBUF. Use fewer "
-        "tokens or more ranks of tensor parallelism."
+                return trial
+    return None
+
+
+def _reason(config: DecodeConfig) -> str:
+    """Return why mode and shard are what they are."""
+    touched = expected_experts(config)
+    return (
+        f"{config.mode}: uniform routing of {config.T} tokens touches {touched:.1f} of "
+        f"{config.E} local experts; the cores split the {config.shard}"
     )
 
 
 def _chunk_counts(config: DecodeConfig, chunks: int) -> Iterator[int]:
     """Yield the numbers of equal parts to cut an expert into, few first."""
     share = config.num_cores if config.shard == "intermediate" else 1
-    if chunks:
-        yield chunks
-        return
+    if config.weight_layout == "packed":
+        chunks = packed_chunks(config)
     for count in range(share, min(MAX_CHUNKS, config.I) + 1, share):
-        if config.I % count == 0:
+        divides = config.I % count == 0 or config.weight_layout == "packed"
+        if divides and chunks in (0, count):
             yield count
+
+
+def decode_ns(config: DecodeConfig) -> float:
+    """Return an estimate of the time of a launch with uniform routing, in ns."""
+    touched = float(config.E) if config.mode == "all" else max(1.0, expected_experts(config))
+    entries = touched
+    if config.shard == "experts":
+        entries = (touched + (config.num_cores - 1) / 2) / config.num_cores
+        entries = max(1.0, entries)
+    items = entries * core_chunks(config)
+    start = START_ALL_NS if config.mode == "all" else START_SELECTIVE_NS
+    return start + items * max(_load_ns(config), _compute_ns(config)) + _compute_ns(config)
+
+
+def _load_ns(config: DecodeConfig) -> float:
+    """Return the time to load an item, both cores loading."""
+    i_axis, item, H = config.i_axis, item_bytes(config), config.H
+    runs = config.h_axis.rows + i_axis.rows
+    if config.weight_layout == "ehi" and config.chunks > 1:
+        runs = 2 * H + i_axis.rows
+    size = 3 * H * i_axis.size * item
+    engines = runs / DMA_ENGINES * DMA_RUN_NS + size / DMA_ENGINES / DMA_BYTES_PER_NS
+    return max(engines, size / HBM_BYTES_PER_NS, 2 * DGE_NS)
+
+
+def _compute_ns(config: DecodeConfig) -> float:
+    """Return the time to compute an item."""
+    T, columns = config.T, max(config.T, PE_FLOOR_COLUMNS)
+    tiles = config.i_axis.count
+    matmuls = 3 * config.h_axis.count * tiles * columns / PE_CYCLES_PER_NS
+    vector = tiles * 4 * (T + VECTOR_OVERHEAD) / VECTOR_CYCLES_PER_NS
+    if not config.sums_in_psum:
+        banks = accumulator_banks(config)
+        vector += (config.h_axis.count * T + banks * VECTOR_OVERHEAD) / VECTOR_CYCLES_PER_NS
+    return max(matmuls + ACTIVATE_NS, vector)

@@ -50,27 +50,44 @@ def load_item(
         chunk: part of the intermediate axis.
     """
     H, I, i_axis = config.H, config.I, config.i_axis  # noqa: E741
+    if config.has_down_bias and chunk == 0:
+        load_row(b.down_bias[slot], x.down_bias, expert, H, 0, H)
+    if config.weight_layout == "packed":
+        _load_run(b.gate_up[slot], x.gate_up, expert, chunk)
+        _load_run(b.down[slot], x.down, expert, chunk)
+        return
     first = chunk * i_axis.size
     if config.has_gate_up_bias:
         _load_per_row(config, b.gate_up_bias[slot], x.gate_up_bias, expert, first)
     if config.has_scales:
         _load_per_row(config, b.gate_up_scale[slot], x.gate_up_scale, expert, first)
-    load_matrix(
-        b.gate_up[slot], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
-    )
-    if config.has_down_bias and chunk == 0:
-        load_row(b.down_bias[slot], x.down_bias, expert, H, 0, H)
     if config.down_scale == "channel":
         load_matrix(b.down_scale[slot], x.down_scale, config.h_axis, expert, 0, 1, [1, 1], 1)
     elif config.down_scale == "expert":
-        nisa.dma_copy(
-            dst=b.down_scale[slot],
-            src=x.down_scale.ap([[0, PARTITIONS], [1, 1]], scalar_offset=expert, indirect_dim=0),
-            oob_mode=nisa.oob_mode.skip,
-            dge_mode=nisa.dge_mode.hwdge,
-            engine=nisa.engine.sync,
-        )
+        source = x.down_scale.ap([[0, PARTITIONS], [1, 1]], scalar_offset=expert, indirect_dim=0)
+        _load(b.down_scale[slot], source)
+    load_matrix(
+        b.gate_up[slot], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
+    )
     load_matrix(b.down[slot], x.down, i_axis, expert, first * H, H, [1, 1], H)
+
+
+def _load_run(dst_sb: nl.NkiTensor, src: nl.NkiTensor, expert: nl.NkiTensor, chunk: int) -> None:
+    """Load a packed item, a run per partition."""
+    rows, run = dst_sb.shape
+    pattern = [[run, rows], [1, run]]
+    offset = chunk * rows * run
+    _load(dst_sb, src.ap(pattern, offset=offset, scalar_offset=expert, indirect_dim=0))
+
+
+def _load(dst_sb: nl.NkiTensor, source: nl.NkiTensor) -> None:
+    nisa.dma_copy(
+        dst=dst_sb,
+        src=source,
+        oob_mode=nisa.oob_mode.skip,
+        dge_mode=nisa.dge_mode.hwdge,
+        engine=nisa.engine.sync,
+    )
 
 
 def _load_per_row(
@@ -149,7 +166,10 @@ def project_in(
         ring: buffers of the expert's column.
     """
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
-    weights_sb = b.gate_up[slot].reshape((h_axis.rows, h_axis.count, 2, i_axis.size))
+    run = h_axis.count * 2 * i_axis.size
+    weights_sb = b.gate_up[slot][0 : h_axis.rows, 0:run].reshape_dim(
+        1, (h_axis.count, 2, i_axis.size)
+    )
     for tile in range(i_axis.count):
         rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
         bank_ps = b.inner_ps[(item * i_axis.count + tile) % len(b.inner_ps)]
@@ -204,7 +224,7 @@ def activate(
             dst=inner_sb,
             data=up_sb,
             op0=nl.multiply,
-            operand0=b.down_scale[slot][0:rows, 0:1],
+            operand0=down_scale_of(config, b, slot, rows, 0),
             op1=nl.multiply,
             operand1=column_ps,
         )
@@ -248,6 +268,10 @@ def activation_function(config: DecodeConfig) -> Any:
         return nl.gelu_apprx_tanh
     if config.activation == "relu":
         return nl.relu
+    if config.activation == "sigmoid":
+        return nl.sigmoid
+    if config.activation == "tanh":
+        return nl.tanh
     return nl.gelu_apprx_sigmoid
 
 
@@ -257,7 +281,7 @@ def project_out(
     """Add an item's part of y^T, with the expert's down bias if asked."""
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
     per_bank = tiles_per_bank(config)
-    weights_sb = b.down[slot].reshape((i_axis.rows, i_axis.count, config.H))
+    weights_sb = b.down[slot].reshape_dim(1, (i_axis.count, b.down[slot].shape[1] // i_axis.count))
     for first in range(0, h_axis.count, per_bank):
         stop = min(h_axis.count, first + per_bank)
         number = first // per_bank
@@ -267,23 +291,47 @@ def project_out(
             bank_ps = b.out_ps[number % len(b.out_ps)]
         for c in range(first, stop):
             rows, begin = rows_of(h_axis, c), (c - first) * T
+            columns = elements_of(h_axis, c)
+            if config.weight_layout == "packed":
+                columns = slice(c * h_axis.rows, c * h_axis.rows + rows)
             for t in range(i_axis.count):
                 depth = rows_of(i_axis, t)
                 nisa.nc_matmul(
                     dst=bank_ps[0:rows, begin : begin + T],
-                    stationary=weights_sb[0:depth, t, elements_of(h_axis, c)],
+                    stationary=weights_sb[0:depth, t, columns],
                     moving=b.inner[item % 2][0:depth, t, 0:T],
                     accumulate=t > 0 or config.sums_in_psum,
                 )
-            if adds_bias:
-                nisa.nc_matmul(
-                    dst=bank_ps[0:rows, begin : begin + T],
-                    stationary=b.down_bias[slot][0:1, elements_of(h_axis, c)],
-                    moving=b.column_row[ring],
-                    accumulate=True,
-                )
+            if adds_bias and config.down_scale != "channel":
+                multiply_bias(config, b, bank_ps, slot, ring, c, begin, True)
         if not config.sums_in_psum:
             add_bank(config, b, bank_ps, slot, first, stop)
+    if adds_bias and config.down_scale == "channel":
+        for first in range(0, h_axis.count, per_bank):
+            stop = min(h_axis.count, first + per_bank)
+            bank_ps = b.out_ps[first // per_bank % len(b.out_ps)]
+            for c in range(first, stop):
+                multiply_bias(config, b, bank_ps, slot, ring, c, (c - first) * T, False)
+            _add_bank(config, b, bank_ps, first, stop)
+
+
+def multiply_bias(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    slot: int,
+    ring: int,
+    tile: int,
+    begin: int,
+    accumulate: bool,
+) -> None:
+    """Add, or write, the down bias of a tile of H times the tokens' weights."""
+    nisa.nc_matmul(
+        dst=bank_ps[0 : rows_of(config.h_axis, tile), begin : begin + config.T],
+        stationary=b.down_bias[slot][0:1, elements_of(config.h_axis, tile)],
+        moving=b.column_row[ring],
+        accumulate=accumulate,
+    )
 
 
 def add_bank(
@@ -299,14 +347,30 @@ def add_bank(
                 dst=total_sb,
                 data=bank_ps[0:rows, begin : begin + T],
                 op0=nl.multiply,
-                operand0=b.down_scale[slot][0:rows, c : c + 1],
+                operand0=down_scale_of(config, b, slot, rows, c),
                 op1=nl.add,
                 operand1=total_sb,
             )
         return
-    full = stop if rows_of(h_axis, stop - 1) == h_axis.rows else stop - 1
+    _add_bank(config, b, bank_ps, first, stop)
+
+
+def _add_bank(
+    config: DecodeConfig, b: DecodeBuffers, bank_ps: nl.NkiTensor, first: int, stop: int
+) -> None:
+    """Add tiles first.. of y^T, whose last may have fewer rows, to the sums in SBUF."""
+    full = stop if rows_of(config.h_axis, stop - 1) == config.h_axis.rows else stop - 1
     _add_tiles(config, b, bank_ps, first, first, full)
     _add_tiles(config, b, bank_ps, first, full, stop)
+
+
+def down_scale_of(
+    config: DecodeConfig, b: DecodeBuffers, slot: int, rows: int, tile: int
+) -> nl.NkiTensor:
+    """Return a [rows, 1] view of the scales of a tile of H, or of the expert."""
+    if config.weight_layout == "packed":
+        return b.down_scale[slot][0:rows, tile, 0:1]
+    return b.down_scale[slot][0:rows, tile : tile + 1]
 
 
 def _add_tiles(

@@ -14,6 +14,7 @@ from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.config import GLUType
+from nki_kernels.decode_layout import pack_down, pack_gate_up
 from nki_kernels.decode_moe import decode_moe
 from nki_kernels.decode_moe_ref import decode_moe_ref
 from nki_kernels.decode_options import make_decode_config
@@ -97,15 +98,20 @@ class Decode:
     def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
         """Run the kernel on the simulator; return the run."""
         config = self.config()
-        optional: dict[str, Any] = {}
-        if self.has_bias:
-            optional |= {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
-        if self.gate_up_scale is not None:
-            optional["gate_up_scale"] = self.gate_up_scale
-        if self.down_scale is not None:
-            optional["down_scale"] = self.down_scale
+        gate_up, down = self.gate_up_codes, self.down_codes
+        optional: dict[str, Any] = {
+            "gate_up_bias": self.gate_up_bias, "gate_up_scale": self.gate_up_scale,
+            "down_scale": self.down_scale,
+        }  # fmt: skip
+        if config.weight_layout == "packed":
+            gate_up, down = (
+                pack_gate_up(config, gate_up, *optional.values()),
+                pack_down(config, down),
+            )
+            optional = {}
+        optional["down_bias"] = self.down_bias
         return nki_sim.run(
-            decode_moe, self.hidden_TH, self.gate_up_codes, self.down_codes, self.index_TK,
+            decode_moe, self.hidden_TH, gate_up, down, self.index_TK,
             self.affinities_TK, np.array([[self.first]], np.int32), config,
             lnc=config.num_cores, options=sim_options, **optional,
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -116,7 +118,7 @@ REFUSED = {
     "mode": ({"mode": "some"}, r"mode='some': must be one of auto"),
     "shard": ({"shard": "tokens"}, r"shard='tokens': must be one of auto"),
     "weight_format": ({"weight_format": "int8"}, r"weight_format='int8': must be one of bfloat16"),
-    "activation": ({"activation": "tanh"}, r"activation='tanh': must be one of silu"),
+    "activation": ({"activation": "swish"}, r"activation='swish': must be one of silu"),
     "scaling": ({"scaling": "late"}, r"scaling='late': must be one of post"),
     "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
 }
@@ -128,3 +130,70 @@ def test_what_cannot_run_is_refused_by_name(name: str) -> None:
     change, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         make_decode_config(**{**sizes, **change})
+
+
+E4M3 = {"weight_format": "float8_e4m3", "has_scales": True}
+E5M2 = {"weight_format": "float8_e5m2", "has_scales": True}
+PLANS = {
+    "chunks": Decode(20, 128, 96, 5, 2, options={**SELECTIVE, "chunks": 3}),
+    "chunks-all-bias": Decode(
+        20, 192, 120, 5, 2, has_bias=True, options={**GPT_OSS, **ALL, "chunks": 2}
+    ),
+    "four-slots": Decode(40, 128, 64, 13, 2, options={**SELECTIVE, "slots": 4}),
+    "eight-slots-all": Decode(9, 128, 64, 23, 2, options={**ALL, "slots": 8}),
+    "intermediate": Decode(6, 128, 96, 7, 2, options={**SELECTIVE, "shard": "intermediate"}),
+    "intermediate-one-token": Decode(
+        1, 192, 120, 7, 3, has_bias=True,
+        options={**GPT_OSS, "shard": "intermediate", "chunks": 4, "slots": 4},
+    ),
+    "intermediate-all": Decode(
+        30, 128, 96, 7, 2, options={**ALL, "shard": "intermediate", "chunks": 6}
+    ),
+    "intermediate-one-rank-of-two": Decode(
+        5, 128, 96, 7, 2, ranks=2, options={**SELECTIVE, "shard": "intermediate"}
+    ),
+    "e4m3-channel": Decode(
+        20, 256, 96, 5, 2, options={**E4M3, "down_scale": "channel", **SELECTIVE}
+    ),
+    "e4m3-channel-bias-uneven": Decode(
+        20, 704, 140, 3, 2, has_bias=True, options={**E4M3, "down_scale": "channel", **ALL}
+    ),
+    "e5m2-expert": Decode(
+        20, 192, 60, 5, 2, has_bias=True,
+        options={**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
+    ),
+    "e5m2-expert-T200-pre": Decode(
+        200, 192, 60, 3, 2, has_bias=True,
+        options={**GPT_OSS, **E5M2, "down_scale": "expert", "scaling": "pre", **SELECTIVE},
+    ),
+}  # fmt: skip
+PACKED = {
+    "T1-K4-gpt-oss": Decode(1, 192, 360, 8, 4, has_bias=True, options=GPT_OSS),
+    "T1-K1-intermediate": Decode(1, 128, 512, 8, 1, options={"shard": "intermediate"}),
+    "T20-H2880-I90-gpt-oss": Decode(
+        20, 2880, 90, 3, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
+    ),
+    "T5-uneven-axes": Decode(5, 704, 300, 3, 2, has_bias=True, options=SELECTIVE),
+    "T20-e4m3-channel": Decode(
+        20, 256, 150, 5, 2, has_bias=True, options={**E4M3, "down_scale": "channel", **SELECTIVE}
+    ),
+    "T20-e5m2-expert": Decode(
+        20, 192, 45, 5, 2, has_bias=True,
+        options={**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
+    ),
+    "T130-e5m2-expert-all": Decode(
+        130, 256, 256, 5, 2, options={**E5M2, "down_scale": "expert", **ALL}
+    ),
+    "T40-intermediate": Decode(40, 128, 512, 5, 2, options={**SELECTIVE, "shard": "intermediate"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_splits_buffers_and_formats_do_not_change_the_result(name: str) -> None:
+    check(PLANS[name])
+
+
+@pytest.mark.parametrize("name", list(PACKED))
+def test_packed_weights_give_the_same_result(name: str) -> None:
+    problem = PACKED[name]
+    check(replace(problem, options={**problem.options, "weight_layout": "packed"}))
