@@ -43,7 +43,8 @@ def turn_tokens(
     shape = (h_axis.rows, h_axis.count, config.T)
     turned_sb = nl.ndarray(shape, dtype=row_tiles[0].dtype, buffer=nl.sbuf)
     banks = []
-    for bank_ps in sums.work_ps:
+    # The last bank is left to the routing, which goes on at the same time.
+    for bank_ps in sums.total_ps + sums.work_ps[0 : len(sums.work_ps) - 1]:
         banks.append(bank_ps.view(row_tiles[0].dtype))
     first = 0
     for rows_sb in row_tiles:

@@ -85,9 +85,10 @@ def decode_moe(
     sums = make_sums(config)
     b = make_buffers(config, sums)
     affinity_tiles = load_per_token(config, expert_affinities)
+    routing = route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
     turned_sb = load_tokens(config, sums, hidden)
     start_sums(config, sums)
-    run_experts(config, b, x, turned_sb, index_tiles, affinity_tiles, first_sb, core)
+    run_experts(config, b, x, turned_sb, routing)
     finish(config, sums, output, core, [])
     return output
 
@@ -118,15 +119,34 @@ def start_sums(config: DecodeConfig, sums: SumBuffers) -> None:
     clear_sums(config, sums, zeros_sb)
 
 
+def route_tokens(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    index_tiles: list[nl.NkiTensor],
+    affinity_tiles: list[nl.NkiTensor],
+    first_sb: nl.NkiTensor,
+    core: int,
+) -> Routing:
+    """Work out which experts are touched, and by how much each token; see `route`.
+
+    Args:
+        config: what the kernel is compiled for.
+        b: buffers.
+        index_tiles, affinity_tiles: per 128 tokens [tokens, K], int32 and float32.
+        first_sb: [min(T, 128), 1] int32, global number of local expert 0.
+        core: number of this core.
+    """
+    banks = b.sums.work_ps
+    bank_ps = banks[len(banks) - 1]
+    return route(config, index_tiles, affinity_tiles, first_sb, bank_ps, b.ones, core)
+
+
 def run_experts(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
-    index_tiles: list[nl.NkiTensor],
-    affinity_tiles: list[nl.NkiTensor],
-    first_sb: nl.NkiTensor,
-    core: int,
+    routing: Routing,
 ) -> None:
     """Add what this core computes of this rank's experts to y^T.
 
@@ -135,14 +155,10 @@ def run_experts(
         b: buffers; y^T is in `b.sums`.
         x: the experts in HBM.
         turned_sb: x^T, [h, H/h, T] view.
-        index_tiles, affinity_tiles: per 128 tokens [tokens, K], int32 and float32.
-        first_sb: [min(T, 128), 1] int32, global number of local expert 0.
-        core: number of this core.
+        routing: touched experts and weights of the tokens.
     """
-    bank_ps = b.sums.work_ps[0]
-    routing = route(config, index_tiles, affinity_tiles, first_sb, bank_ps, b.ones, core)
     stride = entry_stride(config)
-    first = core if splits_experts(config) else 0
+    first = routing.core if splits_experts(config) else 0
     if len(routing.ends) == 0:
         run_known(config, b, x, turned_sb, routing, first, stride)
         return
