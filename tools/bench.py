@@ -6,6 +6,10 @@ import sys
 TARGETS = {
     "cpu": ("bench_cpu", "one MoE layer on this CPU beside that of transformers (measured)"),
     "wire": ("bench_wire", "bytes on the wire of one MoE layer over ranks (measured)"),
+    "decode": (
+        "bench_decode",
+        "MoE decode kernels beside the vendor's and the HBM bound (simulated)",
+    ),
     "prefill": (
         "bench_prefill",
         "MoE prefill kernels beside the vendor's and the roofline (simulated)",

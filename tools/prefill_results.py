@@ -77,12 +77,14 @@ class Sources:
     library: str
 
     @classmethod
-    def now(cls, chip: Hardware, library: Path | None) -> Sources:
-        """Return those of this run."""
+    def now(
+        cls, chip: Hardware, library: Path | None, ours: Sequence[str] = OUR_SOURCES
+    ) -> Sources:
+        """Return those of this run; `ours` are patterns of our kernels' files."""
         return cls(
             coefficients=_digest(repr(sorted(asdict(chip).items()))),
             simulator=_tree(Path(nki_sim.__file__).parent),
-            kernels=_tree(Path(nki_kernels.__file__).parent, OUR_SOURCES),
+            kernels=_tree(Path(nki_kernels.__file__).parent, ours),
             library="" if library is None else _tree(library / "src" / "nkilib_src" / "nkilib"),
         )
 
