@@ -116,6 +116,16 @@ def test_variants_that_cannot_win_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert found["shard_on_block B=128 keep"].us == SLOW_US
 
 
+def test_the_dynamic_kernel_runs_where_its_flattered_form_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vendor = FakeVendor(monkeypatch, {"shard_on_i_hybrid B=512 known": -1})
+    found = vendor.attempts()
+    assert "and a loop besides" in found["shard_on_i_hybrid B=256"].why
+    assert "shard_on_i_hybrid B=256" not in vendor.asked
+    assert found["shard_on_i_hybrid B=512"].us == SLOW_US
+
+
 def test_a_run_below_its_bound_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     vendor = FakeVendor(monkeypatch, {"shard_on_block B=128": 0.1})
     with pytest.raises(RuntimeError, match="less than its bound"):
