@@ -1,18 +1,26 @@
-"""neuron-moe generate: continue one prompt or several with a checkpoint."""
+"""neuron-moe generate: continue one prompt or several with a checkpoint.
+
+With --ep or --tp the experts are split over that many ranks, processes of this machine.
+"""
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from neuron_moe.dispatch import Explanation
+from neuron_moe.errors import check_positive_int
 from neuron_moe.models.expert_load import LoadRecorder, moe_layers
 from neuron_moe.models.generation import Decoder, Generation, GenerationOptions, generate
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.text import TextCodec, TextStream
 from neuron_moe.tools.console import fitting_threads, print_json_line, progress_bar
+from neuron_moe.tools.ranks import run_on_ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -20,7 +28,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def main(argv: list[str] | None = None) -> int:
     """Load, generate, print; return the exit status."""
     args = _parser().parse_args(argv)
+    for name in ("tp", "ep"):
+        check_positive_int(f"--{name}", getattr(args, name))
     folder = checkpoint_folder(args.model)
+    run_on_ranks(args.tp, args.ep, lambda: _run(args, folder))
+    return 0
+
+
+def _run(args: argparse.Namespace, folder: Path) -> None:
+    """Do what one rank does."""
     codec = TextCodec(folder)
     options = GenerationOptions(
         max_new_tokens=args.max_new_tokens,
@@ -35,14 +51,28 @@ def main(argv: list[str] | None = None) -> int:
         model = load_model(
             folder, dtype=DTYPES[args.dtype], backend=args.backend, progress=progress
         )
+    if args.backend == "nki":
+        _warn_of_simulator()
     printer = _Printer(codec, args.prompt)
     explanations: list[Explanation] = []
-    with fitting_threads(folder):
+    steps = 1 if len(prompts) == 1 else args.max_new_tokens  # one answer shows itself as it comes
+    with fitting_threads(folder), _layer_bar(model, steps):
         if args.explain:
             explanations, result = generate_and_explain(model, prompts, options, printer.push)
         else:
             result = generate(cast(Decoder, model), prompts, options, printer.push)
     printer.finish(result)
+    _report(args, folder, codec, prompts, result, explanations)
+
+
+def _report(
+    args: argparse.Namespace,
+    folder: Path,
+    codec: TextCodec,
+    prompts: list[list[int]],
+    result: Generation,
+    explanations: list[Explanation],
+) -> None:
     summary = summarize(prompts, result)
     print(
         f"prefill  {summary['prefill_tokens']} tokens in {result.prefill_s:.3f} s  [measured]\n"
@@ -51,26 +81,58 @@ def main(argv: list[str] | None = None) -> int:
     )
     for explanation in explanations:
         print(f"\n{explanation}")
-    if args.json:
-        answers = [
-            {"prompt": text, "text": codec.decode(ids), "token_ids": ids, "finish_reason": reason}
-            for text, ids, reason in zip(
-                args.prompt, result.token_ids, result.finish_reasons, strict=True
-            )
-        ]
-        config = {
-            name: getattr(args, name)
-            for name in ("dtype", "backend", "max_new_tokens", "temperature", "top_p", "seed")
-        }
-        print_json_line(
-            "generate",
-            model=str(folder),
-            config=config,
-            answers=answers,
-            times={"kind": "measured", **summary},
-            explain=[explanation.to_dict() for explanation in explanations],
+    if not args.json:
+        return
+    answers = [
+        {"prompt": text, "text": codec.decode(ids), "token_ids": ids, "finish_reason": reason}
+        for text, ids, reason in zip(
+            args.prompt, result.token_ids, result.finish_reasons, strict=True
         )
-    return 0
+    ]
+    names = ("dtype", "backend", "tp", "ep", "max_new_tokens", "temperature", "top_p", "seed")
+    print_json_line(
+        "generate",
+        model=str(folder),
+        config={name: getattr(args, name) for name in names},
+        answers=answers,
+        times={"kind": "measured", **summary},
+        explain=[explanation.to_dict() for explanation in explanations],
+    )
+
+
+def _warn_of_simulator() -> None:
+    from nki_kernels import IS_SIMULATED
+
+    if IS_SIMULATED:
+        print(
+            "backend nki: no Neuron SDK here, so every instruction of the kernels runs on the"
+            " simulator. Expect a few tokens per second of small models, and to wait for others.",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def _layer_bar(model: torch.nn.Module, steps: int) -> Iterator[None]:
+    """Show how many MoE layers were computed of those of the first `steps` steps."""
+    layers = moe_layers(model)
+    done = 0
+    with ExitStack() as shown:
+        progress = shown.enter_context(progress_bar("computing"))
+
+        def count(*_: object) -> None:
+            nonlocal done
+            done += 1
+            if done < steps * len(layers):
+                progress(done, steps * len(layers))
+            else:
+                shown.close()  # text follows
+
+        hooks = [layer.register_forward_hook(count) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def generate_and_explain(
@@ -96,8 +158,8 @@ def generate_and_explain(
         result = generate(cast(Decoder, model), prompts, options, watch)
     layer = moe_layers(model)[0]
     tokens = len(prompts) * max(len(prompt) for prompt in prompts)
-    load = after_prefill[0][0].tolist()
     phase = "prefill" if tokens > len(prompts) else "decode"
+    load = after_prefill[0][0][list(layer.expert_mlps.local_experts(phase))].tolist()
     explanations = [layer.explain(phase, tokens, tokens_per_expert=load)]
     if result.num_decode_steps:
         # The load of many steps is no load of one: the actual padding stays open here.
@@ -151,6 +213,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0, help="default: 1, all tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--backend", default="torch", help="torch (default) or nki")
+    parser.add_argument(
+        "--ep", type=int, default=1, help="ranks that split the experts (default: 1)"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, help="ranks that split each expert (default: 1)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument(
         "--explain", action="store_true", help="say which path ran in each phase, and why"

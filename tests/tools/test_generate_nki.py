@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from neuron_moe.models.sample_checkpoint import make_checkpoint, sample_config
-from neuron_moe.tools import generate
+from neuron_moe.tools import cli, generate
 
 SMALL = {
     "head_dim": 16,
@@ -55,3 +55,32 @@ def test_the_shipped_model_generates_the_same_tokens(capsys: pytest.CaptureFixtu
     _, got = run(folder, capsys, "nki", *prompts)
     tokens = [[answer["token_ids"] for answer in result["answers"]] for result in (wanted, got)]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("nki", (1, 4)), ("nki", (2, 2)), ("torch", (2, 2))]
+)
+def test_ranks_that_share_the_experts_generate_the_same_tokens(
+    backend: str, layout: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(__file__).parents[2] / "models" / "tiny_gpt_oss"
+    prompts = ["--prompt", "def main(argv):", "--max-new-tokens", "3"]
+    tp, ep = layout
+    _, wanted = run(folder, capsys, "torch", *prompts)
+    _, got = run(folder, capsys, backend, *prompts, "--tp", str(tp), "--ep", str(ep), "--explain")
+    assert [a["token_ids"] for a in got["answers"]] == [a["token_ids"] for a in wanted["answers"]]
+    assert (got["config"]["tp"], got["config"]["ep"]) == layout
+    kernels = [told["kernel"] for told in got["explain"]]
+    if backend == "nki":
+        assert kernels == ["nki.blockwise_moe", "nki.decode_moe"]
+    assert f"for the {32 // ep} experts here" in " ".join(got["explain"][1]["reasons"])
+
+
+def test_experts_that_cannot_be_split_evenly_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["generate", "--model", "tiny_gpt_oss", "--prompt", "a"]
+    assert cli.main([*arguments, "--ep", "3"]) == 2
+    assert "num_experts=32: must divide by the expert-parallel size 3" in capsys.readouterr().err
+    assert cli.main([*arguments, "--ep", "0"]) == 2
+    assert "--ep=0: must be" in capsys.readouterr().err

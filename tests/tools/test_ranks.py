@@ -1,0 +1,35 @@
+"""Ranks of this machine: the same work on each, and what happens when one fails."""
+
+import pytest
+import torch
+
+from neuron_moe.parallel import parallel_state
+from neuron_moe.tools.ranks import run_on_ranks
+
+
+def test_every_rank_takes_part_and_rank_0_answers() -> None:
+    def work() -> tuple[int, ...]:
+        groups = parallel_state.get_groups()
+        assert groups is not None
+        assert (groups.tensor.size, groups.expert.size) == (1, 3)
+        return tuple(groups.model.all_gather(torch.tensor([groups.rank])).tolist())
+
+    assert run_on_ranks(1, 3, work) == (0, 1, 2)
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    def work() -> None:
+        groups = parallel_state.get_groups()
+        assert groups is not None
+        groups.model.all_gather(torch.zeros(1))
+        if groups.rank == 1:
+            raise ValueError("no luck")
+
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2: ValueError: no luck"):
+        run_on_ranks(1, 2, work)
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_one_rank_needs_no_processes() -> None:
+    assert run_on_ranks(1, 1, parallel_state.get_groups) is None

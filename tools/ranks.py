@@ -1,0 +1,131 @@
+"""Several ranks of a model on this machine: processes that talk over gloo."""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from neuron_moe.parallel import parallel_state
+
+T = TypeVar("T")
+
+
+def run_on_ranks(tp: int, ep: int, work: Callable[[], T]) -> T:
+    """Run `work` on tp * ep ranks; return what rank 0 got.
+
+    Rank 0 is this process, the others are forked from it and print nothing. Under torchrun, which
+    started the processes already, each only takes its place.
+
+    Args:
+        tp: ranks that split each expert.
+        ep: ranks that split the experts.
+        work: what each rank does, after the groups were built.
+
+    Raises:
+        RuntimeError: another rank failed.
+    """
+    size = tp * ep
+    if size == 1:
+        return work()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        with _place(tp, ep), _silence(int(os.environ["RANK"])):
+            return work()
+    context = multiprocessing.get_context("fork")
+    address = f"tcp://127.0.0.1:{_free_port()}"
+    children = []
+    for rank in range(1, size):
+        ours, theirs = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(rank, tp, ep, address, work, theirs))
+        child.start()
+        theirs.close()
+        children.append((child, ours))
+    try:
+        with _connected(0, size, address), _place(tp, ep):
+            result = work()
+    except BaseException as error:
+        for child, _ in children:
+            child.terminate()
+        if isinstance(error, RuntimeError):  # perhaps only because another rank went away
+            _raise_what_others_said(children, error)
+        raise
+    finally:
+        for child, _ in children:
+            child.join()
+    _raise_what_others_said(children, None)
+    return result
+
+
+def _raise_what_others_said(children: list[Any], cause: BaseException | None) -> None:
+    for rank, (_, pipe) in enumerate(children, start=1):
+        with contextlib.suppress(EOFError):
+            if pipe.poll():
+                message = f"rank {rank} of {len(children) + 1}: {pipe.recv()}"
+                raise RuntimeError(message) from cause
+
+
+def _child(rank: int, tp: int, ep: int, address: str, work: Callable[[], Any], pipe: Any) -> None:
+    torch.set_num_threads(1)
+
+    def tell() -> None:
+        try:
+            with _silence(rank):
+                work()
+        except Exception as error:
+            # Before the connections close, which is what the other ranks will see.
+            pipe.send(f"{type(error).__name__}: {error}")
+            raise
+
+    try:
+        with _connected(rank, tp * ep, address), _place(tp, ep):
+            tell()
+    except Exception:  # noqa: BLE001  rank 0 says what it was told, or what it saw
+        sys.exit(1)
+
+
+@contextmanager
+def _connected(rank: int, size: int, address: str) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _place(tp: int, ep: int) -> Iterator[None]:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep
+    )
+    try:
+        yield
+        dist.barrier()  # nobody leaves while others still talk
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def _silence(rank: int) -> Iterator[None]:
+    """Print nothing on any rank but 0."""
+    if rank == 0:
+        yield
+        return
+    before = sys.stdout, sys.stderr
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        sys.stdout = sys.stderr = nowhere
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
