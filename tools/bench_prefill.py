@@ -204,11 +204,13 @@ def measure(
     if options.only != "vendor" and not is_current:
         row = _with_ours(row, model, expert_index_TK, sources, options.sensitivity)
     if options.only != "ours" and library is not None:
+        known = {attempt.name: attempt for attempt in row.vendor_variants}
         attempts = attempt_all(
-            library, model, expert_index_TK, OPTIONS,
-            chip=nki_sim.hardware.find("trn2"), with_varied=options.sensitivity,
-            known={attempt.name: attempt for attempt in row.vendor_variants},
+            library, model, expert_index_TK, OPTIONS, chip=nki_sim.hardware.find("trn2"),
+            with_varied=options.sensitivity, known=known,
         )  # fmt: skip
+        if any(known.get(attempt.name) != attempt for attempt in attempts):
+            row = replace(row, simulator=sources.simulator)
         row = replace(row, vendor_variants=attempts, library=sources.library)
     return compared(row)
 

@@ -1,7 +1,8 @@
 """The benchmark's result file: rows, what they were measured with, and what a later run may keep.
 
 A time is kept only if nothing it depends on has changed: the chip's coefficients, the case, and the
-sources of the kernels in question. The sources of the simulator may change; then the file says so.
+sources of the kernels in question. Rows whose vendor times are by other sources of the simulator
+are kept and counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Row:
 
     `ours_us` and `vendor_us` are None where that side did not run. `survives` tells whether the
     faster side stays the faster one whatever assumed coefficient is halved or doubled; `turned_by`
-    lists the changes under which it does not. `case`, `kernels` and `library` are fingerprints.
+    lists the changes under which it does not. `case`, `kernels`, `library` and `simulator` are
+    fingerprints, the last of what timed the vendor's side.
     """
 
     model: str
@@ -60,6 +62,7 @@ class Row:
     case: str = ""
     kernels: str = ""
     library: str = ""
+    simulator: str = ""
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -206,6 +209,9 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
         "rows_at_8192": len(shares),
         "misses": _misses(rows),
         "sources": asdict(sources),
+        "vendor_rows_by_another_simulator": sum(
+            row.vendor_us is not None and row.simulator != sources.simulator for row in rows
+        ),
     }
     if any(row.survives is not None for row in rows):
         result["sensitivity"] = report(rows, LONG_TOKENS)

@@ -175,6 +175,7 @@ def test_vendor_times_are_taken_from_an_earlier_result(
     assert row["speedup"] == pytest.approx(SLOW_US / row["ours_us"])
     assert row["survives"] is True
     assert result["sensitivity"]["survive"] == 1
+    assert result["vendor_rows_by_another_simulator"] == 0
     monkeypatch.setattr(bench_prefill, "launch_ours", None)  # kept, so not called
     assert run_command(second, *library, "--resume", "--sensitivity")["rows"] == result["rows"]
 
