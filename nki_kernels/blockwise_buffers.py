@@ -16,6 +16,7 @@ from nki.language import NKIObject
 
 from nki_kernels.blockwise_config import (
     PrefillConfig,
+    core_width,
     has_scale_table,
     largest_visit_of,
     num_projections,
@@ -130,10 +131,10 @@ def num_turned(config: PrefillConfig) -> int:
 
 def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     """Allocate everything that stays on chip."""
-    R, H, largest = config.tile_rows, config.H, largest_visit_of(config)
+    R, width, largest = config.tile_rows, core_width(config), largest_visit_of(config)
     loop, slots = config.loop, config.loop.slots
     h_axis, i_axis = config.h_axis, config.i_axis
-    i_count, columns = i_axis.count * loop.in_parts, H // loop.out_parts
+    i_count, columns = i_axis.count * loop.in_parts, width // loop.out_parts
     spare = 1 if bias_is_inside(config) else 0
     scales = slots if config.has_scales else 0
     halves = num_projections(config)
@@ -157,16 +158,16 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         up_bias=_tiles(slots if adds_offset(config) else 0, (i_axis.rows, i_axis.count), float32),
         gate_up_scale=_tiles(scales, i_tile, float32),
         down_bias=_tiles(slots if config.has_down_bias else 0, (1, columns), nl.bfloat16),
-        down_scale=_tiles(scales, (R, H), float32),
-        down_scale_parts=_tiles(scales, (3, H), nl.bfloat16),
-        rows=_tiles(0 if loop.turns == "dma" else loop.row_buffers, (R, H), nl.bfloat16),
+        down_scale=_tiles(scales, (R, width), float32),
+        down_scale_parts=_tiles(scales, (3, width), nl.bfloat16),
+        rows=_tiles(0 if loop.turns == "dma" else loop.row_buffers, (R, width), nl.bfloat16),
         turned=_tiles(
             num_turned(config),
             (h_axis.rows, h_axis.count, R),
             nl.bfloat16,
         ),
         inner=_tiles(largest, (i_axis.rows + spare, i_count, R), nl.bfloat16),
-        outer=_tiles(loop.outer_buffers, (R, H), nl.bfloat16),
+        outer=_tiles(loop.outer_buffers, (R, width), nl.bfloat16),
         gate=_tiles(2, (i_axis.rows, R), float32),
         up=_tiles(2, (i_axis.rows, R), float32),
         inner_ps=_banks(2, (PARTITIONS, halves, R), float32),

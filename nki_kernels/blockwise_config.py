@@ -40,10 +40,25 @@ class ShardPlan(NKIObject):
 
     `num_lanes` lists of visits: as many as cores, or one that all cores take. `splits_i`: each core
     takes its share of the intermediate axis of every visit, and the outputs are partial sums.
+    `splits_h`: its share of the hidden axis; the cores add up their gate and up projections.
     """
 
     num_lanes: int
     splits_i: bool
+    splits_h: bool
+
+
+@dataclass
+class Share(NKIObject):
+    """What a core takes of an expert: where its part of each axis begins, and what it gives.
+
+    `partial` is the output it adds to; `adds_bias`: one core does, where outputs are partial sums.
+    """
+
+    i_first: int
+    h_first: int
+    partial: int
+    adds_bias: bool
 
 
 @dataclass
@@ -116,6 +131,25 @@ def num_partials(config: PrefillConfig) -> int:
     return config.num_cores if config.shard.splits_i else 1
 
 
+def core_width(config: PrefillConfig) -> int:
+    """Return the elements of the hidden axis that a core takes."""
+    return config.H // config.num_cores if config.shard.splits_h else config.H
+
+
+def core_depth(config: PrefillConfig) -> int:
+    """Return the elements of the intermediate axis that a core takes."""
+    return config.I // num_partials(config)
+
+
+def share_of(config: PrefillConfig, core: int) -> Share:
+    """Return what a core takes of every expert."""
+    if config.shard.splits_i:
+        return Share(core * core_depth(config), 0, core, core == 0)
+    if config.shard.splits_h:
+        return Share(0, core * core_width(config), 0, True)
+    return Share(0, 0, 0, True)
+
+
 def num_projections(config: PrefillConfig) -> int:
     """Return how many halves the first weights have: gate and up, or the only one."""
     return 2 if config.has_gate else 1
@@ -164,6 +198,6 @@ def visit_dims(config: PrefillConfig) -> VisitDims:
 
 def with_loop(config: PrefillConfig, loop: LoopPlan) -> PrefillConfig:
     """Return the configuration with another loop plan, and the intermediate axis cut to match."""
-    i_core = config.I // (config.num_cores if config.shard.splits_i else 1)
-    h_axis = tile_axis_evenly(config.H) if loop.turns == "dma" else tile_axis(config.H)
-    return replace(config, loop=loop, h_axis=h_axis, i_axis=tile_axis(i_core // loop.in_parts))
+    width, depth = core_width(config), core_depth(config) // loop.in_parts
+    h_axis = tile_axis_evenly(width) if loop.turns == "dma" else tile_axis(width)
+    return replace(config, loop=loop, h_axis=h_axis, i_axis=tile_axis(depth))

@@ -8,11 +8,13 @@ from nki_kernels.blockwise_buffers import bias_is_inside
 from nki_kernels.blockwise_config import (
     ITEM_BYTES,
     PrefillConfig,
+    core_depth,
+    core_width,
     has_scale_table,
     largest_visit_of,
-    num_partials,
     num_projections,
     scales_late,
+    share_of,
 )
 from nki_kernels.costs import KernelCost
 from nki_kernels.plans import Ints, VisitPlan, loops_of
@@ -39,7 +41,7 @@ def cost_blockwise_moe(config: PrefillConfig, plan: VisitPlan, slots: Ints) -> K
         stored = rows
         if config.stores == "tiles":
             stored = int((tile < config.num_tiles).sum()) * config.tile_rows
-        row_bytes = config.H * _BFLOAT16_BYTES
+        row_bytes = core_width(config) * _BFLOAT16_BYTES
         read += visits * _expert_bytes(config) + rows * row_bytes + _table_bytes(config, plan, tile)
         write += stored * row_bytes
         columns += _columns(config, plan, core)
@@ -48,7 +50,7 @@ def cost_blockwise_moe(config: PrefillConfig, plan: VisitPlan, slots: Ints) -> K
 
 def _expert_bytes(config: PrefillConfig) -> int:
     """Return the bytes that one visit loads of its expert, on one core."""
-    H, i_core = config.H, config.I // num_partials(config)
+    H, i_core = core_width(config), core_depth(config)
     halves = num_projections(config)
     size = (halves + 1) * H * i_core * ITEM_BYTES[config.weight_format]
     if config.has_gate_up_bias:
@@ -76,11 +78,11 @@ def _table_bytes(config: PrefillConfig, plan: VisitPlan, tile: Ints) -> int:
 
 def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
     """Return the columns that stream through the tensor engine of a core."""
-    R, H, loop = config.tile_rows, config.H, config.loop
+    R, H, loop = config.tile_rows, core_width(config), config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
     turn = 0 if loop.turns == "dma" else depth * R
     tile = depth * num_projections(config) * i_count * R + turn + i_count * H
-    adds_bias = config.has_down_bias and (core == 0 or not config.shard.splits_i)
+    adds_bias = config.has_down_bias and share_of(config, core).adds_bias
     if adds_bias and not bias_is_inside(config):
         tile += H
     trips = [int(count) for count in plan.class_trips_1L[0]]

@@ -13,6 +13,8 @@ from nki_kernels.blockwise_config import (
     ITEM_BYTES,
     LoopPlan,
     PrefillConfig,
+    core_depth,
+    core_width,
     largest_visit_of,
     num_projections,
     num_visits,
@@ -41,7 +43,7 @@ DMA_RUN_NS = 32.0
 def sbuf_bytes(config: PrefillConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel take (computed)."""
     loop, item = config.loop, ITEM_BYTES[config.weight_format]
-    R, H, largest = config.tile_rows, config.H, largest_visit_of(config)
+    R, H, largest = config.tile_rows, core_width(config), largest_visit_of(config)
     depth, i_axis = config.h_axis.count, config.i_axis
     i_count = i_axis.count * loop.in_parts
     total = (
@@ -69,7 +71,7 @@ def sbuf_bytes(config: PrefillConfig) -> int:
 
 def visit_ns(config: PrefillConfig, num_tiles: int) -> float:
     """Return an estimate of the time of a visit of so many row tiles, in ns."""
-    loop, item, H = config.loop, ITEM_BYTES[config.weight_format], config.H
+    loop, item, H = config.loop, ITEM_BYTES[config.weight_format], core_width(config)
     columns = max(config.tile_rows, PE_FLOOR_COLUMNS)
     i_count, i_size = config.i_axis.count * loop.in_parts, config.i_axis.size * loop.in_parts
     halves = num_projections(config)
@@ -136,9 +138,8 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
     Weights that stay for the next visit are whole, and in the only buffer.
     """
     skips = config.loop.skips_weights
-    i_core = config.I // (config.num_cores if config.shard.splits_i else 1)
-    for in_parts in (1,) if skips else _divisors(i_core, LEAST_I_PART):
-        for out_parts in (1,) if in_parts == 1 else _divisors(config.H, LEAST_H_PART):
+    for in_parts in (1,) if skips else _divisors(core_depth(config), LEAST_I_PART):
+        for out_parts in (1,) if in_parts == 1 else _divisors(core_width(config), LEAST_H_PART):
             for slots in (1,) if skips else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
                     yield replace(
@@ -156,7 +157,7 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
 def _sizes_and_turns(config: PrefillConfig, in_parts: int) -> Iterator[tuple[int, str]]:
     """Yield visit sizes, and who transposes; the DMA where rows are used in one part only."""
     asked = config.loop.turns
-    by_dma = is_even(config.H) and in_parts == 1
+    by_dma = is_even(core_width(config)) and in_parts == 1
     for size in range(largest_visit_of(config), 0, -1):
         if asked != "dma":
             yield size, "tensor"

@@ -53,10 +53,11 @@ from nki_kernels.blockwise_buffers import (
     look_at_outputs,
     make_buffers,
 )
-from nki_kernels.blockwise_config import PrefillConfig, num_partials, scales_late
+from nki_kernels.blockwise_config import PrefillConfig, Share, num_partials, scales_late, share_of
 from nki_kernels.blockwise_stages import (
     gather_after,
     gather_rows,
+    load_beside,
     load_down,
     load_gate_up,
     prepare_part,
@@ -107,7 +108,7 @@ def blockwise_moe(
     num_visits = visit_expert.shape[1]
     b = make_buffers(config, num_visits)
     lane = 0 if config.shard.num_lanes == 1 else core
-    share = core if config.shard.splits_i else 0
+    share = share_of(config, core)
     fill_tables(config, b, slots, slot_scale, [visit_expert, visit_tile, class_trips], lane)
     start_pipeline(config, b, x, share)
     for position in range(len(loops_of(config.loop.classes))):
@@ -115,7 +116,7 @@ def blockwise_moe(
     return output
 
 
-def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: int) -> None:
+def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
     """Go through the visits of one loop, two a trip."""
     sizes = loops_of(config.loop.classes)[position]
 
@@ -132,7 +133,7 @@ def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sha
             two_visits(_trip)
 
 
-def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: int) -> None:
+def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
     """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1."""
     look_ahead(config, b, 0)
     look_ahead(config, b, 1)
@@ -141,23 +142,18 @@ def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: int) -
         nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
         for j in range(config.loop.classes[0]):
             nisa.memset(dst=b.wide_scale[j], value=0.0)
-    first = first_of_part(config, share, 0)
-    gather_rows(config, b, x, 0, 0)
-    load_gate_up(config, b, x, b.expert[0], 0, first)
-    load_down(config, b, x, b.expert[0], 0, first, 0, 0)
+    gather_rows(config, b, x, share, 0, 0)
+    load_beside(config, b, x, share, b.expert[0], 0, 0)
+    load_gate_up(config, b, x, share, b.expert[0], 0, 0)
+    load_down(config, b, x, share, b.expert[0], 0, 0, 0)
     turn_rows(config, b, 0, 0)
-    gather_rows(config, b, x, 1, 0)
+    gather_rows(config, b, x, share, 1, 0)
     for j in range(1, config.loop.row_buffers):
-        gather_rows(config, b, x, 0, j)
-
-
-def first_of_part(config: PrefillConfig, share: int, part: int) -> int:
-    """Return the first intermediate element of a part of this core's share."""
-    return (share * config.loop.in_parts + part) * config.i_axis.size
+        gather_rows(config, b, x, share, 0, j)
 
 
 def run_visit(
-    config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: int
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
 ) -> None:
     """Compute the row tiles of one visit, and bring in what the next two need.
 
@@ -167,20 +163,20 @@ def run_visit(
     size, next_size = sizes[s], sizes[1 - s]
     look_at_outputs(config, b, s)
     for j in range(size, min(next_size, config.loop.row_buffers)):
-        gather_rows(config, b, x, 1 - s, j)
+        gather_rows(config, b, x, share, 1 - s, j)
     if scales_late(config):
         load_late_scales(config, b, x, s, size)
     go_in(config, b, x, s, size, next_size, share)
     turn_rows(config, b, 1 - s, 0)
     look_ahead(config, b, s)
-    gather_rows(config, b, x, s, 0)
+    gather_rows(config, b, x, share, s, 0)
     if config.has_scales:
         spread_down_scale(config, b, s)
     go_out(config, b, x, s, size, s * sizes[0], share)
 
 
 def go_in(
-    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, next_size: int, share: int
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, next_size: int, share: Share
 ) -> None:
     """Do the gate and up projections of a visit, part by part of the intermediate axis."""
     parts, slots = config.loop.in_parts, config.loop.slots
@@ -195,34 +191,37 @@ def go_in(
             if part == 0 and j + 1 < size:
                 turn_rows(config, b, s, j + 1)
                 if not by_dma:
-                    gather_after(config, b, x, s, j + 1, size, next_size)
+                    gather_after(config, b, x, share, s, j + 1, size, next_size)
             project_in(config, b, slot, s, j, part, last)
             if by_dma and j > 0:
-                gather_after(config, b, x, s, j, size, next_size)
+                gather_after(config, b, x, share, s, j, size, next_size)
         following = (slot + 1) % slots
-        if part + 1 < parts:
-            first = first_of_part(config, share, part + 1)
-            load_gate_up(config, b, x, b.expert[s], following, first)
-        else:
-            first = first_of_part(config, share, 0)
-            load_gate_up(config, b, x, b.expert[1 - s], following, first)
+        next_part = (part + 1) % parts
+        expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
+        load_beside(config, b, x, share, expert, following, next_part)
+        load_gate_up(config, b, x, share, expert, following, next_part)
 
 
 def go_out(
-    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, first_outer: int, share: int
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    s: int,
+    size: int,
+    first_outer: int,
+    share: Share,
 ) -> None:
     """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
     parts, slots = config.loop.out_parts, config.loop.slots
-    first = first_of_part(config, share, 0)
     for part in range(parts):
         slot = (s * parts + part) % slots
         for j in range(size):
             outer = (first_outer + j) % config.loop.outer_buffers
-            project_out(config, b, slot, s, j, part, share == 0, outer)
+            project_out(config, b, slot, s, j, part, share.adds_bias, outer)
             if part == parts - 1:
-                store_rows(config, b, x, s, j, share, outer)
+                store_rows(config, b, x, share, s, j, outer)
         following = (slot + 1) % slots
         if part + 1 < parts:
-            load_down(config, b, x, b.expert_out[s], following, first, part + 1, s)
+            load_down(config, b, x, share, b.expert_out[s], following, part + 1, s)
         else:
-            load_down(config, b, x, b.expert_out[1 - s], following, first, 0, 1 - s)
+            load_down(config, b, x, share, b.expert_out[1 - s], following, 0, 1 - s)

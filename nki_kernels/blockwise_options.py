@@ -134,7 +134,7 @@ def make_config(
             f"{OAI_SCALE}. Use activation='swish'."
         )
     is_sorted = loop_plan == "sorted" and shard_plan != "block"
-    shard = ShardPlan(1 if splits_i else num_cores, splits_i)
+    shard = ShardPlan(1 if splits_i else num_cores, splits_i, False)
     classes = tuple(range(largest_visit, 0, -1)) if is_sorted else (1,)
     loop = LoopPlan(
         classes, loop_plan != "static", is_sorted, in_halves, skip_weights, 2, 1, 1, 1, 2, turns

@@ -10,7 +10,13 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.blockwise_buffers import Buffers, Operands, adds_offset, bias_is_inside
-from nki_kernels.blockwise_config import PrefillConfig, num_projections, scales_late
+from nki_kernels.blockwise_config import (
+    PrefillConfig,
+    Share,
+    core_width,
+    num_projections,
+    scales_late,
+)
 from nki_kernels.tiles import (
     apply_chain,
     copy_alternating,
@@ -23,15 +29,18 @@ from nki_kernels.tiles import (
 )
 
 
-def gather_rows(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int) -> None:
-    """Gather the token rows of a row tile; padding moves no data."""
-    R, H = config.tile_rows, config.H
+def gather_rows(
+    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, j: int
+) -> None:
+    """Gather this core's share of the token rows of a row tile; padding moves no data."""
+    R, H, width = config.tile_rows, config.H, core_width(config)
     if config.loop.turns == "dma":
         rows, count = config.h_axis.rows, config.h_axis.count
         nisa.dma_transpose(
             dst=b.turned[turned_slot(config, s, j)].reshape((rows, count, 1, R)),
             src=x.hidden.ap(
                 [[H, R], [rows, count], [rows, 1], [1, rows]],
+                offset=share.h_first,
                 vector_offset=b.ids[s][0:R, j : j + 1],
             ),
             oob_mode=nisa.oob_mode.skip,
@@ -40,7 +49,11 @@ def gather_rows(config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int) 
         return
     nisa.dma_copy(
         dst=b.rows[row_buffer(config, j)],
-        src=x.hidden.ap([[H, R], [1, H]], vector_offset=b.ids[s][0:R, j : j + 1]),
+        src=x.hidden.ap(
+            [[H, R], [1, width]],
+            offset=share.h_first,
+            vector_offset=b.ids[s][0:R, j : j + 1],
+        ),
         oob_mode=nisa.oob_mode.skip,
         dge_mode=nisa.dge_mode.swdge,
     )
@@ -52,14 +65,21 @@ def row_buffer(config: PrefillConfig, j: int) -> int:
 
 
 def gather_after(
-    config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, size: int, next_size: int
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    s: int,
+    j: int,
+    size: int,
+    next_size: int,
 ) -> None:
     """Refill the buffer of tile j, which is free again: for this visit or the next one."""
     ring = config.loop.row_buffers - 1
     if j + ring < size:
-        gather_rows(config, b, x, s, j + ring)
+        gather_rows(config, b, x, share, s, j + ring)
     elif 1 + (j - 1) % ring < next_size:
-        gather_rows(config, b, x, 1 - s, 1 + (j - 1) % ring)
+        gather_rows(config, b, x, share, 1 - s, 1 + (j - 1) % ring)
 
 
 def turned_slot(config: PrefillConfig, s: int, j: int) -> int:
@@ -90,17 +110,37 @@ def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
 
 
 def load_gate_up(
-    config: PrefillConfig, b: Buffers, x: Operands, expert: nl.NkiTensor, slot: int, i_first: int
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    expert: nl.NkiTensor,
+    slot: int,
+    part: int,
 ) -> None:
-    """Load one part of the gate and up weights of an expert, with their biases and scales."""
+    """Load one part of the gate and up weights of an expert."""
     h_axis, i_axis = config.h_axis, config.i_axis
-    if config.has_gate_up_bias:
-        _load_per_row(b.gate_up_bias[slot], x.gate_up_bias, config, expert, i_first)
-    if config.has_scales:
-        _load_per_row(b.gate_up_scale[slot], x.gate_up_scale, config, expert, i_first)
     I, halves = config.I, num_projections(config)  # noqa: E741
+    first = share.h_first * halves * I + share.i_first + part * i_axis.size
     flat = b.gate_up[slot].reshape((h_axis.rows, h_axis.count * halves * i_axis.size))
-    load_matrix(flat, x.gate_up, h_axis, expert, i_first, halves * I, [I, halves], i_axis.size)
+    load_matrix(flat, x.gate_up, h_axis, expert, first, halves * I, [I, halves], i_axis.size)
+
+
+def load_beside(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    expert: nl.NkiTensor,
+    slot: int,
+    part: int,
+) -> None:
+    """Load biases and scales of one part of the gate and up projections."""
+    first = share.i_first + part * config.i_axis.size
+    if config.has_gate_up_bias:
+        _load_per_row(b.gate_up_bias[slot], x.gate_up_bias, config, expert, first)
+    if config.has_scales:
+        _load_per_row(b.gate_up_scale[slot], x.gate_up_scale, config, expert, first)
 
 
 def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
@@ -145,28 +185,31 @@ def load_down(
     config: PrefillConfig,
     b: Buffers,
     x: Operands,
+    share: Share,
     expert: nl.NkiTensor,
     slot: int,
-    i_first: int,
     part: int,
     s: int,
 ) -> None:
     """Load one part of the columns of an expert's down weights, with bias and, once, scales.
 
     Args:
+        share: which rows and columns are this core's.
         expert: (1, 1) int32 tile.
         slot: buffer of the weights.
-        i_first: first row of this core's share.
         part: which part of the columns.
         s: parity of the visit that the weights are for.
     """
     H, i_axis, in_parts = config.H, config.i_axis, config.loop.in_parts
-    columns = H // config.loop.out_parts
-    begin = part * columns
+    width = core_width(config)
+    columns = width // config.loop.out_parts
+    begin = share.h_first + part * columns
     if config.has_scales and part == 0:
         nisa.dma_copy(
             dst=b.down_scale_parts[s % config.loop.slots],
-            src=x.down_scale.ap([[H, 3], [1, H]], scalar_offset=expert, indirect_dim=0),
+            src=x.down_scale.ap(
+                [[H, 3], [1, width]], offset=share.h_first, scalar_offset=expert, indirect_dim=0
+            ),
             oob_mode=nisa.oob_mode.skip,
             dge_mode=nisa.dge_mode.hwdge,
             engine=nisa.engine.sync,
@@ -177,10 +220,10 @@ def load_down(
             bias_sb = b.down[slot][i_axis.rows : i_axis.rows + 1, 0, 0:columns]
         load_row(bias_sb, x.down_bias, expert, H, begin, columns)
     flat = b.down[slot].reshape((b.down[slot].shape[0], in_parts * i_axis.count * columns))
-    width = i_axis.count * columns
+    size = i_axis.count * columns
     for k in range(in_parts):
-        part_sb = flat[0 : i_axis.rows, k * width : (k + 1) * width]
-        base = (i_first + k * i_axis.size) * H + begin
+        part_sb = flat[0 : i_axis.rows, k * size : (k + 1) * size]
+        base = (share.i_first + k * i_axis.size) * H + begin
         load_matrix(part_sb, x.down, i_axis, expert, base, H, [1, 1], columns)
 
 
@@ -189,9 +232,9 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
 
     float32 has 24 bits of mantissa, three times the 8 of bfloat16, so the sum in PSUM is exact.
     """
-    H, R, kept = config.H, config.tile_rows, s % config.loop.slots
-    for begin in range(0, H, 512):
-        end = min(H, begin + 512)
+    width, R, kept = core_width(config), config.tile_rows, s % config.loop.slots
+    for begin in range(0, width, 512):
+        end = min(width, begin + 512)
         bank_ps = b.outer_ps[begin // 512 % len(b.outer_ps)]
         nisa.nc_matmul(
             dst=bank_ps[0:R, 0 : end - begin],
@@ -335,7 +378,7 @@ def project_out(
 ) -> None:
     """Multiply with one part of the columns of the down weights; leave the rows in `outer`."""
     i_axis, R = config.i_axis, config.tile_rows
-    columns = config.H // config.loop.out_parts
+    columns = core_width(config) // config.loop.out_parts
     width = -(-columns // -(-columns // 512))
     for turn in range(-(-columns // width)):
         begin = turn * width
@@ -401,17 +444,17 @@ def evict_rows(
 
 
 def store_rows(
-    config: PrefillConfig, b: Buffers, x: Operands, s: int, j: int, partial: int, outer: int
+    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, j: int, outer: int
 ) -> None:
     """Write the rows of a tile to their slots or tokens; a missing tile moves no data."""
-    R, H = config.tile_rows, config.H
+    R, H, width = config.tile_rows, config.H, core_width(config)
     num_partials, num_rows = x.output.shape[0], x.output.shape[1]
     if config.stores == "tiles":
         tiles = x.output.reshape((num_partials * config.num_tiles, R, H))
         nisa.dma_copy(
             dst=tiles.ap(
-                [[H, R], [1, H]],
-                offset=partial * num_rows * H,
+                [[H, R], [1, width]],
+                offset=share.partial * num_rows * H + share.h_first,
                 scalar_offset=b.out_tile[s][0:1, j : j + 1],
                 indirect_dim=0,
             ),
@@ -424,8 +467,8 @@ def store_rows(
         rows = x.output.reshape((num_partials * num_rows, H))
         nisa.dma_copy(
             dst=rows.ap(
-                [[H, R], [1, H]],
-                offset=partial * num_rows * H,
+                [[H, R], [1, width]],
+                offset=share.partial * num_rows * H + share.h_first,
                 vector_offset=b.out_row[s][0:R, j : j + 1],
             ),
             src=b.outer[outer],
