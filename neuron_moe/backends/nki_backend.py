@@ -168,10 +168,8 @@ class NkiBackend:
         self, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan
     ) -> BlockMapping:
         """Place every (token, choice) pair in a slot of a block."""
-        mapping, _ = nki_prefill.index(
-            self._launch, expert_index_TK, num_experts, plan, self.plan.num_cores
-        )
-        return mapping
+        dims = nki_prefill.block_dims(expert_index_TK, num_experts, plan)
+        return nki_prefill.index(self._launch, expert_index_TK, dims, self.plan.num_cores)[0]
 
     def blockwise(
         self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, plan: BlockPlan

@@ -13,8 +13,9 @@ from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import Launch
-from neuron_moe.backends.nki_weights import activation_name, kernel_weights
+from neuron_moe.backends.nki_weights import KernelActivation, kernel_activation, kernel_weights
 
+SWIGLU_OAI_SCALE = 1.702
 MODES = {"selective": "selective", "all_experts": "all"}  # path of a decision: mode of the kernel
 
 
@@ -132,14 +133,33 @@ def decode_config(
 def _decode_config(spec: ActivationSpec, **sizes: Any) -> Any:
     from nki_kernels.decode_options import make_decode_config
 
+    activation = kernel_activation(spec)
     return make_decode_config(
         **sizes,
-        activation=activation_name(spec),
-        gate_limits=(spec.gate_lower, spec.gate_upper),
-        up_limits=(spec.up_lower, spec.up_upper),
-        up_offset=spec.bias,
+        activation=_name_in_decode(activation),
+        gate_limits=activation.gate_limits,
+        up_limits=activation.up_limits,
+        up_offset=activation.up_offset,
         output_dtype="float32",
     )
+
+
+def _name_in_decode(activation: KernelActivation) -> str:
+    """Return the name of an activation that decode_moe has, whose scales are fixed.
+
+    Raises:
+        ValueError: it has no such activation.
+    """
+    fixed = {("swish", 1.0): "silu", ("swish", SWIGLU_OAI_SCALE): "swiglu_oai"}
+    is_plain = activation.scale == 1.0 and activation.name != "swish"
+    name = activation.name if is_plain else fixed.get((activation.name, activation.scale))
+    if name is None or not activation.has_gate:
+        raise ValueError(
+            f"hidden_act_scaling_factor={activation.scale:g}, glu_mlp={activation.has_gate}: the"
+            " decode kernel has gated experts with scale 1, and SwiGLU with scale 1 or"
+            f" {SWIGLU_OAI_SCALE}. Use backend='torch'."
+        )
+    return name
 
 
 def path_of(config: Any) -> str:

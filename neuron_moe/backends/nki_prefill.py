@@ -11,15 +11,13 @@ from torch import Tensor
 from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
 from neuron_moe.backends.nki_launch import Launch
 from neuron_moe.backends.nki_plan import PrefillPlan
-from neuron_moe.backends.nki_weights import KernelWeights, activation_name, kernel_weights
+from neuron_moe.backends.nki_weights import KernelWeights, kernel_activation, kernel_weights
 from neuron_moe.blocks import BlockMapping, num_blocks
 
 
-def index(
-    launch: Launch, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan, num_cores: int
-) -> tuple[BlockMapping, Tensor]:
-    """Return the block mapping, and the slot of each pair [T, K] int32."""
-    from nki_kernels.index_blocks import BlockDims, check_index_blocks, index_blocks
+def block_dims(expert_index_TK: Tensor, num_experts: int, plan: BlockPlan) -> Any:
+    """Return what index_blocks is compiled for."""
+    from nki_kernels.index_blocks import BlockDims
 
     num_tokens, top_k = expert_index_TK.shape
     blocks = num_blocks(
@@ -29,13 +27,32 @@ def index(
         plan.block_size,
         pad_to_even=plan.pad_num_blocks_to_even,
     )
-    dims = BlockDims(num_experts, plan.block_size, blocks)
-    check_index_blocks(num_tokens, top_k, dims, num_cores)
-    token, pair, expert, valid, counts, slot_of_pair_TK = launch(
-        index_blocks, expert_index_TK.to(torch.int32), dims
+    return BlockDims(num_experts, plan.block_size, blocks)
+
+
+def index(
+    launch: Launch, expert_index_TK: Tensor, dims: Any, num_cores: int, *visits: Any
+) -> tuple[BlockMapping, Tensor, tuple[Tensor, ...]]:
+    """Place pairs in slots.
+
+    Args:
+        launch: starts the kernel.
+        expert_index_TK: [T, K] experts of this rank, -1 for none.
+        dims: from `block_dims`.
+        num_cores: physical cores of the launch.
+        visits: `visit_dims` of the prefill's configuration, if its lists are wanted.
+
+    Returns:
+        The block mapping, the slot of each pair [T, K] int32, and the lists of visits.
+    """
+    from nki_kernels.index_blocks import check_index_blocks, index_blocks
+
+    check_index_blocks(*expert_index_TK.shape, dims, num_cores, *visits)
+    token, pair, expert, valid, counts, slot_of_pair_TK, *lists = launch(
+        index_blocks, expert_index_TK.to(torch.int32), dims, *visits
     )
     mapping = BlockMapping(token, pair, expert, valid.view(()), counts.to(torch.int64))
-    return mapping, slot_of_pair_TK
+    return mapping, slot_of_pair_TK, tuple(lists)
 
 
 def compute(
@@ -49,22 +66,24 @@ def compute(
     """Compute many tokens, rows sorted by expert; return [T, H] float32."""
     import nki.language as nl
 
+    from nki_kernels.blockwise_config import visit_dims
     from nki_kernels.combine import CombineDims, check_combine, combine
 
     operands = kernel_weights(hidden_TH, weights)
-    mapping, slot_of_pair_TK = index(
-        launch, routing.expert_index_TK, weights.num_experts, plan, prefill.num_cores
+    dims = block_dims(routing.expert_index_TK, weights.num_experts, plan)
+    config = _config(hidden_TH, routing, weights, operands, dims, prefill)
+    mapping, slot_of_pair_TK, visits = index(
+        launch, routing.expert_index_TK, dims, prefill.num_cores, visit_dims(config)
     )
-    config = _config(hidden_TH, routing, weights, operands, plan, prefill, mapping)
-    slots_PSH = _experts(launch, hidden_TH, routing, operands, config, mapping)
+    slots_PSH = _experts(launch, hidden_TH, routing, operands, config, mapping, visits)
     affinities_TK = routing.expert_affinities_TK
     if routing.scales_input:
         affinities_TK = torch.ones_like(affinities_TK)
     num_parts, num_slots, hidden_size = slots_PSH.shape
     num_tokens, top_k = affinities_TK.shape
     check_combine(num_tokens, top_k, hidden_size, num_slots, num_parts)
-    dims = CombineDims(nl.float32, True)
-    output_TH: Tensor = launch(combine, slots_PSH, slot_of_pair_TK, affinities_TK, dims)
+    out = CombineDims(nl.float32, True)
+    output_TH: Tensor = launch(combine, slots_PSH, slot_of_pair_TK, affinities_TK, out)
     return output_TH
 
 
@@ -73,27 +92,28 @@ def _config(
     routing: LocalRouting,
     weights: ExpertWeights,
     operands: KernelWeights,
-    plan: BlockPlan,
+    dims: Any,
     prefill: PrefillPlan,
-    mapping: BlockMapping,
 ) -> Any:
     """Return what blockwise_moe is compiled for."""
     from nki_kernels.blockwise_options import make_config
 
-    spec = weights.activation
+    activation = kernel_activation(weights.activation)
     return make_config(
         H=hidden_TH.shape[1],
         I=operands.down_EIH.shape[1],
         E=weights.num_experts,
-        block_size=plan.block_size,
-        num_slots=mapping.token_position_to_id.shape[0],
+        block_size=dims.block_size,
+        num_slots=dims.num_blocks * dims.block_size,
         num_tokens=hidden_TH.shape[0],
         num_cores=prefill.num_cores,
         weight_format=operands.format,
-        activation=activation_name(spec),
-        gate_limits=(spec.gate_lower, spec.gate_upper),
-        up_limits=(spec.up_lower, spec.up_upper),
-        up_offset=spec.bias,
+        activation=activation.name,
+        activation_scale=activation.scale,
+        has_gate=activation.has_gate,
+        gate_limits=activation.gate_limits,
+        up_limits=activation.up_limits,
+        up_offset=activation.up_offset,
         scaling="pre" if routing.scales_input else "none",
         has_gate_up_bias=operands.gate_up_bias_EI is not None,
         has_down_bias=operands.down_bias_EH is not None,
@@ -112,6 +132,7 @@ def _experts(
     operands: KernelWeights,
     config: Any,
     mapping: BlockMapping,
+    visits: tuple[Tensor, ...],
 ) -> Tensor:
     """Return what the experts make of each slot, [P, N * B, H] bfloat16 in P parts."""
     from nki_kernels.blockwise_moe import blockwise_moe
@@ -128,7 +149,7 @@ def _experts(
         operands.gate_up_EHI,
         operands.down_EIH,
         mapping.token_position_to_id,
-        *_visits(mapping, config),
+        *visits,
         config,
         gate_up_bias=operands.gate_up_bias_EI,
         down_bias=None if down_bias_EH is None else down_bias_EH.to(torch.bfloat16),
@@ -145,19 +166,6 @@ def _three_terms(scale_EH: Tensor) -> Tensor:
 
     terms = three_terms(scale_EH.cpu().numpy())
     return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(scale_EH.device)
-
-
-def _visits(mapping: BlockMapping, config: Any) -> tuple[Tensor, ...]:
-    """Group the row tiles that hold a token into visits, on the host."""
-    from nki_kernels.blockwise_options import plan_on_host
-
-    device = mapping.block_to_expert.device
-    visits = plan_on_host(
-        config,
-        mapping.token_position_to_id.cpu().numpy(),
-        mapping.block_to_expert.cpu().numpy(),
-    )
-    return tuple(torch.from_numpy(array).to(device) for array in visits)
 
 
 def _slot_scale(routing: LocalRouting, mapping: BlockMapping) -> Tensor:

@@ -14,8 +14,6 @@ from neuron_moe.backends.nki_launch import dtype_name
 from neuron_moe.config import GLUType
 from neuron_moe.quantize import recode_bf16_to_fp8
 
-SWIGLU_OAI_SCALE = 1.702  # of the one scaled sigmoid the kernels know
-
 _log = logging.getLogger("neuron_moe")
 
 
@@ -126,26 +124,51 @@ def format_note(weights: ExpertWeights) -> str:
     return "weights: bfloat16; pack_weights() keeps those of MXFP4 checkpoints in 8 bits"
 
 
-def activation_name(spec: ActivationSpec) -> str:
-    """Return the kernels' name of an activation.
+@dataclass(frozen=True)
+class KernelActivation:
+    """An activation in the kernels' words: clamp, then act(scale * gate) * (up + up_offset).
+
+    Attributes:
+        name: of act; 'swish' is x * sigmoid(scale * x).
+        scale: of its argument.
+        has_gate: gate and up projections; without a gate the result is act(scale * up).
+        gate_limits: (lower, upper) clamps of the gate.
+        up_limits: of the up projection.
+        up_offset: added to it after its clamp.
+    """
+
+    name: str
+    scale: float
+    has_gate: bool
+    gate_limits: tuple[float | None, float | None]
+    up_limits: tuple[float | None, float | None]
+    up_offset: float
+
+
+def kernel_activation(spec: ActivationSpec) -> KernelActivation:
+    """Return the kernels' form of an activation.
 
     Raises:
         ValueError: they do not have it.
     """
-    known = {
-        (GLUType.SWIGLU, "sigmoid", SWIGLU_OAI_SCALE): "swiglu_oai",
-        (GLUType.SWIGLU, "sigmoid", 1.0): "silu",
-        (GLUType.GLU, "silu", 1.0): "silu",
-        (GLUType.GLU, "gelu", 1.0): "gelu",
-        (GLUType.GLU, "gelu_pytorch_tanh", 1.0): "gelu_tanh",
-        (GLUType.GLU, "relu", 1.0): "relu",
+    names = {
+        "silu": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu": "relu",
+        "sigmoid": "sigmoid",
+        "tanh": "tanh",
     }
-    found = known.get((spec.glu_type, spec.hidden_act, spec.scale)) if spec.is_glu else None
-    if found is None:
+    name = names.get(spec.hidden_act)
+    if spec.is_glu and spec.glu_type is GLUType.SWIGLU:
+        name = "swish" if spec.hidden_act == "sigmoid" else None
+    if name is None:
         raise ValueError(
-            f"hidden_act={spec.hidden_act!r} (glu_mlp={spec.is_glu},"
-            f" glu_type={spec.glu_type.value!r}, hidden_act_scaling_factor={spec.scale:g}): not in"
-            " the kernels, which have silu, gelu, gelu_pytorch_tanh and relu as GLU, and SwiGLU"
-            f" with scale 1 or {SWIGLU_OAI_SCALE}. Use backend='torch'."
+            f"hidden_act={spec.hidden_act!r}, glu_type={spec.glu_type.value!r}: not in the kernels,"
+            f" which have {', '.join(names)}, and of SwiGLU sigmoid. Use backend='torch'."
         )
-    return found
+    up_limits = (spec.up_lower, spec.up_upper)
+    if not spec.is_glu:
+        return KernelActivation(name, spec.scale, False, (None, None), up_limits, 0.0)
+    gate_limits = (spec.gate_lower, spec.gate_upper)
+    return KernelActivation(name, spec.scale, True, gate_limits, up_limits, spec.bias)

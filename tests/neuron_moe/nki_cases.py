@@ -28,7 +28,11 @@ def build(
     """Return a layer whose weights depend on the sizes only."""
     router = RouterTopK(E, top_k, H, bias=True, dtype=dtype)
     config = RoutedExpertsMLPOpsConfig(
-        num_experts=E, hidden_size=H, intermediate_size=I, top_k=top_k, glu_mlp=True, **mlp
+        num_experts=E,
+        hidden_size=H,
+        intermediate_size=I,
+        top_k=top_k,
+        **{"glu_mlp": True, **mlp},
     )
     experts = ExpertMLPsV2(
         config,

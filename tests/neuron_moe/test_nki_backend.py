@@ -68,7 +68,20 @@ def test_every_plan_is_as_right_as_torch(plan: str) -> None:
     assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
 
 
-@pytest.mark.parametrize(("mlp", "top_k"), [(SILU, 3), (LLAMA4, 1), (LLAMA4, 2)])
+SCALED = {**GPT_OSS, "hidden_act_scaling_factor": 1.5}
+NO_GATE = {"hidden_act": "relu", "glu_mlp": False, "bias": True, "up_clamp_upper_limit": 3.0}
+OTHERS = [
+    (SILU, 3),
+    (LLAMA4, 1),
+    (LLAMA4, 2),
+    (SCALED, 2),
+    (NO_GATE, 2),
+    ({"hidden_act": "tanh"}, 2),
+    ({"hidden_act": "gelu_pytorch_tanh"}, 2),
+]
+
+
+@pytest.mark.parametrize(("mlp", "top_k"), OTHERS)
 def test_other_experts_are_as_right_as_torch(mlp: dict[str, Any], top_k: int) -> None:
     nki, bf16, exact = outputs(mlp, {}, top_k)
     assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
@@ -208,8 +221,8 @@ def test_what_kernels_cannot_do_is_refused() -> None:
     hidden_1TH = torch.randn(1, T, H)
     with torch.no_grad(), pytest.raises(ValueError, match=r"float32 must be bfloat16"):
         build("nki", GPT_OSS, {}, torch.float32)(hidden_1TH)
-    with torch.no_grad(), pytest.raises(ValueError, match="hidden_act='tanh'"):
-        build("nki", {"hidden_act": "tanh"}, {}, torch.bfloat16)(hidden_1TH.bfloat16())
+    with torch.no_grad(), pytest.raises(ValueError, match="hidden_act='leaky_relu'"):
+        build("nki", {"hidden_act": "leaky_relu"}, {}, torch.bfloat16)(hidden_1TH.bfloat16())
     with torch.no_grad(), pytest.raises(ValueError, match="block_size=48"):
         build("nki", SILU, {"block_size": 48}, torch.bfloat16)(hidden_1TH.bfloat16())
     packed = build("torch", SILU, {}, torch.bfloat16)
