@@ -57,6 +57,8 @@ class Buffers(NKIObject):
     down_scale_parts: list[nl.NkiTensor]
     rows: list[nl.NkiTensor]
     turned: list[nl.NkiTensor]
+    own: list[nl.NkiTensor]
+    other: list[nl.NkiTensor]
     inner: list[nl.NkiTensor]
     outer: list[nl.NkiTensor]
     gate: list[nl.NkiTensor]
@@ -142,6 +144,7 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     num_loops = len(loops_of(config.loop.classes))
     tables = 1 if has_scale_table(config) else 0
     late = 1 if scales_late(config) else 0
+    apart = 2 * largest if config.shard.splits_h else 0
     by_row = config.stores != "tiles"
     float32, int32 = nl.float32, nl.int32
     # Turned rows and output rows are never in PSUM at once: they share six of its eight banks.
@@ -166,7 +169,9 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
             (h_axis.rows, h_axis.count, R),
             nl.bfloat16,
         ),
-        inner=_tiles(largest, (i_axis.rows + spare, i_count, R), nl.bfloat16),
+        own=_tiles(apart, (i_axis.rows, i_axis.count, halves, R), float32),
+        other=_tiles(apart, (i_axis.rows, i_axis.count, halves, R), float32),
+        inner=_tiles(max(largest, apart), (i_axis.rows + spare, i_count, R), nl.bfloat16),
         outer=_tiles(loop.outer_buffers, (R, width), nl.bfloat16),
         gate=_tiles(2, (i_axis.rows, R), float32),
         up=_tiles(2, (i_axis.rows, R), float32),
@@ -237,7 +242,7 @@ def fill_tables(
     gathered = b.turned if config.loop.turns == "dma" else b.rows
     for j in range(len(gathered)):
         nisa.memset(dst=gathered[j], value=0.0, engine=nisa.engine.vector)
-    for j in range(largest):
+    for j in range(len(b.inner)):
         if bias_is_inside(config):
             spare = config.i_axis.rows
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])

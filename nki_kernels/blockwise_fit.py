@@ -55,7 +55,9 @@ def sbuf_bytes(config: PrefillConfig) -> int:
         total += (1 + loop.row_buffers) * depth * R * 2
     else:
         total += (2 if loop.in_parts == 1 else largest) * depth * R * 2 + loop.row_buffers * H * 2
-    total += largest * i_count * R * 2
+    if config.shard.splits_h:
+        total += 2 * 2 * largest * i_count * num_projections(config) * R * 4
+    total += (2 if config.shard.splits_h else 1) * largest * i_count * R * 2
     total += loop.outer_buffers * H * 2
     total += 4 * R * 4 + SMALL_TILES_BYTES
     # Token ids, rows to write, scales, and two more while they are made.
@@ -119,10 +121,11 @@ def fit_loop(config: PrefillConfig, tiles_per_expert: float) -> LoopPlan:
         total_ns = sum(visit_ns(trial, len(range(k, tiles, visits))) for k in range(visits))
         if total_ns < best_ns:
             best, best_ns = trial, total_ns
-    if best is None and config.loop.skips_weights:
+    if best is None and needs_whole_experts(config):
+        asked = "skip_weights=True" if config.loop.skips_weights else "shard_plan='hidden'"
         raise ValueError(
-            f"skip_weights=True: an expert with H={config.H}, I={config.I} does not fit "
-            "SBUF whole. Use more ranks of tensor parallelism, or leave it False."
+            f"{asked}: experts with H={config.H}, I={config.I} do not fit SBUF whole. Use more "
+            "ranks of tensor parallelism, or the default."
         )
     if best is None:
         raise ValueError(
@@ -132,15 +135,20 @@ def fit_loop(config: PrefillConfig, tiles_per_expert: float) -> LoopPlan:
     return _more_buffers(best)
 
 
+def needs_whole_experts(config: PrefillConfig) -> bool:
+    """Whether this core's share of an expert must be in SBUF at once."""
+    return config.loop.skips_weights or config.shard.splits_h
+
+
 def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
     """Yield plans from simple to cut up, large visits first.
 
-    Weights that stay for the next visit are whole, and in the only buffer.
+    Weights that stay for the next visit are in the only buffer; two visits in flight have one each.
     """
-    skips = config.loop.skips_weights
-    for in_parts in (1,) if skips else _divisors(core_depth(config), LEAST_I_PART):
+    skips, is_whole = config.loop.skips_weights, needs_whole_experts(config)
+    for in_parts in (1,) if is_whole else _divisors(core_depth(config), LEAST_I_PART):
         for out_parts in (1,) if in_parts == 1 else _divisors(core_width(config), LEAST_H_PART):
-            for slots in (1,) if skips else (2, 1):
+            for slots in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
                     yield replace(
                         config.loop,

@@ -54,6 +54,7 @@ from nki_kernels.blockwise_buffers import (
     make_buffers,
 )
 from nki_kernels.blockwise_config import PrefillConfig, Share, num_partials, scales_late, share_of
+from nki_kernels.blockwise_exchange import run_two_visits, start_apart
 from nki_kernels.blockwise_stages import (
     gather_after,
     gather_rows,
@@ -121,8 +122,11 @@ def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sha
     sizes = loops_of(config.loop.classes)[position]
 
     def two_visits(_trip: int) -> None:
-        run_visit(config, b, x, 0, sizes, share)
-        run_visit(config, b, x, 1, sizes, share)
+        if config.shard.splits_h:
+            run_two_visits(config, b, x, share, sizes)
+        else:
+            run_visit(config, b, x, 0, sizes, share)
+            run_visit(config, b, x, 1, sizes, share)
 
     if config.loop.is_dynamic:
         trips = nisa.register_alloc()
@@ -143,9 +147,12 @@ def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share)
         for j in range(config.loop.classes[0]):
             nisa.memset(dst=b.wide_scale[j], value=0.0)
     gather_rows(config, b, x, share, 0, 0)
-    load_beside(config, b, x, share, b.expert[0], 0, 0)
-    load_gate_up(config, b, x, share, b.expert[0], 0, 0)
-    load_down(config, b, x, share, b.expert[0], 0, 0, 0)
+    if config.shard.splits_h:
+        start_apart(config, b, x, share)
+    else:
+        load_beside(config, b, x, share, b.expert[0], 0, 0)
+        load_gate_up(config, b, x, share, b.expert[0], 0, 0)
+        load_down(config, b, x, share, b.expert[0], 0, 0, 0)
     turn_rows(config, b, 0, 0)
     gather_rows(config, b, x, share, 1, 0)
     for j in range(1, config.loop.row_buffers):

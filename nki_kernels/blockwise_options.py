@@ -25,6 +25,7 @@ from nki_kernels.blockwise_config import (
 from nki_kernels.blockwise_fit import fit_loop
 from nki_kernels.plans import Ints, VisitPlan, is_even, live_tiles, plan_visits, tile_axis
 
+SHARD_PLANS = ("balanced", "block", "intermediate", "hidden")
 OAI_SCALE = 1.702  # of the sigmoid that the Scalar engine's sigmoid form of gelu has
 
 
@@ -81,7 +82,7 @@ def make_config(
             the layer's, no combine follows).
         has_gate_up_bias, has_down_bias, has_scales: which optional operands there are.
         loop_plan: sorted, dynamic or static.
-        shard_plan: balanced, block or intermediate.
+        shard_plan: balanced, block, intermediate or hidden.
         in_halves: core 0 takes the first half of the row tiles, not every second one; with
             shard_plan block.
         skip_weights: keep an expert's weights for the next row tile of a core; such a loop has one
@@ -102,7 +103,7 @@ def make_config(
         ("stores", stores, STORES),
         ("turns", turns, TURNS),
         ("loop_plan", loop_plan, ("sorted", "dynamic", "static")),
-        ("shard_plan", shard_plan, ("balanced", "block", "intermediate")),
+        ("shard_plan", shard_plan, SHARD_PLANS),
     ):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}.")
@@ -134,7 +135,13 @@ def make_config(
             f"{OAI_SCALE}. Use activation='swish'."
         )
     is_sorted = loop_plan == "sorted" and shard_plan != "block"
-    shard = ShardPlan(1 if splits_i else num_cores, splits_i, False)
+    splits_h = shard_plan == "hidden" and num_cores > 1
+    if splits_h and skip_weights:
+        raise ValueError(
+            "skip_weights=True, shard_plan='hidden': two visits are in flight, with weights of "
+            "their own. Use another shard_plan."
+        )
+    shard = ShardPlan(1 if splits_i or splits_h else num_cores, splits_i, splits_h)
     classes = tuple(range(largest_visit, 0, -1)) if is_sorted else (1,)
     loop = LoopPlan(
         classes, loop_plan != "static", is_sorted, in_halves, skip_weights, 2, 1, 1, 1, 2, turns

@@ -250,13 +250,26 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
 def project_in(
     config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, tile: int
 ) -> None:
-    """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product.
-
-    Without a gate, the activation is that of the only projection, and there is no product.
-    """
-    h_axis, i_axis, R = config.h_axis, config.i_axis, config.tile_rows
-    rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
+    """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product."""
+    rows, R = rows_of(config.i_axis, tile), config.tile_rows
     bank_ps = b.inner_ps[tile % 2]
+    multiply_in(config, b, slot, s, j, tile, bank_ps)
+    up = bank_ps[0:rows, num_projections(config) - 1, 0:R]
+    finish_in(config, b, slot, s, j, part, tile, bank_ps[0:rows, 0, 0:R], up)
+
+
+def multiply_in(
+    config: PrefillConfig,
+    b: Buffers,
+    slot: int,
+    s: int,
+    j: int,
+    tile: int,
+    bank_ps: nl.NkiTensor,
+) -> None:
+    """Multiply a row tile with one tile of the gate and up weights, this core's share of H."""
+    h_axis, R = config.h_axis, config.tile_rows
+    rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
     turned_sb = b.turned[turned_slot(config, s, j)]
     for half in range(num_projections(config)):
         for t in range(h_axis.count):
@@ -267,10 +280,27 @@ def project_in(
                 moving=turned_sb[0:depth, t, 0:R],
                 accumulate=t > 0,
             )
+
+
+def finish_in(
+    config: PrefillConfig,
+    b: Buffers,
+    slot: int,
+    s: int,
+    j: int,
+    part: int,
+    tile: int,
+    gate: nl.NkiTensor,
+    up: nl.NkiTensor,
+) -> None:
+    """Turn gate and up projections into a tile of what goes into the down projection.
+
+    Without a gate, the activation is that of the only projection, and there is no product.
+    """
+    rows, R = rows_of(config.i_axis, tile), config.tile_rows
     gate_sb = b.gate[tile % 2][0:rows, 0:R]
     up_sb = b.up[tile % 2][0:rows, 0:R]
-    inner_sb = b.inner[j][0:rows, part * i_axis.count + tile, 0:R]
-    gate = bank_ps[0:rows, 0, 0:R]
+    inner_sb = b.inner[inner_slot(config, s, j)][0:rows, part * config.i_axis.count + tile, 0:R]
     if scales_late(config):
         scale_sb = b.wide_scale[j][0:rows, 0:R]
         nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
@@ -279,12 +309,16 @@ def project_in(
         activate(config, b, slot, tile, inner_sb, gate)
         return
     activate(config, b, slot, tile, gate_sb, gate)
-    up = bank_ps[0:rows, 1, 0:R]
     if scales_late(config):
         nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
         up = up_sb
     operators, operands = _chain(config, b, slot, tile, 1)
     multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
+
+
+def inner_slot(config: PrefillConfig, s: int, j: int) -> int:
+    """Return which buffer holds a row tile between the projections."""
+    return s * config.loop.classes[0] + j if config.shard.splits_h else j
 
 
 def _chain(
@@ -390,7 +424,7 @@ def project_out(
                 depth = depth + 1
             nisa.nc_matmul(
                 dst=bank_ps,
-                stationary=b.inner[j][0:depth, t, 0:R],
+                stationary=b.inner[inner_slot(config, s, j)][0:depth, t, 0:R],
                 moving=b.down[slot][0:depth, t, begin:end],
                 accumulate=t > 0,
             )

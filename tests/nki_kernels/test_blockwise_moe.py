@@ -117,6 +117,28 @@ CASES = {
     "T140-H128-I96-E4-K2-intermediate-static": Prefill(
         140, 128, 96, 4, 2, 64, options={"shard_plan": "intermediate", "loop_plan": "static"}
     ),
+    "T140-H192-I60-E4-K2-hidden": Prefill(
+        140, 192, 60, 4, 2, 64, options={"shard_plan": "hidden"}
+    ),
+    "T300-H320-I36-E3-K2-hidden-gpt-oss": Prefill(
+        300, 320, 36, 3, 2, 32, has_bias=True, options={**GPT_OSS, "shard_plan": "hidden"}
+    ),
+    "T400-H256-I130-E3-K1-hidden-pre-turned-by-dma": Prefill(
+        400, 256, 130, 3, 1, 64, has_bias=True,
+        options={**GPT_OSS, "shard_plan": "hidden", "scaling": "pre", "stores": "tokens",
+                 "turns": "dma"},
+    ),
+    "T140-H128-I40-E4-K2-hidden-pre-no-gate": Prefill(
+        140, 128, 40, 4, 2, 64,
+        options={"shard_plan": "hidden", "scaling": "pre", "has_gate": False, "turns": "tensor"},
+    ),
+    "T200-H256-I96-E4-K2-hidden-static-e4m3-post": Prefill(
+        200, 256, 96, 4, 2, 64,
+        options={
+            "shard_plan": "hidden", "loop_plan": "static", "weight_format": "float8_e4m3",
+            "has_scales": True, "scaling": "post", "stores": "tiles",
+        },
+    ),
     "T120-H256-I128-E4-K2-e4m3-rows": Prefill(
         120, 256, 128, 4, 2, 64, options={"weight_format": "float8_e4m3", "has_scales": True}
     ),
@@ -158,9 +180,10 @@ def test_every_routing_is_computed(routing: str) -> None:
     check(Prefill(300, 128, 64, 6, 2, routing=routing))
 
 
+@pytest.mark.parametrize("name", ["T200-H256-I96-E8-K2-B128", "T140-H192-I60-E4-K2-hidden"])
 @pytest.mark.parametrize("start_core", [0, 1])
-def test_the_order_of_the_cores_does_not_matter(start_core: int) -> None:
-    problem = CASES["T200-H256-I96-E8-K2-B128"]
+def test_the_order_of_the_cores_does_not_matter(start_core: int, name: str) -> None:
+    problem = CASES[name]
     check(problem, SimOptions(start_core=start_core, preempt=0.2, seed=3))
 
 
@@ -245,7 +268,12 @@ REFUSED = {
         r"activation_scale=2: its scale is 1.702. Use activation='swish'",
     ),
     "halves": ({"in_halves": True}, r"in_halves=True, shard_plan='balanced': only blocks are"),
-    "skip": ({"H": 4096, "I": 4096, "skip_weights": True}, r"skip_weights=True: an expert with"),
+    "skip": ({"H": 4096, "I": 4096, "skip_weights": True}, r"skip_weights=True: experts with"),
+    "hidden": ({"H": 8192, "I": 4096, "shard_plan": "hidden"}, r"shard_plan='hidden': experts"),
+    "hidden-skip": (
+        {"shard_plan": "hidden", "skip_weights": True},
+        r"skip_weights=True, shard_plan='hidden': two visits are in flight",
+    ),
     "turns": ({"turns": "dma", "H": 320}, r"turns='dma': needs H in equal tiles"),
     "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
 }
