@@ -271,7 +271,10 @@ class Experts(nn.Module):
             [E', C, H]; a partial sum under tensor parallelism.
         """
         weights = self.weights()
-        first, down = weights.gate_up_proj_EHI, weights.down_proj_EIH
+        first, down = (
+            linear.weight if linear.packed is None else linear.packed.unpack()
+            for linear in (self.first, self.down_proj)
+        )
         first_bias, down_bias = weights.gate_up_bias_EI, weights.down_bias_EH
         if expert_indices is not None:
             first, down = first[expert_indices], down[expert_indices]

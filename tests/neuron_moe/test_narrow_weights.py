@@ -13,6 +13,7 @@ from neuron_moe.backends.nki_backend import NkiBackend
 from neuron_moe.backends.nki_weights import _log_once
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.errors import WeightError
+from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.quantize import decode_mxfp4, quantize_fp8
 from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.tolerances import rms_error
@@ -243,3 +244,32 @@ def test_the_load_of_packed_experts_is_counted(backend: str) -> None:
     experts.enable_load_counters()
     compute(experts)
     assert int(experts.expert_load_E.sum()) == T * K
+
+
+@pytest.mark.parametrize("backend", ["nki", "torch"])
+def test_a_phase_that_computes_with_a_part_of_packed_weights(backend: str) -> None:
+    state = mxfp4_state()
+    config = ParallelConfig(tp=1, ep=2, decode_moe_tp=1, decode_moe_ep=1)
+    with parallel_state.as_rank(config, 1):
+        plain, packed = build(backend), build(backend)
+    assert (packed.num_local_experts, len(packed.local_experts("decode"))) == (E // 2, E)
+    for experts in (plain, packed):
+        experts.load_state_dict(state)
+    packed.pack_weights()
+    for seq_len in (1, T):
+        torch.testing.assert_close(
+            compute(packed, seq_len), compute(plain, seq_len), rtol=0.02, atol=0.02
+        )
+
+
+@pytest.mark.parametrize("backend", ["nki", "torch"])
+def test_packed_experts_run_without_routing(backend: str) -> None:
+    plain, packed = build(backend), build(backend)
+    for experts in (plain, packed):
+        experts.load_state_dict(mxfp4_state())
+    packed.load_state_dict(plain.state_dict())
+    packed.pack_weights()
+    rows = torch.randn(1, 3, H).bfloat16()
+    assert torch.equal(packed.mlp_op(rows), plain.mlp_op(rows))
+    some = torch.tensor([2, 0])
+    assert torch.equal(packed.mlp_op(rows, some), plain.mlp_op(rows, some))

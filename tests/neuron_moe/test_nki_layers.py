@@ -43,8 +43,13 @@ def as_torch(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
 
 
+def error(output: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(output - exact))))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_experts_of_full_size_are_as_right_as_torch(name: str) -> None:
+def test_experts_of_full_size_are_as_right_as_torch(name: str, phase: str) -> None:
     params, spec = LAYERS[name]
     case = Case.from_json({"id": name, "kernel": "moe_cte", "params": params})
     problem, _ = prefill.build(case, Limits(macs=1e12))
@@ -55,16 +60,14 @@ def test_experts_of_full_size_are_as_right_as_torch(name: str) -> None:
         torch.from_numpy(problem.affinities_TK),
         problem.scaling == "PRE_SCALE",
     )
+    backend, hidden_TH = NkiBackend(), as_torch(problem.hidden_TH)
     with torch.no_grad():
-        nki = NkiBackend().blockwise(
-            as_torch(problem.hidden_TH), routing, weights, BlockPlan(problem.block_size)
-        )
+        if phase == "prefill":
+            nki = backend.blockwise(hidden_TH, routing, weights, BlockPlan(problem.block_size))
+        else:
+            nki = backend.few_tokens(hidden_TH, routing, weights, "selective")
     exact = prefill.formula(problem)
-
-    def error(output: np.ndarray) -> float:
-        return float(np.sqrt(np.mean(np.square(output - exact))))
-
-    assert error(nki.numpy()) <= 1.05 * error(prefill.torch_path(problem))
+    assert error(nki.numpy(), exact) <= 1.05 * error(prefill.torch_path(problem), exact)
 
 
 @pytest.mark.parametrize(
