@@ -8,14 +8,14 @@
 Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of all ranks):
 
     hidden          [T, H]       bfloat16
-    router_weight   [h, H/h, N]  bfloat16 or float32, of pack_router_weight()
+    router_weight   [P, h, H/h, N/P]  bfloat16 or float32, of pack_router_weight()
     gate_up, down, first_expert and the experts' biases and scales as in decode_moe.py
     norm_weight     [1, H]       any float, if the formula has a norm
     router_bias     [1, N]       float32, if the formula has a bias
     selection_bias  [1, N]       float32, if the formula has one
     shared_gate_up  [P, H, 2I]   bfloat16, of pack_shared_experts(), if there are shared experts
     shared_down     [P, I, H]
-    shared_gate     [h, H/h, 1]  bfloat16, of pack_router_weight(), if they have a gate
+    shared_gate     [1, h, H/h, 1]  bfloat16, of pack_router_weight(), if they have a gate
     residual        [T, H]       bfloat16 or float32, if it is added; may be hidden
     -> output       [T, H]       float32 or bfloat16
        affinities   [T, K]       float32 and
@@ -42,7 +42,7 @@ from nki_kernels.decode_block_shared import load_shared, run_shared
 from nki_kernels.decode_buffers import DecodeOperands, make_buffers, make_sums
 from nki_kernels.decode_config import output_dtype
 from nki_kernels.decode_ends import finish
-from nki_kernels.decode_moe import load_first_expert, run_experts, start_sums
+from nki_kernels.decode_moe import load_first_expert, route_tokens, run_experts, start_sums
 from nki_kernels.decode_norm import (
     NormTiles,
     TokenTile,
@@ -108,18 +108,19 @@ def decode_block(
     logits = []
     for first in range(0, moe.T, PARTITIONS):
         rows = min(PARTITIONS, moe.T - first)
-        logits.append(make_logits(x_sb, first, rows, router, h_axis, formula))
+        logits.append(make_logits(x_sb, first, rows, router, h_axis, moe.num_experts, formula))
     index_tiles, picked = pick_experts(logits, router, moe.num_experts, formula)
     affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
 
     b = make_buffers(moe, sums)
+    routing = route_tokens(moe, b, index_tiles, affinity_tiles, first_sb, core)
     gate_rows = []
     for gate_sb in gates:
         gate_rows.append(gate_tokens(x_sb, gate_sb, h_axis))
     start_sums(moe, sums)
     for part_tiles in shared_tiles:
         run_shared(shared, part_tiles, x_sb, gate_rows, core)
-    run_experts(moe, b, x, x_sb, index_tiles, affinity_tiles, first_sb, core)
+    run_experts(moe, b, x, x_sb, routing)
     residuals = []
     if config.has_residual:
         residuals.append(residual)

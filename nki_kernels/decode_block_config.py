@@ -10,6 +10,7 @@ from nki.language import NKIObject
 from nki_kernels.decode_block_shared import make_shared_config
 from nki_kernels.decode_config import DecodeConfig
 from nki_kernels.decode_options import make_decode_config
+from nki_kernels.decode_router import router_parts
 from nki_kernels.plans import tile_axis
 from nki_kernels.router_choice import RouterFormula, check_router_formula
 
@@ -29,6 +30,7 @@ class BlockConfig(NKIObject):
         has_residual: whether a residual is added at the end.
         returns_routing: whether affinities and index are returned too.
         router_dtype: element type of the router's weight.
+        router_parts: cores that share the router's experts.
     """
 
     moe: DecodeConfig
@@ -39,6 +41,7 @@ class BlockConfig(NKIObject):
     has_residual: bool
     returns_routing: bool
     router_dtype: str
+    router_parts: int
 
 
 def make_block_config(
@@ -84,13 +87,15 @@ def make_block_config(
         )
     check_router_formula(formula, moe["num_experts"])
     routed = make_decode_config(K=formula.top_k, **moe)
+    weight_bytes = 4 if router_dtype == "float32" else 2
+    parts = router_parts(routed.num_experts, routed.H, weight_bytes, routed.num_cores)
     shared = routed
     if shared_width:
         shared = make_shared_config(routed, shared_width, shared_activation)
 
     return BlockConfig(
         routed, formula, shared, shared_width > 0, has_shared_gate, has_residual,
-        returns_routing, router_dtype,
+        returns_routing, router_dtype, parts,
     )  # fmt: skip
 
 
@@ -127,7 +132,7 @@ def check_decode_block(config: BlockConfig, operands: dict[str, Any]) -> None:
 
 def _way_out(name: str) -> str:
     if name.startswith("router_weight") or name == "shared_gate":
-        return "Use pack_router_weight()."
+        return "Use pack_router_weight(), with router_parts of the configuration."
     if name.startswith("shared"):
         return "Use pack_shared_experts()."
     return "Build the configuration from the same sizes."
@@ -143,7 +148,7 @@ def expected_operands(config: BlockConfig) -> Expected:
     The experts' own operands are those of `decode_moe`.
     """
     moe, formula, shared = config.moe, config.formula, config.shared
-    T, H, E = moe.T, moe.H, moe.num_experts
+    T, H, N = moe.T, moe.H, moe.num_experts
     axis = tile_axis(H)
     bf16, float32 = ("bfloat16",), ("float32",)
     matrix = (axis.rows, axis.count)
@@ -151,12 +156,15 @@ def expected_operands(config: BlockConfig) -> Expected:
     return {
         "hidden": ((T, H), bf16),
         "first_expert": ((1, 1), ("int32",)),
-        "router_weight": ((*matrix, E), (config.router_dtype,)),
+        "router_weight": (
+            (config.router_parts, *matrix, N // config.router_parts),
+            (config.router_dtype,),
+        ),
         "norm_weight": ((1, H) if formula.has_norm else None, _FLOATS),
-        "router_bias": ((1, E) if formula.has_bias else None, float32),
-        "selection_bias": ((1, E) if formula.has_selection_bias else None, float32),
+        "router_bias": ((1, N) if formula.has_bias else None, float32),
+        "selection_bias": ((1, N) if formula.has_selection_bias else None, float32),
         "shared_gate_up": ((shared.E, H, 2 * shared.I) if has_shared else None, bf16),
         "shared_down": ((shared.E, shared.I, H) if has_shared else None, bf16),
-        "shared_gate": ((*matrix, 1) if config.has_shared_gate else None, bf16),
+        "shared_gate": ((1, *matrix, 1) if config.has_shared_gate else None, bf16),
         "residual": ((T, H) if config.has_residual else None, ("bfloat16", "float32")),
     }

@@ -27,8 +27,9 @@ from nki_kernels.plans import PARTITIONS, AxisTiles
 from nki_kernels.tiles import BANK_BYTES, rows_of, transpose_rows
 
 DIRECT_TOKENS = 8  # a short run of HBM per token and partition: beyond, turning rows is faster
+WARM_UPS = 4  # matmuls while the tokens travel: the tensor engine's clock climbs with its work
 ENGINES, ROWS_PER_ENGINE = 16, 8  # of the DMA: a transfer of few rows keeps few engines busy
-STEP_COLUMNS = 1024  # of a pass over x^T, so that its second half follows closely
+STEP_COLUMNS = 1024  # of the last pass over x^T, so that the router follows closely
 
 
 @dataclass
@@ -62,7 +63,7 @@ def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
     if not is_direct(num_tokens, h_axis):
         size += 2 * h_axis.size * (-(-num_tokens // PARTITIONS))
     if has_norm:
-        size += 2 * 4 * max(STEP_COLUMNS, rows) + 3 * 4 * PARTITIONS + 8 * h_axis.count + 1024
+        size += 4 * h_axis.count * rows + 3 * 4 * PARTITIONS + 8 * h_axis.count + 1024
     return size
 
 
@@ -153,6 +154,8 @@ def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
     # Brings the Scalar engine's table while the tokens travel; the number itself is not used.
     first_sb = nl.ndarray((PARTITIONS, 1), nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=first_sb, op=nl.rsqrt, data=ones_sb[:, 0:1])
+    for _turn in range(WARM_UPS):
+        nisa.nc_matmul(dst=small_ps[:, 0, :], stationary=ones_sb, moving=ones_sb, accumulate=False)
     return NormTiles(weight_sb, ones_sb, diagonal_sb, small_ps)
 
 
@@ -162,13 +165,10 @@ def normalize(
     """Write the normalised tokens of a tile, [h, H/h, R] of the type of hidden."""
     turned_sb = tile.turned_sb
     rows = turned_sb.shape[2]
-    if tile.is_turned:
-        sum_squares(turned_sb, norm, h_axis)
-    else:
-        sum_squares_by_products(turned_sb, norm, h_axis)
     sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:rows]
     mean_factor = 1.0 / h_axis.size
     if rows == 1:
+        sum_squares(turned_sb, norm, h_axis)
         scale_sb = nl.ndarray((h_axis.rows, 1), nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=scale_sb, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
         nisa.scalar_tensor_tensor(
@@ -180,23 +180,31 @@ def normalize(
             operand1=norm.weight_sb,
         )
         return
+    # While others add up the squares, the Vector engine multiplies with the weight.
+    weighted_sb = nl.ndarray((h_axis.rows, h_axis.count, rows), nl.float32, buffer=nl.sbuf)
+    if tile.is_turned:
+        sum_squares(turned_sb, norm, h_axis)
+        apply_weight(weighted_sb, turned_sb, norm)
+    else:
+        apply_weight(weighted_sb, turned_sb, norm)
+        sum_squares_by_products(turned_sb, norm, h_axis)
     scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
     nisa.activation(dst=scale_ps, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
-    weight_ps = norm.small_ps[0 : h_axis.rows, 3, 0 : h_axis.count]
-    nisa.tensor_copy(dst=weight_ps, src=norm.weight_sb, engine=nisa.engine.scalar)
     step = max(1, STEP_COLUMNS // rows)
     for first in range(0, h_axis.count, step):
-        stop = min(first + step, h_axis.count)
-        chunks = slice(first, stop)
-        scaled_sb = nl.ndarray((h_axis.rows, stop - first, rows), nl.float32, buffer=nl.sbuf)
-        scale = scale_ps.expand_dim(1).broadcast(1, stop - first)
-        nisa.tensor_tensor(
-            dst=scaled_sb, data1=turned_sb[:, chunks, :], data2=scale, op=nl.multiply
-        )
-        weight = weight_ps[:, chunks].expand_dim(2).broadcast(2, rows)
-        nisa.tensor_tensor(
-            dst=normed_sb[:, chunks, :], data1=scaled_sb, data2=weight, op=nl.multiply
-        )
+        chunks = slice(first, min(first + step, h_axis.count))
+        part_sb = weighted_sb[:, chunks, :]
+        scale = scale_ps.expand_dim(1).broadcast(1, part_sb.shape[1])
+        nisa.tensor_tensor(dst=normed_sb[:, chunks, :], data1=part_sb, data2=scale, op=nl.multiply)
+
+
+def apply_weight(weighted_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles) -> None:
+    """Write the product of tokens and the norm's weight, [h, H/h, R] float32."""
+    h, count, rows = turned_sb.shape
+    weight_ps = norm.small_ps[0:h, 3, 0:count]
+    nisa.tensor_copy(dst=weight_ps, src=norm.weight_sb, engine=nisa.engine.scalar)
+    weight = weight_ps.expand_dim(2).broadcast(2, rows)
+    nisa.tensor_tensor(dst=weighted_sb, data1=turned_sb, data2=weight, op=nl.multiply)
 
 
 def sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:

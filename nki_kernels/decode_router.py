@@ -3,7 +3,8 @@
     logits = x @ router_weight^T (+ bias), float32; the choice is that of router_choice.py
 
 The weights are turned when they are loaded into HBM, not in every step: `pack_router_weight` gives
-each partition its rows of H for all experts in one run. In bfloat16 the products are exact; float32
+each partition its rows of H for all experts in one run. Of a large router each core takes half of
+the experts; the cores exchange logits, which are few. In bfloat16 the products are exact; float32
 weights take float32 tokens and four passes of the tensor engine.
 
 Tokens are on the partitions of everything that comes out, 128 a tile, in their order.
@@ -22,10 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nki_kernels.plans import PARTITIONS, AxisTiles, tile_axis
-from nki_kernels.router_choice import Picked, RouterFormula, finish_logits, pick, weigh
+from nki_kernels.router_choice import SLOTS, Picked, RouterFormula, finish_logits, pick, weigh
 from nki_kernels.tiles import rows_of
 
+GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
+SPLIT_BYTES = 1 << 20  # of a weight: half of the load takes longer than exchanging logits
 PIECE_BYTES = 4096  # and the shortest run of one (nki-dma-bandwidth-guide: shorter is slower)
 
 
@@ -33,25 +36,40 @@ PIECE_BYTES = 4096  # and the shortest run of one (nki-dma-bandwidth-guide: shor
 class RouterTiles(nl.NKIObject):
     """The router's operands in SBUF."""
 
-    weight_sb: nl.ndarray  # [h, H/h, E]
+    weight_sb: nl.ndarray  # [h, H/h, N/P], this core's part
     bias_sb: nl.ndarray  # [128, E] float32, if the formula has a bias
     selection_bias_sb: nl.ndarray  # [128, E] float32, if the formula has one
 
 
-def pack_router_weight(weight_EH: NDArray[Any]) -> NDArray[Any]:
-    """Return [h, H/h, E]: for each partition its rows of H, for all experts.
+def router_parts(num_experts: int, hidden_size: int, weight_bytes: int, num_cores: int) -> int:
+    """Return how many cores share the router's experts; if more than one, they exchange logits.
 
     Args:
-        weight_EH: [E, H] of any dtype, as in the checkpoint; [1, H] for a gate.
+        num_experts: N, of all ranks.
+        hidden_size: H.
+        weight_bytes: of an element of the weight.
+        num_cores: physical cores of the launch.
     """
-    num_experts, hidden_size = weight_EH.shape
+    is_large = num_experts * hidden_size * weight_bytes >= SPLIT_BYTES
+    can_split = num_experts % num_cores == 0 and num_experts >= num_cores * SLOTS
+    return num_cores if is_large and can_split else 1
+
+
+def pack_router_weight(weight_NH: NDArray[Any], num_parts: int = 1) -> NDArray[Any]:
+    """Return [P, h, H/h, N/P]: for each part and partition its rows of H, for all experts.
+
+    Args:
+        weight_NH: [N, H] of any dtype, as in the checkpoint; [1, H] for a gate.
+        num_parts: P, of `router_parts`.
+    """
+    num_experts, hidden_size = weight_NH.shape
     axis = tile_axis(hidden_size)
+    padded = np.zeros((axis.rows * axis.count, num_experts), weight_NH.dtype)
+    padded[:hidden_size] = weight_NH.T
     if axis.is_strided:
-        packed = weight_EH.T.reshape(axis.rows, axis.count, num_experts)
-        return np.ascontiguousarray(packed)
-    padded = np.zeros((axis.rows * axis.count, num_experts), weight_EH.dtype)
-    padded[:hidden_size] = weight_EH.T
-    packed = padded.reshape(axis.count, axis.rows, num_experts).transpose(1, 0, 2)
+        packed = padded.reshape(axis.rows, axis.count, num_parts, -1).transpose(2, 0, 1, 3)
+    else:
+        packed = padded.reshape(axis.count, axis.rows, num_parts, -1).transpose(2, 1, 0, 3)
     return np.ascontiguousarray(packed)
 
 
@@ -76,7 +94,8 @@ def load_router(
     num_tokens: int,
 ) -> RouterTiles:
     """Ask for the router's operands; those the formula does not use may be None."""
-    shape = weight.shape
+    own = weight[nl.program_id(0) if weight.shape[0] > 1 else 0]
+    shape = own.shape
     weight_sb = nl.ndarray(shape, weight.dtype, buffer=nl.sbuf)
     run_bytes = shape[1] * shape[2] * (4 if weight.dtype == nl.float32 else 2)
     pieces = max(1, min(PIECES, run_bytes // PIECE_BYTES))
@@ -84,7 +103,7 @@ def load_router(
     for first in range(0, shape[1], step):
         chunks = slice(first, min(first + step, shape[1]))
         nisa.dma_copy(
-            dst=weight_sb[:, chunks, :], src=weight[:, chunks, :], dge_mode=nisa.dge_mode.none
+            dst=weight_sb[:, chunks, :], src=own[:, chunks, :], dge_mode=nisa.dge_mode.none
         )
     tiles = RouterTiles(weight_sb, weight_sb, weight_sb)
     used = min(PARTITIONS, num_tokens)
@@ -110,6 +129,7 @@ def make_logits(
     rows: int,
     router: RouterTiles,
     h_axis: AxisTiles,
+    num_experts: int,
     formula: RouterFormula,
 ) -> nl.ndarray:
     """Return the logits of tokens first .. first + rows, [rows, max(E, 8)] float32.
@@ -120,6 +140,7 @@ def make_logits(
         rows: tokens, at most 128.
         router: its operands.
         h_axis: how H lies on partitions.
+        num_experts: N.
         formula: the router.
     """
     weight_sb = router.weight_sb
@@ -128,7 +149,8 @@ def make_logits(
         wide_sb = nl.ndarray((h_axis.rows, h_axis.count, rows), nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=wide_sb, src=tokens_sb)
         tokens_sb = wide_sb
-    logits_ps = nl.ndarray((rows, weight_sb.shape[2]), nl.float32, buffer=nl.psum)
+    columns = weight_sb.shape[2]
+    logits_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
     for tile in range(h_axis.count):
         depth = rows_of(h_axis, tile)
         nisa.nc_matmul(
@@ -137,7 +159,27 @@ def make_logits(
             moving=weight_sb[0:depth, tile, :],
             accumulate=tile > 0,
         )
-    return finish_logits(logits_ps, router.bias_sb, formula)
+    if columns == num_experts:
+        return finish_logits(logits_ps, router.bias_sb, formula)
+    core = nl.program_id(0)
+    logits_sb = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.sbuf)
+    own_sb = logits_sb[:, core * columns : (core + 1) * columns]
+    if formula.has_bias:
+        bias_sb = router.bias_sb[0:rows, core * columns : (core + 1) * columns]
+        nisa.tensor_tensor(dst=own_sb, data1=logits_ps, data2=bias_sb, op=nl.add)
+    else:
+        nisa.tensor_copy(dst=own_sb, src=logits_ps)
+    other = 1 - core
+    is_short = columns * 4 <= GPSIMD_BYTES
+    nisa.sendrecv(
+        src=own_sb,
+        dst=logits_sb[:, other * columns : (other + 1) * columns],
+        send_to_rank=other,
+        recv_from_rank=other,
+        pipe_id=0,
+        dma_engine=nisa.dma_engine.gpsimd_dma if is_short else nisa.dma_engine.dma,
+    )
+    return logits_sb
 
 
 def pick_experts(
@@ -173,8 +215,8 @@ def weigh_experts(
 
 def load_gate(gate: nl.ndarray) -> nl.ndarray:
     """Ask for the weight of the shared experts' gate, [h, H/h, 1]."""
-    gate_sb = nl.ndarray(gate.shape, gate.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=gate_sb, src=gate, dge_mode=nisa.dge_mode.none)
+    gate_sb = nl.ndarray(gate.shape[1:4], gate.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=gate_sb, src=gate[0], dge_mode=nisa.dge_mode.none)
     return gate_sb
 
 

@@ -277,14 +277,15 @@ def choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.n
     """Return uint32 [rows, max(n_group, 8)], nonzero for the topk_group best groups."""
     rows = biased.shape[0]
     num_groups = formula.n_group
-    padded = max(SLOTS, size)
-    group_sb = nl.ndarray((rows, num_groups, padded), nl.float32, buffer=nl.sbuf)
-    if size < padded:
+    groups = biased.reshape_dim(1, (num_groups, size))
+    if size < SLOTS:
+        group_sb = nl.ndarray((rows, num_groups, SLOTS), nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=group_sb, value=LOWEST)
-    nisa.tensor_copy(dst=group_sb[:, :, 0:size], src=biased.reshape_dim(1, (num_groups, size)))
+        nisa.tensor_copy(dst=group_sb[:, :, 0:size], src=groups)
+        groups = group_sb
     best_sb = nl.ndarray((rows, num_groups, SLOTS), nl.float32, buffer=nl.sbuf)
     for group in range(num_groups):
-        nisa.max8(dst=best_sb[:, group, :], src=group_sb[:, group, :])
+        nisa.max8(dst=best_sb[:, group, :], src=groups[:, group, :])
     width = max(SLOTS, num_groups)
     score_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
     if num_groups < width:

@@ -13,7 +13,7 @@ from nki_kernels.decode_block import decode_block
 from nki_kernels.decode_block_config import BlockConfig, check_decode_block, make_block_config
 from nki_kernels.decode_block_ref import BlockResult, decode_block_ref
 from nki_kernels.decode_block_shared import pack_shared_experts
-from nki_kernels.decode_router import pack_router_weight
+from nki_kernels.decode_router import pack_router_weight, router_parts
 from nki_kernels.router_choice import RouterFormula
 from nki_sim import SimOptions
 
@@ -134,7 +134,9 @@ def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> Blo
 def operands_of(case: Case, arrays: dict[str, Array], num_cores: int = 2) -> dict[str, Array]:
     """Return the kernel's operands by name."""
     given = dict(arrays)
-    given["router_weight"] = pack_router_weight(arrays["router_weight"])
+    weight_NH = arrays["router_weight"]
+    parts = router_parts(*weight_NH.shape, weight_NH.itemsize, num_cores)
+    given["router_weight"] = pack_router_weight(weight_NH, parts)
     given["first_expert"] = np.array([[case.first]], np.int32)
     if "gate" in given:
         packed = pack_shared_experts(

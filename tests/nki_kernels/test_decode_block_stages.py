@@ -41,7 +41,7 @@ def norm_and_route(
 ) -> Any:
     """Return x^T [h, H/h, T], index, affinities and gates, as the stages leave them on chip."""
     num_tokens = hidden.shape[0]
-    num_experts = router_weight.shape[2]
+    num_experts = router_weight.shape[0] * router_weight.shape[3]
     shape = (h_axis.rows, h_axis.count, num_tokens)
     x_out = nl.ndarray(shape, nl.bfloat16, buffer=nl.shared_hbm)
     index_out = nl.ndarray((num_tokens, formula.top_k), nl.int32, buffer=nl.shared_hbm)
@@ -60,7 +60,7 @@ def norm_and_route(
         turn(tiles[number], h_axis, banks_ps)
         part = x_sb[:, :, first : first + rows]
         normalize(part, tiles[number], norm, h_axis, formula.norm_eps)
-        logits.append(make_logits(x_sb, first, rows, router, h_axis, formula))
+        logits.append(make_logits(x_sb, first, rows, router, h_axis, num_experts, formula))
     index_tiles, picked = pick_experts(logits, router, num_experts, formula)
     affinity_tiles = weigh_experts(logits, picked, num_experts, formula)
     gate_row_sb = gate_tokens(x_sb, gate_sb, h_axis)
@@ -114,12 +114,14 @@ def arrays_of(T: int, H: int, E: int, dtype: Any, formula: RouterFormula) -> lis
     ]
 
 
-def run_stages(arrays: list[Any], formula: RouterFormula, **options: Any) -> list[Any]:
+def run_stages(
+    arrays: list[Any], formula: RouterFormula, num_parts: int = 1, **options: Any
+) -> list[Any]:
     """Run the kernel; return x [T, H] and the other outputs."""
     hidden, norm, weight, bias, selection_bias, gate = arrays
     axis = tile_axis(hidden.shape[1])
     outputs = nki_sim.run(
-        norm_and_route, hidden, norm, pack_router_weight(weight), bias, selection_bias,
+        norm_and_route, hidden, norm, pack_router_weight(weight, num_parts), bias, selection_bias,
         pack_router_weight(gate), formula, axis, lnc=2, options=SimOptions(**options),
     ).outputs  # fmt: skip
     turned = outputs[0]
@@ -142,12 +144,15 @@ def routed(x: Any, arrays: list[Any], formula: RouterFormula) -> tuple[Any, Any]
     return reference.route(logits, selection_bias_E=selection_bias, **terms)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_stages_equal_the_formulas(case: str) -> None:
+def test_stages_equal_the_formulas(case: str, num_parts: int) -> None:
     T, H, E, dtype, name = CASES[case]
+    if 8 * num_parts > E:
+        num_parts = 1
     formula = RouterFormula(**FORMULAS[name], has_norm=True, norm_eps=1e-5)
     arrays = arrays_of(T, H, E, dtype, formula)
-    x, index, affinities, gates = run_stages(arrays, formula)
+    x, index, affinities, gates = run_stages(arrays, formula, num_parts)
     hidden, norm = arrays[0].astype(np.float64), arrays[1].astype(np.float64)
     exact = reference.rms_norm(hidden, norm, 1e-5)
     assert (np.abs(x.astype(np.float64) - exact) <= np.abs(exact) * 1.001 * 2.0**-8).all()
@@ -179,5 +184,5 @@ def test_neither_unset_memory_nor_the_order_of_the_cores_matters(case: str) -> N
     arrays = arrays_of(T, H, E, dtype, formula)
     usual = run_stages(arrays, formula)
     for options in ({"start_core": 1}, {"fill": 0}, {"preempt": 0.3, "seed": 2}):
-        for one, two in zip(usual, run_stages(arrays, formula, **options), strict=True):
+        for one, two in zip(usual, run_stages(arrays, formula, 2, **options), strict=True):
             np.testing.assert_array_equal(one, two)
