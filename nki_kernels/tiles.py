@@ -16,6 +16,8 @@ BANK_BYTES = 2048  # PSUM bank per partition (Trainium 2 architecture guide)
 
 def rows_of(axis: AxisTiles, tile: int) -> int:
     """Return the rows of a tile of an axis."""
+    if axis.is_strided:
+        return (axis.size - tile + axis.count - 1) // axis.count
     return axis.tail if tile == axis.count - 1 else axis.rows
 
 
