@@ -102,6 +102,11 @@ def make_sums(config: DecodeConfig) -> SumBuffers:
     return SumBuffers(banks[0:held], total_sb, banks[held:BANKS], identity(nl.float32))
 
 
+def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
+    """Return the PSUM bank that the routing works in; turning tokens leaves it alone."""
+    return sums.work_ps[len(sums.work_ps) - 1]
+
+
 def clear_sums(config: DecodeConfig, sums: SumBuffers, zeros_sb: nl.NkiTensor) -> None:
     """Set y^T to zero: by a matmul in PSUM, so that others may add to it."""
     if not config.sums_in_psum:

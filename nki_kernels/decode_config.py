@@ -20,7 +20,8 @@ OUTPUT_DTYPES = ("float32", "bfloat16")
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
 MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
-DIRECT_TOKENS = 8  # up to here x and y move as [h, T, H/h] without passing the tensor engine
+DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
+DIRECT_OUT = 8  # tokens of a core; the same for y
 UNROLLED_ENTRIES = 8  # entries of a core that are written out rather than looped over
 
 
@@ -109,11 +110,6 @@ def list_width(config: DecodeConfig) -> int:
     return min(config.E, config.T * config.K)
 
 
-def moves_directly(config: DecodeConfig) -> bool:
-    """Whether x and y of a few tokens move without passing the tensor engine."""
-    return config.h_axis.is_strided and config.T <= DIRECT_TOKENS
-
-
 def tiles_per_bank(config: DecodeConfig) -> int:
     """Return the tiles of y^T that a PSUM bank holds."""
     return BANK_FLOATS // config.T
@@ -131,6 +127,15 @@ def with_plan(config: DecodeConfig, *, shard: str, chunks: int, slots: int) -> D
     while unroll * core_chunks(trial) < slots:
         unroll *= 2
     return replace(trial, unroll=unroll, i_axis=tile_axis(-(-config.I // chunks)))
+
+
+def packed_axis(size: int) -> AxisTiles:
+    """Cut an axis into the fewest tiles, a partition owning consecutive elements.
+
+    The last partition may own fewer: the packed layout fills up with zeros.
+    """
+    count = -(-size // PARTITIONS)
+    return AxisTiles(size, -(-size // count), count, size // count, True)
 
 
 def packed_chunks(config: DecodeConfig) -> int:

@@ -10,21 +10,24 @@ import nki.language as nl
 
 from nki_kernels.decode_buffers import SumBuffers
 from nki_kernels.decode_config import (
+    BANK_FLOATS,
+    DIRECT_IN,
+    DIRECT_OUT,
     DecodeConfig,
-    moves_directly,
     output_dtype,
     tiles_per_bank,
 )
 from nki_kernels.plans import PARTITIONS
-from nki_kernels.tiles import copy_alternating, elements_of, rows_of, transpose_rows
+from nki_kernels.tiles import copy_alternating, transpose_rows
 
 
 def load_tokens(config: DecodeConfig, sums: SumBuffers, hidden: nl.NkiTensor) -> nl.NkiTensor:
     """Load [T, H] tokens from HBM; return x^T as a [h, H/h, T] view."""
-    rows, count = config.h_axis.rows, config.h_axis.count
-    if moves_directly(config):
-        turned_sb = nl.ndarray((rows, config.T, count), dtype=hidden.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=turned_sb, src=_spread_rows(config, hidden, 0, config.T))
+    h_axis = config.h_axis
+    if h_axis.is_strided and config.T <= DIRECT_IN:
+        shape = (h_axis.rows, config.T, h_axis.count)
+        turned_sb = nl.ndarray(shape, dtype=hidden.dtype, buffer=nl.sbuf)
+        load_directly(config, turned_sb, hidden, 0)
         return turned_sb.permute((0, 2, 1))
     tiles = []
     for first in range(0, config.T, PARTITIONS):
@@ -55,13 +58,26 @@ def turn_tokens(
     return turned_sb
 
 
-def _spread_rows(config: DecodeConfig, rows: nl.NkiTensor, first: int, count: int) -> nl.NkiTensor:
-    """Return the view [h, tokens, H/h] of rows first.. of a [T, H] tensor in HBM."""
-    h_axis = config.h_axis
-    return rows.ap(
-        [[h_axis.count, h_axis.rows], [config.H, count], [1, h_axis.count]],
-        offset=first * config.H,
+def load_directly(
+    config: DecodeConfig, spread_sb: nl.NkiTensor, rows: nl.NkiTensor, first: int
+) -> None:
+    """Load tokens of [T, H] rows in HBM as [h, tokens, H/h], a run of each per partition."""
+    axis, tokens = config.h_axis, spread_sb.shape[1]
+    full, rest = axis.size // axis.count, axis.size % axis.count
+    nisa.dma_copy(
+        dst=spread_sb[0:full],
+        src=rows.ap(
+            [[axis.count, full], [config.H, tokens], [1, axis.count]], offset=first * config.H
+        ),
     )
+    if rest > 0:
+        nisa.dma_copy(
+            dst=spread_sb[full : full + 1, 0:tokens, 0:rest],
+            src=rows.ap(
+                [[axis.count, 1], [config.H, tokens], [1, rest]],
+                offset=first * config.H + full * axis.count,
+            ),
+        )
 
 
 def finish(
@@ -107,20 +123,19 @@ def finish(
     # Of an odd number the token in the middle is on both cores; core 0 stores it.
     skipped = core * (2 * size - T) if config.num_cores > 1 else 0
     if size > skipped:
-        if moves_directly(config):
+        if h_axis.is_strided and size <= DIRECT_OUT:
             store_directly(config, part_sb, output, residuals, first, skipped)
         else:
             store_rows(config, sums, part_sb, output, residuals, first, skipped)
 
 
 def read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
-    """Copy y^T out of PSUM; rows that an uneven last tile lacks become zero."""
+    """Copy y^T out of PSUM. Rows past the end of an uneven tile were set to zero with the bank."""
     h_axis, T = config.h_axis, config.T
     per_bank = tiles_per_bank(config)
     for number in range(len(sums.total_ps)):
         begin = number * per_bank
         end = min(h_axis.count, begin + per_bank)
-        # Rows past the end of an uneven axis were set to zero with the bank.
         copy_alternating(
             sums.total_sb[0 : h_axis.rows, begin:end, 0:T],
             sums.total_ps[number][0 : h_axis.rows, 0 : (end - begin) * T],
@@ -144,14 +159,26 @@ def store_directly(
     if len(residuals) == 0:
         nisa.tensor_copy(dst=spread_sb, src=turned_sb)
     else:
-        residual = residuals[0]
-        residual_sb = nl.ndarray(shape, dtype=residual.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=residual_sb, src=_spread_rows(config, residual, first, size))
+        residual_sb = nl.ndarray(shape, dtype=residuals[0].dtype, buffer=nl.sbuf)
+        if config.h_axis.size < rows * count:
+            nisa.memset(dst=residual_sb, value=0.0)
+        load_directly(config, residual_sb, residuals[0], first)
         nisa.tensor_tensor(dst=spread_sb, data1=turned_sb, data2=residual_sb, op=nl.add)
+    axis, offset = config.h_axis, (first + skipped) * config.H
+    full, rest = axis.size // axis.count, axis.size % axis.count
     nisa.dma_copy(
-        dst=_spread_rows(config, output, first + skipped, size - skipped),
-        src=spread_sb[0:rows, skipped:size, 0:count],
+        dst=output.ap([[count, full], [config.H, size - skipped], [1, count]], offset=offset),
+        src=spread_sb[0:full, skipped:size, 0:count],
     )
+    if rest > 0:
+        nisa.dma_copy(
+            dst=output.ap(
+                [[count, 1], [config.H, size - skipped], [1, rest]], offset=offset + full * count
+            ),
+            src=spread_sb[full : full + 1, skipped:size, 0:rest],
+            dge_mode=nisa.dge_mode.hwdge,
+            engine=nisa.engine.sync,
+        )
 
 
 def store_rows(
@@ -163,36 +190,52 @@ def store_rows(
     first: int,
     skipped: int,
 ) -> None:
-    """Turn y^T back into rows on the tensor engine, and store them."""
-    h_axis, H, size = config.h_axis, config.H, part_sb.shape[2]
+    """Turn y^T back into rows on the tensor engine, a PSUM bank of tiles per eviction; store them.
+
+    Rows on chip are as wide as the tiles of the axis together; what is past H is not stored.
+    """
+    axis, H = config.h_axis, config.H
+    rows, count, size = part_sb.shape
+    width = rows * count
+    tiles = BANK_FLOATS // PARTITIONS
     for begin in range(0, size, PARTITIONS):
         tokens = min(PARTITIONS, size - begin)
-        rows_sb = nl.ndarray((tokens, H), dtype=output_dtype(config), buffer=nl.sbuf)
+        low = max(0, skipped - begin)
+        rows_sb = nl.ndarray((tokens, width), dtype=output_dtype(config), buffer=nl.sbuf)
         residual_sb = rows_sb
         if len(residuals) > 0:
-            residual = residuals[0]
-            residual_sb = nl.ndarray((tokens, H), dtype=residual.dtype, buffer=nl.sbuf)
+            residual_sb = nl.ndarray((tokens, width), dtype=residuals[0].dtype, buffer=nl.sbuf)
             where = slice(first + begin, first + begin + tokens)
-            nisa.dma_copy(dst=residual_sb, src=residual[where, 0:H])
-        for c in range(h_axis.count):
-            rows = rows_of(h_axis, c)
-            bank_ps = sums.work_ps[c % len(sums.work_ps)]
-            nisa.nc_transpose(
-                dst=bank_ps[0:tokens, 0:rows],
-                data=part_sb[0:rows, c, begin : begin + tokens],
-                engine=nisa.engine.tensor,
-            )
-            columns = elements_of(h_axis, c)
+            if H < width:
+                nisa.memset(dst=residual_sb[0:tokens, H:width], value=0.0)
+            nisa.dma_copy(dst=residual_sb[0:tokens, 0:H], src=residuals[0][where, 0:H])
+        for tile in range(0, count, tiles):
+            number = min(tiles, count - tile)
+            bank_ps = sums.work_ps[tile // tiles % len(sums.work_ps)]
+            for k in range(number):
+                nisa.nc_transpose(
+                    dst=bank_ps[0:tokens, k * PARTITIONS : k * PARTITIONS + rows],
+                    data=part_sb[0:rows, tile + k, begin : begin + tokens],
+                    engine=nisa.engine.tensor,
+                )
+            # Both sides in the order of the rows on chip, where tiles of the axis may alternate.
+            source = [[BANK_FLOATS, tokens], [PARTITIONS, number], [1, rows]]
+            target = [[width, tokens], [rows, number], [1, rows]]
+            offset = tile * rows
+            if axis.is_strided:
+                source = [[BANK_FLOATS, tokens], [1, rows], [PARTITIONS, number]]
+                target = [[width, tokens], [count, rows], [1, number]]
+                offset = tile
+            turned_ps = bank_ps.ap(source)
             if len(residuals) == 0:
-                copy_alternating(rows_sb[0:tokens, columns], bank_ps[0:tokens, 0:rows], c)
+                copy_alternating(rows_sb.ap(target, offset=offset), turned_ps, tile // tiles)
             else:
                 nisa.tensor_tensor(
-                    dst=rows_sb[0:tokens, columns],
-                    data1=bank_ps[0:tokens, 0:rows],
-                    data2=residual_sb[0:tokens, columns],
+                    dst=rows_sb.ap(target, offset=offset),
+                    data1=turned_ps,
+                    data2=residual_sb.ap(target, offset=offset),
                     op=nl.add,
                 )
-        low = max(0, skipped - begin)
         if low < tokens:
             where = slice(first + begin + low, first + begin + tokens)
             nisa.dma_copy(dst=output[where, 0:H], src=rows_sb[low:tokens, 0:H])

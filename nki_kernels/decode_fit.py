@@ -68,21 +68,26 @@ def fits_psum(config: DecodeConfig) -> bool:
     return banks < MAX_ACCUMULATOR_BANKS or 6 * config.T <= BANK_FLOATS
 
 
-def choose_decode(config: DecodeConfig, chunks: int = 0, slots: int = 0) -> DecodeConfig:
+def choose_decode(
+    config: DecodeConfig, chunks: int = 0, slots: int = 0, most_bytes: int = SBUF_BYTES
+) -> DecodeConfig:
     """Return the configuration with the least estimated time among those that fit.
 
     Args:
         config: sizes; mode and shard may be "auto".
         chunks, slots: fixed if not 0.
+        most_bytes: SBUF per partition to use.
 
     Raises:
         ValueError: nothing fits.
     """
     config = replace(config, sums_in_psum=fits_psum(config))
-    best, best_ns = None, float("inf")
+    best: DecodeConfig | None = None
+    best_ns = float("inf")
     for mode in ("all", "selective") if config.mode == "auto" else (config.mode,):
         for shard in ("experts", "intermediate") if config.shard == "auto" else (config.shard,):
-            trial = _first_that_fits(replace(config, mode=mode, shard=shard), chunks, slots)
+            asked = replace(config, mode=mode, shard=shard)
+            trial = _first_that_fits(asked, chunks, slots, most_bytes)
             if trial is not None and decode_ns(trial) < best_ns:
                 best, best_ns = trial, decode_ns(trial)
     if best is None:
@@ -94,12 +99,14 @@ def choose_decode(config: DecodeConfig, chunks: int = 0, slots: int = 0) -> Deco
     return replace(best, reason=_reason(best))
 
 
-def _first_that_fits(config: DecodeConfig, chunks: int, slots: int) -> DecodeConfig | None:
+def _first_that_fits(
+    config: DecodeConfig, chunks: int, slots: int, most_bytes: int
+) -> DecodeConfig | None:
     """Return the plan with the fewest parts that fits, and then the most buffers."""
     for count in _chunk_counts(config, chunks):
         for size in (slots,) if slots else (8, 4, 2):
             trial = with_plan(config, shard=config.shard, chunks=count, slots=size)
-            if sbuf_bytes(trial) <= SBUF_BYTES:
+            if sbuf_bytes(trial) <= most_bytes:
                 return trial
     return None
 

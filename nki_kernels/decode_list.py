@@ -2,14 +2,15 @@
 
 For a launch with index d[t, k] (local numbers; others' experts are out of range):
 
-    list     touched experts in ascending order, then NO_ENTRY                     [1, W + 1]
-    weight   weight[t, w] = sum over k with d[t, k] == list[w] of affinity[t, k]   [T, W + 1]
+    list     touched experts in ascending order, then NO_ENTRY                     [1, W]
+    weight   weight[t, w] = sum over k with d[t, k] == list[w] of affinity[t, k]   [T, W]
 
 and the number of touched experts in registers, as ends of the loops over the list. Every number is
 an integer below 2**24, exact in float32.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
@@ -17,11 +18,9 @@ from nki.language import NKIObject
 
 from nki_kernels.decode_config import (
     DecodeConfig,
-    core_chunks,
     entry_stride,
     is_direct,
     list_width,
-    splits_experts,
 )
 from nki_kernels.plans import PARTITIONS
 
@@ -35,50 +34,70 @@ class Routing(NKIObject):
     """What the loop over experts goes by.
 
     Attributes:
-        list_sb: [1, W + 1] int32, expert of each entry.
-        weights: per 128 tokens [tokens, W + 1] float32: factor of the expert's output.
-        inputs: the same, factor of its input; empty unless scaling is "pre".
+        list_sb: on partition 0 [W] int32, expert of each entry.
         ends: registers, list positions where groups of `unroll` entries end, then groups of half as
-            many, and so on; empty if the length of the list is known.
+            many, and so on, then the list; empty if the length of the list is known.
+        local: per 128 tokens [tokens, K or more] float32, local number of each choice.
         core: number of this core.
+        weights: per 128 tokens [tokens, W] float32: factor of the expert's output; see `weigh`.
+        inputs: the same, factor of its input; empty unless scaling is "pre".
     """
 
     list_sb: nl.NkiTensor
+    ends: list[nl.VirtualRegister]
+    local: list[nl.NkiTensor]
+    core: int
     weights: list[nl.NkiTensor]
     inputs: list[nl.NkiTensor]
-    ends: list[nl.VirtualRegister]
-    core: int
 
 
-def route(
+def list_experts(
     config: DecodeConfig,
     index_tiles: list[nl.NkiTensor],
-    affinity_tiles: list[nl.NkiTensor],
-    first_sb: nl.NkiTensor,
+    first_sb: Any,
     bank_ps: nl.NkiTensor,
     ones_sb: nl.NkiTensor,
     core: int,
 ) -> Routing:
-    """Work out the touched experts and the weights of the tokens.
+    """Work out which experts are touched; `weigh` adds what the tokens take of them.
 
     Args:
         config: sizes and mode.
         index_tiles: per 128 tokens [tokens, K] int32, global experts.
-        affinity_tiles: per 128 tokens [tokens, K] float32.
-        first_sb: [tokens, 1] int32 in every partition: global number of local expert 0.
+        first_sb: [tokens, 1] int32, global number of local expert 0; not used if `is_direct`.
         bank_ps: a PSUM bank to work in.
         ones_sb: [128, 128] float32 of ones.
         core: number of this core.
     """
+    width = list_width(config)
+    ends: list[nl.VirtualRegister] = []
+    if is_direct(config):
+        # A missing choice (-1) loads expert 0 and counts for nothing.
+        list_sb = nl.ndarray((1, width), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=list_sb, data=index_tiles[0], op0=nl.maximum, operand0=0.0)
+        return Routing(list_sb, ends, index_tiles, core, [], [])
+    if config.mode == "all":
+        list_sb = nl.ndarray((1, width), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.iota(dst=list_sb, pattern=[[1, width]], offset=0, channel_multiplier=0)
+        local = local_experts(config, index_tiles, first_sb)
+        return Routing(list_sb, ends, local, core, [], [])
+    local = local_experts(config, index_tiles, first_sb)
+    list_sb = find_touched(config, local, bank_ps, ones_sb)
+    return Routing(list_sb, loop_ends(config, list_sb), local, core, [], [])
+
+
+def local_experts(
+    config: DecodeConfig, index_tiles: list[nl.NkiTensor], first_sb: nl.NkiTensor
+) -> list[nl.NkiTensor]:
+    """Return per 128 tokens [tokens, K'] float32 local numbers, K' the next multiple of 8."""
     first_float_sb = nl.ndarray((first_sb.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=first_float_sb, src=first_sb)
-    width = list_width(config)
-    groups = (config.K + VALUES - 1) // VALUES
+    columns = (config.K + VALUES - 1) // VALUES * VALUES
     local = []
     for index_sb in index_tiles:
         rows = index_sb.shape[0]
-        local_sb = nl.ndarray((rows, groups * VALUES), dtype=nl.float32, buffer=nl.sbuf)
-        if config.K < groups * VALUES:
+        local_sb = nl.ndarray((rows, columns), dtype=nl.float32, buffer=nl.sbuf)
+        if config.K < columns:
             nisa.memset(dst=local_sb, value=NO_EXPERT)
         nisa.tensor_scalar(
             dst=local_sb[0:rows, 0 : config.K],
@@ -87,26 +106,7 @@ def route(
             operand0=first_float_sb[0:rows, 0:1],
         )
         local.append(local_sb)
-    list_sb = nl.ndarray((1, width + 1), dtype=nl.int32, buffer=nl.sbuf)
-    ends: list[nl.VirtualRegister] = []
-    if config.mode == "all":
-        nisa.iota(dst=list_sb, pattern=[[1, width + 1]], offset=0, channel_multiplier=0)
-    elif is_direct(config):
-        # A missing choice loads expert 0 and counts for nothing.
-        nisa.tensor_scalar(
-            dst=list_sb[0:1, 0:width], data=local[0][0:1, 0:width], op0=nl.maximum, operand0=0.0
-        )
-        weights, inputs = weigh_choices(config, local[0], affinity_tiles[0])
-        return Routing(list_sb, weights, inputs, ends, core)
-    else:
-        touched_sb = find_touched(config, local, bank_ps, ones_sb)
-        ends = loop_ends(config, touched_sb)
-        nisa.memset(dst=list_sb, value=NO_ENTRY)
-        nisa.tensor_copy(dst=list_sb[0:1, 0:width], src=touched_sb[0:1, 0:width])
-    weights, inputs = weigh(config, local, affinity_tiles, list_sb, bank_ps, ones_sb)
-    if len(ends) > 0 and splits_experts(config) and core == 1:
-        fill_first_slots(config, list_sb)
-    return Routing(list_sb, weights, inputs, ends, core)
+    return local
 
 
 def find_touched(
@@ -147,85 +147,51 @@ def find_touched(
 def loop_ends(config: DecodeConfig, touched_sb: nl.NkiTensor) -> list[nl.VirtualRegister]:
     """Return registers with the list positions at which the loops over groups end.
 
-    Cores that take alternate entries both go to the next even position.
+    Cores that take alternate entries do so up to an even position; the last end is the list's.
     """
     stride = entry_stride(config)
-    padded_sb = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
     count_sb = touched_sb[0:1, config.E : config.E + 1]
-    nisa.tensor_scalar(dst=padded_sb, data=count_sb, op0=nl.add, operand0=stride - 1)
     ends = []
     size = config.unroll
     while size > 0:
         end_sb = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=end_sb, data=padded_sb, op0=nl.bitwise_and, operand0=-(stride * size)
-        )
+        nisa.tensor_scalar(dst=end_sb, data=count_sb, op0=nl.bitwise_and, operand0=-(stride * size))
         end = nisa.register_alloc()
         nisa.register_load(end, end_sb)
         ends.append(end)
         size = size // 2
+    if stride > 1:
+        last = nisa.register_alloc()
+        nisa.register_load(last, count_sb)
+        ends.append(last)
     return ends
-
-
-def fill_first_slots(config: DecodeConfig, list_sb: nl.NkiTensor) -> None:
-    """Let missing entries that come first in their slot load the first expert of the list.
-
-    Their weights count for nothing, but must be numbers. Later ones load nothing: what the slot
-    held before will do.
-    """
-    chunks = core_chunks(config)
-    entries = (config.slots + chunks - 1) // chunks
-    size = min(list_sb.shape[1], config.num_cores * entries)
-    missing_sb = nl.ndarray((1, size), dtype=nl.float32, buffer=nl.sbuf)
-    filled_sb = nl.ndarray((1, size), dtype=nl.float32, buffer=nl.sbuf)
-    first_sb = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=first_sb, data=list_sb[0:1, 0:1], op0=nl.add, operand0=float(-NO_ENTRY))
-    nisa.tensor_scalar(
-        dst=missing_sb, data=list_sb[0:1, 0:size], op0=nl.less, operand0=0.0, op1=nl.multiply,
-        operand1=first_sb,
-    )  # fmt: skip
-    nisa.tensor_tensor(dst=filled_sb, data1=list_sb[0:1, 0:size], data2=missing_sb, op=nl.add)
-    nisa.tensor_copy(dst=list_sb[0:1, 0:size], src=filled_sb)
-
-
-def weigh_choices(
-    config: DecodeConfig, local_sb: nl.NkiTensor, affinity_sb: nl.NkiTensor
-) -> tuple[list[nl.NkiTensor], list[nl.NkiTensor]]:
-    """Return `weigh` of a list that is the index row of a single token."""
-    width = config.K
-    chosen_sb = nl.ndarray((1, width + 1), dtype=nl.float32, buffer=nl.sbuf)
-    given_sb = nl.ndarray((1, width + 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=chosen_sb[0:1, 0:width],
-        data=local_sb[0:1, 0:width],
-        op0=nl.greater_equal,
-        operand0=0.0,
-    )
-    if config.scaling == "none":
-        return [chosen_sb], []
-    nisa.tensor_tensor(
-        dst=given_sb[0:1, 0:width],
-        data1=chosen_sb[0:1, 0:width],
-        data2=affinity_sb,
-        op=nl.multiply,
-    )
-    if config.scaling == "pre":
-        return [chosen_sb], [given_sb]
-    return [given_sb], []
 
 
 def weigh(
     config: DecodeConfig,
-    local: list[nl.NkiTensor],
+    routing: Routing,
     affinity_tiles: list[nl.NkiTensor],
-    list_sb: nl.NkiTensor,
     bank_ps: nl.NkiTensor,
     ones_sb: nl.NkiTensor,
-) -> tuple[list[nl.NkiTensor], list[nl.NkiTensor]]:
-    """Return the factors of outputs and of inputs of every entry; see `Routing`."""
+) -> None:
+    """Fill in the factors of outputs and of inputs of every entry; see `Routing`.
+
+    Args:
+        config: sizes and mode.
+        routing: the list.
+        affinity_tiles: per 128 tokens [tokens, K] float32.
+        bank_ps: a PSUM bank to work in.
+        ones_sb: [128, 128] float32 of ones.
+    """
+    counts = config.scaling != "post"
+    if is_direct(config):
+        routing.weights.append(_row(config, routing, affinity_tiles[0], counts))
+        if config.scaling == "pre":
+            routing.inputs.append(_row(config, routing, affinity_tiles[0], False))
+        return
     width = list_width(config)
     list_float_sb = nl.ndarray((1, width), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=list_float_sb, src=list_sb[0:1, 0:width])
+    nisa.tensor_copy(dst=list_float_sb, src=routing.list_sb[0:1, 0:width])
     nisa.nc_matmul(
         dst=bank_ps[0:PARTITIONS, 0:width],
         stationary=ones_sb[0:1, 0:PARTITIONS],
@@ -234,15 +200,22 @@ def weigh(
     )
     wide_sb = nl.ndarray((PARTITIONS, width), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=wide_sb, src=bank_ps[0:PARTITIONS, 0:width])
-    weights = []
-    inputs = []
-    for tile in range(len(local)):
-        affinity_sb = affinity_tiles[tile]
-        chosen = config.scaling != "post"
-        weights.append(_table(config, local[tile], affinity_sb, wide_sb, chosen))
+    for tile in range(len(routing.local)):
+        local_sb, affinity_sb = routing.local[tile], affinity_tiles[tile]
+        routing.weights.append(_table(config, local_sb, affinity_sb, wide_sb, counts))
         if config.scaling == "pre":
-            inputs.append(_table(config, local[tile], affinity_sb, wide_sb, False))
-    return weights, inputs
+            routing.inputs.append(_table(config, local_sb, affinity_sb, wide_sb, False))
+
+
+def _row(
+    config: DecodeConfig, routing: Routing, affinity_sb: nl.NkiTensor, counts: bool
+) -> nl.NkiTensor:
+    """Return [1, K] float32: the affinities of a single token, or 1; 0 for a missing choice."""
+    row_sb = nl.ndarray((1, config.K), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=row_sb, data=routing.local[0], op0=nl.greater_equal, operand0=0.0)
+    if not counts:
+        nisa.tensor_tensor(dst=row_sb, data1=row_sb, data2=affinity_sb, op=nl.multiply)
+    return row_sb
 
 
 def _table(
@@ -252,9 +225,9 @@ def _table(
     wide_sb: nl.NkiTensor,
     counts: bool,
 ) -> nl.NkiTensor:
-    """Return [tokens, W + 1] float32: a token's affinity to every entry, or 1 where it chose it."""
+    """Return [tokens, W] float32: a token's affinity to every entry, or 1 where it chose it."""
     rows, width = local_sb.shape[0], wide_sb.shape[1]
-    table_sb = nl.ndarray((rows, width + 1), dtype=nl.float32, buffer=nl.sbuf)
+    table_sb = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=table_sb, value=0.0)
     term_sb = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
     for k in range(config.K):

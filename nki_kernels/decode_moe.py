@@ -45,20 +45,21 @@ from nki_kernels.decode_buffers import (
     clear_sums,
     make_buffers,
     make_sums,
+    routing_bank,
 )
 from nki_kernels.decode_config import (
     BANK_FLOATS,
     UNROLLED_ENTRIES,
     DecodeConfig,
-    core_chunks,
     entry_stride,
+    is_direct,
     list_width,
     output_dtype,
     splits_experts,
 )
 from nki_kernels.decode_ends import finish, load_tokens
-from nki_kernels.decode_list import Routing, route
-from nki_kernels.decode_stages import load_item, project_in, project_out, spread_column
+from nki_kernels.decode_list import Routing, list_experts, weigh
+from nki_kernels.decode_stages import load_in, load_out, project_in, project_out, spread_column
 from nki_kernels.plans import PARTITIONS
 
 
@@ -81,7 +82,7 @@ def decode_moe(
     output = nl.ndarray((config.T, config.H), dtype=output_dtype(config), buffer=nl.shared_hbm)
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     index_tiles = load_per_token(config, expert_index)
-    first_sb = load_first_expert(config, first_expert)
+    first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
     sums = make_sums(config)
     b = make_buffers(config, sums)
     affinity_tiles = load_per_token(config, expert_affinities)
@@ -124,21 +125,14 @@ def route_tokens(
     b: DecodeBuffers,
     index_tiles: list[nl.NkiTensor],
     affinity_tiles: list[nl.NkiTensor],
-    first_sb: nl.NkiTensor,
+    first_sb: Any,
     core: int,
 ) -> Routing:
-    """Work out which experts are touched, and by how much each token; see `route`.
-
-    Args:
-        config: what the kernel is compiled for.
-        b: buffers.
-        index_tiles, affinity_tiles: per 128 tokens [tokens, K], int32 and float32.
-        first_sb: [min(T, 128), 1] int32, global number of local expert 0.
-        core: number of this core.
-    """
-    banks = b.sums.work_ps
-    bank_ps = banks[len(banks) - 1]
-    return route(config, index_tiles, affinity_tiles, first_sb, bank_ps, b.ones, core)
+    """Work out which experts are touched, and by how much each token; see decode_list.py."""
+    bank_ps = routing_bank(b.sums)
+    routing = list_experts(config, index_tiles, first_sb, bank_ps, b.ones, core)
+    weigh(config, routing, affinity_tiles, bank_ps, b.ones)
+    return routing
 
 
 def run_experts(
@@ -157,15 +151,13 @@ def run_experts(
         turned_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.
     """
-    stride = entry_stride(config)
-    first = routing.core if splits_experts(config) else 0
     if len(routing.ends) == 0:
-        run_known(config, b, x, turned_sb, routing, first, stride)
+        run_known(config, b, x, turned_sb, routing)
         return
     begin = 0
     size = config.unroll
     for end in routing.ends:
-        loop_over(config, b, x, turned_sb, routing, begin, end, first, size)
+        loop_over(config, b, x, turned_sb, routing, begin, end, size)
         begin = end
         size = size // 2
 
@@ -176,19 +168,19 @@ def run_known(
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
     routing: Routing,
-    first: int,
-    stride: int,
 ) -> None:
     """Go through a list whose length is known at compile time; the last entries are written out."""
-    width, step = list_width(config), stride * config.unroll
+    width, stride = list_width(config), entry_stride(config)
+    step = stride * config.unroll
+    whole = width // stride * stride
     looped = 0
     if width > stride * UNROLLED_ENTRIES:
         looped = width // step * step
-        loop_over(config, b, x, turned_sb, routing, 0, looped, first, config.unroll)
-    for begin in range(looped, width, step):
-        entries = len(range(begin + first, min(width, begin + step), stride))
-        if entries > 0:
-            run_group(config, b, x, turned_sb, routing, begin, first, entries)
+        loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
+    for begin in range(looped, whole, step):
+        run_group(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
+    for begin in range(whole, width):
+        run_group(config, b, x, turned_sb, routing, begin, 0)
 
 
 def loop_over(
@@ -199,15 +191,17 @@ def loop_over(
     routing: Routing,
     begin: Any,
     end: Any,
-    first: int,
     size: int,
 ) -> None:
-    """Loop over groups of `size` entries, from list position `begin` to `end`."""
+    """Loop over groups of `size` entries of every core, from list position `begin` to `end`.
+
+    Size 0 is for an entry that the cores share.
+    """
 
     def one_group(position: Any) -> None:
-        run_group(config, b, x, turned_sb, routing, position, first, size)
+        run_group(config, b, x, turned_sb, routing, position, size)
 
-    nl.fori_loop(begin, end, one_group, step=entry_stride(config) * size)
+    nl.fori_loop(begin, end, one_group, step=max(1, entry_stride(config) * size))
 
 
 def run_group(
@@ -217,8 +211,7 @@ def run_group(
     turned_sb: nl.NkiTensor,
     routing: Routing,
     position: Any,
-    first: int,
-    entries: int,
+    size: int,
 ) -> None:
     """Compute some list entries of this core.
 
@@ -229,35 +222,63 @@ def run_group(
         turned_sb: x^T.
         routing: list and weights.
         position: list position of the group, an int or a register.
-        first: entries from there to this core's first.
-        entries: how many entries of this core.
+        size: entries of each core; 0 for one entry whose chunks the cores share.
     """
-    chunks, stride = core_chunks(config), entry_stride(config)
-    items = entries * chunks
+    chunks = group_chunks(config, routing.core, size)
+    stride = entry_stride(config)
+    first = routing.core if splits_experts(config) and size > 0 else 0
+    items = max(1, size) * len(chunks)
+    if items == 0:
+        return
     experts = []
-    for entry in range(entries):
+    for entry in range(max(1, size)):
         experts.append(entry_expert(b, routing, position, first + entry * stride, entry))
     for item in range(min(items, config.slots)):
-        chunk = chunk_of(config, routing, item)
-        load_item(config, b, x, experts[item // chunks], item % config.slots, chunk)
+        load_ahead(config, b, x, experts, chunks, item, min(items, config.slots))
     for item in range(items):
-        entry, slot = item // chunks, item % config.slots
-        if item % chunks == 0:
+        entry, slot = item // len(chunks), item % config.slots
+        if item % len(chunks) == 0:
             spread_column(config, b, routing, position, first + entry * stride, entry % 2)
         project_in(config, b, turned_sb, slot, item, entry % 2)
-        adds_bias = config.has_down_bias and chunk_of(config, routing, item) == 0
+        adds_bias = config.has_down_bias and chunks[item % len(chunks)] == 0
         project_out(config, b, slot, item, entry % 2, adds_bias)
         later = item + config.slots
         if later < items:
-            chunk = chunk_of(config, routing, later)
-            load_item(config, b, x, experts[later // chunks], slot, chunk)
+            expert, chunk = experts[later // len(chunks)], chunks[later % len(chunks)]
+            load_in(config, b, x, expert, slot, chunk)
+            load_out(config, b, x, expert, slot, chunk)
 
 
-def chunk_of(config: DecodeConfig, routing: Routing, item: int) -> int:
-    """Return which chunk of its expert an item of this core is."""
-    chunks = core_chunks(config)
-    share = 0 if splits_experts(config) else routing.core
-    return share * chunks + item % chunks
+def group_chunks(config: DecodeConfig, core: int, size: int) -> list[int]:
+    """Return which chunks of its experts a core computes."""
+    if config.num_cores == 1 or (splits_experts(config) and size > 0):
+        return list(range(config.chunks))
+    half = (config.chunks + 1) // 2
+    return list(range(half)) if core == 0 else list(range(half, config.chunks))
+
+
+def load_ahead(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    experts: list[nl.NkiTensor],
+    chunks: list[int],
+    item: int,
+    items: int,
+) -> None:
+    """Load one of the first items of a group: gate and up, and down of the item before.
+
+    What comes last is then a down projection, which is the shorter half of an item's work.
+    """
+    expert, chunk = experts[item // len(chunks)], chunks[item % len(chunks)]
+    load_in(config, b, x, expert, item, chunk)
+    if item > 0:
+        before = item - 1
+        expert, chunk = experts[before // len(chunks)], chunks[before % len(chunks)]
+        load_out(config, b, x, expert, before, chunk)
+    if item == items - 1:
+        expert, chunk = experts[item // len(chunks)], chunks[item % len(chunks)]
+        load_out(config, b, x, expert, item, chunk)
 
 
 def entry_expert(

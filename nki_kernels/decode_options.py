@@ -7,8 +7,9 @@ from nki_kernels.decode_config import (
     DecodeConfig,
     check_choices,
     check_sizes,
+    packed_axis,
 )
-from nki_kernels.decode_fit import choose_decode
+from nki_kernels.decode_fit import SBUF_BYTES, choose_decode
 from nki_kernels.plans import tile_axis
 
 
@@ -37,6 +38,7 @@ def make_decode_config(
     output_dtype: str = "float32",
     chunks: int = 0,
     slots: int = 0,
+    reserved_bytes: int = 0,
 ) -> DecodeConfig:
     """Return what `decode_moe` is compiled for.
 
@@ -61,6 +63,7 @@ def make_decode_config(
         down_scale: whether the down weights have a scale, per expert or per output channel.
         output_dtype: float32 or bfloat16.
         chunks, slots: parts of an expert, and parts on chip at once; 0 lets the cost model choose.
+        reserved_bytes: SBUF per partition to leave to others.
 
     Raises:
         ValueError: a value outside the limits of the kernel.
@@ -80,10 +83,11 @@ def make_decode_config(
             f"has_scales={has_scales}, down_scale={down_scale!r}: bfloat16 weights have none. "
             "Use a float8 format."
         )
+    h_axis = packed_axis(H) if weight_layout == "packed" else tile_axis(H)
     config = DecodeConfig(
         T, H, I, E, K, num_experts, num_cores, mode, shard, weight_layout, weight_format,
         activation, limits(*gate_limits), limits(*up_limits), up_offset, scaling,
         has_gate_up_bias, has_down_bias, has_scales, down_scale, output_dtype,
-        1, 2, 2, False, tile_axis(H), tile_axis(I), "",
+        1, 2, 2, False, h_axis, tile_axis(I), "",
     )  # fmt: skip
-    return choose_decode(config, chunks=chunks, slots=slots)
+    return choose_decode(config, chunks, slots, SBUF_BYTES - reserved_bytes)

@@ -31,7 +31,7 @@ from nki_kernels.tiles import (
 )
 
 
-def load_item(
+def load_in(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
@@ -39,7 +39,7 @@ def load_item(
     slot: int,
     chunk: int,
 ) -> None:
-    """Load one chunk of an expert; an expert out of range loads nothing.
+    """Load gate and up weights of a chunk of an expert, with what its activation needs.
 
     Args:
         config: sizes.
@@ -49,14 +49,12 @@ def load_item(
         slot: which buffers to fill.
         chunk: part of the intermediate axis.
     """
-    H, I, i_axis = config.H, config.I, config.i_axis  # noqa: E741
-    if config.has_down_bias and chunk == 0:
-        load_row(b.down_bias[slot], x.down_bias, expert, H, 0, H)
     if config.weight_layout == "packed":
         _load_run(b.gate_up[slot], x.gate_up, expert, chunk)
-        _load_run(b.down[slot], x.down, expert, chunk)
         return
-    first = chunk * i_axis.size
+    I, size = config.I, config.i_axis.size  # noqa: E741
+    first = chunk * size
+    load_matrix(b.gate_up[slot], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], size)
     if config.has_gate_up_bias:
         _load_per_row(config, b.gate_up_bias[slot], x.gate_up_bias, expert, first)
     if config.has_scales:
@@ -66,10 +64,38 @@ def load_item(
     elif config.down_scale == "expert":
         source = x.down_scale.ap([[0, PARTITIONS], [1, 1]], scalar_offset=expert, indirect_dim=0)
         _load(b.down_scale[slot], source)
-    load_matrix(
-        b.gate_up[slot], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
-    )
-    load_matrix(b.down[slot], x.down, i_axis, expert, first * H, H, [1, 1], H)
+
+
+def load_out(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    expert: nl.NkiTensor,
+    slot: int,
+    chunk: int,
+) -> None:
+    """Load down weights of a chunk of an expert; beside the first chunk the expert's bias."""
+    H, i_axis = config.H, config.i_axis
+    if config.weight_layout == "packed":
+        _load_run(b.down[slot], x.down, expert, chunk)
+    else:
+        base = chunk * i_axis.size * H
+        load_matrix(b.down[slot], x.down, i_axis, expert, base, H, [1, 1], H)
+    if config.has_down_bias and chunk == 0:
+        load_row(b.down_bias[slot], x.down_bias, expert, H, 0, H)
+
+
+def load_item(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    expert: nl.NkiTensor,
+    slot: int,
+    chunk: int,
+) -> None:
+    """Load all of a chunk of an expert; see `load_in`."""
+    load_in(config, b, x, expert, slot, chunk)
+    load_out(config, b, x, expert, slot, chunk)
 
 
 def _load_run(dst_sb: nl.NkiTensor, src: nl.NkiTensor, expert: nl.NkiTensor, chunk: int) -> None:
