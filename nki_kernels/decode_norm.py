@@ -139,7 +139,7 @@ def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
             nisa.dma_copy(dst=target, src=source, dge_mode=nisa.dge_mode.none)
     shape = (PARTITIONS, PARTITIONS)
     ones_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones_sb, value=1.0)
+    nisa.iota(dst=ones_sb, pattern=[[0, PARTITIONS]], offset=1, channel_multiplier=0)
     diagonal_sb = nl.ndarray(shape, nl.uint32, buffer=nl.sbuf)
     nisa.affine_select(
         dst=diagonal_sb,
