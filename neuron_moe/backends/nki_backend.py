@@ -16,9 +16,7 @@ There is no gradient: training uses the torch backend.
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from neuron_moe.backends import (
     BlockPlan,
@@ -27,9 +25,11 @@ from neuron_moe.backends import (
     Packed,
     nki_decode,
     nki_prefill,
+    nki_router,
 )
-from neuron_moe.backends.nki_launch import check_call, dtype_name, launch
+from neuron_moe.backends.nki_launch import check_call, launch
 from neuron_moe.backends.nki_plan import PrefillPlan
+from neuron_moe.backends.nki_router import ShortenedWeights
 from neuron_moe.backends.nki_weights import format_note, narrow_weights
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import BlockMapping
@@ -55,7 +55,7 @@ class NkiBackend:
 
     def __init__(self, config: BlockwiseMatmulConfig | None = None) -> None:
         self.plan = PrefillPlan.from_config(config or BlockwiseMatmulConfig.default())
-        self._router_weights = WeakTensorKeyDictionary()
+        self._router_weights = ShortenedWeights()
 
     def notes(
         self, path: str, work: Workload, weights: ExpertWeights, scales_input: bool
@@ -96,73 +96,13 @@ class NkiBackend:
 
     def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
         """Route T tokens in float32."""
-        from nki_kernels.router_choice import RouterFormula
-        from nki_kernels.router_topk import check_router_topk, router_topk
-
         check_call(hidden_TH)
-        if router.training and router.jitter_eps:
-            raise ValueError(
-                f"jitter_eps={router.jitter_eps}: is for training, which backend='nki' does not"
-                " do. Call eval(), or use backend='torch'."
-            )
-        spec, linear = router.spec, router.linear_router
-        formula = RouterFormula(
-            top_k=spec.top_k,
-            act_fn=spec.act_fn,
-            act_over_topk=spec.act_over_topk,
-            has_bias=spec.has_bias,
-            has_selection_bias=spec.has_selection_bias,
-            n_group=spec.n_group,
-            topk_group=spec.topk_group,
-            out_of_group_fill=spec.out_of_group_fill,
-            renormalize=spec.renormalize,
-            renormalize_eps=spec.renormalize_eps,
-            routed_scaling_factor=spec.routed_scaling_factor,
-            returns_logits=True,
-        )
-        hidden_TH = hidden_TH.reshape(-1, spec.hidden_size)
+        hidden_TH = hidden_TH.reshape(-1, router.hidden_size)
         if not hidden_TH.shape[0]:  # a rank without tokens has nothing to launch
             return TorchBackend().route(hidden_TH, router)
-        weight_EH = linear.weight
-        if hidden_TH.dtype == torch.bfloat16:
-            weight_EH = self._shortened(weight_EH)
-        check_router_topk(
-            hidden_TH.shape[0],
-            spec.hidden_size,
-            spec.num_experts,
-            formula,
-            dtype_name(hidden_TH),
-            dtype_name(weight_EH),
-            self.plan.num_cores,
+        return nki_router.route(
+            self._launch, hidden_TH, router, self._router_weights, self.plan.num_cores
         )
-        bias, selection_bias = linear.bias, router.e_score_correction_bias
-        affinities_TK, index_TK, logits_TE = self._launch(
-            router_topk,
-            hidden_TH,
-            weight_EH,
-            None if bias is None else bias.view(1, -1),
-            None if selection_bias is None else selection_bias.view(1, -1),
-            None,
-            formula,
-        )
-        return Routing(logits_TE, affinities_TK, index_TK)
-
-    def _shortened(self, weight: Tensor) -> Tensor:
-        """Return a float32 weight whose values are all bfloat16 numbers in bfloat16.
-
-        The products are the same, in one pass of the tensor engine instead of four. Looked up once
-        per weight: checkpoints in bfloat16 often feed routers that are kept in float32.
-        """
-        if weight.dtype != torch.float32:
-            return weight
-        is_known = weight in self._router_weights
-        if not is_known or self._router_weights[weight][0] != weight._version:
-            short = weight.detach().to(torch.bfloat16)
-            is_exact = torch.equal(short.float(), weight.detach())
-            kept = short if is_exact else weight.detach()
-            self._router_weights[weight] = (weight._version, kept)
-        shortened: Tensor = self._router_weights[weight][1]
-        return shortened
 
     def index_blocks(
         self, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan

@@ -47,7 +47,8 @@ def index(
     """
     from nki_kernels.index_blocks import check_index_blocks, index_blocks
 
-    check_index_blocks(*expert_index_TK.shape, dims, num_cores, *visits)
+    num_tokens, top_k = expert_index_TK.shape
+    check_index_blocks(num_tokens, top_k, dims, num_cores, *visits)
     token, pair, expert, valid, counts, slot_of_pair_TK, *lists = launch(
         index_blocks, expert_index_TK.to(torch.int32), dims, *visits
     )

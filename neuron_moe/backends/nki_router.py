@@ -1,0 +1,108 @@
+"""Routing on the kernels: router_topk.
+
+Axes: T tokens, E experts of the model, H hidden.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from neuron_moe.backends.nki_launch import Launch, dtype_name
+from neuron_moe.routing import RouterBase, Routing
+
+
+class ShortenedWeights:
+    """Router weights in bfloat16, where that loses nothing.
+
+    The products are the same, in one pass of the tensor engine instead of four. Looked up once per
+    weight: checkpoints in bfloat16 often feed routers that are kept in float32.
+    """
+
+    def __init__(self) -> None:
+        self._known = WeakTensorKeyDictionary()
+
+    def get(self, weight: Tensor) -> Tensor:
+        """Return a weight whose values are all bfloat16 numbers in bfloat16, another as it is."""
+        if weight.dtype != torch.float32:
+            return weight
+        is_known = weight in self._known
+        if not is_known or self._known[weight][0] != weight._version:
+            short = weight.detach().to(torch.bfloat16)
+            is_exact = torch.equal(short.float(), weight.detach())
+            kept = short if is_exact else weight.detach()
+            self._known[weight] = (weight._version, kept)
+        shortened: Tensor = self._known[weight][1]
+        return shortened
+
+
+def formula_of(router: RouterBase, **options: Any) -> Any:
+    """Return the kernels' form of a router.
+
+    Args:
+        router: any.
+        options: further fields of `RouterFormula`.
+
+    Raises:
+        ValueError: the router is in training and jitters.
+    """
+    from nki_kernels.router_choice import RouterFormula
+
+    if router.training and router.jitter_eps:
+        raise ValueError(
+            f"jitter_eps={router.jitter_eps}: is for training, which backend='nki' does not"
+            " do. Call eval(), or use backend='torch'."
+        )
+    spec = router.spec
+    return RouterFormula(
+        top_k=spec.top_k,
+        act_fn=spec.act_fn,
+        act_over_topk=spec.act_over_topk,
+        has_bias=spec.has_bias,
+        has_selection_bias=spec.has_selection_bias,
+        n_group=spec.n_group,
+        topk_group=spec.topk_group,
+        out_of_group_fill=spec.out_of_group_fill,
+        renormalize=spec.renormalize,
+        renormalize_eps=spec.renormalize_eps,
+        routed_scaling_factor=spec.routed_scaling_factor,
+        **options,
+    )
+
+
+def route(
+    launch: Launch,
+    hidden_TH: Tensor,
+    router: RouterBase,
+    shortened: ShortenedWeights,
+    num_cores: int,
+) -> Routing:
+    """Route T tokens in float32."""
+    from nki_kernels.router_topk import check_router_topk, router_topk
+
+    formula = formula_of(router, returns_logits=True)
+    spec, linear = router.spec, router.linear_router
+    weight_EH = linear.weight
+    if hidden_TH.dtype == torch.bfloat16:
+        weight_EH = shortened.get(weight_EH)
+    check_router_topk(
+        hidden_TH.shape[0],
+        spec.hidden_size,
+        spec.num_experts,
+        formula,
+        dtype_name(hidden_TH),
+        dtype_name(weight_EH),
+        num_cores,
+    )
+    bias, selection_bias = linear.bias, router.e_score_correction_bias
+    affinities_TK, index_TK, logits_TE = launch(
+        router_topk,
+        hidden_TH,
+        weight_EH,
+        None if bias is None else bias.view(1, -1),
+        None if selection_bias is None else selection_bias.view(1, -1),
+        None,
+        formula,
+    )
+    return Routing(logits_TE, affinities_TK, index_TK)
