@@ -13,6 +13,7 @@ from neuron_moe.tools.vendor_cases.case import Case, Limits, Skipped
 
 ADAPTERS = {
     "moe_cte": "prefill",
+    "moe_tkg": "decode",
     "router_topk": "router",
     "find_nonzero_indices": "index",
     "find_nonzero_indices_with_count": "index",
@@ -29,7 +30,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     """
     if case.kernel not in ADAPTERS:
         raise Skipped(
-            f"kernel {case.kernel!r}: not a prefill, router or index kernel; known are"
+            f"kernel {case.kernel!r}: not a MoE, router or index kernel; known are"
             f" {', '.join(sorted(ADAPTERS))}"
         )
     module = importlib.import_module(f"neuron_moe.tools.kernel_cases.{ADAPTERS[case.kernel]}")
