@@ -51,9 +51,6 @@ def compute(
         mode,
     )
     down_bias_EH = operands.down_bias_EH
-    if down_bias_EH is not None and config.down_scale == "channel":
-        assert operands.down_scale_En is not None
-        down_bias_EH = down_bias_EH / operands.down_scale_En  # added before the scale is applied
     output_TH: Tensor = launch(
         decode_moe,
         hidden_TH,

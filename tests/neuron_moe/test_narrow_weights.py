@@ -86,6 +86,20 @@ def test_mxfp4_weights_stay_narrow_and_give_the_same_output() -> None:
     assert torch.equal(compute(wide), compute(narrow))
 
 
+@pytest.mark.parametrize("form", ["scale-per-expert", "scale-per-channel", "e4m3"])
+def test_decode_with_narrow_weights_is_as_right_as_torch(form: str) -> None:
+    state = e4m3_state() if form == "e4m3" else mxfp4_state()
+    if form == "scale-per-channel":
+        state["mlp_op.down_proj.weight"][0, :, 5] *= 2.0**-40
+    nki, bf16, exact = build(), build("torch"), build("torch", torch.float32)
+    for experts in (nki, bf16, exact):
+        experts.load_state_dict(state)
+    nki.pack_weights()
+    assert is_narrow(nki) == [True] * 2
+    wanted = compute(exact, 1)
+    assert rms_error(compute(nki, 1), wanted) <= 1.05 * rms_error(compute(bf16, 1), wanted)
+
+
 def test_narrow_weights_take_half_the_memory() -> None:
     experts = build()
     experts.load_state_dict(mxfp4_state())
