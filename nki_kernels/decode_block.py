@@ -39,10 +39,11 @@ import nki.language as nl
 
 from nki_kernels.decode_block_config import BlockConfig
 from nki_kernels.decode_block_shared import load_shared, run_shared
-from nki_kernels.decode_buffers import DecodeOperands, make_buffers, make_sums
-from nki_kernels.decode_config import output_dtype
+from nki_kernels.decode_buffers import DecodeOperands, make_buffers, make_sums, routing_bank
+from nki_kernels.decode_config import is_direct, output_dtype
 from nki_kernels.decode_ends import finish
-from nki_kernels.decode_moe import load_first_expert, route_tokens, run_experts, start_sums
+from nki_kernels.decode_list import list_experts, weigh
+from nki_kernels.decode_moe import load_first_expert, run_experts, start_sums
 from nki_kernels.decode_norm import (
     NormTiles,
     TokenTile,
@@ -95,11 +96,12 @@ def decode_block(
     if formula.has_norm:
         norms.append(load_norm(norm_weight, h_axis))
     router = load_router(router_weight, router_bias, selection_bias, formula, moe.T)
-    first_sb = load_first_expert(moe, first_expert)
+    first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
     gates = []
     if config.has_shared_gate:
         gates.append(load_gate(shared_gate))
     sums = make_sums(moe)
+    b = make_buffers(moe, sums)
     shared_tiles = []
     if config.has_shared:
         shared_tiles.append(load_shared(shared, sums, shared_gate_up, shared_down, core))
@@ -110,10 +112,10 @@ def decode_block(
         rows = min(PARTITIONS, moe.T - first)
         logits.append(make_logits(x_sb, first, rows, router, h_axis, moe.num_experts, formula))
     index_tiles, picked = pick_experts(logits, router, moe.num_experts, formula)
+    bank_ps = routing_bank(sums)
+    routing = list_experts(moe, index_tiles, first_sb, bank_ps, b.ones, core)
     affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
-
-    b = make_buffers(moe, sums)
-    routing = route_tokens(moe, b, index_tiles, affinity_tiles, first_sb, core)
+    weigh(moe, routing, affinity_tiles, bank_ps, b.ones)
     gate_rows = []
     for gate_sb in gates:
         gate_rows.append(gate_tokens(x_sb, gate_sb, h_axis))
