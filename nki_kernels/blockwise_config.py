@@ -71,8 +71,9 @@ class LoopPlan(NKIObject):
     are not loaded again.
 
     Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
-    `out_parts` of the hidden axis; one each where the expert fits. With two `slots` a part loads
-    while the one before is used; with one, gate and up load while down is used, and the reverse.
+    `out_parts` of the hidden axis; one each where the expert fits. `by_parts`: they lie so in HBM,
+    see weight_formats.split_parts, which makes their runs long. With two `slots` a part loads while
+    the one before is used; with one, gate and up load while down is used, and the reverse.
     `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
     `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
     rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
@@ -84,6 +85,7 @@ class LoopPlan(NKIObject):
     is_sorted: bool
     in_halves: bool
     skips_weights: bool
+    by_parts: bool
     slots: int
     in_parts: int
     out_parts: int
@@ -139,6 +141,13 @@ def core_width(config: PrefillConfig) -> int:
 def core_depth(config: PrefillConfig) -> int:
     """Return the elements of the intermediate axis that a core takes."""
     return config.I // num_partials(config)
+
+
+def stored_parts(config: PrefillConfig) -> tuple[int, int]:
+    """Return in how many parts gate and up, and down weights lie in HBM."""
+    if not config.loop.by_parts:
+        return 1, 1
+    return config.loop.in_parts * num_partials(config), config.loop.out_parts
 
 
 def share_of(config: PrefillConfig, core: int) -> Share:

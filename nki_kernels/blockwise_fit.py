@@ -80,11 +80,13 @@ def visit_ns(config: PrefillConfig, num_tiles: int) -> float:
     passes = halves * i_count + (0 if loop.turns == "dma" else 1)
     into = num_tiles * config.h_axis.count * columns * passes / PE_CYCLES_PER_NS
     out = num_tiles * i_count * H / PE_CYCLES_PER_NS
-    runs = config.h_axis.rows if loop.turns == "tensor" else H
-    if loop.in_parts > 1:
+    runs = config.h_axis.rows * loop.in_parts if loop.turns == "tensor" else H
+    if loop.in_parts > 1 and not loop.by_parts:
         runs = halves * H * loop.in_parts
     load_in = _load_ns(runs, halves * H * i_size * item)
-    runs = i_size * loop.out_parts if loop.out_parts > 1 else config.i_axis.rows
+    runs = config.i_axis.rows * loop.in_parts * loop.out_parts
+    if loop.out_parts > 1 and not loop.by_parts:
+        runs = i_size * loop.out_parts
     load_out = _load_ns(runs, H * i_size * item)
     rows = num_tiles * 2 * config.tile_rows * H * 2 / HBM_BYTES_PER_NS
     if loop.slots == 2:
@@ -101,18 +103,23 @@ def _load_ns(runs: int, size_bytes: int) -> float:
     return max(engines, size_bytes / HBM_BYTES_PER_NS)
 
 
-def fit_loop(config: PrefillConfig, tiles_per_expert: float) -> LoopPlan:
+def fit_loop(
+    config: PrefillConfig, tiles_per_expert: float, parts: tuple[int, int] | None = None
+) -> LoopPlan:
     """Return the loop plan with the least estimated time per row tile among those that fit SBUF.
 
     Args:
         config: sizes, and a loop plan whose classes are the most there may be.
         tiles_per_expert: row tiles of an expert to expect.
+        parts: the parts in which a core loads weights, if they are given.
 
     Raises:
         ValueError: nothing fits.
     """
     best, best_ns = None, float("inf")
     for loop in _candidates(config):
+        if parts is not None and parts != (loop.in_parts, loop.out_parts):
+            continue
         trial = with_loop(config, loop)
         if sbuf_bytes(trial) > SBUF_BYTES:
             continue
@@ -126,6 +133,11 @@ def fit_loop(config: PrefillConfig, tiles_per_expert: float) -> LoopPlan:
         raise ValueError(
             f"{asked}: experts with H={config.H}, I={config.I} do not fit SBUF whole. Use more "
             "ranks of tensor parallelism, or the default."
+        )
+    if best is None and parts is not None:
+        raise ValueError(
+            f"weight_parts: {parts} for a core with H={config.H}, I={config.I} do not fit SBUF, "
+            "or are parts of less than the kernel loads. Use best_parts()."
         )
     if best is None:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nki_kernels.blockwise_config import (
@@ -19,12 +20,14 @@ from nki_kernels.blockwise_config import (
     limits,
     num_projections,
     num_visits,
+    stored_parts,
     visit_dims,
     with_loop,
 )
 from nki_kernels.blockwise_fit import fit_loop
 from nki_kernels.plans import Ints, VisitPlan, is_even, live_tiles, plan_visits, tile_axis
 
+MOST_CLASSES = (4, 3, 2, 1)  # visits of up to four row tiles: 512 columns
 SHARD_PLANS = ("balanced", "block", "intermediate", "hidden")
 OAI_SCALE = 1.702  # of the sigmoid that the Scalar engine's sigmoid form of gelu has
 
@@ -54,8 +57,9 @@ def make_config(
     shard_plan: str = "balanced",
     in_halves: bool = False,
     skip_weights: bool = False,
+    weight_parts: tuple[int, int] | None = None,
     turns: str = "auto",
-    largest_visit: int = 4,
+    largest_visit: int = len(MOST_CLASSES),
     tiles_per_expert: float = 0.0,
 ) -> PrefillConfig:
     """Check a request and choose buffers for it.
@@ -87,6 +91,8 @@ def make_config(
             shard_plan block.
         skip_weights: keep an expert's weights for the next row tile of a core; such a loop has one
             buffer for weights.
+        weight_parts: in how many parts gate and up, and down weights lie in HBM, from
+            weight_formats.split_parts; None: as [E, H, 2I] and [E, I, H]. `best_parts` proposes.
         turns: who transposes gathered rows: tensor, dma (only where H has equal tiles), or auto,
             the faster by estimate.
         largest_visit: most row tiles that share one load of weights.
@@ -144,7 +150,17 @@ def make_config(
     shard = ShardPlan(1 if splits_i or splits_h else num_cores, splits_i, splits_h)
     classes = tuple(range(largest_visit, 0, -1)) if is_sorted else (1,)
     loop = LoopPlan(
-        classes, loop_plan != "static", is_sorted, in_halves, skip_weights, 2, 1, 1, 1, 2, turns
+        classes,
+        loop_plan != "static",
+        is_sorted,
+        in_halves,
+        skip_weights,
+        weight_parts is not None,
+        2,
+        *_parts_of_core(weight_parts, shard, num_cores),
+        1,
+        2,
+        turns,
     )
     tile_rows = min(block_size, 128)
     config = PrefillConfig(
@@ -155,7 +171,43 @@ def make_config(
         has_gate_up_bias, has_down_bias, has_scales, shard, loop, tile_axis(H), tile_axis(I),
     )  # fmt: skip
     expected = tiles_per_expert or config.num_tiles / E
-    return with_loop(config, fit_loop(config, expected))
+    parts = None if weight_parts is None else (loop.in_parts, loop.out_parts)
+    return with_loop(config, fit_loop(config, expected, parts))
+
+
+def best_parts(config: PrefillConfig, tiles_per_expert: float = 0.0) -> tuple[int, int]:
+    """Return the `weight_parts` with which a configuration would be fastest, by estimate.
+
+    (1, 1) where an expert is loaded whole: its runs are long as they are.
+
+    Args:
+        config: what the kernel is compiled for, with weights in plain layout.
+        tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of `num_slots`.
+    """
+    classes = MOST_CLASSES if config.loop.is_sorted else (1,)
+    loop = replace(config.loop, by_parts=True, classes=classes)
+    expected = tiles_per_expert or config.num_tiles / config.E
+    fitted = fit_loop(replace(config, loop=loop), expected)
+    return stored_parts(replace(config, loop=fitted))
+
+
+def _parts_of_core(
+    parts: tuple[int, int] | None, shard: ShardPlan, num_cores: int
+) -> tuple[int, int]:
+    """Return the parts that one core loads; (1, 1) for weights in plain layout.
+
+    Raises:
+        ValueError: they cannot be shared out.
+    """
+    if parts is None:
+        return 1, 1
+    shares = num_cores if shard.splits_i else 1
+    if min(parts) < 1 or parts[0] % shares or (shard.splits_h and parts != (1, 1)):
+        raise ValueError(
+            f"weight_parts={parts}: must be positive, a multiple of the cores with "
+            "shard_plan='intermediate', and (1, 1) with 'hidden'. Use best_parts()."
+        )
+    return parts[0] // shares, parts[1]
 
 
 def _activation(activation: str, scale: float) -> tuple[str, float]:
@@ -247,10 +299,16 @@ def _operands(config: PrefillConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and type of every operand that the configuration asks for."""
     E, H, I = config.E, config.H, config.I  # noqa: E741  the axis letters
     num_slots, width = config.num_tiles * config.tile_rows, num_projections(config) * I
+    gate_up_shape: tuple[int, ...] = (E, H, width)
+    down_shape: tuple[int, ...] = (E, I, H)
+    if config.loop.by_parts:
+        in_parts, out_parts = stored_parts(config)
+        gate_up_shape = (E, in_parts, H, width // in_parts)
+        down_shape = (E, out_parts, I, H // out_parts)
     found: dict[str, tuple[tuple[int, ...], str]] = {
         "hidden": ((config.num_tokens, H), "bfloat16"),
-        "gate_up": ((E, H, width), config.weight_format),
-        "down": ((E, I, H), config.weight_format),
+        "gate_up": (gate_up_shape, config.weight_format),
+        "down": (down_shape, config.weight_format),
         "slots": ((num_slots,), "int32"),
     }
     if config.has_gate_up_bias:

@@ -16,6 +16,7 @@ from nki_kernels.blockwise_config import (
     core_width,
     num_projections,
     scales_late,
+    stored_parts,
 )
 from nki_kernels.tiles import (
     apply_chain,
@@ -120,10 +121,16 @@ def load_gate_up(
 ) -> None:
     """Load one part of the gate and up weights of an expert."""
     h_axis, i_axis = config.h_axis, config.i_axis
-    I, halves = config.I, num_projections(config)  # noqa: E741
-    first = share.h_first * halves * I + share.i_first + part * i_axis.size
+    halves = num_projections(config)
+    width = config.I // stored_parts(config)[0]
+    column = share.i_first + part * i_axis.size
+    # Parts before this one, rows of other cores, columns of other parts.
+    first = column // width * config.H * halves * width
+    first = first + share.h_first * halves * width + column % width
     flat = b.gate_up[slot].reshape((h_axis.rows, h_axis.count * halves * i_axis.size))
-    load_matrix(flat, x.gate_up, h_axis, expert, first, halves * I, [I, halves], i_axis.size)
+    load_matrix(
+        flat, x.gate_up, h_axis, expert, first, halves * width, [width, halves], i_axis.size
+    )
 
 
 def load_beside(
@@ -204,6 +211,8 @@ def load_down(
     width = core_width(config)
     columns = width // config.loop.out_parts
     begin = share.h_first + part * columns
+    row = H // stored_parts(config)[1]
+    first = begin // row * config.I * row + begin % row
     if config.has_scales and part == 0:
         nisa.dma_copy(
             dst=b.down_scale_parts[s % config.loop.slots],
@@ -223,8 +232,8 @@ def load_down(
     size = i_axis.count * columns
     for k in range(in_parts):
         part_sb = flat[0 : i_axis.rows, k * size : (k + 1) * size]
-        base = (share.i_first + k * i_axis.size) * H + begin
-        load_matrix(part_sb, x.down, i_axis, expert, base, H, [1, 1], columns)
+        base = first + (share.i_first + k * i_axis.size) * row
+        load_matrix(part_sb, x.down, i_axis, expert, base, row, [1, 1], columns)
 
 
 def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:

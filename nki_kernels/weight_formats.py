@@ -9,6 +9,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def split_parts(weight_EXY: NDArray[Any], parts: int, halves: int = 1) -> NDArray[Any]:
+    """Return [E, parts, X, Y / parts], the columns of every matrix cut into parts.
+
+    Where an expert does not fit on chip, its weights are loaded in parts of their columns, whose
+    rows are short; laid out like this, the rows of a part follow each other.
+
+    Args:
+        weight_EXY: [E, X, Y] weights, as gate and up [E, H, 2I] or down [E, I, H].
+        parts: a divisor of the columns of a half.
+        halves: 2 for gate and up, each of which gives a part its share; else 1.
+
+    Raises:
+        ValueError: the parts are not equal.
+    """
+    E, X, Y = weight_EXY.shape
+    if Y % (parts * halves):
+        raise ValueError(
+            f"parts={parts}: must divide the {Y // halves} columns of weight_EXY "
+            f"{[E, X, Y]}. Use best_parts()."
+        )
+    cut = weight_EXY.reshape(E, X, halves, parts, Y // halves // parts)
+    return np.ascontiguousarray(cut.transpose(0, 3, 1, 2, 4)).reshape(E, parts, X, Y // parts)
+
+
 def three_terms(scale_EH: NDArray[Any]) -> NDArray[Any]:
     """Return [E, 3, H] bfloat16 numbers whose sum over axis 1 is the float32 input, exactly.
 

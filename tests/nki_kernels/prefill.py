@@ -15,12 +15,12 @@ from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import build_block_mapping
 from neuron_moe.config import GLUType
-from nki_kernels.blockwise_config import with_loop
+from nki_kernels.blockwise_config import num_projections, stored_parts, with_loop
 from nki_kernels.blockwise_moe import blockwise_moe
 from nki_kernels.blockwise_moe_ref import blockwise_moe_ref
 from nki_kernels.blockwise_options import make_config, plan_on_host
 from nki_kernels.plans import VisitPlan
-from nki_kernels.weight_formats import three_terms
+from nki_kernels.weight_formats import split_parts, three_terms
 
 BF16 = ml_dtypes.bfloat16
 GPT_OSS = {
@@ -132,9 +132,20 @@ class Prefill:
         if config.scaling != "none":
             optional["slot_scale"] = self.slot_scale()
         return nki_sim.run(
-            blockwise_moe, self.hidden_TH, self.gate_up_codes, self.down_codes, self.slots,
+            blockwise_moe, self.hidden_TH, *self.weights(config), self.slots,
             *self.plan(config), config, lnc=config.num_cores, options=sim_options, **optional,
         )  # fmt: skip
+
+    def weights(self, config: Any) -> tuple[Any, Any]:
+        """Return gate and up, and down weights as the kernel wants them in HBM."""
+        if not config.loop.by_parts:
+            return self.gate_up_codes, self.down_codes
+        in_parts, out_parts = stored_parts(config)
+        halves = num_projections(config)
+        return (
+            split_parts(self.gate_up_codes, in_parts, halves),
+            split_parts(self.down_codes, out_parts),
+        )
 
     def slot_scale(self) -> Any:
         """Return the affinity of every slot, 0 for padding."""

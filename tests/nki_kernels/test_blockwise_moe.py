@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
+from nki_kernels.blockwise_config import stored_parts
 from nki_kernels.blockwise_cost import cost_blockwise_moe
 from nki_kernels.blockwise_fit import sbuf_bytes
-from nki_kernels.blockwise_options import check_blockwise_moe, make_config
+from nki_kernels.blockwise_options import best_parts, check_blockwise_moe, make_config
+from nki_kernels.weight_formats import split_parts
 from nki_sim import SimOptions
 from tests.nki_kernels.prefill import GPT_OSS, Prefill
 from tests.nki_kernels.traces import measured_cost
@@ -222,6 +224,19 @@ PARTS = {
         150, 128, 384, 3, 2, 64, loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
         options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
     ),
+    "by-4-parts-bias": Prefill(
+        150, 128, 512, 3, 2, 64, has_bias=True, options={**GPT_OSS, "weight_parts": (4, 1)}
+    ),
+    "by-2-and-2-parts-of-halves": Prefill(
+        150, 512, 512, 3, 2, 64, options={"weight_parts": (4, 2), "shard_plan": "intermediate"}
+    ),
+    "by-4-parts-e4m3-no-gate": Prefill(
+        150, 512, 256, 3, 2, 64,
+        options={
+            "weight_parts": (4, 2), "has_gate": False, "weight_format": "float8_e4m3",
+            "has_scales": True,
+        },
+    ),
     "2-parts-few-rows": Prefill(
         600, 128, 256, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 2}
     ),
@@ -247,6 +262,26 @@ def test_big_experts_get_smaller_buffers() -> None:
     assert loop_of(4096, 1792)[1] > 1  # Mixtral, 8 ranks
 
 
+def test_weights_that_do_not_fit_had_best_lie_in_parts() -> None:
+    sizes = {"E": 8, "block_size": 128, "num_slots": 128 * 24, "num_tokens": 1024}
+    whole = make_config(H=2880, I=360, **sizes)
+    assert best_parts(whole) == (1, 1)
+    cut = make_config(H=4096, I=1792, **sizes)  # Mixtral, 8 ranks
+    parts = best_parts(cut)
+    assert parts[0] > 1
+    fitted = make_config(H=4096, I=1792, weight_parts=parts, **sizes)
+    assert stored_parts(fitted) == parts
+
+
+def test_parts_are_columns_in_order() -> None:
+    weight = np.arange(2 * 3 * 8).reshape(2, 3, 8)
+    cut = split_parts(weight, 2, halves=2)
+    assert cut[1, 0].tolist() == weight[1][:, [0, 1, 4, 5]].tolist()
+    assert cut[1, 1].tolist() == weight[1][:, [2, 3, 6, 7]].tolist()
+    with pytest.raises(ValueError, match="parts=3: must divide the 8 columns"):
+        split_parts(weight, 3)
+
+
 REFUSED = {
     "H": ({"H": 100}, r"H=100: must be a positive multiple of 64"),
     "I": ({"I": 0}, r"I=0: must be at least 1"),
@@ -269,6 +304,11 @@ REFUSED = {
     ),
     "halves": ({"in_halves": True}, r"in_halves=True, shard_plan='balanced': only blocks are"),
     "skip": ({"H": 4096, "I": 4096, "skip_weights": True}, r"skip_weights=True: experts with"),
+    "parts": ({"weight_parts": (3, 1)}, r"weight_parts: \(3, 1\) for a core"),
+    "parts-of-cores": (
+        {"weight_parts": (3, 1), "shard_plan": "intermediate"},
+        r"weight_parts=\(3, 1\): must be positive, a multiple of the cores",
+    ),
     "hidden": ({"H": 8192, "I": 4096, "shard_plan": "hidden"}, r"shard_plan='hidden': experts"),
     "hidden-skip": (
         {"shard_plan": "hidden", "skip_weights": True},
