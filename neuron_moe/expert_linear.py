@@ -5,6 +5,7 @@ Axes: E experts of this rank, C rows of an expert, H hidden, I intermediate of t
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import Backend, ExpertWeights, Packed
+from neuron_moe.backends import Backend, CopiesForDecode, ExpertWeights, Packed
+from neuron_moe.backends.decode_copy import DecodeCopy, remember
 from neuron_moe.backends.narrow import KERNEL_FORMATS, NarrowMatrices
 from neuron_moe.config import RoutedExpertsMLPOpsConfig
 from neuron_moe.errors import WeightError
@@ -200,6 +202,7 @@ class Experts(nn.Module):
         width = config.intermediate_size // shard.tp_size
         first_name = "gate_up_proj" if config.glu_mlp else "up_proj"
         self.first_name = first_name
+        self.decode_copy: DecodeCopy | None = None
         first = ExpertLinear(
             num_experts,
             config.hidden_size,
@@ -240,6 +243,7 @@ class Experts(nn.Module):
             packed_gate_up=first.packed,
             packed_down=self.down_proj.packed,
             why_plain=first.why_plain,
+            decode_copy=self._valid_copy(),
         )
 
     @property
@@ -259,6 +263,31 @@ class Experts(nn.Module):
             return
         first.keep_packed(packed[0])
         down.keep_packed(packed[1])
+
+    def copy_for_decode(self, backend: CopiesForDecode) -> None:
+        """Keep a copy in the layout decode reads fastest; a weight that changes makes it stale."""
+        if self._valid_copy() is None:
+            copy = backend.copy_for_decode(self.weights())
+            self.decode_copy = replace(copy, made_from=remember(self._sources()))
+
+    def _valid_copy(self) -> DecodeCopy | None:
+        copy = self.decode_copy
+        return copy if copy is not None and copy.is_made_from(self._sources()) else None
+
+    def _sources(self) -> tuple[object, ...]:
+        linears = (self.first, self.down_proj)
+        matrices = (each.weight if each.packed is None else each.packed for each in linears)
+        return (*matrices, *(() if self.first.bias is None else (self.first.bias,)))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
+        """Move or cast; a copy for decode moves along, one of another dtype is dropped."""
+        copy, before = self._valid_copy(), self.down_proj.weight.dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.decode_copy = None
+        if copy is not None and self.down_proj.weight.dtype == before:
+            moved = copy.to(self.down_proj.device)
+            self.decode_copy = replace(moved, made_from=remember(self._sources()))
+        return self
 
     def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
         """Run experts on rows of their own, without routing.

@@ -15,6 +15,7 @@ from neuron_moe.backends import (
     Backend,
     BlockPlan,
     ChoosesMode,
+    CopiesForDecode,
     ExpertWeights,
     LocalRouting,
     get_backend,
@@ -213,17 +214,32 @@ class ExpertMLPsV2(nn.Module):
             else None
         )
 
-    def pack_weights(self) -> None:
+    def pack_weights(self, *, for_decode: bool = False) -> None:
         """Keep the weights in the form the backend likes best; the same numbers.
 
         torch: laid out for fast CPU inference. nki: as fp8 codes, where that loses no bit of any
         weight (MXFP4 checkpoints); otherwise they stay, which a log line and `MoE.explain` tell.
         There is no gradient and no graph capture afterwards. The state dict is unchanged; loading
         one unpacks.
+
+        Args:
+            for_decode: also keep a copy in the order of nki's decode kernel, as much memory again.
+
+        Raises:
+            ValueError: the backend cannot.
         """
         for experts in self.modules():
             if isinstance(experts, Experts):
                 experts.pack(self.backend)
+        if not for_decode:
+            return
+        if not isinstance(self.backend, CopiesForDecode):
+            raise ValueError(
+                f"for_decode=True: backend={self.backend.name!r} has one layout for both phases."
+                " Leave it False, or use backend='nki'."
+            )
+        second = self.shards.second is not None
+        (self.mlp_op_tkg if second else self.mlp_op).copy_for_decode(self.backend)
 
     def workload(self, phase: str, tokens: int) -> Workload:
         """Return the sizes that decide how `tokens` tokens are computed."""

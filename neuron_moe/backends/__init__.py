@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from neuron_moe.activations import ActivationSpec
+from neuron_moe.backends.decode_copy import DecodeCopy
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import BlockMapping
@@ -34,6 +35,7 @@ class ExpertWeights:
         packed_gate_up: in another form, see `Backend.pack`; None if plain.
         packed_down: likewise.
         why_plain: why packing left them as they were; empty if it did not, or was not asked.
+        decode_copy: the same in the order of the decode kernel, if there is one.
     """
 
     gate_up_proj_EHI: Tensor
@@ -45,6 +47,7 @@ class ExpertWeights:
     packed_gate_up: Packed | None = None
     packed_down: Packed | None = None
     why_plain: str = ""
+    decode_copy: DecodeCopy | None = None
 
     @property
     def num_experts(self) -> int:
@@ -134,6 +137,14 @@ class ChoosesMode(Protocol):
         self, work: Workload, weights: ExpertWeights, scales_input: bool
     ) -> tuple[str, str]:
         """Return 'selective' or 'all_experts', and why."""
+
+
+@runtime_checkable
+class CopiesForDecode(Protocol):
+    """A backend whose decode reads another layout faster."""
+
+    def copy_for_decode(self, weights: ExpertWeights) -> DecodeCopy:
+        """Return the experts in that layout."""
 
 
 def get_backend(name: str, config: BlockwiseMatmulConfig | None = None) -> Backend:

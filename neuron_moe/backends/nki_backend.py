@@ -27,6 +27,7 @@ from neuron_moe.backends import (
     nki_prefill,
     nki_router,
 )
+from neuron_moe.backends.decode_copy import DecodeCopy
 from neuron_moe.backends.nki_launch import check_call, launch
 from neuron_moe.backends.nki_plan import PrefillPlan
 from neuron_moe.backends.nki_router import ShortenedWeights
@@ -131,6 +132,10 @@ class NkiBackend:
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
         """Return both matrices as fp8 codes, if no weight loses a bit; else why they stay."""
         return narrow_weights(first_EHI, down_EIH)
+
+    def copy_for_decode(self, weights: ExpertWeights) -> DecodeCopy:
+        """Return the experts in the layout of decode_moe."""
+        return nki_decode.lay_out(weights, self.plan.num_cores)
 
     def _launch(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         return launch(self.plan.num_cores, kernel, *args, **kwargs)

@@ -3,7 +3,9 @@
 Axes: T tokens, K choices, E experts of this rank, H hidden.
 """
 
+import contextlib
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import ExpertWeights, LocalRouting
+from neuron_moe.backends.decode_copy import DecodeCopy, from_numpy, to_numpy
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import Launch
 from neuron_moe.backends.nki_weights import KernelActivation, kernel_activation, kernel_weights
@@ -39,7 +42,7 @@ def compute(
     """
     from nki_kernels.decode_moe import decode_moe
 
-    operands = kernel_weights(hidden_TH, weights)
+    operands = kernel_weights(weights, hidden_TH)
     index_TK, first_expert, num_experts = _in_the_model(routing, weights)
     config = decode_config(
         hidden_TH.shape[0],
@@ -51,19 +54,26 @@ def compute(
         mode,
     )
     down_bias_EH = operands.down_bias_EH
+    matrices = operands.gate_up_EHI, operands.down_EIH
+    beside = {
+        "gate_up_bias": operands.gate_up_bias_EI,
+        "gate_up_scale": operands.gate_up_scale_EI,
+        "down_scale": operands.down_scale_En,
+    }
+    if config.weight_layout == "packed":
+        assert weights.decode_copy is not None
+        matrices = weights.decode_copy.gate_up_ECpn, weights.decode_copy.down_ECiH
+        beside = {}
     output_TH: Tensor = launch(
         decode_moe,
         hidden_TH,
-        operands.gate_up_EHI,
-        operands.down_EIH,
+        *matrices,
         index_TK,
         routing.expert_affinities_TK,
         torch.tensor([[first_expert]], dtype=torch.int32, device=hidden_TH.device),
         config,
-        gate_up_bias=operands.gate_up_bias_EI,
         down_bias=None if down_bias_EH is None else down_bias_EH.to(torch.bfloat16),
-        gate_up_scale=operands.gate_up_scale_EI,
-        down_scale=operands.down_scale_En,
+        **beside,
     )
     return output_TH
 
@@ -107,7 +117,8 @@ def decode_config(
     if isinstance(down, NarrowMatrices):
         down_scale = "expert" if down.scale_En.shape[1] == 1 else "channel"
     experts, width, hidden_size = weights.down_proj_EIH.shape
-    return _decode_config(
+    choose = functools.partial(
+        _decode_config,
         weights.activation,
         T=num_tokens,
         H=hidden_size,
@@ -124,6 +135,34 @@ def decode_config(
         has_scales=has_scales,
         down_scale=down_scale,
     )
+    if weights.decode_copy is not None:
+        # Chunks of the copy are fixed; where they leave no room for the tokens, plain weights do.
+        with contextlib.suppress(ValueError):
+            return choose(weight_layout="packed")
+    return choose(weight_layout="ehi")
+
+
+def lay_out(weights: ExpertWeights, num_cores: int) -> DecodeCopy:
+    """Return experts in the packed layout of decode_moe, which does not depend on the tokens."""
+    from nki_kernels.decode_layout import pack_down, pack_gate_up
+
+    operands = kernel_weights(weights)
+    plain = replace(weights, decode_copy=DecodeCopy(operands.down_EIH, operands.down_EIH))
+    config = decode_config(1, 1, weights.num_experts, plain, False, num_cores)
+    if config.weight_layout != "packed":
+        raise ValueError(
+            "for_decode=True: these experts do not fit on chip in the layout of the decode kernel."
+            " Leave it False, or use more ranks of tensor parallelism."
+        )
+    beside = (operands.gate_up_bias_EI, operands.gate_up_scale_EI, operands.down_scale_En)
+    dtype, device = operands.down_EIH.dtype, operands.down_EIH.device
+    gate_up = pack_gate_up(
+        config,
+        to_numpy(operands.gate_up_EHI),
+        *(None if values is None else to_numpy(values) for values in beside),
+    )
+    down = pack_down(config, to_numpy(operands.down_EIH))
+    return DecodeCopy(from_numpy(gate_up, dtype).to(device), from_numpy(down, dtype).to(device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -171,4 +210,5 @@ def describe(config: Any) -> str:
     cores = f"{config.num_cores} cores {split[config.shard]}"
     if config.num_cores == 1:
         cores = "one core"
-    return f"plan: {config.mode} mode, {cores}; {parts}, {config.slots} on chip at once"
+    layout = "laid out for decode" if config.weight_layout == "packed" else "plain layout"
+    return f"plan: {config.mode} mode, {cores}; {parts}, {config.slots} on chip at once; {layout}"

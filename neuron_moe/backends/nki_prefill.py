@@ -70,7 +70,7 @@ def compute(
     from nki_kernels.blockwise_config import visit_dims
     from nki_kernels.combine import CombineDims, check_combine, combine
 
-    operands = kernel_weights(hidden_TH, weights)
+    operands = kernel_weights(weights, hidden_TH)
     dims = block_dims(routing.expert_index_TK, weights.num_experts, plan)
     config = _config(hidden_TH, routing, weights, operands, dims, prefill)
     mapping, slot_of_pair_TK, visits = index(

@@ -40,14 +40,18 @@ class KernelWeights:
     down_bias_EH: Tensor | None
 
 
-def kernel_weights(hidden_TH: Tensor, weights: ExpertWeights) -> KernelWeights:
+def kernel_weights(weights: ExpertWeights, hidden_TH: Tensor | None = None) -> KernelWeights:
     """Return the operands.
+
+    Args:
+        weights: of this rank.
+        hidden_TH: tokens whose dtype is checked too.
 
     Raises:
         ValueError: a dtype or form that the kernels do not read.
     """
     gate_up, down = weights.packed_gate_up, weights.packed_down
-    plain = {"hidden_states": hidden_TH}
+    plain = {} if hidden_TH is None else {"hidden_states": hidden_TH}
     if gate_up is None:
         plain["gate_up_proj"] = weights.gate_up_proj_EHI
     if down is None:

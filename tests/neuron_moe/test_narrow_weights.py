@@ -63,9 +63,10 @@ def compute(experts: ExpertMLPsV2, seq_len: int = T) -> Tensor:
     return output.float()
 
 
-def notes(experts: ExpertMLPsV2) -> tuple[str, ...]:
-    work = experts.workload("prefill", T)
-    return NkiBackend().notes("blockwise", work, experts.weights(), False)
+def notes(experts: ExpertMLPsV2, phase: str = "prefill") -> tuple[str, ...]:
+    work = experts.workload(phase, T)
+    path = "blockwise" if phase == "prefill" else "selective"
+    return NkiBackend().notes(path, work, experts.weights(phase), False)
 
 
 def is_narrow(experts: ExpertMLPsV2) -> list[bool]:
@@ -86,18 +87,45 @@ def test_mxfp4_weights_stay_narrow_and_give_the_same_output() -> None:
     assert torch.equal(compute(wide), compute(narrow))
 
 
-@pytest.mark.parametrize("form", ["scale-per-expert", "scale-per-channel", "e4m3"])
-def test_decode_with_narrow_weights_is_as_right_as_torch(form: str) -> None:
+@pytest.mark.parametrize("layout", ["plain", "for-decode"])
+@pytest.mark.parametrize("form", ["bfloat16", "scale-per-expert", "scale-per-channel", "e4m3"])
+def test_decode_in_every_format_and_layout_is_as_right_as_torch(form: str, layout: str) -> None:
     state = e4m3_state() if form == "e4m3" else mxfp4_state()
     if form == "scale-per-channel":
         state["mlp_op.down_proj.weight"][0, :, 5] *= 2.0**-40
+    if form == "bfloat16":
+        state["mlp_op.down_proj.weight"] *= 1.01
     nki, bf16, exact = build(), build("torch"), build("torch", torch.float32)
     for experts in (nki, bf16, exact):
         experts.load_state_dict(state)
-    nki.pack_weights()
-    assert is_narrow(nki) == [True] * 2
+    nki.pack_weights(for_decode=layout == "for-decode")
+    assert is_narrow(nki) == [form != "bfloat16"] * 2
     wanted = compute(exact, 1)
     assert rms_error(compute(nki, 1), wanted) <= 1.05 * rms_error(compute(bf16, 1), wanted)
+    (told,) = [note for note in notes(nki, "decode") if note.startswith("plan:")]
+    assert told.endswith("laid out for decode" if layout == "for-decode" else "plain layout")
+    # Prefill reads the plain form beside it.
+    assert rms_error(compute(nki), wanted) <= 1.05 * rms_error(compute(bf16), wanted)
+
+
+def test_a_copy_for_decode_is_dropped_with_the_weights_it_was_made_from() -> None:
+    experts = build()
+    experts.load_state_dict(mxfp4_state())
+    experts.pack_weights(for_decode=True)
+    first = experts.weights().decode_copy
+    experts.pack_weights(for_decode=True)
+    assert first is not None
+    assert experts.weights().decode_copy is first
+    experts.mlp_op.gate_up_proj.bias.add_(1)
+    assert experts.weights().decode_copy is None
+    experts.pack_weights(for_decode=True)
+    assert experts.weights().decode_copy is not None
+    experts.to("cpu")
+    assert experts.weights().decode_copy is not None
+    experts.load_state_dict(mxfp4_state())
+    assert experts.weights().decode_copy is None
+    with pytest.raises(ValueError, match="for_decode=True: backend='torch' has one layout"):
+        build("torch").pack_weights(for_decode=True)
 
 
 def test_narrow_weights_take_half_the_memory() -> None:
@@ -269,7 +297,7 @@ def test_a_phase_that_computes_with_a_part_of_packed_weights(backend: str) -> No
     assert (packed.num_local_experts, len(packed.local_experts("decode"))) == (E // 2, E)
     for experts in (plain, packed):
         experts.load_state_dict(state)
-    packed.pack_weights()
+    packed.pack_weights(for_decode=backend == "nki")
     for seq_len in (1, T):
         torch.testing.assert_close(
             compute(packed, seq_len), compute(plain, seq_len), rtol=0.02, atol=0.02
