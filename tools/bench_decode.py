@@ -31,7 +31,7 @@ from neuron_moe.tools.decode_cases import (
     find_model,
     hbm_bound_us,
 )
-from neuron_moe.tools.decode_ours import launch_ours
+from neuron_moe.tools.decode_ours import configure, launch_ours
 from neuron_moe.tools.decode_picture import PICTURE_BATCHES, PICTURE_MODELS, draw_switch
 from neuron_moe.tools.decode_results import (
     Book,
@@ -48,6 +48,7 @@ from neuron_moe.tools.prefill_cases import MODELS
 from neuron_moe.tools.prefill_results import Sources, write
 from neuron_moe.tools.prefill_sensitivity import varied_us
 from neuron_moe.tools.vendor_cases.library import VendorLibrary
+from nki_kernels.decode_config import DecodeConfig
 from nki_sim import SimOptions
 from nki_sim.timeline import Timeline
 
@@ -111,6 +112,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--sensitivity",
         action="store_true",
         help="also halve and double every assumed coefficient, and see who stays the faster",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("packed", "ehi"),
+        default="packed",
+        help="our weights: packed at load time (default), or as the checkpoint's modules have them",
     )
     parser.add_argument("--only", choices=("ours", "vendor"), help="run only this side")
     parser.add_argument(
@@ -188,11 +195,12 @@ def measure(
     touched = len(np.unique(case.expert_index()))
     row = row_of(case, touched)
     earlier = book.rows.get(row.key)
-    is_current = earlier is not None and earlier.kernels == sources.kernels
+    made_with = (sources.kernels, options.layout)
+    is_current = earlier is not None and (earlier.kernels, earlier.layout) == made_with
     if earlier is not None and is_current and (earlier.ours_varied or not options.sensitivity):
         row = earlier
     if options.only != "vendor" and row.ours_us is None:
-        row = _with_ours(row, case, sources, options.sensitivity)
+        row = _with_ours(row, case, sources, options)
     if options.only != "ours" and library is not None:
         known = {attempt.name: attempt for attempt in book.known_vendor(case)}
         attempts = attempt_both(
@@ -202,27 +210,28 @@ def measure(
     return compared(row, book.known_vendor(case))
 
 
-def _with_ours(row: Row, case: DecodeCase, sources: Sources, with_varied: bool) -> Row:
-    run, config = launch_ours(case, OPTIONS)
+def _with_ours(row: Row, case: DecodeCase, sources: Sources, options: argparse.Namespace) -> Row:
+    run, config = launch_ours(case, OPTIONS, layout=options.layout)
     timeline = run.timeline
     return replace(
         row,
         ours_us=timeline.total_us,
         ours_mode=config.mode,
         ours_plan=config.reason,
-        ours_modes=_both_modes(case, config.mode, timeline.total_us),
+        ours_modes=_both_modes(case, config, timeline.total_us),
+        layout=options.layout,
         bottleneck=bottleneck(timeline),
-        ours_varied=varied_us(timeline) if with_varied else {},
+        ours_varied=varied_us(timeline) if options.sensitivity else {},
         kernels=sources.kernels,
     )
 
 
-def _both_modes(case: DecodeCase, chosen: str, chosen_us: float) -> dict[str, float]:
+def _both_modes(case: DecodeCase, config: DecodeConfig, chosen_us: float) -> dict[str, float]:
     """Return our time by mode; one that cannot be the faster is left out."""
-    times = {chosen: chosen_us}
-    other = MODES[1 - MODES.index(chosen)]
+    times = {config.mode: chosen_us}
+    other = MODES[1 - MODES.index(config.mode)]
     if other == "selective" or hbm_bound_us(case, case.model.E) < chosen_us:
-        run, _ = launch_ours(case, OPTIONS, other)
+        run, _ = launch_ours(case, OPTIONS, other, config.weight_layout)
         times[other] = run.timeline.total_us
     return times
 
@@ -253,20 +262,20 @@ def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -
             case = DecodeCase(
                 kernel="decode_moe", model=find_model(name), B=B, routing="uniform", format="bf16"
             )
-            point = known.get((name, B)) or _switch_point(case, sources)
+            point = known.get((name, B)) or _switch_point(case, sources, options.layout)
             book.switch.append(point)
             if options.json is not None:
                 write(options.json, summarise(with_gains(book.rows), book, sources))
 
 
-def _switch_point(case: DecodeCase, sources: Sources) -> dict[str, Any]:
+def _switch_point(case: DecodeCase, sources: Sources, layout: str) -> dict[str, Any]:
     """Simulate both modes of a case; return times, the choice and what it loses."""
     times = {}
-    _, config = launch_ours(case, OPTIONS)
     for mode in MODES:
-        run, _ = launch_ours(case, OPTIONS, mode)
+        run, _ = launch_ours(case, OPTIONS, mode, layout)
         times[mode] = run.timeline.total_us
         gc.collect()
+    config = configure(case, layout=layout)
     return {
         "model": case.model.name,
         "tp": case.model.tp,

@@ -44,6 +44,7 @@ class Row:
         ours_us: simulated time of the mode that the cost model takes.
         ours_mode, ours_plan: that mode, and why.
         ours_modes: simulated times by mode; one whose bytes alone take longer is left out.
+        layout: of our weights: packed or ehi.
         switch_loss: the chosen mode's time over the better one's, less 1.
         vendor_us, vendor_plan: of the faster of the vendor's modes.
         hbm_bound_us: computed.
@@ -71,6 +72,7 @@ class Row:
     ours_mode: str = ""
     ours_plan: str = ""
     ours_modes: dict[str, float] = field(default_factory=dict)
+    layout: str = ""
     switch_loss: float | None = None
     vendor_us: float | None = None
     vendor_plan: str = ""
