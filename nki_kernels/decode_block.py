@@ -31,18 +31,26 @@ Limits: make_block_config. Sources: those of the stages.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import nki
 import nki.isa as nisa
 import nki.language as nl
+from nki.language import NKIObject
 
 from nki_kernels.decode_block_config import BlockConfig
 from nki_kernels.decode_block_shared import load_shared, run_shared
-from nki_kernels.decode_buffers import DecodeOperands, make_buffers, make_sums, routing_bank
+from nki_kernels.decode_buffers import (
+    DecodeBuffers,
+    DecodeOperands,
+    make_buffers,
+    make_sums,
+    routing_bank,
+)
 from nki_kernels.decode_config import is_direct, output_dtype
 from nki_kernels.decode_ends import finish
-from nki_kernels.decode_list import list_experts, weigh
+from nki_kernels.decode_list import Routing, list_experts, weigh
 from nki_kernels.decode_moe import load_first_expert, run_experts, start_sums
 from nki_kernels.decode_norm import (
     NormTiles,
@@ -54,6 +62,7 @@ from nki_kernels.decode_norm import (
     turn_banks,
 )
 from nki_kernels.decode_router import (
+    RouterTiles,
     gate_tokens,
     load_gate,
     load_router,
@@ -62,6 +71,27 @@ from nki_kernels.decode_router import (
     weigh_experts,
 )
 from nki_kernels.plans import PARTITIONS
+
+
+@dataclass
+class Front(NKIObject):
+    """What norm and router need; lists hold one thing or none."""
+
+    tiles: list[TokenTile]
+    norms: list[NormTiles]
+    router: RouterTiles
+    gates: list[nl.NkiTensor]  # weight of the shared experts' gate
+
+
+@dataclass
+class RoutedTokens(NKIObject):
+    """What the experts need of the tokens; tiles are of 128 tokens."""
+
+    x_sb: nl.NkiTensor  # x^T, [h, H/h, T] view
+    routing: Routing
+    index_tiles: list[nl.NkiTensor]  # [tokens, K] int32
+    affinity_tiles: list[nl.NkiTensor]  # [tokens, K] float32
+    gate_rows: list[nl.NkiTensor]  # [128, T] float32, one or none
 
 
 @nki.jit
@@ -86,52 +116,86 @@ def decode_block(
 ) -> Any:
     """Compute one MoE block for T tokens; see the module."""
     core = nl.program_id(0)
-    moe, formula, shared = config.moe, config.formula, config.shared
-    h_axis = moe.h_axis
+    moe = config.moe
     output = nl.ndarray((moe.T, moe.H), dtype=output_dtype(moe), buffer=nl.shared_hbm)
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
-
-    tiles = load_tokens(hidden, h_axis)
-    norms = []
-    if formula.has_norm:
-        norms.append(load_norm(norm_weight, h_axis))
-    router = load_router(router_weight, router_bias, selection_bias, formula, moe.T)
+    front = load_front(
+        config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
+    )
     first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
-    gates = []
-    if config.has_shared_gate:
-        gates.append(load_gate(shared_gate))
     sums = make_sums(moe)
     b = make_buffers(moe, sums)
     shared_tiles = []
     if config.has_shared:
-        shared_tiles.append(load_shared(shared, sums, shared_gate_up, shared_down, core))
-
-    x_sb = prepare_tokens(config, tiles, norms)
-    logits = []
-    for first in range(0, moe.T, PARTITIONS):
-        rows = min(PARTITIONS, moe.T - first)
-        logits.append(make_logits(x_sb, first, rows, router, h_axis, moe.num_experts, formula))
-    index_tiles, picked = pick_experts(logits, router, moe.num_experts, formula)
-    bank_ps = routing_bank(sums)
-    routing = list_experts(moe, index_tiles, first_sb, bank_ps, b.ones, core)
-    affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
-    weigh(moe, routing, affinity_tiles, bank_ps, b.ones)
-    gate_rows = []
-    for gate_sb in gates:
-        gate_rows.append(gate_tokens(x_sb, gate_sb, h_axis))
+        shared_tiles.append(load_shared(config.shared, sums, shared_gate_up, shared_down, core))
+    routed = route_block(config, front, b, first_sb, core)
     start_sums(moe, sums)
     for part_tiles in shared_tiles:
-        run_shared(shared, part_tiles, x_sb, gate_rows, core)
-    run_experts(moe, b, x, x_sb, routing)
+        run_shared(config.shared, part_tiles, routed.x_sb, routed.gate_rows, core)
+    run_experts(moe, b, x, routed.x_sb, routed.routing)
     residuals = []
     if config.has_residual:
         residuals.append(residual)
     finish(moe, sums, output, core, residuals)
     if not config.returns_routing:
         return output
-    affinities = store_routing(config, affinity_tiles, nl.float32, core)
-    index = store_routing(config, index_tiles, nl.int32, core)
+    affinities = store_routing(config, routed.affinity_tiles, nl.float32, core)
+    index = store_routing(config, routed.index_tiles, nl.int32, core)
     return output, affinities, index
+
+
+def load_front(
+    config: BlockConfig,
+    hidden: nl.NkiTensor,
+    norm_weight: Any,
+    router_weight: nl.NkiTensor,
+    router_bias: Any,
+    selection_bias: Any,
+    shared_gate: Any,
+) -> Front:
+    """Ask for what norm and router need; the tokens come first."""
+    formula, h_axis = config.formula, config.moe.h_axis
+    tiles = load_tokens(hidden, h_axis)
+    norms = []
+    if formula.has_norm:
+        norms.append(load_norm(norm_weight, h_axis))
+    router = load_router(router_weight, router_bias, selection_bias, formula, config.moe.T)
+    gates = []
+    if config.has_shared_gate:
+        gates.append(load_gate(shared_gate))
+    return Front(tiles, norms, router, gates)
+
+
+def route_block(
+    config: BlockConfig, front: Front, b: DecodeBuffers, first_sb: Any, core: int
+) -> RoutedTokens:
+    """Normalise and route all tokens.
+
+    Args:
+        config: what the kernel is compiled for.
+        front: operands of norm and router.
+        b: buffers of the routed experts.
+        first_sb: number of local expert 0, as in decode_moe.py.
+        core: number of this core.
+    """
+    moe, formula = config.moe, config.formula
+    x_sb = prepare_tokens(config, front.tiles, front.norms)
+    logits = []
+    for first in range(0, moe.T, PARTITIONS):
+        rows = min(PARTITIONS, moe.T - first)
+        logits_sb = make_logits(
+            x_sb, first, rows, front.router, moe.h_axis, moe.num_experts, formula
+        )
+        logits.append(logits_sb)
+    index_tiles, picked = pick_experts(logits, front.router, moe.num_experts, formula)
+    bank_ps = routing_bank(b.sums)
+    routing = list_experts(moe, index_tiles, first_sb, bank_ps, b.ones, core)
+    affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
+    weigh(moe, routing, affinity_tiles, bank_ps, b.ones)
+    gate_rows = []
+    for gate_sb in front.gates:
+        gate_rows.append(gate_tokens(x_sb, gate_sb, moe.h_axis))
+    return RoutedTokens(x_sb, routing, index_tiles, affinity_tiles, gate_rows)
 
 
 def prepare_tokens(

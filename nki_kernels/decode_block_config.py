@@ -7,10 +7,12 @@ from typing import Any
 
 from nki.language import NKIObject
 
-from nki_kernels.decode_block_shared import make_shared_config
+from nki_kernels.decode_block_shared import make_shared_config, shared_bytes
 from nki_kernels.decode_config import DecodeConfig
+from nki_kernels.decode_fit import SBUF_BYTES
+from nki_kernels.decode_norm import norm_bytes
 from nki_kernels.decode_options import make_decode_config
-from nki_kernels.decode_router import router_parts
+from nki_kernels.decode_router import router_bytes, router_parts
 from nki_kernels.plans import tile_axis
 from nki_kernels.router_choice import RouterFormula, check_router_formula
 
@@ -90,13 +92,34 @@ def make_block_config(
     weight_bytes = 4 if router_dtype == "float32" else 2
     parts = router_parts(routed.num_experts, routed.H, weight_bytes, routed.num_cores)
     shared = routed
+    beside = 0
     if shared_width:
         shared = make_shared_config(routed, shared_width, shared_activation)
-
+        beside = shared_bytes(shared)
+    _check_front(routed, formula, weight_bytes, parts, beside)
     return BlockConfig(
         routed, formula, shared, shared_width > 0, has_shared_gate, has_residual,
         returns_routing, router_dtype, parts,
     )  # fmt: skip
+
+
+def _check_front(
+    moe: DecodeConfig, formula: RouterFormula, weight_bytes: int, parts: int, beside: int
+) -> None:
+    """Raise ValueError unless what comes before the routed experts fits on chip.
+
+    Their own weights take its place when it is done.
+    """
+    needed = beside + 2 * moe.h_axis.count * moe.T
+    needed += norm_bytes(moe.T, moe.h_axis, formula.has_norm)
+    columns = moe.num_experts // parts
+    needed += router_bytes(moe.T, moe.h_axis, columns, weight_bytes, formula)
+    if needed > SBUF_BYTES:
+        raise ValueError(
+            f"T={moe.T}, H={moe.H}, num_experts={moe.num_experts}: norm and router need {needed}"
+            f" bytes of SBUF per partition, must be at most {SBUF_BYTES}. Use fewer tokens, a"
+            " bfloat16 router, or router_topk and decode_moe one after the other."
+        )
 
 
 def check_decode_block(config: BlockConfig, operands: dict[str, Any]) -> None:
