@@ -15,6 +15,7 @@ from nki_kernels.combine import identity
 from nki_kernels.decode_config import (
     BANK_FLOATS,
     BANKS,
+    OUT_BANKS,
     DecodeConfig,
     accumulator_banks,
     extra_floats,
@@ -24,6 +25,8 @@ from nki_kernels.decode_config import (
     weight_dtype,
 )
 from nki_kernels.plans import PARTITIONS
+
+SCRATCH = 3  # banks of y^T that wait for GpSimd
 
 
 @dataclass
@@ -61,6 +64,8 @@ class DecodeBuffers(NKIObject):
 
     Attributes:
         inner_ps: gate and up projections [128, 2, T].
+        out_ps: an expert's part of y^T, where the sums are not in PSUM.
+        scratch: the same on its way to the sums.
         column_ps: weight of an expert for every token, the same on all partitions, [128, T].
     """
 
@@ -79,7 +84,8 @@ class DecodeBuffers(NKIObject):
     inner_ps: list[nl.NkiTensor]
     column_ps: list[nl.NkiTensor]
     out_ps: list[nl.NkiTensor]
-    expert: list[nl.NkiTensor]
+    bias_ps: nl.NkiTensor
+    scratch: list[nl.NkiTensor]
     ones: nl.NkiTensor
 
 
@@ -154,7 +160,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     last_ps = work_ps[len(work_ps) - 1 : len(work_ps)]
     inner_banks, out_ps = last_ps, work_ps[0:0]
     if not config.sums_in_psum:
-        inner_banks, out_ps = work_ps[5:7], work_ps[0:5]
+        inner_banks, out_ps = work_ps[OUT_BANKS : BANKS - 1], work_ps[0:OUT_BANKS]
     elif len(work_ps) > 1:
         inner_banks = work_ps[0 : len(work_ps) - 1]
     inner_ps = _parts(inner_banks, 2 * T, 1 if len(inner_banks) > 1 else 2)
@@ -180,7 +186,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         gate_up_scale = sbuf_tiles(slots if config.has_scales else 0, i_tile, nl.float32)
         down_scale = sbuf_tiles(
             slots if config.down_scale != "none" else 0,
-            (PARTITIONS, h_axis.count if config.down_scale == "channel" else 1),
+            (PARTITIONS, h_axis.count if config.down_scale == "channel" else 1, 1),
             nl.float32,
         )
     return DecodeBuffers(
@@ -199,6 +205,9 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         inner_ps=inner_ps,
         column_ps=column_ps,
         out_ps=out_ps,
-        expert=sbuf_tiles(config.unroll, (1, 1), nl.int32),
+        bias_ps=inner_banks[0],
+        scratch=sbuf_tiles(
+            0 if config.sums_in_psum else SCRATCH, (PARTITIONS, BANK_FLOATS), nl.float32
+        ),
         ones=ones_sb,
     )

@@ -19,6 +19,7 @@ DOWN_SCALES = ("none", "expert", "channel")
 OUTPUT_DTYPES = ("float32", "bfloat16")
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
+OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
 MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
@@ -169,6 +170,11 @@ def packed_run(config: DecodeConfig) -> int:
     size = item_bytes(config)
     weights = -(-packed_weights(config) * size // 4) * 4
     return (weights + 4 * extra_floats(config)) // size
+
+
+def holds_expert(config: DecodeConfig) -> bool:
+    """Whether an expert's part of y^T is added up in PSUM before it goes to the sums in SBUF."""
+    return not config.sums_in_psum and accumulator_banks(config) <= OUT_BANKS
 
 
 def check_sizes(

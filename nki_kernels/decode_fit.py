@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nki_kernels.decode_buffers import SCRATCH
 from nki_kernels.decode_config import (
     BANK_FLOATS,
     MAX_ACCUMULATOR_BANKS,
@@ -57,6 +58,7 @@ def sbuf_bytes(config: DecodeConfig) -> int:
     total += size * (2 * 2 * i_axis.count * 4 + (H * 2 if config.has_down_bias else 0))
     total += size * depth * 4 if config.down_scale == "channel" else 0
     total += 2 * 3 * 4 * (list_width(config) + 1) + (6 * 4 * config.E)
+    total += 0 if config.sums_in_psum else SCRATCH * BANK_FLOATS * 4
     return total + SMALL_TILES_BYTES
 
 

@@ -32,11 +32,13 @@ Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import nki
 import nki.isa as nisa
 import nki.language as nl
+from nki.language import NKIObject
 
 from nki_kernels.decode_buffers import (
     DecodeBuffers,
@@ -61,6 +63,19 @@ from nki_kernels.decode_ends import finish, load_tokens
 from nki_kernels.decode_list import Routing, list_experts, weigh
 from nki_kernels.decode_stages import load_in, load_out, project_in, project_out, spread_column
 from nki_kernels.plans import PARTITIONS
+
+
+@dataclass
+class Pipeline(NKIObject):
+    """The items of a group: `chunks` of each of `experts`, in order.
+
+    An item's projection into I comes before the one before it is projected out, so that the tensor
+    engine has work while the activation is computed; weights load in the same order.
+    """
+
+    experts: list[Any]
+    chunks: list[int]
+    items: int
 
 
 @nki.jit
@@ -232,21 +247,54 @@ def run_group(
         return
     experts = []
     for entry in range(max(1, size)):
-        experts.append(entry_expert(b, routing, position, first + entry * stride, entry))
-    for item in range(min(items, config.slots)):
-        load_ahead(config, b, x, experts, chunks, item, min(items, config.slots))
-    for item in range(items):
-        entry, slot = item // len(chunks), item % config.slots
-        if item % len(chunks) == 0:
-            spread_column(config, b, routing, position, first + entry * stride, entry % 2)
-        project_in(config, b, turned_sb, slot, item, entry % 2)
-        adds_bias = config.has_down_bias and chunks[item % len(chunks)] == 0
-        project_out(config, b, slot, item, entry % 2, adds_bias)
-        later = item + config.slots
-        if later < items:
-            expert, chunk = experts[later // len(chunks)], chunks[later % len(chunks)]
-            load_in(config, b, x, expert, slot, chunk)
-            load_out(config, b, x, expert, slot, chunk)
+        experts.append(entry_expert(routing, position, first + entry * stride))
+    pipeline = Pipeline(experts, chunks, items)
+    ahead = min(items, config.slots)
+    for item in range(ahead):
+        load_item_in(config, b, x, pipeline, item)
+        if item > 0:
+            load_item_out(config, b, x, pipeline, item - 1)
+    load_item_out(config, b, x, pipeline, ahead - 1)
+    for item in range(items + 1):
+        if item < items:
+            entry = item // len(chunks)
+            if item % len(chunks) == 0:
+                spread_column(config, b, routing, position, first + entry * stride, entry % 2)
+            project_in(config, b, turned_sb, item % config.slots, item, entry % 2)
+            load_item_in(config, b, x, pipeline, item + config.slots)
+        if item > 0:
+            finish_item(config, b, pipeline, item - 1)
+            load_item_out(config, b, x, pipeline, item - 1 + config.slots)
+
+
+def finish_item(config: DecodeConfig, b: DecodeBuffers, pipeline: Pipeline, item: int) -> None:
+    """Do the down projection of an item."""
+    chunks = pipeline.chunks
+    turn, entry = item % len(chunks), item // len(chunks)
+    adds_bias = config.has_down_bias and chunks[turn] == 0
+    is_first, is_last = turn == 0, turn == len(chunks) - 1
+    slot = item % config.slots
+    project_out(config, b, slot, item, entry % 2, adds_bias, is_first, is_last)
+
+
+def load_item_in(
+    config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline, item: int
+) -> None:
+    """Load gate and up weights of an item of a group, if there is one."""
+    if item < pipeline.items:
+        count = len(pipeline.chunks)
+        expert, chunk = pipeline.experts[item // count], pipeline.chunks[item % count]
+        load_in(config, b, x, expert, item % config.slots, chunk)
+
+
+def load_item_out(
+    config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline, item: int
+) -> None:
+    """Load down weights of an item of a group, if there is one."""
+    if item < pipeline.items:
+        count = len(pipeline.chunks)
+        expert, chunk = pipeline.experts[item // count], pipeline.chunks[item % count]
+        load_out(config, b, x, expert, item % config.slots, chunk)
 
 
 def group_chunks(config: DecodeConfig, core: int, size: int) -> list[int]:
@@ -257,45 +305,19 @@ def group_chunks(config: DecodeConfig, core: int, size: int) -> list[int]:
     return list(range(half)) if core == 0 else list(range(half, config.chunks))
 
 
-def load_ahead(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    experts: list[nl.NkiTensor],
-    chunks: list[int],
-    item: int,
-    items: int,
-) -> None:
-    """Load one of the first items of a group: gate and up, and down of the item before.
-
-    What comes last is then a down projection, which is the shorter half of an item's work.
-    """
-    expert, chunk = experts[item // len(chunks)], chunks[item % len(chunks)]
-    load_in(config, b, x, expert, item, chunk)
-    if item > 0:
-        before = item - 1
-        expert, chunk = experts[before // len(chunks)], chunks[before % len(chunks)]
-        load_out(config, b, x, expert, before, chunk)
-    if item == items - 1:
-        expert, chunk = experts[item // len(chunks)], chunks[item % len(chunks)]
-        load_out(config, b, x, expert, item, chunk)
-
-
-def entry_expert(
-    b: DecodeBuffers, routing: Routing, position: Any, offset: int, entry: int
-) -> nl.NkiTensor:
-    """Return the expert of a list entry, a (1, 1) tile; GpSimd looks it up inside a loop."""
+def entry_expert(routing: Routing, position: Any, offset: int) -> Any:
+    """Return the expert of a list entry: a (1, 1) tile, or a register inside a loop."""
     list_sb = routing.list_sb
     if isinstance(position, int):
         return list_sb[0:1, position + offset : position + offset + 1]
-    nisa.tensor_copy(
-        dst=b.expert[entry],
-        src=list_sb.ap(
+    expert = nisa.register_alloc()
+    nisa.register_load(
+        expert,
+        list_sb.ap(
             [[list_sb.shape[1], 1], [1, 1]],
             offset=offset,
             scalar_offset=position,
             indirect_dim=1,
         ),
-        engine=nisa.engine.gpsimd,
     )
-    return b.expert[entry]
+    return expert

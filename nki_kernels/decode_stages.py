@@ -17,6 +17,8 @@ import nki.language as nl
 from nki_kernels.decode_buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode_config import (
     DecodeConfig,
+    accumulator_banks,
+    holds_expert,
     tiles_per_bank,
 )
 from nki_kernels.decode_list import Routing
@@ -250,7 +252,7 @@ def activate(
             dst=inner_sb,
             data=up_sb,
             op0=nl.multiply,
-            operand0=down_scale_of(config, b, slot, rows, 0),
+            operand0=b.down_scale[slot][0:rows, 0, 0:1],
             op1=nl.multiply,
             operand1=column_ps,
         )
@@ -302,43 +304,82 @@ def activation_function(config: DecodeConfig) -> Any:
 
 
 def project_out(
-    config: DecodeConfig, b: DecodeBuffers, slot: int, item: int, ring: int, adds_bias: bool
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    slot: int,
+    item: int,
+    ring: int,
+    adds_bias: bool,
+    is_first: bool = True,
+    is_last: bool = True,
 ) -> None:
-    """Add an item's part of y^T, with the expert's down bias if asked."""
-    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
-    per_bank = tiles_per_bank(config)
-    weights_sb = b.down[slot].reshape_dim(1, (i_axis.count, b.down[slot].shape[1] // i_axis.count))
-    for first in range(0, h_axis.count, per_bank):
-        stop = min(h_axis.count, first + per_bank)
-        number = first // per_bank
-        if config.sums_in_psum:
-            bank_ps = b.sums.total_ps[number]
-        else:
-            bank_ps = b.out_ps[number % len(b.out_ps)]
+    """Add an item's part of y^T, with the expert's down bias if asked.
+
+    Args:
+        config: sizes.
+        b: buffers.
+        slot: buffers of the weights.
+        item: number of the item, for the rings.
+        ring: buffers of the expert's column.
+        adds_bias: whether this item adds the bias.
+        is_first, is_last: whether it is the first and the last item of its expert on this core.
+    """
+    per_bank, count = tiles_per_bank(config), config.h_axis.count
+    stays = holds_expert(config)
+    by_channel = config.down_scale == "channel"
+    for first in range(0, count, per_bank):
+        stop = min(count, first + per_bank)
+        bank_ps = out_bank(config, b, item, first // per_bank)
+        adds = config.sums_in_psum or (stays and not is_first)
         for c in range(first, stop):
-            rows, begin = rows_of(h_axis, c), (c - first) * T
-            columns = elements_of(h_axis, c)
-            if config.weight_layout == "packed":
-                columns = slice(c * h_axis.rows, c * h_axis.rows + rows)
-            for t in range(i_axis.count):
-                depth = rows_of(i_axis, t)
-                nisa.nc_matmul(
-                    dst=bank_ps[0:rows, begin : begin + T],
-                    stationary=weights_sb[0:depth, t, columns],
-                    moving=b.inner[item % 2][0:depth, t, 0:T],
-                    accumulate=t > 0 or config.sums_in_psum,
-                )
-            if adds_bias and config.down_scale != "channel":
+            begin = (c - first) * config.T
+            multiply_out(config, b, bank_ps, slot, item, c, begin, adds)
+            if adds_bias and not by_channel:
                 multiply_bias(config, b, bank_ps, slot, ring, c, begin, True)
-        if not config.sums_in_psum:
-            add_bank(config, b, bank_ps, slot, first, stop)
-    if adds_bias and config.down_scale == "channel":
-        for first in range(0, h_axis.count, per_bank):
-            stop = min(h_axis.count, first + per_bank)
-            bank_ps = b.out_ps[first // per_bank % len(b.out_ps)]
+        if not config.sums_in_psum and (is_last or not stays):
+            add_bank(config, b, bank_ps, slot, first, stop, by_channel)
+    if adds_bias and by_channel:
+        for first in range(0, count, per_bank):
+            stop = min(count, first + per_bank)
+            bank_ps = b.bias_ps
             for c in range(first, stop):
-                multiply_bias(config, b, bank_ps, slot, ring, c, (c - first) * T, False)
-            _add_bank(config, b, bank_ps, first, stop)
+                multiply_bias(config, b, bank_ps, slot, ring, c, (c - first) * config.T, False)
+            add_bank(config, b, bank_ps, slot, first, stop, False)
+
+
+def out_bank(config: DecodeConfig, b: DecodeBuffers, item: int, number: int) -> nl.NkiTensor:
+    """Return where a bank of an item's y^T goes: the sums, or a ring that is read out."""
+    if config.sums_in_psum:
+        return b.sums.total_ps[number]
+    if holds_expert(config):
+        return b.out_ps[number]
+    return b.out_ps[(item * accumulator_banks(config) + number) % len(b.out_ps)]
+
+
+def multiply_out(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    slot: int,
+    item: int,
+    tile: int,
+    begin: int,
+    adds: bool,
+) -> None:
+    """Multiply an item's inner activations with a tile of H of its down weights."""
+    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    weights_sb = b.down[slot].reshape_dim(1, (i_axis.count, b.down[slot].shape[1] // i_axis.count))
+    rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
+    if config.weight_layout == "packed":
+        columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
+    for t in range(i_axis.count):
+        depth = rows_of(i_axis, t)
+        nisa.nc_matmul(
+            dst=bank_ps[0:rows, begin : begin + T],
+            stationary=weights_sb[0:depth, t, columns],
+            moving=b.inner[item % 2][0:depth, t, 0:T],
+            accumulate=t > 0 or adds,
+        )
 
 
 def multiply_bias(
@@ -361,55 +402,52 @@ def multiply_bias(
 
 
 def add_bank(
-    config: DecodeConfig, b: DecodeBuffers, bank_ps: nl.NkiTensor, slot: int, first: int, stop: int
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    slot: int,
+    first: int,
+    stop: int,
+    scales: bool,
 ) -> None:
-    """Add tiles first.. of y^T to the sums in SBUF, scaled by channel if the weights are."""
-    h_axis, T = config.h_axis, config.T
-    if config.down_scale == "channel":
-        for c in range(first, stop):
-            rows, begin = rows_of(h_axis, c), (c - first) * T
-            total_sb = b.sums.total_sb[0:rows, c, 0:T]
-            nisa.scalar_tensor_tensor(
-                dst=total_sb,
-                data=bank_ps[0:rows, begin : begin + T],
-                op0=nl.multiply,
-                operand0=down_scale_of(config, b, slot, rows, c),
-                op1=nl.add,
-                operand1=total_sb,
-            )
-        return
-    _add_bank(config, b, bank_ps, first, stop)
+    """Add tiles first.. of y^T to the sums in SBUF, scaled by channel if asked.
 
-
-def _add_bank(
-    config: DecodeConfig, b: DecodeBuffers, bank_ps: nl.NkiTensor, first: int, stop: int
-) -> None:
-    """Add tiles first.. of y^T, whose last may have fewer rows, to the sums in SBUF."""
-    full = stop if rows_of(config.h_axis, stop - 1) == config.h_axis.rows else stop - 1
-    _add_tiles(config, b, bank_ps, first, first, full)
-    _add_tiles(config, b, bank_ps, first, full, stop)
-
-
-def down_scale_of(
-    config: DecodeConfig, b: DecodeBuffers, slot: int, rows: int, tile: int
-) -> nl.NkiTensor:
-    """Return a [rows, 1] view of the scales of a tile of H, or of the expert."""
-    if config.weight_layout == "packed":
-        return b.down_scale[slot][0:rows, tile, 0:1]
-    return b.down_scale[slot][0:rows, tile : tile + 1]
+    The Vector engine adds every other bank itself; for the rest Scalar empties PSUM and GpSimd
+    adds.
+    """
+    full = first
+    while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
+        full += 1
+    _add_tiles(config, b, bank_ps, slot, first, first, full, scales)
+    _add_tiles(config, b, bank_ps, slot, first, full, stop, scales)
 
 
 def _add_tiles(
-    config: DecodeConfig, b: DecodeBuffers, bank_ps: nl.NkiTensor, first: int, begin: int, end: int
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    slot: int,
+    first: int,
+    begin: int,
+    end: int,
+    scales: bool,
 ) -> None:
-    """Add tiles of one height to the sums in SBUF; the bank holds those from `first` on."""
+    """Add tiles of one height; the bank holds those from `first` on."""
     if begin == end:
         return
     T, rows = config.T, rows_of(config.h_axis, end - 1)
+    number = first // tiles_per_bank(config)
     total_sb = b.sums.total_sb[0:rows, begin:end, 0:T]
+    part_ps = bank_ps[0:rows, (begin - first) * T : (end - first) * T]
+    if not scales and number % 2 == 0:
+        nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
+        return
+    scratch_sb = b.scratch[number % len(b.scratch)][0:rows, 0 : (end - begin) * T]
+    if scales:
+        scale_sb = b.down_scale[slot][0:rows, begin:end, 0:1].broadcast(2, T)
+        nisa.tensor_tensor(dst=scratch_sb, data1=part_ps, data2=scale_sb, op=nl.multiply)
+    else:
+        nisa.tensor_copy(dst=scratch_sb, src=part_ps, engine=nisa.engine.scalar)
     nisa.tensor_tensor(
-        dst=total_sb,
-        data1=bank_ps[0:rows, (begin - first) * T : (end - first) * T],
-        data2=total_sb,
-        op=nl.add,
+        dst=total_sb, data1=total_sb, data2=scratch_sb, op=nl.add, engine=nisa.engine.gpsimd
     )
