@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import Backend, CopiesForDecode, ExpertWeights, Packed
-from neuron_moe.backends.decode_copy import DecodeCopy, remember
+from neuron_moe.backends.decode_copy import DecodeCopy
 from neuron_moe.backends.narrow import KERNEL_FORMATS, NarrowMatrices
+from neuron_moe.backends.prepared import Source, Stamp
 from neuron_moe.config import RoutedExpertsMLPOpsConfig
 from neuron_moe.errors import WeightError
 from neuron_moe.parallel.shard import ExpertShard
@@ -268,15 +269,20 @@ class Experts(nn.Module):
         """Keep a copy in the layout decode reads fastest; a weight that changes makes it stale."""
         if self._valid_copy() is None:
             copy = backend.copy_for_decode(self.weights())
-            self.decode_copy = replace(copy, made_from=remember(self._sources()))
+            self.decode_copy = replace(copy, made_from=Stamp(self._sources()))
 
     def _valid_copy(self) -> DecodeCopy | None:
         copy = self.decode_copy
-        return copy if copy is not None and copy.is_made_from(self._sources()) else None
+        if copy is None or copy.made_from is None or not copy.made_from.fits(self._sources()):
+            return None
+        return copy
 
-    def _sources(self) -> tuple[object, ...]:
+    def _sources(self) -> tuple[Source, ...]:
         linears = (self.first, self.down_proj)
-        matrices = (each.weight if each.packed is None else each.packed for each in linears)
+        matrices = (
+            each.packed if isinstance(each.packed, NarrowMatrices) else each.weight
+            for each in linears
+        )
         return (*matrices, *(() if self.first.bias is None else (self.first.bias,)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
@@ -286,7 +292,7 @@ class Experts(nn.Module):
         self.decode_copy = None
         if copy is not None and self.down_proj.weight.dtype == before:
             moved = copy.to(self.down_proj.device)
-            self.decode_copy = replace(moved, made_from=remember(self._sources()))
+            self.decode_copy = replace(moved, made_from=Stamp(self._sources()))
         return self
 
     def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:

@@ -4,7 +4,6 @@ Rows of a plain matrix that is cut into chunks are short; laid out for decode, e
 partition needs of a chunk is one run. It costs as much memory again, so it is made on request.
 """
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_moe.backends.narrow import NarrowMatrices
+from neuron_moe.backends.prepared import Stamp
 
 _NUMPY_TYPES: dict[torch.dtype, tuple[torch.dtype, Any]] = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
@@ -29,24 +28,17 @@ class DecodeCopy:
     Attributes:
         gate_up_ECpn: [E, C, h, run] for C chunks of the intermediate axis.
         down_ECiH: [E, C, I / C, H].
-        made_from: weak references to the tensors it was made from, and their versions.
+        made_from: the weights, by which one sees whether they changed since.
     """
 
     gate_up_ECpn: Tensor
     down_ECiH: Tensor
-    made_from: tuple[tuple[Any, int], ...] = field(default=(), repr=False)
+    made_from: Stamp | None = field(default=None, repr=False)
 
     @property
     def num_bytes(self) -> int:
         """Memory it takes."""
         return self.gate_up_ECpn.nbytes + self.down_ECiH.nbytes
-
-    def is_made_from(self, sources: tuple[object, ...]) -> bool:
-        """Say whether these are the sources, unchanged since."""
-        return len(sources) == len(self.made_from) and all(
-            reference() is source and version == _version(source)
-            for (reference, version), source in zip(self.made_from, sources, strict=True)
-        )
 
     def run(self, experts: slice) -> "DecodeCopy":
         """Return a run of the experts; a view."""
@@ -55,17 +47,6 @@ class DecodeCopy:
     def to(self, device: torch.device) -> "DecodeCopy":
         """Return the same on a device."""
         return DecodeCopy(self.gate_up_ECpn.to(device), self.down_ECiH.to(device), self.made_from)
-
-
-def remember(sources: tuple[object, ...]) -> tuple[tuple[Any, int], ...]:
-    """Return what `DecodeCopy.is_made_from` compares."""
-    return tuple((weakref.ref(source), _version(source)) for source in sources)
-
-
-def _version(source: object) -> int:
-    if isinstance(source, NarrowMatrices):
-        return source.codes_Ekn._version
-    return source._version if isinstance(source, Tensor) else 0
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -30,8 +30,8 @@ from neuron_moe.backends import (
 from neuron_moe.backends.decode_copy import DecodeCopy
 from neuron_moe.backends.nki_launch import check_call, launch
 from neuron_moe.backends.nki_plan import PrefillPlan
-from neuron_moe.backends.nki_router import ShortenedWeights
 from neuron_moe.backends.nki_weights import format_note, narrow_weights
+from neuron_moe.backends.prepared import Prepared
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import BlockMapping
 from neuron_moe.config import BlockwiseMatmulConfig
@@ -56,7 +56,7 @@ class NkiBackend:
 
     def __init__(self, config: BlockwiseMatmulConfig | None = None) -> None:
         self.plan = PrefillPlan.from_config(config or BlockwiseMatmulConfig.default())
-        self._router_weights = ShortenedWeights()
+        self._prepared = Prepared()
 
     def notes(
         self, path: str, work: Workload, weights: ExpertWeights, scales_input: bool
@@ -102,7 +102,7 @@ class NkiBackend:
         if not hidden_TH.shape[0]:  # a rank without tokens has nothing to launch
             return TorchBackend().route(hidden_TH, router)
         return nki_router.route(
-            self._launch, hidden_TH, router, self._router_weights, self.plan.num_cores
+            self._launch, hidden_TH, router, self._prepared, self.plan.num_cores
         )
 
     def index_blocks(

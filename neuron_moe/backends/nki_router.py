@@ -7,34 +7,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from neuron_moe.backends.nki_launch import Launch, dtype_name
+from neuron_moe.backends.prepared import Prepared
 from neuron_moe.routing import RouterBase, Routing
 
 
-class ShortenedWeights:
-    """Router weights in bfloat16, where that loses nothing.
+def shortened(weight: Tensor, prepared: Prepared) -> Tensor:
+    """Return a weight whose values are all bfloat16 numbers in bfloat16, another as it is.
 
-    The products are the same, in one pass of the tensor engine instead of four. Looked up once per
-    weight: checkpoints in bfloat16 often feed routers that are kept in float32.
+    The products are the same, in one pass of the tensor engine instead of four: checkpoints in
+    bfloat16 often feed routers that are kept in float32.
     """
 
-    def __init__(self) -> None:
-        self._known = WeakTensorKeyDictionary()
+    def shorten() -> Tensor:
+        short = weight.detach().to(torch.bfloat16)
+        return short if torch.equal(short.float(), weight.detach()) else weight.detach()
 
-    def get(self, weight: Tensor) -> Tensor:
-        """Return a weight whose values are all bfloat16 numbers in bfloat16, another as it is."""
-        if weight.dtype != torch.float32:
-            return weight
-        is_known = weight in self._known
-        if not is_known or self._known[weight][0] != weight._version:
-            short = weight.detach().to(torch.bfloat16)
-            is_exact = torch.equal(short.float(), weight.detach())
-            kept = short if is_exact else weight.detach()
-            self._known[weight] = (weight._version, kept)
-        shortened: Tensor = self._known[weight][1]
-        return shortened
+    if weight.dtype != torch.float32:
+        return weight
+    return prepared.get((weight,), "bfloat16", shorten)
 
 
 def formula_of(router: RouterBase, **options: Any) -> Any:
@@ -75,7 +67,7 @@ def route(
     launch: Launch,
     hidden_TH: Tensor,
     router: RouterBase,
-    shortened: ShortenedWeights,
+    prepared: Prepared,
     num_cores: int,
 ) -> Routing:
     """Route T tokens in float32."""
@@ -85,7 +77,7 @@ def route(
     spec, linear = router.spec, router.linear_router
     weight_EH = linear.weight
     if hidden_TH.dtype == torch.bfloat16:
-        weight_EH = shortened.get(weight_EH)
+        weight_EH = shortened(weight_EH, prepared)
     check_router_topk(
         hidden_TH.shape[0],
         spec.hidden_size,
