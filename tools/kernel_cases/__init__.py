@@ -14,6 +14,7 @@ from neuron_moe.tools.vendor_cases.case import Case, Limits, Skipped
 ADAPTERS = {
     "moe_cte": "prefill",
     "moe_tkg": "decode",
+    "moe_block_tkg": "decode_block",
     "router_topk": "router",
     "find_nonzero_indices": "index",
     "find_nonzero_indices_with_count": "index",
