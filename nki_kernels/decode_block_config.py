@@ -7,13 +7,16 @@ from typing import Any
 
 from nki.language import NKIObject
 
-from nki_kernels.decode_block_shared import make_shared_config, shared_bytes
+from nki_kernels.decode_block_shared import (
+    make_shared_config,
+    shared_bytes,
+    shared_shapes,
+)
 from nki_kernels.decode_config import DecodeConfig
 from nki_kernels.decode_fit import SBUF_BYTES
 from nki_kernels.decode_norm import norm_bytes
 from nki_kernels.decode_options import make_decode_config
 from nki_kernels.decode_router import router_bytes, router_parts
-from nki_kernels.plans import tile_axis
 from nki_kernels.router_choice import RouterFormula, check_router_formula
 
 ROUTER_DTYPES = ("bfloat16", "float32")
@@ -155,9 +158,9 @@ def check_decode_block(config: BlockConfig, operands: dict[str, Any]) -> None:
 
 def _way_out(name: str) -> str:
     if name.startswith("router_weight") or name == "shared_gate":
-        return "Use pack_router_weight(), with router_parts of the configuration."
+        return "Use pack_router_weight() with axis and parts of the configuration."
     if name.startswith("shared"):
-        return "Use pack_shared_experts()."
+        return "Use pack_shared_experts() with the configuration."
     return "Build the configuration from the same sizes."
 
 
@@ -170,12 +173,11 @@ def expected_operands(config: BlockConfig) -> Expected:
 
     The experts' own operands are those of `decode_moe`.
     """
-    moe, formula, shared = config.moe, config.formula, config.shared
+    moe, formula = config.moe, config.formula
     T, H, N = moe.T, moe.H, moe.num_experts
-    axis = tile_axis(H)
     bf16, float32 = ("bfloat16",), ("float32",)
-    matrix = (axis.rows, axis.count)
-    has_shared = config.has_shared
+    matrix = (moe.h_axis.rows, moe.h_axis.count)
+    gate_up, down = shared_shapes(config.shared)
     return {
         "hidden": ((T, H), bf16),
         "first_expert": ((1, 1), ("int32",)),
@@ -186,8 +188,8 @@ def expected_operands(config: BlockConfig) -> Expected:
         "norm_weight": ((1, H) if formula.has_norm else None, _FLOATS),
         "router_bias": ((1, N) if formula.has_bias else None, float32),
         "selection_bias": ((1, N) if formula.has_selection_bias else None, float32),
-        "shared_gate_up": ((shared.E, H, 2 * shared.I) if has_shared else None, bf16),
-        "shared_down": ((shared.E, shared.I, H) if has_shared else None, bf16),
+        "shared_gate_up": (gate_up if config.has_shared else None, bf16),
+        "shared_down": (down if config.has_shared else None, bf16),
         "shared_gate": ((1, *matrix, 1) if config.has_shared_gate else None, bf16),
         "residual": ((T, H) if config.has_residual else None, ("bfloat16", "float32")),
     }

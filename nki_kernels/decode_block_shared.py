@@ -11,13 +11,11 @@ Sources: the stages of decode_stages.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
 import numpy as np
 from nki.language import NKIObject
-from numpy.typing import NDArray
 
 from nki_kernels.decode_buffers import (
     DecodeBuffers,
@@ -25,13 +23,13 @@ from nki_kernels.decode_buffers import (
     SumBuffers,
     make_buffers,
 )
-from nki_kernels.decode_config import DecodeConfig
+from nki_kernels.decode_config import DecodeConfig, packed_rows, packed_run
+from nki_kernels.decode_layout import Array, pack_down, pack_gate_up
 from nki_kernels.decode_options import make_decode_config
 from nki_kernels.decode_stages import load_item, project_in, project_out
 from nki_kernels.plans import PARTITIONS
 
-SLOTS = 2  # parts on chip at once
-PART_BYTES = 24 * 1024  # of a part per partition, about: the experts' slots want the room
+SLOTS = 2  # most parts on chip at once
 
 
 @dataclass
@@ -44,48 +42,15 @@ class SharedTiles(NKIObject):
     ones_sb: nl.NkiTensor  # [128, 1] float32
 
 
-def num_parts(H: int, width: int, num_cores: int) -> int:
+def num_parts(width: int, num_cores: int) -> int:
     """Return in how many parts the shared experts are cut: as many for each core.
 
     Args:
-        H: hidden size.
         width: intermediate size of this rank's share of all shared experts.
         num_cores: physical cores of the launch.
     """
-    rows = -(-H // PARTITIONS)
-    parts = num_cores
-    while True:
-        part = -(-width // parts)
-        if (rows * 2 * part + -(-part // PARTITIONS) * H) * 2 <= PART_BYTES or part <= PARTITIONS:
-            return parts
-        parts += num_cores
-
-
-def pack_shared_experts(
-    gate_IH: NDArray[Any], up_IH: NDArray[Any], down_HI: NDArray[Any], num_cores: int = 2
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the shared experts' weights as the kernel reads them, to be made once at load time.
-
-    Args:
-        gate_IH, up_IH: [I, H] this rank's share, as in the checkpoint.
-        down_HI: [H, I].
-        num_cores: physical cores of the launch.
-
-    Returns:
-        gate_up [P, H, 2I/P] and down [P, I/P, H] of the type given. If P does not divide I, the
-        width is filled up with zeros, which add nothing.
-    """
-    width, hidden_size = gate_IH.shape
-    parts = num_parts(hidden_size, width, num_cores)
-    part = -(-width // parts)
-    matrices = []
-    for matrix_IH in (gate_IH, up_IH, down_HI.T):
-        padded = np.zeros((parts * part, hidden_size), matrix_IH.dtype)
-        padded[:width] = matrix_IH
-        matrices.append(padded.reshape(parts, part, hidden_size))
-    gate_PIH, up_PIH, down_PIH = matrices
-    gate_up = np.concatenate([gate_PIH, up_PIH], axis=1).transpose(0, 2, 1)
-    return np.ascontiguousarray(gate_up), down_PIH
+    parts = -(-width // PARTITIONS)
+    return -(-parts // num_cores) * num_cores
 
 
 def make_shared_config(config: DecodeConfig, width: int, activation: str) -> DecodeConfig:
@@ -96,7 +61,7 @@ def make_shared_config(config: DecodeConfig, width: int, activation: str) -> Dec
         width: intermediate size of this rank's share of all shared experts.
         activation: theirs.
     """
-    parts = num_parts(config.H, width, config.num_cores)
+    parts = num_parts(width, config.num_cores)
     shared = make_decode_config(
         T=config.T,
         H=config.H,
@@ -107,18 +72,59 @@ def make_shared_config(config: DecodeConfig, width: int, activation: str) -> Dec
         num_cores=config.num_cores,
         mode="all",
         shard="experts",
+        weight_layout=config.weight_layout,
         activation=activation,
         chunks=1,
-        slots=SLOTS,
+        slots=min(SLOTS, parts // config.num_cores),
     )
     return replace(shared, sums_in_psum=config.sums_in_psum)
 
 
+def pack_shared_experts(
+    config: DecodeConfig, gate_IH: Array, up_IH: Array, down_HI: Array
+) -> tuple[Array, Array]:
+    """Return the shared experts' weights as the kernel reads them, to be made once at load time.
+
+    Args:
+        config: of the shared experts; the result does not depend on its number of tokens.
+        gate_IH, up_IH: [I, H] this rank's share, as in the checkpoint.
+        down_HI: [H, I].
+
+    Returns:
+        gate_up and down of P experts of I/P, in the layout of the configuration and the type
+        given. If P does not divide I, the width is filled up with zeros, which add nothing.
+    """
+    parts, part = config.E, config.I
+    width, hidden_size = gate_IH.shape
+    matrices = []
+    for matrix_IH in (gate_IH, up_IH, down_HI.T):
+        padded = np.zeros((parts * part, hidden_size), matrix_IH.dtype)
+        padded[:width] = matrix_IH
+        matrices.append(padded.reshape(parts, part, hidden_size))
+    gate_PIH, up_PIH, down_PIH = matrices
+    gate_up_PH2I = np.concatenate([gate_PIH, up_PIH], axis=1).transpose(0, 2, 1)
+    if config.weight_layout == "packed":
+        return pack_gate_up(config, gate_up_PH2I), pack_down(config, down_PIH)
+    return np.ascontiguousarray(gate_up_PH2I), down_PIH
+
+
+def shared_shapes(config: DecodeConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the two results of `pack_shared_experts`."""
+    if config.weight_layout == "packed":
+        return (
+            (config.E, config.chunks, packed_rows(config), packed_run(config)),
+            (config.E, config.chunks, config.i_axis.size, config.h_axis.count * config.h_axis.rows),
+        )
+    return (config.E, config.H, 2 * config.I), (config.E, config.I, config.H)
+
+
 def shared_bytes(config: DecodeConfig) -> int:
     """Return the bytes of SBUF per partition that the shared experts take."""
-    i_axis = config.i_axis
-    item = (config.h_axis.count * 2 * i_axis.size + i_axis.count * config.H) * 2
-    return SLOTS * item + (2 * i_axis.count * 2 + 4 * 4) * config.T + 4 * (config.E + PARTITIONS)
+    h_axis, i_axis = config.h_axis, config.i_axis
+    columns = i_axis.count * h_axis.count * h_axis.rows
+    item = (h_axis.count * 2 * i_axis.size + columns) * 2
+    tokens = (2 * i_axis.count * 2 + 4 * 4) * config.T
+    return config.slots * item + tokens + 4 * (config.E + PARTITIONS)
 
 
 def load_shared(

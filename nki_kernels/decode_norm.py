@@ -80,9 +80,7 @@ def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
         rows = min(PARTITIONS, num_tokens - first)
         if is_direct(num_tokens, h_axis):
             flat_sb = nl.ndarray((h_axis.rows, rows, h_axis.count), hidden_TH.dtype, buffer=nl.sbuf)
-            source = hidden_TH.ap([[h_axis.count, h_axis.rows], [hidden_size, rows],
-                                   [1, h_axis.count]])  # fmt: skip
-            nisa.dma_copy(dst=flat_sb, src=source, dge_mode=nisa.dge_mode.none)
+            spread(flat_sb, hidden_TH, h_axis)
             turned_sb = flat_sb.permute((0, 2, 1))
             tiles.append(TokenTile(turned_sb, turned_sb, True))
         else:
@@ -99,6 +97,22 @@ def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
     return tiles
 
 
+def spread(flat_sb: nl.ndarray, rows_RH: nl.ndarray, h_axis: AxisTiles) -> None:
+    """Load rows of a strided axis as [h, R, H/h], a run of each on every partition.
+
+    What the last partition lacks becomes zero.
+    """
+    count, rows = h_axis.count, flat_sb.shape[1]
+    full, rest = h_axis.size // count, h_axis.size % count
+    if rest > 0:
+        nisa.memset(dst=flat_sb, value=0.0, engine=nisa.engine.gpsimd)
+        source = rows_RH.ap([[count, 1], [h_axis.size, rows], [1, rest]], offset=full * count)
+        target = flat_sb[full : full + 1, :, 0:rest]
+        nisa.dma_copy(dst=target, src=source, dge_mode=nisa.dge_mode.none)
+    source = rows_RH.ap([[count, full], [h_axis.size, rows], [1, count]])
+    nisa.dma_copy(dst=flat_sb[0:full], src=source, dge_mode=nisa.dge_mode.none)
+
+
 def turn(tile: TokenTile, h_axis: AxisTiles, banks_ps: list[nl.ndarray]) -> None:
     """Turn the rows of a tile if they came as rows.
 
@@ -109,9 +123,9 @@ def turn(tile: TokenTile, h_axis: AxisTiles, banks_ps: list[nl.ndarray]) -> None
     """
     if tile.is_turned:
         return
-    if h_axis.tail < h_axis.rows:
-        # Rows of the last tile past the end of H: nobody multiplies with them, but they are scaled.
-        nisa.memset(dst=tile.turned_sb[:, h_axis.count - 1, :], value=0.0)
+    if h_axis.rows * h_axis.count != h_axis.size:
+        # Places past the end of H: nobody multiplies with them, but they are scaled.
+        nisa.memset(dst=tile.turned_sb, value=0.0)
     transpose_rows(tile.turned_sb, tile.rows_sb, h_axis, banks_ps, tile.rows_sb.shape[0])
 
 
@@ -128,8 +142,7 @@ def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
     """Load the weight of the norm and make its constants."""
     weight_sb = nl.ndarray((h_axis.rows, h_axis.count), norm_weight_1H.dtype, buffer=nl.sbuf)
     if h_axis.is_strided:
-        source = norm_weight_1H.ap([[h_axis.count, h_axis.rows], [1, h_axis.count]])
-        nisa.dma_copy(dst=weight_sb, src=source, dge_mode=nisa.dge_mode.none)
+        spread(weight_sb.expand_dim(1), norm_weight_1H, h_axis)
     else:
         nisa.memset(dst=weight_sb, value=0.0)
         for tile in range(h_axis.count):

@@ -22,7 +22,7 @@ import nki.language as nl
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.plans import PARTITIONS, AxisTiles, tile_axis
+from nki_kernels.plans import PARTITIONS, AxisTiles
 from nki_kernels.router_choice import SLOTS, Picked, RouterFormula, finish_logits, pick, weigh
 from nki_kernels.tiles import rows_of
 
@@ -55,15 +55,17 @@ def router_parts(num_experts: int, hidden_size: int, weight_bytes: int, num_core
     return num_cores if is_large and can_split else 1
 
 
-def pack_router_weight(weight_NH: NDArray[Any], num_parts: int = 1) -> NDArray[Any]:
+def pack_router_weight(
+    weight_NH: NDArray[Any], axis: AxisTiles, num_parts: int = 1
+) -> NDArray[Any]:
     """Return [P, h, H/h, N/P]: for each part and partition its rows of H, for all experts.
 
     Args:
         weight_NH: [N, H] of any dtype, as in the checkpoint; [1, H] for a gate.
-        num_parts: P, of `router_parts`.
+        axis: how H lies on partitions: `moe.h_axis` of the block's configuration.
+        num_parts: P, its `router_parts`; 1 for a gate.
     """
     num_experts, hidden_size = weight_NH.shape
-    axis = tile_axis(hidden_size)
     padded = np.zeros((axis.rows * axis.count, num_experts), weight_NH.dtype)
     padded[:hidden_size] = weight_NH.T
     if axis.is_strided:

@@ -13,7 +13,8 @@ from nki_kernels.decode_block import decode_block
 from nki_kernels.decode_block_config import BlockConfig, check_decode_block, make_block_config
 from nki_kernels.decode_block_ref import BlockResult, decode_block_ref
 from nki_kernels.decode_block_shared import pack_shared_experts
-from nki_kernels.decode_router import pack_router_weight, router_parts
+from nki_kernels.decode_layout import pack_down, pack_gate_up
+from nki_kernels.decode_router import pack_router_weight
 from nki_kernels.router_choice import RouterFormula
 from nki_sim import SimOptions
 
@@ -131,20 +132,22 @@ def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> Blo
     )  # fmt: skip
 
 
-def operands_of(case: Case, arrays: dict[str, Array], num_cores: int = 2) -> dict[str, Array]:
+def operands_of(config: BlockConfig, arrays: dict[str, Array], first: int = 0) -> dict[str, Array]:
     """Return the kernel's operands by name."""
-    given = dict(arrays)
-    weight_NH = arrays["router_weight"]
-    parts = router_parts(*weight_NH.shape, weight_NH.itemsize, num_cores)
-    given["router_weight"] = pack_router_weight(weight_NH, parts)
-    given["first_expert"] = np.array([[case.first]], np.int32)
+    given, axis, moe = dict(arrays), config.moe.h_axis, config.moe
+    given["router_weight"] = pack_router_weight(arrays["router_weight"], axis, config.router_parts)
+    given["first_expert"] = np.array([[first]], np.int32)
     if "gate" in given:
         packed = pack_shared_experts(
-            given.pop("gate"), given.pop("up"), given["shared_down"], num_cores
+            config.shared, given.pop("gate"), given.pop("up"), given["shared_down"]
         )
         given["shared_gate_up"], given["shared_down"] = packed
     if "shared_gate" in given:
-        given["shared_gate"] = pack_router_weight(arrays["shared_gate"])
+        given["shared_gate"] = pack_router_weight(arrays["shared_gate"], axis)
+    if moe.weight_layout == "packed":
+        bias = given.pop("gate_up_bias", None)
+        given["gate_up"] = pack_gate_up(moe, arrays["gate_up"], bias)
+        given["down"] = pack_down(moe, arrays["down"])
     return given
 
 
@@ -160,3 +163,10 @@ def run(
         decode_block, *first, config, lnc=config.moe.num_cores, options=options or SimOptions(),
         **given,
     )  # fmt: skip
+
+
+def run_case(case: Case, arrays: dict[str, Array]) -> Array:
+    """Run the kernel on the arrays of a case; return its output."""
+    config = case.config()
+    output: Array = run(config, operands_of(config, arrays, case.first)).outputs
+    return output

@@ -15,9 +15,10 @@ from nki_kernels.decode_block_config import check_decode_block, make_block_confi
 from nki_kernels.decode_block_shared import num_parts, pack_shared_experts
 from nki_kernels.router_choice import RouterFormula
 from nki_sim import SimOptions
-from tests.nki_kernels.decode_block import BF16, Case, draw, expected, operands_of, run
+from tests.nki_kernels.decode_block import BF16, Case, draw, expected, operands_of, run, run_case
 from tests.tolerances import rms_error
 
+PACKED: dict[str, Any] = {"weight_layout": "packed"}
 CASES = {
     **{f"{family}-T{T}": Case(family, T)
        for family in ("gpt-oss", "qwen3", "deepseek", "llama4", "qwen2-moe", "mixtral")
@@ -39,6 +40,12 @@ CASES = {
     "all-experts-T1": Case("mixtral", 1, options={"mode": "all"}),
     "wide-shared": Case("qwen2-moe", 4, options={"shared_width": 700}),
     "odd-shared": Case("qwen2-moe", 4, options={"shared_width": 45}),
+    "packed-gpt-oss-T1": Case("gpt-oss", 1, options=PACKED),
+    "packed-T7": Case("gpt-oss", 7, I=150, options=PACKED),
+    "packed-uneven-hidden": Case("qwen2-moe", 5, H=320, options=PACKED),
+    "packed-uneven-hidden-T30": Case("deepseek", 30, H=720, options=PACKED),
+    "packed-uneven-hidden-T1": Case("gpt-oss", 1, H=720, options=PACKED),
+    "packed-no-norm": Case("mixtral", 3, H=320, has_norm=False, options=PACKED),
     "one-core": Case("qwen2-moe", 11, options={"num_cores": 1, "has_residual": True}),
 }  # fmt: skip
 ORDERS = {
@@ -61,7 +68,7 @@ def test_block_equals_the_formula(name: str) -> None:
     case = CASES[name]
     config = case.config(returns_routing=True)
     arrays = draw(case)
-    result = run(config, operands_of(case, arrays, config.moe.num_cores))
+    result = run(config, operands_of(config, arrays, case.first))
     output, affinities, index = result.outputs
     wanted = expected(case, arrays)
     np.testing.assert_array_equal(index, wanted.index_TK)
@@ -74,9 +81,10 @@ def test_block_equals_the_formula(name: str) -> None:
 @pytest.mark.parametrize("name", ["deepseek-T4", "rank-with-few-experts", "no-norm"])
 def test_neither_unset_memory_nor_the_order_of_the_cores_matters(name: str, order: str) -> None:
     case = CASES[name]
-    operands = operands_of(case, draw(case))
-    usual = run(case.config(), operands).outputs
-    np.testing.assert_array_equal(run(case.config(), operands, ORDERS[order]).outputs, usual)
+    config = case.config()
+    operands = operands_of(config, draw(case), case.first)
+    usual = run(config, operands).outputs
+    np.testing.assert_array_equal(run(config, operands, ORDERS[order]).outputs, usual)
 
 
 @pytest.mark.parametrize("T", [1, 4, 40])
@@ -86,7 +94,7 @@ def test_a_rank_that_no_token_chose_adds_only_what_all_tokens_take(family: str, 
     arrays = draw(case)
     bias = "router_bias" if family == "gpt-oss" else "selection_bias"
     arrays[bias][0, 8:12] = -100
-    output = run(case.config(), operands_of(case, arrays)).outputs
+    output = run_case(case, arrays)
     wanted = expected(case, arrays)
     assert not np.isin(wanted.index_TK, range(8, 12)).any()
     assert_close(output, wanted.output_TH)
@@ -99,7 +107,7 @@ def test_ranks_of_expert_parallelism_add_up() -> None:
     for first in range(0, 32, 8):
         part = Case("qwen3", 6, N=32, E=8, first=first)
         mine = {**arrays, **{name: arrays[name][first : first + 8] for name in ("gate_up", "down")}}
-        total += run(part.config(), operands_of(part, mine)).outputs
+        total += run_case(part, mine)
     assert_close(total, expected(whole, arrays).output_TH)
 
 
@@ -107,9 +115,7 @@ def test_the_residual_may_be_the_input() -> None:
     case = Case("mixtral", 3, options={"has_residual": True})
     arrays = draw(case)
     arrays["residual"] = arrays["hidden"]
-    assert_close(
-        run(case.config(), operands_of(case, arrays)).outputs, expected(case, arrays).output_TH
-    )
+    assert_close(run_case(case, arrays), expected(case, arrays).output_TH)
 
 
 # The layer of neuron_moe.
@@ -209,7 +215,7 @@ def test_block_is_as_right_as_the_torch_layer(name: str, T: int) -> None:
         bf16 = layer(hidden_TH[:, None])[0][:, 0]
         exact = layer.float()(hidden_TH[:, None].float())[0][:, 0]
         layer.bfloat16()
-    output = run(case.config(), operands_of(case, arrays_of(layer, hidden_TH))).outputs
+    output = run_case(case, arrays_of(layer, hidden_TH))
     assert rms_error(torch.from_numpy(output), exact) <= 1.05 * rms_error(bf16, exact)
 
 
@@ -253,19 +259,22 @@ WRONG: dict[str, tuple[str, Any, str]] = {
 def test_wrong_operands_are_refused_by_name(name: str) -> None:
     operand, value, message = WRONG[name]
     case = Case("gpt-oss", 4)
-    operands = {**operands_of(case, draw(case)), operand: value}
+    config = case.config()
+    operands = {**operands_of(config, draw(case)), operand: value}
     with pytest.raises(ValueError, match=message):
-        check_decode_block(case.config(), operands)
+        check_decode_block(config, operands)
 
 
-@pytest.mark.parametrize(("H", "width"), [(2880, 360), (7168, 2048), (5120, 8192), (128, 45)])
-def test_packing_shared_experts_keeps_every_weight(H: int, width: int) -> None:
-    parts = num_parts(H, width, 2)
-    assert parts % 2 == 0
+@pytest.mark.parametrize("width", [10, 45, 300])
+def test_packing_shared_experts_keeps_every_weight(width: int) -> None:
+    case = Case("qwen2-moe", 4, options={"shared_width": width})
+    shared = case.config().shared
+    assert num_parts(width, 2) == shared.E
+    assert shared.E % 2 == 0
     rng = np.random.default_rng(0)
-    gate, up = rng.normal(size=(2, 6, 10))
-    gate_up, down = pack_shared_experts(gate, up, gate.T)
-    part = gate_up.shape[2] // 2
-    np.testing.assert_array_equal(np.concatenate(gate_up[:, :, :part].transpose(0, 2, 1)), gate)
-    np.testing.assert_array_equal(np.concatenate(gate_up[:, :, part:].transpose(0, 2, 1)), up)
-    np.testing.assert_array_equal(np.concatenate(down), gate)
+    gate, up = rng.normal(size=(2, width, case.H))
+    gate_up, down = pack_shared_experts(shared, gate, up, gate.T)
+    parts = np.concatenate(gate_up.reshape(shared.E, case.H, 2, -1).transpose(0, 2, 3, 1), axis=1)
+    np.testing.assert_array_equal(parts[:, :width], [gate, up])
+    assert not parts[:, width:].any()
+    np.testing.assert_array_equal(np.concatenate(down)[:width], gate)
