@@ -122,7 +122,8 @@ def run_stages(
     axis = tile_axis(hidden.shape[1])
     outputs = nki_sim.run(
         norm_and_route, hidden, norm, pack_router_weight(weight, axis, num_parts), bias,
-        selection_bias, pack_router_weight(gate, axis), formula, axis, lnc=2, options=SimOptions(**options),
+        selection_bias, pack_router_weight(gate, axis), formula, axis, lnc=2,
+        options=SimOptions(**options),
     ).outputs  # fmt: skip
     turned = outputs[0]
     if axis.is_strided:
