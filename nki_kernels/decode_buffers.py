@@ -22,6 +22,7 @@ from nki_kernels.decode_config import (
     item_bytes,
     packed_rows,
     packed_run,
+    weighs_inner,
     weight_dtype,
 )
 from nki_kernels.plans import PARTITIONS
@@ -66,7 +67,8 @@ class DecodeBuffers(NKIObject):
         inner_ps: gate and up projections [128, 2, T].
         out_ps: an expert's part of y^T, where the sums are not in PSUM.
         scratch: the same on its way to the sums.
-        column_ps: weight of an expert for every token, the same on all partitions, [128, T].
+        column_ps, input_ps: factors of an expert's output and input for every token, the
+            same on all partitions, [128, T].
     """
 
     sums: SumBuffers
@@ -83,6 +85,7 @@ class DecodeBuffers(NKIObject):
     input_scale: list[nl.NkiTensor]
     inner_ps: list[nl.NkiTensor]
     column_ps: list[nl.NkiTensor]
+    input_ps: list[nl.NkiTensor]
     out_ps: list[nl.NkiTensor]
     bias_ps: nl.NkiTensor
     scratch: list[nl.NkiTensor]
@@ -150,6 +153,15 @@ def _extras(
     return views
 
 
+def _from_end(bank_ps: nl.NkiTensor, size: int, position: int) -> list[nl.NkiTensor]:
+    """Return two tiles [128, size] at the end of a bank, after `position` others."""
+    made = []
+    for index in range(position, position + 2):
+        end = BANK_FLOATS - index * size
+        made.append(bank_ps[0:PARTITIONS, end - size : end])
+    return made
+
+
 def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     """Allocate what computing experts takes, with PSUM out of `sums`."""
     T, H, slots = config.T, config.H, config.slots
@@ -164,10 +176,11 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     elif len(work_ps) > 1:
         inner_banks = work_ps[0 : len(work_ps) - 1]
     inner_ps = _parts(inner_banks, 2 * T, 1 if len(inner_banks) > 1 else 2)
-    column_ps = []
-    for index in range(2):
-        end = BANK_FLOATS - index * T
-        column_ps.append(last_ps[0][0:PARTITIONS, end - T : end])
+    column_ps = _from_end(last_ps[0], T, 0)
+    input_ps = column_ps
+    used = 4 * T if len(work_ps) == 1 else 0
+    if config.scaling == "pre" and weighs_inner(config) and used + 4 * T <= BANK_FLOATS:
+        input_ps = _from_end(last_ps[0], T, 2)
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     if config.weight_layout == "packed":
@@ -204,6 +217,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         input_scale=sbuf_tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32),
         inner_ps=inner_ps,
         column_ps=column_ps,
+        input_ps=input_ps,
         out_ps=out_ps,
         bias_ps=inner_banks[0],
         scratch=sbuf_tiles(

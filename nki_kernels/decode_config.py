@@ -172,6 +172,16 @@ def packed_run(config: DecodeConfig) -> int:
     return (weights + 4 * extra_floats(config)) // size
 
 
+def weighs_inner(config: DecodeConfig) -> bool:
+    """Whether inner activations are multiplied with the tokens' weights.
+
+    Where the input is scaled, a token that did not choose the expert has zeros there without it,
+    as long as no bias comes in and the activation of 0 is 0.
+    """
+    zero_stays = not config.has_gate_up_bias and config.activation != "sigmoid"
+    return config.scaling != "pre" or not zero_stays
+
+
 def holds_expert(config: DecodeConfig) -> bool:
     """Whether an expert's part of y^T is added up in PSUM before it goes to the sums in SBUF."""
     return not config.sums_in_psum and accumulator_banks(config) <= OUT_BANKS

@@ -33,7 +33,11 @@ def load_tokens(config: DecodeConfig, sums: SumBuffers, hidden: nl.NkiTensor) ->
     for first in range(0, config.T, PARTITIONS):
         size = min(PARTITIONS, config.T - first)
         rows_sb = nl.ndarray((size, config.H), dtype=hidden.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=rows_sb, src=hidden[first : first + size, 0 : config.H])
+        nisa.dma_copy(
+            dst=rows_sb,
+            src=hidden[first : first + size, 0 : config.H],
+            dge_mode=nisa.dge_mode.none,
+        )
         tiles.append(rows_sb)
     return turn_tokens(config, sums, tiles)
 
@@ -69,6 +73,7 @@ def load_directly(
         src=rows.ap(
             [[axis.count, full], [config.H, tokens], [1, axis.count]], offset=first * config.H
         ),
+        dge_mode=nisa.dge_mode.none,
     )
     if rest > 0:
         nisa.dma_copy(
@@ -77,6 +82,7 @@ def load_directly(
                 [[axis.count, 1], [config.H, tokens], [1, rest]],
                 offset=first * config.H + full * axis.count,
             ),
+            dge_mode=nisa.dge_mode.none,
         )
 
 
@@ -169,6 +175,7 @@ def store_directly(
     nisa.dma_copy(
         dst=output.ap([[count, full], [config.H, size - skipped], [1, count]], offset=offset),
         src=spread_sb[0:full, skipped:size, 0:count],
+        dge_mode=nisa.dge_mode.none,
     )
     if rest > 0:
         nisa.dma_copy(
@@ -176,8 +183,7 @@ def store_directly(
                 [[count, 1], [config.H, size - skipped], [1, rest]], offset=offset + full * count
             ),
             src=spread_sb[full : full + 1, skipped:size, 0:rest],
-            dge_mode=nisa.dge_mode.hwdge,
-            engine=nisa.engine.sync,
+            dge_mode=nisa.dge_mode.none,
         )
 
 
@@ -238,4 +244,8 @@ def store_rows(
                 )
         if low < tokens:
             where = slice(first + begin + low, first + begin + tokens)
-            nisa.dma_copy(dst=output[where, 0:H], src=rows_sb[low:tokens, 0:H])
+            nisa.dma_copy(
+                dst=output[where, 0:H],
+                src=rows_sb[low:tokens, 0:H],
+                dge_mode=nisa.dge_mode.none,
+            )

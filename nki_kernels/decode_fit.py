@@ -16,6 +16,7 @@ from nki_kernels.decode_config import (
     DecodeConfig,
     accumulator_banks,
     core_chunks,
+    extra_floats,
     item_bytes,
     list_width,
     packed_chunks,
@@ -49,17 +50,32 @@ def expected_experts(config: DecodeConfig) -> float:
 def sbuf_bytes(config: DecodeConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel take (computed)."""
     T, H, item = config.T, config.H, item_bytes(config)
-    depth, i_axis, size = config.h_axis.count, config.i_axis, config.slots
-    total = size * (depth * 2 * i_axis.size + i_axis.count * H) * item
+    depth, i_axis, slots = config.h_axis.count, config.i_axis, config.slots
+    columns = depth * config.h_axis.rows if config.weight_layout == "packed" else H
+    gate_up = depth * 2 * i_axis.size * item + 4 * extra_floats(config)
+    total = slots * (gate_up + i_axis.count * columns * item)
     total += depth * T * (2 + 4)  # x^T and y^T
-    # The ends: rows in, rows out, the other core's sums and the sum of both.
-    total += max(-(-T // 128) * H * 2, 2 * depth * T * 4 // config.num_cores) + H * 4
-    total += 2 * i_axis.count * T * 2 + 6 * T * 4
-    total += size * (2 * 2 * i_axis.count * 4 + (H * 2 if config.has_down_bias else 0))
-    total += size * depth * 4 if config.down_scale == "channel" else 0
-    total += 2 * 3 * 4 * (list_width(config) + 1) + (6 * 4 * config.E)
+    total += 2 * i_axis.count * T * 2 + 4 * T * 4 + 2 * T * (4 + 2)
+    total += slots * (2 * 2 * i_axis.count * 4 + (H * 2 if config.has_down_bias else 0))
+    total += slots * depth * 4 if config.down_scale == "channel" else 0
     total += 0 if config.sums_in_psum else SCRATCH * BANK_FLOATS * 4
-    return total + SMALL_TILES_BYTES
+    return max(total, _ends_bytes(config)) + SMALL_TILES_BYTES + _routing_bytes(config)
+
+
+def _routing_bytes(config: DecodeConfig) -> int:
+    tiles, width = -(-config.T // 128), list_width(config)
+    tables = 2 if config.scaling == "pre" else 1
+    return 4 * (tables * tiles * width + 3 * width + tiles * (2 * config.E + 32) + 2 * config.E)
+
+
+def _ends_bytes(config: DecodeConfig) -> int:
+    """Return the bytes that the ends take: at first rows and x^T, at last y^T, parts and rows."""
+    T, depth = config.T, config.h_axis.count
+    width = depth * config.h_axis.rows
+    share = -(-T // config.num_cores)
+    at_first = -(-T // 128) * config.H * 2 + depth * T * 2
+    at_last = depth * T * 4 + 2 * depth * share * 4 + width * 4 * 2
+    return max(at_first, at_last)
 
 
 def fits_psum(config: DecodeConfig) -> bool:

@@ -115,7 +115,11 @@ def load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTen
     for first in range(0, config.T, PARTITIONS):
         size = min(PARTITIONS, config.T - first)
         tile_sb = nl.ndarray((size, config.K), dtype=values.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=tile_sb, src=values[first : first + size, 0 : config.K])
+        nisa.dma_copy(
+            dst=tile_sb,
+            src=values[first : first + size, 0 : config.K],
+            dge_mode=nisa.dge_mode.none,
+        )
         tiles.append(tile_sb)
     return tiles
 
@@ -124,7 +128,8 @@ def load_first_expert(config: DecodeConfig, first_expert: nl.NkiTensor) -> nl.Nk
     """Load the number of local expert 0 onto the partitions of the tokens."""
     rows = min(PARTITIONS, config.T)
     first_sb = nl.ndarray((rows, 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=first_sb, src=first_expert.ap([[0, rows], [1, 1]]))
+    source = first_expert.ap([[0, rows], [1, 1]])
+    nisa.dma_copy(dst=first_sb, src=source, dge_mode=nisa.dge_mode.none)
     return first_sb
 
 

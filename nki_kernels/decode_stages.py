@@ -20,6 +20,7 @@ from nki_kernels.decode_config import (
     accumulator_banks,
     holds_expert,
     tiles_per_bank,
+    weighs_inner,
 )
 from nki_kernels.decode_list import Routing
 from nki_kernels.plans import PARTITIONS
@@ -147,9 +148,10 @@ def spread_column(
     """
     column_ps = b.column_ps[ring]
     if config.scaling == "pre":
-        _spread(b, column_ps, routing.inputs, base, offset)
-        nisa.tensor_copy(dst=b.input_scale[ring], src=column_ps)
-    _spread(b, column_ps, routing.weights, base, offset)
+        _spread(b, b.input_ps[ring], routing.inputs, base, offset)
+        nisa.tensor_copy(dst=b.input_scale[ring], src=b.input_ps[ring], engine=nisa.engine.scalar)
+    if weighs_inner(config) or config.has_down_bias:
+        _spread(b, column_ps, routing.weights, base, offset)
     if config.has_down_bias:
         nisa.tensor_copy(dst=b.column_row[ring], src=column_ps[0:1, 0 : config.T])
 
@@ -224,40 +226,77 @@ def activate(
 ) -> None:
     """Turn the projections of one tile into inner activations, times the tokens' weights."""
     T, rows = config.T, rows_of(config.i_axis, tile)
-    gate_sb = b.gate[tile % 2][0:rows, 0:T]
-    up_sb = b.up[tile % 2][0:rows, 0:T]
+    turn = (item * config.i_axis.count + tile) % 2
+    gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
     if config.scaling == "pre":
-        scale_sb = b.input_scale[ring][0:rows, 0:T]
-        nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
-        nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
+        scale_input(config, b, gate_sb, gate, slot, ring, tile, 0)
+        scale_input(config, b, up_sb, up, slot, ring, tile, 1)
         gate, up = gate_sb, up_sb
-    function = activation_function(config)
-    clamps = config.gate_limits
-    if clamps.has_upper or clamps.has_lower or config.has_scales:
-        operators, operands = _chain(config, b, slot, tile, 0)
-        gate = apply_chain(gate_sb, gate, operators, operands)
-        nisa.activation(dst=gate_sb, op=function, data=gate)
-    elif config.has_gate_up_bias:
-        bias_sb = b.gate_up_bias[slot][0:rows, 0, tile : tile + 1]
-        nisa.activation(dst=gate_sb, op=function, data=gate, bias=bias_sb)
-    else:
-        nisa.activation(dst=gate_sb, op=function, data=gate)
+    activate_gate(config, b, gate_sb, gate, slot, tile)
     operators, operands = _chain(config, b, slot, tile, 1)
-    multiply_chain(up_sb, up_sb, up, operators, operands, gate_sb)
     inner_sb = b.inner[item % 2][0:rows, tile, 0:T]
-    column_ps = b.column_ps[ring][0:rows, 0:T]
     if config.down_scale == "expert":
+        operators.append(nl.multiply)
+        operands.append(b.down_scale[slot][0:rows, 0, 0:1])
+    if not weighs_inner(config):
+        multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
+        return
+    multiply_chain(up_sb, up_sb, up, operators, operands, gate_sb)
+    column_ps = b.column_ps[ring][0:rows, 0:T]
+    nisa.tensor_tensor(dst=inner_sb, data1=up_sb, data2=column_ps, op=nl.multiply)
+
+
+def scale_input(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    dst_sb: nl.NkiTensor,
+    projected_ps: nl.NkiTensor,
+    slot: int,
+    ring: int,
+    tile: int,
+    half: int,
+) -> None:
+    """Multiply a projection with the affinities of its input, and its scale if it has one."""
+    rows, T = dst_sb.shape
+    column_sb = b.input_scale[ring][0:rows, 0:T]
+    if config.has_scales:
         nisa.scalar_tensor_tensor(
-            dst=inner_sb,
-            data=up_sb,
+            dst=dst_sb,
+            data=projected_ps,
             op0=nl.multiply,
-            operand0=b.down_scale[slot][0:rows, 0, 0:1],
+            operand0=b.gate_up_scale[slot][0:rows, half, tile : tile + 1],
             op1=nl.multiply,
-            operand1=column_ps,
+            operand1=column_sb,
         )
     else:
-        nisa.tensor_tensor(dst=inner_sb, data1=up_sb, data2=column_ps, op=nl.multiply)
+        nisa.tensor_tensor(dst=dst_sb, data1=projected_ps, data2=column_sb, op=nl.multiply)
+
+
+def activate_gate(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    gate_sb: nl.NkiTensor,
+    gate: nl.NkiTensor,
+    slot: int,
+    tile: int,
+) -> None:
+    """Apply scale, bias, clamps and activation to the gate projection, in float32."""
+    function, rows = activation_function(config), gate_sb.shape[0]
+    clamps = config.gate_limits
+    if clamps.has_upper or clamps.has_lower:
+        operators, operands = _chain(config, b, slot, tile, 0)
+        nisa.activation(
+            dst=gate_sb, op=function, data=apply_chain(gate_sb, gate, operators, operands)
+        )
+        return
+    bias: Any = 0.0
+    scale: Any = 1.0
+    if config.has_gate_up_bias:
+        bias = b.gate_up_bias[slot][0:rows, 0, tile : tile + 1]
+    if config.has_scales and config.scaling != "pre":
+        scale = b.gate_up_scale[slot][0:rows, 0, tile : tile + 1]
+    nisa.activation(dst=gate_sb, op=function, data=gate, bias=bias, scale=scale)
 
 
 def _chain(
@@ -268,7 +307,7 @@ def _chain(
     operands = []
     rows = rows_of(config.i_axis, tile)
     clamps = config.up_limits if half == 1 else config.gate_limits
-    if config.has_scales:
+    if config.has_scales and config.scaling != "pre":
         operators.append(nl.multiply)
         operands.append(b.gate_up_scale[slot][0:rows, half, tile : tile + 1])
     if config.has_gate_up_bias:
