@@ -14,7 +14,7 @@ from nki_kernels.decode_block_config import make_block_config
 from nki_kernels.decode_config import DecodeConfig, packed_rows, packed_run
 from nki_kernels.decode_moe import decode_moe
 from nki_kernels.decode_options import make_decode_config
-from nki_kernels.decode_router import pack_router_weight, router_parts
+from nki_kernels.decode_router import pack_router_weight
 from nki_kernels.router_choice import RouterFormula
 from nki_sim import SimOptions, TensorSpec
 
@@ -64,11 +64,10 @@ def _launch_block(
 ) -> tuple[nki_sim.Run, DecodeConfig]:
     front = RouterInputs.of(case, case.model.H)
     config = make_block_config(_formula(case), **sizes)
-    weight_EH = front.weight_EH
-    parts = router_parts(*weight_EH.shape, weight_EH.itemsize, CORES)
+    router = pack_router_weight(front.weight_EH, config.moe.h_axis, config.router_parts)
     operands = _experts(case, config.moe)
     run = nki_sim.run(
-        decode_block, front.hidden_TH, pack_router_weight(weight_EH, parts),
+        decode_block, front.hidden_TH, router,
         operands.pop("gate_up"), operands.pop("down"), first, config, lnc=CORES,
         options=options, norm_weight=front.norm_1H, router_bias=front.bias_1E, **operands,
     )  # fmt: skip

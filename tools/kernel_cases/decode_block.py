@@ -45,7 +45,7 @@ from nki_kernels.blockwise_moe_ref import ACTIVATIONS
 from nki_kernels.decode_block import decode_block
 from nki_kernels.decode_block_config import check_decode_block, make_block_config
 from nki_kernels.decode_block_shared import pack_shared_experts
-from nki_kernels.decode_router import pack_router_weight, router_parts
+from nki_kernels.decode_router import pack_router_weight
 from nki_kernels.router_choice import RouterFormula
 
 EPS = 1e-6
@@ -213,18 +213,18 @@ def _launch(
         **config_options(p, weights, down_scale),
     )  # fmt: skip
     gate_up, down, optional = operands_of(weights, config.moe)
-    parts = router_parts(*front.weight_EH.shape, front.weight_EH.itemsize, p.num_cores)
+    axis = config.moe.h_axis
     operands = {
         **optional, "hidden": front.hidden_TH, "gate_up": gate_up, "down": down,
-        "router_weight": pack_router_weight(front.weight_EH, parts),
+        "router_weight": pack_router_weight(front.weight_EH, axis, config.router_parts),
         "first_expert": np.array([[first]], np.int32), "norm_weight": front.norm_1H,
         "router_bias": front.bias_1E, "selection_bias": front.selection_1E,
     }  # fmt: skip
     if front.shared is not None:
-        packed = pack_shared_experts(*front.shared, p.num_cores)
+        packed = pack_shared_experts(config.shared, *front.shared)
         operands["shared_gate_up"], operands["shared_down"] = packed
     if front.shared_gate_1H is not None:
-        operands["shared_gate"] = pack_router_weight(front.shared_gate_1H)
+        operands["shared_gate"] = pack_router_weight(front.shared_gate_1H, axis)
     if front.has_residual:
         operands["residual"] = front.hidden_TH
     check_decode_block(config, operands)
