@@ -45,7 +45,7 @@ from neuron_moe.tools.prefill_results import (
     write,
 )
 from neuron_moe.tools.prefill_sensitivity import varied_us
-from neuron_moe.tools.prefill_vendor import attempt_all
+from neuron_moe.tools.prefill_vendor import KERNEL_NAMES, attempt_all
 from neuron_moe.tools.vendor_cases.library import VendorLibrary
 from nki_kernels.blockwise_moe import blockwise_moe
 from nki_kernels.blockwise_options import make_config, plan_on_host
@@ -115,6 +115,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="also halve and double every assumed coefficient, and see who stays the faster",
     )
     parser.add_argument("--only", choices=("ours", "vendor"), help="run only this side")
+    parser.add_argument(
+        "--vendor-kernels",
+        nargs="+",
+        choices=KERNEL_NAMES,
+        default=KERNEL_NAMES,
+        help="of the vendor's kernels run only these; the others can follow with --resume",
+    )
     parser.add_argument(
         "--json", type=Path, help="write the result to this file too, after every row"
     )
@@ -207,7 +214,7 @@ def measure(
         known = {attempt.name: attempt for attempt in row.vendor_variants}
         attempts = attempt_all(
             library, model, expert_index_TK, OPTIONS, chip=nki_sim.hardware.find("trn2"),
-            with_varied=options.sensitivity, known=known,
+            with_varied=options.sensitivity, known=known, kernels=options.vendor_kernels,
         )  # fmt: skip
         if any(known.get(attempt.name) != attempt for attempt in attempts):
             row = replace(row, simulator=sources.simulator)

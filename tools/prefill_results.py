@@ -24,7 +24,7 @@ from neuron_moe.tools.prefill_sensitivity import (
     report,
     turned_by,
 )
-from neuron_moe.tools.prefill_vendor import Attempt
+from neuron_moe.tools.prefill_vendor import VARIANTS, Attempt
 from nki_sim.hardware import Hardware
 
 LONG_TOKENS = 8192  # the share of the roofline is asked for from here on
@@ -213,6 +213,10 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
             row.vendor_us is not None and row.simulator != sources.simulator for row in rows
         ),
     }
+    if any(0 < len(row.vendor_variants) < len(VARIANTS) for row in rows):
+        result["vendor_variants_not_run"] = sum(
+            len(VARIANTS) - len(row.vendor_variants) for row in rows if row.vendor_variants
+        )
     if any(row.survives is not None for row in rows):
         result["sensitivity"] = report(rows, LONG_TOKENS)
     return {**result, "rows": [asdict(row) for row in rows]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import Hardware
 
 H_MULTIPLE, I_MULTIPLE = 512, 16  # what the kernels ask for; callers pad
-VARIED_WITHIN = 1.5  # variants up to this multiple of the fastest are varied
+VARIED_WITHIN = 1.05  # variants up to this multiple of the fastest are varied
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ VARIANTS = (
     Variant("shard_on_i_hybrid", 256),
     Variant("shard_on_i_hybrid", 512),
 )
+KERNEL_NAMES = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,7 @@ def attempt_all(
     chip: Hardware,
     with_varied: bool,
     known: Mapping[str, Attempt],
+    kernels: Collection[str] = KERNEL_NAMES,
 ) -> list[Attempt]:
     """Simulate the variants, that with the smallest bound first.
 
@@ -101,6 +103,7 @@ def attempt_all(
         chip: what the bounds are computed for.
         with_varied: whether to also time them with changed coefficients.
         known: attempts of an earlier run, by name; those are not run again.
+        kernels: only variants of these are run.
     """
     bounds = {variant: bound_us(model, expert_index_TK, variant, chip) for variant in VARIANTS}
     attempts: list[Attempt] = []
@@ -109,6 +112,8 @@ def attempt_all(
         earlier = known.get(variant.name)
         if earlier is not None and _is_enough(earlier, best, with_varied):
             attempts.append(earlier)
+            continue
+        if variant.kernel not in kernels:
             continue
         why = f"needs {bound:.0f} us at least, another takes {best:.0f} us" if bound > best else ""
         flattered = f"{variant.name} known"

@@ -21,6 +21,14 @@ from neuron_moe.tools.vendor_cases.inputs import Draw
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")
+# Which core runs first; with "core_orders" both are tried and must agree bit for bit.
+CORE_ORDERS: dict[str, dict[str, int]] = {
+    "balanced": {"start_core": 0},
+    "uniform": {"core_orders": 2},
+    "zipf": {"start_core": 1},
+    "one-expert": {"start_core": 0},
+    "empty-experts": {"start_core": 1},
+}
 FEW_TOKENS = 20
 TOKENS = (300, 150, 75, 40, FEW_TOKENS)
 ROUTER_TOKENS = (1, 130, 700)
@@ -165,7 +173,7 @@ def rank_case(layer: Layer, tp: int, ep: int, routing: str, max_macs: float) -> 
         "block_size": BLOCK_SIZE,
         "routing": routing,
         "routing_pool": pool,
-        "core_orders": 2,
+        **CORE_ORDERS[routing],
         **layer.experts,
     }
     return _case(f"{layer.name}/tp{tp}/ep{ep}/{routing}", "moe_cte", variant, params)

@@ -86,7 +86,8 @@ class Problem:
 def run(case: Case, limits: Limits) -> Verdict:
     """Compute a prefill case."""
     problem, note = build(case, limits)
-    actual, simulated_us = launch(problem, _plans(case))
+    options = SimOptions(start_core=case.get("start_core", 0))
+    actual, simulated_us = launch(problem, _plans(case), options)
     failure = judge("output", actual, formula(problem), torch_path(problem), case)
     if not failure and case.get("core_orders") == CORES:
         other, _ = launch(problem, _plans(case), SimOptions(start_core=1))
