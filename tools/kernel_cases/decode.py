@@ -168,6 +168,8 @@ def draw_choices(
 ) -> np.ndarray:
     """Return [T, K] int32 experts of all ranks."""
     pool = case.get("routing_pool")
+    if pool is not None:
+        draw = Draw(0)  # choices of a case made from a model fall where it was made for
     name = str(case.get("routing", "uniform"))
     if name != "no-hit":
         return draw_routing(draw, name, T, num_experts, K, pool)
