@@ -181,7 +181,9 @@ def transpose_rows(
                 data=rows_sb[0:num_rows, elements_of(axis, tile)],
                 engine=nisa.engine.tensor,
             )
-        full = stop if rows_of(axis, stop - 1) == axis.rows else stop - 1
+        full = first
+        while full < stop and rows_of(axis, full) == axis.rows:
+            full += 1
         width = (full - first) * num_rows
         if full > first:
             copy_alternating(
@@ -189,8 +191,8 @@ def transpose_rows(
             )
         if full < stop:
             copy_alternating(
-                dst_sb[0 : axis.tail, full, 0:num_rows],
-                bank_ps[0 : axis.tail, width : width + num_rows],
+                dst_sb[0 : axis.tail, full:stop, 0:num_rows],
+                bank_ps[0 : axis.tail, width : (stop - first) * num_rows],
                 turn + 1,
             )
 

@@ -43,8 +43,8 @@ CASES = {
     "packed-gpt-oss-T1": Case("gpt-oss", 1, options=PACKED),
     "packed-T7": Case("gpt-oss", 7, I=150, options=PACKED),
     "packed-uneven-hidden": Case("qwen2-moe", 5, H=320, options=PACKED),
-    "packed-uneven-hidden-T30": Case("deepseek", 30, H=720, options=PACKED),
-    "packed-uneven-hidden-T1": Case("gpt-oss", 1, H=720, options=PACKED),
+    "packed-uneven-hidden-T30": Case("deepseek", 30, H=320, options=PACKED),
+    "packed-uneven-hidden-T1": Case("gpt-oss", 1, H=320, options=PACKED),
     "packed-no-norm": Case("mixtral", 3, H=320, has_norm=False, options=PACKED),
     "one-core": Case("qwen2-moe", 11, options={"num_cores": 1, "has_residual": True}),
 }  # fmt: skip
