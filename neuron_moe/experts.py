@@ -364,7 +364,7 @@ class ExpertMLPsV2(nn.Module):
         if self.config.normalize_top_k_affinities:
             total_T1 = affinities_TK.sum(-1, keepdim=True)
             affinities_TK = affinities_TK / total_T1.clamp(min=_SMALLEST_SUM)
-        self._record_load(index_TK)
+        self.record_load(index_TK)
         if self.placement is not None:
             index_TK = self.placement.to_physical(index_TK, first_token)
         return index_TK, affinities_TK
@@ -457,7 +457,8 @@ class ExpertMLPsV2(nn.Module):
             self.num_slots,
         )
 
-    def _record_load(self, index_TK: Tensor) -> None:
+    def record_load(self, index_TK: Tensor) -> None:
+        """Count the tokens of each expert, if counters are enabled."""
         if self.expert_load_E is None or torch.compiler.is_compiling():
             return
         with torch.no_grad():

@@ -8,11 +8,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from neuron_moe.backends import TellsPlan
+from neuron_moe.backends.block import FusesDecode
 from neuron_moe.config import MoEFusedTKGConfig
-from neuron_moe.dispatch import PHASES, Explanation, explain_path
+from neuron_moe.dispatch import (
+    FEW_TOKEN_PATHS,
+    PHASES,
+    Decision,
+    Explanation,
+    Workload,
+    explain_path,
+)
 from neuron_moe.errors import check_choice, check_instance, check_positive_int, names_its_keys
 from neuron_moe.experts import ExpertMLPsV2
+from neuron_moe.fused import FusedDecode
 from neuron_moe.parallel.collectives import as_collectives
+from neuron_moe.parallel.hybrid import DECODE_PHASES
 from neuron_moe.parallel.layer import LayerOutput, ParallelLayer, TokenBatch
 from neuron_moe.parallel.shuffle import build_shuffle
 from neuron_moe.routing import RouterBase, Routing
@@ -124,6 +134,7 @@ class MoE(nn.Module):
             reduce_dtype=reduce_dtype,
         )
         self.shuffle = build_shuffle(token_shuffle_group_size, token_shuffle_seed)
+        self._fused = FusedDecode(self, tkg_config)
 
     def forward(
         self,
@@ -159,10 +170,15 @@ class MoE(nn.Module):
                 )
             hidden_states = hidden_states + residual
             residual = hidden_states.clone()
-        normed = hidden_states if self.rmsnorm is None else self.rmsnorm(hidden_states)
-        hidden_TH = normed.reshape(-1, normed.shape[-1])
         if is_speculative_decoding:
             phase = "speculation"
+        if self._runs_fused(hidden_states, padding_mask, phase):
+            step = phase or "decode"
+            fused = self._fused.run(hidden_states.reshape(-1, hidden_states.shape[-1]), step)
+            output = fused.output_TH.view(hidden_states.shape)
+            return MoEOutput(output, None, fused.index_TK, residual)
+        normed = hidden_states if self.rmsnorm is None else self.rmsnorm(hidden_states)
+        hidden_TH = normed.reshape(-1, normed.shape[-1])
         is_part = self.sequence_parallel_enabled and phase is None
         axis = self.sequence_dimension if is_part and self.sequence_dimension is not None else 1
         if padding_mask is not None:
@@ -180,6 +196,20 @@ class MoE(nn.Module):
             routing.expert_index_TK if self.return_expert_index else None,
             residual,
         )
+
+    def _runs_fused(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, phase: str | None
+    ) -> bool:
+        """Say whether one kernel computes these tokens."""
+        num_tokens = hidden_states.shape[:2].numel()
+        if phase is None and hidden_states.shape[1] == 1 and not self.sequence_parallel_enabled:
+            phase = "decode"
+        if phase not in DECODE_PHASES or not num_tokens:
+            return False
+        if not isinstance(self.expert_mlps.backend, FusesDecode):
+            return False
+        has_padding = padding_mask is not None
+        return not self._fused.refusal(phase, num_tokens, has_padding=has_padding)
 
     def _run(self, batch: TokenBatch, is_batch_first: bool) -> LayerOutput:
         if not is_batch_first:  # parts of [S, B, H] are whole runs of tokens already
@@ -233,8 +263,29 @@ class MoE(nn.Module):
             tokens_per_expert = experts.local_load(phase)
         decision = experts.choose_path(phase, tokens)
         backend = experts.backend
+        if isinstance(backend, FusesDecode) and decision.path in FEW_TOKEN_PATHS:
+            return self._explain_step(phase, work, decision, tokens_per_expert)
         notes: tuple[str, ...] = ()
         if isinstance(backend, TellsPlan):
             weights = experts.weights(phase)
             notes = backend.notes(decision.path, work, weights, experts.scales_input)
+        return explain_path(work, decision, tokens_per_expert=tokens_per_expert, notes=notes)
+
+    def _explain_step(
+        self,
+        phase: str,
+        work: Workload,
+        decision: Decision,
+        tokens_per_expert: list[int] | None,
+    ) -> Explanation:
+        """Explain a step that one kernel computes, or why it does not."""
+        experts, refusal = self.expert_mlps, self._fused.refusal(phase, work.tokens)
+        backend = experts.backend
+        notes: tuple[str, ...] = ()
+        if not refusal and isinstance(backend, FusesDecode):
+            decision = replace(decision, kernel="nki.decode_block")
+            notes = backend.block_notes(self._fused.describe(phase), work.tokens)
+        elif isinstance(backend, TellsPlan):
+            told = backend.notes(decision.path, work, experts.weights(phase), experts.scales_input)
+            notes = (*told, f"not fused: {refusal}")
         return explain_path(work, decision, tokens_per_expert=tokens_per_expert, notes=notes)

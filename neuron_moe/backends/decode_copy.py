@@ -59,6 +59,8 @@ def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
     """Return a tensor of `dtype`; the inverse of `to_numpy`."""
+    if dtype not in _NUMPY_TYPES:
+        return torch.from_numpy(np.ascontiguousarray(array))
     integers, _ = _NUMPY_TYPES[dtype]
     width = np.int16 if integers == torch.int16 else np.uint8
     return torch.from_numpy(np.ascontiguousarray(array).view(width)).view(dtype)

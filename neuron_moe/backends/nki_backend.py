@@ -23,10 +23,12 @@ from neuron_moe.backends import (
     ExpertWeights,
     LocalRouting,
     Packed,
+    nki_block,
     nki_decode,
     nki_prefill,
     nki_router,
 )
+from neuron_moe.backends.block import BlockLayer, BlockOutput
 from neuron_moe.backends.decode_copy import DecodeCopy
 from neuron_moe.backends.nki_launch import check_call, launch
 from neuron_moe.backends.nki_plan import PrefillPlan
@@ -128,6 +130,27 @@ class NkiBackend:
         return nki_decode.compute(
             self._launch, hidden_TH, routing, weights, mode, self.plan.num_cores
         )
+
+    def refuses_block(self, layer: BlockLayer, tokens: int) -> str:
+        """Say why decode_block does not compute T tokens of a layer; '' if it does."""
+        try:
+            nki_block.block_config(layer, tokens, self.plan.num_cores, None, self._prepared)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def block(self, hidden_TH: Tensor, layer: BlockLayer, mode: str) -> BlockOutput:
+        """Compute norm, router, experts and shared experts of few tokens in one launch."""
+        check_call(hidden_TH)
+        config = nki_block.block_config(
+            layer, hidden_TH.shape[0], self.plan.num_cores, mode, self._prepared
+        )
+        return nki_block.compute(self._launch, hidden_TH, layer, config, self._prepared)
+
+    def block_notes(self, layer: BlockLayer, tokens: int) -> tuple[str, ...]:
+        """Say how decode_block goes through the experts, and what else it computes."""
+        config = nki_block.block_config(layer, tokens, self.plan.num_cores, None, self._prepared)
+        return (*nki_block.describe(layer, config), format_note(layer.weights))
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
         """Return both matrices as fp8 codes, if no weight loses a bit; else why they stay."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.decode_copy import DecodeCopy, from_numpy, to_numpy
 from neuron_moe.backends.narrow import NarrowMatrices
@@ -111,35 +110,60 @@ def decode_config(
     Raises:
         ValueError: sizes or an activation that the kernel does not have.
     """
-    down = weights.packed_down
-    has_scales = isinstance(down, NarrowMatrices)
-    down_scale = "none"
-    if isinstance(down, NarrowMatrices):
-        down_scale = "expert" if down.scale_En.shape[1] == 1 else "channel"
-    experts, width, hidden_size = weights.down_proj_EIH.shape
-    choose = functools.partial(
-        _decode_config,
-        weights.activation,
-        T=num_tokens,
-        H=hidden_size,
-        I=width,
-        E=experts,
-        K=top_k,
-        num_experts=num_experts,
-        num_cores=num_cores,
-        mode="auto" if mode is None else MODES[mode],
-        weight_format=down.format if isinstance(down, NarrowMatrices) else "bfloat16",
-        scaling="pre" if scales_input else "post",
-        has_gate_up_bias=weights.gate_up_bias_EI is not None,
-        has_down_bias=weights.down_bias_EH is not None,
-        has_scales=has_scales,
-        down_scale=down_scale,
+    kernel_mode = "auto" if mode is None else MODES[mode]
+    arguments = config_arguments(
+        num_tokens, num_experts, weights, scales_input, num_cores, kernel_mode
     )
     if weights.decode_copy is not None:
         # Chunks of the copy are fixed; where they leave no room for the tokens, plain weights do.
         with contextlib.suppress(ValueError):
-            return choose(weight_layout="packed")
-    return choose(weight_layout="ehi")
+            return _decode_config(K=top_k, weight_layout="packed", **arguments)
+    return _decode_config(K=top_k, weight_layout="ehi", **arguments)
+
+
+def config_arguments(
+    num_tokens: int,
+    num_experts: int,
+    weights: ExpertWeights,
+    scales_input: bool,
+    num_cores: int,
+    mode: str,
+) -> dict[str, Any]:
+    """Return the arguments of make_decode_config but K and the layout; mode in its words."""
+    down = weights.packed_down
+    narrow = down if isinstance(down, NarrowMatrices) else None
+    down_scale = "none"
+    if narrow is not None:
+        down_scale = "expert" if narrow.scale_En.shape[1] == 1 else "channel"
+    experts, width, hidden_size = weights.down_proj_EIH.shape
+    activation = kernel_activation(weights.activation)
+    return {
+        "T": num_tokens,
+        "H": hidden_size,
+        "I": width,
+        "E": experts,
+        "num_experts": num_experts,
+        "num_cores": num_cores,
+        "mode": mode,
+        "weight_format": "bfloat16" if narrow is None else narrow.format,
+        "activation": _name_in_decode(activation),
+        "gate_limits": activation.gate_limits,
+        "up_limits": activation.up_limits,
+        "up_offset": activation.up_offset,
+        "scaling": "pre" if scales_input else "post",
+        "has_gate_up_bias": weights.gate_up_bias_EI is not None,
+        "has_down_bias": weights.down_bias_EH is not None,
+        "has_scales": narrow is not None,
+        "down_scale": down_scale,
+        "output_dtype": "float32",
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _decode_config(**arguments: Any) -> Any:
+    from nki_kernels.decode_options import make_decode_config
+
+    return make_decode_config(**arguments)
 
 
 def lay_out(weights: ExpertWeights, num_cores: int) -> DecodeCopy:
@@ -163,21 +187,6 @@ def lay_out(weights: ExpertWeights, num_cores: int) -> DecodeCopy:
     )
     down = pack_down(config, to_numpy(operands.down_EIH))
     return DecodeCopy(from_numpy(gate_up, dtype).to(device), from_numpy(down, dtype).to(device))
-
-
-@functools.lru_cache(maxsize=256)
-def _decode_config(spec: ActivationSpec, **sizes: Any) -> Any:
-    from nki_kernels.decode_options import make_decode_config
-
-    activation = kernel_activation(spec)
-    return make_decode_config(
-        **sizes,
-        activation=_name_in_decode(activation),
-        gate_limits=activation.gate_limits,
-        up_limits=activation.up_limits,
-        up_offset=activation.up_offset,
-        output_dtype="float32",
-    )
 
 
 def _name_in_decode(activation: KernelActivation) -> str:

@@ -14,7 +14,9 @@ Source = Tensor | NarrowMatrices
 
 
 class Stamp:
-    """What something was made from: weak references and versions.
+    """What something was made from: weak references, versions and places in memory.
+
+    Seen is every change but one in place behind autograd's back (`weight.data.copy_(...)`).
 
     Args:
         sources: tensors, or matrices in a narrow form.
@@ -31,9 +33,9 @@ class Stamp:
         )
 
 
-def _version(source: Source) -> int:
+def _version(source: Source) -> tuple[int, int]:
     tensor = source.codes_Ekn if isinstance(source, NarrowMatrices) else source
-    return tensor._version
+    return tensor._version, tensor.data_ptr()
 
 
 class Prepared:

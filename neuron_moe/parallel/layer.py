@@ -174,6 +174,21 @@ class ParallelLayer:
             strategy.gather_own(output_TH), Routing(*map(strategy.gather_own, routing))
         )
 
+    def sum_over_ranks(self, partial_TH: Tensor, hidden_TH: Tensor, phase: str) -> Tensor:
+        """Sum what the ranks computed of tokens that all of them hold.
+
+        Args:
+            partial_TH: [T, H] of this rank.
+            hidden_TH: [T, H] what it was computed from.
+            phase: one of dispatch.PHASES.
+        """
+        strategy = self.strategy(phase, False)
+        self._check_ranks_once(strategy, TokenBatch(hidden_TH, 1, None, phase, False))
+        none = partial_TH.new_empty((0, 0))
+        num_tokens = partial_TH.shape[0]
+        sent = Dispatched(Rows(partial_TH, none, none), num_tokens, (num_tokens,))
+        return strategy.combine(partial_TH, sent)
+
     def _check_ranks_once(self, strategy: Strategy, batch: TokenBatch) -> None:
         """Compare the layer between ranks before its first collective."""
         group = strategy.groups.model

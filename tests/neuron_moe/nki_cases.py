@@ -1,11 +1,20 @@
 """Small layers for tests of the nki backend."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig
-from neuron_moe.routing import RouterTopK
+from neuron_moe import (
+    BlockwiseMatmulConfig,
+    ExpertMLPsV2,
+    MoE,
+    MoEFusedTKGConfig,
+    RoutedExpertsMLPOpsConfig,
+    SharedExperts,
+)
+from neuron_moe.models.layers import RMSNorm
+from neuron_moe.routing import RouterBase, RouterTopK
 
 GPT_OSS: dict[str, Any] = {
     "hidden_act": "sigmoid",
@@ -22,16 +31,42 @@ LLAMA4: dict[str, Any] = {"hidden_act": "silu", "early_expert_affinity_modulatio
 E, H, I = 8, 128, 64  # noqa: E741
 
 
+SEPARATE: dict[str, Any] = {
+    "tkg_config": MoEFusedTKGConfig(quantized=False, moe_fused_kernel_enabled=False)
+}
+
+
 def build(
-    backend: str, mlp: dict[str, Any], tuning: dict[str, Any], dtype: torch.dtype, top_k: int = 2
+    backend: str,
+    mlp: dict[str, Any],
+    tuning: dict[str, Any],
+    dtype: torch.dtype,
+    top_k: int = 2,
+    *,
+    router: Callable[[], RouterBase] | None = None,
+    shared: dict[str, Any] | None = None,
+    norm: bool = False,
+    **options: Any,
 ) -> MoE:
-    """Return a layer whose weights depend on the sizes only."""
-    router = RouterTopK(E, top_k, H, bias=True, dtype=dtype)
+    """Return a layer whose weights depend on the sizes only.
+
+    Args:
+        backend: of the experts.
+        mlp: their configuration, beside the sizes.
+        tuning: of the blockwise path.
+        dtype: of all weights but those of `router`.
+        top_k: K, if `router` is not given.
+        router: makes another router.
+        shared: arguments of SharedExperts.
+        norm: an RMSNorm in front.
+        options: further arguments of MoE.
+    """
+    made = RouterTopK(E, top_k, H, bias=True, dtype=dtype) if router is None else router()
     config = RoutedExpertsMLPOpsConfig(
-        num_experts=E,
+        num_experts=made.num_experts,
         hidden_size=H,
         intermediate_size=I,
-        top_k=top_k,
+        top_k=made.top_k,
         **{"glu_mlp": True, **mlp},
     )
     experts = ExpertMLPsV2(
@@ -40,9 +75,15 @@ def build(
         dtype=dtype,
         backend=backend,
     )
-    layer = MoE(router, experts).eval()
+    layer = MoE(
+        made,
+        experts,
+        None if shared is None else SharedExperts(H, dtype=dtype, **shared),
+        RMSNorm(H, 1e-5, dtype) if norm else None,
+        **options,
+    ).eval()
     torch.manual_seed(3)
     for parameter in layer.parameters():
         drawn = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
-        parameter.data = drawn.to(torch.bfloat16).to(dtype)
+        parameter.data = drawn.to(torch.bfloat16).to(parameter.dtype)
     return layer

@@ -14,7 +14,7 @@ from neuron_moe.dispatch import choose_path
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.sharding import shard_state_dict
 from nki_kernels.decode_config import DecodeConfig
-from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SILU, E, H, build
+from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, E, H, build
 from tests.tolerances import rms_error
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -32,7 +32,9 @@ def errors(
     hidden = torch.randn(batch, window, H).bfloat16()
     with torch.no_grad():
         nki, bf16, exact = (
-            build(backend, mlp, {}, dtype, top_k)(hidden.to(dtype), **options).output.float()
+            build(backend, mlp, {}, dtype, top_k, **SEPARATE)(
+                hidden.to(dtype), **options
+            ).output.float()
             for backend, dtype in (
                 ("nki", torch.bfloat16),
                 ("torch", torch.bfloat16),
@@ -125,7 +127,7 @@ def test_one_compiled_kernel_serves_every_rank(monkeypatch: pytest.MonkeyPatch) 
 
 
 def layer(**options: Any) -> MoE:
-    return build("nki", GPT_OSS, {}, torch.bfloat16, **options)
+    return build("nki", GPT_OSS, {}, torch.bfloat16, **{**SEPARATE, **options})
 
 
 @pytest.mark.parametrize(("phase", "tokens"), [("decode", 1), ("decode", 64), ("speculation", 6)])

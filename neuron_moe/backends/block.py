@@ -1,0 +1,70 @@
+"""A layer's decode step as backends that fuse it see it: from the norm to the shared experts."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from neuron_moe.backends import ExpertWeights
+from neuron_moe.routing import RouterBase
+from neuron_moe.shared_experts import SharedExperts
+
+
+@dataclass(frozen=True)
+class BlockLayer:
+    """What one launch computes.
+
+    Attributes:
+        router: of the layer.
+        weights: of this rank's experts.
+        first_expert: number of the first of them among all ranks'.
+        num_experts: N.
+        scales_input: affinities multiply the experts' input.
+        rmsnorm: in front of router and experts, or None.
+        shared: shared experts of this rank, or None.
+        returns_routing: affinities and choices are wanted.
+    """
+
+    router: RouterBase
+    weights: ExpertWeights
+    first_expert: int
+    num_experts: int
+    scales_input: bool
+    rmsnorm: nn.Module | None
+    shared: SharedExperts | None
+    returns_routing: bool = False
+
+
+class BlockOutput(NamedTuple):
+    """What a launch gives.
+
+    Attributes:
+        output_TH: float32, a partial sum of this rank.
+        index_TK: int32 experts of the model, if asked for.
+    """
+
+    output_TH: Tensor
+    index_TK: Tensor | None
+
+
+def norm_of(rmsnorm: nn.Module) -> tuple[Tensor, float] | None:
+    """Return weight and epsilon of an RMSNorm; None for a module that does not look like one."""
+    weight = getattr(rmsnorm, "weight", None)
+    eps = getattr(rmsnorm, "eps", getattr(rmsnorm, "variance_epsilon", None))
+    if not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return None
+    return weight, eps
+
+
+@runtime_checkable
+class FusesDecode(Protocol):
+    """A backend that computes a whole layer's decode step in one kernel."""
+
+    def refuses_block(self, layer: BlockLayer, tokens: int) -> str:
+        """Say why it does not compute T tokens of a layer; '' if it does."""
+
+    def block(self, hidden_TH: Tensor, layer: BlockLayer, mode: str) -> BlockOutput:
+        """Compute T tokens; mode is 'selective' or 'all_experts'."""
+
+    def block_notes(self, layer: BlockLayer, tokens: int) -> tuple[str, ...]:
+        """Return lines for `MoE.explain`."""

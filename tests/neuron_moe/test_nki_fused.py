@@ -1,0 +1,189 @@
+"""A decode step in one kernel, from the norm to the shared experts, beside the torch backend."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_moe import MoE, MoEFusedTKGConfig
+from neuron_moe.routing import GroupLimitedRouter, RouterTopK
+from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, H, build
+from tests.tolerances import rms_error
+
+SHARED = {"intermediate_size": 48, "num_shared_experts": 1, "hidden_act": "silu"}
+LAYERS: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"mlp": GPT_OSS, "norm": True},
+    "gpt-oss-without-norm": {"mlp": GPT_OSS},
+    "llama4": {
+        "mlp": LLAMA4,
+        "norm": True,
+        "router": lambda: RouterTopK(16, 1, H, act_fn="sigmoid", dtype=torch.bfloat16),
+        "shared": SHARED,
+    },
+    "qwen3": {
+        "mlp": SILU,
+        "norm": True,
+        "router": lambda: RouterTopK(32, 8, H, renormalize=True),
+    },
+    "qwen3-next": {
+        "mlp": SILU,
+        "norm": True,
+        "router": lambda: RouterTopK(32, 10, H, renormalize=True),
+        "shared": {**SHARED, "is_gated": True},
+    },
+    "deepseek-v3": {
+        "mlp": SILU,
+        "norm": True,
+        "router": lambda: GroupLimitedRouter(
+            32, 4, H, 4, 2, renormalize=True, routed_scaling_factor=2.5
+        ),
+        "shared": {**SHARED, "num_shared_experts": 2, "fused_gate_up_projection": True},
+    },
+}
+
+
+def layers(name: str, **options: Any) -> list[MoE]:
+    """Return the layer on nki, on torch, and on torch in float32."""
+    made = {**LAYERS[name], **options}
+    mlp = made.pop("mlp")
+    return [
+        build("nki", mlp, {}, torch.bfloat16, **made),
+        build("torch", mlp, {}, torch.bfloat16, **made),
+        build("torch", mlp, {}, torch.float32, **made),
+    ]
+
+
+def check(nki: MoE, bf16: MoE, exact: MoE, shape: tuple[int, int], **options: Any) -> None:
+    hidden = torch.randn(*shape, H).bfloat16()
+    with torch.no_grad():
+        wanted = exact(hidden.float(), **options).output
+        ours, theirs = (layer(hidden, **options).output for layer in (nki, bf16))
+    assert rms_error(ours, wanted) <= 1.05 * rms_error(theirs, wanted)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64, 200])
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_kernel_is_as_right_as_torch(name: str, batch: int) -> None:
+    nki, bf16, exact = layers(name)
+    assert nki.explain("decode", batch).decision.kernel == "nki.decode_block"
+    check(nki, bf16, exact, (batch, 1))
+
+
+def test_a_speculation_window_is_one_kernel_too() -> None:
+    nki, bf16, exact = layers("gpt-oss")
+    assert nki.explain("speculation", 10).decision.kernel == "nki.decode_block"
+    check(nki, bf16, exact, (2, 5), is_speculative_decoding=True)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-next"])
+def test_weights_laid_out_for_decode_give_the_same(name: str) -> None:
+    nki, bf16, exact = layers(name)
+    nki.expert_mlps.pack_weights(for_decode=True)
+    assert "laid out for decode" in str(nki.explain("decode", 3))
+    check(nki, bf16, exact, (3, 1))
+
+
+def test_a_residual_and_the_choices_are_returned() -> None:
+    nki, bf16, _ = layers("deepseek-v3", return_expert_index=True)
+    hidden, residual = torch.randn(2, 5, 1, H).bfloat16()
+    for layer in (nki, bf16):
+        layer.enable_load_counters()
+    with torch.no_grad():
+        ours, theirs = (layer(hidden, residual=residual) for layer in (nki, bf16))
+    assert torch.equal(ours.residual, theirs.residual)
+    assert torch.equal(ours.expert_index, theirs.expert_index)
+    assert torch.equal(nki.expert_load, bf16.expert_load)
+
+
+def test_changed_weights_are_seen() -> None:
+    nki, bf16, exact = layers("qwen3-next")
+    check(nki, bf16, exact, (3, 1))
+    for layer in (nki, bf16, exact):
+        torch.manual_seed(8)
+        for parameter in layer.parameters():
+            changed = parameter.detach() + 0.1 * torch.randn(parameter.shape)
+            with torch.no_grad():
+                parameter.copy_(changed.bfloat16())
+    check(nki, bf16, exact, (3, 1))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "off": (SEPARATE, "moe_fused_kernel_enabled=False"),
+    "logits": ({"return_router_logits": True}, "logits are returned"),
+    "normalised": (
+        {"mlp": {**GPT_OSS, "normalize_top_k_affinities": True}},
+        "affinities are normalised after routing",
+    ),
+    "shared-activation": (
+        {"shared": {**SHARED, "hidden_act": "tanh"}},
+        "hidden_act='tanh' of the shared experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_separate_kernels_run_where_one_cannot_and_explain_says_why(case: str) -> None:
+    options, reason = REFUSED[case]
+    nki, bf16, exact = layers("gpt-oss", **options)
+    told = nki.explain("decode", 3)
+    assert told.decision.kernel == "nki.decode_moe"
+    assert any(note.startswith("not fused:") and reason in note for note in told.notes)
+    check(nki, bf16, exact, (3, 1))
+
+
+def test_a_step_with_padding_runs_separate_kernels() -> None:
+    nki, bf16, exact = layers("gpt-oss")
+    mask = torch.tensor([[1], [0], [1]])
+    launched: list[str] = []
+    backend = nki.expert_mlps.backend
+    launch = backend._launch
+    backend._launch = lambda kernel, *a, **k: (  # type: ignore[method-assign]
+        launched.append(kernel.__name__),
+        launch(kernel, *a, **k),
+    )[1]
+    check(nki, bf16, exact, (3, 1), padding_mask=mask)
+    check(nki, bf16, exact, (3, 1))
+    assert launched == ["router_topk", "decode_moe", "decode_block"]
+
+
+def switches(**values: Any) -> dict[str, Any]:
+    return {"tkg_config": MoEFusedTKGConfig(quantized=False, **values)}
+
+
+def test_a_fused_kernel_that_is_asked_for_and_cannot_run_raises() -> None:
+    nki, *_ = layers("gpt-oss", **switches(moe_fused_kernel_enabled=True))
+    hidden = torch.randn(2, 1, H).bfloat16()
+    with torch.no_grad():
+        nki(hidden)
+        nki(torch.randn(1, 9, H).bfloat16())  # prefill goes through blocks as ever
+        with pytest.raises(ValueError, match="moe_fused_kernel_enabled=True: padding tokens"):
+            nki(hidden, padding_mask=torch.ones(2, 1))
+    asked = switches(moe_fused_kernel_enabled=True)
+    nki, *_ = layers("gpt-oss", **asked, return_router_logits=True)
+    with pytest.raises(ValueError, match="moe_fused_kernel_enabled=True: logits are returned"):
+        nki.explain("decode", 3)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "mx": ({"is_mxfp4_compute": True}, "is_mxfp4_compute=True: Trainium 2"),
+    "router": ({"router_topk_kernel_enabled": False}, "router_topk_kernel_enabled=False"),
+    "experts": ({"expert_mlp_kernel_enabled": False}, "expert_mlp_kernel_enabled=False"),
+    "no-shared": ({"shared_mlp_kernel_enabled": True}, "the layer has no shared experts"),
+    "norm": ({"norm_topk_prob": True}, "norm_topk_prob=True: neither the router"),
+    "router-dtype": ({"router_mm_dtype": torch.bfloat16}, "router_mm_dtype=torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictory_switches_raise_when_the_layer_is_built(case: str) -> None:
+    values, message = CONTRADICTIONS[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build("nki", GPT_OSS, {}, torch.bfloat16, **switches(**values))
+    build("torch", GPT_OSS, {}, torch.bfloat16, **switches(**values))
+
+
+def test_shared_experts_need_the_fused_kernel_if_a_kernel_is_asked_for() -> None:
+    asked = switches(shared_mlp_kernel_enabled=True, moe_fused_kernel_enabled=False)
+    with pytest.raises(ValueError, match="only the fused kernel computes shared experts"):
+        build("nki", GPT_OSS, {}, torch.bfloat16, shared=SHARED, **asked)
