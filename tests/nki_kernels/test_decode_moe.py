@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nki_kernels.decode_cost import cost_decode_moe
 from nki_kernels.decode_fit import sbuf_bytes
 from nki_kernels.decode_options import make_decode_config
 from nki_sim import SimOptions
 from tests.nki_kernels.decode import Decode
 from tests.nki_kernels.prefill import GPT_OSS
+from tests.nki_kernels.traces import measured_cost
 
 # max |error| of the kernel over that of the torch backend, both in bfloat16 against float64: the
 # kernel rounds no more often, but the largest of many errors is a matter of luck.
@@ -63,7 +65,7 @@ ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts", "no-hi
 
 
 def check(problem: Decode, options: SimOptions | None = None) -> None:
-    """Assert a result as close to the formula as the torch backend's."""
+    """Assert a result as close to the formula as the torch backend's, cost and size as counted."""
     run, config = problem.launch(options), problem.config()
     expected = problem.expected()
     error = np.abs(run.outputs.astype(np.float64) - expected)
@@ -73,6 +75,7 @@ def check(problem: Decode, options: SimOptions | None = None) -> None:
     allowed = np.abs(reference - expected)
     assert error.max() <= WORST_FACTOR * allowed.max()
     assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
+    assert measured_cost(run.trace) == cost_decode_moe(config, problem.touched())
     assert run.sbuf_peak_bytes <= sbuf_bytes(config)
 
 
