@@ -26,7 +26,7 @@ import nki.language as nl
 from nki_kernels.plans import PARTITIONS, AxisTiles
 from nki_kernels.tiles import BANK_BYTES, rows_of, transpose_rows
 
-DIRECT_TOKENS = 8  # a short run of HBM per token and partition: beyond, turning rows is faster
+DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
 WARM_UPS = 4  # matmuls while the tokens travel: the tensor engine's clock climbs with its work
 ENGINES, ROWS_PER_ENGINE = 16, 8  # of the DMA: a transfer of few rows keeps few engines busy
 STEP_COLUMNS = 1024  # of the last pass over x^T, so that the router follows closely

@@ -12,10 +12,12 @@ from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExper
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
 from nki_kernels.decode_block_config import check_decode_block, make_block_config
+from nki_kernels.decode_block_cost import cost_decode_block
 from nki_kernels.decode_block_shared import num_parts, pack_shared_experts
 from nki_kernels.router_choice import RouterFormula
 from nki_sim import SimOptions
 from tests.nki_kernels.decode_block import BF16, Case, draw, expected, operands_of, run, run_case
+from tests.nki_kernels.traces import measured_cost
 from tests.tolerances import rms_error
 
 PACKED: dict[str, Any] = {"weight_layout": "packed"}
@@ -75,6 +77,8 @@ def test_block_equals_the_formula(name: str) -> None:
     np.testing.assert_allclose(affinities, wanted.affinities_TK, rtol=1e-4, atol=1e-6)
     assert_close(output, wanted.output_TH, config.moe.output_dtype == "bfloat16")
     assert not result.findings
+    local = set(wanted.index_TK.flat) & set(range(case.first, case.first + case.E))
+    assert measured_cost(result.trace) == cost_decode_block(config, len(local))
 
 
 @pytest.mark.parametrize("order", ORDERS)
