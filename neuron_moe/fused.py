@@ -89,7 +89,8 @@ class FusedDecode:
                     shared.sequence_parallel_enabled
                     or shared.group.size != strategy.groups.model.size
                 ),
-                "shared experts are split over other ranks than the routed ones",
+                "shared experts are not split over all ranks that are summed; give them"
+                " tensor_model_parallel_group=parallel_state.get_world_group()",
             ),
             (
                 layer.rmsnorm is not None and norm_of(layer.rmsnorm) is None,

@@ -1,0 +1,55 @@
+"""Layers on the nki backend spread over gloo ranks: the sums of the ranks are the whole layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_moe.parallel import ParallelConfig, parallel_state
+from neuron_moe.parallel.sharding import shard_state_dict
+from tests.neuron_moe.nki_cases import GPT_OSS, H, build
+from tests.tolerances import rms_error
+
+SHARED = {"intermediate_size": 64, "num_shared_experts": 1, "hidden_act": "silu"}
+WORLD = {**SHARED, "over_all_ranks": True}
+# layout, shared experts, kernel of a decode step
+CASES: dict[str, tuple[ParallelConfig, dict[str, Any] | None, str]] = {
+    "ep4": (ParallelConfig(ep=4), None, "nki.decode_block"),
+    "ep4-shared": (ParallelConfig(ep=4), SHARED, "nki.decode_moe"),
+    "ep4-shared-over-all": (ParallelConfig(ep=4), WORLD, "nki.decode_block"),
+    "tp2-shared": (ParallelConfig(tp=2), SHARED, "nki.decode_block"),
+    "ep4-all-to-all": (ParallelConfig(ep=4, strategy="all_to_all"), None, "nki.decode_moe"),
+    "ep2-decode-tp2": (
+        ParallelConfig(ep=2, decode_moe_tp=2, decode_moe_ep=1), None, "nki.decode_block"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_add_up_to_the_whole_layer(name: str, run_ranks: Callable[..., list[Any]]) -> None:
+    config, given, kernel = CASES[name]
+    shared = None if given is None else dict(given)
+    over_all = shared is not None and shared.pop("over_all_ranks", False)
+    whole = build("torch", GPT_OSS, {}, torch.bfloat16, 4, shared=shared, norm=True)
+    steps = [torch.randn(*shape, H).bfloat16() for shape in ((1, 1), (6, 1), (2, 20))]
+    with torch.no_grad():
+        wanted = [whole(hidden).output for hidden in steps]
+
+    def work(_rank: int) -> tuple[str, list[Any]]:
+        parallel_state.initialize_model_parallel(config=config)
+        if over_all:
+            shared["tensor_model_parallel_group"] = parallel_state.get_world_group()
+        layer = build("nki", GPT_OSS, {}, torch.bfloat16, 4, shared=shared, norm=True)
+        layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+        with torch.no_grad():
+            found = [layer(hidden).output.float().numpy() for hidden in steps]
+        told = layer.explain("decode", 1).decision.kernel
+        parallel_state.destroy_model_parallel()
+        return told, found
+
+    for told, found in run_ranks(config.model_size, work):
+        assert told == kernel
+        for ours, theirs in zip(found, wanted, strict=True):
+            error = rms_error(torch.from_numpy(ours), theirs)
+            assert error <= 0.01 * theirs.float().square().mean().sqrt().item()
