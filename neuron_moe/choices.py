@@ -3,10 +3,13 @@
 Axes: T tokens, K choices, E experts of the model.
 """
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from neuron_moe.blocks import NO_EXPERT
+from neuron_moe.blocks import NO_EXPERT, sort_pairs
 
 
 def check_choices(expert_index: Tensor, num_tokens: int, num_experts: int) -> None:
@@ -64,3 +67,16 @@ def drop_padding(
         torch.where(is_real_TK, index_TK, NO_EXPERT),
         torch.where(is_real_TK, affinities_TK, 0.0),
     )
+
+
+def fits_capacity(index_TK: Tensor, num_experts: int, factor: float) -> Tensor:
+    """Return [T, K] bool: within the first ceil(T * K * factor / E) choices of its expert."""
+    num_tokens, top_k = index_TK.shape
+    room = math.ceil(num_tokens * top_k * factor / num_experts)
+    pairs = sort_pairs(index_TK, num_experts)
+    counts_E1 = functional.pad(pairs.tokens_per_expert_E, (0, 1))
+    first_E1 = counts_E1.cumsum(0) - counts_E1
+    position_P = torch.arange(pairs.order_P.shape[0], device=index_TK.device)
+    rank_P = position_P - first_E1[pairs.expert_P]
+    fits_P = torch.zeros_like(rank_P, dtype=torch.bool).scatter(0, pairs.order_P, rank_P < room)
+    return fits_P.view(num_tokens, top_k)

@@ -4,8 +4,8 @@ Axes: T tokens, K choices, E experts (of the model, or of this rank where said),
 intermediate of this rank.
 """
 
-import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from neuron_moe.backends import (
     get_backend,
 )
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
-from neuron_moe.choices import check_choices, choice_affinities, drop_padding
+from neuron_moe.choices import check_choices, choice_affinities, drop_padding, fits_capacity
 from neuron_moe.config import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig, as_dtype
 from neuron_moe.dispatch import (
     FEW_TOKEN_PATHS,
@@ -355,10 +355,13 @@ class ExpertMLPsV2(nn.Module):
         affinities_TK = choice_affinities(expert_affinities, index_TK, self.config.num_experts)
         index_TK, affinities_TK = drop_padding(index_TK, affinities_TK, padding_mask)
         if num_tokens and self.choose_path(phase, num_tokens).path == "capacity":
-            if over_all_tokens is None:
-                fits_TK = self._fits_capacity(index_TK)
-            else:
-                fits_TK = over_all_tokens(self._fits_capacity, index_TK)
+            rule = partial(
+                fits_capacity,
+                num_experts=self.config.num_experts,
+                factor=self.config.capacity_factor or 0.0,
+            )
+            apply = over_all_tokens or _to_these_tokens
+            fits_TK = apply(rule, index_TK)
             index_TK = torch.where(fits_TK, index_TK, NO_EXPERT)
             affinities_TK = torch.where(fits_TK, affinities_TK, 0.0)
         if self.config.normalize_top_k_affinities:
@@ -427,19 +430,6 @@ class ExpertMLPsV2(nn.Module):
                 f" {weight_dtype}. Cast the input, or the module with .to()."
             )
 
-    def _fits_capacity(self, index_TK: Tensor) -> Tensor:
-        """Return [T, K] bool: within the first ceil(T * K * capacity_factor / E) of its expert."""
-        num_tokens, top_k = index_TK.shape
-        factor = self.config.capacity_factor or 0.0
-        room = math.ceil(num_tokens * top_k * factor / self.config.num_experts)
-        pairs = sort_pairs(index_TK, self.config.num_experts)
-        counts_E1 = nn.functional.pad(pairs.tokens_per_expert_E, (0, 1))
-        first_E1 = counts_E1.cumsum(0) - counts_E1
-        position_P = torch.arange(pairs.order_P.shape[0], device=index_TK.device)
-        rank_P = position_P - first_E1[pairs.expert_P]
-        fits_P = torch.zeros_like(rank_P, dtype=torch.bool).scatter(0, pairs.order_P, rank_P < room)
-        return fits_P.view(num_tokens, top_k)
-
     def _localize(self, index_TK: Tensor, affinities_TK: Tensor, phase: str) -> LocalRouting:
         """Number the experts of this rank from 0; choices of other ranks become none."""
         shard = self.shards.of(phase)
@@ -466,3 +456,7 @@ class ExpertMLPsV2(nn.Module):
                 self.expert_load_E
                 + sort_pairs(index_TK, self.config.num_experts).tokens_per_expert_E
             )
+
+
+def _to_these_tokens(rule: Callable[[Tensor], Tensor], index_TK: Tensor) -> Tensor:
+    return rule(index_TK)
