@@ -180,6 +180,22 @@ def test_vendor_times_are_taken_from_an_earlier_result(
     assert run_command(second, *library, "--resume", "--sensitivity")["rows"] == result["rows"]
 
 
+def test_the_vendors_kernels_can_be_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vendor = FakeVendor(monkeypatch, {"shard_on_i_hybrid B=256 known": SLOW_US / 2})
+    path = tmp_path / "vendor.json"
+    options = ["--library", str(tmp_path), "--only", "vendor", "--resume", "--vendor-kernels"]
+    first = run_command(path, *options, "shard_on_block")
+    assert first["rows"][0]["vendor_us"] == SLOW_US
+    assert first["vendor_variants_not_run"] == 4
+    vendor.asked.clear()
+    both = run_command(path, *options, "shard_on_block", "shard_on_i_hybrid")
+    assert both["rows"][0]["vendor_us"] == SLOW_US / 2
+    assert "vendor_variants_not_run" not in both
+    assert all(name.startswith("shard_on_i") for name in vendor.asked)
+
+
 def change(path: Path, name: str) -> None:
     content = json.loads(path.read_text())
     if name == "coefficients":
