@@ -13,10 +13,11 @@ from nki_kernels.decode_block_shared import (
     shared_shapes,
 )
 from nki_kernels.decode_config import DecodeConfig
-from nki_kernels.decode_fit import SBUF_BYTES
+from nki_kernels.decode_fit import SBUF_BYTES, SMALL_TILES_BYTES
 from nki_kernels.decode_norm import norm_bytes
 from nki_kernels.decode_options import make_decode_config
 from nki_kernels.decode_router import router_bytes, router_parts
+from nki_kernels.plans import PARTITIONS
 from nki_kernels.router_choice import RouterFormula, check_router_formula
 
 ROUTER_DTYPES = ("bfloat16", "float32")
@@ -95,34 +96,34 @@ def make_block_config(
     weight_bytes = 4 if router_dtype == "float32" else 2
     parts = router_parts(routed.num_experts, routed.H, weight_bytes, routed.num_cores)
     shared = routed
-    beside = 0
+    needed = _front_bytes(routed, formula, weight_bytes, parts)
     if shared_width:
-        shared = make_shared_config(routed, shared_width, shared_activation)
-        beside = shared_bytes(shared)
-    _check_front(routed, formula, weight_bytes, parts, beside)
+        room = SBUF_BYTES - needed
+        shared = make_shared_config(routed, shared_width, shared_activation, room)
+        needed += shared_bytes(shared)
+    if needed > SBUF_BYTES:
+        raise ValueError(
+            f"T={routed.T}, H={routed.H}, num_experts={routed.num_experts}: norm, router and shared"
+            f" experts need {needed} bytes of SBUF per partition, must be at most {SBUF_BYTES}. Use"
+            " fewer tokens, a bfloat16 router, or router_topk and decode_moe one after the other."
+        )
     return BlockConfig(
         routed, formula, shared, shared_width > 0, has_shared_gate, has_residual,
         returns_routing, router_dtype, parts,
     )  # fmt: skip
 
 
-def _check_front(
-    moe: DecodeConfig, formula: RouterFormula, weight_bytes: int, parts: int, beside: int
-) -> None:
-    """Raise ValueError unless what comes before the routed experts fits on chip.
+def _front_bytes(moe: DecodeConfig, formula: RouterFormula, weight_bytes: int, parts: int) -> int:
+    """Return the bytes of SBUF per partition alive at once before the routed experts.
 
-    Their own weights take its place when it is done.
+    Their own weights take the place of norm and router when these are done.
     """
-    needed = beside + 2 * moe.h_axis.count * moe.T
-    needed += norm_bytes(moe.T, moe.h_axis, formula.has_norm)
-    columns = moe.num_experts // parts
-    needed += router_bytes(moe.T, moe.h_axis, columns, weight_bytes, formula)
-    if needed > SBUF_BYTES:
-        raise ValueError(
-            f"T={moe.T}, H={moe.H}, num_experts={moe.num_experts}: norm and router need {needed}"
-            f" bytes of SBUF per partition, must be at most {SBUF_BYTES}. Use fewer tokens, a"
-            " bfloat16 router, or router_topk and decode_moe one after the other."
-        )
+    count, experts = moe.h_axis.count, moe.num_experts
+    kept = 2 * count * moe.T + count * (experts // parts) * weight_bytes
+    kept += router_bytes(moe.T, experts, formula) + SMALL_TILES_BYTES
+    norm = norm_bytes(moe.T, moe.h_axis, formula.has_norm)
+    wide = 4 * count * min(PARTITIONS, moe.T) if weight_bytes == 4 else 0
+    return kept + max(norm, wide)
 
 
 def check_decode_block(config: BlockConfig, operands: dict[str, Any]) -> None:

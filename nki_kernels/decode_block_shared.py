@@ -53,13 +53,16 @@ def num_parts(width: int, num_cores: int) -> int:
     return -(-parts // num_cores) * num_cores
 
 
-def make_shared_config(config: DecodeConfig, width: int, activation: str) -> DecodeConfig:
+def make_shared_config(
+    config: DecodeConfig, width: int, activation: str, room: int
+) -> DecodeConfig:
     """Return the configuration of the shared experts beside that of the routed ones.
 
     Args:
         config: of the routed experts.
         width: intermediate size of this rank's share of all shared experts.
         activation: theirs.
+        room: bytes of SBUF per partition that they may take, if one part fits at all.
     """
     parts = num_parts(width, config.num_cores)
     shared = make_decode_config(
@@ -77,7 +80,8 @@ def make_shared_config(config: DecodeConfig, width: int, activation: str) -> Dec
         chunks=1,
         slots=min(SLOTS, parts // config.num_cores),
     )
-    return replace(shared, sums_in_psum=config.sums_in_psum)
+    shared = replace(shared, sums_in_psum=config.sums_in_psum)
+    return shared if shared_bytes(shared) <= room else replace(shared, slots=1)
 
 
 def pack_shared_experts(

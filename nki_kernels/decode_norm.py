@@ -57,13 +57,16 @@ def is_direct(num_tokens: int, h_axis: AxisTiles) -> bool:
 
 
 def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
-    """Return the bytes of SBUF per partition that loading and normalising T tokens takes."""
+    """Return the bytes of SBUF per partition alive while T tokens are loaded and normalised.
+
+    The result is not among them. A tile of 128 tokens is turned when the one before is done.
+    """
     rows = min(PARTITIONS, num_tokens)
-    size = 2 * h_axis.count * num_tokens
+    size = 2 * h_axis.count * rows
     if not is_direct(num_tokens, h_axis):
         size += 2 * h_axis.size * (-(-num_tokens // PARTITIONS))
     if has_norm:
-        size += 4 * h_axis.count * rows + 3 * 4 * PARTITIONS + 8 * h_axis.count + 1024
+        size += 4 * h_axis.count * rows + 3 * 4 * PARTITIONS + 8 * h_axis.count
     return size
 
 

@@ -23,7 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nki_kernels.plans import PARTITIONS, AxisTiles
-from nki_kernels.router_choice import SLOTS, Picked, RouterFormula, finish_logits, pick, weigh
+from nki_kernels.router_choice import (
+    SLOTS,
+    Picked,
+    RouterFormula,
+    finish_logits,
+    pick,
+    ranks_scores,
+    weigh,
+)
 from nki_kernels.tiles import rows_of
 
 GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
@@ -75,17 +83,12 @@ def pack_router_weight(
     return np.ascontiguousarray(packed)
 
 
-def router_bytes(
-    num_tokens: int, h_axis: AxisTiles, num_experts: int, weight_bytes: int, formula: RouterFormula
-) -> int:
-    """Return the bytes of SBUF per partition that routing T tokens takes."""
-    tiles = -(-num_tokens // PARTITIONS)
-    size = h_axis.count * num_experts * weight_bytes
-    if weight_bytes == 4:
-        size += h_axis.count * min(PARTITIONS, num_tokens) * 4
-    columns = 4 * max(8, num_experts)
-    size += columns * (int(formula.has_bias) + int(formula.has_selection_bias))
-    return size + tiles * (7 * columns + 512)
+def router_bytes(num_tokens: int, num_experts: int, formula: RouterFormula) -> int:
+    """Return the bytes of SBUF per partition of logits, scores, biases and choices."""
+    columns = 4 * max(SLOTS, num_experts)
+    biases = int(formula.has_bias) + int(formula.has_selection_bias)
+    each = 7 if ranks_scores(formula) else 3
+    return columns * biases + -(-num_tokens // PARTITIONS) * (each * columns + 512)
 
 
 def load_router(
