@@ -18,6 +18,7 @@ SCALINGS = ("post", "pre", "none")
 DOWN_SCALES = ("none", "expert", "channel")
 OUTPUT_DTYPES = ("float32", "bfloat16")
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
+JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
 OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
 MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
@@ -140,8 +141,20 @@ def packed_axis(size: int) -> AxisTiles:
 
 
 def packed_chunks(config: DecodeConfig) -> int:
-    """Return the chunks of an expert in the packed layout, whatever the number of tokens."""
-    return -(-config.I // PARTITIONS)
+    """Return the chunks of an expert in the packed layout, whatever the number of tokens.
+
+    With one choice a token, a step may touch a single expert, which both cores should have a part
+    of.
+    """
+    chunks = -(-config.I // PARTITIONS)
+    if chunks == 1 and config.K == 1 and config.I // 2 in JOINED:
+        return 2
+    return chunks
+
+
+def joins_projections(config: DecodeConfig) -> bool:
+    """Whether gate and up columns of a chunk are one stationary tile, up in its second half."""
+    return config.weight_layout == "packed" and config.i_axis.size in JOINED
 
 
 def extra_floats(config: DecodeConfig) -> int:

@@ -11,6 +11,7 @@ from nki_kernels.decode_config import (
     accumulator_banks,
     is_direct,
     item_bytes,
+    joins_projections,
     list_width,
     packed_rows,
     packed_run,
@@ -45,7 +46,8 @@ def cost_decode_moe(config: DecodeConfig, touched: int) -> KernelCost:
         if not is_direct(config):
             read += min(T, PARTITIONS) * _WORD_BYTES
         columns += entries * _columns_of_entry(config) + _columns_of_ends(config, core)
-        columns += items * 3 * config.h_axis.count * config.i_axis.count * T
+        passes = 2 if joins_projections(config) else 3
+        columns += items * passes * config.h_axis.count * config.i_axis.count * T
     written = T * H * (4 if config.output_dtype == "float32" else 2)
     return KernelCost(read, written, columns)
 

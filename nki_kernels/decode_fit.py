@@ -6,6 +6,7 @@ kernel come from its trace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,9 +16,10 @@ from nki_kernels.decode_config import (
     MAX_ACCUMULATOR_BANKS,
     DecodeConfig,
     accumulator_banks,
-    core_chunks,
     extra_floats,
+    is_direct,
     item_bytes,
+    joins_projections,
     list_width,
     packed_chunks,
     with_plan,
@@ -38,13 +40,31 @@ DMA_BYTES_PER_NS = 27.2
 DMA_RUN_NS = 32.0
 DGE_NS = 600.0
 ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
-START_ALL_NS, START_SELECTIVE_NS = 1500.0, 6000.0  # to the first transfer of weights (simulated)
+LIST_NS = 4500.0  # from the index to the first transfer of weights (simulated)
 
 
 def expected_experts(config: DecodeConfig) -> float:
     """Return U, the local experts that uniform routing touches on average."""
     missed = (1.0 - config.K / config.num_experts) ** config.T
     return config.E * (1.0 - missed)
+
+
+def skewed_experts(config: DecodeConfig) -> float:
+    """Return the local experts that Zipf's law (the n-th expert chosen 1/n as often) touches.
+
+    Drawing K different experts takes expert n with probability 1 - exp(-c / n), about, where c is
+    such that these add up to K.
+    """
+    ranks = range(1, config.num_experts + 1)
+    low, high = 0.0, 64.0 * config.num_experts
+    for _step in range(60):
+        middle = (low + high) / 2
+        if sum(1.0 - math.exp(-middle / n) for n in ranks) < config.K:
+            low = middle
+        else:
+            high = middle
+    missed = sum(math.exp(-config.T * low / n) for n in ranks)
+    return config.E * (1.0 - missed / config.num_experts)
 
 
 def sbuf_bytes(config: DecodeConfig) -> int:
@@ -100,14 +120,17 @@ def choose_decode(
         ValueError: nothing fits.
     """
     config = replace(config, sums_in_psum=fits_psum(config))
+    modes = ("selective", "all") if config.mode == "auto" else (config.mode,)
+    shards = ("experts", "intermediate") if config.shard == "auto" else (config.shard,)
+    touched = skewed_experts(config) if config.mode == "auto" else expected_experts(config)
     best: DecodeConfig | None = None
     best_ns = float("inf")
-    for mode in ("all", "selective") if config.mode == "auto" else (config.mode,):
-        for shard in ("experts", "intermediate") if config.shard == "auto" else (config.shard,):
+    for mode in modes:
+        for shard in shards:
             asked = replace(config, mode=mode, shard=shard)
             trial = _first_that_fits(asked, chunks, slots, most_bytes)
-            if trial is not None and decode_ns(trial) < best_ns:
-                best, best_ns = trial, decode_ns(trial)
+            if trial is not None and decode_ns(trial, touched) < best_ns:
+                best, best_ns = trial, decode_ns(trial, touched)
     if best is None:
         raise ValueError(
             f"T={config.T}, H={config.H}, I={config.I}, shard={config.shard!r}, chunks={chunks}: "
@@ -131,10 +154,11 @@ def _first_that_fits(
 
 def _reason(config: DecodeConfig) -> str:
     """Return why mode and shard are what they are."""
-    touched = expected_experts(config)
+    few, many = skewed_experts(config), expected_experts(config)
     return (
-        f"{config.mode}: uniform routing of {config.T} tokens touches {touched:.1f} of "
-        f"{config.E} local experts; the cores split the {config.shard}"
+        f"{config.mode}: {config.T} tokens touch about {few:.1f} (skewed) to {many:.1f} (uniform) "
+        f"of {config.E} local experts, and a list of them costs {LIST_NS / 1e3:g} us; the cores "
+        f"split the {config.shard}"
     )
 
 
@@ -149,15 +173,19 @@ def _chunk_counts(config: DecodeConfig, chunks: int) -> Iterator[int]:
             yield count
 
 
-def decode_ns(config: DecodeConfig) -> float:
-    """Return an estimate of the time of a launch with uniform routing, in ns."""
-    touched = float(config.E) if config.mode == "all" else max(1.0, expected_experts(config))
-    entries = touched
-    if config.shard == "experts":
-        entries = (touched + (config.num_cores - 1) / 2) / config.num_cores
-        entries = max(1.0, entries)
-    items = entries * core_chunks(config)
-    start = START_ALL_NS if config.mode == "all" else START_SELECTIVE_NS
+def decode_ns(config: DecodeConfig, touched: float) -> float:
+    """Return an estimate of the time of a launch, in ns.
+
+    Args:
+        config: a whole plan.
+        touched: local experts that are chosen by some token.
+    """
+    experts = float(config.E) if config.mode == "all" else max(1.0, touched)
+    items = experts * config.chunks / config.num_cores
+    if config.shard == "experts" and config.chunks % config.num_cores:
+        # An odd expert is shared as well as its chunks allow; every other list has one.
+        items += 0.5 / config.num_cores
+    start = LIST_NS if config.mode == "selective" and not is_direct(config) else 0.0
     return start + items * max(_load_ns(config), _compute_ns(config)) + _compute_ns(config)
 
 
@@ -176,7 +204,8 @@ def _compute_ns(config: DecodeConfig) -> float:
     """Return the time to compute an item."""
     T, columns = config.T, max(config.T, PE_FLOOR_COLUMNS)
     tiles = config.i_axis.count
-    matmuls = 3 * config.h_axis.count * tiles * columns / PE_CYCLES_PER_NS
+    passes = 2 if joins_projections(config) else 3
+    matmuls = passes * config.h_axis.count * tiles * columns / PE_CYCLES_PER_NS
     vector = tiles * 4 * (T + VECTOR_OVERHEAD) / VECTOR_CYCLES_PER_NS
     if not config.sums_in_psum:
         banks = accumulator_banks(config)

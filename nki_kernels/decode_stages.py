@@ -19,6 +19,7 @@ from nki_kernels.decode_config import (
     DecodeConfig,
     accumulator_banks,
     holds_expert,
+    joins_projections,
     tiles_per_bank,
     weighs_inner,
 )
@@ -203,22 +204,38 @@ def project_in(
     for tile in range(i_axis.count):
         rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
         bank_ps = b.inner_ps[(item * i_axis.count + tile) % len(b.inner_ps)]
-        for half in range(2):
-            for t in range(h_axis.count):
-                depth = rows_of(h_axis, t)
-                nisa.nc_matmul(
-                    dst=bank_ps[0:rows, half * T : (half + 1) * T],
-                    stationary=weights_sb[0:depth, t, half, columns],
-                    moving=turned_sb[0:depth, t, 0:T],
-                    accumulate=t > 0,
-                )
-        activate(config, b, bank_ps, slot, item, ring, tile)
+        if joins_projections(config):
+            gate_up_sb = b.gate_up[slot][0 : h_axis.rows, 0:run]
+            joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
+            project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
+            gate, up = bank_ps[0:rows, 0:T], bank_ps[rows : 2 * rows, 0:T]
+        else:
+            gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
+            project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
+            project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
+        activate(config, b, gate, up, slot, item, ring, tile)
+
+
+def project(
+    config: DecodeConfig, dst_ps: nl.NkiTensor, weights_sb: nl.NkiTensor, turned_sb: nl.NkiTensor
+) -> None:
+    """Multiply [h, H/h, i] weights with the tokens, [i, T]."""
+    h_axis, columns = config.h_axis, weights_sb.shape[2]
+    for t in range(h_axis.count):
+        depth = rows_of(h_axis, t)
+        nisa.nc_matmul(
+            dst=dst_ps,
+            stationary=weights_sb[0:depth, t, 0:columns],
+            moving=turned_sb[0:depth, t, 0 : config.T],
+            accumulate=t > 0,
+        )
 
 
 def activate(
     config: DecodeConfig,
     b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
+    gate: nl.NkiTensor,
+    up: nl.NkiTensor,
     slot: int,
     item: int,
     ring: int,
@@ -228,7 +245,6 @@ def activate(
     T, rows = config.T, rows_of(config.i_axis, tile)
     turn = (item * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
-    gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
     if config.scaling == "pre":
         scale_input(config, b, gate_sb, gate, slot, ring, tile, 0)
         scale_input(config, b, up_sb, up, slot, ring, tile, 1)

@@ -173,6 +173,10 @@ PLANS = {
 PACKED = {
     "T1-K4-gpt-oss": Decode(1, 192, 360, 8, 4, has_bias=True, options=GPT_OSS),
     "T1-K1-intermediate": Decode(1, 128, 512, 8, 1, options={"shard": "intermediate"}),
+    "T1-I128-K1-joined-pre": Decode(1, 256, 128, 4, 1, options={"scaling": "pre"}),
+    "T20-I64-K1-joined-e4m3": Decode(
+        20, 256, 64, 5, 1, has_bias=True, options={**E4M3, "down_scale": "channel", **SELECTIVE}
+    ),
     "T20-H2880-I90-gpt-oss": Decode(
         20, 2880, 90, 3, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
     ),
