@@ -22,6 +22,7 @@ JOINED = (32, 64)  # rows of I that start the second half of a tile where engine
 BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
 OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
 MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
+MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
 UNROLLED_ENTRIES = 8  # entries of a core that are written out rather than looped over
@@ -143,12 +144,18 @@ def packed_axis(size: int) -> AxisTiles:
 def packed_chunks(config: DecodeConfig) -> int:
     """Return the chunks of an expert in the packed layout, whatever the number of tokens.
 
-    With one choice a token, a step may touch a single expert, which both cores should have a part
-    of.
+    A chunk is a tile of I, less where the hidden axis is long. With one choice a token, a step may
+    touch a single expert, which both cores should have a part of.
     """
     chunks = -(-config.I // PARTITIONS)
     if chunks == 1 and config.K == 1 and config.I // 2 in JOINED:
         return 2
+    size = -(-config.I // chunks)
+    while item_bytes(config) * config.H * (1 + 2 * size // PARTITIONS) > MAX_CHUNK_BYTES:
+        if size <= JOINED[0]:
+            return chunks
+        chunks = chunks * 2
+        size = -(-config.I // chunks)
     return chunks
 
 

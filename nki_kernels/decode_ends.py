@@ -124,15 +124,25 @@ def finish(
             dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
         )
         own_sb = sums.total_sb[0:rows, 0:count, first : first + size]
-        part_sb = nl.ndarray((rows, count, size), dtype=nl.float32, buffer=nl.sbuf)
+        if is_direct_out(config, size) and len(residuals) == 0:
+            # Added, rounded and put in the order of the rows at once.
+            spread_sb = nl.ndarray((rows, size, count), output_dtype(config), buffer=nl.sbuf)
+            part_sb = spread_sb.permute((0, 2, 1))
+        else:
+            part_sb = nl.ndarray((rows, count, size), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=part_sb, data1=own_sb, data2=received_sb, op=nl.add)
     # Of an odd number the token in the middle is on both cores; core 0 stores it.
     skipped = core * (2 * size - T) if config.num_cores > 1 else 0
     if size > skipped:
-        if h_axis.is_strided and size <= DIRECT_OUT:
+        if is_direct_out(config, size):
             store_directly(config, part_sb, output, residuals, first, skipped)
         else:
             store_rows(config, sums, part_sb, output, residuals, first, skipped)
+
+
+def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
+    """Whether so many tokens of y^T are stored without turning them."""
+    return config.h_axis.is_strided and tokens <= DIRECT_OUT
 
 
 def read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
@@ -157,19 +167,25 @@ def store_directly(
     first: int,
     skipped: int,
 ) -> None:
-    """Store a few tokens of y^T: on each partition a run of every token's row."""
+    """Store a few tokens of y^T: on each partition a run of every token's row.
+
+    What two cores added without a residual is rounded and in the order of the rows already.
+    """
     rows, count, size = part_sb.shape
-    shape = (rows, size, count)
-    spread_sb = nl.ndarray(shape, dtype=output_dtype(config), buffer=nl.sbuf)
-    turned_sb = part_sb.permute((0, 2, 1))
-    if len(residuals) == 0:
-        nisa.tensor_copy(dst=spread_sb, src=turned_sb)
-    else:
-        residual_sb = nl.ndarray(shape, dtype=residuals[0].dtype, buffer=nl.sbuf)
-        if config.h_axis.size < rows * count:
-            nisa.memset(dst=residual_sb, value=0.0)
-        load_directly(config, residual_sb, residuals[0], first)
-        nisa.tensor_tensor(dst=spread_sb, data1=turned_sb, data2=residual_sb, op=nl.add)
+    spread_sb = part_sb.permute((0, 2, 1))
+    is_ready = config.num_cores > 1 and len(residuals) == 0
+    if not is_ready:
+        shape = (rows, size, count)
+        rounded_sb = nl.ndarray(shape, dtype=output_dtype(config), buffer=nl.sbuf)
+        if len(residuals) == 0:
+            nisa.tensor_copy(dst=rounded_sb, src=spread_sb)
+        else:
+            residual_sb = nl.ndarray(shape, dtype=residuals[0].dtype, buffer=nl.sbuf)
+            if config.h_axis.size < rows * count:
+                nisa.memset(dst=residual_sb, value=0.0)
+            load_directly(config, residual_sb, residuals[0], first)
+            nisa.tensor_tensor(dst=rounded_sb, data1=spread_sb, data2=residual_sb, op=nl.add)
+        spread_sb = rounded_sb
     axis, offset = config.h_axis, (first + skipped) * config.H
     full, rest = axis.size // axis.count, axis.size % axis.count
     nisa.dma_copy(
