@@ -37,7 +37,7 @@ from nki_kernels.tiles import rows_of
 GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
 SPLIT_BYTES = 1 << 20  # of a weight: half of the load takes longer than exchanging logits
-PIECE_BYTES = 4096  # and the shortest run of one (nki-dma-bandwidth-guide: shorter is slower)
+PIECE_BYTES = 2048  # and the shortest run of one (nki-dma-bandwidth-guide: shorter is slower)
 
 
 @dataclass
