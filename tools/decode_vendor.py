@@ -36,11 +36,17 @@ def padded_hidden(model: Model) -> int:
 
 
 def bound_us(case: DecodeCase, mode: str) -> float:
-    """Return the time that reading the mode's weights takes at the HBM rate (computed)."""
-    model = case.model
+    """Return the least time that reading the mode's weights takes (computed).
+
+    The larger of their bytes at the HBM rate, and their runs on all DMA engines: gate and up are
+    read apart, so that a run of either is one row of I.
+    """
+    model, chip = case.model, nki_sim.hardware.find("trn2")
     experts = model.E if mode == "all_experts" else case.B * model.K
-    item = 2 if case.format == "bf16" else 1
-    return experts * 3 * padded_hidden(model) * model.I * item / HBM_BYTES_PER_US
+    H, item = padded_hidden(model), 2 if case.format == "bf16" else 1
+    run_ns = chip.dma_run_ns + model.I * item / chip.dma_engine_bytes_per_ns
+    runs_us = 2 * H * run_ns / (CORES * chip.dma_engines) / 1e3
+    return experts * max(3 * H * model.I * item / HBM_BYTES_PER_US, runs_us)
 
 
 def attempt_both(
