@@ -265,10 +265,10 @@ class Experts(nn.Module):
         first.keep_packed(packed[0])
         down.keep_packed(packed[1])
 
-    def copy_for_decode(self, backend: CopiesForDecode) -> None:
+    def copy_for_decode(self, backend: CopiesForDecode, top_k: int) -> None:
         """Keep a copy in the layout decode reads fastest; a weight that changes makes it stale."""
         if self._valid_copy() is None:
-            copy = backend.copy_for_decode(self.weights())
+            copy = backend.copy_for_decode(self.weights(), top_k)
             self.decode_copy = replace(copy, made_from=Stamp(self._sources()))
 
     def _valid_copy(self) -> DecodeCopy | None:

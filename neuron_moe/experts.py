@@ -239,7 +239,8 @@ class ExpertMLPsV2(nn.Module):
                 " Leave it False, or use backend='nki'."
             )
         second = self.shards.second is not None
-        (self.mlp_op_tkg if second else self.mlp_op).copy_for_decode(self.backend)
+        decoding = self.mlp_op_tkg if second else self.mlp_op
+        decoding.copy_for_decode(self.backend, self.config.top_k)
 
     def workload(self, phase: str, tokens: int) -> Workload:
         """Return the sizes that decide how `tokens` tokens are computed."""

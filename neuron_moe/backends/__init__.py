@@ -143,8 +143,8 @@ class ChoosesMode(Protocol):
 class CopiesForDecode(Protocol):
     """A backend whose decode reads another layout faster."""
 
-    def copy_for_decode(self, weights: ExpertWeights) -> DecodeCopy:
-        """Return the experts in that layout."""
+    def copy_for_decode(self, weights: ExpertWeights, top_k: int) -> DecodeCopy:
+        """Return the experts in that layout, for steps of so many choices a token."""
 
 
 def get_backend(name: str, config: BlockwiseMatmulConfig | None = None) -> Backend:

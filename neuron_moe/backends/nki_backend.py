@@ -156,9 +156,9 @@ class NkiBackend:
         """Return both matrices as fp8 codes, if no weight loses a bit; else why they stay."""
         return narrow_weights(first_EHI, down_EIH)
 
-    def copy_for_decode(self, weights: ExpertWeights) -> DecodeCopy:
+    def copy_for_decode(self, weights: ExpertWeights, top_k: int) -> DecodeCopy:
         """Return the experts in the layout of decode_moe."""
-        return nki_decode.lay_out(weights, self.plan.num_cores)
+        return nki_decode.lay_out(weights, top_k, self.plan.num_cores)
 
     def _launch(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         return launch(self.plan.num_cores, kernel, *args, **kwargs)

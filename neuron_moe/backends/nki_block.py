@@ -4,7 +4,7 @@ Norm, router, routed and shared experts; nothing passes through HBM between them
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
-import contextlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,10 +77,7 @@ def block_config(
         "has_shared_gate": shared is not None and shared.shared_expert_gate is not None,
         "returns_routing": layer.returns_routing,
     }
-    if layer.weights.decode_copy is not None:
-        with contextlib.suppress(ValueError):
-            return make_block_config(weight_layout="packed", **arguments)
-    return make_block_config(**arguments)
+    return nki_decode.with_layout(layer.weights, partial(make_block_config, **arguments))
 
 
 def compute(

@@ -5,7 +5,7 @@ Axes: T tokens, K choices, E experts of this rank, H hidden.
 
 import contextlib
 import functools
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,11 +114,31 @@ def decode_config(
     arguments = config_arguments(
         num_tokens, num_experts, weights, scales_input, num_cores, kernel_mode
     )
+    return with_layout(weights, functools.partial(_decode_config, K=top_k, **arguments))
+
+
+def with_layout(weights: ExpertWeights, make: Callable[..., Any]) -> Any:
+    """Return what `make` makes for the weights' copy for decode, else for plain weights.
+
+    Chunks of the copy are fixed; where they leave no room for the tokens, plain weights do.
+
+    Args:
+        weights: of this rank.
+        make: makes a configuration with a given weight_layout.
+    """
     if weights.decode_copy is not None:
-        # Chunks of the copy are fixed; where they leave no room for the tokens, plain weights do.
         with contextlib.suppress(ValueError):
-            return _decode_config(K=top_k, weight_layout="packed", **arguments)
-    return _decode_config(K=top_k, weight_layout="ehi", **arguments)
+            config = make(weight_layout="packed")
+            if _is_laid_out_for(getattr(config, "moe", config), weights.decode_copy):
+                return config
+    return make(weight_layout="ehi")
+
+
+def _is_laid_out_for(config: Any, copy: DecodeCopy) -> bool:
+    from nki_kernels.decode_config import packed_rows, packed_run
+
+    wanted = (config.chunks, packed_rows(config), packed_run(config))
+    return tuple(copy.gate_up_ECpn.shape[1:]) == wanted
 
 
 def config_arguments(
@@ -166,18 +186,19 @@ def _decode_config(**arguments: Any) -> Any:
     return make_decode_config(**arguments)
 
 
-def lay_out(weights: ExpertWeights, num_cores: int) -> DecodeCopy:
+def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> DecodeCopy:
     """Return experts in the packed layout of decode_moe, which does not depend on the tokens."""
     from nki_kernels.decode_layout import pack_down, pack_gate_up
 
     operands = kernel_weights(weights)
-    plain = replace(weights, decode_copy=DecodeCopy(operands.down_EIH, operands.down_EIH))
-    config = decode_config(1, 1, weights.num_experts, plain, False, num_cores)
-    if config.weight_layout != "packed":
+    experts = max(weights.num_experts, top_k)
+    arguments = config_arguments(1, experts, weights, False, num_cores, "auto")
+    try:
+        config = _decode_config(K=top_k, weight_layout="packed", **arguments)
+    except ValueError as error:
         raise ValueError(
-            "for_decode=True: these experts do not fit on chip in the layout of the decode kernel."
-            " Leave it False, or use more ranks of tensor parallelism."
-        )
+            f"for_decode=True: the decode kernel cannot take these experts: {error}"
+        ) from error
     beside = (operands.gate_up_bias_EI, operands.gate_up_scale_EI, operands.down_scale_En)
     dtype, device = operands.down_EIH.dtype, operands.down_EIH.device
     gate_up = pack_gate_up(

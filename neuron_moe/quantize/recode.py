@@ -194,6 +194,45 @@ def recode_bf16_to_fp8(weight: Tensor, fmt: Fp8Format = E5M2) -> QuantizedWeight
     """
     if weight.dtype != torch.bfloat16:
         raise TypeError(f"weight.dtype={weight.dtype}: must be bfloat16. Convert it first.")
+    return _recode_by_matrix(weight, fmt) or _recode_by_exponents(weight, fmt)
+
+
+def _recode_by_matrix(weight: Tensor, fmt: Fp8Format) -> QuantizedWeight | None:
+    """Try one scale for each matrix; None if bits are lost.
+
+    Several times faster than looking at exponents, and what checkpoints pass.
+    """
+    codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
+    scale_E11 = torch.ones(len(weight), 1, 1, device=weight.device)
+    for matrix, place, scale in zip(weight, codes, scale_E11, strict=True):
+        largest = torch.stack(torch.aminmax(matrix)).abs().max().float()
+        if not bool(torch.isfinite(largest)):
+            return None
+        if bool(largest == 0):
+            place.zero_()
+            continue
+        exponent = int(torch.frexp(largest).exponent) - 1
+        # The largest magnitude gets the exponent of FP4's, or for small ones that of the format.
+        for highest in (FP4_MAX_EXPONENT, fmt.max_exponent):
+            factor = 2.0 ** max(exponent - highest, _MIN_SCALE_EXPONENT)
+            place.copy_(matrix * (1.0 / factor))
+            if _is_exact(place, matrix, factor, fmt):
+                scale.fill_(factor)
+                break
+        else:
+            return None
+    return QuantizedWeight(codes, scale_E11)
+
+
+def _is_exact(codes: Tensor, matrix: Tensor, factor: float, fmt: Fp8Format) -> bool:
+    """Say whether codes times a factor are a matrix, by normal numbers alone."""
+    magnitude = codes.view(torch.uint8) & 0x7F
+    is_subnormal = magnitude - 1 < (1 << fmt.mantissa_bits) - 1  # 0 wraps around
+    return not bool(is_subnormal.any()) and torch.equal(codes.to(matrix.dtype) * factor, matrix)
+
+
+def _recode_by_exponents(weight: Tensor, fmt: Fp8Format) -> QuantizedWeight:
+    """Find the scales that fit, of matrices or columns; say what does not."""
     lowest_E1C, highest_E1C = _value_exponents(weight, fmt)
     window = fmt.max_exponent - fmt.min_exponent
     lowest, highest = lowest_E1C.amin(2, keepdim=True), highest_E1C.amax(2, keepdim=True)
