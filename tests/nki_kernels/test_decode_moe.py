@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
+from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
 from nki_kernels.decode_cost import cost_decode_moe
 from nki_kernels.decode_fit import sbuf_bytes
 from nki_kernels.decode_options import make_decode_config
@@ -204,3 +208,33 @@ def test_splits_buffers_and_formats_do_not_change_the_result(name: str) -> None:
 def test_packed_weights_give_the_same_result(name: str) -> None:
     problem = PACKED[name]
     check(replace(problem, options={**problem.options, "weight_layout": "packed"}))
+
+
+def recode(
+    rng: np.random.Generator, shape: tuple[int, int, int], scope: str
+) -> tuple[Any, Any, Any]:
+    """Return e5m2 codes [E, in, out], scales and values of a random MXFP4 weight."""
+    experts, inputs, outputs = shape
+    blocks = torch.from_numpy(
+        rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
+    )
+    exponents = rng.integers(115, 125, (experts, outputs, inputs // 32)).astype(np.uint8)
+    recoded = recode_mxfp4_to_fp8(blocks, torch.from_numpy(exponents), scope=scope)
+    codes = recoded.codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e5m2)
+    values = decode_mxfp4(blocks, torch.from_numpy(exponents), torch.float32).numpy()
+    scale = recoded.scale.numpy()[..., 0]
+    assert np.array_equal(codes.astype(np.float32) * scale[..., None], values)
+    return np.ascontiguousarray(codes.transpose(0, 2, 1)), scale, values.transpose(0, 2, 1)
+
+
+@pytest.mark.parametrize("layout", ["ehi", "packed"])
+@pytest.mark.parametrize("scope", ["expert", "channel"])
+def test_mxfp4_weights_run_as_float8_without_loss(scope: str, layout: str) -> None:
+    options = {**GPT_OSS, **E5M2, "down_scale": scope, "weight_layout": layout, **SELECTIVE}
+    problem = Decode(12, 128, 64, 4, 2, has_bias=True, options=options)
+    rng = np.random.default_rng(5)
+    codes, scale, values = recode(rng, (4, 128, 128), "channel")
+    problem.gate_up_codes, problem.gate_up_scale, problem.gate_up = codes, scale, values
+    codes, scale, values = recode(rng, (4, 64, 128), scope)
+    problem.down_codes, problem.down_scale, problem.down = codes, scale, values
+    check(problem)
