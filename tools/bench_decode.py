@@ -262,13 +262,13 @@ def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -
             case = DecodeCase(
                 kernel="decode_moe", model=find_model(name), B=B, routing="uniform", format="bf16"
             )
-            point = known.get((name, B)) or _switch_point(case, sources, options.layout)
+            point = known.get((name, B)) or switch_point(case, sources, options.layout)
             book.switch.append(point)
             if options.json is not None:
                 write(options.json, summarise(with_gains(book.rows), book, sources))
 
 
-def _switch_point(case: DecodeCase, sources: Sources, layout: str) -> dict[str, Any]:
+def switch_point(case: DecodeCase, sources: Sources, layout: str) -> dict[str, Any]:
     """Simulate both modes of a case; return times, the choice and what it loses."""
     times = {}
     for mode in MODES:
