@@ -183,10 +183,8 @@ def route_block(
     logits = []
     for first in range(0, moe.T, PARTITIONS):
         rows = min(PARTITIONS, moe.T - first)
-        logits_sb = make_logits(
-            x_sb, first, rows, front.router, moe.h_axis, moe.num_experts, formula
-        )
-        logits.append(logits_sb)
+        tile = make_logits(x_sb, first, rows, front.router, moe.h_axis, moe.num_experts, b.ones)
+        logits.append(tile)
     index_tiles, picked = pick_experts(logits, front.router, moe.num_experts, formula)
     bank_ps = routing_bank(b.sums)
     routing = list_experts(moe, index_tiles, first_sb, bank_ps, b.ones, core)

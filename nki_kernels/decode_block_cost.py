@@ -33,7 +33,8 @@ def cost_decode_block(
         read += cores * H * norm_bytes
         columns += cores * _norm_columns(config)
     read += cores * (_router_bytes(config) - 2 * T * K * _WORD_BYTES)
-    columns += cores * moe.h_axis.count * _tiles(T) * (moe.num_experts // config.router_parts)
+    passes = moe.h_axis.count + int(config.formula.has_bias)
+    columns += cores * passes * _tiles(T) * (moe.num_experts // config.router_parts)
     if is_direct(T, moe.h_axis) and T > DIRECT_IN:  # decode_moe turns these
         columns -= cores * moe.h_axis.count * T
     if config.has_shared:
@@ -66,6 +67,5 @@ def _router_bytes(config: BlockConfig) -> int:
     moe, formula = config.moe, config.formula
     weight_bytes = 4 if config.router_dtype == "float32" else 2
     weight = moe.h_axis.rows * moe.h_axis.count * (moe.num_experts // config.router_parts)
-    rows = int(formula.has_bias) + int(formula.has_selection_bias)
-    repeated = rows * min(PARTITIONS, moe.T) * moe.num_experts * _WORD_BYTES
-    return weight * weight_bytes + repeated
+    rows = int(formula.has_bias) + int(formula.has_selection_bias) * min(PARTITIONS, moe.T)
+    return weight * weight_bytes + rows * moe.num_experts * _WORD_BYTES

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from nki_kernels.plans import PARTITIONS, AxisTiles
 from nki_kernels.router_choice import (
+    LOWEST,
     SLOTS,
     Picked,
     RouterFormula,
-    finish_logits,
     pick,
     ranks_scores,
     weigh,
@@ -45,8 +45,8 @@ class RouterTiles(nl.NKIObject):
     """The router's operands in SBUF."""
 
     weight_sb: nl.ndarray  # [h, H/h, N/P], this core's part
-    bias_sb: nl.ndarray  # [128, E] float32, if the formula has a bias
-    selection_bias_sb: nl.ndarray  # [128, E] float32, if the formula has one
+    biases: list[nl.ndarray]  # [1, N] float32, one or none
+    selection_bias_sb: nl.ndarray  # [128, N] float32, if the formula has one
 
 
 def router_parts(num_experts: int, hidden_size: int, weight_bytes: int, num_cores: int) -> int:
@@ -110,13 +110,13 @@ def load_router(
         nisa.dma_copy(
             dst=weight_sb[:, chunks, :], src=own[:, chunks, :], dge_mode=nisa.dge_mode.none
         )
-    tiles = RouterTiles(weight_sb, weight_sb, weight_sb)
-    used = min(PARTITIONS, num_tokens)
+    biases = []
     if formula.has_bias:
-        tiles.bias_sb = repeat_row(bias_1E, used)
+        biases.append(repeat_row(bias_1E, 1))
+    selection_bias_sb = weight_sb
     if formula.has_selection_bias:
-        tiles.selection_bias_sb = repeat_row(selection_bias_1E, used)
-    return tiles
+        selection_bias_sb = repeat_row(selection_bias_1E, min(PARTITIONS, num_tokens))
+    return RouterTiles(weight_sb, biases, selection_bias_sb)
 
 
 def repeat_row(row_1X: nl.ndarray, partitions: int) -> nl.ndarray:
@@ -135,9 +135,11 @@ def make_logits(
     router: RouterTiles,
     h_axis: AxisTiles,
     num_experts: int,
-    formula: RouterFormula,
+    ones_sb: nl.ndarray,
 ) -> nl.ndarray:
-    """Return the logits of tokens first .. first + rows, [rows, max(E, 8)] float32.
+    """Return the logits of tokens first .. first + rows, [rows, max(N, 8)] float32.
+
+    They stay in PSUM where nothing is to be done to them: the choice can be made there.
 
     Args:
         x_sb: [h, H/h, T] turned tokens.
@@ -146,7 +148,7 @@ def make_logits(
         router: its operands.
         h_axis: how H lies on partitions.
         num_experts: N.
-        formula: the router.
+        ones_sb: [128, 128] float32 of ones.
     """
     weight_sb = router.weight_sb
     tokens_sb = x_sb[:, :, first : first + rows]
@@ -155,6 +157,8 @@ def make_logits(
         nisa.tensor_copy(dst=wide_sb, src=tokens_sb)
         tokens_sb = wide_sb
     columns = weight_sb.shape[2]
+    core = nl.program_id(0) if columns < num_experts else 0
+    begin = core * columns
     logits_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
     for tile in range(h_axis.count):
         depth = rows_of(h_axis, tile)
@@ -164,16 +168,23 @@ def make_logits(
             moving=weight_sb[0:depth, tile, :],
             accumulate=tile > 0,
         )
+    for bias_sb in router.biases:
+        nisa.nc_matmul(
+            dst=logits_ps,
+            stationary=ones_sb[0:1, 0:rows],
+            moving=bias_sb[:, begin : begin + columns],
+            is_stationary_onezero=True,
+            accumulate=True,
+        )
+    if columns == num_experts and num_experts >= SLOTS:
+        return logits_ps
+    logits_sb = nl.ndarray((rows, max(SLOTS, num_experts)), nl.float32, buffer=nl.sbuf)
+    if num_experts < SLOTS:
+        nisa.memset(dst=logits_sb, value=LOWEST)
+    own_sb = logits_sb[:, begin : begin + columns]
+    nisa.tensor_copy(dst=own_sb, src=logits_ps)
     if columns == num_experts:
-        return finish_logits(logits_ps, router.bias_sb, formula)
-    core = nl.program_id(0)
-    logits_sb = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.sbuf)
-    own_sb = logits_sb[:, core * columns : (core + 1) * columns]
-    if formula.has_bias:
-        bias_sb = router.bias_sb[0:rows, core * columns : (core + 1) * columns]
-        nisa.tensor_tensor(dst=own_sb, data1=logits_ps, data2=bias_sb, op=nl.add)
-    else:
-        nisa.tensor_copy(dst=own_sb, src=logits_ps)
+        return logits_sb
     other = 1 - core
     is_short = columns * 4 <= GPSIMD_BYTES
     nisa.sendrecv(

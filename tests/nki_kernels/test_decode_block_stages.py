@@ -60,7 +60,7 @@ def norm_and_route(
         turn(tiles[number], h_axis, banks_ps)
         part = x_sb[:, :, first : first + rows]
         normalize(part, tiles[number], norm, h_axis, formula.norm_eps)
-        logits.append(make_logits(x_sb, first, rows, router, h_axis, num_experts, formula))
+        logits.append(make_logits(x_sb, first, rows, router, h_axis, num_experts, norm.ones_sb))
     index_tiles, picked = pick_experts(logits, router, num_experts, formula)
     affinity_tiles = weigh_experts(logits, picked, num_experts, formula)
     gate_row_sb = gate_tokens(x_sb, gate_sb, h_axis)
