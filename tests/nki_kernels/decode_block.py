@@ -109,12 +109,28 @@ def draw(case: Case) -> dict[str, Array]:
         arrays["shared_gate"] = matrix(1, H, fan=H)
     if settings.get("has_residual"):
         arrays["residual"] = matrix(T, H, fan=1)
+    if settings.get("has_scales"):
+        narrow(arrays, settings)
     return arrays
+
+
+def narrow(arrays: dict[str, Array], settings: dict[str, Any]) -> None:
+    """Replace the experts' weights by float8 codes and scales."""
+    dtype = np.dtype(settings["weight_format"])
+    for name in ("gate_up", "down"):
+        wide = arrays[name].astype(np.float32)
+        axes = (1, 2) if name == "down" and settings["down_scale"] == "expert" else (1,)
+        scale = np.abs(wide).max(axes, keepdims=True) / np.float32(200)
+        arrays[name] = (wide / scale).astype(dtype)
+        arrays[f"{name}_scale"] = scale[:, 0]
 
 
 def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> BlockResult:
     """Return the formula's result in float64."""
     wide = {name: array.astype(np.float64) for name, array in arrays.items()}
+    for name in ("gate_up", "down"):
+        if f"{name}_scale" in wide:
+            wide[name] = wide[name] * wide[f"{name}_scale"][:, None]
     settings = case.settings
     names = ("activation", "gate_limits", "up_limits", "up_offset", "scaling")
     shared = None
@@ -145,8 +161,9 @@ def operands_of(config: BlockConfig, arrays: dict[str, Array], first: int = 0) -
     if "shared_gate" in given:
         given["shared_gate"] = pack_router_weight(arrays["shared_gate"], axis)
     if moe.weight_layout == "packed":
-        bias = given.pop("gate_up_bias", None)
-        given["gate_up"] = pack_gate_up(moe, arrays["gate_up"], bias)
+        extras = [given.pop(name, None) for name in
+                  ("gate_up_bias", "gate_up_scale", "down_scale")]  # fmt: skip
+        given["gate_up"] = pack_gate_up(moe, arrays["gate_up"], *extras)
         given["down"] = pack_down(moe, arrays["down"])
     return given
 

@@ -11,16 +11,30 @@ import torch
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
-from nki_kernels.decode_block_config import check_decode_block, make_block_config
+from nki_kernels.decode_block_config import (
+    check_decode_block,
+    expected_operands,
+    make_block_config,
+)
 from nki_kernels.decode_block_cost import cost_decode_block
-from nki_kernels.decode_block_shared import num_parts, pack_shared_experts
+from nki_kernels.decode_block_shared import num_parts, pack_shared_experts, shared_shapes
 from nki_kernels.router_choice import RouterFormula
-from nki_sim import SimOptions
-from tests.nki_kernels.decode_block import BF16, Case, draw, expected, operands_of, run, run_case
+from nki_sim import SimOptions, TensorSpec
+from tests.nki_kernels.decode_block import (
+    BF16,
+    FAMILIES,
+    Case,
+    draw,
+    expected,
+    operands_of,
+    run,
+    run_case,
+)
 from tests.nki_kernels.traces import measured_cost
 from tests.tolerances import rms_error
 
 PACKED: dict[str, Any] = {"weight_layout": "packed"}
+E4M3: dict[str, Any] = {"weight_format": "float8_e4m3", "has_scales": True}
 CASES = {
     **{f"{family}-T{T}": Case(family, T)
        for family in ("gpt-oss", "qwen3", "deepseek", "llama4", "qwen2-moe", "mixtral")
@@ -48,6 +62,14 @@ CASES = {
     "packed-uneven-hidden-T30": Case("deepseek", 30, H=320, options=PACKED),
     "packed-uneven-hidden-T1": Case("gpt-oss", 1, H=320, options=PACKED),
     "packed-no-norm": Case("mixtral", 3, H=320, has_norm=False, options=PACKED),
+    "e4m3-by-channel": Case("deepseek", 5, options={**E4M3, "down_scale": "channel"}),
+    "e4m3-packed-T1": Case(
+        "gpt-oss", 1, options={**E4M3, **PACKED, "down_scale": "channel", "has_down_bias": True}
+    ),
+    "e5m2-packed": Case(
+        "gpt-oss", 20,
+        options={**E4M3, **PACKED, "weight_format": "float8_e5m2", "down_scale": "expert"},
+    ),
     "one-core": Case("qwen2-moe", 11, options={"num_cores": 1, "has_residual": True}),
 }  # fmt: skip
 ORDERS = {
@@ -248,6 +270,43 @@ def test_limits_are_refused_by_name(name: str) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         make_block_config(**settings(**changes))
+
+
+# name: (T, H, I, E, N, shared width, router dtype, layout), of whole models on one rank
+LARGEST = {
+    "deepseek-v3-float32-router": (128, 7168, 2048, 4, 256, 2048, "float32", "packed"),
+    "deepseek-v3-T256": (256, 7168, 2048, 2, 256, 2048, "bfloat16", "ehi"),
+    "16-of-512": (64, 8192, 512, 4, 512, 1024, "float32", "packed"),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
+    T, H, I, E, N, width, dtype, layout = LARGEST[name]  # noqa: E741
+    terms = FAMILIES["deepseek"][0] if N == 256 else {"top_k": 16, "has_bias": True}
+    config = make_block_config(
+        RouterFormula(**terms, has_norm=True), router_dtype=dtype, shared_width=width,
+        has_shared_gate=True, has_residual=True, T=T, H=H, I=I, E=E, num_experts=N, mode="all",
+        weight_layout=layout,
+    )  # fmt: skip
+    operands: dict[str, Any] = {
+        operand: TensorSpec(shape, dtypes[0])
+        for operand, (shape, dtypes) in expected_operands(config).items()
+        if shape is not None
+    }
+    gate_up, down = shared_shapes(config.moe)
+    operands["gate_up"] = TensorSpec(gate_up, "bfloat16")
+    operands["down"] = TensorSpec(down, "bfloat16")
+    run(config, operands, SimOptions(mode="indices"))  # raises where memory is too small
+
+
+def test_a_block_that_does_not_fit_is_refused() -> None:
+    formula = RouterFormula(top_k=8, has_norm=True)
+    with pytest.raises(ValueError, match="bytes of SBUF per partition, must be at most"):
+        make_block_config(
+            formula, router_dtype="float32", shared_width=4096, T=128, H=8192, I=64, E=2,
+            num_experts=512, num_cores=1,
+        )  # fmt: skip
 
 
 WRONG: dict[str, tuple[str, Any, str]] = {
