@@ -111,7 +111,9 @@ class Prefill:
             num_tokens=self.T, has_gate_up_bias=self.has_bias, has_down_bias=self.has_bias,
             **self.options,
         )  # fmt: skip
-        return with_loop(config, replace(config.loop, **self.loop))
+        # Rows that the gather turned serve one part only.
+        turns = {"turns": "tensor"} if self.loop.get("in_parts", 1) > 1 else {}
+        return with_loop(config, replace(config.loop, **turns, **self.loop))
 
     def plan(self, config: Any) -> VisitPlan:
         """Return the visits."""

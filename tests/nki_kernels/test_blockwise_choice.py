@@ -1,0 +1,89 @@
+"""The plan chosen by estimate against all plans simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nki_sim
+from neuron_moe.blocks import build_block_mapping, num_blocks
+from nki_kernels.blockwise_choice import (
+    PlanChoice,
+    choose_plan,
+    expect_tokens,
+    most_blocks,
+    rank_plans,
+)
+from nki_kernels.blockwise_moe import blockwise_moe
+from nki_kernels.blockwise_options import make_config, plan_on_host
+from nki_sim import SimOptions, TensorSpec
+
+OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
+CLOSE = 1.04  # of the fastest plan's simulated time
+
+SHAPES = {  # hidden, intermediate, experts, tokens, choices
+    "gpt-oss-64-ranks": (2880, 45, 16, 64, 4),
+    "qwen3-30b-8-ranks": (2048, 96, 8, 256, 4),
+    "one-token": (2880, 360, 4, 1, 1),
+    "two-experts": (2880, 180, 2, 400, 1),
+    "short-rows": (512, 512, 8, 300, 2),
+    "mixtral-32-ranks": (4096, 448, 4, 128, 2),
+}
+
+
+def simulate(shape: tuple[int, ...], choice: PlanChoice) -> float:
+    """Return the simulated time of a plan with a uniform routing, in microseconds."""
+    H, I, E, T, K = shape  # noqa: E741  the axis letter
+    rng = np.random.default_rng(0)
+    index = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
+    mapping = build_block_mapping(torch.from_numpy(index), E, choice.block_size)
+    slots = mapping.token_position_to_id.numpy()
+    config = make_config(
+        H=H, I=I, E=E, block_size=choice.block_size, num_slots=len(slots), num_tokens=T,
+        shard_plan=choice.shard_plan, tiles_per_expert=choice.tiles_per_expert,
+    )  # fmt: skip
+    run = nki_sim.run(
+        blockwise_moe, TensorSpec((T, H), "bfloat16"), TensorSpec((E, H, 2 * I), "bfloat16"),
+        TensorSpec((E, I, H), "bfloat16"), slots,
+        *plan_on_host(config, slots, mapping.block_to_expert.numpy()), config,
+        lnc=2, options=OPTIONS,
+    )  # fmt: skip
+    return run.timeline.total_us
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_chosen_plan_is_about_the_fastest(name: str) -> None:
+    H, I, E, T, K = shape = SHAPES[name]  # noqa: E741  the axis letter
+    choices = rank_plans(H=H, I=I, E=E, num_tokens=T, top_k=K)
+    times = [simulate(shape, choice) for choice in choices]
+    assert times[0] <= CLOSE * min(times)
+    assert len({choice.shard_plan for choice in choices}) >= 2
+
+
+def test_a_hot_expert_changes_what_to_expect() -> None:
+    sizes: dict[str, Any] = {"H": 512, "I": 128, "E": 4, "num_tokens": 2048, "top_k": 1}
+    uniform = choose_plan(**sizes)
+    hot = choose_plan(**sizes, routing=[1.0, 0.0, 0.0, 0.0])
+    assert hot.tiles_per_expert > 2 * uniform.tiles_per_expert
+    assert expect_tokens(100, 4, [0, 1, 0, 0]).tolist() == [0, 100, 0, 0]
+
+
+@pytest.mark.parametrize(("T", "K", "E", "B"), [(1, 1, 4, 32), (300, 4, 16, 128), (64, 8, 4, 64)])
+def test_room_is_that_of_the_block_mapping(T: int, K: int, E: int, B: int) -> None:
+    assert most_blocks(T, K, E, B) == num_blocks(T, K, E, B)
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        ("zipf", r"routing='zipf': must be 'uniform', or 4 numbers"),
+        ([1.0, 2.0], r"routing \[2\]: must be 4 numbers"),
+        ([0.0] * 4, r"routing \[4\]: must be 4 numbers"),
+    ],
+)
+def test_routings_that_say_nothing_are_refused(routing: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_plan(H=512, I=128, E=4, num_tokens=64, top_k=1, routing=routing)
