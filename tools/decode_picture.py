@@ -59,8 +59,9 @@ def _draw_model(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     first = points[0]
     touched = ", ".join(str(point["touched"]) for point in points)
+    experts = f"{first['experts']} experts, touched at each B: {touched}"
     axes.set_title(
-        f"{first['model']} TP{first['tp']}: {first['experts']} experts; touched {touched}",
+        f"{first['model']} TP{first['tp']}: {experts}",
         fontsize=8.5,
         loc="left",
     )
