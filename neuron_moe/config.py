@@ -30,6 +30,10 @@ ROUTER_ACTIVATIONS = ("softmax", "sigmoid")
 HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
 
 
+class DefaultInt(int):
+    """A number nobody chose: a backend that knows a better one may take that."""
+
+
 class GLUType(Enum):
     """How gate and up projections are combined.
 
@@ -83,11 +87,13 @@ def as_dtype(name: str, value: torch.dtype | str) -> torch.dtype:
 class BlockwiseMatmulConfig:
     """Tuning of the blockwise prefill path; build it with `default()` or `from_kwargs(...)`.
 
+    What is left out is 512 slots in a block, or, with backend='nki', what its cost model prefers.
+
     Raises:
         ValueError: a value outside its range, or two settings that exclude each other.
     """
 
-    block_size: int = DEFAULT_BLOCK_SIZE  # token slots per block
+    block_size: int = DefaultInt(DEFAULT_BLOCK_SIZE)  # token slots per block
     use_block_parallel: bool = False
     block_sharding_strategy: BlockShardStrategy | str = BlockShardStrategy.HI_LO
     skip_dma_token: bool = False  # padding slots move no bytes
@@ -124,6 +130,11 @@ class BlockwiseMatmulConfig:
                 " use_shard_on_block_dynamic_while=True:"
                 " the two cores split either the intermediate axis or the blocks. Set one of them."
             )
+
+    @property
+    def leaves_block_size(self) -> bool:
+        """Whether nobody chose a block size."""
+        return isinstance(self.block_size, DefaultInt)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "BlockwiseMatmulConfig":

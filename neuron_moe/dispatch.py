@@ -384,6 +384,7 @@ def explain_path(
     *,
     tokens_per_expert: list[int] | None = None,
     notes: tuple[str, ...] = (),
+    suggests_size: bool = True,
 ) -> Explanation:
     """Put a decision, the block count and the padding overhead together.
 
@@ -392,6 +393,7 @@ def explain_path(
         decision: from `choose_path`.
         tokens_per_expert: a recorded load of this rank, for the actual overhead.
         notes: further lines.
+        suggests_size: name a better block size by rows alone, if there is one.
     """
 
     def overhead(block_size: int) -> PaddingOverhead:
@@ -407,7 +409,7 @@ def explain_path(
     blocks = num_blocks(work.tokens, work.top_k, work.num_local_experts, work.block_size)
     by_size = {size: overhead(size) for size in BLOCK_SIZES}
     better = suggest_block_size(by_size)
-    if decision.path == "blockwise" and better != work.block_size:
+    if suggests_size and decision.path == "blockwise" and better != work.block_size:
         notes += (
             f"block_size={better} would be faster on one core: padding"
             f" {_describe_padding(by_size[better])}  [computed]",

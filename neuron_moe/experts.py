@@ -5,6 +5,7 @@ intermediate of this rank.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 from neuron_moe.backends import (
     Backend,
     BlockPlan,
+    ChoosesBlocks,
     ChoosesMode,
     CopiesForDecode,
     ExpertWeights,
@@ -24,6 +26,7 @@ from neuron_moe.blocks import NO_EXPERT, sort_pairs
 from neuron_moe.choices import check_choices, choice_affinities, drop_padding, fits_capacity
 from neuron_moe.config import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig, as_dtype
 from neuron_moe.dispatch import (
+    DECODE_KERNEL_TOKENS,
     FEW_TOKEN_PATHS,
     Decision,
     Workload,
@@ -244,7 +247,7 @@ class ExpertMLPsV2(nn.Module):
 
     def workload(self, phase: str, tokens: int) -> Workload:
         """Return the sizes that decide how `tokens` tokens are computed."""
-        return Workload(
+        work = Workload(
             phase,
             tokens,
             self.config.top_k,
@@ -253,6 +256,12 @@ class ExpertMLPsV2(nn.Module):
             self.blockwise_matmul_config.block_size,
             self.config.capacity_factor,
         )
+        in_blocks = phase not in DECODE_PHASES or tokens > DECODE_KERNEL_TOKENS
+        is_free = self.blockwise_matmul_config.leaves_block_size
+        if in_blocks and is_free and isinstance(self.backend, ChoosesBlocks):
+            best = self.backend.choose_block_size(work, self.weights(phase), self.scales_input)
+            work = replace(work, block_size=best)
+        return work
 
     def choose_path(self, phase: str, tokens: int) -> Decision:
         """Decide how `tokens` tokens are computed; see `neuron_moe.dispatch`."""
@@ -396,7 +405,12 @@ class ExpertMLPsV2(nn.Module):
         if hidden_TH.shape[0] == 0:
             return torch.zeros_like(hidden_TH)
         path = self.choose_path(phase, num_tokens).path
-        return self._run(path, hidden_TH, self._localize(index_TK, affinities_TK, phase), phase)
+        plan = BlockPlan(
+            self.workload(phase, num_tokens).block_size,
+            self.blockwise_matmul_config.pad_num_blocks_to_even,
+        )
+        routing = self._localize(index_TK, affinities_TK, phase)
+        return self._run(path, hidden_TH, routing, plan, phase)
 
     def weights(self, phase: str = "prefill") -> ExpertWeights:
         """Return the weights this rank computes with in a phase; a view where phases share them."""
@@ -404,13 +418,11 @@ class ExpertMLPsV2(nn.Module):
             return self.mlp_op_tkg.weights()
         return self.shards.view(self.mlp_op.weights(), phase, self.num_slots)
 
-    def _run(self, path: str, hidden_TH: Tensor, routing: LocalRouting, phase: str) -> Tensor:
+    def _run(
+        self, path: str, hidden_TH: Tensor, routing: LocalRouting, plan: BlockPlan, phase: str
+    ) -> Tensor:
         weights = self.weights(phase)
         if path in ("blockwise", "capacity"):
-            plan = BlockPlan(
-                self.blockwise_matmul_config.block_size,
-                self.blockwise_matmul_config.pad_num_blocks_to_even,
-            )
             output_TH = self.backend.blockwise(hidden_TH, routing, weights, plan)
         else:
             output_TH = self.backend.few_tokens(hidden_TH, routing, weights, path)

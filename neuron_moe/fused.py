@@ -52,8 +52,15 @@ class FusedDecode:
             has_padding: a padding mask is given.
 
         Raises:
-            ValueError: moe_fused_kernel_enabled=True, and it cannot.
+            ValueError: moe_fused_kernel_enabled=True, and it cannot; or quantized=True, and the
+                weights are not.
         """
+        is_quantized = self.layer.expert_mlps.weights(phase).packed_down is not None
+        if self.switches is not None and self.switches.quantized and not is_quantized:
+            raise ValueError(
+                "quantized=True: the expert weights are plain. Load fp8 codes with their scale,"
+                " call pack_weights() for those of an MXFP4 checkpoint, or set quantized=False."
+            )
         reason = self._refusal(phase, tokens, has_padding)
         forced = self.switches is not None and self.switches.moe_fused_kernel_enabled
         if reason and forced and phase in DECODE_PHASES:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from neuron_moe.backends import TellsPlan
+from neuron_moe.backends import ChoosesBlocks, TellsPlan
 from neuron_moe.backends.block import FusesDecode
 from neuron_moe.config import MoEFusedTKGConfig
 from neuron_moe.dispatch import (
@@ -269,7 +269,13 @@ class MoE(nn.Module):
         if isinstance(backend, TellsPlan):
             weights = experts.weights(phase)
             notes = backend.notes(decision.path, work, weights, experts.scales_input)
-        return explain_path(work, decision, tokens_per_expert=tokens_per_expert, notes=notes)
+        return explain_path(
+            work,
+            decision,
+            tokens_per_expert=tokens_per_expert,
+            notes=notes,
+            suggests_size=not isinstance(backend, ChoosesBlocks),
+        )
 
     def _explain_step(
         self,

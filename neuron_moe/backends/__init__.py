@@ -140,6 +140,14 @@ class ChoosesMode(Protocol):
 
 
 @runtime_checkable
+class ChoosesBlocks(Protocol):
+    """A backend that knows which block size is fastest."""
+
+    def choose_block_size(self, work: Workload, weights: ExpertWeights, scales_input: bool) -> int:
+        """Return the slots of a block where nobody chose them."""
+
+
+@runtime_checkable
 class CopiesForDecode(Protocol):
     """A backend whose decode reads another layout faster."""
 

@@ -71,10 +71,32 @@ class NkiBackend:
                 "kernels: router_topk in front of it",
                 format_note(weights),
             )
-        return (
-            f"plan: {self.plan}",
-            "kernels: router_topk, index_blocks, combine around it",
-            format_note(weights),
+        plan = f"plan: {self.plan}"
+        better: tuple[str, ...] = ()
+        if self.plan.shard_plan == "auto":
+            plan = nki_prefill.describe(self._rank(work, weights, scales_input, work.block_size))
+            best = self._rank(work, weights, scales_input)[0]
+            if best.block_size != work.block_size:
+                better = (
+                    f"block_size={best.block_size} would take {best.estimated_us:.0f} us"
+                    " [estimated]",
+                )
+        around = "kernels: router_topk, index_blocks, combine around it"
+        return (plan, around, format_note(weights), *better)
+
+    def choose_block_size(self, work: Workload, weights: ExpertWeights, scales_input: bool) -> int:
+        """Return the block size of the plan that the cost model takes; as it is if one is given."""
+        if self.plan.shard_plan != "auto":
+            return work.block_size
+        best: int = self._rank(work, weights, scales_input)[0].block_size
+        return best
+
+    def _rank(
+        self, work: Workload, weights: ExpertWeights, scales_input: bool, *block_sizes: int
+    ) -> tuple[Any, ...]:
+        top_k = work.top_k * work.num_local_experts / work.num_experts
+        return nki_prefill.rank_plans(
+            self.plan, weights, scales_input, work.tokens, top_k, block_sizes
         )
 
     def choose_mode(

@@ -11,7 +11,8 @@ class PrefillPlan:
 
     Attributes:
         num_cores: physical cores of a logical core.
-        shard_plan: 'balanced' (visits of equal size side by side), 'block' or 'intermediate'.
+        shard_plan: 'balanced' (visits of equal size side by side), 'block', 'intermediate',
+            'hidden', or 'auto', the choice of the cost model.
         loop_plan: 'sorted' (run-time trips, weights stay for all row tiles of a visit), 'dynamic'
             (run-time trips, one row tile each) or 'static' (the worst case).
         in_halves: with 'block', core 0 takes the first half of the blocks; else every second one.
@@ -41,7 +42,7 @@ class PrefillPlan:
         if config.use_block_parallel:
             return cls(cores, "block", "static", in_halves, skips)
         # Sorted visits load an expert's weights once for all their row tiles as it is.
-        return cls(cores, "balanced", "sorted", False)
+        return cls(cores, "auto", "sorted", False)
 
     def __str__(self) -> str:
         halves = ", in halves" if self.in_halves else ""

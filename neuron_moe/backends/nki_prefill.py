@@ -3,12 +3,16 @@
 Axes: T tokens, K choices, N blocks of B slots, P partial sums, H hidden.
 """
 
+import functools
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
+from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import Launch
 from neuron_moe.backends.nki_plan import PrefillPlan
 from neuron_moe.backends.nki_weights import KernelWeights, kernel_activation, kernel_weights
@@ -68,11 +72,28 @@ def compute(
     import nki.language as nl
 
     from nki_kernels.blockwise_config import visit_dims
+    from nki_kernels.blockwise_options import make_config
     from nki_kernels.combine import CombineDims, check_combine, combine
 
     operands = kernel_weights(weights, hidden_TH)
+    num_tokens, top_k = routing.expert_index_TK.shape
+    if prefill.shard_plan == "auto":
+        share = weights.num_experts / (routing.num_experts or weights.num_experts)
+        best = rank_plans(
+            prefill, weights, routing.scales_input, num_tokens, top_k * share, (plan.block_size,)
+        )[0]
+        prefill = replace(prefill, shard_plan=best.shard_plan)
     dims = block_dims(routing.expert_index_TK, weights.num_experts, plan)
-    config = _config(hidden_TH, routing, weights, operands, dims, prefill)
+    config = make_config(
+        **_arguments(prefill, weights, routing.scales_input),
+        block_size=dims.block_size,
+        num_slots=dims.num_blocks * dims.block_size,
+        num_tokens=num_tokens,
+        shard_plan=prefill.shard_plan,
+        loop_plan=prefill.loop_plan,
+        in_halves=prefill.in_halves,
+        skip_weights=prefill.skip_weights,
+    )
     mapping, slot_of_pair_TK, visits = index(
         launch, routing.expert_index_TK, dims, prefill.num_cores, visit_dims(config)
     )
@@ -81,49 +102,87 @@ def compute(
     if routing.scales_input:
         affinities_TK = torch.ones_like(affinities_TK)
     num_parts, num_slots, hidden_size = slots_PSH.shape
-    num_tokens, top_k = affinities_TK.shape
     check_combine(num_tokens, top_k, hidden_size, num_slots, num_parts)
     out = CombineDims(nl.float32, True)
     output_TH: Tensor = launch(combine, slots_PSH, slot_of_pair_TK, affinities_TK, out)
     return output_TH
 
 
-def _config(
-    hidden_TH: Tensor,
-    routing: LocalRouting,
-    weights: ExpertWeights,
-    operands: KernelWeights,
-    dims: Any,
+def rank_plans(
     prefill: PrefillPlan,
-) -> Any:
-    """Return what blockwise_moe is compiled for."""
-    from nki_kernels.blockwise_options import make_config
+    weights: ExpertWeights,
+    scales_input: bool,
+    num_tokens: int,
+    top_k: float,
+    block_sizes: tuple[int, ...] = (),
+) -> tuple[Any, ...]:
+    """Return the plans of the cost model, the fastest first.
 
-    activation = kernel_activation(weights.activation)
-    return make_config(
-        H=hidden_TH.shape[1],
-        I=operands.down_EIH.shape[1],
-        E=weights.num_experts,
-        block_size=dims.block_size,
-        num_slots=dims.num_blocks * dims.block_size,
-        num_tokens=hidden_TH.shape[0],
-        num_cores=prefill.num_cores,
-        weight_format=operands.format,
-        activation=activation.name,
-        activation_scale=activation.scale,
-        has_gate=activation.has_gate,
-        gate_limits=activation.gate_limits,
-        up_limits=activation.up_limits,
-        up_offset=activation.up_offset,
-        scaling="pre" if routing.scales_input else "none",
-        has_gate_up_bias=operands.gate_up_bias_EI is not None,
-        has_down_bias=operands.down_bias_EH is not None,
-        has_scales=operands.down_scale_En is not None,
-        loop_plan=prefill.loop_plan,
-        shard_plan=prefill.shard_plan,
-        in_halves=prefill.in_halves,
-        skip_weights=prefill.skip_weights,
+    Args:
+        prefill: what was asked for.
+        weights: of this rank.
+        scales_input: affinities multiply the experts' input.
+        num_tokens: T.
+        top_k: choices of a token among this rank's experts, on average.
+        block_sizes: those to choose from; none: those the cost model likes.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    arguments = _arguments(prefill, weights, scales_input)
+    return _rank(num_tokens, math.ceil(top_k), block_sizes, **arguments)
+
+
+def describe(ranked: tuple[Any, ...]) -> str:
+    """Return a line for `MoE.explain` about plans from the cost model."""
+    best, *others = ranked
+    other = ""
+    if others:
+        other = f"; {others[0].shard_plan} {others[0].estimated_us:.0f} us"
+    return (
+        f"plan: {best.loop_plan} loop, {best.shard_plan} shards, the cost model's choice:"
+        f" experts in {best.estimated_us:.0f} us{other} [estimated]"
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _rank(
+    num_tokens: int, top_k: int, block_sizes: tuple[int, ...], **arguments: Any
+) -> tuple[Any, ...]:
+    from nki_kernels import blockwise_choice
+
+    return tuple(
+        blockwise_choice.rank_plans(
+            num_tokens=num_tokens,
+            top_k=top_k,
+            block_sizes=block_sizes or blockwise_choice.BLOCK_SIZES,
+            **arguments,
+        )
+    )
+
+
+def _arguments(prefill: PrefillPlan, weights: ExpertWeights, scales_input: bool) -> dict[str, Any]:
+    """Return the arguments of make_config that do not depend on tokens or plan."""
+    activation = kernel_activation(weights.activation)
+    experts, width, hidden_size = weights.down_proj_EIH.shape
+    down = weights.packed_down
+    return {
+        "H": hidden_size,
+        "I": width,
+        "E": experts,
+        "num_cores": prefill.num_cores,
+        "weight_format": down.format if isinstance(down, NarrowMatrices) else "bfloat16",
+        "activation": activation.name,
+        "activation_scale": activation.scale,
+        "has_gate": activation.has_gate,
+        "gate_limits": activation.gate_limits,
+        "up_limits": activation.up_limits,
+        "up_offset": activation.up_offset,
+        "scaling": "pre" if scales_input else "none",
+        "has_gate_up_bias": weights.gate_up_bias_EI is not None,
+        "has_down_bias": weights.down_bias_EH is not None,
+        "has_scales": isinstance(down, NarrowMatrices),
+    }
 
 
 def _experts(

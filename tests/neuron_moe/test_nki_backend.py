@@ -6,23 +6,25 @@ from typing import Any
 import pytest
 import torch
 
-from neuron_moe import BlockwiseMatmulConfig
+from neuron_moe import BlockwiseMatmulConfig, MoE
 from neuron_moe.backends import BlockPlan, LocalRouting, get_backend
 from neuron_moe.backends.nki_backend import NkiBackend, PrefillPlan
 from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.config import DefaultInt
 from neuron_moe.dispatch import choose_path
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
+from nki_kernels.blockwise_config import PrefillConfig
 from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SILU, E, H, build
 from tests.tolerances import rms_error
 
 T = 70
 # NxD's switches of the blockwise path, and the plan they mean here
 PLANS: dict[str, tuple[dict[str, Any], PrefillPlan]] = {
-    "default": ({}, PrefillPlan(2, "balanced", "sorted", False)),
-    "one-core": ({"logical_nc_config": 1}, PrefillPlan(1, "balanced", "sorted", False)),
+    "default": ({}, PrefillPlan(2, "auto", "sorted", False)),
+    "one-core": ({"logical_nc_config": 1}, PrefillPlan(1, "auto", "sorted", False)),
     "skip-both": (
         {"skip_dma_token": True, "skip_dma_weight": True},
-        PrefillPlan(2, "balanced", "sorted", False),
+        PrefillPlan(2, "auto", "sorted", False),
     ),
     "block-parallel": ({"use_block_parallel": True}, PrefillPlan(2, "block", "static", True)),
     "block-dynamic-ping-pong": (
@@ -37,7 +39,7 @@ PLANS: dict[str, tuple[dict[str, Any], PrefillPlan]] = {
         {"use_shard_on_block_dynamic_while": True, "skip_dma_weight": True},
         PrefillPlan(2, "block", "dynamic", True, True),
     ),
-    "even-blocks": ({"pad_num_blocks_to_even": True}, PrefillPlan(2, "balanced", "sorted", False)),
+    "even-blocks": ({"pad_num_blocks_to_even": True}, PrefillPlan(2, "auto", "sorted", False)),
 }
 
 
@@ -178,6 +180,56 @@ def test_explain_names_kernel_and_plan_of_prefill() -> None:
     assert "dynamic loop, block shards over 2 core(s), in halves" in str(told)
     assert not any("plan:" in note for note in build(
         "torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes)  # fmt: skip
+
+
+def watched(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list into which the layer's backend puts what kernels are compiled for."""
+    backend: Any = layer.expert_mlps.backend
+    configs: list[Any] = []
+    launch = backend._launch
+
+    def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        configs.extend(value for value in args if isinstance(value, PrefillConfig))
+        return launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(backend, "_launch", watch)
+    return configs
+
+
+def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = build("nki", GPT_OSS, {"block_size": DefaultInt(512)}, torch.bfloat16)
+    told = layer.explain("prefill", T)
+    best = layer.expert_mlps.backend._rank(  # type: ignore[union-attr]
+        layer.expert_mlps.workload("prefill", T), layer.expert_mlps.weights(), False
+    )[0]
+    assert told.block_size == best.block_size != 512
+    assert f"{best.shard_plan} shards, the cost model's choice" in str(told)
+    configs = watched(layer, monkeypatch)
+    with torch.no_grad():
+        layer(torch.randn(1, T, H).bfloat16())
+    (config,) = configs
+    assert config.tile_rows == min(128, best.block_size)
+    assert (config.shard.splits_i, config.shard.splits_h) == (
+        best.shard_plan == "intermediate",
+        best.shard_plan == "hidden",
+    )
+
+
+@pytest.mark.parametrize("size", [32, 512])
+def test_a_block_size_that_is_given_stays(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = build("nki", GPT_OSS, {"block_size": size}, torch.bfloat16)
+    told = layer.explain("prefill", 900)
+    assert told.block_size == size
+    free = build("nki", GPT_OSS, {"block_size": DefaultInt(512)}, torch.bfloat16)
+    best = free.explain("prefill", 900).block_size
+    is_better = any(note.startswith(f"block_size={best} would take") for note in told.notes)
+    assert is_better == (best != size)
+    configs = watched(layer, monkeypatch)
+    with torch.no_grad():
+        layer(torch.randn(1, T, H).bfloat16())
+    assert configs[0].tile_rows == min(size, 128)
+    assert BlockwiseMatmulConfig().leaves_block_size
+    assert not BlockwiseMatmulConfig(block_size=512).leaves_block_size
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 1000])

@@ -183,6 +183,17 @@ def test_contradictory_switches_raise_when_the_layer_is_built(case: str) -> None
     build("torch", GPT_OSS, {}, torch.bfloat16, **switches(**values))
 
 
+def test_weights_that_should_be_quantized_and_are_not_raise() -> None:
+    nki, *_ = layers("gpt-oss", tkg_config=MoEFusedTKGConfig(quantized=True))
+    with torch.no_grad(), pytest.raises(ValueError, match="quantized=True: the expert weights"):
+        nki(torch.randn(2, 1, H).bfloat16())
+    for linear in nki.expert_mlps.mlp_op.children():
+        linear.weight.data = linear.weight.data.to(torch.float8_e5m2).bfloat16()
+    nki.expert_mlps.pack_weights()
+    with torch.no_grad():
+        nki(torch.randn(2, 1, H).bfloat16())
+
+
 def test_shared_experts_need_the_fused_kernel_if_a_kernel_is_asked_for() -> None:
     asked = switches(shared_mlp_kernel_enabled=True, moe_fused_kernel_enabled=False)
     with pytest.raises(ValueError, match="only the fused kernel computes shared experts"):
