@@ -28,6 +28,7 @@ from nki_kernels.blockwise_fit import fit_loop
 from nki_kernels.plans import Ints, VisitPlan, is_even, live_tiles, plan_visits, tile_axis
 
 MOST_CLASSES = (4, 3, 2, 1)  # visits of up to four row tiles: 512 columns
+EVEN_TILES = 2.0
 SHARD_PLANS = ("balanced", "block", "intermediate", "hidden")
 OAI_SCALE = 1.702  # of the sigmoid that the Scalar engine's sigmoid form of gelu has
 
@@ -175,19 +176,19 @@ def make_config(
     return with_loop(config, fit_loop(config, expected, parts))
 
 
-def best_parts(config: PrefillConfig, tiles_per_expert: float = 0.0) -> tuple[int, int]:
+def best_parts(config: PrefillConfig, tiles_per_expert: float = EVEN_TILES) -> tuple[int, int]:
     """Return the `weight_parts` with which a configuration would be fastest, by estimate.
 
     (1, 1) where an expert is loaded whole: its runs are long as they are.
 
     Args:
         config: what the kernel is compiled for, with weights in plain layout.
-        tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of `num_slots`.
+        tiles_per_expert: row tiles of an expert to expect. The default suits all lengths, as weights
+            lie in one way: with two, a visit loads about as long as it multiplies.
     """
     classes = MOST_CLASSES if config.loop.is_sorted else (1,)
     loop = replace(config.loop, by_parts=True, classes=classes)
-    expected = tiles_per_expert or config.num_tiles / config.E
-    fitted = fit_loop(replace(config, loop=loop), expected)
+    fitted = fit_loop(replace(config, loop=loop), tiles_per_expert)
     return stored_parts(replace(config, loop=fitted))
 
 

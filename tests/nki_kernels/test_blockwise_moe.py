@@ -268,7 +268,7 @@ def test_weights_that_do_not_fit_had_best_lie_in_parts() -> None:
     assert best_parts(whole) == (1, 1)
     cut = make_config(H=4096, I=1792, **sizes)  # Mixtral, 8 ranks
     parts = best_parts(cut)
-    assert parts[0] > 1
+    assert parts == (7, 4)  # the fastest of six simulated
     fitted = make_config(H=4096, I=1792, weight_parts=parts, **sizes)
     assert stored_parts(fitted) == parts
 
