@@ -183,8 +183,8 @@ def best_parts(config: PrefillConfig, tiles_per_expert: float = EVEN_TILES) -> t
 
     Args:
         config: what the kernel is compiled for, with weights in plain layout.
-        tiles_per_expert: row tiles of an expert to expect. The default suits all lengths, as weights
-            lie in one way: with two, a visit loads about as long as it multiplies.
+        tiles_per_expert: row tiles of an expert to expect. The default suits prompts of any length,
+            as weights lie in one way: with two, a visit loads about as long as it multiplies.
     """
     classes = MOST_CLASSES if config.loop.is_sorted else (1,)
     loop = replace(config.loop, by_parts=True, classes=classes)
