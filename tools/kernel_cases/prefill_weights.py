@@ -1,6 +1,7 @@
 """Expert weights of a prefill case: bfloat16, fp8 with scales, or MXFP4 re-coded as fp8."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from neuron_moe.quantize.mxfp4 import encode_mxfp4
 from neuron_moe.quantize.recode import recode_mxfp4_to_fp8
 from neuron_moe.tools.vendor_cases.case import Case, Skipped
-from neuron_moe.tools.vendor_cases.inputs import Draw
+from neuron_moe.tools.vendor_cases.inputs import POOL_ELEMENTS, Draw
 from nki_kernels.weight_formats import three_terms
 
 BF16 = ml_dtypes.bfloat16
@@ -144,12 +145,22 @@ def _plain(
 ) -> Weights:
     """Return bfloat16 weights in [-0.1, 0.1), rounded to multiples of an fp8 format if asked."""
     gate_up, down = np.zeros((num_experts, H, 2 * I), BF16), np.zeros((num_experts, I, H), BF16)
+
+    def rounded(size: int) -> np.ndarray:
+        values = draw.rng.random(size, dtype=np.float32) * 0.2 - 0.1
+        if code_dtype is not None:
+            values = (values / step).astype(code_dtype).astype(np.float32) * step
+        return values.astype(BF16)
+
     for expert in touched:
         for stack in (gate_up, down):
-            values = draw.uniform(stack.shape[1:], -0.1, 0.1, np.float32)
-            if code_dtype is not None:
-                values = (values / step).astype(code_dtype).astype(np.float32) * step
-            stack[expert] = values.astype(BF16)
+            shape = stack.shape[1:]
+            if math.prod(shape) <= POOL_ELEMENTS:
+                stack[expert] = rounded(math.prod(shape)).reshape(shape)
+            else:  # rounding takes far longer than copying
+                stack[expert] = draw.from_pool(
+                    shape, ("rounded", step), lambda: rounded(POOL_ELEMENTS)
+                )
     return Weights(format="bfloat16", touched=touched, gate_up=gate_up, down=down)
 
 
