@@ -7,7 +7,7 @@ from math import prod
 from nki_kernels.costs import KernelCost
 from nki_kernels.decode_block_config import BlockConfig
 from nki_kernels.decode_block_shared import shared_shapes
-from nki_kernels.decode_config import DIRECT_IN
+from nki_kernels.decode_config import DIRECT_IN, joins_projections
 from nki_kernels.decode_cost import cost_decode_moe
 from nki_kernels.decode_norm import WARM_UPS, is_direct
 from nki_kernels.plans import PARTITIONS
@@ -39,8 +39,9 @@ def cost_decode_block(
         columns -= cores * moe.h_axis.count * T
     if config.has_shared:
         read += sum(prod(shape) for shape in shared_shapes(config.shared)) * _BFLOAT16_BYTES
-        items = config.shared.E * 3 * config.shared.i_axis.count
-        columns += items * moe.h_axis.count * T
+        projections = 2 if joins_projections(config.shared) else 3
+        items = config.shared.E * config.shared.chunks * config.shared.i_axis.count
+        columns += items * projections * moe.h_axis.count * T
     if config.has_shared_gate:
         read += cores * moe.h_axis.count * moe.h_axis.rows * _BFLOAT16_BYTES
         columns += cores * moe.h_axis.count * T

@@ -1,9 +1,9 @@
 """Shared experts in the decode block: a dense MLP every token takes, added to the same y^T.
 
-The width is cut in parts, which are to the stages what experts are: each is one item with weights
-of its own, contiguous for every partition, and the cores take alternate parts. What a token takes
-of a part is its gate, or 1. Nothing here depends on the routing, so the weights load while it is
-made.
+The width is cut in parts, which are to the stages what experts are: weights of their own,
+contiguous for every partition, in one item or as many as their layout has. The cores take alternate
+parts. What a token takes of a part is its gate, or 1. Nothing here depends on the routing, so the
+weights load while it is made.
 
 Sources: the stages of decode_stages.py.
 """
@@ -26,7 +26,8 @@ from nki_kernels.decode_buffers import (
 from nki_kernels.decode_config import DecodeConfig, packed_rows, packed_run
 from nki_kernels.decode_layout import Array, pack_down, pack_gate_up
 from nki_kernels.decode_options import make_decode_config
-from nki_kernels.decode_stages import load_item, project_in, project_out
+from nki_kernels.decode_out import project_out
+from nki_kernels.decode_stages import load_item, project_in
 from nki_kernels.plans import PARTITIONS
 
 SLOTS = 2  # most parts on chip at once
@@ -70,18 +71,24 @@ def make_shared_config(
         H=config.H,
         I=-(-width // parts),
         E=parts,
-        K=1,
+        K=min(2, parts),
         num_experts=parts,
         num_cores=config.num_cores,
         mode="all",
         shard="experts",
         weight_layout=config.weight_layout,
         activation=activation,
-        chunks=1,
-        slots=min(SLOTS, parts // config.num_cores),
+        chunks=0 if config.weight_layout == "packed" else 1,
+        slots=1,
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum)
-    return shared if shared_bytes(shared) <= room else replace(shared, slots=1)
+    double = replace(shared, slots=SLOTS)
+    return double if num_items(shared) > 1 and shared_bytes(double) <= room else shared
+
+
+def num_items(config: DecodeConfig) -> int:
+    """Return the items of a core: its parts, in as many chunks as their layout has."""
+    return config.E // config.num_cores * config.chunks
 
 
 def pack_shared_experts(
@@ -134,23 +141,24 @@ def shared_bytes(config: DecodeConfig) -> int:
 def load_shared(
     config: DecodeConfig, sums: SumBuffers, gate_up: nl.NkiTensor, down: nl.NkiTensor, core: int
 ) -> SharedTiles:
-    """Ask for the first parts of this core."""
+    """Ask for the first items of this core."""
     part_sb = nl.ndarray((1, config.E), dtype=nl.int32, buffer=nl.sbuf)
     nisa.iota(dst=part_sb, pattern=[[1, config.E]], offset=0, channel_multiplier=0)
     ones_sb = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
     tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
-    for slot in range(min(config.slots, config.E // config.num_cores)):
-        _load_part(config, tiles, slot, core)
+    for item in range(min(config.slots, num_items(config))):
+        _load_item(config, tiles, item, core)
     return tiles
 
 
-def _load_part(config: DecodeConfig, tiles: SharedTiles, turn: int, core: int) -> None:
-    """Ask for part `turn` of this core."""
-    part = turn * config.num_cores + core
+def _load_item(config: DecodeConfig, tiles: SharedTiles, item: int, core: int) -> None:
+    """Ask for an item of this core."""
+    part = item // config.chunks * config.num_cores + core
     part_sb = tiles.part_sb[0:1, part : part + 1]
-    load_item(config, tiles.buffers, tiles.operands, part_sb, turn % config.slots, 0)
+    slot, chunk = item % config.slots, item % config.chunks
+    load_item(config, tiles.buffers, tiles.operands, part_sb, slot, chunk)
 
 
 def run_shared(
@@ -172,10 +180,10 @@ def run_shared(
     b = tiles.buffers
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
     nisa.tensor_copy(dst=b.column_ps[0], src=column_sb)
-    turns = config.E // config.num_cores
-    for turn in range(turns):
-        slot = turn % config.slots
-        project_in(config, b, turned_sb, slot, turn, 0)
-        project_out(config, b, slot, turn, 0, False)
-        if turn + config.slots < turns:
-            _load_part(config, tiles, turn + config.slots, core)
+    items = num_items(config)
+    for item in range(items):
+        slot = item % config.slots
+        project_in(config, b, turned_sb, slot, item, 0)
+        project_out(config, b, slot, item, 0, False)
+        if item + config.slots < items:
+            _load_item(config, tiles, item + config.slots, core)

@@ -31,6 +31,7 @@ from nki_kernels.router_choice import (
     pick,
     ranks_scores,
     weigh,
+    write_index,
 )
 from nki_kernels.tiles import rows_of
 
@@ -207,7 +208,7 @@ def pick_experts(
     for logits_sb in logits:
         picked = pick(logits_sb, router.selection_bias_sb, num_experts, formula)
         index_sb = nl.ndarray((logits_sb.shape[0], formula.top_k), nl.int32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=index_sb, src=picked.position_sb[:, 0 : formula.top_k])
+        write_index(index_sb, picked, num_experts)
         index_tiles.append(index_sb)
         picked_tiles.append(picked)
     return index_tiles, picked_tiles

@@ -152,7 +152,7 @@ def choose(
 ) -> None:
     """Write the K affinities (float32) and experts (int32) of a tile's tokens, views [rows, K]."""
     picked = pick(logits_sb, selection_bias_sb, num_experts, formula)
-    nisa.tensor_copy(dst=chosen, src=picked.position_sb[:, 0 : formula.top_k])
+    write_index(chosen, picked, num_experts)
     weigh(weights, picked, logits_sb, num_experts, formula)
 
 
@@ -178,6 +178,16 @@ def pick(
     return Picked(values_sb, position_sb, scores_sb)
 
 
+def write_index(chosen: nl.ndarray, picked: Picked, num_experts: int) -> None:
+    """Write the K experts of a tile's tokens, a view [rows, K] of 32-bit integers.
+
+    A token of NaNs finds none of its values again; it gets the last expert, so that nobody reads
+    past the experts because of it.
+    """
+    positions = picked.position_sb[:, 0 : chosen.shape[1]]
+    nisa.tensor_scalar(dst=chosen, data=positions, op0=nl.minimum, operand0=float(num_experts - 1))
+
+
 def weigh(
     weights: nl.ndarray,
     picked: Picked,
@@ -189,8 +199,9 @@ def weigh(
     rows = logits_sb.shape[0]
     best = picked.values_sb[:, 0 : formula.top_k]
     if ranks_scores(formula):
-        position = picked.position_sb[:, 0 : formula.top_k]
-        nisa.nc_n_gather(dst=weights, data=picked.scores_sb, indices=position)
+        position_sb = nl.ndarray((rows, formula.top_k), nl.uint32, buffer=nl.sbuf)
+        write_index(position_sb, picked, num_experts)
+        nisa.nc_n_gather(dst=weights, data=picked.scores_sb, indices=position_sb)
     elif formula.act_fn == "sigmoid":
         nisa.activation(dst=weights, op=nl.sigmoid, data=best)
     else:

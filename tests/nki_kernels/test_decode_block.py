@@ -62,6 +62,15 @@ CASES = {
     "packed-uneven-hidden-T30": Case("deepseek", 30, H=320, options=PACKED),
     "packed-uneven-hidden-T1": Case("gpt-oss", 1, H=320, options=PACKED),
     "packed-no-norm": Case("mixtral", 3, H=320, has_norm=False, options=PACKED),
+    "packed-shared-of-64": Case("qwen3", 2, options={**PACKED, "shared_width": 128}),
+    "packed-shared-of-128": Case("qwen3", 3, options={**PACKED, "shared_width": 256}),
+    "packed-shared-uneven": Case("qwen3", 6, options={**PACKED, "shared_width": 257}),
+    "packed-shared-one-core": Case(
+        "qwen3", 2, options={**PACKED, "shared_width": 100, "num_cores": 1}
+    ),
+    "packed-shared-wide-hidden": Case(
+        "qwen2-moe", 2, E=2, H=7168, options={**PACKED, "shared_width": 128}
+    ),
     "e4m3-by-channel": Case("deepseek", 5, options={**E4M3, "down_scale": "channel"}),
     "e4m3-packed-T1": Case(
         "gpt-oss", 1, options={**E4M3, **PACKED, "down_scale": "channel", "has_down_bias": True}

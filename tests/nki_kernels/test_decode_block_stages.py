@@ -165,17 +165,20 @@ def test_stages_equal_the_formulas(case: str, num_parts: int) -> None:
     np.testing.assert_allclose(gates, np.broadcast_to(gate, gates.shape), rtol=2e-5)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("num_tokens", [3, 9])
-def test_a_token_with_nan_stays_alone(num_tokens: int) -> None:
-    formula = RouterFormula(**FORMULAS["qwen3-moe"], has_norm=True)
-    arrays = arrays_of(num_tokens, 192, 16, BF16, formula)
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe", "deepseek"])
+def test_a_token_without_numbers_stays_alone(name: str, num_tokens: int, value: float) -> None:
+    formula = RouterFormula(**FORMULAS[name], has_norm=True)
+    arrays = arrays_of(num_tokens, 192, 32, BF16, formula)
     clean = run_stages(arrays, formula)
-    arrays[0][1, 5] = np.nan
+    arrays[0][1, 5] = value
     spoiled = run_stages(arrays, formula)
     others = np.arange(num_tokens) != 1
     for number in range(3):
         np.testing.assert_array_equal(clean[number][others], spoiled[number][others])
-    assert np.isnan(spoiled[0][1].astype(np.float32)).all()
+    assert np.isnan(spoiled[0][1, 5].astype(np.float32))
+    assert ((spoiled[1] >= 0) & (spoiled[1] < 32)).all()
 
 
 @pytest.mark.parametrize("case", ["two-tokens-groups", "sixty-four"])

@@ -154,6 +154,20 @@ def test_lowest_expert_wins_a_tie_as_in_torch(top_k: int, n_group: int) -> None:
     np.testing.assert_allclose(outputs[0], routing.expert_affinities_TK.numpy(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("case", ["gpt-oss", "qwen3-moe", "deepseek"])
+def test_a_token_without_numbers_chooses_some_expert_and_stays_alone(case: str) -> None:
+    T, H, E, hidden_dtype, weight_dtype, fields = CASES[case]
+    formula = RouterFormula(**fields)
+    arrays = operands(T, H, E, hidden_dtype, weight_dtype, formula)
+    clean = nki_sim.run(router_topk, *arrays, formula, lnc=2).outputs
+    arrays[0][3] = np.nan
+    affinities, index = nki_sim.run(router_topk, *arrays, formula, lnc=2).outputs
+    others = np.arange(T) != 3
+    np.testing.assert_array_equal(affinities[others], clean[0][others])
+    np.testing.assert_array_equal(index[others], clean[1][others])
+    assert ((index >= 0) & (index < E)).all()
+
+
 REFUSED = {
     "no-token": ((0, 64, 8, {"top_k": 2}), "num_tokens=0"),
     "too-many-tokens": ((32769, 64, 8, {"top_k": 2}), "num_tokens=32769: must be 1 to 32768"),
