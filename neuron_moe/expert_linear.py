@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import Backend, CopiesForDecode, ExpertWeights, Packed
-from neuron_moe.backends.decode_copy import DecodeCopy
+from neuron_moe.backends import Backend, ExpertWeights, LaysOut, Packed
+from neuron_moe.backends.laid_out import LaidOut
 from neuron_moe.backends.narrow import KERNEL_FORMATS, NarrowMatrices
 from neuron_moe.backends.prepared import Source, Stamp
 from neuron_moe.config import RoutedExpertsMLPOpsConfig
@@ -203,7 +203,7 @@ class Experts(nn.Module):
         width = config.intermediate_size // shard.tp_size
         first_name = "gate_up_proj" if config.glu_mlp else "up_proj"
         self.first_name = first_name
-        self.decode_copy: DecodeCopy | None = None
+        self.copies: dict[str, LaidOut] = {}
         first = ExpertLinear(
             num_experts,
             config.hidden_size,
@@ -244,7 +244,8 @@ class Experts(nn.Module):
             packed_gate_up=first.packed,
             packed_down=self.down_proj.packed,
             why_plain=first.why_plain,
-            decode_copy=self._valid_copy(),
+            decode_copy=self._valid_copy("decode"),
+            prefill_copy=self._valid_copy("prefill"),
         )
 
     @property
@@ -265,14 +266,15 @@ class Experts(nn.Module):
         first.keep_packed(packed[0])
         down.keep_packed(packed[1])
 
-    def copy_for_decode(self, backend: CopiesForDecode, top_k: int) -> None:
-        """Keep a copy in the layout decode reads fastest; a weight that changes makes it stale."""
-        if self._valid_copy() is None:
-            copy = backend.copy_for_decode(self.weights(), top_k)
-            self.decode_copy = replace(copy, made_from=Stamp(self._sources()))
+    def lay_out(self, backend: LaysOut, phase: str, top_k: int) -> None:
+        """Keep a copy in the layout a phase reads fastest; a weight that changes makes it stale."""
+        if self._valid_copy(phase) is None:
+            copy = backend.lay_out(self.weights(), phase, top_k)
+            if copy is not None:
+                self.copies[phase] = replace(copy, made_from=Stamp(self._sources()))
 
-    def _valid_copy(self) -> DecodeCopy | None:
-        copy = self.decode_copy
+    def _valid_copy(self, phase: str) -> LaidOut | None:
+        copy = self.copies.get(phase)
         if copy is None or copy.made_from is None or not copy.made_from.fits(self._sources()):
             return None
         return copy
@@ -286,13 +288,17 @@ class Experts(nn.Module):
         return (*matrices, *(() if self.first.bias is None else (self.first.bias,)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
-        """Move or cast; a copy for decode moves along, one of another dtype is dropped."""
-        copy, before = self._valid_copy(), self.down_proj.weight.dtype
+        """Move or cast; laid out copies move along, those of another dtype are dropped."""
+        valid = {phase: self._valid_copy(phase) for phase in self.copies}
+        before = self.down_proj.weight.dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.decode_copy = None
-        if copy is not None and self.down_proj.weight.dtype == before:
-            moved = copy.to(self.down_proj.device)
-            self.decode_copy = replace(moved, made_from=Stamp(self._sources()))
+        self.copies = {}
+        if self.down_proj.weight.dtype == before:
+            self.copies = {
+                phase: replace(copy.to(self.down_proj.device), made_from=Stamp(self._sources()))
+                for phase, copy in valid.items()
+                if copy is not None
+            }
         return self
 
     def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:

@@ -17,8 +17,8 @@ from neuron_moe.backends import (
     BlockPlan,
     ChoosesBlocks,
     ChoosesMode,
-    CopiesForDecode,
     ExpertWeights,
+    LaysOut,
     LocalRouting,
     get_backend,
 )
@@ -217,7 +217,7 @@ class ExpertMLPsV2(nn.Module):
             else None
         )
 
-    def pack_weights(self, *, for_decode: bool = False) -> None:
+    def pack_weights(self, *, for_decode: bool = False, for_prefill: bool = False) -> None:
         """Keep the weights in the form the backend likes best; the same numbers.
 
         torch: laid out for fast CPU inference. nki: as fp8 codes, where that loses no bit of any
@@ -227,6 +227,8 @@ class ExpertMLPsV2(nn.Module):
 
         Args:
             for_decode: also keep a copy in the order of nki's decode kernel, as much memory again.
+            for_prefill: the same for its prefill kernel, if experts do not fit on chip; where they
+                do, there is nothing to gain and no copy is made.
 
         Raises:
             ValueError: the backend cannot.
@@ -234,16 +236,19 @@ class ExpertMLPsV2(nn.Module):
         for experts in self.modules():
             if isinstance(experts, Experts):
                 experts.pack(self.backend)
-        if not for_decode:
-            return
-        if not isinstance(self.backend, CopiesForDecode):
-            raise ValueError(
-                f"for_decode=True: backend={self.backend.name!r} has one layout for both phases."
-                " Leave it False, or use backend='nki'."
-            )
         second = self.shards.second is not None
-        decoding = self.mlp_op_tkg if second else self.mlp_op
-        decoding.copy_for_decode(self.backend, self.config.top_k)
+        for phase, is_wanted, experts in (
+            ("decode", for_decode, self.mlp_op_tkg if second else self.mlp_op),
+            ("prefill", for_prefill, self.mlp_op),
+        ):
+            if not is_wanted:
+                continue
+            if not isinstance(self.backend, LaysOut):
+                raise ValueError(
+                    f"for_{phase}=True: backend={self.backend.name!r} has one layout for both"
+                    " phases. Leave it False, or use backend='nki'."
+                )
+            experts.lay_out(self.backend, phase, self.config.top_k)
 
     def workload(self, phase: str, tokens: int) -> Workload:
         """Return the sizes that decide how `tokens` tokens are computed."""

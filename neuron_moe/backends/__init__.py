@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends.decode_copy import DecodeCopy
+from neuron_moe.backends.laid_out import LaidOut
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.packing import PackedMatrices
 from neuron_moe.blocks import BlockMapping
@@ -36,6 +36,7 @@ class ExpertWeights:
         packed_down: likewise.
         why_plain: why packing left them as they were; empty if it did not, or was not asked.
         decode_copy: the same in the order of the decode kernel, if there is one.
+        prefill_copy: the same in the order of the prefill kernel, if there is one.
     """
 
     gate_up_proj_EHI: Tensor
@@ -47,7 +48,8 @@ class ExpertWeights:
     packed_gate_up: Packed | None = None
     packed_down: Packed | None = None
     why_plain: str = ""
-    decode_copy: DecodeCopy | None = None
+    decode_copy: LaidOut | None = None
+    prefill_copy: LaidOut | None = None
 
     @property
     def num_experts(self) -> int:
@@ -148,11 +150,11 @@ class ChoosesBlocks(Protocol):
 
 
 @runtime_checkable
-class CopiesForDecode(Protocol):
-    """A backend whose decode reads another layout faster."""
+class LaysOut(Protocol):
+    """A backend whose kernels read other layouts than the plain one faster."""
 
-    def copy_for_decode(self, weights: ExpertWeights, top_k: int) -> DecodeCopy:
-        """Return the experts in that layout, for steps of so many choices a token."""
+    def lay_out(self, weights: ExpertWeights, phase: str, top_k: int) -> LaidOut | None:
+        """Return the experts as 'prefill' or 'decode' reads them; None if nothing is gained."""
 
 
 def get_backend(name: str, config: BlockwiseMatmulConfig | None = None) -> Backend:

@@ -29,7 +29,7 @@ from neuron_moe.backends import (
     nki_router,
 )
 from neuron_moe.backends.block import BlockLayer, BlockOutput
-from neuron_moe.backends.decode_copy import DecodeCopy
+from neuron_moe.backends.laid_out import LaidOut
 from neuron_moe.backends.nki_launch import check_call, launch
 from neuron_moe.backends.nki_plan import PrefillPlan
 from neuron_moe.backends.nki_weights import format_note, narrow_weights
@@ -75,7 +75,7 @@ class NkiBackend:
         better: tuple[str, ...] = ()
         if self.plan.shard_plan == "auto":
             plan = nki_prefill.describe(self._rank(work, weights, scales_input, work.block_size))
-            best = self._rank(work, weights, scales_input)[0]
+            best, _ = self._rank(work, weights, scales_input)[0]
             if best.block_size != work.block_size:
                 better = (
                     f"block_size={best.block_size} would take {best.estimated_us:.0f} us"
@@ -88,12 +88,12 @@ class NkiBackend:
         """Return the block size of the plan that the cost model takes; as it is if one is given."""
         if self.plan.shard_plan != "auto":
             return work.block_size
-        best: int = self._rank(work, weights, scales_input)[0].block_size
-        return best
+        best, _ = self._rank(work, weights, scales_input)[0]
+        return int(best.block_size)
 
     def _rank(
         self, work: Workload, weights: ExpertWeights, scales_input: bool, *block_sizes: int
-    ) -> tuple[Any, ...]:
+    ) -> list[nki_prefill.Ranked]:
         top_k = work.top_k * work.num_local_experts / work.num_experts
         return nki_prefill.rank_plans(
             self.plan, weights, scales_input, work.tokens, top_k, block_sizes
@@ -178,9 +178,11 @@ class NkiBackend:
         """Return both matrices as fp8 codes, if no weight loses a bit; else why they stay."""
         return narrow_weights(first_EHI, down_EIH)
 
-    def copy_for_decode(self, weights: ExpertWeights, top_k: int) -> DecodeCopy:
-        """Return the experts in the layout of decode_moe."""
-        return nki_decode.lay_out(weights, top_k, self.plan.num_cores)
+    def lay_out(self, weights: ExpertWeights, phase: str, top_k: int) -> LaidOut | None:
+        """Return the experts in the layout of a phase's kernel; None if nothing is gained."""
+        if phase == "decode":
+            return nki_decode.lay_out(weights, top_k, self.plan.num_cores)
+        return nki_prefill.lay_out(weights, self.plan)
 
     def _launch(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         return launch(self.plan.num_cores, kernel, *args, **kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neuron_moe.backends import nki_decode
 from neuron_moe.backends.block import BlockLayer, BlockOutput, norm_of
-from neuron_moe.backends.decode_copy import from_numpy, to_numpy
+from neuron_moe.backends.laid_out import from_numpy, to_numpy
 from neuron_moe.backends.nki_decode import MODES, config_arguments
 from neuron_moe.backends.nki_launch import Launch, dtype_name
 from neuron_moe.backends.nki_router import formula_of, shortened
@@ -96,7 +96,7 @@ def compute(
     }
     copy = layer.weights.decode_copy
     if config.moe.weight_layout == "packed" and copy is not None:
-        matrices, beside = (copy.gate_up_ECpn, copy.down_ECiH), {}
+        matrices, beside = (copy.gate_up, copy.down), {}
     norm = None if layer.rmsnorm is None else norm_of(layer.rmsnorm)
     down_bias_EH = operands.down_bias_EH
     first = torch.tensor([[layer.first_expert]], dtype=torch.int32, device=hidden_TH.device)

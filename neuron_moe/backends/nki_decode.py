@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends import ExpertWeights, LocalRouting
-from neuron_moe.backends.decode_copy import DecodeCopy, from_numpy, to_numpy
+from neuron_moe.backends.laid_out import LaidOut, from_numpy, to_numpy
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import Launch
 from neuron_moe.backends.nki_weights import KernelActivation, kernel_activation, kernel_weights
@@ -61,7 +61,7 @@ def compute(
     }
     if config.weight_layout == "packed":
         assert weights.decode_copy is not None
-        matrices = weights.decode_copy.gate_up_ECpn, weights.decode_copy.down_ECiH
+        matrices = weights.decode_copy.gate_up, weights.decode_copy.down
         beside = {}
     output_TH: Tensor = launch(
         decode_moe,
@@ -134,11 +134,11 @@ def with_layout(weights: ExpertWeights, make: Callable[..., Any]) -> Any:
     return make(weight_layout="ehi")
 
 
-def _is_laid_out_for(config: Any, copy: DecodeCopy) -> bool:
+def _is_laid_out_for(config: Any, copy: LaidOut) -> bool:
     from nki_kernels.decode_config import packed_rows, packed_run
 
     wanted = (config.chunks, packed_rows(config), packed_run(config))
-    return tuple(copy.gate_up_ECpn.shape[1:]) == wanted
+    return tuple(copy.gate_up.shape[1:]) == wanted
 
 
 def config_arguments(
@@ -186,7 +186,7 @@ def _decode_config(**arguments: Any) -> Any:
     return make_decode_config(**arguments)
 
 
-def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> DecodeCopy:
+def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> LaidOut:
     """Return experts in the packed layout of decode_moe, which does not depend on the tokens."""
     from nki_kernels.decode_layout import pack_down, pack_gate_up
 
@@ -207,7 +207,7 @@ def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> DecodeCopy:
         *(None if values is None else to_numpy(values) for values in beside),
     )
     down = pack_down(config, to_numpy(operands.down_EIH))
-    return DecodeCopy(from_numpy(gate_up, dtype).to(device), from_numpy(down, dtype).to(device))
+    return LaidOut(from_numpy(gate_up, dtype).to(device), from_numpy(down, dtype).to(device))
 
 
 def _name_in_decode(activation: KernelActivation) -> str:

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
+from neuron_moe.backends.laid_out import LaidOut
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import Launch
 from neuron_moe.backends.nki_plan import PrefillPlan
 from neuron_moe.backends.nki_weights import KernelWeights, kernel_activation, kernel_weights
 from neuron_moe.blocks import BlockMapping, num_blocks
+
+Ranked = tuple[Any, tuple[int, int] | None]
+"""A PlanChoice of the cost model, and the parts of the weights that it reads."""
 
 
 def block_dims(expert_index_TK: Tensor, num_experts: int, plan: BlockPlan) -> Any:
@@ -77,23 +81,31 @@ def compute(
 
     operands = kernel_weights(weights, hidden_TH)
     num_tokens, top_k = routing.expert_index_TK.shape
+    chosen: dict[str, Any] = {"shard_plan": prefill.shard_plan}
     if prefill.shard_plan == "auto":
         share = weights.num_experts / (routing.num_experts or weights.num_experts)
-        best = rank_plans(
+        best, parts = rank_plans(
             prefill, weights, routing.scales_input, num_tokens, top_k * share, (plan.block_size,)
         )[0]
-        prefill = replace(prefill, shard_plan=best.shard_plan)
+        chosen = {
+            "shard_plan": best.shard_plan,
+            "tiles_per_expert": best.tiles_per_expert,
+            "weight_parts": parts,
+        }
     dims = block_dims(routing.expert_index_TK, weights.num_experts, plan)
     config = make_config(
         **_arguments(prefill, weights, routing.scales_input),
         block_size=dims.block_size,
         num_slots=dims.num_blocks * dims.block_size,
         num_tokens=num_tokens,
-        shard_plan=prefill.shard_plan,
         loop_plan=prefill.loop_plan,
         in_halves=prefill.in_halves,
         skip_weights=prefill.skip_weights,
+        **chosen,
     )
+    copy = weights.prefill_copy
+    if copy is not None and chosen.get("weight_parts") is not None:
+        operands = replace(operands, gate_up_EHI=copy.gate_up, down_EIH=copy.down)
     mapping, slot_of_pair_TK, visits = index(
         launch, routing.expert_index_TK, dims, prefill.num_cores, visit_dims(config)
     )
@@ -115,8 +127,9 @@ def rank_plans(
     num_tokens: int,
     top_k: float,
     block_sizes: tuple[int, ...] = (),
-) -> tuple[Any, ...]:
-    """Return the plans of the cost model, the fastest first.
+) -> list[Ranked]:
+    """Return the plans of the cost model, the fastest first, and the parts weights lie in if that
+    plan reads their copy for prefill.
 
     Args:
         prefill: what was asked for.
@@ -130,17 +143,60 @@ def rank_plans(
         ValueError: nothing fits.
     """
     arguments = _arguments(prefill, weights, scales_input)
-    return _rank(num_tokens, math.ceil(top_k), block_sizes, **arguments)
+    sizes = (num_tokens, math.ceil(top_k), block_sizes)
+    ranked: list[Ranked] = [(choice, None) for choice in _rank(*sizes, **arguments)]
+    if weights.prefill_copy is not None:
+        parts = weights.prefill_copy.parts
+        ranked += [(choice, parts) for choice in _rank(*sizes, weight_parts=parts, **arguments)]
+    return sorted(ranked, key=lambda pair: pair[0].estimated_us)
 
 
-def describe(ranked: tuple[Any, ...]) -> str:
+def lay_out(weights: ExpertWeights, prefill: PrefillPlan) -> LaidOut | None:
+    """Return experts by the parts in which blockwise_moe loads them; None if it loads them whole.
+
+    Raises:
+        ValueError: a plan was asked for that reads plain weights.
+    """
+    from nki_kernels.blockwise_options import best_parts, make_config
+
+    if prefill.shard_plan != "auto":
+        raise ValueError(
+            f"for_prefill=True: the plan asked for ({prefill}) reads plain weights. Leave the"
+            " use_* switches of BlockwiseMatmulConfig False."
+        )
+    operands = kernel_weights(weights)
+    # The parts do not depend on the tokens: as many as give each expert one row tile.
+    config = make_config(
+        **_arguments(prefill, weights, False),
+        block_size=128,
+        num_slots=128 * weights.num_experts,
+        num_tokens=128 * weights.num_experts,
+    )
+    in_parts, out_parts = best_parts(config)
+    if (in_parts, out_parts) == (1, 1):
+        return None
+    halves = 2 if config.has_gate else 1
+    return LaidOut(
+        _by_parts(operands.gate_up_EHI, in_parts, halves),
+        _by_parts(operands.down_EIH, out_parts, 1),
+        (in_parts, out_parts),
+    )
+
+
+def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
+    """Return [E, parts, X, Y / parts]: columns of a part together, of both halves."""
+    experts, rows, columns = weight_EXY.shape
+    cut = weight_EXY.detach().view(experts, rows, halves, parts, columns // (halves * parts))
+    return cut.permute(0, 3, 1, 2, 4).reshape(experts, parts, rows, columns // parts)
+
+
+def describe(ranked: list[Ranked]) -> str:
     """Return a line for `MoE.explain` about plans from the cost model."""
-    best, *others = ranked
-    other = ""
-    if others:
-        other = f"; {others[0].shard_plan} {others[0].estimated_us:.0f} us"
+    (best, parts), *others = ranked
+    other = f"; {others[0][0].shard_plan} {others[0][0].estimated_us:.0f} us" if others else ""
+    layout = "" if parts is None else f", weights laid out in {parts[0]} and {parts[1]} parts"
     return (
-        f"plan: {best.loop_plan} loop, {best.shard_plan} shards, the cost model's choice:"
+        f"plan: {best.loop_plan} loop, {best.shard_plan} shards{layout}, the cost model's choice:"
         f" experts in {best.estimated_us:.0f} us{other} [estimated]"
     )
 

@@ -64,7 +64,7 @@ class PhaseShards:
         run = slice(want.start - have.start, want.stop - have.start)
         gate_up_bias, down_bias = stored.gate_up_bias_EI, stored.down_bias_EH
         packed_gate_up, packed_down = stored.packed_gate_up, stored.packed_down
-        copy = stored.decode_copy
+        decode_copy, prefill_copy = stored.decode_copy, stored.prefill_copy
         return replace(
             stored,
             gate_up_proj_EHI=stored.gate_up_proj_EHI[run],
@@ -73,7 +73,8 @@ class PhaseShards:
             down_bias_EH=None if down_bias is None else down_bias[run],
             packed_gate_up=None if packed_gate_up is None else packed_gate_up.run(run),
             packed_down=None if packed_down is None else packed_down.run(run),
-            decode_copy=None if copy is None else copy.run(run),
+            decode_copy=None if decode_copy is None else decode_copy.run(run),
+            prefill_copy=None if prefill_copy is None else prefill_copy.run(run),
         )
 
 

@@ -315,3 +315,33 @@ def test_packed_experts_run_without_routing(backend: str) -> None:
     assert torch.equal(packed.mlp_op(rows), plain.mlp_op(rows))
     some = torch.tensor([2, 0])
     assert torch.equal(packed.mlp_op(rows, some), plain.mlp_op(rows, some))
+
+
+@pytest.mark.parametrize("has_scales", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_experts_too_large_for_the_chip_are_laid_out_for_prefill(has_scales: bool) -> None:
+    size, width, tokens = 4096, 1792, 6  # Mixtral 8x7B on 8 ranks
+    config = RoutedExpertsMLPOpsConfig(3, size, width, 1, "silu", True)
+    experts = ExpertMLPsV2(config, dtype=torch.bfloat16, backend="nki").requires_grad_(False)
+    if has_scales:
+        for linear in experts.mlp_op.children():
+            linear.weight.copy_(linear.weight.to(torch.float8_e5m2).bfloat16())
+    hidden_TH, index_T1 = torch.randn(tokens, size).bfloat16(), torch.arange(tokens)[:, None] % 3
+    plain = experts(hidden_TH, torch.ones(tokens, 1), index_T1, tokens)
+    experts.pack_weights(for_prefill=True)
+    assert "parts, the cost model's choice" in " ".join(notes(experts))
+    laid_out = experts(hidden_TH, torch.ones(tokens, 1), index_T1, tokens)
+    torch.testing.assert_close(laid_out, plain, rtol=0.02, atol=0.02 * plain.abs().max().item())
+
+
+def test_experts_that_fit_on_chip_are_not_laid_out_for_prefill() -> None:
+    experts = build()
+    experts.pack_weights(for_prefill=True)
+    assert experts.weights().prefill_copy is None
+    tuned = ExpertMLPsV2(
+        experts.config,
+        BlockwiseMatmulConfig(use_shard_on_block_dynamic_while=True),
+        dtype=torch.bfloat16,
+        backend="nki",
+    )
+    with pytest.raises(ValueError, match="for_prefill=True: the plan asked for"):
+        tuned.pack_weights(for_prefill=True)

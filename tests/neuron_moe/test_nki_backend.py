@@ -199,7 +199,7 @@ def watched(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build("nki", GPT_OSS, {"block_size": DefaultInt(512)}, torch.bfloat16)
     told = layer.explain("prefill", T)
-    best = layer.expert_mlps.backend._rank(  # type: ignore[union-attr]
+    best, _ = layer.expert_mlps.backend._rank(  # type: ignore[union-attr]
         layer.expert_mlps.workload("prefill", T), layer.expert_mlps.weights(), False
     )[0]
     assert told.block_size == best.block_size != 512

@@ -1,10 +1,10 @@
-"""A second copy of experts, in the order in which the decode kernel reads them.
+"""A second copy of experts, in the order in which a kernel reads them.
 
-Rows of a plain matrix that is cut into chunks are short; laid out for decode, everything that a
-partition needs of a chunk is one run. It costs as much memory again, so it is made on request.
+Rows of a plain matrix that is cut into parts are short; laid out, a part is one run, or everything
+a partition needs of it is. It costs as much memory again, so it is made on request.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -22,31 +22,33 @@ _NUMPY_TYPES: dict[torch.dtype, tuple[torch.dtype, Any]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeCopy:
-    """The matrices of some experts with biases of the gates, and scales.
+class LaidOut:
+    """The matrices of some experts, experts first; further axes are the kernel's.
 
     Attributes:
-        gate_up_ECpn: [E, C, h, run] for C chunks of the intermediate axis.
-        down_ECiH: [E, C, I / C, H].
+        gate_up: gate and up projections; for decode with their biases and scales.
+        down: down projections.
+        parts: for prefill, in how many parts each of the two lies.
         made_from: the weights, by which one sees whether they changed since.
     """
 
-    gate_up_ECpn: Tensor
-    down_ECiH: Tensor
+    gate_up: Tensor
+    down: Tensor
+    parts: tuple[int, int] | None = None
     made_from: Stamp | None = field(default=None, repr=False)
 
     @property
     def num_bytes(self) -> int:
         """Memory it takes."""
-        return self.gate_up_ECpn.nbytes + self.down_ECiH.nbytes
+        return self.gate_up.nbytes + self.down.nbytes
 
-    def run(self, experts: slice) -> "DecodeCopy":
+    def run(self, experts: slice) -> "LaidOut":
         """Return a run of the experts; a view."""
-        return DecodeCopy(self.gate_up_ECpn[experts], self.down_ECiH[experts], self.made_from)
+        return replace(self, gate_up=self.gate_up[experts], down=self.down[experts])
 
-    def to(self, device: torch.device) -> "DecodeCopy":
+    def to(self, device: torch.device) -> "LaidOut":
         """Return the same on a device."""
-        return DecodeCopy(self.gate_up_ECpn.to(device), self.down_ECiH.to(device), self.made_from)
+        return replace(self, gate_up=self.gate_up.to(device), down=self.down.to(device))
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
