@@ -53,7 +53,10 @@ from nki_sim import SimOptions
 from nki_sim.timeline import Timeline
 
 LIBRARY_VARIABLE = "NKI_LIBRARY_PATH"
-OUR_SOURCES = ("*.py",)
+OUR_SOURCES = (
+    "decode_*.py", "blockwise_config.py", "integers.py", "plans.py", "router_choice.py", "tiles.py",
+    "token_tiles.py",
+)  # fmt: skip
 MODES = ("selective", "all")
 # The block's router must choose real experts: its hidden states and weights keep their values.
 OPTIONS = SimOptions(
