@@ -4,6 +4,8 @@ Norm, router, routed and shared experts; nothing passes through HBM between them
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
+import functools
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -43,8 +45,6 @@ def block_config(
     Raises:
         ValueError: the kernel does not have or hold it.
     """
-    from nki_kernels.decode_block_config import make_block_config
-
     options: dict[str, Any] = {}
     if layer.rmsnorm is not None:
         norm = norm_of(layer.rmsnorm)
@@ -70,14 +70,22 @@ def block_config(
     )
     weight_NH = shortened(layer.router.linear_router.weight, prepared)
     arguments |= {
-        "formula": formula,
+        "formula": tuple(asdict(formula).items()),
         "router_dtype": dtype_name(weight_NH),
         "shared_width": 0 if shared is None else shared.width,
         "shared_activation": SHARED_ACTIVATIONS["silu" if shared is None else shared.hidden_act],
         "has_shared_gate": shared is not None and shared.shared_expert_gate is not None,
         "returns_routing": layer.returns_routing,
     }
-    return nki_decode.with_layout(layer.weights, partial(make_block_config, **arguments))
+    return nki_decode.with_layout(layer.weights, partial(_block_config, **arguments))
+
+
+@functools.lru_cache(maxsize=256)
+def _block_config(formula: tuple[tuple[str, Any], ...], **arguments: Any) -> Any:
+    from nki_kernels.decode_block_config import make_block_config
+    from nki_kernels.router_choice import RouterFormula
+
+    return make_block_config(RouterFormula(**dict(formula)), **arguments)
 
 
 def compute(
