@@ -11,7 +11,6 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.combine import identity
 from nki_kernels.decode_config import (
     BANK_FLOATS,
     BANKS,
@@ -20,6 +19,7 @@ from nki_kernels.decode_config import (
     accumulator_banks,
     extra_floats,
     item_bytes,
+    out_block,
     packed_rows,
     packed_run,
     weighs_inner,
@@ -27,7 +27,12 @@ from nki_kernels.decode_config import (
 )
 from nki_kernels.plans import PARTITIONS
 
-SCRATCH = 3  # banks of y^T that wait for GpSimd
+
+def scratch_banks(config: DecodeConfig) -> int:
+    """Return how many banks of y^T may wait for GpSimd on their way to sums in SBUF."""
+    if config.sums_in_psum:
+        return 0
+    return 6 if config.T <= 128 else 3
 
 
 @dataclass
@@ -50,13 +55,11 @@ class SumBuffers(NKIObject):
         total_ps: banks that hold y^T [h, H/h, T]; none if it is added up in SBUF.
         total_sb: [h, H/h, T] float32; with `total_ps`, what is read out of it.
         work_ps: PSUM banks [128, 512] float32 for everything else, used in turn.
-        identity_sb: [128, 128] float32.
     """
 
     total_ps: list[nl.NkiTensor]
     total_sb: nl.NkiTensor
     work_ps: list[nl.NkiTensor]
-    identity_sb: nl.NkiTensor
 
 
 @dataclass
@@ -67,6 +70,9 @@ class DecodeBuffers(NKIObject):
         inner_ps: gate and up projections [128, 2, T].
         out_ps: an expert's part of y^T, where the sums are not in PSUM.
         scratch: the same on its way to the sums.
+        expert_in, expert_out, shared_expert: experts whose gate and up, or down weights are loaded
+            next, (1, 1) each.
+        weights, inputs: columns of the group's experts, per 128 tokens [tokens, unroll].
         column_ps, input_ps: factors of an expert's output and input for every token, the
             same on all partitions, [128, T].
     """
@@ -88,6 +94,11 @@ class DecodeBuffers(NKIObject):
     input_ps: list[nl.NkiTensor]
     out_ps: list[nl.NkiTensor]
     bias_ps: nl.NkiTensor
+    expert_in: list[nl.NkiTensor]
+    expert_out: list[nl.NkiTensor]
+    shared_expert: nl.NkiTensor
+    weights: list[nl.NkiTensor]
+    inputs: list[nl.NkiTensor]
     scratch: list[nl.NkiTensor]
     ones: nl.NkiTensor
 
@@ -101,14 +112,14 @@ def sbuf_tiles(count: int, shape: tuple[int, ...], dtype: Any) -> list[nl.NkiTen
 
 
 def make_sums(config: DecodeConfig) -> SumBuffers:
-    """Allocate y^T, all of PSUM and an identity matrix; y^T starts as zeros."""
+    """Allocate y^T and all of PSUM."""
     held = accumulator_banks(config) if config.sums_in_psum else 0
     banks = []
     for _bank in range(BANKS):
         banks.append(nl.ndarray((PARTITIONS, BANK_FLOATS), dtype=nl.float32, buffer=nl.psum))
     rows, count = config.h_axis.rows, config.h_axis.count
     total_sb = nl.ndarray((rows, count, config.T), dtype=nl.float32, buffer=nl.sbuf)
-    return SumBuffers(banks[0:held], total_sb, banks[held:BANKS], identity(nl.float32))
+    return SumBuffers(banks[0:held], total_sb, banks[held:BANKS])
 
 
 def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
@@ -153,6 +164,15 @@ def _extras(
     return views
 
 
+def _per_token(config: DecodeConfig) -> list[nl.NkiTensor]:
+    """Return float32 tiles [tokens, unroll], at most 128 tokens each."""
+    made = []
+    for first in range(0, config.T, PARTITIONS):
+        rows = min(PARTITIONS, config.T - first)
+        made.append(nl.ndarray((rows, config.unroll), dtype=nl.float32, buffer=nl.sbuf))
+    return made
+
+
 def _from_end(bank_ps: nl.NkiTensor, size: int, position: int) -> list[nl.NkiTensor]:
     """Return two tiles [128, size] at the end of a bank, after `position` others."""
     made = []
@@ -175,7 +195,9 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         inner_banks, out_ps = work_ps[OUT_BANKS : BANKS - 1], work_ps[0:OUT_BANKS]
     elif len(work_ps) > 1:
         inner_banks = work_ps[0 : len(work_ps) - 1]
-    inner_ps = _parts(inner_banks, 2 * T, 1 if len(inner_banks) > 1 else 2)
+    inner_ps = _parts(
+        inner_banks, 2 * T, 2 if len(inner_banks) == 1 and 4 * T <= BANK_FLOATS else 1
+    )
     column_ps = _from_end(last_ps[0], T, 0)
     input_ps = column_ps
     used = 4 * T if len(work_ps) == 1 else 0
@@ -210,7 +232,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         gate_up_scale=gate_up_scale,
         down_bias=sbuf_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
         down_scale=down_scale,
-        inner=sbuf_tiles(2, (i_axis.rows, i_axis.count, T), nl.bfloat16),
+        inner=sbuf_tiles(2 * out_block(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
         gate=sbuf_tiles(2, (i_axis.rows, T), nl.float32),
         up=sbuf_tiles(2, (i_axis.rows, T), nl.float32),
         column_row=sbuf_tiles(2 if config.has_down_bias else 0, (1, T), nl.bfloat16),
@@ -220,8 +242,11 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         input_ps=input_ps,
         out_ps=out_ps,
         bias_ps=inner_banks[0],
-        scratch=sbuf_tiles(
-            0 if config.sums_in_psum else SCRATCH, (PARTITIONS, BANK_FLOATS), nl.float32
-        ),
+        expert_in=sbuf_tiles(config.unroll, (1, 1), nl.int32),
+        expert_out=sbuf_tiles(config.unroll, (1, 1), nl.int32),
+        shared_expert=nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf),
+        weights=_per_token(config),
+        inputs=_per_token(config),
+        scratch=sbuf_tiles(scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
         ones=ones_sb,
     )

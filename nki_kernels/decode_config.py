@@ -21,6 +21,7 @@ MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
 OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
+MAX_BLOCK = 4  # chunks
 MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
 MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
@@ -99,6 +100,11 @@ def core_chunks(config: DecodeConfig) -> int:
 def entry_stride(config: DecodeConfig) -> int:
     """Return how far the list entries of one core lie apart."""
     return config.num_cores if config.shard == "experts" else 1
+
+
+def read_ahead(config: DecodeConfig) -> int:
+    """Return how many entries past the end of a list the loops look up, and never use."""
+    return 2 * config.unroll * entry_stride(config)
 
 
 def is_direct(config: DecodeConfig) -> bool:
@@ -205,6 +211,13 @@ def weighs_inner(config: DecodeConfig) -> bool:
 def holds_expert(config: DecodeConfig) -> bool:
     """Whether an expert's part of y^T is added up in PSUM before it goes to the sums in SBUF."""
     return not config.sums_in_psum and accumulator_banks(config) <= OUT_BANKS
+
+
+def out_block(config: DecodeConfig) -> int:
+    """Return the most chunks of an expert whose down projections go to the sums at once."""
+    if config.sums_in_psum or holds_expert(config):
+        return 1
+    return max(1, min(config.chunks, config.slots // 2, MAX_BLOCK))
 
 
 def check_sizes(

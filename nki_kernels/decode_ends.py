@@ -113,7 +113,9 @@ def finish(
         other = 1 - core
         theirs = other * (T - size)
         send_sb = sums.total_sb[0:rows, 0:count, theirs : theirs + size]
-        received_sb = nl.ndarray((rows, count, size), dtype=nl.float32, buffer=nl.sbuf)
+        # Both sides of an exchange have the same layout, with the same gaps.
+        apart_sb = nl.ndarray((rows, count, T), dtype=nl.float32, buffer=nl.sbuf)
+        received_sb = apart_sb[0:rows, 0:count, 0:size]
         by_gpsimd = count * size * 4 <= 512
         nisa.sendrecv(
             src=send_sb,
@@ -129,7 +131,7 @@ def finish(
             spread_sb = nl.ndarray((rows, size, count), output_dtype(config), buffer=nl.sbuf)
             part_sb = spread_sb.permute((0, 2, 1))
         else:
-            part_sb = nl.ndarray((rows, count, size), dtype=nl.float32, buffer=nl.sbuf)
+            part_sb = own_sb
         nisa.tensor_tensor(dst=part_sb, data1=own_sb, data2=received_sb, op=nl.add)
     # Of an odd number the token in the middle is on both cores; core 0 stores it.
     skipped = core * (2 * size - T) if config.num_cores > 1 else 0

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.decode_buffers import SCRATCH
+from nki_kernels.decode_buffers import scratch_banks
 from nki_kernels.decode_config import (
     BANK_FLOATS,
     DIRECT_OUT,
@@ -22,7 +22,9 @@ from nki_kernels.decode_config import (
     item_bytes,
     joins_projections,
     list_width,
+    out_block,
     packed_chunks,
+    read_ahead,
     with_plan,
 )
 
@@ -77,17 +79,23 @@ def sbuf_bytes(config: DecodeConfig) -> int:
     gate_up = depth * 2 * i_axis.size * item + 4 * extra_floats(config)
     total = slots * (gate_up + i_axis.count * columns * item)
     total += depth * T * (2 + 4)  # x^T and y^T
-    total += 2 * i_axis.count * T * 2 + 4 * T * 4 + 2 * T * (4 + 2)
+    total += (
+        2 * out_block(config) * i_axis.count * T * 2
+        + 4 * T * 4
+        + 2 * T * (4 + 2)
+        + 20 * config.unroll
+    )
     total += slots * (2 * 2 * i_axis.count * 4 + (H * 2 if config.has_down_bias else 0))
     total += slots * depth * 4 if config.down_scale == "channel" else 0
-    total += 0 if config.sums_in_psum else SCRATCH * BANK_FLOATS * 4
+    total += scratch_banks(config) * BANK_FLOATS * 4
     return max(total, _ends_bytes(config)) + SMALL_TILES_BYTES + _routing_bytes(config)
 
 
 def _routing_bytes(config: DecodeConfig) -> int:
     tiles, width = -(-config.T // 128), list_width(config)
     tables = 2 if config.scaling == "pre" else 1
-    return 4 * (tables * tiles * width + 3 * width + tiles * (2 * config.E + 32) + 2 * config.E)
+    wide = width + read_ahead(config)
+    return 4 * (tables * tiles * wide + 3 * wide + tiles * (2 * config.E + 32) + 2 * config.E)
 
 
 def _ends_bytes(config: DecodeConfig) -> int:
@@ -99,8 +107,10 @@ def _ends_bytes(config: DecodeConfig) -> int:
     rows = depth * config.h_axis.rows
     if config.h_axis.is_strided and share <= DIRECT_OUT:
         rows = depth * share
-    # Rows wait to be stored beside a residual of the same size.
-    at_last = depth * T * 4 + 2 * depth * share * 4 + rows * (out + 4)
+    # Rows wait to be stored beside a residual in bfloat16.
+    at_last = 2 * depth * T * 4 + rows * (out + 2)
+    if config.h_axis.is_strided and share <= DIRECT_OUT:
+        at_last += depth * share * 4
     return max(at_first, at_last)
 
 

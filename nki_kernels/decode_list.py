@@ -5,8 +5,7 @@ For a launch with index d[t, k] (local numbers; others' experts are out of range
     list     touched experts in ascending order, then NO_ENTRY                     [1, W]
     weight   weight[t, w] = sum over k with d[t, k] == list[w] of affinity[t, k]   [T, W]
 
-and the number of touched experts in registers, as ends of the loops over the list. Every number is
-an integer below 2**24, exact in float32.
+and where the loops over the list end. Every number is an integer below 2**24, exact in float32.
 """
 
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from nki_kernels.decode_config import (
     entry_stride,
     is_direct,
     list_width,
+    read_ahead,
 )
 from nki_kernels.plans import PARTITIONS
 
@@ -34,17 +34,18 @@ class Routing(NKIObject):
     """What the loop over experts goes by.
 
     Attributes:
-        list_sb: on partition 0 [W] int32, expert of each entry.
-        ends: registers, list positions where groups of `unroll` entries end, then groups of half as
-            many, and so on, then the list; empty if the length of the list is known.
+        list_sb: on partition 0 int32, expert of each entry, and more that no loop comes to.
+        ends: (1, 1) int32 tiles, list positions where groups of `unroll` entries end, then groups
+            of half as many, and so on, then the list; empty if its length is known.
         local: per 128 tokens [tokens, K or more] float32, local number of each choice.
         core: number of this core.
-        weights: per 128 tokens [tokens, W] float32: factor of the expert's output; see `weigh`.
+        weights: per 128 tokens [tokens, W or more] float32: factor of the expert's output; see
+            `weigh`.
         inputs: the same, factor of its input; empty unless scaling is "pre".
     """
 
     list_sb: nl.NkiTensor
-    ends: list[nl.VirtualRegister]
+    ends: list[nl.NkiTensor]
     local: list[nl.NkiTensor]
     core: int
     weights: list[nl.NkiTensor]
@@ -70,28 +71,27 @@ def list_experts(
         core: number of this core.
     """
     width = list_width(config)
-    ends: list[nl.VirtualRegister] = []
+    ends: list[nl.NkiTensor] = []
     if is_direct(config):
         # A missing choice (-1) loads expert 0 and counts for nothing.
         list_sb = nl.ndarray((1, width), dtype=nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=list_sb, data=index_tiles[0], op0=nl.maximum, operand0=0.0)
         return Routing(list_sb, ends, index_tiles, core, [], [])
     if config.mode == "all":
-        list_sb = nl.ndarray((1, width), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.iota(dst=list_sb, pattern=[[1, width]], offset=0, channel_multiplier=0)
+        wide = width + read_ahead(config)
+        list_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.iota(dst=list_sb, pattern=[[1, wide]], offset=0, channel_multiplier=0)
         local = local_experts(config, index_tiles, first_sb)
         return Routing(list_sb, ends, local, core, [], [])
     local = local_experts(config, index_tiles, first_sb)
-    list_sb = find_touched(config, local, bank_ps, ones_sb)
+    list_sb = find_touched(config, local, bank_ps)
     return Routing(list_sb, loop_ends(config, list_sb), local, core, [], [])
 
 
 def local_experts(
-    config: DecodeConfig, index_tiles: list[nl.NkiTensor], first_sb: nl.NkiTensor
+    config: DecodeConfig, index_tiles: list[nl.NkiTensor], first_sb: Any
 ) -> list[nl.NkiTensor]:
     """Return per 128 tokens [tokens, K'] float32 local numbers, K' the next multiple of 8."""
-    first_float_sb = nl.ndarray((first_sb.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=first_float_sb, src=first_sb)
     columns = (config.K + VALUES - 1) // VALUES * VALUES
     local = []
     for index_sb in index_tiles:
@@ -99,13 +99,22 @@ def local_experts(
         local_sb = nl.ndarray((rows, columns), dtype=nl.float32, buffer=nl.sbuf)
         if config.K < columns:
             nisa.memset(dst=local_sb, value=NO_EXPERT)
+        local.append(local_sb)
+    if config.num_experts == config.E:
+        for tile in range(len(local)):
+            rows = local[tile].shape[0]
+            nisa.tensor_copy(dst=local[tile][0:rows, 0 : config.K], src=index_tiles[tile])
+        return local
+    first_float_sb = nl.ndarray((first_sb.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=first_float_sb, src=first_sb)
+    for tile in range(len(local)):
+        rows = local[tile].shape[0]
         nisa.tensor_scalar(
-            dst=local_sb[0:rows, 0 : config.K],
-            data=index_sb,
+            dst=local[tile][0:rows, 0 : config.K],
+            data=index_tiles[tile],
             op0=nl.subtract,
             operand0=first_float_sb[0:rows, 0:1],
         )
-        local.append(local_sb)
     return local
 
 
@@ -113,12 +122,21 @@ def find_touched(
     config: DecodeConfig,
     local: list[nl.NkiTensor],
     bank_ps: nl.NkiTensor,
-    ones_sb: nl.NkiTensor,
 ) -> nl.NkiTensor:
-    """Return [128, E + 1] int32: on partition 0 the touched experts, NO_ENTRY, their number."""
+    """Return [128, E + 1 + more] int32: on partition 0 the touched experts, NO_ENTRY, their number.
+
+    The number is in column E; what follows is NO_ENTRY again.
+    """
     E = config.E
     expert_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=expert_sb, pattern=[[1, E]], offset=0, channel_multiplier=0)
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
+    wide = E + 1 + read_ahead(config)
+    touched_sb = nl.ndarray((PARTITIONS, wide), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.memset(
+        dst=touched_sb[0:PARTITIONS, E + 1 : wide], value=NO_ENTRY, engine=nisa.engine.gpsimd
+    )
     for tile in range(len(local)):
         rows, columns = local[tile].shape
         marked_sb = expert_sb[0:rows, 0:E]
@@ -129,41 +147,42 @@ def find_touched(
             marked_sb = next_sb
         chosen_sb = nl.ndarray((rows, E), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=chosen_sb, data=marked_sb, op0=nl.equal, operand0=-1.0)
-        ones_16_sb = nl.ndarray((rows, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.memset(dst=ones_16_sb, value=1.0, engine=nisa.engine.gpsimd)
         nisa.nc_matmul(
             dst=bank_ps[0:PARTITIONS, 0:E],
-            stationary=ones_16_sb,
+            stationary=ones_sb[0:rows, 0:PARTITIONS],
             moving=chosen_sb,
             accumulate=tile > 0,
         )
     count_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=count_sb, src=bank_ps[0:PARTITIONS, 0:E])
-    touched_sb = nl.ndarray((PARTITIONS, E + 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.nonzero_with_count(dst=touched_sb, src=count_sb, padding_val=NO_ENTRY)
+    nisa.nonzero_with_count(
+        dst=touched_sb[0:PARTITIONS, 0 : E + 1], src=count_sb, padding_val=NO_ENTRY
+    )
     return touched_sb
 
 
-def loop_ends(config: DecodeConfig, touched_sb: nl.NkiTensor) -> list[nl.VirtualRegister]:
-    """Return registers with the list positions at which the loops over groups end.
+def loop_ends(config: DecodeConfig, touched_sb: nl.NkiTensor) -> list[nl.NkiTensor]:
+    """Return (1, 1) tiles with the list positions at which the loops over groups end.
 
     Cores that take alternate entries do so up to an even position; the last end is the list's.
     """
     stride = entry_stride(config)
-    count_sb = touched_sb[0:1, config.E : config.E + 1]
-    ends = []
+    masks = []
     size = config.unroll
     while size > 0:
-        end_sb = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=end_sb, data=count_sb, op0=nl.bitwise_and, operand0=-(stride * size))
-        end = nisa.register_alloc()
-        nisa.register_load(end, end_sb)
-        ends.append(end)
+        masks.append(-(stride * size))
         size = size // 2
     if stride > 1:
-        last = nisa.register_alloc()
-        nisa.register_load(last, count_sb)
-        ends.append(last)
+        masks.append(-1)
+    mask_sb = nl.ndarray((1, len(masks)), dtype=nl.int32, buffer=nl.sbuf)
+    end_sb = nl.ndarray((1, len(masks)), dtype=nl.int32, buffer=nl.sbuf)
+    for k in range(len(masks)):
+        nisa.memset(dst=mask_sb[0:1, k : k + 1], value=masks[k], engine=nisa.engine.gpsimd)
+    count_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, len(masks))
+    nisa.tensor_tensor(dst=end_sb, data1=count_sb, data2=mask_sb, op=nl.bitwise_and)
+    ends = []
+    for k in range(len(masks)):
+        ends.append(end_sb[0:1, k : k + 1])
     return ends
 
 
@@ -225,9 +244,10 @@ def _table(
     wide_sb: nl.NkiTensor,
     counts: bool,
 ) -> nl.NkiTensor:
-    """Return [tokens, W] float32: a token's affinity to every entry, or 1 where it chose it."""
+    """Return [tokens, W + more] float32: affinities to every entry, or 1 where it was chosen."""
     rows, width = local_sb.shape[0], wide_sb.shape[1]
-    table_sb = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+    shape = (rows, width + read_ahead(config))
+    table_sb = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=table_sb, value=0.0)
     term_sb = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
     for k in range(config.K):

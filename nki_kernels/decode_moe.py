@@ -32,13 +32,11 @@ Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import nki
 import nki.isa as nisa
 import nki.language as nl
-from nki.language import NKIObject
 
 from nki_kernels.decode_buffers import (
     DecodeBuffers,
@@ -57,25 +55,11 @@ from nki_kernels.decode_config import (
     is_direct,
     list_width,
     output_dtype,
-    splits_experts,
 )
 from nki_kernels.decode_ends import finish, load_tokens
+from nki_kernels.decode_groups import look_up_first, run_group
 from nki_kernels.decode_list import Routing, list_experts, weigh
-from nki_kernels.decode_stages import load_in, load_out, project_in, project_out, spread_column
 from nki_kernels.plans import PARTITIONS
-
-
-@dataclass
-class Pipeline(NKIObject):
-    """The items of a group: `chunks` of each of `experts`, in order.
-
-    An item's projection into I comes before the one before it is projected out, so that the tensor
-    engine has work while the activation is computed; weights load in the same order.
-    """
-
-    experts: list[Any]
-    chunks: list[int]
-    items: int
 
 
 @nki.jit
@@ -174,9 +158,12 @@ def run_experts(
     if len(routing.ends) == 0:
         run_known(config, b, x, turned_sb, routing)
         return
-    begin = 0
+    look_up_first(config, b, routing)
+    begin: Any = 0
     size = config.unroll
-    for end in routing.ends:
+    for end_sb in routing.ends:
+        end = nisa.register_alloc()
+        nisa.register_load(end, end_sb)
         loop_over(config, b, x, turned_sb, routing, begin, end, size)
         begin = end
         size = size // 2
@@ -196,6 +183,7 @@ def run_known(
     looped = 0
     if width > stride * UNROLLED_ENTRIES:
         looped = width // step * step
+        look_up_first(config, b, routing)
         loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
     for begin in range(looped, whole, step):
         run_group(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
@@ -222,107 +210,3 @@ def loop_over(
         run_group(config, b, x, turned_sb, routing, position, size)
 
     nl.fori_loop(begin, end, one_group, step=max(1, entry_stride(config) * size))
-
-
-def run_group(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    x: DecodeOperands,
-    turned_sb: nl.NkiTensor,
-    routing: Routing,
-    position: Any,
-    size: int,
-) -> None:
-    """Compute some list entries of this core.
-
-    Args:
-        config: sizes.
-        b: buffers.
-        x: the experts in HBM.
-        turned_sb: x^T.
-        routing: list and weights.
-        position: list position of the group, an int or a register.
-        size: entries of each core; 0 for one entry whose chunks the cores share.
-    """
-    chunks = group_chunks(config, routing.core, size)
-    stride = entry_stride(config)
-    first = routing.core if splits_experts(config) and size > 0 else 0
-    items = max(1, size) * len(chunks)
-    if items == 0:
-        return
-    experts = []
-    for entry in range(max(1, size)):
-        experts.append(entry_expert(routing, position, first + entry * stride))
-    pipeline = Pipeline(experts, chunks, items)
-    ahead = min(items, config.slots)
-    for item in range(ahead):
-        load_item_in(config, b, x, pipeline, item)
-        if item > 0:
-            load_item_out(config, b, x, pipeline, item - 1)
-    load_item_out(config, b, x, pipeline, ahead - 1)
-    for item in range(items + 1):
-        if item < items:
-            entry = item // len(chunks)
-            if item % len(chunks) == 0:
-                spread_column(config, b, routing, position, first + entry * stride, entry % 2)
-            project_in(config, b, turned_sb, item % config.slots, item, entry % 2)
-            load_item_in(config, b, x, pipeline, item + config.slots)
-        if item > 0:
-            finish_item(config, b, pipeline, item - 1)
-            load_item_out(config, b, x, pipeline, item - 1 + config.slots)
-
-
-def finish_item(config: DecodeConfig, b: DecodeBuffers, pipeline: Pipeline, item: int) -> None:
-    """Do the down projection of an item."""
-    chunks = pipeline.chunks
-    turn, entry = item % len(chunks), item // len(chunks)
-    adds_bias = config.has_down_bias and chunks[turn] == 0
-    is_first, is_last = turn == 0, turn == len(chunks) - 1
-    slot = item % config.slots
-    project_out(config, b, slot, item, entry % 2, adds_bias, is_first, is_last)
-
-
-def load_item_in(
-    config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline, item: int
-) -> None:
-    """Load gate and up weights of an item of a group, if there is one."""
-    if item < pipeline.items:
-        count = len(pipeline.chunks)
-        expert, chunk = pipeline.experts[item // count], pipeline.chunks[item % count]
-        load_in(config, b, x, expert, item % config.slots, chunk)
-
-
-def load_item_out(
-    config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline, item: int
-) -> None:
-    """Load down weights of an item of a group, if there is one."""
-    if item < pipeline.items:
-        count = len(pipeline.chunks)
-        expert, chunk = pipeline.experts[item // count], pipeline.chunks[item % count]
-        load_out(config, b, x, expert, item % config.slots, chunk)
-
-
-def group_chunks(config: DecodeConfig, core: int, size: int) -> list[int]:
-    """Return which chunks of its experts a core computes."""
-    if config.num_cores == 1 or (splits_experts(config) and size > 0):
-        return list(range(config.chunks))
-    half = (config.chunks + 1) // 2
-    return list(range(half)) if core == 0 else list(range(half, config.chunks))
-
-
-def entry_expert(routing: Routing, position: Any, offset: int) -> Any:
-    """Return the expert of a list entry: a (1, 1) tile, or a register inside a loop."""
-    list_sb = routing.list_sb
-    if isinstance(position, int):
-        return list_sb[0:1, position + offset : position + offset + 1]
-    expert = nisa.register_alloc()
-    nisa.register_load(
-        expert,
-        list_sb.ap(
-            [[list_sb.shape[1], 1], [1, 1]],
-            offset=offset,
-            scalar_offset=position,
-            indirect_dim=1,
-        ),
-    )
-    return expert

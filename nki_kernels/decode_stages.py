@@ -1,4 +1,4 @@
-"""Stages of the decode kernels: load an item of weights, project in, project out.
+"""Stages of the decode kernels: load an item of weights, project into I.
 
 An item is one chunk of one expert's intermediate axis. Its weights are stationary, all tokens move:
 
@@ -17,13 +17,9 @@ import nki.language as nl
 from nki_kernels.decode_buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode_config import (
     DecodeConfig,
-    accumulator_banks,
-    holds_expert,
     joins_projections,
-    tiles_per_bank,
     weighs_inner,
 )
-from nki_kernels.decode_list import Routing
 from nki_kernels.plans import PARTITIONS
 from nki_kernels.tiles import (
     apply_chain,
@@ -135,50 +131,41 @@ def _load_per_row(
 
 
 def spread_column(
-    config: DecodeConfig, b: DecodeBuffers, routing: Routing, base: Any, offset: int, ring: int
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    weights: list[nl.NkiTensor],
+    inputs: list[nl.NkiTensor],
+    column: int,
+    ring: int,
 ) -> None:
-    """Put what every token takes of an expert on all partitions.
+    """Put what every token takes of an expert, and gives to it, on all partitions.
 
     Args:
         config: sizes.
         b: buffers.
-        routing: tables of weights.
-        base: list position, an int or a register.
-        offset: entries from there on.
+        weights, inputs: per 128 tokens [tokens, entries] float32; see `Routing`.
+        column: the expert's entry.
         ring: which buffers to fill.
     """
     column_ps = b.column_ps[ring]
     if config.scaling == "pre":
-        _spread(b, b.input_ps[ring], routing.inputs, base, offset)
+        _spread(b.input_ps[ring], inputs, column)
         nisa.tensor_copy(dst=b.input_scale[ring], src=b.input_ps[ring], engine=nisa.engine.scalar)
     if weighs_inner(config) or config.has_down_bias:
-        _spread(b, column_ps, routing.weights, base, offset)
+        _spread(column_ps, weights, column)
     if config.has_down_bias:
         nisa.tensor_copy(dst=b.column_row[ring], src=column_ps[0:1, 0 : config.T])
 
 
-def _spread(
-    b: DecodeBuffers, column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], base: Any, offset: int
-) -> None:
-    """Multiply a column, repeated 128 times, with the identity."""
+def _spread(column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], column: int) -> None:
+    """Turn a column, repeated 128 times; a token that is not a number stays alone."""
     begin = 0
     for table_sb in tables:
         rows, width = table_sb.shape
-        if isinstance(base, int):
-            column_sb = table_sb.ap([[width, rows], [0, PARTITIONS]], offset=base + offset)
-        else:
-            column_sb = table_sb.ap(
-                [[width, rows], [0, PARTITIONS]],
-                offset=offset,
-                scalar_offset=base,
-                indirect_dim=1,
-            )
-        nisa.nc_matmul(
+        nisa.nc_transpose(
             dst=column_ps[0:PARTITIONS, begin : begin + rows],
-            stationary=column_sb,
-            moving=b.sums.identity_sb[0:rows, 0:rows],
-            is_moving_onezero=True,
-            accumulate=False,
+            data=table_sb.ap([[width, rows], [0, PARTITIONS]], offset=column),
+            engine=nisa.engine.tensor,
         )
         begin = begin + rows
 
@@ -251,7 +238,7 @@ def activate(
         gate, up = gate_sb, up_sb
     activate_gate(config, b, gate_sb, gate, slot, tile)
     operators, operands = _chain(config, b, slot, tile, 1)
-    inner_sb = b.inner[item % 2][0:rows, tile, 0:T]
+    inner_sb = b.inner[item % len(b.inner)][0:rows, tile, 0:T]
     if config.down_scale == "expert":
         operators.append(nl.multiply)
         operands.append(b.down_scale[slot][0:rows, 0, 0:1])
@@ -356,153 +343,3 @@ def activation_function(config: DecodeConfig) -> Any:
     if config.activation == "tanh":
         return nl.tanh
     return nl.gelu_apprx_sigmoid
-
-
-def project_out(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    slot: int,
-    item: int,
-    ring: int,
-    adds_bias: bool,
-    is_first: bool = True,
-    is_last: bool = True,
-) -> None:
-    """Add an item's part of y^T, with the expert's down bias if asked.
-
-    Args:
-        config: sizes.
-        b: buffers.
-        slot: buffers of the weights.
-        item: number of the item, for the rings.
-        ring: buffers of the expert's column.
-        adds_bias: whether this item adds the bias.
-        is_first, is_last: whether it is the first and the last item of its expert on this core.
-    """
-    per_bank, count = tiles_per_bank(config), config.h_axis.count
-    stays = holds_expert(config)
-    by_channel = config.down_scale == "channel"
-    for first in range(0, count, per_bank):
-        stop = min(count, first + per_bank)
-        bank_ps = out_bank(config, b, item, first // per_bank)
-        adds = config.sums_in_psum or (stays and not is_first)
-        for c in range(first, stop):
-            begin = (c - first) * config.T
-            multiply_out(config, b, bank_ps, slot, item, c, begin, adds)
-            if adds_bias and not by_channel:
-                multiply_bias(config, b, bank_ps, slot, ring, c, begin, True)
-        if not config.sums_in_psum and (is_last or not stays):
-            add_bank(config, b, bank_ps, slot, first, stop, by_channel)
-    if adds_bias and by_channel:
-        for first in range(0, count, per_bank):
-            stop = min(count, first + per_bank)
-            bank_ps = b.bias_ps
-            for c in range(first, stop):
-                multiply_bias(config, b, bank_ps, slot, ring, c, (c - first) * config.T, False)
-            add_bank(config, b, bank_ps, slot, first, stop, False)
-
-
-def out_bank(config: DecodeConfig, b: DecodeBuffers, item: int, number: int) -> nl.NkiTensor:
-    """Return where a bank of an item's y^T goes: the sums, or a ring that is read out."""
-    if config.sums_in_psum:
-        return b.sums.total_ps[number]
-    if holds_expert(config):
-        return b.out_ps[number]
-    return b.out_ps[(item * accumulator_banks(config) + number) % len(b.out_ps)]
-
-
-def multiply_out(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    slot: int,
-    item: int,
-    tile: int,
-    begin: int,
-    adds: bool,
-) -> None:
-    """Multiply an item's inner activations with a tile of H of its down weights."""
-    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
-    weights_sb = b.down[slot].reshape_dim(1, (i_axis.count, b.down[slot].shape[1] // i_axis.count))
-    rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
-    if config.weight_layout == "packed":
-        columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
-    for t in range(i_axis.count):
-        depth = rows_of(i_axis, t)
-        nisa.nc_matmul(
-            dst=bank_ps[0:rows, begin : begin + T],
-            stationary=weights_sb[0:depth, t, columns],
-            moving=b.inner[item % 2][0:depth, t, 0:T],
-            accumulate=t > 0 or adds,
-        )
-
-
-def multiply_bias(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    slot: int,
-    ring: int,
-    tile: int,
-    begin: int,
-    accumulate: bool,
-) -> None:
-    """Add, or write, the down bias of a tile of H times the tokens' weights."""
-    nisa.nc_matmul(
-        dst=bank_ps[0 : rows_of(config.h_axis, tile), begin : begin + config.T],
-        stationary=b.down_bias[slot][0:1, elements_of(config.h_axis, tile)],
-        moving=b.column_row[ring],
-        accumulate=accumulate,
-    )
-
-
-def add_bank(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    slot: int,
-    first: int,
-    stop: int,
-    scales: bool,
-) -> None:
-    """Add tiles first.. of y^T to the sums in SBUF, scaled by channel if asked.
-
-    The Vector engine adds every other bank itself; for the rest Scalar empties PSUM and GpSimd
-    adds.
-    """
-    full = first
-    while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
-        full += 1
-    _add_tiles(config, b, bank_ps, slot, first, first, full, scales)
-    _add_tiles(config, b, bank_ps, slot, first, full, stop, scales)
-
-
-def _add_tiles(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    bank_ps: nl.NkiTensor,
-    slot: int,
-    first: int,
-    begin: int,
-    end: int,
-    scales: bool,
-) -> None:
-    """Add tiles of one height; the bank holds those from `first` on."""
-    if begin == end:
-        return
-    T, rows = config.T, rows_of(config.h_axis, end - 1)
-    number = first // tiles_per_bank(config)
-    total_sb = b.sums.total_sb[0:rows, begin:end, 0:T]
-    part_ps = bank_ps[0:rows, (begin - first) * T : (end - first) * T]
-    if not scales and number % 2 == 0:
-        nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
-        return
-    scratch_sb = b.scratch[number % len(b.scratch)][0:rows, 0 : (end - begin) * T]
-    if scales:
-        scale_sb = b.down_scale[slot][0:rows, begin:end, 0:1].broadcast(2, T)
-        nisa.tensor_tensor(dst=scratch_sb, data1=part_ps, data2=scale_sb, op=nl.multiply)
-    else:
-        nisa.tensor_copy(dst=scratch_sb, src=part_ps, engine=nisa.engine.scalar)
-    nisa.tensor_tensor(
-        dst=total_sb, data1=total_sb, data2=scratch_sb, op=nl.add, engine=nisa.engine.gpsimd
-    )

@@ -59,6 +59,8 @@ CASES = {
         200, 192, 60, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
     ),
     "T256-H1088-I64-E3-K1-all": Decode(256, 1088, 64, 3, 1, options=ALL),
+    "T130-H2048-I20-E3-K2-six-banks-of-sums": Decode(130, 2048, 20, 3, 2, options=SELECTIVE),
+    "T256-H1536-I16-E3-K2-six-banks-of-sums": Decode(256, 1536, 16, 3, 2, options=ALL),
     "T40-H128-I64-E4-K2-lnc1": Decode(40, 128, 64, 4, 2, options={"num_cores": 1, **SELECTIVE}),
     "T16-H128-I64-E3-K2-lnc1-all": Decode(16, 128, 64, 3, 2, options={"num_cores": 1, **ALL}),
     "T7-H128-I64-E4-K2-bfloat16": Decode(
@@ -92,6 +94,19 @@ def test_every_token_is_as_exact_as_the_torch_backend(name: str) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_routing_is_computed(routing: str, mode: str) -> None:
     check(Decode(24, 128, 64, 7, 2, ranks=2, rank=1, routing=routing, options={"mode": mode}))
+
+
+@pytest.mark.parametrize("mode", ["selective", "all"])
+@pytest.mark.parametrize("scaling", ["post", "pre"])
+def test_a_token_that_is_not_a_number_stays_alone(scaling: str, mode: str) -> None:
+    problem = Decode(6, 128, 32, 8, 2, options={"mode": mode, "scaling": scaling})
+    expected = problem.launch().outputs
+    problem.affinities_TK[2] = np.nan
+    problem.hidden_TH[4] = np.nan
+    outputs = problem.launch().outputs
+    others = [0, 1, 3, 5]
+    assert np.array_equal(outputs[others], expected[others])
+    assert np.isnan(outputs[[2, 4]]).all()
 
 
 @pytest.mark.parametrize("T", [1, 2, 17])
