@@ -101,7 +101,7 @@ class FusedDecode:
             ),
             (
                 layer.rmsnorm is not None and norm_of(layer.rmsnorm) is None,
-                "rmsnorm has no weight and eps",
+                "rmsnorm is another norm than x * weight / rms(x)",
             ),
         )
         for is_refused, why in refused:

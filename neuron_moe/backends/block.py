@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from neuron_moe.backends import ExpertWeights
+from neuron_moe.backends.prepared import Prepared
 from neuron_moe.routing import RouterBase
 from neuron_moe.shared_experts import SharedExperts
+
+_tried = Prepared()
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,29 @@ class BlockOutput(NamedTuple):
 
 
 def norm_of(rmsnorm: nn.Module) -> tuple[Tensor, float] | None:
-    """Return weight and epsilon of an RMSNorm; None for a module that does not look like one."""
+    """Return weight and epsilon of an RMSNorm; None for a module that computes anything else.
+
+    Other norms have a weight and an eps too, hence it is tried on numbers, once for each weight.
+    """
     weight = getattr(rmsnorm, "weight", None)
     eps = getattr(rmsnorm, "eps", getattr(rmsnorm, "variance_epsilon", None))
-    if not isinstance(weight, Tensor) or not isinstance(eps, float):
+    if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.ndim != 1:
         return None
-    return weight, eps
+    is_plain = _tried.get((weight,), f"{id(rmsnorm)} {eps}", lambda: _is_rms(rmsnorm, weight, eps))
+    return (weight, eps) if is_plain else None
+
+
+def _is_rms(rmsnorm: nn.Module, weight: Tensor, eps: float) -> bool:
+    """Say whether a norm does what an RMSNorm does, within the rounding of its dtype."""
+    row = torch.linspace(-1.0, 2.0, weight.shape[0], device=weight.device).to(weight.dtype)
+    with torch.no_grad():
+        found = rmsnorm(row.unsqueeze(0))
+        wide = row.float()
+        wanted = weight.float() * wide * torch.rsqrt(wide.square().mean() + eps)
+    if not isinstance(found, Tensor) or found.shape != (1, *row.shape):
+        return False
+    allowed = 4 * torch.finfo(weight.dtype).eps * float(wanted.abs().max())
+    return bool((found[0].float() - wanted).abs().max() <= allowed)
 
 
 @runtime_checkable

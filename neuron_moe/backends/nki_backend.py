@@ -10,6 +10,7 @@ launched through `nki.jit`; that way has not been tried, for want of a device.
 | index_blocks | index_blocks |
 | blockwise (prefill) | index_blocks, blockwise_moe, combine |
 | few_tokens (decode, speculation) | decode_moe |
+| block (the same, with norm, router and shared experts) | decode_block |
 
 There is no gradient: training uses the torch backend.
 """

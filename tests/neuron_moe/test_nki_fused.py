@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from neuron_moe import MoE, MoEFusedTKGConfig
+from neuron_moe.models.layers import RMSNorm
 from neuron_moe.routing import GroupLimitedRouter, RouterTopK
 from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, H, build
 from tests.tolerances import rms_error
@@ -130,6 +132,28 @@ def test_separate_kernels_run_where_one_cannot_and_explain_says_why(case: str) -
     assert told.decision.kernel == "nki.decode_moe"
     assert any(note.startswith("not fused:") and reason in note for note in told.notes)
     check(nki, bf16, exact, (3, 1))
+
+
+class OnePlusNorm(RMSNorm):
+    """Qwen3-Next's norm, whose weight is what is added to 1."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return ((1 + self.weight.float()) * wide).to(hidden.dtype)
+
+
+@pytest.mark.parametrize("kind", ["one-plus", "layer-norm"])
+def test_a_norm_that_only_looks_like_an_rmsnorm_is_not_fused(kind: str) -> None:
+    made = layers("gpt-oss")
+    for layer in made:
+        dtype = layer.rmsnorm.weight.dtype
+        norm = OnePlusNorm(H, 1e-5, dtype) if kind == "one-plus" else nn.LayerNorm(H, dtype=dtype)
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(0.5, 1.5, H).bfloat16())
+        layer.rmsnorm = norm
+    assert "rmsnorm is another norm" in str(made[0].explain("decode", 3))
+    check(*made, (3, 1))
 
 
 def test_a_step_with_padding_runs_separate_kernels() -> None:
