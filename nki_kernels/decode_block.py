@@ -7,24 +7,27 @@
 
 Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of all ranks):
 
-    hidden          [T, H]       bfloat16
-    router_weight   [P, h, H/h, N/P]  bfloat16 or float32, of pack_router_weight()
+    hidden           [T, H]             bfloat16
+    router_weight    [P, h, H/h, N/P]   bfloat16 or float32, of pack_router_weight()
     gate_up, down, first_expert and the experts' biases and scales as in decode_moe.py
-    norm_weight     [1, H]       any float, if the formula has a norm
-    router_bias     [1, N]       float32, if the formula has a bias
-    selection_bias  [1, N]       float32, if the formula has one
-    shared_gate_up  [P, H, 2I]   bfloat16, of pack_shared_experts(), if there are shared experts
-    shared_down     [P, I, H]
-    shared_gate     [1, h, H/h, 1]  bfloat16, of pack_router_weight(), if they have a gate
-    residual        [T, H]       bfloat16 or float32, if it is added; may be hidden
-    -> output       [T, H]       float32 or bfloat16
-       affinities   [T, K]       float32 and
-       index        [T, K]       int32, if config.returns_routing
+    norm_weight      [1, H]             any float, if the formula has a norm
+    router_bias      [1, N]             float32, if the formula has a bias
+    selection_bias   [1, N]             float32, if the formula has one
+    shared_gate_up, shared_down         bfloat16, of pack_shared_experts(), if there are any
+    shared_gate      [1, h, H/h, 1]     bfloat16, of pack_router_weight(), if they have a gate
+    residual         [T, H]             bfloat16 or float32, if it is added; may be hidden
+    -> output        [T, H]             float32 or bfloat16
+       affinities    [T, K]             float32 and
+       index         [T, K]             int32, if config.returns_routing
 
 Between the tokens coming in and the result going out nothing passes through HBM. Both cores
-normalise and route all tokens. The order of the source is that of need: what does not depend on the
-routing is asked for first (router, shared experts), the experts' weights as soon as the index is
-known, before the affinities are.
+normalise all tokens; of a large router each computes half of the logits. The order of the source is
+that of need: what does not depend on the routing is asked for first (router, shared experts), the
+experts' weights as soon as the index is known, before the affinities are. Tokens do not see each
+other: one that holds NaN spoils its own row alone, and its index stays in range.
+
+Cost: cost_decode_block. hidden, norm and router are read by every core (a large router once), the
+shared experts once, the routed ones as by decode_moe.
 
 Limits: make_block_config. Sources: those of the stages.
 """
