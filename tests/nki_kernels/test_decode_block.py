@@ -175,6 +175,18 @@ def test_a_rank_that_no_token_chose_adds_only_what_all_tokens_take(family: str, 
     assert_close(output, wanted.output_TH)
 
 
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek", "llama4"])
+def test_a_token_without_numbers_spoils_its_own_row_alone(family: str) -> None:
+    case = Case(family, 9, N=32, E=32, options={"has_residual": True})
+    arrays = draw(case)
+    wanted = expected(case, arrays).output_TH
+    arrays["hidden"][4, 7] = np.nan
+    output = run_case(case, arrays)
+    others = np.arange(9) != 4
+    assert_close(output[others], wanted[others])
+    assert np.isnan(output[4]).all()
+
+
 def test_ranks_of_expert_parallelism_add_up() -> None:
     whole = Case("qwen3", 6, N=32, E=32)
     arrays = draw(whole)
