@@ -29,6 +29,7 @@ from nki_kernels.tiles import BANK_BYTES, rows_of, transpose_rows
 DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
 WARM_UPS = 4  # matmuls while the tokens travel: the tensor engine's clock climbs with its work
 ENGINES, ROWS_PER_ENGINE = 16, 8  # of the DMA: a transfer of few rows keeps few engines busy
+SHARED_TOKENS = 32  # from here on the Vector engine shares its passes over x^T
 STEP_COLUMNS = 1024  # of the last pass over x^T, so that the router follows closely
 
 
@@ -46,6 +47,7 @@ class NormTiles(nl.NKIObject):
     """What normalising needs besides the tokens."""
 
     weight_sb: nl.ndarray  # [h, H/h], the weight as in HBM
+    wide_sb: nl.ndarray  # [h, H/h] float32, the same
     ones_sb: nl.ndarray  # [128, 128] float32
     diagonal_sb: nl.ndarray  # [128, 128] uint32, the identity
     small_ps: nl.ndarray  # [128, 4, 128] float32: x x^T, sums, scales, weight
@@ -66,7 +68,7 @@ def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
     if not is_direct(num_tokens, h_axis):
         size += 2 * h_axis.size * (-(-num_tokens // PARTITIONS))
     if has_norm:
-        size += 4 * h_axis.count * rows + 3 * 4 * PARTITIONS + 8 * h_axis.count
+        size += 4 * h_axis.count * rows + 4 * 4 * PARTITIONS + 12 * h_axis.count
     return size
 
 
@@ -172,7 +174,8 @@ def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
     nisa.activation(dst=first_sb, op=nl.rsqrt, data=ones_sb[:, 0:1])
     for _turn in range(WARM_UPS):
         nisa.nc_matmul(dst=small_ps[:, 0, :], stationary=ones_sb, moving=ones_sb, accumulate=False)
-    return NormTiles(weight_sb, ones_sb, diagonal_sb, small_ps)
+    wide_sb = nl.ndarray(weight_sb.shape, nl.float32, buffer=nl.sbuf)
+    return NormTiles(weight_sb, wide_sb, ones_sb, diagonal_sb, small_ps)
 
 
 def normalize(
@@ -196,31 +199,73 @@ def normalize(
             operand1=norm.weight_sb,
         )
         return
-    # While others add up the squares, the Vector engine multiplies with the weight.
     weighted_sb = nl.ndarray((h_axis.rows, h_axis.count, rows), nl.float32, buffer=nl.sbuf)
+    scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
+    # Engines take their work in order: of few tokens the weight is applied while the products are
+    # made, of many it would keep the sums waiting.
+    weighs_first = not tile.is_turned and rows < SHARED_TOKENS
     if tile.is_turned:
         sum_squares(turned_sb, norm, h_axis)
+    spread_weight(norm, h_axis)
+    if weighs_first:
         apply_weight(weighted_sb, turned_sb, norm)
-    else:
-        apply_weight(weighted_sb, turned_sb, norm)
+    if not tile.is_turned:
         sum_squares_by_products(turned_sb, norm, h_axis)
-    scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
     nisa.activation(dst=scale_ps, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
-    step = max(1, STEP_COLUMNS // rows)
-    for first in range(0, h_axis.count, step):
-        chunks = slice(first, min(first + step, h_axis.count))
-        part_sb = weighted_sb[:, chunks, :]
-        scale = scale_ps.expand_dim(1).broadcast(1, part_sb.shape[1])
-        nisa.tensor_tensor(dst=normed_sb[:, chunks, :], data1=part_sb, data2=scale, op=nl.multiply)
+    if not weighs_first:
+        apply_weight(weighted_sb, turned_sb, norm)
+    apply_scale(normed_sb, weighted_sb, scale_ps)
+
+
+def vector_share(count: int, rows: int) -> int:
+    """Return how many tiles of H the Vector engine takes; another one has the rest of many."""
+    return count if rows < SHARED_TOKENS else count - count // 3
+
+
+def spread_weight(norm: NormTiles, h_axis: AxisTiles) -> None:
+    """Put the norm's weight where it is read: in PSUM for the Vector engine, float32 for Scalar."""
+    weight_ps = norm.small_ps[0 : h_axis.rows, 3, 0 : h_axis.count]
+    nisa.tensor_copy(dst=weight_ps, src=norm.weight_sb, engine=nisa.engine.scalar)
+    nisa.tensor_copy(dst=norm.wide_sb, src=norm.weight_sb, engine=nisa.engine.gpsimd)
 
 
 def apply_weight(weighted_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles) -> None:
     """Write the product of tokens and the norm's weight, [h, H/h, R] float32."""
     h, count, rows = turned_sb.shape
-    weight_ps = norm.small_ps[0:h, 3, 0:count]
-    nisa.tensor_copy(dst=weight_ps, src=norm.weight_sb, engine=nisa.engine.scalar)
-    weight = weight_ps.expand_dim(2).broadcast(2, rows)
-    nisa.tensor_tensor(dst=weighted_sb, data1=turned_sb, data2=weight, op=nl.multiply)
+    own = vector_share(count, rows)
+    weight = norm.small_ps[0:h, 3, 0:own].expand_dim(2).broadcast(2, rows)
+    nisa.tensor_tensor(
+        dst=weighted_sb[:, 0:own, :], data1=turned_sb[:, 0:own, :], data2=weight, op=nl.multiply
+    )
+    for tile in range(own, count):
+        nisa.activation(
+            dst=weighted_sb[:, tile, :],
+            op=nl.copy,
+            data=turned_sb[:, tile, :],
+            scale=norm.wide_sb[:, tile : tile + 1],
+        )
+
+
+def apply_scale(normed_sb: nl.ndarray, weighted_sb: nl.ndarray, scale_ps: nl.ndarray) -> None:
+    """Multiply every token with its scale and round, [h, H/h, R]."""
+    h, count, rows = weighted_sb.shape
+    own = vector_share(count, rows)
+    if own < count:
+        scale_sb = nl.ndarray((h, rows), nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=scale_sb, src=scale_ps, engine=nisa.engine.scalar)
+        nisa.tensor_tensor(
+            dst=normed_sb[:, own:count, :],
+            data1=weighted_sb[:, own:count, :],
+            data2=scale_sb.expand_dim(1).broadcast(1, count - own),
+            op=nl.multiply,
+            engine=nisa.engine.gpsimd,
+        )
+    step = max(1, STEP_COLUMNS // rows)
+    for first in range(0, own, step):
+        chunks = slice(first, min(first + step, own))
+        part_sb = weighted_sb[:, chunks, :]
+        scale = scale_ps.expand_dim(1).broadcast(1, part_sb.shape[1])
+        nisa.tensor_tensor(dst=normed_sb[:, chunks, :], data1=part_sb, data2=scale, op=nl.multiply)
 
 
 def sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
