@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from neuron_moe.errors import closest
 from neuron_moe.tools.check_vendor import (
     Outcome,
     add_case_options,
@@ -22,6 +23,7 @@ from neuron_moe.tools.check_vendor import (
     write_outcomes,
 )
 from neuron_moe.tools.kernel_cases import ADAPTERS, run
+from neuron_moe.tools.kernel_cases.decode_models import decode_model_cases
 from neuron_moe.tools.kernel_cases.models import LAYERS, model_cases
 from neuron_moe.tools.vendor_cases.case import Case, Limits, Skipped
 
@@ -36,7 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.models is None:
         cases = read_cases(options.cases, options.status, options.match)
     else:
-        known = model_cases(options.models, limits.macs)
+        known = []
+        if options.phase != "decode":
+            known += model_cases(options.models, limits.macs)
+        if options.phase != "prefill":
+            known += decode_model_cases(options.models)
         cases = [case for case in known if options.match in f"{case.id} {case.variant}"]
         limits = NO_LIMITS
     outcomes = run_cases(cases, options.max_seconds, limits)
@@ -57,7 +63,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="run every split and routing of these models instead of a file; without names of all:"
         f" {', '.join(LAYERS)}",
     )
+    parser.add_argument(
+        "--phase",
+        choices=("prefill", "decode", "both"),
+        default="both",
+        help="which kernels of --models (default: both)",
+    )
     options = parser.parse_args(argv)
+    unknown = [name for name in options.models or () if name not in LAYERS]
+    if unknown:
+        raise ValueError(f"--models {unknown[0]}: unknown. {closest(unknown[0], list(LAYERS))}")
     if (options.cases is None) == (options.models is None):
         raise ValueError("--cases, --models: give one of them: a file of cases, or models.")
     return options

@@ -220,6 +220,10 @@ def test_models_can_be_checked_by_name(tmp_path: Path, capsys: pytest.CaptureFix
     rows = json.loads(out.read_text())
     assert [row["id"] for row in rows] == ["qwen3-30b/router/T1", "qwen3-30b/router/T130"]
     assert {row["outcome"] for row in rows} == {"passed"}
+    arguments = ["--models", "qwen3-30b", "--match", "qwen3-30b/tp64/ep1/", "--json", str(out)]
+    assert check.main(["kernels", *arguments, "--phase", "decode", "--max-seconds", "0"]) == 0
+    kernels = {row["kernel"] for row in json.loads(out.read_text())}
+    assert kernels == {"moe_tkg"}
     assert "our kernels on nki_sim" in capsys.readouterr().out
 
 

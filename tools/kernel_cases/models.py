@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from neuron_moe.errors import closest
 from neuron_moe.tools.kernel_cases.routings import draw_routing
 from neuron_moe.tools.vendor_cases.case import Case
 from neuron_moe.tools.vendor_cases.inputs import Draw
@@ -110,13 +109,7 @@ def model_cases(names: Sequence[str], max_macs: float) -> list[Case]:
     Args:
         names: keys of LAYERS, none for all of them.
         max_macs: multiply-accumulates of a case; more only where one token needs more.
-
-    Raises:
-        ValueError: an unknown model.
     """
-    for name in names:
-        if name not in LAYERS:
-            raise ValueError(f"--models {name}: unknown. {closest(name, list(LAYERS))}")
     layers = [LAYERS[name] for name in names or LAYERS]
     return [case for layer in layers for case in _cases_of(layer, max_macs)]
 
