@@ -266,6 +266,10 @@ class Experts(nn.Module):
         first.keep_packed(packed[0])
         down.keep_packed(packed[1])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave laid out copies out of copies of the module: `pack_weights` makes them again."""
+        return {**self.__dict__, "copies": {}}
+
     def lay_out(self, backend: LaysOut, phase: str, top_k: int) -> None:
         """Keep a copy in the layout a phase reads fastest; a weight that changes makes it stale."""
         if self._valid_copy(phase) is None:

@@ -223,7 +223,7 @@ class ExpertMLPsV2(nn.Module):
         torch: laid out for fast CPU inference. nki: as fp8 codes, where that loses no bit of any
         weight (MXFP4 checkpoints); otherwise they stay, which a log line and `MoE.explain` tell.
         There is no gradient and no graph capture afterwards. The state dict is unchanged; loading
-        one unpacks.
+        one unpacks. Call it again after a change of the weights.
 
         Args:
             for_decode: also keep a copy in the order of nki's decode kernel, as much memory again.
@@ -233,6 +233,7 @@ class ExpertMLPsV2(nn.Module):
         Raises:
             ValueError: the backend cannot.
         """
+        self.weights_changed()
         for experts in self.modules():
             if isinstance(experts, Experts):
                 experts.pack(self.backend)
@@ -249,6 +250,17 @@ class ExpertMLPsV2(nn.Module):
                     " phases. Leave it False, or use backend='nki'."
                 )
             experts.lay_out(self.backend, phase, self.config.top_k)
+
+    def weights_changed(self) -> None:
+        """Forget forms of the weights that were kept, laid out copies among them.
+
+        Needed after writing to `weight.data`, which nobody else can see; changes of the parameters
+        themselves and `load_state_dict` are seen.
+        """
+        self.backend.forget_weights()
+        for experts in self.modules():
+            if isinstance(experts, Experts):
+                experts.copies.clear()
 
     def workload(self, phase: str, tokens: int) -> Workload:
         """Return the sizes that decide how `tokens` tokens are computed."""
@@ -407,6 +419,7 @@ class ExpertMLPsV2(nn.Module):
         Returns:
             [N, H], a partial sum over this rank's experts and slices.
         """
+        self.check_mode()
         if hidden_TH.shape[0] == 0:
             return torch.zeros_like(hidden_TH)
         path = self.choose_path(phase, num_tokens).path
@@ -432,6 +445,16 @@ class ExpertMLPsV2(nn.Module):
         else:
             output_TH = self.backend.few_tokens(hidden_TH, routing, weights, path)
         return output_TH.to(hidden_TH.dtype)
+
+    def check_mode(self) -> None:
+        """Raise ValueError in training with a backend that has no gradient."""
+        if not self.training or not torch.is_grad_enabled() or self.backend.has_gradient:
+            return
+        if any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError(
+                f"training with backend={self.backend.name!r}: it has no gradient. Call eval(), use"
+                " torch.no_grad(), or train with backend='torch'."
+            )
 
     def check_hidden(self, hidden_TH: Tensor) -> None:
         """Raise ValueError unless hidden states fit the weights in width and dtype."""

@@ -129,6 +129,7 @@ class FusedDecode:
     def run(self, hidden_TH: Tensor, phase: str) -> FusedOutput:
         """Compute a step of T tokens, which every rank holds."""
         experts = self.layer.expert_mlps
+        experts.check_mode()
         experts.check_hidden(hidden_TH)
         mode = experts.choose_path(phase, hidden_TH.shape[0]).path
         backend = experts.backend

@@ -223,6 +223,10 @@ class MoE(nn.Module):
             Routing(*(self.shuffle.back(part, order) for part in routing)),
         )
 
+    def weights_changed(self) -> None:
+        """Tell that weights were changed through `.data`; see `ExpertMLPsV2.weights_changed`."""
+        self.expert_mlps.weights_changed()
+
     def enable_load_counters(self, enabled: bool = True) -> None:
         """Count tokens per expert from now on (off by default); read `expert_load`."""
         self.expert_mlps.enable_load_counters(enabled)

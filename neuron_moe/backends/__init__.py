@@ -92,9 +92,14 @@ class BlockPlan:
 class Backend(Protocol):
     """The arithmetic of one MoE layer on one rank. Outputs are [T, H] float32 partial sums of this
     rank's experts.
+
+    Attributes:
+        name: what `get_backend` calls it.
+        has_gradient: whether outputs can be differentiated.
     """
 
     name: str
+    has_gradient: bool
 
     def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
         """Route T tokens."""
@@ -113,6 +118,9 @@ class Backend(Protocol):
         self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, mode: str
     ) -> Tensor:
         """Compute few tokens; mode is 'selective' or 'all_experts'."""
+
+    def forget_weights(self) -> None:
+        """Forget every form of weights that was kept."""
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
         """Return plain weights in the form this backend likes best, or why they stay as they are.

@@ -6,6 +6,7 @@ expert when it is needed, so both compute with the same numbers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,12 @@ class NarrowMatrices(Sequence[Tensor]):
         """Keep what `recode_bf16_to_fp8` made."""
         return cls(recoded.codes, recoded.scale.squeeze(1), dtype)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle codes as bytes, which pickle knows."""
+        bits = self.codes_Ekn.view(torch.uint8)
+        rest = (self.scale_En, self.dtype, self.is_quantized)
+        return _from_bits, (bits, self.codes_Ekn.dtype, *rest)
+
     @property
     def shape(self) -> torch.Size:
         """[E, in, out]."""
@@ -120,3 +127,7 @@ class NarrowMatrices(Sequence[Tensor]):
     def multiply(self, rows_nk: Tensor, expert: int) -> Tensor:
         """Return rows [n, in] times the matrix of one expert, [n, out]."""
         return rows_nk @ self[expert]
+
+
+def _from_bits(bits_Ekn: Tensor, codes: torch.dtype, *rest: Any) -> NarrowMatrices:
+    return NarrowMatrices(bits_Ekn.view(codes), *rest)

@@ -56,6 +56,7 @@ class NkiBackend:
     """
 
     name = "nki"
+    has_gradient = False
 
     def __init__(self, config: BlockwiseMatmulConfig | None = None) -> None:
         self.plan = PrefillPlan.from_config(config or BlockwiseMatmulConfig.default())
@@ -174,6 +175,10 @@ class NkiBackend:
         """Say how decode_block goes through the experts, and what else it computes."""
         config = nki_block.block_config(layer, tokens, self.plan.num_cores, None, self._prepared)
         return (*nki_block.describe(layer, config), format_note(layer.weights))
+
+    def forget_weights(self) -> None:
+        """Forget routers and shared experts in the order of the kernels."""
+        self._prepared.clear()
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
         """Return both matrices as fp8 codes, if no weight loses a bit; else why they stay."""

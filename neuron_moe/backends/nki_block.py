@@ -150,7 +150,7 @@ def _router_weight(weight_NH: Tensor, config: Any, prepared: Prepared) -> Tensor
         short = shortened(weight_NH, prepared).detach()
         return _packed(pack_router_weight(to_numpy(short), axis, parts), short)
 
-    return prepared.get((weight_NH,), f"router {axis.rows} {parts}", pack)
+    return prepared.get((weight_NH,), f"router {axis} {parts}", pack)
 
 
 def _shared_operands(
@@ -177,7 +177,7 @@ def _shared_operands(
         return tuple(_packed(array, down_HI) for array in packed)
 
     gate_up_packed, down_packed = prepared.get(
-        sources, f"shared {layout.weight_layout} {layout.E} {axis.rows}", pack
+        sources, f"shared {layout.weight_layout} {layout.E} {layout.chunks} {axis}", pack
     )
     operands = {"shared_gate_up": gate_up_packed, "shared_down": down_packed}
     if shared.shared_expert_gate is not None:
@@ -186,7 +186,7 @@ def _shared_operands(
         def pack_gate() -> Tensor:
             return _packed(pack_router_weight(to_numpy(weight_1H), axis), weight_1H)
 
-        operands["shared_gate"] = prepared.get((weight_1H,), f"gate {axis.rows}", pack_gate)
+        operands["shared_gate"] = prepared.get((weight_1H,), f"gate {axis}", pack_gate)
     return operands
 
 

@@ -253,12 +253,14 @@ def _experts(
     """Return what the experts make of each slot, [P, N * B, H] bfloat16 in P parts."""
     from nki_kernels.blockwise_moe import blockwise_moe
 
-    down_bias_EH, down_scale_En = operands.down_bias_EH, operands.down_scale_En
+    down_bias, down_scale_En = operands.down_bias_EH, operands.down_scale_En
+    if down_bias is not None:
+        down_bias = down_bias.to(torch.bfloat16)
     terms_E3H = None
     if down_scale_En is not None:
         terms_E3H = _three_terms(down_scale_En.expand(-1, hidden_TH.shape[1]))
-        if down_bias_EH is not None:  # added before the scale is applied
-            down_bias_EH = down_bias_EH / down_scale_En
+        if operands.down_bias_EH is not None:
+            down_bias = _bias_terms(operands.down_bias_EH, down_scale_En)
     slots_PSH: Tensor = launch(
         blockwise_moe,
         hidden_TH,
@@ -268,7 +270,7 @@ def _experts(
         *visits,
         config,
         gate_up_bias=operands.gate_up_bias_EI,
-        down_bias=None if down_bias_EH is None else down_bias_EH.to(torch.bfloat16),
+        down_bias=down_bias,
         gate_up_scale=operands.gate_up_scale_EI,
         down_scale=terms_E3H,
         slot_scale=_slot_scale(routing, mapping) if routing.scales_input else None,
@@ -282,6 +284,14 @@ def _three_terms(scale_EH: Tensor) -> Tensor:
 
     terms = three_terms(scale_EH.cpu().numpy())
     return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(scale_EH.device)
+
+
+def _bias_terms(bias_EH: Tensor, scale_En: Tensor) -> Tensor:
+    """Return [E, 3, H] bfloat16 terms of a bias in units of what the scale multiplies."""
+    from nki_kernels.weight_formats import bias_terms
+
+    terms = bias_terms(bias_EH.float().cpu().numpy(), scale_En.float().cpu().numpy())
+    return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(bias_EH.device)
 
 
 def _slot_scale(routing: LocalRouting, mapping: BlockMapping) -> Tensor:

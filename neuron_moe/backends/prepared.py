@@ -16,7 +16,8 @@ Source = Tensor | NarrowMatrices
 class Stamp:
     """What something was made from: weak references, versions and places in memory.
 
-    Seen is every change but one in place behind autograd's back (`weight.data.copy_(...)`).
+    Seen is every change but one in place behind autograd's back (`weight.data.copy_(...)`), after
+    which `ExpertMLPsV2.weights_changed` must be called.
 
     Args:
         sources: tensors, or matrices in a narrow form.
@@ -39,9 +40,19 @@ def _version(source: Source) -> tuple[int, int]:
 
 
 class Prepared:
-    """Forms by the weights they were made from; gone with them."""
+    """Forms by the weights they were made from; gone with them, and left out of copies of this."""
 
     def __init__(self) -> None:
+        self._kept = WeakTensorKeyDictionary()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {}
+
+    def __setstate__(self, _state: dict[str, object]) -> None:
+        self._kept = WeakTensorKeyDictionary()
+
+    def clear(self) -> None:
+        """Forget every form."""
         self._kept = WeakTensorKeyDictionary()
 
     def get(self, weights: Sequence[Tensor], form: str, make: Callable[[], T]) -> T:

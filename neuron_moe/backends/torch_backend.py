@@ -37,6 +37,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    has_gradient = True
 
     def __init__(self, static: bool | None = None) -> None:
         self.static = static
@@ -84,6 +85,9 @@ class TorchBackend:
             return _chosen_experts(hidden_TH, routing, weights)
         form = _gathered_weights if mode == "selective" else _every_expert
         return form(hidden_TH, routing, weights)
+
+    def forget_weights(self) -> None:
+        """Do nothing: weights are used as they are."""
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
         """Return both matrices in oneDNN's layout.

@@ -31,6 +31,7 @@ class _CountingBackend:
     """Counts choices instead of computing experts; routes as the real backend does."""
 
     name = "torch"
+    has_gradient = True  # of a constant
 
     def __init__(self, real: Backend, intermediate_size: int) -> None:
         self.real = real
@@ -57,6 +58,10 @@ class _CountingBackend:
     ) -> Tensor:
         """Count."""
         return self._count(hidden_TH, routing, weights)
+
+    def forget_weights(self) -> None:
+        """Forget."""
+        self.real.forget_weights()
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
         """Pack."""

@@ -1,6 +1,8 @@
 """Expert weights kept as fp8 codes: what the modules hold, load, save and compute with."""
 
+import copy
 import logging
+import pickle
 import re
 
 import pytest
@@ -112,16 +114,16 @@ def test_a_copy_for_decode_is_dropped_with_the_weights_it_was_made_from() -> Non
     experts = build()
     experts.load_state_dict(mxfp4_state())
     experts.pack_weights(for_decode=True)
-    first = experts.weights().decode_copy
-    experts.pack_weights(for_decode=True)
-    assert first is not None
-    assert experts.weights().decode_copy is first
+    assert experts.weights().decode_copy is not None
     experts.mlp_op.gate_up_proj.bias.add_(1)
     assert experts.weights().decode_copy is None
     experts.pack_weights(for_decode=True)
     assert experts.weights().decode_copy is not None
     experts.to("cpu")
     assert experts.weights().decode_copy is not None
+    copied = pickle.loads(pickle.dumps(experts))
+    assert copied.weights().decode_copy is copy.deepcopy(experts).weights().decode_copy is None
+    assert torch.equal(compute(copied, 1), compute(experts, 1))
     experts.load_state_dict(mxfp4_state())
     assert experts.weights().decode_copy is None
     with pytest.raises(ValueError, match="for_decode=True: backend='torch' has one layout"):

@@ -1,5 +1,7 @@
 """A decode step in one kernel, from the norm to the shared experts, beside the torch backend."""
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -108,6 +110,49 @@ def test_changed_weights_are_seen() -> None:
             with torch.no_grad():
                 parameter.copy_(changed.bfloat16())
     check(nki, bf16, exact, (3, 1))
+
+
+def test_weights_written_through_data_are_seen_when_told() -> None:
+    nki, bf16, exact = layers("qwen3-next")
+    nki.expert_mlps.pack_weights(for_decode=True)
+    check(nki, bf16, exact, (3, 1))
+    for layer in (nki, bf16, exact):
+        for parameter in layer.parameters():
+            parameter.data.mul_(-0.5)
+        layer.weights_changed()
+    check(nki, bf16, exact, (3, 1))
+
+
+def test_a_layer_that_ran_can_be_pickled_and_copied() -> None:
+    nki, *_ = layers("deepseek-v3")
+    hidden = torch.randn(3, 1, H).bfloat16()
+    with torch.no_grad():
+        wanted = nki(hidden).output
+        for again in (pickle.loads(pickle.dumps(nki)), copy.deepcopy(nki)):
+            assert torch.equal(again(hidden).output, wanted)
+
+
+def test_training_without_a_gradient_raises() -> None:
+    nki, *_ = layers("gpt-oss")
+    for shape in ((3, 1), (1, 9)):
+        with pytest.raises(ValueError, match=r"backend='nki'.* has no gradient"):
+            nki.train()(torch.randn(*shape, H).bfloat16())
+        with torch.no_grad():
+            nki(torch.randn(*shape, H).bfloat16())
+
+
+@pytest.mark.parametrize("switched", ["fused", "separate"])
+@pytest.mark.parametrize("tokens", [2, 9, 140])
+def test_a_token_that_is_not_a_number_spoils_no_other(switched: str, tokens: int) -> None:
+    nki, *_ = layers("gpt-oss", **(SEPARATE if switched == "separate" else {}))
+    hidden = torch.randn(tokens, 1, H).bfloat16()
+    with torch.no_grad():
+        wanted = nki(hidden).output
+        hidden[1] = float("nan")
+        found = nki(hidden).output
+    others = torch.arange(tokens) != 1
+    assert found[1].isnan().all()
+    assert torch.equal(found[others], wanted[others])
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
