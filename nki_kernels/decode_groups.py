@@ -18,6 +18,8 @@ from nki_kernels.decode_list import Routing
 from nki_kernels.decode_out import project_out
 from nki_kernels.decode_stages import load_in, load_out, project_in, spread_column
 
+FAR_AHEAD = 4  # entries of a group
+
 
 @dataclass
 class Pipeline(NKIObject):
@@ -104,7 +106,8 @@ def run_group(
                 if looks_up and (item + 1) % len(chunks) == 0:
                     look_up(config, b.expert_in[entry], routing, position, entry, size)
                     if entry == 0 and routing.core > 0:
-                        _look_up(b.shared_expert, routing.list_sb, position, size * by)
+                        shared = nisa.engine.scalar
+                        _look_up(b.shared_expert, routing.list_sb, position, size * by, shared)
         if number > 0:
             block = blocks[number - 1]
             finish_block(config, b, pipeline, block)
@@ -195,13 +198,16 @@ def look_up(
 ) -> None:
     """Look up the expert that follows an entry of a group of `size`, whose loads are over by then.
 
-    The Scalar engine does it: it is neither as far behind as GpSimd may be, nor as busy as Vector.
+    GpSimd does it where there are entries enough to look ahead; it may be a few behind with sums.
     """
     number = size * entry_stride(config) + entry_number(config, routing, entry)
-    _look_up(dst_sb, routing.list_sb, position, number)
+    engine = nisa.engine.gpsimd if config.unroll >= FAR_AHEAD else nisa.engine.scalar
+    _look_up(dst_sb, routing.list_sb, position, number, engine)
 
 
-def _look_up(dst_sb: nl.NkiTensor, list_sb: nl.NkiTensor, position: Any, number: int) -> None:
+def _look_up(
+    dst_sb: nl.NkiTensor, list_sb: nl.NkiTensor, position: Any, number: int, engine: Any
+) -> None:
     nisa.tensor_copy(
         dst=dst_sb,
         src=list_sb.ap(
@@ -210,7 +216,7 @@ def _look_up(dst_sb: nl.NkiTensor, list_sb: nl.NkiTensor, position: Any, number:
             scalar_offset=position,
             indirect_dim=1,
         ),
-        engine=nisa.engine.scalar,
+        engine=engine,
     )
 
 

@@ -37,7 +37,8 @@ class Routing(NKIObject):
         list_sb: on partition 0 int32, expert of each entry, and more that no loop comes to.
         ends: (1, 1) int32 tiles, list positions where groups of `unroll` entries end, then groups
             of half as many, and so on, then the list; empty if its length is known.
-        local: per 128 tokens [tokens, K or more] float32, local number of each choice.
+        local: per 128 tokens [tokens, K or more] float32, local number of each choice, from 1 on;
+            the index itself if `is_direct`.
         core: number of this core.
         weights: per 128 tokens [tokens, W or more] float32: factor of the expert's output; see
             `weigh`.
@@ -83,15 +84,16 @@ def list_experts(
         nisa.iota(dst=list_sb, pattern=[[1, wide]], offset=0, channel_multiplier=0)
         local = local_experts(config, index_tiles, first_sb)
         return Routing(list_sb, ends, local, core, [], [])
+    mask_sb = loop_masks(config)
     local = local_experts(config, index_tiles, first_sb)
     list_sb = find_touched(config, local, bank_ps)
-    return Routing(list_sb, loop_ends(config, list_sb), local, core, [], [])
+    return Routing(list_sb, loop_ends(config, list_sb, mask_sb), local, core, [], [])
 
 
 def local_experts(
     config: DecodeConfig, index_tiles: list[nl.NkiTensor], first_sb: Any
 ) -> list[nl.NkiTensor]:
-    """Return per 128 tokens [tokens, K'] float32 local numbers, K' the next multiple of 8."""
+    """Return per 128 tokens [tokens, K'] float32 local numbers from 1 on, K' a multiple of 8."""
     columns = (config.K + VALUES - 1) // VALUES * VALUES
     local = []
     for index_sb in index_tiles:
@@ -103,10 +105,15 @@ def local_experts(
     if config.num_experts == config.E:
         for tile in range(len(local)):
             rows = local[tile].shape[0]
-            nisa.tensor_copy(dst=local[tile][0:rows, 0 : config.K], src=index_tiles[tile])
+            nisa.tensor_scalar(
+                dst=local[tile][0:rows, 0 : config.K],
+                data=index_tiles[tile],
+                op0=nl.add,
+                operand0=1.0,
+            )
         return local
     first_float_sb = nl.ndarray((first_sb.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=first_float_sb, src=first_sb)
+    nisa.tensor_scalar(dst=first_float_sb, data=first_sb, op0=nl.add, operand0=-1.0)
     for tile in range(len(local)):
         rows = local[tile].shape[0]
         nisa.tensor_scalar(
@@ -128,9 +135,14 @@ def find_touched(
     The number is in column E; what follows is NO_ENTRY again.
     """
     E = config.E
+    # Numbers from 1 on, and 0 where a token chose the expert: a column of n that all T tokens left
+    # alone adds up to n T. Up to 256 they are exact in bfloat16.
+    dtype = nl.bfloat16 if E <= 256 else nl.float32
     expert_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=expert_sb, pattern=[[1, E]], offset=0, channel_multiplier=0)
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.iota(dst=expert_sb, pattern=[[1, E]], offset=1, channel_multiplier=0)
+    left_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=left_sb, pattern=[[config.T, E]], offset=config.T, channel_multiplier=0)
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     wide = E + 1 + read_ahead(config)
     touched_sb = nl.ndarray((PARTITIONS, wide), dtype=nl.int32, buffer=nl.sbuf)
@@ -140,29 +152,31 @@ def find_touched(
     for tile in range(len(local)):
         rows, columns = local[tile].shape
         marked_sb = expert_sb[0:rows, 0:E]
-        for group in range(columns // VALUES):
-            next_sb = nl.ndarray((rows, E), dtype=nl.float32, buffer=nl.sbuf)
-            wanted = local[tile][0:rows, group * VALUES : (group + 1) * VALUES]
-            nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=-1.0)
+        for first in range(0, columns, VALUES):
+            is_last = first + VALUES == columns
+            next_dtype = dtype if is_last else nl.float32
+            next_sb = nl.ndarray((rows, E), dtype=next_dtype, buffer=nl.sbuf)
+            wanted = local[tile][0:rows, first : first + VALUES]
+            nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=0.0)
             marked_sb = next_sb
-        chosen_sb = nl.ndarray((rows, E), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=chosen_sb, data=marked_sb, op0=nl.equal, operand0=-1.0)
         nisa.nc_matmul(
             dst=bank_ps[0:PARTITIONS, 0:E],
             stationary=ones_sb[0:rows, 0:PARTITIONS],
-            moving=chosen_sb,
+            moving=marked_sb,
             accumulate=tile > 0,
         )
     count_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=count_sb, src=bank_ps[0:PARTITIONS, 0:E])
+    nisa.tensor_tensor(
+        dst=count_sb, data1=bank_ps[0:PARTITIONS, 0:E], data2=left_sb, op=nl.not_equal
+    )
     nisa.nonzero_with_count(
         dst=touched_sb[0:PARTITIONS, 0 : E + 1], src=count_sb, padding_val=NO_ENTRY
     )
     return touched_sb
 
 
-def loop_ends(config: DecodeConfig, touched_sb: nl.NkiTensor) -> list[nl.NkiTensor]:
-    """Return (1, 1) tiles with the list positions at which the loops over groups end.
+def loop_masks(config: DecodeConfig) -> nl.NkiTensor:
+    """Return [1, n] int32: bits of the list's length that say where the loops over groups end.
 
     Cores that take alternate entries do so up to an even position; the last end is the list's.
     """
@@ -175,13 +189,21 @@ def loop_ends(config: DecodeConfig, touched_sb: nl.NkiTensor) -> list[nl.NkiTens
     if stride > 1:
         masks.append(-1)
     mask_sb = nl.ndarray((1, len(masks)), dtype=nl.int32, buffer=nl.sbuf)
-    end_sb = nl.ndarray((1, len(masks)), dtype=nl.int32, buffer=nl.sbuf)
     for k in range(len(masks)):
         nisa.memset(dst=mask_sb[0:1, k : k + 1], value=masks[k], engine=nisa.engine.gpsimd)
-    count_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, len(masks))
-    nisa.tensor_tensor(dst=end_sb, data1=count_sb, data2=mask_sb, op=nl.bitwise_and)
+    return mask_sb
+
+
+def loop_ends(
+    config: DecodeConfig, touched_sb: nl.NkiTensor, mask_sb: nl.NkiTensor
+) -> list[nl.NkiTensor]:
+    """Return (1, 1) tiles with the list positions at which the loops over groups end."""
+    count = mask_sb.shape[1]
+    end_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
+    length_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, count)
+    nisa.tensor_tensor(dst=end_sb, data1=length_sb, data2=mask_sb, op=nl.bitwise_and)
     ends = []
-    for k in range(len(masks)):
+    for k in range(count):
         ends.append(end_sb[0:1, k : k + 1])
     return ends
 
@@ -218,7 +240,7 @@ def weigh(
         accumulate=False,
     )
     wide_sb = nl.ndarray((PARTITIONS, width), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=wide_sb, src=bank_ps[0:PARTITIONS, 0:width])
+    nisa.tensor_scalar(dst=wide_sb, data=bank_ps[0:PARTITIONS, 0:width], op0=nl.add, operand0=1.0)
     for tile in range(len(routing.local)):
         local_sb, affinity_sb = routing.local[tile], affinity_tiles[tile]
         routing.weights.append(_table(config, local_sb, affinity_sb, wide_sb, counts))

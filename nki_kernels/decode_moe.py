@@ -86,9 +86,11 @@ def decode_moe(
     b = make_buffers(config, sums)
     affinity_tiles = load_per_token(config, expert_affinities)
     routing = route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
+    if has_loop(config):
+        look_up_first(config, b, routing)
     turned_sb = load_tokens(config, sums, hidden)
     start_sums(config, sums)
-    run_experts(config, b, x, turned_sb, routing)
+    run_experts(config, b, x, turned_sb, routing, True)
     finish(config, sums, output, core, [])
     return output
 
@@ -145,6 +147,7 @@ def run_experts(
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
     routing: Routing,
+    is_looked_up: bool = False,
 ) -> None:
     """Add what this core computes of this rank's experts to y^T.
 
@@ -154,11 +157,13 @@ def run_experts(
         x: the experts in HBM.
         turned_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.
+        is_looked_up: whether `look_up_first` was called, if `has_loop`.
     """
+    if has_loop(config) and not is_looked_up:
+        look_up_first(config, b, routing)
     if len(routing.ends) == 0:
         run_known(config, b, x, turned_sb, routing)
         return
-    look_up_first(config, b, routing)
     begin: Any = 0
     size = config.unroll
     for end_sb in routing.ends:
@@ -167,6 +172,12 @@ def run_experts(
         loop_over(config, b, x, turned_sb, routing, begin, end, size)
         begin = end
         size = size // 2
+
+
+def has_loop(config: DecodeConfig) -> bool:
+    """Whether there is a loop over list entries: a short list of known length has none."""
+    is_known = config.mode == "all" or is_direct(config)
+    return not is_known or list_width(config) > entry_stride(config) * UNROLLED_ENTRIES
 
 
 def run_known(
@@ -181,9 +192,8 @@ def run_known(
     step = stride * config.unroll
     whole = width // stride * stride
     looped = 0
-    if width > stride * UNROLLED_ENTRIES:
+    if has_loop(config):
         looped = width // step * step
-        look_up_first(config, b, routing)
         loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
     for begin in range(looped, whole, step):
         run_group(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)

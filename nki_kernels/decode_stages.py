@@ -25,7 +25,6 @@ from nki_kernels.tiles import (
     apply_chain,
     elements_of,
     load_matrix,
-    load_row,
     multiply_chain,
     rows_of,
 )
@@ -82,7 +81,8 @@ def load_out(
         base = chunk * i_axis.size * H
         load_matrix(b.down[slot], x.down, i_axis, expert, base, H, [1, 1], H)
     if config.has_down_bias and chunk == 0:
-        load_row(b.down_bias[slot], x.down_bias, expert, H, 0, H)
+        source = x.down_bias.ap([[H, 1], [1, H]], scalar_offset=expert, indirect_dim=0)
+        _load(b.down_bias[slot], source)
 
 
 def load_item(
