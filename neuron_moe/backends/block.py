@@ -60,6 +60,8 @@ def norm_of(rmsnorm: nn.Module) -> tuple[Tensor, float] | None:
     eps = getattr(rmsnorm, "eps", getattr(rmsnorm, "variance_epsilon", None))
     if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.ndim != 1:
         return None
+    if weight.is_meta:  # nothing to try; a layer without numbers can be explained, not run
+        return weight, eps
     is_plain = _tried.get((weight,), f"{id(rmsnorm)} {eps}", lambda: _is_rms(rmsnorm, weight, eps))
     return (weight, eps) if is_plain else None
 

@@ -24,7 +24,7 @@ def shortened(weight: Tensor, prepared: Prepared) -> Tensor:
         short = weight.detach().to(torch.bfloat16)
         return short if torch.equal(short.float(), weight.detach()) else weight.detach()
 
-    if weight.dtype != torch.float32:
+    if weight.dtype != torch.float32 or weight.is_meta:
         return weight
     return prepared.get((weight,), "bfloat16", shorten)
 

@@ -132,6 +132,13 @@ def test_a_layer_that_ran_can_be_pickled_and_copied() -> None:
             assert torch.equal(again(hidden).output, wanted)
 
 
+def test_a_layer_without_numbers_is_explained() -> None:
+    nki, *_ = layers("qwen3-next")
+    told = nki.to("meta").explain("decode", 4)
+    assert told.decision.kernel == "nki.decode_block"
+    assert nki.explain("prefill", 400).decision.kernel == "nki.blockwise_moe"
+
+
 def test_training_without_a_gradient_raises() -> None:
     nki, *_ = layers("gpt-oss")
     for shape in ((3, 1), (1, 9)):
