@@ -16,6 +16,7 @@ from nki.language import NKIObject
 
 from nki_kernels.blockwise_config import (
     PrefillConfig,
+    bias_terms,
     core_width,
     has_scale_table,
     largest_visit_of,
@@ -160,7 +161,9 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
         gate_up_bias=_tiles(slots if config.has_gate_up_bias else 0, i_tile, float32),
         up_bias=_tiles(slots if adds_offset(config) else 0, (i_axis.rows, i_axis.count), float32),
         gate_up_scale=_tiles(scales, i_tile, float32),
-        down_bias=_tiles(slots if config.has_down_bias else 0, (1, columns), nl.bfloat16),
+        down_bias=_tiles(
+            slots if config.has_down_bias else 0, (bias_terms(config), columns), nl.bfloat16
+        ),
         down_scale=_tiles(scales, (R, width), float32),
         down_scale_parts=_tiles(scales, (3, width), nl.bfloat16),
         rows=_tiles(0 if loop.turns == "dma" else loop.row_buffers, (R, width), nl.bfloat16),

@@ -150,6 +150,14 @@ def stored_parts(config: PrefillConfig) -> tuple[int, int]:
     return config.loop.in_parts * num_partials(config), config.loop.out_parts
 
 
+def bias_terms(config: PrefillConfig) -> int:
+    """Return how many bfloat16 numbers add up to an element of the down bias.
+
+    Beside scales it is a quotient, which one would round once more.
+    """
+    return 3 if config.has_scales else 1
+
+
 def share_of(config: PrefillConfig, core: int) -> Share:
     """Return what a core takes of every expert."""
     if config.shard.splits_i:

@@ -8,6 +8,7 @@ from nki_kernels.blockwise_buffers import bias_is_inside
 from nki_kernels.blockwise_config import (
     ITEM_BYTES,
     PrefillConfig,
+    bias_terms,
     core_depth,
     core_width,
     has_scale_table,
@@ -56,7 +57,7 @@ def _expert_bytes(config: PrefillConfig) -> int:
     if config.has_gate_up_bias:
         size += halves * i_core * _FLOAT32_BYTES
     if config.has_down_bias:
-        size += H * _BFLOAT16_BYTES
+        size += bias_terms(config) * H * _BFLOAT16_BYTES
     if config.has_scales:
         size += halves * i_core * _FLOAT32_BYTES + 3 * H * _BFLOAT16_BYTES
     return size

@@ -18,7 +18,7 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     visit_tile      [C, V, G]    int32     HBM
     class_trips     [1, L]       int32     HBM
     gate_up_bias    [E, 2I]      float32   HBM  optional
-    down_bias       [E, H]       bfloat16  HBM  optional; with scales in units of the accumulator
+    down_bias       [E, H]       bfloat16  HBM  optional; with scales [E, 3, H] of bias_terms
     gate_up_scale   [E, 2I]      float32   HBM  optional, of output channels
     down_scale      [E, 3, H]    bfloat16  HBM  optional, three terms that add up to the scale
     slot_scale      [N*B]        float32   HBM  optional

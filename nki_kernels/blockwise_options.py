@@ -315,7 +315,7 @@ def _operands(config: PrefillConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     if config.has_gate_up_bias:
         found["gate_up_bias"] = ((E, width), "float32")
     if config.has_down_bias:
-        found["down_bias"] = ((E, H), "bfloat16")
+        found["down_bias"] = ((E, 3, H) if config.has_scales else (E, H), "bfloat16")
     if config.has_scales:
         found["gate_up_scale"] = ((E, width), "float32")
         found["down_scale"] = ((E, 3, H), "bfloat16")

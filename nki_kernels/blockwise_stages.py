@@ -13,6 +13,7 @@ from nki_kernels.blockwise_buffers import Buffers, Operands, adds_offset, bias_i
 from nki_kernels.blockwise_config import (
     PrefillConfig,
     Share,
+    bias_terms,
     core_width,
     num_projections,
     scales_late,
@@ -23,7 +24,7 @@ from nki_kernels.tiles import (
     copy_alternating,
     elements_of,
     load_matrix,
-    load_row,
+    load_rows,
     multiply_chain,
     rows_of,
     transpose_rows,
@@ -227,7 +228,7 @@ def load_down(
         bias_sb = b.down_bias[slot]
         if bias_is_inside(config):
             bias_sb = b.down[slot][i_axis.rows : i_axis.rows + 1, 0, 0:columns]
-        load_row(bias_sb, x.down_bias, expert, H, begin, columns)
+        load_rows(bias_sb, x.down_bias, expert, H, begin, columns)
     flat = b.down[slot].reshape((b.down[slot].shape[0], in_parts * i_axis.count * columns))
     size = i_axis.count * columns
     for k in range(in_parts):
@@ -440,8 +441,8 @@ def project_out(
         if adds_bias and config.has_down_bias and not bias_is_inside(config):
             nisa.nc_matmul(
                 dst=bank_ps,
-                stationary=b.ones[0:1, 0:R],
-                moving=b.down_bias[slot][0:1, begin:end],
+                stationary=b.ones[0 : bias_terms(config), 0:R],
+                moving=b.down_bias[slot][0 : bias_terms(config), begin:end],
                 accumulate=True,
             )
         first = part * columns

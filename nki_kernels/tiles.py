@@ -91,7 +91,19 @@ def load_row(
     columns: int,
 ) -> None:
     """Load columns of row `index` of a [E, size] tensor in HBM onto one partition."""
-    _load(dst_sb, src, [[size, 1], [1, columns]], begin, index)
+    load_rows(dst_sb[0:1], src, index, size, begin, columns)
+
+
+def load_rows(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    index: nl.NkiTensor,
+    size: int,
+    begin: int,
+    columns: int,
+) -> None:
+    """Load columns of the rows of one matrix of [E, rows, size] in HBM, a row on each partition."""
+    _load(dst_sb, src, [[size, dst_sb.shape[0]], [1, columns]], begin, index)
 
 
 def apply_chain(

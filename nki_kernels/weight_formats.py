@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+SMALLEST = 2.0**-100  # of a number whose three terms are normal bfloat16 numbers
+
 
 def split_parts(weight_EXY: NDArray[Any], parts: int, halves: int = 1) -> NDArray[Any]:
     """Return [E, parts, X, Y / parts], the columns of every matrix cut into parts.
@@ -33,6 +35,20 @@ def split_parts(weight_EXY: NDArray[Any], parts: int, halves: int = 1) -> NDArra
     return np.ascontiguousarray(cut.transpose(0, 3, 1, 2, 4)).reshape(E, parts, X, Y // parts)
 
 
+def bias_terms(bias_EH: NDArray[Any], scale_EH: NDArray[Any]) -> NDArray[Any]:
+    """Return [E, 3, H] bfloat16 terms of a down bias in units of the accumulator.
+
+    The scale of an output channel multiplies the accumulator, to which the bias was added.
+
+    Args:
+        bias_EH: [E, H], finite.
+        scale_EH: [E, H] or [E, 1], finite; where it is 0, so must the bias be.
+    """
+    scale = np.asarray(scale_EH, np.float32)
+    quotient = np.asarray(bias_EH, np.float32) / np.where(scale == 0, np.float32(1), scale)
+    return three_terms(np.where(np.abs(quotient) < SMALLEST, np.float32(0), quotient))
+
+
 def three_terms(scale_EH: NDArray[Any]) -> NDArray[Any]:
     """Return [E, 3, H] bfloat16 numbers whose sum over axis 1 is the float32 input, exactly.
 
@@ -45,7 +61,7 @@ def three_terms(scale_EH: NDArray[Any]) -> NDArray[Any]:
         ValueError: a scale is not finite or too small to be split.
     """
     rest = np.asarray(scale_EH, np.float32)
-    if not np.isfinite(rest).all() or (np.abs(rest[rest != 0]) < 2.0**-100).any():
+    if not np.isfinite(rest).all() or (np.abs(rest[rest != 0]) < SMALLEST).any():
         raise ValueError(
             f"scale_EH {list(rest.shape)}: must be finite, with magnitudes above 2**-100. "
             "Quantise the weights again."

@@ -20,7 +20,7 @@ from nki_kernels.blockwise_moe import blockwise_moe
 from nki_kernels.blockwise_moe_ref import blockwise_moe_ref
 from nki_kernels.blockwise_options import make_config, plan_on_host
 from nki_kernels.plans import VisitPlan
-from nki_kernels.weight_formats import split_parts, three_terms
+from nki_kernels.weight_formats import bias_terms, split_parts, three_terms
 
 BF16 = ml_dtypes.bfloat16
 GPT_OSS = {
@@ -126,7 +126,7 @@ class Prefill:
         if self.has_bias:
             bias = self.down_bias
             if self.down_scale is not None:
-                bias = (bias.astype(np.float32) / self.down_scale).astype(BF16)
+                bias = bias_terms(bias, self.down_scale)
             optional |= {"gate_up_bias": self.gate_up_bias, "down_bias": bias}
         if self.down_scale is not None:
             optional["gate_up_scale"] = self.gate_up_scale.astype(np.float32)

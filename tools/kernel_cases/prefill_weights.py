@@ -13,7 +13,7 @@ from neuron_moe.quantize.mxfp4 import encode_mxfp4
 from neuron_moe.quantize.recode import recode_mxfp4_to_fp8
 from neuron_moe.tools.vendor_cases.case import Case, Skipped
 from neuron_moe.tools.vendor_cases.inputs import POOL_ELEMENTS, Draw
-from nki_kernels.weight_formats import three_terms
+from nki_kernels.weight_formats import bias_terms, three_terms
 
 BF16 = ml_dtypes.bfloat16
 GROUP = 32  # values that share an exponent in the mx formats
@@ -55,9 +55,7 @@ class Weights:
                 "down_scale": three_terms(self.down_scale),
             }
             if down_bias is not None:
-                # The kernel adds it to the accumulator, before the scale.
-                safe = np.where(self.down_scale == 0, 1, self.down_scale)
-                down_bias = (down_bias.astype(np.float32) / safe).astype(BF16)
+                down_bias = bias_terms(down_bias, self.down_scale)
         if self.gate_up_bias is not None and down_bias is not None:
             found["gate_up_bias"] = self.gate_up_bias.astype(np.float32)
             found["down_bias"] = down_bias
