@@ -12,7 +12,8 @@ launched through `nki.jit`; that way has not been tried, for want of a device.
 | few_tokens (decode, speculation) | decode_moe |
 | block (the same, with norm, router and shared experts) | decode_block |
 
-There is no gradient: training uses the torch backend.
+There is no gradient: training uses the torch backend. In prefill a token that is not finite spoils
+the up to 127 others that combine adds up with it; in decode it spoils its own row only.
 """
 
 from typing import Any
