@@ -1,10 +1,11 @@
 """neuron-moe bench prefill: simulated time of a MoE layer's prefill, beside the vendor's kernels.
 
 Ours is one launch: the blockwise kernel, a barrier, the weighted sum over a token's experts (left
-out with one expert per token). The vendor's kernels run on the same simulated chip, from the user's
-checkout, with the token blocks ready as for ours; the fastest of their variants and block sizes
-counts. The roofline is computed. The result file is written after every row, so that `--resume` can
-go on where a run was stopped, and keeps the vendor's times for when only our kernels have changed.
+out with one expert per token), by the plan of our cost model. The vendor's kernels run on the same
+simulated chip, from the user's checkout, with the token blocks ready as for ours; the fastest of
+their variants and block sizes counts, row by row. The roofline is computed. The result file is
+written after every row, so that `--resume` can go on where a run was stopped, and keeps the
+vendor's times for when only our kernels have changed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 import nki_sim
-from neuron_moe.blocks import build_block_mapping
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.prefill_cases import (
     MODELS,
@@ -33,6 +30,7 @@ from neuron_moe.tools.prefill_cases import (
     choose_experts,
     roofline_us,
 )
+from neuron_moe.tools.prefill_ours import OPTIONS, launch_ours
 from neuron_moe.tools.prefill_results import (
     Row,
     Sources,
@@ -47,22 +45,9 @@ from neuron_moe.tools.prefill_results import (
 from neuron_moe.tools.prefill_sensitivity import varied_us
 from neuron_moe.tools.prefill_vendor import KERNEL_NAMES, attempt_all
 from neuron_moe.tools.vendor_cases.library import VendorLibrary
-from nki_kernels.blockwise_moe import blockwise_moe
-from nki_kernels.blockwise_options import make_config, plan_on_host
-from nki_kernels.combine import CombineDims, combine
-from nki_kernels.plans import live_tiles
-from nki_sim import SimOptions, TensorSpec
 from nki_sim.timeline import Timeline
 
-nki_sim.provide()
-
-import nki.isa as nisa  # noqa: E402
-import nki.language as nl  # noqa: E402
-
 LIBRARY_VARIABLE = "NKI_LIBRARY_PATH"
-BLOCK_SIZE = 128
-FULL_TILES = 0.85  # share of live rows from which whole tiles are stored
-OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -247,65 +232,6 @@ def _bottleneck(run: Timeline) -> str:
         f"{lane} busy {longest_ns / run.total_ns:.0%}; on the critical path {worst.op} "
         f"{Path(worst.file).name}:{worst.line} {worst.share:.0%}"
     )
-
-
-def _layer(
-    operands: dict[str, Any], config: Any, slot_of_pair_TK: Any, affinities_TK: Any, dims: Any
-) -> Any:
-    """Run both kernels in one launch, the sum after all slots are written."""
-    slots_PSH = blockwise_moe(config=config, **operands)
-    if config.stores == "tokens":
-        return slots_PSH
-    nisa.core_barrier(slots_PSH, (0, 1))
-    return combine(slots_PSH, slot_of_pair_TK, affinities_TK, dims)
-
-
-def launch_ours(model: Model, expert_index_TK: Any) -> tuple[nki_sim.Run, str]:
-    """Simulate our layer; return the run and the plan in words."""
-    T, K = expert_index_TK.shape
-    mapping = build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
-    slots = mapping.token_position_to_id.numpy()
-    tile, _ = live_tiles(slots, mapping.block_to_expert.numpy(), BLOCK_SIZE)
-    fill = T * K / (len(tile) * BLOCK_SIZE)
-    stores = "tokens" if K == 1 else "tiles" if fill >= FULL_TILES else "rows"
-    config = make_config(
-        H=model.H, I=model.I, E=model.E, block_size=BLOCK_SIZE, num_slots=len(slots),
-        num_tokens=T, stores=stores, tiles_per_expert=len(tile) / model.E, **model.options,
-    )  # fmt: skip
-    plan = plan_on_host(config, slots, mapping.block_to_expert.numpy())
-    pair = mapping.pair_of_slot.numpy()
-    slot_of_pair = np.zeros(T * K, np.int32)
-    slot_of_pair[pair[pair >= 0]] = np.flatnonzero(pair >= 0)
-    run = nki_sim.run(
-        _layer, {**_operands(model, T, slots, config), **_plan_arguments(plan)}, config,
-        slot_of_pair.reshape(T, K), TensorSpec((T, K), "float32"),
-        CombineDims(nl.bfloat16, False), lnc=2, options=OPTIONS,
-    )  # fmt: skip
-    loop = config.loop
-    words = f"visits of {loop.classes[0]}, {loop.slots} slots, {loop.in_parts}+{loop.out_parts} "
-    return run, words + f"parts, turned by {loop.turns}, stores {stores}"
-
-
-def _plan_arguments(plan: Any) -> dict[str, Any]:
-    names = ("visit_expert", "visit_tile", "class_trips")
-    return dict(zip(names, plan, strict=True))
-
-
-def _operands(model: Model, T: int, slots: Any, config: Any) -> dict[str, Any]:
-    """Return the kernel's tensors, floating-point ones without values."""
-    E, H, I = model.E, model.H, model.I  # noqa: E741  the axis letters
-    found: dict[str, Any] = {
-        "hidden": TensorSpec((T, H), "bfloat16"),
-        "gate_up": TensorSpec((E, H, 2 * I), "bfloat16"),
-        "down": TensorSpec((E, I, H), "bfloat16"),
-        "slots": slots,
-    }
-    if config.has_gate_up_bias:
-        found["gate_up_bias"] = TensorSpec((E, 2 * I), "float32")
-        found["down_bias"] = TensorSpec((E, H), "bfloat16")
-    if config.scaling != "none":
-        found["slot_scale"] = TensorSpec((len(slots),), "float32")
-    return found
 
 
 def _line(row: Row, seconds: float) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from neuron_moe.tools import bench_prefill, prefill_vendor
 from neuron_moe.tools.prefill_cases import MODELS, ROUTINGS, choose_experts, roofline_us
+from neuron_moe.tools.prefill_ours import configure
 from neuron_moe.tools.prefill_results import Row, compared, summarise
 from neuron_moe.tools.prefill_sensitivity import least_us, turned_by
 from neuron_moe.tools.prefill_vendor import VARIANTS, Attempt, attempt_all, bound_us
@@ -42,6 +43,16 @@ def test_a_token_chooses_different_experts(routing: str) -> None:
     share = counts[:8].sum() / counts.sum()
     low, high = {"balanced": (0.25, 0.25), "uniform": (0.25, 0.45), "skewed": (0.7, 0.85)}[routing]
     assert low <= share <= high
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "llama4-scout", "gpt-oss-20b"])
+def test_the_plan_is_the_cost_models_and_knows_no_routing(name: str) -> None:
+    model = next(model for model in MODELS if model.name == name)
+    config, choice = configure(model, 256, 128 * (model.E + 256 * model.K // 128))
+    assert choice.shard_plan in ("balanced", "hidden", "intermediate")
+    assert config.stores == ("tokens" if model.K == 1 else "rows")  # few rows for each expert
+    # Mixtral's experts do not fit SBUF whole, so their weights lie by parts.
+    assert config.loop.by_parts or name != "mixtral-8x7b"
 
 
 def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
