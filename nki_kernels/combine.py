@@ -11,7 +11,9 @@ Inputs, in HBM:
 Output, in shared HBM:
     output_TH        [T, H]     out_dtype
 
-Slots that hold no token are never read, so they may hold anything.
+Slots that hold no token are never read, so they may hold anything. A slot that is read must be
+finite: a NaN or infinity in one spreads to the up to 128 tokens of its tile, as the tensor engine
+adds 0 times it to the others.
 
 On chip: tokens lie on the partitions as in token_tiles.py. The weighted sum of a tile is a chain of
 matmuls in PSUM with diag(affinities[:, k]) stationary and the gathered rows [rows, H] moving.

@@ -7,7 +7,8 @@ Formula: a stable counting sort of the T * K pairs by expert, every expert start
     block_to_expert[n] = experts but the last whose blocks end at or before block n
 
 Input, in HBM:
-    index_TK              [T, K]   int32  expert of each choice, -1: none; no expert twice a token
+    index_TK              [T, K]   int32  expert of each choice; any number that is none, as -1, is
+                                          no choice; no expert twice a token
 Outputs, in shared HBM:
     token_position_to_id  [N * B]  int32  token in each slot, -1 for padding
     pair_of_slot          [N * B]  int32  pair (token * K + choice) in each slot, -1 for padding
@@ -213,7 +214,7 @@ def place_pairs(
     Store what is known per block and per expert.
     """
     top_k = index_TK.shape[1]
-    index_sb = load_index(index_TK, tokens)
+    index_sb = load_index(index_TK, tokens, dims.num_experts)
     chosen_sb = mark_choices(index_sb, tokens, top_k, dims.num_experts)
     lower_sb, own_sb = count_choices(chosen_sb, tokens, dims.num_experts)
     other_sb = exchange(own_sb)
@@ -230,13 +231,21 @@ def place_pairs(
     return slot_sb, total_sb, last_block_sb
 
 
-def load_index(index_TK: nl.ndarray, tokens: TokenTiles) -> nl.ndarray:
-    """Return the experts of this core's pairs, [128, max(1, tiles) * K] int32; no token: -1."""
+def load_index(index_TK: nl.ndarray, tokens: TokenTiles, num_experts: int) -> nl.ndarray:
+    """Return the experts of this core's pairs, [128, max(1, tiles) * K] int32; no token: -1.
+
+    Any other number that is no expert becomes -1 or E.
+    """
     width = max(1, tokens.count) * index_TK.shape[1]
     index_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
     if tokens.full < PARTITIONS or tokens.count == 0:
         nisa.memset(dst=index_sb, value=-1)
     load_per_token(index_sb, index_TK, tokens)
+    # A number far outside may neither be looked up nor come near one that is.
+    nisa.tensor_scalar(
+        dst=index_sb, data=index_sb, op0=nl.maximum, operand0=-1.0, op1=nl.minimum,
+        operand1=float(num_experts),
+    )  # fmt: skip
     return index_sb
 
 
@@ -408,7 +417,7 @@ def rank_pairs(
     `lower_sb` [128, E] holds the slot a choice of each expert in tile 0 would take.
     """
     width = index_sb.shape[1]
-    # A pair without an expert looks up column E, which holds -1.
+    # A pair without an expert, -1 or E, looks up column E, which holds -1.
     none_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=none_sb,

@@ -19,14 +19,17 @@ class Mapping(NamedTuple):
 
 
 def index_blocks(index_TK: Array, num_experts: int, block_size: int, num_blocks: int) -> Mapping:
-    """Place each pair of [T, K] choices (-1: none) in the next slot of its expert's blocks."""
+    """Place each pair of [T, K] choices in the next slot of its expert's blocks.
+
+    A number that is no expert's, as -1, is no choice.
+    """
     counts_E = np.array([(index_TK == expert).sum() for expert in range(num_experts)])
     last_block_E = np.cumsum(-(-counts_E // block_size))
     next_slot_E = np.concatenate(([0], last_block_E[:-1])) * block_size
     slot_of_pair = np.full(index_TK.size, -1)
     pair_of_slot = np.full(num_blocks * block_size, -1)
     for pair, expert in enumerate(index_TK.reshape(-1)):
-        if expert >= 0:
+        if 0 <= expert < num_experts:
             slot_of_pair[pair] = next_slot_E[expert]
             pair_of_slot[next_slot_E[expert]] = pair
             next_slot_E[expert] += 1

@@ -195,7 +195,7 @@ class Prefill:
         if name == "swiglu_oai":
             name, factor = "swish", 1.702
         spec = ActivationSpec(
-            hidden_act="sigmoid" if name == "swish" else name,
+            hidden_act={"swish": "sigmoid", "gelu_tanh": "gelu_pytorch_tanh"}.get(name, name),
             glu_type=GLUType.SWIGLU if name == "swish" else GLUType.GLU,
             is_glu=o.get("has_gate", True), scale=factor, bias=o.get("up_offset", 0.0),
             gate_lower=gate[0], gate_upper=gate[1], up_lower=up[0], up_upper=up[1],

@@ -70,6 +70,9 @@ CASES = {
         150, 128, 96, 4, 2, 64, has_bias=True,
         options={"activation": "sigmoid", "activation_scale": 2.0},
     ),
+    "T90-H128-I64-E4-K2-gelu-tanh": Prefill(
+        90, 128, 64, 4, 2, 64, options={"activation": "gelu_tanh", "activation_scale": 0.7}
+    ),
     "T150-H128-I260-E4-K2-relu-no-gate": Prefill(
         150, 128, 260, 4, 2, 64, options={"activation": "relu", "has_gate": False}
     ),

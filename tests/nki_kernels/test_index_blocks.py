@@ -100,6 +100,19 @@ def test_neither_unset_memory_nor_the_order_of_the_cores_matters(option: str) ->
     assert_equal_to_torch(index, dims, run.outputs)
 
 
+def test_numbers_of_no_expert_are_no_choice() -> None:
+    index = draw(200, 3, 9, 0.0)
+    odd = index.copy()
+    odd[5, 0], odd[6, 1], odd[199, 2] = np.iinfo(np.int32).max, np.iinfo(np.int32).min, 9
+    none = np.where((odd >= 0) & (odd < 9), odd, -1).astype(np.int32)
+    dims = BlockDims(9, 32, num_blocks(200, 3, 9, 32))
+    runs = [nki_sim.run(index_blocks, which, dims, lnc=2) for which in (odd, none)]
+    for got, want in zip(runs[0].outputs, runs[1].outputs, strict=True):
+        np.testing.assert_array_equal(got, want)
+    wanted = reference.index_blocks(odd, 9, 32, dims.num_blocks)
+    np.testing.assert_array_equal(runs[0].outputs[0], wanted.token_position_to_id)
+
+
 @pytest.mark.parametrize("divisor", [1, 3, 7, 16, 1000, 8191, 8192])
 def test_division_is_exact_up_to_the_limit(divisor: int) -> None:
     edges = np.arange(0, MOST + 1, divisor)
