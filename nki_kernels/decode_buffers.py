@@ -19,6 +19,7 @@ from nki_kernels.decode_config import (
     accumulator_banks,
     extra_floats,
     item_bytes,
+    keeps_scales,
     out_block,
     packed_rows,
     packed_run,
@@ -70,6 +71,7 @@ class DecodeBuffers(NKIObject):
         inner_ps: gate and up projections [128, 2, T].
         out_ps: an expert's part of y^T, where the sums are not in PSUM.
         scratch: the same on its way to the sums.
+        kept_scale: channel scales of two experts, where their slots are loaded again too early.
         expert_in, expert_out, shared_expert: experts whose gate and up, or down weights are loaded
             next, (1, 1) each.
         weights, inputs: columns of the group's experts, per 128 tokens [tokens, unroll].
@@ -84,6 +86,7 @@ class DecodeBuffers(NKIObject):
     gate_up_scale: list[nl.NkiTensor]
     down_bias: list[nl.NkiTensor]
     down_scale: list[nl.NkiTensor]
+    kept_scale: list[nl.NkiTensor]
     inner: list[nl.NkiTensor]
     gate: list[nl.NkiTensor]
     up: list[nl.NkiTensor]
@@ -232,6 +235,9 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         gate_up_scale=gate_up_scale,
         down_bias=sbuf_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
         down_scale=down_scale,
+        kept_scale=sbuf_tiles(
+            2 if keeps_scales(config) else 0, (PARTITIONS, h_axis.count, 1), nl.float32
+        ),
         inner=sbuf_tiles(2 * out_block(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
         gate=sbuf_tiles(2, (i_axis.rows, T), nl.float32),
         up=sbuf_tiles(2, (i_axis.rows, T), nl.float32),

@@ -204,13 +204,24 @@ def weighs_inner(config: DecodeConfig) -> bool:
     Where the input is scaled, a token that did not choose the expert has zeros there without it,
     as long as no bias comes in and the activation of 0 is 0.
     """
-    zero_stays = not config.has_gate_up_bias and config.activation != "sigmoid"
-    return config.scaling != "pre" or not zero_stays
+    clamps = config.gate_limits
+    moves_zero = (clamps.has_lower and clamps.lower > 0) or (clamps.has_upper and clamps.upper < 0)
+    zero_stays = config.activation != "sigmoid" and not moves_zero
+    return config.scaling != "pre" or config.has_gate_up_bias or not zero_stays
 
 
 def holds_expert(config: DecodeConfig) -> bool:
     """Whether an expert's part of y^T is added up in PSUM before it goes to the sums in SBUF."""
     return not config.sums_in_psum and accumulator_banks(config) <= OUT_BANKS
+
+
+def keeps_scales(config: DecodeConfig) -> bool:
+    """Whether an expert's channel scales are copied: its slot may be loaded before they are used.
+
+    They lie in the slot of its first chunk, and the sums are made after its last.
+    """
+    items = config.unroll * config.chunks
+    return config.down_scale == "channel" and items > config.slots
 
 
 def out_block(config: DecodeConfig) -> int:

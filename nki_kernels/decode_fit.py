@@ -86,7 +86,7 @@ def sbuf_bytes(config: DecodeConfig) -> int:
         + 20 * config.unroll
     )
     total += slots * (2 * 2 * i_axis.count * 4 + (H * 2 if config.has_down_bias else 0))
-    total += slots * depth * 4 if config.down_scale == "channel" else 0
+    total += (slots + 2) * depth * 4 if config.down_scale == "channel" else 0
     total += scratch_banks(config) * BANK_FLOATS * 4
     return max(total, _ends_bytes(config)) + SMALL_TILES_BYTES + _routing_bytes(config)
 
@@ -183,6 +183,10 @@ def _chunk_counts(config: DecodeConfig, chunks: int) -> Iterator[int]:
     """Yield the numbers of equal parts to cut an expert into, few first."""
     share = config.num_cores if config.shard == "intermediate" else 1
     if config.weight_layout == "packed":
+        if chunks not in (0, packed_chunks(config)):
+            raise ValueError(
+                f"chunks={chunks}: packed weights have {packed_chunks(config)}. Leave it open."
+            )
         chunks = packed_chunks(config)
     for count in range(share, min(MAX_CHUNKS, config.I) + 1, share):
         divides = config.I % count == 0 or config.weight_layout == "packed"

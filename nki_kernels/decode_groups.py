@@ -15,7 +15,7 @@ from nki.language import NKIObject
 from nki_kernels.decode_buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode_config import DecodeConfig, entry_stride, out_block, splits_experts
 from nki_kernels.decode_list import Routing
-from nki_kernels.decode_out import project_out
+from nki_kernels.decode_out import keep_scales, project_out
 from nki_kernels.decode_stages import load_in, load_out, project_in, spread_column
 
 FAR_AHEAD = 4  # entries of a group
@@ -102,6 +102,8 @@ def run_group(
                     if looks_up and entry == size - 1:
                         copy_columns(config, b, routing, position, size * by + first, size)
                 project_in(config, b, turned_sb, item % config.slots, item, entry % 2)
+                if item % len(chunks) == 0:
+                    keep_scales(config, b, item % config.slots, entry % 2)
                 load_item_in(config, b, x, pipeline, item + config.slots)
                 if looks_up and (item + 1) % len(chunks) == 0:
                     look_up(config, b.expert_in[entry], routing, position, entry, size)

@@ -75,8 +75,12 @@ def list_experts(
     ends: list[nl.NkiTensor] = []
     if is_direct(config):
         # A missing choice (-1) loads expert 0 and counts for nothing.
-        list_sb = nl.ndarray((1, width), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=list_sb, data=index_tiles[0], op0=nl.maximum, operand0=0.0)
+        wide = width + read_ahead(config)
+        list_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.memset(dst=list_sb[0:1, width:wide], value=NO_ENTRY, engine=nisa.engine.gpsimd)
+        nisa.tensor_scalar(
+            dst=list_sb[0:1, 0:width], data=index_tiles[0], op0=nl.maximum, operand0=0.0
+        )
         return Routing(list_sb, ends, index_tiles, core, [], [])
     if config.mode == "all":
         wide = width + read_ahead(config)
@@ -251,11 +255,14 @@ def weigh(
 def _row(
     config: DecodeConfig, routing: Routing, affinity_sb: nl.NkiTensor, counts: bool
 ) -> nl.NkiTensor:
-    """Return [1, K] float32: the affinities of a single token, or 1; 0 for a missing choice."""
-    row_sb = nl.ndarray((1, config.K), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=row_sb, data=routing.local[0], op0=nl.greater_equal, operand0=0.0)
+    """Return [1, K + more] float32: affinities of a single token, or 1; 0 for a missing choice."""
+    K, wide = config.K, config.K + read_ahead(config)
+    row_sb = nl.ndarray((1, wide), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=row_sb[0:1, K:wide], value=0.0, engine=nisa.engine.gpsimd)
+    chosen_sb = row_sb[0:1, 0:K]
+    nisa.tensor_scalar(dst=chosen_sb, data=routing.local[0], op0=nl.greater_equal, operand0=0.0)
     if not counts:
-        nisa.tensor_tensor(dst=row_sb, data1=row_sb, data2=affinity_sb, op=nl.multiply)
+        nisa.tensor_tensor(dst=chosen_sb, data1=chosen_sb, data2=affinity_sb, op=nl.multiply)
     return row_sb
 
 

@@ -14,6 +14,7 @@ from nki_kernels.decode_config import (
     DecodeConfig,
     accumulator_banks,
     holds_expert,
+    keeps_scales,
     tiles_per_bank,
 )
 from nki_kernels.tiles import elements_of, rows_of
@@ -47,6 +48,9 @@ def project_out(
     per_bank, count = tiles_per_bank(config), config.h_axis.count
     stays = holds_expert(config)
     by_channel = config.down_scale == "channel"
+    scales = []
+    if by_channel:
+        scales.append(b.kept_scale[ring] if keeps_scales(config) else b.down_scale[slot])
     for first in range(0, count, per_bank):
         stop = min(count, first + per_bank)
         turn = out_turn(config, item, ring, first // per_bank)
@@ -62,14 +66,23 @@ def project_out(
             if adds_bias and not by_channel:
                 multiply_bias(config, b, bank_ps, slot, ring, c, begin, True)
         if not config.sums_in_psum and (is_last or not stays):
-            add_bank(config, b, bank_ps, slot, first, stop, by_channel, turn)
+            add_bank(config, b, bank_ps, scales, first, stop, turn)
     if adds_bias and by_channel:
         for first in range(0, count, per_bank):
             stop = min(count, first + per_bank)
             bank_ps = b.bias_ps
             for c in range(first, stop):
                 multiply_bias(config, b, bank_ps, slot, ring, c, (c - first) * config.T, False)
-            add_bank(config, b, bank_ps, slot, first, stop, False, first // per_bank)
+            add_bank(config, b, bank_ps, [], first, stop, first // per_bank)
+
+
+def keep_scales(config: DecodeConfig, b: DecodeBuffers, slot: int, ring: int) -> None:
+    """Copy an expert's channel scales, if `keeps_scales`, before its slot is loaded again."""
+    if keeps_scales(config):
+        rows = b.down_scale[slot].shape[0]
+        nisa.tensor_copy(
+            dst=b.kept_scale[ring][0:rows], src=b.down_scale[slot], engine=nisa.engine.scalar
+        )
 
 
 def out_turn(config: DecodeConfig, item: int, ring: int, number: int) -> int:
@@ -131,10 +144,9 @@ def add_bank(
     config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
-    slot: int,
+    scales: list[nl.NkiTensor],
     first: int,
     stop: int,
-    scales: bool,
     turn: int,
 ) -> None:
     """Add tiles first.. of y^T to the sums in SBUF, scaled by channel if asked.
@@ -145,19 +157,18 @@ def add_bank(
     full = first
     while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
         full += 1
-    _add_tiles(config, b, bank_ps, slot, first, first, full, scales, turn)
-    _add_tiles(config, b, bank_ps, slot, first, full, stop, scales, turn)
+    _add_tiles(config, b, bank_ps, scales, first, first, full, turn)
+    _add_tiles(config, b, bank_ps, scales, first, full, stop, turn)
 
 
 def _add_tiles(
     config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
-    slot: int,
+    scales: list[nl.NkiTensor],
     first: int,
     begin: int,
     end: int,
-    scales: bool,
     turn: int,
 ) -> None:
     """Add tiles of one height; the bank holds those from `first` on."""
@@ -166,12 +177,12 @@ def _add_tiles(
     T, rows = config.T, rows_of(config.h_axis, end - 1)
     scratch_sb = b.scratch[turn % len(b.scratch)]
     alone = begin
-    if scales and T >= TILEWISE_TOKENS:
+    if len(scales) > 0 and T >= TILEWISE_TOKENS:
         # Vector does 3 tiles in 8 alone, Scalar scales the others.
         alone = begin + 3 * end // 8 - 3 * begin // 8
         for c in range(begin, end):
             part_ps = bank_ps[0:rows, (c - first) * T : (c - first + 1) * T]
-            scale_sb = b.down_scale[slot][0:rows, c, 0:1]
+            scale_sb = scales[0][0:rows, c, 0:1]
             if c < alone:
                 nisa.scalar_tensor_tensor(
                     dst=b.sums.total_sb[0:rows, c, 0:T],
@@ -189,13 +200,13 @@ def _add_tiles(
     total_sb = b.sums.total_sb[0:rows, alone:end, 0:T]
     part_ps = bank_ps[0:rows, (alone - first) * T : (end - first) * T]
     part_sb = scratch_sb[0:rows, 0 : (end - alone) * T]
-    if not scales and turn % 2 == 0:
+    if len(scales) == 0 and turn % 2 == 0:
         nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
         return
-    if not scales:
+    if len(scales) == 0:
         nisa.tensor_copy(dst=part_sb, src=part_ps, engine=nisa.engine.scalar)
     elif T < TILEWISE_TOKENS:
-        scale_sb = b.down_scale[slot][0:rows, alone:end, 0:1].broadcast(2, T)
+        scale_sb = scales[0][0:rows, alone:end, 0:1].broadcast(2, T)
         nisa.tensor_tensor(dst=part_sb, data1=part_ps, data2=scale_sb, op=nl.multiply)
     nisa.tensor_tensor(
         dst=total_sb, data1=total_sb, data2=part_sb, op=nl.add, engine=nisa.engine.gpsimd

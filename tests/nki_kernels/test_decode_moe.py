@@ -46,6 +46,10 @@ CASES = {
         12, 128, 64, 1, 2, ranks=4, rank=3, options=SELECTIVE
     ),
     "T6-H128-I64-E1-K1-all": Decode(6, 128, 64, 1, 1, options=ALL),
+    "T6-H128-I64-E8-K2-pre-clamps-without-0": Decode(
+        6, 128, 64, 8, 2,
+        options={"scaling": "pre", "gate_limits": (0.5, None), "up_offset": 1.0, **SELECTIVE},
+    ),
     "T33-H192-I60-E3-K2-pre-gpt-oss": Decode(
         33, 192, 60, 3, 2, ranks=2, rank=1, has_bias=True,
         options={**GPT_OSS, "scaling": "pre", **SELECTIVE},
@@ -142,6 +146,7 @@ REFUSED = {
     "weight_format": ({"weight_format": "int8"}, r"weight_format='int8': must be one of bfloat16"),
     "activation": ({"activation": "swish"}, r"activation='swish': must be one of silu"),
     "scaling": ({"scaling": "late"}, r"scaling='late': must be one of post"),
+    "chunks": ({"weight_layout": "packed", "chunks": 3}, r"chunks=3: packed weights have 1"),
     "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
 }
 
@@ -190,6 +195,15 @@ PLANS = {
     ),
 }  # fmt: skip
 PACKED = {
+    "T4-e4m3-channel-more-chunks-than-slots": Decode(
+        4, 256, 1024, 4, 2, options={**E4M3, "down_scale": "channel"}
+    ),
+    "T2-e4m3-channel-two-slots": Decode(
+        2, 144, 129, 16, 8, options={**E4M3, "down_scale": "channel", "slots": 2}
+    ),
+    "T1-K9-one-core": Decode(1, 128, 48, 12, 9, options={"num_cores": 1}),
+    "T1-K10-intermediate": Decode(1, 128, 256, 12, 10, options={"shard": "intermediate"}),
+    "T1-K16": Decode(1, 128, 48, 16, 16),
     "T1-K4-gpt-oss": Decode(1, 192, 360, 8, 4, has_bias=True, options=GPT_OSS),
     "T1-K1-intermediate": Decode(1, 128, 512, 8, 1, options={"shard": "intermediate"}),
     "T1-I128-K1-joined-pre": Decode(1, 256, 128, 4, 1, options={"scaling": "pre"}),
