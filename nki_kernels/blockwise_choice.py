@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from nki_kernels.blockwise_config import (
     with_loop,
 )
 from nki_kernels.blockwise_fit import HBM_BYTES_PER_NS, find_loop, visit_ns
-from nki_kernels.blockwise_options import MOST_CLASSES, make_config
+from nki_kernels.blockwise_options import make_config
 from nki_kernels.plans import loops_of, plan_visits
 
 BLOCK_SIZES = (128, 64, 32)  # larger ones have the same row tiles, and more padding
 SHARD_PLANS = ("balanced", "hidden", "intermediate")
+LARGEST_VISITS = (4, 5)  # beyond, rows take the buffers that let loads run ahead
 START_NS = 20_000.0  # simulated: tables and the first weights, beside one visit
 SEED = 7
 
@@ -39,6 +41,7 @@ class PlanChoice:
         loop_plan: sorted; nothing else is ever faster.
         block_size: B.
         tiles_per_expert: row tiles of an expert to expect.
+        largest_visit: most row tiles that share one load of weights.
         estimated_us: of the expert kernel, both cores, in microseconds.
     """
 
@@ -46,6 +49,7 @@ class PlanChoice:
     loop_plan: str
     block_size: int
     tiles_per_expert: float
+    largest_visit: int
     estimated_us: float
 
 
@@ -99,21 +103,22 @@ def rank_plans(
 ) -> list[PlanChoice]:
     """Return all plans that can run, the fastest first; arguments as of `choose_plan`."""
     tokens_E = expect_tokens(num_tokens * top_k, E, routing)
+    visits = (options["largest_visit"],) if "largest_visit" in options else LARGEST_VISITS
     choices = []
     for block_size in block_sizes:
-        tile_rows = min(block_size, 128)
-        tiles_E = -(-tokens_E // tile_rows)
+        tiles_E = -(-tokens_E // min(block_size, 128))
         expected = float(tiles_E.sum() / max(1, np.count_nonzero(tiles_E)))
         base = make_config(
             H=H, I=I, E=E, block_size=block_size, num_tokens=num_tokens, num_cores=num_cores,
             num_slots=most_blocks(num_tokens, top_k, E, block_size) * block_size,
             shard_plan=shard_plans[0], tiles_per_expert=expected, **options,
         )  # fmt: skip
-        for name in shard_plans:
-            config = base if name == shard_plans[0] else _with_shard(base, name, expected, options)
+        turns = options.get("turns", "auto")
+        for name, largest in product(shard_plans, visits):
+            config = _with_plan(base, name, largest, expected, turns)
             if config is not None:
                 time_us = estimate_us(config, tokens_E)
-                choices.append(PlanChoice(name, "sorted", block_size, expected, time_us))
+                choices.append(PlanChoice(name, "sorted", block_size, expected, largest, time_us))
     return sorted(choices, key=lambda choice: choice.estimated_us)
 
 
@@ -146,24 +151,23 @@ def expect_tokens(
     return rng.multinomial(num_pairs, weight_E / weight_E.sum())
 
 
-def _with_shard(
-    base: PrefillConfig, shard_plan: str, expected: float, options: dict[str, Any]
+def _with_plan(
+    base: PrefillConfig, shard_plan: str, largest: int, expected: float, turns: str
 ) -> PrefillConfig | None:
-    """Return a configuration with another shard plan, None if that cannot run."""
+    """Return a configuration with another shard plan and visits, None if that cannot run."""
     splits_i, splits_h = shard_plan == "intermediate", shard_plan == "hidden"
     is_split = base.num_cores > 1 and (splits_i or splits_h)
-    if (splits_i and base.I % base.num_cores) or base.loop.by_parts or base.loop.skips_weights:
+    if is_split and splits_i and base.I % base.num_cores:
+        return None
+    if is_split and (base.loop.by_parts or base.loop.skips_weights):
         return None
     shard = ShardPlan(
         1 if is_split else base.num_cores, is_split and splits_i, is_split and splits_h
     )
-    largest = options.get("largest_visit", len(MOST_CLASSES))
-    loop = replace(
-        base.loop, classes=tuple(range(largest, 0, -1)), turns=options.get("turns", "auto")
-    )
-    config = replace(base, shard=shard, loop=loop)
-    found = find_loop(config, expected)
-    return None if found is None else with_loop(config, found)
+    loop = replace(base.loop, classes=tuple(range(largest, 0, -1)), turns=turns)
+    parts = (loop.in_parts, loop.out_parts) if loop.by_parts else None
+    found = find_loop(replace(base, shard=shard, loop=loop), expected, parts)
+    return None if found is None else with_loop(replace(base, shard=shard), found)
 
 
 def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:

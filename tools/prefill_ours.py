@@ -73,7 +73,7 @@ def configure(model: Model, num_tokens: int, num_slots: int) -> tuple[PrefillCon
     choice, parts = min(found, key=lambda pair: pair[0].estimated_us)
     config = make_config(
         **sizes, **slots, **options, shard_plan=choice.shard_plan, weight_parts=parts,
-        tiles_per_expert=choice.tiles_per_expert,
+        tiles_per_expert=choice.tiles_per_expert, largest_visit=choice.largest_visit,
     )  # fmt: skip
     return config, choice
 

@@ -90,6 +90,7 @@ def compute(
         chosen = {
             "shard_plan": best.shard_plan,
             "tiles_per_expert": best.tiles_per_expert,
+            "largest_visit": best.largest_visit,
             "weight_parts": parts,
         }
     dims = block_dims(routing.expert_index_TK, weights.num_experts, plan)
