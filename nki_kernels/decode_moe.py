@@ -11,7 +11,7 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
     hidden             [T, H]      bfloat16
     gate_up            [E, H, 2I]  weights   gate columns first (or packed, see decode_layout.py)
     down               [E, I, H]   weights
-    expert_index       [T, K]      int32     global experts
+    expert_index       [T, K]      int32     global experts, different ones for a token; -1: none
     expert_affinities  [T, K]      float32
     first_expert       [1, 1]      int32     global number of local expert 0
     gate_up_bias       [E, 2I]     float32   optional
@@ -24,8 +24,11 @@ On chip: x^T [h, H/h, T] stays; weights of an item (a chunk of an expert) [h, H/
 [i, I/i, H] lie in one of `slots` buffers, a partition owning consecutive rows of HBM; y^T
 [h, H/h, T] is added up over all experts in PSUM or float32 SBUF.
 
+A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
+biases are not scaled.
+
 Limits: `make_decode_config`. Bytes: the touched experts once (all of them in mode "all"), x and y.
-Matmul columns: max(T, 64) per 128 x 128 weights. What the two cores share: decode_config.
+Matmul columns: max(T, 64) per 128 x 128 weights. The loop: decode_groups.py.
 
 Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
 """
