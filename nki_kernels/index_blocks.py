@@ -49,8 +49,9 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.costs import KernelCost
-from nki_kernels.integers import count_up, divide_down, divide_up
+from nki_kernels.integers import count_up, divide_up
 from nki_kernels.plans import VisitDims
+from nki_kernels.slot_inverse import GROUP, exchange, invert, num_digits, store_flat
 from nki_kernels.token_tiles import (
     PARTITIONS,
     TokenTiles,
@@ -64,9 +65,6 @@ MAX_EXPERTS = 512  # float32 columns of one PSUM bank
 MAX_TOP_K = 16
 MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
 SLOTS = 8  # values per nc_match_replace8
-BANK = 512  # float32 columns of one PSUM bank
-GROUP = 2048  # columns of the inverse summed at once: half of PSUM, and exact in float16
-DIGIT_BITS = 8  # of a bfloat16 significand
 SBUF_BYTES = 212_984  # usable per partition on Trn2 (leanprover/KLR, KLR/Trace.lean)
 
 
@@ -302,17 +300,6 @@ def count_choices(
     return lower_sb, all_sb
 
 
-def exchange(own_sb: nl.ndarray) -> nl.ndarray:
-    """Return the other core's tile; zeros if there is none."""
-    other_sb = nl.ndarray(own_sb.shape, own_sb.dtype, buffer=nl.sbuf)
-    if nl.num_programs(0) == 1:
-        nisa.memset(dst=other_sb, value=0.0)
-    else:
-        other = 1 - nl.program_id(0)
-        nisa.sendrecv(src=own_sb, dst=other_sb, send_to_rank=other, recv_from_rank=other, pipe_id=0)
-    return other_sb
-
-
 def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, nl.ndarray]:
     """Return the end of each expert's blocks and its first slot, [128, E] float32 each."""
     shape = total_sb.shape
@@ -376,34 +363,6 @@ def store_blocks(
     store_flat(block_to_expert, integer_sb, columns, 0, columns, 0, PARTITIONS)
 
 
-def store_flat(
-    flat: nl.ndarray,
-    values_sb: nl.ndarray,
-    row_size: int,
-    start: int,
-    width: int,
-    first_row: int,
-    end_row: int,
-) -> None:
-    """Store [128, width] values to columns start.. of rows of row_size elements of a flat tensor.
-
-    Rows first_row to end_row are stored, as far as the flat tensor goes; its last row may be short.
-    """
-    whole = (flat.shape[0] - start - width) // row_size + 1
-    rows = min(end_row, whole) - first_row
-    if rows > 0:
-        nisa.dma_copy(
-            dst=flat.ap([[row_size, rows], [1, width]], offset=first_row * row_size + start),
-            src=values_sb[first_row : first_row + rows, :],
-        )
-    rest = flat.shape[0] - whole * row_size - start
-    if first_row <= whole and whole < end_row and rest > 0:
-        nisa.dma_copy(
-            dst=flat.ap([[row_size, 1], [1, rest]], offset=whole * row_size + start),
-            src=values_sb[whole : whole + 1, 0:rest],
-        )
-
-
 def rank_pairs(
     index_sb: nl.ndarray,
     chosen_sb: nl.ndarray,
@@ -457,150 +416,6 @@ def store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenT
     integer_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=integer_sb, src=slot_sb)
     store_per_token(slot_of_pair_TK, integer_sb, tokens)
-
-
-def num_digits(num_pairs: int) -> int:
-    """Return how many digits of 8 bits the numbers 1 to num_pairs need."""
-    digits = 1
-    while (1 << (DIGIT_BITS * digits)) <= num_pairs:
-        digits += 1
-    return digits
-
-
-def split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
-    """Return float32 tiles that add up to the int32 numbers, each with 8 significant bits."""
-    parts = []
-    for digit in range(digits):
-        bits_sb = nl.ndarray(numbers_sb.shape, nl.int32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=bits_sb,
-            data=numbers_sb,
-            op0=nl.bitwise_and,
-            operand0=((1 << DIGIT_BITS) - 1) << (DIGIT_BITS * digit),
-        )
-        part_sb = nl.ndarray(numbers_sb.shape, nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=part_sb, src=bits_sb)
-        parts.append(part_sb)
-    return parts
-
-
-def invert(
-    token_of_slot: nl.ndarray,
-    pair_of_slot: nl.ndarray,
-    slot_sb: nl.ndarray,
-    tokens: TokenTiles,
-    top_k: int,
-) -> None:
-    """Store the pair and the token of every slot."""
-    num_slots = pair_of_slot.shape[0]
-    pairs_per_partition = slot_sb.shape[1]
-    row_size = (num_slots + PARTITIONS - 1) // PARTITIONS
-    row_sb, column_sb = split_slots(slot_sb, row_size)
-    number_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
-    nisa.iota(
-        dst=number_sb,
-        pattern=[[1, pairs_per_partition]],
-        offset=tokens.first * top_k + 1,
-        channel_multiplier=pairs_per_partition,
-    )
-    last_pair = (tokens.first + PARTITIONS * max(1, tokens.count)) * top_k
-    digits = split_digits(number_sb, num_digits(last_pair))
-    # Small integers are exact in 16 bits, of which the Vector engine compares four at a time.
-    line_sb = count_up(PARTITIONS, nl.float16)
-    numbers_sb = count_up(min(row_size, GROUP), nl.float16)
-    for start in range(0, row_size, GROUP):
-        width = min(GROUP, row_size - start)
-        here_sb = nl.ndarray(column_sb.shape, nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=here_sb, data=column_sb, op0=nl.subtract, operand0=float(start))
-        inverse_ps = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.psum)
-        for pair in range(pairs_per_partition):
-            column = slice(pair, pair + 1)
-            moving = one_hot(numbers_sb[:, 0:width], here_sb[:, column])
-            stationary = weighted_one_hots(line_sb, row_sb[:, column], digits, pair)
-            for digit in range(len(digits)):
-                for bank in range(0, width, BANK):
-                    banked = slice(bank, min(bank + BANK, width))
-                    nisa.nc_matmul(
-                        dst=inverse_ps[:, banked],
-                        stationary=stationary[digit],
-                        moving=moving[:, banked],
-                        accumulate=pair + digit > 0,
-                    )
-        store_inverse(token_of_slot, pair_of_slot, inverse_ps, row_size, start, top_k)
-
-
-def one_hot(numbers: nl.ndarray, place: nl.ndarray) -> nl.ndarray:
-    """Return bfloat16 1 where a partition's number equals its `place` [128, 1], else 0."""
-    found_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=found_sb, data=numbers, op0=nl.equal, operand0=place)
-    return found_sb
-
-
-def weighted_one_hots(
-    numbers: nl.ndarray, place: nl.ndarray, digits: list[nl.ndarray], pair: int
-) -> list[nl.ndarray]:
-    """Return, for each digit of a pair's number, bfloat16 tiles that hold it at its `place`.
-
-    The Scalar engine makes up to two of them, which takes as long as the rest does the Vector
-    engine.
-    """
-    column = slice(pair, pair + 1)
-    found_sb = one_hot(numbers, place)
-    weighted = []
-    for digit in range(len(digits)):
-        weighted_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
-        factor = digits[digit][:, column]
-        if digit < 2:
-            nisa.activation(dst=weighted_sb, op=nl.copy, data=found_sb, scale=factor)
-        else:
-            nisa.tensor_scalar(dst=weighted_sb, data=found_sb, op0=nl.multiply, operand0=factor)
-        weighted.append(weighted_sb)
-    return weighted
-
-
-def split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.ndarray]:
-    """Return slot // row_size and slot % row_size as float32; row -1 for slot -1."""
-    row_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
-    whole_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
-    divide_down(whole_sb, slot_sb, row_size)
-    nisa.tensor_copy(dst=row_sb, src=whole_sb)
-    column_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=column_sb,
-        data=row_sb,
-        op0=nl.multiply,
-        operand0=-float(row_size),
-        op1=nl.add,
-        operand1=slot_sb,
-    )
-    return row_sb, column_sb
-
-
-def store_inverse(
-    token_of_slot: nl.ndarray,
-    pair_of_slot: nl.ndarray,
-    inverse_ps: nl.ndarray,
-    row_size: int,
-    start: int,
-    top_k: int,
-) -> None:
-    """Add the other core's part, turn pair + 1 into pair and token, store half of the rows."""
-    shape = inverse_ps.shape
-    own_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=own_sb, src=inverse_ps)
-    both_sb = own_sb
-    if nl.num_programs(0) > 1:
-        other_sb = exchange(own_sb)
-        both_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=both_sb, data1=own_sb, data2=other_sb, op=nl.add)
-    pair_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=pair_sb, data=both_sb, op0=nl.add, operand0=-1.0)
-    token_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-    divide_down(token_sb, pair_sb, top_k)
-    share = PARTITIONS // nl.num_programs(0)
-    first = nl.program_id(0) * share
-    store_flat(pair_of_slot, pair_sb, row_size, start, shape[1], first, first + share)
-    store_flat(token_of_slot, token_sb, row_size, start, shape[1], first, first + share)
 
 
 def cost_index_blocks(
