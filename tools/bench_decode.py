@@ -178,7 +178,7 @@ def _earlier(options: argparse.Namespace, sources: Sources) -> Book:
     """Return what an earlier run found that this one continues or takes the vendor's times of."""
     if options.vendor_from is not None:
         book = read(options.vendor_from, sources, "--vendor-from")
-        return Book(vendor=book.vendor, layers=book.layers)
+        return Book(vendor=book.vendor, layers=book.layers, library=book.library)
     if options.resume and options.json.exists():
         return read(options.json, sources, "--resume")
     return Book()

@@ -135,12 +135,14 @@ class Book:
         vendor: attempts by kernel, model, B and format.
         layers: bytes of an expert by vendor key, to tell whether a layer is still the same.
         switch: points of the picture, as they are in the file.
+        library: fingerprint of the vendor's sources that its times are of.
     """
 
     rows: dict[Key, Row] = field(default_factory=dict)
     vendor: dict[VendorKey, list[Attempt]] = field(default_factory=dict)
     layers: dict[VendorKey, list[int]] = field(default_factory=dict)
     switch: list[dict[str, Any]] = field(default_factory=list)
+    library: str = ""
 
     def keep_vendor(self, case: DecodeCase, attempts: list[Attempt]) -> None:
         """Keep the vendor's times of a case."""
@@ -180,7 +182,7 @@ def read(path: Path, sources: Sources, option: str) -> Book:
                 f"{option} {path}: was simulated with another {name} ({made_with[name]}, now "
                 f"{now}). Run it again without {option}."
             )
-    book = Book(switch=content.get("switch", []))
+    book = Book(switch=content.get("switch", []), library=made_with["library"])
     known = {entry.name for entry in fields(Row)}
     for entry in rows:
         row = Row(**{name: value for name, value in entry.items() if name in known})
@@ -253,7 +255,7 @@ def summarise(rows: Sequence[Row], book: Book, sources: Sources) -> dict[str, An
         "rows_survive": sum(row.survives is True for row in rows),
         "rows_with_sensitivity": sum(row.survives is not None for row in rows),
         "misses": misses(rows),
-        "sources": asdict(sources),
+        "sources": asdict(sources) | {"library": sources.library or book.library},
     }
     vendor = [
         dict(zip(("kernel", "model", "B", "format"), key, strict=True))

@@ -151,6 +151,8 @@ def test_the_file_keeps_the_vendors_times(tmp_path: Path) -> None:
     again = read(path, SOURCES, "--resume")
     assert again.known_vendor(case(routing="zipf"))[0].us == 2.0  # whatever the routing
     assert again.known_vendor(case(B=16)) == []
+    no_library = dataclasses.replace(SOURCES, library="")
+    assert summarise([], again, no_library)["sources"]["library"] == "l"
     assert list(again.rows) == [row().key]
     with pytest.raises(ValueError, match="was simulated with another coefficients"):
         read(path, dataclasses.replace(SOURCES, coefficients="d"), "--resume")
