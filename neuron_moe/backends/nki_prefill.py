@@ -194,7 +194,8 @@ def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
 def describe(ranked: list[Ranked]) -> str:
     """Return a line for `MoE.explain` about plans from the cost model."""
     (best, parts), *others = ranked
-    other = f"; {others[0][0].shard_plan} {others[0][0].estimated_us:.0f} us" if others else ""
+    unlike = [other for other, _ in others if other.shard_plan != best.shard_plan]
+    other = f"; {unlike[0].shard_plan} {unlike[0].estimated_us:.0f} us" if unlike else ""
     layout = "" if parts is None else f", weights laid out in {parts[0]} and {parts[1]} parts"
     return (
         f"plan: {best.loop_plan} loop, {best.shard_plan} shards{layout}, the cost model's choice:"
