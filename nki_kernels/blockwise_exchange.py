@@ -21,15 +21,17 @@ from nki_kernels.blockwise_buffers import (
     look_at_outputs,
 )
 from nki_kernels.blockwise_config import PrefillConfig, Share, scales_late
-from nki_kernels.blockwise_stages import (
-    finish_in,
+from nki_kernels.blockwise_loads import (
     gather_after,
     gather_rows,
     load_beside,
     load_down,
     load_gate_up,
-    multiply_in,
     prepare_part,
+)
+from nki_kernels.blockwise_stages import (
+    finish_in,
+    multiply_in,
     project_out,
     spread_down_scale,
     store_rows,

@@ -55,13 +55,15 @@ from nki_kernels.blockwise_buffers import (
 )
 from nki_kernels.blockwise_config import PrefillConfig, Share, num_partials, scales_late, share_of
 from nki_kernels.blockwise_exchange import run_two_visits, start_apart
-from nki_kernels.blockwise_stages import (
+from nki_kernels.blockwise_loads import (
     gather_after,
     gather_rows,
     load_beside,
     load_down,
     load_gate_up,
     prepare_part,
+)
+from nki_kernels.blockwise_stages import (
     project_in,
     project_out,
     spread_down_scale,

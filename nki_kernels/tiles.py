@@ -82,18 +82,6 @@ def _load(
     )
 
 
-def load_row(
-    dst_sb: nl.NkiTensor,
-    src: nl.NkiTensor,
-    index: nl.NkiTensor,
-    size: int,
-    begin: int,
-    columns: int,
-) -> None:
-    """Load columns of row `index` of a [E, size] tensor in HBM onto one partition."""
-    load_rows(dst_sb[0:1], src, index, size, begin, columns)
-
-
 def load_rows(
     dst_sb: nl.NkiTensor,
     src: nl.NkiTensor,
