@@ -27,12 +27,30 @@ class Pipeline(NKIObject):
 
     A block's projection into I comes before the one before it is projected out, so that the tensor
     engine has work while the activation is computed; weights load in the same order.
+
+    Attributes:
+        position: list position of the group, an int or a register.
+        size: entries of each core; 0 for one entry whose chunks the cores share.
+        first: from `position` to this core's first entry.
+        chunks: of an expert, on this core.
+        items: how many there are.
+        looks_up: whether a group may follow whose experts are looked up here.
+        experts_in, experts_out: (1, 1) int32 tiles.
+        weights, inputs: tables with a column per entry: the group's from `column` on, by `step`.
     """
 
-    experts_in: list[nl.NkiTensor]
-    experts_out: list[nl.NkiTensor]
+    position: Any
+    size: int
+    first: int
     chunks: list[int]
     items: int
+    looks_up: bool
+    experts_in: list[nl.NkiTensor]
+    experts_out: list[nl.NkiTensor]
+    weights: list[nl.NkiTensor]
+    inputs: list[nl.NkiTensor]
+    column: int
+    step: int
 
 
 def run_group(
@@ -55,70 +73,101 @@ def run_group(
         position: list position of the group, an int or a register.
         size: entries of each core; 0 for one entry whose chunks the cores share.
     """
-    chunks = group_chunks(config, routing.core, size)
-    stride = entry_stride(config)
-    by = stride
-    first = routing.core if splits_experts(config) and size > 0 else 0
-    items = max(1, size) * len(chunks)
+    pipeline = make_pipeline(config, b, routing, position, size)
+    items = pipeline.items
     if items == 0:
         return
-    experts_in = []
-    experts_out = []
-    for entry in range(max(1, size)):
-        if isinstance(position, int):
-            number = position + first + entry * stride
-            expert = routing.list_sb[0:1, number : number + 1]
-            experts_in.append(expert)
-            experts_out.append(expert)
-        elif size == 0 and routing.core > 0:
-            experts_in.append(b.shared_expert)
-            experts_out.append(b.shared_expert)
-        else:
-            experts_in.append(b.expert_in[entry])
-            experts_out.append(b.expert_out[entry])
-    weights, inputs, base = routing.weights, routing.inputs, 0
-    if isinstance(position, int):
-        base = position + first
-    else:
-        if size == 0:
-            copy_columns(config, b, routing, position, 0, 1)
-        weights, inputs, stride = b.weights, b.inputs, 1
-    looks_up = size > 0 and not isinstance(position, int)
-    pipeline = Pipeline(experts_in, experts_out, chunks, items)
     ahead = min(items, config.slots)
     for item in range(ahead):
         load_item_in(config, b, x, pipeline, item)
         if item > 0:
             load_item_out(config, b, x, pipeline, item - 1)
     load_item_out(config, b, x, pipeline, ahead - 1)
-    blocks = make_blocks(config, items, len(chunks))
+    blocks = make_blocks(config, items, len(pipeline.chunks))
     for number in range(len(blocks) + 1):
         if number < len(blocks):
             for item in blocks[number]:
-                entry = item // len(chunks)
-                if item % len(chunks) == 0:
-                    column = base + entry * stride
-                    spread_column(config, b, weights, inputs, column, entry % 2)
-                    if looks_up and entry == size - 1:
-                        copy_columns(config, b, routing, position, size * by + first, size)
-                project_in(config, b, turned_sb, item % config.slots, item, entry % 2)
-                if item % len(chunks) == 0:
-                    keep_scales(config, b, item % config.slots, entry % 2)
-                load_item_in(config, b, x, pipeline, item + config.slots)
-                if looks_up and (item + 1) % len(chunks) == 0:
-                    look_up(config, b.expert_in[entry], routing, position, entry, size)
-                    if entry == 0 and routing.core > 0:
-                        shared = nisa.engine.scalar
-                        _look_up(b.shared_expert, routing.list_sb, position, size * by, shared)
+                start_item(config, b, x, turned_sb, routing, pipeline, item)
         if number > 0:
-            block = blocks[number - 1]
-            finish_block(config, b, pipeline, block)
-            for item in block:
-                load_item_out(config, b, x, pipeline, item + config.slots)
-            done = block[0] + len(block)
-            if looks_up and done % len(chunks) == 0:
-                entry = done // len(chunks) - 1
-                look_up(config, b.expert_out[entry], routing, position, entry, size)
+            finish_block(config, b, x, routing, pipeline, blocks[number - 1])
+
+
+def make_pipeline(
+    config: DecodeConfig, b: DecodeBuffers, routing: Routing, position: Any, size: int
+) -> Pipeline:
+    """Return what a group does; see `run_group`."""
+    chunks = group_chunks(config, routing.core, size)
+    first = routing.core if splits_experts(config) and size > 0 else 0
+    items = max(1, size) * len(chunks)
+    if isinstance(position, int):
+        experts = []
+        for entry in range(max(1, size)):
+            number = position + first + entry * entry_stride(config)
+            experts.append(routing.list_sb[0:1, number : number + 1])
+        return Pipeline(
+            position, size, first, chunks, items, False, experts, experts,
+            routing.weights, routing.inputs, position + first, entry_stride(config),
+        )  # fmt: skip
+    experts_in, experts_out = b.expert_in, b.expert_out
+    if size == 0:
+        copy_columns(config, b, routing, position, 0, 1)
+        if routing.core > 0:
+            experts_in, experts_out = [b.shared_expert], [b.shared_expert]
+    return Pipeline(
+        position, size, first, chunks, items, size > 0, experts_in, experts_out,
+        b.weights, b.inputs, 0, 1,
+    )  # fmt: skip
+
+
+def start_item(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    turned_sb: nl.NkiTensor,
+    routing: Routing,
+    pipeline: Pipeline,
+    item: int,
+) -> None:
+    """Do the gate and up projections of an item, then load and look up what may follow."""
+    count, slot = len(pipeline.chunks), item % config.slots
+    entry = item // count
+    position, size = pipeline.position, pipeline.size
+    after = size * entry_stride(config)
+    if item % count == 0:
+        column = pipeline.column + entry * pipeline.step
+        spread_column(config, b, pipeline.weights, pipeline.inputs, column, entry % 2)
+        if pipeline.looks_up and entry == size - 1:
+            copy_columns(config, b, routing, position, after + pipeline.first, size)
+    project_in(config, b, turned_sb, slot, item, entry % 2)
+    if item % count == 0:
+        keep_scales(config, b, slot, entry % 2)
+    load_item_in(config, b, x, pipeline, item + config.slots)
+    if pipeline.looks_up and (item + 1) % count == 0:
+        look_up(config, b.expert_in[entry], routing, position, entry, size)
+        if entry == 0 and routing.core > 0:
+            engine = nisa.engine.scalar
+            _look_up(b.shared_expert, routing.list_sb, position, after, engine)
+
+
+def finish_block(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    routing: Routing,
+    pipeline: Pipeline,
+    block: list[int],
+) -> None:
+    """Do the down projections of a block, then load and look up what may follow."""
+    chunks, item = pipeline.chunks, block[0]
+    turn, entry = item % len(chunks), item // len(chunks)
+    adds_bias = config.has_down_bias and chunks[turn] == 0
+    is_last = turn + len(block) == len(chunks)
+    slot = item % config.slots
+    project_out(config, b, slot, item, entry % 2, adds_bias, turn == 0, is_last, len(block))
+    for done in block:
+        load_item_out(config, b, x, pipeline, done + config.slots)
+    if pipeline.looks_up and is_last:
+        look_up(config, b.expert_out[entry], routing, pipeline.position, entry, pipeline.size)
 
 
 def make_blocks(config: DecodeConfig, items: int, chunks: int) -> list[list[int]]:
@@ -129,18 +178,6 @@ def make_blocks(config: DecodeConfig, items: int, chunks: int) -> list[list[int]
             end = min(entry + chunks, begin + out_block(config))
             blocks.append(list(range(begin, end)))
     return blocks
-
-
-def finish_block(
-    config: DecodeConfig, b: DecodeBuffers, pipeline: Pipeline, block: list[int]
-) -> None:
-    """Do the down projections of a block."""
-    chunks, item = pipeline.chunks, block[0]
-    turn, entry = item % len(chunks), item // len(chunks)
-    adds_bias = config.has_down_bias and chunks[turn] == 0
-    is_last = turn + len(block) == len(chunks)
-    slot = item % config.slots
-    project_out(config, b, slot, item, entry % 2, adds_bias, turn == 0, is_last, len(block))
 
 
 def load_item_in(

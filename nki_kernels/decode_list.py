@@ -142,8 +142,9 @@ def find_touched(
     # Numbers from 1 on, and 0 where a token chose the expert: a column of n that all T tokens left
     # alone adds up to n T. Up to 256 they are exact in bfloat16.
     dtype = nl.bfloat16 if E <= 256 else nl.float32
-    expert_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=expert_sb, pattern=[[1, E]], offset=1, channel_multiplier=0)
+    searched = max(E, VALUES)  # as many as are looked for, at least
+    expert_sb = nl.ndarray((PARTITIONS, searched), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=expert_sb, pattern=[[1, searched]], offset=1, channel_multiplier=0)
     left_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=left_sb, pattern=[[config.T, E]], offset=config.T, channel_multiplier=0)
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=dtype, buffer=nl.sbuf)
@@ -155,18 +156,18 @@ def find_touched(
     )
     for tile in range(len(local)):
         rows, columns = local[tile].shape
-        marked_sb = expert_sb[0:rows, 0:E]
+        marked_sb = expert_sb[0:rows, 0:searched]
         for first in range(0, columns, VALUES):
             is_last = first + VALUES == columns
             next_dtype = dtype if is_last else nl.float32
-            next_sb = nl.ndarray((rows, E), dtype=next_dtype, buffer=nl.sbuf)
+            next_sb = nl.ndarray((rows, searched), dtype=next_dtype, buffer=nl.sbuf)
             wanted = local[tile][0:rows, first : first + VALUES]
             nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=0.0)
             marked_sb = next_sb
         nisa.nc_matmul(
             dst=bank_ps[0:PARTITIONS, 0:E],
             stationary=ones_sb[0:rows, 0:PARTITIONS],
-            moving=marked_sb,
+            moving=marked_sb[0:rows, 0:E],
             accumulate=tile > 0,
         )
     count_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)

@@ -79,9 +79,11 @@ def project_out(
 def keep_scales(config: DecodeConfig, b: DecodeBuffers, slot: int, ring: int) -> None:
     """Copy an expert's channel scales, if `keeps_scales`, before its slot is loaded again."""
     if keeps_scales(config):
-        rows = b.down_scale[slot].shape[0]
+        rows = config.h_axis.rows
         nisa.tensor_copy(
-            dst=b.kept_scale[ring][0:rows], src=b.down_scale[slot], engine=nisa.engine.scalar
+            dst=b.kept_scale[ring][0:rows],
+            src=b.down_scale[slot][0:rows],
+            engine=nisa.engine.scalar,
         )
 
 
