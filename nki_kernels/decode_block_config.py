@@ -21,6 +21,8 @@ from nki_kernels.plans import PARTITIONS
 from nki_kernels.router_choice import RouterFormula, check_router_formula
 
 ROUTER_DTYPES = ("bfloat16", "float32")
+# Norm and router in front of the experts, per launch and per token: simulated, seven models.
+FRONT_NS, FRONT_TOKEN_NS = 6000.0, 80.0
 
 
 @dataclass
@@ -92,7 +94,8 @@ def make_block_config(
             "returns_logits=True: the decode block keeps logits on chip. Use router_topk for them."
         )
     check_router_formula(formula, moe["num_experts"])
-    routed = make_decode_config(K=formula.top_k, **moe)
+    front_ns = FRONT_NS + FRONT_TOKEN_NS * moe["T"]
+    routed = make_decode_config(K=formula.top_k, front_ns=front_ns, **moe)
     weight_bytes = 4 if router_dtype == "float32" else 2
     parts = router_parts(routed.num_experts, routed.H, weight_bytes, routed.num_cores)
     shared = routed

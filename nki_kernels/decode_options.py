@@ -39,6 +39,7 @@ def make_decode_config(
     chunks: int = 0,
     slots: int = 0,
     reserved_bytes: int = 0,
+    front_ns: float = 0.0,
 ) -> DecodeConfig:
     """Return what `decode_moe` is compiled for.
 
@@ -64,6 +65,7 @@ def make_decode_config(
         output_dtype: float32 or bfloat16.
         chunks, slots: parts of an expert, and parts on chip at once; 0 lets the cost model choose.
         reserved_bytes: SBUF per partition to leave to others.
+        front_ns: time until the choices are on chip, where the same launch makes them.
 
     Raises:
         ValueError: a value outside the limits of the kernel.
@@ -90,4 +92,4 @@ def make_decode_config(
         has_gate_up_bias, has_down_bias, has_scales, down_scale, output_dtype,
         1, 2, 2, False, h_axis, tile_axis(I), "",
     )  # fmt: skip
-    return choose_decode(config, chunks, slots, SBUF_BYTES - reserved_bytes)
+    return choose_decode(config, chunks, slots, SBUF_BYTES - reserved_bytes, front_ns)
