@@ -108,9 +108,8 @@ def _launch_moe(library: VendorLibrary, case: DecodeCase, mode: str, options: Si
         "expert_index": case.expert_index(),
         "is_all_expert": mode == "all_experts",
     }
-    if mode == "all_experts":
+    if mode == "all_experts":  # affinities are those of the choices, as from the router
         arguments["rank_id"] = np.zeros((1, 1), np.uint32)
-        arguments["mask_unselected_experts"] = True
     kernel = library.get("core.moe.moe_tkg.moe_tkg", "moe_tkg")
     return nki_sim.run(kernel, lnc=CORES, options=options, **arguments).timeline
 
