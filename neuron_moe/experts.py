@@ -282,6 +282,18 @@ class ExpertMLPsV2(nn.Module):
 
     def choose_path(self, phase: str, tokens: int) -> Decision:
         """Decide how `tokens` tokens are computed; see `neuron_moe.dispatch`."""
+        work, decision = self.choose_by_sizes(phase, tokens)
+        if (
+            decision.path in FEW_TOKEN_PATHS
+            and self.compat is None
+            and isinstance(self.backend, ChoosesMode)
+        ):
+            mode, reason = self.backend.choose_mode(work, self.weights(phase), self.scales_input)
+            decision = settle_mode(decision, work, mode, reason)
+        return decision
+
+    def choose_by_sizes(self, phase: str, tokens: int) -> tuple[Workload, Decision]:
+        """Return the sizes of a step and the path that these alone say, without a cost model."""
         work = self.workload(phase, tokens)
         decision = choose_path(
             phase,
@@ -294,14 +306,7 @@ class ExpertMLPsV2(nn.Module):
             backend=self.backend.name,
             compat=self.compat,
         )
-        if (
-            decision.path in FEW_TOKEN_PATHS
-            and self.compat is None
-            and isinstance(self.backend, ChoosesMode)
-        ):
-            mode, reason = self.backend.choose_mode(work, self.weights(phase), self.scales_input)
-            decision = settle_mode(decision, work, mode, reason)
-        return decision
+        return work, decision
 
     @property
     def scales_input(self) -> bool:

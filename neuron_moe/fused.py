@@ -1,5 +1,6 @@
 """A whole decode step of a layer in one kernel, where layer, ranks and step allow it."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from neuron_moe.backends.block import BlockLayer, FusesDecode, norm_of
 from neuron_moe.config import MoEFusedTKGConfig
-from neuron_moe.dispatch import FEW_TOKEN_PATHS
+from neuron_moe.dispatch import FEW_TOKEN_PATHS, Decision, settle_mode
 from neuron_moe.parallel.hybrid import DECODE_PHASES
 
 if TYPE_CHECKING:
@@ -111,6 +112,20 @@ class FusedDecode:
         assert isinstance(backend, FusesDecode)
         return backend.refuses_block(self.describe(phase), tokens)
 
+    def decide(self, phase: str, tokens: int) -> Decision:
+        """Return the mode of a step that one kernel computes, as that kernel's cost model takes it.
+
+        It differs from the one of the experts alone: weights load while the kernel still routes.
+        """
+        experts = self.layer.expert_mlps
+        work, decision = experts.choose_by_sizes(phase, tokens)
+        backend = experts.backend
+        assert isinstance(backend, FusesDecode)
+        if experts.compat is None:
+            mode, reason = backend.choose_block_mode(self.describe(phase), tokens)
+            decision = settle_mode(decision, work, mode, reason)
+        return replace(decision, kernel="nki.decode_block")
+
     def describe(self, phase: str) -> BlockLayer:
         """Return what the kernel computes."""
         layer, experts = self.layer, self.layer.expert_mlps
@@ -131,7 +146,7 @@ class FusedDecode:
         experts = self.layer.expert_mlps
         experts.check_mode()
         experts.check_hidden(hidden_TH)
-        mode = experts.choose_path(phase, hidden_TH.shape[0]).path
+        mode = self.decide(phase, hidden_TH.shape[0]).path
         backend = experts.backend
         assert isinstance(backend, FusesDecode)
         partial = backend.block(hidden_TH, self.describe(phase), mode)

@@ -293,8 +293,8 @@ class MoE(nn.Module):
         backend = experts.backend
         notes: tuple[str, ...] = ()
         if not refusal and isinstance(backend, FusesDecode):
-            decision = replace(decision, kernel="nki.decode_block")
-            notes = backend.block_notes(self._fused.describe(phase), work.tokens)
+            decision = self._fused.decide(phase, work.tokens)
+            notes = backend.block_notes(self._fused.describe(phase), work.tokens, decision.path)
         elif isinstance(backend, TellsPlan):
             told = backend.notes(decision.path, work, experts.weights(phase), experts.scales_input)
             notes = (*told, f"not fused: {refusal}")

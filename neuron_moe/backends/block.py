@@ -89,5 +89,8 @@ class FusesDecode(Protocol):
     def block(self, hidden_TH: Tensor, layer: BlockLayer, mode: str) -> BlockOutput:
         """Compute T tokens; mode is 'selective' or 'all_experts'."""
 
-    def block_notes(self, layer: BlockLayer, tokens: int) -> tuple[str, ...]:
+    def choose_block_mode(self, layer: BlockLayer, tokens: int) -> tuple[str, str]:
+        """Return 'selective' or 'all_experts' for T tokens of a layer, and why."""
+
+    def block_notes(self, layer: BlockLayer, tokens: int, mode: str) -> tuple[str, ...]:
         """Return lines for `MoE.explain`."""

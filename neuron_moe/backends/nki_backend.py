@@ -172,9 +172,14 @@ class NkiBackend:
         )
         return nki_block.compute(self._launch, hidden_TH, layer, config, self._prepared)
 
-    def block_notes(self, layer: BlockLayer, tokens: int) -> tuple[str, ...]:
-        """Say how decode_block goes through the experts, and what else it computes."""
+    def choose_block_mode(self, layer: BlockLayer, tokens: int) -> tuple[str, str]:
+        """Return the mode of decode_block that its cost model takes, and why."""
         config = nki_block.block_config(layer, tokens, self.plan.num_cores, None, self._prepared)
+        return nki_decode.path_of(config.moe), f"cost model of decode_block: {config.moe.reason}"
+
+    def block_notes(self, layer: BlockLayer, tokens: int, mode: str) -> tuple[str, ...]:
+        """Say how decode_block goes through the experts, and what else it computes."""
+        config = nki_block.block_config(layer, tokens, self.plan.num_cores, mode, self._prepared)
         return (*nki_block.describe(layer, config), format_note(layer.weights))
 
     def forget_weights(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from neuron_moe import MoE, MoEFusedTKGConfig
+from neuron_moe.backends import nki_block, nki_decode
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.routing import GroupLimitedRouter, RouterTopK
 from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, H, build
@@ -78,6 +79,27 @@ def test_a_speculation_window_is_one_kernel_too() -> None:
     nki, bf16, exact = layers("gpt-oss")
     assert nki.explain("speculation", 10).decision.kernel == "nki.decode_block"
     check(nki, bf16, exact, (2, 5), is_speculative_decoding=True)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16, 64])
+def test_explain_names_the_mode_that_the_kernel_is_compiled_for(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    run = nki_block.compute
+
+    def spy(*arguments: Any) -> Any:
+        compiled.append(arguments[3].moe.mode)
+        return run(*arguments)
+
+    monkeypatch.setattr(nki_block, "compute", spy)
+    nki = layers("gpt-oss")[0]
+    told = nki.explain("decode", batch)
+    with torch.no_grad():
+        nki(torch.randn(batch, 1, H).bfloat16())
+    assert [nki_decode.MODES[told.decision.path]] == compiled
+    assert f"plan: {compiled[0]} mode" in str(told)
+    assert "cost model of decode_block" in str(told)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3-next"])
