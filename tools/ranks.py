@@ -1,6 +1,7 @@
 """Several ranks of a model on this machine: processes that talk over gloo."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import socket
@@ -71,6 +72,9 @@ def _raise_what_others_said(children: list[Any], cause: BaseException | None) ->
 
 
 def _child(rank: int, tp: int, ep: int, address: str, work: Callable[[], Any], pipe: Any) -> None:
+    # Garbage of an earlier group holds threads that a forked process does not have; collecting it
+    # here would abort.
+    gc.freeze()
     torch.set_num_threads(1)
 
     def tell() -> None:

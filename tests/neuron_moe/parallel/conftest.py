@@ -1,5 +1,6 @@
 """Runs a function on several gloo ranks, started once per test by forking."""
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -25,6 +26,7 @@ def _free_port() -> int:
 def _child(
     function: Callable[[int], Any], rank: int, size: int, port: int, pipe: Any, initialize: bool
 ) -> None:
+    gc.freeze()  # garbage of the parent's groups would wait for threads that are not here
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
