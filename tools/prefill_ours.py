@@ -6,14 +6,13 @@ chosen alike: the same for every routing. The visits are given, as the vendor's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 import nki_sim
-from neuron_moe.blocks import build_block_mapping, num_blocks
+from neuron_moe.blocks import build_block_mapping
 from neuron_moe.tools.prefill_cases import Model
 from nki_kernels.blockwise_choice import PlanChoice, choose_plan, expect_tokens
 from nki_kernels.blockwise_config import PrefillConfig, stored_parts
@@ -27,7 +26,7 @@ nki_sim.provide()
 import nki.isa as nisa  # noqa: E402
 import nki.language as nl  # noqa: E402
 
-BLOCK_SIZES = (128, 64, 32)  # those the backend chooses from
+BLOCK_SIZE = 128
 FULL_TILES = 0.85  # expected share of live rows from which whole tiles are stored
 OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
 
@@ -43,69 +42,48 @@ def _layer(
     return combine(slots_PSH, slot_of_pair_TK, affinities_TK, dims)
 
 
-def configure(model: Model, num_tokens: int) -> tuple[PrefillConfig, PlanChoice]:
+def configure(model: Model, num_tokens: int, num_slots: int) -> tuple[PrefillConfig, PlanChoice]:
     """Return what the kernel is compiled for: the fastest plan by estimate, and that estimate.
 
     Args:
         model: the layer.
         num_tokens: T.
+        num_slots: N*B, enough for every routing.
     """
-    found = [
-        (choice, block_size, parts)
-        for block_size in BLOCK_SIZES
-        for choice, parts in _choices(model, num_tokens, block_size)
-    ]
-    choice, block_size, parts = min(found, key=lambda plan: plan[0].estimated_us)
+    sizes: dict[str, Any] = {"H": model.H, "I": model.I, "E": model.E, "num_tokens": num_tokens}
+    tokens_E = expect_tokens(num_tokens * model.K, model.E, "uniform")
+    rows = int(np.ceil(tokens_E / BLOCK_SIZE).sum()) * BLOCK_SIZE
+    stores = "tiles" if num_tokens * model.K >= FULL_TILES * rows else "rows"
+    shard_plans: tuple[str, ...] = ("balanced", "hidden", "intermediate")
+    if model.K == 1:  # the rows are the output, so there is nothing to add them in
+        stores, shard_plans = "tokens", ("balanced",)
+    options: dict[str, Any] = {**model.options, "stores": stores}
+    slots: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_slots": num_slots}
+    even = make_config(**sizes, **slots, **options)
+    # Weights lie as they are, or by the parts in which they are loaded fastest.
+    found = []
+    for parts in (None, best_parts(even)):
+        if parts == (1, 1):
+            continue
+        choice = choose_plan(
+            **sizes, top_k=model.K, block_sizes=(BLOCK_SIZE,), shard_plans=shard_plans,
+            weight_parts=parts, **options,
+        )  # fmt: skip
+        found.append((choice, parts))
+    choice, parts = min(found, key=lambda pair: pair[0].estimated_us)
     config = make_config(
-        **_sizes(model, num_tokens), **_slots(model, num_tokens, block_size),
-        **_options(model, num_tokens, block_size), shard_plan=choice.shard_plan,
-        weight_parts=parts, tiles_per_expert=choice.tiles_per_expert,
-        largest_visit=choice.largest_visit,
+        **sizes, **slots, **options, shard_plan=choice.shard_plan, weight_parts=parts,
+        tiles_per_expert=choice.tiles_per_expert, largest_visit=choice.largest_visit,
     )  # fmt: skip
     return config, choice
-
-
-def _choices(
-    model: Model, num_tokens: int, block_size: int
-) -> Iterator[tuple[PlanChoice, tuple[int, int] | None]]:
-    """Yield the best plan with weights as they are, and by the parts they load fastest in."""
-    sizes, options = _sizes(model, num_tokens), _options(model, num_tokens, block_size)
-    # With one expert a token the rows are the output, so there is nothing to add parts in.
-    shard_plans = ("balanced",) if model.K == 1 else ("balanced", "hidden", "intermediate")
-    even = make_config(**sizes, **_slots(model, num_tokens, block_size), **options)
-    for parts in (None, best_parts(even)):
-        if parts != (1, 1):
-            choice = choose_plan(
-                **sizes, top_k=model.K, block_sizes=(block_size,), shard_plans=shard_plans,
-                weight_parts=parts, **options,
-            )  # fmt: skip
-            yield choice, parts
-
-
-def _sizes(model: Model, num_tokens: int) -> dict[str, Any]:
-    return {"H": model.H, "I": model.I, "E": model.E, "num_tokens": num_tokens}
-
-
-def _slots(model: Model, num_tokens: int, block_size: int) -> dict[str, Any]:
-    """Return block size and slots, enough for every routing."""
-    blocks = num_blocks(num_tokens, model.K, model.E, block_size)
-    return {"block_size": block_size, "num_slots": blocks * block_size}
-
-
-def _options(model: Model, num_tokens: int, block_size: int) -> dict[str, Any]:
-    """Return the layer's options, and whether rows or whole tiles are stored."""
-    tokens_E = expect_tokens(num_tokens * model.K, model.E, "uniform")
-    rows = int(np.ceil(tokens_E / block_size).sum()) * block_size
-    stores = "tiles" if num_tokens * model.K >= FULL_TILES * rows else "rows"
-    return {**model.options, "stores": "tokens" if model.K == 1 else stores}
 
 
 def launch_ours(model: Model, expert_index_TK: Any) -> tuple[nki_sim.Run, str]:
     """Simulate our layer; return the run and the plan in words."""
     T, K = expert_index_TK.shape
-    config, choice = configure(model, T)
-    mapping = build_block_mapping(torch.from_numpy(expert_index_TK), model.E, choice.block_size)
+    mapping = build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
     slots = mapping.token_position_to_id.numpy()
+    config, choice = configure(model, T, len(slots))
     plan = plan_on_host(config, slots, mapping.block_to_expert.numpy())
     pair = mapping.pair_of_slot.numpy()
     slot_of_pair = np.zeros(T * K, np.int32)
@@ -118,9 +96,8 @@ def launch_ours(model: Model, expert_index_TK: Any) -> tuple[nki_sim.Run, str]:
     loop = config.loop
     lie = "stored in" if loop.by_parts else "loaded in"
     return run, (
-        f"{choice.shard_plan}, B={choice.block_size}, visits of {loop.classes[0]}, "
-        f"{loop.slots} slots, {lie} {loop.in_parts}+{loop.out_parts} parts, "
-        f"turned by {loop.turns}, stores {config.stores}"
+        f"{choice.shard_plan}, visits of {loop.classes[0]}, {loop.slots} slots, {lie} "
+        f"{loop.in_parts}+{loop.out_parts} parts, turned by {loop.turns}, stores {config.stores}"
     )
 
 
