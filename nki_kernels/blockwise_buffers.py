@@ -8,7 +8,6 @@ Legend: s parity of a visit, j row tile of a visit, part of the intermediate axi
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
@@ -26,6 +25,8 @@ from nki_kernels.blockwise_config import (
 from nki_kernels.plans import PARTITIONS, loops_of
 from nki_kernels.tiles import (
     load_table,
+    make_tiles,
+    weight_dtype,
 )
 
 
@@ -102,29 +103,6 @@ def adds_offset(config: PrefillConfig) -> bool:
     return config.has_gate_up_bias and config.up_offset != 0.0
 
 
-def weight_dtype(config: PrefillConfig) -> Any:
-    """Return the element type of the weights on chip."""
-    if config.weight_format == "float8_e4m3":
-        return nl.float8_e4m3
-    if config.weight_format == "float8_e5m2":
-        return nl.float8_e5m2
-    return nl.bfloat16
-
-
-def _tiles(count: int, shape: tuple[int, ...], dtype: Any) -> list[nl.NkiTensor]:
-    made = []
-    for _index in range(count):
-        made.append(nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf))
-    return made
-
-
-def _banks(count: int, shape: tuple[int, ...], dtype: Any) -> list[nl.NkiTensor]:
-    made = []
-    for _index in range(count):
-        made.append(nl.ndarray(shape, dtype=dtype, buffer=nl.psum))
-    return made
-
-
 def num_turned(config: PrefillConfig) -> int:
     """Return how many buffers of turned rows there are."""
     if config.loop.turns == "dma":
@@ -147,55 +125,59 @@ def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
     late = 1 if scales_late(config) else 0
     apart = 2 * largest if config.shard.splits_h else 0
     by_row = config.stores != "tiles"
-    float32, int32 = nl.float32, nl.int32
+    float32, int32, weights = nl.float32, nl.int32, weight_dtype(config.weight_format)
     # Turned rows and output rows are never in PSUM at once: they share six of its eight banks.
-    outer_ps = _banks(6, (PARTITIONS, 512), float32)
+    outer_ps = make_tiles(6, (PARTITIONS, 512), float32, nl.psum)
     turn_ps = []
     for bank_ps in outer_ps:
         turn_ps.append(bank_ps.view(nl.bfloat16))
     return Buffers(
-        gate_up=_tiles(
-            slots, (h_axis.rows, h_axis.count, halves, i_axis.size), weight_dtype(config)
+        gate_up=make_tiles(
+            slots,
+            (h_axis.rows, h_axis.count, halves, i_axis.size),
+            weights,
         ),
-        down=_tiles(slots, (i_axis.rows + spare, i_count, columns), weight_dtype(config)),
-        gate_up_bias=_tiles(slots if config.has_gate_up_bias else 0, i_tile, float32),
-        up_bias=_tiles(slots if adds_offset(config) else 0, (i_axis.rows, i_axis.count), float32),
-        gate_up_scale=_tiles(scales, i_tile, float32),
-        down_bias=_tiles(
+        down=make_tiles(slots, (i_axis.rows + spare, i_count, columns), weights),
+        gate_up_bias=make_tiles(slots if config.has_gate_up_bias else 0, i_tile, float32),
+        up_bias=make_tiles(
+            slots if adds_offset(config) else 0, (i_axis.rows, i_axis.count), float32
+        ),
+        gate_up_scale=make_tiles(scales, i_tile, float32),
+        down_bias=make_tiles(
             slots if config.has_down_bias else 0, (bias_terms(config), columns), nl.bfloat16
         ),
-        down_scale=_tiles(scales, (R, width), float32),
-        down_scale_parts=_tiles(scales, (3, width), nl.bfloat16),
-        rows=_tiles(0 if loop.turns == "dma" else loop.row_buffers, (R, width), nl.bfloat16),
-        turned=_tiles(
+        down_scale=make_tiles(scales, (R, width), float32),
+        down_scale_parts=make_tiles(scales, (3, width), nl.bfloat16),
+        rows=make_tiles(0 if loop.turns == "dma" else loop.row_buffers, (R, width), nl.bfloat16),
+        turned=make_tiles(
             num_turned(config),
             (h_axis.rows, h_axis.count, R),
             nl.bfloat16,
         ),
-        own=_tiles(apart, (i_axis.rows, i_axis.count, halves, R), float32),
-        other=_tiles(apart, (i_axis.rows, i_axis.count, halves, R), float32),
-        inner=_tiles(max(largest, apart), (i_axis.rows + spare, i_count, R), nl.bfloat16),
-        outer=_tiles(loop.outer_buffers, (R, width), nl.bfloat16),
-        gate=_tiles(2, (i_axis.rows, R), float32),
-        up=_tiles(2, (i_axis.rows, R), float32),
-        inner_ps=_banks(2, (PARTITIONS, halves, R), float32),
+        own=make_tiles(apart, (i_axis.rows, i_axis.count, halves, R), float32),
+        other=make_tiles(apart, (i_axis.rows, i_axis.count, halves, R), float32),
+        inner=make_tiles(max(largest, apart), (i_axis.rows + spare, i_count, R), nl.bfloat16),
+        outer=make_tiles(loop.outer_buffers, (R, width), nl.bfloat16),
+        gate=make_tiles(2, (i_axis.rows, R), float32),
+        up=make_tiles(2, (i_axis.rows, R), float32),
+        inner_ps=make_tiles(2, (PARTITIONS, halves, R), float32, nl.psum),
         turn_ps=turn_ps,
         outer_ps=outer_ps,
         ones=nl.ndarray((3, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf),
-        expert=_tiles(2, (1, 1), int32),
-        expert_out=_tiles(2, (1, 1), int32),
-        ids=_tiles(2, (R, largest), int32),
-        scale=_tiles(2 * tables, (R, largest), float32),
-        wide_scale=_tiles(late * largest, (i_axis.rows, R), float32),
-        in_tile=_tiles(2 * late, (1, largest), int32),
-        out_tile=_tiles(2, (1, largest), int32),
-        out_row=_tiles(2 if by_row else 0, (R, largest), int32),
-        out_scale=_tiles(2 * tables, (R, largest), float32),
+        expert=make_tiles(2, (1, 1), int32),
+        expert_out=make_tiles(2, (1, 1), int32),
+        ids=make_tiles(2, (R, largest), int32),
+        scale=make_tiles(2 * tables, (R, largest), float32),
+        wide_scale=make_tiles(late * largest, (i_axis.rows, R), float32),
+        in_tile=make_tiles(2 * late, (1, largest), int32),
+        out_tile=make_tiles(2, (1, largest), int32),
+        out_row=make_tiles(2 if by_row else 0, (R, largest), int32),
+        out_scale=make_tiles(2 * tables, (R, largest), float32),
         expert_table=nl.ndarray((1, num_visits), dtype=int32, buffer=nl.sbuf),
         tile_table=nl.ndarray((1, num_visits, largest), dtype=int32, buffer=nl.sbuf),
         id_table=nl.ndarray((R, num_visits, largest), dtype=int32, buffer=nl.sbuf),
-        row_table=_tiles(1 if by_row else 0, (R, num_visits, largest), int32),
-        scale_table=_tiles(tables, (R, num_visits, largest), float32),
+        row_table=make_tiles(1 if by_row else 0, (R, num_visits, largest), int32),
+        scale_table=make_tiles(tables, (R, num_visits, largest), float32),
         trips=nl.ndarray((1, num_loops), dtype=int32, buffer=nl.sbuf),
         counter=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
         ahead=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),

@@ -15,7 +15,7 @@ from nki_kernels.blockwise_config import (
     num_projections,
     stored_parts,
 )
-from nki_kernels.tiles import load_matrix, load_rows
+from nki_kernels.tiles import load_halves, load_matrix, load_rows
 
 
 def gather_rows(
@@ -117,9 +117,9 @@ def load_beside(
     """Load biases and scales of one part of the gate and up projections."""
     first = share.i_first + part * config.i_axis.size
     if config.has_gate_up_bias:
-        _load_per_row(b.gate_up_bias[slot], x.gate_up_bias, config, expert, first)
+        load_halves(b.gate_up_bias[slot], x.gate_up_bias, config.i_axis, expert, config.I, first)
     if config.has_scales:
-        _load_per_row(b.gate_up_scale[slot], x.gate_up_scale, config, expert, first)
+        load_halves(b.gate_up_scale[slot], x.gate_up_scale, config.i_axis, expert, config.I, first)
 
 
 def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
@@ -135,28 +135,6 @@ def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
             data=b.gate_up_bias[slot][0:rows, 1, 0:count],
             op0=nl.add,
             operand0=config.up_offset,
-        )
-
-
-def _load_per_row(
-    dst_sb: nl.NkiTensor,
-    src: nl.NkiTensor,
-    config: PrefillConfig,
-    expert: nl.NkiTensor,
-    i_first: int,
-) -> None:
-    """Load [2I] numbers of an expert as [rows, 2, count], the layout of the projections."""
-    i_axis = config.i_axis
-    for half in range(num_projections(config)):
-        load_matrix(
-            dst_sb[0 : i_axis.rows, half, 0 : i_axis.count],
-            src,
-            i_axis,
-            expert,
-            half * config.I + i_first,
-            1,
-            [1, 1],
-            1,
         )
 
 
@@ -186,15 +164,8 @@ def load_down(
     row = H // stored_parts(config)[1]
     first = begin // row * config.I * row + begin % row
     if config.has_scales and part == 0:
-        nisa.dma_copy(
-            dst=b.down_scale_parts[s % config.loop.slots],
-            src=x.down_scale.ap(
-                [[H, 3], [1, width]], offset=share.h_first, scalar_offset=expert, indirect_dim=0
-            ),
-            oob_mode=nisa.oob_mode.skip,
-            dge_mode=nisa.dge_mode.hwdge,
-            engine=nisa.engine.sync,
-        )
+        scale_sb = b.down_scale_parts[s % config.loop.slots]
+        load_rows(scale_sb, x.down_scale, expert, H, share.h_first, width)
     if config.has_down_bias:
         bias_sb = b.down_bias[slot]
         if bias_is_inside(config):

@@ -20,6 +20,7 @@ from nki_kernels.blockwise_config import (
 )
 from nki_kernels.blockwise_loads import row_buffer, turned_slot
 from nki_kernels.tiles import (
+    activation_function,
     apply_chain,
     copy_alternating,
     elements_of,
@@ -182,7 +183,7 @@ def activate(
 
     The scratch tiles of both projections may be written.
     """
-    function = activation_function(config)
+    function = activation_function(config.activation)
     clamps, factor = config.gate_limits, config.activation_scale
     rows, R = rows_of(config.i_axis, tile), config.tile_rows
     is_swish = config.activation == "swish"
@@ -199,23 +200,6 @@ def activate(
         nisa.tensor_tensor(dst=dst_sb, data1=source, data2=sigmoid_sb, op=nl.multiply)
     else:
         nisa.activation(dst=dst_sb, op=function, data=source, scale=factor)
-
-
-def activation_function(config: PrefillConfig) -> Any:
-    """Return the Scalar engine's function; of swish, the sigmoid."""
-    if config.activation == "silu":
-        return nl.silu
-    if config.activation == "gelu":
-        return nl.gelu
-    if config.activation == "gelu_tanh":
-        return nl.gelu_apprx_tanh
-    if config.activation == "relu":
-        return nl.relu
-    if config.activation == "tanh":
-        return nl.tanh
-    if config.activation == "swiglu_oai":
-        return nl.gelu_apprx_sigmoid
-    return nl.sigmoid
 
 
 def project_out(

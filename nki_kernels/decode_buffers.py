@@ -5,7 +5,6 @@ addresses. Lists are rings; which member is meant is known at compile time.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
@@ -24,9 +23,9 @@ from nki_kernels.decode_config import (
     packed_rows,
     packed_run,
     weighs_inner,
-    weight_dtype,
 )
 from nki_kernels.plans import PARTITIONS
+from nki_kernels.tiles import make_tiles, weight_dtype
 
 
 def scratch_banks(config: DecodeConfig) -> int:
@@ -106,20 +105,10 @@ class DecodeBuffers(NKIObject):
     ones: nl.NkiTensor
 
 
-def sbuf_tiles(count: int, shape: tuple[int, ...], dtype: Any) -> list[nl.NkiTensor]:
-    """Return tiles in SBUF."""
-    made = []
-    for _index in range(count):
-        made.append(nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf))
-    return made
-
-
 def make_sums(config: DecodeConfig) -> SumBuffers:
     """Allocate y^T and all of PSUM."""
     held = accumulator_banks(config) if config.sums_in_psum else 0
-    banks = []
-    for _bank in range(BANKS):
-        banks.append(nl.ndarray((PARTITIONS, BANK_FLOATS), dtype=nl.float32, buffer=nl.psum))
+    banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
     rows, count = config.h_axis.rows, config.h_axis.count
     total_sb = nl.ndarray((rows, count, config.T), dtype=nl.float32, buffer=nl.sbuf)
     return SumBuffers(banks[0:held], total_sb, banks[held:BANKS])
@@ -208,8 +197,9 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         input_ps = _from_end(last_ps[0], T, 2)
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
+    weights = weight_dtype(config.weight_format)
     if config.weight_layout == "packed":
-        gate_up = sbuf_tiles(slots, (packed_rows(config), packed_run(config)), weight_dtype(config))
+        gate_up = make_tiles(slots, (packed_rows(config), packed_run(config)), weights)
         columns = h_axis.count * h_axis.rows
         gate_up_bias = _extras(config, gate_up, 0, 2 * int(config.has_gate_up_bias))
         position = 2 * int(config.has_gate_up_bias)
@@ -218,11 +208,11 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         down_scale = _extras(config, gate_up, position, extra_floats(config) - position)
     else:
         run = h_axis.count * 2 * i_axis.size
-        gate_up = sbuf_tiles(slots, (h_axis.rows, run), weight_dtype(config))
+        gate_up = make_tiles(slots, (h_axis.rows, run), weights)
         columns = H
-        gate_up_bias = sbuf_tiles(slots if config.has_gate_up_bias else 0, i_tile, nl.float32)
-        gate_up_scale = sbuf_tiles(slots if config.has_scales else 0, i_tile, nl.float32)
-        down_scale = sbuf_tiles(
+        gate_up_bias = make_tiles(slots if config.has_gate_up_bias else 0, i_tile, nl.float32)
+        gate_up_scale = make_tiles(slots if config.has_scales else 0, i_tile, nl.float32)
+        down_scale = make_tiles(
             slots if config.down_scale != "none" else 0,
             (PARTITIONS, h_axis.count if config.down_scale == "channel" else 1, 1),
             nl.float32,
@@ -230,29 +220,29 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     return DecodeBuffers(
         sums=sums,
         gate_up=gate_up,
-        down=sbuf_tiles(slots, (i_axis.rows, i_axis.count * columns), weight_dtype(config)),
+        down=make_tiles(slots, (i_axis.rows, i_axis.count * columns), weights),
         gate_up_bias=gate_up_bias,
         gate_up_scale=gate_up_scale,
-        down_bias=sbuf_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
+        down_bias=make_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
         down_scale=down_scale,
-        kept_scale=sbuf_tiles(
+        kept_scale=make_tiles(
             2 if keeps_scales(config) else 0, (PARTITIONS, h_axis.count, 1), nl.float32
         ),
-        inner=sbuf_tiles(2 * out_block(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
-        gate=sbuf_tiles(2, (i_axis.rows, T), nl.float32),
-        up=sbuf_tiles(2, (i_axis.rows, T), nl.float32),
-        column_row=sbuf_tiles(2 if config.has_down_bias else 0, (1, T), nl.bfloat16),
-        input_scale=sbuf_tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32),
+        inner=make_tiles(2 * out_block(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
+        gate=make_tiles(2, (i_axis.rows, T), nl.float32),
+        up=make_tiles(2, (i_axis.rows, T), nl.float32),
+        column_row=make_tiles(2 if config.has_down_bias else 0, (1, T), nl.bfloat16),
+        input_scale=make_tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32),
         inner_ps=inner_ps,
         column_ps=column_ps,
         input_ps=input_ps,
         out_ps=out_ps,
         bias_ps=inner_banks[0],
-        expert_in=sbuf_tiles(config.unroll, (1, 1), nl.int32),
-        expert_out=sbuf_tiles(config.unroll, (1, 1), nl.int32),
+        expert_in=make_tiles(config.unroll, (1, 1), nl.int32),
+        expert_out=make_tiles(config.unroll, (1, 1), nl.int32),
         shared_expert=nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf),
         weights=_per_token(config),
         inputs=_per_token(config),
-        scratch=sbuf_tiles(scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
+        scratch=make_tiles(scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
         ones=ones_sb,
     )

@@ -73,15 +73,6 @@ class DecodeConfig(NKIObject):
     reason: str
 
 
-def weight_dtype(config: DecodeConfig) -> nl.DType:
-    """Return the element type of the weights."""
-    if config.weight_format == "float8_e4m3":
-        return nl.float8_e4m3
-    if config.weight_format == "float8_e5m2":
-        return nl.float8_e5m2
-    return nl.bfloat16
-
-
 def output_dtype(config: DecodeConfig) -> nl.DType:
     """Return the element type of the output."""
     return nl.float32 if config.output_dtype == "float32" else nl.bfloat16

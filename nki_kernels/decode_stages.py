@@ -22,9 +22,13 @@ from nki_kernels.decode_config import (
 )
 from nki_kernels.plans import PARTITIONS
 from nki_kernels.tiles import (
+    activation_function,
     apply_chain,
     elements_of,
+    load_halves,
     load_matrix,
+    load_pattern,
+    load_rows,
     multiply_chain,
     rows_of,
 )
@@ -51,18 +55,19 @@ def load_in(
     if config.weight_layout == "packed":
         _load_run(b.gate_up[slot], x.gate_up, expert, chunk)
         return
-    I, size = config.I, config.i_axis.size  # noqa: E741
-    first = chunk * size
-    load_matrix(b.gate_up[slot], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], size)
+    I, i_axis = config.I, config.i_axis  # noqa: E741
+    first = chunk * i_axis.size
+    load_matrix(
+        b.gate_up[slot], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
+    )
     if config.has_gate_up_bias:
-        _load_per_row(config, b.gate_up_bias[slot], x.gate_up_bias, expert, first)
+        load_halves(b.gate_up_bias[slot], x.gate_up_bias, i_axis, expert, I, first)
     if config.has_scales:
-        _load_per_row(config, b.gate_up_scale[slot], x.gate_up_scale, expert, first)
+        load_halves(b.gate_up_scale[slot], x.gate_up_scale, i_axis, expert, I, first)
     if config.down_scale == "channel":
         load_matrix(b.down_scale[slot], x.down_scale, config.h_axis, expert, 0, 1, [1, 1], 1)
     elif config.down_scale == "expert":
-        source = x.down_scale.ap([[0, PARTITIONS], [1, 1]], scalar_offset=expert, indirect_dim=0)
-        _load(b.down_scale[slot], source)
+        load_pattern(b.down_scale[slot], x.down_scale, [[0, PARTITIONS], [1, 1]], 0, expert)
 
 
 def load_out(
@@ -81,8 +86,7 @@ def load_out(
         base = chunk * i_axis.size * H
         load_matrix(b.down[slot], x.down, i_axis, expert, base, H, [1, 1], H)
     if config.has_down_bias and chunk == 0:
-        source = x.down_bias.ap([[H, 1], [1, H]], scalar_offset=expert, indirect_dim=0)
-        _load(b.down_bias[slot], source)
+        load_rows(b.down_bias[slot], x.down_bias, expert, H, 0, H)
 
 
 def load_item(
@@ -101,33 +105,7 @@ def load_item(
 def _load_run(dst_sb: nl.NkiTensor, src: nl.NkiTensor, expert: nl.NkiTensor, chunk: int) -> None:
     """Load a packed item, a run per partition."""
     rows, run = dst_sb.shape
-    pattern = [[run, rows], [1, run]]
-    offset = chunk * rows * run
-    _load(dst_sb, src.ap(pattern, offset=offset, scalar_offset=expert, indirect_dim=0))
-
-
-def _load(dst_sb: nl.NkiTensor, source: nl.NkiTensor) -> None:
-    nisa.dma_copy(
-        dst=dst_sb,
-        src=source,
-        oob_mode=nisa.oob_mode.skip,
-        dge_mode=nisa.dge_mode.hwdge,
-        engine=nisa.engine.sync,
-    )
-
-
-def _load_per_row(
-    config: DecodeConfig,
-    dst_sb: nl.NkiTensor,
-    src: nl.NkiTensor,
-    expert: nl.NkiTensor,
-    first: int,
-) -> None:
-    """Load [2I] numbers of an expert as [rows, 2, count], the layout of the projections."""
-    i_axis = config.i_axis
-    for half in range(2):
-        part_sb = dst_sb[0 : i_axis.rows, half, 0 : i_axis.count]
-        load_matrix(part_sb, src, i_axis, expert, half * config.I + first, 1, [1, 1], 1)
+    load_rows(dst_sb, src, expert, run, chunk * rows * run, run)
 
 
 def spread_column(
@@ -285,7 +263,7 @@ def activate_gate(
     tile: int,
 ) -> None:
     """Apply scale, bias, clamps and activation to the gate projection, in float32."""
-    function, rows = activation_function(config), gate_sb.shape[0]
+    function, rows = activation_function(config.activation), gate_sb.shape[0]
     clamps = config.gate_limits
     if clamps.has_upper or clamps.has_lower:
         operators, operands = _chain(config, b, slot, tile, 0)
@@ -326,20 +304,3 @@ def _chain(
         operators.append(nl.add)
         operands.append(config.up_offset)
     return operators, operands
-
-
-def activation_function(config: DecodeConfig) -> Any:
-    """Return the Scalar engine's function."""
-    if config.activation == "silu":
-        return nl.silu
-    if config.activation == "gelu":
-        return nl.gelu
-    if config.activation == "gelu_tanh":
-        return nl.gelu_apprx_tanh
-    if config.activation == "relu":
-        return nl.relu
-    if config.activation == "sigmoid":
-        return nl.sigmoid
-    if config.activation == "tanh":
-        return nl.tanh
-    return nl.gelu_apprx_sigmoid

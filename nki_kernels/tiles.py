@@ -53,26 +53,35 @@ def load_matrix(
     pieces = runs[1]
     if axis.is_strided:
         pattern = [[axis.count * row, axis.rows], [row, axis.count], runs, [1, column]]
-        _load(dst_sb[0 : axis.rows], src, pattern, base, index)
+        load_pattern(dst_sb[0 : axis.rows], src, pattern, base, index)
         return
     full = axis.count if axis.tail == axis.rows else axis.count - 1
     if full > 0:
         pattern = [[row, axis.rows], [axis.rows * row, full], runs, [1, column]]
-        _load(dst_sb[0 : axis.rows, 0 : full * pieces * column], src, pattern, base, index)
+        load_pattern(dst_sb[0 : axis.rows, 0 : full * pieces * column], src, pattern, base, index)
     if full < axis.count:
         pattern = [[row, axis.tail], [1, 1], runs, [1, column]]
         begin = full * pieces * column
         tail_sb = dst_sb[0 : axis.tail, begin : begin + pieces * column]
-        _load(tail_sb, src, pattern, base + full * axis.rows * row, index)
+        load_pattern(tail_sb, src, pattern, base + full * axis.rows * row, index)
 
 
-def _load(
+def load_pattern(
     dst_sb: nl.NkiTensor,
     src: nl.NkiTensor,
     pattern: list[list[int]],
     offset: int,
     index: nl.NkiTensor,
 ) -> None:
+    """Load a pattern of one entry of a stack in HBM; an index out of range loads nothing.
+
+    Args:
+        dst_sb: tile of as many elements.
+        src: [E, ...] tensor in HBM.
+        pattern: list of [stride, count] pairs inside an entry.
+        offset: first element inside the entry.
+        index: (1, 1) int32 tile, the entry.
+    """
     nisa.dma_copy(
         dst=dst_sb,
         src=src.ap(pattern, offset=offset, scalar_offset=index, indirect_dim=0),
@@ -91,7 +100,60 @@ def load_rows(
     columns: int,
 ) -> None:
     """Load columns of the rows of one matrix of [E, rows, size] in HBM, a row on each partition."""
-    _load(dst_sb, src, [[size, dst_sb.shape[0]], [1, columns]], begin, index)
+    load_pattern(dst_sb, src, [[size, dst_sb.shape[0]], [1, columns]], begin, index)
+
+
+def load_halves(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    axis: AxisTiles,
+    index: nl.NkiTensor,
+    size: int,
+    first: int,
+) -> None:
+    """Load elements of the halves of a row of [E, halves * size] as [rows, halves, count].
+
+    That is how the projections of one axis lie, gate first.
+    """
+    for half in range(dst_sb.shape[1]):
+        part_sb = dst_sb[0 : axis.rows, half, 0 : axis.count]
+        load_matrix(part_sb, src, axis, index, half * size + first, 1, [1, 1], 1)
+
+
+def make_tiles(
+    count: int, shape: tuple[int, ...], dtype: Any, buffer: Any = nl.sbuf
+) -> list[nl.NkiTensor]:
+    """Allocate tiles of one shape in SBUF, or in another buffer."""
+    made = []
+    for _index in range(count):
+        made.append(nl.ndarray(shape, dtype=dtype, buffer=buffer))
+    return made
+
+
+def weight_dtype(weight_format: str) -> Any:
+    """Return the element type of weights on chip."""
+    if weight_format == "float8_e4m3":
+        return nl.float8_e4m3
+    if weight_format == "float8_e5m2":
+        return nl.float8_e5m2
+    return nl.bfloat16
+
+
+def activation_function(activation: str) -> Any:
+    """Return the Scalar engine's function of an activation; of swish, the sigmoid."""
+    if activation == "silu":
+        return nl.silu
+    if activation == "gelu":
+        return nl.gelu
+    if activation == "gelu_tanh":
+        return nl.gelu_apprx_tanh
+    if activation == "relu":
+        return nl.relu
+    if activation == "tanh":
+        return nl.tanh
+    if activation == "swiglu_oai":
+        return nl.gelu_apprx_sigmoid
+    return nl.sigmoid
 
 
 def apply_chain(
