@@ -77,7 +77,7 @@ class FusedDecode:
             return f"{phase} is computed in blocks"
         if self.switches is not None and self.switches.moe_fused_kernel_enabled is False:
             return "moe_fused_kernel_enabled=False"
-        if experts.choose_path(phase, tokens).path not in FEW_TOKEN_PATHS:
+        if experts.choose_by_sizes(phase, tokens)[1].path not in FEW_TOKEN_PATHS:
             return f"{tokens} tokens are too many for it"
         strategy = layer.parallel.strategy(phase, False)
         shared = layer.shared_experts
