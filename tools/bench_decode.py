@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import nki_sim
+from neuron_moe.tools.comparison_options import add_comparison_options, check_comparison_options
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.decode_cases import (
     BATCHES,
@@ -52,7 +52,6 @@ from nki_kernels.decode_config import DecodeConfig
 from nki_sim import SimOptions
 from nki_sim.timeline import Timeline
 
-LIBRARY_VARIABLE = "NKI_LIBRARY_PATH"
 OUR_SOURCES = (
     "decode_*.py", "blockwise_config.py", "integers.py", "plans.py", "router_choice.py", "tiles.py",
     "token_tiles.py",
@@ -99,7 +98,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="neuron-moe bench decode", description=__doc__.split("\n")[0]
     )
-    default = os.environ.get(LIBRARY_VARIABLE)
     names = [model.name for model in MODELS]
     parser.add_argument("--models", nargs="*", choices=names, default=names)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
@@ -107,36 +105,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument(
-        "--library",
-        type=Path,
-        default=default and Path(default),
-        help=f"checkout of the vendor's library ({LIBRARY_VARIABLE}); without it only ours runs",
-    )
-    parser.add_argument(
-        "--sensitivity",
-        action="store_true",
-        help="also halve and double every assumed coefficient, and see who stays the faster",
-    )
-    parser.add_argument(
         "--layout",
         choices=("packed", "ehi"),
         default="packed",
         help="our weights: packed at load time (default), or as the checkpoint's modules have them",
-    )
-    parser.add_argument("--only", choices=("ours", "vendor"), help="run only this side")
-    parser.add_argument(
-        "--json", type=Path, help="write the result to this file too, after every row"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep what the --json file of an earlier run has and still holds",
-    )
-    parser.add_argument(
-        "--vendor-from",
-        type=Path,
-        metavar="FILE",
-        help="take the vendor's times from an earlier result, for matching rows",
     )
     parser.add_argument(
         "--picture",
@@ -146,18 +118,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         " without the table",
     )
     parser.add_argument("--picture-models", nargs="+", choices=names, default=list(PICTURE_MODELS))
+    add_comparison_options(parser)
     options = parser.parse_args(argv)
     if any(not 1 <= B <= 256 for B in options.batches):
         raise ValueError(f"--batches {options.batches}: must be 1 to 256.")
-    if options.only == "vendor" and not options.library:
-        raise ValueError(
-            f"--only vendor: needs a checkout of the vendor's library. Give --library, or set"
-            f" {LIBRARY_VARIABLE}."
-        )
-    if options.resume and options.json is None:
-        raise ValueError("--resume: continues a result file. Name it with --json.")
-    if options.resume and options.vendor_from:
-        raise ValueError("--resume: contradicts --vendor-from. Give one of them.")
+    check_comparison_options(options)
     return options
 
 

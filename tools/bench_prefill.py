@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import nki_sim
+from neuron_moe.tools.comparison_options import add_comparison_options, check_comparison_options
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.prefill_cases import (
     MODELS,
@@ -46,8 +46,6 @@ from neuron_moe.tools.prefill_sensitivity import varied_us
 from neuron_moe.tools.prefill_vendor import KERNEL_NAMES, attempt_all
 from neuron_moe.tools.vendor_cases.library import VendorLibrary
 from nki_sim.timeline import Timeline
-
-LIBRARY_VARIABLE = "NKI_LIBRARY_PATH"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,23 +81,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="neuron-moe bench prefill", description=__doc__.split("\n")[0]
     )
-    default = os.environ.get(LIBRARY_VARIABLE)
     names = [model.name for model in MODELS]
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
-    parser.add_argument(
-        "--library",
-        type=Path,
-        default=default and Path(default),
-        help=f"checkout of the vendor's library ({LIBRARY_VARIABLE}); without it only ours runs",
-    )
-    parser.add_argument(
-        "--sensitivity",
-        action="store_true",
-        help="also halve and double every assumed coefficient, and see who stays the faster",
-    )
-    parser.add_argument("--only", choices=("ours", "vendor"), help="run only this side")
     parser.add_argument(
         "--vendor-kernels",
         nargs="+",
@@ -107,32 +92,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=KERNEL_NAMES,
         help="of the vendor's kernels run only these; the others can follow with --resume",
     )
-    parser.add_argument(
-        "--json", type=Path, help="write the result to this file too, after every row"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep what the --json file of an earlier run has and still holds",
-    )
-    parser.add_argument(
-        "--vendor-from",
-        type=Path,
-        metavar="FILE",
-        help="take the vendor's times from an earlier result, for matching rows",
-    )
+    add_comparison_options(parser)
     options = parser.parse_args(argv)
     if any(tokens < 1 for tokens in options.tokens):
         raise ValueError(f"--tokens {options.tokens}: must be positive.")
-    if options.only == "vendor" and not options.library:
-        raise ValueError(
-            f"--only vendor: needs a checkout of the vendor's library. Give --library, or set"
-            f" {LIBRARY_VARIABLE}."
-        )
-    if options.resume and options.json is None:
-        raise ValueError("--resume: continues a result file. Name it with --json.")
-    if options.resume and options.vendor_from:
-        raise ValueError("--resume: contradicts --vendor-from. Give one of them.")
+    check_comparison_options(options)
     return options
 
 

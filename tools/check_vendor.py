@@ -28,9 +28,7 @@ from neuron_moe.tools.vendor_cases import build_job
 from neuron_moe.tools.vendor_cases.case import Case, Job, Limits, Skipped, difference
 from neuron_moe.tools.vendor_cases.known_faults import explain
 from neuron_moe.tools.vendor_cases.launch import FORGIVABLE, Launched, launch
-from neuron_moe.tools.vendor_cases.library import VendorLibrary
-
-LIBRARY_VARIABLE = "NKI_LIBRARY_PATH"
+from neuron_moe.tools.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.check_vendor import LIBRARY_VARIABLE
-from neuron_moe.tools.vendor_cases.library import VendorLibrary
+from neuron_moe.tools.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from nki_sim.collectives import ReplicaGroup
 
 pytestmark = [

@@ -16,6 +16,7 @@ import numpy as np
 from neuron_moe.tools.vendor_cases.mx import provide_neuron_dtypes
 
 PACKAGE = "nkilib_src.nkilib"
+LIBRARY_VARIABLE = "NKI_LIBRARY_PATH"  # the environment's name of the checkout
 
 
 class VendorLibrary:
