@@ -24,7 +24,8 @@ from nki_sim import trace as tr
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
 from nki_sim.errors import IllegalOperand, NkiValidationError
-from nki_sim.exchange import (
+from nki_sim.isa._common import locate
+from nki_sim.isa.exchange import (
     Chunks,
     Combine,
     check_shape,
@@ -33,11 +34,10 @@ from nki_sim.exchange import (
     exchange_chunks,
     reduction,
 )
-from nki_sim.isa._common import locate
-from nki_sim.machine import Core, current
-from nki_sim.objects import NKIObject
-from nki_sim.registers import VirtualRegister
-from nki_sim.tensor import NkiTensor
+from nki_sim.language.objects import NKIObject
+from nki_sim.machine.core import Core, current
+from nki_sim.machine.registers import VirtualRegister
+from nki_sim.machine.tensor import NkiTensor
 
 _MAX_CHANNELS: Final = 4
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,20 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from nki_sim import dtypes, races
+from nki_sim import dtypes
 from nki_sim.dtypes import DType, as_dtype, bfloat16
 from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
-from nki_sim.host_memory import keep_freed_memory
-from nki_sim.host_threads import one_blas_thread
-from nki_sim.liveness import check_capacity
-from nki_sim.loops import check_loops_ended
-from nki_sim.machine import _CORE, PACKAGE_DIR, Core, build, running
-from nki_sim.memory import MemoryRegion
-from nki_sim.objects import NKIObject
+from nki_sim.language.loops import check_loops_ended
+from nki_sim.language.objects import NKIObject
+from nki_sim.machine import races
+from nki_sim.machine.core import _CORE, PACKAGE_DIR, Core, build, running
+from nki_sim.machine.host_memory import keep_freed_memory
+from nki_sim.machine.host_threads import one_blas_thread
+from nki_sim.machine.liveness import check_capacity
+from nki_sim.machine.memory import MemoryRegion
+from nki_sim.machine.scheduler import Scheduler
+from nki_sim.machine.system import Finding, Machine
+from nki_sim.machine.tensor import NkiTensor
 from nki_sim.options import SimOptions
-from nki_sim.scheduler import Scheduler
-from nki_sim.system import Finding, Machine
-from nki_sim.tensor import NkiTensor
 from nki_sim.trace import CORE, RANK, Trace
 
 _IGNORED_JIT_OPTIONS = frozenset(
@@ -91,7 +92,8 @@ class Run:
     @functools.cached_property
     def timeline(self) -> Any:
         """The engine times of the trace; computed on first use."""
-        from nki_sim import hardware, timeline
+        from nki_sim import hardware
+        from nki_sim.time import timeline
 
         return timeline.schedule(self.trace, hardware.find(self.machine.target.name))
 

@@ -74,7 +74,9 @@ class _AnyType:
 
 def _modules() -> dict[str, types.ModuleType]:
     """Build the modules, the present names and those of older versions."""
-    from nki_sim import collectives, constants, dtypes, isa, language, launch, machine, tensor
+    from nki_sim import collectives, constants, dtypes, isa, language, launch
+    from nki_sim.machine import core as machine
+    from nki_sim.machine import tensor
 
     any_type = _AnyType()
     top = _module("nki", {"jit": launch.jit, "simulate": launch.simulate}, "NKI, simulated.")

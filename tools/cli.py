@@ -10,18 +10,27 @@ import importlib
 import sys
 
 SUBCOMMANDS = {
-    "demo": ("demo", "make a small GPT-OSS checkpoint, generate, compare with transformers"),
-    "generate": ("generate", "generate text from a checkpoint"),
-    "inspect": ("inspect", "architecture, sizes and memory per rank of a checkpoint"),
-    "bench": ("bench", "benchmarks: cpu"),
-    "place": ("place", "place experts on ranks by recorded load (EPLB)"),
-    "plan": ("plan", "the fastest layout of the experts on a Trn2 machine, and why"),
-    "evaluate": ("evaluate", "held-out loss of each weight format, by ours and transformers"),
-    "trace": ("trace", "record which experts a text chooses; skew and padding that follow"),
-    "prepare_corpus": ("prepare_corpus", "fetch and tokenise the corpus of the small model"),
-    "train_tiny": ("train_tiny", "train the small GPT-OSS model"),
-    "export_tiny": ("export_tiny", "turn a training run into the shipped MXFP4 checkpoint"),
-    "check": ("check", "run kernels against their references: vendor"),
+    "demo": (
+        "commands.demo",
+        "make a small GPT-OSS checkpoint, generate, compare with transformers",
+    ),
+    "generate": ("commands.generate", "generate text from a checkpoint"),
+    "inspect": ("commands.inspect", "architecture, sizes and memory per rank of a checkpoint"),
+    "bench": ("commands.bench", "benchmarks: cpu, sim, wire, prefill, decode"),
+    "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
+    "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
+    "evaluate": (
+        "commands.evaluate",
+        "held-out loss by weight format, ours and transformers",
+    ),
+    "trace": (
+        "commands.trace",
+        "which experts a text chooses; skew and padding that follow",
+    ),
+    "prepare_corpus": ("train.prepare_corpus", "fetch and tokenise the corpus of the small model"),
+    "train_tiny": ("train.train_tiny", "train the small GPT-OSS model"),
+    "export_tiny": ("train.export_tiny", "turn a training run into the shipped MXFP4 checkpoint"),
+    "check": ("commands.check", "run kernels against their references: kernels, vendor"),
 }
 
 

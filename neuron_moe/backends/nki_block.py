@@ -82,8 +82,8 @@ def block_config(
 
 @functools.lru_cache(maxsize=256)
 def _block_config(formula: tuple[tuple[str, Any], ...], **arguments: Any) -> Any:
-    from nki_kernels.decode_block_config import make_block_config
-    from nki_kernels.router_choice import RouterFormula
+    from nki_kernels.common.router_choice import RouterFormula
+    from nki_kernels.decode.block_config import make_block_config
 
     return make_block_config(RouterFormula(**dict(formula)), **arguments)
 
@@ -92,7 +92,7 @@ def compute(
     launch: Launch, hidden_TH: Tensor, layer: BlockLayer, config: Any, prepared: Prepared
 ) -> BlockOutput:
     """Compute a layer for T tokens, [T, H] bfloat16; see the module."""
-    from nki_kernels.decode_block import decode_block
+    from nki_kernels.decode.block_kernel import decode_block
 
     operands = kernel_weights(layer.weights, hidden_TH)
     linear, selection_bias = layer.router.linear_router, layer.router.e_score_correction_bias
@@ -142,7 +142,7 @@ def describe(layer: BlockLayer, config: Any) -> tuple[str, ...]:
 
 def _router_weight(weight_NH: Tensor, config: Any, prepared: Prepared) -> Tensor:
     """Return the router's weight in the order of the kernel, made once."""
-    from nki_kernels.decode_router import pack_router_weight
+    from nki_kernels.decode.router import pack_router_weight
 
     axis, parts = config.moe.h_axis, config.router_parts
 
@@ -157,8 +157,8 @@ def _shared_operands(
     shared: SharedExperts | None, config: Any, prepared: Prepared
 ) -> dict[str, Tensor]:
     """Return the shared experts' matrices in the order of the kernel, made once."""
-    from nki_kernels.decode_block_shared import pack_shared_experts
-    from nki_kernels.decode_router import pack_router_weight
+    from nki_kernels.decode.block_shared import pack_shared_experts
+    from nki_kernels.decode.router import pack_router_weight
 
     if shared is None:
         return {}

@@ -39,7 +39,7 @@ def compute(
         mode: 'selective' or 'all_experts'.
         num_cores: physical cores of the launch.
     """
-    from nki_kernels.decode_moe import decode_moe
+    from nki_kernels.decode.kernel import decode_moe
 
     operands = kernel_weights(weights, hidden_TH)
     index_TK, first_expert, num_experts = _in_the_model(routing, weights)
@@ -135,7 +135,7 @@ def with_layout(weights: ExpertWeights, make: Callable[..., Any]) -> Any:
 
 
 def _is_laid_out_for(config: Any, copy: LaidOut) -> bool:
-    from nki_kernels.decode_config import packed_rows, packed_run
+    from nki_kernels.decode.config import packed_rows, packed_run
 
     wanted = (config.chunks, packed_rows(config), packed_run(config))
     return tuple(copy.gate_up.shape[1:]) == wanted
@@ -181,14 +181,14 @@ def config_arguments(
 
 @functools.lru_cache(maxsize=256)
 def _decode_config(**arguments: Any) -> Any:
-    from nki_kernels.decode_options import make_decode_config
+    from nki_kernels.decode.options import make_decode_config
 
     return make_decode_config(**arguments)
 
 
 def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> LaidOut:
     """Return experts in the packed layout of decode_moe, which does not depend on the tokens."""
-    from nki_kernels.decode_layout import pack_down, pack_gate_up
+    from nki_kernels.decode.layout import pack_down, pack_gate_up
 
     operands = kernel_weights(weights)
     experts = max(weights.num_experts, top_k)

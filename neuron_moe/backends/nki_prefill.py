@@ -25,7 +25,7 @@ Ranked = tuple[Any, tuple[int, int] | None]
 
 def block_dims(expert_index_TK: Tensor, num_experts: int, plan: BlockPlan) -> Any:
     """Return what index_blocks is compiled for."""
-    from nki_kernels.index_blocks import BlockDims
+    from nki_kernels.index.kernel import BlockDims
 
     num_tokens, top_k = expert_index_TK.shape
     blocks = num_blocks(
@@ -53,7 +53,7 @@ def index(
     Returns:
         The block mapping, the slot of each pair [T, K] int32, and the lists of visits.
     """
-    from nki_kernels.index_blocks import check_index_blocks, index_blocks
+    from nki_kernels.index.kernel import check_index_blocks, index_blocks
 
     num_tokens, top_k = expert_index_TK.shape
     check_index_blocks(num_tokens, top_k, dims, num_cores, *visits)
@@ -75,9 +75,9 @@ def compute(
     """Compute many tokens, rows sorted by expert; return [T, H] float32."""
     import nki.language as nl
 
-    from nki_kernels.blockwise_config import visit_dims
-    from nki_kernels.blockwise_options import make_config
-    from nki_kernels.combine import CombineDims, check_combine, combine
+    from nki_kernels.combine.kernel import CombineDims, check_combine, combine
+    from nki_kernels.prefill.config import visit_dims
+    from nki_kernels.prefill.options import make_config
 
     operands = kernel_weights(weights, hidden_TH)
     num_tokens, top_k = routing.expert_index_TK.shape
@@ -158,7 +158,7 @@ def lay_out(weights: ExpertWeights, prefill: PrefillPlan) -> LaidOut | None:
     Raises:
         ValueError: a plan was asked for that reads plain weights.
     """
-    from nki_kernels.blockwise_options import best_parts, make_config
+    from nki_kernels.prefill.options import best_parts, make_config
 
     if prefill.shard_plan != "auto":
         raise ValueError(
@@ -207,7 +207,7 @@ def describe(ranked: list[Ranked]) -> str:
 def _rank(
     num_tokens: int, top_k: int, block_sizes: tuple[int, ...], **arguments: Any
 ) -> tuple[Any, ...]:
-    from nki_kernels import blockwise_choice
+    from nki_kernels.prefill import choice as blockwise_choice
 
     return tuple(
         blockwise_choice.rank_plans(
@@ -253,7 +253,7 @@ def _experts(
     visits: tuple[Tensor, ...],
 ) -> Tensor:
     """Return what the experts make of each slot, [P, N * B, H] bfloat16 in P parts."""
-    from nki_kernels.blockwise_moe import blockwise_moe
+    from nki_kernels.prefill.kernel import blockwise_moe
 
     down_bias, down_scale_En = operands.down_bias_EH, operands.down_scale_En
     if down_bias is not None:
@@ -282,7 +282,7 @@ def _experts(
 
 def _three_terms(scale_EH: Tensor) -> Tensor:
     """Return [E, 3, H] bfloat16 terms that add up to float32 scales."""
-    from nki_kernels.weight_formats import three_terms
+    from nki_kernels.common.weight_formats import three_terms
 
     terms = three_terms(scale_EH.cpu().numpy())
     return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(scale_EH.device)
@@ -290,7 +290,7 @@ def _three_terms(scale_EH: Tensor) -> Tensor:
 
 def _bias_terms(bias_EH: Tensor, scale_En: Tensor) -> Tensor:
     """Return [E, 3, H] bfloat16 terms of a bias in units of what the scale multiplies."""
-    from nki_kernels.weight_formats import bias_terms
+    from nki_kernels.common.weight_formats import bias_terms
 
     terms = bias_terms(bias_EH.float().cpu().numpy(), scale_En.float().cpu().numpy())
     return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(bias_EH.device)

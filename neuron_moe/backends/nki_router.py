@@ -39,7 +39,7 @@ def formula_of(router: RouterBase, **options: Any) -> Any:
     Raises:
         ValueError: the router is in training and jitters.
     """
-    from nki_kernels.router_choice import RouterFormula
+    from nki_kernels.common.router_choice import RouterFormula
 
     if router.training and router.jitter_eps:
         raise ValueError(
@@ -71,7 +71,7 @@ def route(
     num_cores: int,
 ) -> Routing:
     """Route T tokens in float32."""
-    from nki_kernels.router_topk import check_router_topk, router_topk
+    from nki_kernels.route.kernel import check_router_topk, router_topk
 
     formula = formula_of(router, returns_logits=True)
     spec, linear = router.spec, router.linear_router

@@ -65,8 +65,8 @@ from nki_sim.isa.vector_select import (
     tensor_scalar_cumulative,
     tensor_scalar_reduce,
 )
-from nki_sim.machine import NkiInstruction
-from nki_sim.registers import VirtualRegister
+from nki_sim.machine.core import NkiInstruction
+from nki_sim.machine.registers import VirtualRegister
 
 tensor_engine = engine.tensor  # not the file of that name
 

@@ -16,10 +16,10 @@ from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
 from nki_sim.dtypes import DType
 from nki_sim.errors import IllegalOperand, NkiValidationError
-from nki_sim.geometry import Profile
-from nki_sim.machine import _CORE, Core, NkiInstruction
-from nki_sim.registers import VirtualRegister
-from nki_sim.tensor import NkiTensor
+from nki_sim.machine.core import _CORE, Core, NkiInstruction
+from nki_sim.machine.geometry import Profile
+from nki_sim.machine.registers import VirtualRegister
+from nki_sim.machine.tensor import NkiTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")

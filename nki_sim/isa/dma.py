@@ -18,7 +18,6 @@ from nki_sim.constants import dge_mode as Dge
 from nki_sim.constants import nc_version
 from nki_sim.constants import oob_mode as Oob
 from nki_sim.dtypes import Array, convert
-from nki_sim.geometry import contiguous_runs
 from nki_sim.isa._access import Access, cast, check_overlap, is_same, resolve, rows_at
 from nki_sim.isa._common import (
     Core,
@@ -30,7 +29,8 @@ from nki_sim.isa._common import (
     instruction,
 )
 from nki_sim.isa._transfer import move
-from nki_sim.tensor import read_indices
+from nki_sim.machine.geometry import contiguous_runs
+from nki_sim.machine.tensor import read_indices
 
 _PERMUTATION: Final = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 _FACTS: dict[Any, tr.DmaFacts] = {}

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from nki_sim import dtypes, search
+from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
 from nki_sim.errors import OutOfBounds
-from nki_sim.functions import ALU_OPS, REDUCE_ALIASES, reduce_last
+from nki_sim.isa import search
 from nki_sim.isa._common import (
     Core,
     IllegalOperand,
@@ -31,8 +31,9 @@ from nki_sim.isa._common import (
     instruction,
 )
 from nki_sim.isa._operands import alu, bits, is_defined, op_name, store_bits
-from nki_sim.operators import operator
-from nki_sim.registers import VirtualRegister
+from nki_sim.isa.functions import ALU_OPS, REDUCE_ALIASES, reduce_last
+from nki_sim.isa.operators import operator
+from nki_sim.machine.registers import VirtualRegister
 
 _MAX_PATTERN_DIMS: Final = 4
 _ELEMENTS_PER_INDEX: Final = (1, 2, 4, 8, 16, 32)

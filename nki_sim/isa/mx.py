@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from nki_sim import dtypes, mx_formats
+from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array, to_float32
+from nki_sim.isa import mx_formats
 from nki_sim.isa._common import (
     Core,
     IllegalOperand,

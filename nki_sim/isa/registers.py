@@ -15,7 +15,7 @@ from nki_sim.isa._common import (
     VirtualRegister,
     instruction,
 )
-from nki_sim.tensor import check_defined
+from nki_sim.machine.tensor import check_defined
 
 
 def _note(core: Core, op: str, tensor: NkiTensor | None, is_store: bool = False) -> NkiInstruction:

@@ -17,14 +17,6 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version, reduce_cmd
 from nki_sim.dtypes import Array
-from nki_sim.functions import (
-    ACTIVATIONS,
-    ALU_OPS,
-    PARAMETRIC_ACTIVATION,
-    Activation,
-    prelu,
-    reduce_last,
-)
 from nki_sim.isa._common import (
     Core,
     IllegalOperand,
@@ -39,6 +31,14 @@ from nki_sim.isa._common import (
     scalar_operand,
 )
 from nki_sim.isa._operands import Stage, accumulator, alu, check_result, op_name, reduction
+from nki_sim.isa.functions import (
+    ACTIVATIONS,
+    ALU_OPS,
+    PARAMETRIC_ACTIVATION,
+    Activation,
+    prelu,
+    reduce_last,
+)
 
 _SCALAR: Final = "scalar"
 _IDLE: Final = reduce_cmd.idle

@@ -23,8 +23,8 @@ from nki_sim.isa._common import (
     check_memory,
     instruction,
 )
-from nki_sim.memory import UNKNOWN, Origin
-from nki_sim.undefined import poison
+from nki_sim.machine.memory import UNKNOWN, Origin
+from nki_sim.machine.undefined import poison
 
 _GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from nki_sim import search
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
-from nki_sim.functions import reduce_last
+from nki_sim.isa import search
 from nki_sim.isa._common import (
     ENGINE_IDS,
     Core,
@@ -48,6 +47,7 @@ from nki_sim.isa._operands import (
     store_wrapped,
     tensors_of,
 )
+from nki_sim.isa.functions import reduce_last
 
 # Operator pairs of tensor_scalar that the Scalar engine has from gen3 on (nki.isa.tensor_scalar).
 _SCALAR_ENGINE_PAIRS = frozenset({("multiply", "add"), ("multiply", ""), ("add", "")})

@@ -24,7 +24,7 @@ from nki_sim.isa._common import (
     compute_facts,
     instruction,
 )
-from nki_sim.registers import VirtualRegister
+from nki_sim.machine.registers import VirtualRegister
 
 # Elements per partition from which a fill in SBUF goes to GpSimd if the kernel names no engine
 # (assumed: the compiler's choice is not published).

@@ -11,8 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from nki_sim import dtypes, search
+from nki_sim import dtypes
 from nki_sim import trace as tr
+from nki_sim.isa import search
 from nki_sim.isa._common import (
     Core,
     IllegalOperand,

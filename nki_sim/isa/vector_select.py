@@ -15,7 +15,6 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version, reduce_cmd
 from nki_sim.dtypes import Array
-from nki_sim.functions import ALU_OPS, AluOp, reduce_last
 from nki_sim.isa._common import (
     Core,
     IllegalOperand,
@@ -40,7 +39,8 @@ from nki_sim.isa._operands import (
     stage,
     tensors_of,
 )
-from nki_sim.operators import operator as _operator
+from nki_sim.isa.functions import ALU_OPS, AluOp, reduce_last
+from nki_sim.isa.operators import operator as _operator
 
 MAXIMUM: Final = _operator("maximum")
 FP32_MIN: Final = float(np.finfo(np.float32).min)

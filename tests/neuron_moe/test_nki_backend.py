@@ -13,7 +13,7 @@ from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.config import DefaultInt
 from neuron_moe.dispatch import choose_path
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
-from nki_kernels.blockwise_config import PrefillConfig
+from nki_kernels.prefill.config import PrefillConfig
 from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SILU, E, H, build
 from tests.tolerances import rms_error
 

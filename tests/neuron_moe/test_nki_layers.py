@@ -15,8 +15,8 @@ from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
 from neuron_moe.backends.nki_backend import NkiBackend
 from neuron_moe.config import GLUType
 from neuron_moe.routing import RouterTopK
-from neuron_moe.tools.kernel_cases import prefill
-from neuron_moe.tools.vendor_cases.case import Case, Limits
+from neuron_moe.tools.check.kernel_cases import prefill
+from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 
 LAYERS: dict[str, tuple[dict[str, Any], ActivationSpec]] = {
     "gpt-oss-120b-tp8": (

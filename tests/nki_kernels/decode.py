@@ -14,10 +14,10 @@ from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.config import GLUType
-from nki_kernels.decode_layout import pack_down, pack_gate_up
-from nki_kernels.decode_moe import decode_moe
-from nki_kernels.decode_moe_ref import decode_moe_ref
-from nki_kernels.decode_options import make_decode_config
+from nki_kernels.decode.kernel import decode_moe
+from nki_kernels.decode.layout import pack_down, pack_gate_up
+from nki_kernels.decode.options import make_decode_config
+from nki_kernels.decode.reference import decode_moe_ref
 from tests.nki_kernels.prefill import choose_experts
 
 BF16 = ml_dtypes.bfloat16

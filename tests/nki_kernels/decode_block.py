@@ -9,13 +9,13 @@ import ml_dtypes
 import numpy as np
 
 import nki_sim
-from nki_kernels.decode_block import decode_block
-from nki_kernels.decode_block_config import BlockConfig, check_decode_block, make_block_config
-from nki_kernels.decode_block_ref import BlockResult, decode_block_ref
-from nki_kernels.decode_block_shared import pack_shared_experts
-from nki_kernels.decode_layout import pack_down, pack_gate_up
-from nki_kernels.decode_router import pack_router_weight
-from nki_kernels.router_choice import RouterFormula
+from nki_kernels.common.router_choice import RouterFormula
+from nki_kernels.decode.block_config import BlockConfig, check_decode_block, make_block_config
+from nki_kernels.decode.block_kernel import decode_block
+from nki_kernels.decode.block_reference import BlockResult, decode_block_ref
+from nki_kernels.decode.block_shared import pack_shared_experts
+from nki_kernels.decode.layout import pack_down, pack_gate_up
+from nki_kernels.decode.router import pack_router_weight
 from nki_sim import SimOptions
 
 BF16 = ml_dtypes.bfloat16

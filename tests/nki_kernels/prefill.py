@@ -15,12 +15,12 @@ from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import build_block_mapping
 from neuron_moe.config import GLUType
-from nki_kernels.blockwise_config import num_projections, stored_parts, with_loop
-from nki_kernels.blockwise_moe import blockwise_moe
-from nki_kernels.blockwise_moe_ref import blockwise_moe_ref
-from nki_kernels.blockwise_options import make_config, plan_on_host
-from nki_kernels.plans import VisitPlan
-from nki_kernels.weight_formats import bias_terms, split_parts, three_terms
+from nki_kernels.common.expert_reference import blockwise_moe_ref
+from nki_kernels.common.plans import VisitPlan
+from nki_kernels.common.weight_formats import bias_terms, split_parts, three_terms
+from nki_kernels.prefill.config import num_projections, stored_parts, with_loop
+from nki_kernels.prefill.kernel import blockwise_moe
+from nki_kernels.prefill.options import make_config, plan_on_host
 
 BF16 = ml_dtypes.bfloat16
 GPT_OSS = {

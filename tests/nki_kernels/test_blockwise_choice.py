@@ -10,15 +10,15 @@ import torch
 
 import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
-from nki_kernels.blockwise_choice import (
+from nki_kernels.prefill.choice import (
     PlanChoice,
     choose_plan,
     expect_tokens,
     most_blocks,
     rank_plans,
 )
-from nki_kernels.blockwise_moe import blockwise_moe
-from nki_kernels.blockwise_options import make_config, plan_on_host
+from nki_kernels.prefill.kernel import blockwise_moe
+from nki_kernels.prefill.options import make_config, plan_on_host
 from nki_sim import SimOptions, TensorSpec
 
 OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")

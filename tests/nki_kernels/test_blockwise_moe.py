@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
-from nki_kernels.blockwise_config import stored_parts
-from nki_kernels.blockwise_cost import cost_blockwise_moe
-from nki_kernels.blockwise_fit import sbuf_bytes
-from nki_kernels.blockwise_options import best_parts, check_blockwise_moe, make_config
-from nki_kernels.weight_formats import split_parts
+from nki_kernels.common.weight_formats import split_parts
+from nki_kernels.prefill.config import stored_parts
+from nki_kernels.prefill.cost import cost_blockwise_moe
+from nki_kernels.prefill.fit import sbuf_bytes
+from nki_kernels.prefill.options import best_parts, check_blockwise_moe, make_config
 from nki_sim import SimOptions
 from tests.nki_kernels.prefill import GPT_OSS, Prefill
 from tests.nki_kernels.traces import measured_cost

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import nki_sim
-from nki_kernels import combine_ref as reference
-from nki_kernels.combine import CombineDims, check_combine, combine, cost_combine, piece_size
+from nki_kernels.combine import reference
+from nki_kernels.combine.kernel import CombineDims, check_combine, combine, cost_combine, piece_size
 from nki_sim import SimOptions, TensorSpec
 from nki_sim import language as nl
 from tests.nki_kernels.traces import measured_cost

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
-from nki_kernels.decode_block_config import (
+from nki_kernels.common.router_choice import RouterFormula
+from nki_kernels.decode.block_config import (
     check_decode_block,
     expected_operands,
     make_block_config,
 )
-from nki_kernels.decode_block_cost import cost_decode_block
-from nki_kernels.decode_block_shared import num_parts, pack_shared_experts, shared_shapes
-from nki_kernels.router_choice import RouterFormula
+from nki_kernels.decode.block_cost import cost_decode_block
+from nki_kernels.decode.block_shared import num_parts, pack_shared_experts, shared_shapes
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.decode_block import (
     BF16,

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import nki_sim
-from nki_kernels import router_topk_ref as reference
-from nki_kernels.decode_norm import load_norm, load_tokens, normalize, turn, turn_banks
-from nki_kernels.decode_router import (
+from nki_kernels.common import router_reference as reference
+from nki_kernels.common.plans import AxisTiles, tile_axis
+from nki_kernels.common.router_choice import RouterFormula
+from nki_kernels.decode.norm import load_norm, load_tokens, normalize, turn, turn_banks
+from nki_kernels.decode.router import (
     gate_tokens,
     load_gate,
     load_router,
@@ -20,8 +22,6 @@ from nki_kernels.decode_router import (
     pick_experts,
     weigh_experts,
 )
-from nki_kernels.plans import AxisTiles, tile_axis
-from nki_kernels.router_choice import RouterFormula
 from nki_sim import SimOptions
 from nki_sim import isa as nisa
 from nki_sim import language as nl

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import nki_sim
-from nki_kernels.decode_config import DecodeConfig, packed_rows, packed_run
-from nki_kernels.decode_fit import decode_ns, expected_experts, skewed_experts
-from nki_kernels.decode_moe import decode_moe
-from nki_kernels.decode_options import make_decode_config
+from nki_kernels.decode.config import DecodeConfig, packed_rows, packed_run
+from nki_kernels.decode.fit import decode_ns, expected_experts, skewed_experts
+from nki_kernels.decode.kernel import decode_moe
+from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.prefill import GPT_OSS, choose_experts
 

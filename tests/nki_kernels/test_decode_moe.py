@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
-from nki_kernels.decode_cost import cost_decode_moe
-from nki_kernels.decode_fit import sbuf_bytes
-from nki_kernels.decode_options import make_decode_config
+from nki_kernels.decode.cost import cost_decode_moe
+from nki_kernels.decode.fit import sbuf_bytes
+from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
 from tests.nki_kernels.decode import Decode
 from tests.nki_kernels.prefill import GPT_OSS

@@ -6,8 +6,9 @@ import torch
 
 import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
-from nki_kernels import index_blocks_ref as reference
-from nki_kernels.index_blocks import (
+from nki_kernels.common.integers import divide_down
+from nki_kernels.index import reference
+from nki_kernels.index.kernel import (
     MOST,
     BlockDims,
     check_index_blocks,
@@ -15,7 +16,6 @@ from nki_kernels.index_blocks import (
     index_blocks,
     sbuf_bytes,
 )
-from nki_kernels.integers import divide_down
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.testing import Tile, execute
 from tests.nki_kernels.traces import measured_cost

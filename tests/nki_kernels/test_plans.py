@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nki_kernels.blockwise_fit import SBUF_BYTES, sbuf_bytes
-from nki_kernels.blockwise_options import make_config
-from nki_kernels.plans import (
+from nki_kernels.common.plans import (
     VisitDims,
     loops_of,
     max_visits,
@@ -18,6 +16,8 @@ from nki_kernels.plans import (
     tile_axis,
     tile_axis_evenly,
 )
+from nki_kernels.prefill.fit import SBUF_BYTES, sbuf_bytes
+from nki_kernels.prefill.options import make_config
 
 MODELS = {  # hidden, intermediate, experts: of the published configurations
     "gpt-oss-120b": (2880, 2880, 128),

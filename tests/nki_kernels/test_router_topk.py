@@ -10,9 +10,9 @@ import torch
 import nki_sim
 from neuron_moe.routing import RouterSpec
 from neuron_moe.routing import route as route_with_torch
-from nki_kernels import router_topk_ref as reference
-from nki_kernels.router_choice import RouterFormula
-from nki_kernels.router_topk import check_router_topk, cost_router_topk, router_topk
+from nki_kernels.common import router_reference as reference
+from nki_kernels.common.router_choice import RouterFormula
+from nki_kernels.route.kernel import check_router_topk, cost_router_topk, router_topk
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.traces import measured_cost
 

@@ -5,17 +5,17 @@ import pytest
 
 import nki_sim
 from neuron_moe.blocks import num_blocks
-from nki_kernels import index_blocks_ref as reference
-from nki_kernels.blockwise_config import visit_dims
-from nki_kernels.blockwise_options import make_config, plan_on_host
-from nki_kernels.index_blocks import (
+from nki_kernels.common.plans import VisitDims, live_tiles, max_visits, plan_visits
+from nki_kernels.index import reference
+from nki_kernels.index.kernel import (
     BlockDims,
     check_index_blocks,
     cost_index_blocks,
     index_blocks,
     sbuf_bytes,
 )
-from nki_kernels.plans import VisitDims, live_tiles, max_visits, plan_visits
+from nki_kernels.prefill.config import visit_dims
+from nki_kernels.prefill.options import make_config, plan_on_host
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.test_index_blocks import draw
 from tests.nki_kernels.traces import measured_cost

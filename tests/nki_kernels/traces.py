@@ -1,6 +1,6 @@
 """What a run really moved and multiplied, to hold against the `cost_` functions."""
 
-from nki_kernels.costs import KernelCost
+from nki_kernels.common.costs import KernelCost
 from nki_sim.trace import DmaFacts, MatmulFacts, Trace
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nki_sim import functions, mx_formats, search
+from nki_sim.isa import functions, mx_formats, search
 
 
 def normal_cdf(x: float) -> float:

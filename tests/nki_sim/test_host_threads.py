@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import nki_sim
-from nki_sim.host_threads import _thread_functions, one_blas_thread
+from nki_sim.machine.host_threads import _thread_functions, one_blas_thread
 
 FUNCTIONS = _thread_functions()
 needs_openblas = pytest.mark.skipif(FUNCTIONS is None, reason="NumPy runs without OpenBLAS here")
@@ -30,7 +30,7 @@ def test_a_launch_uses_one_thread_and_restores_the_number() -> None:
 
 
 def test_without_openblas_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nki_sim.host_threads._thread_functions", lambda: None)
+    monkeypatch.setattr("nki_sim.machine.host_threads._thread_functions", lambda: None)
     ran: list[Any] = []
     with one_blas_thread():
         ran.append(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nki_sim import linter
+from nki_sim.lint import linter
 
 HEADER = """\
 import nki
@@ -259,7 +259,7 @@ def test_the_command_prints_findings_and_fails_on_errors(tmp_path: Path) -> None
     faulty.write_text(HEADER + "    f = lambda y: y\n")
     clean = tmp_path / "clean.py"
     clean.write_text(HEADER + "    return x\n")
-    command = [sys.executable, "-m", "nki_sim.linter"]
+    command = [sys.executable, "-m", "nki_sim.lint.linter"]
     failed = subprocess.run(
         [*command, str(clean), str(faulty)], capture_output=True, text=True, check=False
     )

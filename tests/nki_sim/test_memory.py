@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nki_sim.memory import Box, Coverage, Walk
+from nki_sim.machine.memory import Box, Coverage, Walk
 
 ROWS, PITCH, UNIT = 8, 32, 4
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.check_vendor import read_cases, run_case
-from neuron_moe.tools.vendor_cases import build_job
-from neuron_moe.tools.vendor_cases.case import Case, Limits
-from neuron_moe.tools.vendor_cases.launch import launch
-from neuron_moe.tools.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
+from neuron_moe.tools.check.vendor import read_cases, run_case
+from neuron_moe.tools.check.vendor_cases import build_job
+from neuron_moe.tools.check.vendor_cases.case import Case, Limits
+from neuron_moe.tools.check.vendor_cases.launch import launch
+from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 
 CASES = read_cases(Path(__file__).with_name("vendor_cases.json"))
 

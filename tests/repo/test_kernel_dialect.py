@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nki_sim.linter import lint_file
+from nki_sim.lint.linter import lint_file
 
-KERNELS = sorted(Path(__file__).parents[2].joinpath("nki_kernels").glob("*.py"))
+KERNELS = sorted(Path(__file__).parents[2].joinpath("nki_kernels").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_kernel_files_keep_to_the_dialect(path: Path) -> None:
     assert [str(finding) for finding in lint_file(path, dialect="house")] == []
 

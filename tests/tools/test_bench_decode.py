@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_moe.tools import bench_decode
-from neuron_moe.tools.decode_cases import (
+from neuron_moe.tools.bench import decode as bench_decode
+from neuron_moe.tools.bench.decode_cases import (
     MODELS,
     ROUTERS,
     ROUTINGS,
@@ -22,14 +22,22 @@ from neuron_moe.tools.decode_cases import (
     hbm_bound_us,
     is_weight_bound,
 )
-from neuron_moe.tools.decode_ours import launch_ours
-from neuron_moe.tools.decode_picture import draw_switch
-from neuron_moe.tools.decode_results import Book, Row, compared, read, row_of, summarise, with_gains
-from neuron_moe.tools.decode_router import RouterInputs
-from neuron_moe.tools.decode_vendor import bound_us
-from neuron_moe.tools.prefill_results import Sources
-from neuron_moe.tools.prefill_vendor import Attempt
-from nki_kernels.router_topk_ref import rms_norm, route
+from neuron_moe.tools.bench.decode_ours import launch_ours
+from neuron_moe.tools.bench.decode_picture import draw_switch
+from neuron_moe.tools.bench.decode_results import (
+    Book,
+    Row,
+    compared,
+    read,
+    row_of,
+    summarise,
+    with_gains,
+)
+from neuron_moe.tools.bench.decode_router import RouterInputs
+from neuron_moe.tools.bench.decode_vendor import bound_us
+from neuron_moe.tools.bench.prefill_results import Sources
+from neuron_moe.tools.bench.prefill_vendor import Attempt
+from nki_kernels.common.router_reference import rms_norm, route
 from tests.nki_kernels.traces import measured_cost
 
 SOURCES = Sources(coefficients="c", simulator="s", kernels="k", library="l")

@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_moe.tools import check_kernels
-from neuron_moe.tools.kernel_cases import decode, decode_block
-from neuron_moe.tools.kernel_cases.decode_models import TOKENS, decode_model_cases, quick_cases
-from neuron_moe.tools.kernel_cases.models import LAYERS
-from neuron_moe.tools.vendor_cases.case import Case, Limits, Skipped
+from neuron_moe.tools.check import kernels as check_kernels
+from neuron_moe.tools.check.kernel_cases import decode, decode_block
+from neuron_moe.tools.check.kernel_cases.decode_models import (
+    TOKENS,
+    decode_model_cases,
+    quick_cases,
+)
+from neuron_moe.tools.check.kernel_cases.models import LAYERS
+from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped
 
 NO_LIMITS = Limits(macs=math.inf, input_bytes=math.inf)
 DECODE = {

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_moe.tools import check, check_kernels
-from neuron_moe.tools.kernel_cases import combine, prefill, router
-from neuron_moe.tools.kernel_cases.models import LAYERS, model_cases, rank_case
-from neuron_moe.tools.kernel_cases.models import ROUTINGS as MODEL_ROUTINGS
-from neuron_moe.tools.kernel_cases.routings import ROUTINGS, draw_routing
-from neuron_moe.tools.vendor_cases.case import Case, Limits
-from neuron_moe.tools.vendor_cases.inputs import Draw
+from neuron_moe.tools.check import kernels as check_kernels
+from neuron_moe.tools.check.kernel_cases import combine, prefill, router
+from neuron_moe.tools.check.kernel_cases.models import LAYERS, model_cases, rank_case
+from neuron_moe.tools.check.kernel_cases.models import ROUTINGS as MODEL_ROUTINGS
+from neuron_moe.tools.check.kernel_cases.routings import ROUTINGS, draw_routing
+from neuron_moe.tools.check.vendor_cases.case import Case, Limits
+from neuron_moe.tools.check.vendor_cases.inputs import Draw
+from neuron_moe.tools.commands import check
 
 PREFILL = {
     "hidden": 128, "tokens": 40, "experts": 4, "block_size": 32, "top_k": 2, "intermediate": 64,

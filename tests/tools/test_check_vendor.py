@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neuron_moe.tools import check, check_vendor
-from neuron_moe.tools.vendor_cases import mx
-from neuron_moe.tools.vendor_cases.block_plan import num_blocks, plan_blocks
-from neuron_moe.tools.vendor_cases.case import Case, Limits, difference, seed_of
-from neuron_moe.tools.vendor_cases.inputs import Draw
+from neuron_moe.tools.check import vendor as check_vendor
+from neuron_moe.tools.check.vendor_cases import mx
+from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks, plan_blocks
+from neuron_moe.tools.check.vendor_cases.case import Case, Limits, difference, seed_of
+from neuron_moe.tools.check.vendor_cases.inputs import Draw
+from neuron_moe.tools.commands import check
 
 ENTRY = {"id": "a1", "kernel": "cumsum", "variant": "v", "params": {"batch": 4, "hidden": 256}}
 

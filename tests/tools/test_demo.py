@@ -15,7 +15,8 @@ from matplotlib.image import imread
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.sample_checkpoint import make_checkpoint
 from neuron_moe.models.text import TextCodec
-from neuron_moe.tools import cli, demo, reference
+from neuron_moe.tools import cli, reference
+from neuron_moe.tools.commands import demo
 
 
 @pytest.fixture(scope="module")

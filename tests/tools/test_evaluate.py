@@ -8,8 +8,8 @@ import torch
 
 from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
-from neuron_moe.tools import evaluate, trace
-from neuron_moe.tools.evaluate import expert_values, losses_of, summarise
+from neuron_moe.tools.commands import evaluate, trace
+from neuron_moe.tools.commands.evaluate import expert_values, losses_of, summarise
 
 
 def test_formats_agree_with_transformers_within_a_thousandth(tmp_path, capsys):

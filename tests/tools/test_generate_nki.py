@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from neuron_moe.models.sample_checkpoint import make_checkpoint, sample_config
-from neuron_moe.tools import cli, generate
+from neuron_moe.tools import cli
+from neuron_moe.tools.commands import generate
 
 SMALL = {
     "head_dim": 16,

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from neuron_moe.configs import load_config
 from neuron_moe.models.sample_checkpoint import make_checkpoint
-from neuron_moe.tools import cli, inspect
+from neuron_moe.tools import cli
+from neuron_moe.tools.commands import inspect
 
 
 @pytest.fixture

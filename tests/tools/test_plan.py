@@ -9,7 +9,8 @@ import pytest
 
 from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.parallel import ParallelConfig
-from neuron_moe.tools import cli, plan
+from neuron_moe.tools import cli
+from neuron_moe.tools.commands import plan
 
 FEW = ["--prefill-tokens", "1024", "--decode-tokens", "32"]
 

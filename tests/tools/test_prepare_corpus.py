@@ -7,8 +7,8 @@ import zlib
 import numpy as np
 import pytest
 
-from neuron_moe.tools import prepare_corpus
-from neuron_moe.tools.corpus_sources import (
+from neuron_moe.tools.train import prepare_corpus
+from neuron_moe.tools.train.corpus_sources import (
     DOMAINS,
     Document,
     Source,
@@ -16,8 +16,8 @@ from neuron_moe.tools.corpus_sources import (
     read_python,
     read_wordnet,
 )
-from neuron_moe.tools.export_tiny import held_out_samples
-from neuron_moe.tools.prepare_corpus import is_held_out, train_tokenizer
+from neuron_moe.tools.train.export_tiny import held_out_samples
+from neuron_moe.tools.train.prepare_corpus import is_held_out, train_tokenizer
 
 
 def r_character_vector(lines):

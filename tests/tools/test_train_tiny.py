@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
-from neuron_moe.tools import train_tiny
-from neuron_moe.tools.train_tiny import (
+from neuron_moe.tools.train import train_tiny
+from neuron_moe.tools.train.train_tiny import (
     DOMAIN_SHARES,
     Corpus,
     Recipe,
@@ -18,7 +18,7 @@ from neuron_moe.tools.train_tiny import (
     train,
     write_checkpoint,
 )
-from neuron_moe.tools.train_tiny_model import TinyConfig, TinyModel, fake_quantize
+from neuron_moe.tools.train.train_tiny_model import TinyConfig, TinyModel, fake_quantize
 
 SMALL = TinyConfig(
     vocab_size=96,

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from nki_sim.costs import (
+from nki_sim.hardware import TRN1, TRN2, TRN3
+from nki_sim.time.costs import (
     gpsimd_cycles,
     itemsize,
     price_compute,
@@ -14,7 +15,6 @@ from nki_sim.costs import (
     price_meeting,
     vector_rate,
 )
-from nki_sim.hardware import TRN1, TRN2, TRN3
 from nki_sim.trace import (
     GPSIMD,
     HBM,

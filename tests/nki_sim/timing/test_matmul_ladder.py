@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import nki_sim
-from nki_sim.sensitivity import compare
+from nki_sim.time.sensitivity import compare
 
 nki_sim.provide()
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nki_sim.hardware import TRN2
-from nki_sim.placement import Ring
-from nki_sim.timeline import Timeline, TimelineOptions, schedule
+from nki_sim.time.placement import Ring
+from nki_sim.time.timeline import Timeline, TimelineOptions, schedule
 from nki_sim.trace import (
     ALL,
     DMA,

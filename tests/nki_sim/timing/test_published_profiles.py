@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from nki_sim.hardware import TRN1, TRN2
-from nki_sim.timeline import Timeline, TimelineOptions, schedule
+from nki_sim.time.timeline import Timeline, TimelineOptions, schedule
 from nki_sim.trace import DMA, GPSIMD, HBM, SBUF, SCALAR, VECTOR, ComputeFacts, DmaFacts
 
 Make = Callable[..., Any]

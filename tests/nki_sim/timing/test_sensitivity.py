@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nki_sim.hardware import TRN3
-from nki_sim.sensitivity import compare
-from nki_sim.timeline import Timeline, schedule
+from nki_sim.time.sensitivity import compare
+from nki_sim.time.timeline import Timeline, schedule
 from nki_sim.trace import GPSIMD
 
 Make = Callable[..., Any]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nki_sim.hardware import TRN2
-from nki_sim.perfetto import chrome_events
-from nki_sim.timeline import LANES, Timeline, schedule
+from nki_sim.time.perfetto import chrome_events
+from nki_sim.time.timeline import LANES, Timeline, schedule
 from nki_sim.trace import GPSIMD, SCALAR, SyncFacts, Trace
 
 Make = Callable[..., Any]

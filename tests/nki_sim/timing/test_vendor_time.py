@@ -13,9 +13,9 @@ import ml_dtypes
 import pytest
 
 import nki_sim
-from neuron_moe.tools.vendor_cases.library import VendorLibrary
+from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from nki_sim.hardware import TRN2
-from nki_sim.timeline import TimelineOptions, schedule
+from nki_sim.time.timeline import TimelineOptions, schedule
 
 LIBRARY = os.environ.get("NKI_LIBRARY_PATH", "")
 MODULE = "core.rmsnorm.rmsnorm_quant"

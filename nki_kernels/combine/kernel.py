@@ -1,0 +1,337 @@
+"""Combine: each token's weighted sum over the slots of its experts.
+
+Formula: output[t] = sum over choices k with an expert, over partial sums p, of
+    affinities[t, k] * slots[p, slot_of_pair[t, k]]
+in float32, always in the same order, rounded once.
+
+Inputs, in HBM:
+    slots_PSH        [P, S, H]  bfloat16 or float32  what the experts made of each slot, in P parts
+    slot_of_pair_TK  [T, K]     int32    slot of each choice, -1 for none
+    affinities_TK    [T, K]     float32
+Output, in shared HBM:
+    output_TH        [T, H]     out_dtype
+
+Slots that hold no token are never read, so they may hold anything. A slot that is read must be
+finite: a NaN or infinity in one spreads to the up to 128 tokens of its tile, as the tensor engine
+adds 0 times it to the others.
+
+On chip: tokens lie on the partitions as in token_tiles.py. The weighted sum of a tile is a chain of
+matmuls in PSUM with diag(affinities[:, k]) stationary and the gathered rows [rows, H] moving.
+Beside bfloat16 slots the diagonal is bfloat16 too, as the sum of two terms: an affinity is then off
+by 2^-17 of itself at most, a 256th of what rounding a slot to bfloat16 costs. Beside float32 slots
+it is float32.
+
+Limits (check_combine): K <= 16, H a multiple of 64, at most 8 partial sums, P * S < 2^24.
+
+Cost: every slot with a token is read once, the output is written once; per tile and choice 2 P H
+matmul columns (P H float32 ones beside float32 slots). One gather of 128 whole rows per tile,
+choice and part, in pieces of H only where SBUF asks for it. Gathers of the next tile overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.costs import KernelCost
+from nki_kernels.common.token_tiles import (
+    PARTITIONS,
+    TokenTiles,
+    load_per_token,
+    split_tokens,
+    tile_rows,
+    token_rows,
+)
+
+MAX_TOP_K = 16
+MAX_PARTS = 8
+MAX_ROWS = 1 << 24
+BANK = 512  # float32 columns of one PSUM bank
+GROUP = 2048  # columns summed together: half of PSUM
+ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
+NO_ROW = -(1 << 30)  # stays negative whatever the number of the part adds
+
+
+@dataclass
+class CombineDims(nl.NKIObject):
+    """What the kernel must know at compile time.
+
+    Attributes:
+        out_dtype: element type of the output, one of nl.
+        has_no_expert: some choices may have no expert (slot -1).
+    """
+
+    out_dtype: nl.DType
+    has_no_expert: bool
+
+
+def check_combine(
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    num_slots: int,
+    num_parts: int = 1,
+    slots_dtype: str = "bfloat16",
+) -> None:
+    """Raise ValueError unless the kernel takes these sizes.
+
+    Args:
+        num_tokens: T.
+        top_k: K.
+        hidden_size: H.
+        num_slots: S.
+        num_parts: P.
+        slots_dtype: element type of slots_PSH.
+    """
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens}: must be at least 1.")
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ValueError(f"top_k={top_k}: must be 1 to {MAX_TOP_K}.")
+    if hidden_size < 64 or hidden_size % 64:
+        raise ValueError(f"hidden_size={hidden_size}: must be a multiple of 64. Pad the slots.")
+    if not 1 <= num_parts <= MAX_PARTS:
+        raise ValueError(f"num_parts={num_parts}: must be 1 to {MAX_PARTS}. Add some up before.")
+    if num_slots < 1 or num_slots * num_parts >= MAX_ROWS:
+        raise ValueError(
+            f"num_slots={num_slots}: must be at least 1, and num_parts * num_slots below"
+            f" {MAX_ROWS}. Combine the tokens in parts."
+        )
+    if slots_dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"slots_dtype={slots_dtype!r}: must be bfloat16 or float32.")
+
+
+@nki.jit
+def combine(
+    slots_PSH: nl.ndarray,
+    slot_of_pair_TK: nl.ndarray,
+    affinities_TK: nl.ndarray,
+    dims: CombineDims,
+) -> nl.ndarray:
+    """Sum the slots of each token; see the module's docstring."""
+    num_parts, num_slots, hidden_size = slots_PSH.shape
+    num_tokens, top_k = slot_of_pair_TK.shape
+    output_TH = nl.ndarray((num_tokens, hidden_size), dims.out_dtype, buffer=nl.shared_hbm)
+    tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
+    if tokens.count == 0:
+        return output_TH
+    slots_RH = slots_PSH.reshape((num_parts * num_slots, hidden_size))
+    rows_sb = load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
+    weights = load_weights(affinities_TK, tokens, slots_PSH.dtype)
+    identity_sb = identity(slots_PSH.dtype)
+    piece = piece_size(hidden_size, top_k * num_parts, 4 if slots_PSH.dtype == nl.float32 else 2)
+    for tile in range(tokens.count):
+        diagonals = spread_weights(weights, identity_sb, tokens, tile, top_k)
+        for start in range(0, hidden_size, piece):
+            width = min(piece, hidden_size - start)
+            gathered = gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims)
+            total_sb = weigh(gathered, diagonals, num_parts, dims)
+            target = token_rows(output_TH, tokens, tile, start, width)
+            nisa.dma_copy(dst=target, src=total_sb)
+    return output_TH
+
+
+def piece_size(hidden_size: int, rows_per_token: int, slots_bytes: int) -> int:
+    """Return how many columns of H to gather at once: all, or equal multiples of 64."""
+    pieces = 1
+    while rows_per_token * ((hidden_size + pieces - 1) // pieces) * slots_bytes > ROWS_BYTES:
+        pieces += 1
+    return ((hidden_size // 64 + pieces - 1) // pieces) * 64
+
+
+def load_rows(
+    slot_of_pair_TK: nl.ndarray,
+    tokens: TokenTiles,
+    num_parts: int,
+    num_slots: int,
+    dims: CombineDims,
+) -> list[nl.ndarray]:
+    """Return for each part the rows of slots_RH of this core's choices, [128, tiles * K] int32."""
+    shape = (PARTITIONS, tokens.count * slot_of_pair_TK.shape[1])
+    first_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    if tokens.full < PARTITIONS:
+        nisa.memset(dst=first_sb, value=0)
+    load_per_token(first_sb, slot_of_pair_TK, tokens)
+    if dims.has_no_expert and num_parts > 1:
+        below_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=below_sb,
+            data=first_sb,
+            op0=nl.less,
+            operand0=0.0,
+            op1=nl.multiply,
+            operand1=float(NO_ROW),
+        )
+        real_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=real_sb, data1=first_sb, data2=below_sb, op=nl.add)
+        first_sb = real_sb
+    rows_sb = [first_sb]
+    for part in range(1, num_parts):
+        part_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=part_sb, data=first_sb, op0=nl.add, operand0=part * num_slots)
+        rows_sb.append(part_sb)
+    return rows_sb
+
+
+def load_weights(
+    affinities_TK: nl.ndarray, tokens: TokenTiles, slots_dtype: nl.DType
+) -> list[nl.ndarray]:
+    """Return float32 tiles [128, tiles * K] that add up to the affinities: one, or a bfloat16
+    number and the rest.
+    """
+    shape = (PARTITIONS, tokens.count * affinities_TK.shape[1])
+    whole_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    if tokens.full < PARTITIONS:
+        nisa.memset(dst=whole_sb, value=0.0)
+    load_per_token(whole_sb, affinities_TK, tokens)
+    if slots_dtype == nl.float32:
+        return [whole_sb]
+    high_sb = nl.ndarray(shape, nl.bfloat16, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=high_sb, src=whole_sb)
+    low_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=low_sb, data1=whole_sb, data2=high_sb, op=nl.subtract)
+    return [whole_sb, low_sb]
+
+
+def identity(dtype: nl.DType) -> nl.ndarray:
+    """Return the identity matrix [128, 128]."""
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0)
+    identity_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
+    nisa.affine_select(
+        dst=identity_sb,
+        pattern=[[1, PARTITIONS]],
+        offset=0,
+        channel_multiplier=-1,
+        on_true_tile=ones_sb,
+        on_false_value=0.0,
+        cmp_op=nl.equal,
+    )
+    return identity_sb
+
+
+def spread_weights(
+    weights: list[nl.ndarray],
+    identity_sb: nl.ndarray,
+    tokens: TokenTiles,
+    tile: int,
+    top_k: int,
+) -> list[list[nl.ndarray]]:
+    """Return, for each choice, the diagonal matrices [rows, rows] whose sum holds its weights."""
+    rows = tile_rows(tokens, tile)
+    diagonals = []
+    for choice in range(top_k):
+        terms = []
+        column = slice(tile * top_k + choice, tile * top_k + choice + 1)
+        for weight_sb in weights:
+            # Rounding to the diagonal's type makes the first term the bfloat16 nearest the weight.
+            diagonal_sb = nl.ndarray((rows, rows), identity_sb.dtype, buffer=nl.sbuf)
+            nisa.tensor_scalar(
+                dst=diagonal_sb,
+                data=identity_sb[0:rows, 0:rows],
+                op0=nl.multiply,
+                operand0=weight_sb[0:rows, column],
+            )
+            terms.append(diagonal_sb)
+        diagonals.append(terms)
+    return diagonals
+
+
+def gather(
+    slots_RH: nl.ndarray,
+    rows_sb: list[nl.ndarray],
+    tokens: TokenTiles,
+    tile: int,
+    top_k: int,
+    start: int,
+    width: int,
+    dims: CombineDims,
+) -> list[nl.ndarray]:
+    """Return columns start.. of each choice's slot, [rows, width] per choice and part."""
+    hidden_size = slots_RH.shape[1]
+    rows = tile_rows(tokens, tile)
+    gathered = []
+    for choice in range(top_k):
+        column = slice(tile * top_k + choice, tile * top_k + choice + 1)
+        for part_sb in rows_sb:
+            slot_sb = nl.ndarray((rows, width), slots_RH.dtype, buffer=nl.sbuf)
+            source = slots_RH.ap(
+                [[hidden_size, rows], [1, width]],
+                offset=start,
+                vector_offset=part_sb[0:rows, column],
+            )
+            if dims.has_no_expert:
+                nisa.memset(dst=slot_sb, value=0.0, engine=nisa.engine.vector)
+                nisa.dma_copy(dst=slot_sb, src=source, oob_mode=nisa.oob_mode.skip)
+            else:
+                nisa.dma_copy(dst=slot_sb, src=source)
+            gathered.append(slot_sb)
+    return gathered
+
+
+def weigh(
+    gathered: list[nl.ndarray],
+    diagonals: list[list[nl.ndarray]],
+    num_parts: int,
+    dims: CombineDims,
+) -> nl.ndarray:
+    """Return the weighted sum of the gathered rows, [rows, width] in the output's type."""
+    rows, width = gathered[0].shape
+    total_sb = nl.ndarray((rows, width), dims.out_dtype, buffer=nl.sbuf)
+    for group in range(0, width, GROUP):
+        group_width = min(GROUP, width - group)
+        total_ps = nl.ndarray((rows, group_width), nl.float32, buffer=nl.psum)
+        for index in range(len(gathered)):
+            terms = diagonals[index // num_parts]
+            for term in range(len(terms)):
+                for start in range(0, group_width, BANK):
+                    columns = slice(group + start, group + min(start + BANK, group_width))
+                    nisa.nc_matmul(
+                        dst=total_ps[:, start : min(start + BANK, group_width)],
+                        stationary=terms[term],
+                        moving=gathered[index][:, columns],
+                        accumulate=index + term > 0,
+                    )
+        # Two engines empty PSUM: half of the columns each.
+        half = group_width // 2
+        for side in range(2):
+            engine = nisa.engine.scalar if side == 0 else nisa.engine.vector
+            first = 0 if side == 0 else half
+            last = half if side == 0 else group_width
+            target = total_sb[:, group + first : group + last]
+            nisa.tensor_copy(dst=target, src=total_ps[:, first:last], engine=engine)
+    return total_sb
+
+
+def cost_combine(
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    num_parts: int = 1,
+    slots_dtype: str = "bfloat16",
+    out_dtype: str = "bfloat16",
+    num_pairs: int | None = None,
+    num_cores: int = 2,
+) -> KernelCost:
+    """Predict the work of a launch.
+
+    Args:
+        num_tokens: T.
+        top_k: K.
+        hidden_size: H.
+        num_parts: P.
+        slots_dtype: element type of slots_PSH.
+        out_dtype: element type of output_TH.
+        num_pairs: choices that have an expert; all by default.
+        num_cores: physical cores of the launch.
+    """
+    pairs = num_tokens * top_k if num_pairs is None else num_pairs
+    slots_bytes = 4 if slots_dtype == "float32" else 2
+    out_bytes = 4 if out_dtype == "float32" else 2
+    read = pairs * num_parts * hidden_size * slots_bytes + num_tokens * top_k * 8
+    tiles = sum(split_tokens(num_tokens, core, num_cores).count for core in range(num_cores))
+    terms = 1 if slots_dtype == "float32" else 2
+    columns = tiles * top_k * num_parts * terms * hidden_size
+    return KernelCost(read, num_tokens * hidden_size * out_bytes, columns)

@@ -1,0 +1,297 @@
+"""Shared stages over tiles: reading an axis onto partitions, scalar chains, tables, transposes.
+
+Functions take tiles and give tiles; none allocates on chip unless its name says so. Axis letters
+as in plans.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
+"""
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.plans import AxisTiles
+
+BANK_BYTES = 2048  # PSUM bank per partition (Trainium 2 architecture guide)
+
+
+def rows_of(axis: AxisTiles, tile: int) -> int:
+    """Return the rows of a tile of an axis."""
+    if axis.is_strided:
+        return (axis.size - tile + axis.count - 1) // axis.count
+    return axis.tail if tile == axis.count - 1 else axis.rows
+
+
+def elements_of(axis: AxisTiles, tile: int) -> slice:
+    """Return the elements of an axis that a tile holds, as a slice of a free axis."""
+    if axis.is_strided:
+        return slice(tile, axis.size, axis.count)
+    return slice(tile * axis.rows, tile * axis.rows + rows_of(axis, tile))
+
+
+def load_matrix(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    axis: AxisTiles,
+    index: nl.NkiTensor,
+    base: int,
+    row: int,
+    runs: list[int],
+    column: int,
+) -> None:
+    """Load rows of one matrix of a stack, its first axis spread over partitions.
+
+    Args:
+        dst_sb: [rows, count, columns] tile.
+        src: [E, ...] tensor in HBM, one matrix per index.
+        axis: how the rows lie on partitions.
+        index: (1, 1) int32 tile, the matrix; out of range loads nothing.
+        base: first element inside the matrix.
+        row: elements from a row to the next.
+        runs: [stride, count] pair of the pieces of a row.
+        column: elements of a piece.
+    """
+    pieces = runs[1]
+    if axis.is_strided:
+        pattern = [[axis.count * row, axis.rows], [row, axis.count], runs, [1, column]]
+        load_pattern(dst_sb[0 : axis.rows], src, pattern, base, index)
+        return
+    full = axis.count if axis.tail == axis.rows else axis.count - 1
+    if full > 0:
+        pattern = [[row, axis.rows], [axis.rows * row, full], runs, [1, column]]
+        load_pattern(dst_sb[0 : axis.rows, 0 : full * pieces * column], src, pattern, base, index)
+    if full < axis.count:
+        pattern = [[row, axis.tail], [1, 1], runs, [1, column]]
+        begin = full * pieces * column
+        tail_sb = dst_sb[0 : axis.tail, begin : begin + pieces * column]
+        load_pattern(tail_sb, src, pattern, base + full * axis.rows * row, index)
+
+
+def load_pattern(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    pattern: list[list[int]],
+    offset: int,
+    index: nl.NkiTensor,
+) -> None:
+    """Load a pattern of one entry of a stack in HBM; an index out of range loads nothing.
+
+    Args:
+        dst_sb: tile of as many elements.
+        src: [E, ...] tensor in HBM.
+        pattern: list of [stride, count] pairs inside an entry.
+        offset: first element inside the entry.
+        index: (1, 1) int32 tile, the entry.
+    """
+    nisa.dma_copy(
+        dst=dst_sb,
+        src=src.ap(pattern, offset=offset, scalar_offset=index, indirect_dim=0),
+        oob_mode=nisa.oob_mode.skip,
+        dge_mode=nisa.dge_mode.hwdge,
+        engine=nisa.engine.sync,
+    )
+
+
+def load_rows(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    index: nl.NkiTensor,
+    size: int,
+    begin: int,
+    columns: int,
+) -> None:
+    """Load columns of the rows of one matrix of [E, rows, size] in HBM, a row on each partition."""
+    load_pattern(dst_sb, src, [[size, dst_sb.shape[0]], [1, columns]], begin, index)
+
+
+def load_halves(
+    dst_sb: nl.NkiTensor,
+    src: nl.NkiTensor,
+    axis: AxisTiles,
+    index: nl.NkiTensor,
+    size: int,
+    first: int,
+) -> None:
+    """Load elements of the halves of a row of [E, halves * size] as [rows, halves, count].
+
+    That is how the projections of one axis lie, gate first.
+    """
+    for half in range(dst_sb.shape[1]):
+        part_sb = dst_sb[0 : axis.rows, half, 0 : axis.count]
+        load_matrix(part_sb, src, axis, index, half * size + first, 1, [1, 1], 1)
+
+
+def make_tiles(
+    count: int, shape: tuple[int, ...], dtype: Any, buffer: Any = nl.sbuf
+) -> list[nl.NkiTensor]:
+    """Allocate tiles of one shape in SBUF, or in another buffer."""
+    made = []
+    for _index in range(count):
+        made.append(nl.ndarray(shape, dtype=dtype, buffer=buffer))
+    return made
+
+
+def weight_dtype(weight_format: str) -> Any:
+    """Return the element type of weights on chip."""
+    if weight_format == "float8_e4m3":
+        return nl.float8_e4m3
+    if weight_format == "float8_e5m2":
+        return nl.float8_e5m2
+    return nl.bfloat16
+
+
+def activation_function(activation: str) -> Any:
+    """Return the Scalar engine's function of an activation; of swish, the sigmoid."""
+    if activation == "silu":
+        return nl.silu
+    if activation == "gelu":
+        return nl.gelu
+    if activation == "gelu_tanh":
+        return nl.gelu_apprx_tanh
+    if activation == "relu":
+        return nl.relu
+    if activation == "tanh":
+        return nl.tanh
+    if activation == "swiglu_oai":
+        return nl.gelu_apprx_sigmoid
+    return nl.sigmoid
+
+
+def apply_chain(
+    dst_sb: nl.NkiTensor, data: nl.NkiTensor, operators: list[Any], operands: list[Any]
+) -> nl.NkiTensor:
+    """Apply scalar operators in order, two per instruction; return the tile with the result.
+
+    Args:
+        dst_sb: tile for results; untouched if there is no operator.
+        data: input tile.
+        operators: list of nl operators.
+        operands: list of as many numbers or (P, 1) tiles.
+    """
+    source = data
+    for k in range(0, len(operators), 2):
+        if k + 1 < len(operators):
+            nisa.tensor_scalar(
+                dst=dst_sb,
+                data=source,
+                op0=operators[k],
+                operand0=operands[k],
+                op1=operators[k + 1],
+                operand1=operands[k + 1],
+            )
+        else:
+            nisa.tensor_scalar(dst=dst_sb, data=source, op0=operators[k], operand0=operands[k])
+        source = dst_sb
+    return source
+
+
+def multiply_chain(
+    dst_sb: nl.NkiTensor,
+    scratch_sb: nl.NkiTensor,
+    data: nl.NkiTensor,
+    operators: list[Any],
+    operands: list[Any],
+    other_sb: nl.NkiTensor,
+) -> None:
+    """Apply scalar operators to `data` and multiply with a tile, the last operator on the way."""
+    last = len(operators) - 1
+    if last < 0:
+        nisa.tensor_tensor(dst=dst_sb, data1=data, data2=other_sb, op=nl.multiply)
+        return
+    source = apply_chain(scratch_sb, data, operators[0:last], operands[0:last])
+    nisa.scalar_tensor_tensor(
+        dst=dst_sb,
+        data=source,
+        op0=operators[last],
+        operand0=operands[last],
+        op1=nl.multiply,
+        operand1=other_sb,
+    )
+
+
+def copy_alternating(dst_sb: nl.NkiTensor, src: nl.NkiTensor, turn: int) -> None:
+    """Copy a tile on the Vector or the Scalar engine by turns, so that both share the work."""
+    engine = nisa.engine.vector if turn % 2 == 0 else nisa.engine.scalar
+    nisa.tensor_copy(dst=dst_sb, src=src, engine=engine)
+
+
+def transpose_rows(
+    dst_sb: nl.NkiTensor,
+    rows_sb: nl.NkiTensor,
+    axis: AxisTiles,
+    banks_ps: list[nl.NkiTensor],
+    num_rows: int,
+) -> None:
+    """Turn rows [R, size] into [rows, count, R], a PSUM bank of tiles per eviction.
+
+    Args:
+        dst_sb: [rows, count, R] tile.
+        rows_sb: [R, size] tile of a 16-bit type.
+        axis: how `size` is spread over partitions.
+        banks_ps: PSUM banks [128, 1024] of the same type, used in turn.
+        num_rows: R.
+    """
+    group = BANK_BYTES // 2 // num_rows
+    for turn in range(-(-axis.count // group)):
+        first = turn * group
+        bank_ps = banks_ps[turn % len(banks_ps)]
+        stop = min(first + group, axis.count)
+        for tile in range(first, stop):
+            rows = rows_of(axis, tile)
+            begin = (tile - first) * num_rows
+            nisa.nc_transpose(
+                dst=bank_ps[0:rows, begin : begin + num_rows],
+                data=rows_sb[0:num_rows, elements_of(axis, tile)],
+                engine=nisa.engine.tensor,
+            )
+        full = first
+        while full < stop and rows_of(axis, full) == axis.rows:
+            full += 1
+        width = (full - first) * num_rows
+        if full > first:
+            copy_alternating(
+                dst_sb[0 : axis.rows, first:full, 0:num_rows], bank_ps[0 : axis.rows, 0:width], turn
+            )
+        if full < stop:
+            copy_alternating(
+                dst_sb[0 : axis.tail, full:stop, 0:num_rows],
+                bank_ps[0 : axis.tail, width : (stop - first) * num_rows],
+                turn + 1,
+            )
+
+
+def load_table(
+    dst_sb: nl.NkiTensor,
+    values: nl.NkiTensor,
+    index: nl.NkiTensor,
+    offset: int,
+    fill: float,
+    bank_ps: nl.NkiTensor,
+) -> None:
+    """Gather rows of values and turn them, so that entry n of the index is column n.
+
+    Args:
+        dst_sb: [R, n] tile of the type of the values.
+        values: [num_rows, R] tensor in HBM, int32 below 2**24 or float32.
+        index: int32 tensor in HBM; rows out of range give `fill`.
+        offset: element of `index` that belongs to column 0.
+        fill: value of missing rows.
+        bank_ps: PSUM tile [128, 512] float32.
+    """
+    num_rows, count = dst_sb.shape
+    for begin in range(0, count, 128):
+        size = min(128, count - begin)
+        index_sb = nl.ndarray((size, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=index_sb, src=index.ap([[1, size], [1, 1]], offset=offset + begin))
+        rows_sb = nl.ndarray((size, num_rows), dtype=values.dtype, buffer=nl.sbuf)
+        nisa.memset(dst=rows_sb, value=fill)
+        nisa.dma_copy(
+            dst=rows_sb,
+            src=values.ap([[num_rows, size], [1, num_rows]], vector_offset=index_sb),
+            oob_mode=nisa.oob_mode.skip,
+        )
+        float_sb = nl.ndarray((size, num_rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=float_sb, src=rows_sb)
+        nisa.nc_transpose(dst=bank_ps[0:num_rows, 0:size], data=float_sb, engine=nisa.engine.tensor)
+        nisa.tensor_copy(
+            dst=dst_sb[0:num_rows, begin : begin + size], src=bank_ps[0:num_rows, 0:size]
+        )

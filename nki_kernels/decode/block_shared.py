@@ -1,0 +1,189 @@
+"""Shared experts in the decode block: a dense MLP every token takes, added to the same y^T.
+
+The width is cut in parts, which are to the stages what experts are: weights of their own,
+contiguous for every partition, in one item or as many as their layout has. The cores take alternate
+parts. What a token takes of a part is its gate, or 1. Nothing here depends on the routing, so the
+weights load while it is made.
+
+Sources: the stages of decode_stages.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import nki.isa as nisa
+import nki.language as nl
+import numpy as np
+from nki.language import NKIObject
+
+from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.decode.buffers import (
+    DecodeBuffers,
+    DecodeOperands,
+    SumBuffers,
+    make_buffers,
+)
+from nki_kernels.decode.config import DecodeConfig, packed_rows, packed_run
+from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
+from nki_kernels.decode.options import make_decode_config
+from nki_kernels.decode.out import project_out
+from nki_kernels.decode.stages import load_item, project_in
+
+SLOTS = 2  # most parts on chip at once
+
+
+@dataclass
+class SharedTiles(NKIObject):
+    """What the shared experts have on chip."""
+
+    buffers: DecodeBuffers
+    operands: DecodeOperands
+    part_sb: nl.NkiTensor  # [1, P] int32, the parts
+    ones_sb: nl.NkiTensor  # [128, 1] float32
+
+
+def num_parts(width: int, num_cores: int) -> int:
+    """Return in how many parts the shared experts are cut: as many for each core.
+
+    Args:
+        width: intermediate size of this rank's share of all shared experts.
+        num_cores: physical cores of the launch.
+    """
+    parts = -(-width // PARTITIONS)
+    return -(-parts // num_cores) * num_cores
+
+
+def make_shared_config(
+    config: DecodeConfig, width: int, activation: str, room: int
+) -> DecodeConfig:
+    """Return the configuration of the shared experts beside that of the routed ones.
+
+    Args:
+        config: of the routed experts.
+        width: intermediate size of this rank's share of all shared experts.
+        activation: theirs.
+        room: bytes of SBUF per partition that they may take, if one part fits at all.
+    """
+    parts = num_parts(width, config.num_cores)
+    shared = make_decode_config(
+        T=config.T,
+        H=config.H,
+        I=-(-width // parts),
+        E=parts,
+        K=min(2, parts),
+        num_experts=parts,
+        num_cores=config.num_cores,
+        mode="all",
+        shard="experts",
+        weight_layout=config.weight_layout,
+        activation=activation,
+        chunks=0 if config.weight_layout == "packed" else 1,
+        slots=1,
+    )
+    shared = replace(shared, sums_in_psum=config.sums_in_psum)
+    double = replace(shared, slots=SLOTS)
+    return double if num_items(shared) > 1 and shared_bytes(double) <= room else shared
+
+
+def num_items(config: DecodeConfig) -> int:
+    """Return the items of a core: its parts, in as many chunks as their layout has."""
+    return config.E // config.num_cores * config.chunks
+
+
+def pack_shared_experts(
+    config: DecodeConfig, gate_IH: Array, up_IH: Array, down_HI: Array
+) -> tuple[Array, Array]:
+    """Return the shared experts' weights as the kernel reads them, to be made once at load time.
+
+    Args:
+        config: of the shared experts; the result does not depend on its number of tokens.
+        gate_IH, up_IH: [I, H] this rank's share, as in the checkpoint.
+        down_HI: [H, I].
+
+    Returns:
+        gate_up and down of P experts of I/P, in the layout of the configuration and the type
+        given. If P does not divide I, the width is filled up with zeros, which add nothing.
+    """
+    parts, part = config.E, config.I
+    width, hidden_size = gate_IH.shape
+    matrices = []
+    for matrix_IH in (gate_IH, up_IH, down_HI.T):
+        padded = np.zeros((parts * part, hidden_size), matrix_IH.dtype)
+        padded[:width] = matrix_IH
+        matrices.append(padded.reshape(parts, part, hidden_size))
+    gate_PIH, up_PIH, down_PIH = matrices
+    gate_up_PH2I = np.concatenate([gate_PIH, up_PIH], axis=1).transpose(0, 2, 1)
+    if config.weight_layout == "packed":
+        return pack_gate_up(config, gate_up_PH2I), pack_down(config, down_PIH)
+    return np.ascontiguousarray(gate_up_PH2I), down_PIH
+
+
+def shared_shapes(config: DecodeConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the two results of `pack_shared_experts`."""
+    if config.weight_layout == "packed":
+        return (
+            (config.E, config.chunks, packed_rows(config), packed_run(config)),
+            (config.E, config.chunks, config.i_axis.size, config.h_axis.count * config.h_axis.rows),
+        )
+    return (config.E, config.H, 2 * config.I), (config.E, config.I, config.H)
+
+
+def shared_bytes(config: DecodeConfig) -> int:
+    """Return the bytes of SBUF per partition that the shared experts take."""
+    h_axis, i_axis = config.h_axis, config.i_axis
+    columns = i_axis.count * h_axis.count * h_axis.rows
+    item = (h_axis.count * 2 * i_axis.size + columns) * 2
+    tokens = (2 * i_axis.count * 2 + 4 * 4) * config.T
+    return config.slots * item + tokens + 4 * (config.E + PARTITIONS)
+
+
+def load_shared(
+    config: DecodeConfig, sums: SumBuffers, gate_up: nl.NkiTensor, down: nl.NkiTensor, core: int
+) -> SharedTiles:
+    """Ask for the first items of this core."""
+    part_sb = nl.ndarray((1, config.E), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.iota(dst=part_sb, pattern=[[1, config.E]], offset=0, channel_multiplier=0)
+    ones_sb = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
+    operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
+    tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
+    for item in range(min(config.slots, num_items(config))):
+        _load_item(config, tiles, item, core)
+    return tiles
+
+
+def _load_item(config: DecodeConfig, tiles: SharedTiles, item: int, core: int) -> None:
+    """Ask for an item of this core."""
+    part = item // config.chunks * config.num_cores + core
+    part_sb = tiles.part_sb[0:1, part : part + 1]
+    slot, chunk = item % config.slots, item % config.chunks
+    load_item(config, tiles.buffers, tiles.operands, part_sb, slot, chunk)
+
+
+def run_shared(
+    config: DecodeConfig,
+    tiles: SharedTiles,
+    turned_sb: nl.NkiTensor,
+    gate_rows: list[nl.NkiTensor],
+    core: int,
+) -> None:
+    """Add what this core computes of the shared experts to y^T.
+
+    Args:
+        config: of the shared experts.
+        tiles: of `load_shared`.
+        turned_sb: x^T, [h, H/h, T] view.
+        gate_rows: the gate, [128, T] float32 and the same on all partitions; or none.
+        core: number of this core.
+    """
+    b = tiles.buffers
+    column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
+    nisa.tensor_copy(dst=b.column_ps[0], src=column_sb)
+    items = num_items(config)
+    for item in range(items):
+        slot = item % config.slots
+        project_in(config, b, turned_sb, slot, item, 0)
+        project_out(config, b, slot, item, 0, False)
+        if item + config.slots < items:
+            _load_item(config, tiles, item + config.slots, core)

@@ -1,0 +1,106 @@
+"""What a launch of `decode_moe` moves and multiplies, counted from its sizes."""
+
+from __future__ import annotations
+
+from nki_kernels.common.costs import KernelCost
+from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.decode.config import (
+    BANK_FLOATS,
+    DIRECT_IN,
+    DIRECT_OUT,
+    DecodeConfig,
+    accumulator_banks,
+    is_direct,
+    item_bytes,
+    joins_projections,
+    list_width,
+    packed_rows,
+    packed_run,
+    weighs_inner,
+)
+
+_WORD_BYTES, _BFLOAT16_BYTES = 4, 2
+
+
+def cost_decode_moe(config: DecodeConfig, touched: int) -> KernelCost:
+    """Count bytes and columns of a launch; equal to those of its trace.
+
+    Args:
+        config: what the kernel is compiled for.
+        touched: local experts that some token chose; not used where the kernel does not list them.
+    """
+    experts = touched
+    if config.mode == "all":
+        experts = config.E
+    elif is_direct(config):
+        experts = config.K
+    T, H, K = config.T, config.H, config.K
+    read = columns = 0
+    for core in range(config.num_cores):
+        entries, items, biases = _share(config, experts, core)
+        read += items * _item_bytes(config)
+        if config.has_down_bias:
+            read += biases * H * _BFLOAT16_BYTES
+            columns += biases * config.h_axis.count * T
+        read += 2 * T * K * _WORD_BYTES + T * H * _BFLOAT16_BYTES
+        if not is_direct(config):
+            read += min(T, PARTITIONS) * _WORD_BYTES
+        columns += entries * _columns_of_entry(config) + _columns_of_ends(config, core)
+        passes = 2 if joins_projections(config) else 3
+        columns += items * passes * config.h_axis.count * config.i_axis.count * T
+    written = T * H * (4 if config.output_dtype == "float32" else 2)
+    return KernelCost(read, written, columns)
+
+
+def _share(config: DecodeConfig, experts: int, core: int) -> tuple[int, int, int]:
+    """Return list entries, items and first chunks of experts that a core computes."""
+    chunks = config.chunks
+    if config.num_cores == 1:
+        return experts, experts * chunks, experts
+    half = (chunks + 1) // 2 if core == 0 else chunks // 2
+    has_first = 1 if core == 0 else 0
+    if config.shard == "intermediate":
+        return experts, experts * half, experts * has_first
+    pairs, odd = experts // 2, experts % 2
+    shared = odd if half > 0 else 0
+    return pairs + shared, pairs * chunks + odd * half, pairs + odd * has_first
+
+
+def _item_bytes(config: DecodeConfig) -> int:
+    """Return the bytes of an item but for the down bias."""
+    H, size, item = config.H, config.i_axis.size, item_bytes(config)
+    if config.weight_layout == "packed":
+        down = size * config.h_axis.count * config.h_axis.rows
+        return (packed_rows(config) * packed_run(config) + down) * item
+    words = 2 * size * (int(config.has_gate_up_bias) + int(config.has_scales))
+    if config.down_scale == "channel":
+        words += H
+    elif config.down_scale == "expert":
+        words += PARTITIONS
+    return 3 * H * size * item + words * _WORD_BYTES
+
+
+def _columns_of_entry(config: DecodeConfig) -> int:
+    """Return the columns that spread what tokens take of an expert over the partitions."""
+    spreads = int(config.scaling == "pre") + int(weighs_inner(config) or config.has_down_bias)
+    return spreads * config.T
+
+
+def _columns_of_ends(config: DecodeConfig, core: int) -> int:
+    """Return the columns of the list, of turning x and y, and of setting y to zero."""
+    T, axis = config.T, config.h_axis
+    tiles = -(-T // PARTITIONS)
+    columns = 0
+    if config.mode == "selective" and not is_direct(config):
+        columns += tiles * config.E
+    if not is_direct(config):
+        columns += list_width(config)
+    if not (axis.is_strided and T <= DIRECT_IN):
+        columns += axis.count * T
+    if config.sums_in_psum:
+        columns += accumulator_banks(config) * BANK_FLOATS
+    size = -(-T // config.num_cores)
+    skipped = core * (2 * size - T) if config.num_cores > 1 else 0
+    if size > skipped and not (axis.is_strided and size <= DIRECT_OUT):
+        columns += -(-size // PARTITIONS) * axis.count * axis.rows
+    return columns

@@ -1,0 +1,225 @@
+"""Decode MoE: a few tokens through the experts they chose, each expert read once.
+
+    y[t] = sum over k with an expert of this rank of a[t, k] * MLP_e(t, k)(x[t])
+    MLP_e(x) = (act(clamp(x Wg + bg)) * (clamp(x Wu + bu) + up_offset)) Wd + bd
+
+with the affinity on the expert's output (post), on its input (pre), or nowhere (none). Choices of
+other ranks' experts add nothing; a rank without a hit writes zeros.
+
+Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E experts of it):
+
+    hidden             [T, H]      bfloat16
+    gate_up            [E, H, 2I]  weights   gate columns first (or packed, see decode_layout.py)
+    down               [E, I, H]   weights
+    expert_index       [T, K]      int32     global experts, different ones for a token; -1: none
+    expert_affinities  [T, K]      float32
+    first_expert       [1, 1]      int32     global number of local expert 0
+    gate_up_bias       [E, 2I]     float32   optional
+    down_bias          [E, H]      bfloat16  optional
+    gate_up_scale      [E, 2I]     float32   optional, of output channels
+    down_scale         [E, H] float32 of output channels, or [E, 1] of the expert; optional
+    -> output          [T, H]      float32 or bfloat16
+
+On chip: x^T [h, H/h, T] stays; weights of an item (a chunk of an expert) [h, H/h, 2, i] and
+[i, I/i, H] lie in one of `slots` buffers, a partition owning consecutive rows of HBM; y^T
+[h, H/h, T] is added up over all experts in PSUM or float32 SBUF.
+
+A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
+biases are not scaled.
+
+Limits: `make_decode_config`. Bytes: the touched experts once (all of them in mode "all"), x and y.
+Matmul columns: max(T, 64) per 128 x 128 weights. The loop: decode_groups.py.
+
+Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.decode.buffers import (
+    DecodeBuffers,
+    DecodeOperands,
+    SumBuffers,
+    clear_sums,
+    make_buffers,
+    make_sums,
+    routing_bank,
+)
+from nki_kernels.decode.config import (
+    BANK_FLOATS,
+    UNROLLED_ENTRIES,
+    DecodeConfig,
+    entry_stride,
+    is_direct,
+    list_width,
+    output_dtype,
+)
+from nki_kernels.decode.ends import finish, load_tokens
+from nki_kernels.decode.groups import look_up_first, run_group
+from nki_kernels.decode.list import Routing, list_experts, weigh
+
+
+@nki.jit
+def decode_moe(
+    hidden: nl.NkiTensor,
+    gate_up: nl.NkiTensor,
+    down: nl.NkiTensor,
+    expert_index: nl.NkiTensor,
+    expert_affinities: nl.NkiTensor,
+    first_expert: nl.NkiTensor,
+    config: DecodeConfig,
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    gate_up_scale: Any = None,
+    down_scale: Any = None,
+) -> nl.NkiTensor:
+    """Compute the tokens' sums over the experts of this rank; see the module."""
+    core = nl.program_id(0)
+    output = nl.ndarray((config.T, config.H), dtype=output_dtype(config), buffer=nl.shared_hbm)
+    x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
+    index_tiles = load_per_token(config, expert_index)
+    first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
+    sums = make_sums(config)
+    b = make_buffers(config, sums)
+    affinity_tiles = load_per_token(config, expert_affinities)
+    routing = route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
+    if has_loop(config):
+        look_up_first(config, b, routing)
+    turned_sb = load_tokens(config, sums, hidden)
+    start_sums(config, sums)
+    run_experts(config, b, x, turned_sb, routing, True)
+    finish(config, sums, output, core, [])
+    return output
+
+
+def load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
+    """Load [T, K] values, at most 128 tokens a tile."""
+    tiles = []
+    for first in range(0, config.T, PARTITIONS):
+        size = min(PARTITIONS, config.T - first)
+        tile_sb = nl.ndarray((size, config.K), dtype=values.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=tile_sb,
+            src=values[first : first + size, 0 : config.K],
+            dge_mode=nisa.dge_mode.none,
+        )
+        tiles.append(tile_sb)
+    return tiles
+
+
+def load_first_expert(config: DecodeConfig, first_expert: nl.NkiTensor) -> nl.NkiTensor:
+    """Load the number of local expert 0 onto the partitions of the tokens."""
+    rows = min(PARTITIONS, config.T)
+    first_sb = nl.ndarray((rows, 1), dtype=nl.int32, buffer=nl.sbuf)
+    source = first_expert.ap([[0, rows], [1, 1]])
+    nisa.dma_copy(dst=first_sb, src=source, dge_mode=nisa.dge_mode.none)
+    return first_sb
+
+
+def start_sums(config: DecodeConfig, sums: SumBuffers) -> None:
+    """Set y^T to zero."""
+    zeros_sb = nl.ndarray((1, BANK_FLOATS), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=zeros_sb, value=0.0)
+    clear_sums(config, sums, zeros_sb)
+
+
+def route_tokens(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    index_tiles: list[nl.NkiTensor],
+    affinity_tiles: list[nl.NkiTensor],
+    first_sb: Any,
+    core: int,
+) -> Routing:
+    """Work out which experts are touched, and by how much each token; see decode_list.py."""
+    bank_ps = routing_bank(b.sums)
+    routing = list_experts(config, index_tiles, first_sb, bank_ps, b.ones, core)
+    weigh(config, routing, affinity_tiles, bank_ps, b.ones)
+    return routing
+
+
+def run_experts(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    turned_sb: nl.NkiTensor,
+    routing: Routing,
+    is_looked_up: bool = False,
+) -> None:
+    """Add what this core computes of this rank's experts to y^T.
+
+    Args:
+        config: what the kernel is compiled for.
+        b: buffers; y^T is in `b.sums`.
+        x: the experts in HBM.
+        turned_sb: x^T, [h, H/h, T] view.
+        routing: touched experts and weights of the tokens.
+        is_looked_up: whether `look_up_first` was called, if `has_loop`.
+    """
+    if has_loop(config) and not is_looked_up:
+        look_up_first(config, b, routing)
+    if len(routing.ends) == 0:
+        run_known(config, b, x, turned_sb, routing)
+        return
+    begin: Any = 0
+    size = config.unroll
+    for end_sb in routing.ends:
+        end = nisa.register_alloc()
+        nisa.register_load(end, end_sb)
+        loop_over(config, b, x, turned_sb, routing, begin, end, size)
+        begin = end
+        size = size // 2
+
+
+def has_loop(config: DecodeConfig) -> bool:
+    """Whether there is a loop over list entries: a short list of known length has none."""
+    is_known = config.mode == "all" or is_direct(config)
+    return not is_known or list_width(config) > entry_stride(config) * UNROLLED_ENTRIES
+
+
+def run_known(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    turned_sb: nl.NkiTensor,
+    routing: Routing,
+) -> None:
+    """Go through a list whose length is known at compile time; the last entries are written out."""
+    width, stride = list_width(config), entry_stride(config)
+    step = stride * config.unroll
+    whole = width // stride * stride
+    looped = 0
+    if has_loop(config):
+        looped = width // step * step
+        loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
+    for begin in range(looped, whole, step):
+        run_group(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
+    for begin in range(whole, width):
+        run_group(config, b, x, turned_sb, routing, begin, 0)
+
+
+def loop_over(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    x: DecodeOperands,
+    turned_sb: nl.NkiTensor,
+    routing: Routing,
+    begin: Any,
+    end: Any,
+    size: int,
+) -> None:
+    """Loop over groups of `size` entries of every core, from list position `begin` to `end`.
+
+    Size 0 is for an entry that the cores share.
+    """
+
+    def one_group(position: Any) -> None:
+        run_group(config, b, x, turned_sb, routing, position, size)
+
+    nl.fori_loop(begin, end, one_group, step=max(1, entry_stride(config) * size))

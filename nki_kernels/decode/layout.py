@@ -1,0 +1,102 @@
+"""Weights laid out so that every item of the decode kernels is two transfers of long runs.
+
+    gate_up  [E, C, h, run]       run: [H/h, 2, Ic] weights, then float32 numbers, as bytes:
+                                  biases [2] and scales [2] of row i = h of the chunk, down scales
+                                  [H/h] of these elements of H, or the expert's one
+    down     [E, C, Ic, H/h * h]  columns in the order of the tiles of H
+
+C chunks of Ic <= 128 rows; missing rows and columns are zeros. The layout depends on sizes and
+formats only, not on the number of tokens. Down biases stay as they are.
+
+Axes: E experts, C chunks, h partitions of a tile of H, Ic rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nki_kernels.common.tiles import elements_of, rows_of
+from nki_kernels.decode.config import (
+    DecodeConfig,
+    extra_floats,
+    item_bytes,
+    packed_rows,
+    packed_run,
+    packed_weights,
+)
+
+Array = NDArray[Any]
+
+
+def pack_gate_up(
+    config: DecodeConfig,
+    gate_up_EH2I: Array,
+    gate_up_bias_E2I: Array | None = None,
+    gate_up_scale_E2I: Array | None = None,
+    down_scale: Array | None = None,
+) -> Array:
+    """Return the packed gate and up weights, [E, C, h, run] of the weights' type.
+
+    Args:
+        config: a configuration with weight_layout="packed".
+        gate_up_EH2I: [E, H, 2I] codes, gate columns first.
+        gate_up_bias_E2I: [E, 2I] float32, if the configuration has biases.
+        gate_up_scale_E2I: [E, 2I] float32, if it has scales.
+        down_scale: [E, H] or [E, 1] float32, as the configuration says.
+    """
+    E, h_axis, size = config.E, config.h_axis, config.i_axis.size
+    shape = (E, config.chunks, packed_rows(config), packed_run(config))
+    packed = np.zeros(shape, gate_up_EH2I.dtype)
+    weights = packed[..., : packed_weights(config)].reshape(
+        (*shape[:3], h_axis.count, 2, size), copy=False
+    )
+    chunked = _chunk(config, gate_up_EH2I)  # [E, H, 2, C, Ic]
+    for tile in range(h_axis.count):
+        rows = rows_of(h_axis, tile)
+        part = chunked[:, elements_of(h_axis, tile)]
+        weights[:, :, :rows, tile] = part.transpose((0, 3, 1, 2, 4))
+    if extra_floats(config) == 0:
+        return packed
+    begin = shape[3] - extra_floats(config) * 4 // item_bytes(config)
+    extras = np.ascontiguousarray(packed[..., begin:]).view(np.float32)
+    position = 0
+    for values in (gate_up_bias_E2I, gate_up_scale_E2I):
+        if values is not None:
+            per_row = _chunk(config, values[:, None, :])[:, 0].transpose((0, 2, 3, 1))
+            extras[:, :, :size, position : position + 2] = per_row
+            position += 2
+    if config.down_scale == "expert" and down_scale is not None:
+        extras[..., position] = down_scale[:, :, None]
+    elif config.down_scale == "channel" and down_scale is not None:
+        for tile in range(h_axis.count):
+            rows = rows_of(h_axis, tile)
+            extras[:, :, :rows, position + tile] = down_scale[:, None, elements_of(h_axis, tile)]
+    packed[..., begin:] = extras.view(packed.dtype)
+    return packed
+
+
+def pack_down(config: DecodeConfig, down_EIH: Array) -> Array:
+    """Return the packed down weights, [E, C, Ic, H/h * h].
+
+    Args:
+        config: a configuration with weight_layout="packed".
+        down_EIH: [E, I, H] codes.
+    """
+    h_axis, size = config.h_axis, config.i_axis.size
+    packed = np.zeros((config.E, config.chunks * size, h_axis.count, h_axis.rows), down_EIH.dtype)
+    for tile in range(h_axis.count):
+        rows = rows_of(h_axis, tile)
+        packed[:, : config.I, tile, :rows] = down_EIH[:, :, elements_of(h_axis, tile)]
+    return packed.reshape(config.E, config.chunks, size, h_axis.count * h_axis.rows)
+
+
+def _chunk(config: DecodeConfig, values: Array) -> Array:
+    """Return [E, n, 2I] values as [E, n, 2, C, Ic], zeros where the last chunk is short."""
+    size, (experts, rows) = config.i_axis.size, values.shape[:2]
+    halves = values.reshape(experts, rows, 2, config.I)
+    padded = np.zeros((experts, rows, 2, config.chunks * size), values.dtype)
+    padded[..., : config.I] = halves
+    return padded.reshape(experts, rows, 2, config.chunks, size)

@@ -1,0 +1,298 @@
+"""Which experts a decode step touches, and how much of each a token takes.
+
+For a launch with index d[t, k] (local numbers; others' experts are out of range):
+
+    list     touched experts in ascending order, then NO_ENTRY                     [1, W]
+    weight   weight[t, w] = sum over k with d[t, k] == list[w] of affinity[t, k]   [T, W]
+
+and where the loops over the list end. Every number is an integer below 2**24, exact in float32.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+from nki.language import NKIObject
+
+from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.decode.config import (
+    DecodeConfig,
+    entry_stride,
+    is_direct,
+    list_width,
+    read_ahead,
+)
+
+VALUES = 8  # that nc_match_replace8 looks for at once
+NO_EXPERT = -2.0  # matches no expert
+NO_ENTRY = -(1 << 16)  # in the list past its end; matches no choice, not even another rank's
+
+
+@dataclass
+class Routing(NKIObject):
+    """What the loop over experts goes by.
+
+    Attributes:
+        list_sb: on partition 0 int32, expert of each entry, and more that no loop comes to.
+        ends: (1, 1) int32 tiles, list positions where groups of `unroll` entries end, then groups
+            of half as many, and so on, then the list; empty if its length is known.
+        local: per 128 tokens [tokens, K or more] float32, local number of each choice, from 1 on;
+            the index itself if `is_direct`.
+        core: number of this core.
+        weights: per 128 tokens [tokens, W or more] float32: factor of the expert's output; see
+            `weigh`.
+        inputs: the same, factor of its input; empty unless scaling is "pre".
+    """
+
+    list_sb: nl.NkiTensor
+    ends: list[nl.NkiTensor]
+    local: list[nl.NkiTensor]
+    core: int
+    weights: list[nl.NkiTensor]
+    inputs: list[nl.NkiTensor]
+
+
+def list_experts(
+    config: DecodeConfig,
+    index_tiles: list[nl.NkiTensor],
+    first_sb: Any,
+    bank_ps: nl.NkiTensor,
+    ones_sb: nl.NkiTensor,
+    core: int,
+) -> Routing:
+    """Work out which experts are touched; `weigh` adds what the tokens take of them.
+
+    Args:
+        config: sizes and mode.
+        index_tiles: per 128 tokens [tokens, K] int32, global experts.
+        first_sb: [tokens, 1] int32, global number of local expert 0; not used if `is_direct`.
+        bank_ps: a PSUM bank to work in.
+        ones_sb: [128, 128] float32 of ones.
+        core: number of this core.
+    """
+    width = list_width(config)
+    ends: list[nl.NkiTensor] = []
+    if is_direct(config):
+        # A missing choice (-1) loads expert 0 and counts for nothing.
+        wide = width + read_ahead(config)
+        list_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.memset(dst=list_sb[0:1, width:wide], value=NO_ENTRY, engine=nisa.engine.gpsimd)
+        nisa.tensor_scalar(
+            dst=list_sb[0:1, 0:width], data=index_tiles[0], op0=nl.maximum, operand0=0.0
+        )
+        return Routing(list_sb, ends, index_tiles, core, [], [])
+    if config.mode == "all":
+        wide = width + read_ahead(config)
+        list_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.iota(dst=list_sb, pattern=[[1, wide]], offset=0, channel_multiplier=0)
+        local = local_experts(config, index_tiles, first_sb)
+        return Routing(list_sb, ends, local, core, [], [])
+    mask_sb = loop_masks(config)
+    local = local_experts(config, index_tiles, first_sb)
+    list_sb = find_touched(config, local, bank_ps)
+    return Routing(list_sb, loop_ends(config, list_sb, mask_sb), local, core, [], [])
+
+
+def local_experts(
+    config: DecodeConfig, index_tiles: list[nl.NkiTensor], first_sb: Any
+) -> list[nl.NkiTensor]:
+    """Return per 128 tokens [tokens, K'] float32 local numbers from 1 on, K' a multiple of 8."""
+    columns = (config.K + VALUES - 1) // VALUES * VALUES
+    local = []
+    for index_sb in index_tiles:
+        rows = index_sb.shape[0]
+        local_sb = nl.ndarray((rows, columns), dtype=nl.float32, buffer=nl.sbuf)
+        if config.K < columns:
+            nisa.memset(dst=local_sb, value=NO_EXPERT)
+        local.append(local_sb)
+    if config.num_experts == config.E:
+        for tile in range(len(local)):
+            rows = local[tile].shape[0]
+            nisa.tensor_scalar(
+                dst=local[tile][0:rows, 0 : config.K],
+                data=index_tiles[tile],
+                op0=nl.add,
+                operand0=1.0,
+            )
+        return local
+    first_float_sb = nl.ndarray((first_sb.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=first_float_sb, data=first_sb, op0=nl.add, operand0=-1.0)
+    for tile in range(len(local)):
+        rows = local[tile].shape[0]
+        nisa.tensor_scalar(
+            dst=local[tile][0:rows, 0 : config.K],
+            data=index_tiles[tile],
+            op0=nl.subtract,
+            operand0=first_float_sb[0:rows, 0:1],
+        )
+    return local
+
+
+def find_touched(
+    config: DecodeConfig,
+    local: list[nl.NkiTensor],
+    bank_ps: nl.NkiTensor,
+) -> nl.NkiTensor:
+    """Return [128, E + 1 + more] int32: on partition 0 the touched experts, NO_ENTRY, their number.
+
+    The number is in column E; what follows is NO_ENTRY again.
+    """
+    E = config.E
+    # Numbers from 1 on, and 0 where a token chose the expert: a column of n that all T tokens left
+    # alone adds up to n T. Up to 256 they are exact in bfloat16.
+    dtype = nl.bfloat16 if E <= 256 else nl.float32
+    searched = max(E, VALUES)  # as many as are looked for, at least
+    expert_sb = nl.ndarray((PARTITIONS, searched), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=expert_sb, pattern=[[1, searched]], offset=1, channel_multiplier=0)
+    left_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=left_sb, pattern=[[config.T, E]], offset=config.T, channel_multiplier=0)
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=dtype, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
+    wide = E + 1 + read_ahead(config)
+    touched_sb = nl.ndarray((PARTITIONS, wide), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.memset(
+        dst=touched_sb[0:PARTITIONS, E + 1 : wide], value=NO_ENTRY, engine=nisa.engine.gpsimd
+    )
+    for tile in range(len(local)):
+        rows, columns = local[tile].shape
+        marked_sb = expert_sb[0:rows, 0:searched]
+        for first in range(0, columns, VALUES):
+            is_last = first + VALUES == columns
+            next_dtype = dtype if is_last else nl.float32
+            next_sb = nl.ndarray((rows, searched), dtype=next_dtype, buffer=nl.sbuf)
+            wanted = local[tile][0:rows, first : first + VALUES]
+            nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=0.0)
+            marked_sb = next_sb
+        nisa.nc_matmul(
+            dst=bank_ps[0:PARTITIONS, 0:E],
+            stationary=ones_sb[0:rows, 0:PARTITIONS],
+            moving=marked_sb[0:rows, 0:E],
+            accumulate=tile > 0,
+        )
+    count_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(
+        dst=count_sb, data1=bank_ps[0:PARTITIONS, 0:E], data2=left_sb, op=nl.not_equal
+    )
+    nisa.nonzero_with_count(
+        dst=touched_sb[0:PARTITIONS, 0 : E + 1], src=count_sb, padding_val=NO_ENTRY
+    )
+    return touched_sb
+
+
+def loop_masks(config: DecodeConfig) -> nl.NkiTensor:
+    """Return [1, n] int32: bits of the list's length that say where the loops over groups end.
+
+    Cores that take alternate entries do so up to an even position; the last end is the list's.
+    """
+    stride = entry_stride(config)
+    masks = []
+    size = config.unroll
+    while size > 0:
+        masks.append(-(stride * size))
+        size = size // 2
+    if stride > 1:
+        masks.append(-1)
+    mask_sb = nl.ndarray((1, len(masks)), dtype=nl.int32, buffer=nl.sbuf)
+    for k in range(len(masks)):
+        nisa.memset(dst=mask_sb[0:1, k : k + 1], value=masks[k], engine=nisa.engine.gpsimd)
+    return mask_sb
+
+
+def loop_ends(
+    config: DecodeConfig, touched_sb: nl.NkiTensor, mask_sb: nl.NkiTensor
+) -> list[nl.NkiTensor]:
+    """Return (1, 1) tiles with the list positions at which the loops over groups end."""
+    count = mask_sb.shape[1]
+    end_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
+    length_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, count)
+    nisa.tensor_tensor(dst=end_sb, data1=length_sb, data2=mask_sb, op=nl.bitwise_and)
+    ends = []
+    for k in range(count):
+        ends.append(end_sb[0:1, k : k + 1])
+    return ends
+
+
+def weigh(
+    config: DecodeConfig,
+    routing: Routing,
+    affinity_tiles: list[nl.NkiTensor],
+    bank_ps: nl.NkiTensor,
+    ones_sb: nl.NkiTensor,
+) -> None:
+    """Fill in the factors of outputs and of inputs of every entry; see `Routing`.
+
+    Args:
+        config: sizes and mode.
+        routing: the list.
+        affinity_tiles: per 128 tokens [tokens, K] float32.
+        bank_ps: a PSUM bank to work in.
+        ones_sb: [128, 128] float32 of ones.
+    """
+    counts = config.scaling != "post"
+    if is_direct(config):
+        routing.weights.append(_row(config, routing, affinity_tiles[0], counts))
+        if config.scaling == "pre":
+            routing.inputs.append(_row(config, routing, affinity_tiles[0], False))
+        return
+    width = list_width(config)
+    list_float_sb = nl.ndarray((1, width), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=list_float_sb, src=routing.list_sb[0:1, 0:width])
+    nisa.nc_matmul(
+        dst=bank_ps[0:PARTITIONS, 0:width],
+        stationary=ones_sb[0:1, 0:PARTITIONS],
+        moving=list_float_sb,
+        accumulate=False,
+    )
+    wide_sb = nl.ndarray((PARTITIONS, width), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=wide_sb, data=bank_ps[0:PARTITIONS, 0:width], op0=nl.add, operand0=1.0)
+    for tile in range(len(routing.local)):
+        local_sb, affinity_sb = routing.local[tile], affinity_tiles[tile]
+        routing.weights.append(_table(config, local_sb, affinity_sb, wide_sb, counts))
+        if config.scaling == "pre":
+            routing.inputs.append(_table(config, local_sb, affinity_sb, wide_sb, False))
+
+
+def _row(
+    config: DecodeConfig, routing: Routing, affinity_sb: nl.NkiTensor, counts: bool
+) -> nl.NkiTensor:
+    """Return [1, K + more] float32: affinities of a single token, or 1; 0 for a missing choice."""
+    K, wide = config.K, config.K + read_ahead(config)
+    row_sb = nl.ndarray((1, wide), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=row_sb[0:1, K:wide], value=0.0, engine=nisa.engine.gpsimd)
+    chosen_sb = row_sb[0:1, 0:K]
+    nisa.tensor_scalar(dst=chosen_sb, data=routing.local[0], op0=nl.greater_equal, operand0=0.0)
+    if not counts:
+        nisa.tensor_tensor(dst=chosen_sb, data1=chosen_sb, data2=affinity_sb, op=nl.multiply)
+    return row_sb
+
+
+def _table(
+    config: DecodeConfig,
+    local_sb: nl.NkiTensor,
+    affinity_sb: nl.NkiTensor,
+    wide_sb: nl.NkiTensor,
+    counts: bool,
+) -> nl.NkiTensor:
+    """Return [tokens, W + more] float32: affinities to every entry, or 1 where it was chosen."""
+    rows, width = local_sb.shape[0], wide_sb.shape[1]
+    shape = (rows, width + read_ahead(config))
+    table_sb = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=table_sb, value=0.0)
+    term_sb = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+    for k in range(config.K):
+        nisa.tensor_scalar(
+            dst=term_sb,
+            data=wide_sb[0:rows, 0:width],
+            op0=nl.equal,
+            operand0=local_sb[0:rows, k : k + 1],
+            op1=nl.multiply,
+            operand1=1.0 if counts else affinity_sb[0:rows, k : k + 1],
+        )
+        nisa.tensor_tensor(
+            dst=table_sb[0:rows, 0:width],
+            data1=table_sb[0:rows, 0:width],
+            data2=term_sb,
+            op=nl.add,
+        )
+    return table_sb

@@ -1,0 +1,318 @@
+"""Tokens of a decode step on chip: loaded, normalised and turned.
+
+    x[t] = hidden[t] * rsqrt(mean(hidden[t]^2) + eps) * norm_weight, rounded to the type of hidden
+
+The result is x^T [h, H/h, T], a partition owning consecutive rows of H where `tile_axis` finds
+equal tiles: what the router and the experts multiply with. Few tokens are loaded that way round; of
+more the rows are loaded and turned by the tensor engine, exactly.
+
+A normalisation by tokens is one of columns there. Their sums of squares are the diagonal of
+x x^T, whose products of bfloat16 are exact in float32; a product with ones adds them over the
+partitions and leaves each sum on all of them. What is used twice lies in PSUM, as the Vector engine
+reads one operand from SBUF and one from PSUM at full rate, and two of SBUF at half of it.
+
+The functions here take and give tiles; memory they allocate is counted by `norm_bytes`.
+
+Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.plans import PARTITIONS, AxisTiles
+from nki_kernels.common.tiles import BANK_BYTES, rows_of, transpose_rows
+
+DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
+WARM_UPS = 4  # matmuls while the tokens travel: the tensor engine's clock climbs with its work
+ENGINES, ROWS_PER_ENGINE = 16, 8  # of the DMA: a transfer of few rows keeps few engines busy
+SHARED_TOKENS = 32  # from here on the Vector engine shares its passes over x^T
+STEP_COLUMNS = 1024  # of the last pass over x^T, so that the router follows closely
+
+
+@dataclass
+class TokenTile(nl.NKIObject):
+    """Up to 128 tokens as they were loaded: turned if they are few, else as rows."""
+
+    rows_sb: nl.ndarray  # [R, H], or the same tile as turned_sb
+    turned_sb: nl.ndarray  # [h, H/h, R], filled from the rows by `turn`
+    is_turned: bool
+
+
+@dataclass
+class NormTiles(nl.NKIObject):
+    """What normalising needs besides the tokens."""
+
+    weight_sb: nl.ndarray  # [h, H/h], the weight as in HBM
+    wide_sb: nl.ndarray  # [h, H/h] float32, the same
+    ones_sb: nl.ndarray  # [128, 128] float32
+    diagonal_sb: nl.ndarray  # [128, 128] uint32, the identity
+    small_ps: nl.ndarray  # [128, 4, 128] float32: x x^T, sums, scales, weight
+
+
+def is_direct(num_tokens: int, h_axis: AxisTiles) -> bool:
+    """Whether tokens are loaded turned."""
+    return num_tokens <= DIRECT_TOKENS and h_axis.is_strided
+
+
+def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
+    """Return the bytes of SBUF per partition alive while T tokens are loaded and normalised.
+
+    The result is not among them. A tile of 128 tokens is turned when the one before is done.
+    """
+    rows = min(PARTITIONS, num_tokens)
+    size = 2 * h_axis.count * rows
+    if not is_direct(num_tokens, h_axis):
+        size += 2 * h_axis.size * (-(-num_tokens // PARTITIONS))
+    if has_norm:
+        size += 4 * h_axis.count * rows + 4 * 4 * PARTITIONS + 12 * h_axis.count
+    return size
+
+
+def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
+    """Ask for all tokens, 128 a tile; nothing here waits for them.
+
+    Args:
+        hidden_TH: [T, H] bfloat16 in HBM.
+        h_axis: how H lies on partitions.
+    """
+    num_tokens, hidden_size = hidden_TH.shape
+    tiles = []
+    for first in range(0, num_tokens, PARTITIONS):
+        rows = min(PARTITIONS, num_tokens - first)
+        if is_direct(num_tokens, h_axis):
+            flat_sb = nl.ndarray((h_axis.rows, rows, h_axis.count), hidden_TH.dtype, buffer=nl.sbuf)
+            spread(flat_sb, hidden_TH, h_axis)
+            turned_sb = flat_sb.permute((0, 2, 1))
+            tiles.append(TokenTile(turned_sb, turned_sb, True))
+        else:
+            rows_sb = nl.ndarray((rows, hidden_size), hidden_TH.dtype, buffer=nl.sbuf)
+            pieces = max(1, ENGINES // (-(-rows // ROWS_PER_ENGINE)))
+            width = -(-hidden_size // pieces)
+            for start in range(0, hidden_size, width):
+                columns = slice(start, min(start + width, hidden_size))
+                source = hidden_TH[first : first + rows, columns]
+                nisa.dma_copy(dst=rows_sb[:, columns], src=source, dge_mode=nisa.dge_mode.none)
+            shape = (h_axis.rows, h_axis.count, rows)
+            turned_sb = nl.ndarray(shape, hidden_TH.dtype, buffer=nl.sbuf)
+            tiles.append(TokenTile(rows_sb, turned_sb, False))
+    return tiles
+
+
+def spread(flat_sb: nl.ndarray, rows_RH: nl.ndarray, h_axis: AxisTiles) -> None:
+    """Load rows of a strided axis as [h, R, H/h], a run of each on every partition.
+
+    What the last partition lacks becomes zero.
+    """
+    count, rows = h_axis.count, flat_sb.shape[1]
+    full, rest = h_axis.size // count, h_axis.size % count
+    if rest > 0:
+        nisa.memset(dst=flat_sb, value=0.0, engine=nisa.engine.gpsimd)
+        source = rows_RH.ap([[count, 1], [h_axis.size, rows], [1, rest]], offset=full * count)
+        target = flat_sb[full : full + 1, :, 0:rest]
+        nisa.dma_copy(dst=target, src=source, dge_mode=nisa.dge_mode.none)
+    source = rows_RH.ap([[count, full], [h_axis.size, rows], [1, count]])
+    nisa.dma_copy(dst=flat_sb[0:full], src=source, dge_mode=nisa.dge_mode.none)
+
+
+def turn(tile: TokenTile, h_axis: AxisTiles, banks_ps: list[nl.ndarray]) -> None:
+    """Turn the rows of a tile if they came as rows.
+
+    Args:
+        tile: the tokens.
+        h_axis: how H lies on partitions.
+        banks_ps: PSUM banks [128, 1024] bfloat16, used in turn.
+    """
+    if tile.is_turned:
+        return
+    if h_axis.rows * h_axis.count != h_axis.size:
+        # Places past the end of H: nobody multiplies with them, but they are scaled.
+        nisa.memset(dst=tile.turned_sb, value=0.0)
+    transpose_rows(tile.turned_sb, tile.rows_sb, h_axis, banks_ps, tile.rows_sb.shape[0])
+
+
+def turn_banks(h_axis: AxisTiles, num_tokens: int) -> list[nl.ndarray]:
+    """Allocate the PSUM banks for `turn`; none if the tokens come turned."""
+    banks = []
+    if not is_direct(num_tokens, h_axis):
+        for _bank in range(2):
+            banks.append(nl.ndarray((PARTITIONS, BANK_BYTES // 2), nl.bfloat16, buffer=nl.psum))
+    return banks
+
+
+def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
+    """Load the weight of the norm and make its constants."""
+    weight_sb = nl.ndarray((h_axis.rows, h_axis.count), norm_weight_1H.dtype, buffer=nl.sbuf)
+    if h_axis.is_strided:
+        spread(weight_sb.expand_dim(1), norm_weight_1H, h_axis)
+    else:
+        nisa.memset(dst=weight_sb, value=0.0)
+        for tile in range(h_axis.count):
+            rows = rows_of(h_axis, tile)
+            source = norm_weight_1H.ap([[1, rows], [1, 1]], offset=tile * h_axis.rows)
+            target = weight_sb[0:rows, tile : tile + 1]
+            nisa.dma_copy(dst=target, src=source, dge_mode=nisa.dge_mode.none)
+    shape = (PARTITIONS, PARTITIONS)
+    ones_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=ones_sb, pattern=[[0, PARTITIONS]], offset=1, channel_multiplier=0)
+    diagonal_sb = nl.ndarray(shape, nl.uint32, buffer=nl.sbuf)
+    nisa.affine_select(
+        dst=diagonal_sb,
+        pattern=[[1, PARTITIONS]],
+        offset=0,
+        channel_multiplier=-1,
+        on_true_tile=ones_sb,
+        on_false_value=0.0,
+        cmp_op=nl.equal,
+    )
+    small_ps = nl.ndarray((PARTITIONS, 4, PARTITIONS), nl.float32, buffer=nl.psum)
+    # Brings the Scalar engine's table while the tokens travel; the number itself is not used.
+    first_sb = nl.ndarray((PARTITIONS, 1), nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=first_sb, op=nl.rsqrt, data=ones_sb[:, 0:1])
+    for _turn in range(WARM_UPS):
+        nisa.nc_matmul(dst=small_ps[:, 0, :], stationary=ones_sb, moving=ones_sb, accumulate=False)
+    wide_sb = nl.ndarray(weight_sb.shape, nl.float32, buffer=nl.sbuf)
+    return NormTiles(weight_sb, wide_sb, ones_sb, diagonal_sb, small_ps)
+
+
+def normalize(
+    normed_sb: nl.ndarray, tile: TokenTile, norm: NormTiles, h_axis: AxisTiles, eps: float
+) -> None:
+    """Write the normalised tokens of a tile, [h, H/h, R] of the type of hidden."""
+    turned_sb = tile.turned_sb
+    rows = turned_sb.shape[2]
+    sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:rows]
+    mean_factor = 1.0 / h_axis.size
+    if rows == 1:
+        sum_squares(turned_sb, norm, h_axis)
+        scale_sb = nl.ndarray((h_axis.rows, 1), nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=scale_sb, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
+        nisa.scalar_tensor_tensor(
+            dst=normed_sb[:, :, 0],
+            data=turned_sb[:, :, 0],
+            op0=nl.multiply,
+            operand0=scale_sb,
+            op1=nl.multiply,
+            operand1=norm.weight_sb,
+        )
+        return
+    weighted_sb = nl.ndarray((h_axis.rows, h_axis.count, rows), nl.float32, buffer=nl.sbuf)
+    scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
+    # Engines take their work in order: of few tokens the weight is applied while the products are
+    # made, of many it would keep the sums waiting.
+    weighs_first = not tile.is_turned and rows < SHARED_TOKENS
+    if tile.is_turned:
+        sum_squares(turned_sb, norm, h_axis)
+    spread_weight(norm, h_axis)
+    if weighs_first:
+        apply_weight(weighted_sb, turned_sb, norm)
+    if not tile.is_turned:
+        sum_squares_by_products(turned_sb, norm, h_axis)
+    nisa.activation(dst=scale_ps, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
+    if not weighs_first:
+        apply_weight(weighted_sb, turned_sb, norm)
+    apply_scale(normed_sb, weighted_sb, scale_ps)
+
+
+def vector_share(count: int, rows: int) -> int:
+    """Return how many tiles of H the Vector engine takes; another one has the rest of many."""
+    return count if rows < SHARED_TOKENS else count - count // 3
+
+
+def spread_weight(norm: NormTiles, h_axis: AxisTiles) -> None:
+    """Put the norm's weight where it is read: in PSUM for the Vector engine, float32 for Scalar."""
+    weight_ps = norm.small_ps[0 : h_axis.rows, 3, 0 : h_axis.count]
+    nisa.tensor_copy(dst=weight_ps, src=norm.weight_sb, engine=nisa.engine.scalar)
+    nisa.tensor_copy(dst=norm.wide_sb, src=norm.weight_sb, engine=nisa.engine.gpsimd)
+
+
+def apply_weight(weighted_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles) -> None:
+    """Write the product of tokens and the norm's weight, [h, H/h, R] float32."""
+    h, count, rows = turned_sb.shape
+    own = vector_share(count, rows)
+    weight = norm.small_ps[0:h, 3, 0:own].expand_dim(2).broadcast(2, rows)
+    nisa.tensor_tensor(
+        dst=weighted_sb[:, 0:own, :], data1=turned_sb[:, 0:own, :], data2=weight, op=nl.multiply
+    )
+    for tile in range(own, count):
+        nisa.activation(
+            dst=weighted_sb[:, tile, :],
+            op=nl.copy,
+            data=turned_sb[:, tile, :],
+            scale=norm.wide_sb[:, tile : tile + 1],
+        )
+
+
+def apply_scale(normed_sb: nl.ndarray, weighted_sb: nl.ndarray, scale_ps: nl.ndarray) -> None:
+    """Multiply every token with its scale and round, [h, H/h, R]."""
+    h, count, rows = weighted_sb.shape
+    own = vector_share(count, rows)
+    if own < count:
+        scale_sb = nl.ndarray((h, rows), nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=scale_sb, src=scale_ps, engine=nisa.engine.scalar)
+        nisa.tensor_tensor(
+            dst=normed_sb[:, own:count, :],
+            data1=weighted_sb[:, own:count, :],
+            data2=scale_sb.expand_dim(1).broadcast(1, count - own),
+            op=nl.multiply,
+            engine=nisa.engine.gpsimd,
+        )
+    step = max(1, STEP_COLUMNS // rows)
+    for first in range(0, own, step):
+        chunks = slice(first, min(first + step, own))
+        part_sb = weighted_sb[:, chunks, :]
+        scale = scale_ps.expand_dim(1).broadcast(1, part_sb.shape[1])
+        nisa.tensor_tensor(dst=normed_sb[:, chunks, :], data1=part_sb, data2=scale, op=nl.multiply)
+
+
+def sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
+    """Leave the sums of squares of a few tokens on every partition of PSUM."""
+    rows = turned_sb.shape[2]
+    partial_sb = nl.ndarray((h_axis.rows, rows), nl.float32, buffer=nl.sbuf)
+    for token in range(rows):
+        squares_sb = nl.ndarray((h_axis.rows, h_axis.count), nl.float32, buffer=nl.sbuf)
+        nisa.activation_reduce(
+            dst=squares_sb,
+            op=nl.square,
+            data=turned_sb[:, :, token],
+            reduce_op=nl.add,
+            reduce_res=partial_sb[:, token : token + 1],
+        )
+    nisa.nc_matmul(
+        dst=norm.small_ps[0 : h_axis.rows, 1, 0:rows],
+        stationary=norm.ones_sb[0 : h_axis.rows, 0 : h_axis.rows],
+        moving=partial_sb,
+        accumulate=False,
+    )
+
+
+def sum_squares_by_products(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
+    """Leave the sums of squares of up to 128 tokens on every partition of PSUM.
+
+    The products of different tokens are dropped, not multiplied by zero: a token that holds NaN
+    must not reach the others.
+    """
+    rows = turned_sb.shape[2]
+    products_ps = norm.small_ps[0:rows, 0, 0:rows]
+    for tile in range(h_axis.count):
+        depth = rows_of(h_axis, tile)
+        nisa.nc_matmul(
+            dst=products_ps,
+            stationary=turned_sb[0:depth, tile, :],
+            moving=turned_sb[0:depth, tile, :],
+            accumulate=tile > 0,
+        )
+    squares_sb = nl.ndarray((rows, rows), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=squares_sb, value=0.0)
+    nisa.tensor_copy_predicated(
+        dst=squares_sb, src=products_ps, predicate=norm.diagonal_sb[0:rows, 0:rows]
+    )
+    nisa.nc_matmul(
+        dst=norm.small_ps[0 : h_axis.rows, 1, 0:rows],
+        stationary=norm.ones_sb[0:rows, 0 : h_axis.rows],
+        moving=squares_sb,
+        accumulate=False,
+    )

@@ -1,0 +1,215 @@
+"""Stages of the decode kernels: project out of I, and add up y^T.
+
+A *block* is one or more chunks of an expert whose down projections are added up in PSUM before
+they go to the sums. Where the sums are in PSUM too, or an expert's part of y^T stays there until
+its last chunk, a block is one chunk.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.tiles import elements_of, rows_of
+from nki_kernels.decode.buffers import DecodeBuffers
+from nki_kernels.decode.config import (
+    OUT_BANKS,
+    DecodeConfig,
+    accumulator_banks,
+    holds_expert,
+    keeps_scales,
+    tiles_per_bank,
+)
+
+TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no more than one per bank
+
+
+def project_out(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    slot: int,
+    item: int,
+    ring: int,
+    adds_bias: bool,
+    is_first: bool = True,
+    is_last: bool = True,
+    size: int = 1,
+) -> None:
+    """Add a block's part of y^T, with the expert's down bias if asked.
+
+    Args:
+        config: sizes.
+        b: buffers.
+        slot: buffers of the weights of its first item; those of the others follow.
+        item: number of the first item, for the rings.
+        ring: buffers of the expert's column.
+        adds_bias: whether this block adds the bias.
+        is_first, is_last: whether it is the first and the last block of its expert on this core.
+        size: items of the block.
+    """
+    per_bank, count = tiles_per_bank(config), config.h_axis.count
+    stays = holds_expert(config)
+    by_channel = config.down_scale == "channel"
+    scales = []
+    if by_channel:
+        scales.append(b.kept_scale[ring] if keeps_scales(config) else b.down_scale[slot])
+    for first in range(0, count, per_bank):
+        stop = min(count, first + per_bank)
+        turn = out_turn(config, item, ring, first // per_bank)
+        bank_ps = (
+            b.out_ps[turn % len(b.out_ps)] if not config.sums_in_psum else b.sums.total_ps[turn]
+        )
+        for c in range(first, stop):
+            begin = (c - first) * config.T
+            for k in range(size):
+                adds = config.sums_in_psum or (stays and not is_first) or k > 0
+                place = (slot + k) % config.slots
+                multiply_out(config, b, bank_ps, place, item + k, c, begin, adds)
+            if adds_bias and not by_channel:
+                multiply_bias(config, b, bank_ps, slot, ring, c, begin, True)
+        if not config.sums_in_psum and (is_last or not stays):
+            add_bank(config, b, bank_ps, scales, first, stop, turn)
+    if adds_bias and by_channel:
+        for first in range(0, count, per_bank):
+            stop = min(count, first + per_bank)
+            bank_ps = b.bias_ps
+            for c in range(first, stop):
+                multiply_bias(config, b, bank_ps, slot, ring, c, (c - first) * config.T, False)
+            add_bank(config, b, bank_ps, [], first, stop, first // per_bank)
+
+
+def keep_scales(config: DecodeConfig, b: DecodeBuffers, slot: int, ring: int) -> None:
+    """Copy an expert's channel scales, if `keeps_scales`, before its slot is loaded again."""
+    if keeps_scales(config):
+        rows = config.h_axis.rows
+        nisa.tensor_copy(
+            dst=b.kept_scale[ring][0:rows],
+            src=b.down_scale[slot][0:rows],
+            engine=nisa.engine.scalar,
+        )
+
+
+def out_turn(config: DecodeConfig, item: int, ring: int, number: int) -> int:
+    """Return which of a ring of banks a bank of y^T takes; that of the sums if they are in PSUM."""
+    banks = accumulator_banks(config)
+    if config.sums_in_psum:
+        return number
+    if not holds_expert(config):
+        return item * banks + number
+    return (ring * banks if 2 * banks <= OUT_BANKS else 0) + number
+
+
+def multiply_out(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    slot: int,
+    item: int,
+    tile: int,
+    begin: int,
+    adds: bool,
+) -> None:
+    """Multiply an item's inner activations with a tile of H of its down weights."""
+    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    weights_sb = b.down[slot].reshape_dim(1, (i_axis.count, b.down[slot].shape[1] // i_axis.count))
+    rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
+    if config.weight_layout == "packed":
+        columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
+    for t in range(i_axis.count):
+        depth = rows_of(i_axis, t)
+        nisa.nc_matmul(
+            dst=bank_ps[0:rows, begin : begin + T],
+            stationary=weights_sb[0:depth, t, columns],
+            moving=b.inner[item % len(b.inner)][0:depth, t, 0:T],
+            accumulate=t > 0 or adds,
+        )
+
+
+def multiply_bias(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    slot: int,
+    ring: int,
+    tile: int,
+    begin: int,
+    accumulate: bool,
+) -> None:
+    """Add, or write, the down bias of a tile of H times the tokens' weights."""
+    nisa.nc_matmul(
+        dst=bank_ps[0 : rows_of(config.h_axis, tile), begin : begin + config.T],
+        stationary=b.down_bias[slot][0:1, elements_of(config.h_axis, tile)],
+        moving=b.column_row[ring],
+        accumulate=accumulate,
+    )
+
+
+def add_bank(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    scales: list[nl.NkiTensor],
+    first: int,
+    stop: int,
+    turn: int,
+) -> None:
+    """Add tiles first.. of y^T to the sums in SBUF, scaled by channel if asked.
+
+    Without scales the Vector engine adds every other bank itself; for the rest Scalar empties PSUM
+    and GpSimd adds. With them, see `_add_tiles`.
+    """
+    full = first
+    while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
+        full += 1
+    _add_tiles(config, b, bank_ps, scales, first, first, full, turn)
+    _add_tiles(config, b, bank_ps, scales, first, full, stop, turn)
+
+
+def _add_tiles(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    scales: list[nl.NkiTensor],
+    first: int,
+    begin: int,
+    end: int,
+    turn: int,
+) -> None:
+    """Add tiles of one height; the bank holds those from `first` on."""
+    if begin == end:
+        return
+    T, rows = config.T, rows_of(config.h_axis, end - 1)
+    scratch_sb = b.scratch[turn % len(b.scratch)]
+    alone = begin
+    if len(scales) > 0 and T >= TILEWISE_TOKENS:
+        # Vector does 3 tiles in 8 alone, Scalar scales the others.
+        alone = begin + 3 * end // 8 - 3 * begin // 8
+        for c in range(begin, end):
+            part_ps = bank_ps[0:rows, (c - first) * T : (c - first + 1) * T]
+            scale_sb = scales[0][0:rows, c, 0:1]
+            if c < alone:
+                nisa.scalar_tensor_tensor(
+                    dst=b.sums.total_sb[0:rows, c, 0:T],
+                    data=part_ps,
+                    op0=nl.multiply,
+                    operand0=scale_sb,
+                    op1=nl.add,
+                    operand1=b.sums.total_sb[0:rows, c, 0:T],
+                )
+            else:
+                to_sb = scratch_sb[0:rows, (c - alone) * T : (c - alone + 1) * T]
+                nisa.activation(dst=to_sb, op=nl.copy, data=part_ps, scale=scale_sb)
+        if alone == end:
+            return
+    total_sb = b.sums.total_sb[0:rows, alone:end, 0:T]
+    part_ps = bank_ps[0:rows, (alone - first) * T : (end - first) * T]
+    part_sb = scratch_sb[0:rows, 0 : (end - alone) * T]
+    if len(scales) == 0 and turn % 2 == 0:
+        nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
+        return
+    if len(scales) == 0:
+        nisa.tensor_copy(dst=part_sb, src=part_ps, engine=nisa.engine.scalar)
+    elif T < TILEWISE_TOKENS:
+        scale_sb = scales[0][0:rows, alone:end, 0:1].broadcast(2, T)
+        nisa.tensor_tensor(dst=part_sb, data1=part_ps, data2=scale_sb, op=nl.multiply)
+    nisa.tensor_tensor(
+        dst=total_sb, data1=total_sb, data2=part_sb, op=nl.add, engine=nisa.engine.gpsimd
+    )

@@ -1,0 +1,63 @@
+"""What `decode_moe` computes, as a formula over tokens and their choices; NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nki_kernels.common.expert_reference import ACTIVATIONS, Array
+
+
+def decode_moe_ref(
+    hidden_TH: Array,
+    gate_up_EH2I: Array,
+    down_EIH: Array,
+    expert_index_TK: Array,
+    affinities_TK: Array,
+    first_expert: int = 0,
+    *,
+    activation: str = "silu",
+    gate_limits: tuple[float | None, float | None] = (None, None),
+    up_limits: tuple[float | None, float | None] = (None, None),
+    up_offset: float = 0.0,
+    scaling: str = "post",
+    gate_up_bias_E2I: Array | None = None,
+    down_bias_EH: Array | None = None,
+) -> Array:
+    """Return [T, H], the sum over each token's choices among the experts of this rank.
+
+    Args:
+        hidden_TH: [T, H] tokens; the result has their precision.
+        gate_up_EH2I: [E, H, 2I] weights, gate columns first, scales applied.
+        down_EIH: [E, I, H] weights, scales applied.
+        expert_index_TK: [T, K] global expert of each choice.
+        affinities_TK: [T, K].
+        first_expert: global number of local expert 0; others' experts add nothing.
+        activation: see `blockwise_moe_ref.ACTIVATIONS`.
+        gate_limits, up_limits: (lower, upper) clamps, None meaning none.
+        up_offset: added to the clamped up projection.
+        scaling: whether the affinity multiplies the expert's output (post), its input (pre), or
+            nothing (none).
+        gate_up_bias_E2I, down_bias_EH: biases, or None.
+    """
+    output_TH = np.zeros((len(hidden_TH), down_EIH.shape[2]), hidden_TH.dtype)
+    for expert in range(len(down_EIH)):
+        chosen_TK = expert_index_TK == first_expert + expert
+        tokens = np.flatnonzero(chosen_TK.any(axis=1))
+        if not len(tokens):
+            continue
+        affinity = (affinities_TK * chosen_TK).sum(axis=1)[tokens, None].astype(hidden_TH.dtype)
+        rows: Any = hidden_TH[tokens]
+        if scaling == "pre":
+            rows = rows * affinity
+        projected = rows @ gate_up_EH2I[expert]
+        if gate_up_bias_E2I is not None:
+            projected = projected + gate_up_bias_E2I[expert]
+        gate, up = np.split(projected, 2, axis=1)
+        gate, up = np.clip(gate, *gate_limits), np.clip(up, *up_limits)
+        output = (ACTIVATIONS[activation](gate) * (up + up_offset)) @ down_EIH[expert]
+        if down_bias_EH is not None:
+            output = output + down_bias_EH[expert]
+        output_TH[tokens] += output * affinity if scaling == "post" else output
+    return output_TH

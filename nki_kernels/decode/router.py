@@ -1,0 +1,257 @@
+"""The router of the decode block: from turned tokens on chip to experts and affinities.
+
+    logits = x @ router_weight^T (+ bias), float32; the choice is that of router_choice.py
+
+The weights are turned when they are loaded into HBM, not in every step: `pack_router_weight` gives
+each partition its rows of H for all experts in one run. Of a large router each core takes half of
+the experts; the cores exchange logits, which are few. In bfloat16 the products are exact; float32
+weights take float32 tokens and four passes of the tensor engine.
+
+Tokens are on the partitions of everything that comes out, 128 a tile, in their order.
+
+Sources: nki_kernels.common.router_choice for the family; NKI 0.6 ISA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+import numpy as np
+from numpy.typing import NDArray
+
+from nki_kernels.common.plans import PARTITIONS, AxisTiles
+from nki_kernels.common.router_choice import (
+    LOWEST,
+    SLOTS,
+    Picked,
+    RouterFormula,
+    pick,
+    ranks_scores,
+    weigh,
+    write_index,
+)
+from nki_kernels.common.tiles import rows_of
+
+GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
+PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
+SPLIT_BYTES = 1 << 20  # of a weight: half of the load takes longer than exchanging logits
+PIECE_BYTES = 2048  # and the shortest run of one (nki-dma-bandwidth-guide: shorter is slower)
+
+
+@dataclass
+class RouterTiles(nl.NKIObject):
+    """The router's operands in SBUF."""
+
+    weight_sb: nl.ndarray  # [h, H/h, N/P], this core's part
+    biases: list[nl.ndarray]  # [1, N] float32, one or none
+    selection_bias_sb: nl.ndarray  # [128, N] float32, if the formula has one
+
+
+def router_parts(num_experts: int, hidden_size: int, weight_bytes: int, num_cores: int) -> int:
+    """Return how many cores share the router's experts; if more than one, they exchange logits.
+
+    Args:
+        num_experts: N, of all ranks.
+        hidden_size: H.
+        weight_bytes: of an element of the weight.
+        num_cores: physical cores of the launch.
+    """
+    is_large = num_experts * hidden_size * weight_bytes >= SPLIT_BYTES
+    can_split = num_experts % num_cores == 0 and num_experts >= num_cores * SLOTS
+    return num_cores if is_large and can_split else 1
+
+
+def pack_router_weight(
+    weight_NH: NDArray[Any], axis: AxisTiles, num_parts: int = 1
+) -> NDArray[Any]:
+    """Return [P, h, H/h, N/P]: for each part and partition its rows of H, for all experts.
+
+    Args:
+        weight_NH: [N, H] of any dtype, as in the checkpoint; [1, H] for a gate.
+        axis: how H lies on partitions: `moe.h_axis` of the block's configuration.
+        num_parts: P, its `router_parts`; 1 for a gate.
+    """
+    num_experts, hidden_size = weight_NH.shape
+    padded = np.zeros((axis.rows * axis.count, num_experts), weight_NH.dtype)
+    padded[:hidden_size] = weight_NH.T
+    if axis.is_strided:
+        packed = padded.reshape(axis.rows, axis.count, num_parts, -1).transpose(2, 0, 1, 3)
+    else:
+        packed = padded.reshape(axis.count, axis.rows, num_parts, -1).transpose(2, 1, 0, 3)
+    return np.ascontiguousarray(packed)
+
+
+def router_bytes(num_tokens: int, num_experts: int, formula: RouterFormula) -> int:
+    """Return the bytes of SBUF per partition of logits, scores, biases and choices."""
+    columns = 4 * max(SLOTS, num_experts)
+    biases = int(formula.has_bias) + int(formula.has_selection_bias)
+    each = 7 if ranks_scores(formula) else 3
+    return columns * biases + -(-num_tokens // PARTITIONS) * (each * columns + 512)
+
+
+def load_router(
+    weight: nl.ndarray,
+    bias_1E: nl.ndarray,
+    selection_bias_1E: nl.ndarray,
+    formula: RouterFormula,
+    num_tokens: int,
+) -> RouterTiles:
+    """Ask for the router's operands; those the formula does not use may be None."""
+    own = weight[nl.program_id(0) if weight.shape[0] > 1 else 0]
+    shape = own.shape
+    weight_sb = nl.ndarray(shape, weight.dtype, buffer=nl.sbuf)
+    run_bytes = shape[1] * shape[2] * (4 if weight.dtype == nl.float32 else 2)
+    pieces = max(1, min(PIECES, run_bytes // PIECE_BYTES))
+    step = -(-shape[1] // pieces)
+    for first in range(0, shape[1], step):
+        chunks = slice(first, min(first + step, shape[1]))
+        nisa.dma_copy(
+            dst=weight_sb[:, chunks, :], src=own[:, chunks, :], dge_mode=nisa.dge_mode.none
+        )
+    biases = []
+    if formula.has_bias:
+        biases.append(repeat_row(bias_1E, 1))
+    selection_bias_sb = weight_sb
+    if formula.has_selection_bias:
+        selection_bias_sb = repeat_row(selection_bias_1E, min(PARTITIONS, num_tokens))
+    return RouterTiles(weight_sb, biases, selection_bias_sb)
+
+
+def repeat_row(row_1X: nl.ndarray, partitions: int) -> nl.ndarray:
+    """Load a float32 row [1, X] into each of the first partitions."""
+    width = row_1X.shape[1]
+    repeated_sb = nl.ndarray((partitions, width), nl.float32, buffer=nl.sbuf)
+    source = row_1X.ap([[0, partitions], [1, width]])
+    nisa.dma_copy(dst=repeated_sb, src=source, dge_mode=nisa.dge_mode.none)
+    return repeated_sb
+
+
+def make_logits(
+    x_sb: nl.ndarray,
+    first: int,
+    rows: int,
+    router: RouterTiles,
+    h_axis: AxisTiles,
+    num_experts: int,
+    ones_sb: nl.ndarray,
+) -> nl.ndarray:
+    """Return the logits of tokens first .. first + rows, [rows, max(N, 8)] float32.
+
+    They stay in PSUM where nothing is to be done to them: the choice can be made there.
+
+    Args:
+        x_sb: [h, H/h, T] turned tokens.
+        first: first token.
+        rows: tokens, at most 128.
+        router: its operands.
+        h_axis: how H lies on partitions.
+        num_experts: N.
+        ones_sb: [128, 128] float32 of ones.
+    """
+    weight_sb = router.weight_sb
+    tokens_sb = x_sb[:, :, first : first + rows]
+    if weight_sb.dtype == nl.float32:
+        wide_sb = nl.ndarray((h_axis.rows, h_axis.count, rows), nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=wide_sb, src=tokens_sb)
+        tokens_sb = wide_sb
+    columns = weight_sb.shape[2]
+    core = nl.program_id(0) if columns < num_experts else 0
+    begin = core * columns
+    logits_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
+    for tile in range(h_axis.count):
+        depth = rows_of(h_axis, tile)
+        nisa.nc_matmul(
+            dst=logits_ps,
+            stationary=tokens_sb[0:depth, tile, :],
+            moving=weight_sb[0:depth, tile, :],
+            accumulate=tile > 0,
+        )
+    for bias_sb in router.biases:
+        nisa.nc_matmul(
+            dst=logits_ps,
+            stationary=ones_sb[0:1, 0:rows],
+            moving=bias_sb[:, begin : begin + columns],
+            is_stationary_onezero=True,
+            accumulate=True,
+        )
+    if columns == num_experts and num_experts >= SLOTS:
+        return logits_ps
+    logits_sb = nl.ndarray((rows, max(SLOTS, num_experts)), nl.float32, buffer=nl.sbuf)
+    if num_experts < SLOTS:
+        nisa.memset(dst=logits_sb, value=LOWEST)
+    own_sb = logits_sb[:, begin : begin + columns]
+    nisa.tensor_copy(dst=own_sb, src=logits_ps)
+    if columns == num_experts:
+        return logits_sb
+    other = 1 - core
+    is_short = columns * 4 <= GPSIMD_BYTES
+    nisa.sendrecv(
+        src=own_sb,
+        dst=logits_sb[:, other * columns : (other + 1) * columns],
+        send_to_rank=other,
+        recv_from_rank=other,
+        pipe_id=0,
+        dma_engine=nisa.dma_engine.gpsimd_dma if is_short else nisa.dma_engine.dma,
+    )
+    return logits_sb
+
+
+def pick_experts(
+    logits: list[nl.ndarray], router: RouterTiles, num_experts: int, formula: RouterFormula
+) -> tuple[list[nl.ndarray], list[Picked]]:
+    """Return the experts of every tile of tokens, [rows, K] int32, and what weighing them needs."""
+    index_tiles = []
+    picked_tiles = []
+    for logits_sb in logits:
+        picked = pick(logits_sb, router.selection_bias_sb, num_experts, formula)
+        index_sb = nl.ndarray((logits_sb.shape[0], formula.top_k), nl.int32, buffer=nl.sbuf)
+        write_index(index_sb, picked, num_experts)
+        index_tiles.append(index_sb)
+        picked_tiles.append(picked)
+    return index_tiles, picked_tiles
+
+
+def weigh_experts(
+    logits: list[nl.ndarray],
+    picked_tiles: list[Picked],
+    num_experts: int,
+    formula: RouterFormula,
+) -> list[nl.ndarray]:
+    """Return the affinities of every tile of tokens, [rows, K] float32."""
+    affinity_tiles = []
+    for tile in range(len(logits)):
+        rows = logits[tile].shape[0]
+        affinity_sb = nl.ndarray((rows, formula.top_k), nl.float32, buffer=nl.sbuf)
+        weigh(affinity_sb, picked_tiles[tile], logits[tile], num_experts, formula)
+        affinity_tiles.append(affinity_sb)
+    return affinity_tiles
+
+
+def load_gate(gate: nl.ndarray) -> nl.ndarray:
+    """Ask for the weight of the shared experts' gate, [h, H/h, 1]."""
+    gate_sb = nl.ndarray(gate.shape[1:4], gate.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=gate_sb, src=gate[0], dge_mode=nisa.dge_mode.none)
+    return gate_sb
+
+
+def gate_tokens(x_sb: nl.ndarray, gate_sb: nl.ndarray, h_axis: AxisTiles) -> nl.ndarray:
+    """Return sigmoid(x @ gate) of every token on every partition, [128, T] float32.
+
+    The gate's weight is read once for each of 128 columns, so that the product is the broadcast.
+    """
+    num_tokens = x_sb.shape[2]
+    gate_ps = nl.ndarray((PARTITIONS, num_tokens), nl.float32, buffer=nl.psum)
+    for tile in range(h_axis.count):
+        depth = rows_of(h_axis, tile)
+        nisa.nc_matmul(
+            dst=gate_ps,
+            stationary=gate_sb[0:depth, tile, :].broadcast(1, PARTITIONS),
+            moving=x_sb[0:depth, tile, :],
+            accumulate=tile > 0,
+        )
+    gate_row_sb = nl.ndarray((PARTITIONS, num_tokens), nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=gate_row_sb, op=nl.sigmoid, data=gate_ps)
+    return gate_row_sb

@@ -1,0 +1,450 @@
+"""Block index: which slot of which expert's block each (token, choice) pair takes.
+
+Formula: a stable counting sort of the T * K pairs by expert, every expert starting at a new block:
+    tokens_per_expert[e] = pairs that chose e;  blocks[e] = ceil(tokens_per_expert[e] / B)
+    slot(pair) = B * (blocks of lower experts) + pairs before it that chose the same expert
+    pair_of_slot = inverse of slot, -1 where there is none; token_position_to_id = pair_of_slot // K
+    block_to_expert[n] = experts but the last whose blocks end at or before block n
+
+Input, in HBM:
+    index_TK              [T, K]   int32  expert of each choice; any number that is none, as -1, is
+                                          no choice; no expert twice a token
+Outputs, in shared HBM:
+    token_position_to_id  [N * B]  int32  token in each slot, -1 for padding
+    pair_of_slot          [N * B]  int32  pair (token * K + choice) in each slot, -1 for padding
+    block_to_expert       [N]      int32  blocks past num_valid_blocks name the last expert
+    num_valid_blocks      [1]      int32  blocks that hold a token
+    tokens_per_expert     [E]      int32
+    slot_of_pair_TK       [T, K]   int32  slot of each pair, -1 for no expert
+and, where asked, the lists of visits for `blockwise_moe` (see visit_index.py):
+    visit_expert_CV       [C, V]   int32  plans.VisitPlan, to which the three are equal bit for bit
+    visit_tile_CVG      [C, V, G]  int32
+    class_trips_1L        [1, L]   int32
+
+On chip: tokens lie on the partitions as in token_tiles.py, experts along the free axis; whether a
+token chose an expert is one element of a 0-1 tile [128, E]. Ranks are sums of such tiles: over
+lower partitions by a matmul with a triangle of ones, over lower tiles by the Vector engine. The
+inverse is a matmul too: slot s goes to row s // F, column s % F of a [128, F] tile, and the sum
+over pairs of (pair + 1) * onehot(row) x onehot(column) holds pair + 1 where there is a pair and 0
+elsewhere. All numbers stay below 2^24, so float32 sums of them are exact; pair + 1 enters as
+bfloat16 digits of 8 bits.
+
+Limits (check_index_blocks): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; SBUF must hold the
+0-1 tiles of a core's tokens (one byte per token and expert) and the slots of its pairs.
+
+Cost: the index is read once, every output written once; per tile of 128 tokens two matmuls of E
+columns, and per choice up to three of N * B / 128 columns. The Vector engine bounds it: per tile
+three passes of E, per choice one of 128 and one of N * B / 128 in 16 bits. The two cores take half
+of the tokens each and exchange counts and their parts of the inverse.
+
+Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.costs import KernelCost
+from nki_kernels.common.integers import count_up, divide_up
+from nki_kernels.common.plans import VisitDims
+from nki_kernels.common.token_tiles import (
+    PARTITIONS,
+    TokenTiles,
+    load_per_token,
+    split_tokens,
+    store_per_token,
+)
+from nki_kernels.index.slot_inverse import GROUP, exchange, invert, num_digits, store_flat
+from nki_kernels.index.visits import store_visits, visit_bytes
+
+MAX_EXPERTS = 512  # float32 columns of one PSUM bank
+MAX_TOP_K = 16
+MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
+SLOTS = 8  # values per nc_match_replace8
+SBUF_BYTES = 212_984  # usable per partition on Trn2 (leanprover/KLR, KLR/Trace.lean)
+
+
+@dataclass
+class BlockDims(nl.NKIObject):
+    """Sizes of the mapping; compile-time integers only.
+
+    Attributes:
+        num_experts: E of this rank.
+        block_size: B.
+        num_blocks: N, from neuron_moe.blocks.num_blocks or larger.
+    """
+
+    num_experts: int
+    block_size: int
+    num_blocks: int
+
+
+NO_VISITS = VisitDims(0, 1, 0, 1, False, 0)
+
+
+def check_index_blocks(
+    num_tokens: int,
+    top_k: int,
+    dims: BlockDims,
+    num_cores: int = 2,
+    visits: VisitDims = NO_VISITS,
+) -> None:
+    """Raise ValueError unless the kernel takes these sizes.
+
+    Args:
+        num_tokens: T.
+        top_k: K.
+        dims: E, B and N.
+        num_cores: physical cores of the launch.
+        visits: how row tiles become visits; blockwise_config.visit_dims makes it.
+    """
+    if not 1 <= dims.num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts={dims.num_experts}: must be 1 to {MAX_EXPERTS}.")
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ValueError(f"top_k={top_k}: must be 1 to {MAX_TOP_K}.")
+    if num_tokens < 1 or num_tokens * top_k > MOST:
+        raise ValueError(
+            f"num_tokens={num_tokens}: must be at least 1, and T * K at most {MOST}."
+            " Index longer inputs in parts."
+        )
+    for name in ("block_size", "num_blocks"):
+        if getattr(dims, name) < 1:
+            raise ValueError(f"{name}={getattr(dims, name)}: must be at least 1.")
+    if dims.num_blocks * dims.block_size > MOST:
+        raise ValueError(
+            f"num_blocks={dims.num_blocks}, block_size={dims.block_size}: N * B must be at most"
+            f" {MOST}. Index longer inputs in parts."
+        )
+    if visits.tile_rows < 1 or dims.block_size % visits.tile_rows:
+        raise ValueError(
+            f"tile_rows={visits.tile_rows}: must divide block_size={dims.block_size}."
+            " Use visit_dims() of the configuration."
+        )
+    needed = sbuf_bytes(num_tokens, top_k, dims, num_cores, visits)
+    if needed > SBUF_BYTES:
+        raise ValueError(
+            f"num_tokens={num_tokens}, num_experts={dims.num_experts},"
+            f" num_blocks={dims.num_blocks}, block_size={dims.block_size}: need {needed} bytes of"
+            f" SBUF per partition, must be at most {SBUF_BYTES}. Index the tokens in parts."
+        )
+
+
+def sbuf_bytes(
+    num_tokens: int,
+    top_k: int,
+    dims: BlockDims,
+    num_cores: int,
+    visits: VisitDims = NO_VISITS,
+) -> int:
+    """Return bytes per partition alive at once."""
+    tokens = split_tokens(num_tokens, 0, num_cores)
+    pairs = tokens.count * top_k
+    chosen = tokens.count * dims.num_experts
+    padded = tokens.count * -(-top_k // SLOTS) * SLOTS * 4
+    width = -(-dims.num_blocks * dims.block_size // PARTITIONS)
+    ranking = chosen + padded + 4 * 4 * pairs + 14 * 4 * (dims.num_experts + 1)
+    inverting = 14 * 4 * pairs + 8 * 4 * min(width, GROUP) + 2 * 128 * 8
+    listing = chosen + 4 * 4 * pairs + visit_bytes(visits, dims.num_experts)
+    return max(ranking, listing, inverting) + 4096
+
+
+@nki.jit
+def index_blocks(
+    index_TK: nl.ndarray, dims: BlockDims, visits: VisitDims = NO_VISITS
+) -> tuple[nl.ndarray, ...]:
+    """Place every pair in a slot, and list the visits if asked; see the module's docstring."""
+    num_tokens, top_k = index_TK.shape
+    num_slots = dims.num_blocks * dims.block_size
+    token_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
+    pair_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
+    block_to_expert = nl.ndarray((dims.num_blocks,), nl.int32, buffer=nl.shared_hbm)
+    num_valid_blocks = nl.ndarray((1,), nl.int32, buffer=nl.shared_hbm)
+    tokens_per_expert = nl.ndarray((dims.num_experts,), nl.int32, buffer=nl.shared_hbm)
+    slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
+
+    tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
+    slot_sb, total_sb, last_block_sb = place_pairs(
+        index_TK, tokens, dims, block_to_expert, num_valid_blocks, tokens_per_expert
+    )
+    store_slots(slot_of_pair_TK, slot_sb, tokens)
+    mapping: tuple[nl.ndarray, ...] = (
+        token_of_slot,
+        pair_of_slot,
+        block_to_expert,
+        num_valid_blocks,
+        tokens_per_expert,
+        slot_of_pair_TK,
+    )
+    if visits.num_lanes > 0:
+        lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
+        visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
+        visit_tile_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
+        class_trips_1L = nl.ndarray((1, 2 * largest - 1), nl.int32, buffer=nl.shared_hbm)
+        store_visits(
+            visit_expert_CV,
+            visit_tile_CVG,
+            class_trips_1L,
+            total_sb,
+            last_block_sb,
+            visits,
+            dims.block_size,
+            num_slots // visits.tile_rows,
+        )
+        mapping = mapping + (visit_expert_CV, visit_tile_CVG, class_trips_1L)
+    invert(token_of_slot, pair_of_slot, slot_sb, tokens, top_k)
+    return mapping
+
+
+def place_pairs(
+    index_TK: nl.ndarray,
+    tokens: TokenTiles,
+    dims: BlockDims,
+    block_to_expert: nl.ndarray,
+    num_valid_blocks: nl.ndarray,
+    tokens_per_expert: nl.ndarray,
+) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
+    """Return the slot of each pair of this core, tokens and end of blocks of each expert.
+
+    Store what is known per block and per expert.
+    """
+    top_k = index_TK.shape[1]
+    index_sb = load_index(index_TK, tokens, dims.num_experts)
+    chosen_sb = mark_choices(index_sb, tokens, top_k, dims.num_experts)
+    lower_sb, own_sb = count_choices(chosen_sb, tokens, dims.num_experts)
+    other_sb = exchange(own_sb)
+    total_sb = nl.ndarray((PARTITIONS, dims.num_experts), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
+    last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
+    if nl.program_id(0) == 0:
+        store_blocks(block_to_expert, num_valid_blocks, tokens_per_expert, last_block_sb, total_sb)
+    else:
+        # The tokens of core 0 come first.
+        nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
+    nisa.tensor_tensor(dst=lower_sb, data1=lower_sb, data2=start_sb, op=nl.add)
+    slot_sb = rank_pairs(index_sb, chosen_sb, lower_sb, tokens, top_k, dims.num_experts)
+    return slot_sb, total_sb, last_block_sb
+
+
+def load_index(index_TK: nl.ndarray, tokens: TokenTiles, num_experts: int) -> nl.ndarray:
+    """Return the experts of this core's pairs, [128, max(1, tiles) * K] int32; no token: -1.
+
+    Any other number that is no expert becomes -1 or E.
+    """
+    width = max(1, tokens.count) * index_TK.shape[1]
+    index_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
+    if tokens.full < PARTITIONS or tokens.count == 0:
+        nisa.memset(dst=index_sb, value=-1)
+    load_per_token(index_sb, index_TK, tokens)
+    # A number far outside may neither be looked up nor come near one that is.
+    nisa.tensor_scalar(
+        dst=index_sb, data=index_sb, op0=nl.maximum, operand0=-1.0, op1=nl.minimum,
+        operand1=float(num_experts),
+    )  # fmt: skip
+    return index_sb
+
+
+def mark_choices(
+    index_sb: nl.ndarray, tokens: TokenTiles, top_k: int, num_experts: int
+) -> nl.ndarray:
+    """Return [128, max(1, tiles), E] float8: 1 where the token chose the expert, else 0."""
+    count = max(1, tokens.count)
+    groups = (top_k + SLOTS - 1) // SLOTS
+    wanted_sb = nl.ndarray((PARTITIONS, count, groups * SLOTS), nl.float32, buffer=nl.sbuf)
+    if top_k < groups * SLOTS:
+        nisa.memset(dst=wanted_sb, value=-2.0)  # matches nothing
+    nisa.tensor_copy(dst=wanted_sb[:, :, 0:top_k], src=index_sb.reshape_dim(1, (count, top_k)))
+    expert_sb = count_up(num_experts, nl.float32)
+    chosen_sb = nl.ndarray((PARTITIONS, count, num_experts), nl.float8_e4m3, buffer=nl.sbuf)
+    for tile in range(count):
+        marked_sb = expert_sb
+        for group in range(groups):
+            next_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
+            wanted = wanted_sb[:, tile, group * SLOTS : (group + 1) * SLOTS]
+            nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=-1.0)
+            marked_sb = next_sb
+        nisa.tensor_scalar(dst=chosen_sb[:, tile, :], data=marked_sb, op0=nl.equal, operand0=-1.0)
+    return chosen_sb
+
+
+def count_choices(
+    chosen_sb: nl.ndarray, tokens: TokenTiles, num_experts: int
+) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return choices of each expert on lower partitions, and on all; [128, E] float32 each."""
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0)
+    triangle_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
+    # Column minus partition is above 0 where the row of the matmul comes before its column.
+    nisa.affine_select(
+        dst=triangle_sb,
+        pattern=[[1, PARTITIONS]],
+        offset=0,
+        channel_multiplier=-1,
+        on_true_tile=ones_sb,
+        on_false_value=0.0,
+        cmp_op=nl.greater,
+    )
+    lower_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
+    all_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
+    for tile in range(max(1, tokens.count)):
+        moving = chosen_sb[:, tile, :]
+        nisa.nc_matmul(dst=lower_ps, stationary=triangle_sb, moving=moving, accumulate=tile > 0)
+        nisa.nc_matmul(dst=all_ps, stationary=ones_sb, moving=moving, accumulate=tile > 0)
+    lower_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
+    all_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=lower_sb, src=lower_ps)
+    nisa.tensor_copy(dst=all_sb, src=all_ps)
+    return lower_sb, all_sb
+
+
+def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return the end of each expert's blocks and its first slot, [128, E] float32 each."""
+    shape = total_sb.shape
+    blocks_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    divide_up(blocks_sb, total_sb, dims.block_size)
+    zeros_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=zeros_sb, value=0.0)
+    last_block_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor_scan(
+        dst=last_block_sb,
+        data0=blocks_sb,
+        data1=zeros_sb,
+        initial=0.0,
+        op0=nl.add,
+        op1=nl.add,
+    )
+    start_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=start_sb, data1=last_block_sb, data2=blocks_sb, op=nl.subtract)
+    nisa.tensor_scalar(
+        dst=start_sb, data=start_sb, op0=nl.multiply, operand0=float(dims.block_size)
+    )
+    return last_block_sb, start_sb
+
+
+def store_blocks(
+    block_to_expert: nl.ndarray,
+    num_valid_blocks: nl.ndarray,
+    tokens_per_expert: nl.ndarray,
+    last_block_sb: nl.ndarray,
+    total_sb: nl.ndarray,
+) -> None:
+    """Store what is known per block and per expert."""
+    num_blocks = block_to_expert.shape[0]
+    num_experts = total_sb.shape[1]
+    counts_sb = nl.ndarray((1, num_experts), nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=counts_sb, src=total_sb[0:1, :])
+    nisa.dma_copy(dst=tokens_per_expert, src=counts_sb)
+    valid_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=valid_sb, src=last_block_sb[0:1, num_experts - 1 : num_experts])
+    nisa.dma_copy(dst=num_valid_blocks, src=valid_sb)
+    # Partition p takes blocks p * columns and on; those past the end are not stored.
+    columns = (num_blocks + PARTITIONS - 1) // PARTITIONS
+    block_sb = nl.ndarray((PARTITIONS, columns), nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=block_sb, pattern=[[1, columns]], offset=0, channel_multiplier=columns)
+    expert_sb = nl.ndarray((PARTITIONS, columns), nl.float32, buffer=nl.sbuf)
+    if num_experts == 1:
+        nisa.memset(dst=expert_sb, value=0.0)
+    else:
+        ended_sb = nl.ndarray((PARTITIONS, num_experts - 1), nl.float32, buffer=nl.sbuf)
+        for column in range(columns):
+            nisa.tensor_scalar_reduce(
+                dst=ended_sb,
+                data=last_block_sb[:, 0 : num_experts - 1],
+                op0=nl.less_equal,
+                operand0=block_sb[:, column : column + 1],
+                reduce_op=nl.add,
+                reduce_res=expert_sb[:, column : column + 1],
+            )
+    integer_sb = nl.ndarray((PARTITIONS, columns), nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=integer_sb, src=expert_sb)
+    store_flat(block_to_expert, integer_sb, columns, 0, columns, 0, PARTITIONS)
+
+
+def rank_pairs(
+    index_sb: nl.ndarray,
+    chosen_sb: nl.ndarray,
+    lower_sb: nl.ndarray,
+    tokens: TokenTiles,
+    top_k: int,
+    num_experts: int,
+) -> nl.ndarray:
+    """Return the slot of each pair, [128, max(1, tiles) * K] float32; -1 for no expert.
+
+    `lower_sb` [128, E] holds the slot a choice of each expert in tile 0 would take.
+    """
+    width = index_sb.shape[1]
+    # A pair without an expert, -1 or E, looks up column E, which holds -1.
+    none_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=none_sb,
+        data=index_sb,
+        op0=nl.less,
+        operand0=0.0,
+        op1=nl.multiply,
+        operand1=num_experts + 1.0,
+    )
+    column_sb = nl.ndarray((PARTITIONS, width), nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=column_sb, data1=index_sb, data2=none_sb, op=nl.add)
+    slot_sb = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.sbuf)
+    if tokens.count == 0:
+        nisa.memset(dst=slot_sb, value=-1.0)
+        return slot_sb
+    next_sb = nl.ndarray((PARTITIONS, num_experts + 1), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=next_sb[:, num_experts : num_experts + 1], value=-1.0)
+    nisa.tensor_copy(dst=next_sb[:, 0:num_experts], src=lower_sb)
+    for tile in range(tokens.count):
+        pairs = slice(tile * top_k, (tile + 1) * top_k)
+        nisa.nc_n_gather(dst=slot_sb[:, pairs], data=next_sb, indices=column_sb[:, pairs])
+        if tile + 1 < tokens.count:
+            after_sb = nl.ndarray((PARTITIONS, num_experts + 1), nl.float32, buffer=nl.sbuf)
+            nisa.memset(dst=after_sb[:, num_experts : num_experts + 1], value=-1.0)
+            nisa.tensor_tensor(
+                dst=after_sb[:, 0:num_experts],
+                data1=next_sb[:, 0:num_experts],
+                data2=chosen_sb[:, tile, :],
+                op=nl.add,
+            )
+            next_sb = after_sb
+    return slot_sb
+
+
+def store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:
+    """Store the slot of each pair as int32."""
+    integer_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=integer_sb, src=slot_sb)
+    store_per_token(slot_of_pair_TK, integer_sb, tokens)
+
+
+def cost_index_blocks(
+    num_tokens: int,
+    top_k: int,
+    dims: BlockDims,
+    num_cores: int = 2,
+    visits: VisitDims = NO_VISITS,
+) -> KernelCost:
+    """Predict the work of a launch.
+
+    Args:
+        num_tokens: T.
+        top_k: K.
+        dims: E, B and N.
+        num_cores: physical cores of the launch.
+        visits: the lists of visits that are asked for.
+    """
+    num_slots = dims.num_blocks * dims.block_size
+    row_size = -(-num_slots // PARTITIONS)
+    written = 4 * (2 * num_slots + dims.num_blocks + 1 + dims.num_experts + num_tokens * top_k)
+    if visits.num_lanes:
+        written += 4 * visits.num_lanes * visits.num_visits * (1 + visits.largest)
+        written += 4 * (2 * visits.largest - 1)
+    columns = 0
+    for core in range(num_cores):
+        tokens = split_tokens(num_tokens, core, num_cores)
+        count = max(1, tokens.count)
+        last_pair = (tokens.first + PARTITIONS * count) * top_k
+        columns += count * 2 * dims.num_experts
+        columns += count * top_k * num_digits(last_pair) * row_size
+    return KernelCost(4 * num_tokens * top_k, written, columns)

@@ -1,0 +1,144 @@
+"""The prefill kernel with the hidden axis split: cores add up each other's projections.
+
+Both cores take every visit. Each multiplies its half of the hidden axis, gives the other what comes
+of it for the gate and up projections, computes the activation of the sum, and then its half of the
+output columns. An exchange takes about as long as a small visit computes, so two visits are in
+flight: the second goes in while the first is exchanged, the first goes out while the second is.
+
+Weights of the next visits but one load as soon as their buffers are free.
+
+Legend: s parity of a visit, j row tile of a visit; h, i partitions of a tile of H or I.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.tiles import copy_alternating, rows_of
+from nki_kernels.prefill.buffers import (
+    Buffers,
+    Operands,
+    load_late_scales,
+    look_ahead,
+    look_at_outputs,
+)
+from nki_kernels.prefill.config import PrefillConfig, Share, scales_late
+from nki_kernels.prefill.loads import (
+    gather_after,
+    gather_rows,
+    load_beside,
+    load_down,
+    load_gate_up,
+    prepare_part,
+)
+from nki_kernels.prefill.stages import (
+    finish_in,
+    multiply_in,
+    project_out,
+    spread_down_scale,
+    store_rows,
+    turn_rows,
+)
+
+
+def start_apart(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
+    """Load the weights of the first two visits; rows are on their way."""
+    for s in range(2):
+        load_beside(config, b, x, share, b.expert[s], s, 0)
+        load_gate_up(config, b, x, share, b.expert[s], s, 0)
+    for s in range(2):
+        load_down(config, b, x, share, b.expert[s], s, 0, s)
+    if config.i_axis.tail < config.i_axis.rows:
+        # The last tile is exchanged whole; what is past its end must be a number.
+        for own_sb in b.own:
+            nisa.memset(dst=own_sb, value=0.0)
+
+
+def run_two_visits(
+    config: PrefillConfig, b: Buffers, x: Operands, share: Share, sizes: tuple[int, int]
+) -> None:
+    """Compute the row tiles of two visits, the exchange of one beside the products of the other."""
+    for s in range(2):
+        go_in_apart(config, b, x, share, s, sizes)
+    for s in range(2):
+        look_at_outputs(config, b, s)
+        if scales_late(config):
+            load_late_scales(config, b, x, s, sizes[s])
+        prepare_part(config, b, s)
+        for j in range(sizes[s]):
+            add_up(config, b, s, j)
+        load_beside(config, b, x, share, b.expert[s], s, 0)
+        if config.has_scales:
+            spread_down_scale(config, b, s)
+        for j in range(sizes[s]):
+            outer = (s * sizes[0] + j) % config.loop.outer_buffers
+            project_out(config, b, s, s, j, 0, share.adds_bias, outer)
+            store_rows(config, b, x, share, s, j, outer)
+        load_down(config, b, x, share, b.expert[s], s, 0, s)
+
+
+def go_in_apart(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    s: int,
+    sizes: tuple[int, int],
+) -> None:
+    """Multiply this core's share of the rows of a visit, and send off what comes of it."""
+    size, next_size = sizes[s], sizes[1 - s]
+    last = config.i_axis.count - 1
+    by_dma = config.loop.turns == "dma"
+    for j in range(size, min(next_size, config.loop.row_buffers)):
+        gather_rows(config, b, x, share, 1 - s, j)
+    for j in range(size):
+        for tile in range(last):
+            multiply_apart(config, b, s, j, tile)
+        if j + 1 < size:
+            turn_rows(config, b, s, j + 1)
+            if not by_dma:
+                gather_after(config, b, x, share, s, j + 1, size, next_size)
+        multiply_apart(config, b, s, j, last)
+        if by_dma and j > 0:
+            gather_after(config, b, x, share, s, j, size, next_size)
+        exchange(config, b, s, j)
+    turn_rows(config, b, 1 - s, 0)
+    look_ahead(config, b, s)
+    gather_rows(config, b, x, share, s, 0)
+    load_gate_up(config, b, x, share, b.expert[s], s, 0)
+
+
+def multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int) -> None:
+    """Compute this core's part of a tile of the projections, and leave it in SBUF."""
+    rows = rows_of(config.i_axis, tile)
+    bank_ps = b.inner_ps[tile % 2]
+    multiply_in(config, b, s, s, j, tile, bank_ps)
+    own_sb = b.own[apart_slot(config, s, j)]
+    copy_alternating(own_sb[0:rows, tile], bank_ps[0:rows], tile)
+
+
+def apart_slot(config: PrefillConfig, s: int, j: int) -> int:
+    """Return which buffer holds a row tile of one of two visits in flight."""
+    return s * config.loop.classes[0] + j
+
+
+def exchange(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
+    """Give the other core this one's part of a row tile's projections, and take its part."""
+    slot, other = apart_slot(config, s, j), 1 - nl.program_id(0)
+    nisa.sendrecv(
+        src=b.own[slot], dst=b.other[slot], send_to_rank=other, recv_from_rank=other, pipe_id=0
+    )
+
+
+def add_up(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
+    """Add both cores' parts of a row tile, and compute what goes into the down projection.
+
+    Both cores compute the same bits, as a sum of two does not depend on their order.
+    """
+    slot, R = apart_slot(config, s, j), config.tile_rows
+    own_sb = b.own[slot]
+    nisa.tensor_tensor(dst=own_sb, data1=own_sb, data2=b.other[slot], op=nl.add)
+    for tile in range(config.i_axis.count):
+        rows = rows_of(config.i_axis, tile)
+        gate = own_sb[0:rows, tile, 0, 0:R]
+        up = own_sb[0:rows, tile, own_sb.shape[2] - 1, 0:R]
+        finish_in(config, b, s, s, j, 0, tile, gate, up)

@@ -1,0 +1,236 @@
+"""Blockwise MoE prefill: every slot's row through its expert, once.
+
+For slot n of a block of expert e, with token t = slots[n]:
+
+    g = x[t] @ Wg[e] + bg[e]      u = x[t] @ Wu[e] + bu[e]
+    y[n] = (act(clamp(g)) * (clamp(u) + up_offset)) @ Wd[e] + bd[e]
+
+or, without a gate, y[n] = act(clamp(u)) @ Wd[e] + bd[e] with weights [E, H, I] and biases [E, I];
+scaled by slot_scale[n] before (pre) or after (post) if asked; `combine` adds the slots of a token.
+
+Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L loops):
+
+    hidden          [T, H]       bfloat16  HBM  tokens
+    gate_up         [E, H, 2I]   weights   HBM  gate columns first
+    down            [E, I, H]    weights   HBM
+    slots           [N*B]        int32     HBM  token of each slot, -1 for padding
+    visit_expert    [C, V]       int32     HBM  plans.VisitPlan
+    visit_tile      [C, V, G]    int32     HBM
+    class_trips     [1, L]       int32     HBM
+    gate_up_bias    [E, 2I]      float32   HBM  optional
+    down_bias       [E, H]       bfloat16  HBM  optional; with scales [E, 3, H] of bias_terms
+    gate_up_scale   [E, 2I]      float32   HBM  optional, of output channels
+    down_scale      [E, 3, H]    bfloat16  HBM  optional, three terms that add up to the scale
+    slot_scale      [N*B]        float32   HBM  optional
+    -> output       [P, N*B, H]  bfloat16  HBM  P partial sums; padding slots are not defined.
+                    [P, T, H] if rows are stored to tokens
+
+On chip: weights [h, H/h, 2, I] and [i, I/i, H] with a partition owning consecutive rows (one run a
+descriptor), rows [R, H] with tokens on partitions, turned rows [h, H/h, R], inner [i, I/i, R].
+
+Limits: `make_config`. Bytes: weights once per visit, a row in and a row out per slot. Matmul
+columns per row tile: R (2 H/h I/i) in, H I/i out, and R per tile of H for the transposes. The
+next visit's weights, and the rows after that, load while one computes.
+
+Sources: NKI 0.6 ISA; Trainium 2 architecture guide; the PE transposes and the swapped operands of
+the projections follow its matmul section.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.plans import loops_of
+from nki_kernels.prefill.buffers import (
+    Buffers,
+    Operands,
+    fill_tables,
+    load_late_scales,
+    look_ahead,
+    look_at_outputs,
+    make_buffers,
+)
+from nki_kernels.prefill.config import PrefillConfig, Share, num_partials, scales_late, share_of
+from nki_kernels.prefill.exchange import run_two_visits, start_apart
+from nki_kernels.prefill.loads import (
+    gather_after,
+    gather_rows,
+    load_beside,
+    load_down,
+    load_gate_up,
+    prepare_part,
+)
+from nki_kernels.prefill.stages import (
+    project_in,
+    project_out,
+    spread_down_scale,
+    store_rows,
+    turn_rows,
+)
+
+
+@nki.jit
+def blockwise_moe(
+    hidden: nl.NkiTensor,
+    gate_up: nl.NkiTensor,
+    down: nl.NkiTensor,
+    slots: nl.NkiTensor,
+    visit_expert: nl.NkiTensor,
+    visit_tile: nl.NkiTensor,
+    class_trips: nl.NkiTensor,
+    config: PrefillConfig,
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    gate_up_scale: Any = None,
+    down_scale: Any = None,
+    slot_scale: Any = None,
+) -> nl.NkiTensor:
+    """Compute every slot that the plan names; see the module."""
+    core = nl.program_id(0)
+    num_rows = config.num_tiles * config.tile_rows
+    if config.stores == "tokens":
+        num_rows = config.num_tokens
+    output = nl.ndarray(
+        (num_partials(config), num_rows, config.H), dtype=nl.bfloat16, buffer=nl.shared_hbm
+    )
+    x = Operands(
+        hidden,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        gate_up_scale,
+        down_scale,
+        slot_scale,
+        output,
+    )
+    num_visits = visit_expert.shape[1]
+    b = make_buffers(config, num_visits)
+    lane = 0 if config.shard.num_lanes == 1 else core
+    share = share_of(config, core)
+    fill_tables(config, b, slots, slot_scale, [visit_expert, visit_tile, class_trips], lane)
+    start_pipeline(config, b, x, share)
+    for position in range(len(loops_of(config.loop.classes))):
+        run_class(config, b, x, position, share)
+    return output
+
+
+def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
+    """Go through the visits of one loop, two a trip."""
+    sizes = loops_of(config.loop.classes)[position]
+
+    def two_visits(_trip: int) -> None:
+        if config.shard.splits_h:
+            run_two_visits(config, b, x, share, sizes)
+        else:
+            run_visit(config, b, x, 0, sizes, share)
+            run_visit(config, b, x, 1, sizes, share)
+
+    if config.loop.is_dynamic:
+        trips = nisa.register_alloc()
+        nisa.register_load(trips, b.trips[0:1, position : position + 1])
+        nl.fori_loop(0, trips, two_visits)
+    else:
+        for _trip in range((b.expert_table.shape[1] - 2) // 2):
+            two_visits(_trip)
+
+
+def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
+    """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1."""
+    look_ahead(config, b, 0)
+    look_ahead(config, b, 1)
+    nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
+    if scales_late(config):
+        nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
+        for j in range(config.loop.classes[0]):
+            nisa.memset(dst=b.wide_scale[j], value=0.0)
+    gather_rows(config, b, x, share, 0, 0)
+    if config.shard.splits_h:
+        start_apart(config, b, x, share)
+    else:
+        load_beside(config, b, x, share, b.expert[0], 0, 0)
+        load_gate_up(config, b, x, share, b.expert[0], 0, 0)
+        load_down(config, b, x, share, b.expert[0], 0, 0, 0)
+    turn_rows(config, b, 0, 0)
+    gather_rows(config, b, x, share, 1, 0)
+    for j in range(1, config.loop.row_buffers):
+        gather_rows(config, b, x, share, 0, j)
+
+
+def run_visit(
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
+) -> None:
+    """Compute the row tiles of one visit, and bring in what the next two need.
+
+    The first tile of the next visit is turned before this one's down projection, so that the
+    tensor engine has work while the last activation is computed.
+    """
+    size, next_size = sizes[s], sizes[1 - s]
+    look_at_outputs(config, b, s)
+    for j in range(size, min(next_size, config.loop.row_buffers)):
+        gather_rows(config, b, x, share, 1 - s, j)
+    if scales_late(config):
+        load_late_scales(config, b, x, s, size)
+    go_in(config, b, x, s, size, next_size, share)
+    turn_rows(config, b, 1 - s, 0)
+    look_ahead(config, b, s)
+    gather_rows(config, b, x, share, s, 0)
+    if config.has_scales:
+        spread_down_scale(config, b, s)
+    go_out(config, b, x, s, size, s * sizes[0], share)
+
+
+def go_in(
+    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, next_size: int, share: Share
+) -> None:
+    """Do the gate and up projections of a visit, part by part of the intermediate axis."""
+    parts, slots = config.loop.in_parts, config.loop.slots
+    last = config.i_axis.count - 1
+    by_dma = config.loop.turns == "dma"
+    for part in range(parts):
+        slot = (s * parts + part) % slots
+        prepare_part(config, b, slot)
+        for j in range(size):
+            for tile in range(last):
+                project_in(config, b, slot, s, j, part, tile)
+            if part == 0 and j + 1 < size:
+                turn_rows(config, b, s, j + 1)
+                if not by_dma:
+                    gather_after(config, b, x, share, s, j + 1, size, next_size)
+            project_in(config, b, slot, s, j, part, last)
+            if by_dma and j > 0:
+                gather_after(config, b, x, share, s, j, size, next_size)
+        following = (slot + 1) % slots
+        next_part = (part + 1) % parts
+        expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
+        load_beside(config, b, x, share, expert, following, next_part)
+        load_gate_up(config, b, x, share, expert, following, next_part)
+
+
+def go_out(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    s: int,
+    size: int,
+    first_outer: int,
+    share: Share,
+) -> None:
+    """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
+    parts, slots = config.loop.out_parts, config.loop.slots
+    for part in range(parts):
+        slot = (s * parts + part) % slots
+        for j in range(size):
+            outer = (first_outer + j) % config.loop.outer_buffers
+            project_out(config, b, slot, s, j, part, share.adds_bias, outer)
+            if part == parts - 1:
+                store_rows(config, b, x, share, s, j, outer)
+        following = (slot + 1) % slots
+        if part + 1 < parts:
+            load_down(config, b, x, share, b.expert_out[s], following, part + 1, s)
+        else:
+            load_down(config, b, x, share, b.expert_out[1 - s], following, 0, 1 - s)

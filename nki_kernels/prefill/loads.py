@@ -1,0 +1,179 @@
+"""What the prefill kernel brings on chip: token rows, weights, biases and scales.
+
+Legend: s parity of a visit, j row tile of a visit, part of the intermediate or hidden axis; h, i
+partitions of a tile of H or I.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.tiles import load_halves, load_matrix, load_rows
+from nki_kernels.prefill.buffers import Buffers, Operands, adds_offset, bias_is_inside
+from nki_kernels.prefill.config import (
+    PrefillConfig,
+    Share,
+    core_width,
+    num_projections,
+    stored_parts,
+)
+
+
+def gather_rows(
+    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, j: int
+) -> None:
+    """Gather this core's share of the token rows of a row tile; padding moves no data."""
+    R, H, width = config.tile_rows, config.H, core_width(config)
+    if config.loop.turns == "dma":
+        rows, count = config.h_axis.rows, config.h_axis.count
+        nisa.dma_transpose(
+            dst=b.turned[turned_slot(config, s, j)].reshape((rows, count, 1, R)),
+            src=x.hidden.ap(
+                [[H, R], [rows, count], [rows, 1], [1, rows]],
+                offset=share.h_first,
+                vector_offset=b.ids[s][0:R, j : j + 1],
+            ),
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.swdge,
+        )
+        return
+    nisa.dma_copy(
+        dst=b.rows[row_buffer(config, j)],
+        src=x.hidden.ap(
+            [[H, R], [1, width]],
+            offset=share.h_first,
+            vector_offset=b.ids[s][0:R, j : j + 1],
+        ),
+        oob_mode=nisa.oob_mode.skip,
+        dge_mode=nisa.dge_mode.swdge,
+    )
+
+
+def row_buffer(config: PrefillConfig, j: int) -> int:
+    """Return which buffer the gathered rows of tile j use: the first its own, the rest a ring."""
+    return 0 if j == 0 else 1 + (j - 1) % (config.loop.row_buffers - 1)
+
+
+def gather_after(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    s: int,
+    j: int,
+    size: int,
+    next_size: int,
+) -> None:
+    """Refill the buffer of tile j, which is free again: for this visit or the next one."""
+    ring = config.loop.row_buffers - 1
+    if j + ring < size:
+        gather_rows(config, b, x, share, s, j + ring)
+    elif 1 + (j - 1) % ring < next_size:
+        gather_rows(config, b, x, share, 1 - s, 1 + (j - 1) % ring)
+
+
+def turned_slot(config: PrefillConfig, s: int, j: int) -> int:
+    """Return which buffer of turned rows tile j of a visit uses.
+
+    Turned by the tensor engine: two in turn, or all if they are used again. By the gather: the
+    first tile of two visits and a ring of the others, which are loaded ahead.
+    """
+    if config.loop.turns == "dma":
+        return s if j == 0 else 1 + row_buffer(config, j)
+    return j if config.loop.in_parts > 1 else j % 2
+
+
+def load_gate_up(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    expert: nl.NkiTensor,
+    slot: int,
+    part: int,
+) -> None:
+    """Load one part of the gate and up weights of an expert."""
+    h_axis, i_axis = config.h_axis, config.i_axis
+    halves = num_projections(config)
+    width = config.I // stored_parts(config)[0]
+    column = share.i_first + part * i_axis.size
+    # Parts before this one, rows of other cores, columns of other parts.
+    first = column // width * config.H * halves * width
+    first = first + share.h_first * halves * width + column % width
+    flat = b.gate_up[slot].reshape((h_axis.rows, h_axis.count * halves * i_axis.size))
+    load_matrix(
+        flat, x.gate_up, h_axis, expert, first, halves * width, [width, halves], i_axis.size
+    )
+
+
+def load_beside(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    expert: nl.NkiTensor,
+    slot: int,
+    part: int,
+) -> None:
+    """Load biases and scales of one part of the gate and up projections."""
+    first = share.i_first + part * config.i_axis.size
+    if config.has_gate_up_bias:
+        load_halves(b.gate_up_bias[slot], x.gate_up_bias, config.i_axis, expert, config.I, first)
+    if config.has_scales:
+        load_halves(b.gate_up_scale[slot], x.gate_up_scale, config.i_axis, expert, config.I, first)
+
+
+def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
+    """Turn what was loaded beside the weights of a part into what its use needs.
+
+    Done when the part is used, not when it is loaded: engines take their work in order. What was
+    loaded stays as it is, for a visit that finds it still there.
+    """
+    if adds_offset(config):
+        rows, count = config.i_axis.rows, config.i_axis.count
+        nisa.tensor_scalar(
+            dst=b.up_bias[slot],
+            data=b.gate_up_bias[slot][0:rows, 1, 0:count],
+            op0=nl.add,
+            operand0=config.up_offset,
+        )
+
+
+def load_down(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    expert: nl.NkiTensor,
+    slot: int,
+    part: int,
+    s: int,
+) -> None:
+    """Load one part of the columns of an expert's down weights, with bias and, once, scales.
+
+    Args:
+        share: which rows and columns are this core's.
+        expert: (1, 1) int32 tile.
+        slot: buffer of the weights.
+        part: which part of the columns.
+        s: parity of the visit that the weights are for.
+    """
+    H, i_axis, in_parts = config.H, config.i_axis, config.loop.in_parts
+    width = core_width(config)
+    columns = width // config.loop.out_parts
+    begin = share.h_first + part * columns
+    row = H // stored_parts(config)[1]
+    first = begin // row * config.I * row + begin % row
+    if config.has_scales and part == 0:
+        scale_sb = b.down_scale_parts[s % config.loop.slots]
+        load_rows(scale_sb, x.down_scale, expert, H, share.h_first, width)
+    if config.has_down_bias:
+        bias_sb = b.down_bias[slot]
+        if bias_is_inside(config):
+            bias_sb = b.down[slot][i_axis.rows : i_axis.rows + 1, 0, 0:columns]
+        load_rows(bias_sb, x.down_bias, expert, H, begin, columns)
+    flat = b.down[slot].reshape((b.down[slot].shape[0], in_parts * i_axis.count * columns))
+    size = i_axis.count * columns
+    for k in range(in_parts):
+        part_sb = flat[0 : i_axis.rows, k * size : (k + 1) * size]
+        base = first + (share.i_first + k * i_axis.size) * row
+        load_matrix(part_sb, x.down, i_axis, expert, base, row, [1, 1], columns)

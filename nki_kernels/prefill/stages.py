@@ -1,0 +1,313 @@
+"""The stages of the prefill kernel on chip: turn, project in, project out, store.
+
+Legend: s parity of a visit, j row tile of a visit, part of the intermediate or hidden axis; h, i
+partitions of a tile of H or I.
+"""
+
+from typing import Any
+
+import nki.isa as nisa
+import nki.language as nl
+
+from nki_kernels.common.tiles import (
+    activation_function,
+    apply_chain,
+    copy_alternating,
+    elements_of,
+    multiply_chain,
+    rows_of,
+    transpose_rows,
+)
+from nki_kernels.prefill.buffers import Buffers, Operands, bias_is_inside
+from nki_kernels.prefill.config import (
+    PrefillConfig,
+    Share,
+    bias_terms,
+    core_width,
+    num_projections,
+    scales_late,
+)
+from nki_kernels.prefill.loads import row_buffer, turned_slot
+
+
+def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
+    """Transpose a row tile, scaled first if the configuration says so."""
+    if config.loop.turns == "dma":
+        return
+    R = config.tile_rows
+    rows_sb = b.rows[row_buffer(config, j)]
+    if config.scaling == "pre":
+        nisa.tensor_scalar(
+            dst=rows_sb,
+            data=rows_sb,
+            op0=nl.multiply,
+            operand0=b.scale[s][0:R, j : j + 1],
+        )
+    transpose_rows(b.turned[turned_slot(config, s, j)], rows_sb, config.h_axis, b.turn_ps, R)
+
+
+def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
+    """Broadcast the scales of the output columns over the rows: a sum of three bfloat16 terms.
+
+    float32 has 24 bits of mantissa, three times the 8 of bfloat16, so the sum in PSUM is exact.
+    """
+    width, R, kept = core_width(config), config.tile_rows, s % config.loop.slots
+    for begin in range(0, width, 512):
+        end = min(width, begin + 512)
+        bank_ps = b.outer_ps[begin // 512 % len(b.outer_ps)]
+        nisa.nc_matmul(
+            dst=bank_ps[0:R, 0 : end - begin],
+            stationary=b.ones[0:3, 0:R],
+            moving=b.down_scale_parts[kept][0:3, begin:end],
+            accumulate=False,
+        )
+        copy_alternating(
+            b.down_scale[kept][0:R, begin:end], bank_ps[0:R, 0 : end - begin], begin // 512
+        )
+
+
+def project_in(
+    config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, tile: int
+) -> None:
+    """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product."""
+    rows, R = rows_of(config.i_axis, tile), config.tile_rows
+    bank_ps = b.inner_ps[tile % 2]
+    multiply_in(config, b, slot, s, j, tile, bank_ps)
+    up = bank_ps[0:rows, num_projections(config) - 1, 0:R]
+    finish_in(config, b, slot, s, j, part, tile, bank_ps[0:rows, 0, 0:R], up)
+
+
+def multiply_in(
+    config: PrefillConfig,
+    b: Buffers,
+    slot: int,
+    s: int,
+    j: int,
+    tile: int,
+    bank_ps: nl.NkiTensor,
+) -> None:
+    """Multiply a row tile with one tile of the gate and up weights, this core's share of H."""
+    h_axis, R = config.h_axis, config.tile_rows
+    rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
+    turned_sb = b.turned[turned_slot(config, s, j)]
+    for half in range(num_projections(config)):
+        for t in range(h_axis.count):
+            depth = rows_of(h_axis, t)
+            nisa.nc_matmul(
+                dst=bank_ps[0:rows, half, 0:R],
+                stationary=b.gate_up[slot][0:depth, t, half, columns],
+                moving=turned_sb[0:depth, t, 0:R],
+                accumulate=t > 0,
+            )
+
+
+def finish_in(
+    config: PrefillConfig,
+    b: Buffers,
+    slot: int,
+    s: int,
+    j: int,
+    part: int,
+    tile: int,
+    gate: nl.NkiTensor,
+    up: nl.NkiTensor,
+) -> None:
+    """Turn gate and up projections into a tile of what goes into the down projection.
+
+    Without a gate, the activation is that of the only projection, and there is no product.
+    """
+    rows, R = rows_of(config.i_axis, tile), config.tile_rows
+    gate_sb = b.gate[tile % 2][0:rows, 0:R]
+    up_sb = b.up[tile % 2][0:rows, 0:R]
+    inner_sb = b.inner[inner_slot(config, s, j)][0:rows, part * config.i_axis.count + tile, 0:R]
+    if scales_late(config):
+        scale_sb = b.wide_scale[j][0:rows, 0:R]
+        nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
+        gate = gate_sb
+    if not config.has_gate:
+        activate(config, b, slot, tile, inner_sb, gate)
+        return
+    activate(config, b, slot, tile, gate_sb, gate)
+    if scales_late(config):
+        nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
+        up = up_sb
+    operators, operands = _chain(config, b, slot, tile, 1)
+    multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
+
+
+def inner_slot(config: PrefillConfig, s: int, j: int) -> int:
+    """Return which buffer holds a row tile between the projections."""
+    return s * config.loop.classes[0] + j if config.shard.splits_h else j
+
+
+def _chain(
+    config: PrefillConfig, b: Buffers, slot: int, tile: int, half: int
+) -> tuple[list[Any], list[Any]]:
+    """Return the scalar operators and operands of a projection: scale, bias, clamps."""
+    operators = []
+    operands = []
+    rows = rows_of(config.i_axis, tile)
+    offset = config.up_offset if half == 1 else 0.0
+    clamps = config.up_limits if half == 1 else config.gate_limits
+    if config.has_scales:
+        operators.append(nl.multiply)
+        operands.append(b.gate_up_scale[slot][0:rows, half, tile : tile + 1])
+    if config.has_gate_up_bias and offset != 0.0:
+        operators.append(nl.add)
+        operands.append(b.up_bias[slot][0:rows, tile : tile + 1])
+    elif config.has_gate_up_bias:
+        operators.append(nl.add)
+        operands.append(b.gate_up_bias[slot][0:rows, half, tile : tile + 1])
+    elif offset != 0.0:
+        operators.append(nl.add)
+        operands.append(offset)
+    # The offset was added before the clamp, so it moves the limits too.
+    if clamps.has_upper:
+        operators.append(nl.minimum)
+        operands.append(clamps.upper + offset)
+    if clamps.has_lower:
+        operators.append(nl.maximum)
+        operands.append(clamps.lower + offset)
+    return operators, operands
+
+
+def activate(
+    config: PrefillConfig,
+    b: Buffers,
+    slot: int,
+    tile: int,
+    dst_sb: nl.NkiTensor,
+    gate: nl.NkiTensor,
+) -> None:
+    """Apply scale, bias, clamps and activation to the first projection, in float32.
+
+    The scratch tiles of both projections may be written.
+    """
+    function = activation_function(config.activation)
+    clamps, factor = config.gate_limits, config.activation_scale
+    rows, R = rows_of(config.i_axis, tile), config.tile_rows
+    is_swish = config.activation == "swish"
+    needs_chain = clamps.has_upper or clamps.has_lower or config.has_scales
+    if config.has_gate_up_bias and not needs_chain and not is_swish and factor == 1.0:
+        bias_sb = b.gate_up_bias[slot][0:rows, 0, tile : tile + 1]
+        nisa.activation(dst=dst_sb, op=function, data=gate, bias=bias_sb)
+        return
+    operators, operands = _chain(config, b, slot, tile, 0)
+    source = apply_chain(b.gate[tile % 2][0:rows, 0:R], gate, operators, operands)
+    if is_swish:
+        sigmoid_sb = b.up[tile % 2][0:rows, 0:R]
+        nisa.activation(dst=sigmoid_sb, op=function, data=source, scale=factor)
+        nisa.tensor_tensor(dst=dst_sb, data1=source, data2=sigmoid_sb, op=nl.multiply)
+    else:
+        nisa.activation(dst=dst_sb, op=function, data=source, scale=factor)
+
+
+def project_out(
+    config: PrefillConfig,
+    b: Buffers,
+    slot: int,
+    s: int,
+    j: int,
+    part: int,
+    adds_bias: bool,
+    outer: int,
+) -> None:
+    """Multiply with one part of the columns of the down weights; leave the rows in `outer`."""
+    i_axis, R = config.i_axis, config.tile_rows
+    columns = core_width(config) // config.loop.out_parts
+    width = -(-columns // -(-columns // 512))
+    for turn in range(-(-columns // width)):
+        begin = turn * width
+        end = min(columns, begin + width)
+        bank_ps = b.outer_ps[turn % len(b.outer_ps)][0:R, 0 : end - begin]
+        for t in range(config.loop.in_parts * i_axis.count):
+            depth = rows_of(i_axis, t % i_axis.count)
+            if t == 0 and adds_bias and bias_is_inside(config):
+                depth = depth + 1
+            nisa.nc_matmul(
+                dst=bank_ps,
+                stationary=b.inner[inner_slot(config, s, j)][0:depth, t, 0:R],
+                moving=b.down[slot][0:depth, t, begin:end],
+                accumulate=t > 0,
+            )
+        if adds_bias and config.has_down_bias and not bias_is_inside(config):
+            nisa.nc_matmul(
+                dst=bank_ps,
+                stationary=b.ones[0 : bias_terms(config), 0:R],
+                moving=b.down_bias[slot][0 : bias_terms(config), begin:end],
+                accumulate=True,
+            )
+        first = part * columns
+        evict_rows(config, b, s, j, bank_ps, turn, slice(first + begin, first + end), outer)
+
+
+def evict_rows(
+    config: PrefillConfig,
+    b: Buffers,
+    s: int,
+    j: int,
+    rows_ps: nl.NkiTensor,
+    turn: int,
+    columns: slice,
+    outer: int,
+) -> None:
+    """Move columns of output rows out of PSUM: scale them and round once."""
+    R = config.tile_rows
+    outer_sb = b.outer[outer][0:R, columns]
+    if config.has_scales:
+        row_sb = b.down_scale[s % config.loop.slots][0:R, columns]
+        if config.scaling == "post":
+            nisa.scalar_tensor_tensor(
+                dst=outer_sb,
+                data=rows_ps,
+                op0=nl.multiply,
+                operand0=b.out_scale[s][0:R, j : j + 1],
+                op1=nl.multiply,
+                operand1=row_sb,
+            )
+        else:
+            nisa.tensor_tensor(dst=outer_sb, data1=rows_ps, data2=row_sb, op=nl.multiply)
+    elif config.scaling == "post":
+        nisa.tensor_scalar(
+            dst=outer_sb,
+            data=rows_ps,
+            op0=nl.multiply,
+            operand0=b.out_scale[s][0:R, j : j + 1],
+            engine=nisa.engine.vector if turn % 2 == 1 else nisa.engine.scalar,
+        )
+    else:
+        copy_alternating(outer_sb, rows_ps, turn + 1)
+
+
+def store_rows(
+    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, j: int, outer: int
+) -> None:
+    """Write the rows of a tile to their slots or tokens; a missing tile moves no data."""
+    R, H, width = config.tile_rows, config.H, core_width(config)
+    num_partials, num_rows = x.output.shape[0], x.output.shape[1]
+    if config.stores == "tiles":
+        tiles = x.output.reshape((num_partials * config.num_tiles, R, H))
+        nisa.dma_copy(
+            dst=tiles.ap(
+                [[H, R], [1, width]],
+                offset=share.partial * num_rows * H + share.h_first,
+                scalar_offset=b.out_tile[s][0:1, j : j + 1],
+                indirect_dim=0,
+            ),
+            src=b.outer[outer],
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.hwdge,
+            engine=nisa.engine.scalar,
+        )
+    else:
+        rows = x.output.reshape((num_partials * num_rows, H))
+        nisa.dma_copy(
+            dst=rows.ap(
+                [[H, R], [1, width]],
+                offset=share.partial * num_rows * H + share.h_first,
+                vector_offset=b.out_row[s][0:R, j : j + 1],
+            ),
+            src=b.outer[outer],
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.swdge,
+        )

@@ -1,0 +1,445 @@
+"""Check kernel source against the Python subset that the NKI compiler accepts.
+
+A simulator runs plain Python and therefore accepts kernels that do not compile. This module walks
+the syntax tree instead. The rules follow the NKI language guide (aws-neuron-sdk, nki/get-started/
+nki-language-guide.rst) and, where the guide is silent, the open front end KLR (KLR/NKI/
+Simplify.lean), which is the stricter reading. What only types can tell (an operator applied to a
+tensor, a method of a list) is not checked here.
+
+Only code that runs inside a kernel is checked: functions decorated with ``nki.jit``, functions that
+issue ``nki.isa`` or ``nki.collectives`` operations, whatever these reach by name, and the record
+classes derived from ``NKIObject``. Host code in the same file (shape checks, cost models) may use
+all of Python.
+
+Command line: ``python -m nki_sim.lint.linter [--dialect parser|house] FILE...``; the exit status is 1 if
+an error was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from nki_sim.lint.rules import RULES, Dialect, Finding, Rule, Severity
+from nki_sim.lint.scope import (
+    FunctionNode,
+    dotted,
+    kernel_side,
+    last_name,
+    local_names,
+    loop_body_names,
+    module_names,
+    references,
+    scope_of,
+    unwrap,
+)
+
+_BUILTINS = frozenset(
+    {"isinstance", "type", "slice", "print", "min", "max", "abs", "str", "bool", "int", "float"}
+    | {"divmod", "tuple", "list", "dict", "len", "range", "enumerate", "zip", "Ellipsis"}
+)
+_DECORATORS = frozenset({"staticmethod", "dataclass", "dataclasses.dataclass", "jit", "nki.jit"})
+_BASES = frozenset(
+    {"NKIObject", "nl.NKIObject", "nki.language.NKIObject", "Enum", "enum.Enum"}
+    | {"NamedTuple", "typing.NamedTuple"}
+)
+_DYNAMIC_LOOPS = frozenset({"dynamic_range", "fori_loop", "while_loop"})
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
+_STATEMENTS = (
+    ast.Pass, ast.Expr, ast.Assert, ast.Return, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.If,
+    ast.For, ast.While, ast.Break, ast.Continue, ast.With, ast.FunctionDef,
+)  # fmt: skip
+_EXPRESSIONS = (
+    ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.Name, ast.Attribute, ast.Tuple, ast.List,
+    ast.Dict, ast.Subscript, ast.Slice, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp,
+    ast.Call,
+)  # fmt: skip
+_FORBIDDEN: tuple[tuple[type[ast.AST] | tuple[type[ast.AST], ...], str], ...] = (
+    ((ast.Try, ast.TryStar), "NKI001"),
+    (ast.Raise, "NKI002"),
+    (ast.Delete, "NKI003"),
+    ((ast.Global, ast.Nonlocal), "NKI004"),
+    ((ast.Import, ast.ImportFrom), "NKI005"),
+    (ast.Lambda, "NKI006"),
+    (_COMPREHENSIONS, "NKI007"),
+    (
+        (
+            ast.GeneratorExp,
+            ast.Yield,
+            ast.YieldFrom,
+            ast.Await,
+            ast.AsyncFor,
+            ast.AsyncWith,
+            ast.AsyncFunctionDef,
+        ),
+        "NKI008",
+    ),
+    (ast.Match, "NKI009"),
+    (ast.Starred, "NKI010"),
+    (ast.NamedExpr, "NKI020"),
+    (ast.ClassDef, "NKI030"),
+    (ast.Set, "NKI031"),
+)
+
+
+def _finding(
+    rule: Rule, severity: Severity, path: str, line: int, column: int, detail: str
+) -> Finding:
+    construct = f"{rule.construct} `{detail}`" if detail else rule.construct
+    return Finding(path, line, column, rule.id, severity, construct, rule.why, rule.accepted)
+
+
+class _FunctionLinter(ast.NodeVisitor):
+    """Collects the findings of one function that runs inside a kernel."""
+
+    def __init__(
+        self, path: str, dialect: Dialect, defined: frozenset[str], first_line: int
+    ) -> None:
+        self.path = path
+        self.dialect = dialect
+        self.defined = defined  # names that hide a built-in
+        self.first_line = first_line
+        self.findings: list[Finding] = []
+        self._dynamic_loops = 0  # dynamic loops around the current statement
+        self._static_loops = 0  # static loops inside the innermost dynamic one
+        self._no_reorder = 0
+        self._loop_bodies: frozenset[str] = frozenset()
+        self._is_body_of_loop = False
+
+    def report(self, rule_id: str, node: ast.AST, detail: str = "") -> None:
+        """Record one finding, unless the dialect accepts the construct."""
+        rule = RULES[rule_id]
+        severity = rule.parser if self.dialect == "parser" else rule.house
+        if severity is None:
+            return
+        line = getattr(node, "lineno", 1) + self.first_line - 1
+        column = getattr(node, "col_offset", 0) + 1
+        self.findings.append(_finding(rule, severity, self.path, line, column, detail))
+
+    def generic_visit(self, node: ast.AST) -> None:
+        for kinds, rule_id in _FORBIDDEN:
+            if isinstance(node, kinds):
+                self.report(rule_id, node)
+                break
+        else:
+            if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
+                self.report("NKI034", node, type(node).__name__)
+            elif isinstance(node, ast.expr) and not isinstance(node, _EXPRESSIONS):
+                self.report("NKI035", node, type(node).__name__)
+        super().generic_visit(node)
+
+    # Definitions
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.lint_function(node, inner=True)
+
+    def lint_function(self, node: FunctionNode, *, inner: bool = False) -> None:
+        """Check the signature, the decorators and the body of one function."""
+        is_loop_body = inner and node.name in self._loop_bodies
+        if isinstance(node, ast.AsyncFunctionDef):
+            self.report("NKI008", node, node.name)
+        if inner and not is_loop_body:
+            self.report("NKI024", node, node.name)
+        for decorator in node.decorator_list:
+            name = dotted(decorator)
+            if name not in _DECORATORS:
+                self.report("NKI011", decorator, name or ast.unparse(decorator))
+        arguments = node.args
+        for extra in (arguments.vararg, arguments.kwarg):
+            if extra is not None:
+                self.report("NKI014", extra, extra.arg)
+        only = [*arguments.posonlyargs, *arguments.kwonlyargs]
+        if only:
+            self.report("NKI015", only[0], only[0].arg)
+        for default in [*arguments.defaults, *(value for value in arguments.kw_defaults if value)]:
+            self.visit(default)
+        state = self._loop_bodies, self._dynamic_loops, self._static_loops, self._is_body_of_loop
+        self._loop_bodies = frozenset(loop_body_names(node))
+        if is_loop_body:
+            self._dynamic_loops, self._static_loops, self._is_body_of_loop = 0, 0, True
+        for statement in node.body:
+            self.visit(statement)
+        self._loop_bodies, self._dynamic_loops, self._static_loops, self._is_body_of_loop = state
+
+    # Statements
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.visit(node.target)
+        if node.value is not None:  # the annotation is not evaluated
+            self.visit(node.value)
+
+    def visit_For(self, node: ast.For) -> None:
+        if node.orelse:
+            self.report("NKI012", node, "for")
+        if isinstance(node.target, ast.Tuple | ast.List):
+            self.report("NKI032", node.target)
+        is_dynamic = isinstance(node.iter, ast.Call) and last_name(node.iter) == "dynamic_range"
+        if is_dynamic:
+            self.report("NKI033", node.iter)
+        self.visit(node.target)
+        self.visit(node.iter)
+        self._loop(node.body, is_dynamic=is_dynamic)
+        for statement in node.orelse:
+            self.visit(statement)
+
+    def visit_While(self, node: ast.While) -> None:
+        if node.orelse:
+            self.report("NKI012", node, "while")
+        self.visit(node.test)
+        self._loop([*node.body, *node.orelse], is_dynamic=False)
+
+    def _loop(self, body: list[ast.stmt], *, is_dynamic: bool) -> None:
+        static_outside = self._static_loops
+        self._dynamic_loops += is_dynamic
+        self._static_loops = 0 if is_dynamic else static_outside + 1
+        for statement in body:
+            self.visit(statement)
+        self._dynamic_loops -= is_dynamic
+        self._static_loops = static_outside
+
+    def visit_Break(self, node: ast.Break) -> None:
+        self._jump(node, "break")
+
+    def visit_Continue(self, node: ast.Continue) -> None:
+        self._jump(node, "continue")
+
+    def _jump(self, node: ast.stmt, word: str) -> None:
+        if self._dynamic_loops and not self._static_loops:
+            self.report("NKI025", node, word)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if self._dynamic_loops:
+            self.report("NKI025", node, "return")
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_With(self, node: ast.With) -> None:
+        item = node.items[0]
+        is_known = (
+            len(node.items) == 1
+            and item.optional_vars is None
+            and isinstance(item.context_expr, ast.Call)
+            and last_name(item.context_expr) == "no_reorder"
+            and not item.context_expr.args
+            and not item.context_expr.keywords
+        )
+        if not is_known:
+            self.report("NKI022", node, ast.unparse(item.context_expr))
+        self._no_reorder += is_known
+        for statement in node.body:
+            self.visit(statement)
+        self._no_reorder -= is_known
+
+    # Expressions
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if self._no_reorder and last_name(node.func) in _DYNAMIC_LOOPS:
+            self.report("NKI026", node, last_name(node.func))
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                self.report("NKI010", keyword.value, "**" + ast.unparse(keyword.value))
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        is_read = isinstance(node.ctx, ast.Load)
+        if (
+            is_read
+            and node.id not in self.defined
+            and hasattr(builtins, node.id)
+            and node.id not in _BUILTINS
+        ):
+            self.report("NKI023", node, node.id)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, ast.MatMult):
+            self.report("NKI013", node)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if isinstance(node.op, ast.MatMult):
+            self.report("NKI013", node)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for operator, right in zip(node.ops, node.comparators, strict=True):
+            if isinstance(operator, ast.Is | ast.IsNot):
+                is_none = isinstance(right, ast.Constant) and right.value is None
+                self.report("NKI017" if is_none else "NKI016", node)
+            elif isinstance(operator, ast.In | ast.NotIn):
+                self.report("NKI018" if len(node.ops) > 1 else "NKI019", node)
+        self.generic_visit(node)
+
+    def visit_Dict(self, node: ast.Dict) -> None:
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is None:
+                self.report("NKI010", value, "**" + ast.unparse(value))
+            elif isinstance(key, ast.Constant) and not isinstance(key.value, str):
+                self.report("NKI027", key, repr(key.value))
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        value = node.value
+        if isinstance(value, bool | float | str) or value is None or value is Ellipsis:
+            return
+        if not isinstance(value, int):
+            self.report("NKI029", node, repr(value))
+        elif not -(2**31) <= value < 2**32:
+            self.report("NKI028", node, repr(value))
+
+
+def _lint_class(linter: _FunctionLinter, node: ast.ClassDef) -> None:
+    unknown = [base for base in node.bases if dotted(base) not in _BASES]
+    for base in unknown:
+        linter.report("NKI021", base, dotted(base) or ast.unparse(base))
+    if len(node.bases) > 1 and not unknown:
+        linter.report("NKI021", node.bases[1], "more than one base")
+    for decorator in node.decorator_list:
+        if last_name(decorator) != "dataclass":
+            linter.report("NKI011", decorator, dotted(decorator))
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef):
+            linter.lint_function(statement)
+
+
+def lint_source(
+    source: str,
+    path: str = "<string>",
+    *,
+    dialect: Dialect = "parser",
+    everything: bool = False,
+) -> list[Finding]:
+    """Check the kernel side of one module.
+
+    Args:
+        source: text of the module.
+        path: name used in the findings.
+        dialect: "parser" is what the vendor's front end takes; "house" adds this project's rules
+            (no membership test, no identity test, one loop variable).
+        everything: check every function and class, host code too.
+
+    Returns:
+        The findings in file order; empty if the code keeps to the dialect. Text that is no Python
+        gives the one finding NKI000.
+
+    Raises:
+        ValueError: unknown dialect.
+    """
+    if dialect not in {"parser", "house"}:
+        raise ValueError(
+            f"dialect={dialect!r}: must be 'parser' or 'house'. Use 'parser' for vendor kernels."
+        )
+    try:
+        tree = ast.parse(source, filename=path)
+    except SyntaxError as error:
+        return [
+            _finding(
+                RULES["NKI000"], "error", path, error.lineno or 1, error.offset or 1, error.msg
+            )
+        ]
+    top_names = module_names(tree)
+    if everything:
+        nodes: list[FunctionNode | ast.ClassDef] = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        ]
+    else:
+        nodes = kernel_side(tree)
+    findings: list[Finding] = []
+    for node in nodes:
+        linter = _FunctionLinter(path, dialect, frozenset(top_names | local_names(node)), 1)
+        if isinstance(node, ast.ClassDef):
+            _lint_class(linter, node)
+        else:
+            linter.lint_function(node)
+        findings += linter.findings
+    return sorted(findings)
+
+
+def lint_file(
+    path: str | Path, *, dialect: Dialect = "parser", everything: bool = False
+) -> list[Finding]:
+    """Check the kernel side of one file; see :func:`lint_source`."""
+    return lint_source(
+        Path(path).read_text(encoding="utf-8"), str(path), dialect=dialect, everything=everything
+    )
+
+
+def lint_kernel(kernel: Callable[..., Any], *, dialect: Dialect = "parser") -> list[Finding]:
+    """Check one kernel and every Python function it reaches by name, in other modules too.
+
+    Args:
+        kernel: a function, or the object that ``nki.jit`` made of it.
+        dialect: as in :func:`lint_source`.
+
+    Raises:
+        TypeError: the object is no Python function with source text.
+    """
+    pending: list[Any] = [unwrap(kernel)]
+    if not isinstance(pending[0], types.FunctionType):
+        raise TypeError(
+            f"kernel={kernel!r}: must be a Python function. Pass the function given to nki.jit."
+        )
+    seen: set[int] = set()
+    findings: list[Finding] = []
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        try:
+            lines, first_line = inspect.getsourcelines(item)
+        except (OSError, TypeError) as error:
+            if item is unwrap(kernel):
+                raise TypeError(f"kernel={kernel!r}: its source text cannot be found.") from error
+            continue
+        node = ast.parse(textwrap.dedent("".join(lines))).body[0]
+        scope = scope_of(item)
+        linter = _FunctionLinter(
+            inspect.getsourcefile(item) or "<unknown>",
+            dialect,
+            frozenset(set(scope) | local_names(node)),
+            max(first_line, 1),
+        )
+        if isinstance(node, ast.ClassDef):
+            _lint_class(linter, node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            linter.lint_function(node)
+        findings += linter.findings
+        pending.extend(references(node, scope))
+    return sorted(findings)
+
+
+def _print(lines: Iterable[object]) -> None:
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Lint the named files and print the findings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nki_sim.lint.linter", description="Check kernels against the NKI subset."
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--dialect", choices=("parser", "house"), default="parser")
+    parser.add_argument("--everything", action="store_true", help="check host functions too")
+    arguments = parser.parse_args(argv)
+    findings = [
+        finding
+        for path in arguments.files
+        for finding in lint_file(path, dialect=arguments.dialect, everything=arguments.everything)
+    ]
+    _print(findings)
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Creating tensors: capacity, addresses, and the tensors that cores share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nki_sim import trace as tr
+from nki_sim.dtypes import DType
+from nki_sim.errors import CapacityError
+from nki_sim.machine.memory import EXACT, UNKNOWN, Allocation, Coverage, MemoryRegion
+from nki_sim.machine.tensor import NkiTensor
+
+if TYPE_CHECKING:
+    from nki_sim.machine.system import Machine
+    from nki_sim.options import SimOptions
+    from nki_sim.targets import Target
+
+
+class Allocator:
+    """The memories of one core.
+
+    Attributes:
+        sbuf_bytes: bytes per partition of the SBUF tensors that Python keeps alive and that have
+            been used; `sbuf_peak` is their maximum.
+    """
+
+    machine: Machine
+    trace: tr.Trace
+    options: SimOptions
+    target: Target
+    rank: int
+    id: int
+    line: int
+    clock: list[int]
+    full: bool
+    loop_depth: int
+
+    def __init__(self) -> None:
+        self.sbuf_bytes = 0
+        self.sbuf_peak = 0
+        self.placed: list[weakref.ref[Allocation]] = []
+        self.shared_count: dict[str, int] = {}
+
+    def here(self, depth: int = 1) -> int:
+        """Return the line id of the nearest caller outside this package."""
+        raise NotImplementedError
+
+    def location(self) -> str:
+        """Return "file:line" of the kernel now."""
+        raise NotImplementedError
+
+    def allocate(
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        region: MemoryRegion,
+        name: str = "",
+        address: tuple[int, int] | None = None,
+    ) -> NkiTensor:
+        """Create a tensor in the memory of this core, or find the one the cores share.
+
+        Raises:
+            CapacityError: it can never fit, or its address is outside the memory.
+        """
+        sizes = tuple([int(size) for size in shape])
+        if not sizes or min(sizes) < 1:
+            raise CapacityError(
+                "shape", "one or more axes of at least one element", f"{list(shape)}"
+            )
+        if region is MemoryRegion.shared_hbm:
+            return self._allocate_shared(sizes, dtype, name)
+        alloc = Allocation(self, region, sizes, dtype, name, address)
+        space = alloc.space
+        core = self.id
+        partitions = 1
+        size = alloc.size_bytes
+        if space != tr.HBM:
+            partitions = alloc.rows
+            size = alloc.pitch
+            self._check_fit(alloc)
+            if address is not None:
+                self._place(alloc)
+        else:
+            self._track(alloc)
+        if space == tr.PSUM:
+            alloc.accumulated = Coverage(alloc.rows, alloc.pitch, dtype.itemsize)
+        alloc.line = self.line = self.here(2)
+        alloc.trace_id = self.trace.add_storage(
+            tr.Storage(space, core, self.rank, partitions, size, address, name)
+        )
+        return NkiTensor(sizes, dtype, alloc, region, name)
+
+    def _track(self, alloc: Allocation) -> None:
+        """Do not keep a mask of a big tensor in HBM that nobody asks for."""
+        if self.options.uninitialized == "off":
+            alloc.defined.full = True
+
+    def _allocate_shared(self, shape: tuple[int, ...], dtype: DType, name: str) -> NkiTensor:
+        """All cores of a rank name one tensor by its name, else by the order of allocation."""
+        count = self.shared_count.get(name, 0)
+        self.shared_count[name] = count + 1
+        key = (self.rank, (name, count))
+        found = self.machine.shared.get(key)
+        if found is None:
+            found = Allocation(self, MemoryRegion.shared_hbm, shape, dtype, name)
+            found.line = self.here(3)
+            self._track(found)
+            self._register_shared(found)
+            self.machine.shared[key] = found
+        elif found.shape != shape or found.dtype is not dtype:
+            raise CapacityError(
+                name or "shared tensor",
+                f"the same shape and dtype on every core ({list(found.shape)}, {found.dtype})",
+                f"{list(shape)}, {dtype}",
+                "Every core must make the same shared_hbm allocations in the same order",
+            )
+        return NkiTensor(shape, dtype, found, MemoryRegion.shared_hbm, name)
+
+    def _register_shared(self, alloc: Allocation) -> None:
+        alloc.trace_id = self.trace.add_storage(
+            tr.Storage(tr.HBM, -1, self.rank, 1, alloc.size_bytes, None, alloc.name)
+        )
+        if len(self.clock) > 1 and self.options.races != "off":
+            from nki_sim.machine.races import SharedLog
+
+            alloc.shared_log = SharedLog(alloc)
+            self.machine.shared_logs.append(alloc.shared_log)
+
+    def bind_input(self, array: Any, dtype: DType, name: str) -> NkiTensor:
+        """Wrap a contiguous NumPy array (or a shape-only `TensorSpec`) as a kernel input in HBM."""
+        shape = tuple(array.shape) or (1,)
+        key = (self.rank, ("input", name))
+        alloc = self.machine.shared.get(key)
+        if alloc is None:
+            alloc = Allocation(self, MemoryRegion.shared_hbm, shape, dtype, name)
+            alloc.defined.full = True
+            if isinstance(array, np.ndarray) and (
+                self.full or dtype.kind != "f" or array.size <= self.machine.options.small_elements
+            ):
+                alloc.adopt(array.reshape(-1).view(np.uint8))
+            alloc.known = EXACT if alloc.has_data else UNKNOWN
+            self._register_shared(alloc)
+            self.machine.shared[key] = alloc
+        return NkiTensor(shape, dtype, alloc, MemoryRegion.shared_hbm, name)
+
+    def _check_fit(self, alloc: Allocation) -> None:
+        """A tensor on chip must fit by itself and lie where its address says."""
+        limit = self.target.sbuf_bytes if alloc.space == tr.SBUF else self.target.psum_bytes
+        memory = alloc.region.name
+        if alloc.rows > 128:
+            raise CapacityError(
+                alloc.name or "shape", f"at most 128 partitions in {memory}", f"{list(alloc.shape)}"
+            )
+        start_row, start = alloc.address or (0, 0)
+        if alloc.pitch + start > limit or start < 0:
+            self.machine.settle(self.options.capacity, "capacity", CapacityError(
+                alloc.name or "tensor", f"at most {limit} bytes per partition of {memory}",
+                f"{alloc.pitch} bytes" + (f" from byte {start}" if alloc.address else "")
+                + f" for shape {list(alloc.shape)} of {alloc.dtype}", location=self.location(),
+            ))  # fmt: skip
+        if alloc.address is None:
+            return
+        if start_row < 0 or start_row + alloc.rows > 128:
+            raise CapacityError(
+                alloc.name or "address", "partitions inside 0..128", f"{start_row} + {alloc.rows}"
+            )
+        if alloc.space == tr.PSUM and start % self.target.psum_bank_bytes:
+            raise CapacityError(
+                alloc.name or "address",
+                f"a PSUM address at the start of a bank of {self.target.psum_bank_bytes} bytes",
+                f"byte {start}",
+            )
+
+    def _place(self, alloc: Allocation) -> None:
+        """Find the tensors that lie on the same bytes as a newly placed one."""
+        assert alloc.address is not None
+        row, start = alloc.address
+        alive = []
+        for ref in self.placed:
+            other = ref()
+            if other is None:
+                continue
+            alive.append(ref)
+            if other.space != alloc.space or other.address is None:
+                continue
+            other_row, other_start = other.address
+            if (
+                row < other_row + other.rows
+                and other_row < row + alloc.rows
+                and start < other_start + other.pitch
+                and other_start < start + alloc.pitch
+            ):
+                alloc.aliases.append(ref)
+                other.aliases.append(weakref.ref(alloc))
+        alive.append(weakref.ref(alloc))
+        self.placed = alive
+
+    def count_sbuf(self, alloc: Allocation) -> None:
+        """Count the bytes of a tensor from its first use until Python drops it."""
+        alloc.counted = True
+        alloc.core = self
+        self.sbuf_bytes += alloc.pitch
+        self.sbuf_peak = max(self.sbuf_peak, self.sbuf_bytes)
+
+    def clobber(self, alloc: Allocation, tensor: NkiTensor) -> None:
+        """Writing a placed tensor makes the same bytes of other placed tensors undefined."""
+        assert alloc.address is not None
+        box = tensor.geometry.box
+        row, start = alloc.address
+        for ref in alloc.aliases:
+            other = ref()
+            if other is None or other.address is None or other.defined.empty:
+                continue
+            row_shift = row - other.address[0]
+            shift = start - other.address[1]
+            r0 = max(0, box.row_start + row_shift)
+            r1 = min(other.rows, box.row_end + row_shift)
+            b0 = max(0, box.byte_start + shift)
+            b1 = min(other.pitch, box.byte_end + shift)
+            if r0 < r1 and b0 < b1:
+                other.defined.remove_box(r0, r1, b0, b1)
+                if other.accumulated is not None:
+                    other.accumulated.remove_box(r0, r1, b0, b1)
+                other.clobbered_by = (
+                    f"{alloc.name or 'a tensor'} written at {self.machine.location(self.line)}"
+                )

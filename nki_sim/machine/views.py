@@ -1,0 +1,455 @@
+"""The view methods of tensors: permute, reshape, slice, `.ap` and the others of the language.
+
+Every method returns a view of the same bytes and costs nothing at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nki_sim.dtypes import Array, DType, as_dtype
+from nki_sim.errors import LanguageError, OutOfBounds
+from nki_sim.machine.geometry import Geometry, contiguous_strides, join_axes, reshape_strides
+from nki_sim.machine.memory import Allocation
+from nki_sim.machine.registers import VirtualRegister
+from nki_sim.trace import HBM
+
+if TYPE_CHECKING:
+    from nki_sim.machine.tensor import NkiTensor
+
+
+class Dynamic(NamedTuple):
+    """An offset that is known only when an instruction runs.
+
+    `kind` is "scalar" or "vector"; `index` a register or an on-chip tensor; the start moves by
+    value * `multiplier` elements; `limit` is the number of elements of the tensor that `.ap` was
+    called on, `base` where that tensor starts and `static` the constant part of the offset.
+    """
+
+    kind: str
+    index: Any
+    multiplier: int
+    base: int
+    static: int
+    limit: int
+
+
+MAX_DIMS = 5
+
+
+class Views:
+    """A strided walk over an allocation, and the methods that give other walks over it."""
+
+    __slots__ = (
+        "_alloc",
+        "_array",
+        "_dynamic",
+        "_geometry",
+        "buffer",
+        "dtype",
+        "name",
+        "offset",
+        "shape",
+        "strides",
+    )
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: DType
+    buffer: Any
+    name: str
+    _alloc: Allocation
+    _array: Array | None
+    _dynamic: Dynamic | None
+    _geometry: Geometry | None
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for count in self.shape:
+            size *= count
+        return size
+
+    @property
+    def _is_named(self) -> bool:
+        """Whether the kernel gave it a name."""
+        return bool(self.name or self._alloc.name)
+
+    def label(self) -> str:
+        """Return the name to use in a message."""
+        return self.name or self._alloc.name or "tensor"
+
+    def _derive(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        dtype: DType | None = None,
+        static: bool = False,
+    ) -> NkiTensor:
+        """Return another view; a dynamic offset goes along unless `static` drops it."""
+        if len(shape) > MAX_DIMS:
+            raise LanguageError(
+                self.label(), f"at most {MAX_DIMS} axes in a view", f"{list(shape)}"
+            )
+        view: NkiTensor = object.__new__(type(self))  # type: ignore[assignment]
+        view.shape = shape
+        view.strides = strides
+        view.offset = offset
+        view.dtype = self.dtype if dtype is None else dtype
+        view._alloc = self._alloc
+        view.buffer = self.buffer
+        view.name = self.name
+        view._geometry = None
+        view._array = None
+        dynamic = None if static else self._dynamic
+        if dynamic is not None:
+            if dynamic.kind == "vector" and (shape[:1], strides[:1]) != (
+                self.shape[:1],
+                self.strides[:1],
+            ):
+                raise LanguageError(
+                    self.label(), "axis 0 whole, as a vector_offset chose its rows", f"{shape}"
+                )
+            dynamic = dynamic._replace(static=dynamic.static + offset - self.offset)
+        view._dynamic = dynamic
+        return view
+
+    @property
+    def on_chip(self) -> bool:
+        """Whether it lives in SBUF or PSUM."""
+        return self._alloc.space != HBM
+
+    def _alloc_elements(self) -> int:
+        return self._alloc.size_bytes // self.dtype.itemsize
+
+    def permute(self, dims: Sequence[int]) -> NkiTensor:
+        """Return the view with its axes in the order `dims`."""
+        order = tuple(dims)
+        if sorted(order) != list(range(self.ndim)):
+            raise LanguageError(
+                self.label(), f"a permutation of {self.ndim} axes", str(list(order))
+            )
+        self._keep_partition("permute", order[0] == 0)
+        return self._derive(
+            tuple(self.shape[d] for d in order), tuple(self.strides[d] for d in order), self.offset
+        )
+
+    def _keep_partition(self, what: str, keeps: bool) -> None:
+        if not keeps and (self.on_chip or (self._dynamic and self._dynamic.kind == "vector")):
+            raise LanguageError(
+                self.label(), f"{what} to leave the partition axis alone", "axis 0 changed"
+            )
+
+    def broadcast(self, dim: int, size: int) -> NkiTensor:
+        """Return the view with axis `dim` of size 1 repeated `size` times."""
+        dim = self._axis(dim)
+        self._keep_partition("broadcast", dim != 0)
+        if self.shape[dim] != 1:
+            raise LanguageError(self.label(), f"size 1 on axis {dim}", str(self.shape[dim]))
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        strides = (*self.strides[:dim], 0, *self.strides[dim + 1 :])
+        return self._derive(shape, strides, self.offset)
+
+    def expand_dim(self, dim: int) -> NkiTensor:
+        """Return the view with a new axis of size 1 before axis `dim`."""
+        if dim < 0:
+            dim += self.ndim + 1
+        self._keep_partition("expand_dim", dim != 0)
+        stride = self.strides[dim] * self.shape[dim] if dim < self.ndim else 1
+        return self._derive(
+            (*self.shape[:dim], 1, *self.shape[dim:]),
+            (*self.strides[:dim], stride, *self.strides[dim:]),
+            self.offset,
+        )
+
+    def squeeze_dim(self, dim: int) -> NkiTensor:
+        """Return the view without axis `dim`, which has size 1."""
+        dim = self._axis(dim)
+        self._keep_partition("squeeze_dim", dim != 0)
+        if self.shape[dim] != 1:
+            raise LanguageError(self.label(), f"size 1 on axis {dim}", str(self.shape[dim]))
+        return self._derive(
+            (*self.shape[:dim], *self.shape[dim + 1 :]),
+            (*self.strides[:dim], *self.strides[dim + 1 :]),
+            self.offset,
+        )
+
+    def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
+        """Return the view with axis `dim` split into `shape`, one of which may be -1."""
+        dim = self._axis(dim)
+        self._keep_partition("reshape_dim", dim != 0)
+        parts = list(shape)
+        total = self.shape[dim]
+        known = 1
+        for part in parts:
+            known *= part if part != -1 else 1
+        if (
+            parts.count(-1) > 1
+            or known == 0
+            or total % known
+            or (-1 not in parts and known != total)
+        ):
+            raise LanguageError(self.label(), f"sizes whose product is {total}", str(parts))
+        parts = [total // known if part == -1 else part for part in parts]
+        strides = []
+        stride = self.strides[dim] * total
+        for part in parts:
+            stride //= part
+            strides.append(stride)
+        return self._derive(
+            (*self.shape[:dim], *parts, *self.shape[dim + 1 :]),
+            (*self.strides[:dim], *strides, *self.strides[dim + 1 :]),
+            self.offset,
+        )
+
+    def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
+        """Return the view with axes `start_dim` to `end_dim` (inclusive) joined."""
+        start_dim, end_dim = self._axis(start_dim), self._axis(end_dim)
+        self._keep_partition("flatten_dims", start_dim > 0 or start_dim == end_dim)
+        joined = join_axes(
+            self.shape[start_dim : end_dim + 1], self.strides[start_dim : end_dim + 1]
+        )
+        if joined is None:
+            raise LanguageError(
+                self.label(),
+                f"axes {start_dim} to {end_dim} contiguous",
+                f"shape {list(self.shape)}, strides {list(self.strides)}",
+            )
+        return self._derive(
+            (*self.shape[:start_dim], joined[0], *self.shape[end_dim + 1 :]),
+            (*self.strides[:start_dim], joined[1], *self.strides[end_dim + 1 :]),
+            self.offset,
+        )
+
+    def reshape(self, shape: Sequence[int]) -> NkiTensor:
+        """Return the view with another shape of as many elements; the layout must allow it."""
+        new_shape = list(shape)
+        if -1 in new_shape:
+            known = 1
+            for part in new_shape:
+                known *= part if part != -1 else 1
+            new_shape = [self.size // max(1, known) if part == -1 else part for part in new_shape]
+        count = 1
+        for part in new_shape:
+            count *= part
+        if count != self.size:
+            raise LanguageError(self.label(), f"{self.size} elements", f"shape {new_shape}")
+        self._keep_partition("reshape", bool(new_shape) and new_shape[0] == self.shape[0])
+        strides = reshape_strides(self.shape, self.strides, tuple(new_shape))
+        if strides is None:
+            raise LanguageError(
+                self.label(),
+                f"a layout that can be seen as {new_shape}",
+                f"shape {list(self.shape)}, strides {list(self.strides)}",
+            )
+        return self._derive(tuple(new_shape), strides, self.offset)
+
+    def rearrange(
+        self, src_pattern: Sequence[Any], dst_pattern: Sequence[Any], fixed_sizes: Any = None
+    ) -> NkiTensor:
+        """Return the view rearranged: names and tuples of names, as in einops."""
+        sizes: dict[str, int] = dict(fixed_sizes or {})
+        view: NkiTensor = self  # type: ignore[assignment]
+        names: list[str] = []
+        if len(src_pattern) != self.ndim:
+            raise LanguageError(self.label(), f"{self.ndim} source axes", str(src_pattern))
+        for entry in src_pattern:
+            group = list(entry) if isinstance(entry, (tuple, list)) else [entry]
+            if len(group) != 1:
+                parts = [sizes.get(name, -1) for name in group]
+                view = view.reshape_dim(len(names), parts)
+            names += group
+        flat = [n for e in dst_pattern for n in (e if isinstance(e, (tuple, list)) else (e,))]
+        if sorted(flat) != sorted(names):
+            raise LanguageError(self.label(), f"the names {names} on the right", str(flat))
+        view = view.permute([names.index(name) for name in flat])
+        for axis, entry in enumerate(dst_pattern):
+            width = len(entry) if isinstance(entry, (tuple, list)) else 1
+            if width > 1:
+                view = view.flatten_dims(axis, axis + width - 1)
+        return view
+
+    def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
+        """Return the view of elements start, start + step, .. below `end` on axis `dim`."""
+        dim = self._axis(dim)
+        size = self.shape[dim]
+        if not (0 <= start < end <= size and step >= 1):
+            raise OutOfBounds(
+                self.label(),
+                f"0 <= start < end <= {size} and step >= 1 on axis {dim}",
+                f"slice({start}, {end}, {step})",
+            )
+        count = -(-(end - start) // step)
+        return self._derive(
+            (*self.shape[:dim], count, *self.shape[dim + 1 :]),
+            (*self.strides[:dim], self.strides[dim] * step, *self.strides[dim + 1 :]),
+            self.offset + start * self.strides[dim],
+        )
+
+    def select(self, dim: int, index: Any) -> NkiTensor:
+        """Return the view at one index of axis `dim`: an int, a register or a (1, 1) tensor."""
+        dim = self._axis(dim)
+        self._keep_partition("select", dim != 0)
+        shape = (*self.shape[:dim], *self.shape[dim + 1 :])
+        strides = (*self.strides[:dim], *self.strides[dim + 1 :])
+        if isinstance(index, (VirtualRegister, Views)):
+            if self._dynamic is not None:
+                raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
+            view = self._derive(shape, strides, self.offset)
+            stride = self.strides[dim]
+            view._dynamic = Dynamic(
+                "scalar", index, stride, 0, self.offset, self.shape[dim] * stride
+            )
+            return view
+        if not 0 <= int(index) < self.shape[dim]:
+            raise OutOfBounds(self.label(), f"index below {self.shape[dim]}", str(index))
+        return self._derive(shape, strides, self.offset + int(index) * self.strides[dim])
+
+    def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
+        """Return the view whose row p is row `vector_offset[p]` of this HBM tensor."""
+        if dim != 0 or self.on_chip:
+            raise LanguageError(self.label(), "axis 0 of a tensor in HBM", f"axis {dim}")
+        if self._dynamic is not None:
+            raise LanguageError(self.label(), "one dynamic index in a view", "a second one")
+        view = self._derive((vector_offset.size, *self.shape[1:]), self.strides, self.offset)
+        view._dynamic = Dynamic(
+            "vector",
+            vector_offset,
+            self.strides[0],
+            self.offset,
+            0,
+            self.shape[0] * self.strides[0],
+        )
+        return view
+
+    def ap(
+        self,
+        pattern: Sequence[Sequence[int]],
+        offset: int | None = None,
+        scalar_offset: Any = None,
+        vector_offset: Any = None,
+        indirect_dim: int = 0,
+        dtype: Any = None,
+    ) -> NkiTensor:
+        """Return an access pattern on the storage of this tensor.
+
+        Args:
+            pattern: [stride, count] pairs, outermost first, in elements of `dtype`.
+            offset: first element; None keeps the offset of this view.
+            scalar_offset: register or (1, 1) tensor, in rows of axis `indirect_dim`.
+            vector_offset: on-chip tensor with one row index per partition (DMA only).
+            indirect_dim: axis of this tensor that the dynamic offset counts.
+            dtype: reinterpret the bytes.
+
+        Raises:
+            LanguageError: both kinds of dynamic offset, or an explicit offset on a view that
+                already has one (the guides contradict each other there).
+        """
+        view_dtype = self.dtype if dtype is None else as_dtype(dtype)
+        shape = tuple([int(pair[1]) for pair in pattern])
+        strides = tuple([int(pair[0]) for pair in pattern])
+        ratio_from, ratio_to = self.dtype.itemsize, view_dtype.itemsize
+        if offset is None:
+            start = self.offset * ratio_from // ratio_to
+        else:
+            start = int(offset)
+            if self.offset:
+                raise LanguageError(
+                    self.label(),
+                    "offset=None, or .ap on a whole tensor",
+                    f"offset={offset} on a view that starts at element {self.offset}",
+                    "The guides disagree on whether the offsets add up",
+                )
+        if self._dynamic is not None:
+            raise LanguageError(self.label(), "a static tensor", ".ap on a dynamic view")
+        view = self._derive(shape, strides, start, view_dtype)
+        if scalar_offset is None and vector_offset is None:
+            return view
+        if scalar_offset is not None and vector_offset is not None:
+            raise LanguageError(self.label(), "scalar_offset or vector_offset", "both")
+        multiplier = 1
+        for count in self.shape[indirect_dim + 1 :]:
+            multiplier *= count
+        if ratio_from != ratio_to:
+            raise LanguageError(
+                self.label(),
+                "a dtype of the same size beside a dynamic offset",
+                f"{self.dtype} seen as {view_dtype}",
+            )
+        kind = "scalar" if vector_offset is None else "vector"
+        index = scalar_offset if vector_offset is None else vector_offset
+        if kind == "vector" and (indirect_dim != 0 or self.on_chip):
+            raise LanguageError(
+                self.label(),
+                "indirect_dim=0 on a tensor in HBM for a vector_offset",
+                f"indirect_dim={indirect_dim} in {self.buffer.name}",
+            )
+        if kind == "scalar" and self.on_chip and indirect_dim == 0:
+            raise LanguageError(self.label(), "indirect_dim >= 1 on chip", "0")
+        view._dynamic = Dynamic(kind, index, multiplier, 0, start, self.size)
+        return view
+
+    def view(self, dtype: Any) -> NkiTensor:
+        """Return the same bytes as elements of another type; the last axis scales."""
+        target = as_dtype(dtype)
+        old, new = self.dtype.itemsize, target.itemsize
+        if old == new:
+            return self._derive(self.shape, self.strides, self.offset, target)
+        if self._dynamic is not None:
+            raise LanguageError(self.label(), "a static view", "view() of a dynamic one")
+        bytes_last = self.shape[-1] * old
+        if (self.strides[-1] != 1 and self.shape[-1] != 1) or bytes_last % new:
+            raise LanguageError(
+                self.label(),
+                f"a contiguous last axis of a multiple of {new} bytes",
+                f"shape {list(self.shape)}, strides {list(self.strides)} of {self.dtype}",
+            )
+        scaled = [stride * old for stride in self.strides[:-1]] + [self.offset * old]
+        if any(value % new for value in scaled):
+            raise LanguageError(self.label(), f"strides that are multiples of {new} bytes",
+                                str(list(self.strides)))  # fmt: skip
+        return self._derive(
+            (*self.shape[:-1], bytes_last // new),
+            (*[value // new for value in scaled[:-1]], 1),
+            scaled[-1] // new,
+            target,
+        )
+
+    reinterpret_cast = view
+
+    def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
+        """Return a gather along the free axis (gen4)."""
+        raise NotImplementedError(
+            "NkiTensor.indirect: tensor indirection of gen4 is not simulated."
+        )
+
+    def is_contiguous(self) -> bool:
+        """Return whether the elements lie side by side; on chip axis 0 is left out."""
+        first = 1 if self.on_chip else 0
+        expected = contiguous_strides(self.shape)
+        return all(
+            self.shape[k] == 1 or self.strides[k] == expected[k] for k in range(first, self.ndim)
+        )
+
+    def is_indirect(self) -> bool:
+        """Return whether the view has a dynamic offset."""
+        return self._dynamic is not None
+
+    def get_pattern(self) -> list[list[int]]:
+        """Return the [stride, count] pairs."""
+        return [[s, c] for s, c in zip(self.strides, self.shape, strict=True)]
+
+    def _axis(self, dim: int) -> int:
+        axis = dim + self.ndim if dim < 0 else dim
+        if not 0 <= axis < self.ndim:
+            raise LanguageError(self.label(), f"an axis below {self.ndim}", str(dim))
+        return axis

@@ -1,0 +1,470 @@
+"""Who waits for whom: the graph that a schedule has to respect.
+
+Every core has in-order queues: one per engine, and for data movements one per way of triggering
+them and direction, so that a store that waits for its data does not hold back the loads behind it
+(the compiler orders them that way). Between queues an instruction waits for the last writers of
+what it reads (RAW) and for the last writers and readers of what it overwrites (WAW, WAR), found by
+region. Cores do not see each other's accesses: the hardware orders cores through barriers and
+exchanges only.
+
+Building takes a few microseconds per instruction: regions are interned, storages that nobody writes
+are left out, and a region overwritten as a whole is forgotten, so that the set to search stays
+small.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nki_sim import trace as tr
+from nki_sim.hardware import Hardware
+from nki_sim.time.placement import Ring
+from nki_sim.time.regions import Rectangle, covers, rectangles
+from nki_sim.trace import Trace
+
+VISIBLE: Final = 0
+DONE: Final = 1
+"""What an edge waits for: the result being visible, or the operands having been read."""
+
+_FEW: Final = 16
+
+
+@dataclass(slots=True)
+class Queue:
+    """One in-order stream of one core and the nodes it runs."""
+
+    name: str
+    core: int
+    nodes: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Graph:
+    """Nodes, their queues, and the edges between them.
+
+    Node i below the number of instructions is instruction i; further nodes repeat the steps of
+    dynamic loops, which every queue of the core takes. `core` numbers (rank, core) pairs as in
+    `cores`. Edges are stored by
+    source: targets[first[i] : first[i + 1]] holds 2 * node + kind. `keeps_stationary` marks the
+    matmuls whose stationary tile is the one their array part already holds. `birth_waits` counts
+    the waits for reused memory.
+    """
+
+    cores: list[tuple[int, int]]
+    queues: list[Queue]
+    instruction: array[int]
+    queue: array[int]
+    waits: array[int]
+    first: NDArray[np.int64]
+    targets: array[int]
+    keeps_stationary: bytearray
+    unplaced: int = 0
+
+
+def build(trace: Trace, chip: Hardware, queue_names: list[str], goes_round: bool = True) -> Graph:
+    """Build the graph of a trace.
+
+    Args:
+        trace: the record of a run.
+        chip: the record of the chip, for the sizes of its memories.
+        queue_names: for every id of `pair_ids`, the queue of its instructions; empty for the steps
+            of dynamic loops, which all queues take.
+        goes_round: whether new tensors on chip take the next place or the lowest (placement.py).
+    """
+    columns = trace.columns()
+    operands, first = trace.operand_ids()
+    pairs, _ = pair_ids(columns)
+    core_keys = columns[:, tr.RANK].astype(np.int64) * 4096 + columns[:, tr.CORE]
+    keys = np.unique(core_keys)
+    regions = _Regions(trace, operands, columns)
+    graph = Graph(
+        cores=[(int(key) // 4096, int(key) % 4096) for key in keys],
+        queues=[],
+        instruction=array("i", range(len(trace))),
+        queue=array("i", bytes(4 * len(trace))),
+        waits=array("i", bytes(4 * len(trace))),
+        first=np.zeros(1, dtype=np.int64),
+        targets=array("i"),
+        keeps_stationary=bytearray(len(trace)),
+    )
+    edges = _Edges()
+    for number, key in enumerate(keys):
+        stream = np.flatnonzero(core_keys == key)
+        builder = _Core(trace, chip, graph, regions, edges, number, goes_round)
+        builder.run(stream, pairs, queue_names, columns, operands, first)
+    for node, after in trace.after.items():
+        for producer in after:
+            edges.add(producer, node, VISIBLE)
+    edges.pack(graph)
+    return graph
+
+
+def pair_ids(columns: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Number the distinct (operation, engine, facts) of a trace.
+
+    Returns:
+        The number of each instruction, and one instruction index per number.
+    """
+    key = columns[:, tr.FACTS].astype(np.int64)
+    key = (key * 8 + columns[:, tr.ENGINE]) * 4096 + columns[:, tr.OP]
+    _, index, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return inverse.astype(np.int64), index.astype(np.int64)
+
+
+class _Edges:
+    """Edges as they are found, one integer each: source, target, kind from high to low bits."""
+
+    __slots__ = ("append", "packed")
+
+    def __init__(self) -> None:
+        self.packed = array("q")
+        self.append = self.packed.append
+
+    def add(self, source: int, target: int, kind: int) -> None:
+        self.append(source << 32 | target << 1 | kind)
+
+    def pack(self, graph: Graph) -> None:
+        """Sort by source into the graph, dropping repetitions, and count the waits of each node."""
+        count = len(graph.instruction)
+        packed = np.unique(np.array(self.packed, dtype=np.int64))
+        source, target = packed >> 32, (packed & 0xFFFFFFFF).astype(np.int32)
+        graph.first = np.searchsorted(source, np.arange(count + 1))
+        graph.targets = array("i", target.tobytes())
+        waits = np.bincount(target >> 1, minlength=count).astype(np.int32)
+        graph.waits = array("i", waits.tobytes())
+
+
+class _Regions:
+    """The distinct rectangles of a trace, and where to look for overlap."""
+
+    __slots__ = ("big", "dense", "memory", "of_range", "rectangle", "storage", "written")
+
+    def __init__(self, trace: Trace, operands: NDArray[np.int32], columns: NDArray[np.int32]):
+        memories, shapes = rectangles(trace)
+        known: dict[tuple[int, Rectangle, bool], int] = {}
+        self.of_range: list[int] = []
+        self.memory: list[int] = []
+        self.rectangle: list[Rectangle] = []
+        self.storage: list[int] = []
+        self.dense: list[bool] = []
+        for memory, shape, item in zip(memories, shapes, trace.ranges, strict=True):
+            on_chip = trace.storages[item.storage].space != tr.HBM
+            dense = not (item.rows or (on_chip and item.dims))
+            key = (memory, shape, dense)
+            region = known.get(key)
+            if region is None:
+                region = known[key] = len(self.memory)
+                self.memory.append(memory)
+                self.rectangle.append(shape)
+                self.storage.append(item.storage)
+                self.dense.append(dense)
+            self.of_range.append(region)
+        self.written = self._written(trace, operands, columns)
+        self.big = self._buckets()
+
+    def _written(
+        self, trace: Trace, operands: NDArray[np.int32], columns: NDArray[np.int32]
+    ) -> set[int]:
+        """Return the memories that any instruction writes; the others order nothing."""
+        counts = columns[:, tr.NUM_READS : tr.NUM_WRITES + 1].reshape(-1)
+        is_write = np.repeat(np.tile([False, True], len(columns)), counts)
+        return {self.memory[self.of_range[i]] for i in np.unique(operands[is_write]).tolist()}
+
+    def _buckets(self) -> dict[int, tuple[int, int, int]]:
+        """Return (axis, origin, step) for the memories with many regions."""
+        members: dict[int, list[Rectangle]] = {}
+        for memory, shape in zip(self.memory, self.rectangle, strict=True):
+            if memory in self.written:
+                members.setdefault(memory, []).append(shape)
+        big = {}
+        for memory, shapes in members.items():
+            if len(shapes) <= _FEW:
+                continue
+            axis = max((0, 2), key=lambda side: len({shape[side] for shape in shapes}))
+            low = min(shape[axis] for shape in shapes)
+            high = max(shape[axis + 1] for shape in shapes)
+            big[memory] = (axis, low, max(1, (high - low) // min(1024, len(shapes))))
+        return big
+
+
+class _Core:
+    """Finds the edges of one core's stream."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        chip: Hardware,
+        graph: Graph,
+        regions: _Regions,
+        edges: _Edges,
+        number: int,
+        goes_round: bool,
+    ) -> None:
+        self._goes_round = goes_round
+        self._trace = trace
+        self._chip = chip
+        self._graph = graph
+        self._regions = regions
+        self._edges = edges
+        self._number = number
+        self._queue_of: dict[str, int] = {}
+        self._tensor_queue = -1
+        self._writer: dict[int, int] = {}
+        self._readers: dict[int, dict[int, int]] = {}
+        self._active: dict[tuple[int, int], set[int]] = {}
+        self._users: dict[int, dict[int, int]] = {}
+        self._births: dict[int, list[int]] = {}
+        self._keys: dict[int, list[tuple[int, int]]] = {}
+        self._stationary: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._register_load = -1
+
+    def run(
+        self,
+        stream: NDArray[np.int64],
+        pairs: NDArray[np.int64],
+        queue_names: list[str],
+        columns: NDArray[np.int32],
+        operands: NDArray[np.int32],
+        first: NDArray[np.int64],
+    ) -> None:
+        """Walk the stream in program order."""
+        graph, trace = self._graph, self._trace
+        for pair in np.unique(pairs[stream]).tolist():
+            if queue_names[pair] and queue_names[pair] not in self._queue_of:
+                self._queue_of[queue_names[pair]] = len(graph.queues)
+                graph.queues.append(Queue(queue_names[pair], self._number))
+        self._tensor_queue = self._queue_of.get("tensor", -1)
+        ring, on_chip = self._lifetimes(stream, columns, operands, first)
+        of_range, memory_of, written = (
+            self._regions.of_range,
+            self._regions.memory,
+            self._regions.written,
+        )
+        facts_of = columns[:, tr.FACTS].tolist()
+        reads_of = columns[:, tr.NUM_READS].tolist()
+        pair_of, begin_of, operand = pairs.tolist(), first.tolist(), operands.tolist()
+        for index in stream.tolist():
+            name = queue_names[pair_of[index]]
+            facts = trace.facts[facts_of[index]]
+            if not name:
+                self._loop_step(index, facts)
+                continue
+            queue = self._queue_of[name]
+            graph.queue[index] = queue
+            graph.queues[queue].nodes.append(index)
+            begin, end = begin_of[index], begin_of[index + 1]
+            middle = begin + reads_of[index]
+            version = -1
+            for position in range(begin, end):
+                region = of_range[operand[position]]
+                memory = memory_of[region]
+                if memory in on_chip and memory not in self._births:
+                    self._birth(memory, index, ring, on_chip[memory])
+                if memory not in written:
+                    continue
+                if position < middle:
+                    writer = self._read(index, queue, region, memory)
+                    if position == begin:
+                        version = writer
+                else:
+                    self._write(index, queue, region, memory)
+            if queue == self._tensor_queue and middle > begin:
+                self._load_stationary(index, of_range[operand[begin]], version, facts)
+            elif isinstance(facts, tr.ControlFacts) and facts.kind == "register_load":
+                self._register_load = index
+
+    def _lifetimes(
+        self,
+        stream: NDArray[np.int64],
+        columns: NDArray[np.int32],
+        operands: NDArray[np.int32],
+        first: NDArray[np.int64],
+    ) -> tuple[dict[int, Ring], dict[int, int]]:
+        """Return the rings of this core and the last access of each tensor they have to hold."""
+        trace, chip = self._trace, self._chip
+        counts = (first[stream + 1] - first[stream]).astype(np.int64)
+        at = np.repeat(first[stream], counts) + _ramp(counts)
+        storage_of = np.array([item.storage for item in trace.ranges], dtype=np.int64)
+        touched = storage_of[operands[at]]
+        last = np.full(len(trace.storages), -1, dtype=np.int64)
+        np.maximum.at(last, touched, np.repeat(stream, counts))
+        on_chip = {}
+        reserved = {tr.SBUF: 0, tr.PSUM: 0}
+        for storage in np.unique(touched).tolist():
+            record = trace.storages[storage]
+            if record.space == tr.HBM:
+                continue
+            if record.address is None:
+                on_chip[storage] = int(last[storage])
+            else:
+                top = record.address[1] + record.size_bytes
+                reserved[record.space] = max(reserved[record.space], top)
+        bank = chip.psum_bank_bytes
+        psum = chip.psum_banks * bank - -(-reserved[tr.PSUM] // bank) * bank
+        sbuf = chip.sbuf_usable_bytes_per_partition - reserved[tr.SBUF]
+        rings = {
+            tr.SBUF: Ring(max(0, sbuf), 1, self._goes_round),
+            tr.PSUM: Ring(max(0, psum), bank, self._goes_round),
+        }
+        return rings, on_chip
+
+    def _birth(self, storage: int, index: int, rings: dict[int, Ring], last_use: int) -> None:
+        """Place a tensor at its first access; note whose last accesses it has to wait for."""
+        record = self._trace.storages[storage]
+        previous = rings[record.space].place(storage, record.size_bytes, index, last_use)
+        waits: list[int] = []
+        if previous is None:
+            self._graph.unplaced += 1
+        else:
+            for owner in previous:
+                waits.extend(self._users.get(owner, {}).values())
+        self._births[storage] = waits
+
+    def _buckets_of(self, region: int, memory: int) -> list[tuple[int, int]]:
+        """Return the keys under which a region is found."""
+        known = self._keys.get(region)
+        if known is None:
+            plan = self._regions.big.get(memory)
+            if plan is None:
+                known = [(memory, 0)]
+            else:
+                axis, origin, step = plan
+                shape = self._regions.rectangle[region]
+                low = (shape[axis] - origin) // step
+                high = (shape[axis + 1] - 1 - origin) // step
+                known = [(memory, bucket) for bucket in range(low, high + 1)]
+            self._keys[region] = known
+        return known
+
+    def _others(self, region: int, memory: int) -> list[int]:
+        """Return the known regions that overlap, the region itself included, and make it known."""
+        keys = self._buckets_of(region, memory)
+        active = self._active
+        if len(keys) == 1:
+            members = active.get(keys[0])
+            if members is None:
+                active[keys[0]] = {region}
+                return [region]
+            if len(members) == 1 and region in members:
+                return [region]
+        found = {region}
+        rectangle = self._regions.rectangle
+        line0, line1, byte0, byte1 = rectangle[region]
+        for key in keys:
+            members = active.get(key)
+            if members is None:
+                active[key] = {region}
+                continue
+            for other in members:
+                shape = rectangle[other]
+                if shape[2] < byte1 and byte0 < shape[3] and shape[0] < line1 and line0 < shape[1]:
+                    found.add(other)
+            members.add(region)
+        return list(found)
+
+    def _read(self, index: int, queue: int, region: int, memory: int) -> int:
+        """Add the edges of a read; return the last instruction that wrote any of it, or -1."""
+        writers, queue_of = self._writer, self._graph.queue
+        accumulates = queue == self._tensor_queue
+        latest = -1
+        for other in self._others(region, memory):
+            writer = writers.get(other, -1)
+            if writer < 0:
+                continue
+            if writer > latest:
+                latest = writer
+            # Matmuls accumulate in order without waiting for each other.
+            if writer != index and not (accumulates and queue_of[writer] == queue):
+                self._edges.append(writer << 32 | index << 1)
+        readers = self._readers.get(region)
+        if readers is None:
+            self._readers[region] = {queue: index}
+        else:
+            readers[queue] = index
+        self._use(memory, queue, index)
+        return latest
+
+    def _write(self, index: int, queue: int, region: int, memory: int) -> None:
+        """Add the edges of a write and forget what it overwrote."""
+        writers, readers, queue_of = self._writer, self._readers, self._graph.queue
+        fresh = True
+        for other in self._others(region, memory):
+            writer = writers.get(other, -1)
+            if writer >= 0:
+                fresh = False
+                if writer != index and queue_of[writer] != queue:
+                    self._edges.append(writer << 32 | index << 1)
+            reading = readers.get(other)
+            if reading:
+                fresh = False
+                for from_queue, reader in reading.items():
+                    if from_queue != queue:
+                        self._edges.append(reader << 32 | index << 1 | DONE)
+            if other == region:
+                if reading:
+                    reading.clear()
+            elif self._regions.dense[region]:
+                self._forget(region, other, memory)
+        if fresh:
+            for user in self._births.get(memory, ()):
+                if queue_of[user] != queue:
+                    self._edges.append(user << 32 | index << 1 | DONE)
+        writers[region] = index
+        self._use(memory, queue, index)
+
+    def _use(self, memory: int, queue: int, index: int) -> None:
+        """Note the last access of every queue to a tensor that has been placed."""
+        users = self._users.get(memory)
+        if users is None:
+            self._users[memory] = {queue: index}
+        else:
+            users[queue] = index
+
+    def _forget(self, region: int, other: int, memory: int) -> None:
+        """Drop a region that a write to `region` covers."""
+        rectangle = self._regions.rectangle
+        if covers(rectangle[region], rectangle[other]):
+            self._writer.pop(other, None)
+            self._readers.pop(other, None)
+            for key in self._buckets_of(other, memory):
+                self._active[key].discard(other)
+
+    def _load_stationary(self, index: int, region: int, version: int, facts: tr.Facts) -> None:
+        """Note whether the array already holds this stationary tile."""
+        tile = facts.tile if isinstance(facts, tr.MatmulFacts) else ()
+        held = (region, version)
+        if self._stationary.get(tile) == held:
+            self._graph.keeps_stationary[index] = 1
+        elif not tile:
+            self._stationary.clear()
+        else:
+            self._stationary.pop((), None)
+        self._stationary[tile] = held
+
+    def _loop_step(self, index: int, facts: tr.Facts) -> None:
+        """Give every queue of the core its own node for a step of a dynamic loop."""
+        graph = self._graph
+        own = True
+        for queue in self._queue_of.values():
+            node = index
+            if not own:
+                node = len(graph.instruction)
+                graph.instruction.append(index)
+                graph.queue.append(queue)
+                graph.waits.append(0)
+            own = False
+            graph.queue[node] = queue
+            graph.queues[queue].nodes.append(node)
+            if self._register_load >= 0:
+                self._edges.add(self._register_load, node, VISIBLE)
+
+
+def _ramp(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return 0 .. count-1 for every count, one after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)

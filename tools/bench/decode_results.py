@@ -1,0 +1,326 @@
+"""The decode benchmark's result file: rows, the vendor's times, the switch, and the targets.
+
+The vendor's times do not depend on the routing, so they are kept once per kernel, model, B and
+format. They hold while the layer, the chip's coefficients and the vendor's sources are the same;
+ours while our kernels' sources are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from neuron_moe.tools.bench.decode_cases import (
+    FORMATS,
+    KERNELS,
+    ROUTINGS,
+    DecodeCase,
+    expert_bytes,
+    hbm_bound_us,
+    is_weight_bound,
+)
+from neuron_moe.tools.bench.prefill_cases import MODELS
+from neuron_moe.tools.bench.prefill_results import Sources
+from neuron_moe.tools.bench.prefill_sensitivity import geometric_mean, least_us, turned_by
+from neuron_moe.tools.bench.prefill_vendor import Attempt
+
+MEAN_TARGET, ROW_TARGET, SHARE_TARGET, FP8_TARGET, SWITCH_TARGET = 1.5, 1.0, 0.75, 1.6, 0.03
+SHARE_FROM = 16  # tokens from which on the share of the HBM bound is asked for, in bf16
+Key = tuple[str, str, int, str, str]
+VendorKey = tuple[str, str, int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table; times in microseconds, of one layer on one rank (two cores).
+
+    Attributes:
+        kernel: decode_moe, or decode_block (norm and router in front).
+        model, tp, B, routing, format: the case.
+        touched: experts that some token chose.
+        ours_us: simulated time of the mode that the cost model takes.
+        ours_mode, ours_plan: that mode, and why.
+        ours_modes: simulated times by mode; one whose bytes alone take longer is left out.
+        layout: of our weights: packed or ehi.
+        switch_loss: the chosen mode's time over the better one's, less 1.
+        vendor_us, vendor_plan: of the faster of the vendor's modes.
+        hbm_bound_us: computed.
+        speedup: vendor_us / ours_us.
+        bound_share: hbm_bound_us / ours_us.
+        fp8_gain: of an fp8 row, time of the bf16 row over its own.
+        is_weight_bound: whether reading weights takes most of the time even in fp8 (computed).
+        bottleneck: busiest engine, and the line with most of the critical path.
+        survives: whether the faster side stays so under every change of an assumed coefficient.
+        turned_by: the changes under which it does not.
+        ours_varied: our times under changes.
+        kernels: fingerprint of our sources.
+    """
+
+    kernel: str
+    model: str
+    tp: int
+    B: int
+    routing: str
+    format: str
+    touched: int
+    hbm_bound_us: float
+    is_weight_bound: bool
+    ours_us: float | None = None
+    ours_mode: str = ""
+    ours_plan: str = ""
+    ours_modes: dict[str, float] = field(default_factory=dict)
+    layout: str = ""
+    switch_loss: float | None = None
+    vendor_us: float | None = None
+    vendor_plan: str = ""
+    speedup: float | None = None
+    bound_share: float | None = None
+    fp8_gain: float | None = None
+    bottleneck: str = ""
+    survives: bool | None = None
+    turned_by: list[str] = field(default_factory=list)
+    ours_varied: dict[str, float] = field(default_factory=dict)
+    kernels: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What tells rows apart."""
+        return self.kernel, self.model, self.B, self.routing, self.format
+
+    @property
+    def name(self) -> str:
+        """The row in words."""
+        return f"{self.kernel} {self.model} TP{self.tp} B={self.B} {self.routing} {self.format}"
+
+
+def row_of(case: DecodeCase, touched: int) -> Row:
+    """Return the row of a case before anything ran."""
+    return Row(
+        kernel=case.kernel, model=case.model.name, tp=case.model.tp, B=case.B,
+        routing=case.routing, format=case.format, touched=touched,
+        hbm_bound_us=hbm_bound_us(case, touched),
+        is_weight_bound=is_weight_bound(case.model, case.B, touched),
+    )  # fmt: skip
+
+
+def key_of(case: DecodeCase) -> Key:
+    """Return the key of a case's row."""
+    return case.kernel, case.model.name, case.B, case.routing, case.format
+
+
+def vendor_key(case: DecodeCase) -> VendorKey:
+    """Return what the vendor's times belong to: everything but the routing."""
+    return case.kernel, case.model.name, case.B, case.format
+
+
+def place(key: Key) -> tuple[int, int, int, int, int]:
+    """Return where a row stands in the table."""
+    kernel, model, B, routing, format = key
+    names = [entry.name for entry in MODELS]
+    return (
+        KERNELS.index(kernel), FORMATS.index(format), names.index(model), B,
+        ROUTINGS.index(routing),
+    )  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Book:
+    """Everything of a result file.
+
+    Attributes:
+        rows: by key.
+        vendor: attempts by kernel, model, B and format.
+        layers: bytes of an expert by vendor key, to tell whether a layer is still the same.
+        switch: points of the picture, as they are in the file.
+        library: fingerprint of the vendor's sources that its times are of.
+    """
+
+    rows: dict[Key, Row] = field(default_factory=dict)
+    vendor: dict[VendorKey, list[Attempt]] = field(default_factory=dict)
+    layers: dict[VendorKey, list[int]] = field(default_factory=dict)
+    switch: list[dict[str, Any]] = field(default_factory=list)
+    library: str = ""
+
+    def keep_vendor(self, case: DecodeCase, attempts: list[Attempt]) -> None:
+        """Keep the vendor's times of a case."""
+        self.vendor[vendor_key(case)] = attempts
+        self.layers[vendor_key(case)] = _layer(case)
+
+    def known_vendor(self, case: DecodeCase) -> list[Attempt]:
+        """Return the vendor's times of a case, none if they are of another layer."""
+        key = vendor_key(case)
+        return self.vendor[key] if self.layers.get(key) == _layer(case) else []
+
+
+def _layer(case: DecodeCase) -> list[int]:
+    model = case.model
+    return [model.H, model.I, model.E, model.K, expert_bytes(model, case.format)]
+
+
+def read(path: Path, sources: Sources, option: str) -> Book:
+    """Return what an earlier run found.
+
+    Raises:
+        ValueError: it is no result of this benchmark, or was made with other coefficients or
+            another library.
+    """
+    try:
+        content = json.loads(path.read_text())
+        made_with, rows, vendor = content["sources"], content["rows"], content["vendor"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{option} {path}: not a result of this benchmark ({type(error).__name__}: {error}). "
+            "Give a file that --json wrote."
+        ) from None
+    for name in ("coefficients", "library"):
+        now = getattr(sources, name)
+        if now and made_with[name] and made_with[name] != now:
+            raise ValueError(
+                f"{option} {path}: was simulated with another {name} ({made_with[name]}, now "
+                f"{now}). Run it again without {option}."
+            )
+    book = Book(switch=content.get("switch", []), library=made_with["library"])
+    known = {entry.name for entry in fields(Row)}
+    for entry in rows:
+        row = Row(**{name: value for name, value in entry.items() if name in known})
+        book.rows[row.key] = row
+    for entry in vendor:
+        key = (entry["kernel"], entry["model"], entry["B"], entry["format"])
+        book.vendor[key] = [Attempt(**attempt) for attempt in entry["attempts"]]
+        book.layers[key] = entry["layer"]
+    return book
+
+
+def compared(row: Row, attempts: Sequence[Attempt]) -> Row:
+    """Return a row with all that follows from both sides' times."""
+    ran = [a for a in attempts if a.us is not None]
+    best = min(ran, key=lambda a: a.us or 0.0, default=None)
+    vendor_us = best.us if best else None
+    failures = "; ".join(f"{a.name}: {a.why}" for a in attempts)
+    varied = least_us((a.us, a.varied) for a in ran if a.varied and a.us)
+    turned, survives = list[str](), None
+    if vendor_us and row.ours_us and varied and row.ours_varied:
+        turned = turned_by(row.ours_us, row.ours_varied, vendor_us, varied)
+        survives = not turned
+    least = min(row.ours_modes.values(), default=None)
+    return replace(
+        row,
+        vendor_us=vendor_us,
+        vendor_plan=best.name if best else failures,
+        bound_share=row.hbm_bound_us / row.ours_us if row.ours_us else None,
+        speedup=vendor_us / row.ours_us if vendor_us and row.ours_us else None,
+        switch_loss=row.ours_us / least - 1.0 if row.ours_us and least else None,
+        turned_by=turned,
+        survives=survives,
+    )
+
+
+def with_gains(rows: Mapping[Key, Row]) -> list[Row]:
+    """Return the rows in order, the fp8 ones with their gain over bf16."""
+    found = []
+    for key in sorted(rows, key=place):
+        row = rows[key]
+        other = rows.get((*key[:4], "bf16"))
+        if row.format == "fp8" and row.ours_us and other is not None and other.ours_us:
+            row = replace(row, fp8_gain=other.ours_us / row.ours_us)
+        found.append(row)
+    return found
+
+
+def summarise(rows: Sequence[Row], book: Book, sources: Sources) -> dict[str, Any]:
+    """Return the whole result: the targets' figures, what misses them, then everything."""
+    speedups = [row.speedup for row in rows if row.speedup is not None]
+    result: dict[str, Any] = {
+        "chip": "trn2",
+        "kind": "simulated",
+        "geometric_mean_speedup": geometric_mean(speedups),
+        "least_speedup": min(speedups, default=None),
+        "least_bound_share_bf16_from_16": min(
+            (row.bound_share for row in rows if asks_share(row) and row.bound_share), default=None
+        ),
+        "least_fp8_gain_weight_bound": min(
+            (row.fp8_gain for row in rows if asks_gain(row) and row.fp8_gain), default=None
+        ),
+        "switch_loss": max(
+            (
+                *(row.switch_loss for row in rows if row.switch_loss is not None),
+                *(point["loss"] for point in book.switch),
+            ),
+            default=None,
+        ),
+        "by_kernel": {name: _figures([r for r in rows if r.kernel == name]) for name in KERNELS},
+        "rows_survive": sum(row.survives is True for row in rows),
+        "rows_with_sensitivity": sum(row.survives is not None for row in rows),
+        "misses": misses(rows),
+        "sources": asdict(sources) | {"library": sources.library or book.library},
+    }
+    vendor = [
+        dict(zip(("kernel", "model", "B", "format"), key, strict=True))
+        | {"layer": book.layers[key], "attempts": [asdict(attempt) for attempt in attempts]}
+        for key, attempts in book.vendor.items()
+    ]
+    as_dicts = [asdict(row) for row in rows]
+    return {**result, "switch": book.switch, "vendor": vendor, "rows": as_dicts}
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, Any]:
+    speedups = [row.speedup for row in rows if row.speedup is not None]
+    shares = [row.bound_share for row in rows if asks_share(row) and row.bound_share]
+    gains = [row.fp8_gain for row in rows if asks_gain(row) and row.fp8_gain]
+    return {
+        "rows": len(rows),
+        "geometric_mean_speedup": geometric_mean(speedups),
+        "least_speedup": min(speedups, default=None),
+        "rows_below_1": sum(speedup < ROW_TARGET for speedup in speedups),
+        "least_bound_share_bf16_from_16": min(shares, default=None),
+        "shares_at_target": f"{sum(s >= SHARE_TARGET for s in shares)} of {len(shares)}",
+        "least_fp8_gain_weight_bound": min(gains, default=None),
+        "gains_at_target": f"{sum(g >= FP8_TARGET for g in gains)} of {len(gains)}",
+    }
+
+
+def asks_share(row: Row) -> bool:
+    """Whether the share of the HBM bound is asked of a row."""
+    return row.format == "bf16" and row.B >= SHARE_FROM
+
+
+def asks_gain(row: Row) -> bool:
+    """Whether the gain of fp8 is asked of a row."""
+    return row.format == "fp8" and row.is_weight_bound
+
+
+def misses(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return every row that misses a target, with its bottleneck."""
+    found = []
+    for row in rows:
+        for target, value, is_missed in (
+            ("speedup", row.speedup, row.speedup is not None and row.speedup < ROW_TARGET),
+            (
+                "bound_share",
+                row.bound_share,
+                asks_share(row) and row.bound_share is not None and row.bound_share < SHARE_TARGET,
+            ),
+            (
+                "fp8_gain",
+                row.fp8_gain,
+                asks_gain(row) and row.fp8_gain is not None and row.fp8_gain < FP8_TARGET,
+            ),
+            (
+                "switch_loss",
+                row.switch_loss,
+                row.switch_loss is not None and row.switch_loss > SWITCH_TARGET,
+            ),
+        ):
+            if is_missed:
+                found.append(
+                    {
+                        "target": target,
+                        "row": row.name,
+                        "value": value,
+                        "bottleneck": row.bottleneck,
+                    }
+                )
+    return found

@@ -1,0 +1,51 @@
+"""Options that the benchmarks beside the vendor's kernels share."""
+
+import argparse
+import os
+from pathlib import Path
+
+from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE
+
+
+def add_comparison_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which sides run, and what an earlier result spares."""
+    default = os.environ.get(LIBRARY_VARIABLE)
+    parser.add_argument(
+        "--library",
+        type=Path,
+        default=default and Path(default),
+        help=f"checkout of the vendor's library ({LIBRARY_VARIABLE}); without it only ours runs",
+    )
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="also halve and double every assumed coefficient, and see who stays the faster",
+    )
+    parser.add_argument("--only", choices=("ours", "vendor"), help="run only this side")
+    parser.add_argument(
+        "--json", type=Path, help="write the result to this file too, after every row"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what the --json file of an earlier run has and still holds",
+    )
+    parser.add_argument(
+        "--vendor-from",
+        type=Path,
+        metavar="FILE",
+        help="take the vendor's times from an earlier result, for matching rows",
+    )
+
+
+def check_comparison_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that contradict each other."""
+    if options.only == "vendor" and not options.library:
+        raise ValueError(
+            f"--only vendor: needs a checkout of the vendor's library. Give --library, or set"
+            f" {LIBRARY_VARIABLE}."
+        )
+    if options.resume and options.json is None:
+        raise ValueError("--resume: continues a result file. Name it with --json.")
+    if options.resume and options.vendor_from:
+        raise ValueError("--resume: contradicts --vendor-from. Give one of them.")

@@ -1,0 +1,240 @@
+"""The benchmark's result file: rows, what they were measured with, and what a later run may keep.
+
+A time is kept only if nothing it depends on has changed: the chip's coefficients, the case, and the
+sources of the kernels in question. Rows whose vendor times are by other sources of the simulator
+are kept and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import nki_kernels
+import nki_sim
+from neuron_moe.tools.bench.prefill_cases import Model
+from neuron_moe.tools.bench.prefill_sensitivity import (
+    LONG_SHARE,
+    geometric_mean,
+    least_us,
+    report,
+    turned_by,
+)
+from neuron_moe.tools.bench.prefill_vendor import VARIANTS, Attempt
+from nki_sim.hardware import Hardware
+
+LONG_TOKENS = 8192  # the share of the roofline is asked for from here on
+DIGITS = 16
+OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table; times in microseconds, of one layer on one rank (two cores).
+
+    `ours_us` and `vendor_us` are None where that side did not run. `survives` tells whether the
+    faster side stays the faster one whatever assumed coefficient is halved or doubled; `turned_by`
+    lists the changes under which it does not. `case`, `kernels`, `library` and `simulator` are
+    fingerprints, the last of what timed the vendor's side.
+    """
+
+    model: str
+    tp: int
+    T: int
+    routing: str
+    ours_us: float | None = None
+    vendor_us: float | None = None
+    roofline_us: float
+    speedup: float | None = None
+    roofline_share: float | None = None
+    ours_plan: str = ""
+    vendor_plan: str = ""
+    bottleneck: str = ""
+    survives: bool | None = None
+    turned_by: list[str] = field(default_factory=list)
+    ours_varied: dict[str, float] = field(default_factory=dict)
+    vendor_varied: dict[str, float] = field(default_factory=dict)
+    vendor_variants: list[Attempt] = field(default_factory=list)
+    case: str = ""
+    kernels: str = ""
+    library: str = ""
+    simulator: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """What tells rows apart."""
+        return self.model, self.T, self.routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Fingerprints of what times depend on, beside the case."""
+
+    coefficients: str
+    simulator: str
+    kernels: str
+    library: str
+
+    @classmethod
+    def now(
+        cls, chip: Hardware, library: Path | None, ours: Sequence[str] = OUR_SOURCES
+    ) -> Sources:
+        """Return those of this run; `ours` are patterns of our kernels' files."""
+        return cls(
+            coefficients=_digest(repr(sorted(asdict(chip).items()))),
+            simulator=_tree(Path(nki_sim.__file__).parent),
+            kernels=_tree(Path(nki_kernels.__file__).parent, ours),
+            library="" if library is None else _tree(library / "src" / "nkilib_src" / "nkilib"),
+        )
+
+
+def case_of(model: Model, expert_index_TK: Any) -> str:
+    """Return the fingerprint of a layer with a routing."""
+    return _digest(repr(sorted(asdict(model).items())), expert_index_TK.tobytes())
+
+
+def _tree(folder: Path, patterns: Sequence[str] = ("*.py",)) -> str:
+    files = sorted(file for pattern in patterns for file in folder.rglob(pattern))
+    return _digest(*(part for file in files for part in (file.name, file.read_bytes())))
+
+
+def _digest(*parts: str | bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.encode() if isinstance(part, str) else part)
+    return found.hexdigest()[:DIGITS]
+
+
+def read(path: Path, sources: Sources, option: str) -> list[Row]:
+    """Return the rows of a result file.
+
+    Raises:
+        ValueError: it is no result of this benchmark, or was made with other coefficients.
+    """
+    try:
+        content = json.loads(path.read_text())
+        entries, made_with = content["rows"], content["sources"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{option} {path}: not a result of this benchmark ({type(error).__name__}: {error}). "
+            "Give a file that --json wrote."
+        ) from None
+    if made_with["coefficients"] != sources.coefficients:
+        raise ValueError(
+            f"{option} {path}: was simulated with other coefficients ({made_with['coefficients']},"
+            f" now {sources.coefficients}). Run it again without {option}."
+        )
+    known = {entry.name for entry in fields(Row)}
+    rows = []
+    for entry in entries:
+        attempts = [Attempt(**attempt) for attempt in entry["vendor_variants"]]
+        kept = {name: value for name, value in entry.items() if name in known}
+        rows.append(Row(**kept | {"vendor_variants": attempts}))
+    return rows
+
+
+def check_case(row: Row, case: str, sources: Sources) -> None:
+    """Refuse a row of an earlier run whose vendor times do not belong to this case.
+
+    Raises:
+        ValueError: the layer, the routing or the vendor's library is another one.
+    """
+    name = f"{row.model} T={row.T} {row.routing}"
+    if row.case != case:
+        raise ValueError(
+            f"{name}: the earlier result is of another case ({row.case}, now {case}). Run it again "
+            "without --vendor-from and --resume."
+        )
+    if row.vendor_variants and sources.library not in ("", row.library):
+        raise ValueError(
+            f"{name}: the earlier result is of another library ({row.library}, now "
+            f"{sources.library}). Run it again without --vendor-from and --resume."
+        )
+
+
+def without_ours(row: Row) -> Row:
+    """Return a row with the vendor's side alone."""
+    return replace(row, ours_us=None, ours_plan="", bottleneck="", ours_varied={}, kernels="")
+
+
+def compared(row: Row) -> Row:
+    """Return a row with all that follows from both sides' times."""
+    ran = [a for a in row.vendor_variants if a.us is not None]
+    best = min(ran, key=lambda a: a.us or 0.0, default=None)
+    failures = "; ".join(f"{a.name}: {a.why}" for a in row.vendor_variants)
+    vendor_us = best.us if best else None
+    varied = least_us((a.us, a.varied) for a in ran if a.varied and a.us)
+    turned, survives = list[str](), None
+    if vendor_us and row.ours_us and varied and row.ours_varied:
+        turned = turned_by(row.ours_us, row.ours_varied, vendor_us, varied)
+        survives = not turned
+    return replace(
+        row,
+        vendor_us=vendor_us,
+        vendor_plan=best.name if best else failures,
+        vendor_varied=varied,
+        roofline_share=row.roofline_us / row.ours_us if row.ours_us else None,
+        speedup=vendor_us / row.ours_us if vendor_us and row.ours_us else None,
+        turned_by=turned,
+        survives=survives,
+    )
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write the file in one step: whoever is interrupted leaves the one before."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
+
+
+def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
+    """Return the whole result: what the targets are about, then the rows."""
+    speedups = [row.speedup for row in rows if row.speedup is not None]
+    shares = [
+        row.roofline_share
+        for row in rows
+        if row.T == LONG_TOKENS and row.roofline_share is not None
+    ]
+    result: dict[str, Any] = {
+        "chip": "trn2",
+        "kind": "simulated",
+        "geometric_mean_speedup": geometric_mean(speedups),
+        "least_speedup": min(speedups, default=None),
+        "least_roofline_share_at_8192": min(shares, default=None),
+        "rows_at_70_percent_at_8192": sum(share >= LONG_SHARE for share in shares),
+        "rows_at_8192": len(shares),
+        "misses": _misses(rows),
+        "sources": asdict(sources),
+        "vendor_rows_by_another_simulator": sum(
+            row.vendor_us is not None and row.simulator != sources.simulator for row in rows
+        ),
+    }
+    if any(0 < len(row.vendor_variants) < len(VARIANTS) for row in rows):
+        result["vendor_variants_not_run"] = sum(
+            len(VARIANTS) - len(row.vendor_variants) for row in rows if row.vendor_variants
+        )
+    if any(row.survives is not None for row in rows):
+        result["sensitivity"] = report(rows, LONG_TOKENS)
+    return {**result, "rows": [asdict(row) for row in rows]}
+
+
+def _misses(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows that miss a target of their own, and what holds them up."""
+    found = []
+    for row in rows:
+        missed = []
+        if row.speedup is not None and row.speedup < 1.0:
+            missed.append(("no case below 1.0x", row.speedup))
+        share = row.roofline_share
+        if row.T == LONG_TOKENS and share is not None and share < LONG_SHARE:
+            missed.append(("70 % of the roofline", share))
+        name = f"{row.model} TP{row.tp} T={row.T} {row.routing}"
+        found += [
+            {"target": target, "row": name, "value": value, "bottleneck": row.bottleneck}
+            for target, value in missed
+        ]
+    return found

@@ -1,0 +1,266 @@
+"""neuron-moe bench sim: what the simulator costs per instruction on [128, 512] tiles.
+
+Each kernel repeats one instruction on tiles that stay in place. The overhead in mode "full" is what
+is left of the time per instruction when the NumPy work of its meaning is taken off, measured on
+equal arrays; in mode "indices" there is no such work. Processor time is counted, the best of
+several repeats, so that load from outside disturbs little.
+
+With --library, also the time and memory of a whole kernel: the vendor's blockwise MoE on the sizes
+of GPT-OSS-120B at tensor parallelism 8, prefill of 1,024 tokens, in mode "indices", its timeline
+included.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import nki_sim
+from neuron_moe.tools.check.vendor_cases import build_job
+from neuron_moe.tools.check.vendor_cases.case import Case, Limits
+from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from neuron_moe.tools.console import format_table, print_json_line
+from nki_sim.time.timeline import schedule
+
+nki_sim.provide()
+
+import nki.isa as nisa  # noqa: E402
+import nki.language as nl  # noqa: E402
+
+ROWS, COLUMNS = 128, 512
+FULL_LIMIT_US, INDICES_LIMIT_US = 50.0, 15.0
+PREFILL_LIMIT_S, PREFILL_LIMIT_GIB = 120.0, 6.0
+_ONE_THREAD = "OPENBLAS_NUM_THREADS"
+# GPT-OSS-120B on 8 ranks: hidden 2,880 padded to 3,072, intermediate 360 padded to 384.
+_PREFILL = {
+    "id": "gpt-oss-120b-tp8-prefill-1024",
+    "kernel": "moe_cte",
+    "variant": "shard_on_block",
+    "params": {
+        "tokens": 1024,
+        "hidden": 3072,
+        "intermediate": 384,
+        "experts": 128,
+        "top_k": 4,
+        "block_size": 256,
+        "dtype": "bfloat16",
+        "skip_mode": 3,
+        "bias": True,
+        "act_fn": "Swish",
+        "affinity_scaling_mode": "POST_SCALE",
+        "gate_clamp_upper": 7,
+        "gate_clamp_lower": None,
+        "up_clamp_upper": 8,
+        "up_clamp_lower": -9,
+    },
+}
+
+
+class Instruction(NamedTuple):
+    """An instruction, its kernel, and the NumPy work that its meaning takes."""
+
+    name: str
+    kernel: Any
+    work: Callable[[], object]
+
+
+def _tile(dtype: Any, buffer: Any = None) -> Any:
+    """Allocate one tile inside a kernel."""
+    return nl.ndarray((ROWS, COLUMNS), dtype=dtype, buffer=buffer or nl.sbuf)
+
+
+def _tensor_tensor(count: int, dtype: Any) -> None:
+    a, b, c = _tile(dtype), _tile(dtype), _tile(dtype)
+    nisa.memset(dst=a, value=1.0)
+    nisa.memset(dst=b, value=1.0)
+    for _ in range(count):
+        nisa.tensor_tensor(dst=c, data1=a, data2=b, op=nl.add)
+
+
+def _tensor_scalar(count: int, dtype: Any) -> None:
+    a, b = _tile(dtype), _tile(dtype)
+    nisa.memset(dst=a, value=1.0)
+    for _ in range(count):
+        nisa.tensor_scalar(dst=b, data=a, op0=nl.multiply, operand0=2.0)
+
+
+def _tensor_copy(count: int, dtype: Any) -> None:
+    a, b = _tile(dtype), _tile(dtype)
+    nisa.memset(dst=a, value=1.0)
+    for _ in range(count):
+        nisa.tensor_copy(dst=b, src=a)
+
+
+def _activation(count: int, dtype: Any) -> None:
+    a, b = _tile(dtype), _tile(dtype)
+    nisa.memset(dst=a, value=1.0)
+    for _ in range(count):
+        nisa.activation(dst=b, op=nl.exp, data=a)
+
+
+def _matmul(count: int, dtype: Any) -> None:
+    stationary = nl.ndarray((ROWS, 128), dtype=dtype, buffer=nl.sbuf)
+    moving, psum = _tile(dtype), _tile(nl.float32, nl.psum)
+    nisa.memset(dst=stationary, value=1.0)
+    nisa.memset(dst=moving, value=1.0)
+    for _ in range(count):
+        nisa.nc_matmul(dst=psum, stationary=stationary, moving=moving)
+
+
+def _dma_copy(count: int, dtype: Any) -> None:
+    source, a = _tile(dtype, nl.shared_hbm), _tile(dtype)
+    nisa.memset(dst=a, value=1.0)
+    nisa.dma_copy(dst=source, src=a)
+    for _ in range(count):
+        nisa.dma_copy(dst=a, src=source)
+
+
+def cases() -> list[tuple[Instruction, Any]]:
+    """Return the instructions with the dtype they run on."""
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.standard_normal((ROWS, COLUMNS)).astype(np.float32) for _ in range(3))
+    half_a, half_b, half_c = (array.astype(ml_dtypes.bfloat16) for array in (a, b, c))
+    weights = half_a[:, :128]
+
+    def matmul() -> None:
+        np.add(weights.astype(np.float32).T @ half_a.astype(np.float32), c, out=c)
+
+    def add_half() -> None:
+        half_c[...] = half_a.astype(np.float32) + half_b.astype(np.float32)
+
+    fp32, bf16 = np.float32, ml_dtypes.bfloat16
+    return [
+        (Instruction("tensor_tensor fp32", _tensor_tensor, lambda: np.add(a, b, out=c)), fp32),
+        (Instruction("tensor_tensor bf16", _tensor_tensor, add_half), bf16),
+        (Instruction("tensor_scalar fp32", _tensor_scalar, lambda: np.multiply(a, 2, out=c)), fp32),
+        (Instruction("tensor_copy bf16", _tensor_copy, lambda: np.copyto(half_b, half_a)), bf16),
+        (Instruction("activation fp32", _activation, lambda: np.exp(a, out=c)), fp32),
+        (Instruction("nc_matmul bf16", _matmul, matmul), bf16),
+        (Instruction("dma_copy bf16", _dma_copy, lambda: np.copyto(half_b, half_a)), bf16),
+    ]
+
+
+def _processor_time(work: Callable[[], object]) -> float:
+    begin = time.thread_time()
+    work()
+    return time.thread_time() - begin
+
+
+def best_us(work: Callable[[int], object], count: int, repeats: int) -> float:
+    """Return the least time of `work(count)` per item in microseconds, without set-up."""
+    work(1)
+    empty = min(_processor_time(lambda: work(0)) for _ in range(repeats))
+    full = min(_processor_time(lambda: work(count)) for _ in range(repeats))
+    return max(0.0, full - empty) / count * 1e6
+
+
+def measure(case: Instruction, dtype: Any, count: int, repeats: int) -> dict[str, Any]:
+    """Return the times of one instruction in both modes and of its NumPy work."""
+
+    def repeat_work(times: int) -> None:
+        for _ in range(times):
+            case.work()
+
+    def run(mode: Any) -> Callable[[int], object]:
+        options = nki_sim.SimOptions(mode=mode)
+        return lambda times: nki_sim.run(case.kernel, times, dtype, options=options)
+
+    numpy_us = best_us(repeat_work, count, repeats)
+    full_us = best_us(run("full"), count, repeats)
+    indices_us = best_us(run("indices"), count, repeats)
+    trace = nki_sim.run(case.kernel, count, dtype, options=nki_sim.SimOptions(mode="indices")).trace
+    timeline_s = _processor_time(lambda: schedule(trace))
+    return {
+        "instruction": case.name,
+        "numpy_us": numpy_us,
+        "full_us": full_us,
+        "full_overhead_us": max(0.0, full_us - numpy_us),
+        "indices_us": indices_us,
+        "timeline_us": timeline_s / len(trace) * 1e6,
+    }
+
+
+def measure_prefill(library: Path) -> dict[str, Any]:
+    """Return wall time, peak memory and simulated time of the prefill of a whole layer."""
+    unlimited = Limits(macs=float("inf"), input_bytes=float("inf"))
+    job = build_job(Case.from_json(_PREFILL), VendorLibrary(library), unlimited)
+    begin = time.perf_counter()
+    options = nki_sim.SimOptions(mode="indices", mx_headroom=job.mx_headroom)
+    run = nki_sim.run(job.kernel, lnc=job.cores, options=options, **job.inputs)
+    simulated_us = run.timeline.total_us
+    seconds = time.perf_counter() - begin
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {
+        "prefill_seconds": seconds,
+        "prefill_limit_seconds": PREFILL_LIMIT_S,
+        "prefill_peak_gib": peak_gib,
+        "prefill_limit_gib": PREFILL_LIMIT_GIB,
+        "prefill_instructions": len(run.trace),
+        "prefill_simulated_us": simulated_us,
+    }
+
+
+def _in_one_thread(args: argparse.Namespace) -> int:
+    """Run again in a process whose matrix products use one thread.
+
+    The threads of the library wait for each other by spinning, which on a busy machine costs a
+    hundred times the product; their number can only be chosen before NumPy is loaded.
+    """
+    command = [sys.executable, "-m", "neuron_moe.tools.cli", "bench", "sim"]
+    command += ["--count", str(args.count), "--repeats", str(args.repeats)]
+    if args.library is not None:
+        command += ["--library", str(args.library)]
+    done = subprocess.run(command, env=os.environ | {_ONE_THREAD: "1"}, check=False)
+    return done.returncode
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table and one JSON line; return 1 where a limit is missed."""
+    parser = argparse.ArgumentParser(prog="neuron-moe bench sim", description=__doc__)
+    parser.add_argument("--count", type=int, default=2000, help="instructions of each kernel")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each; the best counts")
+    parser.add_argument("--library", type=Path, help="checkout of the vendor's kernel library")
+    args = parser.parse_args(argv)
+    if os.environ.get(_ONE_THREAD) != "1":
+        return _in_one_thread(args)
+    rows = [measure(case, dtype, args.count, args.repeats) for case, dtype in cases()]
+    print("microseconds per instruction on [128, 512] tiles  [measured]\n")
+    head = ["instruction", "NumPy", "full", "overhead", "indices", "timeline"]
+    body = [[row["instruction"], *(f"{row[key]:.1f}" for key in list(row)[1:])] for row in rows]
+    print(format_table([head, *body]))
+    worst_full = max(row["full_overhead_us"] for row in rows)
+    worst_indices = max(row["indices_us"] for row in rows)
+    within = worst_full < FULL_LIMIT_US and worst_indices < INDICES_LIMIT_US
+    print(f"\nlargest overhead: full {worst_full:.1f} (limit {FULL_LIMIT_US:.0f}), "
+          f"indices {worst_indices:.1f} (limit {INDICES_LIMIT_US:.0f})")  # fmt: skip
+    prefill = {}
+    if args.library is not None:
+        prefill = measure_prefill(args.library)
+        seconds, peak_gib = prefill["prefill_seconds"], prefill["prefill_peak_gib"]
+        within = within and seconds < PREFILL_LIMIT_S and peak_gib < PREFILL_LIMIT_GIB
+        print(
+            f"GPT-OSS-120B TP8, prefill of 1,024 tokens: {seconds:.1f} s (limit "
+            f"{PREFILL_LIMIT_S:.0f}), {peak_gib:.2f} GiB (limit {PREFILL_LIMIT_GIB:.0f})"
+        )
+    print_json_line(
+        "bench sim",
+        kind="measured",
+        count=args.count,
+        repeats=args.repeats,
+        full_overhead_us=worst_full,
+        full_limit_us=FULL_LIMIT_US,
+        indices_us=worst_indices,
+        indices_limit_us=INDICES_LIMIT_US,
+        within_limits=within,
+        rows=rows,
+        **prefill,
+    )
+    return 0 if within else 1

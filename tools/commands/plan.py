@@ -1,0 +1,305 @@
+"""neuron-moe plan: which layout of experts is fastest on a Trn2 machine, and why.
+
+    neuron-moe plan --model gpt_oss_120b --instance trn2.48xlarge
+
+Computes the time of one MoE layer for every expert-parallel degree, with both strategies, under
+uniform, Zipf and recorded routing, with and without load-balanced placement (EPLB), for prefill and
+decode. All numbers are computed from the coefficients that the command lists with their sources;
+nothing was measured on a Trn2.
+
+--model takes a config.json, the folder of a checkpoint, a shipped configuration, or sizes as
+H=4096,I=1536,E=128,K=8,L=94.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe.configs import config_names, load_config
+from neuron_moe.models.routing_trace import RoutingTrace
+from neuron_moe.models.shipped import checkpoint_folder, shipped_checkpoint
+from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
+from neuron_moe.parallel.planner.search import (
+    PHASES,
+    WORTH_A_HYBRID,
+    Entry,
+    Plan,
+    config_of,
+    explain,
+    layout_memory,
+    make_plan,
+    phase_memory,
+    synthetic_routings,
+    to_dict,
+    write_config,
+)
+from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
+from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.tools.commands.plan_pictures import draw_plan
+from neuron_moe.tools.console import format_bytes, format_table, print_json_line
+
+LINK_FACTORS = (0.25, 4.0)
+_SIZE_NAMES = {
+    "H": "hidden_size",
+    "I": "moe_intermediate_size",
+    "E": "num_experts",
+    "K": "num_experts_per_tok",
+    "L": "num_hidden_layers",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plan, print, draw; return the exit status."""
+    args = _parser().parse_args(argv)
+    torch.set_num_threads(1)  # many small operations: threads would only wait for one another
+    model = ModelSizes.from_config(args.model, read_sizes(args.model), args.weights)
+    machine = Machine.build(instance(args.instance), args.nodes, args.lnc)
+    tokens = {"prefill": args.prefill_tokens, "decode": args.decode_tokens}
+    for phase, count in tokens.items():
+        if count < 1:
+            raise ValueError(f"--{phase}-tokens={count}: must be at least 1.")
+    load, source = recorded_load(args.trace)
+    routings = synthetic_routings(model, max(tokens.values()), load)
+    decisive = "recorded" if load is not None else "zipf"
+    plan = make_plan(model, machine, routings, tokens, decisive)
+    sensitivity = {
+        factor: make_plan(
+            model, machine.with_faster_links(factor), {decisive: routings[decisive]}, tokens,
+            decisive, plan.placements,
+        )
+        for factor in LINK_FACTORS
+    }  # fmt: skip
+    _print_plan(plan, sensitivity, source)
+    if args.picture is not None:
+        draw_plan(plan, args.picture)
+        print(f"\npicture: {args.picture}")
+    if args.json:
+        print_json_line("plan", **_report(plan, sensitivity, source))
+    return 0
+
+
+def read_sizes(name: str) -> dict[str, Any]:
+    """Return configuration keys from a name, a path, or sizes.
+
+    Raises:
+        FileNotFoundError: there is nothing of that name.
+        ValueError: sizes that cannot be read.
+    """
+    if "=" in name:
+        return _sizes_of(name)
+    if name in config_names():
+        return load_config(name)
+    path = Path(name)
+    if not path.is_file():
+        path = checkpoint_folder(name) / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: must be a JSON object. Pass the config.json of a model.")
+    return values
+
+
+def _sizes_of(text: str) -> dict[str, Any]:
+    pairs = dict(part.partition("=")[::2] for part in text.split(","))
+    if pairs.keys() != _SIZE_NAMES.keys() or not all(v.isdigit() for v in pairs.values()):
+        raise ValueError(
+            f"--model={text}: must be a name, a path, or five whole numbers such as"
+            " H=4096,I=1536,E=128,K=8,L=94."
+        )
+    sizes: dict[str, Any] = {_SIZE_NAMES[key]: int(value) for key, value in pairs.items()}
+    # Only experts are known; attention and vocabulary then count for nothing in memory.
+    return {**sizes, "vocab_size": 0, "num_attention_heads": 1, "num_key_value_heads": 0,
+            "head_dim": 0, "n_shared_experts": 0}  # fmt: skip
+
+
+def recorded_load(path: Path | None) -> tuple[Tensor | None, str]:
+    """Return the expert load of a recorded layer, and which one it is.
+
+    Args:
+        path: a trace, or None for those shipped with the small model.
+
+    Returns:
+        [E] load of the layer with the largest skew in the trace, or None without any trace.
+    """
+    if path is None:
+        folder = shipped_checkpoint()
+        paths = sorted((folder / "traces").glob("*.npz")) if folder is not None else []
+    else:
+        paths = [path]
+    loads = {}
+    for found in paths:
+        load_LE = torch.from_numpy(RoutingTrace.load(found).load_LE())
+        for layer, load_E in enumerate(load_LE):
+            loads[f"{found.name}, layer {layer}"] = load_E
+    if not loads:
+        return None, "none: no trace is shipped and --trace is not given"
+    name = max(loads, key=lambda key: float(loads[key].max() / loads[key].double().mean()))
+    return loads[name], name
+
+
+def _print_plan(plan: Plan, sensitivity: dict[float, Plan], source: str) -> None:
+    model, machine = plan.model, plan.machine
+    print(
+        f"{model.name}: {model.num_experts} experts of {model.hidden_size} x"
+        f" {model.intermediate_size}, top {model.top_k}, {model.num_moe_layers} MoE layers,"
+        f" {model.weight_format}\n{machine.instance.name} x {machine.nodes}, LNC{machine.lnc}:"
+        f" {machine.ranks} ranks of {format_bytes(machine.hbm_bytes)}\nrecorded routing: {source}\n"
+    )
+    for phase in PHASES:
+        print(f"{phase}, {plan.tokens[phase]} tokens: us a layer on the busiest rank  [computed]")
+        print(format_table(_rows(plan, phase)))
+        best = plan.ranking(phase)[0]
+        print(f"\n  best under {plan.decisive} routing: {best.layout}: {best.cost.total_us:.0f} us")
+        for line in explain(plan, phase):
+            print(f"    {line}")
+        static = plan.best_replicated(phase)
+        if static.layout != best.layout:
+            print(
+                f"    without all-to-all, which the Neuron SDK only announces: {static.layout}:"
+                f" {static.cost.total_us:.0f} us"
+            )
+        for factor, other in sensitivity.items():
+            print(f"    with links {factor:g} x as fast: {other.ranking(phase)[0].layout}")
+        print()
+    _print_choice(plan)
+    for layout, reason in plan.rejected.items():
+        print(f"not {layout}: {reason}")
+    print("\ncoefficients")
+    rows = [("name", "value", "unit", "kind", "source")]
+    rows += [(name, f"{c.value:.4g}", c.unit, c.kind, c.source) for name, c in COEFFICIENTS.items()]
+    print(format_table(rows, numbers_from=9))
+
+
+def _print_choice(plan: Plan) -> None:
+    single = plan.best_single()
+    best = {phase: plan.ranking(phase)[0] for phase in PHASES}
+    memory, is_shared = phase_memory(plan, best["prefill"].layout, best["decode"].layout)
+    room = plan.machine.hbm_bytes
+    print(f"one cut for both phases: EP {single['prefill'].layout.ep}")
+    for phase, entry in single.items():
+        slower = entry.cost.total_us / best[phase].cost.total_us
+        print(f"  {phase}: {entry.layout}: {entry.cost.total_us:.0f} us, {slower:.2f} x the best")
+    print(f"  {write_config(config_of(single['prefill'].layout, single['decode'].layout))}")
+    held = layout_memory(plan, single["prefill"].layout)
+    print(f"  weights: {format_bytes(held)} of {format_bytes(room)} a rank")
+    gain = max(single[phase].cost.total_us / best[phase].cost.total_us for phase in PHASES)
+    if gain >= WORTH_A_HYBRID:
+        kept = "shared" if is_shared else "kept twice"
+        fits = memory + COEFFICIENTS["reserve_bytes"].value <= room
+        print(
+            f"hybrid, the best of each phase: up to {gain:.2f} x faster; experts {kept},"
+            f" {format_bytes(memory)} a rank: {'fits' if fits else 'does not fit'}\n"
+            f"  {write_config(config_of(best['prefill'].layout, best['decode'].layout))}"
+        )
+    print()
+
+
+def _rows(plan: Plan, phase: str) -> list[tuple[str, ...]]:
+    routings = list(dict.fromkeys(entry.routing for entry in plan.entries))
+    header = ("layout", *(name for routing in routings for name in (routing, "busiest")))
+    rows = [header]
+    for layout in dict.fromkeys(entry.layout for entry in plan.entries):
+        cells = []
+        for routing in routings:
+            cost = plan.find(layout, phase, routing).cost
+            cells += [f"{cost.total_us:.0f}", f"{cost.busiest_over_mean:.2f} x"]
+        rows.append((str(layout), *cells))
+    return rows
+
+
+def _report(plan: Plan, sensitivity: dict[float, Plan], source: str) -> dict[str, Any]:
+    single = plan.best_single()
+    best = {phase: plan.ranking(phase)[0] for phase in PHASES}
+    return {
+        "kind": "computed",
+        "model": asdict(plan.model),
+        "chip": plan.machine.instance.chip.name,
+        "instance": plan.machine.instance.name,
+        "nodes": plan.machine.nodes,
+        "lnc": plan.machine.lnc,
+        "ranks": plan.machine.ranks,
+        "tokens": dict(plan.tokens),
+        "recorded_routing": source,
+        "decisive_routing": plan.decisive,
+        "best": {phase: _with_reasons(plan, phase, entry) for phase, entry in best.items()},
+        "best_by_routing": {
+            phase: {
+                routing: to_dict(plan.ranking(phase, routing)[0])
+                for routing in dict.fromkeys(entry.routing for entry in plan.entries)
+            }
+            for phase in PHASES
+        },
+        "best_without_all_to_all": {
+            phase: to_dict(plan.best_replicated(phase)) for phase in PHASES
+        },
+        "best_single_cut": {phase: to_dict(entry) for phase, entry in single.items()},
+        "parallel_config": config_of(single["prefill"].layout, single["decode"].layout).to_dict(),
+        "best_under_links": {
+            f"{factor:g}": {phase: to_dict(other.ranking(phase)[0]) for phase in PHASES}
+            for factor, other in sensitivity.items()
+        },
+        "layouts": [to_dict(entry) for entry in plan.entries],
+        "rejected": plan.rejected,
+        "memory": {
+            "hbm_bytes_per_rank": plan.machine.hbm_bytes,
+            "weight_bytes_per_rank": {
+                f"ep={ep} extra_experts={extra}": round(count)
+                for (ep, extra), count in plan.memory_bytes.items()
+            },
+        },
+        "placement": _placement_report(plan),
+        "coefficients": {name: asdict(value) for name, value in COEFFICIENTS.items()},
+    }
+
+
+def _with_reasons(plan: Plan, phase: str, entry: Entry) -> dict[str, object]:
+    return {**to_dict(entry), "layout": str(entry.layout), "reasons": explain(plan, phase)}
+
+
+def _placement_report(plan: Plan) -> list[dict[str, object]]:
+    """Say what EPLB does to the busiest rank in prefill."""
+    rows: list[dict[str, object]] = []
+    for (routing, ep), placement in plan.placements.items():
+        by_flag = {
+            e.layout.is_balanced: e.cost.busiest_over_mean
+            for e in plan.ranking("prefill", routing)
+            if e.layout.ep == ep
+        }
+        rows.append(
+            {
+                "routing": routing,
+                "ep": ep,
+                "extra_experts": placement.num_slots - placement.num_experts,
+                "extra_share": placement.extra_share,
+                "busiest_over_mean_before": by_flag[False],
+                "busiest_over_mean_after": by_flag[True],
+            }
+        )
+    return rows
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="neuron-moe plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", required=True, help=f"one of {', '.join(config_names())}; a path; sizes"
+    )
+    parser.add_argument("--instance", default="trn2.48xlarge", help=", ".join(INSTANCES))
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of an UltraServer (default: 1)")
+    parser.add_argument("--lnc", type=int, default=2, help="physical cores a rank (default: 2)")
+    parser.add_argument("--prefill-tokens", type=int, default=8192, help="default: 8192")
+    parser.add_argument("--decode-tokens", type=int, default=64, help="default: 64")
+    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe trace)")
+    parser.add_argument("--weights", choices=list(WEIGHT_BYTES), help="default: as the checkpoint")
+    parser.add_argument("--picture", type=Path, help="PNG to write: times and bytes against EP")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    return parser
