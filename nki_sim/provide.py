@@ -74,7 +74,8 @@ class _AnyType:
 
 def _modules() -> dict[str, types.ModuleType]:
     """Build the modules, the present names and those of older versions."""
-    from nki_sim import collectives, constants, dtypes, isa, language, launch
+    from nki_sim import collectives, constants, dtypes, isa, launch
+    from nki_sim.language import api as language
     from nki_sim.machine import core as machine
     from nki_sim.machine import tensor
 

@@ -11,8 +11,8 @@ issue ``nki.isa`` or ``nki.collectives`` operations, whatever these reach by nam
 classes derived from ``NKIObject``. Host code in the same file (shape checks, cost models) may use
 all of Python.
 
-Command line: ``python -m nki_sim.lint.linter [--dialect parser|house] FILE...``; the exit status is 1 if
-an error was found.
+Command line: ``python -m nki_sim.lint.linter [--dialect parser|house] FILE...``; the exit status
+is 1 if an error was found.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import nki_sim
 from nki_kernels.combine import reference
 from nki_kernels.combine.kernel import CombineDims, check_combine, combine, cost_combine, piece_size
 from nki_sim import SimOptions, TensorSpec
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 from tests.nki_kernels.traces import measured_cost
 
 BF16 = ml_dtypes.bfloat16

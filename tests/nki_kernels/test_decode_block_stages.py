@@ -24,7 +24,7 @@ from nki_kernels.decode.router import (
 )
 from nki_sim import SimOptions
 from nki_sim import isa as nisa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 
 BF16 = ml_dtypes.bfloat16
 

@@ -22,7 +22,7 @@ import pytest
 
 import nki_sim
 from nki_sim import SimOptions, isa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
 from nki_sim.trace import ENGINE_NAMES
 

@@ -11,8 +11,8 @@ import pytest
 
 import nki_sim
 from nki_sim import DeadlockError, IllegalOperand, OutOfBounds, SimOptions, collectives, isa
-from nki_sim import language as nl
 from nki_sim.collectives import ReplicaGroup
+from nki_sim.language import api as nl
 
 RANDOM = np.random.default_rng(0)
 ALL4 = ReplicaGroup([[0, 1, 2, 3]])

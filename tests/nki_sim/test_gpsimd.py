@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nki_sim import IllegalOperand, OutOfBounds, SimOptions, isa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
 
 RANDOM = np.random.default_rng(0)

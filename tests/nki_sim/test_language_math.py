@@ -11,8 +11,8 @@ import pytest
 
 import nki_sim
 from nki_sim import IllegalOperand, LanguageError
-from nki_sim import language as nl
 from nki_sim.isa.functions import ACTIVATIONS
+from nki_sim.language import api as nl
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.uniform(0.2, 1.4, (32, 12)).astype(np.float32)

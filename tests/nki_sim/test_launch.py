@@ -16,7 +16,7 @@ import torch
 
 import nki_sim
 from nki_sim import SimOptions, TensorSpec, isa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 
 X = np.arange(512, dtype=np.float32).reshape(8, 64)
 

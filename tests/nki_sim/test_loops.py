@@ -10,7 +10,7 @@ import pytest
 
 import nki_sim
 from nki_sim import LanguageError, UninitializedRead, isa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 
 
 def counter(value: int = 0) -> Any:

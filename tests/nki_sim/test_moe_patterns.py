@@ -15,7 +15,7 @@ import pytest
 
 import nki_sim
 from nki_sim import SimOptions, isa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 
 RANDOM = np.random.default_rng(3)
 SKIP = isa.oob_mode.skip

@@ -16,7 +16,7 @@ import pytest
 
 import nki_sim
 from nki_sim import SimOptions, isa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 
 Kernel = Callable[..., Any]
 SBUF_BYTES = 212_984

@@ -10,7 +10,7 @@ import pytest
 
 import nki_sim
 from nki_sim import DeadlockError, DivergenceError, IllegalOperand, SimOptions, isa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 
 ORDERS = [
     SimOptions(start_core=0),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import nki_sim
 from nki_sim import IllegalOperand, LanguageError, OutOfBounds, isa
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
 
 X = np.arange(64 * 6 * 8, dtype=np.float32).reshape(64, 6, 8)

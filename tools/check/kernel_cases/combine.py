@@ -10,7 +10,7 @@ from neuron_moe.tools.check.vendor_cases.case import Case, Limits, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from nki_kernels.combine import reference
 from nki_kernels.combine.kernel import CombineDims, check_combine, combine
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 
 
 def run(case: Case, limits: Limits) -> Verdict:

@@ -25,7 +25,7 @@ from nki_kernels.prefill.config import BLOCK_SIZES
 from nki_kernels.prefill.kernel import blockwise_moe
 from nki_kernels.prefill.options import make_config, plan_on_host
 from nki_sim import SimOptions
-from nki_sim import language as nl
+from nki_sim.language import api as nl
 
 BF16 = ml_dtypes.bfloat16
 # The vendor's names of activations: its Swish is x * sigmoid(1.702 x).

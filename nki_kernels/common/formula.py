@@ -1,0 +1,107 @@
+"""What is computed, apart from how: the formulas of routers and of experts.
+
+One frozen record each. Kernel configurations, NumPy references and the torch modules hold the very
+same object, so a field that is added here reaches all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nki.language import NKIObject
+
+ROUTER_ACTIVATIONS = ("softmax", "sigmoid")
+EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "sigmoid", "tanh")
+
+
+@dataclass(frozen=True)
+class Limits(NKIObject):
+    """Clamps of a projection; a missing one is switched off."""
+
+    has_upper: bool = False
+    upper: float = 0.0
+    has_lower: bool = False
+    lower: float = 0.0
+
+
+def limits(lower: float | None, upper: float | None) -> Limits:
+    """Return clamps, None meaning none."""
+    return Limits(upper is not None, upper or 0.0, lower is not None, lower or 0.0)
+
+
+def bounds_of(clamps: Limits) -> tuple[float | None, float | None]:
+    """Return (lower, upper), None meaning none; the inverse of `limits`."""
+    lower = clamps.lower if clamps.has_lower else None
+    return lower, clamps.upper if clamps.has_upper else None
+
+
+@dataclass(frozen=True)
+class ExpertFormula(NKIObject):
+    """What an expert makes of a row, apart from its weights.
+
+    Gate and up projections are clamped first. With a gate the down projection's input is
+
+        act(scale * gate) * (up + up_offset), or, gated by itself,
+        gate * act(scale * gate) * (up + up_offset)
+
+    and act(scale * up) without one.
+
+    Attributes:
+        activation: act, one of EXPERT_ACTIVATIONS; gelu_tanh is the tanh approximation.
+        scale: of the argument of act (1.702 for SwiGLU-OAI).
+        has_gate: gate and up projections; else the only projection is up.
+        gates_itself: SwiGLU, written with a sigmoid: act's result is multiplied with the gate.
+        gate_limits: clamps of the gate.
+        up_limits: clamps of the up projection.
+        up_offset: added to up after its clamp (1 for SwiGLU-OAI).
+        has_gate_up_bias: the first projections have biases.
+        has_down_bias: the down projection has biases.
+    """
+
+    activation: str = "silu"
+    scale: float = 1.0
+    has_gate: bool = True
+    gates_itself: bool = False
+    gate_limits: Limits = Limits()
+    up_limits: Limits = Limits()
+    up_offset: float = 0.0
+    has_gate_up_bias: bool = False
+    has_down_bias: bool = False
+
+
+def num_projections(formula: ExpertFormula) -> int:
+    """Return how many halves the first weights have: gate and up, or the only one."""
+    return 2 if formula.has_gate else 1
+
+
+@dataclass(frozen=True)
+class RouterFormula(NKIObject):
+    """How K experts are chosen and weighed, apart from the router's weights.
+
+    Attributes:
+        top_k: K.
+        act_fn: one of ROUTER_ACTIVATIONS.
+        act_over_topk: apply act_fn to the K chosen logits only (GPT-OSS).
+        has_bias: the linear layer has a bias.
+        has_selection_bias: a float32 bias is added to the scores for the choice, not for the
+            affinities.
+        n_group: number of equal expert groups (1: none).
+        topk_group: groups a token may choose from, by the sum of their two best scores.
+        out_of_group_fill: score of experts outside these groups: -inf (as transformers 5 fills) or
+            0.0 (as NxD fills).
+        renormalize: divide the K affinities by their sum + renormalize_eps.
+        renormalize_eps: guards against a zero sum.
+        routed_scaling_factor: multiplies the affinities, last.
+    """
+
+    top_k: int
+    act_fn: str = "softmax"
+    act_over_topk: bool = False
+    has_bias: bool = False
+    has_selection_bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    out_of_group_fill: float = float("-inf")
+    renormalize: bool = False
+    renormalize_eps: float = 1e-20
+    routed_scaling_factor: float = 1.0
