@@ -17,14 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.checkpoint import Rule, WeightMap, chain, deinterleave_gate_up, mxfp4, transpose
-from neuron_moe.config import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig, check_top_k
+from neuron_moe.spec import check_top_k
 from neuron_moe.errors import check_positive_int
-from neuron_moe.experts import ExpertMLPsV2
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, ConfigReader
 from neuron_moe.models.layers import KVCache, RMSNorm, attend, attention_mask
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
-from neuron_moe.moe import MoE
-from neuron_moe.routing import RouterTopK
+from neuron_moe import (
+    BlockwiseMatmulConfig,
+    ExpertMLPsV2,
+    MoE,
+    RoutedExpertsMLPOpsConfig,
+    RouterTopK,
+)
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # Fixed by the architecture; checkpoints written before transformers 5 do not repeat them.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from neuron_moe.models.expert_load import moe_layers
-from neuron_moe.routing import Routing
+from neuron_moe import Routing
 
 _MOST_EXPERTS = 256  # of a uint8
 

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from neuron_moe.errors import check_positive_int
-from neuron_moe.experts import ExpertMLPsV2
 from neuron_moe.quantize import MXFP4_GROUP_SIZE
-from neuron_moe.routing import RouterBase
+from neuron_moe.router import Router
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.shared_experts import SharedExperts
 
 GROUPS = ("routed experts", "shared experts", "router", "attention", "vocabulary", "norms")
@@ -48,8 +48,8 @@ class Spread:
                 f"tp={self.tp}: must divide num_key_value_heads={kv_heads}, or be a multiple of it."
                 " Choose another."
             )
-        for experts in (m for m in model.modules() if isinstance(m, ExpertMLPsV2)):
-            inner, count = experts.config.intermediate_size, experts.config.num_experts
+        for experts in (m for m in model.modules() if isinstance(m, RoutedExperts)):
+            inner, count = experts.spec.intermediate_size, experts.spec.num_experts
             if inner % self.tp:
                 raise ValueError(
                     f"tp={self.tp}: must divide intermediate_size={inner} of the experts."
@@ -68,9 +68,9 @@ def count_active_parameters(model: nn.Module) -> int:
     """Return how many parameters one token meets: K of E routed experts, one embedding row."""
     total = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
-        if isinstance(module, ExpertMLPsV2):
+        if isinstance(module, RoutedExperts):
             routed = sum(parameter.numel() for parameter in module.parameters())
-            total -= routed - routed * module.config.top_k // module.config.num_experts
+            total -= routed - routed * module.spec.top_k // module.spec.num_experts
         elif isinstance(module, nn.Embedding):
             total -= module.weight.numel() - module.embedding_dim
     return total
@@ -91,7 +91,7 @@ def rank_bytes(model: nn.Module, config: Any, spread: Spread, expert_format: str
     spread.check(config, model)
 
     def held(module: nn.Module, parameter: nn.Parameter, name: str) -> int:
-        if isinstance(module, ExpertMLPsV2):
+        if isinstance(module, RoutedExperts):
             return _expert_bytes(parameter, name, spread, expert_format)
         parts = _parts(module, name, spread.tp, config.num_key_value_heads)
         rows = ceil(parameter.shape[0] / parts)
@@ -127,7 +127,7 @@ def _expert_bytes(parameter: nn.Parameter, name: str, spread: Spread, expert_for
 def _parts(module: nn.Module, name: str, tp: int, kv_heads: int) -> int:
     """Return into how many ranks' parts a parameter outside the routed experts is cut."""
     layer = name.split(".")
-    if isinstance(module, RouterBase) or name.endswith("o_proj.bias"):
+    if isinstance(module, Router) or name.endswith("o_proj.bias"):
         return 1
     if "k_proj" in layer or "v_proj" in layer:
         return min(tp, kv_heads)
@@ -135,11 +135,11 @@ def _parts(module: nn.Module, name: str, tp: int, kv_heads: int) -> int:
 
 
 def _group(module: nn.Module, name: str) -> str:
-    if isinstance(module, ExpertMLPsV2):
+    if isinstance(module, RoutedExperts):
         return "routed experts"
     if isinstance(module, SharedExperts):
         return "shared experts"
-    if isinstance(module, RouterBase):
+    if isinstance(module, Router):
         return "router"
     if "self_attn" in name.split("."):
         return "attention"
@@ -153,7 +153,7 @@ def _sum_groups(
     owners = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, ExpertMLPsV2 | SharedExperts | RouterBase)
+        if isinstance(module, RoutedExperts | SharedExperts | Router)
     }
     totals = dict.fromkeys(GROUPS, 0)
     for name, parameter in model.named_parameters():

@@ -5,20 +5,25 @@ from neuron_moe import MoE, RouterTopK, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
 
 from neuron_moe import routing
 from neuron_moe.blocks import BlockMapping, build_block_mapping, num_blocks
-from neuron_moe.config import (
+from neuron_moe.explain import Explanation
+from neuron_moe.moe import MoEOutput
+from neuron_moe.nxd_compat import (
     BlockShardStrategy,
     BlockwiseMatmulConfig,
+    ExpertMLPsV2,
     GLUType,
+    GroupLimitedRouter,
+    MoE,
     MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
     RouterConfig,
+    RouterTopK,
+    SharedExperts,
 )
-from neuron_moe.dispatch import Decision, Explanation, choose_path
-from neuron_moe.experts import ExpertMLPsV2, Experts
-from neuron_moe.moe import MoE, MoEOutput
 from neuron_moe.parallel import parallel_state
-from neuron_moe.routing import GroupLimitedRouter, RouterTopK, Routing
-from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.paths import Decision, choose_path
+from neuron_moe.router import Routing
+from neuron_moe.weights import Experts
 
 __version__ = "0.1.0"
 

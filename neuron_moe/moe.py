@@ -1,32 +1,22 @@
 """MoE: a router, routed experts, and shared experts beside them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from neuron_moe.backends import ChoosesBlocks, TellsPlan
-from neuron_moe.backends.block import FusesDecode
-from neuron_moe.config import MoEFusedTKGConfig
-from neuron_moe.dispatch import (
-    FEW_TOKEN_PATHS,
-    PHASES,
-    Decision,
-    Explanation,
-    Workload,
-    explain_path,
-)
-from neuron_moe.errors import check_choice, check_instance, check_positive_int, names_its_keys
-from neuron_moe.experts import ExpertMLPsV2
-from neuron_moe.fused import FusedDecode
-from neuron_moe.parallel.collectives import as_collectives
-from neuron_moe.parallel.hybrid import DECODE_PHASES
-from neuron_moe.parallel.layer import LayerOutput, ParallelLayer, TokenBatch
-from neuron_moe.parallel.shuffle import build_shuffle
-from neuron_moe.routing import RouterBase, Routing
+from neuron_moe.errors import check_choice, check_instance
+from neuron_moe.experts import RoutedExperts
+from neuron_moe.explain import Explanation
+from neuron_moe.parallel.collectives import Collectives
+from neuron_moe.parallel.exchange import Crossing, TokenBatch, TokenExchange
+from neuron_moe.parallel.shuffle import TokenShuffle
+from neuron_moe.paths import PHASES
+from neuron_moe.plan import Forms, LayerParts, Plan, PlanCache, Step
+from neuron_moe.router import Router, Routing
 from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import LayerOptions
 
 
 class MoEOutput(NamedTuple):
@@ -45,29 +35,29 @@ class MoEOutput(NamedTuple):
     residual: Tensor | None = None
 
 
-@names_its_keys
+class _Routed(NamedTuple):
+    """What is known of the routing of a fused step; the fields of `Routing`."""
+
+    router_logits_TE: Tensor | None
+    expert_affinities_TK: Tensor | None
+    expert_index_TK: Tensor | None
+
+
+_Output = tuple[Tensor, Routing | _Routed]
+
+
 class MoE(nn.Module):
-    """One MoE layer, with NxD's constructor arguments.
+    """One MoE layer, as one rank holds it.
 
     Args:
         router: chooses experts for each token.
         expert_mlps: the routed experts.
         shared_experts: experts every token takes, or None.
         rmsnorm: norm in front of router and experts, or None.
-        sequence_parallel_enabled: the input is this rank's part of each sequence, parts of
-            different length allowed; the router sees the own tokens only.
-        sequence_dimension: axis that sequence parallelism splits (default 1 of [B, S, H]; 0 for
-            [S, B, H]).
-        return_router_logits: return the logits.
-        return_expert_index: return the choices.
-        token_shuffle_group_size: ranks that exchange tokens at random first, and back at the end;
-            1 is none.
-        token_shuffle_seed: seed of that exchange.
-        tensor_model_parallel_group: ranks over which outputs are summed, all that hold experts;
-            default: those of `parallel_state`.
-        init_tkg_module: NxD's fused decode module; here `choose_path` picks the kernel.
-        tkg_config: its switches.
-        reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
+        options: what it takes and gives beside its output.
+        model_group: ranks over which outputs are summed, all that hold experts; default: those of
+            the experts.
+        shuffle: exchanges tokens between ranks first, and back at the end; or None.
 
     Raises:
         ValueError: router and experts disagree on a size, or groups do not fit together.
@@ -75,66 +65,37 @@ class MoE(nn.Module):
 
     def __init__(
         self,
-        router: RouterBase,
-        expert_mlps: ExpertMLPsV2,
+        router: Router,
+        expert_mlps: RoutedExperts,
         shared_experts: SharedExperts | None = None,
         rmsnorm: nn.Module | None = None,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
-        return_router_logits: bool = False,
-        return_expert_index: bool = False,
-        token_shuffle_group_size: int = 1,
-        token_shuffle_seed: int | None = None,
-        tensor_model_parallel_group: ProcessGroup | None = None,
-        init_tkg_module: bool = False,
-        tkg_config: MoEFusedTKGConfig | None = None,
         *,
-        reduce_dtype: torch.dtype | None = None,
+        options: LayerOptions | None = None,
+        model_group: Collectives | None = None,
+        shuffle: TokenShuffle | None = None,
     ) -> None:
         super().__init__()
-        check_instance("router", router, RouterBase)
-        check_instance("expert_mlps", expert_mlps, ExpertMLPsV2)
-        if sequence_dimension not in (None, 0, 1):
-            raise ValueError(
-                f"sequence_dimension={sequence_dimension!r}: must be 1 for [B, S, H] or 0 for"
-                " [S, B, H]. Leave it out for [B, S, H]."
-            )
-        for name in ("num_experts", "top_k", "hidden_size"):
-            ours, theirs = getattr(router, name), getattr(expert_mlps.config, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"{name}: the router has {ours}, the experts have {theirs}."
-                    " Build both from the same sizes."
-                )
-        if shared_experts is not None and shared_experts.hidden_size != router.hidden_size:
-            raise ValueError(
-                f"hidden_size: the router has {router.hidden_size}, the shared experts have"
-                f" {shared_experts.hidden_size}. Build both from the same sizes."
-            )
-        check_positive_int("token_shuffle_group_size", token_shuffle_group_size)
+        check_instance("router", router, Router)
+        check_instance("expert_mlps", expert_mlps, RoutedExperts)
+        _check_sizes(router, expert_mlps, shared_experts)
         self.router = router
         self.expert_mlps = expert_mlps
         self.shared_experts = shared_experts
         self.rmsnorm = rmsnorm
-        self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.sequence_dimension = sequence_dimension
-        self.return_router_logits = return_router_logits
-        self.return_expert_index = return_expert_index
-        self.token_shuffle_group_size = token_shuffle_group_size
-        self.token_shuffle_seed = token_shuffle_seed
-        self.tensor_model_parallel_group = tensor_model_parallel_group
-        self.init_tkg_module = init_tkg_module
-        self.tkg_config = tkg_config
-        given = tensor_model_parallel_group
-        self.parallel = ParallelLayer(
-            router,
-            expert_mlps,
+        self.options = options or LayerOptions()
+        self.shuffle = shuffle
+        self.parallel = TokenExchange(
+            {phase: each.summed_over(model_group) for phase, each in expert_mlps.groups.items()},
+            expert_mlps.num_physical,
             shared_experts,
-            model=None if given is None else as_collectives(given, "model"),
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=self.options.reduce_dtype,
         )
-        self.shuffle = build_shuffle(token_shuffle_group_size, token_shuffle_seed)
-        self._fused = FusedDecode(self, tkg_config)
+        self._plans = PlanCache()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set, and count what plans may depend on."""
+        self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1
+        super().__setattr__(name, value)
 
     def forward(
         self,
@@ -156,31 +117,72 @@ class MoE(nn.Module):
             phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
                 not its part of a prompt; None decides by S.
         """
-        check_instance("hidden_states", hidden_states, Tensor)
-        if hidden_states.ndim != 3:
-            raise ValueError(
-                f"hidden_states: shape {tuple(hidden_states.shape)} must be [B, S, H]. Add the"
-                f" batch axis."
-            )
-        if residual is not None:
-            if check_instance("residual", residual, Tensor).shape != hidden_states.shape:
-                raise ValueError(
-                    f"residual: shape {tuple(residual.shape)} must be that of hidden_states,"
-                    f" {tuple(hidden_states.shape)}. Expand it first if that is meant."
-                )
-            hidden_states = hidden_states + residual
-            residual = hidden_states.clone()
-        if is_speculative_decoding:
-            phase = "speculation"
-        if self._runs_fused(hidden_states, padding_mask, phase):
-            step = phase or "decode"
-            fused = self._fused.run(hidden_states.reshape(-1, hidden_states.shape[-1]), step)
-            output = fused.output_TH.view(hidden_states.shape)
-            return MoEOutput(output, None, fused.index_TK, residual)
-        normed = hidden_states if self.rmsnorm is None else self.rmsnorm(hidden_states)
-        hidden_TH = normed.reshape(-1, normed.shape[-1])
-        is_part = self.sequence_parallel_enabled and phase is None
-        axis = self.sequence_dimension if is_part and self.sequence_dimension is not None else 1
+        hidden_states, residual = _add_residual(hidden_states, residual)
+        phase = "speculation" if is_speculative_decoding else phase
+        batch = self._batch(hidden_states, padding_mask, phase)
+        crossing = self.parallel.enter(batch, self._settings)
+        plan = self._plan_of(crossing, padding_mask is not None)
+        if plan is not None and plan.is_fused:
+            output_TH, routing = self._run_fused(plan, crossing, batch.hidden_TH)
+        else:
+            if self.rmsnorm is not None:
+                normed = self.rmsnorm(hidden_states)
+                batch = replace(batch, hidden_TH=normed.reshape(batch.hidden_TH.shape))
+            output_TH, routing = self._run(plan, crossing, batch)
+        return MoEOutput(
+            output_TH.view(hidden_states.shape),
+            routing.router_logits_TE if self.options.returns_logits else None,
+            routing.expert_index_TK if self.options.returns_index else None,
+            residual,
+        )
+
+    def _run(self, plan: Plan | None, crossing: Crossing, batch: TokenBatch) -> _Output:
+        """Route, dispatch, experts, combine."""
+        experts, shared, order = self.expert_mlps, self.shared_experts, None
+        if self.shuffle is not None:
+            batch, order = self.shuffle.forth(batch)
+        own_TH = batch.hidden_TH[crossing.own]
+        routing = self.router(own_TH) if plan is None else plan.route(own_TH)
+        experts.check_hidden(own_TH)
+        chosen = experts.select(
+            routing.expert_affinities_TK,
+            routing.expert_index_TK,
+            crossing.own_mask(batch.padding_mask),
+            drops=plan is not None and plan.path == "capacity",
+            first_token=crossing.first_token,
+            over_all_tokens=crossing.over_all_tokens,
+        )
+        sent = crossing.dispatch(own_TH, *chosen)
+        num_rows = sent.rows.hidden_TH.shape[0]
+        if plan is not None and num_rows not in (0, crossing.num_tokens):
+            plan = self.plan(plan.step._replace(rows=num_rows))
+        partial_NH = experts.compute(plan, *sent.rows)
+        partial_NH = crossing.add_shared(partial_NH, own_TH, sent, shared)
+        output_TH = crossing.combine(partial_NH, sent)
+        output_TH = crossing.gather_own(crossing.add_own_shared(output_TH, own_TH, shared))
+        routing = Routing(*map(crossing.gather_own, routing))
+        if self.shuffle is None or order is None:
+            return output_TH, routing
+        home = partial(self.shuffle.back, order=order)
+        return home(output_TH), Routing(*map(home, routing))
+
+    def _run_fused(self, plan: Plan, crossing: Crossing, hidden_TH: Tensor) -> _Output:
+        """Compute the whole layer in one launch, and sum over ranks."""
+        experts = self.expert_mlps
+        experts.check_mode()
+        experts.check_hidden(hidden_TH)
+        partial_TH, index_TK = plan.layer(hidden_TH)
+        if index_TK is not None:
+            experts.record_load(index_TK)
+        output_TH = crossing.combine(partial_TH.to(hidden_TH.dtype))
+        return output_TH, _Routed(None, None, index_TK)
+
+    def _batch(
+        self, hidden_states: Tensor, padding_mask: Tensor | None, phase: str | None
+    ) -> TokenBatch:
+        """Return the tokens this rank was given, checked."""
+        is_part = self.options.is_sequence_parallel and phase is None
+        axis = self.options.sequence_dimension if is_part else 1
         if padding_mask is not None:
             check_instance("padding_mask", padding_mask, Tensor)
             if not is_part and padding_mask.shape[1:] != hidden_states.shape[1:2]:
@@ -188,43 +190,83 @@ class MoE(nn.Module):
                     f"padding_mask: shape {tuple(padding_mask.shape)} must be [B, S] of"
                     f" hidden_states {tuple(hidden_states.shape)}. Reshape or transpose it."
                 )
-        batch = TokenBatch(hidden_TH, normed.shape[1 - axis], padding_mask, phase, is_part)
-        output_TH, routing = self._run(batch, is_batch_first=axis == 1)
-        return MoEOutput(
-            output_TH.view(normed.shape),
-            routing.router_logits_TE if self.return_router_logits else None,
-            routing.expert_index_TK if self.return_expert_index else None,
-            residual,
+        # Parts of [S, B, H] are whole runs of tokens already; shuffled tokens are of no sequence.
+        is_whole = axis == 0 or self.shuffle is not None
+        return TokenBatch(
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            1 if is_whole else hidden_states.shape[0],
+            padding_mask,
+            phase,
+            is_part,
         )
 
-    def _runs_fused(
-        self, hidden_states: Tensor, padding_mask: Tensor | None, phase: str | None
-    ) -> bool:
-        """Say whether one kernel computes these tokens."""
-        num_tokens = hidden_states.shape[:2].numel()
-        if phase is None and hidden_states.shape[1] == 1 and not self.sequence_parallel_enabled:
-            phase = "decode"
-        if phase not in DECODE_PHASES or not num_tokens:
-            return False
-        if not isinstance(self.expert_mlps.backend, FusesDecode):
-            return False
-        has_padding = padding_mask is not None
-        return not self._fused.refusal(phase, num_tokens, has_padding=has_padding)
-
-    def _run(self, batch: TokenBatch, is_batch_first: bool) -> LayerOutput:
-        if not is_batch_first:  # parts of [S, B, H] are whole runs of tokens already
-            batch = replace(batch, batch_size=1)
-        if self.shuffle is None:
-            return self.parallel.run(batch)
-        shuffled, order = self.shuffle.forth(batch)
-        output_TH, routing = self.parallel.run(shuffled)
-        return LayerOutput(
-            self.shuffle.back(output_TH, order),
-            Routing(*(self.shuffle.back(part, order) for part in routing)),
+    def plan(self, step: Step) -> Plan:
+        """Return how a step of this layer is computed; the very object that runs it."""
+        return self._plans.plan(
+            step,
+            (self.num_changes, self.expert_mlps.num_changes),
+            lambda: (self.router, self.expert_mlps, self.shared_experts, self.rmsnorm),
+            lambda forms: self.expert_mlps.backend.plan(self._parts(step, forms), step),
         )
+
+    def _plan_of(self, crossing: Crossing, has_padding: bool) -> Plan | None:
+        if not crossing.num_tokens:
+            return None
+        return self.plan(Step(crossing.phase, crossing.num_tokens, has_padding, crossing.is_part))
+
+    def _parts(self, step: Step, forms: Forms) -> LayerParts:
+        """Return what a backend plans with."""
+        experts = self.expert_mlps
+        return replace(
+            experts.parts(step.phase, forms),
+            router=self.router,
+            norm=self.rmsnorm,
+            shared=self.shared_experts,
+            returns_routing=self.options.returns_index or experts.expert_load_E is not None,
+            why_apart=self._why_apart(step),
+            fuses_decode=self.options.fuses_decode,
+            needs_quantized=self.options.needs_quantized,
+            remarks=self.options.remarks,
+        )
+
+    def _why_apart(self, step: Step) -> str:
+        """Say why router and experts of a step cannot be one launch; '' if they can."""
+        experts, shared = self.expert_mlps, self.shared_experts
+        strategy = self.parallel.strategy(step.phase, step.is_part)
+        refused = (
+            (step.has_padding, "padding tokens are told apart between router and experts"),
+            (
+                step.is_part or strategy.name != "replicate" or strategy.spread.gather.size > 1,
+                "tokens travel between ranks after routing",
+            ),
+            (self.shuffle is not None, "tokens are shuffled between ranks"),
+            (experts.placement is not None, "experts are placed or replicated by load"),
+            (experts.spec.normalizes_affinities, "affinities are normalised after routing"),
+            (self.options.returns_logits, "logits are returned, which it keeps on chip"),
+            (
+                shared is not None
+                and (
+                    shared.whole_on_each_rank or shared.group.size != strategy.groups.model.size
+                ),
+                "shared experts are not split over all ranks that are summed; give them"
+                " tensor_model_parallel_group=parallel_state.get_world_group()",
+            ),
+        )
+        return next((why for is_refused, why in refused if is_refused), "")
+
+    def _settings(self) -> dict[str, object]:
+        """Return what must agree between ranks."""
+        experts, shared = self.expert_mlps, self.shared_experts
+        return {
+            "router": self.router.spec,
+            **{field.name: getattr(experts.spec, field.name) for field in fields(experts.spec)},
+            "expert_placement": experts.placement,
+            "shared_experts": None if shared is None else shared.describe(),
+        }
 
     def weights_changed(self) -> None:
-        """Tell that weights were changed through `.data`; see `ExpertMLPsV2.weights_changed`."""
+        """Tell that weights were changed through `.data`; see `RoutedExperts.weights_changed`."""
+        self._plans.clear()
         self.expert_mlps.weights_changed()
 
     def enable_load_counters(self, enabled: bool = True) -> None:
@@ -249,7 +291,7 @@ class MoE(nn.Module):
                 the counters, if enabled. An empty list leaves it out.
 
         Returns:
-            An explanation; print it, or read its fields.
+            An explanation of the plan that `forward` runs; print it, or read its fields.
         """
         check_choice("phase", phase, PHASES)
         experts = self.expert_mlps
@@ -262,40 +304,42 @@ class MoE(nn.Module):
                 f" on, must be {num_local}, one for each expert of this rank, and none negative."
                 " Pass what `expert_load` counted."
             )
-        work = experts.workload(phase, tokens)
+        plan = self.plan(Step(phase, tokens))
         if tokens_per_expert is None:
             tokens_per_expert = experts.local_load(phase)
-        decision = experts.choose_path(phase, tokens)
-        backend = experts.backend
-        if isinstance(backend, FusesDecode) and decision.path in FEW_TOKEN_PATHS:
-            return self._explain_step(phase, work, decision, tokens_per_expert)
-        notes: tuple[str, ...] = ()
-        if isinstance(backend, TellsPlan):
-            weights = experts.weights(phase)
-            notes = backend.notes(decision.path, work, weights, experts.scales_input)
-        return explain_path(
-            work,
-            decision,
-            tokens_per_expert=tokens_per_expert,
-            notes=notes,
-            suggests_size=not isinstance(backend, ChoosesBlocks),
-        )
+        return plan.explain(tokens_per_expert)
 
-    def _explain_step(
-        self,
-        phase: str,
-        work: Workload,
-        decision: Decision,
-        tokens_per_expert: list[int] | None,
-    ) -> Explanation:
-        """Explain a step that one kernel computes, or why it does not."""
-        experts, refusal = self.expert_mlps, self._fused.refusal(phase, work.tokens)
-        backend = experts.backend
-        notes: tuple[str, ...] = ()
-        if not refusal and isinstance(backend, FusesDecode):
-            decision = self._fused.decide(phase, work.tokens)
-            notes = backend.block_notes(self._fused.describe(phase), work.tokens, decision.path)
-        elif isinstance(backend, TellsPlan):
-            told = backend.notes(decision.path, work, experts.weights(phase), experts.scales_input)
-            notes = (*told, f"not fused: {refusal}")
-        return explain_path(work, decision, tokens_per_expert=tokens_per_expert, notes=notes)
+
+def _add_residual(hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Check the input; return it with the residual added, and a copy of that sum to return."""
+    check_instance("hidden_states", hidden_states, Tensor)
+    if hidden_states.ndim != 3:
+        raise ValueError(
+            f"hidden_states: shape {tuple(hidden_states.shape)} must be [B, S, H]. Add the"
+            " batch axis."
+        )
+    if residual is None:
+        return hidden_states, None
+    if check_instance("residual", residual, Tensor).shape != hidden_states.shape:
+        raise ValueError(
+            f"residual: shape {tuple(residual.shape)} must be that of hidden_states,"
+            f" {tuple(hidden_states.shape)}. Expand it first if that is meant."
+        )
+    total = hidden_states + residual
+    return total, total.clone()
+
+
+def _check_sizes(router: Router, experts: RoutedExperts, shared: SharedExperts | None) -> None:
+    """Raise ValueError unless the parts of a layer fit together."""
+    for name in ("num_experts", "top_k", "hidden_size"):
+        ours, theirs = getattr(router.spec, name), getattr(experts.spec, name)
+        if ours != theirs:
+            raise ValueError(
+                f"{name}: the router has {ours}, the experts have {theirs}."
+                " Build both from the same sizes."
+            )
+    if shared is not None and shared.spec.hidden_size != router.spec.hidden_size:
+        raise ValueError(
+            f"hidden_size: the router has {router.spec.hidden_size}, the shared experts have"
+            f" {shared.spec.hidden_size}. Build both from the same sizes."
+        )

@@ -1,6 +1,6 @@
 """NxD's module name for the configurations, so that import lines carry over."""
 
-from neuron_moe.config import (
+from neuron_moe.nxd_compat.configs import (
     BlockwiseMatmulConfig,
     MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,

@@ -16,14 +16,19 @@ Every path exists in two forms with the same result:
 Axes: T tokens, K choices, P = T * K pairs, E experts of this rank, H hidden, I intermediate.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting, Packed
-from neuron_moe.backends.packing import PackedMatrices
+from neuron_moe.activations import activate
 from neuron_moe.blocks import BlockMapping, build_block_mapping, sort_pairs
-from neuron_moe.errors import check_choice
-from neuron_moe.routing import RouterBase, Routing
+from neuron_moe.paths import decide
+from neuron_moe.plan import LayerParts, Plan, Step
+from neuron_moe.router import Routing
+from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
+from neuron_moe.weights.laid_out import LaidOut
+from neuron_moe.weights.packed import PackedMatrices
 
 _TOKENS_PER_PIECE = 32  # tokens combined in one call
 _ROWS_PER_RUN = 256  # rows whose activations are computed in one call; keeps them in the cache
@@ -42,52 +47,10 @@ class TorchBackend:
     def __init__(self, static: bool | None = None) -> None:
         self.static = static
 
-    def _is_static(self, weights: ExpertWeights) -> bool:
-        is_static = torch.compiler.is_compiling() if self.static is None else self.static
-        if is_static and weights.packed_down is not None:
-            raise ValueError(
-                "packed weights: the static form needs plain tensors. Export before pack_weights(),"
-                " or load the state dict again, which unpacks."
-            )
-        return is_static
-
-    def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
-        """Route T tokens."""
-        routing: Routing = router(hidden_TH)
-        return routing
-
-    def index_blocks(
-        self, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan
-    ) -> BlockMapping:
-        """Place every (token, choice) pair in a slot of a block."""
-        return build_block_mapping(
-            expert_index_TK,
-            num_experts,
-            plan.block_size,
-            pad_to_even=plan.pad_num_blocks_to_even,
-        )
-
-    def blockwise(
-        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, plan: BlockPlan
-    ) -> Tensor:
-        """Compute many tokens, rows sorted by expert; return [T, H] float32."""
-        if not self._is_static(weights):
-            return _chosen_experts(hidden_TH, routing, weights)
-        mapping = self.index_blocks(routing.expert_index_TK, weights.num_experts, plan)
-        return _blocks(hidden_TH, routing, weights, mapping)
-
-    def few_tokens(
-        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, mode: str
-    ) -> Tensor:
-        """Compute few tokens; return [T, H] float32."""
-        check_choice("mode", mode, ("selective", "all_experts"))
-        if not self._is_static(weights):
-            return _chosen_experts(hidden_TH, routing, weights)
-        form = _gathered_weights if mode == "selective" else _every_expert
-        return form(hidden_TH, routing, weights)
-
-    def forget_weights(self) -> None:
-        """Do nothing: weights are used as they are."""
+    def plan(self, parts: LayerParts, step: Step) -> Plan:
+        """Decide how a step is computed; nothing needs to be prepared."""
+        decision = decide(parts.workload(step), self.name, parts.compat)
+        return TorchPlan(step, decision, parts, self.static)
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
         """Return both matrices in oneDNN's layout.
@@ -96,6 +59,56 @@ class TorchBackend:
             ValueError: not on this device, in this dtype or with this build of torch.
         """
         return PackedMatrices(first_EHI), PackedMatrices(down_EIH)
+
+    def lay_out(self, parts: LayerParts, phase: str) -> LaidOut | None:
+        """Refuse: there is one layout for both phases."""
+        raise ValueError(
+            f"for_{phase}=True: backend={self.name!r} has one layout for both phases. Leave it"
+            " False, or use backend='nki'."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TorchPlan(Plan):
+    """A step computed by torch operations.
+
+    Attributes:
+        static: as of the backend.
+    """
+
+    static: bool | None
+
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Route T tokens."""
+        assert self.parts.router is not None
+        routing: Routing = self.parts.router(hidden_TH)
+        return routing
+
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Compute this rank's experts; return [N, H] float32."""
+        weights = self.parts.weights
+        if not self._is_static(weights):
+            return _chosen_experts(hidden_NH, routing, weights)
+        if self.path == "selective":
+            return _gathered_weights(hidden_NH, routing, weights)
+        if self.path == "all_experts":
+            return _every_expert(hidden_NH, routing, weights)
+        mapping = build_block_mapping(
+            routing.expert_index_TK,
+            weights.num_experts,
+            self.decision.work.block_size,
+            pad_to_even=self.parts.tuning.pad_num_blocks_to_even,
+        )
+        return _blocks(hidden_NH, routing, weights, mapping)
+
+    def _is_static(self, weights: ExpertWeights) -> bool:
+        is_static = torch.compiler.is_compiling() if self.static is None else self.static
+        if is_static and weights.packed_down is not None:
+            raise ValueError(
+                "packed weights: the static form needs plain tensors. Export before pack_weights(),"
+                " or load the state dict again, which unpacks."
+            )
+        return is_static
 
 
 def _chosen_experts(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
@@ -169,7 +182,7 @@ def _run_of_experts(
             for rows, (expert, _) in zip(torch.split(rows_nH, counts), run, strict=True)
         ]
     )
-    activated = torch.split(weights.activation(projected), counts)
+    activated = torch.split(activate(projected, weights.formula), counts)
     return [_down(rows, weights, expert) for rows, (expert, _) in zip(activated, run, strict=True)]
 
 
@@ -212,7 +225,7 @@ def _blocks(
     projected = torch.bmm(slots_NBH, weights.gate_up_proj_EHI[expert_N])
     if weights.gate_up_bias_EI is not None:
         projected = projected + weights.gate_up_bias_EI[expert_N].unsqueeze(1)
-    output_NBH = torch.bmm(weights.activation(projected), weights.down_proj_EIH[expert_N])
+    output_NBH = torch.bmm(activate(projected, weights.formula), weights.down_proj_EIH[expert_N])
     if weights.down_bias_EH is not None:
         bias_NH = weights.down_bias_EH[expert_N] * weights.down_bias_scale
         output_NBH = output_NBH + bias_NH.unsqueeze(1)
@@ -238,7 +251,7 @@ def _gathered_weights(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertW
     projected = torch.bmm(rows_P1H, weights.gate_up_proj_EHI[index_P])
     if weights.gate_up_bias_EI is not None:
         projected = projected + weights.gate_up_bias_EI[index_P].unsqueeze(1)
-    output = torch.bmm(weights.activation(projected), weights.down_proj_EIH[index_P])
+    output = torch.bmm(activate(projected, weights.formula), weights.down_proj_EIH[index_P])
     if weights.down_bias_EH is not None:
         output = output + (weights.down_bias_EH[index_P] * weights.down_bias_scale).unsqueeze(1)
     output = torch.where(is_real_P11, output, 0).float()
@@ -266,7 +279,7 @@ def _every_expert(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeigh
     projected = torch.bmm(rows_ETH, weights.gate_up_proj_EHI)
     if weights.gate_up_bias_EI is not None:
         projected = projected + weights.gate_up_bias_EI.unsqueeze(1)
-    output_ETH = torch.bmm(weights.activation(projected), weights.down_proj_EIH)
+    output_ETH = torch.bmm(activate(projected, weights.formula), weights.down_proj_EIH)
     if weights.down_bias_EH is not None:
         output_ETH = output_ETH + (weights.down_bias_EH * weights.down_bias_scale).unsqueeze(1)
     # Choose, do not multiply by zero: what an expert makes of another's token may be infinite.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from neuron_moe.moe import MoE
 from neuron_moe.parallel.placement import ExpertPlacement
-from neuron_moe.routing import RouterBase
+from neuron_moe.router import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ def gather_expert_load(layer: MoE) -> Tensor:
         raise ValueError("expert_load: counters are off. Call layer.enable_load_counters() first.")
     groups = layer.parallel.groups["prefill"]
     # A rank counts the tokens it routes: its own under sequence parallelism and all-to-all.
-    is_own = groups.strategy == "all_to_all" or layer.sequence_parallel_enabled
+    is_own = groups.strategy == "all_to_all" or layer.options.is_sequence_parallel
     return (groups.model if is_own else groups.data).all_reduce(load)
 
 
 @torch.no_grad()
-def update_selection_bias(router: RouterBase, load_E: Tensor, rate: float = 1e-3) -> None:
+def update_selection_bias(router: Router, load_E: Tensor, rate: float = 1e-3) -> None:
     """Move a router's selection bias against the load, without an auxiliary loss.
 
     bias += rate * sign(mean load - load), then the mean of the bias is taken off, so that biases do

@@ -5,13 +5,10 @@ with the same slice of the intermediate axis: the smaller part is then a view. O
 keeps two copies (`mlp_op` and `mlp_op_tkg`, NxD's names).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from neuron_moe.backends import ExpertWeights
+from neuron_moe.paths import DECODE_PHASES
 from neuron_moe.parallel.shard import ExpertShard
-
-DECODE_PHASES = ("decode", "speculation")  # a speculation window is decoded
-
 
 @dataclass(frozen=True, slots=True)
 class PhaseShards:
@@ -31,22 +28,22 @@ class PhaseShards:
 
     @classmethod
     def plan(
-        cls, prefill: ExpertShard, decode: ExpertShard, num_slots: int, *, may_share: bool = True
+        cls, prefill: ExpertShard, decode: ExpertShard, num_physical: int, *, may_share: bool = True
     ) -> "PhaseShards":
         """Decide what to store.
 
         Args:
             prefill: this rank's part in prefill.
             decode: this rank's part in decode.
-            num_slots: experts of the model, replicas counted.
+            num_physical: physical experts of all ranks.
             may_share: let one phase compute with a part of what the other stores; equal parts are
                 shared in any case.
         """
         if prefill != decode and not may_share:
             return cls(prefill, decode, prefill, decode)
-        if _contains(prefill, decode, num_slots):
+        if _contains(prefill, decode, num_physical):
             return cls(prefill, decode, prefill, None)
-        if _contains(decode, prefill, num_slots):
+        if _contains(decode, prefill, num_physical):
             return cls(prefill, decode, decode, None)
         return cls(prefill, decode, prefill, decode)
 
@@ -54,33 +51,18 @@ class PhaseShards:
         """Return the part of a phase; speculation windows are decoded."""
         return self.decode if phase in DECODE_PHASES else self.prefill
 
-    def view(self, stored: ExpertWeights, phase: str, num_slots: int) -> ExpertWeights:
-        """Return the weights of a phase out of those stored."""
+    def run_of(self, phase: str, num_physical: int) -> slice | None:
+        """Return which of the stored experts a phase computes with; None: all."""
         wanted = self.of(phase)
         if wanted == self.stored:
-            return stored
-        have = self.stored.local_experts(num_slots)
-        want = wanted.local_experts(num_slots)
-        run = slice(want.start - have.start, want.stop - have.start)
-        gate_up_bias, down_bias = stored.gate_up_bias_EI, stored.down_bias_EH
-        packed_gate_up, packed_down = stored.packed_gate_up, stored.packed_down
-        decode_copy, prefill_copy = stored.decode_copy, stored.prefill_copy
-        return replace(
-            stored,
-            gate_up_proj_EHI=stored.gate_up_proj_EHI[run],
-            down_proj_EIH=stored.down_proj_EIH[run],
-            gate_up_bias_EI=None if gate_up_bias is None else gate_up_bias[run],
-            down_bias_EH=None if down_bias is None else down_bias[run],
-            packed_gate_up=None if packed_gate_up is None else packed_gate_up.run(run),
-            packed_down=None if packed_down is None else packed_down.run(run),
-            decode_copy=None if decode_copy is None else decode_copy.run(run),
-            prefill_copy=None if prefill_copy is None else prefill_copy.run(run),
-        )
+            return None
+        have, want = self.stored.local_experts(num_physical), wanted.local_experts(num_physical)
+        return slice(want.start - have.start, want.stop - have.start)
 
 
-def _contains(outer: ExpertShard, inner: ExpertShard, num_slots: int) -> bool:
+def _contains(outer: ExpertShard, inner: ExpertShard, num_physical: int) -> bool:
     """Say whether `inner` is a run of the experts of `outer`, with the same slice of each."""
     if (outer.tp_rank, outer.tp_size) != (inner.tp_rank, inner.tp_size):
         return False
-    have, want = outer.local_experts(num_slots), inner.local_experts(num_slots)
+    have, want = outer.local_experts(num_physical), inner.local_experts(num_physical)
     return have.start <= want.start and want.stop <= have.stop

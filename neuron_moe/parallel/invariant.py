@@ -9,15 +9,18 @@ show its number of choices, twice, and one set of shared experts.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from neuron_moe.backends import Backend, BlockPlan, ExpertWeights, LocalRouting, Packed
-from neuron_moe.blocks import BlockMapping
+from neuron_moe.backends import Backend
 from neuron_moe.moe import MoE
-from neuron_moe.routing import RouterBase, Routing
+from neuron_moe.plan import LayerParts, Plan, Step
+from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.weights.expert_weights import LocalRouting, Packed
+from neuron_moe.weights.laid_out import LaidOut
 
 ROUTED, BIAS, SHARED = range(3)
 NAMES = ("routed experts", "down bias", "shared experts")
@@ -27,57 +30,56 @@ class CopyError(AssertionError):
     """Something is added to the output more or less than once."""
 
 
-class _CountingBackend:
-    """Counts choices instead of computing experts; routes as the real backend does."""
+@dataclass(frozen=True, eq=False)
+class _CountingPlan(Plan):
+    """Counts choices instead of computing experts; routes as the real plan does.
 
-    name = "torch"
-    has_gradient = True  # of a constant
+    Attributes:
+        real: what it stands in for.
+    """
 
-    def __init__(self, real: Backend, intermediate_size: int) -> None:
-        self.real = real
-        self.intermediate_size = intermediate_size
+    real: Plan
 
-    def route(self, hidden_TH: Tensor, router: RouterBase) -> Routing:
+    def route(self, hidden_TH: Tensor) -> Routing:
         """Route T tokens."""
-        return self.real.route(hidden_TH, router)
+        return self.real.route(hidden_TH)
 
-    def index_blocks(
-        self, expert_index_TK: Tensor, num_experts: int, plan: BlockPlan
-    ) -> BlockMapping:
-        """Place pairs in slots."""
-        return self.real.index_blocks(expert_index_TK, num_experts, plan)
-
-    def blockwise(
-        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, plan: BlockPlan
-    ) -> Tensor:
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Count."""
-        return self._count(hidden_TH, routing, weights)
-
-    def few_tokens(
-        self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights, mode: str
-    ) -> Tensor:
-        """Count."""
-        return self._count(hidden_TH, routing, weights)
-
-    def forget_weights(self) -> None:
-        """Forget."""
-        self.real.forget_weights()
-
-    def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
-        """Pack."""
-        return self.real.pack(first_EHI, down_EIH)
-
-    def _count(self, hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
+        weights, whole = self.parts.weights, self.parts.spec.intermediate_size
         hits_T = (routing.expert_index_TK >= 0).sum(1).float()
         # An error here would leave the other ranks waiting: a choice of no local expert shows as
         # NaN after the sum, on every rank.
         is_foreign_T = (routing.expert_index_TK >= weights.num_experts).any(1)
         hits_T = torch.where(is_foreign_T, torch.nan, hits_T)
-        count_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
-        width = weights.down_proj_EIH.shape[1]
-        count_TH[:, ROUTED] = hits_T * (width / self.intermediate_size)
+        count_TH = torch.zeros_like(hidden_NH, dtype=torch.float32)
+        count_TH[:, ROUTED] = hits_T * (weights.down_proj_EIH.shape[1] / whole)
         count_TH[:, BIAS] = hits_T * weights.down_bias_scale
         return count_TH
+
+
+class _CountingBackend:
+    """Makes plans that count."""
+
+    name = "counting"
+    has_gradient = True  # of a constant
+
+    def __init__(self, real: Backend) -> None:
+        self.real = real
+
+    def plan(self, parts: LayerParts, step: Step) -> Plan:
+        """Plan a step as the real backend does, several launches in any case."""
+        apart = replace(parts, why_apart="experts are counted", fuses_decode=False)
+        real = self.real.plan(apart, step)
+        return _CountingPlan(step, real.decision, parts, real)
+
+    def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
+        """Pack."""
+        return self.real.pack(first_EHI, down_EIH)
+
+    def lay_out(self, parts: LayerParts, phase: str) -> LaidOut | None:
+        """Lay out."""
+        return self.real.lay_out(parts, phase)
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def counting(layer: MoE) -> Iterator[None]:
     """Let a layer count instead of compute."""
     experts, shared = layer.expert_mlps, layer.shared_experts
     backend = experts.backend
-    experts.backend = _CountingBackend(backend, experts.config.intermediate_size)
+    experts.backend = _CountingBackend(backend)
     if shared is not None:
         shared.forward = _shared_counter(shared)  # type: ignore[method-assign]
     try:
@@ -97,7 +99,7 @@ def counting(layer: MoE) -> Iterator[None]:
 
 
 def _shared_counter(shared: SharedExperts):  # type: ignore[no-untyped-def]
-    whole = shared.intermediate_size * shared.num_shared_experts
+    whole = shared.spec.intermediate_size
 
     def count(x: Tensor, seq_len: int = 0, *, part: tuple[int, int] = (0, 1)) -> Tensor:
         count_TH = torch.zeros_like(x)
@@ -130,7 +132,7 @@ def check_one_copy(
     with torch.no_grad(), counting(layer):
         counts = layer(hidden_states, padding_mask, phase=phase)[0].flatten(0, 1).float()
     wanted = counts.new_zeros((counts.shape[0], 3))
-    wanted[:, :2] = float(layer.expert_mlps.config.top_k)
+    wanted[:, :2] = float(layer.expert_mlps.spec.top_k)
     if padding_mask is not None:
         wanted[:, :2] *= (padding_mask.reshape(-1, 1) != 0).float()
     wanted[:, SHARED] = 0.0 if layer.shared_experts is None else 1.0

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from neuron_moe.checkpoint.lazy import Indices, Selection, everything, take
-from neuron_moe.experts import ExpertMLPsV2, Experts
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.weights.experts import Experts
+from nki_kernels.common.formula import num_projections
 
 Rule = Callable[[tuple[int, ...]], Selection]
 
@@ -60,7 +62,7 @@ def sharding_of(model: nn.Module) -> ModuleSharding:
     layout: dict[str, str] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(module, ExpertMLPsV2):
+        if isinstance(module, RoutedExperts):
             for name, experts in module.named_children():
                 if not isinstance(experts, Experts):
                     continue
@@ -105,14 +107,14 @@ def _slice(shard: ExpertShard) -> str:
     return f"slice {shard.tp_rank} of {shard.tp_size}"
 
 
-def _slots(mlps: ExpertMLPsV2, shard: ExpertShard) -> Indices:
+def _slots(mlps: RoutedExperts, shard: ExpertShard) -> Indices:
     """Return the experts in the slots of a shard, as an index into the checkpoint's experts."""
-    slots = shard.local_experts(mlps.num_slots)
+    slots = shard.local_experts(mlps.num_physical)
     return slots if mlps.placement is None else mlps.placement.slots[slots.start : slots.stop]
 
 
 def _expert_rules(experts: Experts, slots: Indices) -> Iterator[tuple[str, Rule]]:
-    shard, halves = experts.shard, experts.activation.num_projections
+    shard, halves = experts.shard, num_projections(experts.formula)
 
     def first_weight(shape: tuple[int, ...]) -> Selection:
         return slots, range(shape[1]), columns(shape[2], halves, shard)

@@ -5,17 +5,13 @@ Outputs do not change, only who brings which token.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from neuron_moe.errors import check_positive_int
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
-
-if TYPE_CHECKING:
-    from neuron_moe.parallel.layer import TokenBatch
+from neuron_moe.parallel.exchange import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class TokenShuffle:
         self.group = group
         self.generator = torch.Generator().manual_seed(seed + 7919 * group.rank)
 
-    def forth(self, batch: "TokenBatch") -> tuple["TokenBatch", ShuffleOrder]:
+    def forth(self, batch: TokenBatch) -> tuple[TokenBatch, ShuffleOrder]:
         """Shuffle a batch; return it and how to undo it.
 
         Raises:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from neuron_moe.dispatch import Explanation
+from neuron_moe import Explanation
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.expert_load import LoadRecorder, moe_layers
 from neuron_moe.models.generation import Decoder, Generation, GenerationOptions, generate

@@ -1,57 +1,86 @@
-"""Expert weights as the kernels take them: formats, scales, biases, names of activations."""
+"""Expert weights as the kernels take them: formats, scales, biases."""
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import ExpertWeights, Packed
-from neuron_moe.backends.narrow import NarrowMatrices
-from neuron_moe.backends.nki_launch import dtype_name
-from neuron_moe.config import GLUType
+from neuron_moe.backends.nki.launch import as_operand, dtype_name
 from neuron_moe.quantize import recode_bf16_to_fp8
+from neuron_moe.weights.expert_weights import ExpertWeights, Packed
+from neuron_moe.weights.laid_out import LaidOut
+from neuron_moe.weights.narrow import NarrowMatrices
+from nki_kernels.common.formula import EXPERT_ACTIVATIONS, ExpertFormula
 
 _log = logging.getLogger("neuron_moe")
 
 
-@dataclass(frozen=True)
-class KernelWeights:
-    """Operands of the expert kernels.
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """Expert weights as the kernels take them.
 
     Attributes:
-        format: bfloat16, float8_e4m3 or float8_e5m2.
-        gate_up_EHI: [E, H, 2I] in that format.
-        down_EIH: [E, I, H] in that format.
+        gate_up_EHI: [E, H, 2I] bfloat16, float8_e4m3 or float8_e5m2; or a laid out copy.
+        down_EIH: [E, I, H] in that format; or a laid out copy.
         gate_up_scale_EI: [E, 2I] float32 with an 8 bit format, else None.
         down_scale_En: [E, 1] or [E, H] float32 with an 8 bit format, else None.
         gate_up_bias_EI: [E, 2I] float32 or None.
         down_bias_EH: [E, H] float32 or None; the share of this rank.
     """
 
-    format: str
-    gate_up_EHI: Tensor
-    down_EIH: Tensor
+    gate_up_EHI: Any
+    down_EIH: Any
     gate_up_scale_EI: Tensor | None
     down_scale_En: Tensor | None
     gate_up_bias_EI: Tensor | None
     down_bias_EH: Tensor | None
 
+    def laid_out(self, copy: LaidOut) -> "Operands":
+        """Return the same with the matrices of a laid out copy."""
+        gate_up, down = as_operand(copy.gate_up), as_operand(copy.down)
+        return replace(self, gate_up_EHI=gate_up, down_EIH=down)
 
-def kernel_weights(weights: ExpertWeights, hidden_TH: Tensor | None = None) -> KernelWeights:
-    """Return the operands.
 
-    Args:
-        weights: of this rank.
-        hidden_TH: tokens whose dtype is checked too.
+def weight_format(weights: ExpertWeights) -> str:
+    """Return bfloat16, float8_e4m3 or float8_e5m2."""
+    down = weights.packed_down
+    return down.format if isinstance(down, NarrowMatrices) else "bfloat16"
+
+
+def operands_of(weights: ExpertWeights) -> Operands:
+    """Return what the kernels of the experts take; made once for a plan.
 
     Raises:
         ValueError: a dtype or form that the kernels do not read.
     """
+    gate_up, down = check_weights(weights)
+    gate_up_bias, down_bias = weights.gate_up_bias_EI, weights.down_bias_EH
+    if gate_up_bias is not None:
+        gate_up_bias = gate_up_bias.detach().float()
+    if down_bias is not None:
+        down_bias = down_bias.detach().float() * weights.down_bias_scale
+    if gate_up is None or down is None:
+        matrices = weights.gate_up_proj_EHI, weights.down_proj_EIH
+        return Operands(*matrices, None, None, gate_up_bias, down_bias)
+    return Operands(
+        as_operand(gate_up.codes_Ekn),
+        as_operand(down.codes_Ekn),
+        gate_up.scale_per_channel_En,
+        down.scale_En,
+        gate_up_bias,
+        down_bias,
+    )
+
+
+def check_weights(
+    weights: ExpertWeights,
+) -> tuple[NarrowMatrices, NarrowMatrices] | tuple[None, None]:
+    """Raise ValueError for a dtype or form that the kernels do not read; return narrow matrices."""
     gate_up, down = weights.packed_gate_up, weights.packed_down
-    plain = {} if hidden_TH is None else {"hidden_states": hidden_TH}
+    plain = {}
     if gate_up is None:
         plain["gate_up_proj"] = weights.gate_up_proj_EHI
     if down is None:
@@ -62,14 +91,8 @@ def kernel_weights(weights: ExpertWeights, hidden_TH: Tensor | None = None) -> K
                 f"{name}: dtype {dtype_name(tensor)} must be bfloat16 with backend='nki'. Convert"
                 " the module with .to(torch.bfloat16), or use backend='torch'."
             )
-    gate_up_bias, down_bias = weights.gate_up_bias_EI, weights.down_bias_EH
-    if gate_up_bias is not None:
-        gate_up_bias = gate_up_bias.float()
-    if down_bias is not None:
-        down_bias = down_bias.float() * weights.down_bias_scale
     if gate_up is None and down is None:
-        both = weights.gate_up_proj_EHI, weights.down_proj_EIH
-        return KernelWeights("bfloat16", *both, None, None, gate_up_bias, down_bias)
+        return None, None
     if not isinstance(gate_up, NarrowMatrices) or not isinstance(down, NarrowMatrices):
         raise ValueError(
             "packed weights: backend='nki' reads plain tensors or fp8 codes, and gate_up_proj and"
@@ -81,15 +104,7 @@ def kernel_weights(weights: ExpertWeights, hidden_TH: Tensor | None = None) -> K
             f"gate_up_proj in {gate_up.format}, down_proj in {down.format}: backend='nki' reads one"
             " format for both. Quantise both alike."
         )
-    return KernelWeights(
-        gate_up.format,
-        gate_up.codes_Ekn,
-        down.codes_Ekn,
-        gate_up.scale_per_channel_En,
-        down.scale_En,
-        gate_up_bias,
-        down_bias,
-    )
+    return gate_up, down
 
 
 def narrow_weights(first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
@@ -128,51 +143,14 @@ def format_note(weights: ExpertWeights) -> str:
     return "weights: bfloat16; pack_weights() keeps those of MXFP4 checkpoints in 8 bits"
 
 
-@dataclass(frozen=True)
-class KernelActivation:
-    """An activation in the kernels' words: clamp, then act(scale * gate) * (up + up_offset).
-
-    Attributes:
-        name: of act; 'swish' is x * sigmoid(scale * x).
-        scale: of its argument.
-        has_gate: gate and up projections; without a gate the result is act(scale * up).
-        gate_limits: (lower, upper) clamps of the gate.
-        up_limits: of the up projection.
-        up_offset: added to it after its clamp.
-    """
-
-    name: str
-    scale: float
-    has_gate: bool
-    gate_limits: tuple[float | None, float | None]
-    up_limits: tuple[float | None, float | None]
-    up_offset: float
-
-
-def kernel_activation(spec: ActivationSpec) -> KernelActivation:
-    """Return the kernels' form of an activation.
-
-    Raises:
-        ValueError: they do not have it.
-    """
-    names = {
-        "silu": "silu",
-        "gelu": "gelu",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "relu": "relu",
-        "sigmoid": "sigmoid",
-        "tanh": "tanh",
-    }
-    name = names.get(spec.hidden_act)
-    if spec.is_glu and spec.glu_type is GLUType.SWIGLU:
-        name = "swish" if spec.hidden_act == "sigmoid" else None
-    if name is None:
+def check_formula(formula: ExpertFormula) -> None:
+    """Raise ValueError for an activation that the kernels do not have."""
+    is_known = formula.activation != "leaky_relu"
+    if formula.gates_itself:
+        is_known = formula.activation == "sigmoid"
+    if not is_known:
+        names = ", ".join(name for name in EXPERT_ACTIVATIONS if name != "leaky_relu")
         raise ValueError(
-            f"hidden_act={spec.hidden_act!r}, glu_type={spec.glu_type.value!r}: not in the kernels,"
-            f" which have {', '.join(names)}, and of SwiGLU sigmoid. Use backend='torch'."
+            f"hidden_act={formula.activation!r}, gates_itself={formula.gates_itself}: not in the"
+            f" kernels, which have {names}, and of SwiGLU sigmoid. Use backend='torch'."
         )
-    up_limits = (spec.up_lower, spec.up_upper)
-    if not spec.is_glu:
-        return KernelActivation(name, spec.scale, False, (None, None), up_limits, 0.0)
-    gate_limits = (spec.gate_lower, spec.gate_upper)
-    return KernelActivation(name, spec.scale, True, gate_limits, up_limits, spec.bias)

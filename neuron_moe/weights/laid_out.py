@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_moe.backends.prepared import Stamp
+from neuron_moe.weights.stamps import Stamp
 
 _NUMPY_TYPES: dict[torch.dtype, tuple[torch.dtype, Any]] = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),

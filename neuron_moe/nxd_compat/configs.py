@@ -1,4 +1,4 @@
-"""What a MoE layer is, and how its blockwise path is tuned.
+"""NxD's configuration objects.
 
 Constructor arguments, their order and their defaults are NxD's
 (`neuronx_distributed.modules.moe.moe_configs`), so a published configuration works unchanged. Three
@@ -22,11 +22,15 @@ from neuron_moe.errors import (
     names_its_keys,
     reject_unknown,
 )
+from neuron_moe.spec import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_LNC_SIZE,
+    as_dtype,
+    check_capacity,
+    check_top_k,
+)
+from nki_kernels.common.formula import ROUTER_ACTIVATIONS
 
-DEFAULT_BLOCK_SIZE = 512
-DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
-
-ROUTER_ACTIVATIONS = ("softmax", "sigmoid")
 HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
 
 
@@ -70,16 +74,6 @@ def _as_enum(kind: type[_EnumT], name: str, value: object) -> _EnumT:
         options = ", ".join(repr(member.value) for member in kind)
         raise ValueError(f"{name}={value!r}: must be {options} or a {kind.__name__}.")
     return by_name[key]
-
-
-def as_dtype(name: str, value: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of weights from a dtype or its name ('bfloat16', 'torch.bfloat16')."""
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"{name}={value!r}: must be a float torch dtype or its name, such as 'bfloat16'."
-        )
-    return found
 
 
 @names_its_keys
@@ -240,12 +234,7 @@ class RoutedExpertsMLPOpsConfig:
                 " Set normalize_top_k_affinities=False."
             )
         if self.capacity_factor is not None:
-            check_finite("capacity_factor", self.capacity_factor)
-            if self.capacity_factor <= 0:
-                raise ValueError(
-                    f"capacity_factor={self.capacity_factor!r}: must be None (dropless) or > 0"
-                    " (dropping). Use None to compute every choice."
-                )
+            check_capacity(self.capacity_factor)
 
     def _settle_activation(self) -> None:
         glu_type = GLUType.validate(self.glu_type)
@@ -295,15 +284,4 @@ class MoEFusedTKGConfig:
     def __post_init__(self) -> None:
         object.__setattr__(
             self, "router_mm_dtype", as_dtype("router_mm_dtype", self.router_mm_dtype)
-        )
-
-
-def check_top_k(top_k: int, num_experts: int) -> None:
-    """Raise ValueError unless 1 <= top_k <= num_experts."""
-    check_positive_int("num_experts", num_experts)
-    check_positive_int("top_k", top_k)
-    if top_k > num_experts:
-        raise ValueError(
-            f"top_k={top_k}: must not exceed num_experts={num_experts}."
-            " A token cannot choose an expert twice; lower top_k."
         )

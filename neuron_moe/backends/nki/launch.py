@@ -1,57 +1,50 @@
 """Starting kernels: on the chip through `nki.jit`, or on the simulator where there is no SDK."""
 
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import torch
 from torch import Tensor
 
+import nki_sim
 from nki_kernels import IS_SIMULATED  # whoever imports this module can import nki
 
-Launch = Callable[..., Any]
-"""Runs a kernel on all cores of a logical core: (kernel, *args, **kwargs) -> outputs."""
 
-
-def launch(num_cores: int, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a kernel.
+def launch(num_cores: int, kernel: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a kernel on all cores of a logical core.
 
     Args:
         num_cores: physical cores of a logical core (LNC).
         kernel: of `nki_kernels`.
-        args: its operands, tensors on one device.
+        hidden: its first operand; the others are on the same device.
+        args: further operands, weights from `as_operand`.
         kwargs: likewise.
 
     Raises:
         ValueError: tensors on a device although only the simulator is there.
     """
     if not IS_SIMULATED:
-        return kernel[num_cores](*args, **kwargs)
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    device = tensors[0].device
-    if device.type != "cpu":
+        return kernel[num_cores](hidden, *args, **kwargs)
+    if hidden.device.type != "cpu":
         raise ValueError(
-            f"backend='nki' on device {device}: the package `nki` of the Neuron SDK is not"
+            f"backend='nki' on device {hidden.device}: the package `nki` of the Neuron SDK is not"
             " installed, and its simulator takes CPU tensors. Install the SDK, or move the module"
             " to the CPU."
         )
-    import nki_sim
-
-    given = [_as_chip_reads(value) for value in args]
-    named = {name: _as_chip_reads(value) for name, value in kwargs.items()}
-    return nki_sim.run(kernel, *given, lnc=num_cores, **named).outputs
+    return nki_sim.run(kernel, hidden, *args, lnc=num_cores, **kwargs).outputs
 
 
-def _as_chip_reads(value: Any) -> Any:
-    """Return e4m3 codes as the type Trainium 2 takes them for; torch has no name for it.
+def as_operand(weight: Tensor) -> Any:
+    """Return a weight as kernels take it: e4m3 codes under the name Trainium 2 has for them.
 
-    On the chip they arrive under torch's name, float8_e4m3fn. Not tried is whether its compiler
-    takes that on Trainium 2; codes up to 240 mean the same in both.
+    torch has no name for that type. On the chip codes arrive under torch's name, float8_e4m3fn. Not
+    tried is whether its compiler takes that on Trainium 2; codes up to 240 mean the same in both.
     """
-    if isinstance(value, Tensor) and value.dtype == torch.float8_e4m3fn:
-        bits = value.detach().contiguous().view(torch.uint8).numpy()
+    is_on_host = IS_SIMULATED and weight.device.type == "cpu"
+    if is_on_host and weight.dtype == torch.float8_e4m3fn:
+        bits = weight.detach().contiguous().view(torch.uint8).numpy()
         return bits.view(ml_dtypes.float8_e4m3)
-    return value
+    return weight
 
 
 def check_call(hidden_TH: Tensor) -> None:

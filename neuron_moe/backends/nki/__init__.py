@@ -1,0 +1,20 @@
+"""The nki backend: a MoE layer through the kernels of `nki_kernels`.
+
+Where the vendor's `nki` is missing, the kernels run on the simulator: the same instructions on
+CPU tensors, exact to the rounding of each instruction, and slow. With the vendor's package they are
+launched through `nki.jit`; that way has not been tried, for want of a device.
+
+| file | plan of | kernels |
+| --- | --- | --- |
+| prefill.py | prefill, and decode steps too long for the decode kernel | index_blocks, blockwise_moe, combine |
+| decode.py | decode, speculation | decode_moe |
+| layer.py | the same with norm, router and shared experts in one launch | decode_layer |
+| router.py | routing of the first two | router_topk |
+
+There is no gradient: training uses the torch backend. In prefill a token that is not finite spoils
+the up to 127 others that combine adds up with it; in decode it spoils its own row only.
+"""
+
+from neuron_moe.backends.nki.backend import NkiBackend
+
+__all__ = ["NkiBackend"]

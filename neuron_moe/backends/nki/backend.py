@@ -1,0 +1,113 @@
+"""What the nki backend decides for a step: path, block size, mode, one launch or several."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from neuron_moe.backends.nki import decode, layer, prefill
+from neuron_moe.backends.nki.operands import narrow_weights
+from neuron_moe.paths import (
+    DECODE_KERNEL_TOKENS,
+    DECODE_PHASES,
+    FEW_TOKEN_PATHS,
+    Decision,
+    Workload,
+    decide,
+    settle_mode,
+)
+from neuron_moe.plan import LayerParts, Plan, Step
+from neuron_moe.weights.expert_weights import Packed
+from neuron_moe.weights.laid_out import LaidOut
+
+
+class NkiBackend:
+    """See the package's docstring."""
+
+    name = "nki"
+    has_gradient = False
+
+    def plan(self, parts: LayerParts, step: Step) -> Plan:
+        """Decide how a step is computed; operands are prepared when it first runs.
+
+        Raises:
+            ValueError: what the kernels cannot compute, or a layer that was to be fused cannot.
+        """
+        decision = decide(_workload(parts, step), self.name, parts.compat)
+        apart = "experts on their own"
+        if parts.router is not None:
+            apart = _why_apart(parts, step, decision)
+        if not apart:
+            return _fused(parts, step, decision)
+        if decision.path not in FEW_TOKEN_PATHS:
+            return prefill.PrefillPlan(step, decision, parts)
+        return _few_tokens(parts, step, decision, apart)
+
+    def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
+        """Return both matrices as fp8 codes, if no weight loses a bit; else why they stay."""
+        return narrow_weights(first_EHI, down_EIH)
+
+    def lay_out(self, parts: LayerParts, phase: str) -> LaidOut | None:
+        """Return the experts in the layout of a phase's kernel; None if nothing is gained."""
+        return decode.lay_out(parts) if phase == "decode" else prefill.lay_out(parts)
+
+
+def _workload(parts: LayerParts, step: Step) -> Workload:
+    """Return the sizes of a step, with the block size that runs."""
+    tuning = parts.tuning
+    work = parts.workload(step)
+    in_blocks = step.phase not in DECODE_PHASES or step.tokens > DECODE_KERNEL_TOKENS
+    if in_blocks and tuning.block_size is None and tuning.shard_plan == "auto":
+        best, _ = prefill.rank(parts, step.tokens)[0]
+        work = replace(work, block_size=int(best.block_size))
+    return work
+
+
+def _why_apart(parts: LayerParts, step: Step, decision: Decision) -> str:
+    """Say why a step of a layer takes several launches; '' if it takes one.
+
+    Raises:
+        ValueError: one launch was asked for and cannot be, or quantised weights and they are not.
+    """
+    if step.phase not in DECODE_PHASES:
+        return f"{step.phase} is computed in blocks"
+    if parts.needs_quantized and parts.weights.packed_down is None:
+        raise ValueError(
+            "quantized=True: the expert weights are plain. Load fp8 codes with their scale,"
+            " call pack_weights() for those of an MXFP4 checkpoint, or set quantized=False."
+        )
+    if parts.fuses_decode is False:
+        return "moe_fused_kernel_enabled=False"
+    reason = f"{step.tokens} tokens are too many for it"
+    if decision.path in FEW_TOKEN_PATHS:
+        reason = layer.why_apart(parts, step.tokens)
+    if reason and parts.fuses_decode:
+        raise ValueError(
+            f"moe_fused_kernel_enabled=True: {reason}. Leave it None, which takes the fused"
+            " kernel where it can run."
+        )
+    return reason
+
+
+def _fused(parts: LayerParts, step: Step, decision: Decision) -> Plan:
+    """Return the plan of one launch, in the mode that its cost model takes.
+
+    It differs from that of the experts alone: weights load while the kernel still routes.
+    """
+    if parts.compat is None:
+        config = layer.layer_config(parts, step.tokens, None)
+        reason = f"cost model of decode_block: {config.moe.reason}"
+        decision = settle_mode(
+            decision, decode.path_of(config.moe), reason, "nki.decode_block"
+        )
+    config = layer.layer_config(parts, step.tokens, decision.path)
+    return layer.LayerPlan(step, replace(decision, kernel="nki.decode_block"), parts, config)
+
+
+def _few_tokens(parts: LayerParts, step: Step, decision: Decision, apart: str) -> Plan:
+    """Return the plan of decode_moe, in the mode that its cost model takes."""
+    if parts.compat is None:
+        config = decode.decode_config(parts, step.tokens)
+        reason = f"cost model of decode_moe: {config.reason}"
+        decision = settle_mode(decision, decode.path_of(config), reason, "nki.decode_moe")
+    config = decode.decode_config(parts, step.rows or step.tokens, decision.path)
+    return decode.DecodePlan(step, decision, parts, config, apart)

@@ -1,0 +1,257 @@
+"""A whole layer's decode step on the kernels: decode_block, one launch.
+
+Norm, router, routed and shared experts; nothing passes through HBM between them. Shapes: T tokens,
+K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
+"""
+
+import functools
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_moe.backends.nki.decode import (
+    MODES,
+    ExpertOperands,
+    config_arguments,
+    describe,
+    expert_operands,
+    with_layout,
+)
+from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
+from neuron_moe.backends.nki.operands import format_note
+from neuron_moe.backends.nki.router import check_router, router_terms, shortened
+from neuron_moe.plan import Forms, FusedOutput, LayerParts, Plan
+from neuron_moe.router import Routing
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.weights.expert_weights import LocalRouting
+from neuron_moe.weights.laid_out import from_numpy, to_numpy
+from nki_kernels.common.router_choice import RouterFormula as KernelFormula
+from nki_kernels.decode.block_config import make_block_config
+from nki_kernels.decode.block_kernel import decode_block
+from nki_kernels.decode.block_shared import pack_shared_experts
+from nki_kernels.decode.router import pack_router_weight
+
+SHARED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+@dataclass(frozen=True, eq=False)
+class _Operands:
+    """What a launch takes beside the tokens.
+
+    Attributes:
+        router_weight: in the order of the kernel.
+        experts: of this rank.
+        named: norm, biases, shared experts.
+    """
+
+    router_weight: Tensor
+    experts: ExpertOperands
+    named: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan(Plan):
+    """Few tokens, from the norm to the shared experts in one launch.
+
+    Attributes:
+        config: what decode_block is compiled for.
+    """
+
+    config: Any
+
+    @property
+    def is_fused(self) -> bool:
+        """It is."""
+        return True
+
+    @cached_property
+    def _operands(self) -> _Operands:
+        return _prepare(self.parts, self.config)
+
+    def layer(self, hidden_TH: Tensor) -> FusedOutput:
+        """Compute the layer for T tokens, [T, H] bfloat16."""
+        check_call(hidden_TH)
+        made = self._operands
+        check_router(self.parts.router)
+        found = launch(
+            self.parts.tuning.num_cores,
+            decode_block,
+            hidden_TH,
+            made.router_weight,
+            *made.experts.matrices,
+            made.experts.first_expert,
+            self.config,
+            **made.named,
+        )
+        if not self.parts.returns_routing:
+            return FusedOutput(found, None)
+        output_TH, _, index_TK = found
+        return FusedOutput(output_TH, index_TK)
+
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Refuse: the choices stay on chip."""
+        raise NotImplementedError("decode_block: routes inside its launch. Call layer().")
+
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Refuse: the choices stay on chip."""
+        raise NotImplementedError("decode_block: computes the whole layer. Call layer().")
+
+    def notes(self) -> tuple[str, ...]:
+        """Say how the kernel goes through the experts, and what else it computes."""
+        parts = {
+            "rmsnorm": self.parts.norm is not None,
+            "router": True,
+            "routed experts": True,
+            "shared experts": self.parts.shared is not None,
+        }
+        fused = ", ".join(name for name, is_there in parts.items() if is_there)
+        return (
+            describe(self.config.moe),
+            f"one kernel: {fused}; steps without padding only",
+            format_note(self.parts.weights),
+        )
+
+
+def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
+    """Return what decode_block is compiled for.
+
+    Args:
+        parts: of the layer.
+        num_tokens: T.
+        path: 'selective', 'all_experts', or None for the choice of the cost model.
+
+    Raises:
+        ValueError: the kernel does not have or hold it.
+    """
+    assert parts.router is not None
+    check_router(parts.router)
+    options: dict[str, Any] = {}
+    norm = norm_of(parts.norm, parts.forms)
+    if norm is not None:
+        options = {"has_norm": True, "norm_eps": norm[1]}
+    formula = KernelFormula(**router_terms(parts.router), **options)
+    shared = parts.shared
+    if shared is not None and shared.spec.activation not in SHARED_ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act={shared.spec.activation!r} of the shared experts: not in the kernel, which"
+            f" has {', '.join(SHARED_ACTIVATIONS)}."
+        )
+    weight_NH = shortened("router", parts.router.linear_router.weight, parts.forms)
+    arguments = config_arguments(parts, num_tokens, path) | {
+        "formula": tuple(asdict(formula).items()),
+        "router_dtype": dtype_name(weight_NH),
+        "shared_width": 0 if shared is None else shared.width,
+        "shared_activation": "silu" if shared is None else shared.spec.activation,
+        "has_shared_gate": shared is not None and shared.spec.is_gated,
+        "returns_routing": parts.returns_routing,
+    }
+    return with_layout(parts.weights, partial(_layer_config, **arguments))
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_config(formula: tuple[tuple[str, Any], ...], **arguments: Any) -> Any:
+    return make_block_config(KernelFormula(**dict(formula)), **arguments)
+
+
+def why_apart(parts: LayerParts, num_tokens: int) -> str:
+    """Say why one launch does not compute T tokens of a layer; '' if it does."""
+    if parts.why_apart:
+        return parts.why_apart
+    if parts.norm is not None and norm_of(parts.norm, parts.forms) is None:
+        return "rmsnorm is another norm than x * weight / rms(x)"
+    try:
+        layer_config(parts, num_tokens, None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def norm_of(rmsnorm: nn.Module | None, forms: Forms) -> tuple[Tensor, float] | None:
+    """Return weight and epsilon of an RMSNorm; None for a module that computes anything else.
+
+    Other norms have a weight and an eps too, hence it is tried on numbers, once for each weight.
+    """
+    weight = getattr(rmsnorm, "weight", None)
+    eps = getattr(rmsnorm, "eps", getattr(rmsnorm, "variance_epsilon", None))
+    if rmsnorm is None or not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return None
+    if weight.ndim != 1:
+        return None
+    if weight.is_meta:  # nothing to try; a layer without numbers can be explained, not run
+        return weight, eps
+    is_plain = forms.get("is an RMSNorm", partial(_is_rms, rmsnorm, weight, eps))
+    return (weight, eps) if is_plain else None
+
+
+def _is_rms(rmsnorm: nn.Module, weight: Tensor, eps: float) -> bool:
+    """Say whether a norm does what an RMSNorm does, within the rounding of its dtype."""
+    row = torch.linspace(-1.0, 2.0, weight.shape[0], device=weight.device).to(weight.dtype)
+    with torch.no_grad():
+        found = rmsnorm(row.unsqueeze(0))
+        wide = row.float()
+        wanted = weight.float() * wide * torch.rsqrt(wide.square().mean() + eps)
+    if not isinstance(found, Tensor) or found.shape != (1, *row.shape):
+        return False
+    allowed = 4 * torch.finfo(weight.dtype).eps * float(wanted.abs().max())
+    return bool((found[0].float() - wanted).abs().max() <= allowed)
+
+
+def _prepare(parts: LayerParts, config: Any) -> _Operands:
+    """Put a layer's weights in the order of the kernel."""
+    router = parts.router
+    assert router is not None
+    bias, selection_bias = router.linear_router.bias, router.e_score_correction_bias
+    norm = norm_of(parts.norm, parts.forms)
+    experts = expert_operands(parts, config.moe)
+    named = {
+        **experts.named,
+        "norm_weight": None if norm is None else norm[0].view(1, -1),
+        "router_bias": None if bias is None else bias.float().view(1, -1),
+        "selection_bias": None if selection_bias is None else selection_bias.float().view(1, -1),
+        **_shared_operands(parts, config),
+    }
+    return _Operands(_router_weight(parts, config), experts, named)
+
+
+def _router_weight(parts: LayerParts, config: Any) -> Tensor:
+    """Return the router's weight in the order of the kernel, made once."""
+    axis, cut = config.moe.h_axis, config.router_parts
+    assert parts.router is not None
+    short = shortened("router", parts.router.linear_router.weight, parts.forms).detach()
+
+    def pack() -> Tensor:
+        return _packed(pack_router_weight(to_numpy(short), axis, cut), short)
+
+    return parts.forms.get(f"layer router {axis} {cut}", pack)
+
+
+def _shared_operands(parts: LayerParts, config: Any) -> dict[str, Tensor]:
+    """Return the shared experts' matrices in the order of the kernel, made once."""
+    shared, layout, axis = parts.shared, config.shared, config.moe.h_axis
+    if shared is None:
+        return {}
+    form = f"{layout.weight_layout} {layout.E} {layout.chunks} {axis}"
+    gate_up, down = parts.forms.get(f"layer shared {form}", partial(_pack_shared, shared, layout))
+    operands = {"shared_gate_up": gate_up, "shared_down": down}
+    if shared.shared_expert_gate is not None:
+        weight_1H = shared.shared_expert_gate.weight
+
+        def pack_gate() -> Tensor:
+            return _packed(pack_router_weight(to_numpy(weight_1H), axis), weight_1H)
+
+        operands["shared_gate"] = parts.forms.get(f"layer gate {axis}", pack_gate)
+    return operands
+
+
+def _pack_shared(shared: SharedExperts, layout: Any) -> tuple[Tensor, ...]:
+    gate_IH, up_IH = shared.first_weights()
+    down_HI = shared.down_proj.weight
+    packed = pack_shared_experts(layout, to_numpy(gate_IH), to_numpy(up_IH), to_numpy(down_HI))
+    return tuple(_packed(array, down_HI) for array in packed)
+
+
+def _packed(array: Any, like: Tensor) -> Tensor:
+    return from_numpy(array, like.dtype).to(like.device)

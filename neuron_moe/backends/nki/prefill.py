@@ -1,0 +1,353 @@
+"""Prefill on the kernels: index_blocks, blockwise_moe, combine.
+
+Axes: T tokens, K choices, N blocks of B slots, P partial sums, H hidden.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import nki.language as nl
+import torch
+from torch import Tensor
+
+from neuron_moe.backends.nki.launch import check_call, launch
+from neuron_moe.backends.nki.operands import (
+    Operands,
+    check_formula,
+    format_note,
+    operands_of,
+    weight_format,
+)
+from neuron_moe.backends.nki.router import Route, router_call
+from neuron_moe.blocks import BlockMapping, num_blocks
+from neuron_moe.plan import LayerParts, Plan
+from neuron_moe.router import Routing
+from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
+from neuron_moe.weights.laid_out import LaidOut
+from neuron_moe.weights.narrow import NarrowMatrices
+from nki_kernels.combine.kernel import CombineDims, check_combine, combine
+from nki_kernels.common.formula import bounds_of, num_projections
+from nki_kernels.common.weight_formats import bias_terms, three_terms
+from nki_kernels.index.kernel import BlockDims, check_index_blocks, index_blocks
+from nki_kernels.prefill import choice as blockwise_choice
+from nki_kernels.prefill.config import visit_dims
+from nki_kernels.prefill.kernel import blockwise_moe
+from nki_kernels.prefill.options import best_parts, make_config
+
+Ranked = tuple[Any, tuple[int, int] | None]
+"""A candidate of the cost model, and the parts of the weights that it reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Launches:
+    """What the three kernels of a step are compiled for, and their operands.
+
+    Attributes:
+        config: of blockwise_moe.
+        dims: of index_blocks.
+        visits: of the lists of visits that index_blocks makes.
+        out: of combine.
+        operands: of blockwise_moe.
+        beside: biases and scales in the form of blockwise_moe.
+    """
+
+    config: Any
+    dims: Any
+    visits: Any
+    out: Any
+    operands: Operands
+    beside: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillPlan(Plan):
+    """Many tokens, rows sorted by expert."""
+
+    @property
+    def suggests_block_size(self) -> bool:
+        """Whether a better block size by rows alone is worth a note: the cost model knows more."""
+        return False
+
+    @cached_property
+    def _route(self) -> Route:
+        assert self.parts.router is not None
+        return router_call(self.parts.router, self.parts.forms, self.parts.tuning.num_cores)
+
+    @cached_property
+    def _launches(self) -> _Launches:
+        return _prepare(self)
+
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Route T tokens."""
+        return self._route(hidden_TH)
+
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Index, experts, combine; return [N, H] float32."""
+        check_call(hidden_NH)
+        made, num_cores = self._launches, self.parts.tuning.num_cores
+        tokens, pairs, _, _, _, slot_of_pair_TK, *lists = launch(
+            num_cores, index_blocks, routing.expert_index_TK.to(torch.int32), made.dims, made.visits
+        )
+        affinities_TK, slot_scale = routing.expert_affinities_TK, None
+        if routing.scales_input:
+            slot_scale = _slot_scale(affinities_TK, pairs)
+            affinities_TK = torch.ones_like(affinities_TK)
+        slots_PSH = launch(
+            num_cores,
+            blockwise_moe,
+            hidden_NH,
+            made.operands.gate_up_EHI,
+            made.operands.down_EIH,
+            tokens,
+            *lists,
+            made.config,
+            **made.beside,
+            slot_scale=slot_scale,
+        )
+        output_TH: Tensor = launch(
+            num_cores, combine, slots_PSH, slot_of_pair_TK, affinities_TK, made.out
+        )
+        return output_TH
+
+    def notes(self) -> tuple[str, ...]:
+        """Say which plan runs, and what a better block size would give."""
+        parts, work = self.parts, self.decision.work
+        plan, better = f"plan: {parts.tuning}", ()
+        if parts.tuning.shard_plan == "auto":
+            plan = _describe(rank(parts, work.tokens, work.block_size))
+            best, _ = rank(parts, work.tokens)[0]
+            if best.block_size != work.block_size:
+                better = (
+                    f"block_size={best.block_size} would take {best.estimated_us:.0f} us"
+                    " [estimated]",
+                )
+        around = "kernels: router_topk, index_blocks, combine around it"
+        return (plan, around, format_note(parts.weights), *better)
+
+
+def _prepare(plan: PrefillPlan) -> _Launches:
+    """Choose configurations and put operands in the form of the kernels.
+
+    Raises:
+        ValueError: sizes, a formula or weights that the kernels do not take.
+    """
+    parts, weights, tuning = plan.parts, plan.parts.weights, plan.parts.tuning
+    operands = operands_of(weights)
+    num_tokens, top_k = plan.step.rows or plan.step.tokens, parts.spec.top_k
+    block_size = plan.decision.work.block_size
+    chosen: dict[str, Any] = {"shard_plan": tuning.shard_plan}
+    if tuning.shard_plan == "auto":
+        best, weight_parts = rank(parts, num_tokens, block_size)[0]
+        chosen = {
+            "shard_plan": best.shard_plan,
+            "tiles_per_expert": best.tiles_per_expert,
+            "largest_visit": best.largest_visit,
+            "weight_parts": weight_parts,
+        }
+        if weight_parts is not None and weights.prefill_copy is not None:
+            operands = operands.laid_out(weights.prefill_copy)
+    blocks = num_blocks(
+        num_tokens,
+        top_k,
+        weights.num_experts,
+        block_size,
+        pad_to_even=tuning.pad_num_blocks_to_even,
+    )
+    config = make_config(
+        **dict(_arguments(parts)),
+        block_size=block_size,
+        num_slots=blocks * block_size,
+        num_tokens=num_tokens,
+        loop_plan=tuning.loop_plan,
+        in_halves=tuning.in_halves,
+        skip_weights=tuning.skip_weights,
+        **chosen,
+    )
+    dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
+    check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
+    num_partials = tuning.num_cores if config.shard.splits_i else 1
+    check_combine(num_tokens, top_k, config.H, blocks * block_size, num_partials)
+    out = CombineDims(nl.float32, True)
+    return _Launches(config, dims, visits, out, operands, _beside(operands, config.H))
+
+
+def _beside(operands: Operands, hidden_size: int) -> dict[str, Any]:
+    """Return biases and scales as blockwise_moe reads them."""
+    down_bias, down_scale_En, terms_E3H = operands.down_bias_EH, operands.down_scale_En, None
+    if down_scale_En is not None:
+        terms_E3H = _as_bfloat16(three_terms, down_scale_En.expand(-1, hidden_size))
+        if down_bias is not None:
+            down_bias = _as_bfloat16(bias_terms, down_bias.float(), down_scale_En.float())
+    elif down_bias is not None:
+        down_bias = down_bias.to(torch.bfloat16)
+    return {
+        "gate_up_bias": operands.gate_up_bias_EI,
+        "down_bias": down_bias,
+        "gate_up_scale": operands.gate_up_scale_EI,
+        "down_scale": terms_E3H,
+    }
+
+
+def _as_bfloat16(make: Any, *values: Tensor) -> Tensor:
+    """Apply a function of NumPy arrays that returns bfloat16 terms."""
+    terms = make(*(value.cpu().numpy() for value in values))
+    return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(values[0].device)
+
+
+def _slot_scale(affinities_TK: Tensor, pair_of_slot: Tensor) -> Tensor:
+    """Return [N * B] float32: the affinity of the pair in each slot, 0 for padding."""
+    pair = pair_of_slot.to(torch.int64)
+    scale = affinities_TK.reshape(-1)[pair.clamp(min=0)]
+    return torch.where(pair >= 0, scale, 0.0)
+
+
+def map_blocks(
+    expert_index_TK: Tensor, num_experts: int, block_size: int, *, num_cores: int = 2,
+    pad_to_even: bool = False,
+) -> BlockMapping:  # fmt: skip
+    """Place every (token, choice) pair in a slot of a block, by the kernel alone."""
+    num_tokens, top_k = expert_index_TK.shape
+    blocks = num_blocks(num_tokens, top_k, num_experts, block_size, pad_to_even=pad_to_even)
+    dims = BlockDims(num_experts, block_size, blocks)
+    check_index_blocks(num_tokens, top_k, dims, num_cores)
+    token, pair, expert, valid, counts, _ = launch(
+        num_cores, index_blocks, expert_index_TK.to(torch.int32), dims
+    )
+    return BlockMapping(token, pair, expert, valid.view(()), counts.to(torch.int64))
+
+
+def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Ranked]:
+    """Return the candidates of the cost model, the fastest first, and the parts weights lie in if
+    it reads their copy for prefill.
+
+    Args:
+        parts: of the layer.
+        num_tokens: T.
+        block_sizes: those to choose from; none: those the cost model likes.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    # Choices of a token among this rank's experts, on average.
+    top_k = parts.spec.top_k * parts.weights.num_experts / parts.num_experts
+    sizes = (num_tokens, math.ceil(top_k), block_sizes)
+    arguments = _arguments(parts)
+    ranked: list[Ranked] = [(choice, None) for choice in _rank(*sizes, arguments)]
+    if parts.weights.prefill_copy is not None:
+        cut = parts.weights.prefill_copy.parts
+        ranked += [(choice, cut) for choice in _rank(*sizes, arguments, cut)]
+    return sorted(ranked, key=lambda pair: pair[0].estimated_us)
+
+
+@functools.lru_cache(maxsize=256)
+def _rank(
+    num_tokens: int,
+    top_k: int,
+    block_sizes: tuple[int, ...],
+    arguments: tuple[tuple[str, Any], ...],
+    weight_parts: tuple[int, int] | None = None,
+) -> tuple[Any, ...]:
+    more = {} if weight_parts is None else {"weight_parts": weight_parts}
+    return tuple(
+        blockwise_choice.rank_plans(
+            num_tokens=num_tokens,
+            top_k=top_k,
+            block_sizes=block_sizes or blockwise_choice.BLOCK_SIZES,
+            **dict(arguments),
+            **more,
+        )
+    )
+
+
+def lay_out(parts: LayerParts) -> LaidOut | None:
+    """Return experts by the parts in which blockwise_moe loads them; None if it loads them whole.
+
+    Raises:
+        ValueError: a plan was asked for that reads plain weights.
+    """
+    tuning, weights = parts.tuning, parts.weights
+    if tuning.shard_plan != "auto":
+        raise ValueError(
+            f"for_prefill=True: the plan asked for ({tuning}) reads plain weights. Leave the"
+            " use_* switches of BlockwiseMatmulConfig False."
+        )
+    operands = operands_of(weights)
+    # The parts do not depend on the tokens: as many as give each expert one row tile.
+    config = make_config(
+        **dict(_arguments(parts, scales_input=False)),
+        block_size=128,
+        num_slots=128 * weights.num_experts,
+        num_tokens=128 * weights.num_experts,
+    )
+    in_parts, out_parts = best_parts(config)
+    if (in_parts, out_parts) == (1, 1):
+        return None
+    gate_up, down = _matrices(weights)
+    return LaidOut(
+        _by_parts(gate_up, in_parts, num_projections(weights.formula)),
+        _by_parts(down, out_parts, 1),
+        (in_parts, out_parts),
+    )
+
+
+def _matrices(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """Return both matrices as torch tensors: codes, or plain."""
+    gate_up, down = weights.packed_gate_up, weights.packed_down
+    if isinstance(gate_up, NarrowMatrices) and isinstance(down, NarrowMatrices):
+        return gate_up.codes_Ekn, down.codes_Ekn
+    return weights.gate_up_proj_EHI, weights.down_proj_EIH
+
+
+def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
+    """Return [E, parts, X, Y / parts]: columns of a part together, of both halves."""
+    experts, rows, columns = weight_EXY.shape
+    cut = weight_EXY.detach().view(experts, rows, halves, parts, columns // (halves * parts))
+    return cut.permute(0, 3, 1, 2, 4).reshape(experts, parts, rows, columns // parts)
+
+
+def _describe(ranked: list[Ranked]) -> str:
+    """Return a line for `MoE.explain` about plans from the cost model."""
+    (best, parts), *others = ranked
+    unlike = [other for other, _ in others if other.shard_plan != best.shard_plan]
+    other = f"; {unlike[0].shard_plan} {unlike[0].estimated_us:.0f} us" if unlike else ""
+    layout = "" if parts is None else f", weights laid out in {parts[0]} and {parts[1]} parts"
+    return (
+        f"plan: {best.loop_plan} loop, {best.shard_plan} shards{layout}, the cost model's choice:"
+        f" experts in {best.estimated_us:.0f} us{other} [estimated]"
+    )
+
+
+def _arguments(
+    parts: LayerParts, *, scales_input: bool | None = None
+) -> tuple[tuple[str, Any], ...]:
+    """Return the arguments of make_config that do not depend on tokens or tuning."""
+    weights, formula = parts.weights, parts.weights.formula
+    check_formula(formula)
+    experts, width, hidden_size = weights.down_proj_EIH.shape
+    name = "swish" if formula.gates_itself else formula.activation
+    is_narrow = isinstance(weights.packed_down, NarrowMatrices)
+    is_pre = parts.spec.scales_input if scales_input is None else scales_input
+    return tuple(
+        {
+            "H": hidden_size,
+            "I": width,
+            "E": experts,
+            "num_cores": parts.tuning.num_cores,
+            "weight_format": weight_format(weights),
+            "activation": name,
+            "activation_scale": formula.scale,
+            "has_gate": formula.has_gate,
+            "gate_limits": bounds_of(formula.gate_limits),
+            "up_limits": bounds_of(formula.up_limits),
+            "up_offset": formula.up_offset,
+            "scaling": "pre" if is_pre else "none",
+            "has_gate_up_bias": weights.gate_up_bias_EI is not None,
+            "has_down_bias": weights.down_bias_EH is not None,
+            "has_scales": is_narrow,
+        }.items()
+    )
+
+

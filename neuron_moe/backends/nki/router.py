@@ -1,0 +1,103 @@
+"""Routing on the kernels: router_topk.
+
+Axes: T tokens, E experts of the model, H hidden.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
+from neuron_moe.plan import Forms
+from neuron_moe.router import Router, Routing
+from nki_kernels.common.router_choice import RouterFormula as KernelFormula
+from nki_kernels.route.kernel import check_router_topk, router_topk
+
+Route = Callable[[Tensor], Routing]
+
+
+def shortened(name: str, weight: Tensor, forms: Forms) -> Tensor:
+    """Return a weight whose values are all bfloat16 numbers in bfloat16, another as it is.
+
+    The products are the same, in one pass of the tensor engine instead of four: checkpoints in
+    bfloat16 often feed routers that are kept in float32.
+
+    Args:
+        name: of the form.
+        weight: float32 or bfloat16.
+        forms: where it is kept.
+    """
+
+    def shorten() -> Tensor:
+        short = weight.detach().to(torch.bfloat16)
+        return short if torch.equal(short.float(), weight.detach()) else weight.detach()
+
+    if weight.dtype != torch.float32 or weight.is_meta:
+        return weight
+    return forms.get(name, shorten)
+
+
+def check_router(router: Router | None) -> None:
+    """Raise ValueError for a router in training that jitters."""
+    if router is not None and router.training and router.jitter_eps:
+        raise ValueError(
+            f"jitter_eps={router.jitter_eps}: is for training, which backend='nki' does not"
+            " do. Call eval(), or use backend='torch'."
+        )
+
+
+def router_call(router: Router, forms: Forms, num_cores: int) -> Route:
+    """Return what routes tokens in float32, with operands prepared once.
+
+    Args:
+        router: of the layer.
+        forms: where forms of its weights are kept.
+        num_cores: physical cores of the launch.
+    """
+    spec, linear = router.spec, router.linear_router
+    formula = KernelFormula(**router_terms(router), returns_logits=True)
+    bias, selection_bias = (
+        None if values is None else values.view(1, -1)
+        for values in (linear.bias, router.e_score_correction_bias)
+    )
+    checked: set[tuple[int, torch.dtype]] = set()
+
+    def route(hidden_TH: Tensor) -> Routing:
+        check_call(hidden_TH)
+        check_router(router)
+        if not hidden_TH.shape[0]:  # a rank without tokens has nothing to launch
+            routing: Routing = router(hidden_TH)
+            return routing
+        weight_EH = linear.weight
+        if hidden_TH.dtype == torch.bfloat16:
+            weight_EH = shortened("router", weight_EH, forms)
+        case = (hidden_TH.shape[0], hidden_TH.dtype)
+        if case not in checked:
+            check_router_topk(
+                hidden_TH.shape[0],
+                spec.hidden_size,
+                spec.num_experts,
+                formula,
+                dtype_name(hidden_TH),
+                dtype_name(weight_EH),
+                num_cores,
+            )
+            checked.add(case)
+        affinities_TK, index_TK, logits_TE = launch(
+            num_cores, router_topk, hidden_TH, weight_EH, bias, selection_bias, None, formula
+        )
+        return Routing(logits_TE, affinities_TK, index_TK)
+
+    return route
+
+
+def router_terms(router: Router) -> dict[str, Any]:
+    """Return the terms of a router's formula by name."""
+    formula = router.spec.formula
+    names = (
+        "top_k act_fn act_over_topk has_bias has_selection_bias n_group topk_group"
+        " out_of_group_fill renormalize renormalize_eps routed_scaling_factor"
+    )
+    return {name: getattr(formula, name) for name in names.split()}

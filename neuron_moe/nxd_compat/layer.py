@@ -1,0 +1,151 @@
+"""NxD's MoE layer."""
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from neuron_moe import moe
+from neuron_moe.errors import check_instance, check_positive_int, names_its_keys
+from neuron_moe.experts import RoutedExperts
+from neuron_moe.nxd_compat.configs import MoEFusedTKGConfig
+from neuron_moe.nxd_compat.tuning import refuse, refuse_tkg_switches, tkg_remarks
+from neuron_moe.parallel.collectives import as_collectives
+from neuron_moe.parallel.shuffle import build_shuffle
+from neuron_moe.router import Router
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import LayerOptions
+
+
+@names_its_keys
+class MoE(moe.MoE):
+    """One MoE layer, with NxD's constructor arguments.
+
+    Args:
+        router: chooses experts for each token.
+        expert_mlps: the routed experts.
+        shared_experts: experts every token takes, or None.
+        rmsnorm: norm in front of router and experts, or None.
+        sequence_parallel_enabled: the input is this rank's part of each sequence, parts of
+            different length allowed; the router sees the own tokens only.
+        sequence_dimension: axis that sequence parallelism splits (default 1 of [B, S, H]; 0 for
+            [S, B, H]).
+        return_router_logits: return the logits.
+        return_expert_index: return the choices.
+        token_shuffle_group_size: ranks that exchange tokens at random first, and back at the end;
+            1 is none.
+        token_shuffle_seed: seed of that exchange.
+        tensor_model_parallel_group: ranks over which outputs are summed, all that hold experts;
+            default: those of `parallel_state`.
+        init_tkg_module: NxD's fused decode module, which takes a tkg_config; here fused decode is
+            one plan of the layer.
+        tkg_config: its switches.
+        reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
+
+    Raises:
+        ValueError: router and experts disagree on a size, or groups do not fit together.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        expert_mlps: RoutedExperts,
+        shared_experts: SharedExperts | None = None,
+        rmsnorm: nn.Module | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        return_router_logits: bool = False,
+        return_expert_index: bool = False,
+        token_shuffle_group_size: int = 1,
+        token_shuffle_seed: int | None = None,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        init_tkg_module: bool = False,
+        tkg_config: MoEFusedTKGConfig | None = None,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_instance("router", router, Router)
+        check_instance("expert_mlps", expert_mlps, RoutedExperts)
+        check_positive_int("token_shuffle_group_size", token_shuffle_group_size)
+        backend = expert_mlps.backend.name
+        remarks: tuple[str, ...] = ()
+        if tkg_config is not None:
+            remarks = tkg_remarks(tkg_config, backend)
+        if init_tkg_module:
+            remarks += ("init_tkg_module=True: fused decode is one plan of this layer",)
+        options = LayerOptions(
+            is_sequence_parallel=sequence_parallel_enabled,
+            sequence_dimension=1 if sequence_dimension is None else sequence_dimension,
+            returns_logits=return_router_logits,
+            returns_index=return_expert_index,
+            reduce_dtype=reduce_dtype,
+            fuses_decode=None if tkg_config is None else tkg_config.moe_fused_kernel_enabled,
+            needs_quantized=tkg_config is not None and tkg_config.quantized,
+            remarks=remarks,
+        )
+        _refuse_keys(options, router, expert_mlps)
+        refuse(
+            [
+                (
+                    init_tkg_module and tkg_config is None,
+                    "init_tkg_module=True: needs a tkg_config. Pass one, or leave it False.",
+                ),
+                (
+                    token_shuffle_seed is not None and token_shuffle_group_size == 1,
+                    f"token_shuffle_seed={token_shuffle_seed}: nothing is shuffled with"
+                    " token_shuffle_group_size=1. Leave it None.",
+                ),
+            ]
+        )
+        group = tensor_model_parallel_group
+        super().__init__(
+            router,
+            expert_mlps,
+            shared_experts,
+            rmsnorm,
+            options=options,
+            model_group=None if group is None else as_collectives(group, "model"),
+            shuffle=build_shuffle(token_shuffle_group_size, token_shuffle_seed),
+        )
+        if tkg_config is not None and backend == "nki":
+            normalizes = (
+                router.spec.formula.renormalize or expert_mlps.spec.normalizes_affinities
+            )
+            has_shared = shared_experts is not None
+            refuse_tkg_switches(tkg_config, has_shared=has_shared, normalizes=normalizes)
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
+        self.return_router_logits = return_router_logits
+        self.return_expert_index = return_expert_index
+        self.token_shuffle_group_size = token_shuffle_group_size
+        self.token_shuffle_seed = token_shuffle_seed
+        self.tensor_model_parallel_group = tensor_model_parallel_group
+        self.init_tkg_module = init_tkg_module
+        self.tkg_config = tkg_config
+
+
+def _refuse_keys(options: LayerOptions, router: Router, experts: RoutedExperts) -> None:
+    """Raise ValueError where router or experts were told otherwise than the layer."""
+    is_parallel = options.is_sequence_parallel
+    refuse(
+        [
+            (
+                options.sequence_dimension == 0 and not is_parallel,
+                "sequence_dimension=0: without sequence_parallel_enabled=True the input is"
+                " [B, S, H]. Transpose it, or enable sequence parallelism.",
+            ),
+            *(
+                (
+                    getattr(part, "sequence_parallel_enabled", False) and not is_parallel,
+                    f"sequence_parallel_enabled=True of the {name}, False of the layer, which"
+                    " decides. Set both alike.",
+                )
+                for name, part in (("router", router), ("experts", experts))
+            ),
+            (
+                getattr(router, "sequence_dimension", None)
+                not in (None, options.sequence_dimension),
+                f"sequence_dimension={getattr(router, 'sequence_dimension', None)} of the router,"
+                f" {options.sequence_dimension} of the layer, which decides. Set both alike.",
+            ),
+        ]
+    )

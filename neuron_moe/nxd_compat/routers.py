@@ -1,0 +1,154 @@
+"""NxD's routers."""
+
+import torch
+from torch.distributed import ProcessGroup
+
+from neuron_moe.errors import names_its_keys
+from neuron_moe.router import Router
+from neuron_moe.spec import RouterFormula, RouterSpec
+
+
+class NxdRouter(Router):
+    """A router that remembers what it was told of sequence parallelism; `MoE` compares it.
+
+    Attributes:
+        sequence_parallel_enabled: this rank routes its own part of the sequence.
+        sequence_dimension: axis that sequence parallelism splits.
+        tensor_model_parallel_group: ranks that share the sequence.
+    """
+
+    sequence_parallel_enabled: bool = False
+    sequence_dimension: int | None = None
+    tensor_model_parallel_group: ProcessGroup | None = None
+
+
+@names_its_keys
+class RouterTopK(NxdRouter):
+    """Top-k routing with NxD's arguments (GPT-OSS, Llama4, Qwen3-MoE, Mixtral, DBRX), and four
+    more.
+
+    Args:
+        num_experts: E.
+        top_k: K.
+        hidden_size: H.
+        sequence_parallel_enabled: this rank routes its own part of the sequence; the layer decides,
+            and refuses a router that says yes where it says no.
+        sequence_dimension: axis that sequence parallelism splits, as the layer has it.
+        dtype: dtype of the weights, or its name; arithmetic is float32.
+        device: where the weights live.
+        bias: the linear layer has a bias.
+        tensor_model_parallel_group: ranks that share the sequence, as the layer has them.
+        act_fn: 'softmax' or 'sigmoid'.
+        apply_act_fn_over_topk: apply act_fn to the chosen logits only.
+        jitter_eps: multiplies the input by U(1 - eps, 1 + eps) while training.
+        store_transposed_weights: refused; the kernels here read [E, H].
+        selection_bias: float32 bias of the choice, `e_score_correction_bias` (not in NxD).
+        renormalize: divide the K affinities by their sum (not in NxD, which does it in
+            ExpertMLPsV2).
+        renormalize_eps: added to that sum.
+        routed_scaling_factor: multiplies the affinities.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: torch.device | str | None = None,
+        bias: bool = False,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        act_fn: str = "softmax",
+        apply_act_fn_over_topk: bool = False,
+        jitter_eps: float = 0.0,
+        store_transposed_weights: bool = False,
+        *,
+        selection_bias: bool = False,
+        renormalize: bool = False,
+        renormalize_eps: float = 1e-20,
+        routed_scaling_factor: float = 1.0,
+    ) -> None:
+        if store_transposed_weights:
+            raise ValueError(
+                "store_transposed_weights=True: a second, transposed weight is neither kept nor"
+                " read; the kernels here take [E, H]. Leave it False."
+            )
+        formula = RouterFormula(
+            top_k=top_k,
+            act_fn=act_fn,
+            act_over_topk=apply_act_fn_over_topk,
+            has_bias=bias,
+            has_selection_bias=selection_bias,
+            renormalize=renormalize,
+            renormalize_eps=renormalize_eps,
+            routed_scaling_factor=routed_scaling_factor,
+        )
+        spec = RouterSpec(num_experts=num_experts, hidden_size=hidden_size, formula=formula)
+        super().__init__(spec, dtype=dtype, device=device, jitter_eps=jitter_eps)
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
+        self.tensor_model_parallel_group = tensor_model_parallel_group
+
+
+@names_its_keys
+class GroupLimitedRouter(NxdRouter):
+    """Group-limited sigmoid routing without auxiliary loss (DeepSeek-V3), with NxD's arguments and
+    more.
+
+    Args:
+        num_experts: E.
+        top_k: K.
+        hidden_size: H.
+        n_group: equal groups the experts are split in.
+        topk_group: groups a token may choose from.
+        sequence_parallel_enabled: as of `RouterTopK`.
+        sequence_dimension: as of `RouterTopK`.
+        dtype: dtype of the weights, or its name; arithmetic is float32.
+        device: where the weights live.
+        tensor_model_parallel_group: as of `RouterTopK`.
+        jitter_eps: multiplies the input by U(1 - eps, 1 + eps) while training.
+        renormalize: divide the K affinities by their sum + renormalize_eps (the published gate
+            does).
+        renormalize_eps: 1e-20, as published.
+        routed_scaling_factor: 2.5 for DeepSeek-V3.
+        out_of_group_fill: -inf, with which an expert outside the chosen groups never wins, or NxD's
+            0.0, with which it beats an expert inside whose biased score is negative.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        n_group: int,
+        topk_group: int,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: torch.device | str | None = None,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        jitter_eps: float = 0.0,
+        *,
+        renormalize: bool = False,
+        renormalize_eps: float = 1e-20,
+        routed_scaling_factor: float = 1.0,
+        out_of_group_fill: float = float("-inf"),
+    ) -> None:
+        formula = RouterFormula(
+            top_k=top_k,
+            act_fn="sigmoid",
+            has_selection_bias=True,
+            n_group=n_group,
+            topk_group=topk_group,
+            out_of_group_fill=out_of_group_fill,
+            renormalize=renormalize,
+            renormalize_eps=renormalize_eps,
+            routed_scaling_factor=routed_scaling_factor,
+        )
+        spec = RouterSpec(num_experts=num_experts, hidden_size=hidden_size, formula=formula)
+        super().__init__(spec, dtype=dtype, device=device, jitter_eps=jitter_eps)
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
+        self.tensor_model_parallel_group = tensor_model_parallel_group

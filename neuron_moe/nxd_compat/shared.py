@@ -1,0 +1,101 @@
+"""NxD's shared experts."""
+
+import torch
+from torch.distributed import ProcessGroup
+
+from neuron_moe import shared_experts
+from neuron_moe.errors import check_choice, check_positive_int, names_its_keys
+from neuron_moe.nxd_compat.configs import HIDDEN_ACTIVATIONS
+from neuron_moe.nxd_compat.tuning import ACTIVATION_NAMES, refuse
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.collectives import Collectives, as_collectives
+from neuron_moe.spec import SharedSpec, as_dtype
+
+
+@names_its_keys
+class SharedExperts(shared_experts.SharedExperts):
+    """down(act(gate(x)) * up(x)), with NxD's arguments.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: width of one shared expert.
+        num_shared_experts: I = intermediate_size * num_shared_experts.
+        hidden_act: one of HIDDEN_ACTIVATIONS.
+        dtype: dtype of the weights, or its name.
+        tensor_model_parallel_group: ranks that split I; the output is then a partial sum. Default:
+            the tensor parallel ranks of `parallel_state`. `parallel_state.get_world_group()` splits
+            I over all ranks of the model.
+        reduce_dtype: of a sum over ranks that is the layer's here: `MoE(reduce_dtype=...)`. Refused
+            unless left float32.
+        fused_gate_up_projection: one matrix for gate and up.
+        sequence_parallel_enabled: weights are whole on each rank, which computes its own tokens;
+            ranks with the same tokens compute a slice of I each.
+        transpose_weights: refused; the state dict stays as above and kernels lay weights out
+            themselves.
+        is_gated: scale each token by sigmoid(shared_expert_gate(x)) (Qwen2-MoE, Qwen3-Next).
+        device: where the weights live.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_shared_experts: int,
+        hidden_act: str,
+        dtype: torch.dtype | str = torch.float32,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
+        fused_gate_up_projection: bool = False,
+        sequence_parallel_enabled: bool = False,
+        transpose_weights: bool = False,
+        *,
+        is_gated: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, value in (
+            ("hidden_size", hidden_size),
+            ("intermediate_size", intermediate_size),
+            ("num_shared_experts", num_shared_experts),
+        ):
+            check_positive_int(name, value)
+        act = check_choice("hidden_act", hidden_act, HIDDEN_ACTIVATIONS)
+        refuse(
+            [
+                (
+                    reduce_dtype != torch.float32,
+                    f"reduce_dtype={reduce_dtype}: shared experts are summed with the routed ones."
+                    " Pass reduce_dtype to MoE, and leave it float32 here.",
+                ),
+                (
+                    transpose_weights,
+                    "transpose_weights=True: the state dict keeps [I, H] and [H, I]; the decode"
+                    " kernel lays weights out itself. Leave it False.",
+                ),
+            ]
+        )
+        spec = SharedSpec(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size * num_shared_experts,
+            activation=ACTIVATION_NAMES.get(act, act),
+            is_fused=fused_gate_up_projection,
+            is_gated=is_gated,
+        )
+        super().__init__(
+            spec,
+            group=_settle_group(tensor_model_parallel_group),
+            whole_on_each_rank=sequence_parallel_enabled,
+            dtype=as_dtype("dtype", dtype),
+            device=device,
+        )
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_shared_experts = num_shared_experts
+        self.hidden_act = act
+
+
+def _settle_group(given: ProcessGroup | None) -> Collectives:
+    """Return the ranks that split I."""
+    groups = parallel_state.get_groups()
+    if given is None and groups is not None:
+        return groups.tensor
+    return as_collectives(given, "shared experts")

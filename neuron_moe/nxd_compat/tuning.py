@@ -1,0 +1,281 @@
+"""NxD's switches in our words: what they mean here, what is refused, what changes nothing."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from neuron_moe.nxd_compat.configs import (
+    BlockShardStrategy,
+    BlockwiseMatmulConfig,
+    DefaultInt,
+    GLUType,
+    MoEFusedTKGConfig,
+    RoutedExpertsMLPOpsConfig,
+)
+from neuron_moe.spec import ExpertFormula, ExpertSpec, Tuning
+from nki_kernels.common.formula import limits
+
+Refusals = Iterable[tuple[object, str]]
+ACTIVATION_NAMES = {"gelu_pytorch_tanh": "gelu_tanh"}  # where NxD's word is another than ours
+
+
+def refuse(refused: Refusals) -> None:
+    """Raise ValueError with the first message whose condition holds."""
+    for is_refused, message in refused:
+        if is_refused:
+            raise ValueError(message)
+
+
+def expert_spec(config: RoutedExpertsMLPOpsConfig) -> ExpertSpec:
+    """Return what a configuration says the experts are.
+
+    Raises:
+        ValueError: a key that cannot be honoured.
+    """
+    _refuse_keys(config)
+    name = str(config.hidden_act)
+    formula = ExpertFormula(
+        activation=ACTIVATION_NAMES.get(name, name),
+        scale=config.hidden_act_scaling_factor,
+        has_gate=config.glu_mlp,
+        gates_itself=GLUType.validate(config.glu_type) is GLUType.SWIGLU,
+        gate_limits=limits(config.gate_clamp_lower_limit, config.gate_clamp_upper_limit),
+        up_limits=limits(config.up_clamp_lower_limit, config.up_clamp_upper_limit),
+        up_offset=config.hidden_act_bias,
+        has_gate_up_bias=config.bias,
+        has_down_bias=config.bias,
+    )
+    return ExpertSpec(
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        formula=formula,
+        scales_input=config.early_expert_affinity_modulation,
+        normalizes_affinities=config.normalize_top_k_affinities,
+        capacity_factor=config.capacity_factor,
+    )
+
+
+def _refuse_keys(config: RoutedExpertsMLPOpsConfig) -> None:
+    """Raise ValueError for keys that would change numbers or the state dict and do not here."""
+    for name in ("hidden_size", "intermediate_size"):
+        actual, size = getattr(config, f"{name}_actual"), getattr(config, name)
+        refuse(
+            [
+                (
+                    actual is not None and actual != size,
+                    f"{name}_actual={actual}: padded weights are not told apart from real ones,"
+                    f" {name}={size} is computed whole. Set {name}={actual}, or leave it None.",
+                )
+            ]
+        )
+    refuse(
+        [
+            (
+                getattr(config, name),
+                f"{name}=True: weights are read in the order of the checkpoint. Undo the shuffle,"
+                " and leave it None.",
+            )
+            for name in ("is_hidden_dim_shuffled", "is_intermediate_dim_shuffled")
+        ]
+    )
+    refuse(
+        [
+            (
+                config.enable_spmd_rank,
+                "enable_spmd_rank=True: would add a rank to the state dict; a rank is known from"
+                " parallel_state, and the decode kernel takes it as data. Leave it False.",
+            )
+        ]
+    )
+
+
+def tuning_of(config: BlockwiseMatmulConfig, backend: str) -> Tuning:
+    """Return what the switches of the blockwise path mean for a backend.
+
+    Raises:
+        ValueError: switches that contradict each other or the backend.
+    """
+    size = None if isinstance(config.block_size, DefaultInt) else config.block_size
+    common = {
+        "block_size": size,
+        "pad_num_blocks_to_even": config.pad_num_blocks_to_even,
+        "num_cores": config.logical_nc_config,
+    }
+    if backend != "nki":
+        return Tuning(**common, remarks=_remarks_without_kernels(config, backend))  # type: ignore[arg-type]
+    _refuse_switches(config)
+    in_halves = config.block_sharding_strategy is BlockShardStrategy.HI_LO
+    plan: dict[str, object] = {}
+    if config.use_shard_on_intermediate_dynamic_while:
+        plan = {"shard_plan": "intermediate", "loop_plan": "dynamic"}
+    elif config.use_shard_on_block_dynamic_while:
+        plan = {"shard_plan": "block", "loop_plan": "dynamic", "in_halves": in_halves}
+    elif config.use_block_parallel:
+        plan = {"shard_plan": "block", "loop_plan": "static", "in_halves": in_halves}
+    if plan:
+        plan["skip_weights"] = config.skip_dma_weight
+    return Tuning(**common, **plan, remarks=_remarks_on_nki(config, plan))  # type: ignore[arg-type]
+
+
+def _remarks_without_kernels(
+    config: BlockwiseMatmulConfig, backend: str
+) -> tuple[str, ...]:
+    """Return a sentence for each switch that was set and has nothing to tune."""
+    quiet = ("block_size", "blockwise_nki_autograd_cls")
+    changed = [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in quiet and getattr(config, field.name) != field.default
+    ]
+    if config.blockwise_nki_autograd_cls is not None:
+        changed.append("blockwise_nki_autograd_cls")
+    return tuple(
+        f"{name}={_shown(getattr(config, name))}: tunes kernels, backend={backend!r} has none"
+        for name in changed
+    )
+
+
+def _shown(value: object) -> str:
+    return repr(value.value) if isinstance(value, BlockShardStrategy) else repr(value)
+
+
+def _remarks_on_nki(
+    config: BlockwiseMatmulConfig, plan: dict[str, object]
+) -> tuple[str, ...]:
+    """Return a sentence for each switch that every plan honours as it is."""
+    remarks = []
+    if config.skip_dma_token:
+        remarks.append("skip_dma_token=True: padding slots move no bytes in any plan")
+    if config.skip_dma_weight and not plan:
+        remarks.append(
+            "skip_dma_weight=True: a visit loads its expert's weights once for all its row tiles"
+        )
+    return tuple(remarks)
+
+
+def _refuse_switches(config: BlockwiseMatmulConfig) -> None:
+    """Raise ValueError for what backend='nki' cannot honour."""
+    shards_blocks = config.use_block_parallel or config.use_shard_on_block_dynamic_while
+    by_intermediate = config.use_shard_on_intermediate_dynamic_while
+    refuse(
+        (
+            (
+                config.use_torch_block_wise,
+                "use_torch_block_wise=True with backend='nki': they name different code. Use"
+                " backend='torch', or leave it False.",
+            ),
+            (
+                config.blockwise_nki_autograd_cls is not None,
+                "blockwise_nki_autograd_cls: backend='nki' runs its own kernels and has no"
+                " gradient. Leave it None; train with backend='torch'.",
+            ),
+            (
+                config.use_block_parallel and by_intermediate,
+                "use_block_parallel=True, use_shard_on_intermediate_dynamic_while=True: the two"
+                " cores split either the blocks or the intermediate axis. Set one of them.",
+            ),
+            (
+                config.logical_nc_config == 1 and (shards_blocks or by_intermediate),
+                "logical_nc_config=1: one core has nothing to shard. Leave use_block_parallel and"
+                " use_shard_on_*_dynamic_while False, or set logical_nc_config=2.",
+            ),
+            (
+                config.block_sharding_strategy is BlockShardStrategy.PING_PONG
+                and not shards_blocks,
+                "block_sharding_strategy='PING_PONG': applies where blocks are sharded. Set"
+                " use_block_parallel or use_shard_on_block_dynamic_while, or leave 'HI_LO'.",
+            ),
+        )
+    )
+    _refuse_more_switches(config)
+
+
+def _refuse_more_switches(config: BlockwiseMatmulConfig) -> None:
+    """Raise ValueError for switches of code that backend='nki' does not have."""
+    refuse(
+        (
+            (
+                config.num_static_blocks is not None,
+                f"num_static_blocks={config.num_static_blocks}: no kernel here has a static part"
+                " before a dynamic one. Leave it None.",
+            ),
+            (
+                config.always_augment_inputs_for_blockwise_matmul,
+                "always_augment_inputs_for_blockwise_matmul=True: padding slots hold -1 here, there"
+                " is no extra row. Leave it False.",
+            ),
+            (
+                not config.parallelize_token_to_block_mapping
+                or not config.optimized_block_to_token_mapping,
+                "parallelize_token_to_block_mapping, optimized_block_to_token_mapping: must stay"
+                " True with backend='nki', where both cores compute the mapping.",
+            ),
+        )
+    )
+
+
+def refuse_tkg_switches(
+    switches: MoEFusedTKGConfig, *, has_shared: bool, normalizes: bool
+) -> None:
+    """Raise ValueError for switches of fused decode that backend='nki' cannot follow.
+
+    Args:
+        switches: NxD's.
+        has_shared: the layer has shared experts.
+        normalizes: router or experts divide the K affinities by their sum.
+    """
+    refuse(
+        (
+            (
+                switches.is_mxfp4_compute,
+                "is_mxfp4_compute=True: Trainium 2 multiplies no MXFP4. Leave it None:"
+                " pack_weights() keeps MXFP4 weights in 8 bits without loss.",
+            ),
+            (
+                switches.router_topk_kernel_enabled is False
+                or switches.expert_mlp_kernel_enabled is False,
+                "router_topk_kernel_enabled=False or expert_mlp_kernel_enabled=False with"
+                " backend='nki', which is these kernels. Leave them None, or use backend='torch'.",
+            ),
+            (
+                switches.shared_mlp_kernel_enabled and not has_shared,
+                "shared_mlp_kernel_enabled=True: the layer has no shared experts. Leave it None.",
+            ),
+            (
+                switches.shared_mlp_kernel_enabled and switches.moe_fused_kernel_enabled is False,
+                "shared_mlp_kernel_enabled=True, moe_fused_kernel_enabled=False: only the fused"
+                " kernel computes shared experts. Leave one of them None.",
+            ),
+            (
+                switches.norm_topk_prob and not normalizes,
+                "norm_topk_prob=True: neither the router renormalises nor the experts"
+                " (normalize_top_k_affinities). Set it where the layer is configured.",
+            ),
+            (
+                str(switches.router_mm_dtype) != "torch.float32",
+                f"router_mm_dtype={switches.router_mm_dtype}: routing is computed in float32. Leave"
+                " it float32.",
+            ),
+        )
+    )
+
+
+def tkg_remarks(switches: MoEFusedTKGConfig, backend: str) -> tuple[str, ...]:
+    """Return a sentence for each switch of fused decode that was set and changes nothing."""
+    honoured = {
+        "router_topk_kernel_enabled": "routing is a kernel",
+        "expert_mlp_kernel_enabled": "experts are a kernel",
+        "shared_mlp_kernel_enabled": "shared experts are part of the fused launch",
+        "norm_topk_prob": "affinities are normalised where the layer is configured",
+        "is_mxfp4_compute": "no MXFP4 is multiplied",
+    }
+    if backend != "nki":
+        names = [field.name for field in dataclasses.fields(switches)]
+        honoured = dict.fromkeys(names, f"switches kernels, backend={backend!r} has none")
+    defaults = MoEFusedTKGConfig(quantized=False)
+    return tuple(
+        f"{name}={getattr(switches, name)}: {why}"
+        for name, why in honoured.items()
+        if getattr(switches, name) != getattr(defaults, name)
+    )

@@ -1,0 +1,298 @@
+"""Where the tokens of a layer are, and how they meet the experts: what a layer knows of ranks.
+
+`TokenExchange.enter` settles for one call who holds which tokens; the `Crossing` it returns brings
+them to the experts and home. On one rank every collective is the identity.
+
+What is added up before a sum over ranks counts once in total: each routed expert is on one
+expert-parallel rank (or its tokens take turns between replicas), its slices on the tensor parallel
+ranks, its down bias is divided by them, and shared experts are either sliced over the ranks that
+are summed or computed for a share of the tokens. `neuron_moe.parallel.invariant` checks it by
+counting.
+
+Axes: T tokens of all ranks, t this rank's own, N rows that reach this rank's experts, H hidden, K
+choices, B sequences, S positions.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from neuron_moe.parallel.collectives import (
+    Collectives,
+    TorchCollectives,
+    all_gather_rows,
+    gather_lengths,
+    reduce_scatter_rows,
+)
+from neuron_moe.parallel.failure import check_same_on_all_ranks
+from neuron_moe.parallel.groups import ExpertGroups
+from neuron_moe.parallel.strategy import (
+    Dispatched,
+    Rows,
+    Strategy,
+    TokenSpread,
+    build_strategy,
+    split_evenly,
+)
+from neuron_moe.paths import DECODE_PHASES
+from neuron_moe.shared_experts import SharedExperts
+
+Settings = Callable[[], dict[str, object]]
+"""Returns what must agree between ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The tokens a rank was given.
+
+    Args:
+        hidden_TH: [t, H].
+        batch_size: B, sequences; 1 if they are not to be told apart.
+        padding_mask: nonzero for real tokens, one entry for each of these tokens or for those of
+            all ranks; None: all are real.
+        phase: one of paths.PHASES; None decides by the length of the sequences.
+        is_sequence_part: this rank has its part of each sequence, other ranks have others.
+    """
+
+    hidden_TH: Tensor
+    batch_size: int
+    padding_mask: Tensor | None
+    phase: str | None
+    is_sequence_part: bool
+
+
+class TokenExchange:
+    """The ranks one layer is spread over.
+
+    Args:
+        groups: for 'prefill' and 'decode', with the group outputs are summed over.
+        num_physical: experts of all ranks, replicas counted.
+        shared: this rank's shared experts, or None.
+        reduce_dtype: dtype of the sum over ranks; None is the dtype of the hidden states.
+
+    Raises:
+        ValueError: the shared experts' group does not fit.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, ExpertGroups],
+        num_physical: int,
+        shared: SharedExperts | None,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.groups = dict(groups)
+        self.num_physical = num_physical
+        self.reduce_dtype = reduce_dtype
+        for phase, group in self.groups.items():
+            if shared is not None and group.model.size % shared.group.size:
+                raise ValueError(
+                    f"shared experts split over {shared.group.size} ranks: must divide the"
+                    f" {group.model.size} ranks that are summed in {phase}. Use"
+                    " sequence_parallel_enabled=True, which keeps them whole on each rank."
+                )
+        self._strategies: dict[tuple[str, bool], Strategy] = {}
+        self._is_checked = False
+
+    def use_groups(self, groups: Mapping[str, ExpertGroups]) -> None:
+        """Communicate through other groups of the same ranks, such as ones that count bytes."""
+        self.groups = dict(groups)
+        self._strategies.clear()
+
+    def strategy(self, phase: str | None, is_sequence_part: bool) -> Strategy:
+        """Return how tokens reach experts in a phase; None is prefill."""
+        key = "decode" if phase in DECODE_PHASES else "prefill"
+        found = self._strategies.get((key, is_sequence_part))
+        if found is None:
+            groups = self.groups[key]
+            spread = (
+                TokenSpread.sequence(groups.model)
+                if is_sequence_part
+                else TokenSpread(groups.data, groups.attention)
+            )
+            per_rank = self.num_physical // groups.ep.size
+            found = build_strategy(groups, spread, per_rank, self.reduce_dtype)
+            self._strategies[key, is_sequence_part] = found
+        return found
+
+    def enter(self, batch: TokenBatch, settings: Settings) -> "Crossing":
+        """Settle phase and place of the tokens; collective where ranks hold different ones.
+
+        Args:
+            batch: of this rank.
+            settings: of the layer, compared between ranks before the first collective.
+        """
+        num_tokens = batch.hidden_TH.shape[0]
+        phase = batch.phase
+        if phase is None and not batch.is_sequence_part:
+            phase = _phase_of(num_tokens, batch.batch_size)
+        strategy = self.strategy(phase, batch.is_sequence_part)
+        self._check_ranks_once(strategy, batch, settings)
+        lengths = gather_lengths(strategy.spread.gather, num_tokens, batch.hidden_TH.device)
+        if phase is None:
+            phase = _phase_of(sum(lengths), batch.batch_size)
+        return Crossing(strategy, tuple(lengths), phase, batch)
+
+    def _check_ranks_once(self, strategy: Strategy, batch: TokenBatch, settings: Settings) -> None:
+        """Compare the layer between ranks before its first collective."""
+        if self._is_checked or torch.compiler.is_compiling():
+            return
+        self._is_checked = True
+        group = strategy.groups.model
+        if not isinstance(group, TorchCollectives):
+            return
+        compared = settings() | {
+            "dtype": batch.hidden_TH.dtype,
+            "strategy": strategy.name,
+            "sequence_parallel": batch.is_sequence_part,
+        }
+        if strategy.spread.gather.size == 1:
+            compared["tokens"] = batch.hidden_TH.shape[0]
+        check_same_on_all_ranks("MoE layer", compared, group.group)
+
+
+def _phase_of(num_tokens: int, batch_size: int) -> str:
+    """Return the phase of sequences by their length."""
+    seq_len = num_tokens // batch_size if batch_size else 0
+    return "decode" if seq_len == 1 else "prefill"
+
+
+class Crossing:
+    """One call's way from this rank's tokens to the experts and back.
+
+    Attributes:
+        phase: settled, one of paths.PHASES.
+        num_tokens: T of all ranks.
+        own: the tokens, of those this rank was given, that it routes.
+        first_token: number of the first of them among all.
+    """
+
+    def __init__(
+        self, strategy: Strategy, lengths: tuple[int, ...], phase: str, batch: TokenBatch
+    ) -> None:
+        gather = strategy.spread.gather
+        own = strategy.own_range(batch.hidden_TH.shape[0])
+        self._strategy = strategy
+        self._lengths = lengths
+        self._batch_size = batch.batch_size if strategy.spread.is_sequence else 1
+        self._before = sum(lengths[: gather.rank])
+        self.phase = phase
+        self.is_part = batch.is_sequence_part
+        self.num_tokens = sum(lengths)
+        self.own = slice(own.start, own.stop)
+        self.first_token = self._before + own.start
+
+    def own_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Return the padding mask of the own tokens, from theirs or from that of all ranks."""
+        if mask is None:
+            return None
+        mine = self._lengths[self._strategy.spread.gather.rank]
+        if mask.numel() == mine:
+            mask = mask.reshape(-1)
+        elif mask.numel() == self.num_tokens:
+            rows = mask.reshape(self._batch_size, -1)
+            start = self._before // self._batch_size
+            mask = rows[:, start : start + mine // self._batch_size].reshape(-1)
+        else:
+            raise ValueError(
+                f"padding_mask: shape {tuple(mask.shape)} must have one entry for each of the"
+                f" {mine} tokens of this rank, or of the {self.num_tokens} of all ranks."
+            )
+        return mask[self.own]
+
+    def over_all_tokens(self, rule: Callable[[Tensor], Tensor], own_TK: Tensor) -> Tensor:
+        """Apply a rule of all tokens, in their order, and return its result for the own ones."""
+        gather = self._strategy.spread.gather
+        everyone_TK = all_gather_rows(gather, self._strategy.gather_own(own_TK), self._lengths)
+        order = self._token_order(own_TK.device)
+        result_TK = torch.empty_like(everyone_TK, dtype=torch.bool)
+        result_TK = result_TK.index_copy(0, order, rule(everyone_TK[order]))
+        return result_TK[self.first_token : self.first_token + self.own.stop - self.own.start]
+
+    def _token_order(self, device: torch.device) -> Tensor:
+        """Return the rows, as gathered rank after rank, in the order of the sequences."""
+        parts = torch.split(torch.arange(self.num_tokens, device=device), list(self._lengths))
+        return torch.cat([part.view(self._batch_size, -1) for part in parts], dim=1).flatten()
+
+    def dispatch(self, own_TH: Tensor, index_TK: Tensor, affinities_TK: Tensor) -> Dispatched:
+        """Bring the own tokens to the ranks that hold their experts."""
+        return self._strategy.dispatch(Rows(own_TH, index_TK, affinities_TK), self._lengths)
+
+    def combine(self, partial_NH: Tensor, sent: Dispatched | None = None) -> Tensor:
+        """Bring results home and add them up; return [t, H] for the own tokens.
+
+        Args:
+            partial_NH: what this rank computed.
+            sent: from `dispatch`; None where every rank holds the same tokens and none was sent.
+        """
+        if sent is None:
+            none = partial_NH.new_empty((0, 0))
+            sent = Dispatched(Rows(partial_NH, none, none), self.num_tokens, self._lengths)
+        return self._strategy.combine(partial_NH, sent)
+
+    def gather_own(self, x: Tensor) -> Tensor:
+        """Join what ranks with the same tokens computed for their own parts."""
+        return self._strategy.gather_own(x)
+
+    def add_shared(
+        self, partial_NH: Tensor, own_TH: Tensor, sent: Dispatched, shared: SharedExperts | None
+    ) -> Tensor:
+        """Add this rank's part of the shared experts to what will be summed over ranks.
+
+        Where tokens travel to their experts alone, shared experts are added after the sum, by
+        `shared_of_own`.
+        """
+        if shared is None or self._strategy.name != "replicate":
+            return partial_NH
+        spread, model = self._strategy.spread, self._strategy.groups.model
+        num_rows = partial_NH.shape[0]
+        if shared.whole_on_each_rank:
+            # Whole weights: the own tokens, sliced over the ranks that hold the same ones.
+            start = sum(sent.lengths[: spread.gather.rank])
+            result = shared(own_TH, part=(spread.replica.rank, spread.replica.size))
+        else:
+            # Sliced weights: one slice a rank of their group; copies of the group share tokens.
+            rows = split_evenly(num_rows, model.size // shared.group.size)
+            mine = rows[copy_of(shared.group, model)]
+            start = mine.start
+            result = shared(sent.rows.hidden_TH[mine.start : mine.stop])
+        return partial_NH + functional.pad(
+            result, (0, 0, start, num_rows - start - result.shape[0])
+        )
+
+    def add_own_shared(
+        self, output_TH: Tensor, own_TH: Tensor, shared: SharedExperts | None
+    ) -> Tensor:
+        """Add the shared experts of the own tokens, completely, where `add_shared` did not."""
+        if shared is None or self._strategy.name == "replicate":
+            return output_TH
+        if shared.whole_on_each_rank or shared.group.size == 1:
+            return output_TH + shared(own_TH)
+        lengths = gather_lengths(shared.group, own_TH.shape[0], own_TH.device)
+        rows = all_gather_rows(shared.group, own_TH, lengths)
+        return output_TH + reduce_scatter_rows(shared.group, shared(rows), lengths)
+
+
+def copy_of(part: Collectives, model: Collectives) -> int:
+    """Return which of several groups like `part`, that together make up `model`, this rank is in.
+
+    Raises:
+        ValueError: the groups are neither contiguous runs nor evenly strided.
+    """
+    copies = model.size // part.size
+    if copies == 1:
+        return 0
+    if part.ranks:
+        members = [model.ranks.index(rank) for rank in part.ranks]
+        if members == list(range(members[0], model.size, copies)):
+            return members[0]
+        if members != list(range(members[0], members[0] + part.size)):
+            raise ValueError(
+                f"group {part.name!r}: its ranks {members} of the model must be neighbours or"
+                " evenly spaced."
+            )
+    return model.rank // part.size

@@ -1,0 +1,271 @@
+"""What a backend decided for a step of a layer: the value that runs, and that `explain()` prints.
+
+A plan is made once for a step and kept until a weight changes: the path, what the kernels are
+compiled for, and the operands in the order in which they take them. Reasons are composed when
+somebody reads them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from neuron_moe.explain import Explanation, explain_path
+from neuron_moe.paths import Decision, Workload
+from neuron_moe.router import Router, Routing
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import DEFAULT_BLOCK_SIZE, ExpertSpec, Tuning
+from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
+
+T = TypeVar("T")
+_MOST_PLANS = 256
+
+
+class Step(NamedTuple):
+    """What is asked of a layer.
+
+    Attributes:
+        phase: one of paths.PHASES.
+        tokens: T of all ranks, which decides the path.
+        has_padding: a padding mask is given.
+        is_part: the tokens are parts of sequences, other ranks hold the others.
+        rows: tokens that reach this rank's experts; 0: all T.
+    """
+
+    phase: str
+    tokens: int
+    has_padding: bool = False
+    is_part: bool = False
+    rows: int = 0
+
+
+class FusedOutput(NamedTuple):
+    """What a plan that computes the whole layer gives.
+
+    Attributes:
+        output_TH: float32, a partial sum of this rank.
+        index_TK: int32 experts of the model, if the layer asked for them.
+    """
+
+    output_TH: Tensor
+    index_TK: Tensor | None
+
+
+class Forms:
+    """Forms of weights that several plans share, made once each; gone when a weight changes."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    def get(self, name: str, make: Callable[[], T]) -> T:
+        """Return the form of that name; `make` it if there is none."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        kept: T = self._kept[name]
+        return kept
+
+
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """What a backend plans with: a layer as one rank holds it in one phase.
+
+    Attributes:
+        spec: sizes and formula of the experts.
+        weights: the experts of this rank.
+        tuning: how kernels should go about it.
+        num_experts: expert slots of all ranks.
+        first_expert: number of this rank's first among them.
+        compat: rule table of the path, see `paths.choose_path`.
+        router: of the layer; None for experts on their own.
+        norm: in front of router and experts, or None.
+        shared: shared experts of this rank, or None.
+        returns_routing: choices are wanted from a plan for the whole layer.
+        why_apart: why one launch cannot compute the whole layer, '' if it may.
+        fuses_decode: as of LayerOptions.
+        needs_quantized: as of LayerOptions.
+        remarks: as of LayerOptions.
+        forms: where forms of the weights are kept.
+    """
+
+    spec: ExpertSpec
+    weights: ExpertWeights
+    tuning: Tuning
+    num_experts: int
+    first_expert: int = 0
+    compat: str | None = None
+    router: Router | None = None
+    norm: nn.Module | None = None
+    shared: SharedExperts | None = None
+    returns_routing: bool = False
+    why_apart: str = "experts on their own"
+    fuses_decode: bool | None = None
+    needs_quantized: bool = False
+    remarks: tuple[str, ...] = ()
+    forms: Forms = field(default_factory=Forms)
+
+    def workload(self, step: Step) -> Workload:
+        """Return the sizes that decide how a step is computed, at the block size asked for."""
+        return Workload(
+            step.phase,
+            step.tokens,
+            self.spec.top_k,
+            self.num_experts,
+            self.weights.num_experts,
+            self.tuning.block_size or DEFAULT_BLOCK_SIZE,
+            self.spec.capacity_factor,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(ABC):
+    """How one step of a layer is computed on one rank.
+
+    Attributes:
+        step: what it is for.
+        decision: path and kernel, with reasons on demand; `decision.work` has the sizes.
+        parts: of the layer.
+    """
+
+    step: Step
+    decision: Decision
+    parts: LayerParts
+
+    @property
+    def path(self) -> str:
+        """One of paths.PATHS."""
+        return self.decision.path
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether `layer` computes norm, router, experts and shared experts at once."""
+        return False
+
+    @abstractmethod
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Route tokens."""
+
+    @abstractmethod
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Return [N, H] float32, the partial sums of this rank's experts for N rows."""
+
+    def layer(self, hidden_TH: Tensor) -> FusedOutput:
+        """Compute the whole layer, where `is_fused`."""
+        raise NotImplementedError(f"{self.decision.kernel}: computes experts only.")
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what else a user should know."""
+        return ()
+
+    def explain(self, tokens_per_expert: list[int] | None = None) -> Explanation:
+        """Say what runs, why, and what its padding costs.
+
+        Args:
+            tokens_per_expert: a recorded load of this rank, for the actual padding.
+        """
+        return explain_path(
+            self.decision,
+            tokens_per_expert=tokens_per_expert,
+            notes=(*self.notes(), *self.parts.tuning.remarks, *self.parts.remarks),
+            suggests_size=self.suggests_block_size,
+        )
+
+    @property
+    def suggests_block_size(self) -> bool:
+        """Whether a better block size by rows alone is worth a note."""
+        return True
+
+
+class _Seen(NamedTuple):
+    """A weight where it was found, and how it was then."""
+
+    owner: dict[str, Any]
+    name: str
+    tensor: Tensor
+    version: int
+    place: int
+
+
+class PlanCache:
+    """Plans by step, and forms of weights, until a weight is changed, moved or replaced.
+
+    Seen is every change but one in place behind autograd's back (`weight.data.copy_(...)`), after
+    which `clear` must be called. Nothing is kept while a graph is captured.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Step, Plan] = {}
+        self._forms = Forms()
+        self._seen: tuple[_Seen, ...] | None = None
+        self._settings: object = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {}  # plans stay behind when a module is copied or saved
+
+    def __setstate__(self, _state: dict[str, object]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._plans, self._forms, self._seen = {}, Forms(), None
+
+    def plan(
+        self,
+        step: Step,
+        settings: object,
+        modules: Callable[[], Iterable[nn.Module | None]],
+        make: Callable[[Forms], Plan],
+    ) -> Plan:
+        """Return the plan of a step; `make` it if there is none, or what it depends on changed.
+
+        Args:
+            step: what is asked.
+            settings: compared with those of the last call.
+            modules: returns those whose weights the plan depends on.
+            make: makes a plan, given where forms of these weights are kept.
+        """
+        if torch.compiler.is_compiling():
+            return make(Forms())
+        if self._seen is not None and self._settings == settings and _is_unchanged(self._seen):
+            found = self._plans.get(step)
+            if found is not None:
+                return found
+        else:
+            self.clear()
+            self._seen, self._settings = _look_at(modules()), settings
+        plan = make(self._forms)
+        if self._seen is not None:
+            if len(self._plans) == _MOST_PLANS:  # steps of ever other sizes: forget the oldest
+                del self._plans[next(iter(self._plans))]
+            self._plans[step] = plan
+        return plan
+
+
+def _look_at(modules: Iterable[nn.Module | None]) -> tuple[_Seen, ...] | None:
+    """Return the weights of some modules as they are; None if they cannot be told apart later."""
+    owners = [part for module in modules if module is not None for part in module.modules()]
+    try:
+        return tuple(
+            _Seen(owner, name, tensor, _version(tensor), tensor.data_ptr())
+            for part in owners
+            for owner in (part._parameters, getattr(part, "codes", {}))
+            for name, tensor in owner.items()
+            if isinstance(tensor, Tensor)
+        )
+    except RuntimeError:  # tensors without memory, such as those of a tracer
+        return None
+
+
+def _is_unchanged(seen: tuple[_Seen, ...]) -> bool:
+    for owner, name, tensor, version, place in seen:
+        if owner.get(name) is not tensor:
+            return False
+        if _version(tensor) != version or tensor.data_ptr() != place:
+            return False
+    return True
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,206 @@
+"""Routers: scores, top-k choice and expert affinities.
+
+One formula covers the family used by current models. All arithmetic is float32, whatever the dtype
+of weights and hidden states.
+
+| model | score | choice on | weights | then |
+| --- | --- | --- | --- | --- |
+| GPT-OSS | softmax over the chosen k | logits + linear bias | softmax of the k logits | |
+| Llama4 | sigmoid | logits | sigmoid | scales the expert input |
+| Qwen3-MoE, Mixtral, DBRX | softmax over all | logits | probability | / sum of k |
+| DeepSeek-V3, GLM, Kimi | sigmoid | score + bias, in expert groups | score | / sum of k, x scale |
+
+Axes: T tokens, E experts, K experts per token, H hidden, G expert groups.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from neuron_moe.errors import check_finite, check_instance
+from neuron_moe.spec import RouterSpec, as_dtype
+from neuron_moe.weights.checks import refuse_wrong_weights
+from nki_kernels.common.formula import RouterFormula
+
+
+class Routing(NamedTuple):
+    """What a router decides for T tokens.
+
+    Attributes:
+        router_logits_TE: [T, E] float32.
+        expert_affinities_TK: [T, K] float32, after activation, renormalisation and scaling; 0 for
+            no expert.
+        expert_index_TK: [T, K] int32, highest selection score first; the lower expert wins a tie;
+            -1 is no expert.
+    """
+
+    router_logits_TE: Tensor
+    expert_affinities_TK: Tensor
+    expert_index_TK: Tensor
+
+
+def top_k_lowest_first(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return values and indices of the K largest scores; of equal ones the lowest index comes
+    first.
+
+    `torch.topk` leaves the order of ties open; a stable sort fixes it, so that every backend and
+    every rank agrees.
+    """
+    values_TE, index_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
+    return values_TE[:, :top_k], index_TE[:, :top_k]
+
+
+def mask_groups(scores_TE: Tensor, formula: RouterFormula) -> Tensor:
+    """Return scores in which experts outside the chosen groups hold `out_of_group_fill`."""
+    num_tokens, num_experts = scores_TE.shape
+    grouped = scores_TE.reshape(num_tokens, formula.n_group, num_experts // formula.n_group)
+    group_scores_TG = grouped.topk(2, dim=-1).values.sum(-1)
+    _, chosen = top_k_lowest_first(group_scores_TG, formula.topk_group)
+    keep_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter(1, chosen, True)
+    masked = torch.where(keep_TG.unsqueeze(-1), grouped, formula.out_of_group_fill)
+    return masked.reshape(num_tokens, num_experts)
+
+
+def route(
+    router_logits_TE: Tensor, formula: RouterFormula, selection_bias_E: Tensor | None = None
+) -> Routing:
+    """Choose K experts for each token and weigh them.
+
+    Args:
+        router_logits_TE: [T, E] any float dtype; computed in float32.
+        formula: of the router.
+        selection_bias_E: [E] float32, required if formula.has_selection_bias.
+
+    Returns:
+        The routing; expert_affinities_TK is differentiable with respect to the logits.
+    """
+    logits_TE = router_logits_TE.float()
+    if formula.act_over_topk:
+        chosen_TK, index_TK = top_k_lowest_first(logits_TE, formula.top_k)
+        affinities_TK = _activate(chosen_TK, formula.act_fn)
+    else:
+        scores_TE = _activate(logits_TE, formula.act_fn)
+        # Both activations are monotone: without a bias or groups, logits rank alike and never
+        # saturate into ties.
+        ranked_TE = logits_TE
+        if selection_bias_E is not None or formula.n_group > 1:
+            ranked_TE = scores_TE.detach()
+            if selection_bias_E is not None:
+                ranked_TE = ranked_TE + selection_bias_E.float()
+        if formula.n_group > 1:
+            ranked_TE = mask_groups(ranked_TE, formula)
+        _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
+        affinities_TK = scores_TE.gather(1, index_TK)
+    if formula.renormalize:
+        affinities_TK = affinities_TK / (affinities_TK.sum(-1, keepdim=True) + formula.renormalize_eps)
+    if formula.routed_scaling_factor != 1.0:
+        affinities_TK = affinities_TK * formula.routed_scaling_factor
+    return Routing(logits_TE, affinities_TK, index_TK.detach().to(torch.int32))
+
+
+def _activate(scores: Tensor, act_fn: str) -> Tensor:
+    return torch.softmax(scores, dim=-1) if act_fn == "softmax" else torch.sigmoid(scores)
+
+
+class Router(nn.Module):
+    """A linear layer and a formula; `forward` gives the Routing of [.., H] hidden states.
+
+    State dict: `linear_router.weight` [E, H], `linear_router.bias` [E] if the spec has a bias, and
+    `e_score_correction_bias` [E] float32 if it has a selection bias.
+
+    Args:
+        spec: sizes and formula.
+        dtype: dtype of the weights, or its name.
+        device: where they live.
+        jitter_eps: multiplies the input by U(1 - eps, 1 + eps) while training.
+    """
+
+    e_score_correction_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        spec: RouterSpec,
+        *,
+        dtype: torch.dtype | str = torch.float32,
+        device: torch.device | str | None = None,
+        jitter_eps: float = 0.0,
+    ) -> None:
+        super().__init__()
+        dtype = as_dtype("dtype", dtype)
+        check_finite("jitter_eps", jitter_eps)
+        if not 0 <= jitter_eps < 1:
+            raise ValueError(
+                f"jitter_eps={jitter_eps}: must be at least 0 and below 1. Use 0 for no noise."
+            )
+        self.spec = spec
+        self.jitter_eps = jitter_eps
+        self.linear_router = nn.Linear(
+            spec.hidden_size, spec.num_experts, bias=spec.formula.has_bias, dtype=dtype, device=device
+        )
+        if spec.formula.has_selection_bias:
+            bias_E = torch.zeros(spec.num_experts, dtype=torch.float32, device=device)
+            self.e_score_correction_bias = nn.Parameter(bias_E, requires_grad=False)
+        else:
+            self.register_parameter("e_score_correction_bias", None)
+        refuse_wrong_weights(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Move and cast as torch does, except that the selection bias stays float32.
+
+        Rounded to bfloat16 it would change which experts are chosen.
+        """
+        bias_E = self.e_score_correction_bias
+        exact_E = None if bias_E is None else bias_E.detach()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        cast_E = self.e_score_correction_bias
+        if exact_E is not None and cast_E is not None and cast_E.dtype != exact_E.dtype:
+            cast_E.data = exact_E.to(cast_E.device)
+        return self
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.spec.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.spec.top_k
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.spec.hidden_size
+
+    @property
+    def act_fn(self) -> str:
+        """'softmax' or 'sigmoid'."""
+        return self.spec.formula.act_fn
+
+    def get_router_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return [T, E] float32 logits of [.., H] hidden states of any float dtype."""
+        check_instance("hidden_states", hidden_states, Tensor)
+        if hidden_states.shape[-1] != self.spec.hidden_size:
+            raise ValueError(
+                f"hidden_states: shape {tuple(hidden_states.shape)} must end in"
+                f" hidden_size={self.spec.hidden_size} of the router. Check the layer's input."
+            )
+        hidden_TH = hidden_states.reshape(-1, self.spec.hidden_size).float()
+        if self.training and self.jitter_eps:
+            noise = torch.empty_like(hidden_TH).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
+            hidden_TH = hidden_TH * noise
+        bias_E = self.linear_router.bias
+        return nn.functional.linear(
+            hidden_TH, self.linear_router.weight.float(), None if bias_E is None else bias_E.float()
+        )
+
+    def forward(self, hidden_states: Tensor) -> Routing:
+        """Route [.., H] hidden states; leading axes are flattened to T."""
+        logits_TE = self.get_router_logits(hidden_states)
+        return route(logits_TE, self.spec.formula, self.e_score_correction_bias)
+
+    def extra_repr(self) -> str:
+        """Show the specification in the module's repr."""
+        return repr(self.spec)

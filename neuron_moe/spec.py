@@ -1,0 +1,276 @@
+"""What a MoE layer is: a few frozen records, checked when they are built.
+
+The formulas of routers and experts are those of `nki_kernels.common.formula`: kernels, references
+and modules hold the same object. How a layer is spread over ranks is `neuron_moe.parallel`'s, how
+its kernels are tuned `Tuning`'s.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe.errors import check_bools, check_choice, check_finite, check_positive_int
+from nki_kernels.common.formula import (
+    EXPERT_ACTIVATIONS,
+    ROUTER_ACTIVATIONS,
+    ExpertFormula,
+    RouterFormula,
+    num_projections,
+)
+
+__all__ = [
+    "ExpertFormula",
+    "ExpertSpec",
+    "InitMethods",
+    "LayerOptions",
+    "RouterFormula",
+    "RouterSpec",
+    "SharedSpec",
+    "Tuning",
+    "as_dtype",
+    "check_top_k",
+    "num_projections",
+]
+
+DEFAULT_BLOCK_SIZE = 512
+DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
+SHARD_PLANS = ("auto", "balanced", "block", "intermediate", "hidden")
+LOOP_PLANS = ("sorted", "dynamic", "static")
+
+InitMethods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+"""How the first and the down projections are drawn; None: kaiming-uniform."""
+
+
+def as_dtype(name: str, value: torch.dtype | str) -> torch.dtype:
+    """Return the dtype of weights from a dtype or its name ('bfloat16', 'torch.bfloat16')."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"{name}={value!r}: must be a float torch dtype or its name, such as 'bfloat16'."
+        )
+    return found
+
+
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Raise ValueError unless 1 <= top_k <= num_experts."""
+    check_positive_int("num_experts", num_experts)
+    check_positive_int("top_k", top_k)
+    if top_k > num_experts:
+        raise ValueError(
+            f"top_k={top_k}: must not exceed num_experts={num_experts}."
+            " A token cannot choose an expert twice; lower top_k."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """A router apart from its weights: sizes and formula.
+
+    Args:
+        num_experts: E, up to 512.
+        hidden_size: H.
+        formula: how K experts (up to 16) are chosen and weighed.
+
+    Raises:
+        ValueError: a size or a term of the formula out of range.
+    """
+
+    num_experts: int
+    hidden_size: int
+    formula: RouterFormula
+
+    def __post_init__(self) -> None:
+        formula = self.formula
+        check_top_k(formula.top_k, self.num_experts)
+        check_positive_int("hidden_size", self.hidden_size)
+        check_choice("act_fn", formula.act_fn, ROUTER_ACTIVATIONS)
+        check_bools(formula, ("act_over_topk", "has_bias", "has_selection_bias", "renormalize"))
+        for name in ("renormalize_eps", "routed_scaling_factor"):
+            check_finite(name, getattr(formula, name))
+        if formula.act_over_topk and (formula.has_selection_bias or formula.n_group > 1):
+            raise ValueError(
+                "act_over_topk=True: the choice is made on logits, so selection bias and expert"
+                " groups (which rank scores) do not apply. Drop one of them."
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        formula = self.formula
+        check_positive_int("n_group", formula.n_group)
+        check_positive_int("topk_group", formula.topk_group)
+        if formula.topk_group > formula.n_group:
+            raise ValueError(
+                f"topk_group={formula.topk_group}: must not exceed n_group={formula.n_group}."
+                " Lower topk_group."
+            )
+        if formula.out_of_group_fill not in (0.0, float("-inf")):
+            raise ValueError(
+                f"out_of_group_fill={formula.out_of_group_fill!r}: must be 0.0 or float('-inf')."
+            )
+        if formula.n_group == 1:
+            return
+        size, rest = divmod(self.num_experts, formula.n_group)
+        if rest or size < 2:
+            raise ValueError(
+                f"n_group={formula.n_group}: num_experts={self.num_experts} must split into equal"
+                " groups of at least 2 experts."
+            )
+        if formula.top_k > formula.topk_group * size:
+            raise ValueError(
+                f"top_k={formula.top_k}: topk_group={formula.topk_group} groups of {size} experts"
+                f" offer only {formula.topk_group * size}. Raise topk_group or lower top_k."
+            )
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.formula.top_k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """The routed experts of one layer apart from their weights.
+
+    Args:
+        num_experts: E of the whole model.
+        top_k: K.
+        hidden_size: H.
+        intermediate_size: I of the whole expert, before any sharding.
+        formula: what an expert computes.
+        scales_input: affinities multiply the experts' input instead of their output (Llama4).
+        normalizes_affinities: the K affinities of a token are divided by their sum.
+        capacity_factor: None computes every choice; > 0 drops what exceeds
+            ceil(T * K * capacity_factor / E) tokens of an expert.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    formula: ExpertFormula
+    scales_input: bool = False
+    normalizes_affinities: bool = False
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):
+            check_positive_int(name, getattr(self, name))
+        check_top_k(self.top_k, self.num_experts)
+        check_choice("activation", self.formula.activation, EXPERT_ACTIVATIONS)
+        if self.capacity_factor is not None:
+            check_capacity(self.capacity_factor)
+
+
+def check_capacity(factor: float) -> None:
+    """Raise ValueError unless a capacity factor is a positive number."""
+    check_finite("capacity_factor", factor)
+    if factor <= 0:
+        raise ValueError(
+            f"capacity_factor={factor!r}: must be None (dropless) or > 0 (dropping). Use None to"
+            " compute every choice."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSpec:
+    """The shared experts of one layer apart from their weights.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I of all of them together.
+        activation: of the gate, one of EXPERT_ACTIVATIONS.
+        is_fused: gate and up projections are one matrix.
+        is_gated: each token is scaled by sigmoid(shared_expert_gate(x)) (Qwen2-MoE, Qwen3-Next).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    is_fused: bool = False
+    is_gated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size"):
+            check_positive_int(name, getattr(self, name))
+        check_choice("activation", self.activation, EXPERT_ACTIVATIONS)
+        check_bools(self, ("is_fused", "is_gated"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """How the kernels of a layer go about their work; the results never depend on it.
+
+    Args:
+        block_size: B; None is what the backend prefers.
+        pad_num_blocks_to_even: an even number of blocks.
+        num_cores: physical cores of a logical core (LNC).
+        shard_plan: how prefill spreads over cores: 'balanced' (visits of equal size side by side),
+            'block', 'intermediate', 'hidden', or 'auto', the choice of the cost model.
+        loop_plan: 'sorted' (run-time trips, weights stay for all row tiles of a visit), 'dynamic'
+            (run-time trips, one row tile each) or 'static' (the worst case).
+        in_halves: with 'block', core 0 takes the first half of the blocks; else every second one.
+        skip_weights: an expert's weights stay for its next row tile.
+        remarks: sentences for `explain()` about what was asked for and changes nothing.
+    """
+
+    block_size: int | None = None
+    pad_num_blocks_to_even: bool = False
+    num_cores: int = DEFAULT_LNC_SIZE
+    shard_plan: str = "auto"
+    loop_plan: str = "sorted"
+    in_halves: bool = False
+    skip_weights: bool = False
+    remarks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None:
+            check_positive_int("block_size", self.block_size)
+        if isinstance(self.num_cores, bool) or self.num_cores not in (1, 2):
+            raise ValueError(f"num_cores={self.num_cores!r}: must be 1 or 2. Use 2 on Trn2.")
+        check_choice("shard_plan", self.shard_plan, SHARD_PLANS)
+        check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
+        check_bools(self, ("pad_num_blocks_to_even", "in_halves", "skip_weights"))
+
+    def __str__(self) -> str:
+        halves = ", in halves" if self.in_halves else ""
+        stay = ", weights stay for the next block" if self.skip_weights else ""
+        shards = f"{self.shard_plan} shards over {self.num_cores} core(s)"
+        return f"{self.loop_plan} loop, {shards}{halves}{stay}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOptions:
+    """What a layer takes and gives beside its output.
+
+    Args:
+        is_sequence_parallel: the input is this rank's part of each sequence; the router sees the
+            own tokens only.
+        sequence_dimension: axis that is split: 1 of [B, S, H], or 0 of [S, B, H].
+        returns_logits: return the router's logits.
+        returns_index: return the choices.
+        reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
+        fuses_decode: False: decode is never one launch; True: a step that cannot be is refused.
+        needs_quantized: plain expert weights are refused in decode.
+        remarks: sentences for `explain()` about what was asked for and changes nothing.
+    """
+
+    is_sequence_parallel: bool = False
+    sequence_dimension: int = 1
+    returns_logits: bool = False
+    returns_index: bool = False
+    reduce_dtype: torch.dtype | None = None
+    fuses_decode: bool | None = None
+    needs_quantized: bool = False
+    remarks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.sequence_dimension not in (0, 1):
+            raise ValueError(
+                f"sequence_dimension={self.sequence_dimension!r}: must be 1 for [B, S, H] or 0 for"
+                " [S, B, H]. Leave it out for [B, S, H]."
+            )

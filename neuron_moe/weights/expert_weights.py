@@ -1,0 +1,85 @@
+"""What the experts of one rank compute with: their weights, and a routing in their numbering."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from neuron_moe.weights.laid_out import LaidOut
+from neuron_moe.weights.narrow import NarrowMatrices
+from neuron_moe.weights.packed import PackedMatrices
+from nki_kernels.common.formula import ExpertFormula
+
+Packed = PackedMatrices | NarrowMatrices
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """The routed experts of one rank.
+
+    Attributes:
+        gate_up_proj_EHI: [E, H, 2I], gate columns first ([E, H, I] without a gate); on the meta
+            device if packed.
+        down_proj_EIH: [E, I, H]; on the meta device if packed.
+        gate_up_bias_EI: [E, 2I] or None, as in the checkpoint.
+        down_bias_EH: [E, H] or None, as in the checkpoint.
+        formula: what happens between the projections.
+        down_bias_scale: 1 / ranks that add the same down bias before a sum over ranks.
+        packed_gate_up: in another form, see `Backend.pack`; None if plain.
+        packed_down: likewise.
+        why_plain: why packing left them as they were; empty if it did not, or was not asked.
+        decode_copy: the same in the order of the decode kernel, if there is one.
+        prefill_copy: the same in the order of the prefill kernel, if there is one.
+    """
+
+    gate_up_proj_EHI: Tensor
+    down_proj_EIH: Tensor
+    gate_up_bias_EI: Tensor | None
+    down_bias_EH: Tensor | None
+    formula: ExpertFormula
+    down_bias_scale: float = 1.0
+    packed_gate_up: Packed | None = None
+    packed_down: Packed | None = None
+    why_plain: str = ""
+    decode_copy: LaidOut | None = None
+    prefill_copy: LaidOut | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of this rank."""
+        return self.gate_up_proj_EHI.shape[0]
+
+    def run(self, experts: slice) -> "ExpertWeights":
+        """Return a run of the experts; a view."""
+        gate_up_bias, down_bias = self.gate_up_bias_EI, self.down_bias_EH
+        packed_gate_up, packed_down = self.packed_gate_up, self.packed_down
+        decode_copy, prefill_copy = self.decode_copy, self.prefill_copy
+        return replace(
+            self,
+            gate_up_proj_EHI=self.gate_up_proj_EHI[experts],
+            down_proj_EIH=self.down_proj_EIH[experts],
+            gate_up_bias_EI=None if gate_up_bias is None else gate_up_bias[experts],
+            down_bias_EH=None if down_bias is None else down_bias[experts],
+            packed_gate_up=None if packed_gate_up is None else packed_gate_up.run(experts),
+            packed_down=None if packed_down is None else packed_down.run(experts),
+            decode_copy=None if decode_copy is None else decode_copy.run(experts),
+            prefill_copy=None if prefill_copy is None else prefill_copy.run(experts),
+        )
+
+
+class LocalRouting(NamedTuple):
+    """A routing in the numbering of this rank.
+
+    Attributes:
+        expert_index_TK: [T, K] int32 local expert; -1 for padding tokens and for experts of other
+            ranks.
+        expert_affinities_TK: [T, K] float32; 0 where the index is -1.
+        scales_input: affinities multiply the expert's input instead of its output (Llama4).
+        model_index_TK: [T, K] int32 the choices before, in the numbering of all ranks; None where
+            that is the same.
+    """
+
+    expert_index_TK: Tensor
+    expert_affinities_TK: Tensor
+    scales_input: bool = False
+    model_index_TK: Tensor | None = None

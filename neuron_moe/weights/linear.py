@@ -1,0 +1,176 @@
+"""One matrix per expert, as a module that also holds packed and quantised forms."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from neuron_moe.weights.checks import check_weight, refuse_wrong_weights
+from neuron_moe.weights.expert_weights import Packed
+from neuron_moe.weights.narrow import KERNEL_FORMATS, NarrowMatrices
+
+_LARGEST_DRAWN_BYTES = 1 << 30
+
+
+class ExpertLinear(nn.Module):
+    """One matrix (and bias) per expert: weight [E, in, out], bias [E, out].
+
+    A state dict may hold the weight as fp8 codes and a `scale` beside it, NxD's quantised form.
+
+    A weight of up to 1 GiB starts with random values, a larger one with zeros: real ones come from
+    a checkpoint. Biases start as zeros.
+    """
+
+    bias: nn.Parameter | None
+    codes: dict[str, Tensor]  # of fp8 weights, where a change of them can be seen
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        init_method: Any = None,
+    ) -> None:
+        super().__init__()
+        shape = (num_experts, input_size, output_size)
+        weight, is_drawn = _allocate(shape, dtype, device)
+        self.shape = shape
+        self.weight = nn.Parameter(weight)
+        self.packed = None
+        self.why_plain = ""
+        if bias:
+            self.bias = nn.Parameter(
+                torch.zeros((num_experts, output_size), dtype=dtype, device=device)
+            )
+        else:
+            self.register_parameter("bias", None)
+        if is_drawn:
+            self.reset_parameters(init_method)
+        refuse_wrong_weights(self)
+
+    def check(self, name: str) -> None:
+        """Raise WeightError if somebody assigned a weight or bias that does not fit."""
+        check_weight(f"{name}.weight", self.weight, self.shape)
+        if self.bias is not None:
+            check_weight(f"{name}.bias", self.bias, self.shape[::2])
+
+    def reset_parameters(self, init_method: Any = None) -> None:
+        """Draw each expert's matrix from `init_method`, or kaiming-uniform with a = sqrt(5)."""
+        with torch.no_grad():
+            for matrix in self.weight:
+                if init_method is None:
+                    nn.init.kaiming_uniform_(matrix.t(), a=math.sqrt(5))
+                else:
+                    init_method(matrix)
+
+    @property
+    def packed(self) -> Packed | None:
+        """The weight in another form; None if it is plain."""
+        return self._packed
+
+    @packed.setter
+    def packed(self, packed: Packed | None) -> None:
+        self._packed = packed
+        self.codes = {}
+        if isinstance(packed, NarrowMatrices):
+            self.codes = {"codes": packed.codes_Ekn, "scale": packed.scale_En}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers lie, also of packed weights."""
+        if isinstance(self.packed, NarrowMatrices):
+            return self.packed.codes_Ekn.device
+        return self.weight.device if self.packed is None else torch.device("cpu")
+
+    def keep_packed(self, packed: Packed) -> None:
+        """Keep the weight in another form; `weight` stays, as a shape without memory."""
+        self.packed = packed
+        self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+
+    def unpack(self) -> None:
+        """Undo `keep_packed`."""
+        if self.packed is not None:
+            self.weight = nn.Parameter(self.packed.unpack())
+            self.packed = None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.packed, NarrowMatrices) and self.packed.is_quantized:
+            destination[f"{prefix}weight"] = self.packed.codes_Ekn
+            destination[f"{prefix}scale"] = self.packed.scale_En.unsqueeze(1)
+        elif self.packed is not None:
+            destination[f"{prefix}weight"] = self.packed.unpack()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *lists: list[str],
+    ) -> None:
+        """Load plain weights, or fp8 codes with their `scale`, which stay as they are."""
+        self.why_plain = ""
+        weight, scale = (state_dict.get(prefix + name) for name in ("weight", "scale"))
+        if not isinstance(scale, Tensor) or getattr(weight, "dtype", None) not in KERNEL_FORMATS:
+            self.unpack()
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, *lists
+            )
+            return
+        assert isinstance(weight, Tensor)
+        narrow = NarrowMatrices.from_codes(
+            f"{prefix}weight", weight, scale, self.shape, self.weight.dtype
+        )
+        rest = {
+            name: value
+            for name, value in state_dict.items()
+            if name not in (f"{prefix}weight", f"{prefix}scale")
+        }
+        missing: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, *lists)
+        missing_keys += [name for name in missing if name != f"{prefix}weight"]
+        self.keep_packed(narrow)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLinear":
+        """Move or cast; codes move, and stand for weights of the new dtype."""
+        if not isinstance(self.packed, NarrowMatrices):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
+        like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.packed.codes_Ekn.device))
+        packed = self.packed.to(like.device, like.dtype)
+        shape = torch.empty(self.shape, dtype=like.dtype, device="meta")
+        self.weight = nn.Parameter(like, requires_grad=False)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight = nn.Parameter(shape, requires_grad=False)
+        self.packed = packed
+        return self
+
+    def extra_repr(self) -> str:
+        """Show the shape in the module's repr."""
+        return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
+
+
+def _allocate(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str | None
+) -> tuple[Tensor, bool]:
+    """Return a weight and whether to draw its values; a large CPU weight is zeros, not yet touched.
+
+    Weights of real models come from a checkpoint: drawing gigabytes first costs minutes and memory.
+    """
+    where = torch.empty(0, device=device).device
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if where.type == "cpu" and num_bytes > _LARGEST_DRAWN_BYTES:
+        untouched = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+        return untouched.view(dtype).view(shape), False
+    return torch.empty(shape, dtype=dtype, device=where), where.type != "meta"
