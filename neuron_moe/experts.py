@@ -18,6 +18,7 @@ from neuron_moe.errors import check_positive_int
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.hybrid import PhaseShards
 from neuron_moe.parallel.placement import ExpertPlacement
+from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.paths import DECODE_PHASES, Decision, check_compat
 from neuron_moe.plan import Forms, LayerParts, Plan, PlanCache, Step
 from neuron_moe.spec import ExpertSpec, InitMethods, Tuning
@@ -103,6 +104,11 @@ class RoutedExperts(nn.Module):
         if name != "expert_load_E":
             self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1
         super().__setattr__(name, value)
+
+    @property
+    def shard(self) -> ExpertShard:
+        """What this rank holds of the experts in prefill."""
+        return self.shards.prefill
 
     @property
     def num_local_experts(self) -> int:

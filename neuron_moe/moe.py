@@ -245,9 +245,7 @@ class MoE(nn.Module):
             (self.options.returns_logits, "logits are returned, which it keeps on chip"),
             (
                 shared is not None
-                and (
-                    shared.whole_on_each_rank or shared.group.size != strategy.groups.model.size
-                ),
+                and (shared.whole_on_each_rank or shared.group.size != strategy.groups.model.size),
                 "shared experts are not split over all ranks that are summed; give them"
                 " tensor_model_parallel_group=parallel_state.get_world_group()",
             ),

@@ -315,5 +315,3 @@ def _kernel_name(path: str, backend: str) -> str:
     if backend == "nki":
         return "nki.decode_moe" if path in FEW_TOKEN_PATHS else "nki.blockwise_moe"
     return f"torch.{path}"
-
-

@@ -6,7 +6,7 @@ somebody reads them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from neuron_moe.router import Router, Routing
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE, ExpertSpec, Tuning
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
+from neuron_moe.weights.narrow import NarrowMatrices
 
 T = TypeVar("T")
 _MOST_PLANS = 256
@@ -179,11 +180,12 @@ class Plan(ABC):
 
 
 class _Seen(NamedTuple):
-    """A weight where it was found, and how it was then."""
+    """A weight where it was found, and how its numbers were then."""
 
     owner: dict[str, Any]
     name: str
-    tensor: Tensor
+    weight: object
+    numbers: Tensor
     version: int
     place: int
 
@@ -245,24 +247,32 @@ class PlanCache:
 
 def _look_at(modules: Iterable[nn.Module | None]) -> tuple[_Seen, ...] | None:
     """Return the weights of some modules as they are; None if they cannot be told apart later."""
-    owners = [part for module in modules if module is not None for part in module.modules()]
+    parts = [part for module in modules if module is not None for part in module.modules()]
     try:
         return tuple(
-            _Seen(owner, name, tensor, _version(tensor), tensor.data_ptr())
-            for part in owners
-            for owner in (part._parameters, getattr(part, "codes", {}))
-            for name, tensor in owner.items()
-            if isinstance(tensor, Tensor)
+            _Seen(owner, name, weight, numbers, _version(numbers), numbers.data_ptr())
+            for part in parts
+            for owner, name, weight, numbers in _weights_of(part)
         )
     except RuntimeError:  # tensors without memory, such as those of a tracer
         return None
 
 
+def _weights_of(part: nn.Module) -> Iterator[tuple[dict[str, Any], str, object, Tensor]]:
+    """Yield where each weight of a module is found, the weight, and the tensor of its numbers."""
+    for name, tensor in part._parameters.items():
+        if tensor is not None:
+            yield part._parameters, name, tensor, tensor
+    packed = part.__dict__.get("packed")
+    if isinstance(packed, NarrowMatrices):
+        yield part.__dict__, "packed", packed, packed.codes_Ekn
+
+
 def _is_unchanged(seen: tuple[_Seen, ...]) -> bool:
-    for owner, name, tensor, version, place in seen:
-        if owner.get(name) is not tensor:
+    for owner, name, weight, numbers, version, place in seen:
+        if owner.get(name) is not weight:
             return False
-        if _version(tensor) != version or tensor.data_ptr() != place:
+        if _version(numbers) != version or numbers.data_ptr() != place:
             return False
     return True
 

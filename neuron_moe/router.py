@@ -94,7 +94,9 @@ def route(
         _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
         affinities_TK = scores_TE.gather(1, index_TK)
     if formula.renormalize:
-        affinities_TK = affinities_TK / (affinities_TK.sum(-1, keepdim=True) + formula.renormalize_eps)
+        affinities_TK = affinities_TK / (
+            affinities_TK.sum(-1, keepdim=True) + formula.renormalize_eps
+        )
     if formula.routed_scaling_factor != 1.0:
         affinities_TK = affinities_TK * formula.routed_scaling_factor
     return Routing(logits_TE, affinities_TK, index_TK.detach().to(torch.int32))
@@ -137,7 +139,11 @@ class Router(nn.Module):
         self.spec = spec
         self.jitter_eps = jitter_eps
         self.linear_router = nn.Linear(
-            spec.hidden_size, spec.num_experts, bias=spec.formula.has_bias, dtype=dtype, device=device
+            spec.hidden_size,
+            spec.num_experts,
+            bias=spec.formula.has_bias,
+            dtype=dtype,
+            device=device,
         )
         if spec.formula.has_selection_bias:
             bias_E = torch.zeros(spec.num_experts, dtype=torch.float32, device=device)

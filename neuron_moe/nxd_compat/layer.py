@@ -107,9 +107,7 @@ class MoE(moe.MoE):
             shuffle=build_shuffle(token_shuffle_group_size, token_shuffle_seed),
         )
         if tkg_config is not None and backend == "nki":
-            normalizes = (
-                router.spec.formula.renormalize or expert_mlps.spec.normalizes_affinities
-            )
+            normalizes = router.spec.formula.renormalize or expert_mlps.spec.normalizes_affinities
             has_shared = shared_experts is not None
             refuse_tkg_switches(tkg_config, has_shared=has_shared, normalizes=normalizes)
         self.sequence_parallel_enabled = sequence_parallel_enabled

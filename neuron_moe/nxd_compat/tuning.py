@@ -118,9 +118,7 @@ def tuning_of(config: BlockwiseMatmulConfig, backend: str) -> Tuning:
     return Tuning(**common, **plan, remarks=_remarks_on_nki(config, plan))  # type: ignore[arg-type]
 
 
-def _remarks_without_kernels(
-    config: BlockwiseMatmulConfig, backend: str
-) -> tuple[str, ...]:
+def _remarks_without_kernels(config: BlockwiseMatmulConfig, backend: str) -> tuple[str, ...]:
     """Return a sentence for each switch that was set and has nothing to tune."""
     quiet = ("block_size", "blockwise_nki_autograd_cls")
     changed = [
@@ -140,9 +138,7 @@ def _shown(value: object) -> str:
     return repr(value.value) if isinstance(value, BlockShardStrategy) else repr(value)
 
 
-def _remarks_on_nki(
-    config: BlockwiseMatmulConfig, plan: dict[str, object]
-) -> tuple[str, ...]:
+def _remarks_on_nki(config: BlockwiseMatmulConfig, plan: dict[str, object]) -> tuple[str, ...]:
     """Return a sentence for each switch that every plan honours as it is."""
     remarks = []
     if config.skip_dma_token:
@@ -215,9 +211,7 @@ def _refuse_more_switches(config: BlockwiseMatmulConfig) -> None:
     )
 
 
-def refuse_tkg_switches(
-    switches: MoEFusedTKGConfig, *, has_shared: bool, normalizes: bool
-) -> None:
+def refuse_tkg_switches(switches: MoEFusedTKGConfig, *, has_shared: bool, normalizes: bool) -> None:
     """Raise ValueError for switches of fused decode that backend='nki' cannot follow.
 
     Args:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from neuron_moe.paths import DECODE_PHASES
 from neuron_moe.parallel.shard import ExpertShard
 
+
 @dataclass(frozen=True, slots=True)
 class PhaseShards:
     """The parts of the experts that one rank needs.

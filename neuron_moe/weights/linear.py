@@ -25,7 +25,7 @@ class ExpertLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
-    codes: dict[str, Tensor]  # of fp8 weights, where a change of them can be seen
+    packed: Packed | None
 
     def __init__(
         self,
@@ -69,18 +69,6 @@ class ExpertLinear(nn.Module):
                     nn.init.kaiming_uniform_(matrix.t(), a=math.sqrt(5))
                 else:
                     init_method(matrix)
-
-    @property
-    def packed(self) -> Packed | None:
-        """The weight in another form; None if it is plain."""
-        return self._packed
-
-    @packed.setter
-    def packed(self, packed: Packed | None) -> None:
-        self._packed = packed
-        self.codes = {}
-        if isinstance(packed, NarrowMatrices):
-            self.codes = {"codes": packed.codes_Ekn, "scale": packed.scale_En}
 
     @property
     def device(self) -> torch.device:

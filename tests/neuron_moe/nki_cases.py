@@ -1,9 +1,14 @@
 """Small layers for tests of the nki backend."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
+
+import nki_sim
 
 from neuron_moe import (
     BlockwiseMatmulConfig,
@@ -11,10 +16,16 @@ from neuron_moe import (
     MoE,
     MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
+    RouterTopK,
     SharedExperts,
 )
+from neuron_moe.backends import Backend
 from neuron_moe.models.layers import RMSNorm
-from neuron_moe.routing import RouterBase, RouterTopK
+from neuron_moe.backends.nki.router import router_call
+from neuron_moe.plan import Forms, LayerParts, Plan, Step
+from neuron_moe.router import Router, Routing
+from neuron_moe.spec import ExpertSpec, Tuning
+from neuron_moe.weights import ExpertWeights
 
 GPT_OSS: dict[str, Any] = {
     "hidden_act": "sigmoid",
@@ -43,7 +54,7 @@ def build(
     dtype: torch.dtype,
     top_k: int = 2,
     *,
-    router: Callable[[], RouterBase] | None = None,
+    router: Callable[[], Router] | None = None,
     shared: dict[str, Any] | None = None,
     norm: bool = False,
     **options: Any,
@@ -87,3 +98,58 @@ def build(
         drawn = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
         parameter.data = drawn.to(torch.bfloat16).to(parameter.dtype)
     return layer
+
+
+def plan_of(
+    backend: Backend,
+    weights: ExpertWeights,
+    step: Step,
+    *,
+    top_k: int,
+    scales_input: bool = False,
+    block_size: int = 64,
+    compat: str | None = None,
+) -> Plan:
+    """Return how a backend computes a step of experts that are nobody's."""
+    experts, width, hidden_size = weights.down_proj_EIH.shape
+    spec = ExpertSpec(
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        intermediate_size=width,
+        formula=weights.formula,
+        scales_input=scales_input,
+    )
+    parts = LayerParts(
+        spec=spec,
+        weights=weights,
+        tuning=Tuning(block_size=block_size),
+        num_experts=experts,
+        compat=compat,
+    )
+    return backend.plan(parts, step)
+
+
+def route(router: Router, hidden_TH: Tensor) -> Routing:
+    """Route through the kernel."""
+    return router_call(router, Forms(), 2)(hidden_TH)
+
+
+def watch_launches(
+    monkeypatch: pytest.MonkeyPatch, result: Any = None
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the list to which every launch adds its kernel's name and its operands.
+
+    Args:
+        monkeypatch: of the test.
+        result: what launches return instead of running.
+    """
+    launched: list[tuple[str, tuple[Any, ...]]] = []
+    run = nki_sim.run
+
+    def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append((kernel.__name__, args))
+        return run(kernel, *args, **kwargs) if result is None else SimpleNamespace(outputs=result)
+
+    monkeypatch.setattr(nki_sim, "run", watch)
+    return launched

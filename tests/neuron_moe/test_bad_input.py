@@ -220,7 +220,7 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "router and experts swapped": (
         lambda: MoE(EXPERTS, RouterTopK(8, 2, 16)),
-        ["router", "RouterBase", "not ExpertMLPsV2"],
+        ["router", "Router", "not ExpertMLPsV2"],
     ),
     "weights of an integer dtype": (
         lambda: ExpertMLPsV2(config(), dtype=torch.int8),

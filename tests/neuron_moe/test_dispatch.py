@@ -13,7 +13,7 @@ from neuron_moe import (
     RouterTopK,
     choose_path,
 )
-from neuron_moe.dispatch import PATHS
+from neuron_moe.paths import PATHS
 
 # phase, tokens, K, E, local experts, block size, capacity factor -> our path, NxD's path
 CASES = [

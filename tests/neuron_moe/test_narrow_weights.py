@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
-from neuron_moe.backends.narrow import NarrowMatrices
-from neuron_moe.backends.nki_backend import NkiBackend
-from neuron_moe.backends.nki_weights import _log_once
+from neuron_moe.weights.narrow import NarrowMatrices
+from neuron_moe.backends.nki import NkiBackend
+from neuron_moe.backends.nki.operands import _log_once
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.errors import WeightError
 from neuron_moe.parallel import ParallelConfig, parallel_state
+from neuron_moe.plan import Step
 from neuron_moe.quantize import decode_mxfp4, quantize_fp8
 from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.tolerances import rms_error
@@ -66,9 +67,7 @@ def compute(experts: ExpertMLPsV2, seq_len: int = T) -> Tensor:
 
 
 def notes(experts: ExpertMLPsV2, phase: str = "prefill") -> tuple[str, ...]:
-    work = experts.workload(phase, T)
-    path = "blockwise" if phase == "prefill" else "selective"
-    return NkiBackend().notes(path, work, experts.weights(phase), False)
+    return experts.plan(Step(phase, T)).notes()
 
 
 def is_narrow(experts: ExpertMLPsV2) -> list[bool]:

@@ -1,45 +1,67 @@
 """The nki backend: a layer through the kernels, on the simulator, beside the torch backend."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from neuron_moe import BlockwiseMatmulConfig, MoE
-from neuron_moe.backends import BlockPlan, LocalRouting, get_backend
-from neuron_moe.backends.nki_backend import NkiBackend, PrefillPlan
+from neuron_moe import (
+    BlockwiseMatmulConfig,
+    GroupLimitedRouter,
+    MoE,
+    RouterTopK,
+    build_block_mapping,
+)
+from neuron_moe.backends.nki import NkiBackend
+from neuron_moe.backends.nki.prefill import map_blocks, rank
 from neuron_moe.backends.torch_backend import TorchBackend
-from neuron_moe.config import DefaultInt
-from neuron_moe.dispatch import choose_path
-from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
+from neuron_moe.nxd_compat.configs import DefaultInt
+from neuron_moe.paths import choose_path
+from neuron_moe.nxd_compat.tuning import tuning_of
+from neuron_moe.plan import Step
+from neuron_moe.router import Router
+from neuron_moe.spec import Tuning
+from neuron_moe.weights import LocalRouting
 from nki_kernels.prefill.config import PrefillConfig
-from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SILU, E, H, build
+from tests.neuron_moe.nki_cases import (
+    GPT_OSS,
+    LLAMA4,
+    SILU,
+    E,
+    H,
+    build,
+    plan_of,
+    route,
+    watch_launches,
+)
 from tests.tolerances import rms_error
 
 T = 70
 # NxD's switches of the blockwise path, and the plan they mean here
-PLANS: dict[str, tuple[dict[str, Any], PrefillPlan]] = {
-    "default": ({}, PrefillPlan(2, "auto", "sorted", False)),
-    "one-core": ({"logical_nc_config": 1}, PrefillPlan(1, "auto", "sorted", False)),
-    "skip-both": (
-        {"skip_dma_token": True, "skip_dma_weight": True},
-        PrefillPlan(2, "auto", "sorted", False),
+BLOCKS = {"shard_plan": "block", "loop_plan": "dynamic"}
+PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "one-core": ({"logical_nc_config": 1}, {"num_cores": 1}),
+    "skip-both": ({"skip_dma_token": True, "skip_dma_weight": True}, {}),
+    "block-parallel": (
+        {"use_block_parallel": True},
+        {"shard_plan": "block", "loop_plan": "static", "in_halves": True},
     ),
-    "block-parallel": ({"use_block_parallel": True}, PrefillPlan(2, "block", "static", True)),
     "block-dynamic-ping-pong": (
         {"use_shard_on_block_dynamic_while": True, "block_sharding_strategy": "PING_PONG"},
-        PrefillPlan(2, "block", "dynamic", False),
+        BLOCKS,
     ),
     "intermediate-dynamic": (
         {"use_shard_on_intermediate_dynamic_while": True},
-        PrefillPlan(2, "intermediate", "dynamic", False),
+        {"shard_plan": "intermediate", "loop_plan": "dynamic"},
     ),
     "weights-stay": (
         {"use_shard_on_block_dynamic_while": True, "skip_dma_weight": True},
-        PrefillPlan(2, "block", "dynamic", True, True),
+        {**BLOCKS, "in_halves": True, "skip_weights": True},
     ),
-    "even-blocks": ({"pad_num_blocks_to_even": True}, PrefillPlan(2, "auto", "sorted", False)),
+    "even-blocks": ({"pad_num_blocks_to_even": True}, {"pad_num_blocks_to_even": True}),
 }
 
 
@@ -65,7 +87,8 @@ def outputs(
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_is_as_right_as_torch(plan: str) -> None:
     tuning, wanted = PLANS[plan]
-    assert NkiBackend(BlockwiseMatmulConfig.from_kwargs(**tuning)).plan == wanted
+    found = tuning_of(BlockwiseMatmulConfig.from_kwargs(**tuning), "nki")
+    assert replace(found, remarks=()) == Tuning(**wanted)
     nki, bf16, exact = outputs(GPT_OSS, tuning)
     assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
 
@@ -103,15 +126,17 @@ def test_experts_of_other_ranks_are_skipped() -> None:
     index_TK[:5] = -1
     routing = LocalRouting(index_TK, torch.rand(T, 4) * (index_TK >= 0))
     hidden_TH = torch.randn(T, H).bfloat16()
-    plan = BlockPlan(64)
+    step = Step("prefill", T)
     with torch.no_grad():
-        nki = NkiBackend().blockwise(hidden_TH, routing, weights, plan)
-        wanted = TorchBackend().blockwise(hidden_TH, routing, weights, plan)
+        nki, wanted = (
+            plan_of(backend, weights, step, top_k=4).experts(hidden_TH, routing)
+            for backend in (NkiBackend(), TorchBackend())
+        )
     assert (nki[:5] == 0).all()
     torch.testing.assert_close(nki, wanted, rtol=0.03, atol=0.03 * wanted.abs().max().item())
 
 
-ROUTERS: dict[str, RouterBase] = {
+ROUTERS: dict[str, Router] = {
     "over-chosen": RouterTopK(E, 2, H, bias=True, apply_act_fn_over_topk=True),
     "qwen3": RouterTopK(E, 3, H, renormalize=True, dtype=torch.bfloat16),
     "llama4": RouterTopK(E, 1, H, act_fn="sigmoid"),
@@ -125,7 +150,7 @@ def test_routers_agree_with_torch(name: str) -> None:
     router = ROUTERS[name].eval()
     hidden_TH = torch.randn(T, H).bfloat16()
     with torch.no_grad():
-        nki, wanted = NkiBackend().route(hidden_TH, router), router(hidden_TH)
+        nki, wanted = route(router, hidden_TH), router(hidden_TH)
     torch.testing.assert_close(nki.router_logits_TE, wanted.router_logits_TE, rtol=1e-5, atol=1e-5)
     assert torch.equal(nki.expert_index_TK, wanted.expert_index_TK)
     torch.testing.assert_close(
@@ -136,38 +161,37 @@ def test_routers_agree_with_torch(name: str) -> None:
 def test_a_router_kept_in_float32_is_shortened_only_without_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backend = NkiBackend()
-    router = RouterTopK(E, 2, H).eval().requires_grad_(False)
-    launched: list[torch.dtype] = []
-    launch = backend._launch
-
-    def watch(kernel: Any, *args: Any) -> Any:
-        launched.append(args[1].dtype)
-        return launch(kernel, *args)
-
-    monkeypatch.setattr(backend, "_launch", watch)
+    layer = build("nki", SILU, {}, torch.bfloat16, router=lambda: RouterTopK(E, 2, H))
+    router = layer.router.requires_grad_(False)
+    router.linear_router.weight.add_(1e-3)
+    launches = watch_launches(monkeypatch)
     hidden_TH = torch.randn(T, H).bfloat16()
-    for change in (0.0, 1.0):
-        backend.route(hidden_TH, router)
-        router.linear_router.weight.copy_(router.linear_router.weight.bfloat16())
-        got, wanted = backend.route(hidden_TH, router), router(hidden_TH)
+
+    def launched() -> torch.dtype:
+        got, wanted = layer.plan(Step("prefill", T)).route(hidden_TH), router(hidden_TH)
         torch.testing.assert_close(got.router_logits_TE, wanted.router_logits_TE)
-        router.linear_router.weight.add_(1e-3 * change)
-    assert launched == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
-    backend.route(hidden_TH, router)
-    assert launched[-1] == torch.float32
+        dtype: torch.dtype = launches[-1][1][1].dtype
+        return dtype
+
+    assert launched() == torch.float32
+    router.linear_router.weight.copy_(router.linear_router.weight.bfloat16())
+    assert [launched(), launched()] == [torch.bfloat16, torch.bfloat16]
+    router.linear_router.weight.add_(1e-3)
+    assert launched() == torch.float32
 
 
 def test_no_token_has_no_routing() -> None:
-    routing = NkiBackend().route(torch.zeros(0, H).bfloat16(), ROUTERS["llama4"])
+    routing = route(ROUTERS["llama4"], torch.zeros(0, H).bfloat16())
     assert [tuple(part.shape) for part in routing] == [(0, E), (0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize("pad_to_even", [False, True])
 def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
     index_TK = torch.rand(T, E).argsort(1)[:, :3].to(torch.int32)
-    plan = BlockPlan(32, pad_to_even)
-    nki, wanted = (b.index_blocks(index_TK, E, plan) for b in (NkiBackend(), TorchBackend()))
+    nki, wanted = (
+        place(index_TK, E, 32, pad_to_even=pad_to_even)
+        for place in (map_blocks, build_block_mapping)
+    )
     for name, value in wanted._asdict().items():
         assert torch.equal(getattr(nki, name), value), name
         assert getattr(nki, name).dtype == value.dtype, name
@@ -182,32 +206,21 @@ def test_explain_names_kernel_and_plan_of_prefill() -> None:
         "torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes)  # fmt: skip
 
 
-def watched(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list into which the layer's backend puts what kernels are compiled for."""
-    backend: Any = layer.expert_mlps.backend
-    configs: list[Any] = []
-    launch = backend._launch
-
-    def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        configs.extend(value for value in args if isinstance(value, PrefillConfig))
-        return launch(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(backend, "_launch", watch)
-    return configs
+def configs_of(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[PrefillConfig]:
+    """Return what the prefill kernel is compiled for when a layer runs."""
+    launches = watch_launches(monkeypatch)
+    with torch.no_grad():
+        layer(torch.randn(1, T, H).bfloat16())
+    return [value for _, args in launches for value in args if isinstance(value, PrefillConfig)]
 
 
 def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build("nki", GPT_OSS, {"block_size": DefaultInt(512)}, torch.bfloat16)
     told = layer.explain("prefill", T)
-    best, _ = layer.expert_mlps.backend._rank(  # type: ignore[union-attr]
-        layer.expert_mlps.workload("prefill", T), layer.expert_mlps.weights(), False
-    )[0]
+    best, _ = rank(layer.expert_mlps.parts("prefill"), T)[0]
     assert told.block_size == best.block_size != 512
     assert f"{best.shard_plan} shards, the cost model's choice" in str(told)
-    configs = watched(layer, monkeypatch)
-    with torch.no_grad():
-        layer(torch.randn(1, T, H).bfloat16())
-    (config,) = configs
+    (config,) = configs_of(layer, monkeypatch)
     assert config.tile_rows == min(128, best.block_size)
     assert (config.shard.splits_i, config.shard.splits_h) == (
         best.shard_plan == "intermediate",
@@ -224,10 +237,7 @@ def test_a_block_size_that_is_given_stays(size: int, monkeypatch: pytest.MonkeyP
     best = free.explain("prefill", 900).block_size
     is_better = any(note.startswith(f"block_size={best} would take") for note in told.notes)
     assert is_better == (best != size)
-    configs = watched(layer, monkeypatch)
-    with torch.no_grad():
-        layer(torch.randn(1, T, H).bfloat16())
-    assert configs[0].tile_rows == min(size, 128)
+    assert configs_of(layer, monkeypatch)[0].tile_rows == min(size, 128)
     assert BlockwiseMatmulConfig().leaves_block_size
     assert not BlockwiseMatmulConfig(block_size=512).leaves_block_size
 
@@ -265,8 +275,10 @@ def test_contradictory_tuning_raises_before_any_work(case: str) -> None:
     tuning, message = CONTRADICTIONS[case]
     config = BlockwiseMatmulConfig.from_kwargs(**tuning)
     with pytest.raises(ValueError, match=re.escape(message)):
-        get_backend("nki", config)
-    get_backend("torch", config)
+        build("nki", SILU, tuning, torch.bfloat16)
+    told = build("torch", SILU, tuning, torch.bfloat16).explain("prefill", T)
+    changed = [name for name in tuning if f"{name}={getattr(config, name)!r}" in str(told)]
+    assert changed or "PING_PONG" in str(told)
 
 
 def test_what_kernels_cannot_do_is_refused() -> None:
@@ -290,7 +302,7 @@ def test_what_kernels_cannot_do_is_refused() -> None:
 def test_a_jittering_router_in_training_is_refused() -> None:
     router = RouterTopK(E, 2, H, jitter_eps=0.1).train()
     with torch.no_grad(), pytest.raises(ValueError, match=r"jitter_eps=0\.1"):
-        NkiBackend().route(torch.randn(4, H), router)
+        route(router, torch.randn(4, H))
 
 
 def test_graph_capture_is_refused() -> None:

@@ -7,14 +7,25 @@ import torch
 from torch import Tensor
 
 from neuron_moe import ExpertMLPsV2, MoE
-from neuron_moe.backends import LocalRouting
-from neuron_moe.backends.nki_backend import NkiBackend
+from neuron_moe.backends.nki import NkiBackend
 from neuron_moe.backends.torch_backend import TorchBackend
-from neuron_moe.dispatch import choose_path
+from neuron_moe.paths import choose_path
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.plan import Step
+from neuron_moe.weights import LocalRouting
 from nki_kernels.decode.config import DecodeConfig
-from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, E, H, build
+from tests.neuron_moe.nki_cases import (
+    GPT_OSS,
+    LLAMA4,
+    SEPARATE,
+    SILU,
+    E,
+    H,
+    build,
+    plan_of,
+    watch_launches,
+)
 from tests.tolerances import rms_error
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -64,17 +75,22 @@ def test_padding_tokens_get_zero() -> None:
     assert ours <= 1.05 * theirs
 
 
-@pytest.mark.parametrize("mode", ["selective", "all_experts"])
-def test_both_modes_give_what_torch_gives(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "tokens"), [("selective", 2), ("all_experts", 7)])
+def test_both_modes_give_what_torch_gives(mode: str, tokens: int) -> None:
     weights = build("torch", GPT_OSS, {}, torch.bfloat16).expert_mlps.weights()
-    index_TK = torch.rand(7, E).argsort(1)[:, :3].to(torch.int32)
+    index_TK = torch.rand(tokens, E).argsort(1)[:, :3].to(torch.int32)
     index_TK[0] = -1
     index_TK[1:, 0] = 2  # one expert of all tokens
-    routing = LocalRouting(index_TK, torch.rand(7, 3) * (index_TK >= 0))
-    hidden_TH = torch.randn(7, H).bfloat16()
+    routing = LocalRouting(index_TK, torch.rand(tokens, 3) * (index_TK >= 0))
+    hidden_TH = torch.randn(tokens, H).bfloat16()
+    step = Step("decode", tokens)
+    plans = [
+        plan_of(backend, weights, step, top_k=3, compat="nxd")
+        for backend in (NkiBackend(), TorchBackend())
+    ]
+    assert [plan.path for plan in plans] == [mode] * 2
     with torch.no_grad():
-        nki = NkiBackend().few_tokens(hidden_TH, routing, weights, mode)
-        wanted = TorchBackend().few_tokens(hidden_TH, routing, weights, mode)
+        nki, wanted = (plan.experts(hidden_TH, routing) for plan in plans)
     assert (nki[0] == 0).all()
     torch.testing.assert_close(nki, wanted, rtol=0.03, atol=0.03 * wanted.abs().max().item())
 
@@ -112,17 +128,11 @@ def test_the_parts_of_all_ranks_add_up_to_the_layer(ranks: int, tensor: int, bat
 
 def test_one_compiled_kernel_serves_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     _, parts = split(4)
-    launched: list[tuple[Any, int]] = []
+    launches = watch_launches(monkeypatch, torch.zeros(2, H))
     for part in parts:
-        backend = part.backend
-
-        def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            launched.append((args[6], int(args[5])))
-            return torch.zeros(2, H)
-
-        monkeypatch.setattr(backend, "_launch", watch)
         with torch.no_grad():
             part(torch.randn(2, H).bfloat16(), torch.rand(2, 4), torch.zeros(2, 4).int(), 1)
+    launched = [(args[6], int(args[5])) for _, args in launches]
     assert [first for _, first in launched] == [0, 2, 4, 6]
     assert all(config is launched[0][0] for config, _ in launched)
 
@@ -143,18 +153,12 @@ def test_explain_names_the_mode_that_runs_and_why(
     assert any("T*K = " in reason for reason in told.decision.reasons)
     assert any(f"plan: {'all' if told.path == 'all_experts' else 'selective'} mode" in note
                for note in told.notes)  # fmt: skip
-    launched: list[str] = []
-    launch = moe.expert_mlps.backend._launch
-
-    def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        launched.extend(value.mode for value in args if isinstance(value, DecodeConfig))
-        return launch(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(moe.expert_mlps.backend, "_launch", watch)
+    launches = watch_launches(monkeypatch)
     hidden = torch.randn(tokens, 1, H).bfloat16()
     with torch.no_grad():
         moe(hidden, phase=phase)
-    assert launched == ["all" if told.path == "all_experts" else "selective"]
+    modes = [value.mode for _, args in launches for value in args if isinstance(value, DecodeConfig)]
+    assert modes == ["all" if told.path == "all_experts" else "selective"]
 
 
 def test_the_rule_of_nxd_is_followed_where_asked() -> None:

@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_moe import MoE, MoEFusedTKGConfig
-from neuron_moe.backends import nki_block, nki_decode
+from neuron_moe import GroupLimitedRouter, MoE, MoEFusedTKGConfig, RouterTopK
+from neuron_moe.backends.nki.decode import MODES
 from neuron_moe.models.layers import RMSNorm
-from neuron_moe.routing import GroupLimitedRouter, RouterTopK
-from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, H, build
+from tests.neuron_moe.nki_cases import (
+    GPT_OSS,
+    LLAMA4,
+    SEPARATE,
+    SILU,
+    H,
+    build,
+    watch_launches,
+)
 from tests.tolerances import rms_error
 
 SHARED = {"intermediate_size": 48, "num_shared_experts": 1, "hidden_act": "silu"}
@@ -85,19 +92,13 @@ def test_a_speculation_window_is_one_kernel_too() -> None:
 def test_explain_names_the_mode_that_the_kernel_is_compiled_for(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = []
-    run = nki_block.compute
-
-    def spy(*arguments: Any) -> Any:
-        compiled.append(arguments[3].moe.mode)
-        return run(*arguments)
-
-    monkeypatch.setattr(nki_block, "compute", spy)
+    launches = watch_launches(monkeypatch)
     nki = layers("gpt-oss")[0]
     told = nki.explain("decode", batch)
     with torch.no_grad():
         nki(torch.randn(batch, 1, H).bfloat16())
-    assert [nki_decode.MODES[told.decision.path]] == compiled
+    compiled = [args[5].moe.mode for _, args in launches]
+    assert [MODES[told.decision.path]] == compiled
     assert f"plan: {compiled[0]} mode" in str(told)
     assert "cost model of decode_block" in str(told)
 
@@ -230,19 +231,14 @@ def test_a_norm_that_only_looks_like_an_rmsnorm_is_not_fused(kind: str) -> None:
     check(*made, (3, 1))
 
 
-def test_a_step_with_padding_runs_separate_kernels() -> None:
+def test_a_step_with_padding_runs_separate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     nki, bf16, exact = layers("gpt-oss")
     mask = torch.tensor([[1], [0], [1]])
-    launched: list[str] = []
-    backend = nki.expert_mlps.backend
-    launch = backend._launch
-    backend._launch = lambda kernel, *a, **k: (  # type: ignore[method-assign]
-        launched.append(kernel.__name__),
-        launch(kernel, *a, **k),
-    )[1]
+    launches = watch_launches(monkeypatch)
     check(nki, bf16, exact, (3, 1), padding_mask=mask)
     check(nki, bf16, exact, (3, 1))
-    assert launched == ["router_topk", "decode_moe", "decode_block"]
+    names = [name for name, _ in launches]
+    assert names == ["router_topk", "decode_moe", "decode_block"]
 
 
 def switches(**values: Any) -> dict[str, Any]:

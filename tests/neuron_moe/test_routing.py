@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from neuron_moe import GroupLimitedRouter, RouterTopK
-from neuron_moe.routing import RouterSpec, route
+from neuron_moe.router import route
+from neuron_moe.spec import RouterFormula
 
 
 def _logits(tokens: int = 50, experts: int = 16) -> torch.Tensor:
@@ -18,16 +19,14 @@ def test_top_k_family_against_plain_torch(
     act_fn: str, act_over_topk: bool, renormalize: bool
 ) -> None:
     logits_TE = _logits()
-    spec = RouterSpec(
-        num_experts=16,
+    formula = RouterFormula(
         top_k=4,
-        hidden_size=8,
         act_fn=act_fn,
         act_over_topk=act_over_topk,
         renormalize=renormalize,
         routed_scaling_factor=1.5,
     )
-    routing = route(logits_TE, spec)
+    routing = route(logits_TE, formula)
     act = (lambda x: x.softmax(-1)) if act_fn == "softmax" else torch.sigmoid
     chosen = logits_TE.topk(4)
     every = act(logits_TE).gather(1, chosen.indices)
@@ -42,10 +41,8 @@ def test_top_k_family_against_plain_torch(
 def test_selection_bias_moves_the_choice_but_not_the_weights() -> None:
     logits_TE = _logits()
     bias_E = torch.randn(16)
-    spec = RouterSpec(
-        num_experts=16, top_k=3, hidden_size=8, act_fn="sigmoid", has_selection_bias=True
-    )
-    routing = route(logits_TE, spec, bias_E)
+    formula = RouterFormula(top_k=3, act_fn="sigmoid", has_selection_bias=True)
+    routing = route(logits_TE, formula, bias_E)
     scores_TE = logits_TE.sigmoid()
     expected = (scores_TE + bias_E).topk(3).indices
     assert torch.equal(routing.expert_index_TK.long(), expected)
@@ -57,17 +54,15 @@ def test_selection_bias_moves_the_choice_but_not_the_weights() -> None:
 def test_groups_limit_the_choice(fill: float) -> None:
     logits_TE = _logits(200, 16)
     bias_E = 0.1 * torch.randn(16) - (2.0 if fill == 0.0 else 0.0)
-    spec = RouterSpec(
-        num_experts=16,
+    formula = RouterFormula(
         top_k=4,
-        hidden_size=8,
         act_fn="sigmoid",
         has_selection_bias=True,
         n_group=4,
         topk_group=2,
         out_of_group_fill=fill,
     )
-    index_TK = route(logits_TE, spec, bias_E).expert_index_TK.long()
+    index_TK = route(logits_TE, formula, bias_E).expert_index_TK.long()
     biased = (logits_TE.sigmoid() + bias_E).view(200, 4, 4)
     best = biased.topk(2, dim=-1).values.sum(-1).topk(2).indices
     is_inside = (index_TK // 4).unsqueeze(-1).eq(best.unsqueeze(1)).any(-1)
@@ -79,14 +74,16 @@ def test_groups_limit_the_choice(fill: float) -> None:
 
 
 def test_lower_expert_wins_a_tie() -> None:
-    spec = RouterSpec(num_experts=6, top_k=3, hidden_size=8)
-    routing = route(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0], [0.0] * 6]), spec)
+    formula = RouterFormula(
+        top_k=3,
+    )
+    routing = route(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0], [0.0] * 6]), formula)
     assert routing.expert_index_TK.tolist() == [[1, 3, 5], [0, 1, 2]]
 
 
 def test_saturated_sigmoid_still_ranks_by_logit() -> None:
-    spec = RouterSpec(num_experts=3, top_k=1, hidden_size=8, act_fn="sigmoid")
-    routing = route(torch.tensor([[100.0, 200.0, 150.0]]), spec)
+    formula = RouterFormula(top_k=1, act_fn="sigmoid")
+    routing = route(torch.tensor([[100.0, 200.0, 150.0]]), formula)
     assert routing.expert_index_TK.tolist() == [[1]]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from neuron_moe.checkpoint import Checkpoint, match_parameters, open_checkpoint
-from neuron_moe.spec import DEFAULT_LNC_SIZE
+from neuron_moe.spec import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE
 from neuron_moe.configs import config_names, load_config
 from neuron_moe.explain import explain_path
 from neuron_moe.paths import choose_path
@@ -103,18 +103,20 @@ def read_model(name: Path) -> tuple[dict[str, Any], Checkpoint | None]:
 
 def describe_router(spec: RouterSpec) -> str:
     """Return one line that says how experts are chosen and weighed."""
-    scores = f"{spec.act_fn} over " + ("the chosen" if spec.act_over_topk else "all experts")
+    formula = spec.formula
+    scores = f"{formula.act_fn} over "
+    scores += "the chosen" if formula.act_over_topk else "all experts"
     parts = [f"top {spec.top_k} of {spec.num_experts}", scores]
-    if spec.n_group > 1:
-        parts.append(f"within {spec.topk_group} of {spec.n_group} groups")
-    if spec.has_bias:
+    if formula.n_group > 1:
+        parts.append(f"within {formula.topk_group} of {formula.n_group} groups")
+    if formula.has_bias:
         parts.append("linear layer with bias")
-    if spec.has_selection_bias:
+    if formula.has_selection_bias:
         parts.append("selection bias")
-    if spec.renormalize:
+    if formula.renormalize:
         parts.append("weights divided by their sum")
-    if spec.routed_scaling_factor != 1:
-        parts.append(f"times {spec.routed_scaling_factor:g}")
+    if formula.routed_scaling_factor != 1:
+        parts.append(f"times {formula.routed_scaling_factor:g}")
     return ", ".join([*parts, "float32"])
 
 
@@ -156,25 +158,17 @@ def _memory(model: nn.Module, config: Any, spread: Spread, expert_format: str) -
 
 def _path_row(model: nn.Module, spread: Spread, phase: str, tokens: int) -> dict[str, Any]:
     """Say which path one rank of an expert-parallel group takes; T tokens reach every rank."""
-    config = moe_layers(model)[0].expert_mlps.config
-    block_size = moe_layers(model)[0].expert_mlps.blockwise_matmul_config.block_size
-    work = Workload(
-        phase,
-        tokens,
-        config.top_k,
-        config.num_experts,
-        config.num_experts // spread.ep,
-        block_size,
-    )
+    experts = moe_layers(model)[0].expert_mlps
+    spec, block_size = experts.spec, experts.tuning.block_size or DEFAULT_BLOCK_SIZE
     decision = choose_path(
         phase,
         tokens,
-        work.top_k,
-        work.num_experts,
-        num_local_experts=work.num_local_experts,
+        spec.top_k,
+        spec.num_experts,
+        num_local_experts=spec.num_experts // spread.ep,
         block_size=block_size,
     )
-    explanation = explain_path(work, decision)
+    explanation = explain_path(decision)
     return {
         "phase": phase,
         "tokens": tokens,

@@ -96,9 +96,7 @@ def _fused(parts: LayerParts, step: Step, decision: Decision) -> Plan:
     if parts.compat is None:
         config = layer.layer_config(parts, step.tokens, None)
         reason = f"cost model of decode_block: {config.moe.reason}"
-        decision = settle_mode(
-            decision, decode.path_of(config.moe), reason, "nki.decode_block"
-        )
+        decision = settle_mode(decision, decode.path_of(config.moe), reason, "nki.decode_block")
     config = layer.layer_config(parts, step.tokens, decision.path)
     return layer.LayerPlan(step, replace(decision, kernel="nki.decode_block"), parts, config)
 

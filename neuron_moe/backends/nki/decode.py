@@ -124,9 +124,9 @@ def _prepare(parts: LayerParts, layout: str) -> ExpertOperands:
         assert copy is not None
         operands = operands.laid_out(copy)
         named = {"down_bias": named["down_bias"]}
-    first = torch.tensor(
-        [[parts.first_expert]], dtype=torch.int32, device=parts.weights.down_proj_EIH.device
-    )
+    down = parts.weights.packed_down
+    device = (down.codes_Ekn if isinstance(down, NarrowMatrices) else operands.down_EIH).device
+    first = torch.tensor([[parts.first_expert]], dtype=torch.int32, device=device)
     return ExpertOperands((operands.gate_up_EHI, operands.down_EIH), first, named)
 
 

@@ -349,5 +349,3 @@ def _arguments(
             "has_scales": is_narrow,
         }.items()
     )
-
-

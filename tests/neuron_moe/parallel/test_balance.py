@@ -27,7 +27,7 @@ from neuron_moe.parallel.placement import (
     place_experts,
     save_placements,
 )
-from neuron_moe.routing import route
+from neuron_moe.router import route
 
 # experts, choices, ranks, extra slots: at most 12.5 % extra experts
 ZIPF_CASES = {
@@ -172,7 +172,7 @@ def test_the_selection_bias_balances_a_skewed_router_and_keeps_mean_zero() -> No
     for _ in range(400):
         with torch.no_grad():
             logits = torch.randn(256, 16) + preference
-        choice = route(logits, router.spec, router.e_score_correction_bias)
+        choice = route(logits, router.spec.formula, router.e_score_correction_bias)
         load = expert_load(choice.expert_index_TK, 16)
         history.append(BalanceStats.of(load).busiest_over_mean)
         update_selection_bias(router, load, rate=5e-3)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-import neuron_moe.parallel.layer as layer_module
+import neuron_moe.parallel.exchange as exchange_module
 from neuron_moe import (
     ExpertMLPsV2,
     Experts,
@@ -41,7 +41,7 @@ def undivided_down_bias() -> Any:
 
 def shared_experts_on_every_copy() -> Any:
     return mock.patch.object(
-        layer_module, "split_evenly", lambda tokens, parts: [range(tokens)] * parts
+        exchange_module, "split_evenly", lambda tokens, parts: [range(tokens)] * parts
     )
 
 
