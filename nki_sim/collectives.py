@@ -24,7 +24,6 @@ from nki_sim import trace as tr
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
 from nki_sim.errors import IllegalOperand, NkiValidationError
-from nki_sim.isa._common import locate
 from nki_sim.isa.exchange import (
     Chunks,
     Combine,
@@ -76,7 +75,7 @@ def _collective(function: F) -> F:
         try:
             return function(core, *args, **kwargs)
         except NkiValidationError as error:
-            locate(error, core, name)
+            core.locate(error, name)
             raise
 
     signature = inspect.signature(function)

@@ -16,7 +16,7 @@ from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
 from nki_sim.dtypes import DType
 from nki_sim.errors import IllegalOperand, NkiValidationError
-from nki_sim.machine.core import _CORE, Core, NkiInstruction
+from nki_sim.machine.core import Core, NkiInstruction, running
 from nki_sim.machine.geometry import Profile
 from nki_sim.machine.registers import VirtualRegister
 from nki_sim.machine.tensor import NkiTensor
@@ -65,7 +65,7 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
 
     @functools.wraps(body)
     def issue(*args: Any, **kwargs: Any) -> Any:
-        core = _CORE.get()
+        core = running()
         if core is None:
             raise RuntimeError(
                 f"nki.isa.{name}: no kernel is running. Use nki_sim.simulate(kernel)."
@@ -85,7 +85,7 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
         except NkiValidationError as error:
             if error.operand not in names:
                 error.operand = core.operand_of_error(error)
-            locate(error, core, name)
+            core.locate(error, name)
             raise
 
     issue.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -94,14 +94,6 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
 
 def _static(value: Any) -> Any:
     return value.resolve() if type(value) is NkiTensor else value
-
-
-def locate(error: NkiValidationError, core: Core, name: str) -> None:
-    """Add instruction and kernel line to an error that does not have them yet."""
-    if not error.instruction:
-        error.instruction = name
-    if not error.location:
-        error.location = core.location()
 
 
 # Operand checks. Each raises IllegalOperand with the operand's name.

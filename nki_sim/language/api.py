@@ -37,7 +37,6 @@ from nki_sim.dtypes import (
 )
 from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.isa import operators
-from nki_sim.isa._common import locate
 from nki_sim.language.loops import dynamic_range, fori_loop, while_loop
 from nki_sim.language.objects import NKIObject
 from nki_sim.machine.core import current, running
@@ -116,7 +115,7 @@ def _create(
     try:
         return core.allocate(shape, kind, _region(buffer), name, address)
     except NkiValidationError as error:
-        locate(error, core, "ndarray")
+        core.locate(error, "ndarray")
         raise
 
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from nki_sim import trace as tr
 from nki_sim.dtypes import Array
 from nki_sim.errors import CapacityError
-from nki_sim.machine.core import Core
-from nki_sim.machine.system import Machine
+from nki_sim.machine.core import Core, Machine
 
 
 def live_peak(

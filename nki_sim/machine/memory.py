@@ -14,16 +14,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nki_sim.dtypes import DType
 from nki_sim.trace import HBM, PSUM, SBUF
-
-if TYPE_CHECKING:
-    from nki_sim.machine.allocator import Allocator
 
 Mask = NDArray[np.bool_]
 
@@ -245,6 +242,15 @@ def _widen(chosen: Mask, mask: Mask) -> Mask:
     return chosen[..., None] if mask.ndim > chosen.ndim else chosen
 
 
+class Owner(Protocol):
+    """Whose memory an allocation takes: a core, as far as the memory need know it."""
+
+    loop_depth: int
+
+    def uncount_sbuf(self, alloc: Allocation) -> None:
+        """Give back the SBUF bytes of a counted tensor that Python has dropped."""
+
+
 class Allocation:
     """The bytes of one tensor and what is known about them.
 
@@ -262,7 +268,8 @@ class Allocation:
         trace_id: id of the storage in the trace.
         address: (partition, byte) given by the kernel, or None.
         poison: instructions that wrote undefined values here; `poisoned` says where.
-        core: the core that counts its SBUF bytes from the first use.
+        owner: the core that counts its SBUF bytes from the first use.
+        shared_log: the accesses that the race detector looks at, or None.
     """
 
     __slots__ = (
@@ -272,7 +279,6 @@ class Allocation:
         "address",
         "aliases",
         "clobbered_by",
-        "core",
         "counted",
         "defined",
         "dtype",
@@ -280,6 +286,7 @@ class Allocation:
         "line",
         "loop_depth",
         "name",
+        "owner",
         "pending",
         "pitch",
         "poison",
@@ -295,7 +302,7 @@ class Allocation:
 
     def __init__(
         self,
-        core: Allocator,
+        owner: Owner,
         region: MemoryRegion,
         shape: tuple[int, ...],
         dtype: DType,
@@ -303,7 +310,7 @@ class Allocation:
         address: tuple[int, int] | None = None,
     ) -> None:
         itemsize = dtype.itemsize
-        self.core = core
+        self.owner = owner
         self.region = region
         self.space = space = REGION_SPACE[region]
         self.shape = shape
@@ -328,7 +335,7 @@ class Allocation:
         self.views: dict[Any, Any] = {}
         self.trace_id = -1
         self.line = 0
-        self.loop_depth = core.loop_depth
+        self.loop_depth = owner.loop_depth
         self.counted = False
         self.clobbered_by: str = ""
         self.aliases: list[Any] = []
@@ -363,9 +370,7 @@ class Allocation:
 
     def __del__(self) -> None:
         if self.counted:
-            machine = self.core.machine
-            self.core.sbuf_bytes -= self.pitch
-            machine.dropped[self.trace_id] = len(machine.trace)
+            self.owner.uncount_sbuf(self)
         data = self._data
         if data is not None and self.space != HBM and data.size >= _POOL_MIN_BYTES:
             self._data = None
