@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 
-class Ambient(Protocol):
+class _Ambient(Protocol):
     """What a register or a tensor may ask of the core it is used on."""
 
     def while_condition(self, register: Any) -> bool:
@@ -22,12 +22,12 @@ class Ambient(Protocol):
         """Keep a finding about the kernel's present line."""
 
 
-_CORE: ContextVar[Ambient | None] = ContextVar("nki_sim_core", default=None)
+_CORE: ContextVar[_Ambient | None] = ContextVar("nki_sim_core", default=None)
 
 running = _CORE.get
 
 
-def current() -> Ambient:
+def current() -> _Ambient:
     """Return the core that the running kernel is on.
 
     Raises:
@@ -42,7 +42,7 @@ def current() -> Ambient:
 
 
 @contextmanager
-def on_core(core: Ambient) -> Iterator[None]:
+def on_core(core: _Ambient) -> Iterator[None]:
     """Let the body run on a core."""
     token = _CORE.set(core)
     try:

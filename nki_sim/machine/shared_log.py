@@ -8,7 +8,7 @@ from nki_sim.machine.memory import Allocation, Walk
 from nki_sim.machine.tensor import NkiTensor
 
 
-class Actor(Protocol):
+class _Actor(Protocol):
     """Who accesses a tensor: a core, by its place among all cores and its vector clock."""
 
     index: int
@@ -51,13 +51,13 @@ class SharedLog:
         self.accesses: list[Access] = []
         self.writers: set[int] = set()
 
-    def read(self, core: Actor, tensor: NkiTensor, line: int) -> None:
+    def read(self, core: _Actor, tensor: NkiTensor, line: int) -> None:
         """Note a read of a static view."""
         self.accesses.append(
             Access(core.index, tuple(core.clock), False, tensor.geometry.walk, None, False, line)
         )
 
-    def write(self, core: Actor, tensor: NkiTensor, line: int, same: bool | None = False) -> None:
+    def write(self, core: _Actor, tensor: NkiTensor, line: int, same: bool | None = False) -> None:
         """Note a write of a static view."""
         self.writers.add(core.index)
         self.accesses.append(
@@ -65,7 +65,7 @@ class SharedLog:
         )
 
     def rows(
-        self, core: Actor, walk: Walk, rows: Any, is_write: bool, same: bool | None, line: int
+        self, core: _Actor, walk: Walk, rows: Any, is_write: bool, same: bool | None, line: int
     ) -> None:
         """Note a gather or scatter: the walk of one row, and where the rows start."""
         if is_write:
@@ -74,6 +74,6 @@ class SharedLog:
             Access(core.index, tuple(core.clock), is_write, walk, rows, same, line)
         )
 
-    def written_by_other(self, core: Actor) -> bool:
+    def written_by_other(self, core: _Actor) -> bool:
         """Return whether another core has written the tensor."""
         return bool(self.writers - {core.index})

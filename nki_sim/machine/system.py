@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class Meetings(Protocol):
+class _Meetings(Protocol):
     """How cores wait for each other; `scheduler.py` provides it where there are several."""
 
     def meet(self, core: Any, key: Any, members: Sequence[int], value: Any, what: str) -> Any:
@@ -57,7 +57,7 @@ class System:
         self.full = options.mode == "full"
         self.shared: dict[tuple[int, Any], Allocation] = {}
         self.shared_logs: list[SharedLog] = []
-        self.scheduler: Meetings | None = None
+        self.scheduler: _Meetings | None = None
         self.random = random.Random(options.seed)
         self.preempt = options.preempt if lnc * ranks > 1 else 0.0
         self._lines: dict[tuple[int, int], int] = {}

@@ -32,7 +32,7 @@ class Dynamic(NamedTuple):
     limit: int
 
 
-MAX_DIMS = 5
+_MAX_DIMS = 5
 
 
 class Views:
@@ -93,9 +93,9 @@ class Views:
         static: bool = False,
     ) -> Self:
         """Return another view; a dynamic offset goes along unless `static` drops it."""
-        if len(shape) > MAX_DIMS:
+        if len(shape) > _MAX_DIMS:
             raise LanguageError(
-                self.label(), f"at most {MAX_DIMS} axes in a view", f"{list(shape)}"
+                self.label(), f"at most {_MAX_DIMS} axes in a view", f"{list(shape)}"
             )
         view = object.__new__(type(self))
         view.shape = shape
