@@ -358,4 +358,5 @@ __all__ = [
     "zeros",
     "zeros_like",
     *OPERATORS,
+    "_TileSize",  # public in the stubs
 ]
