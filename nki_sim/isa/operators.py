@@ -33,7 +33,7 @@ class Operator:
         compute: what a call does in a kernel; `language/math.py` puts its helpers there.
     """
 
-    __slots__ = ("__name__", "__signature__", "activation", "alu", "arity", "compute", "name")
+    __slots__ = ("__name__", "activation", "alu", "arity", "compute", "name")
 
     def __init__(
         self, name: str, arity: int, alu: AluOp | None, activation: Activation | None
@@ -43,10 +43,13 @@ class Operator:
         self.alu = alu
         self.activation = activation
         self.compute: Callable[..., Any] = self._refuse
+
+    @property
+    def __signature__(self) -> inspect.Signature:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter(n, kind) for n in ("x", "y")[:arity]]
+        parameters = [inspect.Parameter(name, kind) for name in ("x", "y")[: self.arity]]
         parameters.append(inspect.Parameter("dtype", kind, default=None))
-        self.__signature__ = inspect.Signature(parameters)
+        return inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute element by element on tiles in SBUF."""
