@@ -35,9 +35,7 @@ from nki_sim.isa.exchange import (
     reduction,
 )
 from nki_sim.language.objects import NKIObject
-from nki_sim.machine.core import Core, current
-from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiTensor, VirtualRegister, current
 
 _MAX_CHANNELS: Final = 4
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -19,17 +19,14 @@ from nki_sim import dtypes, hardware
 from nki_sim.dtypes import DType, as_dtype, bfloat16
 from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
 from nki_sim.language.objects import NKIObject
+from nki_sim.machine import Core, Finding, Machine, MemoryRegion, NkiTensor, running
 from nki_sim.machine.ambient import on_core
-from nki_sim.machine.core import Core, Machine, running
 from nki_sim.machine.host_memory import keep_freed_memory
 from nki_sim.machine.host_threads import one_blas_thread
 from nki_sim.machine.liveness import check_capacity
-from nki_sim.machine.memory import MemoryRegion
 from nki_sim.machine.program import PACKAGE_DIR
 from nki_sim.machine.races import check_flow, check_races
 from nki_sim.machine.scheduler import Scheduler
-from nki_sim.machine.system import Finding
-from nki_sim.machine.tensor import NkiTensor
 from nki_sim.options import SimOptions
 from nki_sim.trace import CORE, RANK, Trace
 
@@ -93,9 +90,9 @@ class Run:
     @functools.cached_property
     def timeline(self) -> Any:
         """The engine times of the trace; computed on first use."""
-        from nki_sim.time import timeline  # here, as a run that asks for no times starts faster
+        from nki_sim.time import schedule  # here, as a run that asks for no times starts faster
 
-        return timeline.schedule(self.trace, hardware.find(self.machine.target.name))
+        return schedule(self.trace, hardware.find(self.machine.target.name))
 
 
 class Kernel:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from nki_sim import collectives, constants, dtypes, isa
 from nki_sim.language import api as language
 from nki_sim.launch import jit, simulate
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import NkiTensor
 
 _MARK: Final = "__nki_sim__"
 

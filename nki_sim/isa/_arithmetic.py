@@ -12,8 +12,8 @@ from nki_sim.dtypes import Array, float32
 from nki_sim.errors import IllegalOperand, NkiValidationError
 from nki_sim.isa._checks import scalar_operand
 from nki_sim.isa.functions import ALU_OPS, REDUCE_ALIASES, AluOp
-from nki_sim.machine.core import Core
-from nki_sim.machine.tensor import NkiTensor, check_defined
+from nki_sim.machine import Core, NkiTensor
+from nki_sim.machine.tensor import check_defined
 
 LANES: Final = 128
 _EXACT_IN_TENSOR_SCALAR: Final = frozenset({"add", "subtract", "multiply", "bypass"})

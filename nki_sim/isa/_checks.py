@@ -7,10 +7,8 @@ from typing import Any, Final
 from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
 from nki_sim.errors import IllegalOperand
-from nki_sim.machine.core import Core
+from nki_sim.machine import Core, NkiTensor, VirtualRegister
 from nki_sim.machine.geometry import Profile
-from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.tensor import NkiTensor
 
 ENGINE_IDS: Final = {
     Engine.tensor: tr.TENSOR,

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from nki_sim.errors import NkiValidationError
-from nki_sim.machine.core import Core, running
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiTensor, running
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

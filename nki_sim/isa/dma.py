@@ -24,9 +24,9 @@ from nki_sim.isa._checks import check_generation
 from nki_sim.isa._dma_operand import Access, cast, check_overlap, is_same, resolve, rows_at
 from nki_sim.isa._dma_transfer import move
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine.core import Core, NkiInstruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 from nki_sim.machine.geometry import contiguous_runs
-from nki_sim.machine.tensor import NkiTensor, read_indices
+from nki_sim.machine.tensor import read_indices
 
 _PERMUTATION: Final = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 _FACTS: dict[Any, tr.DmaFacts] = {}

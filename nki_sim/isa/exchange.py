@@ -19,9 +19,8 @@ from nki_sim import trace as tr
 from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.isa._arithmetic import op_name
-from nki_sim.machine.core import Core
-from nki_sim.machine.memory import UNKNOWN, MemoryRegion, Origin
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, MemoryRegion, NkiTensor
+from nki_sim.machine.memory import UNKNOWN, Origin
 from nki_sim.machine.undefined import poison
 
 _REDUCTIONS: Final[dict[str, np.ufunc]] = {

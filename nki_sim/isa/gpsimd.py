@@ -29,9 +29,7 @@ from nki_sim.isa._checks import (
 from nki_sim.isa._instruction import instruction
 from nki_sim.isa.functions import ALU_OPS, REDUCE_ALIASES, reduce_last
 from nki_sim.isa.operators import OPERATORS
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister
 
 _MAX_PATTERN_DIMS: Final = 4
 _ELEMENTS_PER_INDEX: Final = (1, 2, 4, 8, 16, 32)

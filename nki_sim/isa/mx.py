@@ -27,8 +27,7 @@ from nki_sim.isa._checks import (
 )
 from nki_sim.isa._instruction import instruction
 from nki_sim.isa.tensor_engine import accumulation, first_rows
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _PACKED: Final = frozenset(
     (dtypes.float8_e4m3fn_x4, dtypes.float8_e5m2_x4, dtypes.float4_e2m1fn_x4)

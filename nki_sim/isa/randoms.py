@@ -30,8 +30,7 @@ from nki_sim.isa._checks import (
     scalar_operand,
 )
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _WORDS: Final = 6  # five words of shift register and one counter
 _GENERATORS: Final = {Engine.vector: 4, Engine.gpsimd: 1}

@@ -9,9 +9,8 @@ import numpy as np
 from nki_sim import trace as tr
 from nki_sim.errors import IllegalOperand
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.tensor import NkiTensor, check_defined
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister
+from nki_sim.machine.tensor import check_defined
 
 
 def _note(core: Core, op: str, tensor: NkiTensor | None, is_store: bool = False) -> NkiInstruction:

@@ -36,8 +36,7 @@ from nki_sim.isa.functions import (
     prelu,
     reduce_last,
 )
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _SCALAR: Final = "scalar"
 _IDLE: Final = reduce_cmd.idle

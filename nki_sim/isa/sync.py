@@ -15,9 +15,8 @@ from nki_sim.constants import nc_version
 from nki_sim.errors import DivergenceError, IllegalOperand
 from nki_sim.isa._checks import ENGINE_IDS, check_generation, check_memory
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine.core import Core, NkiInstruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 from nki_sim.machine.memory import UNKNOWN, Origin
-from nki_sim.machine.tensor import NkiTensor
 from nki_sim.machine.undefined import poison
 
 _GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}

@@ -38,8 +38,7 @@ from nki_sim.isa._checks import (
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _WIDE: Final = frozenset((float32, tfloat32))
 _OPERANDS: Final = FP8 | _WIDE | {bfloat16, float16}

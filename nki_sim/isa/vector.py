@@ -45,8 +45,7 @@ from nki_sim.isa._checks import (
 )
 from nki_sim.isa._instruction import instruction
 from nki_sim.isa.functions import reduce_last
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 # Operator pairs of tensor_scalar that the Scalar engine has from gen3 on (nki.isa.tensor_scalar).
 _SCALAR_ENGINE_PAIRS = frozenset({("multiply", "add"), ("multiply", ""), ("add", "")})

@@ -21,9 +21,7 @@ from nki_sim.isa._checks import (
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister
 
 # Elements per partition from which a fill in SBUF goes to GpSimd if the kernel names no engine
 # (assumed: the compiler's choice is not published).

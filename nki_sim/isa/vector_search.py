@@ -22,8 +22,7 @@ from nki_sim.isa._checks import (
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _MIN_SEARCH: Final = 8
 _MAX_SEARCH: Final = 16_384

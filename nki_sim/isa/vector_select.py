@@ -38,8 +38,7 @@ from nki_sim.isa._checks import (
 from nki_sim.isa._instruction import instruction
 from nki_sim.isa.functions import ALU_OPS, AluOp, reduce_last
 from nki_sim.isa.operators import OPERATORS
-from nki_sim.machine.core import Core, NkiInstruction
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _MAXIMUM: Final = OPERATORS["maximum"]
 FP32_MIN: Final = float(np.finfo(np.float32).min)

@@ -41,10 +41,7 @@ from nki_sim.isa.operators import OPERATORS
 from nki_sim.language import math as language_math
 from nki_sim.language.loops import dynamic_range, fori_loop, while_loop
 from nki_sim.language.objects import NKIObject
-from nki_sim.machine.core import current, running
-from nki_sim.machine.memory import MemoryRegion
-from nki_sim.machine.registers import DynamicSlice, VirtualRegister
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, VirtualRegister, current, running
 from nki_sim.targets import Target, find_target
 
 sbuf: Final = MemoryRegion.sbuf

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nki_sim.errors import LanguageError
-from nki_sim.machine.core import Core, current
+from nki_sim.machine import Core, NkiTensor, VirtualRegister, current
 from nki_sim.machine.program import Loop
-from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.tensor import NkiTensor, read_index
+from nki_sim.machine.tensor import read_index
 
 
 def _bound(value: Any) -> int:

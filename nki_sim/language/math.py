@@ -20,9 +20,7 @@ from nki_sim import isa
 from nki_sim.dtypes import DType, as_dtype, bool_, float32, int32, uint8, uint32
 from nki_sim.errors import IllegalOperand, LanguageError
 from nki_sim.isa.operators import OPERATORS, Operator, operator
-from nki_sim.machine.core import current
-from nki_sim.machine.memory import MemoryRegion
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import MemoryRegion, NkiTensor, current
 
 NOT_IMPLEMENTED: Final = {
     "divide": "no engine divides. Use nl.reciprocal and nl.multiply.",

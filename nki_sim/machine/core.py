@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from nki_sim import trace as tr
-from nki_sim.machine import ambient
 from nki_sim.machine.allocator import Allocator
+from nki_sim.machine.ambient import current as _current
+from nki_sim.machine.ambient import running as _running
 from nki_sim.machine.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN
 from nki_sim.machine.program import PACKAGE_DIR
 from nki_sim.machine.system import System
@@ -206,5 +207,5 @@ class Machine(System):
         self.cores = [Core(self, rank, core) for rank in range(ranks) for core in range(lnc)]
 
 
-current = cast(Callable[[], Core], ambient.current)  # raises RuntimeError outside kernels
-running = cast(Callable[[], Core | None], ambient.running)  # None outside kernels
+current = cast(Callable[[], Core], _current)  # raises RuntimeError outside kernels
+running = cast(Callable[[], Core | None], _running)  # None outside kernels
