@@ -4,7 +4,6 @@ For nki_sim.launch, which offers `Run.timeline`, and for whoever has a trace. It
 `hardware.py` alone: meaning and time are apart.
 """
 
-from nki_sim.time.playback import TimelineOptions
 from nki_sim.time.timeline import Timeline, schedule
 
-__all__ = ["Timeline", "TimelineOptions", "schedule"]
+__all__ = ["Timeline", "schedule"]
