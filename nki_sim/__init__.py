@@ -1,4 +1,9 @@
-"""nki_sim: NKI kernels on a CPU, with the meaning, the rules and the time of the hardware."""
+"""nki_sim: NKI kernels on a CPU, with the meaning, the rules and the time of the hardware.
+
+Rooms from low to high; nothing imports upward: `errors`, `options`, `dtypes`, `constants`,
+`hardware`, `targets` and `trace`; `machine`; `isa`; `language`; then `collectives`, `launch`,
+`provide` and `testing`. `time` reads `trace` and `hardware` alone, and `lint` stands alone.
+"""
 
 from nki_sim.errors import (
     AccumulateError,

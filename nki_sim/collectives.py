@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -22,9 +23,8 @@ import numpy as np
 from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version
-from nki_sim.dtypes import Array
+from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, NkiValidationError
-from nki_sim.isa._common import locate
 from nki_sim.isa.exchange import (
     Chunks,
     Combine,
@@ -35,12 +35,11 @@ from nki_sim.isa.exchange import (
     reduction,
 )
 from nki_sim.language.objects import NKIObject
-from nki_sim.machine.core import Core, current
-from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import Core, NkiTensor, VirtualRegister, current
 
 _MAX_CHANNELS: Final = 4
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Result = tuple[Sequence[int], Callable[[list[Array]], Array]]
 
 
 class ReplicaGroup(NKIObject):
@@ -66,7 +65,7 @@ class ReplicaGroup(NKIObject):
         return hash(tuple(map(tuple, self.groups)))
 
 
-def _collective(function: F) -> F:
+def _collective(function: _F) -> _F:
     """Give a collective the running core, and its errors their place."""
     name = function.__name__
 
@@ -76,17 +75,27 @@ def _collective(function: F) -> F:
         try:
             return function(core, *args, **kwargs)
         except NkiValidationError as error:
-            locate(error, core, name)
+            core.locate(error, name)
             raise
 
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1:]
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return cast(F, call)
+    return cast(_F, call)
 
 
-def _group_of(core: Core, replica_group: Any) -> list[int]:
+def _check_priority(core: Core, priority: Any) -> None:
+    if priority is None:
+        return
+    if core.target.version < nc_version.gen4:
+        raise IllegalOperand("priority", f"None before gen4 ({core.target.name})", str(priority))
+    if priority not in range(4):
+        raise IllegalOperand("priority", "0 to 3", repr(priority))
+
+
+def _ranks_of(core: Core, replica_group: Any, priority: Any = None) -> list[int]:
     """Return the ranks that this rank exchanges with, in the order of the group."""
+    _check_priority(core, priority)
     if not isinstance(replica_group, ReplicaGroup):
         raise IllegalOperand("replica_group", "a ReplicaGroup", repr(replica_group))
     for group in replica_group.groups:
@@ -100,15 +109,6 @@ def _group_of(core: Core, replica_group: Any) -> list[int]:
     raise IllegalOperand("replica_group", f"this rank ({core.rank})", str(replica_group.groups))
 
 
-def _check_priority(core: Core, priority: Any) -> None:
-    if priority is None:
-        return
-    if core.target.version < nc_version.gen4:
-        raise IllegalOperand("priority", f"None before gen4 ({core.target.name})", str(priority))
-    if priority not in range(4):
-        raise IllegalOperand("priority", "0 to 3", repr(priority))
-
-
 def _source(index: int, make: Callable[[list[Array]], Array]) -> Combine:
     """Apply `make` to source `index` of every rank."""
 
@@ -118,9 +118,33 @@ def _source(index: int, make: Callable[[list[Array]], Array]) -> Combine:
     return combine
 
 
-def _check_divisible(src: NkiTensor, ranks: int) -> None:
-    if src.shape[0] % ranks:
-        raise IllegalOperand("srcs", f"an axis 0 that {ranks} ranks divide", f"{list(src.shape)}")
+def _exchange(
+    core: Core,
+    kind: str,
+    pairs: list[tuple[NkiTensor, NkiTensor]],
+    ranks: list[int],
+    result: Callable[[NkiTensor], _Result],
+    name: str | None,
+) -> None:
+    """Run a collective that makes each destination of the same source of all ranks.
+
+    `result` gives, for a source, the shape of its destination and what makes that of the sources.
+    """
+    outputs = []
+    for index, (src, dst) in enumerate(pairs):
+        shape, make = result(src)
+        check_shape("dsts", dst, shape)
+        outputs.append((dst, _source(index, make)))
+    exchange(core, kind, ranks, [src for src, _ in pairs], outputs, name)
+
+
+def _part_of(core: Core, ranks: list[int], src: NkiTensor) -> slice:
+    """Return the rows that are this rank's where axis 0 is shared out in equal parts."""
+    if src.shape[0] % len(ranks):
+        expected = f"an axis 0 that {len(ranks)} ranks divide"
+        raise IllegalOperand("srcs", expected, f"{list(src.shape)}")
+    rows, position = src.shape[0] // len(ranks), ranks.index(core.rank)
+    return slice(position * rows, (position + 1) * rows)
 
 
 def _check_dim(collective_dim: int, allowed: tuple[int, ...], where: str) -> None:
@@ -139,14 +163,12 @@ def all_reduce(
     name: str | None = None,
 ) -> None:
     """Give every rank the sum, minimum or maximum of all ranks' tensors."""
-    _check_priority(core, priority)
-    ranks = _group_of(core, replica_group)
-    pairs = check_tensors(srcs, dsts)
-    outputs = []
-    for index, (src, dst) in enumerate(pairs):
-        check_shape("dsts", dst, src.shape)
-        outputs.append((dst, _source(index, reduction(op, src.dtype))))
-    exchange(core, "all_reduce", ranks, srcs, outputs, name)
+    ranks = _ranks_of(core, replica_group, priority)
+
+    def result(src: NkiTensor) -> _Result:
+        return src.shape, reduction(op, src.dtype)
+
+    _exchange(core, "all_reduce", check_tensors(srcs, dsts), ranks, result, name)
 
 
 @_collective
@@ -160,24 +182,17 @@ def all_gather(
     name: str | None = None,
 ) -> None:
     """Give every rank the tensors of all ranks, one after the other along one axis."""
-    _check_priority(core, priority)
-    ranks = _group_of(core, replica_group)
-    pairs = check_tensors(srcs, dsts)
-    on_chip = pairs[0][0].on_chip
-    _check_dim(collective_dim, (0, 1) if on_chip else (0,), "0 in HBM, 0 or 1 in SBUF")
+    ranks = _ranks_of(core, replica_group, priority)
 
-    def join(arrays: list[Array]) -> Array:
-        return np.concatenate(arrays, axis=collective_dim)
-
-    outputs = []
-    for index, (src, dst) in enumerate(pairs):
-        if on_chip and src.ndim != 2:
+    def result(src: NkiTensor) -> _Result:
+        _check_dim(collective_dim, (0, 1) if src.on_chip else (0,), "0 in HBM, 0 or 1 in SBUF")
+        if src.on_chip and src.ndim != 2:
             raise IllegalOperand("srcs", "2 axes in SBUF", str(src.ndim))
         shape = list(src.shape)
         shape[collective_dim] *= len(ranks)
-        check_shape("dsts", dst, shape)
-        outputs.append((dst, _source(index, join)))
-    exchange(core, "all_gather", ranks, srcs, outputs, name)
+        return shape, functools.partial(np.concatenate, axis=collective_dim)
+
+    _exchange(core, "all_gather", check_tensors(srcs, dsts), ranks, result, name)
 
 
 @_collective
@@ -192,26 +207,15 @@ def reduce_scatter(
     name: str | None = None,
 ) -> None:
     """Reduce the tensors of all ranks and give each rank its part along axis 0."""
-    _check_priority(core, priority)
-    ranks = _group_of(core, replica_group)
-    pairs = check_tensors(srcs, dsts)
-    _check_dim(collective_dim, (0,), "0")
-    position = ranks.index(core.rank)
-    outputs = []
-    for index, (src, dst) in enumerate(pairs):
-        _check_divisible(src, len(ranks))
-        rows = src.shape[0] // len(ranks)
-        check_shape("dsts", dst, [rows, *src.shape[1:]])
-        part = slice(position * rows, (position + 1) * rows)
-        outputs.append((dst, _source(index, _sliced(reduction(op, src.dtype), part))))
-    exchange(core, "reduce_scatter", ranks, srcs, outputs, name)
+    ranks = _ranks_of(core, replica_group, priority)
 
+    def result(src: NkiTensor) -> _Result:
+        _check_dim(collective_dim, (0,), "0")
+        part, reduce = _part_of(core, ranks, src), reduction(op, src.dtype)
+        shape = (src.shape[0] // len(ranks), *src.shape[1:])
+        return shape, lambda arrays: reduce([array[part] for array in arrays])
 
-def _sliced(reduce: Callable[[list[Array]], Array], part: slice) -> Callable[[list[Array]], Array]:
-    def make(arrays: list[Array]) -> Array:
-        return reduce([array[part] for array in arrays])
-
-    return make
+    _exchange(core, "reduce_scatter", check_tensors(srcs, dsts), ranks, result, name)
 
 
 @_collective
@@ -225,22 +229,15 @@ def all_to_all(
     name: str | None = None,
 ) -> None:
     """Send block r of axis 0 to the r-th rank of the group; block s comes from the s-th."""
-    _check_priority(core, priority)
-    ranks = _group_of(core, replica_group)
+    ranks = _ranks_of(core, replica_group, priority)
+
+    def result(src: NkiTensor) -> _Result:
+        _check_dim(collective_dim, (0,), "0")
+        part = _part_of(core, ranks, src)
+        return src.shape, lambda arrays: np.concatenate([array[part] for array in arrays])
+
     pairs = check_tensors(srcs, dsts, hbm_only=True)
-    _check_dim(collective_dim, (0,), "0")
-    position = ranks.index(core.rank)
-
-    def collect(arrays: list[Array]) -> Array:
-        rows = arrays[0].shape[0] // len(arrays)
-        return np.concatenate([a[position * rows : (position + 1) * rows] for a in arrays])
-
-    outputs = []
-    for index, (src, dst) in enumerate(pairs):
-        _check_divisible(src, len(ranks))
-        check_shape("dsts", dst, src.shape)
-        outputs.append((dst, _source(index, collect)))
-    exchange(core, "all_to_all", ranks, srcs, outputs, name)
+    _exchange(core, "all_to_all", pairs, ranks, result, name)
 
 
 # Variable counts.
@@ -275,8 +272,7 @@ def all_to_all_v(
     Rows of the metadata: send counts, send offsets, receive counts (written unless they are known),
     and with `has_rdispls` receive offsets; without them chunk r goes to slot r of equal slots.
     """
-    _check_priority(core, priority)
-    ranks = _group_of(core, replica_group)
+    ranks = _ranks_of(core, replica_group, priority)
     ((src, dst),) = check_tensors(srcs, dsts, hbm_only=True, one=True)
     metadata = _check_metadata(metadata_tensor, 4 if has_rdispls else 3, len(ranks))
 
@@ -300,8 +296,7 @@ def all_gather_v(
     name: str | None = None,
 ) -> None:
     """Send one chunk (its count and offset in column 0 of the metadata) to every rank."""
-    _check_priority(core, priority)
-    ranks = _group_of(core, replica_group)
+    ranks = _ranks_of(core, replica_group, priority)
     if has_rdispls:
         raise IllegalOperand("has_rdispls", "False", "True")
     if len(ranks) != 4 or core.machine.lnc != 2:
@@ -349,32 +344,55 @@ def collective_permute(
     outputs = []
     for source, target in edges:
         if target == core.rank:
-            outputs.append((dst, _source(0, _item(ranks.index(source)))))
+            outputs.append((dst, _source(0, itemgetter(ranks.index(source)))))
     exchange(core, "collective_permute", ranks, srcs, outputs, name)
 
 
-def _item(position: int) -> Callable[[list[Array]], Array]:
-    def make(arrays: list[Array]) -> Array:
-        return arrays[position]
-
-    return make
-
-
-def _check_channels(
-    by_channel: list[tuple[str, Any]], channel_ids: Any
-) -> list[tuple[list[Any], ...]]:
+def _check_channels(by_channel: dict[str, Any], channel_ids: Any) -> list[tuple[list[Any], ...]]:
     """Check the lists of one tensor per channel; return them channel by channel."""
     count = len(channel_ids)
     if list(channel_ids) != list(range(count)) or not 1 <= count <= _MAX_CHANNELS:
         raise IllegalOperand(
             "channel_ids", f"0, 1, .. of at most {_MAX_CHANNELS} channels", str(channel_ids)
         )
-    for operand, lists in by_channel:
+    for operand, lists in by_channel.items():
         if len(lists) != count:
             raise IllegalOperand(operand, f"{count} lists, one per channel", str(len(lists)))
         if any(len(tensors) != 1 for tensors in lists):
             raise IllegalOperand(operand, "one tensor per channel", str([len(t) for t in lists]))
-    return list(zip(*(lists for _, lists in by_channel), strict=True))
+    return list(zip(*by_channel.values(), strict=True))
+
+
+def _pass_on(
+    core: Core,
+    kind: str,
+    by_channel: dict[str, Any],
+    channel_ids: Any,
+    ranks: list[int],
+    combine_of: Callable[[DType], Callable[[list[Array]], Array]],
+    name: str | None,
+) -> None:
+    """Send what is made of each channel's sources to the next rank of the ring.
+
+    `by_channel` holds the lists by operand name, destinations last; `combine_of` gives, for an
+    element type, what makes one array of a channel's sources.
+    """
+    before = (ranks.index(core.rank) - 1) % len(ranks)
+    sources: list[NkiTensor] = []
+    outputs = []
+    for *sides, dsts in _check_channels(by_channel, channel_ids):
+        mine = [check_tensors(side, dsts)[0][0] for side in sides]
+        for operand, tensor in zip(list(by_channel)[1:], [*mine[1:], *dsts], strict=True):
+            check_shape(operand, tensor, mine[0].shape)
+        sent = slice(len(sources), len(sources) + len(mine))
+        outputs.append((dsts[0], _of_rank(before, sent, combine_of(mine[0].dtype))))
+        sources += mine
+    exchange(core, kind, ranks, sources, outputs, name)
+
+
+def _of_rank(position: int, part: slice, make: Callable[[list[Array]], Array]) -> Combine:
+    """Apply `make` to some of the sources of one rank."""
+    return lambda sent: make(sent[position][part])
 
 
 @_collective
@@ -388,17 +406,10 @@ def collective_permute_implicit(
     name: str | None = None,
 ) -> None:
     """Send each channel's tensor to the next rank of the ring and take that of the one before."""
-    _check_priority(core, priority)
-    ranks = _group_of(core, replica_group)
-    lists = [("srcs_by_channel", srcs_by_channel), ("dsts_by_channel", dsts_by_channel)]
-    before = _item((ranks.index(core.rank) - 1) % len(ranks))
-    sources, outputs = [], []
-    for index, (srcs, dsts) in enumerate(_check_channels(lists, channel_ids)):
-        ((src, dst),) = check_tensors(srcs, dsts)
-        check_shape("dsts_by_channel", dst, src.shape)
-        sources.append(src)
-        outputs.append((dst, _source(index, before)))
-    exchange(core, "collective_permute_implicit", ranks, sources, outputs, name)
+    ranks = _ranks_of(core, replica_group, priority)
+    lists = {"srcs_by_channel": srcs_by_channel, "dsts_by_channel": dsts_by_channel}
+    kind = "collective_permute_implicit"
+    _pass_on(core, kind, lists, channel_ids, ranks, lambda _: itemgetter(0), name)
 
 
 @_collective
@@ -414,32 +425,14 @@ def collective_permute_implicit_reduce(
     name: str | None = None,
 ) -> None:
     """Send ``op(src0, src1)`` of each channel to the next rank of the ring."""
-    _check_priority(core, priority)
-    ranks = _group_of(core, replica_group)
-    lists = [
-        ("srcs0_by_channel", srcs0_by_channel),
-        ("srcs1_by_channel", srcs1_by_channel),
-        ("dsts_by_channel", dsts_by_channel),
-    ]
-    before = (ranks.index(core.rank) - 1) % len(ranks)
-    sources, outputs = [], []
-    for index, (left, right, dsts) in enumerate(_check_channels(lists, channel_ids)):
-        ((src0, dst),) = check_tensors(left, dsts)
-        ((src1, _),) = check_tensors(right, dsts)
-        check_shape("srcs1_by_channel", src1, src0.shape)
-        check_shape("dsts_by_channel", dst, src0.shape)
-        sources += [src0, src1]
-        outputs.append((dst, _both(before, 2 * index, reduction(op, src0.dtype))))
-    exchange(core, "collective_permute_implicit_reduce", ranks, sources, outputs, name)
-
-
-def _both(position: int, index: int, reduce: Callable[[list[Array]], Array]) -> Combine:
-    """Reduce two neighbouring sources of one rank."""
-
-    def combine(sent: list[list[Array]]) -> Array:
-        return reduce(sent[position][index : index + 2])
-
-    return combine
+    ranks = _ranks_of(core, replica_group, priority)
+    lists = {
+        "srcs0_by_channel": srcs0_by_channel,
+        "srcs1_by_channel": srcs1_by_channel,
+        "dsts_by_channel": dsts_by_channel,
+    }
+    kind = "collective_permute_implicit_reduce"
+    _pass_on(core, kind, lists, channel_ids, ranks, functools.partial(reduction, op), name)
 
 
 @_collective
@@ -451,7 +444,7 @@ def collective_permute_implicit_current_processing_rank_id(
     name: str | None = None,
 ) -> VirtualRegister:
     """Return a register with the rank whose data is there after so many steps of the ring."""
-    ranks = _group_of(core, replica_group)
+    ranks = _ranks_of(core, replica_group)
     if not 0 <= channel_id < _MAX_CHANNELS:
         raise IllegalOperand("channel_id", f"0 to {_MAX_CHANNELS - 1}", str(channel_id))
     position = ranks.index(core.rank) - int(iteration_id)
@@ -462,3 +455,19 @@ def collective_permute_implicit_current_processing_rank_id(
 def rank_id(core: Core, name: str | None = None) -> VirtualRegister:
     """Return a register with the rank of the running core."""
     return VirtualRegister(core.rank)
+
+
+__all__ = [
+    "ReplicaGroup",
+    "all_gather",
+    "all_gather_v",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_v",
+    "collective_permute",
+    "collective_permute_implicit",
+    "collective_permute_implicit_current_processing_rank_id",
+    "collective_permute_implicit_reduce",
+    "rank_id",
+    "reduce_scatter",
+]

@@ -86,3 +86,18 @@ vector_engine: Final = engine.vector
 scalar_engine: Final = engine.scalar
 gpsimd_engine: Final = engine.gpsimd
 unknown_engine: Final = engine.unknown
+
+__all__ = [
+    "dge_mode",
+    "dma_engine",
+    "engine",
+    "gpsimd_engine",
+    "matmul_perf_mode",
+    "nc_version",
+    "oob_mode",
+    "reduce_cmd",
+    "scalar_engine",
+    "tensor_engine",
+    "unknown_engine",
+    "vector_engine",
+]

@@ -151,7 +151,7 @@ def convert(values: Array, dtype: DType) -> Array:
     """Round an array of any arithmetic type to `dtype`, by the rules of the module docstring."""
     target = dtype.numpy
     if dtype is tfloat32:
-        return round_to_tfloat32(to_float32(values))
+        return _round_to_tfloat32(to_float32(values))
     if values.dtype == target:
         return values
     if dtype.kind in "iu" and values.dtype.kind not in "iub":
@@ -174,7 +174,7 @@ def _saturate(values: Array, target: np.dtype[Any]) -> Array:
     return result
 
 
-def round_to_tfloat32(values: Array) -> Array:
+def _round_to_tfloat32(values: Array) -> Array:
     """Keep 10 mantissa bits of a float32 array, rounding to nearest even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     odd = (bits >> np.uint32(13)) & np.uint32(1)

@@ -1,7 +1,7 @@
 """What goes wrong in a kernel, as exception classes that say where and why.
 
 Each error names the kernel's file and line, the instruction, the operand, what was expected and
-what was found. The place is filled in by the instruction wrapper (`isa/_common.py`), so a check
+what was found. The decorator of instructions fills in the place (`isa/_instruction.py`), so a check
 only says what it knows: ``raise IllegalOperand("data1", "at most 128 partitions", "160")``.
 """
 

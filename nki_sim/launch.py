@@ -15,20 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from nki_sim import dtypes
+from nki_sim import dtypes, hardware
 from nki_sim.dtypes import DType, as_dtype, bfloat16
 from nki_sim.errors import IllegalOperand, NkiValidationError, UninitializedRead
-from nki_sim.language.loops import check_loops_ended
 from nki_sim.language.objects import NKIObject
-from nki_sim.machine import races
-from nki_sim.machine.core import _CORE, PACKAGE_DIR, Core, build, running
+from nki_sim.machine import Core, Finding, Machine, MemoryRegion, NkiTensor, running
+from nki_sim.machine.ambient import on_core
 from nki_sim.machine.host_memory import keep_freed_memory
 from nki_sim.machine.host_threads import one_blas_thread
 from nki_sim.machine.liveness import check_capacity
-from nki_sim.machine.memory import MemoryRegion
+from nki_sim.machine.program import PACKAGE_DIR
+from nki_sim.machine.races import check_flow, check_races
 from nki_sim.machine.scheduler import Scheduler
-from nki_sim.machine.system import Finding, Machine
-from nki_sim.machine.tensor import NkiTensor
 from nki_sim.options import SimOptions
 from nki_sim.trace import CORE, RANK, Trace
 
@@ -92,10 +90,9 @@ class Run:
     @functools.cached_property
     def timeline(self) -> Any:
         """The engine times of the trace; computed on first use."""
-        from nki_sim import hardware
-        from nki_sim.time import timeline
+        from nki_sim.time import schedule  # here, as a run that asks for no times starts faster
 
-        return timeline.schedule(self.trace, hardware.find(self.machine.target.name))
+        return schedule(self.trace, hardware.find(self.machine.target.name))
 
 
 class Kernel:
@@ -261,33 +258,31 @@ def _launch(
     """Run the kernel once per rank and core, then check the trace as a whole."""
     keep_freed_memory()
     degree = lnc if lnc is not None else kernel.lnc
-    machine = build(options, degree or 1, len(calls))
+    machine = Machine(options, degree or 1, len(calls))
     uses_torch = any(_is_torch(a) for args, kwargs in calls for a in (*args, *kwargs.values()))
 
     def program(core: Core) -> Any:
         core.grid_ndim = 0 if degree is None else 1
         args, kwargs = calls[core.rank]
-        token = _CORE.set(core)
         try:
-            bound = _bind(core, kernel.function, args, kwargs)
-            result = kernel.function(*bound.args, **bound.kwargs)
-            check_loops_ended(core)
-            return result
+            with on_core(core):
+                bound = _bind(core, kernel.function, args, kwargs)
+                result = kernel.function(*bound.args, **bound.kwargs)
+                core.check_loops_ended()
+                return result
         except NkiValidationError as error:
             _locate(error)
             raise
-        finally:
-            _CORE.reset(token)
 
     with one_blas_thread(), np.errstate(all="ignore"):
         if len(machine.cores) == 1:
             results = [program(machine.cores[0])]
         else:
-            machine.scheduler = Scheduler(machine)
-            results = machine.scheduler.run(program)
+            machine.scheduler = scheduler = Scheduler(machine)
+            results = scheduler.run(program)
     _apply_schedule(machine.trace, kernel.schedule)
-    races.check_flow(machine)
-    races.check_races(machine)
+    check_flow(machine)
+    check_races(machine)
     check_capacity(machine)
     per_rank = [results[rank * machine.lnc] for rank in range(machine.num_ranks)]
     outputs = [_collect(machine, value, uses_torch) for value in per_rank]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from typing import Any, Final
+
+from nki_sim import collectives, constants, dtypes, isa
+from nki_sim.language import api as language
+from nki_sim.launch import jit, simulate
+from nki_sim.machine import NkiTensor
 
 _MARK: Final = "__nki_sim__"
 
@@ -41,20 +47,21 @@ def _vendor_present() -> bool:
         return False
 
 
-def _module(name: str, content: dict[str, Any], doc: str) -> types.ModuleType:
+def _module(name: str, content: dict[str, Any], doc: str | None) -> types.ModuleType:
+    """Make a module as an import leaves it; every one may have submodules."""
     module = types.ModuleType(name, doc)
+    module.__spec__ = spec = ModuleSpec(name, None, origin="nki_sim", is_package=True)
+    module.__path__ = spec.submodule_search_locations or []
+    module.__package__ = name
     module.__dict__.update(content)
     module.__dict__[_MARK] = True
     return module
 
 
-def _public(module: types.ModuleType) -> dict[str, Any]:
-    """Return the names of a simulator module that the language shows."""
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if not key.startswith("__") and not isinstance(value, types.ModuleType)
-    }
+def _same(name: str, module: types.ModuleType) -> types.ModuleType:
+    """Make a module that shows the names of one of the simulator."""
+    content = {key: getattr(module, key) for key in module.__all__}
+    return _module(name, content, module.__doc__)
 
 
 class _AnyType:
@@ -74,48 +81,27 @@ class _AnyType:
 
 def _modules() -> dict[str, types.ModuleType]:
     """Build the modules, the present names and those of older versions."""
-    from nki_sim import collectives, constants, dtypes, isa, launch
-    from nki_sim.language import api as language
-    from nki_sim.machine import core as machine
-    from nki_sim.machine import tensor
-
     any_type = _AnyType()
-    top = _module("nki", {"jit": launch.jit, "simulate": launch.simulate}, "NKI, simulated.")
-    top.__path__ = []
-    nl = _module("nki.language", _public(language), language.__doc__ or "")
-    nl.__dict__["__getattr__"] = language.__getattr__
-    nisa = _module("nki.isa", _public(isa), isa.__doc__ or "")
-    nisa.__path__ = []
-    nisa_constants = _module("nki.isa.constants", _public(constants), constants.__doc__ or "")
-    typing_ = _module(
-        "nki.typing", {"tensor": any_type, "mutable_tensor": any_type}, "Annotation types."
-    )
-    compiler = _module("nki.compiler", {}, "Nothing of the compiler is simulated.")
     # `nki.dtype` is a module with the types, and an annotation.
     dtype_names = {str(d): d for d in dtypes.ALL} | {"DType": dtypes.DType, "bool_": dtypes.bool_}
-    dtype = _module("nki.dtype", dtype_names, "Element types.")
-    tensor_module = _module("nki.tensor", {"NkiTensor": tensor.NkiTensor}, "Tensors.")
-    modules = {
-        "nki": top,
-        "nki.language": nl,
-        "nki.isa": nisa,
-        "nki.isa.constants": nisa_constants,
-        "nki.typing": typing_,
-        "nki.compiler": compiler,
-        "nki.dtype": dtype,
-        "nki.tensor": tensor_module,
-    }
-    modules["nki.collectives"] = _module(
-        "nki.collectives", _public(collectives), collectives.__doc__ or ""
-    )
-    for name, module in list(modules.items()):
+    annotations = {"tensor": any_type, "mutable_tensor": any_type}
+    built = [
+        _module("nki", {"jit": jit, "simulate": simulate}, "NKI, simulated."),
+        _same("nki.language", language),
+        _same("nki.isa", isa),
+        _same("nki.isa.constants", constants),
+        _same("nki.collectives", collectives),
+        _module("nki.typing", annotations, "Annotation types."),
+        _module("nki.compiler", {}, "Nothing of the compiler is simulated."),
+        _module("nki.dtype", dtype_names, "Element types."),
+        _module("nki.tensor", {"NkiTensor": NkiTensor}, "Tensors."),
+        _module("neuronxcc", {}, "Name of the package before NKI 0.1."),
+    ]
+    modules = {module.__name__: module for module in built}
+    modules["nki.language"].__dict__["__getattr__"] = language.__getattr__
+    modules |= {f"neuronxcc.{name}": m for name, m in modules.items() if name != "neuronxcc"}
+    for name, module in modules.items():
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(modules[parent], child, module)
-    nisa.__dict__["constants"] = nisa_constants
-    nisa.__dict__["NkiInstruction"] = machine.NkiInstruction
-    old = _module("neuronxcc", {"nki": top}, "Name of the package before NKI 0.1.")
-    old.__path__ = []
-    modules |= {name.replace("nki", "neuronxcc.nki", 1): m for name, m in modules.items()}
-    modules["neuronxcc"] = old
     return modules

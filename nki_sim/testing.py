@@ -21,9 +21,7 @@ from numpy.typing import ArrayLike
 
 from nki_sim.dtypes import as_dtype
 from nki_sim.launch import Run, run
-from nki_sim.machine.core import current
-from nki_sim.machine.memory import MemoryRegion
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import MemoryRegion, NkiTensor, current
 from nki_sim.options import SimOptions
 
 _REGIONS = {

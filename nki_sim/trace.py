@@ -224,7 +224,7 @@ FACTS: Final = 5
 LOOP_DEPTH: Final = 6
 NUM_READS: Final = 7
 NUM_WRITES: Final = 8
-NUM_COLUMNS: Final = 9
+_NUM_COLUMNS: Final = 9
 
 
 class Trace:
@@ -333,7 +333,7 @@ class Trace:
             loop_depth: how many dynamic loops enclose it.
         """
         rows = self._rows
-        index = len(rows) // NUM_COLUMNS
+        index = len(rows) // _NUM_COLUMNS
         op_id = self._op_id.get(op)
         facts_id = self._facts_id.get(facts)
         rows.extend(
@@ -354,11 +354,11 @@ class Trace:
         return index
 
     def __len__(self) -> int:
-        return len(self._rows) // NUM_COLUMNS
+        return len(self._rows) // _NUM_COLUMNS
 
     def columns(self) -> NDArray[np.int32]:
-        """Return a copy of the fixed parts: [instructions, NUM_COLUMNS] int32."""
-        return np.array(self._rows, dtype=np.int32).reshape(-1, NUM_COLUMNS)
+        """Return a copy of the fixed parts: [instructions, columns] int32."""
+        return np.array(self._rows, dtype=np.int32).reshape(-1, _NUM_COLUMNS)
 
     def operand_ids(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the range ids of all operands, reads before writes, and each instruction's first
@@ -373,7 +373,7 @@ class Trace:
     def __iter__(self) -> Iterator[Instruction]:
         first = 0
         for index in range(len(self)):
-            base = index * NUM_COLUMNS
+            base = index * _NUM_COLUMNS
             yield self._unpack(index, first)
             first += self._rows[base + NUM_READS] + self._rows[base + NUM_WRITES]
 
@@ -384,7 +384,7 @@ class Trace:
 
     def _unpack(self, index: int, first: int) -> Instruction:
         """Build the readable record whose operands start at position `first`."""
-        row = self._rows[index * NUM_COLUMNS : (index + 1) * NUM_COLUMNS]
+        row = self._rows[index * _NUM_COLUMNS : (index + 1) * _NUM_COLUMNS]
         middle = first + row[NUM_READS]
         reads = self._operands[first:middle]
         writes = self._operands[middle : middle + row[NUM_WRITES]]

@@ -1,4 +1,10 @@
-"""`nki.isa`: the instructions, one file per engine."""
+"""`nki.isa`: the instructions, one file per engine.
+
+Behind them: `_instruction` (the decorator), `_checks` (operands and cost facts), `_arithmetic`,
+`_dma_operand` and `_dma_transfer`; `functions`, `search` and `mx_formats` (formulas in NumPy);
+`operators` (codes like nl.add); `exchange` (for nki_sim.collectives). For nki_sim.language and the
+files above it; kernels reach it as `nki.isa`. It knows the machine, and nothing of the language.
+"""
 
 from nki_sim.constants import (
     dge_mode,
@@ -65,8 +71,7 @@ from nki_sim.isa.vector_select import (
     tensor_scalar_cumulative,
     tensor_scalar_reduce,
 )
-from nki_sim.machine.core import NkiInstruction
-from nki_sim.machine.registers import VirtualRegister
+from nki_sim.machine import NkiInstruction, VirtualRegister
 
 tensor_engine = engine.tensor  # not the file of that name
 

@@ -15,20 +15,16 @@ import numpy as np
 
 from nki_sim import trace as tr
 from nki_sim.constants import dge_mode as Dge
+from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
 from nki_sim.constants import oob_mode as Oob
 from nki_sim.dtypes import Array, convert
-from nki_sim.isa._access import Access, cast, check_overlap, is_same, resolve, rows_at
-from nki_sim.isa._common import (
-    Core,
-    Engine,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
-    check_generation,
-    instruction,
-)
-from nki_sim.isa._transfer import move
+from nki_sim.errors import IllegalOperand
+from nki_sim.isa._checks import check_generation
+from nki_sim.isa._dma_operand import Access, cast, check_overlap, is_same, resolve, rows_at
+from nki_sim.isa._dma_transfer import move
+from nki_sim.isa._instruction import instruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 from nki_sim.machine.geometry import contiguous_runs
 from nki_sim.machine.tensor import read_indices
 

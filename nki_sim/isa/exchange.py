@@ -18,10 +18,9 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
-from nki_sim.isa._operands import op_name
-from nki_sim.machine.core import Core
-from nki_sim.machine.memory import UNKNOWN, MemoryRegion, Origin
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.isa._arithmetic import op_name
+from nki_sim.machine import Core, MemoryRegion, NkiTensor
+from nki_sim.machine.memory import UNKNOWN, Origin
 from nki_sim.machine.undefined import poison
 
 _REDUCTIONS: Final[dict[str, np.ufunc]] = {
@@ -36,7 +35,7 @@ _REDUCE_NAMES: Final = {"min": "minimum", "max": "maximum"}
 Combine = Callable[[list[list[Array]]], Array]
 
 
-class Payload(NamedTuple):
+class _Payload(NamedTuple):
     """Contents of one tensor: values, which of them are defined, whether they mean something."""
 
     values: Array
@@ -45,7 +44,7 @@ class Payload(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class _Meeting:
     """One collective on one core.
 
     Attributes:
@@ -65,7 +64,7 @@ class Meeting:
     lane: int
     members: list[int]
     what: str
-    sent: list[list[Payload]]
+    sent: list[list[_Payload]]
     writes: bool
     facts: tr.SyncFacts
 
@@ -74,14 +73,14 @@ class Meeting:
         self.core.meet((self.kind, "done", self.ranks, self.lane), self.members, None, self.what)
 
 
-def is_private(tensor: NkiTensor) -> bool:
+def _is_private(tensor: NkiTensor) -> bool:
     """Whether every core has a tensor of its own."""
     return tensor._alloc.region is not MemoryRegion.shared_hbm
 
 
-def meet(core: Core, kind: str, ranks: Sequence[int], sources: Sequence[NkiTensor]) -> Meeting:
+def meet(core: Core, kind: str, ranks: Sequence[int], sources: Sequence[NkiTensor]) -> _Meeting:
     """Wait for the other ranks and exchange snapshots of the sources."""
-    private = is_private(sources[0])
+    private = _is_private(sources[0])
     group, lnc = tuple(ranks), core.machine.lnc
     lane = core.id if private else 0
     numbers = (core.id,) if private else range(lnc)
@@ -96,17 +95,17 @@ def meet(core: Core, kind: str, ranks: Sequence[int], sources: Sequence[NkiTenso
     key = (kind, group, lane, earlier)
     facts = tr.SyncFacts(kind, key, len(members), moved, 128, "dma", len(group))
     sent = [offers[rank * lnc + lane] for rank in group]
-    return Meeting(core, kind, group, lane, members, what, sent, private or core.id == 0, facts)
+    return _Meeting(core, kind, group, lane, members, what, sent, private or core.id == 0, facts)
 
 
-def _snapshot(core: Core, source: NkiTensor) -> Payload:
+def _snapshot(core: Core, source: NkiTensor) -> _Payload:
     alloc = source._alloc
     known = 1 if core.full else alloc.known
     if known:
         values = source.array().copy()
     else:
         values = np.broadcast_to(np.zeros((), source.dtype.numpy), source.shape)
-    return Payload(values, alloc.defined.elements_of(source.geometry.walk), known)
+    return _Payload(values, alloc.defined.elements_of(source.geometry.walk), known)
 
 
 def exchange(
@@ -249,7 +248,7 @@ def check_tensors(
     everything = [*srcs, *dsts]
     if len({tensor._alloc.space for tensor in everything}) > 1:
         raise IllegalOperand("dsts", "all tensors in HBM or all in SBUF", "a mixture")
-    if len({is_private(tensor) for tensor in everything}) > 1:
+    if len({_is_private(tensor) for tensor in everything}) > 1:
         raise IllegalOperand("dsts", "tensors of HBM all shared or all private", "a mixture")
     if len(srcs) > 1 and (one or srcs[0]._alloc.space != tr.HBM):
         raise IllegalOperand("srcs", "one tensor", str(len(srcs)))

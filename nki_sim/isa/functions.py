@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-Floats = NDArray[Any]  # float32
+_Floats = NDArray[Any]  # float32
 Kind = Literal["arithmetic", "comparison", "logical", "bitvec", "bypass"]
 
 
@@ -165,7 +165,7 @@ _ERF_VALUES: Final = np.array([math.erf(x) for x in _ERF_GRID])
 _ERF_SLOPES: Final = 2 / math.sqrt(math.pi) * np.exp(-(_ERF_GRID**2)) / _ERF_STEPS_PER_UNIT
 
 
-def erf(x: Floats) -> Floats:
+def erf(x: _Floats) -> _Floats:
     """The error function, by cubic Hermite interpolation of a table (absolute error below 1e-9)."""
     position = (
         np.clip(x, -_ERF_LIMIT, _ERF_LIMIT).astype(np.float64) + _ERF_LIMIT
@@ -182,57 +182,57 @@ def erf(x: Floats) -> Floats:
     return np.asarray(left + cubic, np.float32)
 
 
-def sigmoid(x: Floats) -> Floats:
+def sigmoid(x: _Floats) -> _Floats:
     """1 / (1 + exp(-x)); exp may overflow to infinity, which gives the right limit 0."""
     return np.asarray(np.float32(1) / (np.float32(1) + np.exp(-x)))
 
 
-def _normal_cdf(x: Floats) -> Floats:
+def _normal_cdf(x: _Floats) -> _Floats:
     return np.float32(0.5) * (np.float32(1) + erf(x * np.float32(math.sqrt(0.5))))
 
 
-def _gelu(x: Floats) -> Floats:
+def _gelu(x: _Floats) -> _Floats:
     return x * _normal_cdf(x)
 
 
-def _gelu_dx(x: Floats) -> Floats:
+def _gelu_dx(x: _Floats) -> _Floats:
     density = np.exp(np.float32(-0.5) * x * x) * np.float32(1 / math.sqrt(2 * math.pi))
     return np.asarray(_normal_cdf(x) + x * density)
 
 
-def _gelu_apprx_tanh(x: Floats) -> Floats:
+def _gelu_apprx_tanh(x: _Floats) -> _Floats:
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
     return np.asarray(np.float32(0.5) * x * (np.float32(1) + np.tanh(inner)))
 
 
-def _gelu_apprx_sigmoid(x: Floats) -> Floats:
+def _gelu_apprx_sigmoid(x: _Floats) -> _Floats:
     return x * sigmoid(np.float32(1.702) * x)
 
 
-def _gelu_apprx_sigmoid_dx(x: Floats) -> Floats:
+def _gelu_apprx_sigmoid_dx(x: _Floats) -> _Floats:
     s = sigmoid(np.float32(1.702) * x)
     return s + np.float32(1.702) * x * s * (np.float32(1) - s)
 
 
-def _silu(x: Floats) -> Floats:
+def _silu(x: _Floats) -> _Floats:
     return x * sigmoid(x)
 
 
-def _silu_dx(x: Floats) -> Floats:
+def _silu_dx(x: _Floats) -> _Floats:
     s = sigmoid(x)
     return np.asarray(s * (np.float32(1) + x * (np.float32(1) - s)))
 
 
-def _softplus(x: Floats) -> Floats:
-    result: Floats = np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
+def _softplus(x: _Floats) -> _Floats:
+    result: _Floats = np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
     return result
 
 
-def _mish(x: Floats) -> Floats:
+def _mish(x: _Floats) -> _Floats:
     return x * np.tanh(_softplus(x))
 
 
-def _erf_dx(x: Floats) -> Floats:
+def _erf_dx(x: _Floats) -> _Floats:
     return np.asarray(np.float32(2 / math.sqrt(math.pi)) * np.exp(-x * x))
 
 
@@ -245,7 +245,7 @@ class Activation:
     """
 
     name: str
-    apply: Callable[[Floats], Floats]
+    apply: Callable[[_Floats], _Floats]
     low: float = -_INFINITY
     high: float = _INFINITY
     on_magnitude: bool = False
@@ -284,6 +284,6 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 PARAMETRIC_ACTIVATION: Final = "prelu"
 
 
-def prelu(x: Floats, slope: float | Floats) -> Floats:
+def prelu(x: _Floats, slope: float | _Floats) -> _Floats:
     """The parametric rectifier: x where positive, slope * x elsewhere."""
     return np.where(x > 0, x, x * np.asarray(slope, np.float32))

@@ -15,31 +15,27 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
-from nki_sim.errors import OutOfBounds
+from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.isa import search
-from nki_sim.isa._common import (
-    Core,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
+from nki_sim.isa._arithmetic import alu, bits, is_defined, op_name, store_bits
+from nki_sim.isa._checks import (
     check_generation,
     check_gpsimd_memory,
     check_on_chip,
     check_same_elements,
     check_same_partitions,
     compute_facts,
-    instruction,
 )
-from nki_sim.isa._operands import alu, bits, is_defined, op_name, store_bits
+from nki_sim.isa._instruction import instruction
 from nki_sim.isa.functions import ALU_OPS, REDUCE_ALIASES, reduce_last
-from nki_sim.isa.operators import operator
-from nki_sim.machine.registers import VirtualRegister
+from nki_sim.isa.operators import OPERATORS
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister
 
 _MAX_PATTERN_DIMS: Final = 4
 _ELEMENTS_PER_INDEX: Final = (1, 2, 4, 8, 16, 32)
 _MAX_INDICES: Final = 4096
 _PARTITION_REDUCTIONS: Final = ("add", "average", "maximum", "bitwise_or", "bitwise_and")
-_EQUAL: Final = operator("equal")
+_EQUAL: Final = OPERATORS["equal"]
 _INT32_MIN, _INT32_MAX = -(1 << 31), (1 << 31) - 1
 
 

@@ -16,20 +16,18 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array, to_float32
+from nki_sim.errors import IllegalOperand
 from nki_sim.isa import mx_formats
-from nki_sim.isa._common import (
-    Core,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
+from nki_sim.isa._checks import (
     check_generation,
     check_memory,
     check_partitions,
     check_same_partitions,
     compute_facts,
-    instruction,
 )
-from nki_sim.isa.tensor_engine import _accumulation, _first_rows
+from nki_sim.isa._instruction import instruction
+from nki_sim.isa.tensor_engine import accumulation, first_rows
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _PACKED: Final = frozenset(
     (dtypes.float8_e4m3fn_x4, dtypes.float8_e5m2_x4, dtypes.float4_e2m1fn_x4)
@@ -128,7 +126,7 @@ def nc_matmul_mx(
         raise IllegalOperand("moving", f"at most {limit} columns", str(n))
     if dst.geometry.elements != n or dst.geometry.partitions < m:
         raise IllegalOperand("dst", f"shape [{m}, {n}]", f"{list(dst.shape)}")
-    result = _first_rows(dst, m)
+    result = first_rows(dst, m)
     check_partitions("dst", result)
     stationary_scales = _scale_rows("stationary_scale", stationary_scale, stationary, m)
     moving_scales = _scale_rows("moving_scale", moving_scale, moving, n)
@@ -140,7 +138,7 @@ def nc_matmul_mx(
     )
 
     # Meaning.
-    adds, mask = _accumulation(core, result, accumulate)
+    adds, mask = accumulation(core, result, accumulate)
 
     def meaning() -> None:
         left = _dequantise(stationary, stationary_scales)

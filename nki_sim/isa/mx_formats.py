@@ -19,8 +19,8 @@ Array = NDArray[Any]
 
 GROUP_PARTITIONS: Final = 8
 GROUP_SLOTS: Final = 4
-SCALE_BIAS: Final = 127
-SCALE_NAN: Final = 255
+_SCALE_BIAS: Final = 127
+_SCALE_NAN: Final = 255
 FP8_OF_PACKED: Final[dict[str, np.dtype[Any]]] = {
     "float8_e4m3fn_x4": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2_x4": np.dtype(ml_dtypes.float8_e5m2),
@@ -95,9 +95,9 @@ def dequantize(packed_PC: Array, scale_bytes: Array, dtype: str) -> Array:
 
 def scale_factors(scale_bytes: Array) -> Array:
     """Decode scale bytes to float32 powers of two; 255 gives NaN."""
-    exponents = scale_bytes.astype(np.int32) - SCALE_BIAS
+    exponents = scale_bytes.astype(np.int32) - _SCALE_BIAS
     factors = np.ldexp(np.float32(1), exponents).astype(np.float32)
-    return np.where(scale_bytes == SCALE_NAN, np.float32(np.nan), factors)
+    return np.where(scale_bytes == _SCALE_NAN, np.float32(np.nan), factors)
 
 
 def quantize(values_PF: Array, dtype: str, headroom: int = 1) -> tuple[Array, Array]:
@@ -125,13 +125,13 @@ def quantize(values_PF: Array, dtype: str, headroom: int = 1) -> tuple[Array, Ar
     largest = magnitudes.reshape(-1, GROUP_PARTITIONS, columns).max(axis=1)
     _, exponent = np.frexp(largest)  # largest = m * 2^exponent with 0.5 <= m < 1
     shared = exponent - 1 - (_LARGEST_EXPONENT[dtype] - headroom)
-    scale = np.clip(shared + SCALE_BIAS, 0, SCALE_NAN - 1)
+    scale = np.clip(shared + _SCALE_BIAS, 0, _SCALE_NAN - 1)
     scale = np.where(largest == 0, 0, scale)
     is_finite = np.isfinite(largest)
-    factors = np.ldexp(np.float32(1), SCALE_BIAS - scale).astype(np.float32)  # exact
+    factors = np.ldexp(np.float32(1), _SCALE_BIAS - scale).astype(np.float32)  # exact
     factors = np.repeat(factors, GROUP_PARTITIONS, axis=0)
     scaled = np.empty((partitions, columns, GROUP_SLOTS), np.float32)
     for k, slot in enumerate(slots):
         np.multiply(slot, factors, out=scaled[:, :, k])
     packed = pack_fp8(scaled, dtype)
-    return packed, np.where(is_finite, scale, SCALE_NAN).astype(np.uint8)
+    return packed, np.where(is_finite, scale, _SCALE_NAN).astype(np.uint8)

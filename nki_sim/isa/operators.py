@@ -1,13 +1,14 @@
 """The operators of the language as values: ``op=nl.add``.
 
 There is one `Operator` object per name, compared by identity. Instructions take its arithmetic
-from `alu` or `activation`; called inside a kernel, ``nl.add(x, y)`` runs the language helper that
-allocates its result.
+from `alu` or `activation`; called inside a kernel, ``nl.add(x, y)`` runs `compute`, the helper of
+the language that allocates its result.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Final
 
 from nki_sim.isa.functions import ACTIVATIONS, ALU_OPS, Activation, AluOp
@@ -18,7 +19,7 @@ _HELPERS_ONLY: Final = {
     "trunc": 1, "negative": 1,
 }  # fmt: skip
 # Codes that are no functions of the language.
-CODES_ONLY: Final = ("average", "prelu", "bypass")
+_CODES_ONLY: Final = ("average", "prelu", "bypass")
 
 
 class Operator:
@@ -29,9 +30,10 @@ class Operator:
         arity: number of tensor arguments.
         alu: its arithmetic on the Vector, Scalar and GpSimd engines, or None.
         activation: the function of the Scalar engine, or None.
+        compute: what a call does in a kernel; `language/math.py` puts its helpers there.
     """
 
-    __slots__ = ("__name__", "__signature__", "activation", "alu", "arity", "name")
+    __slots__ = ("__name__", "activation", "alu", "arity", "compute", "name")
 
     def __init__(
         self, name: str, arity: int, alu: AluOp | None, activation: Activation | None
@@ -40,16 +42,21 @@ class Operator:
         self.arity = arity
         self.alu = alu
         self.activation = activation
+        self.compute: Callable[..., Any] = self._refuse
+
+    @property
+    def __signature__(self) -> inspect.Signature:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter(n, kind) for n in ("x", "y")[:arity]]
+        parameters = [inspect.Parameter(name, kind) for name in ("x", "y")[: self.arity]]
         parameters.append(inspect.Parameter("dtype", kind, default=None))
-        self.__signature__ = inspect.Signature(parameters)
+        return inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute element by element on tiles in SBUF."""
-        from nki_sim.language import math as language_math
+        return self.compute(*args, **kwargs)
 
-        return language_math.apply(self, *args, **kwargs)
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{self!r}: only a code until nki_sim.language is imported.")
 
     def __repr__(self) -> str:
         return f"nl.{self.name}"
@@ -59,7 +66,7 @@ class Operator:
 
 
 def _collect() -> dict[str, Operator]:
-    names = dict.fromkeys((*ALU_OPS, *ACTIVATIONS, *_HELPERS_ONLY, *CODES_ONLY))
+    names = dict.fromkeys((*ALU_OPS, *ACTIVATIONS, *_HELPERS_ONLY, *_CODES_ONLY))
     found = {}
     for name in names:
         alu = ALU_OPS.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nki_sim.constants import nc_version
-from nki_sim.machine.core import running
+from nki_sim.machine import running
 from nki_sim.targets import Target, find_target
 
 

@@ -15,24 +15,22 @@ import numpy as np
 
 from nki_sim import dtypes
 from nki_sim import trace as tr
+from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
-from nki_sim.isa._common import (
+from nki_sim.errors import IllegalOperand
+from nki_sim.isa._checks import (
     ENGINE_IDS,
-    Core,
-    Engine,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
     check_engine,
     check_generation,
     check_gpsimd_memory,
     check_memory,
     check_on_chip,
     compute_facts,
-    instruction,
     scalar_operand,
 )
+from nki_sim.isa._instruction import instruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _WORDS: Final = 6  # five words of shift register and one counter
 _GENERATORS: Final = {Engine.vector: 4, Engine.gpsimd: 1}

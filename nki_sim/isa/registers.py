@@ -7,14 +7,9 @@ from typing import Any
 import numpy as np
 
 from nki_sim import trace as tr
-from nki_sim.isa._common import (
-    Core,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
-    VirtualRegister,
-    instruction,
-)
+from nki_sim.errors import IllegalOperand
+from nki_sim.isa._instruction import instruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister
 from nki_sim.machine.tensor import check_defined
 
 

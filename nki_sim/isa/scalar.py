@@ -17,20 +17,17 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version, reduce_cmd
 from nki_sim.dtypes import Array
-from nki_sim.isa._common import (
-    Core,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
+from nki_sim.errors import IllegalOperand
+from nki_sim.isa._arithmetic import Stage, accumulator, alu, check_result, op_name, reduction
+from nki_sim.isa._checks import (
     check_generation,
     check_on_chip,
     check_same_elements,
     check_same_partitions,
     compute_facts,
-    instruction,
     scalar_operand,
 )
-from nki_sim.isa._operands import Stage, accumulator, alu, check_result, op_name, reduction
+from nki_sim.isa._instruction import instruction
 from nki_sim.isa.functions import (
     ACTIVATIONS,
     ALU_OPS,
@@ -39,6 +36,7 @@ from nki_sim.isa.functions import (
     prelu,
     reduce_last,
 )
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _SCALAR: Final = "scalar"
 _IDLE: Final = reduce_cmd.idle

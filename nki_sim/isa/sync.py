@@ -10,19 +10,12 @@ from typing import Any
 
 from nki_sim import trace as tr
 from nki_sim.constants import dma_engine as DmaEngine
+from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
-from nki_sim.errors import DivergenceError
-from nki_sim.isa._common import (
-    ENGINE_IDS,
-    Core,
-    Engine,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
-    check_generation,
-    check_memory,
-    instruction,
-)
+from nki_sim.errors import DivergenceError, IllegalOperand
+from nki_sim.isa._checks import ENGINE_IDS, check_generation, check_memory
+from nki_sim.isa._instruction import instruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 from nki_sim.machine.memory import UNKNOWN, Origin
 from nki_sim.machine.undefined import poison
 

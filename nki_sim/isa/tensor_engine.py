@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from nki_sim import trace as tr
+from nki_sim.constants import engine as Engine
 from nki_sim.constants import matmul_perf_mode, nc_version
 from nki_sim.dtypes import (
     FP8,
@@ -27,20 +28,17 @@ from nki_sim.dtypes import (
     tfloat32,
     to_float32,
 )
-from nki_sim.errors import AccumulateError
-from nki_sim.isa._common import (
-    Core,
-    Engine,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
+from nki_sim.errors import AccumulateError, IllegalOperand
+from nki_sim.isa._checks import (
     check_engine,
     check_generation,
     check_memory,
     check_on_chip,
     check_partitions,
-    instruction,
+    compute_facts,
 )
+from nki_sim.isa._instruction import instruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _WIDE: Final = frozenset((float32, tfloat32))
 _OPERANDS: Final = FP8 | _WIDE | {bfloat16, float16}
@@ -103,7 +101,7 @@ def nc_matmul(
     if is_transpose:
         adds, mask = False, None
     else:
-        adds, mask = _accumulation(core, result, accumulate)
+        adds, mask = accumulation(core, result, accumulate)
 
     def meaning() -> None:
         if is_transpose:
@@ -161,15 +159,13 @@ def nc_transpose(
                              f"{rows} x {columns}")  # fmt: skip
     if dst.geometry.elements != rows or dst.geometry.partitions < columns:
         raise IllegalOperand("dst", f"shape [{columns}, {rows}]", f"{list(dst.shape)}")
-    result = _first_rows(dst, columns)
+    result = first_rows(dst, columns)
 
     # Cost.
     def meaning() -> None:
         result.store(data.flat().T)
 
     if chosen is Engine.vector:
-        from nki_sim.isa._common import compute_facts
-
         facts = compute_facts(result, (data,), "transpose")
         return core.issue("nc_transpose", tr.VECTOR, facts, (result,), (data,), meaning, name)
     _check_bank(core, result)
@@ -191,7 +187,7 @@ def _check_operand(operand: str, value: Any) -> None:
     check_partitions(operand, value)
 
 
-def _first_rows(dst: NkiTensor, rows: int) -> NkiTensor:
+def first_rows(dst: NkiTensor, rows: int) -> NkiTensor:
     """Return the view of the first partitions, where the result goes."""
     if dst.shape[0] == rows:
         return dst
@@ -223,7 +219,7 @@ def _check_shapes(
         raise IllegalOperand("moving", f"at most {limit} columns", str(n))
     if dst.geometry.elements != n or dst.geometry.partitions < m:
         raise IllegalOperand("dst", f"shape [{m}, {n}]", f"{list(dst.shape)}")
-    result = _first_rows(dst, m)
+    result = first_rows(dst, m)
     check_partitions("dst", result)
     _check_bank(core, result)
     return result
@@ -331,7 +327,7 @@ def _check_tile(
     return (row, column, rows, columns)
 
 
-def _accumulation(
+def accumulation(
     core: Core, result: NkiTensor, accumulate: bool | None
 ) -> tuple[bool, Array | None]:
     """Return whether to add to what is there, and to which elements if not to all."""

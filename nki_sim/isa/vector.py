@@ -12,27 +12,12 @@ from typing import Any
 import numpy as np
 
 from nki_sim import trace as tr
+from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
 from nki_sim.dtypes import Array
+from nki_sim.errors import IllegalOperand
 from nki_sim.isa import search
-from nki_sim.isa._common import (
-    ENGINE_IDS,
-    Core,
-    Engine,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
-    check_engine,
-    check_gpsimd_memory,
-    check_not_both_psum,
-    check_on_chip,
-    check_same_elements,
-    check_same_partitions,
-    compute_facts,
-    instruction,
-    scalar_operand,
-)
-from nki_sim.isa._operands import (
+from nki_sim.isa._arithmetic import (
     Stage,
     alu,
     bits,
@@ -47,7 +32,20 @@ from nki_sim.isa._operands import (
     store_wrapped,
     tensors_of,
 )
+from nki_sim.isa._checks import (
+    ENGINE_IDS,
+    check_engine,
+    check_gpsimd_memory,
+    check_not_both_psum,
+    check_on_chip,
+    check_same_elements,
+    check_same_partitions,
+    compute_facts,
+    scalar_operand,
+)
+from nki_sim.isa._instruction import instruction
 from nki_sim.isa.functions import reduce_last
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 # Operator pairs of tensor_scalar that the Scalar engine has from gen3 on (nki.isa.tensor_scalar).
 _SCALAR_ENGINE_PAIRS = frozenset({("multiply", "add"), ("multiply", ""), ("add", "")})

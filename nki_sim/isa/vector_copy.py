@@ -7,14 +7,11 @@ from typing import Any
 import numpy as np
 
 from nki_sim import trace as tr
+from nki_sim.constants import engine as Engine
 from nki_sim.constants import nc_version
-from nki_sim.isa._common import (
+from nki_sim.errors import IllegalOperand
+from nki_sim.isa._checks import (
     ENGINE_IDS,
-    Core,
-    Engine,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
     check_engine,
     check_gpsimd_memory,
     check_not_both_psum,
@@ -22,9 +19,9 @@ from nki_sim.isa._common import (
     check_same_elements,
     check_same_partitions,
     compute_facts,
-    instruction,
 )
-from nki_sim.machine.registers import VirtualRegister
+from nki_sim.isa._instruction import instruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor, VirtualRegister
 
 # Elements per partition from which a fill in SBUF goes to GpSimd if the kernel names no engine
 # (assumed: the compiler's choice is not published).

@@ -13,18 +13,16 @@ import numpy as np
 
 from nki_sim import dtypes
 from nki_sim import trace as tr
+from nki_sim.errors import IllegalOperand
 from nki_sim.isa import search
-from nki_sim.isa._common import (
-    Core,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
+from nki_sim.isa._checks import (
     check_on_chip,
     check_same_elements,
     check_same_partitions,
     compute_facts,
-    instruction,
 )
+from nki_sim.isa._instruction import instruction
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
 _MIN_SEARCH: Final = 8
 _MAX_SEARCH: Final = 16_384

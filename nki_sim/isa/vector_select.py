@@ -15,21 +15,8 @@ from nki_sim import dtypes
 from nki_sim import trace as tr
 from nki_sim.constants import nc_version, reduce_cmd
 from nki_sim.dtypes import Array
-from nki_sim.isa._common import (
-    Core,
-    IllegalOperand,
-    NkiInstruction,
-    NkiTensor,
-    check_generation,
-    check_not_both_psum,
-    check_on_chip,
-    check_same_elements,
-    check_same_partitions,
-    compute_facts,
-    instruction,
-    scalar_operand,
-)
-from nki_sim.isa._operands import (
+from nki_sim.errors import IllegalOperand
+from nki_sim.isa._arithmetic import (
     accumulator,
     alu,
     check_result,
@@ -39,10 +26,21 @@ from nki_sim.isa._operands import (
     stage,
     tensors_of,
 )
+from nki_sim.isa._checks import (
+    check_generation,
+    check_not_both_psum,
+    check_on_chip,
+    check_same_elements,
+    check_same_partitions,
+    compute_facts,
+    scalar_operand,
+)
+from nki_sim.isa._instruction import instruction
 from nki_sim.isa.functions import ALU_OPS, AluOp, reduce_last
-from nki_sim.isa.operators import operator as _operator
+from nki_sim.isa.operators import OPERATORS
+from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
-MAXIMUM: Final = _operator("maximum")
+_MAXIMUM: Final = OPERATORS["maximum"]
 FP32_MIN: Final = float(np.finfo(np.float32).min)
 _VECTOR: Final = "vector"
 _COMPARISONS: Final = frozenset({"equal", "less", "less_equal", "greater", "greater_equal"})
@@ -74,7 +72,7 @@ def select_reduce(
     on_false: Any,
     reduce_res: NkiTensor | None = None,
     reduce_cmd: Any = reduce_cmd.idle,
-    reduce_op: Any = MAXIMUM,
+    reduce_op: Any = _MAXIMUM,
     reverse_pred: bool = False,
     name: str | None = None,
 ) -> NkiInstruction:
@@ -133,7 +131,7 @@ def range_select(
     bound1: NkiTensor,
     reduce_cmd: Any = reduce_cmd.reset_reduce,
     reduce_res: NkiTensor | None = None,
-    reduce_op: Any = MAXIMUM,
+    reduce_op: Any = _MAXIMUM,
     range_start: int = 0,
     on_false_value: float = FP32_MIN,
     name: str | None = None,

@@ -1,6 +1,6 @@
 """`nki.language`: creating tensors, loops, program ids, and operators as values.
 
-The helpers that compute (`load`, `add`, `softmax`, ...) are in `language_math.py`.
+The helpers that compute (`load`, `add`, `softmax`, ...) are in `math.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from nki_sim import isa
 from nki_sim.dtypes import (
     DType,
     as_dtype,
@@ -36,14 +37,11 @@ from nki_sim.dtypes import (
     uint32,
 )
 from nki_sim.errors import LanguageError, NkiValidationError
-from nki_sim.isa import operators
-from nki_sim.isa._common import locate
+from nki_sim.isa.operators import OPERATORS
+from nki_sim.language import math as language_math
 from nki_sim.language.loops import dynamic_range, fori_loop, while_loop
 from nki_sim.language.objects import NKIObject
-from nki_sim.machine.core import current, running
-from nki_sim.machine.memory import MemoryRegion
-from nki_sim.machine.registers import DynamicSlice, VirtualRegister
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine import DynamicSlice, MemoryRegion, NkiTensor, VirtualRegister, current, running
 from nki_sim.targets import Target, find_target
 
 sbuf: Final = MemoryRegion.sbuf
@@ -116,7 +114,7 @@ def _create(
     try:
         return core.allocate(shape, kind, _region(buffer), name, address)
     except NkiValidationError as error:
-        locate(error, core, "ndarray")
+        core.locate(error, "ndarray")
         raise
 
 
@@ -151,10 +149,8 @@ class ndarray(metaclass=_TensorType):
 
 
 def _filled(shape: Any, dtype: Any, buffer: Any, name: str, value: Any) -> NkiTensor:
-    from nki_sim.isa import memset
-
     tensor = _create(shape, dtype, buffer, name)
-    memset(tensor, value)
+    isa.memset(tensor, value)
     return tensor
 
 
@@ -196,12 +192,10 @@ def shared_constant(constant: Any) -> NkiTensor:
 
 def shared_identity_matrix(n: int, dtype: Any = uint8, dst: NkiTensor | None = None) -> NkiTensor:
     """Return an identity matrix [n, n] in SBUF, loaded from a constant in HBM."""
-    from nki_sim.isa import dma_copy
-
     kind = as_dtype(dtype)
     target = _create((n, n), kind) if dst is None else dst
     source = shared_constant(np.eye(n, dtype=np.float32).astype(target.dtype.numpy))
-    dma_copy(target, source.view(target.dtype))
+    isa.dma_copy(target, source.view(target.dtype))
     return target
 
 
@@ -297,15 +291,12 @@ def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     print(print_prefix, tensor.resolve().array())  # noqa: T201  printing is its purpose
 
 
-for _name, _operator in operators.OPERATORS.items():
-    globals()[_name] = _operator
+globals().update(OPERATORS)
 
 
 def __getattr__(name: str) -> Any:
     if name == "bool":  # the spelling before 0.6; as a plain name it would hide Python's own here
         return bool_
-    from nki_sim.language import math as language_math
-
     return language_math.find(name)
 
 
@@ -348,6 +339,7 @@ __all__ = [
     "program_id",
     "program_ndim",
     "psum",
+    "range",
     "sbuf",
     "sequential_range",
     "shared_constant",
@@ -362,4 +354,6 @@ __all__ = [
     "while_loop",
     "zeros",
     "zeros_like",
+    *OPERATORS,
+    "_TileSize",  # public in the stubs
 ]

@@ -11,6 +11,7 @@ the hardware does it is not documented. Random numbers are those of `isa/randoms
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -18,10 +19,8 @@ from typing import Any, Final
 from nki_sim import isa
 from nki_sim.dtypes import DType, as_dtype, bool_, float32, int32, uint8, uint32
 from nki_sim.errors import IllegalOperand, LanguageError
-from nki_sim.isa.operators import Operator, operator
-from nki_sim.machine.core import current
-from nki_sim.machine.memory import MemoryRegion
-from nki_sim.machine.tensor import NkiTensor
+from nki_sim.isa.operators import OPERATORS, Operator, operator
+from nki_sim.machine import MemoryRegion, NkiTensor, current
 
 NOT_IMPLEMENTED: Final = {
     "divide": "no engine divides. Use nl.reciprocal and nl.multiply.",
@@ -50,7 +49,7 @@ def _kind(dtype: Any, *inputs: Any) -> DType:
 # Operators called as functions.
 
 
-def apply(code: Operator, *args: Any, dtype: Any = None) -> NkiTensor:
+def _apply(code: Operator, *args: Any, dtype: Any = None) -> NkiTensor:
     """Run an operator of the language on tiles: what ``nl.add(x, y)`` does inside a kernel.
 
     Raises:
@@ -433,11 +432,11 @@ def random_seed(seed: int | NkiTensor) -> None:
     isa.set_rng_seed(tile)
 
 
-HELPERS: Final = (
+_HELPERS: Final = (
     all, broadcast_to, dropout, expand_dims, gather_flattened, load, load_transpose2d, matmul, max,
     mean, min, prod, rand, random_seed, rms_norm, softmax, store, sum, transpose, var, where,
 )  # fmt: skip
-_BY_NAME: Final[dict[str, Callable[..., Any]]] = {helper.__name__: helper for helper in HELPERS}
+_BY_NAME: Final[dict[str, Callable[..., Any]]] = {helper.__name__: helper for helper in _HELPERS}
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -450,3 +449,7 @@ def find(name: str) -> Callable[..., Any]:
         return _BY_NAME[name]
     except KeyError:
         raise AttributeError(f"module 'nki.language' has no attribute {name!r}") from None
+
+
+for _code in OPERATORS.values():
+    _code.compute = functools.partial(_apply, _code)

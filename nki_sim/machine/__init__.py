@@ -1,1 +1,34 @@
-"""nki_sim/machine."""
+"""The simulated machine: memory, tensors, registers, and the cores that programs run on.
+
+Files from low to high; each knows only those before it:
+
+- `memory`, `geometry`: bytes, which of them are defined, where a view lies.
+- `ambient`, `registers`, `views`, `tensor`: what kernels hold in their hands.
+- `shared_log`, `system`: what the cores of a launch share.
+- `program`, `allocator`, `undefined`, `core`: one core; its place in the kernel, its memories, and
+  how an instruction takes effect.
+- `scheduler`, `races`, `liveness`: several cores, and the checks of a whole run.
+- `host_memory`, `host_threads`: settings of the process that simulates.
+
+For nki_sim.isa, nki_sim.language and the files above them. It knows nothing of instructions, of the
+language or of time.
+"""
+
+from nki_sim.machine.core import Core, Machine, NkiInstruction, current, running
+from nki_sim.machine.memory import MemoryRegion
+from nki_sim.machine.registers import DynamicSlice, VirtualRegister
+from nki_sim.machine.system import Finding
+from nki_sim.machine.tensor import NkiTensor
+
+__all__ = [
+    "Core",
+    "DynamicSlice",
+    "Finding",
+    "Machine",
+    "MemoryRegion",
+    "NkiInstruction",
+    "NkiTensor",
+    "VirtualRegister",
+    "current",
+    "running",
+]

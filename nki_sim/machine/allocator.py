@@ -1,10 +1,13 @@
-"""Creating tensors: capacity, addresses, and the tensors that cores share."""
+"""The memories of one core: creating tensors, and noting what has been written.
+
+Tensors are created with their capacity and address checked, and those that cores share are found.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,46 +15,29 @@ from nki_sim import trace as tr
 from nki_sim.dtypes import DType
 from nki_sim.errors import CapacityError
 from nki_sim.machine.memory import EXACT, UNKNOWN, Allocation, Coverage, MemoryRegion
+from nki_sim.machine.program import Program
+from nki_sim.machine.shared_log import SharedLog
+from nki_sim.machine.system import System
 from nki_sim.machine.tensor import NkiTensor
 
-if TYPE_CHECKING:
-    from nki_sim.machine.system import Machine
-    from nki_sim.options import SimOptions
-    from nki_sim.targets import Target
 
-
-class Allocator:
+class Allocator(Program):
     """The memories of one core.
 
     Attributes:
         sbuf_bytes: bytes per partition of the SBUF tensors that Python keeps alive and that have
             been used; `sbuf_peak` is their maximum.
+        accumulators: accumulator registers by engine, for instructions with a reduce command.
+        shared_count: shared tensors allocated so far, by name.
     """
 
-    machine: Machine
-    trace: tr.Trace
-    options: SimOptions
-    target: Target
-    rank: int
-    id: int
-    line: int
-    clock: list[int]
-    full: bool
-    loop_depth: int
-
-    def __init__(self) -> None:
+    def __init__(self, machine: System, rank: int, core: int) -> None:
+        super().__init__(machine, rank, core)
         self.sbuf_bytes = 0
         self.sbuf_peak = 0
-        self.placed: list[weakref.ref[Allocation]] = []
+        self.accumulators: dict[str, Any] = {}
         self.shared_count: dict[str, int] = {}
-
-    def here(self, depth: int = 1) -> int:
-        """Return the line id of the nearest caller outside this package."""
-        raise NotImplementedError
-
-    def location(self) -> str:
-        """Return "file:line" of the kernel now."""
-        raise NotImplementedError
+        self._placed: list[weakref.ref[Allocation]] = []
 
     def allocate(
         self,
@@ -125,8 +111,6 @@ class Allocator:
             tr.Storage(tr.HBM, -1, self.rank, 1, alloc.size_bytes, None, alloc.name)
         )
         if len(self.clock) > 1 and self.options.races != "off":
-            from nki_sim.machine.races import SharedLog
-
             alloc.shared_log = SharedLog(alloc)
             self.machine.shared_logs.append(alloc.shared_log)
 
@@ -180,7 +164,7 @@ class Allocator:
         assert alloc.address is not None
         row, start = alloc.address
         alive = []
-        for ref in self.placed:
+        for ref in self._placed:
             other = ref()
             if other is None:
                 continue
@@ -197,14 +181,33 @@ class Allocator:
                 alloc.aliases.append(ref)
                 other.aliases.append(weakref.ref(alloc))
         alive.append(weakref.ref(alloc))
-        self.placed = alive
+        self._placed = alive
 
     def count_sbuf(self, alloc: Allocation) -> None:
         """Count the bytes of a tensor from its first use until Python drops it."""
         alloc.counted = True
-        alloc.core = self
+        alloc.owner = self
         self.sbuf_bytes += alloc.pitch
         self.sbuf_peak = max(self.sbuf_peak, self.sbuf_bytes)
+
+    def uncount_sbuf(self, alloc: Allocation) -> None:
+        """Give back the bytes of a counted tensor that Python has dropped."""
+        self.sbuf_bytes -= alloc.pitch
+        self.machine.dropped[alloc.trace_id] = len(self.trace)
+
+    def mark_written(self, writes: Sequence[NkiTensor], line: int) -> None:
+        """Note that views hold values now, and that placed tensors below them do not."""
+        for tensor in writes:
+            alloc = tensor._alloc
+            if not alloc.defined.full:
+                geometry = tensor.geometry
+                alloc.defined.add(geometry.box, geometry.walk)
+            if alloc.poisoned is not None:
+                alloc.poisoned.remove(tensor.geometry.walk)
+            if alloc.aliases:
+                self.clobber(alloc, tensor)
+            if alloc.shared_log is not None:
+                alloc.shared_log.write(self, tensor, line)
 
     def clobber(self, alloc: Allocation, tensor: NkiTensor) -> None:
         """Writing a placed tensor makes the same bytes of other placed tensors undefined."""

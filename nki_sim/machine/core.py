@@ -2,48 +2,25 @@
 
 `Core` is what a kernel runs on; `current()` returns the ambient one. `Core.issue` is the only path
 from an instruction to memory: it notes what is read, appends to the trace, executes, and notes what
-was written. `Machine` owns the trace, the tensors in HBM and the findings of a launch.
+was written. `Machine` is all cores of a launch with what they share.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from nki_sim import trace as tr
-from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.machine.allocator import Allocator
+from nki_sim.machine.ambient import current as _current
+from nki_sim.machine.ambient import running as _running
 from nki_sim.machine.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN
-from nki_sim.machine.system import Machine
+from nki_sim.machine.program import PACKAGE_DIR
+from nki_sim.machine.system import System
 from nki_sim.machine.tensor import NkiTensor
 from nki_sim.machine.undefined import read_undefined
 from nki_sim.options import SimOptions
-
-PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-_CORE: ContextVar[Core | None] = ContextVar("nki_sim_core", default=None)
-
-
-def current() -> Core:
-    """Return the core that the running kernel is on.
-
-    Raises:
-        RuntimeError: no kernel is running.
-    """
-    core = _CORE.get()
-    if core is None:
-        raise RuntimeError(
-            "no kernel is running: call the kernel through nki_sim.simulate(kernel)(...)."
-        )
-    return core
-
-
-def running() -> Core | None:
-    """Return the ambient core, or None outside kernels."""
-    return _CORE.get()
 
 
 class NkiInstruction:
@@ -69,88 +46,7 @@ class NkiInstruction:
 
 
 class Core(Allocator):
-    """One physical core: its program, its on-chip memory and its accumulators.
-
-    Attributes:
-        machine, trace, options: shared by all cores.
-        rank, id: rank in the collective group, core within the rank.
-        index: position among all cores of the launch.
-        accumulators: accumulator registers by engine, for instructions with a reduce command.
-        loop_depth: dynamic loops around the present instruction.
-        flow: the dynamic loops and meetings so far, to compare between cores.
-        clock: vector clock over all cores; its own entry counts its meetings.
-    """
-
-    def __init__(self, machine: Machine, rank: int, core: int) -> None:
-        self.machine = machine
-        self.trace = machine.trace
-        self.options = machine.options
-        self.target = machine.target
-        self.full = machine.full
-        self.rank = rank
-        self.id = core
-        self.index = rank * machine.lnc + core
-        total = machine.lnc * machine.num_ranks
-        self.clock = [0] * total
-        self.clock[self.index] = 1
-        self.grid_ndim = 0
-        self.loop_depth = 0
-        self.no_reorder = 0
-        self.flow: list[tuple[Any, ...]] = []
-        self.accumulators: dict[str, Any] = {}
-        super().__init__()
-        self.while_stack: list[Any] = []
-        self.open_loops: list[Any] = []
-        self.line = 0
-        self.call: tuple[tuple[str, ...], tuple[Any, ...], dict[str, Any]] = ((), (), {})
-
-    # Where the kernel is.
-
-    def here(self, depth: int = 1) -> int:
-        """Return the line id of the nearest caller outside this package."""
-        frame: Any = sys._getframe(depth)
-        while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
-            frame = frame.f_back
-        return self.machine.line_of(frame)
-
-    def location(self) -> str:
-        """Return "file:line" of the kernel now."""
-        return self.machine.location(self.here(2))
-
-    def operand_of_error(self, error: NkiValidationError) -> str:
-        """Return the parameter that an error is about: "data1 (x)", or "src.vector_offset"."""
-        label, about = error.operand, error.about
-        for name, item in self._operands():
-            if item is about or (about is None and item.label() == label):
-                return f"{name} ({item.label()})" if item._is_named else name
-            if about is not None and item._dynamic is not None and item._dynamic.index is about:
-                return f"{name}.{item._dynamic.kind}_offset"
-        return label
-
-    def refuse_escaped(self, tensor: NkiTensor) -> None:
-        """Raise LanguageError: the tensor belongs to the body of a dynamic loop that has ended."""
-        created = self.machine.location(tensor._alloc.line)
-        raise LanguageError(
-            self.operand_of(tensor),
-            "a tensor that exists outside of dynamic loops",
-            f"one created in the body of a loop at {created}",
-            "Create it before the loop",
-        )
-
-    def operand_of(self, tensor: NkiTensor) -> str:
-        """Return the parameter through which the present instruction got a tensor, and its name."""
-        for name, item in self._operands():
-            if item._alloc is tensor._alloc:
-                return f"{name} ({item.label()})" if item._is_named else name
-        return tensor.label()
-
-    def _operands(self) -> Iterator[tuple[str, NkiTensor]]:
-        """Give the tensors of the present instruction with the names of their parameters."""
-        names, args, kwargs = self.call
-        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                if type(item) is NkiTensor:
-                    yield name, item
+    """One physical core: its program, its on-chip memory, and its instructions."""
 
     # Meetings.
 
@@ -286,20 +182,6 @@ class Core(Allocator):
                 alloc.known = EXACT if exact else level
         return level
 
-    def mark_written(self, writes: Sequence[NkiTensor], line: int) -> None:
-        """Note that views hold values now, and that placed tensors below them do not."""
-        for tensor in writes:
-            alloc = tensor._alloc
-            if not alloc.defined.full:
-                geometry = tensor.geometry
-                alloc.defined.add(geometry.box, geometry.walk)
-            if alloc.poisoned is not None:
-                alloc.poisoned.remove(tensor.geometry.walk)
-            if alloc.aliases:
-                self.clobber(alloc, tensor)
-            if alloc.shared_log is not None:
-                alloc.shared_log.write(self, tensor, line)
-
 
 def _is_whole(tensor: NkiTensor) -> bool:
     """Whether a view touches every byte of its allocation."""
@@ -308,14 +190,22 @@ def _is_whole(tensor: NkiTensor) -> bool:
     return box.dense and box[:4] == (0, alloc.rows, 0, alloc.pitch)
 
 
-def build(options: SimOptions, lnc: int = 1, ranks: int = 1) -> Machine:
-    """Return a machine with its cores.
+class Machine(System):
+    """All cores of one launch, and what they share.
 
     Args:
         options: how to simulate.
         lnc: physical cores per rank.
         ranks: ranks of the collective group.
+
+    Attributes:
+        cores: by rank, then by number.
     """
-    machine = Machine(options, lnc, ranks)
-    machine.cores = [Core(machine, rank, core) for rank in range(ranks) for core in range(lnc)]
-    return machine
+
+    def __init__(self, options: SimOptions, lnc: int = 1, ranks: int = 1) -> None:
+        super().__init__(options, lnc, ranks)
+        self.cores = [Core(self, rank, core) for rank in range(ranks) for core in range(lnc)]
+
+
+current = cast(Callable[[], Core], _current)  # raises RuntimeError outside kernels
+running = cast(Callable[[], Core | None], _running)  # None outside kernels

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from nki_sim import trace as tr
 from nki_sim.dtypes import Array
 from nki_sim.errors import CapacityError
-from nki_sim.machine.core import Core
-from nki_sim.machine.system import Machine
+from nki_sim.machine.core import Core, Machine
 
 
-def live_peak(
+def _live_peak(
     trace: tr.Trace,
     space: int,
     core: int,
@@ -121,7 +120,7 @@ def check_capacity(machine: Machine) -> None:
 def _check(machine: Machine, core: Core, space: int, limit: int) -> None:
     policy = machine.options.capacity
     reorder = policy == "reorder"
-    peak, position = live_peak(machine.trace, space, core.id, core.rank, machine.dropped, reorder)
+    peak, position = _live_peak(machine.trace, space, core.id, core.rank, machine.dropped, reorder)
     if peak > limit:
         record = machine.trace[position]
         memory = tr.SPACE_NAMES[space].upper()

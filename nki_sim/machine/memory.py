@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,7 @@ from numpy.typing import NDArray
 from nki_sim.dtypes import DType
 from nki_sim.trace import HBM, PSUM, SBUF
 
-if TYPE_CHECKING:
-    from nki_sim.machine.allocator import Allocator
-
-Mask = NDArray[np.bool_]
+_Mask = NDArray[np.bool_]
 
 
 class MemoryRegion(Enum):
@@ -37,13 +34,13 @@ class MemoryRegion(Enum):
     shared_hbm = "shared_hbm"
 
 
-REGION_SPACE: Final = {
+_REGION_SPACE: Final = {
     MemoryRegion.sbuf: SBUF,
     MemoryRegion.psum: PSUM,
     MemoryRegion.private_hbm: HBM,
     MemoryRegion.shared_hbm: HBM,
 }
-MAX_BOXES: Final = 12
+_MAX_BOXES: Final = 12
 UNKNOWN, CONSTANT, EXACT = range(3)
 # In `indices` mode, float tensors above this many elements hold no values unless they come from
 # integers; smaller inputs are followed exactly, so that routing inside a kernel works.
@@ -101,7 +98,7 @@ class Coverage:
         self.full = full
         self._unit = unit
         self._boxes: list[tuple[int, int, int, int]] = []
-        self._mask: Mask | None = None
+        self._mask: _Mask | None = None
 
     @property
     def empty(self) -> bool:
@@ -151,13 +148,13 @@ class Coverage:
             if box[4] and box[1] == self.rows and box[3] == self.pitch:
                 self._collapse()
 
-    def add_where(self, walk: Walk, chosen: Mask) -> None:
+    def add_where(self, walk: Walk, chosen: _Mask) -> None:
         """Put the chosen elements of an access in the set; `chosen` has the shape of the walk."""
         if not self.full:
             mask = self.mask_of(walk)
             mask |= _widen(chosen, mask)
 
-    def remove(self, walk: Walk, chosen: Mask | None = None) -> None:
+    def remove(self, walk: Walk, chosen: _Mask | None = None) -> None:
         """Take the (chosen) elements of an access out of the set."""
         mask = self.mask_of(walk)
         if chosen is None:
@@ -170,14 +167,14 @@ class Coverage:
         grid = self._materialise().reshape(self.rows, -1)
         grid[row_start:row_end, byte_start // self._unit : -(-byte_end // self._unit)] = False
 
-    def elements_of(self, walk: Walk) -> Mask:
+    def elements_of(self, walk: Walk) -> _Mask:
         """Return, for each element of an access, whether all its bytes are in the set (a copy)."""
         if self.full:
             return np.ones(walk.shape, dtype=np.bool_)
         mask = self.mask_of(walk)
         return np.asarray(mask.all(axis=-1)) if mask.ndim > len(walk.shape) else mask.copy()
 
-    def mask_of(self, walk: Walk) -> Mask:
+    def mask_of(self, walk: Walk) -> _Mask:
         """Return the writable mask entries of an access, with a last axis if elements need several.
 
         After this call the set is kept as a mask.
@@ -201,7 +198,7 @@ class Coverage:
             shape, np.bool_, mask, offset // unit, tuple(stride // unit for stride in strides)
         )
 
-    def _materialise(self) -> Mask:
+    def _materialise(self) -> _Mask:
         if self._mask is None:
             self._mask = np.full(self.rows * self.pitch // self._unit, self.full, dtype=np.bool_)
             grid = self._mask.reshape(self.rows, -1)
@@ -236,13 +233,22 @@ class Coverage:
             self._boxes = []
             return
         boxes.append((r0, r1, b0, b1))
-        if len(boxes) > MAX_BOXES:
+        if len(boxes) > _MAX_BOXES:
             self._materialise()
 
 
-def _widen(chosen: Mask, mask: Mask) -> Mask:
+def _widen(chosen: _Mask, mask: _Mask) -> _Mask:
     """Give a per-element mask the trailing byte axis of `mask` if that has one."""
     return chosen[..., None] if mask.ndim > chosen.ndim else chosen
+
+
+class _Owner(Protocol):
+    """Whose memory an allocation takes: a core, as far as the memory need know it."""
+
+    loop_depth: int
+
+    def uncount_sbuf(self, alloc: Allocation) -> None:
+        """Give back the SBUF bytes of a counted tensor that Python has dropped."""
 
 
 class Allocation:
@@ -262,7 +268,8 @@ class Allocation:
         trace_id: id of the storage in the trace.
         address: (partition, byte) given by the kernel, or None.
         poison: instructions that wrote undefined values here; `poisoned` says where.
-        core: the core that counts its SBUF bytes from the first use.
+        owner: the core that counts its SBUF bytes from the first use.
+        shared_log: the accesses that the race detector looks at, or None.
     """
 
     __slots__ = (
@@ -272,7 +279,6 @@ class Allocation:
         "address",
         "aliases",
         "clobbered_by",
-        "core",
         "counted",
         "defined",
         "dtype",
@@ -280,6 +286,7 @@ class Allocation:
         "line",
         "loop_depth",
         "name",
+        "owner",
         "pending",
         "pitch",
         "poison",
@@ -295,7 +302,7 @@ class Allocation:
 
     def __init__(
         self,
-        core: Allocator,
+        owner: _Owner,
         region: MemoryRegion,
         shape: tuple[int, ...],
         dtype: DType,
@@ -303,9 +310,9 @@ class Allocation:
         address: tuple[int, int] | None = None,
     ) -> None:
         itemsize = dtype.itemsize
-        self.core = core
+        self.owner = owner
         self.region = region
-        self.space = space = REGION_SPACE[region]
+        self.space = space = _REGION_SPACE[region]
         self.shape = shape
         self.dtype = dtype
         self.name = name
@@ -328,7 +335,7 @@ class Allocation:
         self.views: dict[Any, Any] = {}
         self.trace_id = -1
         self.line = 0
-        self.loop_depth = core.loop_depth
+        self.loop_depth = owner.loop_depth
         self.counted = False
         self.clobbered_by: str = ""
         self.aliases: list[Any] = []
@@ -363,9 +370,7 @@ class Allocation:
 
     def __del__(self) -> None:
         if self.counted:
-            machine = self.core.machine
-            self.core.sbuf_bytes -= self.pitch
-            machine.dropped[self.trace_id] = len(machine.trace)
+            self.owner.uncount_sbuf(self)
         data = self._data
         if data is not None and self.space != HBM and data.size >= _POOL_MIN_BYTES:
             self._data = None

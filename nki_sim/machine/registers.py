@@ -1,4 +1,4 @@
-"""Registers of the sequencers, and dynamic loops over them.
+"""Registers of the sequencers.
 
 A register holds one 32-bit value that the compiler does not know. Using one where Python needs a
 number (`if`, `range`, `int`) raises; the exceptions are the loop forms of the language. Inside a
@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from nki_sim.errors import LanguageError, UninitializedRead
+from nki_sim.machine.ambient import current
 
-LOW, HIGH = -(1 << 31), (1 << 32) - 1
+_LOW, _HIGH = -(1 << 31), (1 << 32) - 1
 
 
 class VirtualRegister:
@@ -22,12 +23,11 @@ class VirtualRegister:
         frozen: whether the kernel may not write it (loop counters).
     """
 
-    __slots__ = ("__weakref__", "frozen", "loop", "state")
+    __slots__ = ("__weakref__", "frozen", "state")
 
     def __init__(self, state: Any = None, frozen: bool = False) -> None:
         self.state = state
         self.frozen = frozen
-        self.loop: Any = None
 
     def read(self) -> int:
         """Return the value as a signed 32-bit number."""
@@ -46,14 +46,12 @@ class VirtualRegister:
             raise LanguageError(
                 "register", "a register that is not a loop counter", "a loop counter"
             )
-        if value is not None and not LOW <= int(value) <= HIGH:
+        if value is not None and not _LOW <= int(value) <= _HIGH:
             raise LanguageError("register", "a 32-bit value", str(value))
         self.state = value
 
     def __bool__(self) -> bool:
-        from nki_sim.language.loops import while_condition
-
-        return while_condition(self)
+        return current().while_condition(self)
 
     def _refuse(self, *_: Any) -> Any:
         raise LanguageError(

@@ -11,17 +11,14 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nki_sim.errors import DeadlockError, DivergenceError
+from nki_sim.machine.core import Core, Machine
 
-if TYPE_CHECKING:
-    from nki_sim.machine.core import Core
-    from nki_sim.machine.system import Machine
-
-READY, WAITING, DONE = range(3)
+_READY, _WAITING, _DONE = range(3)
 
 
 class _Abandoned(BaseException):
@@ -53,7 +50,7 @@ class Scheduler:
         self._turn = [threading.Lock() for _ in range(count)]
         for lock in self._turn:
             lock.acquire()
-        self._state = [READY] * count
+        self._state = [_READY] * count
         self._waits_for: list[Any] = [None] * count
         self._meetings: dict[Any, _Meeting] = {}
         self._counts: list[dict[Any, int]] = [{} for _ in range(count)]
@@ -93,7 +90,7 @@ class Scheduler:
             if self._failure is None:
                 self._failure = error
         finally:
-            self._state[core.index] = DONE
+            self._state[core.index] = _DONE
             self._hand_over(core.index)
 
     def _hand_over(self, index: int) -> None:
@@ -101,16 +98,16 @@ class Scheduler:
         count = len(self.cores)
         order = [(index + step) % count for step in range(1, count + 1)]
         for other in order:
-            if self._state[other] == READY:
+            if self._state[other] == _READY:
                 self._turn[other].release()
                 return
-        waiting = [other for other in order if self._state[other] == WAITING]
+        waiting = [other for other in order if self._state[other] == _WAITING]
         if not waiting:
             return
         if self._failure is None:
             self._failure = self._deadlock(waiting)
         other = waiting[0]
-        self._state[other] = READY
+        self._state[other] = _READY
         self._turn[other].release()
 
     def _deadlock(self, waiting: list[int]) -> DeadlockError:
@@ -119,7 +116,7 @@ class Scheduler:
             f"{self._waits_for[k].what}"
             for k in sorted(waiting)
         )
-        ended = [k for k in range(len(self.cores)) if self._state[k] == DONE]
+        ended = [k for k in range(len(self.cores)) if self._state[k] == _DONE]
         found = places + (f"; cores {ended} have ended" if ended else "")
         return DeadlockError("cores", "every core to reach the same meetings", found)
 
@@ -149,9 +146,9 @@ class Scheduler:
             self._join_clocks(meeting)
             for other in group:
                 if other != index:
-                    self._state[other] = READY
+                    self._state[other] = _READY
         else:
-            self._state[index] = WAITING
+            self._state[index] = _WAITING
             self._waits_for[index] = meeting
             meeting.what = what
             self.yield_baton(core)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from nki_sim import trace as tr
 from nki_sim.errors import NkiValidationError
 from nki_sim.machine.memory import Allocation
+from nki_sim.machine.shared_log import SharedLog
 from nki_sim.options import SimOptions
 from nki_sim.targets import Target, find_target
-
-if TYPE_CHECKING:
-    from nki_sim.machine.core import Core
-    from nki_sim.machine.races import SharedLog
-    from nki_sim.machine.scheduler import Scheduler
 
 
 class Finding(NamedTuple):
@@ -31,7 +28,17 @@ class Finding(NamedTuple):
     text: str
 
 
-class Machine:
+class _Meetings(Protocol):
+    """How cores wait for each other; `scheduler.py` provides it where there are several."""
+
+    def meet(self, core: Any, key: Any, members: Sequence[int], value: Any, what: str) -> Any:
+        """Wait until all members have come; return their values by core index."""
+
+    def maybe_preempt(self, core: Any) -> None:
+        """Let another core run, now and then."""
+
+
+class System:
     """What the cores of one launch share.
 
     Args:
@@ -50,13 +57,12 @@ class Machine:
         self.full = options.mode == "full"
         self.shared: dict[tuple[int, Any], Allocation] = {}
         self.shared_logs: list[SharedLog] = []
-        self.scheduler: Scheduler | None = None
+        self.scheduler: _Meetings | None = None
         self.random = random.Random(options.seed)
         self.preempt = options.preempt if lnc * ranks > 1 else 0.0
-        self.lines: dict[tuple[int, int], int] = {}
+        self._lines: dict[tuple[int, int], int] = {}
         self._codes: list[Any] = []
         self.dropped: dict[int, int] = {}
-        self.cores: list[Core] = []
 
     def find(self, kind: str, location: str, text: str) -> None:
         """Keep a finding, once per kind and place."""
@@ -73,10 +79,10 @@ class Machine:
         """Return the trace's id of the source line that a frame is at."""
         code = frame.f_code
         key = (id(code), frame.f_lasti)
-        found = self.lines.get(key)
+        found = self._lines.get(key)
         if found is None:
             self._codes.append(code)  # keeps the id from being reused
-            found = self.lines[key] = self.trace.line_id(code.co_filename, frame.f_lineno)
+            found = self._lines[key] = self.trace.line_id(code.co_filename, frame.f_lineno)
         return found
 
     def location(self, line: int) -> str:

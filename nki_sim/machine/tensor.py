@@ -12,7 +12,7 @@ instructions only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +26,12 @@ from nki_sim.errors import (
     UninitializedRead,
     UnknownValue,
 )
+from nki_sim.machine.ambient import running
 from nki_sim.machine.geometry import Geometry, contiguous_strides, find_geometry, memory_range
 from nki_sim.machine.memory import Allocation, MemoryRegion
 from nki_sim.machine.registers import DynamicSlice, VirtualRegister
 from nki_sim.machine.views import Dynamic, Views
-from nki_sim.trace import HBM
-
-if TYPE_CHECKING:
-    from nki_sim.trace import Trace
+from nki_sim.trace import HBM, Trace
 
 
 class NkiTensor(Views):
@@ -336,12 +334,10 @@ def _slice(tensor: NkiTensor, axis: int, item: slice, size: int) -> tuple[int, i
 
 def _report_cut(tensor: NkiTensor, axis: int, item: slice, size: int) -> None:
     """Keep a finding about a slice that ends beyond its axis."""
-    from nki_sim.machine.core import running
-
     core = running()
     if core is not None:
         text = f"{tensor.label()}: [{item.start}:{item.stop}] on axis {axis} ends at {size}"
-        core.machine.find("slice", core.location(), text)
+        core.note("slice", text)
 
 
 def _one_register(

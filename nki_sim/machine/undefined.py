@@ -10,23 +10,21 @@ reaches a returned tensor or an address.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nki_sim.errors import OverlapError, UninitializedRead
+from nki_sim.machine.allocator import Allocator
 from nki_sim.machine.memory import Allocation, Coverage, Origin, Walk
 from nki_sim.machine.tensor import NkiTensor
-
-if TYPE_CHECKING:
-    from nki_sim.machine.core import Core
 
 # Bytes put in unwritten elements besides the fill of the options: -12 and 12 as floats.
 _FILLS = (0xC1, 0x41)
 
 
 def read_undefined(
-    core: Core,
+    core: Allocator,
     op: str,
     undefined: list[NkiTensor],
     writes: Sequence[NkiTensor],
@@ -78,7 +76,7 @@ def _settle_fill(tensor: NkiTensor, fill: int) -> None:
     alloc.defined.add_where(walk, hole)
 
 
-def origin_of(core: Core, op: str, undefined: Sequence[NkiTensor]) -> Origin:
+def origin_of(core: Allocator, op: str, undefined: Sequence[NkiTensor]) -> Origin:
     """Describe the present instruction as the place where unwritten memory was read.
 
     If the memory was itself computed from unwritten memory, that first place is the origin.
@@ -100,7 +98,9 @@ def poison(alloc: Allocation, walk: Walk, chosen: Any, origin: Origin) -> None:
         alloc.poison.append(origin)
 
 
-def report_undefined(core: Core, op: str, tensor: NkiTensor, missing: int, location: str) -> None:
+def report_undefined(
+    core: Allocator, op: str, tensor: NkiTensor, missing: int, location: str
+) -> None:
     """Raise or report the read of elements that nobody wrote."""
     options = core.options
     alloc = tensor._alloc

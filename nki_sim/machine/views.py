@@ -6,7 +6,7 @@ Every method returns a view of the same bytes and costs nothing at run time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from nki_sim.dtypes import Array, DType, as_dtype
 from nki_sim.errors import LanguageError, OutOfBounds
@@ -14,9 +14,6 @@ from nki_sim.machine.geometry import Geometry, contiguous_strides, join_axes, re
 from nki_sim.machine.memory import Allocation
 from nki_sim.machine.registers import VirtualRegister
 from nki_sim.trace import HBM
-
-if TYPE_CHECKING:
-    from nki_sim.machine.tensor import NkiTensor
 
 
 class Dynamic(NamedTuple):
@@ -35,7 +32,7 @@ class Dynamic(NamedTuple):
     limit: int
 
 
-MAX_DIMS = 5
+_MAX_DIMS = 5
 
 
 class Views:
@@ -94,13 +91,13 @@ class Views:
         offset: int,
         dtype: DType | None = None,
         static: bool = False,
-    ) -> NkiTensor:
+    ) -> Self:
         """Return another view; a dynamic offset goes along unless `static` drops it."""
-        if len(shape) > MAX_DIMS:
+        if len(shape) > _MAX_DIMS:
             raise LanguageError(
-                self.label(), f"at most {MAX_DIMS} axes in a view", f"{list(shape)}"
+                self.label(), f"at most {_MAX_DIMS} axes in a view", f"{list(shape)}"
             )
-        view: NkiTensor = object.__new__(type(self))  # type: ignore[assignment]
+        view = object.__new__(type(self))
         view.shape = shape
         view.strides = strides
         view.offset = offset
@@ -131,7 +128,7 @@ class Views:
     def _alloc_elements(self) -> int:
         return self._alloc.size_bytes // self.dtype.itemsize
 
-    def permute(self, dims: Sequence[int]) -> NkiTensor:
+    def permute(self, dims: Sequence[int]) -> Self:
         """Return the view with its axes in the order `dims`."""
         order = tuple(dims)
         if sorted(order) != list(range(self.ndim)):
@@ -149,7 +146,7 @@ class Views:
                 self.label(), f"{what} to leave the partition axis alone", "axis 0 changed"
             )
 
-    def broadcast(self, dim: int, size: int) -> NkiTensor:
+    def broadcast(self, dim: int, size: int) -> Self:
         """Return the view with axis `dim` of size 1 repeated `size` times."""
         dim = self._axis(dim)
         self._keep_partition("broadcast", dim != 0)
@@ -159,7 +156,7 @@ class Views:
         strides = (*self.strides[:dim], 0, *self.strides[dim + 1 :])
         return self._derive(shape, strides, self.offset)
 
-    def expand_dim(self, dim: int) -> NkiTensor:
+    def expand_dim(self, dim: int) -> Self:
         """Return the view with a new axis of size 1 before axis `dim`."""
         if dim < 0:
             dim += self.ndim + 1
@@ -171,7 +168,7 @@ class Views:
             self.offset,
         )
 
-    def squeeze_dim(self, dim: int) -> NkiTensor:
+    def squeeze_dim(self, dim: int) -> Self:
         """Return the view without axis `dim`, which has size 1."""
         dim = self._axis(dim)
         self._keep_partition("squeeze_dim", dim != 0)
@@ -183,7 +180,7 @@ class Views:
             self.offset,
         )
 
-    def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
+    def reshape_dim(self, dim: int, shape: Sequence[int]) -> Self:
         """Return the view with axis `dim` split into `shape`, one of which may be -1."""
         dim = self._axis(dim)
         self._keep_partition("reshape_dim", dim != 0)
@@ -211,7 +208,7 @@ class Views:
             self.offset,
         )
 
-    def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
+    def flatten_dims(self, start_dim: int, end_dim: int) -> Self:
         """Return the view with axes `start_dim` to `end_dim` (inclusive) joined."""
         start_dim, end_dim = self._axis(start_dim), self._axis(end_dim)
         self._keep_partition("flatten_dims", start_dim > 0 or start_dim == end_dim)
@@ -230,7 +227,7 @@ class Views:
             self.offset,
         )
 
-    def reshape(self, shape: Sequence[int]) -> NkiTensor:
+    def reshape(self, shape: Sequence[int]) -> Self:
         """Return the view with another shape of as many elements; the layout must allow it."""
         new_shape = list(shape)
         if -1 in new_shape:
@@ -255,10 +252,10 @@ class Views:
 
     def rearrange(
         self, src_pattern: Sequence[Any], dst_pattern: Sequence[Any], fixed_sizes: Any = None
-    ) -> NkiTensor:
+    ) -> Self:
         """Return the view rearranged: names and tuples of names, as in einops."""
         sizes: dict[str, int] = dict(fixed_sizes or {})
-        view: NkiTensor = self  # type: ignore[assignment]
+        view = self
         names: list[str] = []
         if len(src_pattern) != self.ndim:
             raise LanguageError(self.label(), f"{self.ndim} source axes", str(src_pattern))
@@ -278,7 +275,7 @@ class Views:
                 view = view.flatten_dims(axis, axis + width - 1)
         return view
 
-    def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
+    def slice(self, dim: int, start: int, end: int, step: int = 1) -> Self:
         """Return the view of elements start, start + step, .. below `end` on axis `dim`."""
         dim = self._axis(dim)
         size = self.shape[dim]
@@ -295,7 +292,7 @@ class Views:
             self.offset + start * self.strides[dim],
         )
 
-    def select(self, dim: int, index: Any) -> NkiTensor:
+    def select(self, dim: int, index: Any) -> Self:
         """Return the view at one index of axis `dim`: an int, a register or a (1, 1) tensor."""
         dim = self._axis(dim)
         self._keep_partition("select", dim != 0)
@@ -314,7 +311,7 @@ class Views:
             raise OutOfBounds(self.label(), f"index below {self.shape[dim]}", str(index))
         return self._derive(shape, strides, self.offset + int(index) * self.strides[dim])
 
-    def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
+    def vector_select(self, dim: int, vector_offset: Views) -> Self:
         """Return the view whose row p is row `vector_offset[p]` of this HBM tensor."""
         if dim != 0 or self.on_chip:
             raise LanguageError(self.label(), "axis 0 of a tensor in HBM", f"axis {dim}")
@@ -339,7 +336,7 @@ class Views:
         vector_offset: Any = None,
         indirect_dim: int = 0,
         dtype: Any = None,
-    ) -> NkiTensor:
+    ) -> Self:
         """Return an access pattern on the storage of this tensor.
 
         Args:
@@ -398,7 +395,7 @@ class Views:
         view._dynamic = Dynamic(kind, index, multiplier, 0, start, self.size)
         return view
 
-    def view(self, dtype: Any) -> NkiTensor:
+    def view(self, dtype: Any) -> Self:
         """Return the same bytes as elements of another type; the last axis scales."""
         target = as_dtype(dtype)
         old, new = self.dtype.itemsize, target.itemsize
@@ -426,7 +423,7 @@ class Views:
 
     reinterpret_cast = view
 
-    def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
+    def indirect(self, index: Views, num_elem: int | None = None) -> Self:
         """Return a gather along the free axis (gen4)."""
         raise NotImplementedError(
             "NkiTensor.indirect: tensor indirection of gen4 is not simulated."

@@ -11,16 +11,15 @@ from __future__ import annotations
 import heapq
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from nki_sim.time.timeline import Timeline
+from nki_sim.time.intervals import Drawable
 
 _THREADS: Final = ("tensor", "vector", "scalar", "gpsimd", "sync", "exchange")
 _FIRST_DMA_THREAD: Final = 100
 
 
-def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
+def chrome_events(timeline: Drawable) -> list[dict[str, Any]]:
     """Return the events of a timeline as plain dictionaries."""
     events: list[dict[str, Any]] = []
     boxes = sorted(timeline.intervals(), key=lambda box: box.start_ns)
@@ -57,7 +56,7 @@ def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
     return named + events
 
 
-def save_perfetto(timeline: Timeline, path: str | Path) -> Path:
+def save_perfetto(timeline: Drawable, path: str | Path) -> Path:
     """Write the trace file."""
     target = Path(path)
     document = {"traceEvents": chrome_events(timeline), "displayTimeUnit": "ns"}

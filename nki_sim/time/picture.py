@@ -1,17 +1,15 @@
-"""A timeline as a table for the terminal and as a picture of the engine lanes."""
+"""A timeline as a picture of the engine lanes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from nki_sim.time.timeline import Interval, Timeline
+from nki_sim.time.intervals import Drawable, Interval, core_name
 
-_MAX_PATH_LINES: Final = 8
 _MAX_SEPARATE_BOXES: Final = 120
 _COLORS: Final = {
     "tensor": "#3b6fb6",
@@ -24,44 +22,8 @@ _COLORS: Final = {
 }
 
 
-def summary_table(timeline: Timeline) -> str:
-    """Return totals, engines and critical path as text."""
-    chip, cores = timeline.chip, timeline.result.graph.cores
-    rows = [
-        ("total time", f"{timeline.total_us:,.2f} us"),
-        ("instructions", f"{len(timeline.trace):,} on {timeline.num_cores} core(s)"),
-        ("PE utilisation", f"{timeline.pe_utilisation:.1%}"),
-        ("HBM traffic", f"{timeline.hbm_bytes / 1e6:,.2f} MB"),
-        ("HBM bandwidth", f"{timeline.hbm_bytes_per_s / 1e9:,.1f} GB/s"),
-        ("compute bound", f"{timeline.compute_bound_ns / 1e3:,.2f} us"),
-        ("memory bound", f"{timeline.memory_bound_ns / 1e3:,.2f} us"),
-        ("share of roofline", f"{timeline.roofline_share:.1%}"),
-    ]
-    lines = [f"{chip.name}, simulated"]
-    lines += [f"  {label:<18} {value:>24}" for label, value in rows]
-    lines.append("  busy               " + "".join(f"{_name(core):>12}" for core in cores))
-    busy = [timeline.engine_busy_ns(number) for number in range(len(cores))]
-    for lane in dict.fromkeys(lane for entry in busy for lane in entry):
-        cells = [
-            f"{entry.get(lane, 0.0) / timeline.total_ns:>12.1%}" if timeline.total_ns else ""
-            for entry in busy
-        ]
-        lines.append(f"    {lane:<17}" + "".join(cells))
-    lines.append("  critical path")
-    for step in timeline.critical_path()[:_MAX_PATH_LINES]:
-        where = f"{Path(step.file).name}:{step.line}"
-        lines.append(f"    {step.share:>6.1%} {step.ns / 1e3:>12,.2f} us  {where}  {step.op}")
-    return "\n".join(lines)
-
-
-def _name(core: tuple[int, int]) -> str:
-    """Return how a core is called in tables and pictures."""
-    rank, number = core
-    return f"core {number}" if rank == 0 else f"rank {rank}.{number}"
-
-
 def save_picture(
-    timeline: Timeline, path: str | Path, start_ns: float = 0.0, end_ns: float = 0.0
+    timeline: Drawable, path: str | Path, title: str, start_ns: float = 0.0, end_ns: float = 0.0
 ) -> Path:
     """Draw the lanes of every core over time into a PNG file.
 
@@ -100,18 +62,13 @@ def save_picture(
             edgecolors="white",
             linewidth=0.4 if few and _are_wide(pieces, 4 * width_ns) else 0.0,
         )
-    many = timeline.num_cores > 1
-    labels = [f"{_name(lane[:2])} {lane[2]}" if many else lane[2] for lane in order]
+    many = len(timeline.result.graph.cores) > 1
+    labels = [f"{core_name(lane[:2])} {lane[2]}" if many else lane[2] for lane in order]
     axes.set_yticks(range(len(order)), labels)
     axes.invert_yaxis()
     axes.set_xlim(start_ns / 1e3, end_ns / 1e3)
     axes.set_xlabel("time, us (simulated)")
-    axes.set_title(
-        f"{timeline.chip.name}: {timeline.total_us:,.1f} us, PE {timeline.pe_utilisation:.0%}, "
-        f"HBM {timeline.hbm_bytes_per_s / 1e9:,.0f} GB/s, "
-        f"{timeline.roofline_share:.0%} of the roofline",
-        fontsize=10,
-    )
+    axes.set_title(title, fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()

@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 from nki_sim import trace as tr
 from nki_sim.hardware import TRN2, Hardware
 from nki_sim.time.costs import DmaPrice, MatmulPrice
+from nki_sim.time.intervals import Interval, core_name
+from nki_sim.time.perfetto import save_perfetto
+from nki_sim.time.picture import save_picture
 from nki_sim.time.playback import Prepared, Schedule, TimelineOptions, play, prepare
 from nki_sim.trace import Trace
 
 LANES: Final = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma")
+_MAX_PATH_LINES: Final = 8
 
 
 class PathStep(NamedTuple):
@@ -44,20 +48,6 @@ class LineTime(NamedTuple):
     op: str
     instructions: int
     busy_ns: float
-
-
-class Interval(NamedTuple):
-    """One box of the picture: an instruction on a lane of a core."""
-
-    rank: int
-    core: int
-    lane: str
-    start_ns: float
-    end_ns: float
-    op: str
-    file: str
-    line: int
-    instruction: int
 
 
 def schedule(
@@ -268,9 +258,32 @@ class Timeline:
 
     def summary(self) -> str:
         """Return a table of the totals, the engines and the critical path."""
-        from nki_sim.time.picture import summary_table
-
-        return summary_table(self)
+        rows = [
+            ("total time", f"{self.total_us:,.2f} us"),
+            ("instructions", f"{len(self.trace):,} on {self.num_cores} core(s)"),
+            ("PE utilisation", f"{self.pe_utilisation:.1%}"),
+            ("HBM traffic", f"{self.hbm_bytes / 1e6:,.2f} MB"),
+            ("HBM bandwidth", f"{self.hbm_bytes_per_s / 1e9:,.1f} GB/s"),
+            ("compute bound", f"{self.compute_bound_ns / 1e3:,.2f} us"),
+            ("memory bound", f"{self.memory_bound_ns / 1e3:,.2f} us"),
+            ("share of roofline", f"{self.roofline_share:.1%}"),
+        ]
+        lines = [f"{self.chip.name}, simulated"]
+        lines += [f"  {label:<18} {value:>24}" for label, value in rows]
+        cores = self.result.graph.cores
+        lines.append("  busy               " + "".join(f"{core_name(core):>12}" for core in cores))
+        busy = [self.engine_busy_ns(number) for number in range(len(cores))]
+        for lane in dict.fromkeys(lane for entry in busy for lane in entry):
+            cells = [
+                f"{entry.get(lane, 0.0) / self.total_ns:>12.1%}" if self.total_ns else ""
+                for entry in busy
+            ]
+            lines.append(f"    {lane:<17}" + "".join(cells))
+        lines.append("  critical path")
+        for step in self.critical_path()[:_MAX_PATH_LINES]:
+            where = f"{Path(step.file).name}:{step.line}"
+            lines.append(f"    {step.share:>6.1%} {step.ns / 1e3:>12,.2f} us  {where}  {step.op}")
+        return "\n".join(lines)
 
     def save_picture(self, path: str | Path, start_ns: float = 0.0, end_ns: float = 0.0) -> Path:
         """Draw the engine lanes as a PNG file; needs matplotlib.
@@ -280,14 +293,14 @@ class Timeline:
             start_ns: left edge.
             end_ns: right edge; 0 means the end of the run.
         """
-        from nki_sim.time.picture import save_picture
-
-        return save_picture(self, path, start_ns, end_ns)
+        title = (
+            f"{self.chip.name}: {self.total_us:,.1f} us, PE {self.pe_utilisation:.0%}, "
+            f"HBM {self.hbm_bytes_per_s / 1e9:,.0f} GB/s, {self.roofline_share:.0%} of the roofline"
+        )
+        return save_picture(self, path, title, start_ns, end_ns)
 
     def save_perfetto(self, path: str | Path) -> Path:
         """Write a trace file in the Chrome JSON format, for ui.perfetto.dev or chrome://tracing."""
-        from nki_sim.time.perfetto import save_perfetto
-
         return save_perfetto(self, path)
 
 

@@ -81,6 +81,20 @@ print("all there")
     assert run_python(code) == "all there"
 
 
+def test_the_modules_of_provide_are_found_without_being_imported_anew() -> None:
+    names = ["nki", "neuronxcc", *MODULES]
+    code = f"""
+import importlib.util
+import nki_sim
+nki_sim.provide()
+for name in {names!r}:
+    spec = importlib.util.find_spec(name)
+    assert spec.origin == "nki_sim" and name.endswith(spec.name), spec
+print(importlib.util.find_spec("nki.absent"), importlib.import_module("nki"))
+"""
+    assert run_python(code) == "None <module 'nki' (nki_sim)>"
+
+
 def test_the_empty_package_of_the_registry_does_not_count_as_the_vendors(tmp_path: Path) -> None:
     (tmp_path / "nki").mkdir()
     (tmp_path / "nki" / "__init__.py").write_text("__version__ = '0.0.0'\n")

@@ -16,10 +16,10 @@ from nki_sim import trace as tr
 from nki_sim.constants import oob_mode as Oob
 from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
-from nki_sim.machine.core import Core
+from nki_sim.machine import Core, NkiTensor
 from nki_sim.machine.geometry import contiguous_runs
 from nki_sim.machine.memory import Coverage, Walk
-from nki_sim.machine.tensor import NkiTensor, read_index, read_indices
+from nki_sim.machine.tensor import read_index, read_indices
 from nki_sim.machine.views import Dynamic
 
 

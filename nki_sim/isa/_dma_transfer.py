@@ -10,8 +10,8 @@ import numpy as np
 from nki_sim import trace as tr
 from nki_sim.dtypes import Array
 from nki_sim.errors import IllegalOperand
-from nki_sim.isa._access import Access
-from nki_sim.machine.core import Core
+from nki_sim.isa._dma_operand import Access
+from nki_sim.machine import Core
 from nki_sim.machine.memory import Coverage, Origin
 from nki_sim.machine.undefined import origin_of, poison, report_undefined
 

@@ -1,28 +1,14 @@
-"""What the instruction files share: the decorator, operand checks and cost facts.
-
-An instruction is a function of the running core and the parameters of the language, written in
-three paragraphs: constraints, cost, meaning. The decorator takes the core away from the public
-signature, resolves dynamic scalar offsets, and adds the place and the instruction to any error.
-"""
+"""What the instruction files share: operand checks and cost facts."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, overload
+from typing import Any, Final
 
 from nki_sim import trace as tr
 from nki_sim.constants import engine as Engine
-from nki_sim.dtypes import DType
-from nki_sim.errors import IllegalOperand, NkiValidationError
-from nki_sim.machine.core import _CORE, Core, NkiInstruction
+from nki_sim.errors import IllegalOperand
+from nki_sim.machine import Core, NkiTensor, VirtualRegister
 from nki_sim.machine.geometry import Profile
-from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.tensor import NkiTensor
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 ENGINE_IDS: Final = {
     Engine.tensor: tr.TENSOR,
@@ -35,74 +21,6 @@ ENGINE_IDS: Final = {
 _MAX_FREE_DIMS: Final = 3  # of an access pattern (architecture guide of Trainium 1)
 _START_LIMIT: Final = {0: 128, 32: 32, 64: 64, 96: 32}
 _FACTS: dict[tuple[Any, ...], tr.ComputeFacts] = {}
-
-
-@overload
-def instruction(function: Callable[Concatenate[Core, P], R]) -> Callable[P, R]: ...
-
-
-@overload
-def instruction(
-    *, resolve: bool
-) -> Callable[[Callable[Concatenate[Core, P], R]], Callable[P, R]]: ...
-
-
-def instruction(function: Any = None, *, resolve: bool = True) -> Any:
-    """Turn ``f(core, dst, ...)`` into the public instruction ``f(dst, ...)``.
-
-    Args:
-        function: the instruction; its first parameter is the running `Core`.
-        resolve: replace tensors with a scalar offset by the static view it means now. DMA
-            instructions resolve for themselves.
-    """
-    if function is None:
-        return functools.partial(instruction, resolve=resolve)
-    body = function
-    name = body.__name__
-    signature = inspect.signature(body)
-    parameters = list(signature.parameters.values())[1:]
-    names = tuple([parameter.name for parameter in parameters])
-
-    @functools.wraps(body)
-    def issue(*args: Any, **kwargs: Any) -> Any:
-        core = _CORE.get()
-        if core is None:
-            raise RuntimeError(
-                f"nki.isa.{name}: no kernel is running. Use nki_sim.simulate(kernel)."
-            )
-        try:
-            core.call = (names, args, kwargs)
-            if resolve:
-                for arg in args:
-                    if type(arg) is NkiTensor and arg._dynamic is not None:
-                        args = tuple([_static(a) for a in args])
-                        core.call = (names, args, kwargs)
-                        break
-                for key, arg in kwargs.items():
-                    if type(arg) is NkiTensor and arg._dynamic is not None:
-                        kwargs[key] = arg.resolve()
-            return body(core, *args, **kwargs)
-        except NkiValidationError as error:
-            if error.operand not in names:
-                error.operand = core.operand_of_error(error)
-            locate(error, core, name)
-            raise
-
-    issue.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return issue
-
-
-def _static(value: Any) -> Any:
-    return value.resolve() if type(value) is NkiTensor else value
-
-
-def locate(error: NkiValidationError, core: Core, name: str) -> None:
-    """Add instruction and kernel line to an error that does not have them yet."""
-    if not error.instruction:
-        error.instruction = name
-    if not error.location:
-        error.location = core.location()
-
 
 # Operand checks. Each raises IllegalOperand with the operand's name.
 
@@ -173,12 +91,6 @@ def check_same_elements(first: tuple[str, NkiTensor], *others: tuple[str, NkiTen
                 f"{expected} elements per partition like {first[0]} {list(first[1].shape)}",
                 f"{value.geometry.elements} ({list(value.shape)})",
             )
-
-
-def check_dtype(operand: str, value: NkiTensor, allowed: frozenset[DType], what: str) -> None:
-    """The element type is one of `allowed`, described by `what`."""
-    if value.dtype not in allowed:
-        raise IllegalOperand(operand, what, str(value.dtype))
 
 
 def check_not_both_psum(first: tuple[str, NkiTensor], second: tuple[str, NkiTensor]) -> None:
@@ -274,27 +186,3 @@ def compute_facts(
             registers=registers,
         )
     return found
-
-
-__all__ = [
-    "Core",
-    "Engine",
-    "IllegalOperand",
-    "NkiInstruction",
-    "NkiTensor",
-    "VirtualRegister",
-    "check_dtype",
-    "check_engine",
-    "check_generation",
-    "check_gpsimd_memory",
-    "check_memory",
-    "check_not_both_psum",
-    "check_on_chip",
-    "check_partitions",
-    "check_same_elements",
-    "check_same_partitions",
-    "compute_facts",
-    "instruction",
-    "scalar_operand",
-    "tensor",
-]

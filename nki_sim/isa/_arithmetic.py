@@ -10,8 +10,9 @@ import numpy as np
 from nki_sim.constants import reduce_cmd
 from nki_sim.dtypes import Array, float32
 from nki_sim.errors import IllegalOperand, NkiValidationError
-from nki_sim.isa._common import Core, NkiTensor, scalar_operand
+from nki_sim.isa._checks import scalar_operand
 from nki_sim.isa.functions import ALU_OPS, REDUCE_ALIASES, AluOp
+from nki_sim.machine import Core, NkiTensor
 from nki_sim.machine.tensor import check_defined
 
 LANES: Final = 128

@@ -1,0 +1,78 @@
+"""The decorator of instructions.
+
+An instruction is a function of the running core and the parameters of the language, written in
+three paragraphs: constraints, cost, meaning. The decorator takes the core away from the public
+signature, resolves dynamic scalar offsets, and adds the place and the instruction to any error.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+from nki_sim.errors import NkiValidationError
+from nki_sim.machine import Core, NkiTensor, running
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@overload
+def instruction(function: Callable[Concatenate[Core, _P], _R]) -> Callable[_P, _R]: ...
+
+
+@overload
+def instruction(
+    *, resolve: bool
+) -> Callable[[Callable[Concatenate[Core, _P], _R]], Callable[_P, _R]]: ...
+
+
+def instruction(function: Any = None, *, resolve: bool = True) -> Any:
+    """Turn ``f(core, dst, ...)`` into the public instruction ``f(dst, ...)``.
+
+    Args:
+        function: the instruction; its first parameter is the running `Core`.
+        resolve: replace tensors with a scalar offset by the static view it means now. DMA
+            instructions resolve for themselves.
+    """
+    if function is None:
+        return functools.partial(instruction, resolve=resolve)
+    body = function
+    name = body.__name__
+    signature = inspect.signature(body)
+    parameters = list(signature.parameters.values())[1:]
+    names = tuple([parameter.name for parameter in parameters])
+
+    @functools.wraps(body)
+    def issue(*args: Any, **kwargs: Any) -> Any:
+        core = running()
+        if core is None:
+            raise RuntimeError(
+                f"nki.isa.{name}: no kernel is running. Use nki_sim.simulate(kernel)."
+            )
+        try:
+            core.call = (names, args, kwargs)
+            if resolve:
+                for arg in args:
+                    if type(arg) is NkiTensor and arg._dynamic is not None:
+                        args = tuple([_static(a) for a in args])
+                        core.call = (names, args, kwargs)
+                        break
+                for key, arg in kwargs.items():
+                    if type(arg) is NkiTensor and arg._dynamic is not None:
+                        kwargs[key] = arg.resolve()
+            return body(core, *args, **kwargs)
+        except NkiValidationError as error:
+            if error.operand not in names:
+                error.operand = core.operand_of_error(error)
+            core.locate(error, name)
+            raise
+
+    issue.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return issue
+
+
+def _static(value: Any) -> Any:
+    return value.resolve() if type(value) is NkiTensor else value

@@ -1,0 +1,224 @@
+"""Where the program of one core is: source line, dynamic loops, operands of the instruction.
+
+Each dynamic loop writes loop_begin, one loop_trip per trip, and loop_end to the trace, and its trip
+count to the core's flow, which must agree between cores. A loop left by break or return is found
+when the kernel ends.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+from nki_sim import trace as tr
+from nki_sim.errors import LanguageError, NkiValidationError
+from nki_sim.machine.registers import VirtualRegister
+from nki_sim.machine.system import System
+from nki_sim.machine.tensor import NkiTensor
+
+PACKAGE_DIR: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_BEGIN: Final = tr.ControlFacts("loop_begin")
+_TRIP: Final = tr.ControlFacts("loop_trip")
+_END: Final = tr.ControlFacts("loop_end")
+
+
+class Loop:
+    """One running dynamic loop of a core.
+
+    Args:
+        program: the core.
+        line: its source line id.
+        key: what tells a ``while register:`` from others; None for the other forms.
+    """
+
+    __slots__ = ("_program", "key", "line", "trips")
+
+    def __init__(self, program: Program, line: int, key: Any = None) -> None:
+        if program.no_reorder:
+            raise LanguageError(
+                "loop", "no dynamic loop inside nl.no_reorder", "one", location=program.location()
+            )
+        self._program = program
+        self.line = line
+        self.key = key
+        self.trips = 0
+        self._mark("loop_begin", _BEGIN)
+        program.loop_depth += 1
+        program.open_loops.append(self)
+
+    def _mark(self, op: str, facts: tr.ControlFacts) -> None:
+        at = self._program
+        at.trace.emit(op, tr.ALL, facts, (), (), self.line, at.id, at.rank, at.loop_depth)
+
+    def trip(self) -> None:
+        """Note the start of a trip."""
+        self.trips += 1
+        self._mark("loop_trip", _TRIP)
+
+    def end(self) -> None:
+        """Note the end of the loop."""
+        program = self._program
+        program.loop_depth -= 1
+        program.open_loops.pop()
+        self._mark("loop_end", _END)
+        program.flow.append(("loop", program.machine.location(self.line), self.trips))
+
+
+class Program:
+    """Where the program of one core is.
+
+    Attributes:
+        machine, trace, options, target: shared by all cores.
+        full: whether floating-point arithmetic is carried out.
+        rank, id: rank in the collective group, core within the rank.
+        index: position among all cores of the launch.
+        clock: vector clock over all cores; its own entry counts its meetings.
+        grid_ndim: 1 for a kernel launched with brackets, else 0.
+        loop_depth: dynamic loops around the present instruction.
+        no_reorder: `nl.no_reorder` blocks around it.
+        flow: the dynamic loops and meetings so far, to compare between cores.
+        line: source line id of the last instruction or allocation.
+        call: the present instruction: names of its parameters, arguments, keyword arguments.
+    """
+
+    def __init__(self, machine: System, rank: int, core: int) -> None:
+        self.machine = machine
+        self.trace = machine.trace
+        self.options = machine.options
+        self.target = machine.target
+        self.full = machine.full
+        self.rank = rank
+        self.id = core
+        self.index = rank * machine.lnc + core
+        self.clock = [0] * (machine.lnc * machine.num_ranks)
+        self.clock[self.index] = 1
+        self.grid_ndim = 0
+        self.loop_depth = 0
+        self.no_reorder = 0
+        self.flow: list[tuple[Any, ...]] = []
+        self.open_loops: list[Loop] = []
+        self._while_loops: list[Loop] = []
+        self.line = 0
+        self.call: tuple[tuple[str, ...], tuple[Any, ...], dict[str, Any]] = ((), (), {})
+
+    # Source lines.
+
+    def here(self, depth: int = 1) -> int:
+        """Return the line id of the nearest caller outside this package."""
+        frame: Any = sys._getframe(depth)
+        while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
+            frame = frame.f_back
+        return self.machine.line_of(frame)
+
+    def location(self) -> str:
+        """Return "file:line" of the kernel now."""
+        return self.machine.location(self.here(2))
+
+    def note(self, kind: str, text: str) -> None:
+        """Keep a finding about the kernel's present line."""
+        self.machine.find(kind, self.location(), text)
+
+    def locate(self, error: NkiValidationError, instruction: str) -> None:
+        """Add instruction and kernel line to an error that does not have them yet."""
+        if not error.instruction:
+            error.instruction = instruction
+        if not error.location:
+            error.location = self.location()
+
+    # Dynamic loops.
+
+    def while_condition(self, register: VirtualRegister) -> bool:
+        """Serve ``while register:``; any other test of a register raises."""
+        frame: Any = sys._getframe(1)
+        while frame.f_code.co_filename.startswith(PACKAGE_DIR):
+            frame = frame.f_back
+        lines = _while_lines(frame.f_code.co_filename)
+        if lines is not None and frame.f_lineno not in lines:
+            raise LanguageError(
+                "register",
+                "a condition known at compile time",
+                "a register",
+                "Registers may bound dynamic loops only",
+                location=self.location(),
+            )
+        key = (id(frame), frame.f_lineno)
+        stack = self._while_loops
+        while stack and stack[-1].key != key and any(loop.key == key for loop in stack):
+            stack.pop().end()
+        if not stack or stack[-1].key != key:
+            stack.append(Loop(self, self.machine.line_of(frame), key))
+        if register.read() != 0:
+            stack[-1].trip()
+            return True
+        stack.pop().end()
+        return False
+
+    def check_loops_ended(self) -> None:
+        """Refuse a kernel that left a dynamic loop by break or return.
+
+        Raises:
+            LanguageError: it did.
+        """
+        for loop in self.open_loops:
+            raise LanguageError(
+                "body",
+                "a loop that ends by its bound or condition",
+                "break or return",
+                instruction="dynamic loop",
+                location=self.machine.location(loop.line),
+            )
+
+    # Operands of the present instruction, for messages.
+
+    def operand_of_error(self, error: NkiValidationError) -> str:
+        """Return the parameter that an error is about: "data1 (x)", or "src.vector_offset"."""
+        label, about = error.operand, error.about
+        for name, item in self._operands():
+            if item is about or (about is None and item.label() == label):
+                return f"{name} ({item.label()})" if item._is_named else name
+            if about is not None and item._dynamic is not None and item._dynamic.index is about:
+                return f"{name}.{item._dynamic.kind}_offset"
+        return label
+
+    def operand_of(self, tensor: NkiTensor) -> str:
+        """Return the parameter through which the present instruction got a tensor, and its name."""
+        for name, item in self._operands():
+            if item._alloc is tensor._alloc:
+                return f"{name} ({item.label()})" if item._is_named else name
+        return tensor.label()
+
+    def refuse_escaped(self, tensor: NkiTensor) -> None:
+        """Raise LanguageError: the tensor belongs to the body of a dynamic loop that has ended."""
+        created = self.machine.location(tensor._alloc.line)
+        raise LanguageError(
+            self.operand_of(tensor),
+            "a tensor that exists outside of dynamic loops",
+            f"one created in the body of a loop at {created}",
+            "Create it before the loop",
+        )
+
+    def _operands(self) -> Iterator[tuple[str, NkiTensor]]:
+        """Give the tensors of the present instruction with the names of their parameters."""
+        names, args, kwargs = self.call
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if type(item) is NkiTensor:
+                    yield name, item
+
+
+@functools.cache
+def _while_lines(file: str) -> frozenset[int] | None:
+    """Return the lines on which the condition of a while statement stands; None without source."""
+    source = "".join(linecache.getlines(file))
+    if not source:
+        return None
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.While):
+            lines.update(range(node.lineno, (node.test.end_lineno or node.lineno) + 1))
+    return frozenset(lines)
