@@ -16,7 +16,7 @@ SUBCOMMANDS = {
     ),
     "generate": ("commands.generate", "generate text from a checkpoint"),
     "inspect": ("commands.inspect", "architecture, sizes and memory per rank of a checkpoint"),
-    "bench": ("commands.bench", "benchmarks: cpu, sim, wire, prefill, decode"),
+    "bench": ("commands.bench", "benchmarks: cpu, host, sim, wire, prefill, decode"),
     "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
     "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
     "evaluate": (

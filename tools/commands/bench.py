@@ -14,6 +14,7 @@ TARGETS = {
         "bench.prefill",
         "MoE prefill kernels beside the vendor's and the roofline (simulated)",
     ),
+    "host": ("bench.host", "host time of one layer call, kernel launches stubbed out (measured)"),
     "sim": ("bench.sim", "overhead of the simulator per instruction (measured)"),
 }
 
