@@ -203,7 +203,7 @@ def _nearest_caller(frame: FrameType) -> str:
 
 
 def main() -> int:
-    """Answer requests until the input ends: {"case", "repeats"} with times, {"case"} with a walk."""
+    """Answer requests until the input ends: with times where `repeats` is given, else a walk."""
     torch.set_num_threads(1)
     stub = Stub(nki_sim.run)
     nki_sim.run = stub
