@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nki_sim
-from neuron_moe.tools.bench import host
+from neuron_moe.tools.bench.host import command as host
 from neuron_moe.tools.bench.host import probe as host_probe
 from neuron_moe.tools.bench.host.worker import ROOT
 
