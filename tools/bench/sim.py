@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 import nki_sim
-from neuron_moe.tools.check.vendor_cases import build_job
+from neuron_moe.tools.check.vendor_cases.adapters import build_job
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from neuron_moe.tools.check.vendor_cases import moe_prefill_mx
 from neuron_moe.tools.check.vendor_cases.block_plan import (
     BlockPlan,
     num_blocks,
@@ -58,8 +59,6 @@ CORES = 2
 def build(case: Case, library: VendorLibrary, limits: Limits) -> Job:
     """Build a prefill case; mx variants go to their own module."""
     if "_mx" in case.variant:
-        from neuron_moe.tools.check.vendor_cases import moe_prefill_mx
-
         return moe_prefill_mx.build(case, library, limits)
     if case.variant not in KERNELS:
         raise Skipped(
