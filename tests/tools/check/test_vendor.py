@@ -13,7 +13,7 @@ from neuron_moe.tools.check import vendor as check_vendor
 from neuron_moe.tools.check.case_file import read_cases
 from neuron_moe.tools.check.outcomes import in_turn
 from neuron_moe.tools.check.vendor_cases import mx
-from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks, plan_blocks
+from neuron_moe.tools.check.vendor_cases.block_mapping import map_blocks, num_blocks
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, difference, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.commands import check
@@ -133,18 +133,18 @@ def test_a_case_draws_the_same_inputs_whatever_its_id():
 def test_every_routed_token_has_one_slot_in_a_block_of_its_expert(skip_token):
     T, K, E, B = 200, 3, 5, 32
     blocks = num_blocks(T, K, E, B, multiple=2)
-    plan = plan_blocks(Draw(0), T, K, E, B, blocks, skip_token)
+    mapping = map_blocks(Draw(0), T, K, E, B, blocks, skip_token)
     pad = -1 if skip_token else T
     pairs = [
         (token, int(expert))
         for expert, ids in zip(
-            plan.block_to_expert, plan.token_position_to_id.reshape(blocks, B), strict=True
+            mapping.block_to_expert, mapping.token_position_to_id.reshape(blocks, B), strict=True
         )
         for token in ids
         if token != pad
     ]
-    assert sorted(pairs) == sorted(map(tuple, np.argwhere(plan.mask_TE)))
-    assert plan.conditions(extra=1).sum() == blocks - plan.num_padding_blocks
+    assert sorted(pairs) == sorted(map(tuple, np.argwhere(mapping.mask_TE)))
+    assert mapping.conditions(extra=1).sum() == blocks - mapping.num_padding_blocks
 
 
 @pytest.mark.parametrize("name", mx.FORMATS)

@@ -13,7 +13,7 @@ import nki_sim
 from neuron_moe.tools.bench.comparison.attempts import Attempt
 from neuron_moe.tools.bench.comparison.layers import BF16_BYTES, Model
 from neuron_moe.tools.bench.comparison.timelines import varied_us
-from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks
+from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES, KERNELS
 from nki_sim import SimOptions, TensorSpec

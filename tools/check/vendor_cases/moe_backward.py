@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks, plan_blocks
+from neuron_moe.tools.check.vendor_cases.block_mapping import map_blocks, num_blocks
 from neuron_moe.tools.check.vendor_cases.case import Case, Job, Limits, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw, dtype_of
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
@@ -44,7 +44,9 @@ class _BackwardCase:
         self.clamp_limits = case.get("clamp_limits") or [None] * 4
         self.draw = Draw(seed_of(case))
         blocks = num_blocks(self.T, self.K, self.E, self.B)
-        self.plan = plan_blocks(self.draw, self.T, self.K, self.E, self.B, blocks, self.skip_token)
+        self.mapping = map_blocks(
+            self.draw, self.T, self.K, self.E, self.B, blocks, self.skip_token
+        )
 
     def _macs(self, tokens: int) -> float:
         return num_blocks(tokens, self.K, self.E, self.B) * self.B * 8.0 * self.H * self.I
@@ -81,8 +83,8 @@ class _BackwardCase:
         gate_up_EH2I, down_EIH, biases = self._weights()
         gate_up, down = _checkpoints(
             _Forward(hidden_TH, gate_up_EH2I, down_EIH, biases, self.clamp_limits, self.act_fn),
-            self.plan.token_position_to_id,
-            self.plan.block_to_expert,
+            self.mapping.token_position_to_id,
+            self.mapping.block_to_expert,
         )
         return {
             "hidden_states": hidden_TH,
@@ -91,8 +93,8 @@ class _BackwardCase:
             "down_proj_weight": down_EIH,
             "gate_up_proj_act_checkpoint_T": gate_up.astype(self.dtype),
             "down_proj_act_checkpoint": down.astype(self.dtype),
-            "token_position_to_id": self.plan.token_position_to_id,
-            "block_to_expert": self.plan.block_to_expert,
+            "token_position_to_id": self.mapping.token_position_to_id,
+            "block_to_expert": self.mapping.block_to_expert,
             "output_hidden_states_grad": grad_TH,
             "block_size": self.B,
             "skip_dma": library.get(PARAMETERS, "SkipMode")(self.skip_token, False),
@@ -111,7 +113,7 @@ class _BackwardCase:
         rows = T if self.skip_token else T + 1
         hidden_TH = draw.uniform((rows, self.H), 0.0, 1.0, self.dtype)
         affinities_TE = draw.uniform((rows, self.E), 0.0, 1.0, self.dtype)
-        affinities_TE[:T] *= self.plan.mask_TE.astype(self.dtype)
+        affinities_TE[:T] *= self.mapping.mask_TE.astype(self.dtype)
         grad_TH = draw.uniform((rows, self.H), -1.0, 1.0, self.dtype)
         if not self.skip_token:
             for padded in (hidden_TH, affinities_TE, grad_TH):

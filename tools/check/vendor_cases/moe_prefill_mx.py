@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from neuron_moe.tools.check.vendor_cases import mx
-from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks, plan_blocks
+from neuron_moe.tools.check.vendor_cases.block_mapping import map_blocks, num_blocks
 from neuron_moe.tools.check.vendor_cases.case import (
     Case,
     Job,
@@ -57,7 +57,7 @@ class _MxCase:
         self.format = case.need("weight_dtype")
         draw = Draw(seed_of(case))
         blocks = self._blocks(self.T)
-        self.plan = plan_blocks(draw, self.T, self.K, self.E, self.B, blocks, self.skip_token)
+        self.mapping = map_blocks(draw, self.T, self.K, self.E, self.B, blocks, self.skip_token)
         self.hidden_TH, self.affinities_TE = self._tokens(draw)
         self.weights = mx.draw_experts(draw, self.E, self.H, self.I, self.format)
         self.bias, self.down_bias = self._biases(draw)
@@ -73,7 +73,7 @@ class _MxCase:
         rows = self.T if self.skip_token else self.T + 1
         hidden_TH = mx.draw_stable_hidden(draw, rows, self.H).astype(self.dtype)
         affinities_TE = draw.uniform((rows, self.E), 0.0, 1.0, self.dtype)
-        affinities_TE[: self.T] *= self.plan.mask_TE.astype(self.dtype)
+        affinities_TE[: self.T] *= self.mapping.mask_TE.astype(self.dtype)
         if not self.skip_token:
             hidden_TH[self.T] = 0
             affinities_TE[self.T] = 0
@@ -108,8 +108,8 @@ class _MxCase:
             "expert_affinities_masked": self.affinities_TE.reshape(-1, 1),
             "gate_up_proj_weight": self._packed(weights.gate_up),
             "down_proj_weight": self._packed(weights.down),
-            "token_position_to_id": self.plan.token_position_to_id,
-            "block_to_expert": self.plan.block_to_expert,
+            "token_position_to_id": self.mapping.token_position_to_id,
+            "block_to_expert": self.mapping.block_to_expert,
             "gate_and_up_proj_bias": self.bias,
             "down_proj_bias": self.down_bias,
             "gate_up_proj_scale": weights.gate_up_scale,
@@ -136,7 +136,7 @@ class _MxCase:
         """Return what tells blocks with tokens from padding, as each variant takes it."""
         case, found = self.case, dict[str, Any]()
         if case.get("is_dynamic"):
-            found["conditions"] = self.plan.conditions(extra=2 if self.on_block else 1)
+            found["conditions"] = self.mapping.conditions(extra=2 if self.on_block else 1)
             if self.on_block:
                 found["n_dynamic_blocks"] = N_DYNAMIC_BLOCKS
         static = case.get("n_static_blocks")
