@@ -49,7 +49,7 @@ class _BackwardCase:
         )
 
     def _macs(self, tokens: int) -> float:
-        return num_blocks(tokens, self.K, self.E, self.B) * self.B * 8.0 * self.H * self.I
+        return float(num_blocks(tokens, self.K, self.E, self.B) * self.B * 8.0 * self.H * self.I)
 
     def job(self) -> Job:
         """Return the run."""

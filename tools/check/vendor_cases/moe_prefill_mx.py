@@ -60,6 +60,8 @@ class _MxCase:
         self.mapping = map_blocks(draw, self.T, self.K, self.E, self.B, blocks, self.skip_token)
         self.hidden_TH, self.affinities_TE = self._tokens(draw)
         self.weights = mx.draw_experts(draw, self.E, self.H, self.I, self.format)
+        self.bias: np.ndarray | None
+        self.down_bias: np.ndarray | None
         self.bias, self.down_bias = self._biases(draw)
 
     def _blocks(self, tokens: int) -> int:
