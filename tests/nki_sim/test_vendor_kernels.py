@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import nki_sim
-from neuron_moe.tools.check.vendor import read_cases, run_case
-from neuron_moe.tools.check.vendor_cases import build_job
+from neuron_moe.tools.check.case_file import read_cases
+from neuron_moe.tools.check.vendor import run_case
+from neuron_moe.tools.check.vendor_cases.adapters import build_job
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.launch import launch
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary

@@ -1,1 +1,1 @@
-"""tools/bench."""
+"""Benchmarks behind `neuron-moe bench`: cpu, host, sim, wire, prefill, decode."""

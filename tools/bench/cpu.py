@@ -20,6 +20,7 @@ from torch import nn
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -120,13 +121,13 @@ def measure(model: str, dtype: str, tokens: list[int], repeats: int) -> list[dic
                 "dtype": dtype,
                 "tokens": count,
                 "ours_ms": ours_ms,
-                "ours_spread_ms": _spread(times["ours"]),
+                "ours_spread_ms": half_quartile_range(times["ours"]),
                 "eager_ms": statistics.median(times["eager"]),
-                "eager_spread_ms": _spread(times["eager"]),
+                "eager_spread_ms": half_quartile_range(times["eager"]),
                 "ratio": statistics.median(times["eager"]) / ours_ms,
                 "fastest": f"transformers {best}",
                 "fastest_ms": statistics.median(times[best]),
-                "fastest_spread_ms": _spread(times[best]),
+                "fastest_spread_ms": half_quartile_range(times[best]),
                 "ratio_to_fastest": statistics.median(times[best]) / ours_ms,
             }
         )
@@ -152,14 +153,6 @@ def _time_in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict
             call()
             times[name].append((time.perf_counter() - start) * 1e3)
     return times
-
-
-def _spread(times: list[float]) -> float:
-    """Return half the distance between the quartiles."""
-    if len(times) < 2:
-        return 0.0
-    first, _, third = statistics.quantiles(times, n=4)
-    return (third - first) / 2
 
 
 def _make_layers(shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, MoE]:

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 import nki_sim
-from neuron_moe.tools.check.vendor_cases import build_job
+from neuron_moe.tools.check.vendor_cases.adapters import build_job
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
@@ -232,35 +232,56 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ.get(_ONE_THREAD) != "1":
         return _in_one_thread(args)
     rows = [measure(case, dtype, args.count, args.repeats) for case, dtype in cases()]
-    print("microseconds per instruction on [128, 512] tiles  [measured]\n")
-    head = ["instruction", "NumPy", "full", "overhead", "indices", "timeline"]
-    body = [[row["instruction"], *(f"{row[key]:.1f}" for key in list(row)[1:])] for row in rows]
-    print(format_table([head, *body]))
-    worst_full = max(row["full_overhead_us"] for row in rows)
-    worst_indices = max(row["indices_us"] for row in rows)
-    within = worst_full < FULL_LIMIT_US and worst_indices < INDICES_LIMIT_US
-    print(f"\nlargest overhead: full {worst_full:.1f} (limit {FULL_LIMIT_US:.0f}), "
-          f"indices {worst_indices:.1f} (limit {INDICES_LIMIT_US:.0f})")  # fmt: skip
-    prefill = {}
-    if args.library is not None:
-        prefill = measure_prefill(args.library)
-        seconds, peak_gib = prefill["prefill_seconds"], prefill["prefill_peak_gib"]
-        within = within and seconds < PREFILL_LIMIT_S and peak_gib < PREFILL_LIMIT_GIB
-        print(
-            f"GPT-OSS-120B TP8, prefill of 1,024 tokens: {seconds:.1f} s (limit "
-            f"{PREFILL_LIMIT_S:.0f}), {peak_gib:.2f} GiB (limit {PREFILL_LIMIT_GIB:.0f})"
-        )
+    prefill = {} if args.library is None else measure_prefill(args.library)
+    verdict = judge(rows, prefill)
+    print(_table(rows, verdict, prefill))
     print_json_line(
         "bench sim",
         kind="measured",
         count=args.count,
         repeats=args.repeats,
-        full_overhead_us=worst_full,
-        full_limit_us=FULL_LIMIT_US,
-        indices_us=worst_indices,
-        indices_limit_us=INDICES_LIMIT_US,
-        within_limits=within,
+        **verdict,
         rows=rows,
         **prefill,
     )
-    return 0 if within else 1
+    return 0 if verdict["within_limits"] else 1
+
+
+def judge(rows: list[dict[str, Any]], prefill: dict[str, Any]) -> dict[str, Any]:
+    """Return the largest overheads, their limits, and whether everything measured is within.
+
+    Args:
+        rows: from `measure`.
+        prefill: from `measure_prefill`, empty if it did not run.
+    """
+    worst_full = max(row["full_overhead_us"] for row in rows)
+    worst_indices = max(row["indices_us"] for row in rows)
+    within = worst_full < FULL_LIMIT_US and worst_indices < INDICES_LIMIT_US
+    if prefill:
+        within = within and prefill["prefill_seconds"] < PREFILL_LIMIT_S
+        within = within and prefill["prefill_peak_gib"] < PREFILL_LIMIT_GIB
+    return {
+        "full_overhead_us": worst_full,
+        "full_limit_us": FULL_LIMIT_US,
+        "indices_us": worst_indices,
+        "indices_limit_us": INDICES_LIMIT_US,
+        "within_limits": within,
+    }
+
+
+def _table(rows: list[dict[str, Any]], verdict: dict[str, Any], prefill: dict[str, Any]) -> str:
+    head = ["instruction", "NumPy", "full", "overhead", "indices", "timeline"]
+    body = [[row["instruction"], *(f"{row[key]:.1f}" for key in list(row)[1:])] for row in rows]
+    lines = [
+        "microseconds per instruction on [128, 512] tiles  [measured]\n",
+        format_table([head, *body]),
+        f"\nlargest overhead: full {verdict['full_overhead_us']:.1f} (limit {FULL_LIMIT_US:.0f}), "
+        f"indices {verdict['indices_us']:.1f} (limit {INDICES_LIMIT_US:.0f})",
+    ]
+    if prefill:
+        lines.append(
+            f"GPT-OSS-120B TP8, prefill of 1,024 tokens: {prefill['prefill_seconds']:.1f} s (limit "
+            f"{PREFILL_LIMIT_S:.0f}), {prefill['prefill_peak_gib']:.2f} GiB (limit "
+            f"{PREFILL_LIMIT_GIB:.0f})"
+        )
+    return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""tools/check."""
+"""Checks behind `neuron-moe check`: our kernels and the vendor's, case by case."""

@@ -7,24 +7,14 @@ and the root mean square error is no larger than that of the torch path. Times a
 import argparse
 import gc
 import math
-import sys
-import time
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from neuron_moe.errors import closest
-from neuron_moe.tools.check.kernel_cases import ADAPTERS, run
+from neuron_moe.tools.check.case_file import add_case_options, read_cases
+from neuron_moe.tools.check.kernel_cases.adapters import ADAPTERS, run
 from neuron_moe.tools.check.kernel_cases.decode_models import decode_model_cases
 from neuron_moe.tools.check.kernel_cases.models import LAYERS, model_cases
-from neuron_moe.tools.check.vendor import (
-    Outcome,
-    add_case_options,
-    in_turn,
-    print_table,
-    read_cases,
-    write_outcomes,
-)
+from neuron_moe.tools.check.outcomes import Outcome, print_table, run_in_turn, tell, write_outcomes
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped
 
 NO_LIMITS = Limits(macs=math.inf, input_bytes=math.inf)  # models' cases are made to fit
@@ -81,30 +71,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def run_cases(
     cases: Sequence[Case], max_seconds: float = math.inf, limits: Limits | None = None
 ) -> list[Outcome]:
-    """Run cases with a progress bar; return outcomes in the order of the cases."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """Run cases with a progress bar; return outcomes in the order of the cases.
 
-    start = time.monotonic()
-    done: dict[str, Outcome] = {}
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+    Those of other kernels are told in any case: to skip them takes no time.
+    """
+    return run_in_turn(
+        cases,
+        lambda case: run_case(case, limits or Limits()),
+        max_seconds,
+        is_free=lambda case: case.kernel not in ADAPTERS,
     )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("", total=len(cases))
-        # Cases of other kernels cost nothing to skip, however little time there is.
-        ours = [case for case in cases if case.kernel in ADAPTERS]
-        for case in (*(c for c in cases if c.kernel not in ADAPTERS), *in_turn(ours)):
-            progress.update(task, description=f"{case.id} {case.kernel} {case.variant}")
-            if case.kernel in ADAPTERS and time.monotonic() - start > max_seconds:
-                break
-            done[case.id] = run_case(case, limits or Limits())
-            progress.advance(task)
-    why = f"time budget of {max_seconds:g} s used up"
-    return [done.get(case.id) or _outcome(case, "skipped", why) for case in cases]
 
 
 def run_case(case: Case, limits: Limits) -> Outcome:
@@ -114,35 +90,12 @@ def run_case(case: Case, limits: Limits) -> Outcome:
     try:
         verdict = run(case, limits)
     except Skipped as reason:
-        return _outcome(case, "skipped", str(reason))
+        return Outcome.of(case, "skipped", str(reason))
     except Exception as error:  # noqa: BLE001  one broken case must not end the run
-        return _outcome(case, "failed", _tell(error))
+        return Outcome.of(case, "failed", tell(error, PACKAGES))
     finally:
         gc.collect()
     if verdict.failure:
         text = "; ".join(filter(None, (verdict.failure, verdict.note)))
-        return _outcome(case, "failed", text, verdict.simulated_us)
-    return _outcome(case, "passed", verdict.note, verdict.simulated_us)
-
-
-def _outcome(case: Case, outcome: str, reason: str, simulated_us: float | None = None) -> Outcome:
-    return Outcome(
-        id=case.id,
-        kernel=case.kernel,
-        variant=case.variant,
-        outcome=outcome,
-        reason=reason,
-        simulated_us=None if simulated_us is None else round(simulated_us, 3),
-    )
-
-
-def _tell(error: BaseException) -> str:
-    """Return one line about an exception: type, first line, and our innermost line."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if any(package in frame.filename for package in PACKAGES)
-    ]
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {text}{place}"
+        return Outcome.of(case, "failed", text, verdict.simulated_us)
+    return Outcome.of(case, "passed", verdict.note, verdict.simulated_us)

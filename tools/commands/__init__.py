@@ -1,1 +1,1 @@
-"""tools/commands."""
+"""One module for each subcommand of `neuron-moe`."""

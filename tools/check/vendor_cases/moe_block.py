@@ -1,4 +1,4 @@
-"""The fused decode block: RMSNorm, router, experts."""
+"""The fused decode layer: RMSNorm, router, experts."""
 
 import contextlib
 import importlib
@@ -22,7 +22,7 @@ REFERENCE = "core.moe_block.moe_block_tkg_torch"
 
 
 def build(case: Case, library: VendorLibrary, limits: Limits) -> Job:
-    """Build a fused decode block case."""
+    """Build a fused decode layer case."""
     return _BlockCase(case, library, limits).job()
 
 

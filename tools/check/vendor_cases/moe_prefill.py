@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from neuron_moe.tools.check.vendor_cases.block_plan import (
-    BlockPlan,
+from neuron_moe.tools.check.vendor_cases import moe_prefill_mx
+from neuron_moe.tools.check.vendor_cases.block_mapping import (
+    BlockMapping,
+    map_blocks,
+    map_dropping,
     num_blocks,
-    plan_blocks,
-    plan_dropping,
 )
 from neuron_moe.tools.check.vendor_cases.case import (
     Case,
@@ -58,8 +59,6 @@ CORES = 2
 def build(case: Case, library: VendorLibrary, limits: Limits) -> Job:
     """Build a prefill case; mx variants go to their own module."""
     if "_mx" in case.variant:
-        from neuron_moe.tools.check.vendor_cases import moe_prefill_mx
-
         return moe_prefill_mx.build(case, library, limits)
     if case.variant not in KERNELS:
         raise Skipped(
@@ -88,7 +87,7 @@ class _PrefillCase:
         if not self.dropping:
             self.T = limits.tokens(self.T, self._macs, step=256, least=min(self.T, 512))
         self.draw = Draw(seed_of(case))
-        self.plan = self._plan()
+        self.mapping = self._mapping()
 
     def _blocks(self, tokens: int) -> int:
         return num_blocks(tokens, self.K, self.E, self.B, CORES if self.on_block else 1)
@@ -96,10 +95,10 @@ class _PrefillCase:
     def _macs(self, tokens: int) -> float:
         return float(self._blocks(tokens) * self.B * 3.0 * self.H * self.I)
 
-    def _plan(self) -> BlockPlan:
+    def _mapping(self) -> BlockMapping:
         if self.dropping:
-            return plan_dropping(self.draw, self.T, self.K, self.E, self.B)
-        return plan_blocks(
+            return map_dropping(self.draw, self.T, self.K, self.E, self.B)
+        return map_blocks(
             self.draw, self.T, self.K, self.E, self.B, self._blocks(self.T), self.skip_token
         )
 
@@ -118,11 +117,11 @@ class _PrefillCase:
 
     def _inputs(self) -> dict[str, Any]:
         """Return the kernel's arguments."""
-        case, library, plan = self.case, self.library, self.plan
+        case, library, mapping = self.case, self.library, self.mapping
         rows = self.T if self.skip_token else self.T + 1
         hidden_TH = self.draw.uniform((rows, self.H), 0.0, 1.0, self.dtype)
         affinities_TE = self.draw.uniform((rows, self.E), 0.0, 1.0, self.dtype)
-        affinities_TE[: self.T] *= plan.mask_TE.astype(self.dtype)
+        affinities_TE[: self.T] *= mapping.mask_TE.astype(self.dtype)
         if not self.skip_token:
             hidden_TH[self.T] = 0
             affinities_TE[self.T] = 0
@@ -132,10 +131,10 @@ class _PrefillCase:
             "expert_affinities_masked": affinities_TE.reshape(-1, 1),
             **self._weights(),
             "block_size": self.B,
-            "token_position_to_id": plan.token_position_to_id,
-            "block_to_expert": plan.block_to_expert.reshape(-1, 1)
+            "token_position_to_id": mapping.token_position_to_id,
+            "block_to_expert": mapping.block_to_expert.reshape(-1, 1)
             if case.variant == "shard_on_h"
-            else plan.block_to_expert,
+            else mapping.block_to_expert,
             "skip_dma": skip_mode(self.skip_token, bool(case.get("skip_mode", 0) & 2)),
             "compute_dtype": getattr(library.nl, case.get("dtype", "bfloat16")),
             "is_tensor_update_accumulating": self.K != 1,
@@ -144,7 +143,7 @@ class _PrefillCase:
             ),
         }
         if case.variant == "shard_on_i_hybrid":
-            inputs["conditions"] = plan.conditions(extra=1)
+            inputs["conditions"] = mapping.conditions(extra=1)
             if case.get("n_static_blocks") is not None:
                 inputs["num_static_block"] = case.get("n_static_blocks")
         if case.variant != "shard_on_h":
@@ -162,10 +161,10 @@ class _PrefillCase:
             )
         if case.variant == "shard_on_h" and case.get("checkpoint_activation"):
             inputs["gate_up_activations_T"] = np.zeros(
-                (plan.num_blocks, 2, self.I, self.B), dtype=self.dtype
+                (mapping.num_blocks, 2, self.I, self.B), dtype=self.dtype
             )
             inputs["down_activations"] = np.zeros(
-                (plan.num_blocks, self.B, self.H), dtype=self.dtype
+                (mapping.num_blocks, self.B, self.H), dtype=self.dtype
             )
         return inputs
 

@@ -2,14 +2,13 @@
 dynamic blocks.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from neuron_moe.tools.check.vendor_cases import mx
-from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks, plan_blocks
+from neuron_moe.tools.check.vendor_cases.block_mapping import map_blocks, num_blocks
 from neuron_moe.tools.check.vendor_cases.case import (
     Case,
     Job,
@@ -40,172 +39,197 @@ def build(case: Case, library: VendorLibrary, limits: Limits) -> Job:
             f"moe_cte variant {case.variant!r}: no adapter; known are {', '.join(KERNELS)}"
         )
     library.use_tables()
-    E, K, B = case.need("experts"), case.need("top_k"), case.need("block_size")
-    H, width = case.need("hidden"), case.need("intermediate")
-    on_block = case.variant == "shard_on_block_mx"
-    multiple = CORES if on_block else 1
-    T = limits.tokens(
-        case.need("tokens"),
-        lambda tokens: num_blocks(tokens, K, E, B, multiple) * B * 3.0 * H * width,
-        step=256,
-        least=min(case.need("tokens"), 512),
-    )
-    draw = Draw(seed_of(case))
-    skip_token = bool(case.get("skip_mode", 0) & 1)
-    plan = plan_blocks(draw, T, K, E, B, num_blocks(T, K, E, B, multiple), skip_token)
-    dtype = dtype_of(case.get("dtype", "bfloat16"))
-    name = case.need("weight_dtype")
+    return _MxCase(case, library, limits).job()
 
-    rows = T if skip_token else T + 1
-    hidden_TH = mx.draw_stable_hidden(draw, rows, H).astype(dtype)
-    affinities_TE = draw.uniform((rows, E), 0.0, 1.0, dtype)
-    affinities_TE[:T] *= plan.mask_TE.astype(dtype)
-    if not skip_token:
-        hidden_TH[T] = 0
-        affinities_TE[T] = 0
-    weights = mx.draw_experts(draw, E, H, width, name)
-    p, tiles = mx.intermediate_partitions(width), -(-width // 512)
-    bias = down_bias = None
-    if case.get("bias"):
-        bias = draw.uniform((E, p, 2, tiles, 4), -2.0625, 0.52, dtype)
-        down_bias = draw.uniform((E, H), -1.632, 1.4375, dtype)
 
-    raw = bool(case.get("use_uint_weights")) and on_block
-    packed: Callable[[np.ndarray], np.ndarray] = (
-        (lambda words: words) if raw else (lambda words: mx.for_kernel(words, name))
-    )
-    module, kernel = KERNELS[case.variant]
-    inputs: dict[str, Any] = {
-        "hidden_states": hidden_TH,
-        "expert_affinities_masked": affinities_TE.reshape(-1, 1),
-        "gate_up_proj_weight": packed(weights.gate_up),
-        "down_proj_weight": packed(weights.down),
-        "token_position_to_id": plan.token_position_to_id,
-        "block_to_expert": plan.block_to_expert,
-        "gate_and_up_proj_bias": bias,
-        "down_proj_bias": down_bias,
-        "gate_up_proj_scale": weights.gate_up_scale,
-        "down_proj_scale": weights.down_scale,
-        "block_size": B,
-        "activation_function": library.enum("ActFnType", case.get("act_fn", "SiLU")),
-        "skip_dma": library.get("core.moe.moe_cte.moe_cte_utils", "SkipMode")(
-            skip_token, bool(case.get("skip_mode", 0) & 2)
-        ),
-        "compute_dtype": getattr(library.nl, case.get("dtype", "bfloat16")),
-        "weight_dtype": getattr(library.nl, name),
-        "is_tensor_update_accumulating": K != 1,
-        "expert_affinities_scaling_mode": library.enum("ExpertAffinityScaleMode", "POST_SCALE"),
-    }
-    for side in ("gate", "up"):
-        for bound in ("upper", "lower"):
-            if case.get(f"{side}_clamp_{bound}") is not None:
-                inputs[f"{side}_clamp_{bound}_limit"] = float(case.get(f"{side}_clamp_{bound}"))
-    if case.get("is_dynamic"):
-        inputs["conditions"] = plan.conditions(extra=2 if on_block else 1)
-    static = case.get("n_static_blocks")
-    if on_block:
-        if case.get("is_dynamic"):
-            inputs["n_dynamic_blocks"] = N_DYNAMIC_BLOCKS
-        if static is not None:
-            inputs["n_static_blocks"] = static
-    elif static is not None and case.variant == "shard_on_i_mx_hybrid":
-        inputs["num_static_block"] = static
+class _MxCase:
+    """Sizes, inputs and reference of one mx prefill case; numbers are drawn when it is made."""
 
-    def reference() -> dict[str, np.ndarray]:
-        out_TH = _reference(
-            case, library, hidden_TH[:T], affinities_TE[:T], weights, name, bias, down_bias
+    def __init__(self, case: Case, library: VendorLibrary, limits: Limits) -> None:
+        self.case, self.library = case, library
+        self.E, self.K, self.B = (case.need(key) for key in ("experts", "top_k", "block_size"))
+        self.H, self.I = case.need("hidden"), case.need("intermediate")
+        self.on_block = case.variant == "shard_on_block_mx"
+        self.skip_token = bool(case.get("skip_mode", 0) & 1)
+        wanted = case.need("tokens")
+        self.T = limits.tokens(wanted, self._macs, step=256, least=min(wanted, 512))
+        self.dtype = dtype_of(case.get("dtype", "bfloat16"))
+        self.format = case.need("weight_dtype")
+        draw = Draw(seed_of(case))
+        blocks = self._blocks(self.T)
+        self.mapping = map_blocks(draw, self.T, self.K, self.E, self.B, blocks, self.skip_token)
+        self.hidden_TH, self.affinities_TE = self._tokens(draw)
+        self.weights = mx.draw_experts(draw, self.E, self.H, self.I, self.format)
+        self.bias: np.ndarray | None
+        self.down_bias: np.ndarray | None
+        self.bias, self.down_bias = self._biases(draw)
+
+    def _blocks(self, tokens: int) -> int:
+        return num_blocks(tokens, self.K, self.E, self.B, CORES if self.on_block else 1)
+
+    def _macs(self, tokens: int) -> float:
+        return float(self._blocks(tokens) * self.B * 3.0 * self.H * self.I)
+
+    def _tokens(self, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        """Return hidden states and affinities, with a row of zeros unless tokens are skipped."""
+        rows = self.T if self.skip_token else self.T + 1
+        hidden_TH = mx.draw_stable_hidden(draw, rows, self.H).astype(self.dtype)
+        affinities_TE = draw.uniform((rows, self.E), 0.0, 1.0, self.dtype)
+        affinities_TE[: self.T] *= self.mapping.mask_TE.astype(self.dtype)
+        if not self.skip_token:
+            hidden_TH[self.T] = 0
+            affinities_TE[self.T] = 0
+        return hidden_TH, affinities_TE
+
+    def _biases(self, draw: Draw) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        if not self.case.get("bias"):
+            return None, None
+        shape = (self.E, mx.intermediate_partitions(self.I), 2, -(-self.I // 512), 4)
+        bias = draw.uniform(shape, -2.0625, 0.52, self.dtype)
+        return bias, draw.uniform((self.E, self.H), -1.632, 1.4375, self.dtype)
+
+    def job(self) -> Job:
+        """Return the run."""
+        tokens_axis = 1 if self.on_block and self.K != 1 else 0
+        return Job(
+            kernel=self.library.get(*KERNELS[self.case.variant]),
+            cores=CORES,
+            mx_headroom=self.library.mx_headroom(),
+            inputs=self._inputs() | self._clamps() | self._dynamic_blocks(),
+            reference=self._reference,
+            select={"output": lambda out: np.take(out, range(self.T), axis=tokens_axis)},
+            note=scaled_note("T", self.case.need("tokens"), self.T),
         )
-        if on_block and K != 1:
+
+    def _inputs(self) -> dict[str, Any]:
+        """Return the kernel's arguments that every case has."""
+        case, library, weights = self.case, self.library, self.weights
+        skip_mode = library.get("core.moe.moe_cte.moe_cte_utils", "SkipMode")
+        return {
+            "hidden_states": self.hidden_TH,
+            "expert_affinities_masked": self.affinities_TE.reshape(-1, 1),
+            "gate_up_proj_weight": self._packed(weights.gate_up),
+            "down_proj_weight": self._packed(weights.down),
+            "token_position_to_id": self.mapping.token_position_to_id,
+            "block_to_expert": self.mapping.block_to_expert,
+            "gate_and_up_proj_bias": self.bias,
+            "down_proj_bias": self.down_bias,
+            "gate_up_proj_scale": weights.gate_up_scale,
+            "down_proj_scale": weights.down_scale,
+            "block_size": self.B,
+            "activation_function": library.enum("ActFnType", case.get("act_fn", "SiLU")),
+            "skip_dma": skip_mode(self.skip_token, bool(case.get("skip_mode", 0) & 2)),
+            "compute_dtype": getattr(library.nl, case.get("dtype", "bfloat16")),
+            "weight_dtype": getattr(library.nl, self.format),
+            "is_tensor_update_accumulating": self.K != 1,
+            "expert_affinities_scaling_mode": library.enum("ExpertAffinityScaleMode", "POST_SCALE"),
+        }
+
+    def _packed(self, words: np.ndarray) -> np.ndarray:
+        is_raw = bool(self.case.get("use_uint_weights")) and self.on_block
+        return words if is_raw else mx.for_kernel(words, self.format)
+
+    def _clamps(self) -> dict[str, float]:
+        names = [f"{side}_clamp_{bound}" for side in ("gate", "up") for bound in ("upper", "lower")]
+        given = {name: self.case.get(name) for name in names}
+        return {f"{name}_limit": float(at) for name, at in given.items() if at is not None}
+
+    def _dynamic_blocks(self) -> dict[str, Any]:
+        """Return what tells blocks with tokens from padding, as each variant takes it."""
+        case, found = self.case, dict[str, Any]()
+        if case.get("is_dynamic"):
+            found["conditions"] = self.mapping.conditions(extra=2 if self.on_block else 1)
+            if self.on_block:
+                found["n_dynamic_blocks"] = N_DYNAMIC_BLOCKS
+        static = case.get("n_static_blocks")
+        if static is not None and self.on_block:
+            found["n_static_blocks"] = static
+        elif static is not None and case.variant == "shard_on_i_mx_hybrid":
+            found["num_static_block"] = static
+        return found
+
+    def _reference(self) -> dict[str, np.ndarray]:
+        """Run the vendor's torch mx projections on each expert's tokens; sum the bf16-rounded
+        results by affinity.
+        """
+        functions = _Functions(self.library, self.case.get("act_fn", "SiLU"))
+        out_TH = np.zeros((self.T, self.H), dtype=np.float32)
+        for expert in range(self.E):
+            affinity_T = self.affinities_TE[: self.T, expert].astype(np.float32)
+            members = np.flatnonzero(affinity_T)
+            if members.size:
+                scaled = self._expert(functions, expert, members) * affinity_T[members][:, None]
+                out_TH[members] += torch.from_numpy(scaled).to(torch.bfloat16).float().numpy()
+        if self.on_block and self.K != 1:
             out_TH = np.stack([out_TH, np.zeros_like(out_TH)])
         return {"output": out_TH}
 
-    tokens_axis = 1 if on_block and K != 1 else 0
-    return Job(
-        kernel=library.get(module, kernel),
-        cores=CORES,
-        mx_headroom=library.mx_headroom(),
-        inputs=inputs,
-        reference=reference,
-        select={"output": lambda out: np.take(out, range(T), axis=tokens_axis)},
-        note=scaled_note("T", case.need("tokens"), T),
-    )
-
-
-def _reference(
-    case: Case,
-    library: VendorLibrary,
-    hidden_TH: np.ndarray,
-    affinities_TE: np.ndarray,
-    weights: mx.ExpertWeights,
-    name: str,
-    bias: np.ndarray | None,
-    down_bias: np.ndarray | None,
-) -> np.ndarray:
-    """Run the vendor's torch mx projections on each expert's tokens; sum the bf16-rounded results
-    by affinity.
-    """
-    common, projections = "core.utils.mx_torch_common", "core.mlp.mlp_tkg.mlp_proj_mxfp4_torch"
-    quantize = library.get(common, "quantize_to_mx")
-    unpackers = {
-        "float4_e2m1fn_x4": library.get(common, "unpack_float4_x4"),
-        "float8_e4m3fn_x4": library.get(common, "unpack_float8_e4m3fn_x4"),
-        "float8_e5m2_x4": library.get(common, "unpack_float8_e5m2_x4"),
-    }
-    project, project_down = (
-        library.get(projections, f"{side}_proj_mxfp4_torch_ref") for side in ("gate_up", "down")
-    )
-    activate = library.get("core.moe.moe_cte.moe_cte_torch_utils", "torch_act_fn")
-    act_fn = library.enum("ActFnType", case.get("act_fn", "SiLU"))
-    T, H = hidden_TH.shape
-    width = weights.gate_up.shape[-1]
-    out_TH = np.zeros((T, H), dtype=np.float32)
-    for expert in range(weights.gate_up.shape[0]):
-        members = np.flatnonzero(affinities_TE[:, expert].astype(np.float32))
-        if not members.size:
-            continue
-        n = members.size
-        tile = (
-            hidden_TH[members].astype(np.float32).reshape(n, 4, H // 512, 128).transpose(3, 2, 0, 1)
-        )
-        codes, scale = quantize(
-            np.ascontiguousarray(tile).reshape(128, -1), library.nl.float8_e4m3fn_x4
-        )
-        sides = []
-        for side in range(2):
-            side_bias = (
-                None if bias is None else torch.from_numpy(bias[expert, :, side].astype(np.float32))
+    def _expert(self, functions: "_Functions", expert: int, members: np.ndarray) -> np.ndarray:
+        """Return [n, H] float32, an expert's output for its tokens, not scaled."""
+        sizes = (self.H, self.I, members.size)
+        codes, scale = functions.quantized(self.hidden_TH[members])
+        sides = [
+            self._clamped(
+                side,
+                functions.project(
+                    codes,
+                    scale,
+                    mx.for_reference(self.weights.gate_up[expert, :, number], self.format),
+                    _tensor(self.weights.gate_up_scale[expert, :, number]),
+                    None if self.bias is None else _floats(self.bias[expert, :, number]),
+                    *sizes,
+                    hidden_unpack_fn=functions.unpackers["float8_e4m3fn_x4"],
+                    weight_unpack_fn=functions.unpackers[self.format],
+                )["out"],
             )
-            sides.append(
-                project(
-                    codes.reshape(128, H // 512, n),
-                    torch.from_numpy(scale.reshape(16, H // 512, n)),
-                    mx.for_reference(weights.gate_up[expert, :, side], name),
-                    torch.from_numpy(np.ascontiguousarray(weights.gate_up_scale[expert, :, side])),
-                    side_bias,
-                    H,
-                    width,
-                    n,
-                    hidden_unpack_fn=unpackers["float8_e4m3fn_x4"],
-                    weight_unpack_fn=unpackers[name],
-                )["out"]
-            )
-        gate, up = (
-            torch.clamp(value, case.get(f"{side}_clamp_lower"), case.get(f"{side}_clamp_upper"))
-            if case.get(f"{side}_clamp_lower") is not None
-            or case.get(f"{side}_clamp_upper") is not None
-            else value
-            for side, value in zip(("gate", "up"), sides, strict=True)
-        )
-        down = project_down(
-            activate(gate, act_fn) * up,
-            mx.for_reference(weights.down[expert], name),
-            torch.from_numpy(weights.down_scale[expert]),
-            None if down_bias is None else torch.from_numpy(down_bias[expert].astype(np.float32)),
-            H,
-            width,
-            n,
-            weight_unpack_fn=unpackers[name],
+            for number, side in enumerate(("gate", "up"))
+        ]
+        found: np.ndarray = functions.project_down(
+            functions.activate(sides[0], functions.act_fn) * sides[1],
+            mx.for_reference(self.weights.down[expert], self.format),
+            torch.from_numpy(self.weights.down_scale[expert]),
+            None if self.down_bias is None else _floats(self.down_bias[expert]),
+            *sizes,
+            weight_unpack_fn=functions.unpackers[self.format],
         )["out"].numpy()
-        scaled = down * affinities_TE[members, expert].astype(np.float32)[:, None]
-        out_TH[members] += torch.from_numpy(scaled).to(torch.bfloat16).float().numpy()
-    return out_TH
+        return found
+
+    def _clamped(self, side: str, value: torch.Tensor) -> torch.Tensor:
+        lower, upper = (self.case.get(f"{side}_clamp_{bound}") for bound in ("lower", "upper"))
+        return value if lower is None and upper is None else torch.clamp(value, lower, upper)
+
+
+class _Functions:
+    """What the vendor's references of mx projections are made of."""
+
+    def __init__(self, library: VendorLibrary, act_fn: str) -> None:
+        common, projections = "core.utils.mx_torch_common", "core.mlp.mlp_tkg.mlp_proj_mxfp4_torch"
+        self.quantize = library.get(common, "quantize_to_mx")
+        self.hidden_format = library.nl.float8_e4m3fn_x4
+        self.unpackers = {
+            "float4_e2m1fn_x4": library.get(common, "unpack_float4_x4"),
+            "float8_e4m3fn_x4": library.get(common, "unpack_float8_e4m3fn_x4"),
+            "float8_e5m2_x4": library.get(common, "unpack_float8_e5m2_x4"),
+        }
+        self.project, self.project_down = (
+            library.get(projections, f"{side}_proj_mxfp4_torch_ref") for side in ("gate_up", "down")
+        )
+        self.activate = library.get("core.moe.moe_cte.moe_cte_torch_utils", "torch_act_fn")
+        self.act_fn = library.enum("ActFnType", act_fn)
+
+    def quantized(self, rows_nH: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+        """Return codes and scales of some tokens, in the order of the projections."""
+        n, H = rows_nH.shape
+        tile = rows_nH.astype(np.float32).reshape(n, 4, H // 512, 128).transpose(3, 2, 0, 1)
+        codes, scale = self.quantize(
+            np.ascontiguousarray(tile).reshape(128, -1), self.hidden_format
+        )
+        return codes.reshape(128, H // 512, n), torch.from_numpy(scale.reshape(16, H // 512, n))
+
+
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _floats(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))

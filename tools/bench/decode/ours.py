@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 import nki_sim
-from neuron_moe.tools.bench.decode_cases import ROUTERS, DecodeCase
-from neuron_moe.tools.bench.decode_router import RouterInputs
+from neuron_moe.tools.bench.decode.cases import ROUTERS, DecodeCase
+from neuron_moe.tools.bench.decode.router_inputs import RouterInputs
 from nki_kernels.common.router_choice import RouterFormula
 from nki_kernels.decode.block_config import make_block_config
 from nki_kernels.decode.block_kernel import decode_block

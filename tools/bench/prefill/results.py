@@ -7,29 +7,19 @@ are kept and counted.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import nki_kernels
-import nki_sim
-from neuron_moe.tools.bench.prefill_cases import Model
-from neuron_moe.tools.bench.prefill_sensitivity import (
-    LONG_SHARE,
-    geometric_mean,
-    least_us,
-    report,
-    turned_by,
-)
-from neuron_moe.tools.bench.prefill_vendor import VARIANTS, Attempt
-from nki_sim.hardware import Hardware
+from neuron_moe.tools.bench.averages import geometric_mean
+from neuron_moe.tools.bench.comparison.attempts import Attempt, compare
+from neuron_moe.tools.bench.comparison.layers import Model
+from neuron_moe.tools.bench.comparison.sources import Sources, digest, read_result
+from neuron_moe.tools.bench.prefill.sensitivity import LONG_SHARE, report
+from neuron_moe.tools.bench.prefill.vendor import VARIANTS
 
 LONG_TOKENS = 8192  # the share of the roofline is asked for from here on
-DIGITS = 16
-OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,43 +60,9 @@ class Row:
         return self.model, self.T, self.routing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """Fingerprints of what times depend on, beside the case."""
-
-    coefficients: str
-    simulator: str
-    kernels: str
-    library: str
-
-    @classmethod
-    def now(
-        cls, chip: Hardware, library: Path | None, ours: Sequence[str] = OUR_SOURCES
-    ) -> Sources:
-        """Return those of this run; `ours` are patterns of our kernels' files."""
-        return cls(
-            coefficients=_digest(repr(sorted(asdict(chip).items()))),
-            simulator=_tree(Path(nki_sim.__file__).parent),
-            kernels=_tree(Path(nki_kernels.__file__).parent, ours),
-            library="" if library is None else _tree(library / "src" / "nkilib_src" / "nkilib"),
-        )
-
-
 def case_of(model: Model, expert_index_TK: Any) -> str:
     """Return the fingerprint of a layer with a routing."""
-    return _digest(repr(sorted(asdict(model).items())), expert_index_TK.tobytes())
-
-
-def _tree(folder: Path, patterns: Sequence[str] = ("*.py",)) -> str:
-    files = sorted(file for pattern in patterns for file in folder.rglob(pattern))
-    return _digest(*(part for file in files for part in (file.name, file.read_bytes())))
-
-
-def _digest(*parts: str | bytes) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part.encode() if isinstance(part, str) else part)
-    return found.hexdigest()[:DIGITS]
+    return digest(repr(sorted(asdict(model).items())), expert_index_TK.tobytes())
 
 
 def read(path: Path, sources: Sources, option: str) -> list[Row]:
@@ -115,14 +71,8 @@ def read(path: Path, sources: Sources, option: str) -> list[Row]:
     Raises:
         ValueError: it is no result of this benchmark, or was made with other coefficients.
     """
-    try:
-        content = json.loads(path.read_text())
-        entries, made_with = content["rows"], content["sources"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{option} {path}: not a result of this benchmark ({type(error).__name__}: {error}). "
-            "Give a file that --json wrote."
-        ) from None
+    content = read_result(path, option, ("rows", "sources"))
+    entries, made_with = content["rows"], content["sources"]
     if made_with["coefficients"] != sources.coefficients:
         raise ValueError(
             f"{option} {path}: was simulated with other coefficients ({made_with['coefficients']},"
@@ -163,32 +113,17 @@ def without_ours(row: Row) -> Row:
 
 def compared(row: Row) -> Row:
     """Return a row with all that follows from both sides' times."""
-    ran = [a for a in row.vendor_variants if a.us is not None]
-    best = min(ran, key=lambda a: a.us or 0.0, default=None)
-    failures = "; ".join(f"{a.name}: {a.why}" for a in row.vendor_variants)
-    vendor_us = best.us if best else None
-    varied = least_us((a.us, a.varied) for a in ran if a.varied and a.us)
-    turned, survives = list[str](), None
-    if vendor_us and row.ours_us and varied and row.ours_varied:
-        turned = turned_by(row.ours_us, row.ours_varied, vendor_us, varied)
-        survives = not turned
+    found = compare(row.ours_us, row.ours_varied, row.vendor_variants)
     return replace(
         row,
-        vendor_us=vendor_us,
-        vendor_plan=best.name if best else failures,
-        vendor_varied=varied,
+        vendor_us=found.vendor_us,
+        vendor_plan=found.vendor_plan,
+        vendor_varied=found.vendor_varied,
         roofline_share=row.roofline_us / row.ours_us if row.ours_us else None,
-        speedup=vendor_us / row.ours_us if vendor_us and row.ours_us else None,
-        turned_by=turned,
-        survives=survives,
+        speedup=found.speedup,
+        turned_by=found.turned_by,
+        survives=found.survives,
     )
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Write the file in one step: whoever is interrupted leaves the one before."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
 
 
 def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_moe.tools.bench.prefill_cases import (
+from neuron_moe.tools.bench.comparison.layers import (
     HBM_BYTES_PER_US,
     MODELS,
     PE_CYCLES_PER_US,

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_moe.tools.bench import prefill as bench_prefill
-from neuron_moe.tools.bench import prefill_vendor
-from neuron_moe.tools.bench.prefill_cases import MODELS, ROUTINGS, choose_experts, roofline_us
-from neuron_moe.tools.bench.prefill_ours import configure
-from neuron_moe.tools.bench.prefill_results import Row, compared, summarise
-from neuron_moe.tools.bench.prefill_sensitivity import least_us, turned_by
-from neuron_moe.tools.bench.prefill_vendor import VARIANTS, Attempt, attempt_all, bound_us
+from neuron_moe.tools.bench.comparison.attempts import Attempt, least_us, turned_by
+from neuron_moe.tools.bench.comparison.layers import MODELS, choose_experts
+from neuron_moe.tools.bench.prefill import command as bench_prefill
+from neuron_moe.tools.bench.prefill import vendor as prefill_vendor
+from neuron_moe.tools.bench.prefill.cases import ROUTINGS, roofline_us
+from neuron_moe.tools.bench.prefill.ours import configure
+from neuron_moe.tools.bench.prefill.results import Row, compared, summarise
+from neuron_moe.tools.bench.prefill.vendor import VARIANTS, attempt_all, bound_us
 from nki_sim.hardware import TRN2
 
 # us, for uniform routing, computed by hand from the formula in the docstring of `roofline_us`.

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_moe.tools.bench.decode_cases import ROUTERS, DecodeCase
+from neuron_moe.tools.bench.decode.cases import ROUTERS, DecodeCase
 
 BF16 = ml_dtypes.bfloat16
 STEP = 2.0  # between the logits of a token's choices; the others lie below 0

@@ -12,6 +12,7 @@ from neuron_moe.tools.check.kernel_cases import combine, prefill, router
 from neuron_moe.tools.check.kernel_cases.models import LAYERS, model_cases, rank_case
 from neuron_moe.tools.check.kernel_cases.models import ROUTINGS as MODEL_ROUTINGS
 from neuron_moe.tools.check.kernel_cases.routings import ROUTINGS, draw_routing
+from neuron_moe.tools.check.outcomes import Outcome
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.commands import check
@@ -67,7 +68,7 @@ def entry(name: str, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def outcome(name: str, **changes: Any) -> check_kernels.Outcome:
+def outcome(name: str, **changes: Any) -> Outcome:
     return check_kernels.run_case(Case.from_json(entry(name, **changes)), Limits())
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 import nki_sim
-from neuron_moe.tools.bench.decode_cases import ROUTERS, DecodeCase
-from neuron_moe.tools.bench.decode_router import BF16, RouterInputs
-from neuron_moe.tools.bench.prefill_cases import HBM_BYTES_PER_US, Model
-from neuron_moe.tools.bench.prefill_sensitivity import varied_us
-from neuron_moe.tools.bench.prefill_vendor import Attempt
+from neuron_moe.tools.bench.comparison.attempts import Attempt
+from neuron_moe.tools.bench.comparison.layers import HBM_BYTES_PER_US, Model
+from neuron_moe.tools.bench.comparison.timelines import varied_us
+from neuron_moe.tools.bench.decode.cases import ROUTERS, DecodeCase
+from neuron_moe.tools.bench.decode.router_inputs import BF16, RouterInputs
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from nki_sim import SimOptions, TensorSpec
 

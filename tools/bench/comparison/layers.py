@@ -1,8 +1,7 @@
-"""The prefill problems of the benchmark: models, routings, and the roofline of each."""
+"""The layers that both benchmarks compute, and how their tokens choose experts."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +71,6 @@ MODELS = (
     _model("deepseek-v3", 16, (7168, 2048, 256, 8), {}, {}),
     _model("mixtral-8x7b", 8, (4096, 14336, 8, 2), {}, {}),
 )
-TOKENS = (128, 1024, 8192)
-ROUTINGS = ("balanced", "uniform", "skewed")
 
 
 def choose_experts(routing: str, T: int, E: int, K: int, seed: int = 0) -> NDArray[np.int32]:
@@ -91,29 +88,3 @@ def choose_experts(routing: str, T: int, E: int, K: int, seed: int = 0) -> NDArr
         weight_E = rng.permutation(weight_E)
     keys = np.log(weight_E) + rng.gumbel(size=(T, E))
     return np.argsort(-keys, axis=1)[:, :K].astype(np.int32)
-
-
-def roofline_us(model: Model, expert_index_TK: NDArray[np.int32]) -> float:
-    """Return the least time of the layer on two cores, with perfect overlap (computed).
-
-    The larger of HBM (weights of the experts used once; per choice a row gathered, written and read
-    again, per token a row written; two rows per token if K is 1) and the tensor engine (128-row
-    tiles, the cheaper of whole and packed tiles, split by tiles or by I).
-    """
-    T, K = expert_index_TK.shape
-    counts = np.bincount(expert_index_TK.reshape(-1), minlength=model.E)
-    passes = 2 if K == 1 else 3 * K + 1
-    size = 3 * model.H * model.I * int((counts > 0).sum()) + passes * T * model.H
-    tiles = int(np.ceil(counts / 128).sum())
-    whole = min(_tile_cycles(model.H, model.I) / 2, _tile_cycles(model.H, math.ceil(model.I / 2)))
-    packed = min(_packed_cycles(model.H, model.I) / 2, _packed_cycles(model.H, -(-model.I // 2)))
-    pe_us = tiles * min(whole, packed) / PE_CYCLES_PER_US
-    return float(max(size * BF16_BYTES / HBM_BYTES_PER_US, pe_us))
-
-
-def _tile_cycles(H: int, I: int) -> float:  # noqa: E741  the axis letters
-    return 3 * H * math.ceil(I / 128) + 128 * math.ceil(H / 128)
-
-
-def _packed_cycles(H: int, I: int) -> float:  # noqa: E741  the axis letters
-    return H * math.ceil(2 * I / 128) + H * math.ceil(I / 32) / 4

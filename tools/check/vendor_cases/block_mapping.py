@@ -9,7 +9,7 @@ from neuron_moe.tools.check.vendor_cases.inputs import Draw
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockPlan:
+class BlockMapping:
     """Who computes what.
 
     Attributes:
@@ -44,7 +44,7 @@ def num_blocks(tokens: int, top_k: int, experts: int, block_size: int, multiple:
     return math.ceil(count / multiple) * multiple
 
 
-def plan_blocks(
+def map_blocks(
     draw: Draw,
     tokens: int,
     top_k: int,
@@ -52,7 +52,7 @@ def plan_blocks(
     block_size: int,
     blocks: int,
     skip_token: bool,
-) -> BlockPlan:
+) -> BlockMapping:
     """Route every token to distinct experts drawn uniformly (to all of them when E < K), and pack
     them in blocks.
     """
@@ -69,10 +69,12 @@ def plan_blocks(
         ids[first * block_size : first * block_size + members.size] = members
         block_to_expert[first : first + used] = expert
         first += used
-    return BlockPlan(mask_TE, ids, block_to_expert, blocks - first)
+    return BlockMapping(mask_TE, ids, block_to_expert, blocks - first)
 
 
-def plan_dropping(draw: Draw, tokens: int, top_k: int, experts: int, block_size: int) -> BlockPlan:
+def map_dropping(
+    draw: Draw, tokens: int, top_k: int, experts: int, block_size: int
+) -> BlockMapping:
     """Give each expert one full block of tokens; no token is used more than top_k times."""
     uses = np.zeros(tokens, dtype=np.int32)
     ids = np.full((experts, block_size), tokens, dtype=np.int32)
@@ -82,4 +84,4 @@ def plan_dropping(draw: Draw, tokens: int, top_k: int, experts: int, block_size:
         uses[members] += 1
         ids[expert, : members.size] = members
     mask_TE = np.ones((tokens, experts), dtype=np.float32)
-    return BlockPlan(mask_TE, ids.reshape(-1), np.arange(experts, dtype=np.int32), 0)
+    return BlockMapping(mask_TE, ids.reshape(-1), np.arange(experts, dtype=np.int32), 0)

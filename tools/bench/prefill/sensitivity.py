@@ -1,53 +1,13 @@
-"""What of a benchmark's outcome hangs on coefficients that nothing public states.
-
-Times are kept by change: `dma_register_ns x0.5`, `dma_register_ns x2`, `vector_overlaps_independent
-flipped`, and `PLACEMENT`, tensors placed the other way. Only changes that move a run are kept.
-"""
+"""Which rows of the benchmark survive a change of a coefficient that nothing public states."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from nki_sim.time.sensitivity import placed_otherwise_ns, varied_ns
-from nki_sim.time.timeline import Timeline
+from neuron_moe.tools.bench.averages import geometric_mean
 
 LONG_SHARE = 0.7  # of the roofline, asked for with many tokens
-PLACEMENT = "tensors placed the other way"
-
-
-def varied_us(run: Timeline) -> dict[str, float]:
-    """Return the microseconds of a run under every change that moves it."""
-    times = {}
-    for (name, factor), changed_ns in varied_ns(run).items():
-        if changed_ns != run.total_ns:
-            times[f"{name} x{factor:g}" if factor else f"{name} flipped"] = changed_ns / 1e3
-    times[PLACEMENT] = placed_otherwise_ns(run) / 1e3
-    return times
-
-
-def least_us(times: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the least time of several runs under every change that moves one of them.
-
-    Args:
-        times: of each run its time as it is, and those under changes.
-    """
-    runs = list(times)
-    changes = sorted({change for _, varied in runs for change in varied})
-    return {change: min(varied.get(change, us) for us, varied in runs) for change in changes}
-
-
-def turned_by(
-    ours_us: float, ours: Mapping[str, float], vendor_us: float, vendor: Mapping[str, float]
-) -> list[str]:
-    """Return the changes under which the faster of two is no longer the faster one."""
-    is_ours = ours_us < vendor_us
-    return [
-        change
-        for change in sorted({*ours, *vendor})
-        if (ours.get(change, ours_us) < vendor.get(change, vendor_us)) != is_ours
-    ]
 
 
 def report(rows: Sequence[Any], long: int) -> dict[str, Any]:
@@ -104,10 +64,3 @@ def _figures(rows: Sequence[Any], change: str, long: int) -> dict[str, Any]:
         "long_rows_at_70_percent": sum(s >= LONG_SHARE for s in shares) if shares else None,
         "least_roofline_share_at_8192": min(shares, default=None),
     }
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean, None of nothing."""
-    if not values:
-        return None
-    return math.exp(sum(math.log(value) for value in values) / len(values))

@@ -7,13 +7,16 @@ ours while our kernels' sources are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from neuron_moe.tools.bench.decode_cases import (
+from neuron_moe.tools.bench.averages import geometric_mean
+from neuron_moe.tools.bench.comparison.attempts import Attempt, compare
+from neuron_moe.tools.bench.comparison.layers import MODELS
+from neuron_moe.tools.bench.comparison.sources import Sources, read_result
+from neuron_moe.tools.bench.decode.cases import (
     FORMATS,
     KERNELS,
     ROUTINGS,
@@ -22,10 +25,6 @@ from neuron_moe.tools.bench.decode_cases import (
     hbm_bound_us,
     is_weight_bound,
 )
-from neuron_moe.tools.bench.prefill_cases import MODELS
-from neuron_moe.tools.bench.prefill_results import Sources
-from neuron_moe.tools.bench.prefill_sensitivity import geometric_mean, least_us, turned_by
-from neuron_moe.tools.bench.prefill_vendor import Attempt
 
 MEAN_TARGET, ROW_TARGET, SHARE_TARGET, FP8_TARGET, SWITCH_TARGET = 1.5, 1.0, 0.75, 1.6, 0.03
 SHARE_FROM = 16  # tokens from which on the share of the HBM bound is asked for, in bf16
@@ -167,14 +166,8 @@ def read(path: Path, sources: Sources, option: str) -> Book:
         ValueError: it is no result of this benchmark, or was made with other coefficients or
             another library.
     """
-    try:
-        content = json.loads(path.read_text())
-        made_with, rows, vendor = content["sources"], content["rows"], content["vendor"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{option} {path}: not a result of this benchmark ({type(error).__name__}: {error}). "
-            "Give a file that --json wrote."
-        ) from None
+    content = read_result(path, option, ("sources", "rows", "vendor"))
+    made_with = content["sources"]
     for name in ("coefficients", "library"):
         now = getattr(sources, name)
         if now and made_with[name] and made_with[name] != now:
@@ -184,10 +177,10 @@ def read(path: Path, sources: Sources, option: str) -> Book:
             )
     book = Book(switch=content.get("switch", []), library=made_with["library"])
     known = {entry.name for entry in fields(Row)}
-    for entry in rows:
+    for entry in content["rows"]:
         row = Row(**{name: value for name, value in entry.items() if name in known})
         book.rows[row.key] = row
-    for entry in vendor:
+    for entry in content["vendor"]:
         key = (entry["kernel"], entry["model"], entry["B"], entry["format"])
         book.vendor[key] = [Attempt(**attempt) for attempt in entry["attempts"]]
         book.layers[key] = entry["layer"]
@@ -196,25 +189,17 @@ def read(path: Path, sources: Sources, option: str) -> Book:
 
 def compared(row: Row, attempts: Sequence[Attempt]) -> Row:
     """Return a row with all that follows from both sides' times."""
-    ran = [a for a in attempts if a.us is not None]
-    best = min(ran, key=lambda a: a.us or 0.0, default=None)
-    vendor_us = best.us if best else None
-    failures = "; ".join(f"{a.name}: {a.why}" for a in attempts)
-    varied = least_us((a.us, a.varied) for a in ran if a.varied and a.us)
-    turned, survives = list[str](), None
-    if vendor_us and row.ours_us and varied and row.ours_varied:
-        turned = turned_by(row.ours_us, row.ours_varied, vendor_us, varied)
-        survives = not turned
+    found = compare(row.ours_us, row.ours_varied, attempts)
     least = min(row.ours_modes.values(), default=None)
     return replace(
         row,
-        vendor_us=vendor_us,
-        vendor_plan=best.name if best else failures,
+        vendor_us=found.vendor_us,
+        vendor_plan=found.vendor_plan,
         bound_share=row.hbm_bound_us / row.ours_us if row.ours_us else None,
-        speedup=vendor_us / row.ours_us if vendor_us and row.ours_us else None,
+        speedup=found.speedup,
         switch_loss=row.ours_us / least - 1.0 if row.ours_us and least else None,
-        turned_by=turned,
-        survives=survives,
+        turned_by=found.turned_by,
+        survives=found.survives,
     )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_moe.tools.bench import decode as bench_decode
-from neuron_moe.tools.bench.decode_cases import (
+from neuron_moe.tools.bench.comparison.attempts import Attempt
+from neuron_moe.tools.bench.comparison.sources import Sources
+from neuron_moe.tools.bench.decode import command as bench_decode
+from neuron_moe.tools.bench.decode.cases import (
     MODELS,
     ROUTERS,
     ROUTINGS,
@@ -22,9 +24,9 @@ from neuron_moe.tools.bench.decode_cases import (
     hbm_bound_us,
     is_weight_bound,
 )
-from neuron_moe.tools.bench.decode_ours import launch_ours
-from neuron_moe.tools.bench.decode_picture import draw_switch
-from neuron_moe.tools.bench.decode_results import (
+from neuron_moe.tools.bench.decode.ours import launch_ours
+from neuron_moe.tools.bench.decode.picture import draw_switch
+from neuron_moe.tools.bench.decode.results import (
     Book,
     Row,
     compared,
@@ -33,10 +35,8 @@ from neuron_moe.tools.bench.decode_results import (
     summarise,
     with_gains,
 )
-from neuron_moe.tools.bench.decode_router import RouterInputs
-from neuron_moe.tools.bench.decode_vendor import bound_us
-from neuron_moe.tools.bench.prefill_results import Sources
-from neuron_moe.tools.bench.prefill_vendor import Attempt
+from neuron_moe.tools.bench.decode.router_inputs import RouterInputs
+from neuron_moe.tools.bench.decode.vendor import bound_us
 from nki_kernels.common.router_reference import rms_norm, route
 from tests.nki_kernels.traces import measured_cost
 

@@ -16,43 +16,39 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import nki_sim
-from neuron_moe.tools.bench.options import add_comparison_options, check_comparison_options
-from neuron_moe.tools.bench.prefill_cases import (
-    MODELS,
-    ROUTINGS,
-    TOKENS,
-    Model,
-    choose_experts,
-    roofline_us,
+from neuron_moe.tools.bench.comparison.layers import MODELS, Model, choose_experts
+from neuron_moe.tools.bench.comparison.options import (
+    add_comparison_options,
+    check_comparison_options,
 )
-from neuron_moe.tools.bench.prefill_ours import OPTIONS, launch_ours
-from neuron_moe.tools.bench.prefill_results import (
+from neuron_moe.tools.bench.comparison.sources import Sources, write_result
+from neuron_moe.tools.bench.comparison.timelines import bottleneck, varied_us
+from neuron_moe.tools.bench.prefill.cases import ROUTINGS, TOKENS, roofline_us
+from neuron_moe.tools.bench.prefill.ours import OPTIONS, launch_ours
+from neuron_moe.tools.bench.prefill.results import (
     Row,
-    Sources,
     case_of,
     check_case,
     compared,
     read,
     summarise,
     without_ours,
-    write,
 )
-from neuron_moe.tools.bench.prefill_sensitivity import varied_us
-from neuron_moe.tools.bench.prefill_vendor import KERNEL_NAMES, attempt_all
+from neuron_moe.tools.bench.prefill.vendor import KERNEL_NAMES, attempt_all
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
-from nki_sim.time.timeline import Timeline
+
+OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
     chip = nki_sim.hardware.find("trn2")
-    sources = Sources.now(chip, options.library)
+    sources = Sources.now(chip, options.library, OUR_SOURCES)
     rows = _earlier_rows(options, sources)
     library = VendorLibrary(options.library) if options.library else None
     for model, tokens, routing in _cases(options):
@@ -63,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         gc.collect()
         print(_line(row, time.monotonic() - started), file=sys.stderr, flush=True)
         if options.json is not None:
-            write(options.json, summarise(_sorted(rows), sources))
+            write_result(options.json, summarise(_sorted(rows), sources))
     wanted = _sorted(rows) if options.resume else [rows[key] for key in _keys(options)]
     result = summarise(wanted, sources)
     print(_table(wanted))
@@ -72,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     if "sensitivity" in result:
         print(_survivors(result["sensitivity"]))
     if options.json is not None:
-        write(options.json, result)
+        write_result(options.json, result)
     print_json_line("bench prefill", **result)
     return 0
 
@@ -179,22 +175,9 @@ def _with_ours(
         row,
         ours_us=run.timeline.total_us,
         ours_plan=plan,
-        bottleneck=_bottleneck(run.timeline),
+        bottleneck=bottleneck(run.timeline),
         ours_varied=varied_us(run.timeline) if with_varied else {},
         kernels=sources.kernels,
-    )
-
-
-def _bottleneck(run: Timeline) -> str:
-    """Return the busiest engine of a core, and the source line with most of the critical path."""
-    busy = [
-        (ns, lane) for core in range(run.num_cores) for lane, ns in run.engine_busy_ns(core).items()
-    ]
-    longest_ns, lane = max(busy)
-    worst = run.critical_path()[0]
-    return (
-        f"{lane} busy {longest_ns / run.total_ns:.0%}; on the critical path {worst.op} "
-        f"{Path(worst.file).name}:{worst.line} {worst.share:.0%}"
     )
 
 

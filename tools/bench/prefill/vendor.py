@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import nki_sim
-from neuron_moe.tools.bench.prefill_cases import BF16_BYTES, Model
-from neuron_moe.tools.bench.prefill_sensitivity import varied_us
-from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks
+from neuron_moe.tools.bench.comparison.attempts import Attempt
+from neuron_moe.tools.bench.comparison.layers import BF16_BYTES, Model
+from neuron_moe.tools.bench.comparison.timelines import varied_us
+from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES, KERNELS
 from nki_sim import SimOptions, TensorSpec
@@ -56,26 +57,6 @@ VARIANTS = (
     Variant("shard_on_i_hybrid", 512),
 )
 KERNEL_NAMES = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """What became of one variant.
-
-    Attributes:
-        name: of the variant.
-        bound_us: no run of it can take less (computed).
-        us: simulated time, None if it did not run.
-        why: why it did not run, "" if it did.
-        varied: times with one coefficient changed, by `prefill_sensitivity`'s names; only changes
-            that move it.
-    """
-
-    name: str
-    bound_us: float
-    us: float | None = None
-    why: str = ""
-    varied: dict[str, float] = field(default_factory=dict)
 
 
 def attempt_all(

@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 import nki_sim
-from neuron_moe.tools.bench.decode_cases import (
+from neuron_moe.tools.bench.comparison.layers import MODELS
+from neuron_moe.tools.bench.comparison.options import (
+    add_comparison_options,
+    check_comparison_options,
+)
+from neuron_moe.tools.bench.comparison.sources import Sources, write_result
+from neuron_moe.tools.bench.comparison.timelines import bottleneck, varied_us
+from neuron_moe.tools.bench.decode.cases import (
     BATCHES,
     FORMATS,
     KERNELS,
@@ -29,9 +36,9 @@ from neuron_moe.tools.bench.decode_cases import (
     find_model,
     hbm_bound_us,
 )
-from neuron_moe.tools.bench.decode_ours import configure, launch_ours
-from neuron_moe.tools.bench.decode_picture import PICTURE_BATCHES, PICTURE_MODELS, draw_switch
-from neuron_moe.tools.bench.decode_results import (
+from neuron_moe.tools.bench.decode.ours import configure, launch_ours
+from neuron_moe.tools.bench.decode.picture import PICTURE_BATCHES, PICTURE_MODELS, draw_switch
+from neuron_moe.tools.bench.decode.results import (
     Book,
     Row,
     compared,
@@ -41,18 +48,13 @@ from neuron_moe.tools.bench.decode_results import (
     summarise,
     with_gains,
 )
-from neuron_moe.tools.bench.decode_vendor import attempt_both
-from neuron_moe.tools.bench.options import add_comparison_options, check_comparison_options
-from neuron_moe.tools.bench.prefill_cases import MODELS
-from neuron_moe.tools.bench.prefill_results import Sources, write
-from neuron_moe.tools.bench.prefill_sensitivity import varied_us
+from neuron_moe.tools.bench.decode.vendor import attempt_both
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from nki_kernels.decode.config import DecodeConfig
 from nki_sim import SimOptions
-from nki_sim.time.timeline import Timeline
 
-OUR_SOURCES = ("decode/*.py", "common/*.py")  # fmt: skip
+OUR_SOURCES = ("decode/*.py", "common/*.py")
 MODES = ("selective", "all")
 # The block's router must choose real experts: its hidden states and weights keep their values.
 OPTIONS = SimOptions(
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         gc.collect()
         print(_line(row, time.monotonic() - started), file=sys.stderr, flush=True)
         if options.json is not None:
-            write(options.json, summarise(with_gains(book.rows), book, sources))
+            write_result(options.json, summarise(with_gains(book.rows), book, sources))
     if options.picture is not None:
         _measure_switch(book, sources, options)
         draw_switch(book.switch, options.picture)
@@ -85,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     for miss in result["misses"]:
         print(f"misses {miss['target']}: {miss['row']}: {miss['value']:.2f} ({miss['bottleneck']})")
     if options.json is not None:
-        write(options.json, result)
+        write_result(options.json, result)
     told = {name: value for name, value in result.items() if name != "vendor"}
     print_json_line("bench decode", **told)  # what a file keeps for later runs is too long to print
     return 0
@@ -202,19 +204,6 @@ def _both_modes(case: DecodeCase, config: DecodeConfig, chosen_us: float) -> dic
     return times
 
 
-def bottleneck(run: Timeline) -> str:
-    """Return the busiest engine of a core, and the source line with most of the critical path."""
-    busy = [
-        (ns, lane) for core in range(run.num_cores) for lane, ns in run.engine_busy_ns(core).items()
-    ]
-    longest_ns, lane = max(busy)
-    worst = run.critical_path()[0]
-    return (
-        f"{lane} busy {longest_ns / run.total_ns:.0%}; on the critical path {worst.op} "
-        f"{Path(worst.file).name}:{worst.line} {worst.share:.0%}"
-    )
-
-
 def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -> None:
     """Simulate both modes of the picture's points that the book lacks."""
     known = {
@@ -231,7 +220,7 @@ def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -
             point = known.get((name, B)) or switch_point(case, sources, options.layout)
             book.switch.append(point)
             if options.json is not None:
-                write(options.json, summarise(with_gains(book.rows), book, sources))
+                write_result(options.json, summarise(with_gains(book.rows), book, sources))
 
 
 def switch_point(case: DecodeCase, sources: Sources, layout: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_a_tiny_model_generates_the_same_tokens(
 
 
 def test_the_shipped_model_generates_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path(__file__).parents[2] / "models" / "tiny_gpt_oss"
+    folder = Path(__file__).parents[3] / "models" / "tiny_gpt_oss"
     prompts = ["--prompt", "def main(argv):", "--prompt", "lantern, n.", "--max-new-tokens", "6"]
     _, wanted = run(folder, capsys, "torch", *prompts)
     _, got = run(folder, capsys, "nki", *prompts)
@@ -65,7 +65,7 @@ def test_the_shipped_model_generates_the_same_tokens(capsys: pytest.CaptureFixtu
 def test_ranks_that_share_the_experts_generate_the_same_tokens(
     backend: str, layout: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(__file__).parents[2] / "models" / "tiny_gpt_oss"
+    folder = Path(__file__).parents[3] / "models" / "tiny_gpt_oss"
     prompts = ["--prompt", "def main(argv):", "--max-new-tokens", "3"]
     tp, ep = layout
     _, wanted = run(folder, capsys, "torch", *prompts)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from neuron_moe.tools.check import vendor as check_vendor
+from neuron_moe.tools.check.case_file import read_cases
+from neuron_moe.tools.check.outcomes import in_turn
 from neuron_moe.tools.check.vendor_cases import mx
-from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks, plan_blocks
+from neuron_moe.tools.check.vendor_cases.block_mapping import map_blocks, num_blocks
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, difference, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.commands import check
@@ -35,9 +37,9 @@ def test_an_unknown_target_is_a_usage_error(capsys):
 
 def test_only_cases_of_the_status_are_read(tmp_path):
     path = write_cases(tmp_path / "c.json", ENTRY, ENTRY | {"id": "a2", "status": "commented_out"})
-    assert [c.id for c in check_vendor.read_cases(path)] == ["a1"]
-    assert [c.id for c in check_vendor.read_cases(path, status="any")] == ["a1", "a2"]
-    assert [c.id for c in check_vendor.read_cases(path, status="any", match="a2")] == ["a2"]
+    assert [c.id for c in read_cases(path)] == ["a1"]
+    assert [c.id for c in read_cases(path, status="any")] == ["a1", "a2"]
+    assert [c.id for c in read_cases(path, status="any", match="a2")] == ["a2"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_a_broken_case_file_is_named(tmp_path, text, message):
     path = tmp_path / "c.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        check_vendor.read_cases(path)
+        read_cases(path)
 
 
 def test_a_missing_library_is_named(tmp_path):
@@ -84,7 +86,7 @@ def test_all_kernels_get_their_turn_small_cases_first():
         for kernel in ("a", "b")
         for size in (8, 2)
     ]
-    assert [c.id for c in check_vendor.in_turn(cases)] == ["a2", "b2", "a8", "b8"]
+    assert [c.id for c in in_turn(cases)] == ["a2", "b2", "a8", "b8"]
 
 
 def test_every_element_is_held_against_the_largest_expected_one():
@@ -131,18 +133,18 @@ def test_a_case_draws_the_same_inputs_whatever_its_id():
 def test_every_routed_token_has_one_slot_in_a_block_of_its_expert(skip_token):
     T, K, E, B = 200, 3, 5, 32
     blocks = num_blocks(T, K, E, B, multiple=2)
-    plan = plan_blocks(Draw(0), T, K, E, B, blocks, skip_token)
+    mapping = map_blocks(Draw(0), T, K, E, B, blocks, skip_token)
     pad = -1 if skip_token else T
     pairs = [
         (token, int(expert))
         for expert, ids in zip(
-            plan.block_to_expert, plan.token_position_to_id.reshape(blocks, B), strict=True
+            mapping.block_to_expert, mapping.token_position_to_id.reshape(blocks, B), strict=True
         )
         for token in ids
         if token != pad
     ]
-    assert sorted(pairs) == sorted(map(tuple, np.argwhere(plan.mask_TE)))
-    assert plan.conditions(extra=1).sum() == blocks - plan.num_padding_blocks
+    assert sorted(pairs) == sorted(map(tuple, np.argwhere(mapping.mask_TE)))
+    assert mapping.conditions(extra=1).sum() == blocks - mapping.num_padding_blocks
 
 
 @pytest.mark.parametrize("name", mx.FORMATS)

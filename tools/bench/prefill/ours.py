@@ -13,7 +13,7 @@ import torch
 
 import nki_sim
 from neuron_moe.blocks import build_block_mapping
-from neuron_moe.tools.bench.prefill_cases import Model
+from neuron_moe.tools.bench.comparison.layers import Model
 from nki_kernels.combine.kernel import CombineDims, combine
 from nki_kernels.prefill.choice import PlanChoice, choose_plan, expect_tokens
 from nki_kernels.prefill.config import PrefillConfig, stored_parts

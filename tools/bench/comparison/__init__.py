@@ -1,0 +1,1 @@
+"""What the benchmarks beside the vendor's kernels share: options, layers, files, comparison."""

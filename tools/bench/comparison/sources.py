@@ -1,0 +1,79 @@
+"""Result files, and the fingerprints of what their times were simulated with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import nki_kernels
+import nki_sim
+from nki_sim.hardware import Hardware
+
+DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Fingerprints of what times depend on, beside the case."""
+
+    coefficients: str
+    simulator: str
+    kernels: str
+    library: str
+
+    @classmethod
+    def now(cls, chip: Hardware, library: Path | None, ours: Sequence[str]) -> Sources:
+        """Return those of this run; `ours` are patterns of our kernels' files."""
+        return cls(
+            coefficients=digest(repr(sorted(asdict(chip).items()))),
+            simulator=_tree(Path(nki_sim.__file__).parent),
+            kernels=_tree(Path(nki_kernels.__file__).parent, ours),
+            library="" if library is None else _tree(library / "src" / "nkilib_src" / "nkilib"),
+        )
+
+
+def _tree(folder: Path, patterns: Sequence[str] = ("*.py",)) -> str:
+    files = sorted(file for pattern in patterns for file in folder.rglob(pattern))
+    return digest(*(part for file in files for part in (file.name, file.read_bytes())))
+
+
+def digest(*parts: str | bytes) -> str:
+    """Return the fingerprint of some texts or bytes."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.encode() if isinstance(part, str) else part)
+    return found.hexdigest()[:DIGITS]
+
+
+def read_result(path: Path, option: str, parts: Sequence[str]) -> dict[str, Any]:
+    """Return the content of a result file.
+
+    Args:
+        path: of the file.
+        option: that named it, for messages.
+        parts: keys that the content must have.
+
+    Raises:
+        ValueError: it is no result of this benchmark.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        for part in parts:
+            content[part]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{option} {path}: not a result of this benchmark ({type(error).__name__}: {error}). "
+            "Give a file that --json wrote."
+        ) from None
+    return content
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write the file in one step: whoever is interrupted leaves the one before."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)

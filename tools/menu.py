@@ -1,0 +1,48 @@
+"""A list of names on the command line, each a module with `main(argv) -> int`."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """Names to choose from; the module of one is imported only when it is called.
+
+    Attributes:
+        program: what stands in front of a name, e.g. neuron-moe bench.
+        noun: what a name is called, command or target.
+        entries: module below `neuron_moe.tools` and one line of explanation, by name.
+    """
+
+    program: str
+    noun: str
+    entries: Mapping[str, tuple[str, str]]
+
+    def usage(self) -> str:
+        """Return the overview of all names."""
+        width = max(len(name) for name in self.entries)
+        rows = [f"  {name:<{width}}  {text}" for name, (_, text) in self.entries.items()]
+        head = f"usage: {self.program} {self.noun.upper()} [options]"
+        return "\n".join([head, "", *rows, "", f"{self.noun.upper()} --help tells its options."])
+
+    def main(self, argv: list[str] | None = None) -> int:
+        """Run what the first argument names with the others; return its exit status.
+
+        It is 2 for a missing or unknown name, 0 for --help.
+        """
+        args = sys.argv[1:] if argv is None else argv
+        if not args or args[0] in ("-h", "--help", "help"):
+            print(self.usage())
+            return 0 if args else 2
+        name, rest = args[0], args[1:]
+        if name not in self.entries:
+            near = difflib.get_close_matches(name, self.entries, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            print(f"{self.program}: no {self.noun} {name!r}.{hint}\n\n{self.usage()}",
+                  file=sys.stderr)  # fmt: skip
+            return 2
+        module = importlib.import_module(f"neuron_moe.tools.{self.entries[name][0]}")
+        return int(module.main(rest))
