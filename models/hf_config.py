@@ -23,6 +23,14 @@ BOOKKEEPING_KEYS = (
     "transformers_version",
     "use_cache",
 )
+# Keys of training, and of the tokenizer, that change nothing in inference either.
+TRAINING_KEYS = (
+    "attention_dropout",
+    "bos_token_id",
+    "initializer_range",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
