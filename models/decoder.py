@@ -1,4 +1,4 @@
-"""Everything that decoder-only MoE models share: facts, layers, the model, and common weight rules.
+"""Everything that decoder-only MoE models share: facts, attention, layers, the model.
 
 A model file adds its own facts to `DecoderConfig`, says in two methods of `Model` which attention
 and which feed-forward part each layer has, and lists its checkpoint's tensors in `weight_map`.
@@ -8,7 +8,7 @@ V vocabulary, Q query heads, J key/value heads, D head size, d rotary frequencie
 places are those of `neuron_moe.models.attention`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe import MoE
-from neuron_moe.checkpoint import Rule
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.models.attention import (
     EVERYTHING,
@@ -87,7 +86,7 @@ class DecoderConfig:
             num_key_value_heads=reader.get("num_key_value_heads", int),
             max_position_embeddings=reader.get("max_position_embeddings", int),
             rms_norm_eps=reader.get("rms_norm_eps", float),
-            eos_token_ids=reader.get_token_ids("eos_token_id"),
+            eos_token_ids=reader.get_ints("eos_token_id", "token id"),
             pad_token_id=reader.get_optional("pad_token_id", int),
             **facts,
         )
@@ -127,6 +126,7 @@ class GroupedAttention(nn.Module):
         reach: how far back a token sees.
         bias: names of the projections with a bias, such as "q_proj".
         has_sinks: there is a learned sink logit for each query head.
+        has_head_norms: each head of queries and keys is normalised before it is turned.
 
     Attributes:
         core: computes [.., Q * D] from queries, keys and values; see `attention.Core`.
@@ -147,6 +147,7 @@ class GroupedAttention(nn.Module):
         reach: Reach = EVERYTHING,
         bias: Sequence[str] = (),
         has_sinks: bool = False,
+        has_head_norms: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -165,6 +166,10 @@ class GroupedAttention(nn.Module):
         self.o_proj = linear("o_proj", q_size, hidden_size)
         sinks_Q = torch.zeros(config.num_attention_heads, dtype=dtype) if has_sinks else None
         self.register_parameter("sinks", None if sinks_Q is None else nn.Parameter(sinks_Q))
+        self.q_norm = self.k_norm = None
+        if has_head_norms:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
@@ -172,12 +177,14 @@ class GroupedAttention(nn.Module):
         query_USQD = self.q_proj(hidden_USH).view(heads)
         key_USJD = self.k_proj(hidden_USH).view(heads)
         value_USJD = self.v_proj(hidden_USH).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            query_USQD, key_USJD = self.q_norm(query_USQD), self.k_norm(key_USJD)
         query_USQD, key_USJD = self.turn(query_USQD, key_USJD, tokens)
         out_USH: Tensor = self.o_proj(self.core(self, query_USQD, key_USJD, value_USJD, view))
         return out_USH
 
     def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return queries and keys with their places; families add norms here."""
+        """Return queries and keys that know their places."""
         return apply_rope(query_USQD, *tokens.rope), apply_rope(key_USJD, *tokens.rope)
 
 
@@ -357,24 +364,3 @@ class DecoderModel(nn.Module):
             tensors = () if cache is None else cache.view(layer, first, end)
             views.append(CacheView(mask_USC, tensors, positions_S - first))
         return views
-
-
-def decoder_rules(
-    layer_names: Iterable[str], *, source: str = "model.", head: str = "lm_head.weight"
-) -> list[Rule]:
-    """Return the rules of embedding, norms, head, and of layer tensors that keep their names.
-
-    Args:
-        layer_names: what follows `layers.N.`, such as "self_attn.q_proj.weight", beside the norms.
-        source: what published names begin with.
-        head: published name of the vocabulary projection.
-    """
-    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
-    return [
-        *(Rule(source + name, name) for name in ("embed_tokens.weight", "norm.weight")),
-        Rule(head, "lm_head.weight"),
-        *(
-            Rule(f"{source}layers.{{layer}}.{name}", f"layers.{{layer}}.{name}")
-            for name in (*norms, *layer_names)
-        ),
-    ]

@@ -21,13 +21,12 @@ from neuron_moe.models.decoder import (
     DecoderModel,
     GroupedAttention,
     check_layer_types,
-    decoder_rules,
 )
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
 from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import PROJECTIONS, decoder_rules, projection_names
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Fixed by the architecture; checkpoints written before transformers 5 do not repeat them.
 SWIGLU_ALPHA, SWIGLU_LIMIT, ROPE_THETA = 1.702, 7.0, 150000.0
 
@@ -64,20 +63,13 @@ class GptOssConfig(DecoderConfig):
         reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, "initial_context_length")
         num_layers = reader.get("num_hidden_layers", int)
         usual_types = (LAYER_TYPES * num_layers)[:num_layers]
-        old_top_k = reader.get_optional("experts_per_token", int)
-        top_k = reader.get("num_experts_per_tok", int, old_top_k)
-        if old_top_k not in (None, top_k):
-            raise ValueError(
-                f"num_experts_per_tok={top_k}, experts_per_token={old_top_k}: must agree."
-                " Keep one of them."
-            )
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
             rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
             intermediate_size=reader.get("intermediate_size", int),
             num_local_experts=reader.get("num_local_experts", int),
-            num_experts_per_tok=top_k,
+            num_experts_per_tok=reader.get_renamed("num_experts_per_tok", "experts_per_token", int),
             sliding_window=reader.get("sliding_window", int),
             layer_types=tuple(reader.get_raw("layer_types") or usual_types),
             attention_bias=reader.get("attention_bias", bool, True),
@@ -141,8 +133,7 @@ class Model(DecoderModel):
 
 def weight_map(config: GptOssConfig) -> WeightMap:
     """Map the published tensor names to ours, experts in MXFP4 or in bf16."""
-    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
-    attention = [f"self_attn.{name}.{kind}" for name in PROJECTIONS for kind in kinds]
+    projections = projection_names(has_bias=config.attention_bias)
     mlp, moe = "model.layers.{layer}.mlp.", "layers.{layer}.moe."
     gate_up, down = (f"{mlp}experts.{name}_proj" for name in ("gate_up", "down"))
     our_gate_up, our_down = (f"{moe}expert_mlps.mlp_op.{name}_proj" for name in ("gate_up", "down"))
@@ -150,7 +141,7 @@ def weight_map(config: GptOssConfig) -> WeightMap:
     unpack_down = chain(mxfp4, transpose)
     unpack_gate_up = chain(mxfp4, transpose, deinterleave_gate_up)
     rules = [
-        *decoder_rules([*attention, "self_attn.sinks"]),
+        *decoder_rules([*projections, "self_attn.sinks"]),
         Rule(mlp + "router.weight", moe + "router.linear_router.weight"),
         Rule(mlp + "router.bias", moe + "router.linear_router.bias"),
         Rule(packed_gate_up, our_gate_up + ".weight", unpack_gate_up, variant="mxfp4"),

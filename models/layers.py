@@ -1,10 +1,11 @@
 """Small layers that decoder models share.
 
-Letters: H hidden.
+Letters: H hidden, I intermediate.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
@@ -20,3 +21,19 @@ class RMSNorm(nn.Module):
         wide = hidden_USH.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (self.weight.float() * (wide * scale)).to(hidden_USH.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) without biases, of a dense layer; whole on every rank."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [..., H]; the product is computed in float32."""
+        product = F.silu(self.gate_proj(hidden).float()) * self.up_proj(hidden).float()
+        out: Tensor = self.down_proj(product.to(hidden.dtype))
+        return out
