@@ -53,8 +53,10 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.type is int:
-                check_positive_int(field.name, getattr(self, field.name))
+            value = getattr(self, field.name)
+            is_size = field.type in (int, int | None) and field.name != "pad_token_id"
+            if is_size and (value is not None or field.type is int):
+                check_positive_int(field.name, value)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of"

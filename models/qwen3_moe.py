@@ -27,7 +27,9 @@ from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
     decoder_rules,
+    either,
     expert_rules,
+    fused_expert_rules,
     layer_indices,
     projection_names,
 )
@@ -140,12 +142,13 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
     rules = decoder_rules([*projections, "self_attn.q_norm.weight", "self_attn.k_norm.weight"])
     for layer in layer_indices(config.sparse_layers, config.num_hidden_layers):
         mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
+        names = mlp + "experts", moe + "expert_mlps.mlp_op"
         rules += [
             Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            *expert_rules(mlp + "experts", moe + "expert_mlps.mlp_op"),
+            *either(separate=expert_rules(*names), fused=fused_expert_rules(*names)),
         ]
     dense = sorted({*range(config.num_hidden_layers)} - {*config.sparse_layers})
     for layer in layer_indices(dense, config.num_hidden_layers):
-        names = (f"layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-        rules += [Rule("model." + name, name) for name in names]
+        kept = [f"layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+        rules += [Rule("model." + name, name) for name in kept]
     return WeightMap(rules, {"layer": config.num_hidden_layers, "expert": config.num_experts})

@@ -4,6 +4,7 @@ Letters: E experts, H hidden, I intermediate.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from neuron_moe.checkpoint import Rule, chain, concat_gate_up, transpose
 
@@ -40,10 +41,7 @@ def decoder_rules(
 def expert_rules(
     source: str, target: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Rule]:
-    """Return the rules of experts without biases, in every layout in circulation.
-
-    `separate` is the published one, [I, H] twice and [H, I] for each expert; `fused` is that of
-    transformers 5 in memory, [E, 2I, H] with gate first, and [E, H, I].
+    """Return the rules of experts published one by one, [I, H] twice and [H, I], without biases.
 
     Args:
         source: published name up to the number of the expert.
@@ -51,13 +49,30 @@ def expert_rules(
         names: published names of gate, up and down.
     """
     gate, up, down = (f"{source}.{{expert}}.{name}.weight" for name in names)
-    our_gate_up, our_down = f"{target}.gate_up_proj.weight", f"{target}.down_proj.weight"
     return [
-        Rule((gate, up), our_gate_up, chain(concat_gate_up, transpose), variant="separate"),
-        Rule(f"{source}.gate_up_proj", our_gate_up, transpose, variant="fused"),
-        Rule(down, our_down, transpose, variant="separate"),
-        Rule(f"{source}.down_proj", our_down, transpose, variant="fused"),
+        Rule((gate, up), target + ".gate_up_proj.weight", chain(concat_gate_up, transpose)),
+        Rule(down, target + ".down_proj.weight", transpose),
     ]
+
+
+def fused_expert_rules(source: str, target: str) -> list[Rule]:
+    """Return the rules of experts in the layout of transformers 5 in memory, without biases.
+
+    These are [E, 2I, H], gate first, and [E, H, I].
+
+    Args:
+        source: published name of the experts.
+        target: name of ours.
+    """
+    return [
+        Rule(f"{source}.{name}", f"{target}.{name}.weight", transpose)
+        for name in ("gate_up_proj", "down_proj")
+    ]
+
+
+def either(**variants: Sequence[Rule]) -> list[Rule]:
+    """Return rules that fill the same parameters from one of several storage forms, by name."""
+    return [replace(rule, variant=name) for name, rules in variants.items() for rule in rules]
 
 
 def layer_indices(layers: Sequence[int], num_layers: int) -> list[str]:

@@ -69,6 +69,15 @@ FAMILIES = {
         },
     ),
 }
+MIXTRAL: dict[str, Any] = {
+    "intermediate_size": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+FAMILIES |= {
+    "mixtral": Family("mixtral", MIXTRAL, variant=None),
+    "mixtral-sliding": Family("mixtral", {**MIXTRAL, "sliding_window": 8}, variant=None),
+}
 
 
 def write_checkpoint(name: str, folder: Path) -> None:

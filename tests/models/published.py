@@ -59,3 +59,16 @@ def qwen3_moe(config: dict[str, Any]) -> Header:
             yield f"{block}mlp.experts.{expert}.gate_proj.weight", (inner, size)
             yield f"{block}mlp.experts.{expert}.up_proj.weight", (inner, size)
             yield f"{block}mlp.experts.{expert}.down_proj.weight", (size, inner)
+
+
+def mixtral(config: dict[str, Any]) -> Header:
+    """mistralai/Mixtral-8x7B-v0.1."""
+    yield from _frame(config)
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}.block_sparse_moe."
+        yield block + "gate.weight", (config["num_local_experts"], size)
+        for expert in range(config["num_local_experts"]):
+            yield f"{block}experts.{expert}.w1.weight", (inner, size)
+            yield f"{block}experts.{expert}.w2.weight", (size, inner)
+            yield f"{block}experts.{expert}.w3.weight", (inner, size)

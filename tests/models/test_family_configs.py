@@ -16,6 +16,7 @@ from tests.models.families import FAMILIES
 SIZES = {
     "qwen3_30b_a3b": (30.5, 3.3),
     "qwen3_235b_a22b": (235, 22),
+    "mixtral_8x7b": (46.7, 12.9),
 }
 
 
@@ -37,7 +38,7 @@ def test_shipped_configurations_have_the_published_size(name: str) -> None:
     assert (total / 1e9, (active + embedding) / 1e9) == pytest.approx(SIZES[name], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b"])
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "mixtral_8x7b"])
 def test_every_published_tensor_is_read_and_every_parameter_filled(name: str) -> None:
     values, model = load_config(name), meta_model(name)
     header = getattr(published, values["model_type"])(values)
@@ -61,7 +62,15 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "fp8"}},
         "must be absent. Take a checkpoint in a format that is read here",
     ),
+    "mixtral-unknown": ("mixtral", {"num_experts": 8}, "unknown key num_experts=8"),
+    "mixtral-no-window": ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
+    "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
+
+
+def test_a_head_takes_its_part_of_the_hidden_size_where_no_key_says_else() -> None:
+    assert read("mixtral", {"head_dim": None}).head_dim == 16
+    assert read("mixtral", {"head_dim": 32}).head_dim == 32
 
 
 def read(name: str, changes: dict[str, Any]) -> Any:
