@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.errors import check_positive_int
-from neuron_moe.models.layers import KVCache
+from neuron_moe.models.attention import KVCache
 
 
 class Decoder(Protocol):

@@ -23,6 +23,14 @@ BOOKKEEPING_KEYS = (
     "transformers_version",
     "use_cache",
 )
+# Keys of training, and of the tokenizer, that change nothing in inference either.
+TRAINING_KEYS = (
+    "attention_dropout",
+    "bos_token_id",
+    "initializer_range",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -79,16 +87,30 @@ class ConfigReader:
             )
         return value
 
-    def get_token_ids(self, key: str) -> tuple[int, ...]:
-        """Return a key that is null, one token id or a list of them as a tuple."""
-        value = self.get_raw(key)
-        ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+    def get_renamed(self, key: str, old: str, kind: type[T]) -> T:
+        """Return `key`, or `old`, as some versions spell it.
+
+        Raises:
+            ValueError: both are missing, they disagree, or one is of another type.
+        """
+        other = self.get_optional(old, kind)
+        value = self.get(key, kind, other)
+        if other not in (None, value):
             raise ValueError(
-                f"{self._where}: {key}={value!r}: must be a token id or a list of token ids."
+                f"{self._where}: {key}={value!r}, {old}={other!r}: must agree. Keep one of them."
+            )
+        return value
+
+    def get_ints(self, key: str, noun: str = "whole number") -> tuple[int, ...]:
+        """Return a key that is null, one integer or a list of them as a tuple."""
+        value = self.get_raw(key)
+        items = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            raise ValueError(
+                f"{self._where}: {key}={value!r}: must be a {noun} or a list of them."
                 " Correct the value in config.json."
             )
-        return ids
+        return items
 
     def get_raw(self, key: str) -> Any:
         """Return `key` as it stands, or None where it is absent; the caller checks it."""
@@ -111,9 +133,10 @@ class ConfigReader:
             return
         method = section.get("quant_method") if isinstance(section, Mapping) else None
         if method not in methods:
+            known = f"quant_method must be {' or '.join(methods)}" if methods else "must be absent"
             raise ValueError(
-                f"{self._where}: quantization_config={section!r}: quant_method must be"
-                f" {' or '.join(methods)}. Take a checkpoint in that format, or in bf16."
+                f"{self._where}: quantization_config={section!r}: {known}."
+                " Take a checkpoint in a format that is read here, such as bf16."
             )
 
     def ignore(self, *keys: str) -> None:

@@ -1,8 +1,8 @@
 """Parameters and memory of a model, whole and per rank, computed from shapes alone.
 
 A rank holds: routed experts of its expert-parallel group, their intermediate axis cut over the
-tensor-parallel ranks; attention heads, vocabulary rows and shared experts cut over the
-tensor-parallel ranks and repeated over expert-parallel groups; everything else whole. Key/value
+tensor-parallel ranks; attention heads, vocabulary rows, shared experts and dense layers cut over
+those ranks and repeated over expert-parallel groups; everything else whole. Key/value
 heads are repeated where there are fewer of them than tensor-parallel ranks.
 
 Letters: E experts, H hidden, I intermediate.
@@ -21,7 +21,15 @@ from neuron_moe.router import Router
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.shared_experts import SharedExperts
 
-GROUPS = ("routed experts", "shared experts", "router", "attention", "vocabulary", "norms")
+GROUPS = (
+    "routed experts",
+    "shared experts",
+    "dense layers",
+    "router",
+    "attention",
+    "vocabulary",
+    "norms",
+)
 EXPERT_FORMATS = ("bf16", "mxfp4")
 _MXFP4_GROUP_BYTES = MXFP4_GROUP_SIZE // 2 + 1  # 32 codes of four bits and one scale
 
@@ -141,8 +149,13 @@ def _group(module: nn.Module, name: str) -> str:
         return "shared experts"
     if isinstance(module, Router):
         return "router"
-    if "self_attn" in name.split("."):
+    parts = name.split(".")
+    if parts[-2].endswith("norm"):
+        return "norms"
+    if "self_attn" in parts:
         return "attention"
+    if "mlp" in parts:
+        return "dense layers"
     return "vocabulary" if name.startswith(("embed_tokens.", "lm_head.")) else "norms"
 
 

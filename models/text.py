@@ -83,7 +83,7 @@ def _special_tokens(folder: Path) -> tuple[tuple[int, ...], int | None]:
         if not path.is_file():
             continue
         reader = ConfigReader(read_json_object(path), str(path))
-        stop = reader.get_token_ids("eos_token_id") or stop
+        stop = reader.get_ints("eos_token_id", "token id") or stop
         found = reader.get_optional("pad_token_id", int)
         pad = pad if found is None else found
     return stop, pad

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from neuron_moe.models.attention import KVCache
 from neuron_moe.models.generation import (
     GenerationOptions,
     choose_tokens,
     generate,
     pad_left,
 )
-from neuron_moe.models.layers import KVCache
 
 VOCAB = 50
 
@@ -25,14 +25,7 @@ class Counter:
         self.calls: list[tuple[list[list[int]], list[list[bool]] | None]] = []
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        return KVCache(
-            num_layers=1,
-            batch_size=batch_size,
-            capacity=capacity,
-            num_heads=1,
-            head_size=1,
-            like=torch.zeros(1),
-        )
+        return KVCache([((1, 1),)], batch_size=batch_size, capacity=capacity, like=torch.zeros(1))
 
     def __call__(
         self,
@@ -46,8 +39,8 @@ class Counter:
         self.calls.append((input_ids_US.tolist(), None if real_US is None else real_US.tolist()))
         real = torch.ones_like(input_ids_US, dtype=torch.bool) if real_US is None else real_US
         start, end = cache.reserve(real)
-        cache.keys[0][:, 0, start:end, 0] = (input_ids_US * real).float()
-        sums = cache.keys[0][:, 0, :end, 0].sum(dim=1).long() % VOCAB
+        cache.layers[0][0][:, 0, start:end, 0] = (input_ids_US * real).float()
+        sums = cache.layers[0][0][:, 0, :end, 0].sum(dim=1).long() % VOCAB
         logits = torch.linspace(0, 1, VOCAB).repeat(len(sums), 1)
         logits[torch.arange(len(sums)), sums] += 3
         return logits[:, None]

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from neuron_moe.checkpoint import save_checkpoint
+from neuron_moe.models.attention import CacheView, Reach, attention_mask, count_places
+from neuron_moe.models.decoder import Tokens
 from neuron_moe.models.generation import GenerationOptions, generate, pad_left
-from neuron_moe.models.gpt_oss import DecoderLayer, GptOssConfig, Model, weight_map
-from neuron_moe.models.layers import attention_mask
+from neuron_moe.models.gpt_oss import GptOssConfig, Model, weight_map
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.rope import rope_tables
 
@@ -109,7 +110,7 @@ def test_decode_continues_what_prefill_began(checkpoint_of: Checkpoints) -> None
         whole = model(PROMPT)
         cache = model.new_cache(1, 40)
         parts = [model(PROMPT[:, :13], cache=cache), model(PROMPT[:, 13:30], cache=cache)]
-        parts += [model(PROMPT[:, slot : slot + 1], cache=cache) for slot in range(30, 40)]
+        parts += [model(PROMPT[:, place : place + 1], cache=cache) for place in range(30, 40)]
     assert relative_error(torch.cat(parts, dim=1), whole) < 1e-5
 
 
@@ -165,23 +166,23 @@ def test_an_unknown_backend_is_refused(config_of: Callable[..., dict[str, Any]])
         Model(GptOssConfig.from_hf(config_of()), backend="gpu")
 
 
-def layer_inputs(config: GptOssConfig, num_new: int, num_slots: int) -> tuple[Any, ...]:
-    """Two sequences whose new tokens fill the last of `num_slots` slots; the first has padding."""
-    real = torch.ones(2, num_slots, dtype=torch.bool)
+def layer_inputs(config: GptOssConfig, num_new: int, num_positions: int) -> tuple[Any, ...]:
+    """Two sequences whose new tokens fill the last of the positions; the first has padding."""
+    real = torch.ones(2, num_positions, dtype=torch.bool)
     real[0, :3] = False
-    slots = torch.arange(num_slots - num_new, num_slots)
-    positions = (real.long().cumsum(1) - 1).clamp_min(0)[:, -num_new:]
-    shape = (2, config.num_key_value_heads, num_slots, config.head_dim)
+    positions = torch.arange(num_positions - num_new, num_positions)
+    places = count_places(real)[:, -num_new:]
+    rope = rope_tables(config.rope, config.head_dim, places)
+    shape = (2, config.num_key_value_heads, num_positions, config.head_dim)
+    mask = attention_mask(real, positions, 0, Reach(config.sliding_window))
     return (
         torch.randn(2, num_new, config.hidden_size),
-        rope_tables(config.rope, config.head_dim, positions),
-        attention_mask(real, slots, 0, config.sliding_window),
-        (torch.randn(shape), torch.randn(shape), slots),
-        real[:, -num_new:],
+        Tokens(places, rope, real[:, -num_new:]),
+        CacheView(mask, (torch.randn(shape), torch.randn(shape)), positions),
     )
 
 
-EXPORTS = {  # new tokens a sequence (of two), slots, experts a token, path of the MoE layer
+EXPORTS = {  # new tokens a sequence (of two), positions, experts a token, path of the MoE layer
     "prefill-blockwise": (100, 100, 4, "blockwise"),
     "prefill-all-experts": (24, 24, 4, "all_experts"),
     "decode-all-experts": (1, 24, 4, "all_experts"),
@@ -193,13 +194,13 @@ EXPORTS = {  # new tokens a sequence (of two), slots, experts a token, path of t
 def test_a_decoder_layer_exports_with_static_shapes(
     case: str, config_of: Callable[..., dict[str, Any]]
 ) -> None:
-    num_new, num_slots, top_k, path = EXPORTS[case]
+    num_new, num_positions, top_k, path = EXPORTS[case]
     config = GptOssConfig.from_hf(config_of(num_experts_per_tok=top_k))
-    layer = DecoderLayer(config, torch.float32, "torch").eval().requires_grad_(False)
+    layer = Model(config, dtype=torch.float32).layers[0].eval().requires_grad_(False)
     torch.nn.init.normal_(layer.self_attn.sinks)
     assert layer.moe.explain(case.split("-")[0], 2 * num_new).path == path
-    inputs = layer_inputs(config, num_new, num_slots)
-    keys = inputs[3][0].clone()
+    inputs = layer_inputs(config, num_new, num_positions)
+    keys = inputs[2].tensors[0].clone()
     program = torch.export.export(layer, inputs)
     for node in program.graph.nodes:
         assert "nonzero" not in str(node.target)
@@ -208,7 +209,7 @@ def test_a_decoder_layer_exports_with_static_shapes(
         if isinstance(value, torch.Tensor):
             assert all(isinstance(size, int) for size in value.shape), node
     expected = layer(*inputs)
-    new_keys = inputs[3][0].clone()
-    inputs[3][0].copy_(keys)
+    new_keys = inputs[2].tensors[0].clone()
+    inputs[2].tensors[0].copy_(keys)
     assert relative_error(program.module()(*inputs), expected) < 1e-5
-    assert relative_error(inputs[3][0], new_keys) < 1e-6
+    assert relative_error(inputs[2].tensors[0], new_keys) < 1e-6

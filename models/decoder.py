@@ -1,0 +1,368 @@
+"""Everything that decoder-only MoE models share: facts, attention, layers, the model.
+
+A model file adds its own facts to `DecoderConfig`, says in two methods of `Model` which attention
+and which feed-forward part each layer has, and lists its checkpoint's tensors in `weight_map`.
+
+Letters: U sequences, S new tokens of each, T tokens of all sequences, C cached positions, H hidden,
+V vocabulary, Q query heads, J key/value heads, D head size, d rotary frequencies. Positions and
+places are those of `neuron_moe.models.attention`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from neuron_moe import MoE
+from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.models.attention import (
+    EVERYTHING,
+    CacheShape,
+    CacheView,
+    Core,
+    KVCache,
+    Reach,
+    attend_cached,
+    attention_mask,
+    count_places,
+)
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.layers import RMSNorm
+from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
+
+ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Facts that every decoder has; names are those of config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_size = field.type in (int, int | None) and field.name != "pad_token_id"
+            if is_size and (value is not None or field.type is int):
+                check_positive_int(field.name, value)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads}: must be a multiple of"
+                f" num_key_value_heads={self.num_key_value_heads}. Correct config.json."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim}: must be even. Rotary embedding turns pairs."
+            )
+
+    @classmethod
+    def read(cls: type[ConfigT], reader: ConfigReader, **facts: Any) -> ConfigT:
+        """Read the keys that every family spells alike, and refuse those that nobody read.
+
+        Args:
+            reader: of the whole config.json.
+            facts: fields the family read itself, `head_dim` and `rope` among them.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key.
+        """
+        reader.require("hidden_act", "silu")
+        reader.require("tie_word_embeddings", False)
+        config = cls(
+            vocab_size=reader.get("vocab_size", int),
+            hidden_size=reader.get("hidden_size", int),
+            num_hidden_layers=reader.get("num_hidden_layers", int),
+            num_attention_heads=reader.get("num_attention_heads", int),
+            num_key_value_heads=reader.get("num_key_value_heads", int),
+            max_position_embeddings=reader.get("max_position_embeddings", int),
+            rms_norm_eps=reader.get("rms_norm_eps", float),
+            eos_token_ids=reader.get_ints("eos_token_id", "token id"),
+            pad_token_id=reader.get_optional("pad_token_id", int),
+            **facts,
+        )
+        reader.finish()
+        return config
+
+
+def check_layer_types(layer_types: Sequence[str], num_layers: int, known: Sequence[str]) -> None:
+    """Raise ValueError unless `layer_types` names one of `known` for each layer."""
+    if not set(layer_types) <= set(known) or len(layer_types) != num_layers:
+        raise ValueError(
+            f"layer_types={list(layer_types)}: must name num_hidden_layers={num_layers} layers,"
+            f" each {' or '.join(known)}. Leave the key out for the usual alternation."
+        )
+
+
+class Tokens(NamedTuple):
+    """The new tokens of a step, as every layer needs to know them.
+
+    Attributes:
+        places_US: [U, S] int64, counted within each sequence.
+        rope: cos and sin at these places, [U, S, d] float32 each.
+        real_US: [U, S] bool, False at padding, which goes to no expert; None: all are real.
+    """
+
+    places_US: Tensor
+    rope: tuple[Tensor, Tensor]
+    real_US: Tensor | None = None
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention: projections and rotary embedding around an exchangeable core.
+
+    Args:
+        config: sizes.
+        dtype: of the parameters.
+        reach: how far back a token sees.
+        bias: names of the projections with a bias, such as "q_proj".
+        has_sinks: there is a learned sink logit for each query head.
+        has_head_norms: each head of queries and keys is normalised before it is turned.
+
+    Attributes:
+        core: computes [.., Q * D] from queries, keys and values; see `attention.Core`.
+        reach: see above.
+        scale: of the logits.
+        sinks: [Q], or None.
+        cache_shape: what the core that comes with the model keeps of a token.
+    """
+
+    core: Core
+    sinks: Tensor | None
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        *,
+        reach: Reach = EVERYTHING,
+        bias: Sequence[str] = (),
+        has_sinks: bool = False,
+        has_head_norms: bool = False,
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.core, self.reach, self.scale = attend_cached, reach, config.head_dim**-0.5
+        self.cache_shape: CacheShape = ((config.num_key_value_heads, config.head_dim),) * 2
+        hidden_size = config.hidden_size
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+
+        def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=name in bias, dtype=dtype)
+
+        self.q_proj = linear("q_proj", hidden_size, q_size)
+        self.k_proj = linear("k_proj", hidden_size, kv_size)
+        self.v_proj = linear("v_proj", hidden_size, kv_size)
+        self.o_proj = linear("o_proj", q_size, hidden_size)
+        sinks_Q = torch.zeros(config.num_attention_heads, dtype=dtype) if has_sinks else None
+        self.register_parameter("sinks", None if sinks_Q is None else nn.Parameter(sinks_Q))
+        self.q_norm = self.k_norm = None
+        if has_head_norms:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+
+    def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
+        """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
+        heads = (*hidden_USH.shape[:2], -1, self.head_dim)
+        query_USQD = self.q_proj(hidden_USH).view(heads)
+        key_USJD = self.k_proj(hidden_USH).view(heads)
+        value_USJD = self.v_proj(hidden_USH).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            query_USQD, key_USJD = self.q_norm(query_USQD), self.k_norm(key_USJD)
+        query_USQD, key_USJD = self.turn(query_USQD, key_USJD, tokens)
+        out_USH: Tensor = self.o_proj(self.core(self, query_USQD, key_USJD, value_USJD, view))
+        return out_USH
+
+    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return queries and keys that know their places."""
+        return apply_rope(query_USQD, *tokens.rope), apply_rope(key_USJD, *tokens.rope)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and with a residual; shapes are static.
+
+    Attributes:
+        moe: the feed-forward part of a sparse layer.
+        mlp: that of a dense one.
+    """
+
+    moe: nn.Module
+    mlp: nn.Module
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.is_sparse = isinstance(feed_forward, MoE)
+        self.add_module("moe" if self.is_sparse else "mlp", feed_forward)
+
+    def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None = None) -> Tensor:
+        """Return the layer's output `[U, S, H]`.
+
+        Args:
+            hidden_USH: [U, S, H] residual stream.
+            tokens: the new tokens.
+            view: what they see of the cache; None where another core finds keys and values itself.
+        """
+        attention_in_USH = self.input_layernorm(hidden_USH)
+        hidden_USH = hidden_USH + self.self_attn(attention_in_USH, tokens, view)
+        normed_USH = self.post_attention_layernorm(hidden_USH)
+        if self.is_sparse:
+            out_USH: Tensor = self.moe(normed_USH, padding_mask=tokens.real_US)[0]
+        else:
+            out_USH = self.mlp(normed_USH)
+        return hidden_USH + out_USH
+
+
+class DecoderModel(nn.Module):
+    """Token ids in, logits out, keys and values in a cache; a model file fills in the layers."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "torch",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        layers = (
+            DecoderLayer(
+                config,
+                dtype,
+                self.build_attention(layer, dtype),
+                self.build_feed_forward(layer, dtype, backend),
+            )
+            for layer in range(config.num_hidden_layers)
+        )
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
+        """Return the attention of a layer, called as `GroupedAttention` is."""
+        raise NotImplementedError
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> nn.Module:
+        """Return the `MoE` of a layer, or what it has instead, called with [U, S, H]."""
+        raise NotImplementedError
+
+    @property
+    def attentions(self) -> list[Any]:
+        """The attention of each layer."""
+        return [layer.self_attn for layer in self.layers]
+
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        """Return an empty cache of `capacity` positions a sequence, in the model's dtype."""
+        return KVCache(
+            [attention.cache_shape for attention in self.attentions],
+            batch_size=batch_size,
+            capacity=capacity,
+            like=self.embed_tokens.weight,
+        )
+
+    def forward(
+        self,
+        input_ids_US: Tensor,
+        *,
+        real_US: Tensor | None = None,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Return logits `[U, S, V]`, or `[U, 1, V]` with `last_only`.
+
+        Args:
+            input_ids_US: [U, S] integer token ids, padded on the left where lengths differ.
+            real_US: [U, S] bool, False at padding; None where all tokens are real.
+            cache: what layers keep of the tokens before; extended in place.
+            last_only: compute the vocabulary projection of the last token only.
+        """
+        real_UC = torch.ones_like(input_ids_US, dtype=torch.bool) if real_US is None else real_US
+        start, end = 0, input_ids_US.shape[1]
+        if cache is not None:
+            start, end = cache.reserve(real_UC)
+            real_UC = cache.real_UC[:, :end]
+        places_UC = count_places(real_UC)
+        hidden_USH = self._run(
+            input_ids_US,
+            self._tokens(places_UC[:, start:], real_US),
+            self._views(real_UC, places_UC, start, cache),
+        )
+        return self.compute_logits(hidden_USH[:, -1:] if last_only else hidden_USH)
+
+    def forward_tokens(
+        self, input_ids_T: Tensor, places_T: Tensor, *, phase: str = "prefill"
+    ) -> Tensor:
+        """Return the last hidden states `[T, H]`, for `compute_logits`, of tokens in a flat list.
+
+        For servers that keep the cache: every attention's `core` must be one that finds keys and
+        values itself. It gets [1, T, heads, D] in prefill and [T, 1, heads, D] in decode.
+
+        Args:
+            input_ids_T: [T] integer token ids of any number of sequences.
+            places_T: [T] int64, where each token lies in its own sequence.
+            phase: 'prefill' or 'decode', which chooses the path of the experts.
+        """
+        axis = 1 if check_choice("phase", phase, ("prefill", "decode")) == "decode" else 0
+        tokens = self._tokens(places_T.unsqueeze(axis), None)
+        hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, [None] * len(self.layers))
+        return hidden_USH.squeeze(axis)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[.., V]` of the last hidden states `[.., H]`."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+    def _run(
+        self, input_ids_US: Tensor, tokens: Tokens, views: Sequence[CacheView | None]
+    ) -> Tensor:
+        """Return the residual stream after the last layer, [U, S, H]."""
+        hidden_USH: Tensor = self.embed_tokens(input_ids_US)
+        for layer, view in zip(self.layers, views, strict=True):
+            hidden_USH = layer(hidden_USH, tokens, view)
+        return hidden_USH
+
+    def _tokens(self, places_US: Tensor, real_US: Tensor | None) -> Tokens:
+        """Return what all layers need to know of the new tokens."""
+        rope = rope_tables(self.config.rope, self.config.head_dim, places_US)
+        return Tokens(places_US, rope, real_US)
+
+    def _views(
+        self, real_UC: Tensor, places_UC: Tensor, start: int, cache: KVCache | None
+    ) -> list[CacheView]:
+        """Return what the new tokens, at positions from `start` on, see in each layer."""
+        end = real_UC.shape[1]
+        positions_S = torch.arange(start, end, device=real_UC.device)
+        masks: dict[Reach, tuple[int, Tensor]] = {}
+        views = []
+        for layer, attention in enumerate(self.attentions):
+            reach = attention.reach
+            if reach not in masks:
+                # No layer of this reach reads the positions before.
+                first = reach.first_position(start)
+                seen = real_UC[:, first:], positions_S, first, reach, places_UC[:, first:]
+                masks[reach] = first, attention_mask(*seen)
+            first, mask_USC = masks[reach]
+            tensors = () if cache is None else cache.view(layer, first, end)
+            views.append(CacheView(mask_USC, tensors, positions_S - first))
+        return views

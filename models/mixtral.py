@@ -1,0 +1,106 @@
+"""Mixtral 8x7B and 8x22B: configuration, attention, experts and checkpoint map.
+
+The plainest of the families: grouped-query attention, in all layers sliding or in none, and a
+softmax over all experts whose two largest weights are divided by their sum.
+Source: transformers, `models/mixtral/modeling_mixtral.py`; arXiv 2401.04088.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.spec import check_top_k
+from neuron_moe.models.attention import Reach
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import decoder_rules, expert_rules, projection_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtralConfig(DecoderConfig):
+    """Facts of one Mixtral checkpoint; names are those of its config.json."""
+
+    intermediate_size: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    sliding_window: int | None
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        check_top_k(self.num_experts_per_tok, self.num_local_experts)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "MixtralConfig":
+        """Read config.json as transformers 4.36 to 5.x write it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader(config, "config.json (mixtral)")
+        reader.require("model_type", "mixtral")
+        reader.require_quantization()
+        # The last one disturbs the router while training.
+        reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, "router_jitter_noise")
+        head_dim = reader.get_optional("head_dim", int)
+        if head_dim is None:  # as published
+            heads = reader.get("num_attention_heads", int)
+            head_dim = reader.get("hidden_size", int) // max(heads, 1)
+        return cls.read(
+            reader,
+            head_dim=head_dim,
+            rope=RopeConfig.from_hf(reader),
+            intermediate_size=reader.get("intermediate_size", int),
+            num_local_experts=reader.get("num_local_experts", int),
+            num_experts_per_tok=reader.get("num_experts_per_tok", int),
+            sliding_window=reader.get_optional("sliding_window", int),
+        )
+
+
+Config = MixtralConfig
+
+
+class Model(DecoderModel):
+    """Mixtral for generation."""
+
+    config: MixtralConfig
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
+        """Return plain grouped-query attention."""
+        return GroupedAttention(self.config, dtype, reach=Reach(window=self.config.sliding_window))
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
+        """Return a MoE with a float32 softmax router."""
+        config = self.config
+        router = RouterTopK(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            act_fn="softmax",
+            renormalize=True,
+        )
+        experts = RoutedExpertsMLPOpsConfig(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            hidden_act="silu",
+            glu_mlp=True,
+        )
+        return MoE(router=router, expert_mlps=ExpertMLPsV2(experts, dtype=dtype, backend=backend))
+
+
+def weight_map(config: MixtralConfig) -> WeightMap:
+    """Map the published tensor names to ours: w1 is gate, w3 up, w2 down."""
+    source, moe = "model.layers.{layer}.block_sparse_moe.", "layers.{layer}.moe."
+    rules = [
+        *decoder_rules(projection_names(has_bias=False)),
+        Rule(source + "gate.weight", moe + "router.linear_router.weight"),
+        *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
+    ]
+    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
+    return WeightMap(rules, sizes)

@@ -1,0 +1,154 @@
+"""Qwen3-MoE (30B-A3B, 235B-A22B, Coder): configuration, attention, experts and checkpoint map.
+
+What differs from other decoders: an RMSNorm on each head of queries and keys before they are
+turned, and a softmax over all experts whose K largest weights are divided by their sum. A layer may
+be dense (`mlp_only_layers`, `decoder_sparse_step`); no published checkpoint has such layers.
+Source: transformers, `models/qwen3_moe/modeling_qwen3_moe.py`; arXiv 2505.09388.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.spec import check_top_k
+from neuron_moe.models.attention import Reach
+from neuron_moe.models.decoder import (
+    DecoderConfig,
+    DecoderModel,
+    GroupedAttention,
+)
+from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.layers import GatedMLP
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import (
+    PROJECTIONS,
+    decoder_rules,
+    either,
+    expert_rules,
+    fused_expert_rules,
+    layer_indices,
+    projection_names,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig(DecoderConfig):
+    """Facts of one Qwen3-MoE checkpoint; names are those of its config.json."""
+
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+    attention_bias: bool
+    sliding_window: int | None
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        check_top_k(self.num_experts_per_tok, self.num_experts)
+        if not self.sparse_layers:
+            raise ValueError(
+                f"decoder_sparse_step={self.decoder_sparse_step}, mlp_only_layers="
+                f"{list(self.mlp_only_layers)}: must leave a layer with experts. Correct them."
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Qwen3MoeConfig":
+        """Read config.json as transformers 4.51 to 5.x write it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader(config, "config.json (qwen3_moe)")
+        reader.require("model_type", "qwen3_moe")
+        reader.require_quantization()
+        # The last one is not read by the architecture: all layers slide, or none.
+        reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, "max_window_layers")
+        slides = reader.get("use_sliding_window", bool, False)
+        window = reader.get_optional("sliding_window", int)
+        return cls.read(
+            reader,
+            head_dim=reader.get("head_dim", int),
+            rope=RopeConfig.from_hf(reader),
+            intermediate_size=reader.get("intermediate_size", int),
+            moe_intermediate_size=reader.get("moe_intermediate_size", int),
+            num_experts=reader.get_renamed("num_experts", "num_local_experts", int),
+            num_experts_per_tok=reader.get("num_experts_per_tok", int),
+            norm_topk_prob=reader.get("norm_topk_prob", bool),
+            decoder_sparse_step=reader.get("decoder_sparse_step", int, 1),
+            mlp_only_layers=reader.get_ints("mlp_only_layers"),
+            attention_bias=reader.get("attention_bias", bool, False),
+            sliding_window=window if slides else None,
+        )
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        step = self.decoder_sparse_step
+        every = range(step - 1, self.num_hidden_layers, step)
+        return tuple(layer for layer in every if layer not in self.mlp_only_layers)
+
+
+Config = Qwen3MoeConfig
+
+
+class Model(DecoderModel):
+    """Qwen3-MoE for generation."""
+
+    config: Qwen3MoeConfig
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
+        """Return grouped-query attention with norms on heads."""
+        return GroupedAttention(
+            self.config,
+            dtype,
+            reach=Reach(window=self.config.sliding_window),
+            bias=PROJECTIONS if self.config.attention_bias else (),
+            has_head_norms=True,
+        )
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
+        """Return a MoE with a float32 softmax router, or an MLP where the layer is dense."""
+        config = self.config
+        if layer not in config.sparse_layers:
+            return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        router = RouterTopK(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            act_fn="softmax",
+            renormalize=config.norm_topk_prob,
+        )
+        experts = RoutedExpertsMLPOpsConfig(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            hidden_act="silu",
+            glu_mlp=True,
+        )
+        return MoE(router=router, expert_mlps=ExpertMLPsV2(experts, dtype=dtype, backend=backend))
+
+
+def weight_map(config: Qwen3MoeConfig) -> WeightMap:
+    """Map the published tensor names to ours, experts one by one or fused."""
+    projections = projection_names(has_bias=config.attention_bias)
+    rules = decoder_rules([*projections, "self_attn.q_norm.weight", "self_attn.k_norm.weight"])
+    for layer in layer_indices(config.sparse_layers, config.num_hidden_layers):
+        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
+        names = mlp + "experts", moe + "expert_mlps.mlp_op"
+        rules += [
+            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+            *either(separate=expert_rules(*names), fused=fused_expert_rules(*names)),
+        ]
+    dense = sorted({*range(config.num_hidden_layers)} - {*config.sparse_layers})
+    for layer in layer_indices(dense, config.num_hidden_layers):
+        kept = [f"layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+        rules += [Rule("model." + name, name) for name in kept]
+    return WeightMap(rules, {"layer": config.num_hidden_layers, "expert": config.num_experts})

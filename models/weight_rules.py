@@ -1,0 +1,80 @@
+"""Weight rules that decoder models share.
+
+Letters: E experts, H hidden, I intermediate.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from neuron_moe.checkpoint import Rule, chain, concat_gate_up, transpose
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def projection_names(*, has_bias: bool) -> list[str]:
+    """Return what follows `layers.N.` in the names of the attention's projections."""
+    kinds = ("weight", "bias") if has_bias else ("weight",)
+    return [f"self_attn.{name}.{kind}" for name in PROJECTIONS for kind in kinds]
+
+
+def decoder_rules(
+    layer_names: Iterable[str], *, source: str = "model.", head: str = "lm_head.weight"
+) -> list[Rule]:
+    """Return the rules of embedding, norms, head, and of layer tensors that keep their names.
+
+    Args:
+        layer_names: what follows `layers.N.`, such as "self_attn.q_proj.weight", beside the norms.
+        source: what published names begin with.
+        head: published name of the vocabulary projection.
+    """
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    return [
+        *(Rule(source + name, name) for name in ("embed_tokens.weight", "norm.weight")),
+        Rule(head, "lm_head.weight"),
+        *(
+            Rule(f"{source}layers.{{layer}}.{name}", f"layers.{{layer}}.{name}")
+            for name in (*norms, *layer_names)
+        ),
+    ]
+
+
+def expert_rules(
+    source: str, target: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[Rule]:
+    """Return the rules of experts published one by one, [I, H] twice and [H, I], without biases.
+
+    Args:
+        source: published name up to the number of the expert.
+        target: name of our experts.
+        names: published names of gate, up and down.
+    """
+    gate, up, down = (f"{source}.{{expert}}.{name}.weight" for name in names)
+    return [
+        Rule((gate, up), target + ".gate_up_proj.weight", chain(concat_gate_up, transpose)),
+        Rule(down, target + ".down_proj.weight", transpose),
+    ]
+
+
+def fused_expert_rules(source: str, target: str) -> list[Rule]:
+    """Return the rules of experts in the layout of transformers 5 in memory, without biases.
+
+    These are [E, 2I, H], gate first, and [E, H, I].
+
+    Args:
+        source: published name of the experts.
+        target: name of ours.
+    """
+    return [
+        Rule(f"{source}.{name}", f"{target}.{name}.weight", transpose)
+        for name in ("gate_up_proj", "down_proj")
+    ]
+
+
+def either(**variants: Sequence[Rule]) -> list[Rule]:
+    """Return rules that fill the same parameters from one of several storage forms, by name."""
+    return [replace(rule, variant=name) for name, rules in variants.items() for rule in rules]
+
+
+def layer_indices(layers: Sequence[int], num_layers: int) -> list[str]:
+    """Return what stands for some layers in a rule: `{layer}` for all, else each number."""
+    return ["{layer}"] if len(layers) == num_layers else [str(layer) for layer in layers]

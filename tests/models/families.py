@@ -1,0 +1,100 @@
+"""Tiny random checkpoints of every family but GPT-OSS, written by transformers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# Small weights would give logits that tie; 0.2 keeps greedy tokens apart.
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One configuration of a family.
+
+    Args:
+        model_type: as in config.json.
+        changes: keys beside COMMON.
+        pads_alike: transformers computes a left-padded prompt as it does the prompt alone.
+        variant: storage form that transformers writes, None where the map knows one only.
+    """
+
+    model_type: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    pads_alike: bool = True
+    variant: str | None = "separate"
+
+    def config(self) -> dict[str, Any]:
+        """Return the keys of a tiny config.json."""
+        return {**COMMON, **self.changes, "model_type": self.model_type}
+
+
+QWEN3: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+FAMILIES = {
+    "qwen3_moe": Family("qwen3_moe", QWEN3),
+    "qwen3_moe-unnormalised-biases": Family(
+        "qwen3_moe", {**QWEN3, "norm_topk_prob": False, "attention_bias": True}
+    ),
+    "qwen3_moe-sliding-dense-layers": Family(
+        "qwen3_moe",
+        {
+            **QWEN3,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+}
+MIXTRAL: dict[str, Any] = {
+    "intermediate_size": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+FAMILIES |= {
+    "mixtral": Family("mixtral", MIXTRAL, variant=None),
+    "mixtral-sliding": Family("mixtral", {**MIXTRAL, "sliding_window": 8}, variant=None),
+}
+
+
+def write_checkpoint(name: str, folder: Path) -> None:
+    """Write a tiny random checkpoint in bfloat16, as transformers does.
+
+    Biases and norms are not left at their neutral values, so that leaving one out is seen.
+    """
+    torch.manual_seed(len(name))
+    config = AutoConfig.for_model(**FAMILIES[name].config())
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def reference_of(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return transformers' model of a checkpoint; going from bfloat16 to float32 is exact."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()

@@ -1,0 +1,72 @@
+"""The flat form that servers call, against the padded batch."""
+
+import torch
+from torch import Tensor
+
+from neuron_moe.models.attention import (
+    AttentionFacts,
+    CacheView,
+    attend,
+    attention_mask,
+    count_places,
+)
+from neuron_moe.models.decoder import DecoderModel
+
+LENGTHS = (5, 21, 12)  # more than two windows of eight
+
+
+class Pages:
+    """A core with its own store: keys and values of each sequence, grown token by token."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int], list[Tensor]] = {}
+        self.rows: list[tuple[int, int]] = []  # sequence and count of the tokens of this step
+
+    def __call__(
+        self,
+        layer: AttentionFacts,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        view: CacheView | None,
+    ) -> Tensor:
+        assert view is None
+        out, first = [], 0
+        flat = [part.flatten(0, 1) for part in (query, key, value)]
+        for sequence, count in self.rows:
+            query_TQD, *new = (part[first : first + count] for part in flat)
+            old = self.kept.get((id(layer), sequence))
+            kept = new if old is None else [torch.cat(pair) for pair in zip(old, new, strict=True)]
+            self.kept[id(layer), sequence] = kept
+            real = torch.ones(1, len(kept[0]), dtype=torch.bool)
+            positions = torch.arange(len(kept[0]) - count, len(kept[0]))
+            mask = attention_mask(real, positions, 0, layer.reach, count_places(real))
+            keys, values = (part.transpose(0, 1)[None] for part in kept)
+            out.append(attend(query_TQD[None], keys, values, mask, layer.sinks, layer.scale)[0])
+            first += count
+        return torch.cat(out).view(*query.shape[:2], -1)
+
+
+@torch.inference_mode()
+def assert_flat_form_agrees(model: DecoderModel, vocab_size: int) -> None:
+    """Prefill of several sequences in one flat list, then decode, against the padded batch."""
+    prompts = [torch.randint(0, vocab_size, (1, count)) for count in LENGTHS]
+    step = torch.randint(0, vocab_size, (len(LENGTHS),))
+    expected = []
+    for row, prompt in enumerate(prompts):
+        cache = model.new_cache(1, prompt.shape[1] + 1)
+        expected.append(model(prompt, cache=cache)[0])
+        expected.append(model(step[row].view(1, 1), cache=cache)[0])
+    pages = Pages()
+    for attention in model.attentions:
+        attention.core = pages
+    pages.rows = list(enumerate(LENGTHS))
+    places = torch.cat([torch.arange(count) for count in LENGTHS])
+    hidden_TH = model.forward_tokens(torch.cat(prompts, dim=1)[0], places)
+    parts = list(model.compute_logits(hidden_TH).split(LENGTHS))
+    pages.rows = [(row, 1) for row in range(len(LENGTHS))]
+    hidden_TH = model.forward_tokens(step, torch.tensor(LENGTHS), phase="decode")
+    last = model.compute_logits(hidden_TH)
+    for row in range(len(LENGTHS)):
+        torch.testing.assert_close(parts[row], expected[2 * row], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(last[row : row + 1], expected[2 * row + 1], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,137 @@
+"""Every family against transformers on the same files: logits, tokens, cache, storage."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from neuron_moe.checkpoint import save_checkpoint, unique_parameters
+from neuron_moe.models.generation import GenerationOptions, generate, pad_left
+from neuron_moe.models.loader import find_model_file, load_model
+from tests.models.families import FAMILIES, reference_of, write_checkpoint
+from tests.models.flat_form import assert_flat_form_agrees
+
+PROMPT = torch.arange(40)[None] * 7 % 290  # five windows or chunks long
+RAGGED = [[5, 6, 7], [100, *range(30)], [42], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
+NUM_TOKENS = 64
+
+Checkpoints = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Return the checkpoint of a family, made once."""
+    known: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp("family")
+            write_checkpoint(name, known[name])
+        return known[name]
+
+    return make
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def reference_tokens(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of transformers for a left-padded batch."""
+    ids, real = pad_left(prompts, 0)
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
+    out = reference.generate(ids, attention_mask=real.long(), **options)
+    tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name: str, made: Checkpoints) -> None:
+    folder = made(name)
+    ours = load_model(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference_of(folder)(PROMPT).logits
+        assert relative_error(ours(PROMPT), expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(name: str, made: Checkpoints) -> None:
+    folder = made(name)
+    exact = reference_of(folder)
+    batches = [RAGGED] if FAMILIES[name].pads_alike else [[prompt] for prompt in RAGGED]
+    expected = [tokens for batch in batches for tokens in reference_tokens(exact, batch)]
+    ours = load_model(folder, dtype=torch.float32)
+    result = generate(ours, RAGGED, GenerationOptions(max_new_tokens=NUM_TOKENS))
+    assert result.token_ids == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decode_continues_what_prefill_began(name: str, made: Checkpoints) -> None:
+    model = load_model(made(name), dtype=torch.float32)
+    with torch.inference_mode():
+        whole = model(PROMPT)
+        cache = model.new_cache(1, 40)
+        parts = [model(PROMPT[:, :13], cache=cache), model(PROMPT[:, 13:30], cache=cache)]
+        parts += [model(PROMPT[:, place : place + 1], cache=cache) for place in range(30, 40)]
+    assert relative_error(torch.cat(parts, dim=1), whole) < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_flat_form_is_the_padded_batch(name: str, made: Checkpoints) -> None:
+    assert_flat_form_agrees(load_model(made(name), dtype=torch.float32), 300)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, made: Checkpoints) -> None:
+    folder = made(name)
+    ours = load_model(folder, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        exact = reference_of(folder)(PROMPT).logits
+        theirs = reference_of(folder, torch.bfloat16)(PROMPT).logits
+        ours_USV = ours(PROMPT)
+    error = (ours_USV.float() - exact).square().mean().sqrt()
+    assert error < 1.5 * (theirs.float() - exact).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_saved_again_is_what_was_read(name: str, made: Checkpoints, tmp_path: Path) -> None:
+    folder, family = made(name), FAMILIES[name]
+    model = load_model(folder)
+    weight_map = find_model_file(family.model_type).weight_map(model.config)
+    parameters = unique_parameters(model)
+    save_checkpoint(parameters, weight_map, tmp_path, variant=family.variant)
+    published = load_file(folder / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == published.keys()
+    for key, tensor in published.items():
+        assert torch.equal(saved[key].to(tensor.dtype), tensor), key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_storage_form_loads_alike(name: str, made: Checkpoints, tmp_path: Path) -> None:
+    folder, family = made(name), FAMILIES[name]
+    model = load_model(folder)
+    weight_map = find_model_file(family.model_type).weight_map(model.config)
+    for variant in weight_map.variants():
+        target = tmp_path / variant
+        save_checkpoint(unique_parameters(model), weight_map, target, variant=variant)
+        (target / "config.json").write_text((folder / "config.json").read_text())
+        again = load_model(target).state_dict()
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(again[key], tensor), key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_reads_what_we_save(name: str, made: Checkpoints, tmp_path: Path) -> None:
+    folder = made(name)
+    model = load_model(folder)
+    weight_map = find_model_file(FAMILIES[name].model_type).weight_map(model.config)
+    parameters = unique_parameters(model)
+    save_checkpoint(parameters, weight_map, tmp_path, variant=FAMILIES[name].variant)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    again = reference_of(tmp_path).state_dict()
+    for key, tensor in reference_of(folder).state_dict().items():
+        assert torch.equal(again[key], tensor), key
