@@ -14,7 +14,6 @@ import torch
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap, chain, deinterleave_gate_up, mxfp4, transpose
-from neuron_moe.spec import check_top_k
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -25,6 +24,7 @@ from neuron_moe.models.decoder import (
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import PROJECTIONS, decoder_rules, projection_names
+from neuron_moe.spec import check_top_k
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # Fixed by the architecture; checkpoints written before transformers 5 do not repeat them.

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import neuron_moe.models
+from neuron_moe import ExpertMLPsV2
 from neuron_moe.checkpoint import Progress, Shard, load_weights, open_checkpoint
 from neuron_moe.errors import check_choice
-from neuron_moe import ExpertMLPsV2
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.load import load_shard

@@ -13,12 +13,12 @@ import torch
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.spec import check_top_k
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_rules, expert_rules, projection_names
+from neuron_moe.spec import check_top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ import torch
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap
-from neuron_moe.spec import check_top_k
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -33,6 +32,7 @@ from neuron_moe.models.weight_rules import (
     layer_indices,
     projection_names,
 )
+from neuron_moe.spec import check_top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

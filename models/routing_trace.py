@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from neuron_moe.models.expert_load import moe_layers
 from neuron_moe import Routing
+from neuron_moe.models.expert_load import moe_layers
 
 _MOST_EXPERTS = 256  # of a uint8
 

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from neuron_moe.errors import check_positive_int
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.quantize import MXFP4_GROUP_SIZE
 from neuron_moe.router import Router
-from neuron_moe.experts import RoutedExperts
 from neuron_moe.shared_experts import SharedExperts
 
 GROUPS = (

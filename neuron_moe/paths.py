@@ -68,9 +68,8 @@ class Workload:
         check_top_k(self.top_k, self.num_experts)
         for name in ("tokens", "num_local_experts", "block_size"):
             check_positive_int(name, getattr(self, name))
-        if self.capacity_factor is not None:
-            if self.phase != "training":
-                check_capacity(self.capacity_factor)
+        if self.capacity_factor is not None and self.phase != "training":
+            check_capacity(self.capacity_factor)
         if self.num_local_experts > self.num_experts:
             raise ValueError(
                 f"num_local_experts={self.num_local_experts}: must not exceed"

@@ -7,8 +7,8 @@ keeps two copies (`mlp_op` and `mlp_op_tkg`, NxD's names).
 
 from dataclasses import dataclass
 
-from neuron_moe.paths import DECODE_PHASES
 from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.paths import DECODE_PHASES
 
 
 @dataclass(frozen=True, slots=True)

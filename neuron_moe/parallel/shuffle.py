@@ -5,6 +5,7 @@ Outputs do not change, only who brings which token.
 """
 
 from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 

@@ -21,7 +21,6 @@ from neuron_moe.weights.narrow import NarrowMatrices
 from neuron_moe.weights.stamps import Source, Stamp
 from nki_kernels.common.formula import num_projections
 
-
 Pack = Callable[[Tensor, Tensor], tuple[Packed, Packed] | str]
 """See `Backend.pack`."""
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import nki_sim
-
 from neuron_moe import (
     BlockwiseMatmulConfig,
     ExpertMLPsV2,
@@ -20,8 +19,8 @@ from neuron_moe import (
     SharedExperts,
 )
 from neuron_moe.backends import Backend
-from neuron_moe.models.layers import RMSNorm
 from neuron_moe.backends.nki.router import router_call
+from neuron_moe.models.layers import RMSNorm
 from neuron_moe.plan import Forms, LayerParts, Plan, Step
 from neuron_moe.router import Router, Routing
 from neuron_moe.spec import ExpertSpec, Tuning

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
-from neuron_moe.weights.narrow import NarrowMatrices
 from neuron_moe.backends.nki import NkiBackend
 from neuron_moe.backends.nki.operands import _log_once
 from neuron_moe.backends.torch_backend import TorchBackend
@@ -18,6 +17,7 @@ from neuron_moe.errors import WeightError
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.plan import Step
 from neuron_moe.quantize import decode_mxfp4, quantize_fp8
+from neuron_moe.weights.narrow import NarrowMatrices
 from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.tolerances import rms_error
 

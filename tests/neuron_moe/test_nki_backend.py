@@ -18,8 +18,8 @@ from neuron_moe.backends.nki import NkiBackend
 from neuron_moe.backends.nki.prefill import map_blocks, rank
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.nxd_compat.configs import DefaultInt
-from neuron_moe.paths import choose_path
 from neuron_moe.nxd_compat.tuning import tuning_of
+from neuron_moe.paths import choose_path
 from neuron_moe.plan import Step
 from neuron_moe.router import Router
 from neuron_moe.spec import Tuning

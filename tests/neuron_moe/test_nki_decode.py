@@ -9,9 +9,9 @@ from torch import Tensor
 from neuron_moe import ExpertMLPsV2, MoE
 from neuron_moe.backends.nki import NkiBackend
 from neuron_moe.backends.torch_backend import TorchBackend
-from neuron_moe.paths import choose_path
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.paths import choose_path
 from neuron_moe.plan import Step
 from neuron_moe.weights import LocalRouting
 from nki_kernels.decode.config import DecodeConfig
@@ -157,7 +157,9 @@ def test_explain_names_the_mode_that_runs_and_why(
     hidden = torch.randn(tokens, 1, H).bfloat16()
     with torch.no_grad():
         moe(hidden, phase=phase)
-    modes = [value.mode for _, args in launches for value in args if isinstance(value, DecodeConfig)]
+    modes = [
+        value.mode for _, args in launches for value in args if isinstance(value, DecodeConfig)
+    ]
     assert modes == ["all" if told.path == "all_experts" else "selective"]
 
 

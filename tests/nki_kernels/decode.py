@@ -8,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from neuron_moe.config import GLUType
 
 import nki_sim
 from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.torch_backend import TorchBackend
-from neuron_moe.config import GLUType
 from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.options import make_decode_config

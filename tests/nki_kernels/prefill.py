@@ -8,13 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from neuron_moe.config import GLUType
 
 import nki_sim
 from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import build_block_mapping
-from neuron_moe.config import GLUType
 from nki_kernels.common.expert_reference import blockwise_moe_ref
 from nki_kernels.common.plans import VisitPlan
 from nki_kernels.common.weight_formats import bias_terms, split_parts, three_terms

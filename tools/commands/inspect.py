@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from neuron_moe.checkpoint import Checkpoint, match_parameters, open_checkpoint
-from neuron_moe.spec import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE
 from neuron_moe.configs import config_names, load_config
 from neuron_moe.explain import explain_path
-from neuron_moe.paths import choose_path
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import find_model_file, model_types, read_config
@@ -30,7 +28,8 @@ from neuron_moe.models.sizes import (
     count_parameters,
     rank_bytes,
 )
-from neuron_moe.spec import RouterSpec
+from neuron_moe.paths import choose_path
+from neuron_moe.spec import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE, RouterSpec
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
 from nki_sim.hardware import TRN2
 

@@ -22,13 +22,13 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from neuron_moe import MoE
 from neuron_moe.explain import BLOCK_SIZES
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.routing_trace import RoutingTrace, record_routing
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.models.text import TextCodec
-from neuron_moe import MoE
 from neuron_moe.tools.console import format_table, print_json_line
 
 HELD_OUT_FILE = "heldout.jsonl"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.backends.nki.decode import (
-    MODES,
     ExpertOperands,
     config_arguments,
     describe,

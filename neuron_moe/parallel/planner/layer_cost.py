@@ -23,10 +23,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from neuron_moe.paths import choose_path
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
 from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
 from neuron_moe.parallel.strategy import AFFINITY_BYTES, INDEX_BYTES, destinations
+from neuron_moe.paths import choose_path
 
 ROW_BYTES = 2  # bf16 hidden states
 

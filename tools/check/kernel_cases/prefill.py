@@ -6,13 +6,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from neuron_moe.config import GLUType
 
 import nki_sim
 from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import num_blocks
-from neuron_moe.config import GLUType
 from neuron_moe.tools.check.kernel_cases.prefill_weights import Weights, draw_weights
 from neuron_moe.tools.check.kernel_cases.routings import draw_routing
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
