@@ -72,7 +72,7 @@ class RoutedExperts(nn.Module):
         self.spec = spec
         self.tuning = tuning or Tuning()
         self.dtype = dtype
-        self.backend: Backend = get_backend(backend) if isinstance(backend, str) else backend
+        self.backend: Backend = get_backend(backend)
         self.compat = compat
         alone = {phase: ExpertGroups.of(None, None) for phase in ("prefill", "decode")}
         self.groups = dict(groups or alone)

@@ -46,12 +46,14 @@ class Backend(Protocol):
         """
 
 
-def get_backend(name: str) -> Backend:
-    """Return the backend called `name`.
+def get_backend(name: str | Backend) -> Backend:
+    """Return the backend called `name`, or the one given.
 
     Raises:
         ValueError: an unknown name.
     """
+    if not isinstance(name, str):
+        return name
     check_choice("backend", name, BACKENDS)
     if name == "nki":
         from neuron_moe.backends.nki import NkiBackend

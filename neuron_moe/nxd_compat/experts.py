@@ -77,7 +77,7 @@ class ExpertMLPsV2(RoutedExperts):
             check_choice("strategy", strategy, STRATEGIES)
         if backend is None:
             raise ValueError("backend=None: must be the name of a backend or one. Use 'torch'.")
-        found = get_backend(backend) if isinstance(backend, str) else backend
+        found = get_backend(backend)
         main = (tensor_model_parallel_group, expert_model_parallel_group)
         hybrid = {
             "prefill": (cte_tensor_model_parallel_group, cte_expert_model_parallel_group),

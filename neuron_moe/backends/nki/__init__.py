@@ -6,7 +6,7 @@ launched through `nki.jit`; that way has not been tried, for want of a device.
 
 | file | plan of | kernels |
 | --- | --- | --- |
-| prefill.py | prefill, and decode steps too long for the decode kernel | index_blocks, blockwise_moe, combine |
+| prefill.py | prefill, and decode of more than 256 tokens | index_blocks, blockwise_moe, combine |
 | decode.py | decode, speculation | decode_moe |
 | layer.py | the same with norm, router and shared experts in one launch | decode_layer |
 | router.py | routing of the first two | router_topk |

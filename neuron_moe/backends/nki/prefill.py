@@ -17,6 +17,7 @@ from neuron_moe.backends.nki.launch import check_call, launch
 from neuron_moe.backends.nki.operands import (
     Operands,
     check_formula,
+    check_weights,
     format_note,
     operands_of,
     weight_format,
@@ -274,7 +275,7 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
             f"for_prefill=True: the plan asked for ({tuning}) reads plain weights. Leave the"
             " use_* switches of BlockwiseMatmulConfig False."
         )
-    operands = operands_of(weights)
+    check_weights(weights)
     # The parts do not depend on the tokens: as many as give each expert one row tile.
     config = make_config(
         **dict(_arguments(parts, scales_input=False)),
