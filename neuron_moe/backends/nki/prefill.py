@@ -116,7 +116,8 @@ class PrefillPlan(Plan):
     def notes(self) -> tuple[str, ...]:
         """Say which plan runs, and what a better block size would give."""
         parts, work = self.parts, self.decision.work
-        plan, better = f"plan: {parts.tuning}", ()
+        plan = f"plan: {parts.tuning}"
+        better: tuple[str, ...] = ()
         if parts.tuning.shard_plan == "auto":
             plan = _describe(rank(parts, work.tokens, work.block_size))
             best, _ = rank(parts, work.tokens)[0]
@@ -251,7 +252,7 @@ def _rank(
     arguments: tuple[tuple[str, Any], ...],
     weight_parts: tuple[int, int] | None = None,
 ) -> tuple[Any, ...]:
-    more = {} if weight_parts is None else {"weight_parts": weight_parts}
+    more: dict[str, Any] = {} if weight_parts is None else {"weight_parts": weight_parts}
     return tuple(
         blockwise_choice.rank_plans(
             num_tokens=num_tokens,
