@@ -1,4 +1,4 @@
-"""A whole layer's decode step on the kernels: decode_block, one launch.
+"""A whole layer's decode step on the kernels: decode_layer, one launch.
 
 Norm, router, routed and shared experts; nothing passes through HBM between them. Shapes: T tokens,
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
@@ -33,7 +33,7 @@ SHARED_ACTIVATIONS = {
 def block_config(
     layer: BlockLayer, num_tokens: int, num_cores: int, mode: str | None, prepared: Prepared
 ) -> Any:
-    """Return what decode_block is compiled for.
+    """Return what decode_layer is compiled for.
 
     Args:
         layer: what it computes.
@@ -83,16 +83,16 @@ def block_config(
 @functools.lru_cache(maxsize=256)
 def _block_config(formula: tuple[tuple[str, Any], ...], **arguments: Any) -> Any:
     from nki_kernels.common.router_choice import RouterFormula
-    from nki_kernels.decode.block_config import make_block_config
+    from nki_kernels.decode.layer_config import make_layer_config
 
-    return make_block_config(RouterFormula(**dict(formula)), **arguments)
+    return make_layer_config(RouterFormula(**dict(formula)), **arguments)
 
 
 def compute(
     launch: Launch, hidden_TH: Tensor, layer: BlockLayer, config: Any, prepared: Prepared
 ) -> BlockOutput:
     """Compute a layer for T tokens, [T, H] bfloat16; see the module."""
-    from nki_kernels.decode.block_kernel import decode_block
+    from nki_kernels.decode.layer_kernel import decode_layer
 
     operands = kernel_weights(layer.weights, hidden_TH)
     linear, selection_bias = layer.router.linear_router, layer.router.e_score_correction_bias
@@ -109,7 +109,7 @@ def compute(
     down_bias_EH = operands.down_bias_EH
     first = torch.tensor([[layer.first_expert]], dtype=torch.int32, device=hidden_TH.device)
     found = launch(
-        decode_block,
+        decode_layer,
         hidden_TH,
         _router_weight(linear.weight, config, prepared),
         *matrices,
@@ -157,8 +157,8 @@ def _shared_operands(
     shared: SharedExperts | None, config: Any, prepared: Prepared
 ) -> dict[str, Tensor]:
     """Return the shared experts' matrices in the order of the kernel, made once."""
-    from nki_kernels.decode.block_shared import pack_shared_experts
     from nki_kernels.decode.router import pack_router_weight
+    from nki_kernels.decode.shared import pack_shared_experts
 
     if shared is None:
         return {}

@@ -241,4 +241,5 @@ def describe(config: Any) -> str:
     if config.num_cores == 1:
         cores = "one core"
     layout = "laid out for decode" if config.weight_layout == "packed" else "plain layout"
-    return f"plan: {config.mode} mode, {cores}; {parts}, {config.slots} on chip at once; {layout}"
+    how = f"{parts}, {config.weight_buffers} on chip at once; {layout}"
+    return f"plan: {config.mode} mode, {cores}; {how}"

@@ -19,9 +19,9 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
     extra_floats,
+    group_size,
     item_bytes,
     keeps_scales,
-    out_block,
     packed_rows,
     packed_run,
     weighs_inner,
@@ -64,13 +64,13 @@ class SumBuffers(NKIObject):
 
 @dataclass
 class DecodeBuffers(NKIObject):
-    """What computing experts takes; lists are indexed by slot, item or entry.
+    """What computing experts takes; lists are indexed by buffer, item or entry.
 
     Attributes:
         inner_ps: gate and up projections [128, 2, T].
         out_ps: an expert's part of y^T, where the sums are not in PSUM.
         scratch: the same on its way to the sums.
-        kept_scale: channel scales of two experts, where their slots are loaded again too early.
+        kept_scale: channel scales of two experts, where their weight_buffers are loaded again too early.
         expert_in, expert_out, shared_expert: experts whose gate and up, or down weights are loaded
             next, (1, 1) each.
         weights, inputs: columns of the group's experts, per 128 tokens [tokens, unroll].
@@ -176,7 +176,7 @@ def _from_end(bank_ps: nl.NkiTensor, size: int, position: int) -> list[nl.NkiTen
 
 def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     """Allocate what computing experts takes, with PSUM out of `sums`."""
-    T, H, slots = config.T, config.H, config.slots
+    T, H, weight_buffers = config.T, config.H, config.weight_buffers
     h_axis, i_axis = config.h_axis, config.i_axis
     i_tile = (i_axis.rows, 2, i_axis.count)
     work_ps = sums.work_ps
@@ -199,7 +199,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     weights = weight_dtype(config.weight_format)
     if config.weight_layout == "packed":
-        gate_up = make_tiles(slots, (packed_rows(config), packed_run(config)), weights)
+        gate_up = make_tiles(weight_buffers, (packed_rows(config), packed_run(config)), weights)
         columns = h_axis.count * h_axis.rows
         gate_up_bias = _extras(config, gate_up, 0, 2 * int(config.has_gate_up_bias))
         position = 2 * int(config.has_gate_up_bias)
@@ -208,27 +208,29 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         down_scale = _extras(config, gate_up, position, extra_floats(config) - position)
     else:
         run = h_axis.count * 2 * i_axis.size
-        gate_up = make_tiles(slots, (h_axis.rows, run), weights)
+        gate_up = make_tiles(weight_buffers, (h_axis.rows, run), weights)
         columns = H
-        gate_up_bias = make_tiles(slots if config.has_gate_up_bias else 0, i_tile, nl.float32)
-        gate_up_scale = make_tiles(slots if config.has_scales else 0, i_tile, nl.float32)
+        gate_up_bias = make_tiles(
+            weight_buffers if config.has_gate_up_bias else 0, i_tile, nl.float32
+        )
+        gate_up_scale = make_tiles(weight_buffers if config.has_scales else 0, i_tile, nl.float32)
         down_scale = make_tiles(
-            slots if config.down_scale != "none" else 0,
+            weight_buffers if config.down_scale != "none" else 0,
             (PARTITIONS, h_axis.count if config.down_scale == "channel" else 1, 1),
             nl.float32,
         )
     return DecodeBuffers(
         sums=sums,
         gate_up=gate_up,
-        down=make_tiles(slots, (i_axis.rows, i_axis.count * columns), weights),
+        down=make_tiles(weight_buffers, (i_axis.rows, i_axis.count * columns), weights),
         gate_up_bias=gate_up_bias,
         gate_up_scale=gate_up_scale,
-        down_bias=make_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
+        down_bias=make_tiles(weight_buffers if config.has_down_bias else 0, (1, H), nl.bfloat16),
         down_scale=down_scale,
         kept_scale=make_tiles(
             2 if keeps_scales(config) else 0, (PARTITIONS, h_axis.count, 1), nl.float32
         ),
-        inner=make_tiles(2 * out_block(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
+        inner=make_tiles(2 * group_size(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
         gate=make_tiles(2, (i_axis.rows, T), nl.float32),
         up=make_tiles(2, (i_axis.rows, T), nl.float32),
         column_row=make_tiles(2 if config.has_down_bias else 0, (1, T), nl.bfloat16),

@@ -21,7 +21,7 @@ MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
 OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
-MAX_BLOCK = 4  # chunks
+MAX_GROUP = 4  # chunks
 MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
 MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
@@ -35,7 +35,7 @@ class DecodeConfig(NKIObject):
 
     Attributes:
         chunks: parts of an expert's intermediate axis, each loaded and used as one item.
-        slots: items whose weights fit on chip at once, a power of two.
+        weight_buffers: items whose weights fit on chip at once, a power of two.
         unroll: list entries (experts) per trip of the loop, a power of two.
         sums_in_psum: whether y is added up in PSUM, or in float32 in SBUF.
         h_axis: the hidden axis on partitions.
@@ -65,7 +65,7 @@ class DecodeConfig(NKIObject):
     down_scale: str
     output_dtype: str
     chunks: int
-    slots: int
+    weight_buffers: int
     unroll: int
     sums_in_psum: bool
     h_axis: AxisTiles
@@ -120,11 +120,13 @@ def accumulator_banks(config: DecodeConfig) -> int:
     return -(-config.h_axis.count // tiles_per_bank(config))
 
 
-def with_plan(config: DecodeConfig, *, shard: str, chunks: int, slots: int) -> DecodeConfig:
+def with_split(
+    config: DecodeConfig, *, shard: str, chunks: int, weight_buffers: int
+) -> DecodeConfig:
     """Return the configuration with another split; the intermediate axis is cut to match."""
-    trial = replace(config, shard=shard, chunks=chunks, slots=slots)
+    trial = replace(config, shard=shard, chunks=chunks, weight_buffers=weight_buffers)
     unroll = 2
-    while unroll * core_chunks(trial) < slots:
+    while unroll * core_chunks(trial) < weight_buffers:
         unroll *= 2
     return replace(trial, unroll=unroll, i_axis=tile_axis(-(-config.I // chunks)))
 
@@ -207,19 +209,19 @@ def holds_expert(config: DecodeConfig) -> bool:
 
 
 def keeps_scales(config: DecodeConfig) -> bool:
-    """Whether an expert's channel scales are copied: its slot may be loaded before they are used.
+    """Whether an expert's channel scales are copied: its buffer may be loaded before they are used.
 
-    They lie in the slot of its first chunk, and the sums are made after its last.
+    They lie in the buffer of its first chunk, and the sums are made after its last.
     """
     items = config.unroll * config.chunks
-    return config.down_scale == "channel" and items > config.slots
+    return config.down_scale == "channel" and items > config.weight_buffers
 
 
-def out_block(config: DecodeConfig) -> int:
+def group_size(config: DecodeConfig) -> int:
     """Return the most chunks of an expert whose down projections go to the sums at once."""
     if config.sums_in_psum or holds_expert(config):
         return 1
-    return max(1, min(config.chunks, config.slots // 2, MAX_BLOCK))
+    return max(1, min(config.chunks, config.weight_buffers // 2, MAX_GROUP))
 
 
 def check_sizes(

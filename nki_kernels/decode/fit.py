@@ -18,14 +18,14 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
     extra_floats,
+    group_size,
     is_direct,
     item_bytes,
     joins_projections,
     list_width,
-    out_block,
     packed_chunks,
     read_ahead,
-    with_plan,
+    with_split,
 )
 
 SBUF_BYTES = 207 * 1024  # usable per partition on Trn2: 212,984 bytes (KLR Trace.lean), rounded
@@ -74,19 +74,19 @@ def skewed_experts(config: DecodeConfig) -> float:
 def sbuf_bytes(config: DecodeConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel take (computed)."""
     T, H, item = config.T, config.H, item_bytes(config)
-    depth, i_axis, slots = config.h_axis.count, config.i_axis, config.slots
+    depth, i_axis, weight_buffers = config.h_axis.count, config.i_axis, config.weight_buffers
     columns = depth * config.h_axis.rows if config.weight_layout == "packed" else H
     gate_up = depth * 2 * i_axis.size * item + 4 * extra_floats(config)
-    total = slots * (gate_up + i_axis.count * columns * item)
+    total = weight_buffers * (gate_up + i_axis.count * columns * item)
     total += depth * T * (2 + 4)  # x^T and y^T
     total += (
-        2 * out_block(config) * i_axis.count * T * 2
+        2 * group_size(config) * i_axis.count * T * 2
         + 4 * T * 4
         + 2 * T * (4 + 2)
         + 20 * config.unroll
     )
-    total += slots * (2 * 2 * i_axis.count * 4 + (H * 2 if config.has_down_bias else 0))
-    total += (slots + 2) * depth * 4 if config.down_scale == "channel" else 0
+    total += weight_buffers * (2 * 2 * i_axis.count * 4 + (H * 2 if config.has_down_bias else 0))
+    total += (weight_buffers + 2) * depth * 4 if config.down_scale == "channel" else 0
     total += scratch_banks(config) * BANK_FLOATS * 4
     return max(total, _ends_bytes(config)) + SMALL_TILES_BYTES + _routing_bytes(config)
 
@@ -125,7 +125,7 @@ def fits_psum(config: DecodeConfig) -> bool:
 def choose_decode(
     config: DecodeConfig,
     chunks: int = 0,
-    slots: int = 0,
+    weight_buffers: int = 0,
     most_bytes: int = SBUF_BYTES,
     front_ns: float = 0.0,
 ) -> DecodeConfig:
@@ -133,7 +133,7 @@ def choose_decode(
 
     Args:
         config: sizes; mode and shard may be "auto".
-        chunks, slots: fixed if not 0.
+        chunks, weight_buffers: fixed if not 0.
         most_bytes: SBUF per partition to use.
         front_ns: time until the choices are on chip, in which mode "all" already loads weights.
 
@@ -149,7 +149,7 @@ def choose_decode(
     for mode in modes:
         for shard in shards:
             asked = replace(config, mode=mode, shard=shard)
-            trial = _first_that_fits(asked, chunks, slots, most_bytes)
+            trial = _first_that_fits(asked, chunks, weight_buffers, most_bytes)
             margin = ALL_MARGIN if mode == "all" and len(modes) > 1 else 1.0
             if trial is None:
                 continue
@@ -166,12 +166,12 @@ def choose_decode(
 
 
 def _first_that_fits(
-    config: DecodeConfig, chunks: int, slots: int, most_bytes: int
+    config: DecodeConfig, chunks: int, weight_buffers: int, most_bytes: int
 ) -> DecodeConfig | None:
     """Return the plan with the fewest parts that fits, and then the most buffers."""
     for count in _chunk_counts(config, chunks):
-        for size in (slots,) if slots else (8, 4, 2):
-            trial = with_plan(config, shard=config.shard, chunks=count, slots=size)
+        for size in (weight_buffers,) if weight_buffers else (8, 4, 2):
+            trial = with_split(config, shard=config.shard, chunks=count, weight_buffers=size)
             if sbuf_bytes(trial) <= most_bytes:
                 return trial
     return None

@@ -37,7 +37,7 @@ def make_decode_config(
     down_scale: str = "none",
     output_dtype: str = "float32",
     chunks: int = 0,
-    slots: int = 0,
+    weight_buffers: int = 0,
     reserved_bytes: int = 0,
     front_ns: float = 0.0,
 ) -> DecodeConfig:
@@ -63,7 +63,7 @@ def make_decode_config(
         has_scales: whether the gate and up weights have a scale per output channel.
         down_scale: whether the down weights have a scale, per expert or per output channel.
         output_dtype: float32 or bfloat16.
-        chunks, slots: parts of an expert, and parts on chip at once; 0 lets the cost model choose.
+        chunks, weight_buffers: parts of an expert, and parts on chip at once; 0 lets the cost model choose.
         reserved_bytes: SBUF per partition to leave to others.
         front_ns: time until the choices are on chip, where the same launch makes them.
 
@@ -92,4 +92,4 @@ def make_decode_config(
         has_gate_up_bias, has_down_bias, has_scales, down_scale, output_dtype,
         1, 2, 2, False, h_axis, tile_axis(I), "",
     )  # fmt: skip
-    return choose_decode(config, chunks, slots, SBUF_BYTES - reserved_bytes, front_ns)
+    return choose_decode(config, chunks, weight_buffers, SBUF_BYTES - reserved_bytes, front_ns)

@@ -242,7 +242,7 @@ def test_a_step_with_padding_runs_separate_kernels() -> None:
     )[1]
     check(nki, bf16, exact, (3, 1), padding_mask=mask)
     check(nki, bf16, exact, (3, 1))
-    assert launched == ["router_topk", "decode_moe", "decode_block"]
+    assert launched == ["router_topk", "decode_moe", "decode_layer"]
 
 
 def switches(**values: Any) -> dict[str, Any]:

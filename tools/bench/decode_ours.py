@@ -10,10 +10,10 @@ import nki_sim
 from neuron_moe.tools.bench.decode_cases import ROUTERS, DecodeCase
 from neuron_moe.tools.bench.decode_router import RouterInputs
 from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.decode.block_config import make_block_config
-from nki_kernels.decode.block_kernel import decode_block
 from nki_kernels.decode.config import DecodeConfig, packed_rows, packed_run
 from nki_kernels.decode.kernel import decode_moe
+from nki_kernels.decode.layer_config import make_layer_config
+from nki_kernels.decode.layer_kernel import decode_layer
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.router import pack_router_weight
 from nki_sim import SimOptions, TensorSpec
@@ -51,7 +51,7 @@ def configure(case: DecodeCase, mode: str = "auto", layout: str = "packed") -> D
     """Return what the experts of a case are compiled for; nothing runs."""
     sizes = {**_sizes(case, mode), "weight_layout": layout}
     if case.kernel == "decode_block":
-        return make_block_config(_formula(case), **sizes).moe
+        return make_layer_config(_formula(case), **sizes).moe
     return make_decode_config(K=case.model.K, **sizes)
 
 
@@ -63,11 +63,11 @@ def _launch_block(
     case: DecodeCase, sizes: dict[str, Any], first: Any, options: SimOptions
 ) -> tuple[nki_sim.Run, DecodeConfig]:
     front = RouterInputs.of(case, case.model.H)
-    config = make_block_config(_formula(case), **sizes)
+    config = make_layer_config(_formula(case), **sizes)
     router = pack_router_weight(front.weight_EH, config.moe.h_axis, config.router_parts)
     operands = _experts(case, config.moe)
     run = nki_sim.run(
-        decode_block, front.hidden_TH, router,
+        decode_layer, front.hidden_TH, router,
         operands.pop("gate_up"), operands.pop("down"), first, config, lnc=CORES,
         options=options, norm_weight=front.norm_1H, router_bias=front.bias_1E, **operands,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a launch of `decode_block` moves and multiplies, counted from its sizes."""
+"""What a launch of `decode_layer` moves and multiplies, counted from its sizes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from math import prod
 
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.plans import PARTITIONS
-from nki_kernels.decode.block_config import BlockConfig
-from nki_kernels.decode.block_shared import shared_shapes
 from nki_kernels.decode.config import DIRECT_IN, joins_projections
 from nki_kernels.decode.cost import cost_decode_moe
+from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.norm import WARM_UPS, is_direct
+from nki_kernels.decode.shared import shared_shapes
 
 _WORD_BYTES, _BFLOAT16_BYTES = 4, 2
 
 
-def cost_decode_block(
-    config: BlockConfig, touched: int, *, norm_bytes: int = 2, residual_bytes: int = 2
+def cost_decode_layer(
+    config: LayerConfig, touched: int, *, norm_bytes: int = 2, residual_bytes: int = 2
 ) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
@@ -56,14 +56,14 @@ def _tiles(num_tokens: int) -> int:
     return -(-num_tokens // PARTITIONS)
 
 
-def _norm_columns(config: BlockConfig) -> int:
+def _norm_columns(config: LayerConfig) -> int:
     """Return the columns with which a core adds up squares, those that warm the engine up too."""
     T, h_axis = config.moe.T, config.moe.h_axis
     products = 0 if is_direct(T, h_axis) else h_axis.count * T
     return WARM_UPS * PARTITIONS + products + T
 
 
-def _router_bytes(config: BlockConfig) -> int:
+def _router_bytes(config: LayerConfig) -> int:
     """Return the bytes a core reads to route."""
     moe, formula = config.moe, config.formula
     weight_bytes = 4 if config.router_dtype == "float32" else 2

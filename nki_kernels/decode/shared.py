@@ -79,10 +79,10 @@ def make_shared_config(
         weight_layout=config.weight_layout,
         activation=activation,
         chunks=0 if config.weight_layout == "packed" else 1,
-        slots=1,
+        weight_buffers=1,
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum)
-    double = replace(shared, slots=SLOTS)
+    double = replace(shared, weight_buffers=SLOTS)
     return double if num_items(shared) > 1 and shared_bytes(double) <= room else shared
 
 
@@ -135,7 +135,7 @@ def shared_bytes(config: DecodeConfig) -> int:
     columns = i_axis.count * h_axis.count * h_axis.rows
     item = (h_axis.count * 2 * i_axis.size + columns) * 2
     tokens = (2 * i_axis.count * 2 + 4 * 4) * config.T
-    return config.slots * item + tokens + 4 * (config.E + PARTITIONS)
+    return config.weight_buffers * item + tokens + 4 * (config.E + PARTITIONS)
 
 
 def load_shared(
@@ -148,7 +148,7 @@ def load_shared(
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
     tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
-    for item in range(min(config.slots, num_items(config))):
+    for item in range(min(config.weight_buffers, num_items(config))):
         _load_item(config, tiles, item, core)
     return tiles
 
@@ -157,8 +157,8 @@ def _load_item(config: DecodeConfig, tiles: SharedTiles, item: int, core: int) -
     """Ask for an item of this core."""
     part = item // config.chunks * config.num_cores + core
     part_sb = tiles.part_sb[0:1, part : part + 1]
-    slot, chunk = item % config.slots, item % config.chunks
-    load_item(config, tiles.buffers, tiles.operands, part_sb, slot, chunk)
+    buffer, chunk = item % config.weight_buffers, item % config.chunks
+    load_item(config, tiles.buffers, tiles.operands, part_sb, buffer, chunk)
 
 
 def run_shared(
@@ -182,8 +182,8 @@ def run_shared(
     nisa.tensor_copy(dst=b.column_ps[0], src=column_sb)
     items = num_items(config)
     for item in range(items):
-        slot = item % config.slots
-        project_in(config, b, turned_sb, slot, item, 0)
-        project_out(config, b, slot, item, 0, False)
-        if item + config.slots < items:
-            _load_item(config, tiles, item + config.slots, core)
+        buffer = item % config.weight_buffers
+        project_in(config, b, turned_sb, buffer, item, 0)
+        project_out(config, b, buffer, item, 0, False)
+        if item + config.weight_buffers < items:
+            _load_item(config, tiles, item + config.weight_buffers, core)

@@ -15,7 +15,7 @@ from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
-from tests.nki_kernels.decode import Decode
+from tests.nki_kernels.decode.cases import Decode
 from tests.nki_kernels.prefill import GPT_OSS
 from tests.nki_kernels.traces import measured_cost
 
@@ -166,12 +166,12 @@ PLANS = {
     "chunks-all-bias": Decode(
         20, 192, 120, 5, 2, has_bias=True, options={**GPT_OSS, **ALL, "chunks": 2}
     ),
-    "four-slots": Decode(40, 128, 64, 13, 2, options={**SELECTIVE, "slots": 4}),
-    "eight-slots-all": Decode(9, 128, 64, 23, 2, options={**ALL, "slots": 8}),
+    "four-weight-buffers": Decode(40, 128, 64, 13, 2, options={**SELECTIVE, "weight_buffers": 4}),
+    "eight-weight-buffers-all": Decode(9, 128, 64, 23, 2, options={**ALL, "weight_buffers": 8}),
     "intermediate": Decode(6, 128, 96, 7, 2, options={**SELECTIVE, "shard": "intermediate"}),
     "intermediate-one-token": Decode(
         1, 192, 120, 7, 3, has_bias=True,
-        options={**GPT_OSS, "shard": "intermediate", "chunks": 4, "slots": 4},
+        options={**GPT_OSS, "shard": "intermediate", "chunks": 4, "weight_buffers": 4},
     ),
     "intermediate-all": Decode(
         30, 128, 96, 7, 2, options={**ALL, "shard": "intermediate", "chunks": 6}
@@ -195,11 +195,11 @@ PLANS = {
     ),
 }  # fmt: skip
 PACKED = {
-    "T4-e4m3-channel-more-chunks-than-slots": Decode(
+    "T4-e4m3-channel-more-chunks-than-weight-buffers": Decode(
         4, 256, 1024, 4, 2, options={**E4M3, "down_scale": "channel"}
     ),
-    "T2-e4m3-channel-two-slots": Decode(
-        2, 144, 129, 16, 8, options={**E4M3, "down_scale": "channel", "slots": 2}
+    "T2-e4m3-channel-two-weight-buffers": Decode(
+        2, 144, 129, 16, 8, options={**E4M3, "down_scale": "channel", "weight_buffers": 2}
     ),
     "T1-K9-one-core": Decode(1, 128, 48, 12, 9, options={"num_cores": 1}),
     "T1-K10-intermediate": Decode(1, 128, 256, 12, 10, options={"shard": "intermediate"}),

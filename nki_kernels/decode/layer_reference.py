@@ -1,4 +1,4 @@
-"""What `decode_block` computes, as a formula; NumPy, in the precision of its inputs."""
+"""What `decode_layer` computes, as a formula; NumPy, in the precision of its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TERMS = (
 ).split()
 
 
-class BlockResult(NamedTuple):
+class LayerResult(NamedTuple):
     """What a block gives.
 
     Attributes:
@@ -33,7 +33,7 @@ class BlockResult(NamedTuple):
     x_TH: Array
 
 
-def decode_block_ref(
+def decode_layer_ref(
     hidden_TH: Array,
     router_weight_NH: Array,
     gate_up_EH2I: Array,
@@ -50,7 +50,7 @@ def decode_block_ref(
     residual_TH: Array | None = None,
     rounds_to: Any = None,
     **experts: Any,
-) -> BlockResult:
+) -> LayerResult:
     """Compute one MoE block.
 
     Args:
@@ -89,4 +89,4 @@ def decode_block_ref(
         output_TH = output_TH + scale_T1 * (inner_TI @ down_HI.T)
     if residual_TH is not None:
         output_TH = output_TH + residual_TH
-    return BlockResult(output_TH, affinities_TK, index_TK, x_TH)
+    return LayerResult(output_TH, affinities_TK, index_TK, x_TH)

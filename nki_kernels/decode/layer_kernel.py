@@ -26,10 +26,10 @@ that of need: what does not depend on the routing is asked for first (router, sh
 experts' weights as soon as the index is known, before the affinities are. Tokens do not see each
 other: one that holds NaN spoils its own row alone, and its index stays in range.
 
-Cost: cost_decode_block. hidden, norm and router are read by every core (a large router once), the
+Cost: cost_decode_layer. hidden, norm and router are read by every core (a large router once), the
 shared experts once, the routed ones as by decode_moe.
 
-Limits: make_block_config. Sources: those of the stages.
+Limits: make_layer_config. Sources: those of the stages.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.plans import PARTITIONS
-from nki_kernels.decode.block_config import BlockConfig
-from nki_kernels.decode.block_shared import load_shared, run_shared
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -55,6 +53,7 @@ from nki_kernels.decode.buffers import (
 from nki_kernels.decode.config import is_direct, output_dtype
 from nki_kernels.decode.ends import finish
 from nki_kernels.decode.kernel import load_first_expert, run_experts, start_sums
+from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.list import Routing, list_experts, weigh
 from nki_kernels.decode.norm import (
     NormTiles,
@@ -74,6 +73,7 @@ from nki_kernels.decode.router import (
     pick_experts,
     weigh_experts,
 )
+from nki_kernels.decode.shared import load_shared, run_shared
 
 
 @dataclass
@@ -98,13 +98,13 @@ class RoutedTokens(NKIObject):
 
 
 @nki.jit
-def decode_block(
+def decode_layer(
     hidden: nl.NkiTensor,
     router_weight: nl.NkiTensor,
     gate_up: nl.NkiTensor,
     down: nl.NkiTensor,
     first_expert: nl.NkiTensor,
-    config: BlockConfig,
+    config: LayerConfig,
     norm_weight: Any = None,
     router_bias: Any = None,
     selection_bias: Any = None,
@@ -131,7 +131,7 @@ def decode_block(
     shared_tiles = []
     if config.has_shared:
         shared_tiles.append(load_shared(config.shared, sums, shared_gate_up, shared_down, core))
-    routed = route_block(config, front, b, first_sb, core)
+    routed = _route(config, front, b, first_sb, core)
     start_sums(moe, sums)
     for part_tiles in shared_tiles:
         run_shared(config.shared, part_tiles, routed.x_sb, routed.gate_rows, core)
@@ -148,7 +148,7 @@ def decode_block(
 
 
 def load_front(
-    config: BlockConfig,
+    config: LayerConfig,
     hidden: nl.NkiTensor,
     norm_weight: Any,
     router_weight: nl.NkiTensor,
@@ -169,8 +169,8 @@ def load_front(
     return Front(tiles, norms, router, gates)
 
 
-def route_block(
-    config: BlockConfig, front: Front, b: DecodeBuffers, first_sb: Any, core: int
+def _route(
+    config: LayerConfig, front: Front, b: DecodeBuffers, first_sb: Any, core: int
 ) -> RoutedTokens:
     """Normalise and route all tokens.
 
@@ -200,7 +200,7 @@ def route_block(
 
 
 def prepare_tokens(
-    config: BlockConfig, tiles: list[TokenTile], norms: list[NormTiles]
+    config: LayerConfig, tiles: list[TokenTile], norms: list[NormTiles]
 ) -> nl.NkiTensor:
     """Return x^T [h, H/h, T] of all tokens, normalised if the formula says so."""
     h_axis, T = config.moe.h_axis, config.moe.T
@@ -223,7 +223,7 @@ def prepare_tokens(
 
 
 def store_routing(
-    config: BlockConfig, tiles: list[nl.NkiTensor], dtype: Any, core: int
+    config: LayerConfig, tiles: list[nl.NkiTensor], dtype: Any, core: int
 ) -> nl.NkiTensor:
     """Store what the router decided, [T, K]; one core does."""
     moe = config.moe

@@ -9,16 +9,16 @@ from nki.language import NKIObject
 
 from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.common.router_choice import RouterFormula, check_router_formula
-from nki_kernels.decode.block_shared import (
-    make_shared_config,
-    shared_bytes,
-    shared_shapes,
-)
 from nki_kernels.decode.config import DecodeConfig
 from nki_kernels.decode.fit import SBUF_BYTES, SMALL_TILES_BYTES
 from nki_kernels.decode.norm import norm_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.router import router_bytes, router_parts
+from nki_kernels.decode.shared import (
+    make_shared_config,
+    shared_bytes,
+    shared_shapes,
+)
 
 ROUTER_DTYPES = ("bfloat16", "float32")
 # Norm and router in front of the experts, per launch and per token: simulated, seven models.
@@ -26,8 +26,8 @@ FRONT_NS, FRONT_TOKEN_NS = 6000.0, 80.0
 
 
 @dataclass
-class BlockConfig(NKIObject):
-    """Compile-time constants of `decode_block`; see `make_block_config`.
+class LayerConfig(NKIObject):
+    """Compile-time constants of `decode_layer`; see `make_layer_config`.
 
     Attributes:
         moe: the routed experts of this rank.
@@ -52,7 +52,7 @@ class BlockConfig(NKIObject):
     router_parts: int
 
 
-def make_block_config(
+def make_layer_config(
     formula: RouterFormula,
     *,
     router_dtype: str = "bfloat16",
@@ -62,8 +62,8 @@ def make_block_config(
     has_residual: bool = False,
     returns_routing: bool = False,
     **moe: Any,
-) -> BlockConfig:
-    """Return what `decode_block` is compiled for.
+) -> LayerConfig:
+    """Return what `decode_layer` is compiled for.
 
     Args:
         formula: the router, and whether a norm is in front.
@@ -110,7 +110,7 @@ def make_block_config(
             f" experts need {needed} bytes of SBUF per partition, must be at most {SBUF_BYTES}. Use"
             " fewer tokens, a bfloat16 router, or router_topk and decode_moe one after the other."
         )
-    return BlockConfig(
+    return LayerConfig(
         routed, formula, shared, shared_width > 0, has_shared_gate, has_residual,
         returns_routing, router_dtype, parts,
     )  # fmt: skip
@@ -129,12 +129,12 @@ def _front_bytes(moe: DecodeConfig, formula: RouterFormula, weight_bytes: int, p
     return kept + max(norm, wide)
 
 
-def check_decode_block(config: BlockConfig, operands: dict[str, Any]) -> None:
+def check_decode_layer(config: LayerConfig, operands: dict[str, Any]) -> None:
     """Raise ValueError unless the operands are those the block is compiled for.
 
     Args:
-        config: of `make_block_config`.
-        operands: arrays by the names of `decode_block`'s parameters; None or absent for none.
+        config: of `make_layer_config`.
+        operands: arrays by the names of `decode_layer`'s parameters; None or absent for none.
     """
     for name, (shape, dtypes) in expected_operands(config).items():
         array = operands.get(name)
@@ -142,13 +142,13 @@ def check_decode_block(config: BlockConfig, operands: dict[str, Any]) -> None:
             if array is not None:
                 raise ValueError(
                     f"{name}: is given, but the configuration has none. Leave it out, or say so in"
-                    " make_block_config()."
+                    " make_layer_config()."
                 )
             continue
         if array is None:
             raise ValueError(
                 f"{name}: is missing, must be {list(shape)}. Pass it, or leave it out of"
-                " make_block_config()."
+                " make_layer_config()."
             )
         if tuple(array.shape) != shape:
             raise ValueError(
@@ -172,7 +172,7 @@ Expected = dict[str, tuple[tuple[int, ...] | None, tuple[str, ...]]]
 _FLOATS = ("bfloat16", "float32", "float16")
 
 
-def expected_operands(config: BlockConfig) -> Expected:
+def expected_operands(config: LayerConfig) -> Expected:
     """Return shape (None: must be absent) and allowed types of every operand of the front.
 
     The experts' own operands are those of `decode_moe`.

@@ -10,12 +10,12 @@ import numpy as np
 
 import nki_sim
 from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.decode.block_config import BlockConfig, check_decode_block, make_block_config
-from nki_kernels.decode.block_kernel import decode_block
-from nki_kernels.decode.block_reference import BlockResult, decode_block_ref
-from nki_kernels.decode.block_shared import pack_shared_experts
+from nki_kernels.decode.layer_config import LayerConfig, check_decode_layer, make_layer_config
+from nki_kernels.decode.layer_kernel import decode_layer
+from nki_kernels.decode.layer_reference import LayerResult, decode_layer_ref
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.router import pack_router_weight
+from nki_kernels.decode.shared import pack_shared_experts
 from nki_sim import SimOptions
 
 BF16 = ml_dtypes.bfloat16
@@ -64,12 +64,12 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of make_block_config besides the sizes."""
+        """Arguments of make_layer_config besides the sizes."""
         return {**FAMILIES[self.family][1], **self.options}
 
-    def config(self, **changes: Any) -> BlockConfig:
+    def config(self, **changes: Any) -> LayerConfig:
         """Return what the kernel is compiled for."""
-        return make_block_config(
+        return make_layer_config(
             self.formula, router_dtype=np.dtype(self.router_dtype).name, T=self.T, H=self.H,
             I=self.I, E=self.E, num_experts=self.N, **{**self.settings, **changes},
         )  # fmt: skip
@@ -125,7 +125,7 @@ def narrow(arrays: dict[str, Array], settings: dict[str, Any]) -> None:
         arrays[f"{name}_scale"] = scale[:, 0]
 
 
-def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> BlockResult:
+def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> LayerResult:
     """Return the formula's result in float64."""
     wide = {name: array.astype(np.float64) for name, array in arrays.items()}
     for name in ("gate_up", "down"):
@@ -138,7 +138,7 @@ def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> Blo
         shared = (wide["gate"], wide["up"], wide["shared_down"])
     vectors = ("norm_weight", "router_bias", "selection_bias", "shared_gate")
     rows = {name: wide[name][0] if name in wide else None for name in vectors}
-    return decode_block_ref(
+    return decode_layer_ref(
         wide["hidden"], wide["router_weight"], wide["gate_up"], wide["down"], case.formula,
         case.first, norm_weight_H=rows["norm_weight"], router_bias_N=rows["router_bias"],
         selection_bias_N=rows["selection_bias"], shared=shared,
@@ -148,7 +148,7 @@ def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> Blo
     )  # fmt: skip
 
 
-def operands_of(config: BlockConfig, arrays: dict[str, Array], first: int = 0) -> dict[str, Array]:
+def operands_of(config: LayerConfig, arrays: dict[str, Array], first: int = 0) -> dict[str, Array]:
     """Return the kernel's operands by name."""
     given, axis, moe = dict(arrays), config.moe.h_axis, config.moe
     given["router_weight"] = pack_router_weight(arrays["router_weight"], axis, config.router_parts)
@@ -169,15 +169,15 @@ def operands_of(config: BlockConfig, arrays: dict[str, Array], first: int = 0) -
 
 
 def run(
-    config: BlockConfig, operands: dict[str, Any], options: SimOptions | None = None
+    config: LayerConfig, operands: dict[str, Any], options: SimOptions | None = None
 ) -> nki_sim.Run:
     """Run the kernel on its operands by name."""
     given = dict(operands)
-    check_decode_block(config, given)
+    check_decode_layer(config, given)
     first = [given.pop(name) for name in
              ("hidden", "router_weight", "gate_up", "down", "first_expert")]  # fmt: skip
     return nki_sim.run(
-        decode_block, *first, config, lnc=config.moe.num_cores, options=options or SimOptions(),
+        decode_layer, *first, config, lnc=config.moe.num_cores, options=options or SimOptions(),
         **given,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""decode_block against its formula and against the torch layer: routers, shared experts, ranks."""
+"""decode_layer against its formula and against the torch layer: routers, shared experts, ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExper
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
 from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.decode.block_config import (
-    check_decode_block,
+from nki_kernels.decode.layer_config import (
+    check_decode_layer,
     expected_operands,
-    make_block_config,
+    make_layer_config,
 )
-from nki_kernels.decode.block_cost import cost_decode_block
-from nki_kernels.decode.block_shared import num_parts, pack_shared_experts, shared_shapes
+from nki_kernels.decode.layer_cost import cost_decode_layer
+from nki_kernels.decode.shared import num_parts, pack_shared_experts, shared_shapes
 from nki_sim import SimOptions, TensorSpec
-from tests.nki_kernels.decode_block import (
+from tests.nki_kernels.decode.layer_cases import (
     BF16,
     FAMILIES,
     Case,
@@ -111,7 +111,7 @@ def test_block_equals_the_formula(name: str) -> None:
     assert_close(output, wanted.output_TH)
     assert not result.findings
     local = set(wanted.index_TK.flat) & set(range(case.first, case.first + case.E))
-    assert measured_cost(result.trace) == cost_decode_block(config, len(local))
+    assert measured_cost(result.trace) == cost_decode_layer(config, len(local))
 
 
 @st.composite
@@ -330,7 +330,7 @@ REFUSED = {
 def test_limits_are_refused_by_name(name: str) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        make_block_config(**settings(**changes))
+        make_layer_config(**settings(**changes))
 
 
 # name: (T, H, I, E, N, shared width, router dtype, layout), of whole models on one rank
@@ -345,7 +345,7 @@ LARGEST = {
 def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
     T, H, I, E, N, width, dtype, layout = LARGEST[name]  # noqa: E741
     terms = FAMILIES["deepseek"][0] if N == 256 else {"top_k": 16, "has_bias": True}
-    config = make_block_config(
+    config = make_layer_config(
         RouterFormula(**terms, has_norm=True), router_dtype=dtype, shared_width=width,
         has_shared_gate=True, has_residual=True, T=T, H=H, I=I, E=E, num_experts=N, mode="all",
         weight_layout=layout,
@@ -364,7 +364,7 @@ def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
 def test_a_block_that_does_not_fit_is_refused() -> None:
     formula = RouterFormula(top_k=8, has_norm=True)
     with pytest.raises(ValueError, match="bytes of SBUF per partition, must be at most"):
-        make_block_config(
+        make_layer_config(
             formula, router_dtype="float32", shared_width=4096, T=128, H=8192, I=64, E=2,
             num_experts=512, num_cores=1,
         )  # fmt: skip
@@ -386,7 +386,7 @@ def test_wrong_operands_are_refused_by_name(name: str) -> None:
     config = case.config()
     operands = {**operands_of(config, draw(case)), operand: value}
     with pytest.raises(ValueError, match=message):
-        check_decode_block(config, operands)
+        check_decode_layer(config, operands)
 
 
 @pytest.mark.parametrize("width", [10, 45, 300])
