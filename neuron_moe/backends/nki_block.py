@@ -5,8 +5,7 @@ K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
 import functools
-from dataclasses import asdict
-from functools import partial
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from neuron_moe.backends import nki_decode
 from neuron_moe.backends.block import BlockLayer, BlockOutput, norm_of
 from neuron_moe.backends.laid_out import from_numpy, to_numpy
-from neuron_moe.backends.nki_decode import MODES, config_arguments
+from neuron_moe.backends.nki_decode import config_records
 from neuron_moe.backends.nki_launch import Launch, dtype_name
 from neuron_moe.backends.nki_router import formula_of, shortened
 from neuron_moe.backends.nki_weights import kernel_weights
@@ -45,47 +44,57 @@ def block_config(
     Raises:
         ValueError: the kernel does not have or hold it.
     """
-    options: dict[str, Any] = {}
-    if layer.rmsnorm is not None:
-        norm = norm_of(layer.rmsnorm)
-        if norm is None:
-            raise ValueError(
-                f"rmsnorm={type(layer.rmsnorm).__name__}: must have a weight and an eps."
-            )
-        options = {"has_norm": True, "norm_eps": norm[1]}
-    formula = formula_of(layer.router, **options)
+    from nki_kernels.decode.layer_config import LayerForm
+
+    norm = None if layer.rmsnorm is None else norm_of(layer.rmsnorm)
+    if layer.rmsnorm is not None and norm is None:
+        raise ValueError(f"rmsnorm={type(layer.rmsnorm).__name__}: must have a weight and an eps.")
+    router = _router_formula(layer)
     shared = layer.shared
     if shared is not None and shared.hidden_act not in SHARED_ACTIVATIONS:
         raise ValueError(
             f"hidden_act={shared.hidden_act!r} of the shared experts: not in the kernel, which has"
             f" {', '.join(SHARED_ACTIVATIONS)}."
         )
-    arguments = config_arguments(
+    sizes, formula, weights, request = config_records(
         num_tokens,
+        router.top_k,
         layer.num_experts,
         layer.weights,
         layer.scales_input,
         num_cores,
-        "auto" if mode is None else MODES[mode],
+        mode,
     )
-    weight_NH = shortened(layer.router.linear_router.weight, prepared)
-    arguments |= {
-        "formula": tuple(asdict(formula).items()),
-        "router_dtype": dtype_name(weight_NH),
-        "shared_width": 0 if shared is None else shared.width,
-        "shared_activation": SHARED_ACTIVATIONS["silu" if shared is None else shared.hidden_act],
-        "has_shared_gate": shared is not None and shared.shared_expert_gate is not None,
-        "returns_routing": layer.returns_routing,
-    }
-    return nki_decode.with_layout(layer.weights, partial(_block_config, **arguments))
+    activation = SHARED_ACTIVATIONS["silu" if shared is None else shared.hidden_act]
+    form = LayerForm(
+        has_norm=norm is not None,
+        norm_eps=1e-6 if norm is None else norm[1],
+        router_dtype=dtype_name(shortened(layer.router.linear_router.weight, prepared)),
+        shared_width=0 if shared is None else shared.width,
+        shared_formula=type(formula)(activation=activation),
+        has_shared_gate=shared is not None and shared.shared_expert_gate is not None,
+        returns_routing=layer.returns_routing,
+    )
+    return nki_decode.with_layout(
+        layer.weights,
+        lambda layout: _layer_config(
+            sizes, router, formula, form, replace(weights, layout=layout), request
+        ),
+    )
+
+
+def _router_formula(layer: BlockLayer) -> Any:
+    from nki_kernels.common.formula import RouterFormula
+
+    found = formula_of(layer.router)
+    return RouterFormula(**{term.name: getattr(found, term.name) for term in fields(RouterFormula)})
 
 
 @functools.lru_cache(maxsize=256)
-def _block_config(formula: tuple[tuple[str, Any], ...], **arguments: Any) -> Any:
-    from nki_kernels.common.router_choice import RouterFormula
+def _layer_config(*records: Any) -> Any:
     from nki_kernels.decode.layer_config import make_layer_config
 
-    return make_layer_config(RouterFormula(**dict(formula)), **arguments)
+    return make_layer_config(*records)
 
 
 def compute(
@@ -103,7 +112,7 @@ def compute(
         "down_scale": operands.down_scale_En,
     }
     copy = layer.weights.decode_copy
-    if config.moe.weight_layout == "packed" and copy is not None:
+    if config.moe.weights.layout == "packed" and copy is not None:
         matrices, beside = (copy.gate_up, copy.down), {}
     norm = None if layer.rmsnorm is None else norm_of(layer.rmsnorm)
     down_bias_EH = operands.down_bias_EH
@@ -177,7 +186,7 @@ def _shared_operands(
         return tuple(_packed(array, down_HI) for array in packed)
 
     gate_up_packed, down_packed = prepared.get(
-        sources, f"shared {layout.weight_layout} {layout.E} {layout.chunks} {axis}", pack
+        sources, f"shared {layout.weights.layout} {layout.E} {layout.chunks} {axis}", pack
     )
     operands = {"shared_gate_up": gate_up_packed, "shared_down": down_packed}
     if shared.shared_expert_gate is not None:

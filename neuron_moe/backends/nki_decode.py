@@ -6,6 +6,7 @@ Axes: T tokens, K choices, E experts of this rank, H hidden.
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.laid_out import LaidOut, from_numpy, to_numpy
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import Launch
-from neuron_moe.backends.nki_weights import KernelActivation, kernel_activation, kernel_weights
+from neuron_moe.backends.nki_weights import kernel_activation, kernel_weights
 
-SWIGLU_OAI_SCALE = 1.702
 MODES = {"selective": "selective", "all_experts": "all"}  # path of a decision: mode of the kernel
 
 
@@ -59,7 +59,7 @@ def compute(
         "gate_up_scale": operands.gate_up_scale_EI,
         "down_scale": operands.down_scale_En,
     }
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         assert weights.decode_copy is not None
         matrices = weights.decode_copy.gate_up, weights.decode_copy.down
         beside = {}
@@ -110,80 +110,88 @@ def decode_config(
     Raises:
         ValueError: sizes or an activation that the kernel does not have.
     """
-    kernel_mode = "auto" if mode is None else MODES[mode]
-    arguments = config_arguments(
-        num_tokens, num_experts, weights, scales_input, num_cores, kernel_mode
+    sizes, formula, form, request = config_records(
+        num_tokens, top_k, num_experts, weights, scales_input, num_cores, mode
     )
-    return with_layout(weights, functools.partial(_decode_config, K=top_k, **arguments))
+    return with_layout(
+        weights,
+        lambda layout: _decode_config(sizes, formula, replace(form, layout=layout), request),
+    )
 
 
-def with_layout(weights: ExpertWeights, make: Callable[..., Any]) -> Any:
+def with_layout(weights: ExpertWeights, make: Callable[[str], Any]) -> Any:
     """Return what `make` makes for the weights' copy for decode, else for plain weights.
 
     Chunks of the copy are fixed; where they leave no room for the tokens, plain weights do.
 
     Args:
         weights: of this rank.
-        make: makes a configuration with a given weight_layout.
+        make: makes a configuration for a layout of the weights.
     """
     if weights.decode_copy is not None:
         with contextlib.suppress(ValueError):
-            config = make(weight_layout="packed")
+            config = make("packed")
             if _is_laid_out_for(getattr(config, "moe", config), weights.decode_copy):
                 return config
-    return make(weight_layout="ehi")
+    return make("ehi")
 
 
 def _is_laid_out_for(config: Any, copy: LaidOut) -> bool:
-    from nki_kernels.decode.config import packed_rows, packed_run
+    from nki_kernels.decode.layout import weight_shapes
 
-    wanted = (config.chunks, packed_rows(config), packed_run(config))
-    return tuple(copy.gate_up.shape[1:]) == wanted
+    return tuple(copy.gate_up.shape) == weight_shapes(config)[0]
 
 
-def config_arguments(
+def config_records(
     num_tokens: int,
+    top_k: int,
     num_experts: int,
     weights: ExpertWeights,
     scales_input: bool,
     num_cores: int,
-    mode: str,
-) -> dict[str, Any]:
-    """Return the arguments of make_decode_config but K and the layout; mode in its words."""
+    mode: str | None,
+) -> tuple[Any, Any, Any, Any]:
+    """Return sizes, formula, form of the weights (plain layout) and request of a decode step."""
+    from nki_kernels.decode.config import DecodeRequest, DecodeSizes, WeightForm
+
     down = weights.packed_down
     narrow = down if isinstance(down, NarrowMatrices) else None
-    down_scale = "none"
+    form = WeightForm()
     if narrow is not None:
-        down_scale = "expert" if narrow.scale_En.shape[1] == 1 else "channel"
+        scope = "expert" if narrow.scale_En.shape[1] == 1 else "channel"
+        form = WeightForm(format=narrow.format, has_scales=True, down_scale=scope)
     experts, width, hidden_size = weights.down_proj_EIH.shape
+    sizes = DecodeSizes(num_tokens, hidden_size, width, experts, top_k, num_experts, num_cores)
+    request = DecodeRequest(
+        mode="auto" if mode is None else MODES[mode], scaling="pre" if scales_input else "post"
+    )
+    return sizes, _formula(weights), form, request
+
+
+def _formula(weights: ExpertWeights) -> Any:
+    """Return the kernel's formula of the experts."""
+    from nki_kernels.common.formula import ExpertFormula, limits
+
     activation = kernel_activation(weights.activation)
-    return {
-        "T": num_tokens,
-        "H": hidden_size,
-        "I": width,
-        "E": experts,
-        "num_experts": num_experts,
-        "num_cores": num_cores,
-        "mode": mode,
-        "weight_format": "bfloat16" if narrow is None else narrow.format,
-        "activation": _name_in_decode(activation),
-        "gate_limits": activation.gate_limits,
-        "up_limits": activation.up_limits,
-        "up_offset": activation.up_offset,
-        "scaling": "pre" if scales_input else "post",
-        "has_gate_up_bias": weights.gate_up_bias_EI is not None,
-        "has_down_bias": weights.down_bias_EH is not None,
-        "has_scales": narrow is not None,
-        "down_scale": down_scale,
-        "output_dtype": "float32",
-    }
+    gates_itself = activation.name == "swish"
+    return ExpertFormula(
+        activation="sigmoid" if gates_itself else activation.name,
+        scale=activation.scale,
+        has_gate=activation.has_gate,
+        gates_itself=gates_itself,
+        gate_limits=limits(*activation.gate_limits),
+        up_limits=limits(*activation.up_limits),
+        up_offset=activation.up_offset,
+        has_gate_up_bias=weights.gate_up_bias_EI is not None,
+        has_down_bias=weights.down_bias_EH is not None,
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _decode_config(**arguments: Any) -> Any:
+def _decode_config(sizes: Any, formula: Any, form: Any, request: Any) -> Any:
     from nki_kernels.decode.options import make_decode_config
 
-    return make_decode_config(**arguments)
+    return make_decode_config(sizes, formula, form, request)
 
 
 def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> LaidOut:
@@ -192,9 +200,11 @@ def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> LaidOut:
 
     operands = kernel_weights(weights)
     experts = max(weights.num_experts, top_k)
-    arguments = config_arguments(1, experts, weights, False, num_cores, "auto")
+    sizes, formula, form, request = config_records(
+        1, top_k, experts, weights, False, num_cores, None
+    )
     try:
-        config = _decode_config(K=top_k, weight_layout="packed", **arguments)
+        config = _decode_config(sizes, formula, replace(form, layout="packed"), request)
     except ValueError as error:
         raise ValueError(
             f"for_decode=True: the decode kernel cannot take these experts: {error}"
@@ -210,24 +220,6 @@ def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> LaidOut:
     return LaidOut(from_numpy(gate_up, dtype).to(device), from_numpy(down, dtype).to(device))
 
 
-def _name_in_decode(activation: KernelActivation) -> str:
-    """Return the name of an activation that decode_moe has, whose scales are fixed.
-
-    Raises:
-        ValueError: it has no such activation.
-    """
-    fixed = {("swish", 1.0): "silu", ("swish", SWIGLU_OAI_SCALE): "swiglu_oai"}
-    is_plain = activation.scale == 1.0 and activation.name != "swish"
-    name = activation.name if is_plain else fixed.get((activation.name, activation.scale))
-    if name is None or not activation.has_gate:
-        raise ValueError(
-            f"hidden_act_scaling_factor={activation.scale:g}, glu_mlp={activation.has_gate}: the"
-            " decode kernel has gated experts with scale 1, and SwiGLU with scale 1 or"
-            f" {SWIGLU_OAI_SCALE}. Use backend='torch'."
-        )
-    return name
-
-
 def path_of(config: Any) -> str:
     """Return the decision's path that a configuration stands for."""
     return next(path for path, mode in MODES.items() if mode == config.mode)
@@ -240,6 +232,6 @@ def describe(config: Any) -> str:
     cores = f"{config.num_cores} cores {split[config.shard]}"
     if config.num_cores == 1:
         cores = "one core"
-    layout = "laid out for decode" if config.weight_layout == "packed" else "plain layout"
+    layout = "laid out for decode" if config.weights.layout == "packed" else "plain layout"
     how = f"{parts}, {config.weight_buffers} on chip at once; {layout}"
     return f"plan: {config.mode} mode, {cores}; {how}"

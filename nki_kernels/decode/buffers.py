@@ -197,26 +197,26 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         input_ps = _from_end(last_ps[0], T, 2)
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
-    weights = weight_dtype(config.weight_format)
-    if config.weight_layout == "packed":
+    weights = weight_dtype(config.weights.format)
+    if config.weights.layout == "packed":
         gate_up = make_tiles(weight_buffers, (packed_rows(config), packed_run(config)), weights)
         columns = h_axis.count * h_axis.rows
-        gate_up_bias = _extras(config, gate_up, 0, 2 * int(config.has_gate_up_bias))
-        position = 2 * int(config.has_gate_up_bias)
-        gate_up_scale = _extras(config, gate_up, position, 2 * int(config.has_scales))
-        position = position + 2 * int(config.has_scales)
+        gate_up_bias = _extras(config, gate_up, 0, 2 * int(config.formula.has_gate_up_bias))
+        position = 2 * int(config.formula.has_gate_up_bias)
+        gate_up_scale = _extras(config, gate_up, position, 2 * int(config.weights.has_scales))
+        position = position + 2 * int(config.weights.has_scales)
         down_scale = _extras(config, gate_up, position, extra_floats(config) - position)
     else:
         run = h_axis.count * 2 * i_axis.size
         gate_up = make_tiles(weight_buffers, (h_axis.rows, run), weights)
         columns = H
         gate_up_bias = make_tiles(
-            weight_buffers if config.has_gate_up_bias else 0, i_tile, nl.float32
+            weight_buffers if config.formula.has_gate_up_bias else 0, i_tile, nl.float32
         )
-        gate_up_scale = make_tiles(weight_buffers if config.has_scales else 0, i_tile, nl.float32)
+        gate_up_scale = make_tiles(weight_buffers if config.weights.has_scales else 0, i_tile, nl.float32)
         down_scale = make_tiles(
-            weight_buffers if config.down_scale != "none" else 0,
-            (PARTITIONS, h_axis.count if config.down_scale == "channel" else 1, 1),
+            weight_buffers if config.weights.down_scale != "none" else 0,
+            (PARTITIONS, h_axis.count if config.weights.down_scale == "channel" else 1, 1),
             nl.float32,
         )
     return DecodeBuffers(
@@ -225,7 +225,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         down=make_tiles(weight_buffers, (i_axis.rows, i_axis.count * columns), weights),
         gate_up_bias=gate_up_bias,
         gate_up_scale=gate_up_scale,
-        down_bias=make_tiles(weight_buffers if config.has_down_bias else 0, (1, H), nl.bfloat16),
+        down_bias=make_tiles(weight_buffers if config.formula.has_down_bias else 0, (1, H), nl.bfloat16),
         down_scale=down_scale,
         kept_scale=make_tiles(
             2 if keeps_scales(config) else 0, (PARTITIONS, h_axis.count, 1), nl.float32
@@ -233,7 +233,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         inner=make_tiles(2 * group_size(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
         gate=make_tiles(2, (i_axis.rows, T), nl.float32),
         up=make_tiles(2, (i_axis.rows, T), nl.float32),
-        column_row=make_tiles(2 if config.has_down_bias else 0, (1, T), nl.bfloat16),
+        column_row=make_tiles(2 if config.formula.has_down_bias else 0, (1, T), nl.bfloat16),
         input_scale=make_tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32),
         inner_ps=inner_ps,
         column_ps=column_ps,

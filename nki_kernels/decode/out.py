@@ -47,7 +47,7 @@ def project_out(
     """
     per_bank, count = tiles_per_bank(config), config.h_axis.count
     stays = holds_expert(config)
-    by_channel = config.down_scale == "channel"
+    by_channel = config.weights.down_scale == "channel"
     scales = []
     if by_channel:
         scales.append(b.kept_scale[ring] if keeps_scales(config) else b.down_scale[buffer])
@@ -113,7 +113,7 @@ def multiply_out(
         1, (i_axis.count, b.down[buffer].shape[1] // i_axis.count)
     )
     rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
     for t in range(i_axis.count):
         depth = rows_of(i_axis, t)

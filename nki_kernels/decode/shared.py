@@ -17,6 +17,7 @@ import nki.language as nl
 import numpy as np
 from nki.language import NKIObject
 
+from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
@@ -24,13 +25,13 @@ from nki_kernels.decode.buffers import (
     SumBuffers,
     make_buffers,
 )
-from nki_kernels.decode.config import DecodeConfig, packed_rows, packed_run
+from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.out import project_out
 from nki_kernels.decode.stages import load_item, project_in
 
-SLOTS = 2  # most parts on chip at once
+_WEIGHT_BUFFERS = 2  # most parts on chip at once
 
 
 @dataclass
@@ -55,34 +56,30 @@ def num_parts(width: int, num_cores: int) -> int:
 
 
 def make_shared_config(
-    config: DecodeConfig, width: int, activation: str, room: int
+    config: DecodeConfig, width: int, formula: ExpertFormula, room: int
 ) -> DecodeConfig:
     """Return the configuration of the shared experts beside that of the routed ones.
 
     Args:
         config: of the routed experts.
         width: intermediate size of this rank's share of all shared experts.
-        activation: theirs.
+        formula: theirs.
         room: bytes of SBUF per partition that they may take, if one part fits at all.
     """
     parts = num_parts(width, config.num_cores)
+    layout = config.weights.layout
     shared = make_decode_config(
-        T=config.T,
-        H=config.H,
-        I=-(-width // parts),
-        E=parts,
-        K=min(2, parts),
-        num_experts=parts,
-        num_cores=config.num_cores,
-        mode="all",
-        shard="experts",
-        weight_layout=config.weight_layout,
-        activation=activation,
-        chunks=0 if config.weight_layout == "packed" else 1,
-        weight_buffers=1,
+        DecodeSizes(
+            config.T, config.H, -(-width // parts), parts, min(2, parts), parts, config.num_cores
+        ),
+        formula,
+        WeightForm(layout=layout),
+        DecodeRequest(
+            mode="all", shard="experts", chunks=0 if layout == "packed" else 1, weight_buffers=1
+        ),
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum)
-    double = replace(shared, weight_buffers=SLOTS)
+    double = replace(shared, weight_buffers=_WEIGHT_BUFFERS)
     return double if num_items(shared) > 1 and shared_bytes(double) <= room else shared
 
 
@@ -114,19 +111,9 @@ def pack_shared_experts(
         matrices.append(padded.reshape(parts, part, hidden_size))
     gate_PIH, up_PIH, down_PIH = matrices
     gate_up_PH2I = np.concatenate([gate_PIH, up_PIH], axis=1).transpose(0, 2, 1)
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         return pack_gate_up(config, gate_up_PH2I), pack_down(config, down_PIH)
     return np.ascontiguousarray(gate_up_PH2I), down_PIH
-
-
-def shared_shapes(config: DecodeConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the two results of `pack_shared_experts`."""
-    if config.weight_layout == "packed":
-        return (
-            (config.E, config.chunks, packed_rows(config), packed_run(config)),
-            (config.E, config.chunks, config.i_axis.size, config.h_axis.count * config.h_axis.rows),
-        )
-    return (config.E, config.H, 2 * config.I), (config.E, config.I, config.H)
 
 
 def shared_bytes(config: DecodeConfig) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.common.tiles import (
     activation_function,
@@ -52,7 +53,7 @@ def load_in(
         buffer: which buffers to fill.
         chunk: part of the intermediate axis.
     """
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         _load_run(b.gate_up[buffer], x.gate_up, expert, chunk)
         return
     I, i_axis = config.I, config.i_axis  # noqa: E741
@@ -60,13 +61,13 @@ def load_in(
     load_matrix(
         b.gate_up[buffer], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
     )
-    if config.has_gate_up_bias:
+    if config.formula.has_gate_up_bias:
         load_halves(b.gate_up_bias[buffer], x.gate_up_bias, i_axis, expert, I, first)
-    if config.has_scales:
+    if config.weights.has_scales:
         load_halves(b.gate_up_scale[buffer], x.gate_up_scale, i_axis, expert, I, first)
-    if config.down_scale == "channel":
+    if config.weights.down_scale == "channel":
         load_matrix(b.down_scale[buffer], x.down_scale, config.h_axis, expert, 0, 1, [1, 1], 1)
-    elif config.down_scale == "expert":
+    elif config.weights.down_scale == "expert":
         load_pattern(b.down_scale[buffer], x.down_scale, [[0, PARTITIONS], [1, 1]], 0, expert)
 
 
@@ -80,12 +81,12 @@ def load_out(
 ) -> None:
     """Load down weights of a chunk of an expert; beside the first chunk the expert's bias."""
     H, i_axis = config.H, config.i_axis
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         _load_run(b.down[buffer], x.down, expert, chunk)
     else:
         base = chunk * i_axis.size * H
         load_matrix(b.down[buffer], x.down, i_axis, expert, base, H, [1, 1], H)
-    if config.has_down_bias and chunk == 0:
+    if config.formula.has_down_bias and chunk == 0:
         load_rows(b.down_bias[buffer], x.down_bias, expert, H, 0, H)
 
 
@@ -129,9 +130,9 @@ def spread_column(
     if config.scaling == "pre":
         _spread(b.input_ps[ring], inputs, column)
         nisa.tensor_copy(dst=b.input_scale[ring], src=b.input_ps[ring], engine=nisa.engine.scalar)
-    if weighs_inner(config) or config.has_down_bias:
+    if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
-    if config.has_down_bias:
+    if config.formula.has_down_bias:
         nisa.tensor_copy(dst=b.column_row[ring], src=column_ps[0:1, 0 : config.T])
 
 
@@ -222,7 +223,7 @@ def activate(
     activate_gate(config, b, gate_sb, gate, buffer, tile)
     operators, operands = _chain(config, b, buffer, tile, 1)
     inner_sb = b.inner[item % len(b.inner)][0:rows, tile, 0:T]
-    if config.down_scale == "expert":
+    if config.weights.down_scale == "expert":
         operators.append(nl.multiply)
         operands.append(b.down_scale[buffer][0:rows, 0, 0:1])
     if not weighs_inner(config):
@@ -246,7 +247,7 @@ def scale_input(
     """Multiply a projection with the affinities of its input, and its scale if it has one."""
     rows, T = dst_sb.shape
     column_sb = b.input_scale[ring][0:rows, 0:T]
-    if config.has_scales:
+    if config.weights.has_scales:
         nisa.scalar_tensor_tensor(
             dst=dst_sb,
             data=projected_ps,
@@ -268,8 +269,8 @@ def activate_gate(
     tile: int,
 ) -> None:
     """Apply scale, bias, clamps and activation to the gate projection, in float32."""
-    function, rows = activation_function(config.activation), gate_sb.shape[0]
-    clamps = config.gate_limits
+    function, rows = _gate_function(config.formula), gate_sb.shape[0]
+    clamps = config.formula.gate_limits
     if clamps.has_upper or clamps.has_lower:
         operators, operands = _chain(config, b, buffer, tile, 0)
         nisa.activation(
@@ -278,11 +279,19 @@ def activate_gate(
         return
     bias: Any = 0.0
     scale: Any = 1.0
-    if config.has_gate_up_bias:
+    if config.formula.has_gate_up_bias:
         bias = b.gate_up_bias[buffer][0:rows, 0, tile : tile + 1]
-    if config.has_scales and config.scaling != "pre":
+    if config.weights.has_scales and config.scaling != "pre":
         scale = b.gate_up_scale[buffer][0:rows, 0, tile : tile + 1]
     nisa.activation(dst=gate_sb, op=function, data=gate, bias=bias, scale=scale)
+
+
+def _gate_function(formula: ExpertFormula) -> Any:
+    """Return what the Scalar engine does to a gate, in one instruction."""
+    if not formula.gates_itself:
+        return activation_function(formula.activation)
+    # gate * sigmoid(scale * gate), of the scales that `check_formula` lets pass
+    return nl.silu if formula.scale == 1.0 else nl.gelu_apprx_sigmoid
 
 
 def _chain(
@@ -292,11 +301,11 @@ def _chain(
     operators = []
     operands = []
     rows = rows_of(config.i_axis, tile)
-    clamps = config.up_limits if half == 1 else config.gate_limits
-    if config.has_scales and config.scaling != "pre":
+    clamps = config.formula.up_limits if half == 1 else config.formula.gate_limits
+    if config.weights.has_scales and config.scaling != "pre":
         operators.append(nl.multiply)
         operands.append(b.gate_up_scale[buffer][0:rows, half, tile : tile + 1])
-    if config.has_gate_up_bias:
+    if config.formula.has_gate_up_bias:
         operators.append(nl.add)
         operands.append(b.gate_up_bias[buffer][0:rows, half, tile : tile + 1])
     if clamps.has_upper:
@@ -305,7 +314,7 @@ def _chain(
     if clamps.has_lower:
         operators.append(nl.maximum)
         operands.append(clamps.lower)
-    if half == 1 and config.up_offset != 0.0:
+    if half == 1 and config.formula.up_offset != 0.0:
         operators.append(nl.add)
-        operands.append(config.up_offset)
+        operands.append(config.formula.up_offset)
     return operators, operands

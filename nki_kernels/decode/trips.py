@@ -160,7 +160,7 @@ def _finish_group(
     """Do the down projections of a block, then load and look up what may follow."""
     chunks, item = pipeline.chunks, block[0]
     turn, entry = item % len(chunks), item // len(chunks)
-    adds_bias = config.has_down_bias and chunks[turn] == 0
+    adds_bias = config.formula.has_down_bias and chunks[turn] == 0
     is_last = turn + len(block) == len(chunks)
     buffer = item % config.weight_buffers
     project_out(config, b, buffer, item, entry % 2, adds_bias, turn == 0, is_last, len(block))
