@@ -145,7 +145,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "some"}, r"mode='some': must be one of auto"),
     "shard": ({"shard": "tokens"}, r"shard='tokens': must be one of auto"),
     "format": ({"format": "int8"}, r"format='int8': must be one of bfloat16"),
-    "activation": ({"activation": "swish"}, r"activation='swish': must be one of silu"),
+    "layout": ({"layout": "eih"}, r"layout='eih': must be one of ehi"),
+    "activation": (
+        {"activation": "swish"},
+        r"activation='swish', .*: the decode kernel has .*silu",
+    ),
+    "leaky": ({"activation": "leaky_relu"}, r"activation='leaky_relu', scale=1, .*has gated"),
+    "scale": (
+        {"activation": "gelu", "scale": 1.702},
+        r"activation='gelu', scale=1.702, .* scale 1",
+    ),
+    "swiglu-scale": (
+        {"activation": "sigmoid", "gates_itself": True, "scale": 1.5},
+        r"scale=1.5, .*scale 1 or 1.702",
+    ),
+    "swiglu-activation": ({"gates_itself": True}, r"activation='silu', .*gates_itself=True with"),
+    "gate": ({"has_gate": False}, r"has_gate=False, .* Compute other experts with blockwise_moe"),
     "scaling": ({"scaling": "late"}, r"scaling='late': must be one of post"),
     "chunks": ({"layout": "packed", "chunks": 3}, r"chunks=3: packed weights have 1"),
     "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
