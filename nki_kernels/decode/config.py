@@ -1,7 +1,7 @@
 """What the decode kernels are compiled for, and what follows from it.
 
-A caller gives sizes, an `ExpertFormula`, the form of the weights and a request; `make_decode_config`
-makes a `DecodeConfig` of them. Stages on the chip, accounting and cost read that one record.
+A caller gives sizes, an `ExpertFormula`, the form of the weights and a request, which
+`make_decode_config` makes a `DecodeConfig` of. Stages, accounting and cost read that one record.
 """
 
 from __future__ import annotations
@@ -163,6 +163,11 @@ def list_width(config: DecodeConfig) -> int:
     if config.mode == "all":
         return config.E
     return min(config.E, config.T * config.K)
+
+
+def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
+    """Whether so many tokens of y^T are stored without turning them."""
+    return config.h_axis.is_strided and tokens <= DIRECT_OUT
 
 
 def tiles_per_bank(config: DecodeConfig) -> int:

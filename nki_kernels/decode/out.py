@@ -55,7 +55,9 @@ def project_out(
         stop = min(count, first + per_bank)
         turn = out_turn(config, item, ring, first // per_bank)
         bank_ps = (
-            b.out_ps[turn % len(b.out_ps)] if not config.sums_in_psum else b.sums.total_ps[turn]
+            b.banks.out_ps[turn % len(b.banks.out_ps)]
+            if not config.sums_in_psum
+            else b.sums.total_ps[turn]
         )
         for c in range(first, stop):
             begin = (c - first) * config.T
@@ -70,7 +72,7 @@ def project_out(
     if adds_bias and by_channel:
         for first in range(0, count, per_bank):
             stop = min(count, first + per_bank)
-            bank_ps = b.bias_ps
+            bank_ps = b.banks.bias_ps
             for c in range(first, stop):
                 multiply_bias(config, b, bank_ps, buffer, ring, c, (c - first) * config.T, False)
             add_bank(config, b, bank_ps, [], first, stop, first // per_bank)

@@ -27,6 +27,7 @@ from nki_kernels.decode.buffers import (
 )
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
+from nki_kernels.decode.memory import expert_table, tiles_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.out import project_out
 from nki_kernels.decode.stages import load_item, project_in
@@ -118,11 +119,10 @@ def pack_shared_experts(
 
 def shared_bytes(config: DecodeConfig) -> int:
     """Return the bytes of SBUF per partition that the shared experts take."""
-    h_axis, i_axis = config.h_axis, config.i_axis
-    columns = i_axis.count * h_axis.count * h_axis.rows
-    item = (h_axis.count * 2 * i_axis.size + columns) * 2
-    tokens = (2 * i_axis.count * 2 + 4 * 4) * config.T
-    return config.weight_buffers * item + tokens + 4 * (config.E + PARTITIONS)
+    table = expert_table(config)
+    kinds = (table.gate_up, table.down, table.inner, table.gate, table.up)
+    part_numbers, ones = config.E, PARTITIONS
+    return sum(tiles_bytes(kind) for kind in kinds) + 4 * (part_numbers + ones)
 
 
 def load_shared(
@@ -166,7 +166,7 @@ def run_shared(
     """
     b = tiles.buffers
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
-    nisa.tensor_copy(dst=b.column_ps[0], src=column_sb)
+    nisa.tensor_copy(dst=b.banks.column_ps[0], src=column_sb)
     items = num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers

@@ -126,10 +126,12 @@ def spread_column(
         column: the expert's entry.
         ring: which buffers to fill.
     """
-    column_ps = b.column_ps[ring]
+    column_ps = b.banks.column_ps[ring]
     if config.scaling == "pre":
-        _spread(b.input_ps[ring], inputs, column)
-        nisa.tensor_copy(dst=b.input_scale[ring], src=b.input_ps[ring], engine=nisa.engine.scalar)
+        _spread(b.banks.input_ps[ring], inputs, column)
+        nisa.tensor_copy(
+            dst=b.input_scale[ring], src=b.banks.input_ps[ring], engine=nisa.engine.scalar
+        )
     if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
     if config.formula.has_down_bias:
@@ -174,7 +176,7 @@ def project_in(
     )
     for tile in range(i_axis.count):
         rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
-        bank_ps = b.inner_ps[(item * i_axis.count + tile) % len(b.inner_ps)]
+        bank_ps = b.banks.inner_ps[(item * i_axis.count + tile) % len(b.banks.inner_ps)]
         if joins_projections(config):
             gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
@@ -230,7 +232,7 @@ def activate(
         multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
         return
     multiply_chain(up_sb, up_sb, up, operators, operands, gate_sb)
-    column_ps = b.column_ps[ring][0:rows, 0:T]
+    column_ps = b.banks.column_ps[ring][0:rows, 0:T]
     nisa.tensor_tensor(dst=inner_sb, data1=up_sb, data2=column_ps, op=nl.multiply)
 
 
