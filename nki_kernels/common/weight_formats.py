@@ -1,4 +1,4 @@
-"""Host-side forms of weights that the kernels take beside plain bfloat16."""
+"""Formats of weights, and host-side forms that the kernels take beside plain bfloat16."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")
+ITEM_BYTES = {"bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
 SMALLEST = 2.0**-100  # of a number whose three terms are normal bfloat16 numbers
 
 

@@ -14,25 +14,24 @@ from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import (
     BANK_FLOATS,
     DIRECT_IN,
-    DIRECT_OUT,
     DecodeConfig,
-    output_dtype,
+    is_direct_out,
     tiles_per_bank,
 )
+from nki_kernels.decode.memory import allocate, allocate_rows, ends_table, token_table
 
 
 def load_tokens(config: DecodeConfig, sums: SumBuffers, hidden: nl.NkiTensor) -> nl.NkiTensor:
     """Load [T, H] tokens from HBM; return x^T as a [h, H/h, T] view."""
     h_axis = config.h_axis
     if h_axis.is_strided and config.T <= DIRECT_IN:
-        shape = (h_axis.rows, config.T, h_axis.count)
-        turned_sb = nl.ndarray(shape, dtype=hidden.dtype, buffer=nl.sbuf)
+        turned_sb = allocate(token_table(config).turned)[0]
         load_directly(config, turned_sb, hidden, 0)
         return turned_sb.permute((0, 2, 1))
     tiles = []
     for first in range(0, config.T, PARTITIONS):
         size = min(PARTITIONS, config.T - first)
-        rows_sb = nl.ndarray((size, config.H), dtype=hidden.dtype, buffer=nl.sbuf)
+        rows_sb = allocate_rows(ends_table(config).loaded, size)
         nisa.dma_copy(
             dst=rows_sb,
             src=hidden[first : first + size, 0 : config.H],
@@ -47,8 +46,7 @@ def turn_tokens(
 ) -> nl.NkiTensor:
     """Return x^T [h, H/h, T] of rows [tokens, H] in tiles of at most 128 tokens."""
     h_axis = config.h_axis
-    shape = (h_axis.rows, h_axis.count, config.T)
-    turned_sb = nl.ndarray(shape, dtype=row_tiles[0].dtype, buffer=nl.sbuf)
+    turned_sb = allocate(token_table(config).turned)[0]
     banks = []
     # The last bank is left to the routing, which goes on at the same time.
     for bank_ps in sums.total_ps + sums.work_ps[0 : len(sums.work_ps) - 1]:
@@ -114,7 +112,7 @@ def finish(
         theirs = other * (T - size)
         send_sb = sums.total_sb[0:rows, 0:count, theirs : theirs + size]
         # Both sides of an exchange have the same layout, with the same gaps.
-        apart_sb = nl.ndarray((rows, count, T), dtype=nl.float32, buffer=nl.sbuf)
+        apart_sb = allocate(ends_table(config).received)[0]
         received_sb = apart_sb[0:rows, 0:count, 0:size]
         by_gpsimd = count * size * 4 <= 512
         nisa.sendrecv(
@@ -128,7 +126,7 @@ def finish(
         own_sb = sums.total_sb[0:rows, 0:count, first : first + size]
         if is_direct_out(config, size) and len(residuals) == 0:
             # Added, rounded and put in the order of the rows at once.
-            spread_sb = nl.ndarray((rows, size, count), output_dtype(config), buffer=nl.sbuf)
+            spread_sb = allocate(ends_table(config).stored)[0]
             part_sb = spread_sb.permute((0, 2, 1))
         else:
             part_sb = own_sb
@@ -140,11 +138,6 @@ def finish(
             store_directly(config, part_sb, output, residuals, first, skipped)
         else:
             store_rows(config, sums, part_sb, output, residuals, first, skipped)
-
-
-def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
-    """Whether so many tokens of y^T are stored without turning them."""
-    return config.h_axis.is_strided and tokens <= DIRECT_OUT
 
 
 def read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
@@ -177,12 +170,12 @@ def store_directly(
     spread_sb = part_sb.permute((0, 2, 1))
     is_ready = config.num_cores > 1 and len(residuals) == 0
     if not is_ready:
-        shape = (rows, size, count)
-        rounded_sb = nl.ndarray(shape, dtype=output_dtype(config), buffer=nl.sbuf)
+        stored = ends_table(config).stored
+        rounded_sb = allocate(stored)[0]
         if len(residuals) == 0:
             nisa.tensor_copy(dst=rounded_sb, src=spread_sb)
         else:
-            residual_sb = nl.ndarray(shape, dtype=residuals[0].dtype, buffer=nl.sbuf)
+            residual_sb = nl.ndarray(stored.shape, dtype=residuals[0].dtype, buffer=nl.sbuf)
             if config.h_axis.size < rows * count:
                 nisa.memset(dst=residual_sb, value=0.0)
             load_directly(config, residual_sb, residuals[0], first)
@@ -225,7 +218,7 @@ def store_rows(
     for begin in range(0, size, PARTITIONS):
         tokens = min(PARTITIONS, size - begin)
         low = max(0, skipped - begin)
-        rows_sb = nl.ndarray((tokens, width), dtype=output_dtype(config), buffer=nl.sbuf)
+        rows_sb = allocate_rows(ends_table(config).stored, tokens)
         residual_sb = rows_sb
         if len(residuals) > 0:
             residual_sb = nl.ndarray((tokens, width), dtype=residuals[0].dtype, buffer=nl.sbuf)

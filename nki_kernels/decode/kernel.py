@@ -21,7 +21,7 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
     -> output          [T, H]      float32 or bfloat16
 
 On chip: x^T [h, H/h, T] stays; weights of an item (a chunk of an expert) [h, H/h, 2, i] and
-[i, I/i, H] lie in one of `slots` buffers, a partition owning consecutive rows of HBM; y^T
+[i, I/i, H] lie in one of `weight_buffers` buffers, a partition owning consecutive rows of HBM; y^T
 [h, H/h, T] is added up over all experts in PSUM or float32 SBUF.
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
@@ -61,8 +61,8 @@ from nki_kernels.decode.config import (
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens
-from nki_kernels.decode.groups import look_up_first, run_group
 from nki_kernels.decode.list import Routing, list_experts, weigh
+from nki_kernels.decode.trips import look_up_first, run_trip
 
 
 @nki.jit
@@ -199,9 +199,9 @@ def run_known(
         looped = width // step * step
         loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
     for begin in range(looped, whole, step):
-        run_group(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
+        run_trip(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
     for begin in range(whole, width):
-        run_group(config, b, x, turned_sb, routing, begin, 0)
+        run_trip(config, b, x, turned_sb, routing, begin, 0)
 
 
 def loop_over(
@@ -220,6 +220,6 @@ def loop_over(
     """
 
     def one_group(position: Any) -> None:
-        run_group(config, b, x, turned_sb, routing, position, size)
+        run_trip(config, b, x, turned_sb, routing, position, size)
 
     nl.fori_loop(begin, end, one_group, step=max(1, entry_stride(config) * size))

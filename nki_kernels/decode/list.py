@@ -21,8 +21,8 @@ from nki_kernels.decode.config import (
     entry_stride,
     is_direct,
     list_width,
-    read_ahead,
 )
+from nki_kernels.decode.memory import allocate, allocate_rows, routing_table
 
 VALUES = 8  # that nc_match_replace8 looks for at once
 NO_EXPERT = -2.0  # matches no expert
@@ -75,17 +75,17 @@ def list_experts(
     ends: list[nl.NkiTensor] = []
     if is_direct(config):
         # A missing choice (-1) loads expert 0 and counts for nothing.
-        wide = width + read_ahead(config)
-        list_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.memset(dst=list_sb[0:1, width:wide], value=NO_ENTRY, engine=nisa.engine.gpsimd)
+        list_sb = allocate(routing_table(config).listed)[0]
+        nisa.memset(
+            dst=list_sb[0:1, width : list_sb.shape[1]], value=NO_ENTRY, engine=nisa.engine.gpsimd
+        )
         nisa.tensor_scalar(
             dst=list_sb[0:1, 0:width], data=index_tiles[0], op0=nl.maximum, operand0=0.0
         )
         return Routing(list_sb, ends, index_tiles, core, [], [])
     if config.mode == "all":
-        wide = width + read_ahead(config)
-        list_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.iota(dst=list_sb, pattern=[[1, wide]], offset=0, channel_multiplier=0)
+        list_sb = allocate(routing_table(config).listed)[0]
+        nisa.iota(dst=list_sb, pattern=[[1, list_sb.shape[1]]], offset=0, channel_multiplier=0)
         local = local_experts(config, index_tiles, first_sb)
         return Routing(list_sb, ends, local, core, [], [])
     mask_sb = loop_masks(config)
@@ -149,10 +149,11 @@ def find_touched(
     nisa.iota(dst=left_sb, pattern=[[config.T, E]], offset=config.T, channel_multiplier=0)
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
-    wide = E + 1 + read_ahead(config)
-    touched_sb = nl.ndarray((PARTITIONS, wide), dtype=nl.int32, buffer=nl.sbuf)
+    touched_sb = allocate(routing_table(config).listed)[0]
     nisa.memset(
-        dst=touched_sb[0:PARTITIONS, E + 1 : wide], value=NO_ENTRY, engine=nisa.engine.gpsimd
+        dst=touched_sb[0:PARTITIONS, E + 1 : touched_sb.shape[1]],
+        value=NO_ENTRY,
+        engine=nisa.engine.gpsimd,
     )
     for tile in range(len(local)):
         rows, columns = local[tile].shape
@@ -257,9 +258,9 @@ def _row(
     config: DecodeConfig, routing: Routing, affinity_sb: nl.NkiTensor, counts: bool
 ) -> nl.NkiTensor:
     """Return [1, K + more] float32: affinities of a single token, or 1; 0 for a missing choice."""
-    K, wide = config.K, config.K + read_ahead(config)
-    row_sb = nl.ndarray((1, wide), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=row_sb[0:1, K:wide], value=0.0, engine=nisa.engine.gpsimd)
+    K = config.K
+    row_sb = allocate(routing_table(config).weights)[0]
+    nisa.memset(dst=row_sb[0:1, K : row_sb.shape[1]], value=0.0, engine=nisa.engine.gpsimd)
     chosen_sb = row_sb[0:1, 0:K]
     nisa.tensor_scalar(dst=chosen_sb, data=routing.local[0], op0=nl.greater_equal, operand0=0.0)
     if not counts:
@@ -276,8 +277,7 @@ def _table(
 ) -> nl.NkiTensor:
     """Return [tokens, W + more] float32: affinities to every entry, or 1 where it was chosen."""
     rows, width = local_sb.shape[0], wide_sb.shape[1]
-    shape = (rows, width + read_ahead(config))
-    table_sb = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+    table_sb = allocate_rows(routing_table(config).weights, rows)
     nisa.memset(dst=table_sb, value=0.0)
     term_sb = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
     for k in range(config.K):

@@ -25,7 +25,7 @@ TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no mor
 def project_out(
     config: DecodeConfig,
     b: DecodeBuffers,
-    slot: int,
+    buffer: int,
     item: int,
     ring: int,
     adds_bias: bool,
@@ -38,7 +38,7 @@ def project_out(
     Args:
         config: sizes.
         b: buffers.
-        slot: buffers of the weights of its first item; those of the others follow.
+        buffer: buffers of the weights of its first item; those of the others follow.
         item: number of the first item, for the rings.
         ring: buffers of the expert's column.
         adds_bias: whether this block adds the bias.
@@ -47,42 +47,44 @@ def project_out(
     """
     per_bank, count = tiles_per_bank(config), config.h_axis.count
     stays = holds_expert(config)
-    by_channel = config.down_scale == "channel"
+    by_channel = config.weights.down_scale == "channel"
     scales = []
     if by_channel:
-        scales.append(b.kept_scale[ring] if keeps_scales(config) else b.down_scale[slot])
+        scales.append(b.kept_scale[ring] if keeps_scales(config) else b.down_scale[buffer])
     for first in range(0, count, per_bank):
         stop = min(count, first + per_bank)
         turn = out_turn(config, item, ring, first // per_bank)
         bank_ps = (
-            b.out_ps[turn % len(b.out_ps)] if not config.sums_in_psum else b.sums.total_ps[turn]
+            b.banks.out_ps[turn % len(b.banks.out_ps)]
+            if not config.sums_in_psum
+            else b.sums.total_ps[turn]
         )
         for c in range(first, stop):
             begin = (c - first) * config.T
             for k in range(size):
                 adds = config.sums_in_psum or (stays and not is_first) or k > 0
-                place = (slot + k) % config.slots
+                place = (buffer + k) % config.weight_buffers
                 multiply_out(config, b, bank_ps, place, item + k, c, begin, adds)
             if adds_bias and not by_channel:
-                multiply_bias(config, b, bank_ps, slot, ring, c, begin, True)
+                multiply_bias(config, b, bank_ps, buffer, ring, c, begin, True)
         if not config.sums_in_psum and (is_last or not stays):
             add_bank(config, b, bank_ps, scales, first, stop, turn)
     if adds_bias and by_channel:
         for first in range(0, count, per_bank):
             stop = min(count, first + per_bank)
-            bank_ps = b.bias_ps
+            bank_ps = b.banks.bias_ps
             for c in range(first, stop):
-                multiply_bias(config, b, bank_ps, slot, ring, c, (c - first) * config.T, False)
+                multiply_bias(config, b, bank_ps, buffer, ring, c, (c - first) * config.T, False)
             add_bank(config, b, bank_ps, [], first, stop, first // per_bank)
 
 
-def keep_scales(config: DecodeConfig, b: DecodeBuffers, slot: int, ring: int) -> None:
-    """Copy an expert's channel scales, if `keeps_scales`, before its slot is loaded again."""
+def keep_scales(config: DecodeConfig, b: DecodeBuffers, buffer: int, ring: int) -> None:
+    """Copy an expert's channel scales, if `keeps_scales`, before its buffer is loaded again."""
     if keeps_scales(config):
         rows = config.h_axis.rows
         nisa.tensor_copy(
             dst=b.kept_scale[ring][0:rows],
-            src=b.down_scale[slot][0:rows],
+            src=b.down_scale[buffer][0:rows],
             engine=nisa.engine.scalar,
         )
 
@@ -101,7 +103,7 @@ def multiply_out(
     config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     item: int,
     tile: int,
     begin: int,
@@ -109,9 +111,11 @@ def multiply_out(
 ) -> None:
     """Multiply an item's inner activations with a tile of H of its down weights."""
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
-    weights_sb = b.down[slot].reshape_dim(1, (i_axis.count, b.down[slot].shape[1] // i_axis.count))
+    weights_sb = b.down[buffer].reshape_dim(
+        1, (i_axis.count, b.down[buffer].shape[1] // i_axis.count)
+    )
     rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
     for t in range(i_axis.count):
         depth = rows_of(i_axis, t)
@@ -127,7 +131,7 @@ def multiply_bias(
     config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     ring: int,
     tile: int,
     begin: int,
@@ -136,7 +140,7 @@ def multiply_bias(
     """Add, or write, the down bias of a tile of H times the tokens' weights."""
     nisa.nc_matmul(
         dst=bank_ps[0 : rows_of(config.h_axis, tile), begin : begin + config.T],
-        stationary=b.down_bias[slot][0:1, elements_of(config.h_axis, tile)],
+        stationary=b.down_bias[buffer][0:1, elements_of(config.h_axis, tile)],
         moving=b.column_row[ring],
         accumulate=accumulate,
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nki_kernels.common.expert_reference import ACTIVATIONS, Array
+from nki_kernels.common.formula import ExpertFormula, bounds_of
 
 
 def decode_moe_ref(
@@ -15,12 +16,9 @@ def decode_moe_ref(
     down_EIH: Array,
     expert_index_TK: Array,
     affinities_TK: Array,
+    formula: ExpertFormula,
     first_expert: int = 0,
     *,
-    activation: str = "silu",
-    gate_limits: tuple[float | None, float | None] = (None, None),
-    up_limits: tuple[float | None, float | None] = (None, None),
-    up_offset: float = 0.0,
     scaling: str = "post",
     gate_up_bias_E2I: Array | None = None,
     down_bias_EH: Array | None = None,
@@ -33,10 +31,8 @@ def decode_moe_ref(
         down_EIH: [E, I, H] weights, scales applied.
         expert_index_TK: [T, K] global expert of each choice.
         affinities_TK: [T, K].
+        formula: what an expert computes; it has a gate.
         first_expert: global number of local expert 0; others' experts add nothing.
-        activation: see `blockwise_moe_ref.ACTIVATIONS`.
-        gate_limits, up_limits: (lower, upper) clamps, None meaning none.
-        up_offset: added to the clamped up projection.
         scaling: whether the affinity multiplies the expert's output (post), its input (pre), or
             nothing (none).
         gate_up_bias_E2I, down_bias_EH: biases, or None.
@@ -54,10 +50,18 @@ def decode_moe_ref(
         projected = rows @ gate_up_EH2I[expert]
         if gate_up_bias_E2I is not None:
             projected = projected + gate_up_bias_E2I[expert]
-        gate, up = np.split(projected, 2, axis=1)
-        gate, up = np.clip(gate, *gate_limits), np.clip(up, *up_limits)
-        output = (ACTIVATIONS[activation](gate) * (up + up_offset)) @ down_EIH[expert]
+        output = inner(formula, *np.split(projected, 2, axis=1)) @ down_EIH[expert]
         if down_bias_EH is not None:
             output = output + down_bias_EH[expert]
         output_TH[tokens] += output * affinity if scaling == "post" else output
     return output_TH
+
+
+def inner(formula: ExpertFormula, gate: Array, up: Array) -> Array:
+    """Return what a gated expert's down projection multiplies with, from its projections."""
+    gate = np.clip(gate, *bounds_of(formula.gate_limits))
+    up = np.clip(up, *bounds_of(formula.up_limits))
+    activated = ACTIVATIONS[formula.activation](formula.scale * gate)
+    if formula.gates_itself:
+        activated = gate * activated
+    return np.asarray(activated * (up + formula.up_offset))

@@ -1,4 +1,4 @@
-"""The router of the decode block: from turned tokens on chip to experts and affinities.
+"""The router of the fused decode layer: from turned tokens on chip to experts and affinities.
 
     logits = x @ router_weight^T (+ bias), float32; the choice is that of router_choice.py
 
@@ -22,12 +22,12 @@ import nki.language as nl
 import numpy as np
 from numpy.typing import NDArray
 
+from nki_kernels.common.formula import RouterFormula
 from nki_kernels.common.plans import PARTITIONS, AxisTiles
 from nki_kernels.common.router_choice import (
     LOWEST,
     SLOTS,
     Picked,
-    RouterFormula,
     pick,
     ranks_scores,
     weigh,
@@ -71,7 +71,7 @@ def pack_router_weight(
 
     Args:
         weight_NH: [N, H] of any dtype, as in the checkpoint; [1, H] for a gate.
-        axis: how H lies on partitions: `moe.h_axis` of the block's configuration.
+        axis: how H lies on partitions: `moe.h_axis` of the layer's configuration.
         num_parts: P, its `router_parts`; 1 for a gate.
     """
     num_experts, hidden_size = weight_NH.shape

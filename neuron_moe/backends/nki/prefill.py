@@ -19,6 +19,7 @@ from neuron_moe.backends.nki.operands import (
     check_formula,
     check_weights,
     format_note,
+    matrices_of,
     operands_of,
     weight_format,
 )
@@ -287,20 +288,12 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
     in_parts, out_parts = best_parts(config)
     if (in_parts, out_parts) == (1, 1):
         return None
-    gate_up, down = _matrices(weights)
+    gate_up, down = matrices_of(weights)
     return LaidOut(
         _by_parts(gate_up, in_parts, num_projections(weights.formula)),
         _by_parts(down, out_parts, 1),
         (in_parts, out_parts),
     )
-
-
-def _matrices(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
-    """Return both matrices as torch tensors: codes, or plain."""
-    gate_up, down = weights.packed_gate_up, weights.packed_down
-    if isinstance(gate_up, NarrowMatrices) and isinstance(down, NarrowMatrices):
-        return gate_up.codes_Ekn, down.codes_Ekn
-    return weights.gate_up_proj_EHI, weights.down_proj_EIH
 
 
 def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:

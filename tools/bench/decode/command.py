@@ -199,7 +199,7 @@ def _both_modes(case: DecodeCase, config: DecodeConfig, chosen_us: float) -> dic
     times = {config.mode: chosen_us}
     other = MODES[1 - MODES.index(config.mode)]
     if other == "selective" or hbm_bound_us(case, case.model.E) < chosen_us:
-        run, _ = launch_ours(case, OPTIONS, other, config.weight_layout)
+        run, _ = launch_ours(case, OPTIONS, other, config.weights.layout)
         times[other] = run.timeline.total_us
     return times
 

@@ -41,7 +41,14 @@ from neuron_moe.tools.check.kernel_cases.routings import draw_routing
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
-from nki_kernels.decode.config import MAX_TOKENS, MAX_TOP_K
+from nki_kernels.common.formula import ExpertFormula, limits
+from nki_kernels.decode.config import (
+    MAX_TOKENS,
+    MAX_TOP_K,
+    DecodeRequest,
+    DecodeSizes,
+    WeightForm,
+)
 from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.options import make_decode_config
@@ -214,10 +221,11 @@ def launch(
     T, K = p.index_TK.shape
     E, I, H = weights.down.shape  # noqa: E741  the axis letters
     config = make_decode_config(
-        T=T, H=H, I=I, E=E, K=K, num_experts=rank.num_experts, num_cores=p.num_cores,
-        mode=rank.mode, scaling=SCALINGS[p.scaling], output_dtype=rank.out_dtype,
-        weight_layout=rank.layout, **config_options(p, weights, rank.down_scale),
-    )  # fmt: skip
+        DecodeSizes(T, H, I, E, K, rank.num_experts, p.num_cores),
+        expert_formula(p),
+        weight_form(weights, rank.layout, rank.down_scale),
+        DecodeRequest(mode=rank.mode, scaling=SCALINGS[p.scaling], output_dtype=rank.out_dtype),
+    )
     gate_up, down, optional = operands_of(weights, config)
     result = nki_sim.run(
         decode_moe, p.hidden_TH, gate_up, down, rank.global_index_TK, p.affinities_TK,
@@ -226,19 +234,24 @@ def launch(
     return np.asarray(result.outputs), result.timeline.total_us, config.mode
 
 
-def config_options(problem: Problem, weights: Weights, down_scale: str) -> dict[str, Any]:
-    """Return what a configuration takes from formula and weights."""
-    return {
-        "weight_format": weights.format,
-        "activation": problem.activation,
-        "gate_limits": problem.gate_limits,
-        "up_limits": problem.up_limits,
-        "up_offset": problem.up_offset,
-        "has_gate_up_bias": weights.gate_up_bias is not None,
-        "has_down_bias": weights.down_bias is not None,
-        "has_scales": weights.gate_up_scale is not None,
-        "down_scale": down_scale,
-    }
+def expert_formula(problem: Problem) -> ExpertFormula:
+    """Return the kernel's formula of a problem's experts."""
+    p = problem
+    swiglu: dict[str, Any] = {"activation": "sigmoid", "gates_itself": True, "scale": 1.702}
+    is_swiglu = p.activation == "swiglu_oai"
+    return ExpertFormula(
+        **(swiglu if is_swiglu else {"activation": p.activation}),
+        gate_limits=limits(*p.gate_limits),
+        up_limits=limits(*p.up_limits),
+        up_offset=p.up_offset,
+        has_gate_up_bias=p.weights.gate_up_bias is not None,
+        has_down_bias=p.weights.down_bias is not None,
+    )
+
+
+def weight_form(weights: Weights, layout: str, down_scale: str) -> WeightForm:
+    """Return how the kernel takes the weights."""
+    return WeightForm(weights.format, layout, weights.gate_up_scale is not None, down_scale)
 
 
 def operands_of(weights: Weights, config: Any) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
@@ -249,10 +262,10 @@ def operands_of(weights: Weights, config: Any) -> tuple[np.ndarray, np.ndarray, 
     if weights.gate_up_scale is not None:
         found["gate_up_scale"] = weights.gate_up_scale
     if weights.down_scale is not None:
-        one = config.down_scale == "expert"
+        one = config.weights.down_scale == "expert"
         found["down_scale"] = weights.down_scale[:, :1] if one else weights.down_scale
     gate_up, down = weights.gate_up, weights.down
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         names = ("gate_up_bias", "gate_up_scale", "down_scale")
         gate_up = pack_gate_up(config, gate_up, *(found.pop(name, None) for name in names))
         down = pack_down(config, down)

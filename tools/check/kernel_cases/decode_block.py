@@ -1,4 +1,4 @@
-"""Fused decode block cases through decode_block.
+"""Fused decode layer cases through decode_layer.
 
 Beside the vendor's parameters (batch, seqlen, hidden, hidden_actual, intermediate,
 num_global_experts, num_local_experts, top_k, router_fn, ...) a case may have ep_rank, mode, layout,
@@ -26,12 +26,13 @@ from neuron_moe.routing import RouterSpec
 from neuron_moe.routing import route as route_with_torch
 from neuron_moe.tools.check.kernel_cases.decode import (
     SCALINGS,
-    config_options,
+    expert_formula,
     fitting_tokens,
     formula_of,
     mode_of,
     operands_of,
     torch_weights,
+    weight_form,
 )
 from neuron_moe.tools.check.kernel_cases.decode_weights import narrow_down_scale, weights_case
 from neuron_moe.tools.check.kernel_cases.prefill import BF16, Problem, formula
@@ -42,11 +43,12 @@ from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.check.vendor_cases.router import separate_logits
 from nki_kernels.common import router_reference as reference
 from nki_kernels.common.expert_reference import ACTIVATIONS
-from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.decode.block_config import check_decode_block, make_block_config
-from nki_kernels.decode.block_kernel import decode_block
-from nki_kernels.decode.block_shared import pack_shared_experts
+from nki_kernels.common.formula import RouterFormula
+from nki_kernels.decode.config import DecodeRequest, DecodeSizes
+from nki_kernels.decode.layer_config import LayerForm, check_decode_layer, make_layer_config
+from nki_kernels.decode.layer_kernel import decode_layer
 from nki_kernels.decode.router import pack_router_weight
+from nki_kernels.decode.shared import pack_shared_experts
 
 EPS = 1e-6
 MARGIN = 8e-3  # between a token's choices, over the spread of its best logits
@@ -199,19 +201,23 @@ def _launch(
     """Run the kernel; return output, index, simulated time and mode."""
     p, weights = problem, problem.weights
     E, I, H = weights.down.shape  # noqa: E741  the axis letters
-    terms = RouterFormula(
+    router = RouterFormula(
         top_k=front.top_k, has_bias=front.bias_1E is not None,
-        has_selection_bias=front.selection_1E is not None, has_norm=True, norm_eps=EPS,
-        **front.terms,
+        has_selection_bias=front.selection_1E is not None, **front.terms,
     )  # fmt: skip
-    config = make_block_config(
-        terms, T=len(p.hidden_TH), H=H, I=I, E=E, num_experts=num_experts, num_cores=p.num_cores,
-        mode=mode_of(case), scaling=SCALINGS[p.scaling], output_dtype="bfloat16",
-        weight_layout=str(case.get("layout", "ehi")), returns_routing=True,
-        has_residual=front.has_residual, has_shared_gate=front.shared_gate_1H is not None,
+    form = LayerForm(
+        has_norm=True, norm_eps=EPS, returns_routing=True, has_residual=front.has_residual,
+        has_shared_gate=front.shared_gate_1H is not None,
         shared_width=0 if front.shared is None else len(front.shared[0]),
-        **config_options(p, weights, down_scale),
     )  # fmt: skip
+    config = make_layer_config(
+        DecodeSizes(len(p.hidden_TH), H, I, E, front.top_k, num_experts, p.num_cores),
+        router,
+        expert_formula(p),
+        form,
+        weight_form(weights, str(case.get("layout", "ehi")), down_scale),
+        DecodeRequest(mode=mode_of(case), scaling=SCALINGS[p.scaling], output_dtype="bfloat16"),
+    )
     gate_up, down, optional = operands_of(weights, config.moe)
     axis = config.moe.h_axis
     operands = {
@@ -227,10 +233,10 @@ def _launch(
         operands["shared_gate"] = pack_router_weight(front.shared_gate_1H, axis)
     if front.has_residual:
         operands["residual"] = front.hidden_TH
-    check_decode_block(config, operands)
+    check_decode_layer(config, operands)
     names = ("hidden", "router_weight", "gate_up", "down", "first_expert")
     leading = [operands.pop(name) for name in names]
-    result = nki_sim.run(decode_block, *leading, config, lnc=p.num_cores, **operands)
+    result = nki_sim.run(decode_layer, *leading, config, lnc=p.num_cores, **operands)
     output, _, index = result.outputs
     return np.asarray(output), np.asarray(index), result.timeline.total_us, config.moe.mode
 

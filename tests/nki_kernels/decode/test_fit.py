@@ -1,4 +1,4 @@
-"""The plan of a decode step: there is one for every model and split, and the mode is the faster."""
+"""The fit of a decode step: there is one for every model and split, and the mode is the faster."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 import nki_sim
-from nki_kernels.decode.config import DecodeConfig, packed_rows, packed_run
+from nki_kernels.decode.config import DecodeConfig, DecodeSizes
 from nki_kernels.decode.fit import decode_ns, expected_experts, skewed_experts
 from nki_kernels.decode.kernel import decode_moe
+from nki_kernels.decode.layout import weight_shapes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions, TensorSpec
-from tests.nki_kernels.prefill import GPT_OSS, choose_experts
+from tests.nki_kernels.decode.cases import GPT_OSS, records
+from tests.nki_kernels.prefill import choose_experts
 
 # H, I, E, K of the models' public configurations.
 MODELS = {
@@ -36,19 +38,19 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def config_of(model: str, T: int, tp: int, ep: int = 1, **options: Any) -> DecodeConfig:
-    """Return the plan of a step of a model."""
+    """Return what a step of a model is compiled for."""
     H, I, E, K = MODELS[model]  # noqa: E741
     if "gpt-oss" in model:
         options |= {**GPT_OSS, "has_gate_up_bias": True, "has_down_bias": True}
-    return make_decode_config(T=T, H=H, I=I // tp, E=E // ep, K=K, num_experts=E, **options)
+    return make_decode_config(DecodeSizes(T, H, I // tp, E // ep, K, E), *records(options))
 
 
 @pytest.mark.parametrize("weight_format", list(FORMATS))
 @pytest.mark.parametrize("layout", ["ehi", "packed"])
 @pytest.mark.parametrize("model", list(MODELS))
-def test_every_model_has_a_plan_at_every_split(model: str, layout: str, weight_format: str) -> None:
+def test_every_model_fits_at_every_split(model: str, layout: str, weight_format: str) -> None:
     _, I, E, _ = MODELS[model]  # noqa: E741
-    options = {"weight_layout": layout, "weight_format": weight_format, **FORMATS[weight_format]}
+    options = {"layout": layout, "format": weight_format, **FORMATS[weight_format]}
     for degree in (1, 2, 4, 8, 16, 32, 64):
         for T in (1, 256):
             if I % degree == 0:
@@ -60,10 +62,9 @@ def test_every_model_has_a_plan_at_every_split(model: str, layout: str, weight_f
 def simulated_us(config: DecodeConfig, routing: str) -> float:
     """Return the time of a step whose weights are packed."""
     T, H, E, K = config.T, config.H, config.E, config.K
-    columns = config.h_axis.count * config.h_axis.rows
-    gate_up = TensorSpec((E, config.chunks, packed_rows(config), packed_run(config)), "bfloat16")
-    down = TensorSpec((E, config.chunks, config.i_axis.size, columns), "bfloat16")
-    optional = {"down_bias": TensorSpec((E, H), "bfloat16")} if config.has_down_bias else {}
+    gate_up, down = (TensorSpec(shape, "bfloat16") for shape in weight_shapes(config))
+    has_bias = config.formula.has_down_bias
+    optional = {"down_bias": TensorSpec((E, H), "bfloat16")} if has_bias else {}
     index = choose_experts(routing, T, E, K, np.random.default_rng(1))
     affinities = np.full((T, K), 1.0 / K, np.float32)
     run = nki_sim.run(
@@ -82,10 +83,10 @@ def test_the_mode_is_within_3_percent_of_the_faster(
     model: str, tp: int, T: int, routing: str
 ) -> None:
     times = {
-        mode: simulated_us(config_of(model, T, tp, weight_layout="packed", mode=mode), routing)
+        mode: simulated_us(config_of(model, T, tp, layout="packed", mode=mode), routing)
         for mode in ("selective", "all")
     }
-    chosen = config_of(model, T, tp, weight_layout="packed").mode
+    chosen = config_of(model, T, tp, layout="packed").mode
     assert times[chosen] <= 1.03 * min(times.values())
 
 
@@ -108,6 +109,6 @@ def test_the_reason_names_mode_and_split() -> None:
 def test_more_tokens_never_cost_less() -> None:
     times = []
     for T in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        config = config_of("deepseek-v3", T, 16, weight_layout="packed")
+        config = config_of("deepseek-v3", T, 16, layout="packed")
         times.append(decode_ns(config, expected_experts(config)))
     assert times == sorted(times)

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
+from nki_kernels.common.formula import limits
+from nki_kernels.decode.config import DecodeSizes
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
-from tests.nki_kernels.decode import Decode
-from tests.nki_kernels.prefill import GPT_OSS
+from tests.nki_kernels.decode.cases import GPT_OSS, Decode, records
 from tests.nki_kernels.traces import measured_cost
 
 # max |error| of the kernel over that of the torch backend, both in bfloat16 against float64: the
@@ -48,7 +49,7 @@ CASES = {
     "T6-H128-I64-E1-K1-all": Decode(6, 128, 64, 1, 1, options=ALL),
     "T6-H128-I64-E8-K2-pre-clamps-without-0": Decode(
         6, 128, 64, 8, 2,
-        options={"scaling": "pre", "gate_limits": (0.5, None), "up_offset": 1.0, **SELECTIVE},
+        options={"scaling": "pre", "gate_limits": limits(0.5, None), "up_offset": 1.0, **SELECTIVE},
     ),
     "T33-H192-I60-E3-K2-pre-gpt-oss": Decode(
         33, 192, 60, 3, 2, ranks=2, rank=1, has_bias=True,
@@ -65,8 +66,8 @@ CASES = {
     "T256-H1088-I64-E3-K1-all": Decode(256, 1088, 64, 3, 1, options=ALL),
     "T130-H2048-I20-E3-K2-six-banks-of-sums": Decode(130, 2048, 20, 3, 2, options=SELECTIVE),
     "T256-H1536-I16-E3-K2-six-banks-of-sums": Decode(256, 1536, 16, 3, 2, options=ALL),
-    "T40-H128-I64-E4-K2-lnc1": Decode(40, 128, 64, 4, 2, options={"num_cores": 1, **SELECTIVE}),
-    "T16-H128-I64-E3-K2-lnc1-all": Decode(16, 128, 64, 3, 2, options={"num_cores": 1, **ALL}),
+    "T40-H128-I64-E4-K2-lnc1": Decode(40, 128, 64, 4, 2, num_cores=1, options=SELECTIVE),
+    "T16-H128-I64-E3-K2-lnc1-all": Decode(16, 128, 64, 3, 2, num_cores=1, options=ALL),
     "T7-H128-I64-E4-K2-bfloat16": Decode(
         7, 128, 64, 4, 2, options={"output_dtype": "bfloat16", **SELECTIVE}
     ),
@@ -133,7 +134,7 @@ def test_unwritten_memory_does_not_matter(E: int, T: int) -> None:
     assert np.array_equal(nan, zero)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "T": ({"T": 257}, r"T=257: must be 1 to 256"),
     "H": ({"H": 100}, r"H=100: must be a multiple of 16"),
     "I": ({"I": 0}, r"I=0: must be at least 1"),
@@ -143,35 +144,52 @@ REFUSED = {
     "num_cores": ({"num_cores": 3}, r"num_cores=3: must be 1 or 2"),
     "mode": ({"mode": "some"}, r"mode='some': must be one of auto"),
     "shard": ({"shard": "tokens"}, r"shard='tokens': must be one of auto"),
-    "weight_format": ({"weight_format": "int8"}, r"weight_format='int8': must be one of bfloat16"),
-    "activation": ({"activation": "swish"}, r"activation='swish': must be one of silu"),
+    "format": ({"format": "int8"}, r"format='int8': must be one of bfloat16"),
+    "layout": ({"layout": "eih"}, r"layout='eih': must be one of ehi"),
+    "activation": (
+        {"activation": "swish"},
+        r"activation='swish', .*: the decode kernel has .*silu",
+    ),
+    "leaky": ({"activation": "leaky_relu"}, r"activation='leaky_relu', scale=1, .*has gated"),
+    "scale": (
+        {"activation": "gelu", "scale": 1.702},
+        r"activation='gelu', scale=1.702, .* scale 1",
+    ),
+    "swiglu-scale": (
+        {"activation": "sigmoid", "gates_itself": True, "scale": 1.5},
+        r"scale=1.5, .*scale 1 or 1.702",
+    ),
+    "swiglu-activation": ({"gates_itself": True}, r"activation='silu', .*gates_itself=True with"),
+    "gate": ({"has_gate": False}, r"has_gate=False, .* Compute other experts with blockwise_moe"),
     "scaling": ({"scaling": "late"}, r"scaling='late': must be one of post"),
-    "chunks": ({"weight_layout": "packed", "chunks": 3}, r"chunks=3: packed weights have 1"),
+    "chunks": ({"layout": "packed", "chunks": 3}, r"chunks=3: packed weights have 1"),
     "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
 }
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_cannot_run_is_refused_by_name(name: str) -> None:
-    sizes = {"T": 4, "H": 128, "I": 64, "E": 4, "K": 2, "num_experts": 8}
+    sizes = {"T": 4, "H": 128, "I": 64, "E": 4, "K": 2, "num_experts": 8, "num_cores": 2}
     change, message = REFUSED[name]
+    options = {key: value for key, value in change.items() if key not in sizes}
+    sizes |= {key: value for key, value in change.items() if key in sizes}
     with pytest.raises(ValueError, match=message):
-        make_decode_config(**{**sizes, **change})
+        make_decode_config(DecodeSizes(**sizes), *records(options))
 
 
-E4M3 = {"weight_format": "float8_e4m3", "has_scales": True}
-E5M2 = {"weight_format": "float8_e5m2", "has_scales": True}
+E4M3 = {"format": "float8_e4m3", "has_scales": True}
+E5M2 = {"format": "float8_e5m2", "has_scales": True}
 PLANS = {
     "chunks": Decode(20, 128, 96, 5, 2, options={**SELECTIVE, "chunks": 3}),
     "chunks-all-bias": Decode(
         20, 192, 120, 5, 2, has_bias=True, options={**GPT_OSS, **ALL, "chunks": 2}
     ),
-    "four-slots": Decode(40, 128, 64, 13, 2, options={**SELECTIVE, "slots": 4}),
-    "eight-slots-all": Decode(9, 128, 64, 23, 2, options={**ALL, "slots": 8}),
+    "four-weight-buffers": Decode(40, 128, 64, 13, 2, options={**SELECTIVE, "weight_buffers": 4}),
+    "eight-weight-buffers-all": Decode(9, 128, 64, 23, 2, options={**ALL, "weight_buffers": 8}),
     "intermediate": Decode(6, 128, 96, 7, 2, options={**SELECTIVE, "shard": "intermediate"}),
     "intermediate-one-token": Decode(
         1, 192, 120, 7, 3, has_bias=True,
-        options={**GPT_OSS, "shard": "intermediate", "chunks": 4, "slots": 4},
+        options={**GPT_OSS, "shard": "intermediate", "chunks": 4, "weight_buffers": 4},
     ),
     "intermediate-all": Decode(
         30, 128, 96, 7, 2, options={**ALL, "shard": "intermediate", "chunks": 6}
@@ -195,13 +213,13 @@ PLANS = {
     ),
 }  # fmt: skip
 PACKED = {
-    "T4-e4m3-channel-more-chunks-than-slots": Decode(
+    "T4-e4m3-channel-more-chunks-than-weight-buffers": Decode(
         4, 256, 1024, 4, 2, options={**E4M3, "down_scale": "channel"}
     ),
-    "T2-e4m3-channel-two-slots": Decode(
-        2, 144, 129, 16, 8, options={**E4M3, "down_scale": "channel", "slots": 2}
+    "T2-e4m3-channel-two-weight-buffers": Decode(
+        2, 144, 129, 16, 8, options={**E4M3, "down_scale": "channel", "weight_buffers": 2}
     ),
-    "T1-K9-one-core": Decode(1, 128, 48, 12, 9, options={"num_cores": 1}),
+    "T1-K9-one-core": Decode(1, 128, 48, 12, 9, num_cores=1),
     "T1-K10-intermediate": Decode(1, 128, 256, 12, 10, options={"shard": "intermediate"}),
     "T1-K16": Decode(1, 128, 48, 16, 16),
     "T1-K4-gpt-oss": Decode(1, 192, 360, 8, 4, has_bias=True, options=GPT_OSS),
@@ -236,7 +254,7 @@ def test_splits_buffers_and_formats_do_not_change_the_result(name: str) -> None:
 @pytest.mark.parametrize("name", list(PACKED))
 def test_packed_weights_give_the_same_result(name: str) -> None:
     problem = PACKED[name]
-    check(replace(problem, options={**problem.options, "weight_layout": "packed"}))
+    check(replace(problem, options={**problem.options, "layout": "packed"}))
 
 
 def recode(
@@ -259,7 +277,7 @@ def recode(
 @pytest.mark.parametrize("layout", ["ehi", "packed"])
 @pytest.mark.parametrize("scope", ["expert", "channel"])
 def test_mxfp4_weights_run_as_float8_without_loss(scope: str, layout: str) -> None:
-    options = {**GPT_OSS, **E5M2, "down_scale": scope, "weight_layout": layout, **SELECTIVE}
+    options = {**GPT_OSS, **E5M2, "down_scale": scope, "layout": layout, **SELECTIVE}
     problem = Decode(12, 128, 64, 4, 2, has_bias=True, options=options)
     rng = np.random.default_rng(5)
     codes, scale, values = recode(rng, (4, 128, 128), "channel")

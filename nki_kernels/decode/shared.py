@@ -17,6 +17,7 @@ import nki.language as nl
 import numpy as np
 from nki.language import NKIObject
 
+from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
@@ -24,13 +25,14 @@ from nki_kernels.decode.buffers import (
     SumBuffers,
     make_buffers,
 )
-from nki_kernels.decode.config import DecodeConfig, packed_rows, packed_run
+from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
+from nki_kernels.decode.memory import expert_table, tiles_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.out import project_out
 from nki_kernels.decode.stages import load_item, project_in
 
-SLOTS = 2  # most parts on chip at once
+_WEIGHT_BUFFERS = 2  # most parts on chip at once
 
 
 @dataclass
@@ -55,34 +57,30 @@ def num_parts(width: int, num_cores: int) -> int:
 
 
 def make_shared_config(
-    config: DecodeConfig, width: int, activation: str, room: int
+    config: DecodeConfig, width: int, formula: ExpertFormula, room: int
 ) -> DecodeConfig:
     """Return the configuration of the shared experts beside that of the routed ones.
 
     Args:
         config: of the routed experts.
         width: intermediate size of this rank's share of all shared experts.
-        activation: theirs.
+        formula: theirs.
         room: bytes of SBUF per partition that they may take, if one part fits at all.
     """
     parts = num_parts(width, config.num_cores)
+    layout = config.weights.layout
     shared = make_decode_config(
-        T=config.T,
-        H=config.H,
-        I=-(-width // parts),
-        E=parts,
-        K=min(2, parts),
-        num_experts=parts,
-        num_cores=config.num_cores,
-        mode="all",
-        shard="experts",
-        weight_layout=config.weight_layout,
-        activation=activation,
-        chunks=0 if config.weight_layout == "packed" else 1,
-        slots=1,
+        DecodeSizes(
+            config.T, config.H, -(-width // parts), parts, min(2, parts), parts, config.num_cores
+        ),
+        formula,
+        WeightForm(layout=layout),
+        DecodeRequest(
+            mode="all", shard="experts", chunks=0 if layout == "packed" else 1, weight_buffers=1
+        ),
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum)
-    double = replace(shared, slots=SLOTS)
+    double = replace(shared, weight_buffers=_WEIGHT_BUFFERS)
     return double if num_items(shared) > 1 and shared_bytes(double) <= room else shared
 
 
@@ -114,28 +112,17 @@ def pack_shared_experts(
         matrices.append(padded.reshape(parts, part, hidden_size))
     gate_PIH, up_PIH, down_PIH = matrices
     gate_up_PH2I = np.concatenate([gate_PIH, up_PIH], axis=1).transpose(0, 2, 1)
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         return pack_gate_up(config, gate_up_PH2I), pack_down(config, down_PIH)
     return np.ascontiguousarray(gate_up_PH2I), down_PIH
 
 
-def shared_shapes(config: DecodeConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the two results of `pack_shared_experts`."""
-    if config.weight_layout == "packed":
-        return (
-            (config.E, config.chunks, packed_rows(config), packed_run(config)),
-            (config.E, config.chunks, config.i_axis.size, config.h_axis.count * config.h_axis.rows),
-        )
-    return (config.E, config.H, 2 * config.I), (config.E, config.I, config.H)
-
-
 def shared_bytes(config: DecodeConfig) -> int:
     """Return the bytes of SBUF per partition that the shared experts take."""
-    h_axis, i_axis = config.h_axis, config.i_axis
-    columns = i_axis.count * h_axis.count * h_axis.rows
-    item = (h_axis.count * 2 * i_axis.size + columns) * 2
-    tokens = (2 * i_axis.count * 2 + 4 * 4) * config.T
-    return config.slots * item + tokens + 4 * (config.E + PARTITIONS)
+    table = expert_table(config)
+    kinds = (table.gate_up, table.down, table.inner, table.gate, table.up)
+    part_numbers, ones = config.E, PARTITIONS
+    return sum(tiles_bytes(kind) for kind in kinds) + 4 * (part_numbers + ones)
 
 
 def load_shared(
@@ -148,7 +135,7 @@ def load_shared(
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
     tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
-    for item in range(min(config.slots, num_items(config))):
+    for item in range(min(config.weight_buffers, num_items(config))):
         _load_item(config, tiles, item, core)
     return tiles
 
@@ -157,8 +144,8 @@ def _load_item(config: DecodeConfig, tiles: SharedTiles, item: int, core: int) -
     """Ask for an item of this core."""
     part = item // config.chunks * config.num_cores + core
     part_sb = tiles.part_sb[0:1, part : part + 1]
-    slot, chunk = item % config.slots, item % config.chunks
-    load_item(config, tiles.buffers, tiles.operands, part_sb, slot, chunk)
+    buffer, chunk = item % config.weight_buffers, item % config.chunks
+    load_item(config, tiles.buffers, tiles.operands, part_sb, buffer, chunk)
 
 
 def run_shared(
@@ -179,11 +166,11 @@ def run_shared(
     """
     b = tiles.buffers
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
-    nisa.tensor_copy(dst=b.column_ps[0], src=column_sb)
+    nisa.tensor_copy(dst=b.banks.column_ps[0], src=column_sb)
     items = num_items(config)
     for item in range(items):
-        slot = item % config.slots
-        project_in(config, b, turned_sb, slot, item, 0)
-        project_out(config, b, slot, item, 0, False)
-        if item + config.slots < items:
-            _load_item(config, tiles, item + config.slots, core)
+        buffer = item % config.weight_buffers
+        project_in(config, b, turned_sb, buffer, item, 0)
+        project_out(config, b, buffer, item, 0, False)
+        if item + config.weight_buffers < items:
+            _load_item(config, tiles, item + config.weight_buffers, core)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
-from neuron_moe.config import GLUType
 
 import nki_sim
-from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import ExpertWeights, LocalRouting
-from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.backends.torch_backend import chosen_experts
+from neuron_moe.weights import ExpertWeights, LocalRouting
+from nki_kernels.common.formula import ExpertFormula, limits
+from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.options import make_decode_config
@@ -26,11 +26,28 @@ DTYPES = {
     "float8_e4m3": ml_dtypes.float8_e4m3,
     "float8_e5m2": ml_dtypes.float8_e5m2,
 }
+GPT_OSS: dict[str, Any] = {
+    "activation": "sigmoid", "gates_itself": True, "scale": 1.702, "up_offset": 1.0,
+    "gate_limits": limits(None, 7.0), "up_limits": limits(-7.0, 7.0),
+}  # fmt: skip
+Records = tuple[ExpertFormula, WeightForm, DecodeRequest]
+
+
+def records(options: dict[str, Any]) -> Records:
+    """Return the records that options make, by the names of their fields."""
+    found = []
+    for kind in (ExpertFormula, WeightForm, DecodeRequest):
+        names = {entry.name for entry in fields(kind)}
+        found.append(kind(**{name: value for name, value in options.items() if name in names}))
+    known = {entry.name for record in found for entry in fields(record)}
+    assert set(options) <= known, set(options) - known
+    formula, weights, request = found
+    return formula, weights, request
 
 
 @dataclass
 class Decode:
-    """One problem: sizes, options of the kernel, and everything derived from a seed.
+    """One problem: sizes, fields of the kernel's records, and everything derived from a seed.
 
     `rank` of `ranks` holds E of the num_experts = E * ranks experts.
     """
@@ -44,6 +61,7 @@ class Decode:
     rank: int = 0
     routing: str = "uniform"
     has_bias: bool = False
+    num_cores: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -70,7 +88,7 @@ class Decode:
 
     def _quantise(self, rng: np.random.Generator) -> None:
         """Round the weights to the format; keep codes, scales and the values they stand for."""
-        dtype = DTYPES[self.options.get("weight_format", "bfloat16")]
+        dtype = DTYPES[self.options.get("format", "bfloat16")]
         self.gate_up_scale = self.down_scale = None
         gate_up_scale: Any = 1.0
         down_scale: Any = 1.0
@@ -88,12 +106,17 @@ class Decode:
         self.gate_up = self.gate_up_codes.astype(np.float32) * gate_up_scale
         self.down = self.down_codes.astype(np.float32) * down_scale
 
-    def config(self) -> Any:
+    def records(self) -> Records:
+        """Return formula, form of the weights and request."""
+        has = {"has_gate_up_bias": self.has_bias, "has_down_bias": self.has_bias}
+        return records({**self.options, **has})
+
+    def config(self) -> DecodeConfig:
         """Return what the kernel is compiled for."""
-        return make_decode_config(
-            T=self.T, H=self.H, I=self.I, E=self.E, K=self.K, num_experts=self.num_experts,
-            has_gate_up_bias=self.has_bias, has_down_bias=self.has_bias, **self.options,
-        )  # fmt: skip
+        sizes = DecodeSizes(
+            self.T, self.H, self.I, self.E, self.K, self.num_experts, self.num_cores
+        )
+        return make_decode_config(sizes, *self.records())
 
     def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
         """Run the kernel on the simulator; return the run."""
@@ -103,7 +126,7 @@ class Decode:
             "gate_up_bias": self.gate_up_bias, "gate_up_scale": self.gate_up_scale,
             "down_scale": self.down_scale,
         }  # fmt: skip
-        if config.weight_layout == "packed":
+        if config.weights.layout == "packed":
             gate_up, down = (
                 pack_gate_up(config, gate_up, *optional.values()),
                 pack_down(config, down),
@@ -118,51 +141,44 @@ class Decode:
 
     def expected(self) -> Any:
         """Return [T, H] float64, the formula."""
-        names = ("activation", "gate_limits", "up_limits", "up_offset", "scaling")
         has = self.gate_up_bias is not None
+        formula, _, request = self.records()
         return decode_moe_ref(
             self.hidden_TH.astype(np.float64),
             self.gate_up.astype(np.float64),
             self.down.astype(np.float64),
             self.index_TK,
             self.affinities_TK.astype(np.float64),
+            formula,
             self.first,
+            scaling=request.scaling,
             gate_up_bias_E2I=self.gate_up_bias.astype(np.float64) if has else None,
             down_bias_EH=self.down_bias.astype(np.float64) if has else None,
-            **{name: self.options[name] for name in names if name in self.options},
         )
 
     def torch_output(self) -> Any:
         """Return [T, H] float64 as the torch backend computes it in bfloat16."""
-        o = self.options
-        gate, up = o.get("gate_limits", (None, None)), o.get("up_limits", (None, None))
-        oai = o.get("activation") == "swiglu_oai"
-        spec = ActivationSpec(
-            hidden_act="sigmoid" if oai else o.get("activation", "silu"),
-            glu_type=GLUType.SWIGLU if oai else GLUType.GLU,
-            scale=1.702 if oai else 1.0, bias=o.get("up_offset", 0.0),
-            gate_lower=gate[0], gate_upper=gate[1], up_lower=up[0], up_upper=up[1],
-        )  # fmt: skip
+        formula, _, request = self.records()
         bf16 = torch.bfloat16
         weights = ExpertWeights(
             torch.from_numpy(self.gate_up).to(bf16), torch.from_numpy(self.down).to(bf16),
             None if self.gate_up_bias is None else torch.from_numpy(self.gate_up_bias).to(bf16),
             None if self.down_bias is None
             else torch.from_numpy(self.down_bias.astype(np.float32)).to(bf16),
-            spec,
+            formula,
         )  # fmt: skip
         local_TK = self.index_TK - self.first
         is_local = (local_TK >= 0) & (local_TK < self.E)
-        scaling = o.get("scaling", "post")
-        given = np.ones_like(self.affinities_TK) if scaling == "none" else self.affinities_TK
+        given = self.affinities_TK
+        if request.scaling == "none":
+            given = np.ones_like(given)
         routing = LocalRouting(
             torch.from_numpy(np.where(is_local, local_TK, -1).astype(np.int32)),
             torch.from_numpy(np.where(is_local, given, 0).astype(np.float32)),
-            scaling == "pre",
+            request.scaling == "pre",
         )
         hidden = torch.from_numpy(self.hidden_TH.astype(np.float32)).to(bf16)
-        backend = TorchBackend(static=False)
-        return backend.few_tokens(hidden, routing, weights, "selective").double().numpy()
+        return chosen_experts(hidden, routing, weights).double().numpy()
 
     def touched(self) -> int:
         """Return the local experts that some token chose."""

@@ -10,8 +10,8 @@ import pytest
 
 import nki_sim
 from nki_kernels.common import router_reference as reference
+from nki_kernels.common.formula import RouterFormula
 from nki_kernels.common.plans import AxisTiles, tile_axis
-from nki_kernels.common.router_choice import RouterFormula
 from nki_kernels.decode.norm import load_norm, load_tokens, normalize, turn, turn_banks
 from nki_kernels.decode.router import (
     gate_tokens,
@@ -27,6 +27,7 @@ from nki_sim import isa as nisa
 from nki_sim.language import api as nl
 
 BF16 = ml_dtypes.bfloat16
+EPS = 1e-5
 
 
 def norm_and_route(
@@ -59,7 +60,7 @@ def norm_and_route(
         first = number * 128
         turn(tiles[number], h_axis, banks_ps)
         part = x_sb[:, :, first : first + rows]
-        normalize(part, tiles[number], norm, h_axis, formula.norm_eps)
+        normalize(part, tiles[number], norm, h_axis, EPS)
         logits.append(make_logits(x_sb, first, rows, router, h_axis, num_experts, norm.ones_sb))
     index_tiles, picked = pick_experts(logits, router, num_experts, formula)
     affinity_tiles = weigh_experts(logits, picked, num_experts, formula)
@@ -151,11 +152,11 @@ def test_stages_equal_the_formulas(case: str, num_parts: int) -> None:
     T, H, E, dtype, name = CASES[case]
     if 8 * num_parts > E:
         num_parts = 1
-    formula = RouterFormula(**FORMULAS[name], has_norm=True, norm_eps=1e-5)
+    formula = RouterFormula(**FORMULAS[name])
     arrays = arrays_of(T, H, E, dtype, formula)
     x, index, affinities, gates = run_stages(arrays, formula, num_parts)
     hidden, norm = arrays[0].astype(np.float64), arrays[1].astype(np.float64)
-    exact = reference.rms_norm(hidden, norm, 1e-5)
+    exact = reference.rms_norm(hidden, norm, EPS)
     assert (np.abs(x.astype(np.float64) - exact) <= np.abs(exact) * 1.001 * 2.0**-8).all()
     # From the rounded x on everything is float32.
     expected_affinities, expected_index = routed(x, arrays, formula)
@@ -169,7 +170,7 @@ def test_stages_equal_the_formulas(case: str, num_parts: int) -> None:
 @pytest.mark.parametrize("num_tokens", [3, 9])
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe", "deepseek"])
 def test_a_token_without_numbers_stays_alone(name: str, num_tokens: int, value: float) -> None:
-    formula = RouterFormula(**FORMULAS[name], has_norm=True)
+    formula = RouterFormula(**FORMULAS[name])
     arrays = arrays_of(num_tokens, 192, 32, BF16, formula)
     clean = run_stages(arrays, formula)
     arrays[0][1, 5] = value
@@ -184,7 +185,7 @@ def test_a_token_without_numbers_stays_alone(name: str, num_tokens: int, value: 
 @pytest.mark.parametrize("case", ["two-tokens-groups", "sixty-four"])
 def test_neither_unset_memory_nor_the_order_of_the_cores_matters(case: str) -> None:
     T, H, E, dtype, name = CASES[case]
-    formula = RouterFormula(**FORMULAS[name], has_norm=True)
+    formula = RouterFormula(**FORMULAS[name])
     arrays = arrays_of(T, H, E, dtype, formula)
     usual = run_stages(arrays, formula)
     for options in ({"start_core": 1}, {"fill": 0}, {"preempt": 0.3, "seed": 2}):

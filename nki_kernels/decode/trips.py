@@ -13,7 +13,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
-from nki_kernels.decode.config import DecodeConfig, entry_stride, out_block, splits_experts
+from nki_kernels.decode.config import DecodeConfig, entry_stride, group_size, splits_experts
 from nki_kernels.decode.list import Routing
 from nki_kernels.decode.out import keep_scales, project_out
 from nki_kernels.decode.stages import load_in, load_out, project_in, spread_column
@@ -53,7 +53,7 @@ class Pipeline(NKIObject):
     step: int
 
 
-def run_group(
+def run_trip(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
@@ -77,26 +77,26 @@ def run_group(
     items = pipeline.items
     if items == 0:
         return
-    ahead = min(items, config.slots)
+    ahead = min(items, config.weight_buffers)
     for item in range(ahead):
         load_item_in(config, b, x, pipeline, item)
         if item > 0:
             load_item_out(config, b, x, pipeline, item - 1)
     load_item_out(config, b, x, pipeline, ahead - 1)
-    blocks = make_blocks(config, items, len(pipeline.chunks))
+    blocks = _make_groups(config, items, len(pipeline.chunks))
     for number in range(len(blocks) + 1):
         if number < len(blocks):
             for item in blocks[number]:
                 start_item(config, b, x, turned_sb, routing, pipeline, item)
         if number > 0:
-            finish_block(config, b, x, routing, pipeline, blocks[number - 1])
+            _finish_group(config, b, x, routing, pipeline, blocks[number - 1])
 
 
 def make_pipeline(
     config: DecodeConfig, b: DecodeBuffers, routing: Routing, position: Any, size: int
 ) -> Pipeline:
-    """Return what a group does; see `run_group`."""
-    chunks = group_chunks(config, routing.core, size)
+    """Return what a group does; see `run_trip`."""
+    chunks = _trip_chunks(config, routing.core, size)
     first = routing.core if splits_experts(config) and size > 0 else 0
     items = max(1, size) * len(chunks)
     if isinstance(position, int):
@@ -129,7 +129,7 @@ def start_item(
     item: int,
 ) -> None:
     """Do the gate and up projections of an item, then load and look up what may follow."""
-    count, slot = len(pipeline.chunks), item % config.slots
+    count, buffer = len(pipeline.chunks), item % config.weight_buffers
     entry = item // count
     position, size = pipeline.position, pipeline.size
     after = size * entry_stride(config)
@@ -138,10 +138,10 @@ def start_item(
         spread_column(config, b, pipeline.weights, pipeline.inputs, column, entry % 2)
         if pipeline.looks_up and entry == size - 1:
             copy_columns(config, b, routing, position, after + pipeline.first, size)
-    project_in(config, b, turned_sb, slot, item, entry % 2)
+    project_in(config, b, turned_sb, buffer, item, entry % 2)
     if item % count == 0:
-        keep_scales(config, b, slot, entry % 2)
-    load_item_in(config, b, x, pipeline, item + config.slots)
+        keep_scales(config, b, buffer, entry % 2)
+    load_item_in(config, b, x, pipeline, item + config.weight_buffers)
     if pipeline.looks_up and (item + 1) % count == 0:
         look_up(config, b.expert_in[entry], routing, position, entry, size)
         if entry == 0 and routing.core > 0:
@@ -149,7 +149,7 @@ def start_item(
             _look_up(b.shared_expert, routing.list_sb, position, after, engine)
 
 
-def finish_block(
+def _finish_group(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
@@ -160,22 +160,22 @@ def finish_block(
     """Do the down projections of a block, then load and look up what may follow."""
     chunks, item = pipeline.chunks, block[0]
     turn, entry = item % len(chunks), item // len(chunks)
-    adds_bias = config.has_down_bias and chunks[turn] == 0
+    adds_bias = config.formula.has_down_bias and chunks[turn] == 0
     is_last = turn + len(block) == len(chunks)
-    slot = item % config.slots
-    project_out(config, b, slot, item, entry % 2, adds_bias, turn == 0, is_last, len(block))
+    buffer = item % config.weight_buffers
+    project_out(config, b, buffer, item, entry % 2, adds_bias, turn == 0, is_last, len(block))
     for done in block:
-        load_item_out(config, b, x, pipeline, done + config.slots)
+        load_item_out(config, b, x, pipeline, done + config.weight_buffers)
     if pipeline.looks_up and is_last:
         look_up(config, b.expert_out[entry], routing, pipeline.position, entry, pipeline.size)
 
 
-def make_blocks(config: DecodeConfig, items: int, chunks: int) -> list[list[int]]:
+def _make_groups(config: DecodeConfig, items: int, chunks: int) -> list[list[int]]:
     """Cut the items of a group into blocks, none of which is of two experts."""
     blocks = []
     for entry in range(0, items, chunks):
-        for begin in range(entry, entry + chunks, out_block(config)):
-            end = min(entry + chunks, begin + out_block(config))
+        for begin in range(entry, entry + chunks, group_size(config)):
+            end = min(entry + chunks, begin + group_size(config))
             blocks.append(list(range(begin, end)))
     return blocks
 
@@ -187,7 +187,7 @@ def load_item_in(
     if item < pipeline.items:
         count = len(pipeline.chunks)
         expert, chunk = pipeline.experts_in[item // count], pipeline.chunks[item % count]
-        load_in(config, b, x, expert, item % config.slots, chunk)
+        load_in(config, b, x, expert, item % config.weight_buffers, chunk)
 
 
 def load_item_out(
@@ -197,10 +197,10 @@ def load_item_out(
     if item < pipeline.items:
         count = len(pipeline.chunks)
         expert, chunk = pipeline.experts_out[item // count], pipeline.chunks[item % count]
-        load_out(config, b, x, expert, item % config.slots, chunk)
+        load_out(config, b, x, expert, item % config.weight_buffers, chunk)
 
 
-def group_chunks(config: DecodeConfig, core: int, size: int) -> list[int]:
+def _trip_chunks(config: DecodeConfig, core: int, size: int) -> list[int]:
     """Return which chunks of its experts a core computes."""
     if config.num_cores == 1 or (splits_experts(config) and size > 0):
         return list(range(config.chunks))

@@ -10,15 +10,15 @@ Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of a
     hidden           [T, H]             bfloat16
     router_weight    [P, h, H/h, N/P]   bfloat16 or float32, of pack_router_weight()
     gate_up, down, first_expert and the experts' biases and scales as in decode_moe.py
-    norm_weight      [1, H]             any float, if the formula has a norm
-    router_bias      [1, N]             float32, if the formula has a bias
-    selection_bias   [1, N]             float32, if the formula has one
+    norm_weight      [1, H]             any float, if there is a norm
+    router_bias      [1, N]             float32, if the router has a bias
+    selection_bias   [1, N]             float32, if the router has one
     shared_gate_up, shared_down         bfloat16, of pack_shared_experts(), if there are any
     shared_gate      [1, h, H/h, 1]     bfloat16, of pack_router_weight(), if they have a gate
     residual         [T, H]             bfloat16 or float32, if it is added; may be hidden
     -> output        [T, H]             float32 or bfloat16
        affinities    [T, K]             float32 and
-       index         [T, K]             int32, if config.returns_routing
+       index         [T, K]             int32, if config.form.returns_routing
 
 Between the tokens coming in and the result going out nothing passes through HBM. Both cores
 normalise all tokens; of a large router each computes half of the logits. The order of the source is
@@ -26,10 +26,10 @@ that of need: what does not depend on the routing is asked for first (router, sh
 experts' weights as soon as the index is known, before the affinities are. Tokens do not see each
 other: one that holds NaN spoils its own row alone, and its index stays in range.
 
-Cost: cost_decode_block. hidden, norm and router are read by every core (a large router once), the
+Cost: cost_decode_layer. hidden, norm and router are read by every core (a large router once), the
 shared experts once, the routed ones as by decode_moe.
 
-Limits: make_block_config. Sources: those of the stages.
+Limits: make_layer_config. Sources: those of the stages.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.plans import PARTITIONS
-from nki_kernels.decode.block_config import BlockConfig
-from nki_kernels.decode.block_shared import load_shared, run_shared
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -55,6 +53,7 @@ from nki_kernels.decode.buffers import (
 from nki_kernels.decode.config import is_direct, output_dtype
 from nki_kernels.decode.ends import finish
 from nki_kernels.decode.kernel import load_first_expert, run_experts, start_sums
+from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.list import Routing, list_experts, weigh
 from nki_kernels.decode.norm import (
     NormTiles,
@@ -74,6 +73,7 @@ from nki_kernels.decode.router import (
     pick_experts,
     weigh_experts,
 )
+from nki_kernels.decode.shared import load_shared, run_shared
 
 
 @dataclass
@@ -98,13 +98,13 @@ class RoutedTokens(NKIObject):
 
 
 @nki.jit
-def decode_block(
+def decode_layer(
     hidden: nl.NkiTensor,
     router_weight: nl.NkiTensor,
     gate_up: nl.NkiTensor,
     down: nl.NkiTensor,
     first_expert: nl.NkiTensor,
-    config: BlockConfig,
+    config: LayerConfig,
     norm_weight: Any = None,
     router_bias: Any = None,
     selection_bias: Any = None,
@@ -129,18 +129,18 @@ def decode_block(
     sums = make_sums(moe)
     b = make_buffers(moe, sums)
     shared_tiles = []
-    if config.has_shared:
+    if config.form.shared_width > 0:
         shared_tiles.append(load_shared(config.shared, sums, shared_gate_up, shared_down, core))
-    routed = route_block(config, front, b, first_sb, core)
+    routed = _route(config, front, b, first_sb, core)
     start_sums(moe, sums)
     for part_tiles in shared_tiles:
         run_shared(config.shared, part_tiles, routed.x_sb, routed.gate_rows, core)
     run_experts(moe, b, x, routed.x_sb, routed.routing)
     residuals = []
-    if config.has_residual:
+    if config.form.has_residual:
         residuals.append(residual)
     finish(moe, sums, output, core, residuals)
-    if not config.returns_routing:
+    if not config.form.returns_routing:
         return output
     affinities = store_routing(config, routed.affinity_tiles, nl.float32, core)
     index = store_routing(config, routed.index_tiles, nl.int32, core)
@@ -148,7 +148,7 @@ def decode_block(
 
 
 def load_front(
-    config: BlockConfig,
+    config: LayerConfig,
     hidden: nl.NkiTensor,
     norm_weight: Any,
     router_weight: nl.NkiTensor,
@@ -157,20 +157,20 @@ def load_front(
     shared_gate: Any,
 ) -> Front:
     """Ask for what norm and router need; the tokens come first."""
-    formula, h_axis = config.formula, config.moe.h_axis
+    h_axis = config.moe.h_axis
     tiles = load_tokens(hidden, h_axis)
     norms = []
-    if formula.has_norm:
+    if config.form.has_norm:
         norms.append(load_norm(norm_weight, h_axis))
-    router = load_router(router_weight, router_bias, selection_bias, formula, config.moe.T)
+    router = load_router(router_weight, router_bias, selection_bias, config.router, config.moe.T)
     gates = []
-    if config.has_shared_gate:
+    if config.form.has_shared_gate:
         gates.append(load_gate(shared_gate))
     return Front(tiles, norms, router, gates)
 
 
-def route_block(
-    config: BlockConfig, front: Front, b: DecodeBuffers, first_sb: Any, core: int
+def _route(
+    config: LayerConfig, front: Front, b: DecodeBuffers, first_sb: Any, core: int
 ) -> RoutedTokens:
     """Normalise and route all tokens.
 
@@ -181,7 +181,7 @@ def route_block(
         first_sb: number of local expert 0, as in decode_moe.py.
         core: number of this core.
     """
-    moe, formula = config.moe, config.formula
+    moe, formula = config.moe, config.router
     x_sb = prepare_tokens(config, front.tiles, front.norms)
     logits = []
     for first in range(0, moe.T, PARTITIONS):
@@ -200,13 +200,13 @@ def route_block(
 
 
 def prepare_tokens(
-    config: BlockConfig, tiles: list[TokenTile], norms: list[NormTiles]
+    config: LayerConfig, tiles: list[TokenTile], norms: list[NormTiles]
 ) -> nl.NkiTensor:
-    """Return x^T [h, H/h, T] of all tokens, normalised if the formula says so."""
+    """Return x^T [h, H/h, T] of all tokens, normalised if there is a norm."""
     h_axis, T = config.moe.h_axis, config.moe.T
     banks_ps = turn_banks(h_axis, T)
     x_sb = tiles[0].turned_sb
-    is_whole = len(tiles) == 1 and not config.formula.has_norm
+    is_whole = len(tiles) == 1 and not config.form.has_norm
     if not is_whole:
         shape = (h_axis.rows, h_axis.count, T)
         x_sb = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.sbuf)
@@ -215,15 +215,15 @@ def prepare_tokens(
         turn(tile, h_axis, banks_ps)
         first = number * PARTITIONS
         part = x_sb[:, :, first : first + tile.turned_sb.shape[2]]
-        if config.formula.has_norm:
-            normalize(part, tile, norms[0], h_axis, config.formula.norm_eps)
+        if config.form.has_norm:
+            normalize(part, tile, norms[0], h_axis, config.form.norm_eps)
         elif not is_whole:
             nisa.tensor_copy(dst=part, src=tile.turned_sb)
     return x_sb
 
 
 def store_routing(
-    config: BlockConfig, tiles: list[nl.NkiTensor], dtype: Any, core: int
+    config: LayerConfig, tiles: list[nl.NkiTensor], dtype: Any, core: int
 ) -> nl.NkiTensor:
     """Store what the router decided, [T, K]; one core does."""
     moe = config.moe

@@ -1,7 +1,8 @@
-"""decode_block against its formula and against the torch layer: routers, shared experts, ranks."""
+"""decode_layer against its formula and against the torch layer: routers, shared experts, ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,19 @@ from hypothesis import strategies as st
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
-from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.decode.block_config import (
-    check_decode_block,
+from nki_kernels.common.formula import ExpertFormula, RouterFormula
+from nki_kernels.decode.config import DecodeRequest, DecodeSizes, WeightForm
+from nki_kernels.decode.layer_config import (
+    LayerForm,
+    check_decode_layer,
     expected_operands,
-    make_block_config,
+    make_layer_config,
 )
-from nki_kernels.decode.block_cost import cost_decode_block
-from nki_kernels.decode.block_shared import num_parts, pack_shared_experts, shared_shapes
+from nki_kernels.decode.layer_cost import cost_decode_layer
+from nki_kernels.decode.layout import weight_shapes
+from nki_kernels.decode.shared import num_parts, pack_shared_experts
 from nki_sim import SimOptions, TensorSpec
-from tests.nki_kernels.decode_block import (
+from tests.nki_kernels.decode.layer_cases import (
     BF16,
     FAMILIES,
     Case,
@@ -35,8 +39,8 @@ from tests.nki_kernels.decode_block import (
 from tests.nki_kernels.traces import measured_cost
 from tests.tolerances import rms_error
 
-PACKED: dict[str, Any] = {"weight_layout": "packed"}
-E4M3: dict[str, Any] = {"weight_format": "float8_e4m3", "has_scales": True}
+PACKED: dict[str, Any] = {"layout": "packed"}
+E4M3: dict[str, Any] = {"format": "float8_e4m3", "has_scales": True}
 CASES = {
     **{f"{family}-T{T}": Case(family, T)
        for family in ("gpt-oss", "qwen3", "deepseek", "llama4", "qwen2-moe", "mixtral")
@@ -68,7 +72,7 @@ CASES = {
     "packed-shared-of-128": Case("qwen3", 3, options={**PACKED, "shared_width": 256}),
     "packed-shared-uneven": Case("qwen3", 6, options={**PACKED, "shared_width": 257}),
     "packed-shared-one-core": Case(
-        "qwen3", 2, options={**PACKED, "shared_width": 100, "num_cores": 1}
+        "qwen3", 2, num_cores=1, options={**PACKED, "shared_width": 100}
     ),
     "packed-shared-wide-hidden": Case(
         "qwen2-moe", 2, E=2, H=7168, options={**PACKED, "shared_width": 128}
@@ -79,9 +83,9 @@ CASES = {
     ),
     "e5m2-packed": Case(
         "gpt-oss", 20,
-        options={**E4M3, **PACKED, "weight_format": "float8_e5m2", "down_scale": "expert"},
+        options={**E4M3, **PACKED, "format": "float8_e5m2", "down_scale": "expert"},
     ),
-    "one-core": Case("qwen2-moe", 11, options={"num_cores": 1, "has_residual": True}),
+    "one-core": Case("qwen2-moe", 11, num_cores=1, options={"has_residual": True}),
 }  # fmt: skip
 ORDERS = {
     "core-1-first": SimOptions(start_core=1),
@@ -111,7 +115,7 @@ def test_block_equals_the_formula(name: str) -> None:
     assert_close(output, wanted.output_TH)
     assert not result.findings
     local = set(wanted.index_TK.flat) & set(range(case.first, case.first + case.E))
-    assert measured_cost(result.trace) == cost_decode_block(config, len(local))
+    assert measured_cost(result.trace) == cost_decode_layer(config, len(local))
 
 
 @st.composite
@@ -125,9 +129,10 @@ def blocks(draw_from: st.DrawFn) -> Case:
     N = pick(16, 24, 32, 40)
     first = draw_from(st.integers(0, N - 1))
     options: dict[str, Any] = {
-        "weight_layout": pick("ehi", "packed"), "mode": pick("selective", "all"),
-        "has_residual": pick(False, True), "num_cores": pick(1, 2, 2),
+        "layout": pick("ehi", "packed"), "mode": pick("selective", "all"),
+        "has_residual": pick(False, True),
     }  # fmt: skip
+    num_cores = pick(1, 2, 2)
     if pick(False, True):
         options["shared_width"] = pick(16, 45, 128, 200)
     if pick(False, False, True):
@@ -135,7 +140,7 @@ def blocks(draw_from: st.DrawFn) -> Case:
     return Case(
         family, pick(1, 2, 5, 9, 33, 129), N, draw_from(st.integers(1, N - first)), first,
         H=pick(64, 144, 320), I=pick(24, 100, 300), router_dtype=pick(BF16, np.float32),
-        has_norm=pick(True, True, False), options=options,
+        has_norm=pick(True, True, False), num_cores=num_cores, options=options,
     )  # fmt: skip
 
 
@@ -223,7 +228,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def router_of(case: Case) -> RouterBase:
     """Return the torch router of a case's family."""
-    N, H, formula = case.N, case.H, case.formula
+    N, H, formula = case.N, case.H, case.router
     if formula.n_group > 1:
         return GroupLimitedRouter(
             N, formula.top_k, H, formula.n_group, formula.topk_group, renormalize=True,
@@ -245,7 +250,7 @@ def layer_of(case: Case, mlp: dict[str, Any]) -> MoE:
         is_gated = case.settings.get("has_shared_gate", False)
         shared = SharedExperts(case.H, width, 1, "silu", torch.bfloat16, is_gated=is_gated)
     routed = RoutedExpertsMLPOpsConfig(
-        num_experts=case.N, top_k=case.formula.top_k, hidden_size=case.H,
+        num_experts=case.N, top_k=case.router.top_k, hidden_size=case.H,
         intermediate_size=case.I, glu_mlp=True, **mlp,
     )  # fmt: skip
     experts = ExpertMLPsV2(routed, dtype=torch.bfloat16)
@@ -309,28 +314,33 @@ def test_block_is_as_right_as_the_torch_layer(name: str, T: int) -> None:
 # What it refuses.
 
 
-def settings(**changes: Any) -> dict[str, Any]:
-    formula = RouterFormula(top_k=2, has_bias=True)
-    return {"formula": formula, "T": 4, "H": 128, "I": 32, "E": 8, "num_experts": 8, **changes}
-
-
-REFUSED = {
-    "router-dtype": ({"router_dtype": "float16"}, "router_dtype='float16': must be one of"),
-    "negative-width": ({"shared_width": -1}, "shared_width=-1"),
-    "gate-of-nothing": ({"has_shared_gate": True}, "has_shared_gate=True: there are no shared"),
-    "logits": (
-        {"formula": RouterFormula(top_k=2, returns_logits=True)}, "returns_logits=True",
+SIZES = DecodeSizes(T=4, H=128, I=32, E=8, K=2, num_experts=8)
+ROUTER = RouterFormula(top_k=2, has_bias=True)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "router-dtype": (
+        {"form": LayerForm(router_dtype="float16")}, "router_dtype='float16': must be one of",
     ),
-    "top-k": ({"formula": RouterFormula(top_k=9)}, "top_k=9"),
-    "tokens": ({"T": 257}, "T=257: must be 1 to 256"),
+    "negative-width": ({"form": LayerForm(shared_width=-1)}, "shared_width=-1"),
+    "gate-of-nothing": (
+        {"form": LayerForm(has_shared_gate=True)}, "has_shared_gate=True: there are no shared",
+    ),
+    "top-k": ({"router": RouterFormula(top_k=9)}, "top_k=9"),
+    "choices": ({"router": RouterFormula(top_k=3)}, "K=2: must be top_k=3 of the router"),
+    "tokens": ({"sizes": replace(SIZES, T=257)}, "T=257: must be 1 to 256"),
+    "formula": ({"formula": ExpertFormula(has_gate=False)}, "has_gate=False"),
+    "shared-formula": (
+        {"form": LayerForm(shared_width=64, shared_formula=ExpertFormula("leaky_relu"))},
+        "activation='leaky_relu'",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_limits_are_refused_by_name(name: str) -> None:
     changes, message = REFUSED[name]
+    arguments = {"sizes": SIZES, "router": ROUTER, "formula": ExpertFormula(), **changes}
     with pytest.raises(ValueError, match=message):
-        make_block_config(**settings(**changes))
+        make_layer_config(**arguments)
 
 
 # name: (T, H, I, E, N, shared width, router dtype, layout), of whole models on one rank
@@ -345,29 +355,31 @@ LARGEST = {
 def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
     T, H, I, E, N, width, dtype, layout = LARGEST[name]  # noqa: E741
     terms = FAMILIES["deepseek"][0] if N == 256 else {"top_k": 16, "has_bias": True}
-    config = make_block_config(
-        RouterFormula(**terms, has_norm=True), router_dtype=dtype, shared_width=width,
-        has_shared_gate=True, has_residual=True, T=T, H=H, I=I, E=E, num_experts=N, mode="all",
-        weight_layout=layout,
+    router = RouterFormula(**terms)
+    form = LayerForm(
+        has_norm=True, router_dtype=dtype, shared_width=width, has_shared_gate=True,
+        has_residual=True,
+    )  # fmt: skip
+    config = make_layer_config(
+        DecodeSizes(T, H, I, E, router.top_k, N), router, ExpertFormula(), form,
+        WeightForm(layout=layout), DecodeRequest(mode="all"),
     )  # fmt: skip
     operands: dict[str, Any] = {
         operand: TensorSpec(shape, dtypes[0])
         for operand, (shape, dtypes) in expected_operands(config).items()
         if shape is not None
     }
-    gate_up, down = shared_shapes(config.moe)
+    gate_up, down = weight_shapes(config.moe)
     operands["gate_up"] = TensorSpec(gate_up, "bfloat16")
     operands["down"] = TensorSpec(down, "bfloat16")
     run(config, operands, SimOptions(mode="indices"))  # raises where memory is too small
 
 
 def test_a_block_that_does_not_fit_is_refused() -> None:
-    formula = RouterFormula(top_k=8, has_norm=True)
+    sizes = DecodeSizes(128, 8192, 64, 2, 8, 512, num_cores=1)
+    form = LayerForm(has_norm=True, router_dtype="float32", shared_width=4096)
     with pytest.raises(ValueError, match="bytes of SBUF per partition, must be at most"):
-        make_block_config(
-            formula, router_dtype="float32", shared_width=4096, T=128, H=8192, I=64, E=2,
-            num_experts=512, num_cores=1,
-        )  # fmt: skip
+        make_layer_config(sizes, RouterFormula(top_k=8), ExpertFormula(), form)
 
 
 WRONG: dict[str, tuple[str, Any, str]] = {
@@ -386,7 +398,7 @@ def test_wrong_operands_are_refused_by_name(name: str) -> None:
     config = case.config()
     operands = {**operands_of(config, draw(case)), operand: value}
     with pytest.raises(ValueError, match=message):
-        check_decode_block(config, operands)
+        check_decode_layer(config, operands)
 
 
 @pytest.mark.parametrize("width", [10, 45, 300])

@@ -1,29 +1,34 @@
-"""Cases of the decode block: operands, the formula in float64, and a run of the kernel."""
+"""Cases of the fused decode layer: operands, the formula in float64, and a run of the kernel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import nki_sim
-from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.decode.block_config import BlockConfig, check_decode_block, make_block_config
-from nki_kernels.decode.block_kernel import decode_block
-from nki_kernels.decode.block_reference import BlockResult, decode_block_ref
-from nki_kernels.decode.block_shared import pack_shared_experts
+from nki_kernels.common.formula import RouterFormula
+from nki_kernels.decode.config import DecodeSizes
+from nki_kernels.decode.layer_config import (
+    LayerConfig,
+    LayerForm,
+    check_decode_layer,
+    make_layer_config,
+)
+from nki_kernels.decode.layer_kernel import decode_layer
+from nki_kernels.decode.layer_reference import LayerArrays, LayerResult, decode_layer_ref
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.router import pack_router_weight
+from nki_kernels.decode.shared import pack_shared_experts
 from nki_sim import SimOptions
+from tests.nki_kernels.decode.cases import GPT_OSS, Records, records
 
 BF16 = ml_dtypes.bfloat16
 Array = np.ndarray[Any, Any]
-OAI = {
-    "activation": "swiglu_oai", "gate_limits": (None, 7.0), "up_limits": (-7.0, 7.0),
-    "up_offset": 1.0, "has_gate_up_bias": True, "has_down_bias": True,
-}  # fmt: skip
+OAI = {**GPT_OSS, "has_gate_up_bias": True, "has_down_bias": True}
+FORM = {entry.name for entry in fields(LayerForm)}
 # Router families and what goes with them; N experts in all are given by the case.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt-oss": ({"top_k": 4, "act_over_topk": True, "has_bias": True}, OAI),
@@ -43,7 +48,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A block: T tokens, E of N experts from `first` on."""
+    """A layer: T tokens, E of N experts from `first` on."""
 
     family: str
     T: int
@@ -54,25 +59,39 @@ class Case:
     I: int = 48  # noqa: E741
     router_dtype: Any = BF16
     has_norm: bool = True
+    num_cores: int = 2
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def formula(self) -> RouterFormula:
-        """The router and the norm."""
-        terms = FAMILIES[self.family][0]
-        return RouterFormula(**terms, has_norm=self.has_norm, norm_eps=1e-5)
+    def router(self) -> RouterFormula:
+        """The router of the family."""
+        return RouterFormula(**FAMILIES[self.family][0])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of make_block_config besides the sizes."""
+        """What the family and the case say beside sizes and router."""
         return {**FAMILIES[self.family][1], **self.options}
 
-    def config(self, **changes: Any) -> BlockConfig:
-        """Return what the kernel is compiled for."""
-        return make_block_config(
-            self.formula, router_dtype=np.dtype(self.router_dtype).name, T=self.T, H=self.H,
-            I=self.I, E=self.E, num_experts=self.N, **{**self.settings, **changes},
-        )  # fmt: skip
+    @property
+    def form(self) -> LayerForm:
+        """What is around router and routed experts."""
+        given = {name: value for name, value in self.settings.items() if name in FORM}
+        dtype = np.dtype(self.router_dtype).name
+        return LayerForm(has_norm=self.has_norm, norm_eps=1e-5, router_dtype=dtype, **given)
+
+    @property
+    def records(self) -> Records:
+        """Formula of the experts, form of their weights, and request."""
+        return records({name: value for name, value in self.settings.items() if name not in FORM})
+
+    def config(self, **changes: Any) -> LayerConfig:
+        """Return what the kernel is compiled for; changes are of its form."""
+        sizes = DecodeSizes(
+            self.T, self.H, self.I, self.E, self.router.top_k, self.N, self.num_cores
+        )
+        formula, weights, request = self.records
+        form = replace(self.form, **changes)
+        return make_layer_config(sizes, self.router, formula, form, weights, request)
 
 
 def draw(case: Case) -> dict[str, Array]:
@@ -89,12 +108,12 @@ def draw(case: Case) -> dict[str, Array]:
         "gate_up": matrix(E, H, 2 * I, fan=H),
         "down": matrix(E, I, H, fan=I),
     }
-    formula, settings = case.formula, case.settings
-    if formula.has_norm:
+    router, settings = case.router, case.settings
+    if case.has_norm:
         arrays["norm_weight"] = np.asarray(1 + 0.2 * rng.normal(size=(1, H)), BF16)
-    if formula.has_bias:
+    if router.has_bias:
         arrays["router_bias"] = matrix(1, N, fan=1, dtype=np.float32)
-    if formula.has_selection_bias:
+    if router.has_selection_bias:
         arrays["selection_bias"] = matrix(1, N, fan=100, dtype=np.float32)
     if settings.get("has_gate_up_bias"):
         arrays["gate_up_bias"] = matrix(E, 2 * I, fan=4, dtype=np.float32)
@@ -116,7 +135,7 @@ def draw(case: Case) -> dict[str, Array]:
 
 def narrow(arrays: dict[str, Array], settings: dict[str, Any]) -> None:
     """Replace the experts' weights by float8 codes and scales."""
-    dtype = np.dtype(settings["weight_format"])
+    dtype = np.dtype(settings["format"])
     for name in ("gate_up", "down"):
         wide = arrays[name].astype(np.float32)
         axes = (1, 2) if name == "down" and settings["down_scale"] == "expert" else (1,)
@@ -125,30 +144,33 @@ def narrow(arrays: dict[str, Array], settings: dict[str, Any]) -> None:
         arrays[f"{name}_scale"] = scale[:, 0]
 
 
-def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> BlockResult:
+def expected(case: Case, arrays: dict[str, Array], rounds_to: Any = BF16) -> LayerResult:
     """Return the formula's result in float64."""
     wide = {name: array.astype(np.float64) for name, array in arrays.items()}
     for name in ("gate_up", "down"):
         if f"{name}_scale" in wide:
             wide[name] = wide[name] * wide[f"{name}_scale"][:, None]
-    settings = case.settings
-    names = ("activation", "gate_limits", "up_limits", "up_offset", "scaling")
     shared = None
     if "gate" in wide:
         shared = (wide["gate"], wide["up"], wide["shared_down"])
     vectors = ("norm_weight", "router_bias", "selection_bias", "shared_gate")
     rows = {name: wide[name][0] if name in wide else None for name in vectors}
-    return decode_block_ref(
-        wide["hidden"], wide["router_weight"], wide["gate_up"], wide["down"], case.formula,
-        case.first, norm_weight_H=rows["norm_weight"], router_bias_N=rows["router_bias"],
-        selection_bias_N=rows["selection_bias"], shared=shared,
-        shared_gate_H=rows["shared_gate"], residual_TH=wide.get("residual"), rounds_to=rounds_to,
+    layer = LayerArrays(
+        hidden_TH=wide["hidden"], router_weight_NH=wide["router_weight"],
+        gate_up_EH2I=wide["gate_up"], down_EIH=wide["down"],
         gate_up_bias_E2I=wide.get("gate_up_bias"), down_bias_EH=wide.get("down_bias"),
-        **{name: settings[name] for name in names if name in settings},
+        norm_weight_H=rows["norm_weight"], router_bias_N=rows["router_bias"],
+        selection_bias_N=rows["selection_bias"], shared=shared,
+        shared_gate_H=rows["shared_gate"], residual_TH=wide.get("residual"),
+    )  # fmt: skip
+    formula, _, request = case.records
+    return decode_layer_ref(
+        layer, case.router, formula, case.form, first_expert=case.first,
+        scaling=request.scaling, rounds_to=rounds_to,
     )  # fmt: skip
 
 
-def operands_of(config: BlockConfig, arrays: dict[str, Array], first: int = 0) -> dict[str, Array]:
+def operands_of(config: LayerConfig, arrays: dict[str, Array], first: int = 0) -> dict[str, Array]:
     """Return the kernel's operands by name."""
     given, axis, moe = dict(arrays), config.moe.h_axis, config.moe
     given["router_weight"] = pack_router_weight(arrays["router_weight"], axis, config.router_parts)
@@ -160,7 +182,7 @@ def operands_of(config: BlockConfig, arrays: dict[str, Array], first: int = 0) -
         given["shared_gate_up"], given["shared_down"] = packed
     if "shared_gate" in given:
         given["shared_gate"] = pack_router_weight(arrays["shared_gate"], axis)
-    if moe.weight_layout == "packed":
+    if moe.weights.layout == "packed":
         extras = [given.pop(name, None) for name in
                   ("gate_up_bias", "gate_up_scale", "down_scale")]  # fmt: skip
         given["gate_up"] = pack_gate_up(moe, arrays["gate_up"], *extras)
@@ -169,15 +191,15 @@ def operands_of(config: BlockConfig, arrays: dict[str, Array], first: int = 0) -
 
 
 def run(
-    config: BlockConfig, operands: dict[str, Any], options: SimOptions | None = None
+    config: LayerConfig, operands: dict[str, Any], options: SimOptions | None = None
 ) -> nki_sim.Run:
     """Run the kernel on its operands by name."""
     given = dict(operands)
-    check_decode_block(config, given)
+    check_decode_layer(config, given)
     first = [given.pop(name) for name in
              ("hidden", "router_weight", "gate_up", "down", "first_expert")]  # fmt: skip
     return nki_sim.run(
-        decode_block, *first, config, lnc=config.moe.num_cores, options=options or SimOptions(),
+        decode_layer, *first, config, lnc=config.moe.num_cores, options=options or SimOptions(),
         **given,
     )  # fmt: skip
 
