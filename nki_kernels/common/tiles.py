@@ -1,7 +1,7 @@
 """Shared stages over tiles: reading an axis onto partitions, scalar chains, tables, transposes.
 
 Functions take tiles and give tiles; none allocates on chip unless its name says so. Axis letters
-as in plans.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
+as in visits.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
 """
 
 from typing import Any
@@ -9,9 +9,8 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import AxisTiles
-
-BANK_BYTES = 2048  # PSUM bank per partition (Trainium 2 architecture guide)
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import BANK_BYTES
 
 
 def rows_of(axis: AxisTiles, tile: int) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.plans import tile_axis
+from nki_kernels.common.axes import tile_axis
 from nki_kernels.decode.buffers import scratch_banks
 from nki_kernels.decode.config import (
     BANK_FLOATS,

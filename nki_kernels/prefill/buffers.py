@@ -13,12 +13,13 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import PARTITIONS, loops_of
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.tiles import (
     load_table,
     make_tiles,
     weight_dtype,
 )
+from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_terms,

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.plans import loops_of, plan_visits
+from nki_kernels.common.chip import CORE
+from nki_kernels.common.visits import list_visits, loops_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     ShardPlan,
@@ -22,7 +23,7 @@ from nki_kernels.prefill.config import (
     visit_dims,
     with_loop,
 )
-from nki_kernels.prefill.fit import HBM_BYTES_PER_NS, find_loop, visit_ns
+from nki_kernels.prefill.fit import find_loop, visit_ns
 from nki_kernels.prefill.options import make_config
 
 BLOCK_SIZES = (128, 64, 32)  # larger ones have the same row tiles, and more padding
@@ -182,7 +183,7 @@ def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     tile = np.arange(len(expert), dtype=np.int32)
     if not len(tile):
         return 0.0
-    plan = plan_visits(tile, expert, visit_dims(config), num_tiles=len(tile), num_experts=config.E)
+    plan = list_visits(tile, expert, visit_dims(config), num_tiles=len(tile), num_experts=config.E)
     live_rows = tokens_E.sum() / len(tile)
     total = START_NS + visit_ns(config, 1, live_rows)
     for sizes, trips in zip(
@@ -191,5 +192,5 @@ def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
         total += trips * sum(visit_ns(config, size, live_rows) for size in sizes)
     # Each further partial sum is read once more, by the combine.
     extra_bytes = (num_partials(config) - 1) * tokens_E.sum() * config.H * 2
-    total += extra_bytes / HBM_BYTES_PER_NS / config.num_cores
+    total += extra_bytes / CORE.hbm_bytes_per_ns / config.num_cores
     return float(total) / 1e3

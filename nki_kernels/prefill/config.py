@@ -6,14 +6,8 @@ from dataclasses import dataclass, replace
 
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import (
-    AxisTiles,
-    VisitDims,
-    max_steps,
-    max_visits,
-    tile_axis,
-    tile_axis_evenly,
-)
+from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
+from nki_kernels.common.visits import VisitDims, max_steps, max_visits
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
 WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")

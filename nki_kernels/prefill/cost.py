@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nki_kernels.common.costs import KernelCost
-from nki_kernels.common.plans import Ints, VisitPlan, loops_of
+from nki_kernels.common.visits import Ints, VisitLists, loops_of
 from nki_kernels.prefill.buffers import bias_is_inside
 from nki_kernels.prefill.config import (
     ITEM_BYTES,
@@ -23,7 +23,7 @@ from nki_kernels.prefill.config import (
 _INT32_BYTES, _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 4, 2
 
 
-def cost_blockwise_moe(config: PrefillConfig, plan: VisitPlan, slots: Ints) -> KernelCost:
+def cost_blockwise_moe(config: PrefillConfig, plan: VisitLists, slots: Ints) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
     Args:
@@ -63,7 +63,7 @@ def _expert_bytes(config: PrefillConfig) -> int:
     return size
 
 
-def _table_bytes(config: PrefillConfig, plan: VisitPlan, tile: Ints) -> int:
+def _table_bytes(config: PrefillConfig, plan: VisitLists, tile: Ints) -> int:
     """Return the bytes that a core reads to bring its plan on chip."""
     visits, entries = int(plan.visit_expert_CV.shape[1]), len(tile)
     known = int((tile < config.num_tiles).sum())
@@ -77,7 +77,7 @@ def _table_bytes(config: PrefillConfig, plan: VisitPlan, tile: Ints) -> int:
     return words * _INT32_BYTES
 
 
-def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
+def _columns(config: PrefillConfig, plan: VisitLists, core: int) -> int:
     """Return the columns that stream through the tensor engine of a core."""
     R, H, loop = config.tile_rows, core_width(config), config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.plans import is_even
+from nki_kernels.common.axes import is_even
+from nki_kernels.common.chip import CORE, FITTED_SBUF_BYTES
 from nki_kernels.prefill.config import (
     ITEM_BYTES,
     LoopPlan,
@@ -24,7 +25,6 @@ from nki_kernels.prefill.config import (
     with_loop,
 )
 
-SBUF_BYTES = 207 * 1024  # usable per partition on Trn2: 212,984 bytes (KLR Trace.lean), rounded
 SMALL_TILES_BYTES = 2 * 1024  # counters, constants, biases and scales per row
 MAX_OUTER_BUFFERS = 8
 ONE_SLOT_PENALTY = 1.05  # assumed: loads that may not run ahead of the tensor engine wait at times
@@ -34,15 +34,6 @@ ONE_SLOT_PENALTY = 1.05  # assumed: loads that may not run ahead of the tensor e
 # least, until the activation has made room for the one after the next.
 TILE_NS, ROW_NS, PART_NS, EXCHANGE_NS, INNER_NS = 500.0, 2.5, 2_500.0, 3_700.0, 350.0
 LEAST_I_PART, LEAST_H_PART = 64, 256
-
-# Trainium 2, one core; sources of each in nki_sim.hardware.
-PE_CYCLES_PER_NS = 2.4
-PE_FLOOR_COLUMNS = 64
-VECTOR_CYCLES_PER_NS, VECTOR_OVERHEAD_CYCLES = 0.96, 144
-HBM_BYTES_PER_NS = 358.0
-DMA_ENGINES = 16
-DMA_BYTES_PER_NS = 27.2
-DMA_RUN_NS = 32.0
 
 
 def sbuf_bytes(config: PrefillConfig) -> int:
@@ -85,12 +76,12 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
         live_rows: rows of a tile that hold a token; 0 takes all.
     """
     loop, item, H = config.loop, ITEM_BYTES[config.weight_format], core_width(config)
-    columns = max(config.tile_rows, PE_FLOOR_COLUMNS)
+    columns = max(config.tile_rows, CORE.matmul_floor_columns)
     i_count, i_size = config.i_axis.count * loop.in_parts, config.i_axis.size * loop.in_parts
     halves = num_projections(config)
-    depth = config.h_axis.count * columns / PE_CYCLES_PER_NS
+    depth = config.h_axis.count * columns / CORE.tensor_cycles_per_ns
     into = i_count * max(halves * depth, INNER_NS) + (0.0 if loop.turns == "dma" else depth)
-    into, out = num_tiles * into, num_tiles * i_count * H / PE_CYCLES_PER_NS
+    into, out = num_tiles * into, num_tiles * i_count * H / CORE.tensor_cycles_per_ns
     runs = config.h_axis.rows * loop.in_parts if loop.turns == "tensor" else H
     if (loop.in_parts > 1 or config.shard.splits_i) and not loop.by_parts:
         runs = halves * H * loop.in_parts
@@ -99,7 +90,7 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
     if (loop.out_parts > 1 or config.shard.splits_h) and not loop.by_parts:
         runs = i_size * loop.out_parts
     load_out = _load_ns(runs, H * i_size * item)
-    rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / HBM_BYTES_PER_NS
+    rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / CORE.hbm_bytes_per_ns
     load = load_in + load_out + rows
     if loop.slots == 2 and loop.in_parts > 1:
         return max(into + out + PART_NS * (loop.in_parts + loop.out_parts), load)
@@ -120,12 +111,15 @@ def _evict_ns(config: PrefillConfig) -> float:
     turned = 0 if config.loop.turns == "dma" else config.h_axis.count * R
     columns = turned + H + 3 * i_count * R
     instructions = -(-turned // 1024) + -(-H // 512) + 3 * i_count
-    return (columns + instructions * VECTOR_OVERHEAD_CYCLES) / 2 / VECTOR_CYCLES_PER_NS
+    return (columns + instructions * CORE.vector_overhead_cycles) / 2 / CORE.vector_cycles_per_ns
 
 
 def _load_ns(runs: int, size_bytes: int) -> float:
-    engines = runs / DMA_ENGINES * DMA_RUN_NS + size_bytes / DMA_ENGINES / DMA_BYTES_PER_NS
-    return max(engines, size_bytes / HBM_BYTES_PER_NS)
+    engines = (
+        runs / CORE.dma_engines * CORE.dma_run_ns
+        + size_bytes / CORE.dma_engines / CORE.dma_bytes_per_ns
+    )
+    return max(engines, size_bytes / CORE.hbm_bytes_per_ns)
 
 
 def fit_loop(
@@ -174,7 +168,7 @@ def find_loop(
         if parts is not None and parts != (loop.in_parts, loop.out_parts):
             continue
         trial = with_loop(config, loop)
-        if sbuf_bytes(trial) > SBUF_BYTES:
+        if sbuf_bytes(trial) > FITTED_SBUF_BYTES:
             continue
         total_ns = _experts_ns(trial, max(1, round(tiles_per_expert)))
         if total_ns < best_ns:
@@ -244,6 +238,6 @@ def _more_buffers(config: PrefillConfig) -> LoopPlan:
         for name, cap in caps.items():
             count = getattr(loop, name)
             more = replace(loop, **{name: count + 1})
-            if count < cap and sbuf_bytes(replace(config, loop=more)) <= SBUF_BYTES:
+            if count < cap and sbuf_bytes(replace(config, loop=more)) <= FITTED_SBUF_BYTES:
                 loop, grows = more, True
     return loop

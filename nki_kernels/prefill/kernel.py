@@ -14,7 +14,7 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     gate_up         [E, H, 2I]   weights   HBM  gate columns first
     down            [E, I, H]    weights   HBM
     slots           [N*B]        int32     HBM  token of each slot, -1 for padding
-    visit_expert    [C, V]       int32     HBM  plans.VisitPlan
+    visit_expert    [C, V]       int32     HBM  visits.VisitLists
     visit_tile      [C, V, G]    int32     HBM
     class_trips     [1, L]       int32     HBM
     gate_up_bias    [E, 2I]      float32   HBM  optional
@@ -44,7 +44,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import loops_of
+from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.buffers import (
     Buffers,
     Operands,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nki_kernels.common.plans import Ints, VisitPlan, is_even, live_tiles, plan_visits, tile_axis
+from nki_kernels.common.axes import is_even, tile_axis
+from nki_kernels.common.visits import Ints, VisitLists, list_visits, live_tiles
 from nki_kernels.prefill.config import (
     ACTIVATIONS,
     BLOCK_SIZES,
@@ -245,7 +246,7 @@ def _check_sizes(
 
 def plan_on_host(
     config: PrefillConfig, token_position_to_id: Ints, block_to_expert_N: Ints
-) -> VisitPlan:
+) -> VisitLists:
     """Return the visits of a block mapping; `index_blocks` makes the same on the device.
 
     Args:
@@ -254,13 +255,13 @@ def plan_on_host(
         block_to_expert_N: [N] int32.
     """
     tile, expert = live_tiles(token_position_to_id, block_to_expert_N, config.tile_rows)
-    return plan_visits(
+    return list_visits(
         tile, expert, visit_dims(config), num_tiles=config.num_tiles, num_experts=config.E
     )
 
 
 def check_blockwise_moe(
-    config: PrefillConfig, plan: VisitPlan, operands: Mapping[str, Any]
+    config: PrefillConfig, plan: VisitLists, operands: Mapping[str, Any]
 ) -> None:
     """Check the operands of a launch against what the kernel was compiled for.
 
@@ -291,7 +292,7 @@ def check_blockwise_moe(
     wanted = ((lanes, visits), (lanes, visits, largest_visit_of(config)))
     if (plan.visit_expert_CV.shape, plan.visit_tile_CVG.shape) != wanted:
         raise ValueError(
-            f"plan {list(plan.visit_tile_CVG.shape)}: must be {list(wanted[1])}. Use plan_visits() "
+            f"plan {list(plan.visit_tile_CVG.shape)}: must be {list(wanted[1])}. Use list_visits() "
             "with the classes of this configuration."
         )
 

@@ -16,7 +16,7 @@ from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.blocks import build_block_mapping
 from neuron_moe.config import GLUType
 from nki_kernels.common.expert_reference import blockwise_moe_ref
-from nki_kernels.common.plans import VisitPlan
+from nki_kernels.common.visits import VisitLists
 from nki_kernels.common.weight_formats import bias_terms, split_parts, three_terms
 from nki_kernels.prefill.config import num_projections, stored_parts, with_loop
 from nki_kernels.prefill.kernel import blockwise_moe
@@ -115,7 +115,7 @@ class Prefill:
         turns = {"turns": "tensor"} if self.loop.get("in_parts", 1) > 1 else {}
         return with_loop(config, replace(config.loop, **turns, **self.loop))
 
-    def plan(self, config: Any) -> VisitPlan:
+    def plan(self, config: Any) -> VisitLists:
         """Return the visits."""
         return plan_on_host(config, self.slots, self.block_to_expert)
 

@@ -7,16 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nki_kernels.common.plans import (
-    VisitDims,
-    loops_of,
-    max_visits,
-    no_tile,
-    plan_visits,
-    tile_axis,
-    tile_axis_evenly,
-)
-from nki_kernels.prefill.fit import SBUF_BYTES, sbuf_bytes
+from nki_kernels.common.axes import tile_axis, tile_axis_evenly
+from nki_kernels.common.chip import FITTED_SBUF_BYTES
+from nki_kernels.common.visits import VisitDims, list_visits, loops_of, max_visits, no_tile
+from nki_kernels.prefill.fit import sbuf_bytes
 from nki_kernels.prefill.options import make_config
 
 MODELS = {  # hidden, intermediate, experts: of the published configurations
@@ -60,7 +54,7 @@ def test_every_tile_is_visited_once(
     expert = np.repeat(np.arange(num_experts, dtype=np.int32), counts)
     tile = np.arange(len(expert), dtype=np.int32)
     dims = VisitDims(lanes, largest, num_visits, 128, in_halves, 0)
-    plan = plan_visits(tile, expert, dims, num_tiles=num_tiles, num_experts=num_experts)
+    plan = list_visits(tile, expert, dims, num_tiles=num_tiles, num_experts=num_experts)
     seen, step = [], 0
     for sizes, trips in zip(loops_of(classes), plan.class_trips_1L[0].tolist(), strict=True):
         for visit in range(step, step + 2 * trips):
@@ -83,7 +77,7 @@ def test_two_cores_share_a_hot_expert() -> None:
     expert = np.zeros(40, np.int32)
     dims = VisitDims(2, 4, max_visits(48, 8, 2, (4, 3, 2, 1)), 128, False, 0)
     tile = np.arange(40, dtype=np.int32)
-    plan = plan_visits(tile, expert, dims, num_tiles=48, num_experts=8)
+    plan = list_visits(tile, expert, dims, num_tiles=48, num_experts=8)
     per_lane = (plan.visit_tile_CVG < no_tile(48)).sum(axis=(1, 2))
     assert per_lane.tolist() == [20, 20]
 
@@ -98,4 +92,4 @@ def test_every_model_fits_at_every_degree(name: str, tp: int) -> None:
             num_slots=128 * (256 + experts), num_tokens=8192, weight_format=weight_format,
             has_gate_up_bias=True, has_down_bias=True, has_scales=weight_format != "bfloat16",
         )  # fmt: skip
-        assert sbuf_bytes(config) <= SBUF_BYTES
+        assert sbuf_bytes(config) <= FITTED_SBUF_BYTES

@@ -5,7 +5,7 @@ import pytest
 
 import nki_sim
 from neuron_moe.blocks import num_blocks
-from nki_kernels.common.plans import VisitDims, live_tiles, max_visits, plan_visits
+from nki_kernels.common.visits import VisitDims, list_visits, live_tiles, max_visits
 from nki_kernels.index import reference
 from nki_kernels.index.kernel import (
     BlockDims,
@@ -87,7 +87,7 @@ def test_any_counts_are_grouped_alike(largest: int, lanes: int) -> None:
         visits = VisitDims(lanes, largest, max_visits(blocks, E, lanes, classes), R, False, 2)
         run = nki_sim.run(index_blocks, index, BlockDims(E, R, blocks), visits, lnc=lanes)
         tile, expert = live_tiles(run.outputs[0], run.outputs[2], R)
-        plan = plan_visits(tile, expert, visits, num_tiles=blocks, num_experts=E)
+        plan = list_visits(tile, expert, visits, num_tiles=blocks, num_experts=E)
         for got, want in zip(run.outputs[6:], plan, strict=True):
             np.testing.assert_array_equal(got, want)
 
