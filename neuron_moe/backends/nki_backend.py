@@ -78,7 +78,7 @@ class NkiBackend:
         better: tuple[str, ...] = ()
         if self.plan.shard_plan == "auto":
             plan = nki_prefill.describe(self._rank(work, weights, scales_input, work.block_size))
-            best, _ = self._rank(work, weights, scales_input)[0]
+            best = self._rank(work, weights, scales_input)[0]
             if best.block_size != work.block_size:
                 better = (
                     f"block_size={best.block_size} would take {best.estimated_us:.0f} us"
@@ -91,12 +91,12 @@ class NkiBackend:
         """Return the block size of the plan that the cost model takes; as it is if one is given."""
         if self.plan.shard_plan != "auto":
             return work.block_size
-        best, _ = self._rank(work, weights, scales_input)[0]
+        best = self._rank(work, weights, scales_input)[0]
         return int(best.block_size)
 
     def _rank(
         self, work: Workload, weights: ExpertWeights, scales_input: bool, *block_sizes: int
-    ) -> list[nki_prefill.Ranked]:
+    ) -> list[Any]:
         top_k = work.top_k * work.num_local_experts / work.num_experts
         return nki_prefill.rank_plans(
             self.plan, weights, scales_input, work.tokens, top_k, block_sizes

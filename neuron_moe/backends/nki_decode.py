@@ -16,7 +16,7 @@ from neuron_moe.backends import ExpertWeights, LocalRouting
 from neuron_moe.backends.laid_out import LaidOut, from_numpy, to_numpy
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import Launch
-from neuron_moe.backends.nki_weights import kernel_activation, kernel_weights
+from neuron_moe.backends.nki_weights import expert_formula, kernel_weights
 
 MODES = {"selective": "selective", "all_experts": "all"}  # path of a decision: mode of the kernel
 
@@ -165,26 +165,7 @@ def config_records(
     request = DecodeRequest(
         mode="auto" if mode is None else MODES[mode], scaling="pre" if scales_input else "post"
     )
-    return sizes, _formula(weights), form, request
-
-
-def _formula(weights: ExpertWeights) -> Any:
-    """Return the kernel's formula of the experts."""
-    from nki_kernels.common.formula import ExpertFormula, limits
-
-    activation = kernel_activation(weights.activation)
-    gates_itself = activation.name == "swish"
-    return ExpertFormula(
-        activation="sigmoid" if gates_itself else activation.name,
-        scale=activation.scale,
-        has_gate=activation.has_gate,
-        gates_itself=gates_itself,
-        gate_limits=limits(*activation.gate_limits),
-        up_limits=limits(*activation.up_limits),
-        up_offset=activation.up_offset,
-        has_gate_up_bias=weights.gate_up_bias_EI is not None,
-        has_down_bias=weights.down_bias_EH is not None,
-    )
+    return sizes, expert_formula(weights), form, request
 
 
 @functools.lru_cache(maxsize=256)

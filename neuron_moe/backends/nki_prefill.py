@@ -16,11 +16,8 @@ from neuron_moe.backends.laid_out import LaidOut
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import Launch
 from neuron_moe.backends.nki_plan import PrefillPlan
-from neuron_moe.backends.nki_weights import KernelWeights, kernel_activation, kernel_weights
+from neuron_moe.backends.nki_weights import KernelWeights, expert_formula, kernel_weights
 from neuron_moe.blocks import BlockMapping, num_blocks
-
-Ranked = tuple[Any, tuple[int, int] | None]
-"""A PlanChoice of the cost model, and the parts of the weights that it reads."""
 
 
 def block_dims(expert_index_TK: Tensor, num_experts: int, plan: BlockPlan) -> Any:
@@ -76,36 +73,40 @@ def compute(
     import nki.language as nl
 
     from nki_kernels.combine.kernel import CombineDims, check_combine, combine
-    from nki_kernels.prefill.config import visit_dims
-    from nki_kernels.prefill.options import make_config
+    from nki_kernels.prefill import PlanRequest, PrefillWork, make_config, visit_dims
 
     operands = kernel_weights(weights, hidden_TH)
     num_tokens, top_k = routing.expert_index_TK.shape
-    chosen: dict[str, Any] = {"shard_plan": prefill.shard_plan}
-    if prefill.shard_plan == "auto":
-        share = weights.num_experts / (routing.num_experts or weights.num_experts)
-        best, parts = rank_plans(
-            prefill, weights, routing.scales_input, num_tokens, top_k * share, (plan.block_size,)
-        )[0]
-        chosen = {
-            "shard_plan": best.shard_plan,
-            "tiles_per_expert": best.tiles_per_expert,
-            "largest_visit": best.largest_visit,
-            "weight_parts": parts,
-        }
-    dims = block_dims(routing.expert_index_TK, weights.num_experts, plan)
-    config = make_config(
-        **_arguments(prefill, weights, routing.scales_input),
-        block_size=dims.block_size,
-        num_slots=dims.num_blocks * dims.block_size,
-        num_tokens=num_tokens,
+    request = PlanRequest(
+        shard_plan=prefill.shard_plan,
         loop_plan=prefill.loop_plan,
         in_halves=prefill.in_halves,
         skip_weights=prefill.skip_weights,
-        **chosen,
     )
+    if prefill.shard_plan == "auto":
+        share = weights.num_experts / (routing.num_experts or weights.num_experts)
+        best = rank_plans(
+            prefill, weights, routing.scales_input, num_tokens, top_k * share, (plan.block_size,)
+        )[0]
+        asked = best.request
+        request = replace(
+            request,
+            shard_plan=asked.shard_plan,
+            tiles_per_expert=asked.tiles_per_expert,
+            largest_visit=asked.largest_visit,
+            weight_parts=asked.weight_parts,
+        )
+    dims = block_dims(routing.expert_index_TK, weights.num_experts, plan)
+    work = PrefillWork(
+        dims.block_size,
+        dims.num_blocks * dims.block_size,
+        num_tokens,
+        prefill.num_cores,
+        _scaling(routing.scales_input),
+    )
+    config = make_config(expert_formula(weights), _sizes(weights), work, request)
     copy = weights.prefill_copy
-    if copy is not None and chosen.get("weight_parts") is not None:
+    if copy is not None and request.weight_parts is not None:
         operands = replace(operands, gate_up_EHI=copy.gate_up, down_EIH=copy.down)
     mapping, slot_of_pair_TK, visits = index(
         launch, routing.expert_index_TK, dims, prefill.num_cores, visit_dims(config)
@@ -128,9 +129,9 @@ def rank_plans(
     num_tokens: int,
     top_k: float,
     block_sizes: tuple[int, ...] = (),
-) -> list[Ranked]:
-    """Return the plans of the cost model, the fastest first, and the parts weights lie in if that
-    plan reads their copy for prefill.
+) -> list[Any]:
+    """Return the candidates of the cost model, the fastest first; their requests name the parts
+    weights lie in where they read the copy for prefill.
 
     Args:
         prefill: what was asked for.
@@ -143,13 +144,25 @@ def rank_plans(
     Raises:
         ValueError: nothing fits.
     """
-    arguments = _arguments(prefill, weights, scales_input)
-    sizes = (num_tokens, math.ceil(top_k), block_sizes)
-    ranked: list[Ranked] = [(choice, None) for choice in _rank(*sizes, **arguments)]
+    from nki_kernels.prefill import Expected, PlanRequest, Search
+
+    expected = Expected(
+        num_tokens=num_tokens,
+        top_k=math.ceil(top_k),
+        num_cores=prefill.num_cores,
+        scaling=_scaling(scales_input),
+    )
+    search = Search(block_sizes=block_sizes) if block_sizes else Search()
+    requests = [PlanRequest()]
     if weights.prefill_copy is not None:
-        parts = weights.prefill_copy.parts
-        ranked += [(choice, parts) for choice in _rank(*sizes, weight_parts=parts, **arguments)]
-    return sorted(ranked, key=lambda pair: pair[0].estimated_us)
+        requests.append(PlanRequest(weight_parts=weights.prefill_copy.parts))
+    formula, sizes = expert_formula(weights), _sizes(weights)
+    ranked = [
+        candidate
+        for request in requests
+        for candidate in _rank(formula, sizes, expected, request, search)
+    ]
+    return sorted(ranked, key=lambda candidate: candidate.estimated_us)
 
 
 def lay_out(weights: ExpertWeights, prefill: PrefillPlan) -> LaidOut | None:
@@ -158,7 +171,8 @@ def lay_out(weights: ExpertWeights, prefill: PrefillPlan) -> LaidOut | None:
     Raises:
         ValueError: a plan was asked for that reads plain weights.
     """
-    from nki_kernels.prefill.options import best_parts, make_config
+    from nki_kernels.common.formula import num_projections
+    from nki_kernels.prefill import PrefillWork, best_parts, make_config
 
     if prefill.shard_plan != "auto":
         raise ValueError(
@@ -167,16 +181,13 @@ def lay_out(weights: ExpertWeights, prefill: PrefillPlan) -> LaidOut | None:
         )
     operands = kernel_weights(weights)
     # The parts do not depend on the tokens: as many as give each expert one row tile.
-    config = make_config(
-        **_arguments(prefill, weights, False),
-        block_size=128,
-        num_slots=128 * weights.num_experts,
-        num_tokens=128 * weights.num_experts,
-    )
+    tokens = 128 * weights.num_experts
+    work = PrefillWork(128, tokens, tokens, prefill.num_cores)
+    config = make_config(expert_formula(weights), _sizes(weights), work)
     in_parts, out_parts = best_parts(config)
     if (in_parts, out_parts) == (1, 1):
         return None
-    halves = 2 if config.has_gate else 1
+    halves = num_projections(config.formula)
     return LaidOut(
         _by_parts(operands.gate_up_EHI, in_parts, halves),
         _by_parts(operands.down_EIH, out_parts, 1),
@@ -191,56 +202,41 @@ def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
     return cut.permute(0, 3, 1, 2, 4).reshape(experts, parts, rows, columns // parts)
 
 
-def describe(ranked: list[Ranked]) -> str:
-    """Return a line for `MoE.explain` about plans from the cost model."""
-    (best, parts), *others = ranked
-    unlike = [other for other, _ in others if other.shard_plan != best.shard_plan]
-    other = f"; {unlike[0].shard_plan} {unlike[0].estimated_us:.0f} us" if unlike else ""
+def describe(ranked: list[Any]) -> str:
+    """Return a line for `MoE.explain` about candidates of the cost model."""
+    best, *others = ranked
+    plan, parts = best.request.shard_plan, best.request.weight_parts
+    unlike = [other for other in others if other.request.shard_plan != plan]
+    other = ""
+    if unlike:
+        other = f"; {unlike[0].request.shard_plan} {unlike[0].estimated_us:.0f} us"
     layout = "" if parts is None else f", weights laid out in {parts[0]} and {parts[1]} parts"
     return (
-        f"plan: {best.loop_plan} loop, {best.shard_plan} shards{layout}, the cost model's choice:"
+        f"plan: {best.request.loop_plan} loop, {plan} shards{layout}, the cost model's choice:"
         f" experts in {best.estimated_us:.0f} us{other} [estimated]"
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _rank(
-    num_tokens: int, top_k: int, block_sizes: tuple[int, ...], **arguments: Any
-) -> tuple[Any, ...]:
-    from nki_kernels.prefill import choice as blockwise_choice
+def _rank(formula: Any, sizes: Any, expected: Any, request: Any, search: Any) -> tuple[Any, ...]:
+    from nki_kernels.prefill import rank_candidates
 
-    return tuple(
-        blockwise_choice.rank_plans(
-            num_tokens=num_tokens,
-            top_k=top_k,
-            block_sizes=block_sizes or blockwise_choice.BLOCK_SIZES,
-            **arguments,
-        )
-    )
+    return tuple(rank_candidates(formula, sizes, expected, request, search))
 
 
-def _arguments(prefill: PrefillPlan, weights: ExpertWeights, scales_input: bool) -> dict[str, Any]:
-    """Return the arguments of make_config that do not depend on tokens or plan."""
-    activation = kernel_activation(weights.activation)
+def _sizes(weights: ExpertWeights) -> Any:
+    """Return the sizes of this rank's experts."""
+    from nki_kernels.prefill import ExpertSizes
+
     experts, width, hidden_size = weights.down_proj_EIH.shape
     down = weights.packed_down
-    return {
-        "H": hidden_size,
-        "I": width,
-        "E": experts,
-        "num_cores": prefill.num_cores,
-        "weight_format": down.format if isinstance(down, NarrowMatrices) else "bfloat16",
-        "activation": activation.name,
-        "activation_scale": activation.scale,
-        "has_gate": activation.has_gate,
-        "gate_limits": activation.gate_limits,
-        "up_limits": activation.up_limits,
-        "up_offset": activation.up_offset,
-        "scaling": "pre" if scales_input else "none",
-        "has_gate_up_bias": weights.gate_up_bias_EI is not None,
-        "has_down_bias": weights.down_bias_EH is not None,
-        "has_scales": isinstance(down, NarrowMatrices),
-    }
+    if isinstance(down, NarrowMatrices):
+        return ExpertSizes(hidden_size, width, experts, down.format, True)
+    return ExpertSizes(hidden_size, width, experts)
+
+
+def _scaling(scales_input: bool) -> str:
+    return "pre" if scales_input else "none"
 
 
 def _experts(
@@ -253,7 +249,7 @@ def _experts(
     visits: tuple[Tensor, ...],
 ) -> Tensor:
     """Return what the experts make of each slot, [P, N * B, H] bfloat16 in P parts."""
-    from nki_kernels.prefill.kernel import blockwise_moe
+    from nki_kernels.prefill import blockwise_moe
 
     down_bias, down_scale_En = operands.down_bias_EH, operands.down_scale_En
     if down_bias is not None:

@@ -1,13 +1,13 @@
-"""Expert weights as the kernels take them: formats, scales, biases, names of activations."""
+"""Expert weights as the kernels take them: formats, scales, biases, formulas."""
 
 import functools
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from neuron_moe.activations import ActivationSpec
 from neuron_moe.backends import ExpertWeights, Packed
 from neuron_moe.backends.narrow import NarrowMatrices
 from neuron_moe.backends.nki_launch import dtype_name
@@ -128,33 +128,15 @@ def format_note(weights: ExpertWeights) -> str:
     return "weights: bfloat16; pack_weights() keeps those of MXFP4 checkpoints in 8 bits"
 
 
-@dataclass(frozen=True)
-class KernelActivation:
-    """An activation in the kernels' words: clamp, then act(scale * gate) * (up + up_offset).
-
-    Attributes:
-        name: of act; 'swish' is x * sigmoid(scale * x).
-        scale: of its argument.
-        has_gate: gate and up projections; without a gate the result is act(scale * up).
-        gate_limits: (lower, upper) clamps of the gate.
-        up_limits: of the up projection.
-        up_offset: added to it after its clamp.
-    """
-
-    name: str
-    scale: float
-    has_gate: bool
-    gate_limits: tuple[float | None, float | None]
-    up_limits: tuple[float | None, float | None]
-    up_offset: float
-
-
-def kernel_activation(spec: ActivationSpec) -> KernelActivation:
-    """Return the kernels' form of an activation.
+def expert_formula(weights: ExpertWeights) -> Any:
+    """Return the kernels' formula of the experts.
 
     Raises:
-        ValueError: they do not have it.
+        ValueError: the kernels do not have the activation.
     """
+    from nki_kernels.common.formula import ExpertFormula, limits
+
+    spec = weights.activation
     names = {
         "silu": "silu",
         "gelu": "gelu",
@@ -164,15 +146,20 @@ def kernel_activation(spec: ActivationSpec) -> KernelActivation:
         "tanh": "tanh",
     }
     name = names.get(spec.hidden_act)
-    if spec.is_glu and spec.glu_type is GLUType.SWIGLU:
-        name = "swish" if spec.hidden_act == "sigmoid" else None
-    if name is None:
+    gates_itself = spec.is_glu and spec.glu_type is GLUType.SWIGLU
+    if name is None or (gates_itself and name != "sigmoid"):
         raise ValueError(
             f"hidden_act={spec.hidden_act!r}, glu_type={spec.glu_type.value!r}: not in the kernels,"
             f" which have {', '.join(names)}, and of SwiGLU sigmoid. Use backend='torch'."
         )
-    up_limits = (spec.up_lower, spec.up_upper)
-    if not spec.is_glu:
-        return KernelActivation(name, spec.scale, False, (None, None), up_limits, 0.0)
-    gate_limits = (spec.gate_lower, spec.gate_upper)
-    return KernelActivation(name, spec.scale, True, gate_limits, up_limits, spec.bias)
+    return ExpertFormula(
+        activation=name,
+        scale=spec.scale,
+        has_gate=spec.is_glu,
+        gates_itself=gates_itself,
+        gate_limits=limits(spec.gate_lower, spec.gate_upper) if spec.is_glu else limits(None, None),
+        up_limits=limits(spec.up_lower, spec.up_upper),
+        up_offset=spec.bias if spec.is_glu else 0.0,
+        has_gate_up_bias=weights.gate_up_bias_EI is not None,
+        has_down_bias=weights.down_bias_EH is not None,
+    )

@@ -11,6 +11,9 @@ import nki.language as nl
 
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES
+from nki_kernels.common.formula import ExpertFormula
+
+OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
 
 
 def rows_of(axis: AxisTiles, tile: int) -> int:
@@ -139,7 +142,7 @@ def weight_dtype(weight_format: str) -> Any:
 
 
 def activation_function(activation: str) -> Any:
-    """Return the Scalar engine's function of an activation; of swish, the sigmoid."""
+    """Return the Scalar engine's function of an activation of `ExpertFormula`."""
     if activation == "silu":
         return nl.silu
     if activation == "gelu":
@@ -150,9 +153,19 @@ def activation_function(activation: str) -> Any:
         return nl.relu
     if activation == "tanh":
         return nl.tanh
-    if activation == "swiglu_oai":
-        return nl.gelu_apprx_sigmoid
     return nl.sigmoid
+
+
+def is_fused(formula: ExpertFormula) -> bool:
+    """Whether the Scalar engine has gate * sigmoid(scale * gate), this scale, as one function."""
+    return formula.gates_itself and (formula.scale == 1.0 or formula.scale == OAI_SCALE)
+
+
+def gate_function(formula: ExpertFormula) -> Any:
+    """Return the Scalar engine's function of the gate: the fused one if there is, else act."""
+    if not is_fused(formula):
+        return activation_function(formula.activation)
+    return nl.silu if formula.scale == 1.0 else nl.gelu_apprx_sigmoid
 
 
 def apply_chain(

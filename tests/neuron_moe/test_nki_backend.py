@@ -13,7 +13,7 @@ from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.config import DefaultInt
 from neuron_moe.dispatch import choose_path
 from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
-from nki_kernels.prefill.config import PrefillConfig
+from nki_kernels.prefill import PrefillConfig
 from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SILU, E, H, build
 from tests.tolerances import rms_error
 
@@ -199,19 +199,19 @@ def watched(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build("nki", GPT_OSS, {"block_size": DefaultInt(512)}, torch.bfloat16)
     told = layer.explain("prefill", T)
-    best, _ = layer.expert_mlps.backend._rank(  # type: ignore[union-attr]
+    best = layer.expert_mlps.backend._rank(  # type: ignore[union-attr]
         layer.expert_mlps.workload("prefill", T), layer.expert_mlps.weights(), False
     )[0]
     assert told.block_size == best.block_size != 512
-    assert f"{best.shard_plan} shards, the cost model's choice" in str(told)
+    assert f"{best.request.shard_plan} shards, the cost model's choice" in str(told)
     configs = watched(layer, monkeypatch)
     with torch.no_grad():
         layer(torch.randn(1, T, H).bfloat16())
     (config,) = configs
     assert config.tile_rows == min(128, best.block_size)
     assert (config.shard.splits_i, config.shard.splits_h) == (
-        best.shard_plan == "intermediate",
-        best.shard_plan == "hidden",
+        best.request.shard_plan == "intermediate",
+        best.request.shard_plan == "hidden",
     )
 
 
