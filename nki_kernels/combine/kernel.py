@@ -36,9 +36,9 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import (
-    PARTITIONS,
     TokenTiles,
     load_per_token,
     split_tokens,
@@ -49,7 +49,6 @@ from nki_kernels.common.token_tiles import (
 MAX_TOP_K = 16
 MAX_PARTS = 8
 MAX_ROWS = 1 << 24
-BANK = 512  # float32 columns of one PSUM bank
 GROUP = 2048  # columns summed together: half of PSUM
 ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
 NO_ROW = -(1 << 30)  # stays negative whatever the number of the part adds
@@ -286,10 +285,10 @@ def weigh(
         for index in range(len(gathered)):
             terms = diagonals[index // num_parts]
             for term in range(len(terms)):
-                for start in range(0, group_width, BANK):
-                    columns = slice(group + start, group + min(start + BANK, group_width))
+                for start in range(0, group_width, BANK_FLOATS):
+                    columns = slice(group + start, group + min(start + BANK_FLOATS, group_width))
                     nisa.nc_matmul(
-                        dst=total_ps[:, start : min(start + BANK, group_width)],
+                        dst=total_ps[:, start : min(start + BANK_FLOATS, group_width)],
                         stationary=terms[term],
                         moving=gathered[index][:, columns],
                         accumulate=index + term > 0,

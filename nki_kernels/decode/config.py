@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import nki.language as nl
 from nki.language import NKIObject
 
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.plans import PARTITIONS, AxisTiles
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
-from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.decode.config import (
     BANK_FLOATS,
     DIRECT_IN,

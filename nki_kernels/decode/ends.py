@@ -8,7 +8,7 @@ other halves of their partial sums.
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import (

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.plans import PARTITIONS, tile_axis
+from nki_kernels.common.axes import tile_axis
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.decode.config import (
     BANK_FLOATS,
     DecodeConfig,

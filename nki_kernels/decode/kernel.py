@@ -41,7 +41,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,

@@ -7,8 +7,8 @@ from typing import Any
 
 from nki.language import NKIObject
 
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
-from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.common.router_choice import check_router_formula
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.fit import SBUF_BYTES, SMALL_TILES_BYTES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
-from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.decode.config import DIRECT_IN, joins_projections
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.layer_config import LayerConfig

@@ -15,7 +15,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.decode.config import (
     DecodeConfig,
     entry_stride,

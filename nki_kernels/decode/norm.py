@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import PARTITIONS, AxisTiles
-from nki_kernels.common.tiles import BANK_BYTES, rows_of, transpose_rows
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import BANK_BYTES, PARTITIONS
+from nki_kernels.common.tiles import rows_of, transpose_rows
 
 DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
 WARM_UPS = 4  # matmuls while the tokens travel: the tensor engine's clock climbs with its work

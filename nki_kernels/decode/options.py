@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from nki_kernels.common.axes import AxisTiles, tile_axis
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.plans import PARTITIONS, AxisTiles, tile_axis
 from nki_kernels.common.weight_formats import WEIGHT_FORMATS
 from nki_kernels.decode.config import (
     MAX_EXPERTS,

@@ -22,8 +22,9 @@ import nki.language as nl
 import numpy as np
 from numpy.typing import NDArray
 
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import RouterFormula
-from nki_kernels.common.plans import PARTITIONS, AxisTiles
 from nki_kernels.common.router_choice import (
     LOWEST,
     SLOTS,

@@ -17,8 +17,8 @@ import nki.language as nl
 import numpy as np
 from nki.language import NKIObject
 
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,

@@ -14,8 +14,8 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.common.tiles import (
     activation_function,
     apply_chain,

@@ -16,8 +16,8 @@ Outputs, in shared HBM:
     num_valid_blocks      [1]      int32  blocks that hold a token
     tokens_per_expert     [E]      int32
     slot_of_pair_TK       [T, K]   int32  slot of each pair, -1 for no expert
-and, where asked, the lists of visits for `blockwise_moe` (see visit_index.py):
-    visit_expert_CV       [C, V]   int32  plans.VisitPlan, to which the three are equal bit for bit
+and, where asked, the lists of visits for `blockwise_moe` (see visits.py):
+    visit_expert_CV       [C, V]   int32  visits.VisitLists, to which they are equal bit by bit
     visit_tile_CVG      [C, V, G]  int32
     class_trips_1L        [1, L]   int32
 
@@ -48,16 +48,16 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import PARTITIONS, SBUF_BYTES
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.integers import count_up, divide_up
-from nki_kernels.common.plans import VisitDims
 from nki_kernels.common.token_tiles import (
-    PARTITIONS,
     TokenTiles,
     load_per_token,
     split_tokens,
     store_per_token,
 )
+from nki_kernels.common.visits import VisitDims
 from nki_kernels.index.slot_inverse import GROUP, exchange, invert, num_digits, store_flat
 from nki_kernels.index.visits import store_visits, visit_bytes
 
@@ -65,7 +65,6 @@ MAX_EXPERTS = 512  # float32 columns of one PSUM bank
 MAX_TOP_K = 16
 MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
 SLOTS = 8  # values per nc_match_replace8
-SBUF_BYTES = 212_984  # usable per partition on Trn2 (leanprover/KLR, KLR/Trace.lean)
 
 
 @dataclass

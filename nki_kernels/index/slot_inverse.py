@@ -10,10 +10,10 @@ from __future__ import annotations
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.integers import count_up, divide_down
-from nki_kernels.common.token_tiles import PARTITIONS, TokenTiles
+from nki_kernels.common.token_tiles import TokenTiles
 
-BANK = 512  # float32 columns of one PSUM bank
 GROUP = 2048  # columns of the inverse summed at once: half of PSUM, and exact in float16
 DIGIT_BITS = 8  # of a bfloat16 significand
 
@@ -52,8 +52,8 @@ def invert(
             moving = one_hot(numbers_sb[:, 0:width], here_sb[:, column])
             stationary = weighted_one_hots(line_sb, row_sb[:, column], digits, pair)
             for digit in range(len(digits)):
-                for bank in range(0, width, BANK):
-                    banked = slice(bank, min(bank + BANK, width))
+                for bank in range(0, width, BANK_FLOATS):
+                    banked = slice(bank, min(bank + BANK_FLOATS, width))
                     nisa.nc_matmul(
                         dst=inverse_ps[:, banked],
                         stationary=stationary[digit],

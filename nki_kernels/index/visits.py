@@ -1,4 +1,4 @@
-"""The lists of visits on the device: `plans.plan_visits`, bit for bit, from tokens per expert.
+"""The lists of visits on the device: what `list_visits` makes on the host, bit for bit.
 
 Slots of an expert fill up in order, so its live row tiles are the first ceil(tokens / R) of its
 blocks, and everything follows from the counts. With n tiles of an expert in v = ceil(n / G) visits,
@@ -7,7 +7,7 @@ which lack d = G v - n tiles, the formula is, for position p of a lane:
     runs      (size, expert), sizes descending: visits of that size, ends[run] = their running sum
               v - d of size G and d of size G - 1, or v - 1 and one of G - d if that is below 0
     steps     visits side by side; S[size] = steps whose first visit is at least so large
-    loops     of plans.loops_of: first position, first step, first single tile of each
+    loops     of common.visits.loops_of: first position, first step, first single tile of each
     step(p)   by the loop that p falls in;  visit(p) = step * lanes + lane, or step + lane * steps
     run       = runs that end at or before visit(p);  expert, size and tiles follow from the run
 
@@ -27,9 +27,9 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
-from nki_kernels.common.plans import VisitDims, no_tile
-from nki_kernels.common.token_tiles import PARTITIONS
+from nki_kernels.common.visits import VisitDims, no_tile
 
 FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
 
@@ -129,7 +129,7 @@ def new(width: int, dtype: nl.DType) -> nl.ndarray:
 def group_tiles(
     tokens_sb: nl.ndarray, last_block_sb: nl.ndarray, visits: VisitDims, block_size: int
 ) -> Runs:
-    """Return the visits of each size and expert; see plans._group, which does the same."""
+    """Return the visits of each size and expert, as `_group` of common.visits does."""
     E, G = tokens_sb.shape[1], visits.largest
     blocks_sb, tiles_sb, count_sb = new(E, nl.int32), new(E, nl.int32), new(E, nl.int32)
     divide_up(blocks_sb, tokens_sb, block_size)
@@ -177,7 +177,7 @@ def combine_scaled(
 
 
 def lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> Loops:
-    """Return the loops; see plans._arrange, which does the same.
+    """Return the loops; see `_arrange` of common.visits, which does the same.
 
     A size takes the single tiles that larger ones left. As long as there are enough, each step
     takes one, so that the steps before a size are also the single tiles taken before it.

@@ -43,6 +43,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import PARTITIONS, SBUF_BYTES
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.router_choice import (
     SLOTS,
@@ -53,7 +54,6 @@ from nki_kernels.common.router_choice import (
     ranks_scores,
 )
 from nki_kernels.common.token_tiles import (
-    PARTITIONS,
     TokenTiles,
     split_tokens,
     store_per_token,
@@ -64,7 +64,6 @@ from nki_kernels.common.token_tiles import (
 
 MAX_TOKENS_PER_CORE = 16384
 H_CHUNK = 512  # columns transposed into one PSUM bank
-SBUF_BYTES = 212_984  # usable per partition on Trn2 (leanprover/KLR, KLR/Trace.lean)
 
 
 def check_router_topk(

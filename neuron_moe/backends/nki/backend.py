@@ -57,7 +57,7 @@ def _workload(parts: LayerParts, step: Step) -> Workload:
     work = parts.workload(step)
     in_blocks = step.phase not in DECODE_PHASES or step.tokens > DECODE_KERNEL_TOKENS
     if in_blocks and tuning.block_size is None and tuning.shard_plan == "auto":
-        best, _ = prefill.rank(parts, step.tokens)[0]
+        best = prefill.rank(parts, step.tokens)[0]
         work = replace(work, block_size=int(best.block_size))
     return work
 

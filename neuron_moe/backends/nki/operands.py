@@ -13,7 +13,7 @@ from neuron_moe.quantize import recode_bf16_to_fp8
 from neuron_moe.weights.expert_weights import ExpertWeights, Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
-from nki_kernels.common.formula import EXPERT_ACTIVATIONS, ExpertFormula
+from nki_kernels.common.formula import EXPERT_ACTIVATIONS, ExpertFormula, limits
 
 _log = logging.getLogger("neuron_moe")
 
@@ -158,11 +158,13 @@ def kernel_formula(weights: ExpertWeights) -> ExpertFormula:
         ValueError: an activation that the kernels do not have.
     """
     _check_formula(weights.formula)
-    return replace(
-        weights.formula,
-        has_gate_up_bias=weights.gate_up_bias_EI is not None,
-        has_down_bias=weights.down_bias_EH is not None,
-    )
+    terms: dict[str, Any] = {
+        "has_gate_up_bias": weights.gate_up_bias_EI is not None,
+        "has_down_bias": weights.down_bias_EH is not None,
+    }
+    if not weights.formula.has_gate:  # torch reads neither; the kernels refuse them
+        terms |= {"gate_limits": limits(None, None), "up_offset": 0.0}
+    return replace(weights.formula, **terms)
 
 
 def _check_formula(formula: ExpertFormula) -> None:

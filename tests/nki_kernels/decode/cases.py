@@ -18,7 +18,7 @@ from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.reference import decode_moe_ref
-from tests.nki_kernels.prefill import choose_experts
+from tests.nki_kernels.routings import choose_experts
 
 BF16 = ml_dtypes.bfloat16
 DTYPES = {

@@ -15,7 +15,7 @@ from nki_kernels.decode.layout import weight_shapes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.decode.cases import GPT_OSS, records
-from tests.nki_kernels.prefill import choose_experts
+from tests.nki_kernels.routings import choose_experts
 
 # H, I, E, K of the models' public configurations.
 MODELS = {

@@ -10,8 +10,8 @@ import pytest
 
 import nki_sim
 from nki_kernels.common import router_reference as reference
+from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.formula import RouterFormula
-from nki_kernels.common.plans import AxisTiles, tile_axis
 from nki_kernels.decode.norm import load_norm, load_tokens, normalize, turn, turn_banks
 from nki_kernels.decode.router import (
     gate_tokens,

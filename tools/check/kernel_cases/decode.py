@@ -21,9 +21,7 @@ import numpy as np
 import torch
 
 import nki_sim
-from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import ExpertWeights, LocalRouting
-from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.backends.torch_backend import chosen_experts
 from neuron_moe.tools.check.kernel_cases.decode_weights import (
     fill_clamps,
     narrow_down_scale,
@@ -32,7 +30,6 @@ from neuron_moe.tools.check.kernel_cases.decode_weights import (
 from neuron_moe.tools.check.kernel_cases.prefill import (
     ACTIVATIONS,
     BF16,
-    TORCH_ACTIVATIONS,
     Problem,
     formula,
 )
@@ -41,6 +38,7 @@ from neuron_moe.tools.check.kernel_cases.routings import draw_routing
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
+from neuron_moe.weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula, limits
 from nki_kernels.decode.config import (
     MAX_TOKENS,
@@ -125,7 +123,7 @@ def build(case: Case, limits: Limits) -> tuple[Problem, Rank, str]:
         scaling=str(case.get("affinity_scaling_mode", "POST_SCALE")),
         block_size=128,
         num_cores=case.cores(),
-        **formula_of(case),
+        formula=formula_of(case, weights),
     )
     if problem.scaling not in SCALINGS:
         raise Skipped(f"affinity_scaling_mode {problem.scaling!r}: known are {', '.join(SCALINGS)}")
@@ -186,18 +184,20 @@ def draw_choices(
     return np.where(others_TK >= first, others_TK + here, others_TK).astype(np.int32)
 
 
-def formula_of(case: Case) -> dict[str, Any]:
-    """Return activation, clamps and offset of a case, by the names of `Problem`."""
+def formula_of(case: Case, weights: Weights) -> ExpertFormula:
+    """Return what an expert of a case computes."""
     activation = str(case.get("act_fn", "SiLU")).lower().replace("_approx", "")
     if activation not in ACTIVATIONS:
         raise Skipped(f"act_fn {case.get('act_fn')!r}: known are {', '.join(ACTIVATIONS)}")
     gate_limits, up_limits = fill_clamps(case)
-    return {
-        "activation": ACTIVATIONS[activation],
-        "gate_limits": gate_limits,
-        "up_limits": up_limits,
-        "up_offset": float(case.get("up_offset", 0.0)),
-    }
+    return ExpertFormula(
+        **ACTIVATIONS[activation],
+        gate_limits=limits(*gate_limits),
+        up_limits=limits(*up_limits),
+        up_offset=float(case.get("up_offset", 0.0)),
+        has_gate_up_bias=weights.gate_up_bias is not None,
+        has_down_bias=weights.down_bias is not None,
+    )
 
 
 def mode_of(case: Case) -> str:
@@ -222,7 +222,7 @@ def launch(
     E, I, H = weights.down.shape  # noqa: E741  the axis letters
     config = make_decode_config(
         DecodeSizes(T, H, I, E, K, rank.num_experts, p.num_cores),
-        expert_formula(p),
+        p.formula,
         weight_form(weights, rank.layout, rank.down_scale),
         DecodeRequest(mode=rank.mode, scaling=SCALINGS[p.scaling], output_dtype=rank.out_dtype),
     )
@@ -232,21 +232,6 @@ def launch(
         np.array([[rank.first]], np.int32), config, lnc=p.num_cores, options=options, **optional,
     )  # fmt: skip
     return np.asarray(result.outputs), result.timeline.total_us, config.mode
-
-
-def expert_formula(problem: Problem) -> ExpertFormula:
-    """Return the kernel's formula of a problem's experts."""
-    p = problem
-    swiglu: dict[str, Any] = {"activation": "sigmoid", "gates_itself": True, "scale": 1.702}
-    is_swiglu = p.activation == "swiglu_oai"
-    return ExpertFormula(
-        **(swiglu if is_swiglu else {"activation": p.activation}),
-        gate_limits=limits(*p.gate_limits),
-        up_limits=limits(*p.up_limits),
-        up_offset=p.up_offset,
-        has_gate_up_bias=p.weights.gate_up_bias is not None,
-        has_down_bias=p.weights.down_bias is not None,
-    )
 
 
 def weight_form(weights: Weights, layout: str, down_scale: str) -> WeightForm:
@@ -285,7 +270,7 @@ def torch_path(problem: Problem, out_dtype: str) -> np.ndarray:
     )
     hidden_TH = torch.from_numpy(p.hidden_TH.view(np.int16)).view(torch.bfloat16)
     with torch.no_grad():
-        result = TorchBackend(static=False).few_tokens(hidden_TH, routing, weights, "selective")
+        result = chosen_experts(hidden_TH, routing, weights)
     if out_dtype == "bfloat16":
         result = result.bfloat16().float()
     return np.asarray(result.numpy())
@@ -294,10 +279,4 @@ def torch_path(problem: Problem, out_dtype: str) -> np.ndarray:
 def torch_weights(problem: Problem) -> ExpertWeights:
     """Return the weights as the torch backend takes them."""
     p = problem
-    act, glu_type, scale = TORCH_ACTIVATIONS[p.activation]
-    spec = ActivationSpec(
-        hidden_act=act, glu_type=glu_type, scale=scale, bias=p.up_offset,
-        gate_lower=p.gate_limits[0], gate_upper=p.gate_limits[1], up_lower=p.up_limits[0],
-        up_upper=p.up_limits[1],
-    )  # fmt: skip
-    return ExpertWeights(*p.weights.rounded(), spec)
+    return ExpertWeights(*p.weights.rounded(), p.formula)

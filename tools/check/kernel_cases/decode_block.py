@@ -26,7 +26,6 @@ from neuron_moe.routing import RouterSpec
 from neuron_moe.routing import route as route_with_torch
 from neuron_moe.tools.check.kernel_cases.decode import (
     SCALINGS,
-    expert_formula,
     fitting_tokens,
     formula_of,
     mode_of,
@@ -116,7 +115,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     problem = Problem(
         hidden_TH=front.normed(), index_TK=local_TK, affinities_TK=affinities_TK * is_local,
         weights=weights, scaling=str(case.get("affinity_scaling_mode", "POST_SCALE")),
-        block_size=128, num_cores=case.cores(), **formula_of(case),
+        block_size=128, num_cores=case.cores(), formula=formula_of(case, weights),
     )  # fmt: skip
     if problem.scaling not in SCALINGS:
         raise Skipped(f"affinity_scaling_mode {problem.scaling!r}: known are {', '.join(SCALINGS)}")
@@ -213,7 +212,7 @@ def _launch(
     config = make_layer_config(
         DecodeSizes(len(p.hidden_TH), H, I, E, front.top_k, num_experts, p.num_cores),
         router,
-        expert_formula(p),
+        p.formula,
         form,
         weight_form(weights, str(case.get("layout", "ehi")), down_scale),
         DecodeRequest(mode=mode_of(case), scaling=SCALINGS[p.scaling], output_dtype="bfloat16"),

@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
+from nki_kernels.common.formula import limits
 from nki_kernels.common.weight_formats import split_parts
-from nki_kernels.prefill.config import stored_parts
-from nki_kernels.prefill.cost import cost_blockwise_moe
-from nki_kernels.prefill.fit import sbuf_bytes
-from nki_kernels.prefill.options import best_parts, check_blockwise_moe, make_config
+from nki_kernels.prefill import (
+    best_parts,
+    check_blockwise_moe,
+    cost_blockwise_moe,
+    stored_parts,
+)
+from nki_kernels.prefill.memory import sbuf_bytes
 from nki_sim import SimOptions
-from tests.nki_kernels.prefill import GPT_OSS, Prefill
+from tests.nki_kernels.prefill.cases import GPT_OSS, Prefill, config_of
 from tests.nki_kernels.traces import measured_cost
 
 # max |error| of a kernel over that of the torch backend, both in bfloat16 against float64: the
@@ -60,18 +64,19 @@ CASES = {
         257, 192, 60, 5, 1, 512, options={"activation": "gelu"}
     ),
     "T150-H192-I60-E4-K2-swish": Prefill(
-        150, 192, 60, 4, 2, 64, options={"activation": "swish", "activation_scale": 1.3}
+        150, 192, 60, 4, 2, 64,
+        options={"activation": "sigmoid", "gates_itself": True, "scale": 1.3},
     ),
     "T150-H192-I60-E4-K2-swish-clamped-bias": Prefill(
         150, 192, 60, 4, 2, 64, has_bias=True,
-        options={**GPT_OSS, "activation": "swish", "activation_scale": 0.5},
+        options={**GPT_OSS, "scale": 0.5},
     ),
     "T150-H128-I96-E4-K2-scaled-sigmoid-bias": Prefill(
         150, 128, 96, 4, 2, 64, has_bias=True,
-        options={"activation": "sigmoid", "activation_scale": 2.0},
+        options={"activation": "sigmoid", "scale": 2.0},
     ),
     "T90-H128-I64-E4-K2-gelu-tanh": Prefill(
-        90, 128, 64, 4, 2, 64, options={"activation": "gelu_tanh", "activation_scale": 0.7}
+        90, 128, 64, 4, 2, 64, options={"activation": "gelu_tanh", "scale": 0.7}
     ),
     "T150-H128-I260-E4-K2-relu-no-gate": Prefill(
         150, 128, 260, 4, 2, 64, options={"activation": "relu", "has_gate": False}
@@ -79,8 +84,8 @@ CASES = {
     "T150-H192-I60-E4-K1-silu-no-gate-bias-pre": Prefill(
         150, 192, 60, 4, 1, 64, has_bias=True,
         options={
-            "has_gate": False, "scaling": "pre", "turns": "dma", "up_limits": (-1.0, 1.0),
-            "activation_scale": 1.5,
+            "has_gate": False, "scaling": "pre", "turns": "dma", "up_limits": limits(-1.0, 1.0),
+            "scale": 1.5,
         },
     ),
     "T150-H192-I60-E4-K2-tanh-no-gate-e4m3": Prefill(
@@ -170,7 +175,7 @@ def check(problem: Prefill, options: SimOptions | None = None) -> None:
     allowed = np.abs(problem.torch_slots() - expected)
     assert error.max() <= WORST_FACTOR * allowed.max()
     assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
-    cost = cost_blockwise_moe(config, problem.plan(config), problem.slots)
+    cost = cost_blockwise_moe(config, problem.visits(config), problem.slots)
     assert cost == measured_cost(run.trace)
     assert run.sbuf_peak_bytes <= sbuf_bytes(config)
 
@@ -205,23 +210,23 @@ def test_skipped_weights_are_loaded_once_per_expert_and_core() -> None:
     for skips in (False, True):
         problem = Prefill(600, H, I, E, 2, 64, options={**options, "skip_weights": skips})
         config = problem.config()
-        plan = problem.plan(config)
-        loads.append(int((plan.visit_expert_CV < E).sum()))
+        visits = problem.visits(config)
+        loads.append(int((visits.visit_expert_CV < E).sum()))
         cost = measured_cost(problem.launch().trace)
-        assert cost == cost_blockwise_moe(config, plan, problem.slots)
+        assert cost == cost_blockwise_moe(config, visits, problem.slots)
     assert loads[0] == len(np.unique(np.flatnonzero(problem.slots >= 0) // 64))
     assert loads[1] <= E + 1  # the halves may share one expert
 
 
 PARTS = {
-    "one-slot": Prefill(150, 128, 256, 3, 2, 64, loop={"slots": 1}),
-    "one-slot-bias": Prefill(
-        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"slots": 1}
+    "one-buffer": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1}),
+    "one-buffer-bias": Prefill(
+        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"weight_buffers": 1}
     ),
-    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"slots": 1, "in_parts": 2}),
+    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1, "in_parts": 2}),
     "4-parts-bias": Prefill(
         150, 128, 256, 3, 2, 64, has_bias=True, options=GPT_OSS,
-        loop={"slots": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
+        loop={"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
     ),
     "3-parts-e4m3-post": Prefill(
         150, 128, 384, 3, 2, 64, loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
@@ -258,7 +263,7 @@ def test_buffers_do_not_change_the_result(name: str) -> None:
 def test_big_experts_get_smaller_buffers() -> None:
     def loop_of(H: int, I: int) -> tuple[int, int]:  # noqa: E741
         loop = Prefill(64, H, I, 1, 1).config().loop
-        return loop.slots, loop.in_parts
+        return loop.weight_buffers, loop.in_parts
 
     assert loop_of(2880, 360) == (2, 1)  # GPT-OSS, 8 ranks
     assert loop_of(5120, 512) == (1, 1)  # Llama 4 Scout, 16 ranks
@@ -267,12 +272,12 @@ def test_big_experts_get_smaller_buffers() -> None:
 
 def test_weights_that_do_not_fit_had_best_lie_in_parts() -> None:
     sizes = {"E": 8, "block_size": 128, "num_slots": 128 * 24, "num_tokens": 1024}
-    whole = make_config(H=2880, I=360, **sizes)
+    whole = config_of(H=2880, I=360, **sizes)
     assert best_parts(whole) == (1, 1)
-    cut = make_config(H=4096, I=1792, **sizes)  # Mixtral, 8 ranks
+    cut = config_of(H=4096, I=1792, **sizes)  # Mixtral, 8 ranks
     parts = best_parts(cut)
     assert parts == (7, 4)  # the fastest of six simulated
-    fitted = make_config(H=4096, I=1792, weight_parts=parts, **sizes)
+    fitted = config_of(H=4096, I=1792, weight_parts=parts, **sizes)
     assert stored_parts(fitted) == parts
 
 
@@ -301,9 +306,17 @@ REFUSED = {
     "scales": ({"has_scales": True}, r"has_scales=True: bfloat16 weights have none"),
     "split": ({"shard_plan": "intermediate", "I": 45}, r"I=45: must be a multiple of 2"),
     "gate": ({"has_gate": False, "up_offset": 1.0}, r"has_gate=False: there is no gate"),
-    "oai": (
-        {"activation": "swiglu_oai", "activation_scale": 2.0},
-        r"activation_scale=2: its scale is 1.702. Use activation='swish'",
+    "gates-itself": (
+        {"gates_itself": True, "activation": "gelu"},
+        r"gates_itself=True, activation='gelu', has_gate=True: .* Use activation='sigmoid'",
+    ),
+    "gates-nothing": (
+        {"gates_itself": True, "activation": "sigmoid", "has_gate": False},
+        r"gates_itself=True, activation='sigmoid', has_gate=False: the kernel has gates",
+    ),
+    "leaky_relu": (
+        {"activation": "leaky_relu"},
+        r"activation='leaky_relu': must be one of silu, gelu",
     ),
     "halves": ({"in_halves": True}, r"in_halves=True, shard_plan='balanced': only blocks are"),
     "skip": ({"H": 4096, "I": 4096, "skip_weights": True}, r"skip_weights=True: experts with"),
@@ -327,7 +340,7 @@ def test_what_cannot_run_is_refused_by_name(name: str) -> None:
     sizes = {"H": 128, "I": 64, "E": 4, "block_size": 128, "num_slots": 512, "num_tokens": 128}
     change, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        make_config(**{**sizes, **change})
+        config_of(**{**sizes, **change})
 
 
 def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
@@ -337,7 +350,7 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
         "hidden": problem.hidden_TH, "gate_up": problem.gate_up_codes, "down": problem.down_codes,
         "slots": problem.slots,
     }  # fmt: skip
-    check_blockwise_moe(config, problem.plan(config), good)
+    check_blockwise_moe(config, problem.visits(config), good)
     for name, bad, message in (
         ("hidden", problem.hidden_TH[:, :64], r"hidden \[64, 64\]: must be \[64, 192\]"),
         ("hidden", problem.hidden_TH.astype(np.float32), r"hidden float32: must be bfloat16"),
@@ -346,9 +359,9 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
         ("down_bias", problem.slots, r"down_bias: not expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_blockwise_moe(config, problem.plan(config), {**good, name: bad})
+            check_blockwise_moe(config, problem.visits(config), {**good, name: bad})
     with pytest.raises(ValueError, match="gate_up: missing"):
-        check_blockwise_moe(config, problem.plan(config), {"hidden": problem.hidden_TH})
+        check_blockwise_moe(config, problem.visits(config), {"hidden": problem.hidden_TH})
 
 
 def _recode(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Any, Any, Any]:

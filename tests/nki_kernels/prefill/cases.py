@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
-from neuron_moe.config import GLUType
 
 import nki_sim
-from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import ExpertWeights, LocalRouting
-from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.backends.torch_backend import chosen_experts
 from neuron_moe.blocks import build_block_mapping
-from nki_kernels.common.expert_reference import blockwise_moe_ref
-from nki_kernels.common.plans import VisitPlan
+from neuron_moe.weights import ExpertWeights, LocalRouting
+from nki_kernels.common.formula import ExpertFormula, limits, num_projections
+from nki_kernels.common.visits import VisitLists
 from nki_kernels.common.weight_formats import bias_terms, split_parts, three_terms
-from nki_kernels.prefill.config import num_projections, stored_parts, with_loop
-from nki_kernels.prefill.kernel import blockwise_moe
-from nki_kernels.prefill.options import make_config, plan_on_host
+from nki_kernels.prefill import (
+    ExpertSizes,
+    PlanRequest,
+    PrefillConfig,
+    PrefillWork,
+    blockwise_moe,
+    blockwise_moe_ref,
+    make_config,
+    stored_parts,
+    visits_of,
+)
+from nki_kernels.prefill.config import with_loop
+from tests.nki_kernels.routings import choose_experts
 
 BF16 = ml_dtypes.bfloat16
-GPT_OSS = {
-    "activation": "swiglu_oai",
-    "gate_limits": (None, 7.0),
-    "up_limits": (-7.0, 7.0),
-    "up_offset": 1.0,
-}
+GPT_OSS: dict[str, Any] = {
+    "activation": "sigmoid", "gates_itself": True, "scale": 1.702, "up_offset": 1.0,
+    "gate_limits": limits(None, 7.0), "up_limits": limits(-7.0, 7.0),
+}  # fmt: skip
+Records = tuple[ExpertFormula, ExpertSizes, PrefillWork, PlanRequest]
 
 
-def choose_experts(routing: str, T: int, E: int, K: int, rng: np.random.Generator) -> Any:
-    """Return [T, K] different experts of every token, int32."""
-    if routing == "balanced":
-        first = np.arange(T)[:, None] * K + np.arange(K)[None, :]
-        return (first % E).astype(np.int32)
-    weight_E = np.ones(E)
-    if routing == "zipf":
-        weight_E = 1.0 / np.arange(1, E + 1)
-    elif routing == "one-expert":
-        weight_E = np.where(np.arange(E) == E // 2, 1e9, 1.0)
-    elif routing == "empty-experts":
-        weight_E = np.where(np.arange(E) % 2 == 0, 1.0, 1e-9)
-    keys = np.log(weight_E)[None, :] + rng.gumbel(size=(T, E))
-    return np.argsort(-keys, axis=1)[:, :K].astype(np.int32)
+def records(**values: Any) -> Records:
+    """Return the records that values make, by the names of their fields."""
+    found = []
+    for kind in (ExpertFormula, ExpertSizes, PrefillWork, PlanRequest):
+        names = {entry.name for entry in fields(kind)}
+        found.append(kind(**{name: value for name, value in values.items() if name in names}))
+    known = {entry.name for record in found for entry in fields(record)}
+    assert set(values) <= known, set(values) - known
+    formula, sizes, work, request = found
+    return formula, sizes, work, request
+
+
+def config_of(**values: Any) -> PrefillConfig:
+    """Return the configuration that values make, by the names of the records' fields."""
+    return make_config(*records(**values))
 
 
 @dataclass
@@ -104,20 +112,24 @@ class Prefill:
         self.gate_up = self.gate_up_codes.astype(np.float32)
         self.down = self.down_codes.astype(np.float32)
 
-    def config(self) -> Any:
-        """Return what the kernel is compiled for; `loop` overrides its choice of buffers."""
-        config = make_config(
+    def records(self) -> Records:
+        """Return formula, sizes, work and request."""
+        return records(
             H=self.H, I=self.I, E=self.E, block_size=self.B, num_slots=len(self.slots),
             num_tokens=self.T, has_gate_up_bias=self.has_bias, has_down_bias=self.has_bias,
             **self.options,
         )  # fmt: skip
+
+    def config(self) -> PrefillConfig:
+        """Return what the kernel is compiled for; `loop` overrides its choice of buffers."""
+        config = make_config(*self.records())
         # Rows that the gather turned serve one part only.
         turns = {"turns": "tensor"} if self.loop.get("in_parts", 1) > 1 else {}
         return with_loop(config, replace(config.loop, **turns, **self.loop))
 
-    def plan(self, config: Any) -> VisitPlan:
+    def visits(self, config: PrefillConfig) -> VisitLists:
         """Return the visits."""
-        return plan_on_host(config, self.slots, self.block_to_expert)
+        return visits_of(config, self.slots, self.block_to_expert)
 
     def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
         """Run the kernel on the simulator; return the run."""
@@ -135,7 +147,7 @@ class Prefill:
             optional["slot_scale"] = self.slot_scale()
         return nki_sim.run(
             blockwise_moe, self.hidden_TH, *self.weights(config), self.slots,
-            *self.plan(config), config, lnc=config.num_cores, options=sim_options, **optional,
+            *self.visits(config), config, lnc=config.num_cores, options=sim_options, **optional,
         )  # fmt: skip
 
     def weights(self, config: Any) -> tuple[Any, Any]:
@@ -143,7 +155,7 @@ class Prefill:
         if not config.loop.by_parts:
             return self.gate_up_codes, self.down_codes
         in_parts, out_parts = stored_parts(config)
-        halves = num_projections(config)
+        halves = num_projections(config.formula)
         return (
             split_parts(self.gate_up_codes, in_parts, halves),
             split_parts(self.down_codes, out_parts),
@@ -162,18 +174,15 @@ class Prefill:
         scale = self.slot_scale().astype(np.float64)[:, None]
         if scaling == "pre":
             rows = rows * scale
-        names = (
-            "activation", "activation_scale", "has_gate", "gate_limits", "up_limits", "up_offset",
-        )  # fmt: skip
         has = self.gate_up_bias is not None
         result = blockwise_moe_ref(
             rows,
             np.repeat(self.block_to_expert, self.B),
             self.gate_up.astype(np.float64),
             self.down.astype(np.float64),
+            self.records()[0],
             gate_up_bias_E2I=self.gate_up_bias.astype(np.float64) if has else None,
             down_bias_EH=self.down_bias.astype(np.float64) if has else None,
-            **{name: self.options[name] for name in names if name in self.options},
         )
         if scaling == "post":
             result = result * scale
@@ -189,36 +198,26 @@ class Prefill:
     def torch_slots(self) -> Any:
         """Return [N*B, H] float64 as the torch backend computes it in bfloat16."""
         live = np.flatnonzero(self.slots >= 0)
-        o = self.options
-        gate, up = o.get("gate_limits", (None, None)), o.get("up_limits", (None, None))
-        name, factor = o.get("activation", "silu"), o.get("activation_scale", 1.0)
-        if name == "swiglu_oai":
-            name, factor = "swish", 1.702
-        spec = ActivationSpec(
-            hidden_act={"swish": "sigmoid", "gelu_tanh": "gelu_pytorch_tanh"}.get(name, name),
-            glu_type=GLUType.SWIGLU if name == "swish" else GLUType.GLU,
-            is_glu=o.get("has_gate", True), scale=factor, bias=o.get("up_offset", 0.0),
-            gate_lower=gate[0], gate_upper=gate[1], up_lower=up[0], up_upper=up[1],
-        )  # fmt: skip
+        formula = self.records()[0]
         bf16 = torch.bfloat16
         weights = ExpertWeights(
             torch.from_numpy(self.gate_up).to(bf16), torch.from_numpy(self.down).to(bf16),
             None if self.gate_up_bias is None else torch.from_numpy(self.gate_up_bias).to(bf16),
             None if self.down_bias is None
             else torch.from_numpy(self.down_bias.astype(np.float32)).to(bf16),
-            spec,
+            formula,
         )  # fmt: skip
         rows = torch.from_numpy(self.hidden_TH.astype(np.float32)[self.slots[live]]).to(bf16)
         expert = np.repeat(self.block_to_expert, self.B)[live]
         scale = self.slot_scale()[live]
-        scaling = o.get("scaling", "none")
+        scaling = self.options.get("scaling", "none")
         ones = np.ones_like(scale)
         routing = LocalRouting(
             torch.from_numpy(expert.astype(np.int32)).reshape(-1, 1),
             torch.from_numpy(ones if scaling == "none" else scale).reshape(-1, 1),
             scaling == "pre",
         )
-        result = TorchBackend(static=False).few_tokens(rows, routing, weights, "selective").double()
+        result = chosen_experts(rows, routing, weights).double()
         full = np.zeros((len(self.slots), self.H))
         full[live] = result
         return full

@@ -1,11 +1,13 @@
 """The visits that index_blocks lists on the device against those of the host, bit for bit."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import nki_sim
 from neuron_moe.blocks import num_blocks
-from nki_kernels.common.plans import VisitDims, live_tiles, max_visits, plan_visits
+from nki_kernels.common.visits import VisitDims, list_visits, live_tiles, max_visits
 from nki_kernels.index import reference
 from nki_kernels.index.kernel import (
     BlockDims,
@@ -14,10 +16,10 @@ from nki_kernels.index.kernel import (
     index_blocks,
     sbuf_bytes,
 )
-from nki_kernels.prefill.config import visit_dims
-from nki_kernels.prefill.options import make_config, plan_on_host
+from nki_kernels.prefill import visit_dims, visits_of
 from nki_sim import SimOptions, TensorSpec
-from tests.nki_kernels.test_index_blocks import draw
+from tests.nki_kernels.index.test_kernel import draw
+from tests.nki_kernels.prefill.cases import config_of
 from tests.nki_kernels.traces import measured_cost
 
 # name: (T, K, E, B, share of choices without an expert, routing)
@@ -29,7 +31,7 @@ ROUTED: dict[str, tuple[int, int, int, int, float, str]] = {
     "one-expert": (700, 2, 5, 64, 0.0, "one-expert"),
     "large-blocks": (900, 3, 6, 256, 0.0, "zipf"),
 }
-PLANS: dict[str, dict[str, object]] = {
+PLANS: dict[str, dict[str, Any]] = {
     "balanced": {},
     "balanced-visits-of-3": {"largest_visit": 3},
     "intermediate": {"shard_plan": "intermediate"},
@@ -45,10 +47,10 @@ PLANS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def check(index: np.ndarray, E: int, B: int, options: dict[str, object]) -> None:
+def check(index: np.ndarray, E: int, B: int, options: dict[str, Any]) -> None:
     T, K = index.shape
     dims = BlockDims(E, B, num_blocks(T, K, E, B))
-    config = make_config(
+    config = config_of(
         H=128, I=64, E=E, block_size=B, num_slots=B * dims.num_blocks, num_tokens=T, **options
     )
     visits = visit_dims(config)
@@ -57,8 +59,8 @@ def check(index: np.ndarray, E: int, B: int, options: dict[str, object]) -> None
     wanted = reference.index_blocks(index, E, B, dims.num_blocks)
     for got, want in zip(run.outputs[:6], wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    plan = plan_on_host(config, wanted.token_position_to_id, wanted.block_to_expert)
-    for got, want in zip(run.outputs[6:], plan, strict=True):
+    lists = visits_of(config, wanted.token_position_to_id, wanted.block_to_expert)
+    for got, want in zip(run.outputs[6:], lists, strict=True):
         np.testing.assert_array_equal(got, want)
         assert got.dtype == np.int32
     assert not run.findings
@@ -87,17 +89,15 @@ def test_any_counts_are_grouped_alike(largest: int, lanes: int) -> None:
         visits = VisitDims(lanes, largest, max_visits(blocks, E, lanes, classes), R, False, 2)
         run = nki_sim.run(index_blocks, index, BlockDims(E, R, blocks), visits, lnc=lanes)
         tile, expert = live_tiles(run.outputs[0], run.outputs[2], R)
-        plan = plan_visits(tile, expert, visits, num_tiles=blocks, num_experts=E)
-        for got, want in zip(run.outputs[6:], plan, strict=True):
+        lists = list_visits(tile, expert, visits, num_tiles=blocks, num_experts=E)
+        for got, want in zip(run.outputs[6:], lists, strict=True):
             np.testing.assert_array_equal(got, want)
 
 
 def test_what_the_check_counts_covers_what_is_alive() -> None:
     T, K, E, B = 8192, 4, 512, 32
     dims = BlockDims(E, B, num_blocks(T, K, E, B))
-    config = make_config(
-        H=128, I=64, E=E, block_size=B, num_slots=B * dims.num_blocks, num_tokens=T
-    )
+    config = config_of(H=128, I=64, E=E, block_size=B, num_slots=B * dims.num_blocks, num_tokens=T)
     visits = visit_dims(config)
     options = SimOptions(mode="indices")
     run = nki_sim.run(

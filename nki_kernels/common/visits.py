@@ -1,11 +1,12 @@
-"""How the work of a prefill is cut and ordered: axes into tiles, slots into visits, cores.
+"""Visits: which row tiles a core of the prefill kernel computes with one load of weights.
 
 A *row tile* is R = min(B, 128) consecutive slots of one block. A *visit* is up to G row tiles of
 one expert that a core computes with one load of the expert's weights. Visits of two cores run in
 lock step: visit v of both cores has the same number of tiles (missing ones are dummies that move
 no data), because both cores must take the same trips of a dynamic loop.
 
-Everything here is data for one kernel body: which tiles, in which order, on which core.
+Everything here is data for one kernel body: which tiles, in which order, on which core. The host
+makes it with `list_visits`, the device with `index_blocks`.
 
 Axes: E experts, B slots in a block, R rows in a tile, C cores (lanes), V visits of a core, G tiles
 in a visit.
@@ -20,57 +21,11 @@ import numpy as np
 from nki.language import NKIObject
 from numpy.typing import NDArray
 
-PARTITIONS = 128  # NKI architecture guide: lanes of SBUF and PSUM
 Ints = NDArray[np.int32]
-Step = list[tuple[int, Ints]]  # an expert and its tiles for each lane, side by side
+_Step = list[tuple[int, Ints]]  # an expert and its tiles for each lane, side by side
 
 
-@dataclass
-class AxisTiles(NKIObject):
-    """An axis spread over partitions in `count` tiles of `rows` (the last one of `tail`).
-
-    With `is_strided`, row p of tile t is element p * count + t: a partition owns consecutive
-    elements, so that its part of a matrix is one contiguous run. Otherwise it is t * rows + p.
-    """
-
-    size: int
-    rows: int
-    count: int
-    tail: int
-    is_strided: bool
-
-
-def tile_axis(size: int) -> AxisTiles:
-    """Cut an axis into tiles of at most 128 rows.
-
-    The strided form needs a divisor; it is taken if it costs at most 1/16 more tiles.
-
-    Example:
-        >>> tile_axis(2880).rows, tile_axis(2880).count
-        (120, 24)
-    """
-    fewest = -(-size // PARTITIONS)
-    count = fewest
-    while size % count:
-        count += 1
-    if 16 * count <= 17 * fewest:
-        return AxisTiles(size, size // count, count, size // count, True)
-    return AxisTiles(size, PARTITIONS, fewest, size - (fewest - 1) * PARTITIONS, False)
-
-
-def tile_axis_evenly(size: int) -> AxisTiles:
-    """Cut an axis into equal tiles of consecutive elements; see `is_even` for whether one can."""
-    axis = tile_axis(size)
-    return AxisTiles(size, axis.rows, axis.count, axis.rows, False)
-
-
-def is_even(size: int) -> bool:
-    """Whether `tile_axis` finds tiles of equal size."""
-    axis = tile_axis(size)
-    return axis.rows * axis.count == size
-
-
-@dataclass
+@dataclass(frozen=True)
 class VisitDims(NKIObject):
     """How row tiles become visits; compile-time constants, the same on host and device.
 
@@ -92,7 +47,7 @@ class VisitDims(NKIObject):
     reload_after: int
 
 
-class VisitPlan(NamedTuple):
+class VisitLists(NamedTuple):
     """The visits of every lane; the kernel's index inputs.
 
     Attributes:
@@ -157,9 +112,9 @@ def live_tiles(
     return tile, block_to_expert_N[tile // tiles_per_block]
 
 
-def plan_visits(
+def list_visits(
     tile: Ints, tile_expert: Ints, dims: VisitDims, *, num_tiles: int, num_experts: int
-) -> VisitPlan:
+) -> VisitLists:
     """Group row tiles into visits, and give each lane every num_lanes-th of them.
 
     An expert's tiles become as few visits as can be, full ones and ones that lack a tile; the
@@ -189,10 +144,10 @@ def plan_visits(
     if dims.reload_after:
         is_here = expert_CV[:, dims.reload_after :] == expert_CV[:, : -dims.reload_after]
         expert_CV[:, dims.reload_after :][is_here] = num_experts
-    return VisitPlan(expert_CV, tile_CVG, trips)
+    return VisitLists(expert_CV, tile_CVG, trips)
 
 
-def _side_by_side(visits: list[tuple[int, Ints]], dims: VisitDims) -> list[Step]:
+def _side_by_side(visits: list[tuple[int, Ints]], dims: VisitDims) -> list[_Step]:
     """Return the visits that the lanes run at the same time."""
     count = -(-len(visits) // dims.num_lanes)
     if dims.in_halves:
@@ -219,14 +174,14 @@ def _group(tile: Ints, tile_expert: Ints, largest: int) -> list[tuple[int, Ints]
     return sorted(visits, key=lambda visit: -len(visit[1]))
 
 
-def _arrange(steps: list[Step], classes: tuple[int, ...]) -> tuple[list[Step], Ints]:
+def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step], Ints]:
     """Order steps, which come by descending size, for the loops of the kernel; count the trips.
 
     Single tiles go beside large visits as long as there are both. What is left of a class runs in
     pairs; an odd one goes beside an empty step.
     """
     small = [step for step in steps if len(step[0][1]) == 1]
-    order: list[Step] = []
+    order: list[_Step] = []
     trips: list[int] = []
     for size, below in zip(classes, (*classes[1:], 0), strict=True):
         if size == 1:

@@ -1,0 +1,72 @@
+"""Buffers as data: one table per kernel says what it keeps in SBUF.
+
+A table is a record of `Tiles`. Kernels allocate by it (`allocate`), and what decides whether a
+kernel fits adds it up (`table_bytes`), so that nothing is sized twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+import nki.language as nl
+from nki.language import NKIObject
+
+from nki_kernels.common.tiles import make_tiles
+
+
+@dataclass(frozen=True)
+class Tiles(NKIObject):
+    """Buffers of one kind.
+
+    Attributes:
+        count: how many.
+        shape: of each, partitions first.
+        dtype: of their elements.
+        counted: how many are added up. It differs from `count` where the room is the same for
+            every variant of a kernel, or where temporaries take the place of buffers.
+    """
+
+    count: int
+    shape: tuple[int, ...]
+    dtype: Any
+    counted: int
+
+
+def tiles(count: int, shape: tuple[int, ...], dtype: Any) -> Tiles:
+    """Return buffers that are counted as they are."""
+    return Tiles(count, shape, dtype, count)
+
+
+def small_tiles(count: int, shape: tuple[int, ...], dtype: Any) -> Tiles:
+    """Return buffers of a few bytes, for which a kernel counts a lump sum."""
+    return Tiles(count, shape, dtype, 0)
+
+
+def allocate(buffers: Tiles) -> list[nl.NkiTensor]:
+    """Allocate the buffers of one kind."""
+    return make_tiles(buffers.count, buffers.shape, buffers.dtype)
+
+
+def allocate_rows(buffers: Tiles, rows: int) -> nl.NkiTensor:
+    """Allocate one buffer with fewer rows, where the last tile of tokens is shorter."""
+    shape = (rows,) + buffers.shape[1 : len(buffers.shape)]
+    return nl.ndarray(shape, dtype=buffers.dtype, buffer=nl.sbuf)
+
+
+def table_bytes(table: NKIObject) -> int:
+    """Return the bytes per partition that the buffers of a table are counted with."""
+    kinds: list[Tiles] = [getattr(table, entry.name) for entry in fields(table)]  # type: ignore[arg-type]
+    return sum(tiles_bytes(kind) for kind in kinds)
+
+
+def tiles_bytes(buffers: Tiles) -> int:
+    """Return the bytes per partition that buffers of one kind are counted with."""
+    return buffers.counted * prod(buffers.shape[1:]) * _item_bytes(buffers.dtype)
+
+
+def _item_bytes(dtype: Any) -> int:
+    if dtype in (nl.float32, nl.int32, nl.uint32):
+        return 4
+    return 2 if dtype in (nl.bfloat16, nl.float16) else 1
