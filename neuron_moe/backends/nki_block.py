@@ -5,7 +5,7 @@ K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
 import functools
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def block_config(
     norm = None if layer.rmsnorm is None else norm_of(layer.rmsnorm)
     if layer.rmsnorm is not None and norm is None:
         raise ValueError(f"rmsnorm={type(layer.rmsnorm).__name__}: must have a weight and an eps.")
-    router = _router_formula(layer)
+    router = formula_of(layer.router)
     shared = layer.shared
     if shared is not None and shared.hidden_act not in SHARED_ACTIVATIONS:
         raise ValueError(
@@ -81,13 +81,6 @@ def block_config(
             sizes, router, formula, form, replace(weights, layout=layout), request
         ),
     )
-
-
-def _router_formula(layer: BlockLayer) -> Any:
-    from nki_kernels.common.formula import RouterFormula
-
-    found = formula_of(layer.router)
-    return RouterFormula(**{term.name: getattr(found, term.name) for term in fields(RouterFormula)})
 
 
 @functools.lru_cache(maxsize=256)

@@ -29,17 +29,13 @@ def shortened(weight: Tensor, prepared: Prepared) -> Tensor:
     return prepared.get((weight,), "bfloat16", shorten)
 
 
-def formula_of(router: RouterBase, **options: Any) -> Any:
+def formula_of(router: RouterBase) -> Any:
     """Return the kernels' form of a router.
-
-    Args:
-        router: any.
-        options: further fields of `RouterFormula`.
 
     Raises:
         ValueError: the router is in training and jitters.
     """
-    from nki_kernels.common.router_choice import RouterFormula
+    from nki_kernels.common.formula import RouterFormula
 
     if router.training and router.jitter_eps:
         raise ValueError(
@@ -59,7 +55,6 @@ def formula_of(router: RouterBase, **options: Any) -> Any:
         renormalize=spec.renormalize,
         renormalize_eps=spec.renormalize_eps,
         routed_scaling_factor=spec.routed_scaling_factor,
-        **options,
     )
 
 
@@ -71,22 +66,22 @@ def route(
     num_cores: int,
 ) -> Routing:
     """Route T tokens in float32."""
-    from nki_kernels.route.kernel import check_router_topk, router_topk
+    from nki_kernels.route import RouterConfig, check_router_topk, router_topk
 
-    formula = formula_of(router, returns_logits=True)
     spec, linear = router.spec, router.linear_router
     weight_EH = linear.weight
     if hidden_TH.dtype == torch.bfloat16:
         weight_EH = shortened(weight_EH, prepared)
-    check_router_topk(
-        hidden_TH.shape[0],
-        spec.hidden_size,
+    config = RouterConfig(
+        formula_of(router),
         spec.num_experts,
-        formula,
-        dtype_name(hidden_TH),
-        dtype_name(weight_EH),
-        num_cores,
+        spec.hidden_size,
+        returns_logits=True,
+        hidden_dtype=dtype_name(hidden_TH),
+        weight_dtype=dtype_name(weight_EH),
+        num_cores=num_cores,
     )
+    check_router_topk(config, hidden_TH.shape[0])
     bias, selection_bias = linear.bias, router.e_score_correction_bias
     affinities_TK, index_TK, logits_TE = launch(
         router_topk,
@@ -95,6 +90,6 @@ def route(
         None if bias is None else bias.view(1, -1),
         None if selection_bias is None else selection_bias.view(1, -1),
         None,
-        formula,
+        config,
     )
     return Routing(logits_TE, affinities_TK, index_TK)

@@ -98,9 +98,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     """Compute a decode block case."""
     front, notes = _front(case, limits)
     selection_E = None if front.selection_1E is None else front.selection_1E[0]
-    affinities_TK, index_TK = reference.route(
-        front.logits(), front.top_k, selection_bias_E=selection_E, **front.terms
-    )
+    affinities_TK, index_TK = reference.route(front.logits(), _router(front), selection_E)
     E, here = len(front.weight_EH), case.need("num_local_experts")
     first = here * _rank_of(case, index_TK, E, here)
     is_local = (index_TK >= first) & (index_TK < first + here)
@@ -194,16 +192,20 @@ def _terms(case: Case, top_k: int) -> dict[str, Any]:
     }
 
 
+def _router(front: Front) -> RouterFormula:
+    """Return how the layer chooses experts."""
+    return RouterFormula(
+        top_k=front.top_k, has_bias=front.bias_1E is not None,
+        has_selection_bias=front.selection_1E is not None, **front.terms,
+    )  # fmt: skip
+
+
 def _launch(
     case: Case, front: Front, problem: Problem, first: int, num_experts: int, down_scale: str
 ) -> tuple[Array, Array, float, str]:
     """Run the kernel; return output, index, simulated time and mode."""
     p, weights = problem, problem.weights
     E, I, H = weights.down.shape  # noqa: E741  the axis letters
-    router = RouterFormula(
-        top_k=front.top_k, has_bias=front.bias_1E is not None,
-        has_selection_bias=front.selection_1E is not None, **front.terms,
-    )  # fmt: skip
     form = LayerForm(
         has_norm=True, norm_eps=EPS, returns_routing=True, has_residual=front.has_residual,
         has_shared_gate=front.shared_gate_1H is not None,
@@ -211,7 +213,7 @@ def _launch(
     )  # fmt: skip
     config = make_layer_config(
         DecodeSizes(len(p.hidden_TH), H, I, E, front.top_k, num_experts, p.num_cores),
-        router,
+        _router(front),
         p.formula,
         form,
         weight_form(weights, str(case.get("layout", "ehi")), down_scale),

@@ -13,8 +13,8 @@ from neuron_moe.tools.check.vendor_cases.case import Case, Limits, scaled_note, 
 from neuron_moe.tools.check.vendor_cases.inputs import Draw, dtype_of
 from neuron_moe.tools.check.vendor_cases.router import separate_logits
 from nki_kernels.common import router_reference as reference
-from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.route.kernel import check_router_topk, router_topk
+from nki_kernels.common.formula import RouterFormula
+from nki_kernels.route import RouterConfig, check_router_topk, router_topk
 
 FLOAT32_FLOOR = 1e-6  # both paths sum in float32, in different orders
 
@@ -49,17 +49,19 @@ def run(case: Case, limits: Limits) -> Verdict:
         top_k=K,
         has_bias=bias_1E is not None,
         has_selection_bias=selection_1E is not None,
-        has_norm=norm_1H is not None,
-        norm_eps=eps,
         **terms,
     )
-    check_router_topk(T, H, E, formula, dtype.name, weight_dtype.name, case.cores())
+    config = RouterConfig(
+        formula, E, H, has_norm=norm_1H is not None, norm_eps=eps, hidden_dtype=dtype.name,
+        weight_dtype=weight_dtype.name, num_cores=case.cores(),
+    )  # fmt: skip
+    check_router_topk(config, T)
     launched = nki_sim.run(
-        router_topk, hidden_TH, weight_EH, bias_1E, selection_1E, norm_1H, formula,
+        router_topk, hidden_TH, weight_EH, bias_1E, selection_1E, norm_1H, config,
         lnc=case.cores(),
     )  # fmt: skip
     logits_TE = logits_of(hidden_TH)
-    affinities, index = reference.route(logits_TE, K, selection_bias_E=selection_1E, **terms)
+    affinities, index = reference.route(logits_TE, formula, selection_1E)
     spec = RouterSpec(
         num_experts=E, top_k=K, hidden_size=H, has_selection_bias=selection_1E is not None, **terms
     )
