@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import neuron_moe
+import nki_sim
 from neuron_moe import (
     BlockwiseMatmulConfig,
     ExpertMLPsV2,
@@ -114,6 +116,7 @@ def build(settings: Settings, backend: str) -> MoE:
         for owner, keys in settings.items()
     }
     torch.manual_seed(0)
+    router: Any
     if "GroupLimitedRouter" in given:
         router = neuron_moe.GroupLimitedRouter(**given["GroupLimitedRouter"])
     else:
@@ -145,28 +148,47 @@ def observe(settings: Settings, backend: str) -> Iterator[tuple[str, Any]]:
         yield "numbers", [_hash(weight) for weight in weights.values()]
         for phase, tokens in (("prefill", 16), ("prefill", 200), ("decode", 4)):
             yield f"explain {phase} {tokens}", str(layer.explain(phase, tokens))
-        yield from _run(layer)
+        dtype = torch.float32 if settings["ExpertMLPsV2"]["dtype"] == torch.float32 else None
+        yield from _run(layer, dtype or torch.bfloat16)
         if backend == "torch":
             torch.manual_seed(1)
             layer.train()
-            yield "training", _hash(layer(_hidden((4, 4))).output)
+            yield "training", _hash(layer(_hidden((6, 6), dtype or torch.bfloat16)).output)
     except Exception as error:  # noqa: BLE001  the message is what is looked at
         yield "error", f"{type(error).__name__}: {error}"
 
 
-def _run(layer: MoE) -> Iterator[tuple[str, Any]]:
+def _run(layer: MoE, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
     seen: list[str] = []
     layer.router.register_forward_pre_hook(lambda _, inputs: seen.append(_hash(inputs[0])))
     layer.enable_load_counters()
-    mask = torch.ones(4, 4)
+    mask = torch.ones(6, 6)
     mask[0, 1:] = 0
-    with torch.no_grad():
-        for name, shape, given in (("prefill", (4, 4), mask), ("decode", (4, 1), None)):
-            result = layer(_hidden(shape), given)
-            yield name, [None if value is None else _hash(value) for value in result]
+    with torch.no_grad(), _launches() as launched:
+        results = [*layer(_hidden((6, 6), dtype), mask), *layer(_hidden((4, 1), dtype))]
+    yield "outputs", [None if value is None else _hash(value) for value in results]
     assert layer.expert_load is not None
     yield "load", layer.expert_load.tolist()
     yield "what is routed", seen
+    yield "what is launched", launched
+
+
+@contextlib.contextmanager
+def _launches() -> Iterator[list[str]]:
+    """Note the kernels that the simulator runs, the shapes of operands, and what is compiled."""
+    found: list[str] = []
+    run = nki_sim.run
+
+    def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [str(getattr(each, "shape", each)) for each in (*args, *kwargs.values())]
+        found.append(re.sub("0x[0-9a-f]+", "", f"{getattr(kernel, '__name__', kernel)} {given}"))
+        return run(kernel, *args, **kwargs)
+
+    nki_sim.run = watch
+    try:
+        yield found
+    finally:
+        nki_sim.run = run
 
 
 def verdict(probe: Probe, backends: tuple[str, ...] = ("torch", "nki")) -> str:
@@ -217,9 +239,9 @@ def _settle(layer: MoE) -> None:
             bias_E.copy_(torch.linspace(-2.0, -0.5, E))
 
 
-def _hidden(shape: tuple[int, int]) -> Tensor:
+def _hidden(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     stream = torch.Generator().manual_seed(2)
-    return (4 * torch.randn(*shape, H, generator=stream)).to(torch.bfloat16)
+    return (4 * torch.randn(*shape, H, generator=stream)).to(dtype)
 
 
 def _hash(value: Tensor) -> str:
@@ -254,13 +276,23 @@ def _router_probes(owner: str) -> list[Probe]:
 
 _SWIGLU = {"RoutedExpertsMLPOpsConfig": {"hidden_act": "sigmoid", "glu_type": "swiglu"}}
 _BY_BLOCKS = {"BlockwiseMatmulConfig": {"use_shard_on_block_dynamic_while": True}}
-_IN_BLOCKS = {"BlockwiseMatmulConfig": {"block_size": 32}}
+# 36 tokens with 3 of 8 experts need at most 11 blocks of 32.
+_ODD_BLOCKS: dict[str, dict[str, Any]] = {
+    "BlockwiseMatmulConfig": {"block_size": 32},
+    "RouterTopK": {"top_k": 3},
+    "RoutedExpertsMLPOpsConfig": {"top_k": 3},
+}
 _SHARED: dict[str, dict[str, Any]] = {"SharedExperts": {}}
 _SPLIT: dict[str, dict[str, Any]] = {
     "ExpertMLPsV2": {"tensor_model_parallel_group": WORLD},
     "MoE": {"tensor_model_parallel_group": WORLD},
 }
+_SPLIT_EXPERTS = {"ExpertMLPsV2": {"tensor_model_parallel_group": WORLD}}
 _HYBRID = {"ExpertMLPsV2": {"enabled_hybrid_sharding": True}}
+_FLOAT32: dict[str, dict[str, Any]] = {"ExpertMLPsV2": {"dtype": torch.float32}}
+# Which tokens an expert has no room for depends on the tokens of all ranks and on their order.
+_DROPPING: dict[str, dict[str, Any]] = {"RoutedExpertsMLPOpsConfig": {"capacity_factor": 0.5}}
+_PARTS: dict[str, dict[str, Any]] = {"MoE": {"sequence_parallel_enabled": True}}
 _MIXED = {"MoE": {"sequence_parallel_enabled": True, "token_shuffle_group_size": 2}}
 
 PROBES: list[Probe] = [
@@ -320,7 +352,7 @@ PROBES: list[Probe] = [
     Probe("BlockwiseMatmulConfig", "use_shard_on_intermediate_dynamic_while", True),
     Probe("BlockwiseMatmulConfig", "use_shard_on_block_dynamic_while", True),
     Probe("BlockwiseMatmulConfig", "num_static_blocks", 4),
-    Probe("BlockwiseMatmulConfig", "pad_num_blocks_to_even", True, _IN_BLOCKS),
+    Probe("BlockwiseMatmulConfig", "pad_num_blocks_to_even", True, _ODD_BLOCKS),
     Probe("MoEFusedTKGConfig", "quantized", True),
     Probe("MoEFusedTKGConfig", "moe_fused_kernel_enabled", False),
     Probe("MoEFusedTKGConfig", "router_topk_kernel_enabled", False),
@@ -357,8 +389,7 @@ PROBES: list[Probe] = [
         for beside in (_HYBRID, {})
     ),
     Probe("ExpertMLPsV2", "is_prefill", False),
-    Probe("ExpertMLPsV2", "enabled_hybrid_sharding", True, _SPLIT, "ranks"),
-    Probe("ExpertMLPsV2", "enabled_hybrid_sharding", True),
+    Probe("ExpertMLPsV2", "enabled_hybrid_sharding", True, _SPLIT_EXPERTS, "ranks"),
     Probe("ExpertMLPsV2", "backend", "nki"),
     Probe("ExpertMLPsV2", "compat", "nxd"),
     Probe("ExpertMLPsV2", "placement", ExpertPlacement((*range(E), 0), 1, E)),
@@ -367,17 +398,14 @@ PROBES: list[Probe] = [
     Probe("MoE", "expert_mlps", None),
     Probe("MoE", "shared_experts", SharedExperts(**BASE["SharedExperts"])),
     Probe("MoE", "rmsnorm", nn.RMSNorm(H, dtype=torch.bfloat16)),
-    Probe("MoE", "sequence_parallel_enabled", True, place="tp"),
-    Probe("MoE", "sequence_dimension", 0, {"MoE": {"sequence_parallel_enabled": True}}, "tp"),
-    Probe("MoE", "sequence_dimension", 0),
+    Probe("MoE", "sequence_parallel_enabled", True, _DROPPING, "tp"),
+    Probe("MoE", "sequence_dimension", 0, {**_DROPPING, **_PARTS}, "tp"),
     Probe("MoE", "return_router_logits", True),
     Probe("MoE", "return_expert_index", True),
-    Probe("MoE", "token_shuffle_group_size", 2, _MIXED | {"MoE": {
-        "sequence_parallel_enabled": True}}, "tp"),
+    Probe("MoE", "token_shuffle_group_size", 2, _PARTS, "tp"),
     Probe("MoE", "token_shuffle_seed", 5, _MIXED, "tp"),
-    Probe("MoE", "token_shuffle_seed", 5),
     Probe("MoE", "tensor_model_parallel_group", WORLD, place="ranks"),
     Probe("MoE", "init_tkg_module", True),
-    Probe("MoE", "tkg_config", object()),
-    Probe("MoE", "reduce_dtype", torch.bfloat16, {"MoE": {"reduce_dtype": torch.float32}}, "tp"),
+    Probe("MoE", "tkg_config", MoEFusedTKGConfig(False, moe_fused_kernel_enabled=False)),
+    Probe("MoE", "reduce_dtype", torch.bfloat16, _FLOAT32, "tp"),
 ]  # fmt: skip
