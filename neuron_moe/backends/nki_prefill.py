@@ -22,7 +22,7 @@ from neuron_moe.blocks import BlockMapping, num_blocks
 
 def block_dims(expert_index_TK: Tensor, num_experts: int, plan: BlockPlan) -> Any:
     """Return what index_blocks is compiled for."""
-    from nki_kernels.index.kernel import BlockDims
+    from nki_kernels.index import BlockDims
 
     num_tokens, top_k = expert_index_TK.shape
     blocks = num_blocks(
@@ -50,7 +50,7 @@ def index(
     Returns:
         The block mapping, the slot of each pair [T, K] int32, and the lists of visits.
     """
-    from nki_kernels.index.kernel import check_index_blocks, index_blocks
+    from nki_kernels.index import check_index_blocks, index_blocks
 
     num_tokens, top_k = expert_index_TK.shape
     check_index_blocks(num_tokens, top_k, dims, num_cores, *visits)
@@ -72,7 +72,7 @@ def compute(
     """Compute many tokens, rows sorted by expert; return [T, H] float32."""
     import nki.language as nl
 
-    from nki_kernels.combine.kernel import CombineDims, check_combine, combine
+    from nki_kernels.combine import CombineDims, check_combine, combine
     from nki_kernels.prefill import PlanRequest, PrefillWork, make_config, visit_dims
 
     operands = kernel_weights(weights, hidden_TH)

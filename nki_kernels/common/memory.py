@@ -1,22 +1,20 @@
 """Buffers as data: one table per kernel says what it keeps in SBUF.
 
-A table is a record of `Tiles`. Kernels allocate by it (`allocate`), and what decides whether a
+A table is a named tuple of `Tiles`. Kernels allocate by it (`allocate`), and what decides whether a
 kernel fits adds it up (`table_bytes`), so that nothing is sized twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import nki.language as nl
-from nki.language import NKIObject
 
 from nki_kernels.common.tiles import make_tiles
 
 
-@dataclass(frozen=True)
-class Tiles(NKIObject):
+class Tiles(NamedTuple):
     """Buffers of one kind.
 
     Attributes:
@@ -54,10 +52,12 @@ def allocate_rows(buffers: Tiles, rows: int) -> nl.NkiTensor:
     return nl.ndarray(shape, dtype=buffers.dtype, buffer=nl.sbuf)
 
 
-def table_bytes(table: NKIObject) -> int:
+def table_bytes(table: Iterable[Tiles]) -> int:
     """Return the bytes per partition that the buffers of a table are counted with."""
-    kinds: list[Tiles] = [getattr(table, entry.name) for entry in fields(table)]  # type: ignore[arg-type]
-    return sum(tiles_bytes(kind) for kind in kinds)
+    total = 0
+    for kind in table:
+        total += tiles_bytes(kind)
+    return total
 
 
 def tiles_bytes(buffers: Tiles) -> int:

@@ -107,7 +107,7 @@ def router_topk(
     constants = _load_constants(
         router_weight_EH, bias_1E, selection_bias_1E, norm_weight_1H, config, table, tokens
     )
-    affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.index)[0]
+    affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
     turned = []
     for tile in range(min(ahead, tokens.count)):
         turned.append(_turn_hidden(hidden_TH, normed_TH, constants, config, table, tokens, tile))
