@@ -208,8 +208,7 @@ def prepare_tokens(
     x_sb = tiles[0].turned_sb
     is_whole = len(tiles) == 1 and not config.form.has_norm
     if not is_whole:
-        shape = (h_axis.rows, h_axis.count, T)
-        x_sb = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.sbuf)
+        x_sb = nl.ndarray((h_axis.rows, h_axis.count, T), nl.bfloat16, buffer=nl.sbuf)
     for number in range(len(tiles)):
         tile = tiles[number]
         turn(tile, h_axis, banks_ps)
