@@ -135,7 +135,7 @@ def _check_form(form: LayerForm) -> None:
         )
 
 
-def router_weight_shape(config: LayerConfig) -> tuple[int, ...]:
+def _router_weight_shape(config: LayerConfig) -> tuple[int, ...]:
     """Return [P, h, H/h, N/P], the shape of the router's weight in HBM."""
     parts, axis = config.router_parts, config.moe.h_axis
     return parts, axis.rows, axis.count, config.moe.num_experts // parts
@@ -148,7 +148,7 @@ def _front_bytes(config: LayerConfig) -> int:
     """
     moe, is_wide = config.moe, config.form.router_dtype == "float32"
     dtype = nl.float32 if is_wide else nl.bfloat16
-    operands = router_table(router_weight_shape(config), dtype, moe.T, config.router)
+    operands = router_table(_router_weight_shape(config), dtype, moe.T, config.router)
     kept = tiles_bytes(token_table(moe).turned) + table_bytes(operands) + SMALL_TILES_BYTES
     kept += choice_bytes(moe.T, moe.num_experts, config.router)
     norm = norm_bytes(moe.T, moe.h_axis, config.form.has_norm)
@@ -195,11 +195,11 @@ def _way_out(name: str) -> str:
     return "Build the configuration from the same sizes."
 
 
-Expected = dict[str, tuple[tuple[int, ...] | None, tuple[str, ...]]]
+_Expected = dict[str, tuple[tuple[int, ...] | None, tuple[str, ...]]]
 _FLOATS = ("bfloat16", "float32", "float16")
 
 
-def expected_operands(config: LayerConfig) -> Expected:
+def expected_operands(config: LayerConfig) -> _Expected:
     """Return shape (None: must be absent) and allowed types of every operand of the front.
 
     The experts' own operands are those of `decode_moe`.
@@ -212,7 +212,7 @@ def expected_operands(config: LayerConfig) -> Expected:
     return {
         "hidden": ((T, H), bf16),
         "first_expert": ((1, 1), ("int32",)),
-        "router_weight": (router_weight_shape(config), (form.router_dtype,)),
+        "router_weight": (_router_weight_shape(config), (form.router_dtype,)),
         "norm_weight": ((1, H) if form.has_norm else None, _FLOATS),
         "router_bias": ((1, N) if router.has_bias else None, float32),
         "selection_bias": ((1, N) if router.has_selection_bias else None, float32),

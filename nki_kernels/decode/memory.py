@@ -156,11 +156,11 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         expert_out=tiles(config.unroll, (1, 1), nl.int32),
         weights=tiles(row_tiles, numbers, nl.float32),
         inputs=tiles(row_tiles, numbers, nl.float32),
-        scratch=tiles(scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
+        scratch=tiles(_scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
     )
 
 
-def scratch_banks(config: DecodeConfig) -> int:
+def _scratch_banks(config: DecodeConfig) -> int:
     """Return how many banks of y^T may wait for GpSimd on their way to sums in SBUF."""
     if config.sums_in_psum:
         return 0

@@ -70,7 +70,7 @@ class NormTable(nl.NKIObject):
     column: Tiles  # the weight as in HBM and in float32, squares of a token
 
 
-def norm_table(h_axis: AxisTiles, rows: int) -> NormTable:
+def _norm_table(h_axis: AxisTiles, rows: int) -> NormTable:
     """Return the buffers of a tile of so many tokens."""
     shape = (h_axis.rows, h_axis.count, rows)
     return NormTable(
@@ -87,7 +87,7 @@ def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
 
     The result is not among them. A tile of 128 tokens is turned when the one before is done.
     """
-    table = norm_table(h_axis, min(PARTITIONS, num_tokens))
+    table = _norm_table(h_axis, min(PARTITIONS, num_tokens))
     size = tiles_bytes(table.turned)
     if not is_direct(num_tokens, h_axis):
         size += tiles_bytes(table.rows) * -(-num_tokens // PARTITIONS)
@@ -114,7 +114,7 @@ def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
             turned_sb = flat_sb.permute((0, 2, 1))
             loaded.append(TokenTile(turned_sb, turned_sb, True))
         else:
-            table = norm_table(h_axis, rows)
+            table = _norm_table(h_axis, rows)
             rows_sb = allocate(table.rows)[0]
             _load_rows(rows_sb, hidden_TH, first)
             loaded.append(TokenTile(rows_sb, allocate(table.turned)[0], False))
@@ -175,7 +175,7 @@ def turn_banks(h_axis: AxisTiles, num_tokens: int) -> list[nl.ndarray]:
 
 def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
     """Load the weight of the norm and make its constants."""
-    table = norm_table(h_axis, PARTITIONS)
+    table = _norm_table(h_axis, PARTITIONS)
     weight_sb = nl.ndarray(table.column.shape, norm_weight_1H.dtype, buffer=nl.sbuf)
     _load_weight(weight_sb, norm_weight_1H, h_axis)
     ones_sb = nl.ndarray(table.square.shape, nl.float32, buffer=nl.sbuf)
@@ -222,7 +222,7 @@ def normalize(
     if rows == 1:
         _normalize_one(normed_sb, turned_sb, norm, h_axis, eps)
         return
-    weighted_sb = allocate(norm_table(h_axis, rows).weighted)[0]
+    weighted_sb = allocate(_norm_table(h_axis, rows).weighted)[0]
     sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:rows]
     scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
     # Engines take their work in order: of few tokens the weight is applied while the products are

@@ -81,10 +81,10 @@ def make_shared_config(
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum)
     double = replace(shared, weight_buffers=_WEIGHT_BUFFERS)
-    return double if num_items(shared) > 1 and shared_bytes(double) <= room else shared
+    return double if _num_items(shared) > 1 and shared_bytes(double) <= room else shared
 
 
-def num_items(config: DecodeConfig) -> int:
+def _num_items(config: DecodeConfig) -> int:
     """Return the items of a core: its parts, in as many chunks as their layout has."""
     return config.E // config.num_cores * config.chunks
 
@@ -135,7 +135,7 @@ def load_shared(
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
     tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
-    for item in range(min(config.weight_buffers, num_items(config))):
+    for item in range(min(config.weight_buffers, _num_items(config))):
         _load_item(config, tiles, item, core)
     return tiles
 
@@ -167,7 +167,7 @@ def run_shared(
     b = tiles.buffers
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
     nisa.tensor_copy(dst=b.banks.column_ps[0], src=column_sb)
-    items = num_items(config)
+    items = _num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers
         project_in(config, b, turned_sb, buffer, item, 0)
