@@ -1,7 +1,7 @@
 """What the decode kernels are compiled for, and what follows from it.
 
-A caller gives sizes, an `ExpertFormula`, the form of the weights and a request; `make_decode_config`
-makes a `DecodeConfig` of them. Stages on the chip, accounting and cost read that one record.
+A caller gives sizes, an `ExpertFormula`, the form of the weights and a request, which
+`make_decode_config` makes a `DecodeConfig` of. Stages, accounting and cost read that one record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
-JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
+_JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
 OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
@@ -166,6 +166,11 @@ def list_width(config: DecodeConfig) -> int:
     return min(config.E, config.T * config.K)
 
 
+def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
+    """Whether so many tokens of y^T are stored without turning them."""
+    return config.h_axis.is_strided and tokens <= DIRECT_OUT
+
+
 def tiles_per_bank(config: DecodeConfig) -> int:
     """Return the tiles of y^T that a PSUM bank holds."""
     return BANK_FLOATS // config.T
@@ -183,11 +188,11 @@ def packed_chunks(config: DecodeConfig) -> int:
     touch a single expert, which both cores should have a part of.
     """
     chunks = -(-config.I // PARTITIONS)
-    if chunks == 1 and config.K == 1 and config.I // 2 in JOINED:
+    if chunks == 1 and config.K == 1 and config.I // 2 in _JOINED:
         return 2
     size = -(-config.I // chunks)
     while item_bytes(config) * config.H * (1 + 2 * size // PARTITIONS) > _MAX_CHUNK_BYTES:
-        if size <= JOINED[0]:
+        if size <= _JOINED[0]:
             return chunks
         chunks = chunks * 2
         size = -(-config.I // chunks)
@@ -196,7 +201,7 @@ def packed_chunks(config: DecodeConfig) -> int:
 
 def joins_projections(config: DecodeConfig) -> bool:
     """Whether gate and up columns of a chunk are one stationary tile, up in its second half."""
-    return config.weights.layout == "packed" and config.i_axis.size in JOINED
+    return config.weights.layout == "packed" and config.i_axis.size in _JOINED
 
 
 def extra_floats(config: DecodeConfig) -> int:

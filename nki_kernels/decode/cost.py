@@ -82,7 +82,9 @@ def _item_bytes(config: DecodeConfig) -> int:
 
 def _columns_of_entry(config: DecodeConfig) -> int:
     """Return the columns that spread what tokens take of an expert over the partitions."""
-    spreads = int(config.scaling == "pre") + int(weighs_inner(config) or config.formula.has_down_bias)
+    spreads = int(config.scaling == "pre") + int(
+        weighs_inner(config) or config.formula.has_down_bias
+    )
     return spreads * config.T
 
 

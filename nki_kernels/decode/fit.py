@@ -11,22 +11,28 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nki_kernels.common.axes import tile_axis
-from nki_kernels.decode.buffers import scratch_banks
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.decode.config import (
     BANK_FLOATS,
-    DIRECT_OUT,
     DecodeConfig,
     DecodeRequest,
     accumulator_banks,
     core_chunks,
     extra_floats,
-    group_size,
     is_direct,
     item_bytes,
     joins_projections,
     list_width,
     packed_chunks,
     read_ahead,
+)
+from nki_kernels.decode.memory import (
+    ends_table,
+    expert_table,
+    routing_table,
+    table_bytes,
+    tiles_bytes,
+    token_table,
 )
 
 # Trainium 2, one core unless it says otherwise; sources of each in nki_sim.hardware.
@@ -77,45 +83,21 @@ def skewed_experts(config: DecodeConfig) -> float:
 
 def sbuf_bytes(config: DecodeConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel take (computed)."""
-    T, H, item = config.T, config.H, item_bytes(config)
-    depth, i_axis, weight_buffers = config.h_axis.count, config.i_axis, config.weight_buffers
-    columns = depth * config.h_axis.rows if config.weights.layout == "packed" else H
-    gate_up = depth * 2 * i_axis.size * item + 4 * extra_floats(config)
-    total = weight_buffers * (gate_up + i_axis.count * columns * item)
-    total += depth * T * (2 + 4)  # x^T and y^T
-    total += (
-        2 * group_size(config) * i_axis.count * T * 2
-        + 4 * T * 4
-        + 2 * T * (4 + 2)
-        + 20 * config.unroll
-    )
-    total += weight_buffers * (2 * 2 * i_axis.count * 4 + (H * 2 if config.formula.has_down_bias else 0))
-    total += (weight_buffers + 2) * depth * 4 if config.weights.down_scale == "channel" else 0
-    total += scratch_banks(config) * BANK_FLOATS * 4
-    return max(total, _ends_bytes(config)) + SMALL_TILES_BYTES + _routing_bytes(config)
+    tokens, ends, routing = token_table(config), ends_table(config), routing_table(config)
+    experts = table_bytes(tokens) + table_bytes(expert_table(config))
+    if config.weights.layout == "ehi":
+        # What lies beside the weights has tiles of its own there, small ones.
+        experts += config.weight_buffers * 4 * extra_floats(config)
+    at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.turned)
+    at_last = table_bytes(ends) - tiles_bytes(ends.loaded) + tiles_bytes(tokens.total)
+    passing = _passing_floats(config) * 4
+    return max(experts, at_first, at_last) + SMALL_TILES_BYTES + table_bytes(routing) + passing
 
 
-def _routing_bytes(config: DecodeConfig) -> int:
-    tiles, width = -(-config.T // 128), list_width(config)
-    tables = 2 if config.scaling == "pre" else 1
-    wide = width + read_ahead(config)
-    return 4 * (tables * tiles * wide + 3 * wide + tiles * (2 * config.E + 32) + 2 * config.E)
-
-
-def _ends_bytes(config: DecodeConfig) -> int:
-    """Return the bytes that the ends take: at first rows and x^T, at last y^T, parts and rows."""
-    T, depth = config.T, config.h_axis.count
-    out = 4 if config.output_dtype == "float32" else 2
-    share = -(-T // config.num_cores)
-    at_first = -(-T // 128) * config.H * 2 + depth * T * 2
-    rows = depth * config.h_axis.rows
-    if config.h_axis.is_strided and share <= DIRECT_OUT:
-        rows = depth * share
-    # Rows wait to be stored beside a residual in bfloat16.
-    at_last = 2 * depth * T * 4 + rows * (out + 2)
-    if config.h_axis.is_strided and share <= DIRECT_OUT:
-        at_last += depth * share * 4
-    return max(at_first, at_last)
+def _passing_floats(config: DecodeConfig) -> int:
+    """Return the numbers that listing and weighing experts hold for a moment."""
+    width, E = list_width(config), config.E
+    return 3 * width + 2 * read_ahead(config) + E + -(-config.T // PARTITIONS) * (2 * E + 32)
 
 
 def _fits_psum(config: DecodeConfig) -> bool:
@@ -243,5 +225,7 @@ def _compute_ns(config: DecodeConfig) -> float:
     vector = tiles * 4 * (T + _VECTOR_OVERHEAD_CYCLES) / _VECTOR_CYCLES_PER_NS
     if not config.sums_in_psum:
         banks = accumulator_banks(config)
-        vector += (config.h_axis.count * T + banks * _VECTOR_OVERHEAD_CYCLES) / _VECTOR_CYCLES_PER_NS
+        vector += (
+            config.h_axis.count * T + banks * _VECTOR_OVERHEAD_CYCLES
+        ) / _VECTOR_CYCLES_PER_NS
     return max(matmuls + _ACTIVATE_NS, vector)

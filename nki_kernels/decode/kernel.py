@@ -83,13 +83,13 @@ def decode_moe(
     core = nl.program_id(0)
     output = nl.ndarray((config.T, config.H), dtype=output_dtype(config), buffer=nl.shared_hbm)
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
-    index_tiles = load_per_token(config, expert_index)
+    index_tiles = _load_per_token(config, expert_index)
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
     sums = make_sums(config)
     b = make_buffers(config, sums)
-    affinity_tiles = load_per_token(config, expert_affinities)
-    routing = route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
-    if has_loop(config):
+    affinity_tiles = _load_per_token(config, expert_affinities)
+    routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
+    if _has_loop(config):
         look_up_first(config, b, routing)
     turned_sb = load_tokens(config, sums, hidden)
     start_sums(config, sums)
@@ -98,7 +98,7 @@ def decode_moe(
     return output
 
 
-def load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
+def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
     """Load [T, K] values, at most 128 tokens a tile."""
     tiles = []
     for first in range(0, config.T, PARTITIONS):
@@ -129,7 +129,7 @@ def start_sums(config: DecodeConfig, sums: SumBuffers) -> None:
     clear_sums(config, sums, zeros_sb)
 
 
-def route_tokens(
+def _route_tokens(
     config: DecodeConfig,
     b: DecodeBuffers,
     index_tiles: list[nl.NkiTensor],
@@ -160,30 +160,30 @@ def run_experts(
         x: the experts in HBM.
         turned_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.
-        is_looked_up: whether `look_up_first` was called, if `has_loop`.
+        is_looked_up: whether `look_up_first` was called, if `_has_loop`.
     """
-    if has_loop(config) and not is_looked_up:
+    if _has_loop(config) and not is_looked_up:
         look_up_first(config, b, routing)
     if len(routing.ends) == 0:
-        run_known(config, b, x, turned_sb, routing)
+        _run_known(config, b, x, turned_sb, routing)
         return
     begin: Any = 0
     size = config.unroll
     for end_sb in routing.ends:
         end = nisa.register_alloc()
         nisa.register_load(end, end_sb)
-        loop_over(config, b, x, turned_sb, routing, begin, end, size)
+        _loop_over(config, b, x, turned_sb, routing, begin, end, size)
         begin = end
         size = size // 2
 
 
-def has_loop(config: DecodeConfig) -> bool:
+def _has_loop(config: DecodeConfig) -> bool:
     """Whether there is a loop over list entries: a short list of known length has none."""
     is_known = config.mode == "all" or is_direct(config)
     return not is_known or list_width(config) > entry_stride(config) * UNROLLED_ENTRIES
 
 
-def run_known(
+def _run_known(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
@@ -195,16 +195,16 @@ def run_known(
     step = stride * config.unroll
     whole = width // stride * stride
     looped = 0
-    if has_loop(config):
+    if _has_loop(config):
         looped = width // step * step
-        loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
+        _loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
     for begin in range(looped, whole, step):
         run_trip(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
     for begin in range(whole, width):
         run_trip(config, b, x, turned_sb, routing, begin, 0)
 
 
-def loop_over(
+def _loop_over(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,

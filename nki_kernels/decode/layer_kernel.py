@@ -122,7 +122,7 @@ def decode_layer(
     moe = config.moe
     output = nl.ndarray((moe.T, moe.H), dtype=output_dtype(moe), buffer=nl.shared_hbm)
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
-    front = load_front(
+    front = _load_front(
         config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
     )
     first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
@@ -142,12 +142,12 @@ def decode_layer(
     finish(moe, sums, output, core, residuals)
     if not config.form.returns_routing:
         return output
-    affinities = store_routing(config, routed.affinity_tiles, nl.float32, core)
-    index = store_routing(config, routed.index_tiles, nl.int32, core)
+    affinities = _store_routing(config, routed.affinity_tiles, nl.float32, core)
+    index = _store_routing(config, routed.index_tiles, nl.int32, core)
     return output, affinities, index
 
 
-def load_front(
+def _load_front(
     config: LayerConfig,
     hidden: nl.NkiTensor,
     norm_weight: Any,
@@ -182,7 +182,7 @@ def _route(
         core: number of this core.
     """
     moe, formula = config.moe, config.router
-    x_sb = prepare_tokens(config, front.tiles, front.norms)
+    x_sb = _prepare_tokens(config, front.tiles, front.norms)
     logits = []
     for first in range(0, moe.T, PARTITIONS):
         rows = min(PARTITIONS, moe.T - first)
@@ -199,7 +199,7 @@ def _route(
     return RoutedTokens(x_sb, routing, index_tiles, affinity_tiles, gate_rows)
 
 
-def prepare_tokens(
+def _prepare_tokens(
     config: LayerConfig, tiles: list[TokenTile], norms: list[NormTiles]
 ) -> nl.NkiTensor:
     """Return x^T [h, H/h, T] of all tokens, normalised if there is a norm."""
@@ -208,8 +208,7 @@ def prepare_tokens(
     x_sb = tiles[0].turned_sb
     is_whole = len(tiles) == 1 and not config.form.has_norm
     if not is_whole:
-        shape = (h_axis.rows, h_axis.count, T)
-        x_sb = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.sbuf)
+        x_sb = nl.ndarray((h_axis.rows, h_axis.count, T), nl.bfloat16, buffer=nl.sbuf)
     for number in range(len(tiles)):
         tile = tiles[number]
         turn(tile, h_axis, banks_ps)
@@ -222,7 +221,7 @@ def prepare_tokens(
     return x_sb
 
 
-def store_routing(
+def _store_routing(
     config: LayerConfig, tiles: list[nl.NkiTensor], dtype: Any, core: int
 ) -> nl.NkiTensor:
     """Store what the router decided, [T, K]; one core does."""

@@ -27,8 +27,9 @@ from nki_kernels.decode.buffers import (
 )
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
+from nki_kernels.decode.memory import expert_table, tiles_bytes
 from nki_kernels.decode.options import make_decode_config
-from nki_kernels.decode.out import project_out
+from nki_kernels.decode.out import Group, project_out
 from nki_kernels.decode.stages import load_item, project_in
 
 _WEIGHT_BUFFERS = 2  # most parts on chip at once
@@ -80,10 +81,10 @@ def make_shared_config(
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum)
     double = replace(shared, weight_buffers=_WEIGHT_BUFFERS)
-    return double if num_items(shared) > 1 and shared_bytes(double) <= room else shared
+    return double if _num_items(shared) > 1 and shared_bytes(double) <= room else shared
 
 
-def num_items(config: DecodeConfig) -> int:
+def _num_items(config: DecodeConfig) -> int:
     """Return the items of a core: its parts, in as many chunks as their layout has."""
     return config.E // config.num_cores * config.chunks
 
@@ -118,11 +119,10 @@ def pack_shared_experts(
 
 def shared_bytes(config: DecodeConfig) -> int:
     """Return the bytes of SBUF per partition that the shared experts take."""
-    h_axis, i_axis = config.h_axis, config.i_axis
-    columns = i_axis.count * h_axis.count * h_axis.rows
-    item = (h_axis.count * 2 * i_axis.size + columns) * 2
-    tokens = (2 * i_axis.count * 2 + 4 * 4) * config.T
-    return config.weight_buffers * item + tokens + 4 * (config.E + PARTITIONS)
+    table = expert_table(config)
+    kinds = (table.gate_up, table.down, table.inner, table.gate, table.up)
+    part_numbers, ones = config.E, PARTITIONS
+    return sum(tiles_bytes(kind) for kind in kinds) + 4 * (part_numbers + ones)
 
 
 def load_shared(
@@ -135,7 +135,7 @@ def load_shared(
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
     tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
-    for item in range(min(config.weight_buffers, num_items(config))):
+    for item in range(min(config.weight_buffers, _num_items(config))):
         _load_item(config, tiles, item, core)
     return tiles
 
@@ -166,11 +166,11 @@ def run_shared(
     """
     b = tiles.buffers
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
-    nisa.tensor_copy(dst=b.column_ps[0], src=column_sb)
-    items = num_items(config)
+    nisa.tensor_copy(dst=b.banks.column_ps[0], src=column_sb)
+    items = _num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers
         project_in(config, b, turned_sb, buffer, item, 0)
-        project_out(config, b, buffer, item, 0, False)
+        project_out(config, b, Group(item, 1, 0, False, True, True))
         if item + config.weight_buffers < items:
             _load_item(config, tiles, item + config.weight_buffers, core)

@@ -126,10 +126,12 @@ def spread_column(
         column: the expert's entry.
         ring: which buffers to fill.
     """
-    column_ps = b.column_ps[ring]
+    column_ps = b.banks.column_ps[ring]
     if config.scaling == "pre":
-        _spread(b.input_ps[ring], inputs, column)
-        nisa.tensor_copy(dst=b.input_scale[ring], src=b.input_ps[ring], engine=nisa.engine.scalar)
+        _spread(b.banks.input_ps[ring], inputs, column)
+        nisa.tensor_copy(
+            dst=b.input_scale[ring], src=b.banks.input_ps[ring], engine=nisa.engine.scalar
+        )
     if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
     if config.formula.has_down_bias:
@@ -174,20 +176,20 @@ def project_in(
     )
     for tile in range(i_axis.count):
         rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
-        bank_ps = b.inner_ps[(item * i_axis.count + tile) % len(b.inner_ps)]
+        bank_ps = b.banks.inner_ps[(item * i_axis.count + tile) % len(b.banks.inner_ps)]
         if joins_projections(config):
             gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
-            project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
+            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
             gate, up = bank_ps[0:rows, 0:T], bank_ps[rows : 2 * rows, 0:T]
         else:
             gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
-            project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
-            project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
-        activate(config, b, gate, up, buffer, item, ring, tile)
+            _project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
+            _project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
+        _activate(config, b, gate, up, buffer, item, ring, tile)
 
 
-def project(
+def _project(
     config: DecodeConfig, dst_ps: nl.NkiTensor, weights_sb: nl.NkiTensor, turned_sb: nl.NkiTensor
 ) -> None:
     """Multiply [h, H/h, i] weights with the tokens, [i, T]."""
@@ -202,7 +204,7 @@ def project(
         )
 
 
-def activate(
+def _activate(
     config: DecodeConfig,
     b: DecodeBuffers,
     gate: nl.NkiTensor,
@@ -217,10 +219,10 @@ def activate(
     turn = (item * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     if config.scaling == "pre":
-        scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
-        scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
+        _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
+        _scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
         gate, up = gate_sb, up_sb
-    activate_gate(config, b, gate_sb, gate, buffer, tile)
+    _activate_gate(config, b, gate_sb, gate, buffer, tile)
     operators, operands = _chain(config, b, buffer, tile, 1)
     inner_sb = b.inner[item % len(b.inner)][0:rows, tile, 0:T]
     if config.weights.down_scale == "expert":
@@ -230,11 +232,11 @@ def activate(
         multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
         return
     multiply_chain(up_sb, up_sb, up, operators, operands, gate_sb)
-    column_ps = b.column_ps[ring][0:rows, 0:T]
+    column_ps = b.banks.column_ps[ring][0:rows, 0:T]
     nisa.tensor_tensor(dst=inner_sb, data1=up_sb, data2=column_ps, op=nl.multiply)
 
 
-def scale_input(
+def _scale_input(
     config: DecodeConfig,
     b: DecodeBuffers,
     dst_sb: nl.NkiTensor,
@@ -260,7 +262,7 @@ def scale_input(
         nisa.tensor_tensor(dst=dst_sb, data1=projected_ps, data2=column_sb, op=nl.multiply)
 
 
-def activate_gate(
+def _activate_gate(
     config: DecodeConfig,
     b: DecodeBuffers,
     gate_sb: nl.NkiTensor,
