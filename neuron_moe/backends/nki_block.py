@@ -44,7 +44,7 @@ def block_config(
     Raises:
         ValueError: the kernel does not have or hold it.
     """
-    from nki_kernels.decode.layer_config import LayerForm
+    from nki_kernels.decode import LayerForm
 
     norm = None if layer.rmsnorm is None else norm_of(layer.rmsnorm)
     if layer.rmsnorm is not None and norm is None:
@@ -85,7 +85,7 @@ def block_config(
 
 @functools.lru_cache(maxsize=256)
 def _layer_config(*records: Any) -> Any:
-    from nki_kernels.decode.layer_config import make_layer_config
+    from nki_kernels.decode import make_layer_config
 
     return make_layer_config(*records)
 
@@ -94,7 +94,7 @@ def compute(
     launch: Launch, hidden_TH: Tensor, layer: BlockLayer, config: Any, prepared: Prepared
 ) -> BlockOutput:
     """Compute a layer for T tokens, [T, H] bfloat16; see the module."""
-    from nki_kernels.decode.layer_kernel import decode_layer
+    from nki_kernels.decode import decode_layer
 
     operands = kernel_weights(layer.weights, hidden_TH)
     linear, selection_bias = layer.router.linear_router, layer.router.e_score_correction_bias
@@ -144,7 +144,7 @@ def describe(layer: BlockLayer, config: Any) -> tuple[str, ...]:
 
 def _router_weight(weight_NH: Tensor, config: Any, prepared: Prepared) -> Tensor:
     """Return the router's weight in the order of the kernel, made once."""
-    from nki_kernels.decode.router import pack_router_weight
+    from nki_kernels.decode import pack_router_weight
 
     axis, parts = config.moe.h_axis, config.router_parts
 
@@ -159,8 +159,7 @@ def _shared_operands(
     shared: SharedExperts | None, config: Any, prepared: Prepared
 ) -> dict[str, Tensor]:
     """Return the shared experts' matrices in the order of the kernel, made once."""
-    from nki_kernels.decode.router import pack_router_weight
-    from nki_kernels.decode.shared import pack_shared_experts
+    from nki_kernels.decode import pack_router_weight, pack_shared_experts
 
     if shared is None:
         return {}

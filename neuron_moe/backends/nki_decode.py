@@ -39,7 +39,7 @@ def compute(
         mode: 'selective' or 'all_experts'.
         num_cores: physical cores of the launch.
     """
-    from nki_kernels.decode.kernel import decode_moe
+    from nki_kernels.decode import decode_moe
 
     operands = kernel_weights(weights, hidden_TH)
     index_TK, first_expert, num_experts = _in_the_model(routing, weights)
@@ -137,7 +137,7 @@ def with_layout(weights: ExpertWeights, make: Callable[[str], Any]) -> Any:
 
 
 def _is_laid_out_for(config: Any, copy: LaidOut) -> bool:
-    from nki_kernels.decode.layout import weight_shapes
+    from nki_kernels.decode import weight_shapes
 
     return tuple(copy.gate_up.shape) == weight_shapes(config)[0]
 
@@ -152,7 +152,7 @@ def config_records(
     mode: str | None,
 ) -> tuple[Any, Any, Any, Any]:
     """Return sizes, formula, form of the weights (plain layout) and request of a decode step."""
-    from nki_kernels.decode.config import DecodeRequest, DecodeSizes, WeightForm
+    from nki_kernels.decode import DecodeRequest, DecodeSizes, WeightForm
 
     down = weights.packed_down
     narrow = down if isinstance(down, NarrowMatrices) else None
@@ -170,14 +170,14 @@ def config_records(
 
 @functools.lru_cache(maxsize=256)
 def _decode_config(sizes: Any, formula: Any, form: Any, request: Any) -> Any:
-    from nki_kernels.decode.options import make_decode_config
+    from nki_kernels.decode import make_decode_config
 
     return make_decode_config(sizes, formula, form, request)
 
 
 def lay_out(weights: ExpertWeights, top_k: int, num_cores: int) -> LaidOut:
     """Return experts in the packed layout of decode_moe, which does not depend on the tokens."""
-    from nki_kernels.decode.layout import pack_down, pack_gate_up
+    from nki_kernels.decode import pack_down, pack_gate_up
 
     operands = kernel_weights(weights)
     experts = max(weights.num_experts, top_k)

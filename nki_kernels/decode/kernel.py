@@ -9,7 +9,7 @@ other ranks' experts add nothing; a rank without a hit writes zeros.
 Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E experts of it):
 
     hidden             [T, H]      bfloat16
-    gate_up            [E, H, 2I]  weights   gate columns first (or packed, see decode_layout.py)
+    gate_up            [E, H, 2I]  weights   gate columns first (or packed, see layout.py)
     down               [E, I, H]   weights
     expert_index       [T, K]      int32     global experts, different ones for a token; -1: none
     expert_affinities  [T, K]      float32
@@ -20,15 +20,23 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
     down_scale         [E, H] float32 of output channels, or [E, 1] of the expert; optional
     -> output          [T, H]      float32 or bfloat16
 
-On chip: x^T [h, H/h, T] stays; weights of an item (a chunk of an expert) [h, H/h, 2, i] and
-[i, I/i, H] lie in one of `weight_buffers` buffers, a partition owning consecutive rows of HBM; y^T
-[h, H/h, T] is added up over all experts in PSUM or float32 SBUF.
+The steps:
+
+1. Ask for the index, and allocate what outlasts a trip of the loop (buffers.py): until the index is
+   there nothing can be asked for.
+2. List the touched experts, and weigh what each token takes of them (list.py).
+3. Look up the experts of the first trip, so that their weights are on the way before the tokens.
+4. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
+5. Go through the list in trips (trips.py): weights of an item (a chunk of an expert) [h, H/h, 2, i]
+   and [i, I/i, H] lie in one of the weight buffers, a partition owning consecutive rows of HBM;
+   y^T [h, H/h, T] is added up over all experts in PSUM or float32 SBUF (stages.py, out.py).
+6. Exchange and add the cores' sums, round once, store (ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
 biases are not scaled.
 
 Limits: `make_decode_config`. Bytes: the touched experts once (all of them in mode "all"), x and y.
-Matmul columns: max(T, 64) per 128 x 128 weights. The loop: decode_groups.py.
+Matmul columns: max(T, 64) per 128 x 128 weights.
 
 Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
 """
@@ -137,7 +145,7 @@ def _route_tokens(
     first_sb: Any,
     core: int,
 ) -> Routing:
-    """Work out which experts are touched, and by how much each token; see decode_list.py."""
+    """Work out which experts are touched, and by how much each token; see list.py."""
     bank_ps = routing_bank(b.sums)
     routing = list_experts(config, index_tiles, first_sb, bank_ps, b.ones, core)
     weigh(config, routing, affinity_tiles, bank_ps, b.ones)
@@ -214,12 +222,12 @@ def _loop_over(
     end: Any,
     size: int,
 ) -> None:
-    """Loop over groups of `size` entries of every core, from list position `begin` to `end`.
+    """Loop over trips of `size` entries of every core, from list position `begin` to `end`.
 
     Size 0 is for an entry that the cores share.
     """
 
-    def one_group(position: Any) -> None:
+    def one_trip(position: Any) -> None:
         run_trip(config, b, x, turned_sb, routing, position, size)
 
-    nl.fori_loop(begin, end, one_group, step=max(1, entry_stride(config) * size))
+    nl.fori_loop(begin, end, one_trip, step=max(1, entry_stride(config) * size))

@@ -35,7 +35,7 @@ class Routing(NKIObject):
 
     Attributes:
         list_sb: on partition 0 int32, expert of each entry, and more that no loop comes to.
-        ends: (1, 1) int32 tiles, list positions where groups of `unroll` entries end, then groups
+        ends: (1, 1) int32 tiles, list positions where trips of `unroll` entries end, then trips
             of half as many, and so on, then the list; empty if its length is known.
         local: per 128 tokens [tokens, K or more] float32, local number of each choice, from 1 on;
             the index itself if `is_direct`.
@@ -101,8 +101,7 @@ def _local_experts(
     columns = (config.K + _VALUES - 1) // _VALUES * _VALUES
     local = []
     for index_sb in index_tiles:
-        rows = index_sb.shape[0]
-        local_sb = nl.ndarray((rows, columns), dtype=nl.float32, buffer=nl.sbuf)
+        local_sb = nl.ndarray((index_sb.shape[0], columns), dtype=nl.float32, buffer=nl.sbuf)
         if config.K < columns:
             nisa.memset(dst=local_sb, value=_NO_EXPERT)
         local.append(local_sb)
@@ -183,7 +182,7 @@ def _mark_chosen(expert_sb: nl.NkiTensor, local_sb: nl.NkiTensor, dtype: Any) ->
 
 
 def _loop_masks(config: DecodeConfig) -> nl.NkiTensor:
-    """Return [1, n] int32: bits of the list's length that say where the loops over groups end.
+    """Return [1, n] int32: bits of the list's length that say where the loops over trips end.
 
     Cores that take alternate entries do so up to an even position; the last end is the list's.
     """
@@ -204,7 +203,7 @@ def _loop_masks(config: DecodeConfig) -> nl.NkiTensor:
 def _loop_ends(
     config: DecodeConfig, touched_sb: nl.NkiTensor, mask_sb: nl.NkiTensor
 ) -> list[nl.NkiTensor]:
-    """Return (1, 1) tiles with the list positions at which the loops over groups end."""
+    """Return (1, 1) tiles with the list positions at which the loops over trips end."""
     count = mask_sb.shape[1]
     end_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
     length_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, count)

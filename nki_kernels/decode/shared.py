@@ -1,11 +1,11 @@
-"""Shared experts in the decode block: a dense MLP every token takes, added to the same y^T.
+"""Shared experts in the fused decode layer: a dense MLP every token takes, added to the same y^T.
 
 The width is cut in parts, which are to the stages what experts are: weights of their own,
 contiguous for every partition, in one item or as many as their layout has. The cores take alternate
 parts. What a token takes of a part is its gate, or 1. Nothing here depends on the routing, so the
 weights load while it is made.
 
-Sources: the stages of decode_stages.py.
+Sources: the stages of stages.py.
 """
 
 from __future__ import annotations

@@ -46,11 +46,9 @@ def load_in(
     """Load gate and up weights of a chunk of an expert, with what its activation needs.
 
     Args:
-        config: sizes.
-        b: buffers.
-        x: operands in HBM.
+        config, b, x: sizes, buffers, operands in HBM.
         expert: (1, 1) int32 tile.
-        buffer: which buffers to fill.
+        buffer: the weight buffer to fill.
         chunk: part of the intermediate axis.
     """
     if config.weights.layout == "packed":
@@ -162,10 +160,9 @@ def project_in(
     """Compute the inner activations of an item.
 
     Args:
-        config: sizes.
-        b: buffers.
+        config, b: sizes and buffers.
         turned_sb: x^T, [h, H/h, T] view.
-        buffer: buffers of the weights.
+        buffer: the weight buffer.
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
     """

@@ -71,9 +71,7 @@ def run_trip(
     """Compute some list entries of this core.
 
     Args:
-        config: sizes.
-        b: buffers.
-        x: the experts in HBM.
+        config, b, x: sizes, buffers, the experts in HBM.
         turned_sb: x^T.
         routing: list and weights.
         position: list position of the trip, an int or a register.

@@ -13,7 +13,7 @@ from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.dispatch import choose_path
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.sharding import shard_state_dict
-from nki_kernels.decode.config import DecodeConfig
+from nki_kernels.decode import DecodeConfig
 from tests.neuron_moe.nki_cases import GPT_OSS, LLAMA4, SEPARATE, SILU, E, H, build
 from tests.tolerances import rms_error
 

@@ -48,7 +48,7 @@ from neuron_moe.tools.bench.prefill_results import Sources, write
 from neuron_moe.tools.bench.prefill_sensitivity import varied_us
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
-from nki_kernels.decode.config import DecodeConfig
+from nki_kernels.decode import DecodeConfig
 from nki_sim import SimOptions
 from nki_sim.time.timeline import Timeline
 
