@@ -18,14 +18,14 @@ class Tiles(NamedTuple):
     """Buffers of one kind.
 
     Attributes:
-        count: how many.
+        number: how many.
         shape: of each, partitions first.
         dtype: of their elements.
-        counted: how many are added up. It differs from `count` where the room is the same for
+        counted: how many are added up. It differs from `number` where the room is the same for
             every variant of a kernel, or where temporaries take the place of buffers.
     """
 
-    count: int
+    number: int
     shape: tuple[int, ...]
     dtype: Any
     counted: int
@@ -43,7 +43,7 @@ def small_tiles(count: int, shape: tuple[int, ...], dtype: Any) -> Tiles:
 
 def allocate(buffers: Tiles) -> list[nl.NkiTensor]:
     """Allocate the buffers of one kind."""
-    return make_tiles(buffers.count, buffers.shape, buffers.dtype)
+    return make_tiles(buffers.number, buffers.shape, buffers.dtype)
 
 
 def allocate_rows(buffers: Tiles, rows: int) -> nl.NkiTensor:

@@ -12,13 +12,12 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
-BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
 OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y

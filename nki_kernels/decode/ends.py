@@ -8,17 +8,12 @@ other halves of their partial sums.
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
-from nki_kernels.decode.config import (
-    BANK_FLOATS,
-    DIRECT_IN,
-    DecodeConfig,
-    is_direct_out,
-    tiles_per_bank,
-)
-from nki_kernels.decode.memory import allocate, allocate_rows, ends_table, token_table
+from nki_kernels.decode.config import DIRECT_IN, DecodeConfig, is_direct_out, tiles_per_bank
+from nki_kernels.decode.memory import ends_table, token_table
 
 _GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 

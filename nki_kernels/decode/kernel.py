@@ -49,7 +49,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -60,7 +60,6 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
     UNROLLED_ENTRIES,
     DecodeConfig,
     entry_stride,

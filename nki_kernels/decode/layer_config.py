@@ -8,13 +8,14 @@ from typing import Any
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import FITTED_SBUF_BYTES, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
+from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.common.router_choice import check_router_formula
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
-from nki_kernels.decode.fit import SBUF_BYTES, SMALL_TILES_BYTES
+from nki_kernels.decode.fit import SMALL_TILES_BYTES
 from nki_kernels.decode.layout import weight_shapes
-from nki_kernels.decode.memory import table_bytes, tiles_bytes, token_table
+from nki_kernels.decode.memory import token_table
 from nki_kernels.decode.norm import norm_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.router import choice_bytes, router_parts, router_table
@@ -107,15 +108,16 @@ def make_layer_config(
     config = LayerConfig(routed, router, form, routed, parts)
     needed = _front_bytes(config)
     if form.shared_width:
-        room = SBUF_BYTES - needed
+        room = FITTED_SBUF_BYTES - needed
         shared = make_shared_config(routed, form.shared_width, form.shared_formula, room)
         config = replace(config, shared=shared)
         needed += shared_bytes(shared)
-    if needed > SBUF_BYTES:
+    if needed > FITTED_SBUF_BYTES:
         raise ValueError(
             f"T={routed.T}, H={routed.H}, num_experts={routed.num_experts}: norm, router and shared"
-            f" experts need {needed} bytes of SBUF per partition, must be at most {SBUF_BYTES}. Use"
-            " fewer tokens, a bfloat16 router, or router_topk and decode_moe one after the other."
+            f" experts need {needed} bytes of SBUF per partition, must be at most"
+            f" {FITTED_SBUF_BYTES}. Use fewer tokens, a bfloat16 router, or router_topk and"
+            " decode_moe one after the other."
         )
     return config
 

@@ -16,13 +16,14 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.decode.config import (
     DecodeConfig,
     entry_stride,
     is_direct,
     list_width,
 )
-from nki_kernels.decode.memory import allocate, allocate_rows, routing_table
+from nki_kernels.decode.memory import routing_table
 
 _VALUES = 8  # that nc_match_replace8 looks for at once
 _NO_EXPERT = -2.0  # matches no expert

@@ -19,14 +19,15 @@ Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES, PARTITIONS
+from nki_kernels.common.memory import Tiles, allocate, tiles, tiles_bytes
 from nki_kernels.common.tiles import rows_of, transpose_rows
-from nki_kernels.decode.memory import Tiles, allocate, tiles, tiles_bytes
 
 _DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
 WARM_UPS = 4  # matmuls while the tokens travel: the tensor engine's clock climbs with its work
@@ -60,8 +61,7 @@ def is_direct(num_tokens: int, h_axis: AxisTiles) -> bool:
     return num_tokens <= _DIRECT_TOKENS and h_axis.is_strided
 
 
-@dataclass(frozen=True)
-class NormTable(nl.NKIObject):
+class NormTable(NamedTuple):
     """Buffers of a tile of tokens on the way, and what normalising needs besides."""
 
     rows: Tiles

@@ -15,7 +15,7 @@ Sources: nki_kernels.common.router_choice for the family; NKI 0.6 ISA.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import nki.isa as nisa
 import nki.language as nl
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import RouterFormula
+from nki_kernels.common.memory import Tiles, allocate, tiles
 from nki_kernels.common.router_choice import (
     LOWEST,
     SLOTS,
@@ -35,7 +36,6 @@ from nki_kernels.common.router_choice import (
     write_index,
 )
 from nki_kernels.common.tiles import rows_of
-from nki_kernels.decode.memory import Tiles, allocate, tiles
 
 _GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 _PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
@@ -86,8 +86,7 @@ def pack_router_weight(
     return np.ascontiguousarray(packed)
 
 
-@dataclass(frozen=True)
-class RouterTable(nl.NKIObject):
+class RouterTable(NamedTuple):
     """The router's operands in SBUF."""
 
     weight: Tiles

@@ -19,6 +19,7 @@ from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.memory import tiles_bytes
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -27,7 +28,7 @@ from nki_kernels.decode.buffers import (
 )
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
-from nki_kernels.decode.memory import expert_table, tiles_bytes
+from nki_kernels.decode.memory import expert_table
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.out import Group, project_out
 from nki_kernels.decode.stages import load_item, project_in

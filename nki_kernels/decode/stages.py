@@ -15,11 +15,10 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.tiles import (
-    activation_function,
     apply_chain,
     elements_of,
+    gate_function,
     load_halves,
     load_matrix,
     load_pattern,
@@ -268,7 +267,7 @@ def _activate_gate(
     tile: int,
 ) -> None:
     """Apply scale, bias, clamps and activation to the gate projection, in float32."""
-    function, rows = _gate_function(config.formula), gate_sb.shape[0]
+    function, rows = gate_function(config.formula), gate_sb.shape[0]
     clamps = config.formula.gate_limits
     if clamps.has_upper or clamps.has_lower:
         operators, operands = _chain(config, b, buffer, tile, 0)
@@ -283,14 +282,6 @@ def _activate_gate(
     if config.weights.has_scales and config.scaling != "pre":
         scale = b.gate_up_scale[buffer][0:rows, 0, tile : tile + 1]
     nisa.activation(dst=gate_sb, op=function, data=gate, bias=bias, scale=scale)
-
-
-def _gate_function(formula: ExpertFormula) -> Any:
-    """Return what the Scalar engine does to a gate, in one instruction."""
-    if not formula.gates_itself:
-        return activation_function(formula.activation)
-    # gate * sigmoid(scale * gate), of the scales that `check_formula` lets pass
-    return nl.silu if formula.scale == 1.0 else nl.gelu_apprx_sigmoid
 
 
 def _chain(

@@ -21,7 +21,7 @@ _SMALL_TILES_BYTES = 4096
 class IndexTable(NamedTuple):
     """The buffers of one core; a pair is a choice of one of its tokens.
 
-    Those with a count of 0 are temporaries that come and go: so many are alive at once.
+    Those with a number of 0 are temporaries that come and go: so many are alive at once.
     """
 
     experts: Tiles  # of each pair
