@@ -27,8 +27,8 @@ from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import RouterFormula
 from nki_kernels.common.memory import Tiles, allocate, tiles
 from nki_kernels.common.router_choice import (
+    AT_ONCE,
     LOWEST,
-    SLOTS,
     Picked,
     pick,
     ranks_scores,
@@ -62,7 +62,7 @@ def router_parts(num_experts: int, hidden_size: int, weight_bytes: int, num_core
         num_cores: physical cores of the launch.
     """
     is_large = num_experts * hidden_size * weight_bytes >= _SPLIT_BYTES
-    can_split = num_experts % num_cores == 0 and num_experts >= num_cores * SLOTS
+    can_split = num_experts % num_cores == 0 and num_experts >= num_cores * AT_ONCE
     return num_cores if is_large and can_split else 1
 
 
@@ -116,7 +116,7 @@ def router_table(
 
 def choice_bytes(num_tokens: int, num_experts: int, formula: RouterFormula) -> int:
     """Return the bytes of SBUF per partition that logits, scores and choices take on the way."""
-    columns = 4 * max(SLOTS, num_experts)
+    columns = 4 * max(AT_ONCE, num_experts)
     each = 7 if ranks_scores(formula) else 3
     return -(-num_tokens // PARTITIONS) * (each * columns + 512)
 
@@ -196,10 +196,10 @@ def make_logits(
             is_stationary_onezero=True,
             accumulate=True,
         )
-    if columns == num_experts and num_experts >= SLOTS:
+    if columns == num_experts and num_experts >= AT_ONCE:
         return logits_ps
-    logits_sb = nl.ndarray((rows, max(SLOTS, num_experts)), nl.float32, buffer=nl.sbuf)
-    if num_experts < SLOTS:
+    logits_sb = nl.ndarray((rows, max(AT_ONCE, num_experts)), nl.float32, buffer=nl.sbuf)
+    if num_experts < AT_ONCE:
         nisa.memset(dst=logits_sb, value=LOWEST)
     nisa.tensor_copy(dst=logits_sb[:, begin : begin + columns], src=logits_ps)
     if columns < num_experts:

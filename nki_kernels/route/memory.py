@@ -8,7 +8,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
-from nki_kernels.common.router_choice import SLOTS, ranks_scores
+from nki_kernels.common.router_choice import AT_ONCE, ranks_scores
 from nki_kernels.route.config import RouterConfig
 
 _SMALL_TILES_BYTES = 1024  # sums, scales and single columns
@@ -54,7 +54,7 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         norm_weight=tiles(norms, (PARTITIONS, H), nl.float32),
         bias=small_tiles(biases, (PARTITIONS, E), nl.float32),
         selection_bias=small_tiles(selection_biases, (PARTITIONS, E), nl.float32),
-        scores=Tiles(0, (PARTITIONS, max(SLOTS, E)), nl.float32, scores),
+        scores=Tiles(0, (PARTITIONS, max(AT_ONCE, E)), nl.float32, scores),
         affinities=tiles(1, (PARTITIONS, columns), nl.float32),
         chosen=tiles(1, (PARTITIONS, columns), nl.int32),
     )
