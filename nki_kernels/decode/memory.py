@@ -143,10 +143,15 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         gate_up_bias=Tiles(apart if formula.has_gate_up_bias else 0, per_row, nl.float32, count),
         gate_up_scale=Tiles(apart if form.has_scales else 0, per_row, nl.float32, count),
         down_scale=Tiles(
-            apart if form.down_scale != "none" else 0, scales, nl.float32, count if by_channel else 0
+            apart if form.down_scale != "none" else 0,
+            scales,
+            nl.float32,
+            count if by_channel else 0,
         ),
         down_bias=tiles(count if formula.has_down_bias else 0, (1, config.H), nl.bfloat16),
-        kept_scale=Tiles(2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0),
+        kept_scale=Tiles(
+            2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
+        ),
         inner=tiles(2 * group_size(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
         gate=tiles(2, (i_axis.rows, T), nl.float32),
         up=tiles(2, (i_axis.rows, T), nl.float32),
