@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from nki_sim.hardware import SWITCHES, Hardware, Kind
-from nki_sim.time.playback import Prepared, play, prices_of
+from nki_sim.time.prepare import Prepared, prices_of
+from nki_sim.time.reorder import play
 from nki_sim.time.timeline import Timeline, schedule
 
 # Coefficients that act while playing, not through the price of an instruction.

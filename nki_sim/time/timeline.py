@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from nki_sim import trace as tr
 from nki_sim.hardware import TRN2, Hardware
 from nki_sim.time.costs import DmaPrice, MatmulPrice
-from nki_sim.time.playback import Prepared, Schedule, TimelineOptions, play, prepare
+from nki_sim.time.playback import Schedule
+from nki_sim.time.prepare import Prepared, TimelineOptions, prepare
+from nki_sim.time.reorder import play
 from nki_sim.trace import Trace
 
 LANES: Final = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma")
@@ -68,13 +70,14 @@ def schedule(
     Args:
         trace: the record of a run.
         chip: the chip it is to run on.
-        options: how to price transfers, warm up and place tensors.
+        options: how to price transfers, warm up, place tensors, and what to assume of order.
 
     Raises:
         ValueError: the instructions wait for each other in a circle, or a partner of a barrier is
             missing.
     """
     options = options or TimelineOptions()
+    chip = options.model.on(chip)
     prepared = prepare(trace, chip, options)
     return Timeline(trace, chip, options, prepared, play(prepared, chip, options))
 
