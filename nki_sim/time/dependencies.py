@@ -13,8 +13,8 @@ edge asks for the order of issue only. It cannot know what the record does not h
 registers carried over several instructions, `nl.no_reorder`, and registers of other engines.
 
 Building takes a few microseconds per instruction: regions are interned, storages that nobody writes
-are left out, and a region overwritten as a whole is forgotten, so that the set to search stays
-small.
+are left out, which regions overlap is found once for each, and in a memory of many regions one that
+is overwritten as a whole is forgotten, so that the set to search stays small.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DONE: Final = 1
 Inside a queue the latter is the case as soon as the source has been issued.
 """
 
-_FEW: Final = 16
+_FEW: Final = 1024  # regions of a memory for which all overlaps are kept
 
 
 @dataclass(slots=True)
@@ -164,7 +164,18 @@ class _Edges:
 class _Regions:
     """The distinct rectangles of a trace, and where to look for overlap."""
 
-    __slots__ = ("big", "dense", "memory", "of_range", "rectangle", "storage", "written")
+    __slots__ = (
+        "_corners",
+        "big",
+        "dense",
+        "members",
+        "memory",
+        "of_range",
+        "overlaps",
+        "rectangle",
+        "storage",
+        "written",
+    )
 
     def __init__(self, trace: Trace, operands: NDArray[np.int32], columns: NDArray[np.int32]):
         memories, shapes = rectangles(trace)
@@ -187,7 +198,27 @@ class _Regions:
                 self.dense.append(dense)
             self.of_range.append(region)
         self.written = self._written(trace, operands, columns)
+        self.members: dict[int, list[int]] = {}
+        for region, memory in enumerate(self.memory):
+            if memory in self.written:
+                self.members.setdefault(memory, []).append(region)
+        self.overlaps: list[list[int] | None] = [None] * len(self.memory)
+        self._corners: dict[int, NDArray[np.int64]] = {}
         self.big = self._buckets()
+
+    def find_overlaps(self, region: int) -> list[int]:
+        """Return all regions that overlap one, itself included, and keep the answer."""
+        memory = self.memory[region]
+        members = self.members[memory]
+        corners = self._corners.get(memory)
+        if corners is None:
+            shapes = [self.rectangle[member] for member in members]
+            corners = self._corners[memory] = np.array(shapes, dtype=np.int64).T
+        line0, line1, byte0, byte1 = self.rectangle[region]
+        lines = (corners[0] < line1) & (line0 < corners[1])
+        meets = np.flatnonzero(lines & (corners[2] < byte1) & (byte0 < corners[3]))
+        found = self.overlaps[region] = [members[place] for place in meets.tolist()]
+        return found
 
     def _written(
         self, trace: Trace, operands: NDArray[np.int32], columns: NDArray[np.int32]
@@ -199,14 +230,11 @@ class _Regions:
 
     def _buckets(self) -> dict[int, tuple[int, int, int]]:
         """Return (axis, origin, step) for the memories with many regions."""
-        members: dict[int, list[Rectangle]] = {}
-        for memory, shape in zip(self.memory, self.rectangle, strict=True):
-            if memory in self.written:
-                members.setdefault(memory, []).append(shape)
         big = {}
-        for memory, shapes in members.items():
-            if len(shapes) <= _FEW:
+        for memory, members in self.members.items():
+            if len(members) <= _FEW:
                 continue
+            shapes = [self.rectangle[member] for member in members]
             axis = max((0, 2), key=lambda side: len({shape[side] for shape in shapes}))
             low = min(shape[axis] for shape in shapes)
             high = max(shape[axis + 1] for shape in shapes)
@@ -362,33 +390,23 @@ class _Core:
         """Return the keys under which a region is found."""
         known = self._keys.get(region)
         if known is None:
-            plan = self._regions.big.get(memory)
-            if plan is None:
-                known = [(memory, 0)]
-            else:
-                axis, origin, step = plan
-                shape = self._regions.rectangle[region]
-                low = (shape[axis] - origin) // step
-                high = (shape[axis + 1] - 1 - origin) // step
-                known = [(memory, bucket) for bucket in range(low, high + 1)]
+            axis, origin, step = self._regions.big[memory]
+            shape = self._regions.rectangle[region]
+            low = (shape[axis] - origin) // step
+            high = (shape[axis + 1] - 1 - origin) // step
+            known = [(memory, bucket) for bucket in range(low, high + 1)]
             self._keys[region] = known
-            self._add_keys(memory, known)
         return known
-
-    def _add_keys(self, memory: int, keys: list[tuple[int, int]]) -> None:
-        """Note under which keys a region of a memory is found."""
 
     def _others(self, region: int, memory: int) -> list[int]:
         """Return the known regions that overlap, the region itself included, and make it known."""
+        overlaps = self._regions.overlaps[region]
+        if overlaps is not None:
+            return overlaps
+        if memory not in self._regions.big:
+            return self._regions.find_overlaps(region)
         keys = self._buckets_of(region, memory)
         active = self._active
-        if len(keys) == 1:
-            members = active.get(keys[0])
-            if members is None:
-                active[keys[0]] = {region}
-                return [region]
-            if len(members) == 1 and region in members:
-                return [region]
         found = {region}
         rectangle = self._regions.rectangle
         line0, line1, byte0, byte1 = rectangle[region]
@@ -468,8 +486,9 @@ class _Core:
         if covers(rectangle[region], rectangle[other]):
             self._writer.pop(other, None)
             self._readers.pop(other, None)
-            for key in self._buckets_of(other, memory):
-                self._active[key].discard(other)
+            if memory in self._regions.big:
+                for key in self._buckets_of(other, memory):
+                    self._active[key].discard(other)
 
     def _load_stationary(self, index: int, region: int, version: int, facts: tr.Facts) -> None:
         """Note whether the array already holds this stationary tile."""
@@ -523,22 +542,17 @@ class _Reordering(_Core):
     ) -> None:
         super().__init__(trace, chip, graph, regions, edges, number, goes_round)
         self._overwritten: set[int] = set()
-        self._memory_keys: dict[int, set[tuple[int, int]]] = {}
         self._register_users: dict[int, int] = {}
         self._contents: dict[tuple[tuple[int, ...], int, int], int] = {}
-
-    def _add_keys(self, memory: int, keys: list[tuple[int, int]]) -> None:
-        self._memory_keys.setdefault(memory, set()).update(keys)
 
     def _users_of(self, memory: int) -> Iterable[int]:
         """Return the readers of every region since its last write, and the writers of the rest."""
         found: set[int] = set()
-        for key in self._memory_keys.get(memory, ()):
-            for region in self._active.get(key, ()):
-                found.update(self._readers.get(region, ()))
-                writer = self._writer.get(region, -1)
-                if writer >= 0:
-                    found.add(writer)
+        for region in self._regions.members.get(memory, ()):
+            found.update(self._readers.get(region, ()))
+            writer = self._writer.get(region, -1)
+            if writer >= 0:
+                found.add(writer)
         return found
 
     def _use_register(self, index: int, queue: int) -> None:

@@ -99,6 +99,8 @@ class Player:
         self._cause = [-1] * count
         self._ready = [0.0] * count
         self._waits = list(graph.waits)
+        self._queue_of = list(graph.queue)
+        self._first: list[int] = graph.first.tolist()
         self._position = [0] * len(graph.queues)
         self._queue_time = [0.0] * len(graph.queues)
         self._latest = [0.0] * len(graph.queues)
@@ -172,7 +174,7 @@ class Player:
     def _step(self, now: float, node: int) -> int:
         """Start a node, or put it off; return how many nodes have their times by that."""
         price = self._steps[self._pair_of[node]]
-        queue = self._graph.queue[node]
+        queue = self._queue_of[node]
         core = self._cores[self._core_of[queue]]
         if type(price) is MatmulPrice:
             self._matmul(now, node, price, core)
@@ -275,7 +277,7 @@ class Player:
         pipelined = self._model.sendrecv == "pipelined" and price.transfer_ns is not None
         if pipelined:  # the queue goes on; whoever needs the data waits
             self._start[node] = now
-            self._advance(node, self._graph.queue[node])
+            self._advance(node, self._queue_of[node])
         if len(arrived) < partners:
             return 0
         del self._arrived[key]
@@ -292,7 +294,7 @@ class Player:
             if not pipelined:
                 self._hold(partner, end)
         for _, partner in arrived:
-            queue = self._graph.queue[partner]
+            queue = self._queue_of[partner]
             self._notify(partner, queue)
             if not pipelined:
                 self._advance(partner, queue)
@@ -300,7 +302,7 @@ class Player:
 
     def _take_link(self, now: float, price: MeetingPrice, nodes: list[int]) -> float:
         """Return when the bytes of an exchange can go, and keep the way busy while they do."""
-        queues = [self._graph.queue[node] for node in nodes]
+        queues = [self._queue_of[node] for node in nodes]
         begin = max(now, *(self._link_free[queue] for queue in queues))
         for queue in queues:
             self._link_free[queue] = begin + (price.transfer_ns or 0.0)
@@ -308,7 +310,7 @@ class Player:
 
     def _hold(self, node: int, end: float) -> None:
         """Keep the queue of a node, and its engine if it has one, until a meeting ends."""
-        queue = self._graph.queue[node]
+        queue = self._queue_of[node]
         engine = self._engines[queue]
         if engine >= 0:
             core = self._cores[self._core_of[queue]]
@@ -340,8 +342,8 @@ class Player:
                 self._cause[partner] = last
             self._hold(partner, end)
         for _, partner in arrived:
-            self._notify(partner, self._graph.queue[partner])
-            self._advance(partner, self._graph.queue[partner])
+            self._notify(partner, self._queue_of[partner])
+            self._advance(partner, self._queue_of[partner])
         return len(arrived)
 
     def _set(self, node: int, start: float, busy_end: float, visible: float) -> None:
@@ -354,12 +356,13 @@ class Player:
         """Tell the nodes that wait for this one."""
         graph, ready, waits = self._graph, self._ready, self._waits
         queues, position = graph.queues, self._position
+        queue_of, first = self._queue_of, self._first
         visible, visible_elsewhere, done_elsewhere = self._seen(node)
         if visible > self._latest[queue]:
             self._latest[queue] = visible
-        for edge in graph.targets[graph.first[node] : graph.first[node + 1]]:
+        for edge in graph.targets[first[node] : first[node + 1]]:
             target = edge >> 1
-            other = graph.queue[target]
+            other = queue_of[target]
             if other == queue:
                 time = visible
             else:

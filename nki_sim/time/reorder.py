@@ -87,7 +87,7 @@ class ListPlayer(Player):
         """Note that a node is ready, and issue the oldest that is."""
         if self._issued[node]:
             return 0
-        queue = self._graph.queue[node]
+        queue = self._queue_of[node]
         offered = self._offered[queue]
         if not self._is_offered[node]:
             self._is_offered[node] = 1
@@ -133,7 +133,7 @@ class ListPlayer(Player):
     def _is_held(self, node: int, core: CoreState) -> bool:
         number = self._graph.stationary[node]
         part = self._graph.stationary_parts[number]
-        contents = self._contents[self._core_of[self._graph.queue[node]]]
+        contents = self._contents[self._core_of[self._queue_of[node]]]
         is_held = contents.get(part) == number
         if not is_held:
             if part:
@@ -145,11 +145,12 @@ class ListPlayer(Player):
 
     def _notify(self, node: int, queue: int) -> None:
         graph, ready, waits = self._graph, self._ready, self._waits
-        place, limit, queue_of = self._place, self._limit, graph.queue
+        place, limit, queue_of = self._place, self._limit, self._queue_of
+        first = self._first
         visible, visible_elsewhere, done_elsewhere = self._seen(node)
         if visible > self._latest[queue]:
             self._latest[queue] = visible
-        for edge in graph.targets[graph.first[node] : graph.first[node + 1]]:
+        for edge in graph.targets[first[node] : first[node + 1]]:
             target = edge >> 1
             other = queue_of[target]
             if other == queue:
