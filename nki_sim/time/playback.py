@@ -106,8 +106,9 @@ class Player:
         self._latest = [0.0] * len(graph.queues)
         self._core_of = [queue.core for queue in graph.queues]
         self._names = [queue.name for queue in graph.queues]
-        self._engines = [tr.ENGINE_NAMES.index(n) if n in tr.ENGINE_NAMES else -1
-                         for n in self._names]
+        self._engines = [
+            tr.ENGINE_NAMES.index(n) if n in tr.ENGINE_NAMES else -1 for n in self._names
+        ]
         self._heap: list[tuple[float, int]] = []
         self._cores = self._make_cores(options)
         facts = [kind[2] for kind in prepared.kinds]

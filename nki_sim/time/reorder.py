@@ -61,8 +61,9 @@ class ListPlayer(Player):
         for queue in queues:
             for place, node in enumerate(queue.nodes):
                 self._place[node] = place
-        kinds = bytes(_fence(kind[2], price) for kind, price in
-                      zip(prepared.kinds, self._prices, strict=True))
+        kinds = bytes(
+            _fence(kind[2], price) for kind, price in zip(prepared.kinds, self._prices, strict=True)
+        )
         self._fence = bytes(kinds[pair] for pair in self._pair_of)
         self._stops = [
             [*(p for p, node in enumerate(q.nodes) if self._fence[node] == _LOOP), len(q.nodes)]
@@ -197,7 +198,11 @@ class ListPlayer(Player):
         for node in nodes[before:limit]:
             if not waits[node]:
                 self._offer(node, queue)
-        if before > head < count and self._fence[nodes[head]] == _MEETING and not waits[nodes[head]]:
+        if (
+            before > head < count
+            and self._fence[nodes[head]] == _MEETING
+            and not waits[nodes[head]]
+        ):
             self._push(nodes[head], queue)
 
 
