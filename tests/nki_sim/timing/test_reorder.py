@@ -15,7 +15,7 @@ from nki_sim.time.schedule_model import (
     ScheduleModel,
     find_corner,
 )
-from nki_sim.time.timeline import Timeline, TimelineOptions, schedule
+from nki_sim.time.timeline import Timeline, TimelineOptions, schedule, schedule_corners
 from nki_sim.trace import ALL, DMA, GPSIMD, SCALAR, VECTOR, ControlFacts, SyncFacts
 from tests.nki_sim.timing.random_traces import RandomTrace
 
@@ -243,3 +243,12 @@ def test_the_corners_are_what_they_are_called() -> None:
 def test_a_window_holds_at_least_one_instruction() -> None:
     with pytest.raises(ValueError, match=r"window=0: must be positive"):
         ScheduleModel(window=0)
+
+
+def test_one_trace_is_timed_in_both_corners_at_once(make_builder: Make) -> None:
+    trace = RandomTrace(make_builder, 5).trace
+    corners = schedule_corners(trace)
+    assert set(corners) == set(CORNERS)
+    assert times(corners["in-order"]) == times(schedule(trace))
+    assert corners["vendor"].options.model == VENDOR
+    assert corners["vendor"].chip.vector_overlaps_independent == 1
