@@ -549,10 +549,11 @@ class _Reordering(_Core):
         """Return the readers of every region since its last write, and the writers of the rest."""
         found: set[int] = set()
         for region in self._regions.members.get(memory, ()):
-            found.update(self._readers.get(region, ()))
-            writer = self._writer.get(region, -1)
-            if writer >= 0:
-                found.add(writer)
+            readers = self._readers.get(region)
+            if readers:
+                found.update(readers)
+            elif region in self._writer:
+                found.add(self._writer[region])
         return found
 
     def _use_register(self, index: int, queue: int) -> None:

@@ -90,18 +90,22 @@ class ListPlayer(Player):
             return 0
         queue = self._queue_of[node]
         offered = self._offered[queue]
-        if not self._is_offered[node]:
-            self._is_offered[node] = 1
-            heapq.heappush(offered, self._place[node])
         if self._wake_at[queue] == (now, node):
             self._wake_at[queue] = None
-        if self._blocked[queue]:
-            return 0
-        free = self._free_at(queue)
-        if free > now:
-            self._wake(queue, free)
-            return 0
-        chosen = self._graph.queues[queue].nodes[heapq.heappop(offered)]
+        if offered or self._blocked[queue] or self._free_at(queue, node) > now:
+            if not self._is_offered[node]:
+                self._is_offered[node] = 1
+                heapq.heappush(offered, self._place[node])
+            if self._blocked[queue]:
+                return 0
+            nodes = self._graph.queues[queue].nodes
+            free = self._free_at(queue, nodes[offered[0]])
+            if free > now:
+                self._wake(queue, free)
+                return 0
+            chosen = nodes[heapq.heappop(offered)]
+        else:
+            chosen = node
         self._issued[chosen] = self._blocked[queue] = 1
         if now > self._ready[chosen]:
             resource = self._resource[queue]
@@ -112,11 +116,10 @@ class ListPlayer(Player):
         self._last[queue] = chosen
         return super()._step(now, chosen)
 
-    def _free_at(self, queue: int) -> float:
-        """Return when a queue can issue its oldest ready node."""
+    def _free_at(self, queue: int, node: int) -> float:
+        """Return when a queue can issue a node that is ready."""
         time, resource = self._queue_time[queue], self._resource[queue]
-        nodes = self._graph.queues[queue].nodes
-        if self._fence[nodes[self._offered[queue][0]]] == _LOOP:
+        if self._fence[node] == _LOOP:
             resource = self._engines[queue]
         if resource == _NONE:
             return time
@@ -147,6 +150,7 @@ class ListPlayer(Player):
     def _notify(self, node: int, queue: int) -> None:
         graph, ready, waits = self._graph, self._ready, self._waits
         place, limit, queue_of = self._place, self._limit, self._queue_of
+        fence, heap, queue_time = self._fence, self._heap, self._queue_time
         first = self._first
         visible, visible_elsewhere, done_elsewhere = self._seen(node)
         if visible > self._latest[queue]:
@@ -164,7 +168,13 @@ class ListPlayer(Player):
             left = waits[target] - 1
             waits[target] = left
             if not left and place[target] < limit[other]:
-                self._offer(target, other)
+                if fence[target] == _MEETING:
+                    self._offer(target, other)
+                else:
+                    begin = ready[target]
+                    if queue_time[other] > begin:
+                        begin = queue_time[other]
+                    heapq.heappush(heap, (begin, target))
 
     def _offer(self, node: int, queue: int) -> None:
         """Push a node without open waits that is inside the window."""
@@ -178,8 +188,10 @@ class ListPlayer(Player):
         self._blocked[queue] = 0
         if self._place[node] == self._position[queue]:
             self._open(queue)
-        if self._offered[queue]:
-            self._wake(queue, self._free_at(queue))
+        offered = self._offered[queue]
+        if offered:
+            oldest = self._graph.queues[queue].nodes[offered[0]]
+            self._wake(queue, self._free_at(queue, oldest))
 
     def _open(self, queue: int) -> None:
         """Move the window to the oldest node that has not been issued."""
