@@ -31,7 +31,8 @@ from neuron_moe.tools.console import format_table, print_json_line
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import TRN2
 from nki_sim.time.costs import price_meeting
-from nki_sim.time.timeline import TimelineOptions, schedule, schedule_corners
+from nki_sim.time.prepare import TimelineOptions
+from nki_sim.time.timeline import schedule, schedule_corners
 from nki_sim.trace import SyncFacts
 
 CORES = 2
