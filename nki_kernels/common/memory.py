@@ -7,7 +7,6 @@ kernel fits adds it up (`table_bytes`), so that nothing is sized twice.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import prod
 from typing import Any
 
 import nki.language as nl
@@ -63,10 +62,13 @@ def table_bytes(table: NKIObject) -> int:
 
 def tiles_bytes(buffers: Tiles) -> int:
     """Return the bytes per partition that buffers of one kind are counted with."""
-    return buffers.counted * prod(buffers.shape[1:]) * _item_bytes(buffers.dtype)
+    size = buffers.counted * _item_bytes(buffers.dtype)
+    for extent in buffers.shape[1 : len(buffers.shape)]:
+        size *= extent
+    return size
 
 
 def _item_bytes(dtype: Any) -> int:
-    if dtype in (nl.float32, nl.int32, nl.uint32):
+    if dtype == nl.float32 or dtype == nl.int32 or dtype == nl.uint32:
         return 4
-    return 2 if dtype in (nl.bfloat16, nl.float16) else 1
+    return 2 if dtype == nl.bfloat16 or dtype == nl.float16 else 1

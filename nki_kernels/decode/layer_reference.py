@@ -13,11 +13,6 @@ from nki_kernels.common.router_reference import rms_norm, route
 from nki_kernels.decode.layer_config import LayerForm
 from nki_kernels.decode.reference import decode_moe_ref, inner
 
-_TERMS = (
-    "top_k act_fn act_over_topk n_group topk_group out_of_group_fill renormalize renormalize_eps"
-    " routed_scaling_factor"
-).split()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerArrays:
@@ -93,8 +88,7 @@ def decode_layer_ref(
     logits_TN = x_TH @ arrays.router_weight_NH.T
     if arrays.router_bias_N is not None:
         logits_TN = logits_TN + arrays.router_bias_N
-    terms = {name: getattr(router, name) for name in _TERMS}
-    affinities_TK, index_TK = route(logits_TN, selection_bias_E=arrays.selection_bias_N, **terms)
+    affinities_TK, index_TK = route(logits_TN, router, arrays.selection_bias_N)
     output_TH = decode_moe_ref(
         x_TH, arrays.gate_up_EH2I, arrays.down_EIH, index_TK, affinities_TK, formula, first_expert,
         scaling=scaling, gate_up_bias_E2I=arrays.gate_up_bias_E2I,

@@ -13,7 +13,7 @@ from typing import Any
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.tiles import make_tiles, weight_dtype
 from nki_kernels.decode.config import (
     BANK_FLOATS,

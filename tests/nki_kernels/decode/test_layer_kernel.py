@@ -11,9 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
+from neuron_moe import (
+    ExpertMLPsV2,
+    GroupLimitedRouter,
+    MoE,
+    RoutedExpertsMLPOpsConfig,
+    RouterTopK,
+    SharedExperts,
+)
 from neuron_moe.models.layers import RMSNorm
-from neuron_moe.routing import GroupLimitedRouter, RouterBase, RouterTopK
+from neuron_moe.router import Router
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.decode.config import DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layer_config import (
@@ -226,7 +233,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def router_of(case: Case) -> RouterBase:
+def router_of(case: Case) -> Router:
     """Return the torch router of a case's family."""
     N, H, formula = case.N, case.H, case.router
     if formula.n_group > 1:

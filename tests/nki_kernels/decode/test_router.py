@@ -138,12 +138,7 @@ def routed(x: Any, arrays: list[Any], formula: RouterFormula) -> tuple[Any, Any]
     """Return affinities and index of the formula in float64, for x [T, H]."""
     _, _, weight, bias, selection_bias, _ = arrays
     logits = x.astype(np.float64) @ weight.astype(np.float64).T + (0 if bias is None else bias)
-    names = (
-        "top_k act_fn act_over_topk n_group topk_group out_of_group_fill renormalize"
-        " renormalize_eps routed_scaling_factor"
-    )
-    terms = {name: getattr(formula, name) for name in names.split()}
-    return reference.route(logits, selection_bias_E=selection_bias, **terms)
+    return reference.route(logits, formula, selection_bias)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])

@@ -1,5 +1,6 @@
 """router_topk against the formula: the router family, odd sizes, ties, limits, cost."""
 
+from dataclasses import fields
 from typing import Any
 
 import ml_dtypes
@@ -8,11 +9,16 @@ import pytest
 import torch
 
 import nki_sim
-from neuron_moe.routing import RouterSpec
-from neuron_moe.routing import route as route_with_torch
+from neuron_moe.router import route as route_with_torch
 from nki_kernels.common import router_reference as reference
-from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.route.kernel import check_router_topk, cost_router_topk, router_topk
+from nki_kernels.common.chip import SBUF_BYTES
+from nki_kernels.common.formula import RouterFormula
+from nki_kernels.route import (
+    RouterConfig,
+    check_router_topk,
+    cost_router_topk,
+    router_topk,
+)
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.traces import measured_cost
 
@@ -26,7 +32,8 @@ DEEPSEEK: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
 }
 # name: (T, H, E, hidden dtype, weight dtype, formula)
-CASES: dict[str, tuple[int, int, int, Any, Any, dict[str, Any]]] = {
+Case = tuple[int, int, int, Any, Any, dict[str, Any]]
+CASES: dict[str, Case] = {
     "gpt-oss": (33, 320, 32, BF16, BF16, {"top_k": 4, "act_over_topk": True, "has_bias": True}),
     "llama4": (17, 256, 16, BF16, BF16, {"top_k": 1, "act_fn": "sigmoid"}),
     "qwen3-moe": (40, 128, 128, BF16, BF16, {"top_k": 8, "renormalize": True}),
@@ -58,10 +65,30 @@ OPTIONS = {
 }
 
 
-def operands(
-    T: int, H: int, E: int, hidden_dtype: Any, weight_dtype: Any, formula: RouterFormula
-) -> list[Any]:
+def config_for(E: int, H: int, **values: Any) -> RouterConfig:
+    """Return the configuration that values make, by the names of the records' fields."""
+    names = {entry.name for entry in fields(RouterFormula)}
+    formula = RouterFormula(**{name: values[name] for name in values if name in names})
+    rest = {name: value for name, value in values.items() if name not in names}
+    return RouterConfig(formula, E, H, **rest)
+
+
+def config_of(case: Case, num_cores: int = 2) -> RouterConfig:
+    """Return what the kernel is compiled for."""
+    _, H, E, hidden_dtype, weight_dtype, values = case
+    return config_for(
+        E, H, hidden_dtype=dtype_name(hidden_dtype), weight_dtype=dtype_name(weight_dtype),
+        num_cores=num_cores, **values,
+    )  # fmt: skip
+
+
+def operands(T: int, config: RouterConfig) -> list[Any]:
     """Draw hidden, router weight, bias, selection bias and norm weight; None if not used."""
+    H, E, formula = config.hidden_size, config.num_experts, config.formula
+    hidden_dtype, weight_dtype = (
+        BF16 if name == "bfloat16" else np.dtype(name)
+        for name in (config.hidden_dtype, config.weight_dtype)
+    )
     rng = np.random.default_rng(T + H + E)
     bias = rng.normal(size=(1, E)).astype(np.float32)
     selection_bias = (0.1 * rng.normal(size=(1, E))).astype(np.float32)
@@ -70,24 +97,19 @@ def operands(
         (rng.normal(size=(E, H)) / np.sqrt(H)).astype(weight_dtype),
         bias if formula.has_bias else None,
         selection_bias if formula.has_selection_bias else None,
-        (1 + 0.1 * rng.normal(size=(1, H))).astype(hidden_dtype) if formula.has_norm else None,
+        (1 + 0.1 * rng.normal(size=(1, H))).astype(hidden_dtype) if config.has_norm else None,
     ]
 
 
-def expected(arrays: list[Any], formula: RouterFormula) -> tuple[Any, Any, Any]:
+def expected(arrays: list[Any], config: RouterConfig) -> tuple[Any, Any, Any]:
     """Return (affinities, index, logits) of the formula in float64."""
     hidden, weight, bias, selection_bias, norm = arrays
     x = hidden.astype(np.float64)
     if norm is not None:
-        x = reference.rms_norm(x, norm.astype(np.float64), formula.norm_eps)
+        x = reference.rms_norm(x, norm.astype(np.float64), config.norm_eps)
         x = x.astype(hidden.dtype).astype(np.float64)
     logits = x @ weight.astype(np.float64).T + (0 if bias is None else bias)
-    names = (
-        "top_k act_fn act_over_topk n_group topk_group out_of_group_fill renormalize"
-        " renormalize_eps routed_scaling_factor"
-    )
-    terms = {name: getattr(formula, name) for name in names.split()}
-    return *reference.route(logits, selection_bias_E=selection_bias, **terms), logits
+    return *reference.route(logits, config.formula, selection_bias), logits
 
 
 def dtype_name(dtype: Any) -> str:
@@ -97,35 +119,32 @@ def dtype_name(dtype: Any) -> str:
 @pytest.mark.parametrize("num_cores", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_router_equals_the_formula(case: str, num_cores: int) -> None:
-    T, H, E, hidden_dtype, weight_dtype, fields = CASES[case]
-    formula = RouterFormula(**fields)
-    arrays = operands(T, H, E, hidden_dtype, weight_dtype, formula)
-    run = nki_sim.run(router_topk, *arrays, formula, lnc=num_cores)
-    affinities, index, logits = expected(arrays, formula)
+    T, config = CASES[case][0], config_of(CASES[case], num_cores)
+    arrays = operands(T, config)
+    run = nki_sim.run(router_topk, *arrays, config, lnc=num_cores)
+    affinities, index, logits = expected(arrays, config)
     # float32 sums of H products; one rounding of x may differ where a norm is in front.
-    tolerance = 1e-3 if formula.has_norm else 2e-6
+    tolerance = 1e-3 if config.has_norm else 2e-6
     np.testing.assert_array_equal(run.outputs[1], index)
     np.testing.assert_allclose(run.outputs[0], affinities, rtol=tolerance, atol=tolerance)
-    if formula.returns_logits:
+    if config.returns_logits:
         np.testing.assert_allclose(run.outputs[2], logits, rtol=2e-6, atol=2e-6)
-    if formula.has_norm:
+    if config.has_norm:
         normed = reference.rms_norm(
-            arrays[0].astype(np.float64), arrays[4].astype(np.float64), formula.norm_eps
+            arrays[0].astype(np.float64), arrays[4].astype(np.float64), config.norm_eps
         )
         error = np.abs(run.outputs[-1].astype(np.float64) - normed)
         assert (error <= np.abs(normed) * 2.0**-8).all()
     assert not run.findings
-    names = dtype_name(hidden_dtype), dtype_name(weight_dtype)
-    assert measured_cost(run.trace) == cost_router_topk(T, H, E, formula, *names, num_cores)
+    assert measured_cost(run.trace) == cost_router_topk(config, T)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_neither_unset_memory_nor_the_order_of_the_cores_matters(option: str) -> None:
-    T, H, E, hidden_dtype, weight_dtype, fields = CASES["deepseek"]
-    formula = RouterFormula(**fields)
-    arrays = operands(T, H, E, hidden_dtype, weight_dtype, formula)
-    usual = nki_sim.run(router_topk, *arrays, formula, lnc=2).outputs
-    other = nki_sim.run(router_topk, *arrays, formula, lnc=2, options=OPTIONS[option]).outputs
+    T, config = CASES["deepseek"][0], config_of(CASES["deepseek"])
+    arrays = operands(T, config)
+    usual = nki_sim.run(router_topk, *arrays, config, lnc=2).outputs
+    other = nki_sim.run(router_topk, *arrays, config, lnc=2, options=OPTIONS[option]).outputs
     for one, two in zip(usual, other, strict=True):
         np.testing.assert_array_equal(one, two)
 
@@ -137,31 +156,28 @@ def test_lowest_expert_wins_a_tie_as_in_torch(top_k: int, n_group: int) -> None:
     rng = np.random.default_rng(top_k)
     logits_TE = rng.integers(-2, 2, (T, E)).astype(np.float32)
     bias_1E = rng.integers(-1, 2, (1, E)).astype(np.float32) if n_group > 1 else None
-    fields: dict[str, Any] = {
+    values: dict[str, Any] = {
         "top_k": top_k, "act_fn": "sigmoid", "n_group": n_group,
         "topk_group": 2 if n_group > 1 else 1,
         "has_selection_bias": n_group > 1, "out_of_group_fill": 0.0 if top_k % 2 else -np.inf,
     }  # fmt: skip
+    config = config_for(E, 64, hidden_dtype="float32", weight_dtype="float32", **values)
     identity = np.eye(E, 64, dtype=np.float32)
     hidden = np.pad(logits_TE, ((0, 0), (0, 64 - E)))
-    outputs = nki_sim.run(
-        router_topk, hidden, identity, None, bias_1E, None, RouterFormula(**fields), lnc=2
-    ).outputs
-    spec = RouterSpec(num_experts=E, hidden_size=64, **fields)
+    outputs = nki_sim.run(router_topk, hidden, identity, None, bias_1E, None, config, lnc=2).outputs
     bias_E = None if bias_1E is None else torch.from_numpy(bias_1E[0])
-    routing = route_with_torch(torch.from_numpy(logits_TE), spec, bias_E)
+    routing = route_with_torch(torch.from_numpy(logits_TE), config.formula, bias_E)
     np.testing.assert_array_equal(outputs[1], routing.expert_index_TK.numpy())
     np.testing.assert_allclose(outputs[0], routing.expert_affinities_TK.numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "qwen3-moe", "deepseek"])
 def test_a_token_without_numbers_chooses_some_expert_and_stays_alone(case: str) -> None:
-    T, H, E, hidden_dtype, weight_dtype, fields = CASES[case]
-    formula = RouterFormula(**fields)
-    arrays = operands(T, H, E, hidden_dtype, weight_dtype, formula)
-    clean = nki_sim.run(router_topk, *arrays, formula, lnc=2).outputs
+    T, E, config = CASES[case][0], CASES[case][2], config_of(CASES[case])
+    arrays = operands(T, config)
+    clean = nki_sim.run(router_topk, *arrays, config, lnc=2).outputs
     arrays[0][3] = np.nan
-    affinities, index = nki_sim.run(router_topk, *arrays, formula, lnc=2).outputs
+    affinities, index = nki_sim.run(router_topk, *arrays, config, lnc=2).outputs
     others = np.arange(T) != 3
     np.testing.assert_array_equal(affinities[others], clean[0][others])
     np.testing.assert_array_equal(index[others], clean[1][others])
@@ -193,14 +209,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_limits_are_refused_by_name(case: str) -> None:
-    (T, H, E, fields), message = REFUSED[case]
+    (T, H, E, values), message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        check_router_topk(T, H, E, RouterFormula(**fields), "bfloat16", "float32")
+        check_router_topk(config_for(E, H, weight_dtype="float32", **values), T)
 
 
 def test_dtypes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="weight_dtype='int8'"):
-        check_router_topk(4, 64, 8, RouterFormula(top_k=2), "bfloat16", "int8")
+        check_router_topk(config_for(8, 64, top_k=2, weight_dtype="int8"), 4)
 
 
 LARGEST = {
@@ -213,12 +229,12 @@ LARGEST = {
 
 @pytest.mark.parametrize("case", LARGEST)
 def test_what_the_check_accepts_fits_in_memory(case: str) -> None:
-    H, E, fields, weight_dtype = LARGEST[case]
-    formula = RouterFormula(**fields)
-    check_router_topk(32768, H, E, formula, "bfloat16", weight_dtype)
+    H, E, values, weight_dtype = LARGEST[case]
+    config = config_for(E, H, weight_dtype=weight_dtype, **values)
+    check_router_topk(config, 32768)
     shapes = [
         TensorSpec((300, H), "bfloat16"), TensorSpec((E, H), weight_dtype),
         TensorSpec((1, E), "float32"), TensorSpec((1, E), "float32"), TensorSpec((1, H), "float32"),
     ]  # fmt: skip
-    run = nki_sim.run(router_topk, *shapes, formula, lnc=2, options=SimOptions(mode="indices"))
-    assert 0 < run.sbuf_peak_bytes <= 212_984
+    run = nki_sim.run(router_topk, *shapes, config, lnc=2, options=SimOptions(mode="indices"))
+    assert 0 < run.sbuf_peak_bytes <= SBUF_BYTES

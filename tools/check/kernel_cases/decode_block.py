@@ -20,10 +20,8 @@ import numpy as np
 import torch
 
 import nki_sim
-from neuron_moe.backends import LocalRouting
-from neuron_moe.backends.torch_backend import TorchBackend
-from neuron_moe.routing import RouterSpec
-from neuron_moe.routing import route as route_with_torch
+from neuron_moe.backends.torch_backend import chosen_experts
+from neuron_moe.router import route as route_with_torch
 from neuron_moe.tools.check.kernel_cases.decode import (
     SCALINGS,
     fitting_tokens,
@@ -40,6 +38,7 @@ from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.check.vendor_cases.router import separate_logits
+from neuron_moe.weights import LocalRouting
 from nki_kernels.common import router_reference as reference
 from nki_kernels.common.expert_reference import ACTIVATIONS
 from nki_kernels.common.formula import RouterFormula
@@ -98,9 +97,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     """Compute a decode block case."""
     front, notes = _front(case, limits)
     selection_E = None if front.selection_1E is None else front.selection_1E[0]
-    affinities_TK, index_TK = reference.route(
-        front.logits(), front.top_k, selection_bias_E=selection_E, **front.terms
-    )
+    affinities_TK, index_TK = reference.route(front.logits(), _router(front), selection_E)
     E, here = len(front.weight_EH), case.need("num_local_experts")
     first = here * _rank_of(case, index_TK, E, here)
     is_local = (index_TK >= first) & (index_TK < first + here)
@@ -194,16 +191,20 @@ def _terms(case: Case, top_k: int) -> dict[str, Any]:
     }
 
 
+def _router(front: Front) -> RouterFormula:
+    """Return how the layer chooses experts."""
+    return RouterFormula(
+        top_k=front.top_k, has_bias=front.bias_1E is not None,
+        has_selection_bias=front.selection_1E is not None, **front.terms,
+    )  # fmt: skip
+
+
 def _launch(
     case: Case, front: Front, problem: Problem, first: int, num_experts: int, down_scale: str
 ) -> tuple[Array, Array, float, str]:
     """Run the kernel; return output, index, simulated time and mode."""
     p, weights = problem, problem.weights
     E, I, H = weights.down.shape  # noqa: E741  the axis letters
-    router = RouterFormula(
-        top_k=front.top_k, has_bias=front.bias_1E is not None,
-        has_selection_bias=front.selection_1E is not None, **front.terms,
-    )  # fmt: skip
     form = LayerForm(
         has_norm=True, norm_eps=EPS, returns_routing=True, has_residual=front.has_residual,
         has_shared_gate=front.shared_gate_1H is not None,
@@ -211,7 +212,7 @@ def _launch(
     )  # fmt: skip
     config = make_layer_config(
         DecodeSizes(len(p.hidden_TH), H, I, E, front.top_k, num_experts, p.num_cores),
-        router,
+        _router(front),
         p.formula,
         form,
         weight_form(weights, str(case.get("layout", "ehi")), down_scale),
@@ -257,10 +258,6 @@ def _beside(front: Front, x_TH: Array) -> Array:
 
 def _torch_path(front: Front, problem: Problem, first: int, here: int) -> Array:
     """Return [T, H] as the torch backend and torch compute it in bfloat16."""
-    spec = RouterSpec(
-        num_experts=len(front.weight_EH), top_k=front.top_k, hidden_size=front.norm_1H.shape[1],
-        has_selection_bias=front.selection_1E is not None, **front.terms,
-    )  # fmt: skip
     hidden_TH = _torch(front.hidden_TH)
     wide_TH = hidden_TH.float()
     scale_T1 = torch.rsqrt(wide_TH.square().mean(1, keepdim=True) + EPS)
@@ -269,7 +266,7 @@ def _torch_path(front: Front, problem: Problem, first: int, here: int) -> Array:
     if front.bias_1E is not None:
         logits_TE = logits_TE + torch.from_numpy(front.bias_1E)
     selection = None if front.selection_1E is None else torch.from_numpy(front.selection_1E[0])
-    routing = route_with_torch(logits_TE, spec, selection)
+    routing = route_with_torch(logits_TE, _router(front), selection)
     index_TK = routing.expert_index_TK
     is_local = (index_TK >= first) & (index_TK < first + here)
     affinities_TK = routing.expert_affinities_TK
@@ -281,9 +278,7 @@ def _torch_path(front: Front, problem: Problem, first: int, here: int) -> Array:
         problem.scaling == "PRE_SCALE",
     )
     with torch.no_grad():
-        result = TorchBackend(static=False).few_tokens(
-            x_TH, local, torch_weights(problem), "selective"
-        )
+        result = chosen_experts(x_TH, local, torch_weights(problem))
         if front.shared is not None:
             gate_IH, up_IH, down_HI = (_torch(matrix) for matrix in front.shared)
             inner_TI = torch.nn.functional.silu(x_TH @ gate_IH.T) * (x_TH @ up_IH.T)
