@@ -1,33 +1,31 @@
 """Buffers as data: one table per kernel says what it keeps in SBUF.
 
-A table is a record of `Tiles`. Kernels allocate by it (`allocate`), and what decides whether a
+A table is a named tuple of `Tiles`. Kernels allocate by it (`allocate`), and what decides whether a
 kernel fits adds it up (`table_bytes`), so that nothing is sized twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import nki.language as nl
-from nki.language import NKIObject
 
 from nki_kernels.common.tiles import make_tiles
 
 
-@dataclass(frozen=True)
-class Tiles(NKIObject):
+class Tiles(NamedTuple):
     """Buffers of one kind.
 
     Attributes:
-        count: how many.
+        number: how many.
         shape: of each, partitions first.
         dtype: of their elements.
-        counted: how many are added up. It differs from `count` where the room is the same for
+        counted: how many are added up. It differs from `number` where the room is the same for
             every variant of a kernel, or where temporaries take the place of buffers.
     """
 
-    count: int
+    number: int
     shape: tuple[int, ...]
     dtype: Any
     counted: int
@@ -45,7 +43,7 @@ def small_tiles(count: int, shape: tuple[int, ...], dtype: Any) -> Tiles:
 
 def allocate(buffers: Tiles) -> list[nl.NkiTensor]:
     """Allocate the buffers of one kind."""
-    return make_tiles(buffers.count, buffers.shape, buffers.dtype)
+    return make_tiles(buffers.number, buffers.shape, buffers.dtype)
 
 
 def allocate_rows(buffers: Tiles, rows: int) -> nl.NkiTensor:
@@ -54,10 +52,12 @@ def allocate_rows(buffers: Tiles, rows: int) -> nl.NkiTensor:
     return nl.ndarray(shape, dtype=buffers.dtype, buffer=nl.sbuf)
 
 
-def table_bytes(table: NKIObject) -> int:
+def table_bytes(table: Iterable[Tiles]) -> int:
     """Return the bytes per partition that the buffers of a table are counted with."""
-    kinds: list[Tiles] = [getattr(table, entry.name) for entry in fields(table)]  # type: ignore[arg-type]
-    return sum(tiles_bytes(kind) for kind in kinds)
+    total = 0
+    for kind in table:
+        total += tiles_bytes(kind)
+    return total
 
 
 def tiles_bytes(buffers: Tiles) -> int:

@@ -24,7 +24,7 @@ from nki_kernels.common.formula import ROUTER_ACTIVATIONS, RouterFormula
 
 MAX_TOP_K = 16
 MAX_EXPERTS = BANK_FLOATS  # logits of a token lie in one bank
-SLOTS = 8  # values per max8 (nki.isa.max8), and the fewest it takes
+AT_ONCE = 8  # values per max8 (nki.isa.max8), and the fewest it takes
 LOWEST = -3.4028234663852886e38  # below every score
 HIGHEST = 3.4028234663852886e38  # equal to no score
 
@@ -87,9 +87,9 @@ def finish_logits(logits_ps: nl.ndarray, bias_sb: nl.ndarray, formula: RouterFor
         formula: the router.
     """
     rows, num_experts = logits_ps.shape
-    logits_sb = nl.ndarray((rows, max(SLOTS, num_experts)), nl.float32, buffer=nl.sbuf)
-    if num_experts < SLOTS:
-        nisa.memset(dst=logits_sb[:, num_experts:SLOTS], value=LOWEST)
+    logits_sb = nl.ndarray((rows, max(AT_ONCE, num_experts)), nl.float32, buffer=nl.sbuf)
+    if num_experts < AT_ONCE:
+        nisa.memset(dst=logits_sb[:, num_experts:AT_ONCE], value=LOWEST)
     real = logits_sb[:, 0:num_experts]
     if formula.has_bias:
         bias = bias_sb[0:rows, :]
@@ -255,15 +255,15 @@ def _choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.
     rows = biased.shape[0]
     num_groups = formula.n_group
     groups = biased.reshape_dim(1, (num_groups, size))
-    if size < SLOTS:
-        group_sb = nl.ndarray((rows, num_groups, SLOTS), nl.float32, buffer=nl.sbuf)
+    if size < AT_ONCE:
+        group_sb = nl.ndarray((rows, num_groups, AT_ONCE), nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=group_sb, value=LOWEST)
         nisa.tensor_copy(dst=group_sb[:, :, 0:size], src=groups)
         groups = group_sb
-    best_sb = nl.ndarray((rows, num_groups, SLOTS), nl.float32, buffer=nl.sbuf)
+    best_sb = nl.ndarray((rows, num_groups, AT_ONCE), nl.float32, buffer=nl.sbuf)
     for group in range(num_groups):
         nisa.max8(dst=best_sb[:, group, :], src=groups[:, group, :])
-    width = max(SLOTS, num_groups)
+    width = max(AT_ONCE, num_groups)
     score_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
     if num_groups < width:
         nisa.memset(dst=score_sb, value=LOWEST)
@@ -271,8 +271,8 @@ def _choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.
         dst=score_sb[:, 0:num_groups], data1=best_sb[:, :, 0], data2=best_sb[:, :, 1], op=nl.add
     )
     marked_sb = score_sb
-    for first in range(0, formula.topk_group, SLOTS):
-        marked_sb = _remove_largest(marked_sb, min(SLOTS, formula.topk_group - first))
+    for first in range(0, formula.topk_group, AT_ONCE):
+        marked_sb = _remove_largest(marked_sb, min(AT_ONCE, formula.topk_group - first))
     keep_sb = nl.ndarray((rows, width), nl.uint32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=keep_sb, data1=marked_sb, data2=score_sb, op=nl.not_equal)
     return keep_sb
@@ -281,10 +281,10 @@ def _choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.
 def _remove_largest(values_sb: nl.ndarray, count: int) -> nl.ndarray:
     """Return a copy in which the `count` largest (up to 8), lowest position first, are LOWEST."""
     rows, width = values_sb.shape
-    best_sb = nl.ndarray((rows, SLOTS), nl.float32, buffer=nl.sbuf)
+    best_sb = nl.ndarray((rows, AT_ONCE), nl.float32, buffer=nl.sbuf)
     nisa.max8(dst=best_sb, src=values_sb)
-    if count < SLOTS:
-        nisa.memset(dst=best_sb[:, count:SLOTS], value=HIGHEST)
+    if count < AT_ONCE:
+        nisa.memset(dst=best_sb[:, count:AT_ONCE], value=HIGHEST)
     rest_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
     nisa.nc_match_replace8(dst=rest_sb, data=values_sb, vals=best_sb, imm=LOWEST)
     return rest_sb
@@ -296,14 +296,14 @@ def _largest(values_sb: nl.ndarray, count: int) -> tuple[nl.ndarray, nl.ndarray]
     Both are [rows, 8 or 16]; entries past `count` go on in the same order.
     """
     rows = values_sb.shape[0]
-    slots = (count + SLOTS - 1) // SLOTS * SLOTS
-    best_sb = nl.ndarray((rows, slots), nl.float32, buffer=nl.sbuf)
-    position_sb = nl.ndarray((rows, slots), nl.uint32, buffer=nl.sbuf)
+    width = (count + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+    best_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
+    position_sb = nl.ndarray((rows, width), nl.uint32, buffer=nl.sbuf)
     rest_sb = values_sb
-    for first in range(0, slots, SLOTS):
+    for first in range(0, width, AT_ONCE):
         if first > 0:
-            rest_sb = _remove_largest(rest_sb, SLOTS)
-        best = best_sb[:, first : first + SLOTS]
+            rest_sb = _remove_largest(rest_sb, AT_ONCE)
+        best = best_sb[:, first : first + AT_ONCE]
         nisa.max8(dst=best, src=rest_sb)
-        nisa.nc_find_index8(dst=position_sb[:, first : first + SLOTS], data=rest_sb, vals=best)
+        nisa.nc_find_index8(dst=position_sb[:, first : first + AT_ONCE], data=rest_sb, vals=best)
     return best_sb, position_sb

@@ -10,11 +10,10 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
+from nki_kernels.common.memory import Tiles, allocate, allocate_rows
 from nki_kernels.common.tiles import make_tiles
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
-    BANKS,
     OUT_BANKS,
     DecodeConfig,
     accumulator_banks,
@@ -23,14 +22,7 @@ from nki_kernels.decode.config import (
     packed_run,
     weighs_inner,
 )
-from nki_kernels.decode.memory import (
-    ExpertTable,
-    Tiles,
-    allocate,
-    allocate_rows,
-    expert_table,
-    token_table,
-)
+from nki_kernels.decode.memory import ExpertTable, expert_table, token_table
 
 
 @dataclass

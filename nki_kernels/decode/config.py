@@ -12,13 +12,12 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
-JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
-BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
+_JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
@@ -188,11 +187,11 @@ def packed_chunks(config: DecodeConfig) -> int:
     touch a single expert, which both cores should have a part of.
     """
     chunks = -(-config.I // PARTITIONS)
-    if chunks == 1 and config.K == 1 and config.I // 2 in JOINED:
+    if chunks == 1 and config.K == 1 and config.I // 2 in _JOINED:
         return 2
     size = -(-config.I // chunks)
     while item_bytes(config) * config.H * (1 + 2 * size // PARTITIONS) > _MAX_CHUNK_BYTES:
-        if size <= JOINED[0]:
+        if size <= _JOINED[0]:
             return chunks
         chunks = chunks * 2
         size = -(-config.I // chunks)
@@ -201,7 +200,7 @@ def packed_chunks(config: DecodeConfig) -> int:
 
 def joins_projections(config: DecodeConfig) -> bool:
     """Whether gate and up columns of a chunk are one stationary tile, up in its second half."""
-    return config.weights.layout == "packed" and config.i_axis.size in JOINED
+    return config.weights.layout == "packed" and config.i_axis.size in _JOINED
 
 
 def extra_floats(config: DecodeConfig) -> int:

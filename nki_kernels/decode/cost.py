@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
     DIRECT_IN,
     DIRECT_OUT,
     DecodeConfig,

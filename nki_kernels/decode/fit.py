@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nki_kernels.common.axes import tile_axis
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, CORE, FITTED_SBUF_BYTES, PARTITIONS
+from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
     DecodeConfig,
     DecodeRequest,
     accumulator_banks,
@@ -26,26 +26,7 @@ from nki_kernels.decode.config import (
     packed_chunks,
     read_ahead,
 )
-from nki_kernels.decode.memory import (
-    ends_table,
-    expert_table,
-    routing_table,
-    table_bytes,
-    tiles_bytes,
-    token_table,
-)
-
-# Trainium 2, one core unless it says otherwise; sources of each in nki_sim.hardware.
-SBUF_BYTES = 207 * 1024  # usable per partition: 212,984 bytes (KLR Trace.lean), rounded
-_PE_CYCLES_PER_NS = 2.4
-_PE_FLOOR_COLUMNS = 64  # a matmul of fewer moving columns takes as long
-_VECTOR_CYCLES_PER_NS = 0.96
-_VECTOR_OVERHEAD_CYCLES = 144
-_HBM_BYTES_PER_NS = 358.0
-_DMA_ENGINES = 16
-_DMA_BYTES_PER_NS = 27.2  # of one engine
-_DMA_RUN_NS = 32.0  # of one engine, per contiguous run
-_DGE_NS = 600.0  # to make the descriptors of a transfer
+from nki_kernels.decode.memory import ends_table, expert_table, routing_table, token_table
 
 # Simulated with these kernels.
 _ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
@@ -150,7 +131,7 @@ def _first_that_fits(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfi
     for chunks in _chunk_counts(draft, request.chunks):
         for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
             candidate = _with_chunks(draft, chunks, buffers)
-            if sbuf_bytes(candidate) <= SBUF_BYTES:
+            if sbuf_bytes(candidate) <= FITTED_SBUF_BYTES:
                 return candidate
     return None
 
@@ -212,20 +193,22 @@ def _load_ns(config: DecodeConfig) -> float:
     if config.weights.layout == "ehi" and config.chunks > 1:
         runs = 2 * H + i_axis.rows
     size = 3 * H * i_axis.size * item
-    engines = runs / _DMA_ENGINES * _DMA_RUN_NS + size / _DMA_ENGINES / _DMA_BYTES_PER_NS
-    return max(engines, size / _HBM_BYTES_PER_NS, 2 * _DGE_NS)
+    engines = (
+        runs / CORE.dma_engines * CORE.dma_run_ns + size / CORE.dma_engines / CORE.dma_bytes_per_ns
+    )
+    return max(engines, size / CORE.hbm_bytes_per_ns, 2 * CORE.dge_ns)
 
 
 def _compute_ns(config: DecodeConfig) -> float:
     """Return the time to compute an item."""
-    T, columns = config.T, max(config.T, _PE_FLOOR_COLUMNS)
+    T, columns = config.T, max(config.T, CORE.matmul_floor_columns)
     tiles = config.i_axis.count
     passes = 2 if joins_projections(config) else 3
-    matmuls = passes * config.h_axis.count * tiles * columns / _PE_CYCLES_PER_NS
-    vector = tiles * 4 * (T + _VECTOR_OVERHEAD_CYCLES) / _VECTOR_CYCLES_PER_NS
+    matmuls = passes * config.h_axis.count * tiles * columns / CORE.tensor_cycles_per_ns
+    vector = tiles * 4 * (T + CORE.vector_overhead_cycles) / CORE.vector_cycles_per_ns
     if not config.sums_in_psum:
         banks = accumulator_banks(config)
         vector += (
-            config.h_axis.count * T + banks * _VECTOR_OVERHEAD_CYCLES
-        ) / _VECTOR_CYCLES_PER_NS
+            config.h_axis.count * T + banks * CORE.vector_overhead_cycles
+        ) / CORE.vector_cycles_per_ns
     return max(matmuls + _ACTIVATE_NS, vector)

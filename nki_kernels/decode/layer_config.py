@@ -5,22 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import FITTED_SBUF_BYTES, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
+from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.common.router_choice import check_router_formula
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
-from nki_kernels.decode.fit import SBUF_BYTES, SMALL_TILES_BYTES
+from nki_kernels.decode.fit import SMALL_TILES_BYTES
 from nki_kernels.decode.layout import weight_shapes
+from nki_kernels.decode.memory import token_table
 from nki_kernels.decode.norm import norm_bytes
 from nki_kernels.decode.options import make_decode_config
-from nki_kernels.decode.router import router_bytes, router_parts
+from nki_kernels.decode.router import choice_bytes, router_parts, router_table
 from nki_kernels.decode.shared import make_shared_config, shared_bytes
 
 _ROUTER_DTYPES = ("bfloat16", "float32")
 # Norm and router in front of the experts, per launch and per token: simulated, seven models.
 _FRONT_NS, _FRONT_TOKEN_NS = 6000.0, 80.0
+_SILU = ExpertFormula()
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class LayerForm(NKIObject):
     norm_eps: float = 1e-6
     router_dtype: str = "bfloat16"
     shared_width: int = 0
-    shared_formula: ExpertFormula = ExpertFormula()
+    shared_formula: ExpertFormula = _SILU
     has_shared_gate: bool = False
     has_residual: bool = False
     returns_routing: bool = False
@@ -104,15 +108,16 @@ def make_layer_config(
     config = LayerConfig(routed, router, form, routed, parts)
     needed = _front_bytes(config)
     if form.shared_width:
-        room = SBUF_BYTES - needed
+        room = FITTED_SBUF_BYTES - needed
         shared = make_shared_config(routed, form.shared_width, form.shared_formula, room)
         config = replace(config, shared=shared)
         needed += shared_bytes(shared)
-    if needed > SBUF_BYTES:
+    if needed > FITTED_SBUF_BYTES:
         raise ValueError(
             f"T={routed.T}, H={routed.H}, num_experts={routed.num_experts}: norm, router and shared"
-            f" experts need {needed} bytes of SBUF per partition, must be at most {SBUF_BYTES}. Use"
-            " fewer tokens, a bfloat16 router, or router_topk and decode_moe one after the other."
+            f" experts need {needed} bytes of SBUF per partition, must be at most"
+            f" {FITTED_SBUF_BYTES}. Use fewer tokens, a bfloat16 router, or router_topk and"
+            " decode_moe one after the other."
         )
     return config
 
@@ -132,17 +137,24 @@ def _check_form(form: LayerForm) -> None:
         )
 
 
+def _router_weight_shape(config: LayerConfig) -> tuple[int, ...]:
+    """Return [P, h, H/h, N/P], the shape of the router's weight in HBM."""
+    parts, axis = config.router_parts, config.moe.h_axis
+    return parts, axis.rows, axis.count, config.moe.num_experts // parts
+
+
 def _front_bytes(config: LayerConfig) -> int:
     """Return the bytes of SBUF per partition alive at once before the routed experts.
 
     Their own weights take the place of norm and router when these are done.
     """
-    moe, weight_bytes = config.moe, 4 if config.form.router_dtype == "float32" else 2
-    count, experts = moe.h_axis.count, moe.num_experts
-    kept = 2 * count * moe.T + count * (experts // config.router_parts) * weight_bytes
-    kept += router_bytes(moe.T, experts, config.router) + SMALL_TILES_BYTES
+    moe, is_wide = config.moe, config.form.router_dtype == "float32"
+    dtype = nl.float32 if is_wide else nl.bfloat16
+    operands = router_table(_router_weight_shape(config), dtype, moe.T, config.router)
+    kept = tiles_bytes(token_table(moe).turned) + table_bytes(operands) + SMALL_TILES_BYTES
+    kept += choice_bytes(moe.T, moe.num_experts, config.router)
     norm = norm_bytes(moe.T, moe.h_axis, config.form.has_norm)
-    wide = 4 * count * min(PARTITIONS, moe.T) if weight_bytes == 4 else 0
+    wide = 4 * moe.h_axis.count * min(PARTITIONS, moe.T) if is_wide else 0
     return kept + max(norm, wide)
 
 
@@ -185,11 +197,11 @@ def _way_out(name: str) -> str:
     return "Build the configuration from the same sizes."
 
 
-Expected = dict[str, tuple[tuple[int, ...] | None, tuple[str, ...]]]
+_Expected = dict[str, tuple[tuple[int, ...] | None, tuple[str, ...]]]
 _FLOATS = ("bfloat16", "float32", "float16")
 
 
-def expected_operands(config: LayerConfig) -> Expected:
+def expected_operands(config: LayerConfig) -> _Expected:
     """Return shape (None: must be absent) and allowed types of every operand of the front.
 
     The experts' own operands are those of `decode_moe`.
@@ -202,10 +214,7 @@ def expected_operands(config: LayerConfig) -> Expected:
     return {
         "hidden": ((T, H), bf16),
         "first_expert": ((1, 1), ("int32",)),
-        "router_weight": (
-            (config.router_parts, *matrix, N // config.router_parts),
-            (form.router_dtype,),
-        ),
+        "router_weight": (_router_weight_shape(config), (form.router_dtype,)),
         "norm_weight": ((1, H) if form.has_norm else None, _FLOATS),
         "router_bias": ((1, N) if router.has_bias else None, float32),
         "selection_bias": ((1, N) if router.has_selection_bias else None, float32),

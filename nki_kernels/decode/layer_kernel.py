@@ -1,15 +1,15 @@
-"""The decode block: RMSNorm, router, routed and shared experts, and the residual, in one kernel.
+"""The fused decode layer: RMSNorm, router, routed and shared experts, residual, in one kernel.
 
     x = rms_norm(hidden), rounded to bfloat16            (hidden itself without a norm)
     logits = x W^T (+ bias); index, a = the router's choice        (router_choice.py)
-    y = sum over k of a[t, k] * MLP_index(t, k)(x[t])    (decode_moe.py: this rank's experts)
+    y = sum over k of a[t, k] * MLP_index(t, k)(x[t])    (kernel.py: this rank's experts)
       + gate[t] * MLP_shared(x[t]) + residual[t]         gate = sigmoid(x . w) or 1
 
 Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of all ranks):
 
     hidden           [T, H]             bfloat16
     router_weight    [P, h, H/h, N/P]   bfloat16 or float32, of pack_router_weight()
-    gate_up, down, first_expert and the experts' biases and scales as in decode_moe.py
+    gate_up, down, first_expert and the experts' biases and scales as in kernel.py
     norm_weight      [1, H]             any float, if there is a norm
     router_bias      [1, N]             float32, if the router has a bias
     selection_bias   [1, N]             float32, if the router has one
@@ -20,11 +20,19 @@ Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of a
        affinities    [T, K]             float32 and
        index         [T, K]             int32, if config.form.returns_routing
 
-Between the tokens coming in and the result going out nothing passes through HBM. Both cores
-normalise all tokens; of a large router each computes half of the logits. The order of the source is
-that of need: what does not depend on the routing is asked for first (router, shared experts), the
-experts' weights as soon as the index is known, before the affinities are. Tokens do not see each
-other: one that holds NaN spoils its own row alone, and its index stays in range.
+Between the tokens coming in and the result going out nothing passes through HBM. The order of the
+source is that of need:
+
+1. Ask for tokens, norm and router, then for the shared experts: none depends on the routing.
+2. Normalise all tokens on both cores, turn them (norm.py), make logits (router.py): of a large
+   router each core computes half of them.
+3. Pick the experts and list them (list.py), so that their weights are asked for before the
+   affinities are computed; then weigh.
+4. Add the shared experts to y^T (shared.py): they are on chip by now, the routed ones on their way.
+5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual, store.
+
+Tokens do not see each other: one that holds NaN spoils its own row alone, and its index stays in
+range.
 
 Cost: cost_decode_layer. hidden, norm and router are read by every core (a large router once), the
 shared experts once, the routed ones as by decode_moe.
@@ -117,12 +125,12 @@ def decode_layer(
     shared_gate: Any = None,
     residual: Any = None,
 ) -> Any:
-    """Compute one MoE block for T tokens; see the module."""
+    """Compute one MoE layer for T tokens; see the module."""
     core = nl.program_id(0)
     moe = config.moe
     output = nl.ndarray((moe.T, moe.H), dtype=output_dtype(moe), buffer=nl.shared_hbm)
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
-    front = load_front(
+    front = _load_front(
         config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
     )
     first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
@@ -142,12 +150,12 @@ def decode_layer(
     finish(moe, sums, output, core, residuals)
     if not config.form.returns_routing:
         return output
-    affinities = store_routing(config, routed.affinity_tiles, nl.float32, core)
-    index = store_routing(config, routed.index_tiles, nl.int32, core)
+    affinities = _store_routing(config, routed.affinity_tiles, nl.float32, core)
+    index = _store_routing(config, routed.index_tiles, nl.int32, core)
     return output, affinities, index
 
 
-def load_front(
+def _load_front(
     config: LayerConfig,
     hidden: nl.NkiTensor,
     norm_weight: Any,
@@ -178,11 +186,11 @@ def _route(
         config: what the kernel is compiled for.
         front: operands of norm and router.
         b: buffers of the routed experts.
-        first_sb: number of local expert 0, as in decode_moe.py.
+        first_sb: number of local expert 0, as in kernel.py.
         core: number of this core.
     """
     moe, formula = config.moe, config.router
-    x_sb = prepare_tokens(config, front.tiles, front.norms)
+    x_sb = _prepare_tokens(config, front.tiles, front.norms)
     logits = []
     for first in range(0, moe.T, PARTITIONS):
         rows = min(PARTITIONS, moe.T - first)
@@ -199,7 +207,7 @@ def _route(
     return RoutedTokens(x_sb, routing, index_tiles, affinity_tiles, gate_rows)
 
 
-def prepare_tokens(
+def _prepare_tokens(
     config: LayerConfig, tiles: list[TokenTile], norms: list[NormTiles]
 ) -> nl.NkiTensor:
     """Return x^T [h, H/h, T] of all tokens, normalised if there is a norm."""
@@ -208,8 +216,7 @@ def prepare_tokens(
     x_sb = tiles[0].turned_sb
     is_whole = len(tiles) == 1 and not config.form.has_norm
     if not is_whole:
-        shape = (h_axis.rows, h_axis.count, T)
-        x_sb = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.sbuf)
+        x_sb = nl.ndarray((h_axis.rows, h_axis.count, T), nl.bfloat16, buffer=nl.sbuf)
     for number in range(len(tiles)):
         tile = tiles[number]
         turn(tile, h_axis, banks_ps)
@@ -222,7 +229,7 @@ def prepare_tokens(
     return x_sb
 
 
-def store_routing(
+def _store_routing(
     config: LayerConfig, tiles: list[nl.NkiTensor], dtype: Any, core: int
 ) -> nl.NkiTensor:
     """Store what the router decided, [T, K]; one core does."""

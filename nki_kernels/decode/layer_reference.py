@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nki_kernels.common.expert_reference import Array
+from nki_kernels.common.expert_reference import Array, inner
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.common.router_reference import rms_norm, route
 from nki_kernels.decode.layer_config import LayerForm
-from nki_kernels.decode.reference import decode_moe_ref, inner
+from nki_kernels.decode.reference import decode_moe_ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,10 @@ def _shared(
 ) -> Array:
     """Return [T, H], what the shared experts add."""
     gate_IH, up_IH, down_HI = shared
-    output_TH = inner(form.shared_formula, x_TH @ gate_IH.T, x_TH @ up_IH.T) @ down_HI.T
+    output_TH = (
+        inner(form.shared_formula, np.concatenate((x_TH @ gate_IH.T, x_TH @ up_IH.T), axis=1))
+        @ down_HI.T
+    )
     if gate_H is not None:
         output_TH = output_TH / (1 + np.exp(-(x_TH @ gate_H)))[:, None]
     return output_TH

@@ -57,7 +57,7 @@ def pack_gate_up(
         gate_up_scale_E2I: [E, 2I] float32, if it has scales.
         down_scale: [E, H] or [E, 1] float32, as the configuration says.
     """
-    E, h_axis, size = config.E, config.h_axis, config.i_axis.size
+    h_axis, size = config.h_axis, config.i_axis.size
     shape = weight_shapes(config)[0]
     packed = np.zeros(shape, gate_up_EH2I.dtype)
     weights = packed[..., : packed_weights(config)].reshape(

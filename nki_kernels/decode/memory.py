@@ -1,22 +1,19 @@
 """What the decode kernels keep in SBUF: tables that allocation and accounting both read.
 
-A table says of every buffer how many tiles of which shape and type there are. Kernels allocate by
-it (`allocate`), fit.py and layer_config.py add it up (`table_bytes`).
+Some small buffers that depend on biases, scales or scaling are counted as many as any of these
+needs, so that the fit of the weights is the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from math import prod
-from typing import Any
+from typing import NamedTuple
 
 import nki.language as nl
-from nki.language import NKIObject
 
-from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.tiles import make_tiles, weight_dtype
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.memory import Tiles, tiles
+from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
     DIRECT_IN,
     DecodeConfig,
     group_size,
@@ -31,58 +28,7 @@ from nki_kernels.decode.config import (
 )
 
 
-@dataclass(frozen=True)
-class Tiles(NKIObject):
-    """Buffers of one kind.
-
-    Attributes:
-        count: how many.
-        shape: of each, partitions first.
-        dtype: of their elements.
-        counted: how many the accounting takes: for small ones that depend on biases, scales or
-            scaling as many as any of these needs, so that the fit of the weights is the same.
-    """
-
-    count: int
-    shape: tuple[int, ...]
-    dtype: Any
-    counted: int
-
-
-def tiles(count: int, shape: tuple[int, ...], dtype: Any) -> Tiles:
-    """Return buffers that are counted as they are."""
-    return Tiles(count, shape, dtype, count)
-
-
-def allocate(buffers: Tiles) -> list[nl.NkiTensor]:
-    """Allocate the buffers of one kind."""
-    return make_tiles(buffers.count, buffers.shape, buffers.dtype)
-
-
-def allocate_rows(buffers: Tiles, rows: int) -> nl.NkiTensor:
-    """Allocate one buffer [rows, columns], where the last tile of tokens is shorter."""
-    return nl.ndarray((rows, buffers.shape[1]), dtype=buffers.dtype, buffer=nl.sbuf)
-
-
-def table_bytes(table: NKIObject) -> int:
-    """Return the bytes per partition that the buffers of a table are counted with."""
-    kinds: list[Tiles] = [getattr(table, entry.name) for entry in fields(table)]  # type: ignore[arg-type]
-    return sum(tiles_bytes(kind) for kind in kinds)
-
-
-def tiles_bytes(buffers: Tiles) -> int:
-    """Return the bytes per partition that buffers of one kind are counted with."""
-    return buffers.counted * prod(buffers.shape[1:]) * _item_bytes(buffers.dtype)
-
-
-def _item_bytes(dtype: Any) -> int:
-    if dtype in (nl.float32, nl.int32, nl.uint32):
-        return 4
-    return 2 if dtype == nl.bfloat16 else 1
-
-
-@dataclass(frozen=True)
-class TokenTable(NKIObject):
+class TokenTable(NamedTuple):
     """The tokens and their sums, which every expert works on."""
 
     turned: Tiles  # x^T
@@ -98,8 +44,7 @@ def token_table(config: DecodeConfig) -> TokenTable:
     return TokenTable(tiles(1, shape, nl.bfloat16), tiles(1, (rows, count, T), nl.float32))
 
 
-@dataclass(frozen=True)
-class ExpertTable(NKIObject):
+class ExpertTable(NamedTuple):
     """What computing experts takes; the names are those of `DecodeBuffers`."""
 
     gate_up: Tiles
@@ -156,19 +101,18 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         expert_out=tiles(config.unroll, (1, 1), nl.int32),
         weights=tiles(row_tiles, numbers, nl.float32),
         inputs=tiles(row_tiles, numbers, nl.float32),
-        scratch=tiles(scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
+        scratch=tiles(_scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
     )
 
 
-def scratch_banks(config: DecodeConfig) -> int:
+def _scratch_banks(config: DecodeConfig) -> int:
     """Return how many banks of y^T may wait for GpSimd on their way to sums in SBUF."""
     if config.sums_in_psum:
         return 0
     return 6 if config.T <= 128 else 3
 
 
-@dataclass(frozen=True)
-class RoutingTable(NKIObject):
+class RoutingTable(NamedTuple):
     """What the loop over experts goes by; the names are those of `Routing`."""
 
     listed: Tiles
@@ -191,8 +135,7 @@ def routing_table(config: DecodeConfig) -> RoutingTable:
     )
 
 
-@dataclass(frozen=True)
-class EndsTable(NKIObject):
+class EndsTable(NamedTuple):
     """Rows of tokens at the two ends of a kernel."""
 
     loaded: Tiles  # before they are turned

@@ -54,7 +54,7 @@ def make_decode_config(
         'selective'
     """
     _check_sizes(sizes)
-    check_formula(formula)
+    _check_formula(formula)
     _check_choices(mode=request.mode, shard=request.shard)
     _check_choices(layout=weights.layout, format=weights.format, down_scale=weights.down_scale)
     _check_choices(scaling=request.scaling, output_dtype=request.output_dtype)
@@ -74,7 +74,7 @@ def make_decode_config(
     return choose_decode(draft, request)
 
 
-def check_formula(formula: ExpertFormula) -> None:
+def _check_formula(formula: ExpertFormula) -> None:
     """Raise ValueError unless the kernel computes this formula."""
     names, scales = _ACTIVATIONS, (1.0,)
     if formula.gates_itself:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nki_kernels.common.expert_reference import ACTIVATIONS, Array
-from nki_kernels.common.formula import ExpertFormula, bounds_of
+from nki_kernels.common.expert_reference import Array, inner
+from nki_kernels.common.formula import ExpertFormula
 
 
 def decode_moe_ref(
@@ -50,18 +50,8 @@ def decode_moe_ref(
         projected = rows @ gate_up_EH2I[expert]
         if gate_up_bias_E2I is not None:
             projected = projected + gate_up_bias_E2I[expert]
-        output = inner(formula, *np.split(projected, 2, axis=1)) @ down_EIH[expert]
+        output = inner(formula, projected) @ down_EIH[expert]
         if down_bias_EH is not None:
             output = output + down_bias_EH[expert]
         output_TH[tokens] += output * affinity if scaling == "post" else output
     return output_TH
-
-
-def inner(formula: ExpertFormula, gate: Array, up: Array) -> Array:
-    """Return what a gated expert's down projection multiplies with, from its projections."""
-    gate = np.clip(gate, *bounds_of(formula.gate_limits))
-    up = np.clip(up, *bounds_of(formula.up_limits))
-    activated = ACTIVATIONS[formula.activation](formula.scale * gate)
-    if formula.gates_itself:
-        activated = gate * activated
-    return np.asarray(activated * (up + formula.up_offset))

@@ -1,11 +1,11 @@
-"""Shared experts in the decode block: a dense MLP every token takes, added to the same y^T.
+"""Shared experts in the fused decode layer: a dense MLP every token takes, added to the same y^T.
 
 The width is cut in parts, which are to the stages what experts are: weights of their own,
 contiguous for every partition, in one item or as many as their layout has. The cores take alternate
 parts. What a token takes of a part is its gate, or 1. Nothing here depends on the routing, so the
 weights load while it is made.
 
-Sources: the stages of decode_stages.py.
+Sources: the stages of stages.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.memory import tiles_bytes
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -27,9 +28,9 @@ from nki_kernels.decode.buffers import (
 )
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.layout import Array, pack_down, pack_gate_up
-from nki_kernels.decode.memory import expert_table, tiles_bytes
+from nki_kernels.decode.memory import expert_table
 from nki_kernels.decode.options import make_decode_config
-from nki_kernels.decode.out import project_out
+from nki_kernels.decode.out import Group, project_out
 from nki_kernels.decode.stages import load_item, project_in
 
 _WEIGHT_BUFFERS = 2  # most parts on chip at once
@@ -81,10 +82,10 @@ def make_shared_config(
     )
     shared = replace(shared, sums_in_psum=config.sums_in_psum)
     double = replace(shared, weight_buffers=_WEIGHT_BUFFERS)
-    return double if num_items(shared) > 1 and shared_bytes(double) <= room else shared
+    return double if _num_items(shared) > 1 and shared_bytes(double) <= room else shared
 
 
-def num_items(config: DecodeConfig) -> int:
+def _num_items(config: DecodeConfig) -> int:
     """Return the items of a core: its parts, in as many chunks as their layout has."""
     return config.E // config.num_cores * config.chunks
 
@@ -135,7 +136,7 @@ def load_shared(
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     operands = DecodeOperands(gate_up, down, gate_up, down, gate_up, down)
     tiles = SharedTiles(make_buffers(config, sums), operands, part_sb, ones_sb)
-    for item in range(min(config.weight_buffers, num_items(config))):
+    for item in range(min(config.weight_buffers, _num_items(config))):
         _load_item(config, tiles, item, core)
     return tiles
 
@@ -167,10 +168,10 @@ def run_shared(
     b = tiles.buffers
     column_sb = gate_rows[0] if len(gate_rows) > 0 else tiles.ones_sb.broadcast(1, config.T)
     nisa.tensor_copy(dst=b.banks.column_ps[0], src=column_sb)
-    items = num_items(config)
+    items = _num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers
         project_in(config, b, turned_sb, buffer, item, 0)
-        project_out(config, b, buffer, item, 0, False)
+        project_out(config, b, Group(item, 1, 0, False, True, True))
         if item + config.weight_buffers < items:
             _load_item(config, tiles, item + config.weight_buffers, core)

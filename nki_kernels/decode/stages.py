@@ -15,11 +15,10 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.tiles import (
-    activation_function,
     apply_chain,
     elements_of,
+    gate_function,
     load_halves,
     load_matrix,
     load_pattern,
@@ -46,11 +45,9 @@ def load_in(
     """Load gate and up weights of a chunk of an expert, with what its activation needs.
 
     Args:
-        config: sizes.
-        b: buffers.
-        x: operands in HBM.
+        config, b, x: sizes, buffers, operands in HBM.
         expert: (1, 1) int32 tile.
-        buffer: which buffers to fill.
+        buffer: the weight buffer to fill.
         chunk: part of the intermediate axis.
     """
     if config.weights.layout == "packed":
@@ -162,10 +159,9 @@ def project_in(
     """Compute the inner activations of an item.
 
     Args:
-        config: sizes.
-        b: buffers.
+        config, b: sizes and buffers.
         turned_sb: x^T, [h, H/h, T] view.
-        buffer: buffers of the weights.
+        buffer: the weight buffer.
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
     """
@@ -180,16 +176,16 @@ def project_in(
         if joins_projections(config):
             gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
-            project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
+            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
             gate, up = bank_ps[0:rows, 0:T], bank_ps[rows : 2 * rows, 0:T]
         else:
             gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
-            project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
-            project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
-        activate(config, b, gate, up, buffer, item, ring, tile)
+            _project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
+            _project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
+        _activate(config, b, gate, up, buffer, item, ring, tile)
 
 
-def project(
+def _project(
     config: DecodeConfig, dst_ps: nl.NkiTensor, weights_sb: nl.NkiTensor, turned_sb: nl.NkiTensor
 ) -> None:
     """Multiply [h, H/h, i] weights with the tokens, [i, T]."""
@@ -204,7 +200,7 @@ def project(
         )
 
 
-def activate(
+def _activate(
     config: DecodeConfig,
     b: DecodeBuffers,
     gate: nl.NkiTensor,
@@ -219,10 +215,10 @@ def activate(
     turn = (item * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     if config.scaling == "pre":
-        scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
-        scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
+        _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
+        _scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
         gate, up = gate_sb, up_sb
-    activate_gate(config, b, gate_sb, gate, buffer, tile)
+    _activate_gate(config, b, gate_sb, gate, buffer, tile)
     operators, operands = _chain(config, b, buffer, tile, 1)
     inner_sb = b.inner[item % len(b.inner)][0:rows, tile, 0:T]
     if config.weights.down_scale == "expert":
@@ -236,7 +232,7 @@ def activate(
     nisa.tensor_tensor(dst=inner_sb, data1=up_sb, data2=column_ps, op=nl.multiply)
 
 
-def scale_input(
+def _scale_input(
     config: DecodeConfig,
     b: DecodeBuffers,
     dst_sb: nl.NkiTensor,
@@ -262,7 +258,7 @@ def scale_input(
         nisa.tensor_tensor(dst=dst_sb, data1=projected_ps, data2=column_sb, op=nl.multiply)
 
 
-def activate_gate(
+def _activate_gate(
     config: DecodeConfig,
     b: DecodeBuffers,
     gate_sb: nl.NkiTensor,
@@ -271,7 +267,7 @@ def activate_gate(
     tile: int,
 ) -> None:
     """Apply scale, bias, clamps and activation to the gate projection, in float32."""
-    function, rows = _gate_function(config.formula), gate_sb.shape[0]
+    function, rows = gate_function(config.formula), gate_sb.shape[0]
     clamps = config.formula.gate_limits
     if clamps.has_upper or clamps.has_lower:
         operators, operands = _chain(config, b, buffer, tile, 0)
@@ -286,14 +282,6 @@ def activate_gate(
     if config.weights.has_scales and config.scaling != "pre":
         scale = b.gate_up_scale[buffer][0:rows, 0, tile : tile + 1]
     nisa.activation(dst=gate_sb, op=function, data=gate, bias=bias, scale=scale)
-
-
-def _gate_function(formula: ExpertFormula) -> Any:
-    """Return what the Scalar engine does to a gate, in one instruction."""
-    if not formula.gates_itself:
-        return activation_function(formula.activation)
-    # gate * sigmoid(scale * gate), of the scales that `check_formula` lets pass
-    return nl.silu if formula.scale == 1.0 else nl.gelu_apprx_sigmoid
 
 
 def _chain(

@@ -1,6 +1,15 @@
-"""One group of list entries of a decode step: what loads when, and what computes when.
+"""One trip of the loop over list entries: what loads when, and what computes when.
 
-Sources: the stages of decode_stages.py.
+A trip is `unroll` entries (experts) of each core, an item is a chunk of one of them:
+
+1. Load the first items, as many as there are weight buffers: gate and up of an item before the
+   down weights of the one before, which is the order of use.
+2. Project an item into I (`_start_item`), then load gate and up of the item that takes its buffer:
+   nobody reads the old ones any more.
+3. Project the group before it out of I (`_finish_group`): a group behind, so that the tensor engine
+   has work while activations are computed. Then load down weights into its buffers.
+4. On the way look up what the next trip begins with: experts and columns are copied as soon as
+   those that lie there were used, since the loop's body has fixed addresses.
 """
 
 from __future__ import annotations
@@ -15,28 +24,25 @@ from nki.language import NKIObject
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode.config import DecodeConfig, entry_stride, group_size, splits_experts
 from nki_kernels.decode.list import Routing
-from nki_kernels.decode.out import keep_scales, project_out
+from nki_kernels.decode.out import Group, keep_scales, project_out
 from nki_kernels.decode.stages import load_in, load_out, project_in, spread_column
 
-FAR_AHEAD = 4  # entries of a group
+_FAR_AHEAD = 4  # entries of a trip
 
 
 @dataclass
 class Pipeline(NKIObject):
-    """The items of a group: `chunks` of each of its experts, in order.
-
-    A block's projection into I comes before the one before it is projected out, so that the tensor
-    engine has work while the activation is computed; weights load in the same order.
+    """The items of a trip: `chunks` of each of its experts, in order.
 
     Attributes:
-        position: list position of the group, an int or a register.
+        position: list position of the trip, an int or a register.
         size: entries of each core; 0 for one entry whose chunks the cores share.
         first: from `position` to this core's first entry.
         chunks: of an expert, on this core.
         items: how many there are.
-        looks_up: whether a group may follow whose experts are looked up here.
+        looks_up: whether a trip may follow whose experts are looked up here.
         experts_in, experts_out: (1, 1) int32 tiles.
-        weights, inputs: tables with a column per entry: the group's from `column` on, by `step`.
+        weights, inputs: tables with a column per entry: the trip's from `column` on, by `step`.
     """
 
     position: Any
@@ -65,37 +71,36 @@ def run_trip(
     """Compute some list entries of this core.
 
     Args:
-        config: sizes.
-        b: buffers.
-        x: the experts in HBM.
+        config, b, x: sizes, buffers, the experts in HBM.
         turned_sb: x^T.
         routing: list and weights.
-        position: list position of the group, an int or a register.
+        position: list position of the trip, an int or a register.
         size: entries of each core; 0 for one entry whose chunks the cores share.
     """
-    pipeline = make_pipeline(config, b, routing, position, size)
+    pipeline = _make_pipeline(config, b, routing, position, size)
     items = pipeline.items
     if items == 0:
         return
     ahead = min(items, config.weight_buffers)
     for item in range(ahead):
-        load_item_in(config, b, x, pipeline, item)
+        _load_item_in(config, b, x, pipeline, item)
         if item > 0:
-            load_item_out(config, b, x, pipeline, item - 1)
-    load_item_out(config, b, x, pipeline, ahead - 1)
-    blocks = _make_groups(config, items, len(pipeline.chunks))
-    for number in range(len(blocks) + 1):
-        if number < len(blocks):
-            for item in blocks[number]:
-                start_item(config, b, x, turned_sb, routing, pipeline, item)
+            _load_item_out(config, b, x, pipeline, item - 1)
+    _load_item_out(config, b, x, pipeline, ahead - 1)
+    groups = _make_groups(config, pipeline)
+    for number in range(len(groups) + 1):
+        if number < len(groups):
+            first = groups[number].item
+            for item in range(first, first + groups[number].size):
+                _start_item(config, b, x, turned_sb, routing, pipeline, item)
         if number > 0:
-            _finish_group(config, b, x, routing, pipeline, blocks[number - 1])
+            _finish_group(config, b, x, routing, pipeline, groups[number - 1])
 
 
-def make_pipeline(
+def _make_pipeline(
     config: DecodeConfig, b: DecodeBuffers, routing: Routing, position: Any, size: int
 ) -> Pipeline:
-    """Return what a group does; see `run_trip`."""
+    """Return what a trip does; see `run_trip`."""
     chunks = _trip_chunks(config, routing.core, size)
     first = routing.core if splits_experts(config) and size > 0 else 0
     items = max(1, size) * len(chunks)
@@ -110,7 +115,7 @@ def make_pipeline(
         )  # fmt: skip
     experts_in, experts_out = b.expert_in, b.expert_out
     if size == 0:
-        copy_columns(config, b, routing, position, 0, 1)
+        _copy_columns(config, b, routing, position, 0, 1)
         if routing.core > 0:
             experts_in, experts_out = [b.shared_expert], [b.shared_expert]
     return Pipeline(
@@ -119,7 +124,7 @@ def make_pipeline(
     )  # fmt: skip
 
 
-def start_item(
+def _start_item(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
@@ -137,16 +142,16 @@ def start_item(
         column = pipeline.column + entry * pipeline.step
         spread_column(config, b, pipeline.weights, pipeline.inputs, column, entry % 2)
         if pipeline.looks_up and entry == size - 1:
-            copy_columns(config, b, routing, position, after + pipeline.first, size)
+            _copy_columns(config, b, routing, position, after + pipeline.first, size)
     project_in(config, b, turned_sb, buffer, item, entry % 2)
     if item % count == 0:
         keep_scales(config, b, buffer, entry % 2)
-    load_item_in(config, b, x, pipeline, item + config.weight_buffers)
+    _load_item_in(config, b, x, pipeline, item + config.weight_buffers)
     if pipeline.looks_up and (item + 1) % count == 0:
-        look_up(config, b.expert_in[entry], routing, position, entry, size)
+        _look_up(config, b.expert_in[entry], routing, position, entry, size)
         if entry == 0 and routing.core > 0:
             engine = nisa.engine.scalar
-            _look_up(b.shared_expert, routing.list_sb, position, after, engine)
+            _copy_number(b.shared_expert, routing.list_sb, position, after, engine)
 
 
 def _finish_group(
@@ -155,45 +160,45 @@ def _finish_group(
     x: DecodeOperands,
     routing: Routing,
     pipeline: Pipeline,
-    block: list[int],
+    group: Group,
 ) -> None:
-    """Do the down projections of a block, then load and look up what may follow."""
-    chunks, item = pipeline.chunks, block[0]
-    turn, entry = item % len(chunks), item // len(chunks)
-    adds_bias = config.formula.has_down_bias and chunks[turn] == 0
-    is_last = turn + len(block) == len(chunks)
-    buffer = item % config.weight_buffers
-    project_out(config, b, buffer, item, entry % 2, adds_bias, turn == 0, is_last, len(block))
-    for done in block:
-        load_item_out(config, b, x, pipeline, done + config.weight_buffers)
-    if pipeline.looks_up and is_last:
-        look_up(config, b.expert_out[entry], routing, pipeline.position, entry, pipeline.size)
+    """Do the down projections of a group, then load and look up what may follow."""
+    project_out(config, b, group)
+    for done in range(group.item, group.item + group.size):
+        _load_item_out(config, b, x, pipeline, done + config.weight_buffers)
+    if pipeline.looks_up and group.is_last:
+        entry = group.item // len(pipeline.chunks)
+        _look_up(config, b.expert_out[entry], routing, pipeline.position, entry, pipeline.size)
 
 
-def _make_groups(config: DecodeConfig, items: int, chunks: int) -> list[list[int]]:
-    """Cut the items of a group into blocks, none of which is of two experts."""
-    blocks = []
-    for entry in range(0, items, chunks):
-        for begin in range(entry, entry + chunks, group_size(config)):
-            end = min(entry + chunks, begin + group_size(config))
-            blocks.append(list(range(begin, end)))
-    return blocks
+def _make_groups(config: DecodeConfig, pipeline: Pipeline) -> list[Group]:
+    """Cut the items of a trip into groups, none of which is of two experts."""
+    chunks = pipeline.chunks
+    groups = []
+    for entry in range(pipeline.items // len(chunks)):
+        for turn in range(0, len(chunks), group_size(config)):
+            size = min(len(chunks) - turn, group_size(config))
+            adds_bias = config.formula.has_down_bias and chunks[turn] == 0
+            is_last = turn + size == len(chunks)
+            item = entry * len(chunks) + turn
+            groups.append(Group(item, size, entry % 2, adds_bias, turn == 0, is_last))
+    return groups
 
 
-def load_item_in(
+def _load_item_in(
     config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline, item: int
 ) -> None:
-    """Load gate and up weights of an item of a group, if there is one."""
+    """Load gate and up weights of an item of a trip, if there is one."""
     if item < pipeline.items:
         count = len(pipeline.chunks)
         expert, chunk = pipeline.experts_in[item // count], pipeline.chunks[item % count]
         load_in(config, b, x, expert, item % config.weight_buffers, chunk)
 
 
-def load_item_out(
+def _load_item_out(
     config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline, item: int
 ) -> None:
-    """Load down weights of an item of a group, if there is one."""
+    """Load down weights of an item of a trip, if there is one."""
     if item < pipeline.items:
         count = len(pipeline.chunks)
         expert, chunk = pipeline.experts_out[item // count], pipeline.chunks[item % count]
@@ -209,10 +214,10 @@ def _trip_chunks(config: DecodeConfig, core: int, size: int) -> list[int]:
 
 
 def look_up_first(config: DecodeConfig, b: DecodeBuffers, routing: Routing) -> None:
-    """Look up the experts of the first group of a loop, and the columns of their entries."""
-    copy_columns(config, b, routing, 0, entry_number(config, routing, 0), config.unroll)
+    """Look up the experts of the first trip of a loop, and the columns of their entries."""
+    _copy_columns(config, b, routing, 0, _entry_number(config, routing, 0), config.unroll)
     for entry in range(config.unroll):
-        number = entry_number(config, routing, entry)
+        number = _entry_number(config, routing, entry)
         source = routing.list_sb[0:1, number : number + 1]
         nisa.tensor_copy(dst=b.expert_in[entry], src=source, engine=nisa.engine.gpsimd)
         nisa.tensor_copy(dst=b.expert_out[entry], src=source, engine=nisa.engine.gpsimd)
@@ -221,13 +226,13 @@ def look_up_first(config: DecodeConfig, b: DecodeBuffers, routing: Routing) -> N
         nisa.tensor_copy(dst=b.shared_expert, src=source, engine=nisa.engine.gpsimd)
 
 
-def entry_number(config: DecodeConfig, routing: Routing, entry: int) -> int:
-    """Return where in a group of the list an entry of this core is."""
+def _entry_number(config: DecodeConfig, routing: Routing, entry: int) -> int:
+    """Return where in a trip an entry of this core is."""
     first = routing.core if splits_experts(config) else 0
     return first + entry * entry_stride(config)
 
 
-def look_up(
+def _look_up(
     config: DecodeConfig,
     dst_sb: nl.NkiTensor,
     routing: Routing,
@@ -235,18 +240,19 @@ def look_up(
     entry: int,
     size: int,
 ) -> None:
-    """Look up the expert that follows an entry of a group of `size`, whose loads are over by then.
+    """Look up the expert that follows an entry of a trip of `size`, whose loads are over by then.
 
     GpSimd does it where there are entries enough to look ahead; it may be a few behind with sums.
     """
-    number = size * entry_stride(config) + entry_number(config, routing, entry)
-    engine = nisa.engine.gpsimd if config.unroll >= FAR_AHEAD else nisa.engine.scalar
-    _look_up(dst_sb, routing.list_sb, position, number, engine)
+    number = size * entry_stride(config) + _entry_number(config, routing, entry)
+    engine = nisa.engine.gpsimd if config.unroll >= _FAR_AHEAD else nisa.engine.scalar
+    _copy_number(dst_sb, routing.list_sb, position, number, engine)
 
 
-def _look_up(
+def _copy_number(
     dst_sb: nl.NkiTensor, list_sb: nl.NkiTensor, position: Any, number: int, engine: Any
 ) -> None:
+    """Copy an entry of the list."""
     nisa.tensor_copy(
         dst=dst_sb,
         src=list_sb.ap(
@@ -259,18 +265,18 @@ def _look_up(
     )
 
 
-def copy_columns(
+def _copy_columns(
     config: DecodeConfig, b: DecodeBuffers, routing: Routing, position: Any, first: int, size: int
 ) -> None:
     """Copy the columns of `size` entries of this core from `position + first` on.
 
     What follows is known at run time only; it is copied as soon as what is there was used.
     """
-    _copy_columns(config, b.weights, routing.weights, position, first, size)
-    _copy_columns(config, b.inputs, routing.inputs, position, first, size)
+    _copy_table(config, b.weights, routing.weights, position, first, size)
+    _copy_table(config, b.inputs, routing.inputs, position, first, size)
 
 
-def _copy_columns(
+def _copy_table(
     config: DecodeConfig,
     columns: list[nl.NkiTensor],
     tables: list[nl.NkiTensor],

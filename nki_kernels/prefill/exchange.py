@@ -7,6 +7,12 @@ flight: the second goes in while the first is exchanged, the first goes out whil
 
 Weights of the next visits but one load as soon as their buffers are free.
 
+Steps of a trip:
+    1. Both visits in turn: multiply this core's share of the rows, send off the projections, load
+       the gate and up weights of the visit two ahead (its buffer of weights is the visit's own).
+    2. Both visits in turn: add up what both cores computed, activate, project out, store, load the
+       down weights of the visit two ahead.
+
 Legend: s parity of a visit, j row tile of a visit; h, i partitions of a tile of H or I.
 """
 
@@ -67,6 +73,7 @@ def run_two_visits(
         prepare_part(config, b, s)
         for j in range(sizes[s]):
             _add_up(config, b, s, j)
+        # Biases and scales of this visit are used up; `expert` is that of two visits ahead.
         load_beside(config, b, x, share, b.expert[s], s, 0)
         if config.has_scales:
             spread_down_scale(config, b, s)

@@ -43,21 +43,14 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
         num_tiles: row tiles of the visit.
         live_rows: rows of a tile that hold a token; 0 takes all.
     """
-    loop, item, H = config.loop, ITEM_BYTES[config.weight_format], core_width(config)
+    loop, H = config.loop, core_width(config)
     columns = max(config.tile_rows, CORE.matmul_floor_columns)
-    i_count, i_size = config.i_axis.count * loop.in_parts, config.i_axis.size * loop.in_parts
+    i_count = config.i_axis.count * loop.in_parts
     halves = num_projections(config.formula)
     depth = config.h_axis.count * columns / CORE.tensor_cycles_per_ns
     into = i_count * max(halves * depth, _INNER_NS) + (0.0 if loop.turns == "dma" else depth)
     into, out = num_tiles * into, num_tiles * i_count * H / CORE.tensor_cycles_per_ns
-    runs = config.h_axis.rows * loop.in_parts if loop.turns == "tensor" else H
-    if (loop.in_parts > 1 or config.shard.splits_i) and not loop.by_parts:
-        runs = halves * H * loop.in_parts
-    load_in = _load_ns(runs, halves * H * i_size * item)
-    runs = config.i_axis.rows * loop.in_parts * loop.out_parts
-    if (loop.out_parts > 1 or config.shard.splits_h) and not loop.by_parts:
-        runs = i_size * loop.out_parts
-    load_out = _load_ns(runs, H * i_size * item)
+    load_in, load_out = _weights_ns(config)
     rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / CORE.hbm_bytes_per_ns
     load = load_in + load_out + rows
     if loop.weight_buffers == 2 and loop.in_parts > 1:
@@ -71,6 +64,20 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
         apart = max(into, load_out + rows / 2) + max(out, load_in + rows / 2)
         return max(_ONE_BUFFER_PENALTY * apart, num_tiles * _evict_ns(config)) + wait
     return into + out + load_in + load_out
+
+
+def _weights_ns(config: PrefillConfig) -> tuple[float, float]:
+    """Return the time to load an expert's gate and up weights, and its down weights."""
+    loop, item, H = config.loop, ITEM_BYTES[config.weight_format], core_width(config)
+    halves, i_size = num_projections(config.formula), config.i_axis.size * loop.in_parts
+    runs = config.h_axis.rows * loop.in_parts if loop.turns == "tensor" else H
+    if (loop.in_parts > 1 or config.shard.splits_i) and not loop.by_parts:
+        runs = halves * H * loop.in_parts
+    load_in = _load_ns(runs, halves * H * i_size * item)
+    runs = config.i_axis.rows * loop.in_parts * loop.out_parts
+    if (loop.out_parts > 1 or config.shard.splits_h) and not loop.by_parts:
+        runs = i_size * loop.out_parts
+    return load_in, _load_ns(runs, H * i_size * item)
 
 
 def _evict_ns(config: PrefillConfig) -> float:

@@ -32,6 +32,15 @@ Limits: `make_config`. Bytes: weights once per visit, a row in and a row out per
 columns per row tile: R (2 H/h I/i) in, H I/i out, and R per tile of H for the transposes. The
 next visit's weights, and the rows after that, load while one computes.
 
+Steps, on each core:
+    1. Allocate everything that stays (memory.py), bring the visits of the core's lane on chip.
+    2. Start the pipeline: weights and rows of visit 0, the first rows of visit 1.
+    3. Per loop (one for each pair of visit sizes), per trip: two visits, by parity.
+    4. A visit: gate and up projections and the activation, part by part (`_go_in`); the first tile
+       of the next visit is turned; then the down projection, part by part, and stores (`_go_out`).
+       Each part that is done asks for the part that takes its buffer.
+With the hidden axis split, step 4 is that of exchange.py: two visits, interleaved.
+
 Sources: NKI 0.6 ISA; Trainium 2 architecture guide; the PE transposes and the swapped operands of
 the projections follow its matmul section.
 """
@@ -140,6 +149,7 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
 
 def _start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
     """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1."""
+    # Lists first: every load below asks for an expert or for tokens of visits 0 and 1.
     look_ahead(config, b, 0)
     look_ahead(config, b, 1)
     nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
@@ -147,6 +157,7 @@ def _start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share
         nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
         for j in range(config.loop.classes[0]):
             nisa.memset(dst=b.wide_scale[j], value=0.0)
+    # The first rows travel beside the first weights: both are needed to begin.
     gather_rows(config, b, x, share, 0, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
@@ -154,6 +165,7 @@ def _start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share
         load_beside(config, b, x, share, b.expert[0], 0, 0)
         load_gate_up(config, b, x, share, b.expert[0], 0, 0)
         load_down(config, b, x, share, b.expert[0], 0, 0, 0)
+    # Once turned, the buffer of first tiles is free for that of visit 1.
     turn_rows(config, b, 0, 0)
     gather_rows(config, b, x, share, 1, 0)
     for j in range(1, config.loop.row_buffers):
@@ -170,12 +182,15 @@ def _run_visit(
     """
     size, next_size = sizes[s], sizes[1 - s]
     look_at_outputs(config, b, s)
+    # A smaller visit leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, 1 - s, j)
     if scales_late(config):
         load_late_scales(config, b, x, s, size)
     _go_in(config, b, x, s, size, next_size, share)
     turn_rows(config, b, 1 - s, 0)
+    # This visit has used its expert and ids: they become those of the visit two ahead, whose first
+    # rows take the buffer that was just turned.
     look_ahead(config, b, s)
     gather_rows(config, b, x, share, s, 0)
     if config.has_scales:
@@ -196,6 +211,8 @@ def _go_in(
         for j in range(size):
             for tile in range(last):
                 project_in(config, b, buffer, s, j, part, tile)
+            # The next tile is turned before the last product of this one, so that the engines
+            # that copy it are done when its own products begin.
             if part == 0 and j + 1 < size:
                 turn_rows(config, b, s, j + 1)
                 if not by_dma:
@@ -203,6 +220,8 @@ def _go_in(
             project_in(config, b, buffer, s, j, part, last)
             if by_dma and j > 0:
                 gather_after(config, b, x, share, s, j, size, next_size)
+        # With two buffers the other one is free since the part before, so this load runs beside the
+        # products above; with one it follows them.
         following = (buffer + 1) % buffers
         next_part = (part + 1) % parts
         expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]

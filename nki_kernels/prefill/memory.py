@@ -5,10 +5,9 @@ Legend: h, i partitions of a tile of H or I; R rows of a tile, V visits, G row t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import nki.language as nl
-from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import num_projections
@@ -32,8 +31,7 @@ _SMALL_TILES_BYTES = (
 )  # all of `small_tiles`: counters, constants, biases and scales per row
 
 
-@dataclass(frozen=True)
-class WeightTable(NKIObject):
+class WeightTable(NamedTuple):
     """Weights, and what lies beside them; one of each per weight buffer."""
 
     gate_up: Tiles
@@ -46,8 +44,7 @@ class WeightTable(NKIObject):
     down_scale_parts: Tiles  # three terms of it
 
 
-@dataclass(frozen=True)
-class RowTable(NKIObject):
+class RowTable(NamedTuple):
     """Row tiles on their way through an expert."""
 
     rows: Tiles  # gathered
@@ -61,8 +58,7 @@ class RowTable(NKIObject):
     wide_scale: Tiles  # affinities of turned rows, the same row on all partitions
 
 
-@dataclass(frozen=True)
-class VisitTable(NKIObject):
+class VisitTable(NamedTuple):
     """The visits of a core, and what belongs to the two in flight."""
 
     expert_table: Tiles  # all visits

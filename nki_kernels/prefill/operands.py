@@ -45,6 +45,10 @@ def check_blockwise_moe(
         found = str(value.dtype).removeprefix("torch.")
         if found != dtype:
             raise ValueError(f"{name} {found}: must be {dtype}. Convert it.")
+    _check_visits(config, visits)
+
+
+def _check_visits(config: PrefillConfig, visits: VisitLists) -> None:
     lanes, length = config.shard.num_lanes, num_visits(config)
     wanted = ((lanes, length), (lanes, length, largest_visit_of(config)))
     if (visits.visit_expert_CV.shape, visits.visit_tile_CVG.shape) != wanted:

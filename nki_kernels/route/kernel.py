@@ -107,7 +107,7 @@ def router_topk(
     constants = _load_constants(
         router_weight_EH, bias_1E, selection_bias_1E, norm_weight_1H, config, table, tokens
     )
-    affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.index)[0]
+    affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
     turned = []
     for tile in range(min(ahead, tokens.count)):
         turned.append(_turn_hidden(hidden_TH, normed_TH, constants, config, table, tokens, tile))
@@ -238,7 +238,19 @@ def _load_hidden(
     nisa.dma_copy(dst=hidden_sb, src=token_rows(hidden_TH, tokens, tile, 0, hidden_size))
     if not config.has_norm:
         return hidden_sb
-    normed_sb = allocate_rows(table.normed, rows)
+    normed_sb = _normalize(allocate_rows(table.normed, rows), hidden_sb, constants, config)
+    nisa.dma_copy(dst=token_rows(normed_TH, tokens, tile, 0, hidden_size), src=normed_sb)
+    return normed_sb
+
+
+def _normalize(
+    normed_sb: nl.ndarray,
+    hidden_sb: nl.ndarray,
+    constants: _RouterConstants,
+    config: RouterConfig,
+) -> nl.ndarray:
+    """Write RMSNorm of the rows [rows, H]; return it."""
+    rows, hidden_size = hidden_sb.shape
     scale_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     # The squares themselves are not needed: their place is overwritten below.
     nisa.activation_reduce(
@@ -255,7 +267,6 @@ def _load_hidden(
         op1=nl.multiply,
         operand1=constants.norm_weight_sb[0:rows, :],
     )
-    nisa.dma_copy(dst=token_rows(normed_TH, tokens, tile, 0, hidden_size), src=normed_sb)
     return normed_sb
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import nki.language as nl
-from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.memory import Tiles, small_tiles, tiles, tiles_bytes
-from nki_kernels.common.router_choice import SLOTS, ranks_scores
+from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
+from nki_kernels.common.router_choice import AT_ONCE, ranks_scores
 from nki_kernels.route.config import RouterConfig
 
 _SMALL_TILES_BYTES = 1024  # sums, scales and single columns
 
 
-@dataclass(frozen=True)
-class RouterTable(NKIObject):
+class RouterTable(NamedTuple):
     """The buffers of one core; H / 128 rounded up is C."""
 
     hidden: Tiles  # [128 tokens, H], one per tile in flight; so are the next two
@@ -29,7 +26,7 @@ class RouterTable(NKIObject):
     selection_bias: Tiles
     scores: Tiles  # [128, E or more], temporaries of the choice, biases included
     affinities: Tiles  # [128, tiles * K]
-    index: Tiles
+    chosen: Tiles
 
 
 def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> RouterTable:
@@ -57,19 +54,15 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         norm_weight=tiles(norms, (PARTITIONS, H), nl.float32),
         bias=small_tiles(biases, (PARTITIONS, E), nl.float32),
         selection_bias=small_tiles(selection_biases, (PARTITIONS, E), nl.float32),
-        scores=Tiles(0, (PARTITIONS, max(SLOTS, E)), nl.float32, scores),
+        scores=Tiles(0, (PARTITIONS, max(AT_ONCE, E)), nl.float32, scores),
         affinities=tiles(1, (PARTITIONS, columns), nl.float32),
-        index=tiles(1, (PARTITIONS, columns), nl.int32),
+        chosen=tiles(1, (PARTITIONS, columns), nl.int32),
     )
 
 
 def sbuf_bytes(table: RouterTable) -> int:
     """Return the bytes per partition alive at once."""
-    total = tiles_bytes(table.hidden) + tiles_bytes(table.normed) + tiles_bytes(table.turned)
-    total += tiles_bytes(table.weight) + tiles_bytes(table.norm_weight)
-    total += tiles_bytes(table.scores)
-    total += tiles_bytes(table.affinities) + tiles_bytes(table.index)
-    return total + _SMALL_TILES_BYTES
+    return table_bytes(table) + _SMALL_TILES_BYTES
 
 
 def element_type(dtype: str) -> Any:

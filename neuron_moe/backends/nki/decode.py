@@ -28,10 +28,16 @@ from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut, from_numpy, to_numpy
 from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.decode.config import DecodeRequest, DecodeSizes, WeightForm
-from nki_kernels.decode.kernel import decode_moe
-from nki_kernels.decode.layout import pack_down, pack_gate_up, weight_shapes
-from nki_kernels.decode.options import make_decode_config
+from nki_kernels.decode import (
+    DecodeRequest,
+    DecodeSizes,
+    WeightForm,
+    decode_moe,
+    make_decode_config,
+    pack_down,
+    pack_gate_up,
+    weight_shapes,
+)
 
 MODES = {"selective": "selective", "all_experts": "all"}  # path of a decision: mode of the kernel
 

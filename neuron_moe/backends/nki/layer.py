@@ -28,10 +28,13 @@ from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.expert_weights import LocalRouting
 from neuron_moe.weights.laid_out import from_numpy, to_numpy
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.decode.layer_config import LayerForm, make_layer_config
-from nki_kernels.decode.layer_kernel import decode_layer
-from nki_kernels.decode.router import pack_router_weight
-from nki_kernels.decode.shared import pack_shared_experts
+from nki_kernels.decode import (
+    LayerForm,
+    decode_layer,
+    make_layer_config,
+    pack_router_weight,
+    pack_shared_experts,
+)
 
 SHARED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 

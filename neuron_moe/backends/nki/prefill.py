@@ -30,10 +30,10 @@ from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
-from nki_kernels.combine.kernel import CombineDims, check_combine, combine
+from nki_kernels.combine import CombineDims, check_combine, combine
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.weight_formats import bias_terms, three_terms
-from nki_kernels.index.kernel import BlockDims, check_index_blocks, index_blocks
+from nki_kernels.index import BlockDims, check_index_blocks, index_blocks
 from nki_kernels.prefill import (
     Candidate,
     Expected,

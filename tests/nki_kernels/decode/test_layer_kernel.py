@@ -110,7 +110,7 @@ def assert_close(output: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_block_equals_the_formula(name: str) -> None:
+def test_layer_equals_the_formula(name: str) -> None:
     case = CASES[name]
     config = case.config(returns_routing=True)
     arrays = draw(case)
@@ -126,8 +126,8 @@ def test_block_equals_the_formula(name: str) -> None:
 
 
 @st.composite
-def blocks(draw_from: st.DrawFn) -> Case:
-    """Draw a block of small sizes, all features together."""
+def layers(draw_from: st.DrawFn) -> Case:
+    """Draw a layer of small sizes, all features together."""
 
     def pick(*values: Any) -> Any:
         return draw_from(st.sampled_from(values))
@@ -152,8 +152,8 @@ def blocks(draw_from: st.DrawFn) -> Case:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(blocks())
-def test_any_block_equals_the_formula(case: Case) -> None:
+@given(layers())
+def test_any_layer_equals_the_formula(case: Case) -> None:
     config = case.config(returns_routing=True)
     arrays = draw(case)
     output, _, index = run(config, operands_of(config, arrays, case.first)).outputs
@@ -305,7 +305,7 @@ def arrays_of(layer: MoE, hidden_TH: torch.Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("T", [1, 7])
 @pytest.mark.parametrize("name", LAYERS)
-def test_block_is_as_right_as_the_torch_layer(name: str, T: int) -> None:
+def test_layer_is_as_right_as_the_torch_layer(name: str, T: int) -> None:
     family, mlp = LAYERS[name]
     case = Case(family, T, N=16, E=16, H=128)
     layer = layer_of(case, mlp)
@@ -382,7 +382,7 @@ def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
     run(config, operands, SimOptions(mode="indices"))  # raises where memory is too small
 
 
-def test_a_block_that_does_not_fit_is_refused() -> None:
+def test_a_layer_that_does_not_fit_is_refused() -> None:
     sizes = DecodeSizes(128, 8192, 64, 2, 8, 512, num_cores=1)
     form = LayerForm(has_norm=True, router_dtype="float32", shared_width=4096)
     with pytest.raises(ValueError, match="bytes of SBUF per partition, must be at most"):

@@ -7,15 +7,15 @@ import torch
 import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
 from nki_kernels.common.integers import divide_down
-from nki_kernels.index import reference
-from nki_kernels.index.kernel import (
-    MOST,
+from nki_kernels.index import (
     BlockDims,
     check_index_blocks,
     cost_index_blocks,
     index_blocks,
-    sbuf_bytes,
+    index_blocks_ref,
 )
+from nki_kernels.index.check import MOST
+from nki_kernels.index.memory import sbuf_bytes
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.testing import Tile, execute
 from tests.nki_kernels.traces import measured_cost
@@ -79,7 +79,7 @@ def test_mapping_equals_that_of_torch(case: str, num_cores: int) -> None:
     check_index_blocks(T, K, dims, num_cores)
     run = nki_sim.run(index_blocks, index, dims, lnc=num_cores)
     assert_equal_to_torch(index, dims, run.outputs)
-    wanted = reference.index_blocks(index, E, B, dims.num_blocks)
+    wanted = index_blocks_ref(index, E, B, dims.num_blocks)
     for got, want in zip(run.outputs, wanted, strict=True):
         np.testing.assert_array_equal(got, want)
     assert not run.findings
@@ -109,7 +109,7 @@ def test_numbers_of_no_expert_are_no_choice() -> None:
     runs = [nki_sim.run(index_blocks, which, dims, lnc=2) for which in (odd, none)]
     for got, want in zip(runs[0].outputs, runs[1].outputs, strict=True):
         np.testing.assert_array_equal(got, want)
-    wanted = reference.index_blocks(odd, 9, 32, dims.num_blocks)
+    wanted = index_blocks_ref(odd, 9, 32, dims.num_blocks)
     np.testing.assert_array_equal(runs[0].outputs[0], wanted.token_position_to_id)
 
 

@@ -8,14 +8,14 @@ import pytest
 import nki_sim
 from neuron_moe.blocks import num_blocks
 from nki_kernels.common.visits import VisitDims, list_visits, live_tiles, max_visits
-from nki_kernels.index import reference
-from nki_kernels.index.kernel import (
+from nki_kernels.index import (
     BlockDims,
     check_index_blocks,
     cost_index_blocks,
     index_blocks,
-    sbuf_bytes,
+    index_blocks_ref,
 )
+from nki_kernels.index.memory import sbuf_bytes
 from nki_kernels.prefill import visit_dims, visits_of
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.index.test_kernel import draw
@@ -56,7 +56,7 @@ def check(index: np.ndarray, E: int, B: int, options: dict[str, Any]) -> None:
     visits = visit_dims(config)
     check_index_blocks(T, K, dims, config.num_cores, visits)
     run = nki_sim.run(index_blocks, index, dims, visits, lnc=config.num_cores)
-    wanted = reference.index_blocks(index, E, B, dims.num_blocks)
+    wanted = index_blocks_ref(index, E, B, dims.num_blocks)
     for got, want in zip(run.outputs[:6], wanted, strict=True):
         np.testing.assert_array_equal(got, want)
     lists = visits_of(config, wanted.token_position_to_id, wanted.block_to_expert)

@@ -51,7 +51,7 @@ from neuron_moe.tools.bench.decode.results import (
 from neuron_moe.tools.bench.decode.vendor import attempt_both
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
-from nki_kernels.decode.config import DecodeConfig
+from nki_kernels.decode import DecodeConfig
 from nki_sim import SimOptions
 
 OUR_SOURCES = ("decode/*.py", "common/*.py")

@@ -10,13 +10,20 @@ import nki_sim
 from neuron_moe.tools.bench.decode.cases import ROUTERS, DecodeCase
 from neuron_moe.tools.bench.decode.router_inputs import RouterInputs
 from nki_kernels.common.formula import ExpertFormula, RouterFormula, limits
-from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
-from nki_kernels.decode.kernel import decode_moe
-from nki_kernels.decode.layer_config import LayerConfig, LayerForm, make_layer_config
-from nki_kernels.decode.layer_kernel import decode_layer
-from nki_kernels.decode.layout import weight_shapes
-from nki_kernels.decode.options import make_decode_config
-from nki_kernels.decode.router import pack_router_weight
+from nki_kernels.decode import (
+    DecodeConfig,
+    DecodeRequest,
+    DecodeSizes,
+    LayerConfig,
+    LayerForm,
+    WeightForm,
+    decode_layer,
+    decode_moe,
+    make_decode_config,
+    make_layer_config,
+    pack_router_weight,
+    weight_shapes,
+)
 from nki_sim import SimOptions, TensorSpec
 
 CORES = 2

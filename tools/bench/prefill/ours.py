@@ -14,7 +14,7 @@ import torch
 import nki_sim
 from neuron_moe.blocks import build_block_mapping
 from neuron_moe.tools.bench.comparison.layers import Model
-from nki_kernels.combine.kernel import CombineDims, combine
+from nki_kernels.combine import CombineDims, combine
 from nki_kernels.common.formula import ExpertFormula, limits
 from nki_kernels.prefill import (
     Candidate,

@@ -40,16 +40,17 @@ from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scal
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula, limits
-from nki_kernels.decode.config import (
+from nki_kernels.decode import (
     MAX_TOKENS,
     MAX_TOP_K,
     DecodeRequest,
     DecodeSizes,
     WeightForm,
+    decode_moe,
+    make_decode_config,
+    pack_down,
+    pack_gate_up,
 )
-from nki_kernels.decode.kernel import decode_moe
-from nki_kernels.decode.layout import pack_down, pack_gate_up
-from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
 
 DEFAULT_OPTIONS = SimOptions()

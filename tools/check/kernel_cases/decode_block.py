@@ -42,11 +42,16 @@ from neuron_moe.weights import LocalRouting
 from nki_kernels.common import router_reference as reference
 from nki_kernels.common.expert_reference import ACTIVATIONS
 from nki_kernels.common.formula import RouterFormula
-from nki_kernels.decode.config import DecodeRequest, DecodeSizes
-from nki_kernels.decode.layer_config import LayerForm, check_decode_layer, make_layer_config
-from nki_kernels.decode.layer_kernel import decode_layer
-from nki_kernels.decode.router import pack_router_weight
-from nki_kernels.decode.shared import pack_shared_experts
+from nki_kernels.decode import (
+    DecodeRequest,
+    DecodeSizes,
+    LayerForm,
+    check_decode_layer,
+    decode_layer,
+    make_layer_config,
+    pack_router_weight,
+    pack_shared_experts,
+)
 
 EPS = 1e-6
 MARGIN = 8e-3  # between a token's choices, over the spread of its best logits

@@ -16,9 +16,9 @@ from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.weights import ExpertWeights, LocalRouting
-from nki_kernels.combine.kernel import CombineDims, check_combine, combine
+from nki_kernels.combine import CombineDims, check_combine, combine
 from nki_kernels.common.formula import ExpertFormula, limits
-from nki_kernels.index.kernel import BlockDims, check_index_blocks, index_blocks
+from nki_kernels.index import BlockDims, check_index_blocks, index_blocks
 from nki_kernels.prefill import (
     BLOCK_SIZES,
     ExpertSizes,
