@@ -1,4 +1,4 @@
-"""docs/architecture.md: the walk on the page is the one a call takes, and its rooms are all."""
+"""docs/architecture.md shows the walk that a call takes, and every room; the glossary, places."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.repo import source
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 MOST_SWITCHES = 40
 ROOMS = ("nki_sim", "nki_kernels", "neuron_moe", "tools")  # models has none
 STEP = re.compile(
@@ -105,3 +106,13 @@ def test_every_room_stands_in_the_table() -> None:
     rooms = {(package, room) for package, room in rooms if room}
     missing = [f"{package}: {room}" for package, room in sorted(rooms) if f"`{room}`" not in table]
     assert not missing, missing
+
+
+def test_places_in_the_glossary_exist() -> None:
+    rows = [line.split("|") for line in GLOSSARY.splitlines() if line.startswith("| ")]
+    places = [place.strip() for row in rows for place in row[3].split(",") if "/" in place]
+    words = [row[1].strip() for row in rows]
+    gone = [place for place in places if "](" not in place and not (ROOT / place).exists()]
+    assert len(places) > 60
+    assert not gone, gone
+    assert all(words.count(word) == 1 for word in words if word != "word" and set(word) != {"-"})
