@@ -26,7 +26,7 @@ MAX_TOP_K = 16
 MAX_EXPERTS = BANK_FLOATS  # logits of a token lie in one bank
 AT_ONCE = 8  # values per max8 (nki.isa.max8), and the fewest it takes
 LOWEST = -3.4028234663852886e38  # below every score
-HIGHEST = 3.4028234663852886e38  # equal to no score
+_HIGHEST = 3.4028234663852886e38  # equal to no score
 
 
 def check_router_formula(formula: RouterFormula, num_experts: int) -> None:
@@ -284,7 +284,7 @@ def _remove_largest(values_sb: nl.ndarray, count: int) -> nl.ndarray:
     best_sb = nl.ndarray((rows, AT_ONCE), nl.float32, buffer=nl.sbuf)
     nisa.max8(dst=best_sb, src=values_sb)
     if count < AT_ONCE:
-        nisa.memset(dst=best_sb[:, count:AT_ONCE], value=HIGHEST)
+        nisa.memset(dst=best_sb[:, count:AT_ONCE], value=_HIGHEST)
     rest_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
     nisa.nc_match_replace8(dst=rest_sb, data=values_sb, vals=best_sb, imm=LOWEST)
     return rest_sb

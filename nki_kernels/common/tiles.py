@@ -13,7 +13,7 @@ from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES
 from nki_kernels.common.formula import ExpertFormula
 
-OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
+_OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
 
 
 def rows_of(axis: AxisTiles, tile: int) -> int:
@@ -158,7 +158,7 @@ def activation_function(activation: str) -> Any:
 
 def is_fused(formula: ExpertFormula) -> bool:
     """Whether the Scalar engine has gate * sigmoid(scale * gate), this scale, as one function."""
-    return formula.gates_itself and (formula.scale == 1.0 or formula.scale == OAI_SCALE)
+    return formula.gates_itself and (formula.scale == 1.0 or formula.scale == _OAI_SCALE)
 
 
 def gate_function(formula: ExpertFormula) -> Any:

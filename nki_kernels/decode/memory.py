@@ -88,10 +88,15 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         gate_up_bias=Tiles(apart if formula.has_gate_up_bias else 0, per_row, nl.float32, count),
         gate_up_scale=Tiles(apart if form.has_scales else 0, per_row, nl.float32, count),
         down_scale=Tiles(
-            apart if form.down_scale != "none" else 0, scales, nl.float32, by_channel * count
+            apart if form.down_scale != "none" else 0,
+            scales,
+            nl.float32,
+            count if by_channel else 0,
         ),
         down_bias=tiles(count if formula.has_down_bias else 0, (1, config.H), nl.bfloat16),
-        kept_scale=Tiles(2 if keeps_scales(config) else 0, scales, nl.float32, 2 * by_channel),
+        kept_scale=Tiles(
+            2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
+        ),
         inner=tiles(2 * group_size(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
         gate=tiles(2, (i_axis.rows, T), nl.float32),
         up=tiles(2, (i_axis.rows, T), nl.float32),
@@ -148,7 +153,7 @@ def ends_table(config: DecodeConfig) -> EndsTable:
     """Return the buffers of the ends; a core stores its share of the tokens, 128 at a time."""
     T, rows, count = config.T, config.h_axis.rows, config.h_axis.count
     share = -(-T // config.num_cores)
-    stored = (min(share, PARTITIONS), rows * count)
+    stored: tuple[int, ...] = (min(share, PARTITIONS), rows * count)
     if is_direct_out(config, share):
         stored = (rows, share, count)
     loaded = (min(T, PARTITIONS), config.H)

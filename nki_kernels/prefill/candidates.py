@@ -132,7 +132,7 @@ def rank_candidates(
             asked = replace(first, shard_plan=name, largest_visit=largest)
             config = _with_plan(base, asked)
             if config is not None:
-                time_us = estimate_us(config, tokens_E)
+                time_us = _estimate_us(config, tokens_E)
                 found.append(Candidate(request=asked, block_size=block_size, estimated_us=time_us))
     return sorted(found, key=lambda candidate: candidate.estimated_us)
 
@@ -179,7 +179,7 @@ def _with_plan(base: PrefillConfig, asked: PlanRequest) -> PrefillConfig | None:
     return None if found is None else with_loop(replace(base, shard=shard), found)
 
 
-def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
+def _estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     """Return the estimated time of the expert kernel, in microseconds.
 
     Args:

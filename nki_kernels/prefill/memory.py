@@ -31,7 +31,7 @@ _SMALL_TILES_BYTES = (
 )  # all of `small_tiles`: counters, constants, biases and scales per row
 
 
-class WeightTable(NamedTuple):
+class _WeightTable(NamedTuple):
     """Weights, and what lies beside them; one of each per weight buffer."""
 
     gate_up: Tiles
@@ -44,7 +44,7 @@ class WeightTable(NamedTuple):
     down_scale_parts: Tiles  # three terms of it
 
 
-class RowTable(NamedTuple):
+class _RowTable(NamedTuple):
     """Row tiles on their way through an expert."""
 
     rows: Tiles  # gathered
@@ -58,7 +58,7 @@ class RowTable(NamedTuple):
     wide_scale: Tiles  # affinities of turned rows, the same row on all partitions
 
 
-class VisitTable(NamedTuple):
+class _VisitTable(NamedTuple):
     """The visits of a core, and what belongs to the two in flight."""
 
     expert_table: Tiles  # all visits
@@ -81,7 +81,7 @@ class VisitTable(NamedTuple):
     ones: Tiles
 
 
-def weight_table(config: PrefillConfig) -> WeightTable:
+def weight_table(config: PrefillConfig) -> _WeightTable:
     """Return the buffers of weights."""
     h_axis, i_axis, loop, formula = config.h_axis, config.i_axis, config.loop, config.formula
     count, width, halves = loop.weight_buffers, core_width(config), num_projections(formula)
@@ -92,7 +92,7 @@ def weight_table(config: PrefillConfig) -> WeightTable:
     biases = count if formula.has_gate_up_bias else 0
     offsets = count if adds_offset(config) else 0
     down_biases = count if formula.has_down_bias else 0
-    return WeightTable(
+    return _WeightTable(
         gate_up=tiles(count, (h_axis.rows, h_axis.count, halves, i_axis.size), weights),
         down=tiles(count, (i_rows, i_axis.count * loop.in_parts, columns), weights),
         gate_up_bias=small_tiles(biases, i_tile, nl.float32),
@@ -104,7 +104,7 @@ def weight_table(config: PrefillConfig) -> WeightTable:
     )
 
 
-def row_table(config: PrefillConfig) -> RowTable:
+def row_table(config: PrefillConfig) -> _RowTable:
     """Return the buffers of row tiles."""
     R, width, largest, loop = (
         config.tile_rows,
@@ -120,7 +120,7 @@ def row_table(config: PrefillConfig) -> RowTable:
     exchanged = (i_axis.rows, i_axis.count, num_projections(config.formula), R)
     late = largest if scales_late(config) else 0
     gathered = 0 if loop.turns == "dma" else loop.row_buffers
-    return RowTable(
+    return _RowTable(
         rows=tiles(gathered, (R, width), nl.bfloat16),
         turned=_turned(config, (h_axis.rows, h_axis.count, R)),
         own=tiles(apart, exchanged, nl.float32),
@@ -144,14 +144,14 @@ def _turned(config: PrefillConfig, shape: tuple[int, ...]) -> Tiles:
     return Tiles(min(2, largest), shape, nl.bfloat16, 2)
 
 
-def visit_table(config: PrefillConfig) -> VisitTable:
+def visit_table(config: PrefillConfig) -> _VisitTable:
     """Return the buffers of visits."""
     R, V, G = config.tile_rows, num_visits(config), largest_visit_of(config)
     scaled = 1 if has_scale_table(config) else 0
     late = 1 if scales_late(config) else 0
     by_row = 0 if config.stores == "tiles" else 1
     one = (1, 1)
-    return VisitTable(
+    return _VisitTable(
         expert_table=small_tiles(1, (1, V), nl.int32),
         tile_table=small_tiles(1, (1, V, G), nl.int32),
         # Ids, rows to write, scales, and two more while they are made: five, whatever there is.
