@@ -77,7 +77,7 @@ class LayerParts:
         spec: sizes and formula of the experts.
         weights: the experts of this rank.
         tuning: how kernels should go about it.
-        num_experts: expert slots of all ranks.
+        num_experts: physical experts of all ranks.
         first_expert: number of this rank's first among them.
         compat: rule table of the path, see `paths.choose_path`.
         router: of the layer; None for experts on their own.

@@ -110,7 +110,7 @@ def _slice(shard: ExpertShard) -> str:
 def _slots(mlps: RoutedExperts, shard: ExpertShard) -> Indices:
     """Return the experts in the slots of a shard, as an index into the checkpoint's experts."""
     slots = shard.local_experts(mlps.num_physical)
-    return slots if mlps.placement is None else mlps.placement.slots[slots.start : slots.stop]
+    return slots if mlps.placement is None else mlps.placement.physical[slots.start : slots.stop]
 
 
 def _expert_rules(experts: Experts, slots: Indices) -> Iterator[tuple[str, Rule]]:

@@ -2,17 +2,17 @@
 
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Coefficient, Machine
 from neuron_moe.parallel.planner.layer_cost import LayerCost, Workload, layer_cost
-from neuron_moe.parallel.planner.search import Plan, make_plan
+from neuron_moe.parallel.planner.search import LayoutCosts, cost_layouts
 from neuron_moe.parallel.planner.sizes import ModelSizes
 
 __all__ = [
     "COEFFICIENTS",
     "Coefficient",
     "LayerCost",
+    "LayoutCosts",
     "Machine",
     "ModelSizes",
-    "Plan",
     "Workload",
+    "cost_layouts",
     "layer_cost",
-    "make_plan",
 ]

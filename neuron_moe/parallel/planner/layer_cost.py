@@ -13,7 +13,7 @@ What is left out flatters all layouts alike: norms, attention, kernel launches, 
 refetching of weights. Overlap of communication with work is left out too, and favours layouts that
 communicate little.
 
-Axes: T tokens, K choices, H hidden, I intermediate of a rank, E expert slots, D expert-parallel
+Axes: T tokens, K choices, H hidden, I intermediate of a rank, E physical experts, D expert-parallel
 ranks.
 """
 
@@ -37,18 +37,18 @@ class Workload:
 
     Args:
         phase: 'prefill' or 'decode'.
-        slots_TK: [T, K] int32 expert slot of each choice, replicas chosen.
-        num_slots: E, replicas counted.
+        physical_TK: [T, K] int32 physical expert of each choice.
+        num_physical: E, replicas counted.
     """
 
     phase: str
-    slots_TK: Tensor
-    num_slots: int
+    physical_TK: Tensor
+    num_physical: int
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return self.slots_TK.shape[0]
+        return self.physical_TK.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,14 @@ def layer_cost(
         strategy: 'replicate' or 'all_to_all'.
         work: the tokens.
     """
-    per_rank = work.num_slots // ep
-    flat = work.slots_TK.reshape(-1).long()
-    load_DE = torch.bincount(flat, minlength=work.num_slots).view(ep, per_rank)
-    rows_D = destinations(work.slots_TK, per_rank, ep).sum(0)  # distinct tokens that reach a rank
+    per_rank = work.num_physical // ep
+    flat = work.physical_TK.reshape(-1).long()
+    load_DE = torch.bincount(flat, minlength=work.num_physical).view(ep, per_rank)
+    rows_D = destinations(work.physical_TK, per_rank, ep).sum(
+        0
+    )  # distinct tokens that reach a rank
     path = choose_path(
-        work.phase, work.num_tokens, model.top_k, work.num_slots, num_local_experts=per_rank
+        work.phase, work.num_tokens, model.top_k, work.num_physical, num_local_experts=per_rank
     ).path
     written_D = rows_D if strategy == "all_to_all" else torch.full_like(rows_D, work.num_tokens)
     width = ceil(model.intermediate_size / tp)
