@@ -146,7 +146,8 @@ class ReplicateAndReduce:
         dtype = partial_NH.dtype
         total = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
         total = reduce_scatter_rows(self.spread.gather, total, sent.lengths)
-        return self.spread.replica.all_reduce(total).to(dtype)
+        total = self.spread.replica.all_reduce(total)
+        return total if total.dtype == dtype else total.to(dtype)
 
     def gather_own(self, x: Tensor) -> Tensor:
         """Return x: the own tokens are all tokens."""
