@@ -76,9 +76,8 @@ def make_decode_config(
 
 def _check_formula(formula: ExpertFormula) -> None:
     """Raise ValueError unless the kernel computes this formula."""
-    names, scales = _ACTIVATIONS, (1.0,)
-    if formula.gates_itself:
-        names, scales = ("sigmoid",), _SWIGLU_SCALES
+    names = ("sigmoid",) if formula.gates_itself else _ACTIVATIONS
+    scales = _SWIGLU_SCALES if formula.gates_itself else (1.0,)
     if not formula.has_gate or formula.activation not in names or formula.scale not in scales:
         raise ValueError(
             f"activation={formula.activation!r}, scale={formula.scale:g},"
