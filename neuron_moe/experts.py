@@ -83,7 +83,7 @@ class RoutedExperts(nn.Module):
         self.placement = placement
         _check_placement(placement, spec, self.groups)
         self.num_physical = placement.num_physical if placement else spec.num_experts
-        self.shards = PhaseShards.plan(
+        self.shards = PhaseShards.settle(
             self.groups["prefill"].shard,
             self.groups["decode"].shard,
             self.num_physical,

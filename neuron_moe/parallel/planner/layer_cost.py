@@ -32,7 +32,7 @@ ROW_BYTES = 2  # bf16 hidden states
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class RoutedTokens:
     """Tokens of one forward and where their experts are.
 
     Args:
@@ -86,7 +86,7 @@ class LayerCost:
 
 
 def layer_cost(
-    model: ModelSizes, machine: Machine, tp: int, ep: int, strategy: str, work: Workload
+    model: ModelSizes, machine: Machine, tp: int, ep: int, strategy: str, work: RoutedTokens
 ) -> LayerCost:
     """Compute the cost of one layer.
 
@@ -136,7 +136,7 @@ def layer_cost(
     )
 
 
-def _own_tokens(work: Workload, strategy: str, ranks: int) -> int:
+def _own_tokens(work: RoutedTokens, strategy: str, ranks: int) -> int:
     """Return the tokens a rank routes: all of a replicated decode batch, else its share."""
     is_shared_out = work.phase == "prefill" or strategy == "all_to_all"
     return ceil(work.num_tokens / ranks) if is_shared_out else work.num_tokens
@@ -216,7 +216,7 @@ def _shared_ns(model: ModelSizes, machine: Machine, tokens: int, ranks: int) -> 
 
 
 def _replicate(
-    model: ModelSizes, machine: Machine, ranks: int, work: Workload
+    model: ModelSizes, machine: Machine, ranks: int, work: RoutedTokens
 ) -> tuple[float, float]:
     """All-gather and reduce-scatter in prefill, one all-reduce in decode."""
     whole = work.num_tokens * model.hidden_size * ROW_BYTES
@@ -229,7 +229,7 @@ def _replicate(
 
 
 def _exchange(
-    model: ModelSizes, machine: Machine, tp: int, ep: int, work: Workload, busiest_rows: float
+    model: ModelSizes, machine: Machine, tp: int, ep: int, work: RoutedTokens, busiest_rows: float
 ) -> tuple[float, float]:
     """Counts, rows there and back over the expert group, gather and sum over the tensor group."""
     row = model.hidden_size * ROW_BYTES

@@ -15,7 +15,7 @@ from neuron_moe.parallel.balance import (
 from neuron_moe.parallel.config import STRATEGIES, ParallelConfig, divisors
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
-from neuron_moe.parallel.planner.layer_cost import LayerCost, Workload, layer_cost
+from neuron_moe.parallel.planner.layer_cost import LayerCost, RoutedTokens, layer_cost
 from neuron_moe.parallel.planner.sizes import ModelSizes
 
 MOST_EXTRA_EXPERTS = 0.125  # of the experts, as replicas
@@ -238,7 +238,7 @@ def _add(
         costs.placements[routing, ep] = placement
     for phase in PHASES:
         physical_TK = placement.to_physical(later[: costs.tokens[phase]])
-        work = Workload(phase, physical_TK, placement.num_physical)
+        work = RoutedTokens(phase, physical_TK, placement.num_physical)
         for strategy in STRATEGIES if ep > 1 else ("replicate",):
             cost = layer_cost(model, machine, tp, ep, strategy, work)
             costs.entries.append(Entry(Layout(tp, ep, strategy, is_balanced), phase, routing, cost))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from neuron_moe.configs import load_config
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
-from neuron_moe.parallel.planner.layer_cost import Workload, layer_cost, matmul_cycles
+from neuron_moe.parallel.planner.layer_cost import RoutedTokens, layer_cost, matmul_cycles
 from neuron_moe.parallel.planner.search import (
     PHASES,
     cost_layouts,
@@ -52,7 +52,7 @@ ROOFLINE = [
 def test_experts_take_the_time_of_the_roofline(
     model: ModelSizes, ep: int, tensor_us: float, hbm_us: float
 ) -> None:
-    work = Workload("prefill", even_trace(model, 8192), model.num_experts)
+    work = RoutedTokens("prefill", even_trace(model, 8192), model.num_experts)
     cost = layer_cost(model, TRN2, 64 // ep, ep, "replicate", work)
     assert cost.busiest_over_mean == pytest.approx(1.0)
     # The roofline takes 725 bytes/ns, the chip's record 716; it expects tiles of random loads.
@@ -63,7 +63,7 @@ def test_experts_take_the_time_of_the_roofline(
 
 def test_expert_parallel_beats_tensor_parallel_as_the_roofline_says() -> None:
     for model, least in ((GPT_120B, 4.0), (DEEPSEEK, 6.0), (QWEN, 4.0)):
-        work = Workload("prefill", even_trace(model, 8192), model.num_experts)
+        work = RoutedTokens("prefill", even_trace(model, 8192), model.num_experts)
         times = [layer_cost(model, TRN2, 64 // ep, ep, "replicate", work).experts_us
                  for ep in (1, 64)]  # fmt: skip
         assert times[0] / times[1] > least, model.name
