@@ -254,12 +254,21 @@ class MoE(nn.Module):
 
     def _settings(self) -> dict[str, object]:
         """Return what must agree between ranks."""
-        experts, shared = self.expert_mlps, self.shared_experts
+        experts, shared, norm = self.expert_mlps, self.shared_experts, self.rmsnorm
         return {
             "router": self.router.spec,
             **{field.name: getattr(experts.spec, field.name) for field in fields(experts.spec)},
             "expert_placement": experts.placement,
             "shared_experts": None if shared is None else shared.describe(),
+            "rmsnorm": norm,
+            "rmsnorm_eps": getattr(norm, "eps", getattr(norm, "variance_epsilon", None)),
+            "reduce_dtype": self.options.reduce_dtype,
+            "sequence_dimension": self.options.sequence_dimension,
+            "fuses_decode": self.options.fuses_decode,
+            "token_shuffle": None if self.shuffle is None else self.shuffle.group.size,
+            "backend": experts.backend.name,
+            "compat": experts.compat,
+            "tuning": replace(experts.tuning, remarks=()),
         }
 
     def weights_changed(self) -> None:

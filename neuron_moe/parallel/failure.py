@@ -201,7 +201,11 @@ def check_same_on_all_ranks(
 
 
 def compare_settings(
-    what: str, ranks: Sequence[int], everyone: Sequence[Mapping[str, str]]
+    what: str,
+    ranks: Sequence[int],
+    everyone: Sequence[Mapping[str, str]],
+    *,
+    advice: str = "Start every rank with the same settings.",
 ) -> None:
     """Raise ValueError for the first setting on which ranks disagree."""
     for key in sorted({key for settings in everyone for key in settings}):
@@ -212,7 +216,7 @@ def compare_settings(
             found = values[ranks.index(odd[0])]
             raise ValueError(
                 f"{what}: {key} is {found} on rank {_as_runs(odd)} and {usual} on the others."
-                " Start every rank with the same settings."
+                f" {advice}"
             )
 
 
