@@ -152,7 +152,7 @@ class GroupedAttention(nn.Module):
         has_head_norms: bool = False,
     ) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.is_interleaved = config.head_dim, config.rope.is_interleaved
         self.core, self.reach, self.scale = attend_cached, reach, config.head_dim**-0.5
         self.cache_shape: CacheShape = ((config.num_key_value_heads, config.head_dim),) * 2
         hidden_size = config.hidden_size
@@ -187,7 +187,11 @@ class GroupedAttention(nn.Module):
 
     def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return queries and keys that know their places."""
-        return apply_rope(query_USQD, *tokens.rope), apply_rope(key_USJD, *tokens.rope)
+        query_USQD, key_USJD = (
+            apply_rope(part, *tokens.rope, is_interleaved=self.is_interleaved)
+            for part in (query_USQD, key_USJD)
+        )
+        return query_USQD, key_USJD
 
 
 class DecoderLayer(nn.Module):

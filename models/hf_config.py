@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from neuron_moe.errors import UnknownKeyError
+from neuron_moe.errors import UnknownKeyError, check_positive_int
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -99,6 +99,12 @@ class ConfigReader:
             raise ValueError(
                 f"{self._where}: {key}={value!r}, {old}={other!r}: must agree. Keep one of them."
             )
+        return value
+
+    def get_size(self, key: str, default: int) -> int:
+        """Return a key that must be a positive integer."""
+        value = self.get(key, int, default)
+        check_positive_int(key, value)
         return value
 
     def get_ints(self, key: str, noun: str = "whole number") -> tuple[int, ...]:

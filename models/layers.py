@@ -8,6 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def unit_rms(hidden: Tensor, eps: float) -> Tensor:
+    """Return `[..., H]` divided by the root mean square of each row, in float32."""
+    wide = hidden.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
 class RMSNorm(nn.Module):
     """Divide by the root mean square and scale; float32 inside, output in the input's dtype."""
 
@@ -18,9 +24,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_USH: Tensor) -> Tensor:
         """Return the normalised hidden states `[..., H]`."""
-        wide = hidden_USH.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight.float() * (wide * scale)).to(hidden_USH.dtype)
+        return (self.weight.float() * unit_rms(hidden_USH, self.eps)).to(hidden_USH.dtype)
 
 
 class GatedMLP(nn.Module):

@@ -1,7 +1,8 @@
 """From a checkpoint directory to a model that is ready to run.
 
 A model file is named as the `model_type` of its config.json and exports three things: `Config`,
-with `Config.from_hf(dict)`; `Model(config, *, dtype, ...)`; and `weight_map(config)`.
+with `Config.from_hf(dict)`; `Model(config, *, dtype, ...)`; and `weight_map(config)`. Where it
+reads further model types, it lists them in `ALIASES`.
 """
 
 import importlib
@@ -118,13 +119,21 @@ def find_model_file(model_type: object) -> ModuleType:
     Raises:
         ValueError: if no file of this folder is a model of that type.
     """
-    return _import(check_choice("model_type", model_type, model_types()))
+    files = _model_files()
+    return files[check_choice("model_type", model_type, list(files))]
 
 
 def model_types() -> list[str]:
-    """Return the model types that have a file in this folder."""
+    """Return the model types that a file in this folder reads."""
+    return list(_model_files())
+
+
+def _model_files() -> dict[str, ModuleType]:
+    """Return the model file of each model type."""
     names = [module.name for module in pkgutil.iter_modules(neuron_moe.models.__path__)]
-    return [name for name in names if is_model_file(_import(name))]
+    files = {name: file for name in names if is_model_file(file := _import(name))}
+    aliases = {alias: file for file in files.values() for alias in getattr(file, "ALIASES", ())}
+    return files | aliases
 
 
 def is_model_file(module: ModuleType) -> bool:

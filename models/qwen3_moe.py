@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
-from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
     DecoderConfig,
@@ -29,8 +29,9 @@ from neuron_moe.models.weight_rules import (
     either,
     expert_rules,
     fused_expert_rules,
-    layer_indices,
+    mlp_rules,
     projection_names,
+    split_layers,
 )
 from neuron_moe.spec import check_top_k
 
@@ -140,15 +141,15 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
     """Map the published tensor names to ours, experts one by one or fused."""
     projections = projection_names(has_bias=config.attention_bias)
     rules = decoder_rules([*projections, "self_attn.q_norm.weight", "self_attn.k_norm.weight"])
-    for layer in layer_indices(config.sparse_layers, config.num_hidden_layers):
+    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
+    for layer in sparse:
         mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
         names = mlp + "experts", moe + "expert_mlps.mlp_op"
+        fused = fused_expert_rules(*names, transpose)  # as transformers 5 has them in memory
         rules += [
             Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
-            *either(separate=expert_rules(*names), fused=fused_expert_rules(*names)),
+            *either(separate=expert_rules(*names), fused=fused),
         ]
-    dense = sorted({*range(config.num_hidden_layers)} - {*config.sparse_layers})
-    for layer in layer_indices(dense, config.num_hidden_layers):
-        kept = [f"layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-        rules += [Rule("model." + name, name) for name in kept]
+    for layer in dense:
+        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
     return WeightMap(rules, {"layer": config.num_hidden_layers, "expert": config.num_experts})

@@ -1,15 +1,16 @@
-"""Rotary position embedding, plain and YaRN, in the conventions of Hugging Face checkpoints.
+"""Rotary position embedding: plain, YaRN and Llama 3, as Hugging Face checkpoints mean it.
 
 YaRN: B. Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models",
 arXiv 2309.00071, sections 3.2 (frequencies blended by wavelength) and 3.4 (attention factor).
-Ramp, truncation and defaults are those of transformers' `modeling_rope_utils.py`; the tests
+Llama 3: meta-llama/llama-models, `models/llama3/model.py`, the same idea with another ramp.
+Ramps, truncation and defaults are those of transformers' `modeling_rope_utils.py`; the tests
 compare with it bit for bit.
 
 Letters: U sequences, S positions, N heads, D head size, d = D / 2 frequencies.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from neuron_moe.models.hf_config import ConfigReader
 
+KINDS = ("default", "yarn", "llama3")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
@@ -25,13 +28,17 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        kind: "default" or "yarn"; the fields below matter for "yarn" only.
+        kind: of KINDS; "yarn" reads the fields below up to `mscale_all_dim`, "llama3" the first
+            two and the factors of frequency.
         factor: by how much the context grew over `original_max_position_embeddings`.
         beta_fast: rotations over the original context above which a frequency is kept.
         beta_slow: rotations below which a frequency is divided by `factor`.
         truncate: round the ends of the blend outward to whole dimensions.
         attention_factor: scale of cos and sin; None derives it from `factor` and the mscales.
         mscale: with `mscale_all_dim`, another way to state the attention factor (DeepSeek).
+        low_freq_factor: rotations over the original context below which a frequency is divided.
+        high_freq_factor: rotations above which it is kept.
+        is_interleaved: pairs are neighbours, (2i, 2i + 1), not (i, i + D / 2).
     """
 
     theta: float
@@ -44,29 +51,44 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    is_interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("default", "yarn"):
-            raise ValueError(
-                f"rope_type={self.kind!r}: must be 'default' or 'yarn'. No other scaling is"
-                " implemented; add it to models/rope.py."
-            )
+        _check_kind(self.kind, KINDS)
         if self.theta <= 1:
             raise ValueError(f"rope_theta={self.theta}: must be larger than 1. Correct it.")
-        if self.kind == "yarn" and (self.factor < 1 or self.original_max_position_embeddings < 1):
+        scales = self.kind != "default"
+        if scales and (self.factor < 1 or self.original_max_position_embeddings < 1):
             raise ValueError(
                 f"factor={self.factor}, original_max_position_embeddings="
-                f"{self.original_max_position_embeddings}: YaRN needs both to be at least 1."
+                f"{self.original_max_position_embeddings}: {self.kind} needs both to be at least 1."
+                " Correct the rope section of config.json."
+            )
+        if not 0 < self.low_freq_factor <= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor}, high_freq_factor="
+                f"{self.high_freq_factor}: must be positive, the first not above the second."
                 " Correct the rope section of config.json."
             )
 
     @classmethod
-    def from_hf(cls, reader: ConfigReader, *, default_theta: float | None = None) -> "RopeConfig":
+    def from_hf(
+        cls,
+        reader: ConfigReader,
+        *,
+        default_theta: float | None = None,
+        kinds: Sequence[str] = ("default", "yarn"),
+        is_interleaved: bool = False,
+    ) -> "RopeConfig":
         """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4).
 
         Args:
             reader: the whole config.json; the three keys above are read from it.
             default_theta: what the architecture takes where neither spelling names a base.
+            kinds: what is published for the architecture.
+            is_interleaved: how the architecture pairs.
 
         Raises:
             ValueError: two sections that differ, no base, an unknown key or rope type.
@@ -88,9 +110,19 @@ class RopeConfig:
                 "rope_theta is missing: the base of the rotary embedding is a fact of the"
                 " checkpoint. Add it to config.json."
             )
-        config = cls(theta=theta, kind=kind, **_yarn_fields(fields) if kind == "yarn" else {})
+        _check_kind(kind, kinds)
+        more = {"yarn": _yarn_fields, "llama3": _llama3_fields}.get(kind, lambda _: {})(fields)
+        config = cls(theta=theta, kind=kind, is_interleaved=is_interleaved, **more)
         fields.finish()
         return config
+
+
+def _check_kind(kind: str, kinds: Sequence[str]) -> None:
+    if kind not in kinds:
+        raise ValueError(
+            f"rope_type={kind!r}: must be {' or '.join(map(repr, kinds))}. No other scaling is"
+            " implemented for this architecture; add it to models/rope.py."
+        )
 
 
 def _yarn_fields(fields: ConfigReader) -> dict[str, Any]:
@@ -107,6 +139,15 @@ def _yarn_fields(fields: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _llama3_fields(fields: ConfigReader) -> dict[str, Any]:
+    return {
+        "factor": fields.get("factor", float),
+        "original_max_position_embeddings": fields.get("original_max_position_embeddings", int),
+        "low_freq_factor": fields.get("low_freq_factor", float),
+        "high_freq_factor": fields.get("high_freq_factor", float),
+    }
+
+
 def rope_frequencies(
     config: RopeConfig, head_size: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, float]:
@@ -115,6 +156,8 @@ def rope_frequencies(
     wavelength_d = config.theta**exponent_d
     if config.kind == "default":
         return 1.0 / wavelength_d, 1.0
+    if config.kind == "llama3":
+        return _llama3_frequencies(config, 1.0 / wavelength_d), 1.0
     low, high = _blend_range(config, head_size)
     ramp_d = torch.arange(head_size // 2, dtype=torch.float32, device=device)
     kept_d = 1 - ((ramp_d - low) / (high - low)).clamp(0, 1)
@@ -129,18 +172,37 @@ def rope_tables(config: RopeConfig, head_size: int, positions_US: Tensor) -> tup
     return angle_USd.cos() * scale, angle_USd.sin() * scale
 
 
-def apply_rope(x_USND: Tensor, cos_USd: Tensor, sin_USd: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D / 2) of every head, in float32; return x's dtype.
+def apply_rope(
+    x_USND: Tensor, cos_USd: Tensor, sin_USd: Tensor, *, is_interleaved: bool = False
+) -> Tensor:
+    """Rotate pairs of every head, in float32; return x's dtype.
 
     Args:
         x_USND: [U, S, N, D] queries or keys.
         cos_USd: [U, S, D / 2] from `rope_tables`.
         sin_USd: [U, S, D / 2].
+        is_interleaved: pairs are (2i, 2i + 1), not (i, i + D / 2).
     """
-    first, second = x_USND.float().chunk(2, dim=-1)
+    wide = x_USND.float()
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if is_interleaved else wide.chunk(2, dim=-1)
     cos, sin = cos_USd[:, :, None], sin_USd[:, :, None]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.stack(turned, dim=-1).flatten(-2) if is_interleaved else torch.cat(turned, -1)
     return rotated.to(x_USND.dtype)
+
+
+def _llama3_frequencies(config: RopeConfig, frequency_d: Tensor) -> Tensor:
+    """Return frequencies kept where fast, divided where slow, and blended between."""
+    context, low = config.original_max_position_embeddings, config.low_freq_factor
+    wavelength_d = 2 * math.pi / frequency_d
+    is_slow_d = wavelength_d > context / low
+    scaled_d = torch.where(is_slow_d, frequency_d / config.factor, frequency_d)
+    if config.high_freq_factor == low:  # a step, not a division by zero
+        return scaled_d
+    kept_d = (context / wavelength_d - low) / (config.high_freq_factor - low)
+    blended_d = (1 - kept_d) * frequency_d / config.factor + kept_d * frequency_d
+    is_fast_d = wavelength_d < context / config.high_freq_factor
+    return torch.where(is_slow_d | is_fast_d, scaled_d, blended_d)
 
 
 def _blend_range(config: RopeConfig, head_size: int) -> tuple[float, float]:

@@ -6,7 +6,7 @@ Letters: E experts, H hidden, I intermediate.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from neuron_moe.checkpoint import Rule, chain, concat_gate_up, transpose
+from neuron_moe.checkpoint import Rule, Transform, chain, concat_gate_up, transpose
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -55,19 +55,24 @@ def expert_rules(
     ]
 
 
-def fused_expert_rules(source: str, target: str) -> list[Rule]:
-    """Return the rules of experts in the layout of transformers 5 in memory, without biases.
-
-    These are [E, 2I, H], gate first, and [E, H, I].
+def fused_expert_rules(source: str, target: str, transform: Transform) -> list[Rule]:
+    """Return the rules of experts in one tensor for all, gate before up, without biases.
 
     Args:
         source: published name of the experts.
         target: name of ours.
+        transform: `transpose` of [E, 2I, H] and [E, H, I], `identity` of [E, H, 2I] and [E, I, H].
     """
     return [
-        Rule(f"{source}.{name}", f"{target}.{name}.weight", transpose)
+        Rule(f"{source}.{name}", f"{target}.{name}.weight", transform)
         for name in ("gate_up_proj", "down_proj")
     ]
+
+
+def mlp_rules(source: str, target: str) -> list[Rule]:
+    """Return the rules of gate_proj, up_proj and down_proj, which keep their names."""
+    names = (f"{name}_proj.weight" for name in ("gate", "up", "down"))
+    return [Rule(f"{source}.{name}", f"{target}.{name}") for name in names]
 
 
 def either(**variants: Sequence[Rule]) -> list[Rule]:
@@ -75,6 +80,12 @@ def either(**variants: Sequence[Rule]) -> list[Rule]:
     return [replace(rule, variant=name) for name, rules in variants.items() for rule in rules]
 
 
-def layer_indices(layers: Sequence[int], num_layers: int) -> list[str]:
-    """Return what stands for some layers in a rule: `{layer}` for all, else each number."""
-    return ["{layer}"] if len(layers) == num_layers else [str(layer) for layer in layers]
+def split_layers(sparse: Sequence[int], num_layers: int) -> tuple[list[str], list[str]]:
+    """Return what stands in rules for layers with experts, and for the others.
+
+    That is the number of each, or `{layer}` for all where all have experts.
+    """
+    if len(sparse) == num_layers:
+        return ["{layer}"], []
+    dense = (layer for layer in range(num_layers) if layer not in sparse)
+    return [str(layer) for layer in sparse], [str(layer) for layer in dense]

@@ -7,6 +7,7 @@ intermediate of this rank.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,9 @@ class RoutedExperts(nn.Module):
     """
 
     expert_load_E: Tensor | None
+    mlp_op: Experts
+    mlp_op_tkg: Experts
+    num_changes: int
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class RoutedExperts(nn.Module):
         self.register_buffer("expert_load_E", None, persistent=False)
         self._plans = PlanCache()
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         """Set, and count what plans may depend on; a counted load is nothing of theirs."""
         if name != "expert_load_E":
             self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1
@@ -196,8 +200,7 @@ class RoutedExperts(nn.Module):
 
     def _experts_of(self, phase: str) -> Experts:
         has_own = self.shards.second is not None and phase in DECODE_PHASES
-        experts: Experts = self.mlp_op_tkg if has_own else self.mlp_op
-        return experts
+        return self.mlp_op_tkg if has_own else self.mlp_op
 
     def weights(self, phase: str = "prefill") -> ExpertWeights:
         """Return the weights this rank computes with in a phase; a view where phases share them."""

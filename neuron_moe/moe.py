@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -92,7 +92,7 @@ class MoE(nn.Module):
         )
         self._plans = PlanCache()
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         """Set, and count what plans may depend on."""
         self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1
         super().__setattr__(name, value)

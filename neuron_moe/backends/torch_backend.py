@@ -88,7 +88,7 @@ class TorchPlan(Plan):
         """Compute this rank's experts; return [N, H] float32."""
         weights = self.parts.weights
         if not self._is_static(weights):
-            return _chosen_experts(hidden_NH, routing, weights)
+            return chosen_experts(hidden_NH, routing, weights)
         if self.path == "selective":
             return _gathered_weights(hidden_NH, routing, weights)
         if self.path == "all_experts":
@@ -111,8 +111,11 @@ class TorchPlan(Plan):
         return is_static
 
 
-def _chosen_experts(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
-    """Loop over the experts that were chosen; eager only, the counts leave the device."""
+def chosen_experts(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeights) -> Tensor:
+    """Return [T, H] float32 of any path: loop over the experts that were chosen.
+
+    Eager only, the counts leave the device.
+    """
     top_k = routing.expert_index_TK.shape[1]
     pairs = sort_pairs(routing.expert_index_TK, weights.num_experts)
     chosen = [(e, n) for e, n in enumerate(pairs.tokens_per_expert_E.tolist()) if n]

@@ -9,7 +9,7 @@ from neuron_moe.errors import check_instance, check_positive_int, names_its_keys
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.nxd_compat.configs import MoEFusedTKGConfig
 from neuron_moe.nxd_compat.tuning import refuse, refuse_tkg_switches, tkg_remarks
-from neuron_moe.parallel.collectives import as_collectives
+from neuron_moe.parallel.collectives import Collectives, as_collectives
 from neuron_moe.parallel.shuffle import build_shuffle
 from neuron_moe.router import Router
 from neuron_moe.shared_experts import SharedExperts
@@ -106,6 +106,7 @@ class MoE(moe.MoE):
             model_group=None if group is None else as_collectives(group, "model"),
             shuffle=build_shuffle(token_shuffle_group_size, token_shuffle_seed),
         )
+        _refuse_group(router, self.parallel.groups["prefill"].model)
         if tkg_config is not None and backend == "nki":
             normalizes = router.spec.formula.renormalize or expert_mlps.spec.normalizes_affinities
             has_shared = shared_experts is not None
@@ -145,5 +146,20 @@ def _refuse_keys(options: LayerOptions, router: Router, experts: RoutedExperts) 
                 f"sequence_dimension={getattr(router, 'sequence_dimension', None)} of the router,"
                 f" {options.sequence_dimension} of the layer, which decides. Set both alike.",
             ),
+        ]
+    )
+
+
+def _refuse_group(router: Router, model: Collectives) -> None:
+    """Raise ValueError for a router's group of another size than the layer's."""
+    group = getattr(router, "tensor_model_parallel_group", None)
+    size = model.size if group is None else as_collectives(group, "router").size
+    refuse(
+        [
+            (
+                size != model.size,
+                f"tensor_model_parallel_group of the router: has {size} ranks, the layer is spread"
+                f" over {model.size}, which decide. Give both the same, or leave it None.",
+            )
         ]
     )

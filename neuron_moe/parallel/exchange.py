@@ -312,7 +312,8 @@ class Crossing:
         if shared is None or self._strategy.name == "replicate":
             return output_TH
         if shared.whole_on_each_rank or shared.group.size == 1:
-            return output_TH + shared(own_TH)
+            whole: Tensor = shared(own_TH)
+            return output_TH + whole
         lengths = gather_lengths(shared.group, own_TH.shape[0], own_TH.device)
         rows = all_gather_rows(shared.group, own_TH, lengths)
         return output_TH + reduce_scatter_rows(shared.group, shared(rows), lengths)

@@ -26,19 +26,23 @@ Limits (check_combine): K <= 16, H a multiple of 64, at most 8 partial sums, P *
 Cost: every slot with a token is read once, the output is written once; per tile and choice 2 P H
 matmul columns (P H float32 ones beside float32 slots). One gather of 128 whole rows per tile,
 choice and part, in pieces of H only where SBUF asks for it. Gathers of the next tile overlap.
+
+Steps:
+    1. Split the tokens over the cores; load all their slot numbers and affinities at once.
+    2. Per tile of 128 tokens: make a diagonal of each choice's affinities.
+    3. Per piece of H: gather each choice's rows, one gather per choice and part.
+    4. Sum in PSUM, one matmul per choice, part and term, always in this order; round; store.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.costs import KernelCost
+from nki_kernels.combine.config import CombineDims
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.token_tiles import (
-    PARTITIONS,
     TokenTiles,
     load_per_token,
     split_tokens,
@@ -46,61 +50,9 @@ from nki_kernels.common.token_tiles import (
     token_rows,
 )
 
-MAX_TOP_K = 16
-MAX_PARTS = 8
-MAX_ROWS = 1 << 24
-BANK = 512  # float32 columns of one PSUM bank
-GROUP = 2048  # columns summed together: half of PSUM
-ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
-NO_ROW = -(1 << 30)  # stays negative whatever the number of the part adds
-
-
-@dataclass
-class CombineDims(nl.NKIObject):
-    """What the kernel must know at compile time.
-
-    Attributes:
-        out_dtype: element type of the output, one of nl.
-        has_no_expert: some choices may have no expert (slot -1).
-    """
-
-    out_dtype: nl.DType
-    has_no_expert: bool
-
-
-def check_combine(
-    num_tokens: int,
-    top_k: int,
-    hidden_size: int,
-    num_slots: int,
-    num_parts: int = 1,
-    slots_dtype: str = "bfloat16",
-) -> None:
-    """Raise ValueError unless the kernel takes these sizes.
-
-    Args:
-        num_tokens: T.
-        top_k: K.
-        hidden_size: H.
-        num_slots: S.
-        num_parts: P.
-        slots_dtype: element type of slots_PSH.
-    """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens}: must be at least 1.")
-    if not 1 <= top_k <= MAX_TOP_K:
-        raise ValueError(f"top_k={top_k}: must be 1 to {MAX_TOP_K}.")
-    if hidden_size < 64 or hidden_size % 64:
-        raise ValueError(f"hidden_size={hidden_size}: must be a multiple of 64. Pad the slots.")
-    if not 1 <= num_parts <= MAX_PARTS:
-        raise ValueError(f"num_parts={num_parts}: must be 1 to {MAX_PARTS}. Add some up before.")
-    if num_slots < 1 or num_slots * num_parts >= MAX_ROWS:
-        raise ValueError(
-            f"num_slots={num_slots}: must be at least 1, and num_parts * num_slots below"
-            f" {MAX_ROWS}. Combine the tokens in parts."
-        )
-    if slots_dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"slots_dtype={slots_dtype!r}: must be bfloat16 or float32.")
+_GROUP = 2048  # columns summed together: half of PSUM
+_ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
+_NO_ROW = -(1 << 30)  # stays negative whatever the number of the part adds
 
 
 @nki.jit
@@ -118,16 +70,16 @@ def combine(
     if tokens.count == 0:
         return output_TH
     slots_RH = slots_PSH.reshape((num_parts * num_slots, hidden_size))
-    rows_sb = load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
-    weights = load_weights(affinities_TK, tokens, slots_PSH.dtype)
-    identity_sb = identity(slots_PSH.dtype)
+    rows_sb = _load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
+    weights = _load_weights(affinities_TK, tokens, slots_PSH.dtype)
+    identity_sb = _identity(slots_PSH.dtype)
     piece = piece_size(hidden_size, top_k * num_parts, 4 if slots_PSH.dtype == nl.float32 else 2)
     for tile in range(tokens.count):
-        diagonals = spread_weights(weights, identity_sb, tokens, tile, top_k)
+        diagonals = _spread_weights(weights, identity_sb, tokens, tile, top_k)
         for start in range(0, hidden_size, piece):
             width = min(piece, hidden_size - start)
-            gathered = gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims)
-            total_sb = weigh(gathered, diagonals, num_parts, dims)
+            gathered = _gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims)
+            total_sb = _weigh(gathered, diagonals, num_parts, dims)
             target = token_rows(output_TH, tokens, tile, start, width)
             nisa.dma_copy(dst=target, src=total_sb)
     return output_TH
@@ -136,12 +88,12 @@ def combine(
 def piece_size(hidden_size: int, rows_per_token: int, slots_bytes: int) -> int:
     """Return how many columns of H to gather at once: all, or equal multiples of 64."""
     pieces = 1
-    while rows_per_token * ((hidden_size + pieces - 1) // pieces) * slots_bytes > ROWS_BYTES:
+    while rows_per_token * ((hidden_size + pieces - 1) // pieces) * slots_bytes > _ROWS_BYTES:
         pieces += 1
     return ((hidden_size // 64 + pieces - 1) // pieces) * 64
 
 
-def load_rows(
+def _load_rows(
     slot_of_pair_TK: nl.ndarray,
     tokens: TokenTiles,
     num_parts: int,
@@ -162,7 +114,7 @@ def load_rows(
             op0=nl.less,
             operand0=0.0,
             op1=nl.multiply,
-            operand1=float(NO_ROW),
+            operand1=float(_NO_ROW),
         )
         real_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=real_sb, data1=first_sb, data2=below_sb, op=nl.add)
@@ -175,7 +127,7 @@ def load_rows(
     return rows_sb
 
 
-def load_weights(
+def _load_weights(
     affinities_TK: nl.ndarray, tokens: TokenTiles, slots_dtype: nl.DType
 ) -> list[nl.ndarray]:
     """Return float32 tiles [128, tiles * K] that add up to the affinities: one, or a bfloat16
@@ -195,7 +147,7 @@ def load_weights(
     return [whole_sb, low_sb]
 
 
-def identity(dtype: nl.DType) -> nl.ndarray:
+def _identity(dtype: nl.DType) -> nl.ndarray:
     """Return the identity matrix [128, 128]."""
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0)
@@ -212,7 +164,7 @@ def identity(dtype: nl.DType) -> nl.ndarray:
     return identity_sb
 
 
-def spread_weights(
+def _spread_weights(
     weights: list[nl.ndarray],
     identity_sb: nl.ndarray,
     tokens: TokenTiles,
@@ -239,7 +191,7 @@ def spread_weights(
     return diagonals
 
 
-def gather(
+def _gather(
     slots_RH: nl.ndarray,
     rows_sb: list[nl.ndarray],
     tokens: TokenTiles,
@@ -271,7 +223,7 @@ def gather(
     return gathered
 
 
-def weigh(
+def _weigh(
     gathered: list[nl.ndarray],
     diagonals: list[list[nl.ndarray]],
     num_parts: int,
@@ -280,16 +232,16 @@ def weigh(
     """Return the weighted sum of the gathered rows, [rows, width] in the output's type."""
     rows, width = gathered[0].shape
     total_sb = nl.ndarray((rows, width), dims.out_dtype, buffer=nl.sbuf)
-    for group in range(0, width, GROUP):
-        group_width = min(GROUP, width - group)
+    for group in range(0, width, _GROUP):
+        group_width = min(_GROUP, width - group)
         total_ps = nl.ndarray((rows, group_width), nl.float32, buffer=nl.psum)
         for index in range(len(gathered)):
             terms = diagonals[index // num_parts]
             for term in range(len(terms)):
-                for start in range(0, group_width, BANK):
-                    columns = slice(group + start, group + min(start + BANK, group_width))
+                for start in range(0, group_width, BANK_FLOATS):
+                    columns = slice(group + start, group + min(start + BANK_FLOATS, group_width))
                     nisa.nc_matmul(
-                        dst=total_ps[:, start : min(start + BANK, group_width)],
+                        dst=total_ps[:, start : min(start + BANK_FLOATS, group_width)],
                         stationary=terms[term],
                         moving=gathered[index][:, columns],
                         accumulate=index + term > 0,
@@ -303,35 +255,3 @@ def weigh(
             target = total_sb[:, group + first : group + last]
             nisa.tensor_copy(dst=target, src=total_ps[:, first:last], engine=engine)
     return total_sb
-
-
-def cost_combine(
-    num_tokens: int,
-    top_k: int,
-    hidden_size: int,
-    num_parts: int = 1,
-    slots_dtype: str = "bfloat16",
-    out_dtype: str = "bfloat16",
-    num_pairs: int | None = None,
-    num_cores: int = 2,
-) -> KernelCost:
-    """Predict the work of a launch.
-
-    Args:
-        num_tokens: T.
-        top_k: K.
-        hidden_size: H.
-        num_parts: P.
-        slots_dtype: element type of slots_PSH.
-        out_dtype: element type of output_TH.
-        num_pairs: choices that have an expert; all by default.
-        num_cores: physical cores of the launch.
-    """
-    pairs = num_tokens * top_k if num_pairs is None else num_pairs
-    slots_bytes = 4 if slots_dtype == "float32" else 2
-    out_bytes = 4 if out_dtype == "float32" else 2
-    read = pairs * num_parts * hidden_size * slots_bytes + num_tokens * top_k * 8
-    tiles = sum(split_tokens(num_tokens, core, num_cores).count for core in range(num_cores))
-    terms = 1 if slots_dtype == "float32" else 2
-    columns = tiles * top_k * num_parts * terms * hidden_size
-    return KernelCost(read, num_tokens * hidden_size * out_bytes, columns)

@@ -7,7 +7,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-def combine(slots_PSH: Array, slot_of_pair_TK: Array, affinities_TK: Array) -> Array:
+def combine_ref(slots_PSH: Array, slot_of_pair_TK: Array, affinities_TK: Array) -> Array:
     """Return [T, H] float64: the sum of affinity * slot over choices that have one (not -1)."""
     slots_SH = slots_PSH.astype(np.float64).sum(0)
     rows_TKH = slots_SH[np.maximum(slot_of_pair_TK, 0)]

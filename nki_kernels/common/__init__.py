@@ -1,1 +1,1 @@
-"""nki_kernels/common."""
+"""What several kernel rooms share: formulas, axes, visits, buffers as data, stages on tiles."""

@@ -1,4 +1,4 @@
-"""What `blockwise_moe` computes, as a formula over slots; NumPy, in the precision of its inputs."""
+"""What an expert makes of its projections, as a formula; NumPy, in the precision of its inputs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nki_kernels.common.formula import ExpertFormula, bounds_of
 
 Array = NDArray[Any]
 
@@ -26,7 +28,6 @@ def _gelu(x: Array) -> Array:
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": lambda x: np.asarray(x * _sigmoid(x)),
-    "swiglu_oai": lambda x: np.asarray(x * _sigmoid(1.702 * x)),
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
     "gelu": _gelu,
@@ -35,55 +36,20 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def _activate(x: Array, activation: str, scale: float) -> Array:
-    if activation == "swish":
-        return np.asarray(x * _sigmoid(scale * x))
-    return ACTIVATIONS[activation](scale * x)
-
-
-def blockwise_moe_ref(
-    hidden_SH: Array,
-    expert_S: Array,
-    gate_up_EH2I: Array,
-    down_EIH: Array,
-    *,
-    activation: str = "silu",
-    activation_scale: float = 1.0,
-    has_gate: bool = True,
-    gate_limits: tuple[float | None, float | None] = (None, None),
-    up_limits: tuple[float | None, float | None] = (None, None),
-    up_offset: float = 0.0,
-    gate_up_bias_E2I: Array | None = None,
-    down_bias_EH: Array | None = None,
-) -> Array:
-    """Return [S, H], row s of `hidden_SH` through expert `expert_S[s]`.
+def inner(formula: ExpertFormula, projected: Array) -> Array:
+    """Return what the down projection multiplies with, [.., I].
 
     Args:
-        hidden_SH: [S, H] input of every slot.
-        expert_S: [S] expert of every slot.
-        gate_up_EH2I: [E, H, 2I] weights, gate columns first, scales applied; [E, H, I] without it.
-        down_EIH: [E, I, H] weights, scales applied.
-        activation: see `ACTIVATIONS`; or swish, x * sigmoid(scale x).
-        activation_scale: the scale of swish; the others are act(scale x).
-        has_gate: without it, the activation is that of the up projection.
-        gate_limits, up_limits: (lower, upper) clamps, None meaning none.
-        up_offset: added to the clamped up projection.
-        gate_up_bias_E2I, down_bias_EH: biases, or None.
+        formula: of the expert.
+        projected: biased projections, [.., 2I] gate first, or [.., I] without a gate.
     """
-    output_SH = np.zeros((len(hidden_SH), down_EIH.shape[2]), hidden_SH.dtype)
-    for expert in np.unique(expert_S):
-        rows = expert_S == expert
-        projected = hidden_SH[rows] @ gate_up_EH2I[expert]
-        if gate_up_bias_E2I is not None:
-            projected = projected + gate_up_bias_E2I[expert]
-        if has_gate:
-            gate, up = np.split(projected, 2, axis=1)
-            inner = _activate(np.clip(gate, *gate_limits), activation, activation_scale)
-            inner = inner * (np.clip(up, *up_limits) + up_offset)
-        else:
-            inner = _activate(np.clip(projected, *up_limits), activation, activation_scale)
-        output = inner @ down_EIH[expert]
-        if down_bias_EH is not None:
-            output = output + down_bias_EH[expert]
-        output_SH[rows] = output
-    return output_SH
+    act = ACTIVATIONS[formula.activation]
+    if not formula.has_gate:
+        return act(formula.scale * np.clip(projected, *bounds_of(formula.up_limits)))
+    gate, up = np.split(projected, 2, axis=-1)
+    gate = np.clip(gate, *bounds_of(formula.gate_limits))
+    activated = act(formula.scale * gate)
+    if formula.gates_itself:
+        activated = gate * activated
+    up = np.clip(up, *bounds_of(formula.up_limits))
+    return np.asarray(activated * (up + formula.up_offset))

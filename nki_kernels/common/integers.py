@@ -9,7 +9,7 @@ from __future__ import annotations
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.token_tiles import PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 
 
 def count_up(width: int, dtype: nl.DType) -> nl.ndarray:

@@ -19,48 +19,14 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import BANK_FLOATS
+from nki_kernels.common.formula import ROUTER_ACTIVATIONS, RouterFormula
+
 MAX_TOP_K = 16
-MAX_EXPERTS = 512  # float32 columns of one PSUM bank
-SLOTS = 8  # values per max8 (nki.isa.max8), and the fewest it takes
+MAX_EXPERTS = BANK_FLOATS  # logits of a token lie in one bank
+AT_ONCE = 8  # values per max8 (nki.isa.max8), and the fewest it takes
 LOWEST = -3.4028234663852886e38  # below every score
-HIGHEST = 3.4028234663852886e38  # equal to no score
-
-
-@dataclass
-class RouterFormula(nl.NKIObject):
-    """Everything that defines a router except its weights; compile-time values only.
-
-    Attributes:
-        top_k: K.
-        act_fn: "softmax" or "sigmoid".
-        act_over_topk: apply act_fn to the K chosen logits only.
-        has_bias: add bias_1E to the logits.
-        has_selection_bias: add selection_bias_1E to the scores for the choice only.
-        n_group: number of equal expert groups (1: none).
-        topk_group: groups a token may choose from, by the sum of their two best scores.
-        out_of_group_fill: score of experts outside these groups: 0.0 or -inf.
-        renormalize: divide the affinities by their sum + renormalize_eps.
-        renormalize_eps: guards against a zero sum.
-        routed_scaling_factor: multiplies the affinities, last.
-        has_norm: RMSNorm in front.
-        norm_eps: its epsilon.
-        returns_logits: also return the logits.
-    """
-
-    top_k: int
-    act_fn: str = "softmax"
-    act_over_topk: bool = False
-    has_bias: bool = False
-    has_selection_bias: bool = False
-    n_group: int = 1
-    topk_group: int = 1
-    out_of_group_fill: float = LOWEST
-    renormalize: bool = False
-    renormalize_eps: float = 1e-20
-    routed_scaling_factor: float = 1.0
-    has_norm: bool = False
-    norm_eps: float = 1e-6
-    returns_logits: bool = False
+_HIGHEST = 3.4028234663852886e38  # equal to no score
 
 
 def check_router_formula(formula: RouterFormula, num_experts: int) -> None:
@@ -72,7 +38,7 @@ def check_router_formula(formula: RouterFormula, num_experts: int) -> None:
             f"top_k={formula.top_k}: must be 1 to {MAX_TOP_K}, and at most"
             f" num_experts={num_experts}."
         )
-    if formula.act_fn not in ("softmax", "sigmoid"):
+    if formula.act_fn not in ROUTER_ACTIVATIONS:
         raise ValueError(f"act_fn={formula.act_fn!r}: must be 'softmax' or 'sigmoid'.")
     grouped = formula.n_group > 1
     if formula.act_over_topk and (formula.has_selection_bias or grouped):
@@ -121,9 +87,9 @@ def finish_logits(logits_ps: nl.ndarray, bias_sb: nl.ndarray, formula: RouterFor
         formula: the router.
     """
     rows, num_experts = logits_ps.shape
-    logits_sb = nl.ndarray((rows, max(SLOTS, num_experts)), nl.float32, buffer=nl.sbuf)
-    if num_experts < SLOTS:
-        nisa.memset(dst=logits_sb[:, num_experts:SLOTS], value=LOWEST)
+    logits_sb = nl.ndarray((rows, max(AT_ONCE, num_experts)), nl.float32, buffer=nl.sbuf)
+    if num_experts < AT_ONCE:
+        nisa.memset(dst=logits_sb[:, num_experts:AT_ONCE], value=LOWEST)
     real = logits_sb[:, 0:num_experts]
     if formula.has_bias:
         bias = bias_sb[0:rows, :]
@@ -169,12 +135,12 @@ def pick(
     """
     rows, width = logits_sb.shape
     if not ranks_scores(formula):
-        values_sb, position_sb = largest(logits_sb, formula.top_k)
+        values_sb, position_sb = _largest(logits_sb, formula.top_k)
         return Picked(values_sb, position_sb, logits_sb)
     scores_sb = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.sbuf)
-    activate_all(scores_sb, logits_sb[:, 0:num_experts], formula)
-    ranked_sb = rank(scores_sb, width, selection_bias_sb, formula)
-    values_sb, position_sb = largest(ranked_sb, formula.top_k)
+    _activate_all(scores_sb, logits_sb[:, 0:num_experts], formula)
+    ranked_sb = _rank(scores_sb, width, selection_bias_sb, formula)
+    values_sb, position_sb = _largest(ranked_sb, formula.top_k)
     return Picked(values_sb, position_sb, scores_sb)
 
 
@@ -206,7 +172,7 @@ def weigh(
         nisa.activation(dst=weights, op=nl.sigmoid, data=best)
     else:
         summed = best if formula.act_over_topk else logits_sb[:, 0:num_experts]
-        softmax_of(weights, best, summed, picked.values_sb[:, 0:1])
+        _softmax_of(weights, best, summed, picked.values_sb[:, 0:1])
     if formula.renormalize:
         sum_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=sum_sb, op=nl.add, data=weights, axis=1)
@@ -226,7 +192,7 @@ def weigh(
         )
 
 
-def softmax_of(
+def _softmax_of(
     weights: nl.ndarray, values: nl.ndarray, summed: nl.ndarray, largest_value: nl.ndarray
 ) -> None:
     """Write exp(values - largest) / sum(exp(summed - largest)), row by row."""
@@ -243,17 +209,17 @@ def softmax_of(
     nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=sum_sb)
 
 
-def activate_all(scores_sb: nl.ndarray, logits: nl.ndarray, formula: RouterFormula) -> None:
+def _activate_all(scores_sb: nl.ndarray, logits: nl.ndarray, formula: RouterFormula) -> None:
     """Write act(logits) over all experts, [rows, E]."""
     if formula.act_fn == "sigmoid":
         nisa.activation(dst=scores_sb, op=nl.sigmoid, data=logits)
         return
     largest_sb = nl.ndarray((logits.shape[0], 1), nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=largest_sb, op=nl.maximum, data=logits, axis=1)
-    softmax_of(scores_sb, logits, logits, largest_sb)
+    _softmax_of(scores_sb, logits, logits, largest_sb)
 
 
-def rank(
+def _rank(
     scores_sb: nl.ndarray, width: int, selection_bias_sb: nl.ndarray, formula: RouterFormula
 ) -> nl.ndarray:
     """Return what the choice is made on, [rows, width]: biased scores, other groups filled."""
@@ -270,7 +236,7 @@ def rank(
     if formula.n_group == 1:
         return biased_sb
     size = num_experts // formula.n_group
-    keep_sb = choose_groups(biased, formula, size)
+    keep_sb = _choose_groups(biased, formula, size)
     keep = keep_sb[:, 0 : formula.n_group].expand_dim(2).broadcast(2, size)
     masked_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
     if num_experts < width:
@@ -284,20 +250,20 @@ def rank(
     return masked_sb
 
 
-def choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.ndarray:
+def _choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.ndarray:
     """Return uint32 [rows, max(n_group, 8)], nonzero for the topk_group best groups."""
     rows = biased.shape[0]
     num_groups = formula.n_group
     groups = biased.reshape_dim(1, (num_groups, size))
-    if size < SLOTS:
-        group_sb = nl.ndarray((rows, num_groups, SLOTS), nl.float32, buffer=nl.sbuf)
+    if size < AT_ONCE:
+        group_sb = nl.ndarray((rows, num_groups, AT_ONCE), nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=group_sb, value=LOWEST)
         nisa.tensor_copy(dst=group_sb[:, :, 0:size], src=groups)
         groups = group_sb
-    best_sb = nl.ndarray((rows, num_groups, SLOTS), nl.float32, buffer=nl.sbuf)
+    best_sb = nl.ndarray((rows, num_groups, AT_ONCE), nl.float32, buffer=nl.sbuf)
     for group in range(num_groups):
         nisa.max8(dst=best_sb[:, group, :], src=groups[:, group, :])
-    width = max(SLOTS, num_groups)
+    width = max(AT_ONCE, num_groups)
     score_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
     if num_groups < width:
         nisa.memset(dst=score_sb, value=LOWEST)
@@ -305,39 +271,39 @@ def choose_groups(biased: nl.ndarray, formula: RouterFormula, size: int) -> nl.n
         dst=score_sb[:, 0:num_groups], data1=best_sb[:, :, 0], data2=best_sb[:, :, 1], op=nl.add
     )
     marked_sb = score_sb
-    for first in range(0, formula.topk_group, SLOTS):
-        marked_sb = remove_largest(marked_sb, min(SLOTS, formula.topk_group - first))
+    for first in range(0, formula.topk_group, AT_ONCE):
+        marked_sb = _remove_largest(marked_sb, min(AT_ONCE, formula.topk_group - first))
     keep_sb = nl.ndarray((rows, width), nl.uint32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=keep_sb, data1=marked_sb, data2=score_sb, op=nl.not_equal)
     return keep_sb
 
 
-def remove_largest(values_sb: nl.ndarray, count: int) -> nl.ndarray:
+def _remove_largest(values_sb: nl.ndarray, count: int) -> nl.ndarray:
     """Return a copy in which the `count` largest (up to 8), lowest position first, are LOWEST."""
     rows, width = values_sb.shape
-    best_sb = nl.ndarray((rows, SLOTS), nl.float32, buffer=nl.sbuf)
+    best_sb = nl.ndarray((rows, AT_ONCE), nl.float32, buffer=nl.sbuf)
     nisa.max8(dst=best_sb, src=values_sb)
-    if count < SLOTS:
-        nisa.memset(dst=best_sb[:, count:SLOTS], value=HIGHEST)
+    if count < AT_ONCE:
+        nisa.memset(dst=best_sb[:, count:AT_ONCE], value=_HIGHEST)
     rest_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
     nisa.nc_match_replace8(dst=rest_sb, data=values_sb, vals=best_sb, imm=LOWEST)
     return rest_sb
 
 
-def largest(values_sb: nl.ndarray, count: int) -> tuple[nl.ndarray, nl.ndarray]:
+def _largest(values_sb: nl.ndarray, count: int) -> tuple[nl.ndarray, nl.ndarray]:
     """Return the `count` (up to 16) largest values and their positions, the lower position first.
 
     Both are [rows, 8 or 16]; entries past `count` go on in the same order.
     """
     rows = values_sb.shape[0]
-    slots = (count + SLOTS - 1) // SLOTS * SLOTS
-    best_sb = nl.ndarray((rows, slots), nl.float32, buffer=nl.sbuf)
-    position_sb = nl.ndarray((rows, slots), nl.uint32, buffer=nl.sbuf)
+    width = (count + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+    best_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
+    position_sb = nl.ndarray((rows, width), nl.uint32, buffer=nl.sbuf)
     rest_sb = values_sb
-    for first in range(0, slots, SLOTS):
+    for first in range(0, width, AT_ONCE):
         if first > 0:
-            rest_sb = remove_largest(rest_sb, SLOTS)
-        best = best_sb[:, first : first + SLOTS]
+            rest_sb = _remove_largest(rest_sb, AT_ONCE)
+        best = best_sb[:, first : first + AT_ONCE]
         nisa.max8(dst=best, src=rest_sb)
-        nisa.nc_find_index8(dst=position_sb[:, first : first + SLOTS], data=rest_sb, vals=best)
+        nisa.nc_find_index8(dst=position_sb[:, first : first + AT_ONCE], data=rest_sb, vals=best)
     return best_sb, position_sb

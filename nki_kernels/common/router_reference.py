@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from nki_kernels.common.formula import RouterFormula
+
 Array = np.ndarray[Any, Any]
 
 
@@ -20,37 +22,27 @@ def rms_norm(hidden_TH: Array, weight_H: Array, eps: float) -> Array:
 
 
 def route(
-    logits_TE: Array,
-    top_k: int,
-    *,
-    act_fn: str = "softmax",
-    act_over_topk: bool = False,
-    selection_bias_E: Array | None = None,
-    n_group: int = 1,
-    topk_group: int = 1,
-    out_of_group_fill: float = float("-inf"),
-    renormalize: bool = False,
-    renormalize_eps: float = 1e-20,
-    routed_scaling_factor: float = 1.0,
+    logits_TE: Array, formula: RouterFormula, selection_bias_E: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return (affinities [T, K], index [T, K]) of logits [T, E], in the dtype of the logits."""
-    activate = softmax if act_fn == "softmax" else lambda x: 1 / (1 + np.exp(-x))
+    """Return (affinities [T, K], index [T, K]) of biased logits [T, E], in their dtype."""
+    activate = softmax if formula.act_fn == "softmax" else lambda x: 1 / (1 + np.exp(-x))
     ranked_TE = logits_TE
-    if selection_bias_E is not None or n_group > 1:
+    if selection_bias_E is not None or formula.n_group > 1:
         ranked_TE = activate(logits_TE) + (0 if selection_bias_E is None else selection_bias_E)
-    if n_group > 1:
-        grouped_TGX = ranked_TE.reshape(len(ranked_TE), n_group, -1)
+    if formula.n_group > 1:
+        grouped_TGX = ranked_TE.reshape(len(ranked_TE), formula.n_group, -1)
         group_scores_TG = np.sort(grouped_TGX, axis=-1)[..., -2:].sum(-1)
-        best = np.argsort(-group_scores_TG, axis=-1, kind="stable")[:, :topk_group]
+        best = np.argsort(-group_scores_TG, axis=-1, kind="stable")[:, : formula.topk_group]
         keep_TG = np.zeros(group_scores_TG.shape, bool)
         np.put_along_axis(keep_TG, best, True, axis=1)
-        ranked_TE = np.where(keep_TG[..., None], grouped_TGX, out_of_group_fill)
+        ranked_TE = np.where(keep_TG[..., None], grouped_TGX, formula.out_of_group_fill)
         ranked_TE = ranked_TE.reshape(logits_TE.shape)
-    index_TK = np.argsort(-ranked_TE, axis=-1, kind="stable")[:, :top_k]
-    source_TE = logits_TE if act_over_topk else activate(logits_TE)
+    index_TK = np.argsort(-ranked_TE, axis=-1, kind="stable")[:, : formula.top_k]
+    source_TE = logits_TE if formula.act_over_topk else activate(logits_TE)
     affinities_TK = np.take_along_axis(source_TE, index_TK, axis=1)
-    if act_over_topk:
+    if formula.act_over_topk:
         affinities_TK = activate(affinities_TK)
-    if renormalize:
-        affinities_TK = affinities_TK / (affinities_TK.sum(-1, keepdims=True) + renormalize_eps)
-    return affinities_TK * routed_scaling_factor, index_TK.astype(np.int32)
+    if formula.renormalize:
+        total_T1 = affinities_TK.sum(-1, keepdims=True)
+        affinities_TK = affinities_TK / (total_T1 + formula.renormalize_eps)
+    return affinities_TK * formula.routed_scaling_factor, index_TK.astype(np.int32)

@@ -1,7 +1,7 @@
 """Shared stages over tiles: reading an axis onto partitions, scalar chains, tables, transposes.
 
 Functions take tiles and give tiles; none allocates on chip unless its name says so. Axis letters
-as in plans.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
+as in visits.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
 """
 
 from typing import Any
@@ -9,9 +9,11 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import AxisTiles
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import BANK_BYTES
+from nki_kernels.common.formula import ExpertFormula
 
-BANK_BYTES = 2048  # PSUM bank per partition (Trainium 2 architecture guide)
+_OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
 
 
 def rows_of(axis: AxisTiles, tile: int) -> int:
@@ -140,7 +142,7 @@ def weight_dtype(weight_format: str) -> Any:
 
 
 def activation_function(activation: str) -> Any:
-    """Return the Scalar engine's function of an activation; of swish, the sigmoid."""
+    """Return the Scalar engine's function of an activation of `ExpertFormula`."""
     if activation == "silu":
         return nl.silu
     if activation == "gelu":
@@ -151,9 +153,19 @@ def activation_function(activation: str) -> Any:
         return nl.relu
     if activation == "tanh":
         return nl.tanh
-    if activation == "swiglu_oai":
-        return nl.gelu_apprx_sigmoid
     return nl.sigmoid
+
+
+def is_fused(formula: ExpertFormula) -> bool:
+    """Whether the Scalar engine has gate * sigmoid(scale * gate), this scale, as one function."""
+    return formula.gates_itself and (formula.scale == 1.0 or formula.scale == _OAI_SCALE)
+
+
+def gate_function(formula: ExpertFormula) -> Any:
+    """Return the Scalar engine's function of the gate: the fused one if there is, else act."""
+    if not is_fused(formula):
+        return activation_function(formula.activation)
+    return nl.silu if formula.scale == 1.0 else nl.gelu_apprx_sigmoid
 
 
 def apply_chain(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
-PARTITIONS = 128
+from nki_kernels.common.chip import PARTITIONS
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Host-side forms of weights that the kernels take beside plain bfloat16."""
+"""Formats of weights, and host-side forms that the kernels take beside plain bfloat16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-SMALLEST = 2.0**-100  # of a number whose three terms are normal bfloat16 numbers
+WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")
+ITEM_BYTES = {"bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+_SMALLEST = 2.0**-100  # of a number whose three terms are normal bfloat16 numbers
 
 
 def split_parts(weight_EXY: NDArray[Any], parts: int, halves: int = 1) -> NDArray[Any]:
@@ -46,7 +48,7 @@ def bias_terms(bias_EH: NDArray[Any], scale_EH: NDArray[Any]) -> NDArray[Any]:
     """
     scale = np.asarray(scale_EH, np.float32)
     quotient = np.asarray(bias_EH, np.float32) / np.where(scale == 0, np.float32(1), scale)
-    return three_terms(np.where(np.abs(quotient) < SMALLEST, np.float32(0), quotient))
+    return three_terms(np.where(np.abs(quotient) < _SMALLEST, np.float32(0), quotient))
 
 
 def three_terms(scale_EH: NDArray[Any]) -> NDArray[Any]:
@@ -61,7 +63,7 @@ def three_terms(scale_EH: NDArray[Any]) -> NDArray[Any]:
         ValueError: a scale is not finite or too small to be split.
     """
     rest = np.asarray(scale_EH, np.float32)
-    if not np.isfinite(rest).all() or (np.abs(rest[rest != 0]) < SMALLEST).any():
+    if not np.isfinite(rest).all() or (np.abs(rest[rest != 0]) < _SMALLEST).any():
         raise ValueError(
             f"scale_EH {list(rest.shape)}: must be finite, with magnitudes above 2**-100. "
             "Quantise the weights again."

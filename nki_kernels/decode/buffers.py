@@ -10,29 +10,19 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import PARTITIONS
-from nki_kernels.common.tiles import make_tiles, weight_dtype
+from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
+from nki_kernels.common.memory import Tiles, allocate, allocate_rows
+from nki_kernels.common.tiles import make_tiles
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
-    BANKS,
     OUT_BANKS,
     DecodeConfig,
     accumulator_banks,
     extra_floats,
     item_bytes,
-    keeps_scales,
-    out_block,
-    packed_rows,
     packed_run,
     weighs_inner,
 )
-
-
-def scratch_banks(config: DecodeConfig) -> int:
-    """Return how many banks of y^T may wait for GpSimd on their way to sums in SBUF."""
-    if config.sums_in_psum:
-        return 0
-    return 6 if config.T <= 128 else 3
+from nki_kernels.decode.memory import ExpertTable, expert_table, token_table
 
 
 @dataclass
@@ -63,22 +53,45 @@ class SumBuffers(NKIObject):
 
 
 @dataclass
-class DecodeBuffers(NKIObject):
-    """What computing experts takes; lists are indexed by slot, item or entry.
+class ExpertBanks(NKIObject):
+    """Parts of PSUM that computing experts works in.
 
     Attributes:
         inner_ps: gate and up projections [128, 2, T].
-        out_ps: an expert's part of y^T, where the sums are not in PSUM.
-        scratch: the same on its way to the sums.
-        kept_scale: channel scales of two experts, where their slots are loaded again too early.
-        expert_in, expert_out, shared_expert: experts whose gate and up, or down weights are loaded
-            next, (1, 1) each.
-        weights, inputs: columns of the group's experts, per 128 tokens [tokens, unroll].
         column_ps, input_ps: factors of an expert's output and input for every token, the
             same on all partitions, [128, T].
+        out_ps: an expert's part of y^T, where the sums are not in PSUM.
+        bias_ps: a bank for down biases that are added apart.
+    """
+
+    inner_ps: list[nl.NkiTensor]
+    column_ps: list[nl.NkiTensor]
+    input_ps: list[nl.NkiTensor]
+    out_ps: list[nl.NkiTensor]
+    bias_ps: nl.NkiTensor
+
+
+@dataclass
+class DecodeBuffers(NKIObject):
+    """What computing experts takes; sizes are those of `expert_table`.
+
+    Attributes:
+        sums: y^T.
+        banks: parts of PSUM.
+        gate_up, down, gate_up_bias, gate_up_scale, down_bias, down_scale: per weight buffer.
+        kept_scale: channel scales of two experts, where their buffers are loaded again too early.
+        inner: inner activations of the items under way.
+        gate, up: projections on the way there, used in turn.
+        column_row, input_scale: factors of two experts' outputs on one row, inputs on all.
+        expert_in, expert_out, shared_expert: experts whose gate and up, or down weights are loaded
+            next, (1, 1) each.
+        weights, inputs: columns of the trip's experts, per 128 tokens [tokens, unroll].
+        scratch: banks of y^T on their way to sums in SBUF.
+        ones: [128, 128].
     """
 
     sums: SumBuffers
+    banks: ExpertBanks
     gate_up: list[nl.NkiTensor]
     down: list[nl.NkiTensor]
     gate_up_bias: list[nl.NkiTensor]
@@ -91,11 +104,6 @@ class DecodeBuffers(NKIObject):
     up: list[nl.NkiTensor]
     column_row: list[nl.NkiTensor]
     input_scale: list[nl.NkiTensor]
-    inner_ps: list[nl.NkiTensor]
-    column_ps: list[nl.NkiTensor]
-    input_ps: list[nl.NkiTensor]
-    out_ps: list[nl.NkiTensor]
-    bias_ps: nl.NkiTensor
     expert_in: list[nl.NkiTensor]
     expert_out: list[nl.NkiTensor]
     shared_expert: nl.NkiTensor
@@ -109,8 +117,7 @@ def make_sums(config: DecodeConfig) -> SumBuffers:
     """Allocate y^T and all of PSUM."""
     held = accumulator_banks(config) if config.sums_in_psum else 0
     banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
-    rows, count = config.h_axis.rows, config.h_axis.count
-    total_sb = nl.ndarray((rows, count, config.T), dtype=nl.float32, buffer=nl.sbuf)
+    total_sb = allocate(token_table(config).total)[0]
     return SumBuffers(banks[0:held], total_sb, banks[held:BANKS])
 
 
@@ -156,12 +163,11 @@ def _extras(
     return views
 
 
-def _per_token(config: DecodeConfig) -> list[nl.NkiTensor]:
+def _per_token(config: DecodeConfig, numbers: Tiles) -> list[nl.NkiTensor]:
     """Return float32 tiles [tokens, unroll], at most 128 tokens each."""
     made = []
     for first in range(0, config.T, PARTITIONS):
-        rows = min(PARTITIONS, config.T - first)
-        made.append(nl.ndarray((rows, config.unroll), dtype=nl.float32, buffer=nl.sbuf))
+        made.append(allocate_rows(numbers, min(PARTITIONS, config.T - first)))
     return made
 
 
@@ -176,73 +182,75 @@ def _from_end(bank_ps: nl.NkiTensor, size: int, position: int) -> list[nl.NkiTen
 
 def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     """Allocate what computing experts takes, with PSUM out of `sums`."""
-    T, H, slots = config.T, config.H, config.slots
-    h_axis, i_axis = config.h_axis, config.i_axis
-    i_tile = (i_axis.rows, 2, i_axis.count)
-    work_ps = sums.work_ps
-    # Columns [128, T] in the last bank; projections [128, 2 T] in it too if there is no other.
+    table = expert_table(config)
+    banks = _share_banks(config, sums)
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
+    gate_up = allocate(table.gate_up)
+    beside = _beside_weights(config, table, gate_up)
+    return DecodeBuffers(
+        sums=sums,
+        banks=banks,
+        gate_up=gate_up,
+        down=allocate(table.down),
+        gate_up_bias=beside[0],
+        gate_up_scale=beside[1],
+        down_bias=allocate(table.down_bias),
+        down_scale=beside[2],
+        kept_scale=allocate(table.kept_scale),
+        inner=allocate(table.inner),
+        gate=allocate(table.gate),
+        up=allocate(table.up),
+        column_row=allocate(table.column_row),
+        input_scale=allocate(table.input_scale),
+        expert_in=allocate(table.expert_in),
+        expert_out=allocate(table.expert_out),
+        shared_expert=nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf),
+        weights=_per_token(config, table.weights),
+        inputs=_per_token(config, table.inputs),
+        scratch=allocate(table.scratch),
+        ones=ones_sb,
+    )
+
+
+def _share_banks(config: DecodeConfig, sums: SumBuffers) -> ExpertBanks:
+    """Return who works in which of the banks that `sums` leaves.
+
+    Columns [128, T] in the last bank; projections [128, 2 T] in it too if there is no other.
+    """
+    T, work_ps = config.T, sums.work_ps
     last_ps = work_ps[len(work_ps) - 1 : len(work_ps)]
     inner_banks, out_ps = last_ps, work_ps[0:0]
     if not config.sums_in_psum:
         inner_banks, out_ps = work_ps[OUT_BANKS : BANKS - 1], work_ps[0:OUT_BANKS]
     elif len(work_ps) > 1:
         inner_banks = work_ps[0 : len(work_ps) - 1]
-    inner_ps = _parts(
-        inner_banks, 2 * T, 2 if len(inner_banks) == 1 and 4 * T <= BANK_FLOATS else 1
-    )
+    count = 2 if len(inner_banks) == 1 and 4 * T <= BANK_FLOATS else 1
     column_ps = _from_end(last_ps[0], T, 0)
     input_ps = column_ps
     used = 4 * T if len(work_ps) == 1 else 0
     if config.scaling == "pre" and weighs_inner(config) and used + 4 * T <= BANK_FLOATS:
         input_ps = _from_end(last_ps[0], T, 2)
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
-    weights = weight_dtype(config.weight_format)
-    if config.weight_layout == "packed":
-        gate_up = make_tiles(slots, (packed_rows(config), packed_run(config)), weights)
-        columns = h_axis.count * h_axis.rows
-        gate_up_bias = _extras(config, gate_up, 0, 2 * int(config.has_gate_up_bias))
-        position = 2 * int(config.has_gate_up_bias)
-        gate_up_scale = _extras(config, gate_up, position, 2 * int(config.has_scales))
-        position = position + 2 * int(config.has_scales)
-        down_scale = _extras(config, gate_up, position, extra_floats(config) - position)
-    else:
-        run = h_axis.count * 2 * i_axis.size
-        gate_up = make_tiles(slots, (h_axis.rows, run), weights)
-        columns = H
-        gate_up_bias = make_tiles(slots if config.has_gate_up_bias else 0, i_tile, nl.float32)
-        gate_up_scale = make_tiles(slots if config.has_scales else 0, i_tile, nl.float32)
-        down_scale = make_tiles(
-            slots if config.down_scale != "none" else 0,
-            (PARTITIONS, h_axis.count if config.down_scale == "channel" else 1, 1),
-            nl.float32,
-        )
-    return DecodeBuffers(
-        sums=sums,
-        gate_up=gate_up,
-        down=make_tiles(slots, (i_axis.rows, i_axis.count * columns), weights),
-        gate_up_bias=gate_up_bias,
-        gate_up_scale=gate_up_scale,
-        down_bias=make_tiles(slots if config.has_down_bias else 0, (1, H), nl.bfloat16),
-        down_scale=down_scale,
-        kept_scale=make_tiles(
-            2 if keeps_scales(config) else 0, (PARTITIONS, h_axis.count, 1), nl.float32
-        ),
-        inner=make_tiles(2 * out_block(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
-        gate=make_tiles(2, (i_axis.rows, T), nl.float32),
-        up=make_tiles(2, (i_axis.rows, T), nl.float32),
-        column_row=make_tiles(2 if config.has_down_bias else 0, (1, T), nl.bfloat16),
-        input_scale=make_tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32),
-        inner_ps=inner_ps,
-        column_ps=column_ps,
-        input_ps=input_ps,
-        out_ps=out_ps,
-        bias_ps=inner_banks[0],
-        expert_in=make_tiles(config.unroll, (1, 1), nl.int32),
-        expert_out=make_tiles(config.unroll, (1, 1), nl.int32),
-        shared_expert=nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf),
-        weights=_per_token(config),
-        inputs=_per_token(config),
-        scratch=make_tiles(scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
-        ones=ones_sb,
+    return ExpertBanks(
+        _parts(inner_banks, 2 * T, count), column_ps, input_ps, out_ps, inner_banks[0]
     )
+
+
+def _beside_weights(
+    config: DecodeConfig, table: ExpertTable, gate_up: list[nl.NkiTensor]
+) -> list[list[nl.NkiTensor]]:
+    """Return gate and up biases, their scales, and down scales, per weight buffer."""
+    if config.weights.layout != "packed":
+        return [
+            allocate(table.gate_up_bias),
+            allocate(table.gate_up_scale),
+            allocate(table.down_scale),
+        ]
+    biases = 2 * int(config.formula.has_gate_up_bias)
+    scales = 2 * int(config.weights.has_scales)
+    rest = extra_floats(config) - biases - scales
+    return [
+        _extras(config, gate_up, 0, biases),
+        _extras(config, gate_up, biases, scales),
+        _extras(config, gate_up, biases + scales, rest),
+    ]

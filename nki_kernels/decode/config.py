@@ -1,41 +1,104 @@
-"""What the decode kernels are compiled for: sizes, mode, split over cores, formats, activation."""
+"""What the decode kernels are compiled for, and what follows from it.
+
+A caller gives sizes, an `ExpertFormula`, the form of the weights and a request, which
+`make_decode_config` makes a `DecodeConfig` of. Stages, accounting and cost read that one record.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import PARTITIONS, AxisTiles, tile_axis
-from nki_kernels.prefill.config import ITEM_BYTES, WEIGHT_FORMATS, Limits
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.weight_formats import ITEM_BYTES
 
-MODES = ("selective", "all")
-SHARDS = ("experts", "intermediate")
-LAYOUTS = ("ehi", "packed")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "swiglu_oai")
-SCALINGS = ("post", "pre", "none")
-DOWN_SCALES = ("none", "expert", "channel")
-OUTPUT_DTYPES = ("float32", "bfloat16")
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
-JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
-BANKS, BANK_FLOATS = 8, 512  # PSUM per partition (Trainium 2 architecture guide)
+_JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
 OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
-MAX_BLOCK = 4  # chunks
-MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
-MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
 UNROLLED_ENTRIES = 8  # entries of a core that are written out rather than looped over
+_MAX_GROUP = 4  # chunks
+_MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
 
 
-@dataclass
+@dataclass(frozen=True)
+class DecodeSizes(NKIObject):
+    """The sizes of a step on one rank.
+
+    Attributes:
+        T: tokens, 1 to 256.
+        H: hidden size.
+        I: intermediate size of this rank.
+        E: experts of this rank.
+        K: choices of a token, 1 to 16.
+        num_experts: experts of all ranks.
+        num_cores: physical cores of the launch (LNC), 1 or 2.
+    """
+
+    T: int
+    H: int
+    I: int  # noqa: E741  the axis letter
+    E: int
+    K: int
+    num_experts: int
+    num_cores: int = 2
+
+
+@dataclass(frozen=True)
+class WeightForm(NKIObject):
+    """How the experts' weights lie in HBM.
+
+    Attributes:
+        format: bfloat16, float8_e4m3 or float8_e5m2.
+        layout: ehi ([E, H, 2I] and [E, I, H]) or packed, see layout.py.
+        has_scales: the gate and up weights have a scale per output channel.
+        down_scale: what scales of the down weights belong to: expert, (output) channel or none.
+    """
+
+    format: str = "bfloat16"
+    layout: str = "ehi"
+    has_scales: bool = False
+    down_scale: str = "none"
+
+
+@dataclass(frozen=True)
+class DecodeRequest(NKIObject):
+    """What a caller wants of a launch, and what it leaves to the cost model.
+
+    Attributes:
+        mode: selective (read the touched experts), all, or auto.
+        shard: whether the cores split the experts or the intermediate axis, or auto.
+        scaling: what the affinity multiplies: the expert's output (post), its input (pre), nothing
+            (none).
+        output_dtype: float32 or bfloat16.
+        chunks: parts of an expert's intermediate axis, each loaded and used as one item; 0: auto.
+        weight_buffers: items whose weights fit on chip at once, a power of two; 0: auto.
+        front_ns: time until the choices are on chip, where the same launch makes them.
+    """
+
+    mode: str = "auto"
+    shard: str = "auto"
+    scaling: str = "post"
+    output_dtype: str = "float32"
+    chunks: int = 0
+    weight_buffers: int = 0
+    front_ns: float = 0.0
+
+
+@dataclass(frozen=True)
 class DecodeConfig(NKIObject):
     """Compile-time constants of `decode_moe`; see `make_decode_config`.
 
+    The letters are those of `DecodeSizes`; mode to weight_buffers as in `DecodeRequest`, decided.
+
     Attributes:
-        chunks: parts of an expert's intermediate axis, each loaded and used as one item.
-        slots: items whose weights fit on chip at once, a power of two.
+        formula: what an expert computes.
+        weights: how its weights lie in HBM.
         unroll: list entries (experts) per trip of the loop, a power of two.
         sums_in_psum: whether y is added up in PSUM, or in float32 in SBUF.
         h_axis: the hidden axis on partitions.
@@ -50,27 +113,19 @@ class DecodeConfig(NKIObject):
     K: int
     num_experts: int
     num_cores: int
+    formula: ExpertFormula
+    weights: WeightForm
     mode: str
     shard: str
-    weight_layout: str
-    weight_format: str
-    activation: str
-    gate_limits: Limits
-    up_limits: Limits
-    up_offset: float
     scaling: str
-    has_gate_up_bias: bool
-    has_down_bias: bool
-    has_scales: bool
-    down_scale: str
     output_dtype: str
     chunks: int
-    slots: int
+    weight_buffers: int
     unroll: int
     sums_in_psum: bool
     h_axis: AxisTiles
     i_axis: AxisTiles
-    reason: str
+    reason: str = ""
 
 
 def output_dtype(config: DecodeConfig) -> nl.DType:
@@ -110,6 +165,11 @@ def list_width(config: DecodeConfig) -> int:
     return min(config.E, config.T * config.K)
 
 
+def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
+    """Whether so many tokens of y^T are stored without turning them."""
+    return config.h_axis.is_strided and tokens <= DIRECT_OUT
+
+
 def tiles_per_bank(config: DecodeConfig) -> int:
     """Return the tiles of y^T that a PSUM bank holds."""
     return BANK_FLOATS // config.T
@@ -120,24 +180,6 @@ def accumulator_banks(config: DecodeConfig) -> int:
     return -(-config.h_axis.count // tiles_per_bank(config))
 
 
-def with_plan(config: DecodeConfig, *, shard: str, chunks: int, slots: int) -> DecodeConfig:
-    """Return the configuration with another split; the intermediate axis is cut to match."""
-    trial = replace(config, shard=shard, chunks=chunks, slots=slots)
-    unroll = 2
-    while unroll * core_chunks(trial) < slots:
-        unroll *= 2
-    return replace(trial, unroll=unroll, i_axis=tile_axis(-(-config.I // chunks)))
-
-
-def packed_axis(size: int) -> AxisTiles:
-    """Cut an axis into the fewest tiles, a partition owning consecutive elements.
-
-    The last partition may own fewer: the packed layout fills up with zeros.
-    """
-    count = -(-size // PARTITIONS)
-    return AxisTiles(size, -(-size // count), count, size // count, True)
-
-
 def packed_chunks(config: DecodeConfig) -> int:
     """Return the chunks of an expert in the packed layout, whatever the number of tokens.
 
@@ -145,11 +187,11 @@ def packed_chunks(config: DecodeConfig) -> int:
     touch a single expert, which both cores should have a part of.
     """
     chunks = -(-config.I // PARTITIONS)
-    if chunks == 1 and config.K == 1 and config.I // 2 in JOINED:
+    if chunks == 1 and config.K == 1 and config.I // 2 in _JOINED:
         return 2
     size = -(-config.I // chunks)
-    while item_bytes(config) * config.H * (1 + 2 * size // PARTITIONS) > MAX_CHUNK_BYTES:
-        if size <= JOINED[0]:
+    while item_bytes(config) * config.H * (1 + 2 * size // PARTITIONS) > _MAX_CHUNK_BYTES:
+        if size <= _JOINED[0]:
             return chunks
         chunks = chunks * 2
         size = -(-config.I // chunks)
@@ -158,21 +200,21 @@ def packed_chunks(config: DecodeConfig) -> int:
 
 def joins_projections(config: DecodeConfig) -> bool:
     """Whether gate and up columns of a chunk are one stationary tile, up in its second half."""
-    return config.weight_layout == "packed" and config.i_axis.size in JOINED
+    return config.weights.layout == "packed" and config.i_axis.size in _JOINED
 
 
 def extra_floats(config: DecodeConfig) -> int:
     """Return the float32 numbers that follow the weights of a packed gate and up run."""
-    per_row = 2 * int(config.has_gate_up_bias) + 2 * int(config.has_scales)
-    by_channel = config.h_axis.count if config.down_scale == "channel" else 0
-    return per_row + by_channel + int(config.down_scale == "expert")
+    per_row = 2 * int(config.formula.has_gate_up_bias) + 2 * int(config.weights.has_scales)
+    by_channel = config.h_axis.count if config.weights.down_scale == "channel" else 0
+    return per_row + by_channel + int(config.weights.down_scale == "expert")
 
 
 def packed_rows(config: DecodeConfig) -> int:
     """Return the partitions of a packed gate and up item."""
     if extra_floats(config) == 0:
         return config.h_axis.rows
-    if config.down_scale == "expert":
+    if config.weights.down_scale == "expert":
         return PARTITIONS
     return max(config.h_axis.rows, config.i_axis.rows)
 
@@ -195,10 +237,11 @@ def weighs_inner(config: DecodeConfig) -> bool:
     Where the input is scaled, a token that did not choose the expert has zeros there without it,
     as long as no bias comes in and the activation of 0 is 0.
     """
-    clamps = config.gate_limits
+    formula, clamps = config.formula, config.formula.gate_limits
     moves_zero = (clamps.has_lower and clamps.lower > 0) or (clamps.has_upper and clamps.upper < 0)
-    zero_stays = config.activation != "sigmoid" and not moves_zero
-    return config.scaling != "pre" or config.has_gate_up_bias or not zero_stays
+    is_zero_at_zero = formula.activation != "sigmoid" or formula.gates_itself
+    zero_stays = is_zero_at_zero and not moves_zero
+    return config.scaling != "pre" or formula.has_gate_up_bias or not zero_stays
 
 
 def holds_expert(config: DecodeConfig) -> bool:
@@ -207,68 +250,21 @@ def holds_expert(config: DecodeConfig) -> bool:
 
 
 def keeps_scales(config: DecodeConfig) -> bool:
-    """Whether an expert's channel scales are copied: its slot may be loaded before they are used.
+    """Whether an expert's channel scales are copied: its buffer may be loaded before they are used.
 
-    They lie in the slot of its first chunk, and the sums are made after its last.
+    They lie in the buffer of its first chunk, and the sums are made after its last.
     """
     items = config.unroll * config.chunks
-    return config.down_scale == "channel" and items > config.slots
+    return config.weights.down_scale == "channel" and items > config.weight_buffers
 
 
-def out_block(config: DecodeConfig) -> int:
+def group_size(config: DecodeConfig) -> int:
     """Return the most chunks of an expert whose down projections go to the sums at once."""
     if config.sums_in_psum or holds_expert(config):
         return 1
-    return max(1, min(config.chunks, config.slots // 2, MAX_BLOCK))
-
-
-def check_sizes(
-    T: int,
-    H: int,
-    I: int,  # noqa: E741
-    E: int,
-    K: int,
-    num_experts: int,
-    num_cores: int,
-) -> None:
-    """Raise ValueError unless the kernel takes these sizes."""
-    if not 1 <= T <= MAX_TOKENS:
-        raise ValueError(
-            f"T={T}: must be 1 to {MAX_TOKENS}. Use the prefill kernel for more tokens."
-        )
-    if H < 64 or H % 16:
-        raise ValueError(f"H={H}: must be a multiple of 16, at least 64. Pad the weights.")
-    if I < 1:
-        raise ValueError(f"I={I}: must be at least 1.")
-    if not 1 <= E <= MAX_EXPERTS:
-        raise ValueError(
-            f"E={E}: must be 1 to {MAX_EXPERTS} experts of a rank. Use more expert parallelism."
-        )
-    if num_experts < E:
-        raise ValueError(f"num_experts={num_experts}: must be at least E={E}.")
-    if not 1 <= K <= min(MAX_TOP_K, num_experts):
-        raise ValueError(f"K={K}: must be 1 to {MAX_TOP_K}, and at most num_experts.")
-    if num_cores not in (1, 2):
-        raise ValueError(f"num_cores={num_cores}: must be 1 or 2.")
-
-
-def check_choices(**choices: str) -> None:
-    """Raise ValueError for an option whose value the kernel does not know."""
-    allowed = {
-        "mode": ("auto", *MODES),
-        "shard": ("auto", *SHARDS),
-        "weight_layout": LAYOUTS,
-        "weight_format": WEIGHT_FORMATS,
-        "activation": ACTIVATIONS,
-        "scaling": SCALINGS,
-        "down_scale": DOWN_SCALES,
-        "output_dtype": OUTPUT_DTYPES,
-    }
-    for name, value in choices.items():
-        if value not in allowed[name]:
-            raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed[name])}.")
+    return max(1, min(config.chunks, config.weight_buffers // 2, _MAX_GROUP))
 
 
 def item_bytes(config: DecodeConfig) -> int:
     """Return the bytes of one weight."""
-    return ITEM_BYTES[config.weight_format]
+    return ITEM_BYTES[config.weights.format]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.costs import KernelCost
-from nki_kernels.common.plans import PARTITIONS
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
     DIRECT_IN,
     DIRECT_OUT,
     DecodeConfig,
@@ -39,7 +38,7 @@ def cost_decode_moe(config: DecodeConfig, touched: int) -> KernelCost:
     for core in range(config.num_cores):
         entries, items, biases = _share(config, experts, core)
         read += items * _item_bytes(config)
-        if config.has_down_bias:
+        if config.formula.has_down_bias:
             read += biases * H * _BFLOAT16_BYTES
             columns += biases * config.h_axis.count * T
         read += 2 * T * K * _WORD_BYTES + T * H * _BFLOAT16_BYTES
@@ -69,20 +68,22 @@ def _share(config: DecodeConfig, experts: int, core: int) -> tuple[int, int, int
 def _item_bytes(config: DecodeConfig) -> int:
     """Return the bytes of an item but for the down bias."""
     H, size, item = config.H, config.i_axis.size, item_bytes(config)
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         down = size * config.h_axis.count * config.h_axis.rows
         return (packed_rows(config) * packed_run(config) + down) * item
-    words = 2 * size * (int(config.has_gate_up_bias) + int(config.has_scales))
-    if config.down_scale == "channel":
+    words = 2 * size * (int(config.formula.has_gate_up_bias) + int(config.weights.has_scales))
+    if config.weights.down_scale == "channel":
         words += H
-    elif config.down_scale == "expert":
+    elif config.weights.down_scale == "expert":
         words += PARTITIONS
     return 3 * H * size * item + words * _WORD_BYTES
 
 
 def _columns_of_entry(config: DecodeConfig) -> int:
     """Return the columns that spread what tokens take of an expert over the partitions."""
-    spreads = int(config.scaling == "pre") + int(weighs_inner(config) or config.has_down_bias)
+    spreads = int(config.scaling == "pre") + int(
+        weighs_inner(config) or config.formula.has_down_bias
+    )
     return spreads * config.T
 
 

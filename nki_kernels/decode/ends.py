@@ -8,47 +8,42 @@ other halves of their partial sums.
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
-from nki_kernels.decode.config import (
-    BANK_FLOATS,
-    DIRECT_IN,
-    DIRECT_OUT,
-    DecodeConfig,
-    output_dtype,
-    tiles_per_bank,
-)
+from nki_kernels.decode.config import DIRECT_IN, DecodeConfig, is_direct_out, tiles_per_bank
+from nki_kernels.decode.memory import ends_table, token_table
+
+_GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 
 
 def load_tokens(config: DecodeConfig, sums: SumBuffers, hidden: nl.NkiTensor) -> nl.NkiTensor:
     """Load [T, H] tokens from HBM; return x^T as a [h, H/h, T] view."""
     h_axis = config.h_axis
     if h_axis.is_strided and config.T <= DIRECT_IN:
-        shape = (h_axis.rows, config.T, h_axis.count)
-        turned_sb = nl.ndarray(shape, dtype=hidden.dtype, buffer=nl.sbuf)
-        load_directly(config, turned_sb, hidden, 0)
+        turned_sb = allocate(token_table(config).turned)[0]
+        _load_directly(config, turned_sb, hidden, 0)
         return turned_sb.permute((0, 2, 1))
     tiles = []
     for first in range(0, config.T, PARTITIONS):
         size = min(PARTITIONS, config.T - first)
-        rows_sb = nl.ndarray((size, config.H), dtype=hidden.dtype, buffer=nl.sbuf)
+        rows_sb = allocate_rows(ends_table(config).loaded, size)
         nisa.dma_copy(
             dst=rows_sb,
             src=hidden[first : first + size, 0 : config.H],
             dge_mode=nisa.dge_mode.none,
         )
         tiles.append(rows_sb)
-    return turn_tokens(config, sums, tiles)
+    return _turn_tokens(config, sums, tiles)
 
 
-def turn_tokens(
+def _turn_tokens(
     config: DecodeConfig, sums: SumBuffers, row_tiles: list[nl.NkiTensor]
 ) -> nl.NkiTensor:
     """Return x^T [h, H/h, T] of rows [tokens, H] in tiles of at most 128 tokens."""
     h_axis = config.h_axis
-    shape = (h_axis.rows, h_axis.count, config.T)
-    turned_sb = nl.ndarray(shape, dtype=row_tiles[0].dtype, buffer=nl.sbuf)
+    turned_sb = allocate(token_table(config).turned)[0]
     banks = []
     # The last bank is left to the routing, which goes on at the same time.
     for bank_ps in sums.total_ps + sums.work_ps[0 : len(sums.work_ps) - 1]:
@@ -62,7 +57,7 @@ def turn_tokens(
     return turned_sb
 
 
-def load_directly(
+def _load_directly(
     config: DecodeConfig, spread_sb: nl.NkiTensor, rows: nl.NkiTensor, first: int
 ) -> None:
     """Load tokens of [T, H] rows in HBM as [h, tokens, H/h], a run of each per partition."""
@@ -102,52 +97,54 @@ def finish(
         core: number of this core.
         residuals: [T, H] tensors in HBM to add, none or one.
     """
-    read_sums(config, sums)
-    h_axis, T = config.h_axis, config.T
-    rows, count = h_axis.rows, h_axis.count
-    first, size = 0, T
+    _read_sums(config, sums)
+    T, size, first, skipped = config.T, config.T, 0, 0
     part_sb = sums.total_sb
     if config.num_cores > 1:
         size = (T + 1) // 2
         first = core * (T - size)
-        other = 1 - core
-        theirs = other * (T - size)
-        send_sb = sums.total_sb[0:rows, 0:count, theirs : theirs + size]
-        # Both sides of an exchange have the same layout, with the same gaps.
-        apart_sb = nl.ndarray((rows, count, T), dtype=nl.float32, buffer=nl.sbuf)
-        received_sb = apart_sb[0:rows, 0:count, 0:size]
-        by_gpsimd = count * size * 4 <= 512
-        nisa.sendrecv(
-            src=send_sb,
-            dst=received_sb,
-            send_to_rank=other,
-            recv_from_rank=other,
-            pipe_id=0,
-            dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
-        )
-        own_sb = sums.total_sb[0:rows, 0:count, first : first + size]
-        if is_direct_out(config, size) and len(residuals) == 0:
-            # Added, rounded and put in the order of the rows at once.
-            spread_sb = nl.ndarray((rows, size, count), output_dtype(config), buffer=nl.sbuf)
-            part_sb = spread_sb.permute((0, 2, 1))
-        else:
-            part_sb = own_sb
-        nisa.tensor_tensor(dst=part_sb, data1=own_sb, data2=received_sb, op=nl.add)
-    # Of an odd number the token in the middle is on both cores; core 0 stores it.
-    skipped = core * (2 * size - T) if config.num_cores > 1 else 0
+        # Of an odd number the token in the middle is on both cores; core 0 stores it.
+        skipped = core * (2 * size - T)
+        part_sb = _add_other_half(config, sums, core, size, len(residuals) > 0)
     if size > skipped:
         if is_direct_out(config, size):
-            store_directly(config, part_sb, output, residuals, first, skipped)
+            _store_directly(config, part_sb, output, residuals, first, skipped)
         else:
-            store_rows(config, sums, part_sb, output, residuals, first, skipped)
+            _store_rows(config, sums, part_sb, output, residuals, first, skipped)
 
 
-def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
-    """Whether so many tokens of y^T are stored without turning them."""
-    return config.h_axis.is_strided and tokens <= DIRECT_OUT
+def _add_other_half(
+    config: DecodeConfig, sums: SumBuffers, core: int, size: int, has_residual: bool
+) -> nl.NkiTensor:
+    """Exchange halves of y^T, `size` tokens each way; return the sum of one's own, [h, H/h, size].
+
+    Where rows are stored directly and nothing is to be added any more, it is rounded, and in the
+    order of the rows.
+    """
+    rows, count, T = config.h_axis.rows, config.h_axis.count, config.T
+    other = 1 - core
+    first, theirs = core * (T - size), other * (T - size)
+    # Both sides of an exchange have the same layout, with the same gaps.
+    apart_sb = allocate(ends_table(config).received)[0]
+    received_sb = apart_sb[0:rows, 0:count, 0:size]
+    by_gpsimd = count * size * 4 <= _GPSIMD_BYTES
+    nisa.sendrecv(
+        src=sums.total_sb[0:rows, 0:count, theirs : theirs + size],
+        dst=received_sb,
+        send_to_rank=other,
+        recv_from_rank=other,
+        pipe_id=0,
+        dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
+    )
+    own_sb = sums.total_sb[0:rows, 0:count, first : first + size]
+    part_sb = own_sb
+    if is_direct_out(config, size) and not has_residual:
+        part_sb = allocate(ends_table(config).stored)[0].permute((0, 2, 1))
+    nisa.tensor_tensor(dst=part_sb, data1=own_sb, data2=received_sb, op=nl.add)
+    return part_sb
 
 
-def read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
+def _read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
     """Copy y^T out of PSUM. Rows past the end of an uneven tile were set to zero with the bank."""
     h_axis, T = config.h_axis, config.T
     per_bank = tiles_per_bank(config)
@@ -161,7 +158,7 @@ def read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
         )
 
 
-def store_directly(
+def _store_directly(
     config: DecodeConfig,
     part_sb: nl.NkiTensor,
     output: nl.NkiTensor,
@@ -177,15 +174,15 @@ def store_directly(
     spread_sb = part_sb.permute((0, 2, 1))
     is_ready = config.num_cores > 1 and len(residuals) == 0
     if not is_ready:
-        shape = (rows, size, count)
-        rounded_sb = nl.ndarray(shape, dtype=output_dtype(config), buffer=nl.sbuf)
+        stored = ends_table(config).stored
+        rounded_sb = allocate(stored)[0]
         if len(residuals) == 0:
             nisa.tensor_copy(dst=rounded_sb, src=spread_sb)
         else:
-            residual_sb = nl.ndarray(shape, dtype=residuals[0].dtype, buffer=nl.sbuf)
+            residual_sb = nl.ndarray(stored.shape, dtype=residuals[0].dtype, buffer=nl.sbuf)
             if config.h_axis.size < rows * count:
                 nisa.memset(dst=residual_sb, value=0.0)
-            load_directly(config, residual_sb, residuals[0], first)
+            _load_directly(config, residual_sb, residuals[0], first)
             nisa.tensor_tensor(dst=rounded_sb, data1=spread_sb, data2=residual_sb, op=nl.add)
         spread_sb = rounded_sb
     axis, offset = config.h_axis, (first + skipped) * config.H
@@ -205,7 +202,7 @@ def store_directly(
         )
 
 
-def store_rows(
+def _store_rows(
     config: DecodeConfig,
     sums: SumBuffers,
     part_sb: nl.NkiTensor,
@@ -214,52 +211,25 @@ def store_rows(
     first: int,
     skipped: int,
 ) -> None:
-    """Turn y^T back into rows on the tensor engine, a PSUM bank of tiles per eviction; store them.
+    """Turn y^T back into rows on the tensor engine, 128 tokens at a time, and store them.
 
     Rows on chip are as wide as the tiles of the axis together; what is past H is not stored.
     """
-    axis, H = config.h_axis, config.H
-    rows, count, size = part_sb.shape
-    width = rows * count
-    tiles = BANK_FLOATS // PARTITIONS
+    H, size = config.H, part_sb.shape[2]
     for begin in range(0, size, PARTITIONS):
         tokens = min(PARTITIONS, size - begin)
         low = max(0, skipped - begin)
-        rows_sb = nl.ndarray((tokens, width), dtype=output_dtype(config), buffer=nl.sbuf)
-        residual_sb = rows_sb
-        if len(residuals) > 0:
-            residual_sb = nl.ndarray((tokens, width), dtype=residuals[0].dtype, buffer=nl.sbuf)
+        rows_sb = allocate_rows(ends_table(config).stored, tokens)
+        width = rows_sb.shape[1]
+        residual_tiles = []
+        for residual in residuals:
+            residual_sb = nl.ndarray((tokens, width), dtype=residual.dtype, buffer=nl.sbuf)
             where = slice(first + begin, first + begin + tokens)
             if H < width:
                 nisa.memset(dst=residual_sb[0:tokens, H:width], value=0.0)
-            nisa.dma_copy(dst=residual_sb[0:tokens, 0:H], src=residuals[0][where, 0:H])
-        for tile in range(0, count, tiles):
-            number = min(tiles, count - tile)
-            bank_ps = sums.work_ps[tile // tiles % len(sums.work_ps)]
-            for k in range(number):
-                nisa.nc_transpose(
-                    dst=bank_ps[0:tokens, k * PARTITIONS : k * PARTITIONS + rows],
-                    data=part_sb[0:rows, tile + k, begin : begin + tokens],
-                    engine=nisa.engine.tensor,
-                )
-            # Both sides in the order of the rows on chip, where tiles of the axis may alternate.
-            source = [[BANK_FLOATS, tokens], [PARTITIONS, number], [1, rows]]
-            target = [[width, tokens], [rows, number], [1, rows]]
-            offset = tile * rows
-            if axis.is_strided:
-                source = [[BANK_FLOATS, tokens], [1, rows], [PARTITIONS, number]]
-                target = [[width, tokens], [count, rows], [1, number]]
-                offset = tile
-            turned_ps = bank_ps.ap(source)
-            if len(residuals) == 0:
-                copy_alternating(rows_sb.ap(target, offset=offset), turned_ps, tile // tiles)
-            else:
-                nisa.tensor_tensor(
-                    dst=rows_sb.ap(target, offset=offset),
-                    data1=turned_ps,
-                    data2=residual_sb.ap(target, offset=offset),
-                    op=nl.add,
-                )
+            nisa.dma_copy(dst=residual_sb[0:tokens, 0:H], src=residual[where, 0:H])
+            residual_tiles.append(residual_sb)
+        _turn_sums(config, sums, rows_sb, part_sb, residual_tiles, begin)
         if low < tokens:
             where = slice(first + begin + low, first + begin + tokens)
             nisa.dma_copy(
@@ -267,3 +237,40 @@ def store_rows(
                 src=rows_sb[low:tokens, 0:H],
                 dge_mode=nisa.dge_mode.none,
             )
+
+
+def _turn_sums(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    rows_sb: nl.NkiTensor,
+    part_sb: nl.NkiTensor,
+    residual_tiles: list[nl.NkiTensor],
+    begin: int,
+) -> None:
+    """Turn tokens begin .. of y^T into rows [tokens, width], a PSUM bank of tiles per eviction."""
+    axis, tokens, width = config.h_axis, rows_sb.shape[0], rows_sb.shape[1]
+    rows, count = axis.rows, axis.count
+    tiles = BANK_FLOATS // PARTITIONS
+    for tile in range(0, count, tiles):
+        number = min(tiles, count - tile)
+        bank_ps = sums.work_ps[tile // tiles % len(sums.work_ps)]
+        for k in range(number):
+            nisa.nc_transpose(
+                dst=bank_ps[0:tokens, k * PARTITIONS : k * PARTITIONS + rows],
+                data=part_sb[0:rows, tile + k, begin : begin + tokens],
+                engine=nisa.engine.tensor,
+            )
+        # Both sides in the order of the rows on chip, where tiles of the axis may alternate.
+        source = [[BANK_FLOATS, tokens], [PARTITIONS, number], [1, rows]]
+        target = [[width, tokens], [rows, number], [1, rows]]
+        offset = tile * rows
+        if axis.is_strided:
+            source = [[BANK_FLOATS, tokens], [1, rows], [PARTITIONS, number]]
+            target = [[width, tokens], [count, rows], [1, number]]
+            offset = tile
+        to_sb, turned_ps = rows_sb.ap(target, offset=offset), bank_ps.ap(source)
+        if len(residual_tiles) == 0:
+            copy_alternating(to_sb, turned_ps, tile // tiles)
+        for residual_sb in residual_tiles:
+            added_sb = residual_sb.ap(target, offset=offset)
+            nisa.tensor_tensor(dst=to_sb, data1=turned_ps, data2=added_sb, op=nl.add)

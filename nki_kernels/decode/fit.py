@@ -1,6 +1,6 @@
 """Which mode, split and buffers a decode step gets.
 
-The estimate is a coarse model of a chip, used to rank plans that fit, nothing else; times of a
+The estimate is a coarse model of a chip, used to rank candidates that fit, nothing else; times of a
 kernel come from its trace.
 """
 
@@ -10,41 +10,32 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.decode.buffers import scratch_banks
+from nki_kernels.common.axes import tile_axis
+from nki_kernels.common.chip import BANK_FLOATS, CORE, FITTED_SBUF_BYTES, PARTITIONS
+from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
-    DIRECT_OUT,
-    MAX_ACCUMULATOR_BANKS,
     DecodeConfig,
+    DecodeRequest,
     accumulator_banks,
+    core_chunks,
     extra_floats,
     is_direct,
     item_bytes,
     joins_projections,
     list_width,
-    out_block,
     packed_chunks,
     read_ahead,
-    with_plan,
 )
+from nki_kernels.decode.memory import ends_table, expert_table, routing_table, token_table
 
-SBUF_BYTES = 207 * 1024  # usable per partition on Trn2: 212,984 bytes (KLR Trace.lean), rounded
+# Simulated with these kernels.
+_ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
+_LIST_NS = 4500.0  # from the index to the first transfer of weights
+_ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
+
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
-MAX_CHUNKS = 512
-
-# Trainium 2, one core; sources of each in nki_sim.hardware.
-PE_CYCLES_PER_NS = 2.4
-PE_FLOOR_COLUMNS = 64
-VECTOR_CYCLES_PER_NS = 0.96
-VECTOR_OVERHEAD = 144
-HBM_BYTES_PER_NS = 358.0
-DMA_ENGINES = 16
-DMA_BYTES_PER_NS = 27.2
-DMA_RUN_NS = 32.0
-DGE_NS = 600.0
-ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
-ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
-LIST_NS = 4500.0  # from the index to the first transfer of weights (simulated)
+_MAX_CHUNKS = 512
+_MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
 
 
 def expected_experts(config: DecodeConfig) -> float:
@@ -73,108 +64,85 @@ def skewed_experts(config: DecodeConfig) -> float:
 
 def sbuf_bytes(config: DecodeConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel take (computed)."""
-    T, H, item = config.T, config.H, item_bytes(config)
-    depth, i_axis, slots = config.h_axis.count, config.i_axis, config.slots
-    columns = depth * config.h_axis.rows if config.weight_layout == "packed" else H
-    gate_up = depth * 2 * i_axis.size * item + 4 * extra_floats(config)
-    total = slots * (gate_up + i_axis.count * columns * item)
-    total += depth * T * (2 + 4)  # x^T and y^T
-    total += (
-        2 * out_block(config) * i_axis.count * T * 2
-        + 4 * T * 4
-        + 2 * T * (4 + 2)
-        + 20 * config.unroll
-    )
-    total += slots * (2 * 2 * i_axis.count * 4 + (H * 2 if config.has_down_bias else 0))
-    total += (slots + 2) * depth * 4 if config.down_scale == "channel" else 0
-    total += scratch_banks(config) * BANK_FLOATS * 4
-    return max(total, _ends_bytes(config)) + SMALL_TILES_BYTES + _routing_bytes(config)
+    tokens, ends, routing = token_table(config), ends_table(config), routing_table(config)
+    experts = table_bytes(tokens) + table_bytes(expert_table(config))
+    if config.weights.layout == "ehi":
+        # What lies beside the weights has tiles of its own there, small ones.
+        experts += config.weight_buffers * 4 * extra_floats(config)
+    at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.turned)
+    at_last = table_bytes(ends) - tiles_bytes(ends.loaded) + tiles_bytes(tokens.total)
+    passing = _passing_floats(config) * 4
+    return max(experts, at_first, at_last) + SMALL_TILES_BYTES + table_bytes(routing) + passing
 
 
-def _routing_bytes(config: DecodeConfig) -> int:
-    tiles, width = -(-config.T // 128), list_width(config)
-    tables = 2 if config.scaling == "pre" else 1
-    wide = width + read_ahead(config)
-    return 4 * (tables * tiles * wide + 3 * wide + tiles * (2 * config.E + 32) + 2 * config.E)
+def _passing_floats(config: DecodeConfig) -> int:
+    """Return the numbers that listing and weighing experts hold for a moment."""
+    width, E = list_width(config), config.E
+    return 3 * width + 2 * read_ahead(config) + E + -(-config.T // PARTITIONS) * (2 * E + 32)
 
 
-def _ends_bytes(config: DecodeConfig) -> int:
-    """Return the bytes that the ends take: at first rows and x^T, at last y^T, parts and rows."""
-    T, depth = config.T, config.h_axis.count
-    out = 4 if config.output_dtype == "float32" else 2
-    share = -(-T // config.num_cores)
-    at_first = -(-T // 128) * config.H * 2 + depth * T * 2
-    rows = depth * config.h_axis.rows
-    if config.h_axis.is_strided and share <= DIRECT_OUT:
-        rows = depth * share
-    # Rows wait to be stored beside a residual in bfloat16.
-    at_last = 2 * depth * T * 4 + rows * (out + 2)
-    if config.h_axis.is_strided and share <= DIRECT_OUT:
-        at_last += depth * share * 4
-    return max(at_first, at_last)
-
-
-def fits_psum(config: DecodeConfig) -> bool:
+def _fits_psum(config: DecodeConfig) -> bool:
     """Whether y^T can be added up in PSUM, with room for the projections beside it."""
     banks = accumulator_banks(config)
-    if config.down_scale == "channel" or banks > MAX_ACCUMULATOR_BANKS:
+    if config.weights.down_scale == "channel" or banks > _MAX_ACCUMULATOR_BANKS:
         return False
-    return banks < MAX_ACCUMULATOR_BANKS or 6 * config.T <= BANK_FLOATS
+    return banks < _MAX_ACCUMULATOR_BANKS or 6 * config.T <= BANK_FLOATS
 
 
-def choose_decode(
-    config: DecodeConfig,
-    chunks: int = 0,
-    slots: int = 0,
-    most_bytes: int = SBUF_BYTES,
-    front_ns: float = 0.0,
-) -> DecodeConfig:
+def choose_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     """Return the configuration with the least estimated time among those that fit.
 
     Args:
-        config: sizes; mode and shard may be "auto".
-        chunks, slots: fixed if not 0.
-        most_bytes: SBUF per partition to use.
-        front_ns: time until the choices are on chip, in which mode "all" already loads weights.
+        draft: sizes, formula and weights; mode and shard may be "auto".
+        request: chunks and weight buffers if they are fixed; the time of what comes before.
 
     Raises:
         ValueError: nothing fits.
     """
-    config = replace(config, sums_in_psum=fits_psum(config))
-    modes = ("selective", "all") if config.mode == "auto" else (config.mode,)
-    shards = ("experts", "intermediate") if config.shard == "auto" else (config.shard,)
-    touched = skewed_experts(config) if config.mode == "auto" else expected_experts(config)
+    draft = replace(draft, sums_in_psum=_fits_psum(draft))
+    modes = ("selective", "all") if draft.mode == "auto" else (draft.mode,)
+    shards = ("experts", "intermediate") if draft.shard == "auto" else (draft.shard,)
+    touched = skewed_experts(draft) if draft.mode == "auto" else expected_experts(draft)
     best: DecodeConfig | None = None
     best_ns = float("inf")
     for mode in modes:
         for shard in shards:
-            asked = replace(config, mode=mode, shard=shard)
-            trial = _first_that_fits(asked, chunks, slots, most_bytes)
-            margin = ALL_MARGIN if mode == "all" and len(modes) > 1 else 1.0
-            if trial is None:
+            found = _first_that_fits(replace(draft, mode=mode, shard=shard), request)
+            if found is None:
                 continue
-            trial_ns = margin * (decode_ns(trial, touched) + (front_ns if mode != "all" else 0.0))
-            if trial_ns < best_ns:
-                best, best_ns = trial, trial_ns
+            found_ns = decode_ns(found, touched)
+            if mode != "all":
+                found_ns += request.front_ns  # in which mode "all" already loads weights
+            elif len(modes) > 1:
+                found_ns *= _ALL_MARGIN
+            if found_ns < best_ns:
+                best, best_ns = found, found_ns
     if best is None:
         raise ValueError(
-            f"T={config.T}, H={config.H}, I={config.I}, shard={config.shard!r}, chunks={chunks}: "
-            "no part of an expert fits SBUF, or the parts do not divide by the cores. Leave shard "
-            "and chunks open, or use fewer tokens."
+            f"T={draft.T}, H={draft.H}, I={draft.I}, shard={draft.shard!r},"
+            f" chunks={request.chunks}: no chunk of an expert fits SBUF, or the chunks do not"
+            " divide by the cores. Leave shard and chunks open, or use fewer tokens."
         )
-    return replace(best, reason=_reason(best, LIST_NS + front_ns))
+    return replace(best, reason=_reason(best, _LIST_NS + request.front_ns))
 
 
-def _first_that_fits(
-    config: DecodeConfig, chunks: int, slots: int, most_bytes: int
-) -> DecodeConfig | None:
-    """Return the plan with the fewest parts that fits, and then the most buffers."""
-    for count in _chunk_counts(config, chunks):
-        for size in (slots,) if slots else (8, 4, 2):
-            trial = with_plan(config, shard=config.shard, chunks=count, slots=size)
-            if sbuf_bytes(trial) <= most_bytes:
-                return trial
+def _first_that_fits(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig | None:
+    """Return the configuration with the fewest chunks that fits, and then the most buffers."""
+    for chunks in _chunk_counts(draft, request.chunks):
+        for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
+            candidate = _with_chunks(draft, chunks, buffers)
+            if sbuf_bytes(candidate) <= FITTED_SBUF_BYTES:
+                return candidate
     return None
+
+
+def _with_chunks(config: DecodeConfig, chunks: int, weight_buffers: int) -> DecodeConfig:
+    """Return the configuration with other chunks; the intermediate axis is cut to match."""
+    trial = replace(config, chunks=chunks, weight_buffers=weight_buffers)
+    unroll = 2
+    while unroll * core_chunks(trial) < weight_buffers:
+        unroll *= 2
+    return replace(trial, unroll=unroll, i_axis=tile_axis(-(-config.I // chunks)))
 
 
 def _reason(config: DecodeConfig, list_ns: float) -> str:
@@ -188,16 +156,16 @@ def _reason(config: DecodeConfig, list_ns: float) -> str:
 
 
 def _chunk_counts(config: DecodeConfig, chunks: int) -> Iterator[int]:
-    """Yield the numbers of equal parts to cut an expert into, few first."""
+    """Yield the numbers of equal chunks to cut an expert into, few first."""
     share = config.num_cores if config.shard == "intermediate" else 1
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         if chunks not in (0, packed_chunks(config)):
             raise ValueError(
                 f"chunks={chunks}: packed weights have {packed_chunks(config)}. Leave it open."
             )
         chunks = packed_chunks(config)
-    for count in range(share, min(MAX_CHUNKS, config.I) + 1, share):
-        divides = config.I % count == 0 or config.weight_layout == "packed"
+    for count in range(share, min(_MAX_CHUNKS, config.I) + 1, share):
+        divides = config.I % count == 0 or config.weights.layout == "packed"
         if divides and chunks in (0, count):
             yield count
 
@@ -206,7 +174,7 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     """Return an estimate of the time of a launch, in ns.
 
     Args:
-        config: a whole plan.
+        config: with all choices made.
         touched: local experts that are chosen by some token.
     """
     experts = float(config.E) if config.mode == "all" else max(1.0, touched)
@@ -214,7 +182,7 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     if config.shard == "experts" and config.chunks % config.num_cores:
         # An odd expert is shared as well as its chunks allow; every other list has one.
         items += 0.5 / config.num_cores
-    start = LIST_NS if config.mode == "selective" and not is_direct(config) else 0.0
+    start = _LIST_NS if config.mode == "selective" and not is_direct(config) else 0.0
     return start + items * max(_load_ns(config), _compute_ns(config)) + _compute_ns(config)
 
 
@@ -222,21 +190,25 @@ def _load_ns(config: DecodeConfig) -> float:
     """Return the time to load an item, both cores loading."""
     i_axis, item, H = config.i_axis, item_bytes(config), config.H
     runs = config.h_axis.rows + i_axis.rows
-    if config.weight_layout == "ehi" and config.chunks > 1:
+    if config.weights.layout == "ehi" and config.chunks > 1:
         runs = 2 * H + i_axis.rows
     size = 3 * H * i_axis.size * item
-    engines = runs / DMA_ENGINES * DMA_RUN_NS + size / DMA_ENGINES / DMA_BYTES_PER_NS
-    return max(engines, size / HBM_BYTES_PER_NS, 2 * DGE_NS)
+    engines = (
+        runs / CORE.dma_engines * CORE.dma_run_ns + size / CORE.dma_engines / CORE.dma_bytes_per_ns
+    )
+    return max(engines, size / CORE.hbm_bytes_per_ns, 2 * CORE.dge_ns)
 
 
 def _compute_ns(config: DecodeConfig) -> float:
     """Return the time to compute an item."""
-    T, columns = config.T, max(config.T, PE_FLOOR_COLUMNS)
+    T, columns = config.T, max(config.T, CORE.matmul_floor_columns)
     tiles = config.i_axis.count
     passes = 2 if joins_projections(config) else 3
-    matmuls = passes * config.h_axis.count * tiles * columns / PE_CYCLES_PER_NS
-    vector = tiles * 4 * (T + VECTOR_OVERHEAD) / VECTOR_CYCLES_PER_NS
+    matmuls = passes * config.h_axis.count * tiles * columns / CORE.tensor_cycles_per_ns
+    vector = tiles * 4 * (T + CORE.vector_overhead_cycles) / CORE.vector_cycles_per_ns
     if not config.sums_in_psum:
         banks = accumulator_banks(config)
-        vector += (config.h_axis.count * T + banks * VECTOR_OVERHEAD) / VECTOR_CYCLES_PER_NS
-    return max(matmuls + ACTIVATE_NS, vector)
+        vector += (
+            config.h_axis.count * T + banks * CORE.vector_overhead_cycles
+        ) / CORE.vector_cycles_per_ns
+    return max(matmuls + _ACTIVATE_NS, vector)

@@ -9,7 +9,7 @@ other ranks' experts add nothing; a rank without a hit writes zeros.
 Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E experts of it):
 
     hidden             [T, H]      bfloat16
-    gate_up            [E, H, 2I]  weights   gate columns first (or packed, see decode_layout.py)
+    gate_up            [E, H, 2I]  weights   gate columns first (or packed, see layout.py)
     down               [E, I, H]   weights
     expert_index       [T, K]      int32     global experts, different ones for a token; -1: none
     expert_affinities  [T, K]      float32
@@ -20,15 +20,23 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
     down_scale         [E, H] float32 of output channels, or [E, 1] of the expert; optional
     -> output          [T, H]      float32 or bfloat16
 
-On chip: x^T [h, H/h, T] stays; weights of an item (a chunk of an expert) [h, H/h, 2, i] and
-[i, I/i, H] lie in one of `slots` buffers, a partition owning consecutive rows of HBM; y^T
-[h, H/h, T] is added up over all experts in PSUM or float32 SBUF.
+The steps:
+
+1. Ask for the index, and allocate what outlasts a trip of the loop (buffers.py): until the index is
+   there nothing can be asked for.
+2. List the touched experts, and weigh what each token takes of them (list.py).
+3. Look up the experts of the first trip, so that their weights are on the way before the tokens.
+4. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
+5. Go through the list in trips (trips.py): weights of an item (a chunk of an expert) [h, H/h, 2, i]
+   and [i, I/i, H] lie in one of the weight buffers, a partition owning consecutive rows of HBM;
+   y^T [h, H/h, T] is added up over all experts in PSUM or float32 SBUF (stages.py, out.py).
+6. Exchange and add the cores' sums, round once, store (ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
 biases are not scaled.
 
 Limits: `make_decode_config`. Bytes: the touched experts once (all of them in mode "all"), x and y.
-Matmul columns: max(T, 64) per 128 x 128 weights. The loop: decode_groups.py.
+Matmul columns: max(T, 64) per 128 x 128 weights.
 
 Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
 """
@@ -41,7 +49,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -52,7 +60,6 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import (
-    BANK_FLOATS,
     UNROLLED_ENTRIES,
     DecodeConfig,
     entry_stride,
@@ -61,8 +68,8 @@ from nki_kernels.decode.config import (
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens
-from nki_kernels.decode.groups import look_up_first, run_group
 from nki_kernels.decode.list import Routing, list_experts, weigh
+from nki_kernels.decode.trips import look_up_first, run_trip
 
 
 @nki.jit
@@ -83,13 +90,13 @@ def decode_moe(
     core = nl.program_id(0)
     output = nl.ndarray((config.T, config.H), dtype=output_dtype(config), buffer=nl.shared_hbm)
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
-    index_tiles = load_per_token(config, expert_index)
+    index_tiles = _load_per_token(config, expert_index)
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
     sums = make_sums(config)
     b = make_buffers(config, sums)
-    affinity_tiles = load_per_token(config, expert_affinities)
-    routing = route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
-    if has_loop(config):
+    affinity_tiles = _load_per_token(config, expert_affinities)
+    routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
+    if _has_loop(config):
         look_up_first(config, b, routing)
     turned_sb = load_tokens(config, sums, hidden)
     start_sums(config, sums)
@@ -98,7 +105,7 @@ def decode_moe(
     return output
 
 
-def load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
+def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
     """Load [T, K] values, at most 128 tokens a tile."""
     tiles = []
     for first in range(0, config.T, PARTITIONS):
@@ -129,7 +136,7 @@ def start_sums(config: DecodeConfig, sums: SumBuffers) -> None:
     clear_sums(config, sums, zeros_sb)
 
 
-def route_tokens(
+def _route_tokens(
     config: DecodeConfig,
     b: DecodeBuffers,
     index_tiles: list[nl.NkiTensor],
@@ -137,7 +144,7 @@ def route_tokens(
     first_sb: Any,
     core: int,
 ) -> Routing:
-    """Work out which experts are touched, and by how much each token; see decode_list.py."""
+    """Work out which experts are touched, and by how much each token; see list.py."""
     bank_ps = routing_bank(b.sums)
     routing = list_experts(config, index_tiles, first_sb, bank_ps, b.ones, core)
     weigh(config, routing, affinity_tiles, bank_ps, b.ones)
@@ -160,30 +167,30 @@ def run_experts(
         x: the experts in HBM.
         turned_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.
-        is_looked_up: whether `look_up_first` was called, if `has_loop`.
+        is_looked_up: whether `look_up_first` was called, if `_has_loop`.
     """
-    if has_loop(config) and not is_looked_up:
+    if _has_loop(config) and not is_looked_up:
         look_up_first(config, b, routing)
     if len(routing.ends) == 0:
-        run_known(config, b, x, turned_sb, routing)
+        _run_known(config, b, x, turned_sb, routing)
         return
     begin: Any = 0
     size = config.unroll
     for end_sb in routing.ends:
         end = nisa.register_alloc()
         nisa.register_load(end, end_sb)
-        loop_over(config, b, x, turned_sb, routing, begin, end, size)
+        _loop_over(config, b, x, turned_sb, routing, begin, end, size)
         begin = end
         size = size // 2
 
 
-def has_loop(config: DecodeConfig) -> bool:
+def _has_loop(config: DecodeConfig) -> bool:
     """Whether there is a loop over list entries: a short list of known length has none."""
     is_known = config.mode == "all" or is_direct(config)
     return not is_known or list_width(config) > entry_stride(config) * UNROLLED_ENTRIES
 
 
-def run_known(
+def _run_known(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
@@ -195,16 +202,16 @@ def run_known(
     step = stride * config.unroll
     whole = width // stride * stride
     looped = 0
-    if has_loop(config):
+    if _has_loop(config):
         looped = width // step * step
-        loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
+        _loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
     for begin in range(looped, whole, step):
-        run_group(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
+        run_trip(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
     for begin in range(whole, width):
-        run_group(config, b, x, turned_sb, routing, begin, 0)
+        run_trip(config, b, x, turned_sb, routing, begin, 0)
 
 
-def loop_over(
+def _loop_over(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
@@ -214,12 +221,12 @@ def loop_over(
     end: Any,
     size: int,
 ) -> None:
-    """Loop over groups of `size` entries of every core, from list position `begin` to `end`.
+    """Loop over trips of `size` entries of every core, from list position `begin` to `end`.
 
     Size 0 is for an entry that the cores share.
     """
 
-    def one_group(position: Any) -> None:
-        run_group(config, b, x, turned_sb, routing, position, size)
+    def one_trip(position: Any) -> None:
+        run_trip(config, b, x, turned_sb, routing, position, size)
 
-    nl.fori_loop(begin, end, one_group, step=max(1, entry_stride(config) * size))
+    nl.fori_loop(begin, end, one_trip, step=max(1, entry_stride(config) * size))

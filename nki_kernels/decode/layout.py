@@ -31,6 +31,16 @@ from nki_kernels.decode.config import (
 Array = NDArray[Any]
 
 
+def weight_shapes(config: DecodeConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of gate and up, and of down weights in HBM."""
+    if config.weights.layout == "packed":
+        return (
+            (config.E, config.chunks, packed_rows(config), packed_run(config)),
+            (config.E, config.chunks, config.i_axis.size, config.h_axis.count * config.h_axis.rows),
+        )
+    return (config.E, config.H, 2 * config.I), (config.E, config.I, config.H)
+
+
 def pack_gate_up(
     config: DecodeConfig,
     gate_up_EH2I: Array,
@@ -41,14 +51,14 @@ def pack_gate_up(
     """Return the packed gate and up weights, [E, C, h, run] of the weights' type.
 
     Args:
-        config: a configuration with weight_layout="packed".
+        config: a configuration with the packed layout.
         gate_up_EH2I: [E, H, 2I] codes, gate columns first.
         gate_up_bias_E2I: [E, 2I] float32, if the configuration has biases.
         gate_up_scale_E2I: [E, 2I] float32, if it has scales.
         down_scale: [E, H] or [E, 1] float32, as the configuration says.
     """
-    E, h_axis, size = config.E, config.h_axis, config.i_axis.size
-    shape = (E, config.chunks, packed_rows(config), packed_run(config))
+    h_axis, size = config.h_axis, config.i_axis.size
+    shape = weight_shapes(config)[0]
     packed = np.zeros(shape, gate_up_EH2I.dtype)
     weights = packed[..., : packed_weights(config)].reshape(
         (*shape[:3], h_axis.count, 2, size), copy=False
@@ -68,9 +78,9 @@ def pack_gate_up(
             per_row = _chunk(config, values[:, None, :])[:, 0].transpose((0, 2, 3, 1))
             extras[:, :, :size, position : position + 2] = per_row
             position += 2
-    if config.down_scale == "expert" and down_scale is not None:
+    if config.weights.down_scale == "expert" and down_scale is not None:
         extras[..., position] = down_scale[:, :, None]
-    elif config.down_scale == "channel" and down_scale is not None:
+    elif config.weights.down_scale == "channel" and down_scale is not None:
         for tile in range(h_axis.count):
             rows = rows_of(h_axis, tile)
             extras[:, :, :rows, position + tile] = down_scale[:, None, elements_of(h_axis, tile)]
@@ -82,7 +92,7 @@ def pack_down(config: DecodeConfig, down_EIH: Array) -> Array:
     """Return the packed down weights, [E, C, Ic, H/h * h].
 
     Args:
-        config: a configuration with weight_layout="packed".
+        config: a configuration with the packed layout.
         down_EIH: [E, I, H] codes.
     """
     h_axis, size = config.h_axis, config.i_axis.size

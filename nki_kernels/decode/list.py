@@ -2,7 +2,7 @@
 
 For a launch with index d[t, k] (local numbers; others' experts are out of range):
 
-    list     touched experts in ascending order, then NO_ENTRY                     [1, W]
+    list     touched experts in ascending order, then _NO_ENTRY                     [1, W]
     weight   weight[t, w] = sum over k with d[t, k] == list[w] of affinity[t, k]   [T, W]
 
 and where the loops over the list end. Every number is an integer below 2**24, exact in float32.
@@ -15,18 +15,19 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.decode.config import (
     DecodeConfig,
     entry_stride,
     is_direct,
     list_width,
-    read_ahead,
 )
+from nki_kernels.decode.memory import routing_table
 
-VALUES = 8  # that nc_match_replace8 looks for at once
-NO_EXPERT = -2.0  # matches no expert
-NO_ENTRY = -(1 << 16)  # in the list past its end; matches no choice, not even another rank's
+_VALUES = 8  # that nc_match_replace8 looks for at once
+_NO_EXPERT = -2.0  # matches no expert
+_NO_ENTRY = -(1 << 16)  # in the list past its end; matches no choice, not even another rank's
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Routing(NKIObject):
 
     Attributes:
         list_sb: on partition 0 int32, expert of each entry, and more that no loop comes to.
-        ends: (1, 1) int32 tiles, list positions where groups of `unroll` entries end, then groups
+        ends: (1, 1) int32 tiles, list positions where trips of `unroll` entries end, then trips
             of half as many, and so on, then the list; empty if its length is known.
         local: per 128 tokens [tokens, K or more] float32, local number of each choice, from 1 on;
             the index itself if `is_direct`.
@@ -75,36 +76,35 @@ def list_experts(
     ends: list[nl.NkiTensor] = []
     if is_direct(config):
         # A missing choice (-1) loads expert 0 and counts for nothing.
-        wide = width + read_ahead(config)
-        list_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.memset(dst=list_sb[0:1, width:wide], value=NO_ENTRY, engine=nisa.engine.gpsimd)
+        list_sb = allocate(routing_table(config).listed)[0]
+        nisa.memset(
+            dst=list_sb[0:1, width : list_sb.shape[1]], value=_NO_ENTRY, engine=nisa.engine.gpsimd
+        )
         nisa.tensor_scalar(
             dst=list_sb[0:1, 0:width], data=index_tiles[0], op0=nl.maximum, operand0=0.0
         )
         return Routing(list_sb, ends, index_tiles, core, [], [])
     if config.mode == "all":
-        wide = width + read_ahead(config)
-        list_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.iota(dst=list_sb, pattern=[[1, wide]], offset=0, channel_multiplier=0)
-        local = local_experts(config, index_tiles, first_sb)
+        list_sb = allocate(routing_table(config).listed)[0]
+        nisa.iota(dst=list_sb, pattern=[[1, list_sb.shape[1]]], offset=0, channel_multiplier=0)
+        local = _local_experts(config, index_tiles, first_sb)
         return Routing(list_sb, ends, local, core, [], [])
-    mask_sb = loop_masks(config)
-    local = local_experts(config, index_tiles, first_sb)
-    list_sb = find_touched(config, local, bank_ps)
-    return Routing(list_sb, loop_ends(config, list_sb, mask_sb), local, core, [], [])
+    mask_sb = _loop_masks(config)
+    local = _local_experts(config, index_tiles, first_sb)
+    list_sb = _find_touched(config, local, bank_ps)
+    return Routing(list_sb, _loop_ends(config, list_sb, mask_sb), local, core, [], [])
 
 
-def local_experts(
+def _local_experts(
     config: DecodeConfig, index_tiles: list[nl.NkiTensor], first_sb: Any
 ) -> list[nl.NkiTensor]:
     """Return per 128 tokens [tokens, K'] float32 local numbers from 1 on, K' a multiple of 8."""
-    columns = (config.K + VALUES - 1) // VALUES * VALUES
+    columns = (config.K + _VALUES - 1) // _VALUES * _VALUES
     local = []
     for index_sb in index_tiles:
-        rows = index_sb.shape[0]
-        local_sb = nl.ndarray((rows, columns), dtype=nl.float32, buffer=nl.sbuf)
+        local_sb = nl.ndarray((index_sb.shape[0], columns), dtype=nl.float32, buffer=nl.sbuf)
         if config.K < columns:
-            nisa.memset(dst=local_sb, value=NO_EXPERT)
+            nisa.memset(dst=local_sb, value=_NO_EXPERT)
         local.append(local_sb)
     if config.num_experts == config.E:
         for tile in range(len(local)):
@@ -129,41 +129,30 @@ def local_experts(
     return local
 
 
-def find_touched(
-    config: DecodeConfig,
-    local: list[nl.NkiTensor],
-    bank_ps: nl.NkiTensor,
+def _find_touched(
+    config: DecodeConfig, local: list[nl.NkiTensor], bank_ps: nl.NkiTensor
 ) -> nl.NkiTensor:
-    """Return [128, E + 1 + more] int32: on partition 0 the touched experts, NO_ENTRY, their number.
+    """Return [128, E + 1 + more] int32: on partition 0 touched experts, _NO_ENTRY, their number.
 
-    The number is in column E; what follows is NO_ENTRY again.
+    The number is in column E; what follows is _NO_ENTRY again.
     """
     E = config.E
     # Numbers from 1 on, and 0 where a token chose the expert: a column of n that all T tokens left
     # alone adds up to n T. Up to 256 they are exact in bfloat16.
     dtype = nl.bfloat16 if E <= 256 else nl.float32
-    searched = max(E, VALUES)  # as many as are looked for, at least
+    searched = max(E, _VALUES)  # as many as are looked for, at least
     expert_sb = nl.ndarray((PARTITIONS, searched), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=expert_sb, pattern=[[1, searched]], offset=1, channel_multiplier=0)
     left_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=left_sb, pattern=[[config.T, E]], offset=config.T, channel_multiplier=0)
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
-    wide = E + 1 + read_ahead(config)
-    touched_sb = nl.ndarray((PARTITIONS, wide), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.memset(
-        dst=touched_sb[0:PARTITIONS, E + 1 : wide], value=NO_ENTRY, engine=nisa.engine.gpsimd
-    )
+    touched_sb = allocate(routing_table(config).listed)[0]
+    rest_sb = touched_sb[0:PARTITIONS, E + 1 : touched_sb.shape[1]]
+    nisa.memset(dst=rest_sb, value=_NO_ENTRY, engine=nisa.engine.gpsimd)
     for tile in range(len(local)):
-        rows, columns = local[tile].shape
-        marked_sb = expert_sb[0:rows, 0:searched]
-        for first in range(0, columns, VALUES):
-            is_last = first + VALUES == columns
-            next_dtype = dtype if is_last else nl.float32
-            next_sb = nl.ndarray((rows, searched), dtype=next_dtype, buffer=nl.sbuf)
-            wanted = local[tile][0:rows, first : first + VALUES]
-            nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=0.0)
-            marked_sb = next_sb
+        rows = local[tile].shape[0]
+        marked_sb = _mark_chosen(expert_sb, local[tile], dtype)
         nisa.nc_matmul(
             dst=bank_ps[0:PARTITIONS, 0:E],
             stationary=ones_sb[0:rows, 0:PARTITIONS],
@@ -171,17 +160,30 @@ def find_touched(
             accumulate=tile > 0,
         )
     count_sb = nl.ndarray((PARTITIONS, E), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(
-        dst=count_sb, data1=bank_ps[0:PARTITIONS, 0:E], data2=left_sb, op=nl.not_equal
-    )
-    nisa.nonzero_with_count(
-        dst=touched_sb[0:PARTITIONS, 0 : E + 1], src=count_sb, padding_val=NO_ENTRY
-    )
+    sums_ps = bank_ps[0:PARTITIONS, 0:E]
+    nisa.tensor_tensor(dst=count_sb, data1=sums_ps, data2=left_sb, op=nl.not_equal)
+    listed_sb = touched_sb[0:PARTITIONS, 0 : E + 1]
+    nisa.nonzero_with_count(dst=listed_sb, src=count_sb, padding_val=_NO_ENTRY)
     return touched_sb
 
 
-def loop_masks(config: DecodeConfig) -> nl.NkiTensor:
-    """Return [1, n] int32: bits of the list's length that say where the loops over groups end.
+def _mark_chosen(expert_sb: nl.NkiTensor, local_sb: nl.NkiTensor, dtype: Any) -> nl.NkiTensor:
+    """Return the numbers of experts for every token, 0 where it chose them."""
+    rows, columns = local_sb.shape
+    searched = expert_sb.shape[1]
+    marked_sb = expert_sb[0:rows, 0:searched]
+    for first in range(0, columns, _VALUES):
+        is_last = first + _VALUES == columns
+        next_dtype = dtype if is_last else nl.float32
+        next_sb = nl.ndarray((rows, searched), dtype=next_dtype, buffer=nl.sbuf)
+        wanted = local_sb[0:rows, first : first + _VALUES]
+        nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=0.0)
+        marked_sb = next_sb
+    return marked_sb
+
+
+def _loop_masks(config: DecodeConfig) -> nl.NkiTensor:
+    """Return [1, n] int32: bits of the list's length that say where the loops over trips end.
 
     Cores that take alternate entries do so up to an even position; the last end is the list's.
     """
@@ -199,10 +201,10 @@ def loop_masks(config: DecodeConfig) -> nl.NkiTensor:
     return mask_sb
 
 
-def loop_ends(
+def _loop_ends(
     config: DecodeConfig, touched_sb: nl.NkiTensor, mask_sb: nl.NkiTensor
 ) -> list[nl.NkiTensor]:
-    """Return (1, 1) tiles with the list positions at which the loops over groups end."""
+    """Return (1, 1) tiles with the list positions at which the loops over trips end."""
     count = mask_sb.shape[1]
     end_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
     length_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, count)
@@ -257,9 +259,9 @@ def _row(
     config: DecodeConfig, routing: Routing, affinity_sb: nl.NkiTensor, counts: bool
 ) -> nl.NkiTensor:
     """Return [1, K + more] float32: affinities of a single token, or 1; 0 for a missing choice."""
-    K, wide = config.K, config.K + read_ahead(config)
-    row_sb = nl.ndarray((1, wide), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=row_sb[0:1, K:wide], value=0.0, engine=nisa.engine.gpsimd)
+    K = config.K
+    row_sb = allocate(routing_table(config).weights)[0]
+    nisa.memset(dst=row_sb[0:1, K : row_sb.shape[1]], value=0.0, engine=nisa.engine.gpsimd)
     chosen_sb = row_sb[0:1, 0:K]
     nisa.tensor_scalar(dst=chosen_sb, data=routing.local[0], op0=nl.greater_equal, operand0=0.0)
     if not counts:
@@ -276,8 +278,7 @@ def _table(
 ) -> nl.NkiTensor:
     """Return [tokens, W + more] float32: affinities to every entry, or 1 where it was chosen."""
     rows, width = local_sb.shape[0], wide_sb.shape[1]
-    shape = (rows, width + read_ahead(config))
-    table_sb = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+    table_sb = allocate_rows(routing_table(config).weights, rows)
     nisa.memset(dst=table_sb, value=0.0)
     term_sb = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
     for k in range(config.K):

@@ -19,18 +19,21 @@ Sources: NKI 0.6 ISA; Trainium 2 architecture guide.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import PARTITIONS, AxisTiles
-from nki_kernels.common.tiles import BANK_BYTES, rows_of, transpose_rows
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import BANK_BYTES, PARTITIONS
+from nki_kernels.common.memory import Tiles, allocate, tiles, tiles_bytes
+from nki_kernels.common.tiles import rows_of, transpose_rows
 
-DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
+_DIRECT_TOKENS = 4  # a short run of HBM per token and partition: beyond, turning rows is faster
 WARM_UPS = 4  # matmuls while the tokens travel: the tensor engine's clock climbs with its work
-ENGINES, ROWS_PER_ENGINE = 16, 8  # of the DMA: a transfer of few rows keeps few engines busy
-SHARED_TOKENS = 32  # from here on the Vector engine shares its passes over x^T
-STEP_COLUMNS = 1024  # of the last pass over x^T, so that the router follows closely
+_ENGINES, _ROWS_PER_ENGINE = 16, 8  # of the DMA: a transfer of few rows keeps few engines busy
+_SHARED_TOKENS = 32  # from here on the Vector engine shares its passes over x^T
+_STEP_COLUMNS = 1024  # of the last pass over x^T, so that the router follows closely
 
 
 @dataclass
@@ -55,7 +58,29 @@ class NormTiles(nl.NKIObject):
 
 def is_direct(num_tokens: int, h_axis: AxisTiles) -> bool:
     """Whether tokens are loaded turned."""
-    return num_tokens <= DIRECT_TOKENS and h_axis.is_strided
+    return num_tokens <= _DIRECT_TOKENS and h_axis.is_strided
+
+
+class NormTable(NamedTuple):
+    """Buffers of a tile of tokens on the way, and what normalising needs besides."""
+
+    rows: Tiles
+    turned: Tiles
+    weighted: Tiles
+    square: Tiles  # ones, the identity, squares, scales
+    column: Tiles  # the weight as in HBM and in float32, squares of a token
+
+
+def _norm_table(h_axis: AxisTiles, rows: int) -> NormTable:
+    """Return the buffers of a tile of so many tokens."""
+    shape = (h_axis.rows, h_axis.count, rows)
+    return NormTable(
+        rows=tiles(1, (rows, h_axis.size), nl.bfloat16),
+        turned=tiles(1, shape, nl.bfloat16),
+        weighted=tiles(1, shape, nl.float32),
+        square=tiles(4, (PARTITIONS, PARTITIONS), nl.float32),
+        column=tiles(3, (h_axis.rows, h_axis.count), nl.float32),
+    )
 
 
 def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
@@ -63,12 +88,12 @@ def norm_bytes(num_tokens: int, h_axis: AxisTiles, has_norm: bool) -> int:
 
     The result is not among them. A tile of 128 tokens is turned when the one before is done.
     """
-    rows = min(PARTITIONS, num_tokens)
-    size = 2 * h_axis.count * rows
+    table = _norm_table(h_axis, min(PARTITIONS, num_tokens))
+    size = tiles_bytes(table.turned)
     if not is_direct(num_tokens, h_axis):
-        size += 2 * h_axis.size * (-(-num_tokens // PARTITIONS))
+        size += tiles_bytes(table.rows) * -(-num_tokens // PARTITIONS)
     if has_norm:
-        size += 4 * h_axis.count * rows + 4 * 4 * PARTITIONS + 12 * h_axis.count
+        size += tiles_bytes(table.weighted) + tiles_bytes(table.square) + tiles_bytes(table.column)
     return size
 
 
@@ -79,30 +104,36 @@ def load_tokens(hidden_TH: nl.ndarray, h_axis: AxisTiles) -> list[TokenTile]:
         hidden_TH: [T, H] bfloat16 in HBM.
         h_axis: how H lies on partitions.
     """
-    num_tokens, hidden_size = hidden_TH.shape
-    tiles = []
+    num_tokens = hidden_TH.shape[0]
+    loaded = []
     for first in range(0, num_tokens, PARTITIONS):
         rows = min(PARTITIONS, num_tokens - first)
         if is_direct(num_tokens, h_axis):
-            flat_sb = nl.ndarray((h_axis.rows, rows, h_axis.count), hidden_TH.dtype, buffer=nl.sbuf)
-            spread(flat_sb, hidden_TH, h_axis)
+            shape = (h_axis.rows, rows, h_axis.count)  # that of a turned tile, read along rows
+            flat_sb = nl.ndarray(shape, hidden_TH.dtype, buffer=nl.sbuf)
+            _spread(flat_sb, hidden_TH, h_axis)
             turned_sb = flat_sb.permute((0, 2, 1))
-            tiles.append(TokenTile(turned_sb, turned_sb, True))
+            loaded.append(TokenTile(turned_sb, turned_sb, True))
         else:
-            rows_sb = nl.ndarray((rows, hidden_size), hidden_TH.dtype, buffer=nl.sbuf)
-            pieces = max(1, ENGINES // (-(-rows // ROWS_PER_ENGINE)))
-            width = -(-hidden_size // pieces)
-            for start in range(0, hidden_size, width):
-                columns = slice(start, min(start + width, hidden_size))
-                source = hidden_TH[first : first + rows, columns]
-                nisa.dma_copy(dst=rows_sb[:, columns], src=source, dge_mode=nisa.dge_mode.none)
-            shape = (h_axis.rows, h_axis.count, rows)
-            turned_sb = nl.ndarray(shape, hidden_TH.dtype, buffer=nl.sbuf)
-            tiles.append(TokenTile(rows_sb, turned_sb, False))
-    return tiles
+            table = _norm_table(h_axis, rows)
+            rows_sb = allocate(table.rows)[0]
+            _load_rows(rows_sb, hidden_TH, first)
+            loaded.append(TokenTile(rows_sb, allocate(table.turned)[0], False))
+    return loaded
 
 
-def spread(flat_sb: nl.ndarray, rows_RH: nl.ndarray, h_axis: AxisTiles) -> None:
+def _load_rows(rows_sb: nl.ndarray, hidden_TH: nl.ndarray, first: int) -> None:
+    """Load rows in pieces of their columns, so that few rows keep all DMA engines busy too."""
+    rows, hidden_size = rows_sb.shape
+    pieces = max(1, _ENGINES // (-(-rows // _ROWS_PER_ENGINE)))
+    width = -(-hidden_size // pieces)
+    for start in range(0, hidden_size, width):
+        columns = slice(start, min(start + width, hidden_size))
+        source = hidden_TH[first : first + rows, columns]
+        nisa.dma_copy(dst=rows_sb[:, columns], src=source, dge_mode=nisa.dge_mode.none)
+
+
+def _spread(flat_sb: nl.ndarray, rows_RH: nl.ndarray, h_axis: AxisTiles) -> None:
     """Load rows of a strided axis as [h, R, H/h], a run of each on every partition.
 
     What the last partition lacks becomes zero.
@@ -145,20 +176,12 @@ def turn_banks(h_axis: AxisTiles, num_tokens: int) -> list[nl.ndarray]:
 
 def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
     """Load the weight of the norm and make its constants."""
-    weight_sb = nl.ndarray((h_axis.rows, h_axis.count), norm_weight_1H.dtype, buffer=nl.sbuf)
-    if h_axis.is_strided:
-        spread(weight_sb.expand_dim(1), norm_weight_1H, h_axis)
-    else:
-        nisa.memset(dst=weight_sb, value=0.0)
-        for tile in range(h_axis.count):
-            rows = rows_of(h_axis, tile)
-            source = norm_weight_1H.ap([[1, rows], [1, 1]], offset=tile * h_axis.rows)
-            target = weight_sb[0:rows, tile : tile + 1]
-            nisa.dma_copy(dst=target, src=source, dge_mode=nisa.dge_mode.none)
-    shape = (PARTITIONS, PARTITIONS)
-    ones_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    table = _norm_table(h_axis, PARTITIONS)
+    weight_sb = nl.ndarray(table.column.shape, norm_weight_1H.dtype, buffer=nl.sbuf)
+    _load_weight(weight_sb, norm_weight_1H, h_axis)
+    ones_sb = nl.ndarray(table.square.shape, nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=ones_sb, pattern=[[0, PARTITIONS]], offset=1, channel_multiplier=0)
-    diagonal_sb = nl.ndarray(shape, nl.uint32, buffer=nl.sbuf)
+    diagonal_sb = nl.ndarray(table.square.shape, nl.uint32, buffer=nl.sbuf)
     nisa.affine_select(
         dst=diagonal_sb,
         pattern=[[1, PARTITIONS]],
@@ -174,8 +197,21 @@ def load_norm(norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> NormTiles:
     nisa.activation(dst=first_sb, op=nl.rsqrt, data=ones_sb[:, 0:1])
     for _turn in range(WARM_UPS):
         nisa.nc_matmul(dst=small_ps[:, 0, :], stationary=ones_sb, moving=ones_sb, accumulate=False)
-    wide_sb = nl.ndarray(weight_sb.shape, nl.float32, buffer=nl.sbuf)
+    wide_sb = nl.ndarray(table.column.shape, nl.float32, buffer=nl.sbuf)
     return NormTiles(weight_sb, wide_sb, ones_sb, diagonal_sb, small_ps)
+
+
+def _load_weight(weight_sb: nl.ndarray, norm_weight_1H: nl.ndarray, h_axis: AxisTiles) -> None:
+    """Load [1, H] onto the partitions of x^T, zeros past the end of H."""
+    if h_axis.is_strided:
+        _spread(weight_sb.expand_dim(1), norm_weight_1H, h_axis)
+        return
+    nisa.memset(dst=weight_sb, value=0.0)
+    for tile in range(h_axis.count):
+        rows = rows_of(h_axis, tile)
+        source = norm_weight_1H.ap([[1, rows], [1, 1]], offset=tile * h_axis.rows)
+        target = weight_sb[0:rows, tile : tile + 1]
+        nisa.dma_copy(dst=target, src=source, dge_mode=nisa.dge_mode.none)
 
 
 def normalize(
@@ -184,55 +220,62 @@ def normalize(
     """Write the normalised tokens of a tile, [h, H/h, R] of the type of hidden."""
     turned_sb = tile.turned_sb
     rows = turned_sb.shape[2]
-    sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:rows]
-    mean_factor = 1.0 / h_axis.size
     if rows == 1:
-        sum_squares(turned_sb, norm, h_axis)
-        scale_sb = nl.ndarray((h_axis.rows, 1), nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=scale_sb, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
-        nisa.scalar_tensor_tensor(
-            dst=normed_sb[:, :, 0],
-            data=turned_sb[:, :, 0],
-            op0=nl.multiply,
-            operand0=scale_sb,
-            op1=nl.multiply,
-            operand1=norm.weight_sb,
-        )
+        _normalize_one(normed_sb, turned_sb, norm, h_axis, eps)
         return
-    weighted_sb = nl.ndarray((h_axis.rows, h_axis.count, rows), nl.float32, buffer=nl.sbuf)
+    weighted_sb = allocate(_norm_table(h_axis, rows).weighted)[0]
+    sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:rows]
     scale_ps = norm.small_ps[0 : h_axis.rows, 2, 0:rows]
     # Engines take their work in order: of few tokens the weight is applied while the products are
     # made, of many it would keep the sums waiting.
-    weighs_first = not tile.is_turned and rows < SHARED_TOKENS
+    weighs_first = not tile.is_turned and rows < _SHARED_TOKENS
     if tile.is_turned:
-        sum_squares(turned_sb, norm, h_axis)
-    spread_weight(norm, h_axis)
+        _sum_squares(turned_sb, norm, h_axis)
+    _spread_weight(norm, h_axis)
     if weighs_first:
-        apply_weight(weighted_sb, turned_sb, norm)
+        _apply_weight(weighted_sb, turned_sb, norm)
     if not tile.is_turned:
-        sum_squares_by_products(turned_sb, norm, h_axis)
-    nisa.activation(dst=scale_ps, op=nl.rsqrt, data=sums_ps, scale=mean_factor, bias=eps)
+        _sum_squares_by_products(turned_sb, norm, h_axis)
+    nisa.activation(dst=scale_ps, op=nl.rsqrt, data=sums_ps, scale=1.0 / h_axis.size, bias=eps)
     if not weighs_first:
-        apply_weight(weighted_sb, turned_sb, norm)
-    apply_scale(normed_sb, weighted_sb, scale_ps)
+        _apply_weight(weighted_sb, turned_sb, norm)
+    _apply_scale(normed_sb, weighted_sb, scale_ps)
 
 
-def vector_share(count: int, rows: int) -> int:
+def _normalize_one(
+    normed_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles, eps: float
+) -> None:
+    """Normalise a single token, whose scale is one number for every partition."""
+    _sum_squares(turned_sb, norm, h_axis)
+    sums_ps = norm.small_ps[0 : h_axis.rows, 1, 0:1]
+    scale_sb = nl.ndarray((h_axis.rows, 1), nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=scale_sb, op=nl.rsqrt, data=sums_ps, scale=1.0 / h_axis.size, bias=eps)
+    nisa.scalar_tensor_tensor(
+        dst=normed_sb[:, :, 0],
+        data=turned_sb[:, :, 0],
+        op0=nl.multiply,
+        operand0=scale_sb,
+        op1=nl.multiply,
+        operand1=norm.weight_sb,
+    )
+
+
+def _vector_share(count: int, rows: int) -> int:
     """Return how many tiles of H the Vector engine takes; another one has the rest of many."""
-    return count if rows < SHARED_TOKENS else count - count // 3
+    return count if rows < _SHARED_TOKENS else count - count // 3
 
 
-def spread_weight(norm: NormTiles, h_axis: AxisTiles) -> None:
+def _spread_weight(norm: NormTiles, h_axis: AxisTiles) -> None:
     """Put the norm's weight where it is read: in PSUM for the Vector engine, float32 for Scalar."""
     weight_ps = norm.small_ps[0 : h_axis.rows, 3, 0 : h_axis.count]
     nisa.tensor_copy(dst=weight_ps, src=norm.weight_sb, engine=nisa.engine.scalar)
     nisa.tensor_copy(dst=norm.wide_sb, src=norm.weight_sb, engine=nisa.engine.gpsimd)
 
 
-def apply_weight(weighted_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles) -> None:
+def _apply_weight(weighted_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles) -> None:
     """Write the product of tokens and the norm's weight, [h, H/h, R] float32."""
     h, count, rows = turned_sb.shape
-    own = vector_share(count, rows)
+    own = _vector_share(count, rows)
     weight = norm.small_ps[0:h, 3, 0:own].expand_dim(2).broadcast(2, rows)
     nisa.tensor_tensor(
         dst=weighted_sb[:, 0:own, :], data1=turned_sb[:, 0:own, :], data2=weight, op=nl.multiply
@@ -246,10 +289,10 @@ def apply_weight(weighted_sb: nl.ndarray, turned_sb: nl.ndarray, norm: NormTiles
         )
 
 
-def apply_scale(normed_sb: nl.ndarray, weighted_sb: nl.ndarray, scale_ps: nl.ndarray) -> None:
+def _apply_scale(normed_sb: nl.ndarray, weighted_sb: nl.ndarray, scale_ps: nl.ndarray) -> None:
     """Multiply every token with its scale and round, [h, H/h, R]."""
     h, count, rows = weighted_sb.shape
-    own = vector_share(count, rows)
+    own = _vector_share(count, rows)
     if own < count:
         scale_sb = nl.ndarray((h, rows), nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=scale_sb, src=scale_ps, engine=nisa.engine.scalar)
@@ -260,7 +303,7 @@ def apply_scale(normed_sb: nl.ndarray, weighted_sb: nl.ndarray, scale_ps: nl.nda
             op=nl.multiply,
             engine=nisa.engine.gpsimd,
         )
-    step = max(1, STEP_COLUMNS // rows)
+    step = max(1, _STEP_COLUMNS // rows)
     for first in range(0, own, step):
         chunks = slice(first, min(first + step, own))
         part_sb = weighted_sb[:, chunks, :]
@@ -268,7 +311,7 @@ def apply_scale(normed_sb: nl.ndarray, weighted_sb: nl.ndarray, scale_ps: nl.nda
         nisa.tensor_tensor(dst=normed_sb[:, chunks, :], data1=part_sb, data2=scale, op=nl.multiply)
 
 
-def sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
+def _sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
     """Leave the sums of squares of a few tokens on every partition of PSUM."""
     rows = turned_sb.shape[2]
     partial_sb = nl.ndarray((h_axis.rows, rows), nl.float32, buffer=nl.sbuf)
@@ -289,7 +332,7 @@ def sum_squares(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> No
     )
 
 
-def sum_squares_by_products(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
+def _sum_squares_by_products(turned_sb: nl.ndarray, norm: NormTiles, h_axis: AxisTiles) -> None:
     """Leave the sums of squares of up to 128 tokens on every partition of PSUM.
 
     The products of different tokens are dropped, not multiplied by zero: a token that holds NaN

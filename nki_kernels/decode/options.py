@@ -2,94 +2,127 @@
 
 from __future__ import annotations
 
-from nki_kernels.common.plans import tile_axis
+from nki_kernels.common.axes import AxisTiles, tile_axis
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.weight_formats import WEIGHT_FORMATS
 from nki_kernels.decode.config import (
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    MAX_TOP_K,
     DecodeConfig,
-    check_choices,
-    check_sizes,
-    packed_axis,
+    DecodeRequest,
+    DecodeSizes,
+    WeightForm,
 )
-from nki_kernels.decode.fit import SBUF_BYTES, choose_decode
-from nki_kernels.prefill.config import limits
+from nki_kernels.decode.fit import choose_decode
+
+_PLAIN, _AUTO = WeightForm(), DecodeRequest()
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
+_SWIGLU_SCALES = (1.0, 1.702)  # what the Scalar engine has in one instruction
+_ALLOWED = {
+    "mode": ("auto", "selective", "all"),
+    "shard": ("auto", "experts", "intermediate"),
+    "layout": ("ehi", "packed"),
+    "format": WEIGHT_FORMATS,
+    "scaling": ("post", "pre", "none"),
+    "down_scale": ("none", "expert", "channel"),
+    "output_dtype": ("float32", "bfloat16"),
+}
 
 
 def make_decode_config(
-    *,
-    T: int,
-    H: int,
-    I: int,  # noqa: E741  the axis letter
-    E: int,
-    K: int,
-    num_experts: int,
-    num_cores: int = 2,
-    mode: str = "auto",
-    shard: str = "auto",
-    weight_layout: str = "ehi",
-    weight_format: str = "bfloat16",
-    activation: str = "silu",
-    gate_limits: tuple[float | None, float | None] = (None, None),
-    up_limits: tuple[float | None, float | None] = (None, None),
-    up_offset: float = 0.0,
-    scaling: str = "post",
-    has_gate_up_bias: bool = False,
-    has_down_bias: bool = False,
-    has_scales: bool = False,
-    down_scale: str = "none",
-    output_dtype: str = "float32",
-    chunks: int = 0,
-    slots: int = 0,
-    reserved_bytes: int = 0,
-    front_ns: float = 0.0,
+    sizes: DecodeSizes,
+    formula: ExpertFormula,
+    weights: WeightForm = _PLAIN,
+    request: DecodeRequest = _AUTO,
 ) -> DecodeConfig:
     """Return what `decode_moe` is compiled for.
 
     Args:
-        T: tokens of a step, 1 to 256.
-        H: hidden size.
-        I: intermediate size of this rank.
-        E: experts of this rank.
-        K: choices of a token, 1 to 16.
-        num_experts: experts of all ranks.
-        num_cores: physical cores of the launch (LNC), 1 or 2.
-        mode: selective (read the touched experts), all, or auto.
-        shard: whether the cores split the experts or the intermediate axis, or auto.
-        weight_layout: ehi ([E, H, 2I] and [E, I, H]) or packed.
-        weight_format: bfloat16, float8_e4m3 or float8_e5m2.
-        activation: silu, gelu, gelu_tanh, relu, or swiglu_oai (x * sigmoid(1.702 x)).
-        gate_limits, up_limits: (lower, upper) clamps of the projections.
-        up_offset: added to the up projection after its clamp (1 for SwiGLU-OAI).
-        scaling: what the affinity multiplies: the expert's output (post), its input (pre), nothing.
-        has_gate_up_bias, has_down_bias: which biases there are.
-        has_scales: whether the gate and up weights have a scale per output channel.
-        down_scale: whether the down weights have a scale, per expert or per output channel.
-        output_dtype: float32 or bfloat16.
-        chunks, slots: parts of an expert, and parts on chip at once; 0 lets the cost model choose.
-        reserved_bytes: SBUF per partition to leave to others.
-        front_ns: time until the choices are on chip, where the same launch makes them.
+        sizes: of a step on one rank.
+        formula: what an expert computes.
+        weights: how its weights lie in HBM.
+        request: mode, split and buffers as far as the cost model is not to choose them.
 
     Raises:
         ValueError: a value outside the limits of the kernel.
 
     Example:
-        >>> config = make_decode_config(T=1, H=2880, I=360, E=128, K=4, num_experts=128)
-        >>> config.mode
+        >>> sizes = DecodeSizes(T=1, H=2880, I=360, E=128, K=4, num_experts=128)
+        >>> make_decode_config(sizes, ExpertFormula()).mode
         'selective'
     """
-    check_sizes(T, H, I, E, K, num_experts, num_cores)
-    check_choices(
-        mode=mode, shard=shard, weight_layout=weight_layout, weight_format=weight_format,
-        activation=activation, scaling=scaling, down_scale=down_scale, output_dtype=output_dtype,
-    )  # fmt: skip
-    if weight_format == "bfloat16" and (has_scales or down_scale != "none"):
+    _check_sizes(sizes)
+    _check_formula(formula)
+    _check_choices(mode=request.mode, shard=request.shard)
+    _check_choices(layout=weights.layout, format=weights.format, down_scale=weights.down_scale)
+    _check_choices(scaling=request.scaling, output_dtype=request.output_dtype)
+    if weights.format == "bfloat16" and (weights.has_scales or weights.down_scale != "none"):
         raise ValueError(
-            f"has_scales={has_scales}, down_scale={down_scale!r}: bfloat16 weights have none. "
-            "Use a float8 format."
+            f"has_scales={weights.has_scales}, down_scale={weights.down_scale!r}: bfloat16 weights"
+            " have none. Use a float8 format."
         )
-    h_axis = packed_axis(H) if weight_layout == "packed" else tile_axis(H)
-    config = DecodeConfig(
-        T, H, I, E, K, num_experts, num_cores, mode, shard, weight_layout, weight_format,
-        activation, limits(*gate_limits), limits(*up_limits), up_offset, scaling,
-        has_gate_up_bias, has_down_bias, has_scales, down_scale, output_dtype,
-        1, 2, 2, False, h_axis, tile_axis(I), "",
+    H, I = sizes.H, sizes.I  # noqa: E741
+    draft = DecodeConfig(
+        sizes.T, H, I, sizes.E, sizes.K, sizes.num_experts, sizes.num_cores, formula, weights,
+        request.mode, request.shard, request.scaling, request.output_dtype,
+        chunks=1, weight_buffers=2, unroll=2, sums_in_psum=False,
+        h_axis=_packed_axis(H) if weights.layout == "packed" else tile_axis(H),
+        i_axis=tile_axis(I),
     )  # fmt: skip
-    return choose_decode(config, chunks, slots, SBUF_BYTES - reserved_bytes, front_ns)
+    return choose_decode(draft, request)
+
+
+def _check_formula(formula: ExpertFormula) -> None:
+    """Raise ValueError unless the kernel computes this formula."""
+    names, scales = _ACTIVATIONS, (1.0,)
+    if formula.gates_itself:
+        names, scales = ("sigmoid",), _SWIGLU_SCALES
+    if not formula.has_gate or formula.activation not in names or formula.scale not in scales:
+        raise ValueError(
+            f"activation={formula.activation!r}, scale={formula.scale:g},"
+            f" has_gate={formula.has_gate}, gates_itself={formula.gates_itself}: the decode kernel"
+            f" has gated experts with {', '.join(_ACTIVATIONS)} and scale 1, and gates_itself=True"
+            f" with sigmoid and scale {' or '.join(f'{scale:g}' for scale in _SWIGLU_SCALES)}."
+            " Compute other experts with blockwise_moe or in torch."
+        )
+
+
+def _packed_axis(size: int) -> AxisTiles:
+    """Cut an axis into the fewest tiles, a partition owning consecutive elements.
+
+    The last partition may own fewer: the packed layout fills up with zeros.
+    """
+    count = -(-size // PARTITIONS)
+    return AxisTiles(size, -(-size // count), count, size // count, True)
+
+
+def _check_sizes(sizes: DecodeSizes) -> None:
+    """Raise ValueError unless the kernel takes these sizes."""
+    T, H, E, K, num_experts = sizes.T, sizes.H, sizes.E, sizes.K, sizes.num_experts
+    if not 1 <= T <= MAX_TOKENS:
+        raise ValueError(
+            f"T={T}: must be 1 to {MAX_TOKENS}. Use the prefill kernel for more tokens."
+        )
+    if H < 64 or H % 16:
+        raise ValueError(f"H={H}: must be a multiple of 16, at least 64. Pad the weights.")
+    if sizes.I < 1:
+        raise ValueError(f"I={sizes.I}: must be at least 1.")
+    if not 1 <= E <= MAX_EXPERTS:
+        raise ValueError(
+            f"E={E}: must be 1 to {MAX_EXPERTS} experts of a rank. Use more expert parallelism."
+        )
+    if num_experts < E:
+        raise ValueError(f"num_experts={num_experts}: must be at least E={E}.")
+    if not 1 <= K <= min(MAX_TOP_K, num_experts):
+        raise ValueError(f"K={K}: must be 1 to {MAX_TOP_K}, and at most num_experts.")
+    if sizes.num_cores not in (1, 2):
+        raise ValueError(f"num_cores={sizes.num_cores}: must be 1 or 2.")
+
+
+def _check_choices(**choices: str) -> None:
+    """Raise ValueError for an option whose value the kernel does not know."""
+    for name, value in choices.items():
+        if value not in _ALLOWED[name]:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(_ALLOWED[name])}.")

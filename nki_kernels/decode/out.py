@@ -1,12 +1,20 @@
 """Stages of the decode kernels: project out of I, and add up y^T.
 
-A *block* is one or more chunks of an expert whose down projections are added up in PSUM before
-they go to the sums. Where the sums are in PSUM too, or an expert's part of y^T stays there until
-its last chunk, a block is one chunk.
+1. For every PSUM bank of y^T: the down projections of a group of chunks, added (`_project_bank`).
+2. The expert's down bias, times the tokens' weights: in the same bank, or apart where the bank is
+   scaled by channel.
+3. What does not stay in PSUM goes to the sums in SBUF (`_add_bank`).
+
+A *group* is one or more chunks of an expert that are added up in PSUM before they go to the sums.
+Where the sums are in PSUM too, or an expert's part of y^T stays there until its last chunk, a group
+is one chunk.
 """
+
+from dataclasses import dataclass
 
 import nki.isa as nisa
 import nki.language as nl
+from nki.language import NKIObject
 
 from nki_kernels.common.tiles import elements_of, rows_of
 from nki_kernels.decode.buffers import DecodeBuffers
@@ -19,89 +27,101 @@ from nki_kernels.decode.config import (
     tiles_per_bank,
 )
 
-TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no more than one per bank
+_TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no more than one per bank
 
 
-def project_out(
-    config: DecodeConfig,
-    b: DecodeBuffers,
-    slot: int,
-    item: int,
-    ring: int,
-    adds_bias: bool,
-    is_first: bool = True,
-    is_last: bool = True,
-    size: int = 1,
-) -> None:
-    """Add a block's part of y^T, with the expert's down bias if asked.
+@dataclass(frozen=True)
+class Group(NKIObject):
+    """Chunks of an expert that are projected out together.
 
-    Args:
-        config: sizes.
-        b: buffers.
-        slot: buffers of the weights of its first item; those of the others follow.
-        item: number of the first item, for the rings.
+    Attributes:
+        item: number of the first one, for the rings.
+        size: how many.
         ring: buffers of the expert's column.
-        adds_bias: whether this block adds the bias.
-        is_first, is_last: whether it is the first and the last block of its expert on this core.
-        size: items of the block.
+        adds_bias: whether this group adds the expert's down bias.
+        is_first, is_last: whether it is the first and the last group of its expert on this core.
     """
+
+    item: int
+    size: int
+    ring: int
+    adds_bias: bool
+    is_first: bool
+    is_last: bool
+
+
+def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
+    """Add a group's part of y^T, with the expert's down bias if asked."""
     per_bank, count = tiles_per_bank(config), config.h_axis.count
-    stays = holds_expert(config)
-    by_channel = config.down_scale == "channel"
+    buffer = group.item % config.weight_buffers
+    by_channel = config.weights.down_scale == "channel"
     scales = []
     if by_channel:
-        scales.append(b.kept_scale[ring] if keeps_scales(config) else b.down_scale[slot])
+        scales.append(b.kept_scale[group.ring] if keeps_scales(config) else b.down_scale[buffer])
     for first in range(0, count, per_bank):
         stop = min(count, first + per_bank)
-        turn = out_turn(config, item, ring, first // per_bank)
-        bank_ps = (
-            b.out_ps[turn % len(b.out_ps)] if not config.sums_in_psum else b.sums.total_ps[turn]
-        )
-        for c in range(first, stop):
-            begin = (c - first) * config.T
-            for k in range(size):
-                adds = config.sums_in_psum or (stays and not is_first) or k > 0
-                place = (slot + k) % config.slots
-                multiply_out(config, b, bank_ps, place, item + k, c, begin, adds)
-            if adds_bias and not by_channel:
-                multiply_bias(config, b, bank_ps, slot, ring, c, begin, True)
-        if not config.sums_in_psum and (is_last or not stays):
-            add_bank(config, b, bank_ps, scales, first, stop, turn)
-    if adds_bias and by_channel:
+        turn = _out_turn(config, group, first // per_bank)
+        bank_ps = b.sums.total_ps[turn] if config.sums_in_psum else _out_bank(b, turn)
+        _project_bank(config, b, bank_ps, group, first, stop)
+        if not config.sums_in_psum and (group.is_last or not holds_expert(config)):
+            _add_bank(config, b, bank_ps, scales, first, stop, turn)
+    if group.adds_bias and by_channel:
+        # Biases are not scaled: they take a bank of their own to the sums.
         for first in range(0, count, per_bank):
             stop = min(count, first + per_bank)
-            bank_ps = b.bias_ps
-            for c in range(first, stop):
-                multiply_bias(config, b, bank_ps, slot, ring, c, (c - first) * config.T, False)
-            add_bank(config, b, bank_ps, [], first, stop, first // per_bank)
+            for tile in range(first, stop):
+                begin = (tile - first) * config.T
+                _multiply_bias(config, b, b.banks.bias_ps, group, tile, begin, False)
+            _add_bank(config, b, b.banks.bias_ps, [], first, stop, first // per_bank)
 
 
-def keep_scales(config: DecodeConfig, b: DecodeBuffers, slot: int, ring: int) -> None:
-    """Copy an expert's channel scales, if `keeps_scales`, before its slot is loaded again."""
+def _out_bank(b: DecodeBuffers, turn: int) -> nl.NkiTensor:
+    return b.banks.out_ps[turn % len(b.banks.out_ps)]
+
+
+def _project_bank(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    group: Group,
+    first: int,
+    stop: int,
+) -> None:
+    """Write or add the down projections of a group for tiles first .. stop of H."""
+    continues = config.sums_in_psum or (holds_expert(config) and not group.is_first)
+    for tile in range(first, stop):
+        begin = (tile - first) * config.T
+        for k in range(group.size):
+            _multiply_out(config, b, bank_ps, group.item + k, tile, begin, continues or k > 0)
+        if group.adds_bias and config.weights.down_scale != "channel":
+            _multiply_bias(config, b, bank_ps, group, tile, begin, True)
+
+
+def keep_scales(config: DecodeConfig, b: DecodeBuffers, buffer: int, ring: int) -> None:
+    """Copy an expert's channel scales, if `keeps_scales`, before its buffer is loaded again."""
     if keeps_scales(config):
         rows = config.h_axis.rows
         nisa.tensor_copy(
             dst=b.kept_scale[ring][0:rows],
-            src=b.down_scale[slot][0:rows],
+            src=b.down_scale[buffer][0:rows],
             engine=nisa.engine.scalar,
         )
 
 
-def out_turn(config: DecodeConfig, item: int, ring: int, number: int) -> int:
+def _out_turn(config: DecodeConfig, group: Group, number: int) -> int:
     """Return which of a ring of banks a bank of y^T takes; that of the sums if they are in PSUM."""
     banks = accumulator_banks(config)
     if config.sums_in_psum:
         return number
     if not holds_expert(config):
-        return item * banks + number
-    return (ring * banks if 2 * banks <= OUT_BANKS else 0) + number
+        return group.item * banks + number
+    return (group.ring * banks if 2 * banks <= OUT_BANKS else 0) + number
 
 
-def multiply_out(
+def _multiply_out(
     config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
-    slot: int,
     item: int,
     tile: int,
     begin: int,
@@ -109,9 +129,10 @@ def multiply_out(
 ) -> None:
     """Multiply an item's inner activations with a tile of H of its down weights."""
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
-    weights_sb = b.down[slot].reshape_dim(1, (i_axis.count, b.down[slot].shape[1] // i_axis.count))
+    down_sb = b.down[item % config.weight_buffers]
+    weights_sb = down_sb.reshape_dim(1, (i_axis.count, down_sb.shape[1] // i_axis.count))
     rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
     for t in range(i_axis.count):
         depth = rows_of(i_axis, t)
@@ -123,26 +144,26 @@ def multiply_out(
         )
 
 
-def multiply_bias(
+def _multiply_bias(
     config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
-    slot: int,
-    ring: int,
+    group: Group,
     tile: int,
     begin: int,
     accumulate: bool,
 ) -> None:
     """Add, or write, the down bias of a tile of H times the tokens' weights."""
+    bias_sb = b.down_bias[group.item % config.weight_buffers]
     nisa.nc_matmul(
         dst=bank_ps[0 : rows_of(config.h_axis, tile), begin : begin + config.T],
-        stationary=b.down_bias[slot][0:1, elements_of(config.h_axis, tile)],
-        moving=b.column_row[ring],
+        stationary=bias_sb[0:1, elements_of(config.h_axis, tile)],
+        moving=b.column_row[group.ring],
         accumulate=accumulate,
     )
 
 
-def add_bank(
+def _add_bank(
     config: DecodeConfig,
     b: DecodeBuffers,
     bank_ps: nl.NkiTensor,
@@ -179,21 +200,14 @@ def _add_tiles(
     T, rows = config.T, rows_of(config.h_axis, end - 1)
     scratch_sb = b.scratch[turn % len(b.scratch)]
     alone = begin
-    if len(scales) > 0 and T >= TILEWISE_TOKENS:
+    if len(scales) > 0 and T >= _TILEWISE_TOKENS:
         # Vector does 3 tiles in 8 alone, Scalar scales the others.
         alone = begin + 3 * end // 8 - 3 * begin // 8
         for c in range(begin, end):
             part_ps = bank_ps[0:rows, (c - first) * T : (c - first + 1) * T]
             scale_sb = scales[0][0:rows, c, 0:1]
             if c < alone:
-                nisa.scalar_tensor_tensor(
-                    dst=b.sums.total_sb[0:rows, c, 0:T],
-                    data=part_ps,
-                    op0=nl.multiply,
-                    operand0=scale_sb,
-                    op1=nl.add,
-                    operand1=b.sums.total_sb[0:rows, c, 0:T],
-                )
+                _add_scaled(b.sums.total_sb[0:rows, c, 0:T], part_ps, scale_sb)
             else:
                 to_sb = scratch_sb[0:rows, (c - alone) * T : (c - alone + 1) * T]
                 nisa.activation(dst=to_sb, op=nl.copy, data=part_ps, scale=scale_sb)
@@ -207,9 +221,21 @@ def _add_tiles(
         return
     if len(scales) == 0:
         nisa.tensor_copy(dst=part_sb, src=part_ps, engine=nisa.engine.scalar)
-    elif T < TILEWISE_TOKENS:
+    elif T < _TILEWISE_TOKENS:
         scale_sb = scales[0][0:rows, alone:end, 0:1].broadcast(2, T)
         nisa.tensor_tensor(dst=part_sb, data1=part_ps, data2=scale_sb, op=nl.multiply)
     nisa.tensor_tensor(
         dst=total_sb, data1=total_sb, data2=part_sb, op=nl.add, engine=nisa.engine.gpsimd
+    )
+
+
+def _add_scaled(total_sb: nl.NkiTensor, part_ps: nl.NkiTensor, scale_sb: nl.NkiTensor) -> None:
+    """Add a tile of y^T times the scales of its channels to the sums."""
+    nisa.scalar_tensor_tensor(
+        dst=total_sb,
+        data=part_ps,
+        op0=nl.multiply,
+        operand0=scale_sb,
+        op1=nl.add,
+        operand1=total_sb,
     )

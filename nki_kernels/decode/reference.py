@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nki_kernels.common.expert_reference import ACTIVATIONS, Array
+from nki_kernels.common.expert_reference import Array, inner
+from nki_kernels.common.formula import ExpertFormula
 
 
 def decode_moe_ref(
@@ -15,12 +16,9 @@ def decode_moe_ref(
     down_EIH: Array,
     expert_index_TK: Array,
     affinities_TK: Array,
+    formula: ExpertFormula,
     first_expert: int = 0,
     *,
-    activation: str = "silu",
-    gate_limits: tuple[float | None, float | None] = (None, None),
-    up_limits: tuple[float | None, float | None] = (None, None),
-    up_offset: float = 0.0,
     scaling: str = "post",
     gate_up_bias_E2I: Array | None = None,
     down_bias_EH: Array | None = None,
@@ -33,10 +31,8 @@ def decode_moe_ref(
         down_EIH: [E, I, H] weights, scales applied.
         expert_index_TK: [T, K] global expert of each choice.
         affinities_TK: [T, K].
+        formula: what an expert computes; it has a gate.
         first_expert: global number of local expert 0; others' experts add nothing.
-        activation: see `blockwise_moe_ref.ACTIVATIONS`.
-        gate_limits, up_limits: (lower, upper) clamps, None meaning none.
-        up_offset: added to the clamped up projection.
         scaling: whether the affinity multiplies the expert's output (post), its input (pre), or
             nothing (none).
         gate_up_bias_E2I, down_bias_EH: biases, or None.
@@ -54,9 +50,7 @@ def decode_moe_ref(
         projected = rows @ gate_up_EH2I[expert]
         if gate_up_bias_E2I is not None:
             projected = projected + gate_up_bias_E2I[expert]
-        gate, up = np.split(projected, 2, axis=1)
-        gate, up = np.clip(gate, *gate_limits), np.clip(up, *up_limits)
-        output = (ACTIVATIONS[activation](gate) * (up + up_offset)) @ down_EIH[expert]
+        output = inner(formula, projected) @ down_EIH[expert]
         if down_bias_EH is not None:
             output = output + down_bias_EH[expert]
         output_TH[tokens] += output * affinity if scaling == "post" else output

@@ -1,4 +1,4 @@
-"""The router of the decode block: from turned tokens on chip to experts and affinities.
+"""The router of the fused decode layer: from turned tokens on chip to experts and affinities.
 
     logits = x @ router_weight^T (+ bias), float32; the choice is that of router_choice.py
 
@@ -15,19 +15,21 @@ Sources: nki_kernels.common.router_choice for the family; NKI 0.6 ISA.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import nki.isa as nisa
 import nki.language as nl
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.plans import PARTITIONS, AxisTiles
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.formula import RouterFormula
+from nki_kernels.common.memory import Tiles, allocate, tiles
 from nki_kernels.common.router_choice import (
+    AT_ONCE,
     LOWEST,
-    SLOTS,
     Picked,
-    RouterFormula,
     pick,
     ranks_scores,
     weigh,
@@ -35,10 +37,10 @@ from nki_kernels.common.router_choice import (
 )
 from nki_kernels.common.tiles import rows_of
 
-GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
-PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
-SPLIT_BYTES = 1 << 20  # of a weight: half of the load takes longer than exchanging logits
-PIECE_BYTES = 2048  # and the shortest run of one (nki-dma-bandwidth-guide: shorter is slower)
+_GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
+_PIECES = 4  # most transfers of the router's weight: matmuls start before the last bytes
+_SPLIT_BYTES = 1 << 20  # of a weight: half of the load takes longer than exchanging logits
+_PIECE_BYTES = 2048  # and the shortest run of one (nki-dma-bandwidth-guide: shorter is slower)
 
 
 @dataclass
@@ -47,7 +49,7 @@ class RouterTiles(nl.NKIObject):
 
     weight_sb: nl.ndarray  # [h, H/h, N/P], this core's part
     biases: list[nl.ndarray]  # [1, N] float32, one or none
-    selection_bias_sb: nl.ndarray  # [128, N] float32, if the formula has one
+    selection_biases: list[nl.ndarray]  # [tokens, N] float32, one or none
 
 
 def router_parts(num_experts: int, hidden_size: int, weight_bytes: int, num_cores: int) -> int:
@@ -59,8 +61,8 @@ def router_parts(num_experts: int, hidden_size: int, weight_bytes: int, num_core
         weight_bytes: of an element of the weight.
         num_cores: physical cores of the launch.
     """
-    is_large = num_experts * hidden_size * weight_bytes >= SPLIT_BYTES
-    can_split = num_experts % num_cores == 0 and num_experts >= num_cores * SLOTS
+    is_large = num_experts * hidden_size * weight_bytes >= _SPLIT_BYTES
+    can_split = num_experts % num_cores == 0 and num_experts >= num_cores * AT_ONCE
     return num_cores if is_large and can_split else 1
 
 
@@ -71,7 +73,7 @@ def pack_router_weight(
 
     Args:
         weight_NH: [N, H] of any dtype, as in the checkpoint; [1, H] for a gate.
-        axis: how H lies on partitions: `moe.h_axis` of the block's configuration.
+        axis: how H lies on partitions: `moe.h_axis` of the layer's configuration.
         num_parts: P, its `router_parts`; 1 for a gate.
     """
     num_experts, hidden_size = weight_NH.shape
@@ -84,12 +86,39 @@ def pack_router_weight(
     return np.ascontiguousarray(packed)
 
 
-def router_bytes(num_tokens: int, num_experts: int, formula: RouterFormula) -> int:
-    """Return the bytes of SBUF per partition of logits, scores, biases and choices."""
-    columns = 4 * max(SLOTS, num_experts)
-    biases = int(formula.has_bias) + int(formula.has_selection_bias)
+class RouterTable(NamedTuple):
+    """The router's operands in SBUF."""
+
+    weight: Tiles
+    bias: Tiles
+    selection_bias: Tiles
+
+
+def router_table(
+    weight_shape: tuple[int, ...], dtype: Any, num_tokens: int, formula: RouterFormula
+) -> RouterTable:
+    """Return the buffers of a router's operands.
+
+    Args:
+        weight_shape: [P, h, H/h, N/P] of the weight in HBM; a core has one part of it.
+        dtype: its type.
+        num_tokens: T.
+        formula: the router.
+    """
+    num_experts = weight_shape[0] * weight_shape[3]
+    rows = min(PARTITIONS, num_tokens)
+    return RouterTable(
+        weight=tiles(1, (weight_shape[1], weight_shape[2], weight_shape[3]), dtype),
+        bias=tiles(int(formula.has_bias), (1, num_experts), nl.float32),
+        selection_bias=tiles(int(formula.has_selection_bias), (rows, num_experts), nl.float32),
+    )
+
+
+def choice_bytes(num_tokens: int, num_experts: int, formula: RouterFormula) -> int:
+    """Return the bytes of SBUF per partition that logits, scores and choices take on the way."""
+    columns = 4 * max(AT_ONCE, num_experts)
     each = 7 if ranks_scores(formula) else 3
-    return columns * biases + -(-num_tokens // PARTITIONS) * (each * columns + 512)
+    return -(-num_tokens // PARTITIONS) * (each * columns + 512)
 
 
 def load_router(
@@ -100,33 +129,36 @@ def load_router(
     num_tokens: int,
 ) -> RouterTiles:
     """Ask for the router's operands; those the formula does not use may be None."""
+    table = router_table(weight.shape, weight.dtype, num_tokens, formula)
     own = weight[nl.program_id(0) if weight.shape[0] > 1 else 0]
-    shape = own.shape
-    weight_sb = nl.ndarray(shape, weight.dtype, buffer=nl.sbuf)
-    run_bytes = shape[1] * shape[2] * (4 if weight.dtype == nl.float32 else 2)
-    pieces = max(1, min(PIECES, run_bytes // PIECE_BYTES))
-    step = -(-shape[1] // pieces)
-    for first in range(0, shape[1], step):
-        chunks = slice(first, min(first + step, shape[1]))
+    weight_sb = allocate(table.weight)[0]
+    _load_pieces(weight_sb, own)
+    biases = allocate(table.bias)
+    for bias_sb in biases:
+        _repeat_row(bias_sb, bias_1E)
+    selection_biases = allocate(table.selection_bias)
+    for bias_sb in selection_biases:
+        _repeat_row(bias_sb, selection_bias_1E)
+    return RouterTiles(weight_sb, biases, selection_biases)
+
+
+def _load_pieces(weight_sb: nl.ndarray, own: nl.ndarray) -> None:
+    """Load a core's part of the weight, in pieces: matmuls start before the last bytes are in."""
+    rows, count, columns = own.shape
+    run_bytes = count * columns * (4 if own.dtype == nl.float32 else 2)
+    pieces = max(1, min(_PIECES, run_bytes // _PIECE_BYTES))
+    step = -(-count // pieces)
+    for first in range(0, count, step):
+        chunks = slice(first, min(first + step, count))
         nisa.dma_copy(
-            dst=weight_sb[:, chunks, :], src=own[:, chunks, :], dge_mode=nisa.dge_mode.none
+            dst=weight_sb[0:rows, chunks, :], src=own[:, chunks, :], dge_mode=nisa.dge_mode.none
         )
-    biases = []
-    if formula.has_bias:
-        biases.append(repeat_row(bias_1E, 1))
-    selection_bias_sb = weight_sb
-    if formula.has_selection_bias:
-        selection_bias_sb = repeat_row(selection_bias_1E, min(PARTITIONS, num_tokens))
-    return RouterTiles(weight_sb, biases, selection_bias_sb)
 
 
-def repeat_row(row_1X: nl.ndarray, partitions: int) -> nl.ndarray:
-    """Load a float32 row [1, X] into each of the first partitions."""
-    width = row_1X.shape[1]
-    repeated_sb = nl.ndarray((partitions, width), nl.float32, buffer=nl.sbuf)
-    source = row_1X.ap([[0, partitions], [1, width]])
+def _repeat_row(repeated_sb: nl.ndarray, row_1X: nl.ndarray) -> None:
+    """Load a float32 row [1, X] into each of the partitions of a tile."""
+    source = row_1X.ap([[0, repeated_sb.shape[0]], [1, row_1X.shape[1]]])
     nisa.dma_copy(dst=repeated_sb, src=source, dge_mode=nisa.dge_mode.none)
-    return repeated_sb
 
 
 def make_logits(
@@ -151,24 +183,11 @@ def make_logits(
         num_experts: N.
         ones_sb: [128, 128] float32 of ones.
     """
-    weight_sb = router.weight_sb
-    tokens_sb = x_sb[:, :, first : first + rows]
-    if weight_sb.dtype == nl.float32:
-        wide_sb = nl.ndarray((h_axis.rows, h_axis.count, rows), nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=wide_sb, src=tokens_sb)
-        tokens_sb = wide_sb
-    columns = weight_sb.shape[2]
+    columns = router.weight_sb.shape[2]
     core = nl.program_id(0) if columns < num_experts else 0
     begin = core * columns
     logits_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
-    for tile in range(h_axis.count):
-        depth = rows_of(h_axis, tile)
-        nisa.nc_matmul(
-            dst=logits_ps,
-            stationary=tokens_sb[0:depth, tile, :],
-            moving=weight_sb[0:depth, tile, :],
-            accumulate=tile > 0,
-        )
+    _multiply_weight(logits_ps, x_sb[:, :, first : first + rows], router.weight_sb, h_axis)
     for bias_sb in router.biases:
         nisa.nc_matmul(
             dst=logits_ps,
@@ -177,26 +196,47 @@ def make_logits(
             is_stationary_onezero=True,
             accumulate=True,
         )
-    if columns == num_experts and num_experts >= SLOTS:
+    if columns == num_experts and num_experts >= AT_ONCE:
         return logits_ps
-    logits_sb = nl.ndarray((rows, max(SLOTS, num_experts)), nl.float32, buffer=nl.sbuf)
-    if num_experts < SLOTS:
+    logits_sb = nl.ndarray((rows, max(AT_ONCE, num_experts)), nl.float32, buffer=nl.sbuf)
+    if num_experts < AT_ONCE:
         nisa.memset(dst=logits_sb, value=LOWEST)
-    own_sb = logits_sb[:, begin : begin + columns]
-    nisa.tensor_copy(dst=own_sb, src=logits_ps)
-    if columns == num_experts:
-        return logits_sb
+    nisa.tensor_copy(dst=logits_sb[:, begin : begin + columns], src=logits_ps)
+    if columns < num_experts:
+        _exchange_logits(logits_sb, columns, core)
+    return logits_sb
+
+
+def _multiply_weight(
+    logits_ps: nl.ndarray, tokens_sb: nl.ndarray, weight_sb: nl.ndarray, h_axis: AxisTiles
+) -> None:
+    """Write x @ router_weight^T of turned tokens; with a float32 weight they are widened first."""
+    if weight_sb.dtype == nl.float32:
+        wide_sb = nl.ndarray(tokens_sb.shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=wide_sb, src=tokens_sb)
+        tokens_sb = wide_sb
+    for tile in range(h_axis.count):
+        depth = rows_of(h_axis, tile)
+        nisa.nc_matmul(
+            dst=logits_ps,
+            stationary=tokens_sb[0:depth, tile, :],
+            moving=weight_sb[0:depth, tile, :],
+            accumulate=tile > 0,
+        )
+
+
+def _exchange_logits(logits_sb: nl.ndarray, columns: int, core: int) -> None:
+    """Get the other core's half of the logits for one's own."""
     other = 1 - core
-    is_short = columns * 4 <= GPSIMD_BYTES
+    is_short = columns * 4 <= _GPSIMD_BYTES
     nisa.sendrecv(
-        src=own_sb,
+        src=logits_sb[:, core * columns : (core + 1) * columns],
         dst=logits_sb[:, other * columns : (other + 1) * columns],
         send_to_rank=other,
         recv_from_rank=other,
         pipe_id=0,
         dma_engine=nisa.dma_engine.gpsimd_dma if is_short else nisa.dma_engine.dma,
     )
-    return logits_sb
 
 
 def pick_experts(
@@ -206,7 +246,9 @@ def pick_experts(
     index_tiles = []
     picked_tiles = []
     for logits_sb in logits:
-        picked = pick(logits_sb, router.selection_bias_sb, num_experts, formula)
+        # `pick` reads no selection bias where there is none.
+        bias_sb = router.selection_biases[0] if formula.has_selection_bias else logits_sb
+        picked = pick(logits_sb, bias_sb, num_experts, formula)
         index_sb = nl.ndarray((logits_sb.shape[0], formula.top_k), nl.int32, buffer=nl.sbuf)
         write_index(index_sb, picked, num_experts)
         index_tiles.append(index_sb)

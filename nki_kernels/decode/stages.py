@@ -14,11 +14,11 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import PARTITIONS
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.tiles import (
-    activation_function,
     apply_chain,
     elements_of,
+    gate_function,
     load_halves,
     load_matrix,
     load_pattern,
@@ -39,35 +39,33 @@ def load_in(
     b: DecodeBuffers,
     x: DecodeOperands,
     expert: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     chunk: int,
 ) -> None:
     """Load gate and up weights of a chunk of an expert, with what its activation needs.
 
     Args:
-        config: sizes.
-        b: buffers.
-        x: operands in HBM.
+        config, b, x: sizes, buffers, operands in HBM.
         expert: (1, 1) int32 tile.
-        slot: which buffers to fill.
+        buffer: the weight buffer to fill.
         chunk: part of the intermediate axis.
     """
-    if config.weight_layout == "packed":
-        _load_run(b.gate_up[slot], x.gate_up, expert, chunk)
+    if config.weights.layout == "packed":
+        _load_run(b.gate_up[buffer], x.gate_up, expert, chunk)
         return
     I, i_axis = config.I, config.i_axis  # noqa: E741
     first = chunk * i_axis.size
     load_matrix(
-        b.gate_up[slot], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
+        b.gate_up[buffer], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
     )
-    if config.has_gate_up_bias:
-        load_halves(b.gate_up_bias[slot], x.gate_up_bias, i_axis, expert, I, first)
-    if config.has_scales:
-        load_halves(b.gate_up_scale[slot], x.gate_up_scale, i_axis, expert, I, first)
-    if config.down_scale == "channel":
-        load_matrix(b.down_scale[slot], x.down_scale, config.h_axis, expert, 0, 1, [1, 1], 1)
-    elif config.down_scale == "expert":
-        load_pattern(b.down_scale[slot], x.down_scale, [[0, PARTITIONS], [1, 1]], 0, expert)
+    if config.formula.has_gate_up_bias:
+        load_halves(b.gate_up_bias[buffer], x.gate_up_bias, i_axis, expert, I, first)
+    if config.weights.has_scales:
+        load_halves(b.gate_up_scale[buffer], x.gate_up_scale, i_axis, expert, I, first)
+    if config.weights.down_scale == "channel":
+        load_matrix(b.down_scale[buffer], x.down_scale, config.h_axis, expert, 0, 1, [1, 1], 1)
+    elif config.weights.down_scale == "expert":
+        load_pattern(b.down_scale[buffer], x.down_scale, [[0, PARTITIONS], [1, 1]], 0, expert)
 
 
 def load_out(
@@ -75,18 +73,18 @@ def load_out(
     b: DecodeBuffers,
     x: DecodeOperands,
     expert: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     chunk: int,
 ) -> None:
     """Load down weights of a chunk of an expert; beside the first chunk the expert's bias."""
     H, i_axis = config.H, config.i_axis
-    if config.weight_layout == "packed":
-        _load_run(b.down[slot], x.down, expert, chunk)
+    if config.weights.layout == "packed":
+        _load_run(b.down[buffer], x.down, expert, chunk)
     else:
         base = chunk * i_axis.size * H
-        load_matrix(b.down[slot], x.down, i_axis, expert, base, H, [1, 1], H)
-    if config.has_down_bias and chunk == 0:
-        load_rows(b.down_bias[slot], x.down_bias, expert, H, 0, H)
+        load_matrix(b.down[buffer], x.down, i_axis, expert, base, H, [1, 1], H)
+    if config.formula.has_down_bias and chunk == 0:
+        load_rows(b.down_bias[buffer], x.down_bias, expert, H, 0, H)
 
 
 def load_item(
@@ -94,12 +92,12 @@ def load_item(
     b: DecodeBuffers,
     x: DecodeOperands,
     expert: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     chunk: int,
 ) -> None:
     """Load all of a chunk of an expert; see `load_in`."""
-    load_in(config, b, x, expert, slot, chunk)
-    load_out(config, b, x, expert, slot, chunk)
+    load_in(config, b, x, expert, buffer, chunk)
+    load_out(config, b, x, expert, buffer, chunk)
 
 
 def _load_run(dst_sb: nl.NkiTensor, src: nl.NkiTensor, expert: nl.NkiTensor, chunk: int) -> None:
@@ -125,13 +123,15 @@ def spread_column(
         column: the expert's entry.
         ring: which buffers to fill.
     """
-    column_ps = b.column_ps[ring]
+    column_ps = b.banks.column_ps[ring]
     if config.scaling == "pre":
-        _spread(b.input_ps[ring], inputs, column)
-        nisa.tensor_copy(dst=b.input_scale[ring], src=b.input_ps[ring], engine=nisa.engine.scalar)
-    if weighs_inner(config) or config.has_down_bias:
+        _spread(b.banks.input_ps[ring], inputs, column)
+        nisa.tensor_copy(
+            dst=b.input_scale[ring], src=b.banks.input_ps[ring], engine=nisa.engine.scalar
+        )
+    if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
-    if config.has_down_bias:
+    if config.formula.has_down_bias:
         nisa.tensor_copy(dst=b.column_row[ring], src=column_ps[0:1, 0 : config.T])
 
 
@@ -149,39 +149,43 @@ def _spread(column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], column: int) ->
 
 
 def project_in(
-    config: DecodeConfig, b: DecodeBuffers, turned_sb: nl.NkiTensor, slot: int, item: int, ring: int
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    turned_sb: nl.NkiTensor,
+    buffer: int,
+    item: int,
+    ring: int,
 ) -> None:
     """Compute the inner activations of an item.
 
     Args:
-        config: sizes.
-        b: buffers.
+        config, b: sizes and buffers.
         turned_sb: x^T, [h, H/h, T] view.
-        slot: buffers of the weights.
+        buffer: the weight buffer.
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
     """
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
     run = h_axis.count * 2 * i_axis.size
-    weights_sb = b.gate_up[slot][0 : h_axis.rows, 0:run].reshape_dim(
+    weights_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run].reshape_dim(
         1, (h_axis.count, 2, i_axis.size)
     )
     for tile in range(i_axis.count):
         rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
-        bank_ps = b.inner_ps[(item * i_axis.count + tile) % len(b.inner_ps)]
+        bank_ps = b.banks.inner_ps[(item * i_axis.count + tile) % len(b.banks.inner_ps)]
         if joins_projections(config):
-            gate_up_sb = b.gate_up[slot][0 : h_axis.rows, 0:run]
+            gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
-            project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
+            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
             gate, up = bank_ps[0:rows, 0:T], bank_ps[rows : 2 * rows, 0:T]
         else:
             gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
-            project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
-            project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
-        activate(config, b, gate, up, slot, item, ring, tile)
+            _project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
+            _project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
+        _activate(config, b, gate, up, buffer, item, ring, tile)
 
 
-def project(
+def _project(
     config: DecodeConfig, dst_ps: nl.NkiTensor, weights_sb: nl.NkiTensor, turned_sb: nl.NkiTensor
 ) -> None:
     """Multiply [h, H/h, i] weights with the tokens, [i, T]."""
@@ -196,12 +200,12 @@ def project(
         )
 
 
-def activate(
+def _activate(
     config: DecodeConfig,
     b: DecodeBuffers,
     gate: nl.NkiTensor,
     up: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     item: int,
     ring: int,
     tile: int,
@@ -211,29 +215,29 @@ def activate(
     turn = (item * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     if config.scaling == "pre":
-        scale_input(config, b, gate_sb, gate, slot, ring, tile, 0)
-        scale_input(config, b, up_sb, up, slot, ring, tile, 1)
+        _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
+        _scale_input(config, b, up_sb, up, buffer, ring, tile, 1)
         gate, up = gate_sb, up_sb
-    activate_gate(config, b, gate_sb, gate, slot, tile)
-    operators, operands = _chain(config, b, slot, tile, 1)
+    _activate_gate(config, b, gate_sb, gate, buffer, tile)
+    operators, operands = _chain(config, b, buffer, tile, 1)
     inner_sb = b.inner[item % len(b.inner)][0:rows, tile, 0:T]
-    if config.down_scale == "expert":
+    if config.weights.down_scale == "expert":
         operators.append(nl.multiply)
-        operands.append(b.down_scale[slot][0:rows, 0, 0:1])
+        operands.append(b.down_scale[buffer][0:rows, 0, 0:1])
     if not weighs_inner(config):
         multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
         return
     multiply_chain(up_sb, up_sb, up, operators, operands, gate_sb)
-    column_ps = b.column_ps[ring][0:rows, 0:T]
+    column_ps = b.banks.column_ps[ring][0:rows, 0:T]
     nisa.tensor_tensor(dst=inner_sb, data1=up_sb, data2=column_ps, op=nl.multiply)
 
 
-def scale_input(
+def _scale_input(
     config: DecodeConfig,
     b: DecodeBuffers,
     dst_sb: nl.NkiTensor,
     projected_ps: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     ring: int,
     tile: int,
     half: int,
@@ -241,12 +245,12 @@ def scale_input(
     """Multiply a projection with the affinities of its input, and its scale if it has one."""
     rows, T = dst_sb.shape
     column_sb = b.input_scale[ring][0:rows, 0:T]
-    if config.has_scales:
+    if config.weights.has_scales:
         nisa.scalar_tensor_tensor(
             dst=dst_sb,
             data=projected_ps,
             op0=nl.multiply,
-            operand0=b.gate_up_scale[slot][0:rows, half, tile : tile + 1],
+            operand0=b.gate_up_scale[buffer][0:rows, half, tile : tile + 1],
             op1=nl.multiply,
             operand1=column_sb,
         )
@@ -254,53 +258,53 @@ def scale_input(
         nisa.tensor_tensor(dst=dst_sb, data1=projected_ps, data2=column_sb, op=nl.multiply)
 
 
-def activate_gate(
+def _activate_gate(
     config: DecodeConfig,
     b: DecodeBuffers,
     gate_sb: nl.NkiTensor,
     gate: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     tile: int,
 ) -> None:
     """Apply scale, bias, clamps and activation to the gate projection, in float32."""
-    function, rows = activation_function(config.activation), gate_sb.shape[0]
-    clamps = config.gate_limits
+    function, rows = gate_function(config.formula), gate_sb.shape[0]
+    clamps = config.formula.gate_limits
     if clamps.has_upper or clamps.has_lower:
-        operators, operands = _chain(config, b, slot, tile, 0)
+        operators, operands = _chain(config, b, buffer, tile, 0)
         nisa.activation(
             dst=gate_sb, op=function, data=apply_chain(gate_sb, gate, operators, operands)
         )
         return
     bias: Any = 0.0
     scale: Any = 1.0
-    if config.has_gate_up_bias:
-        bias = b.gate_up_bias[slot][0:rows, 0, tile : tile + 1]
-    if config.has_scales and config.scaling != "pre":
-        scale = b.gate_up_scale[slot][0:rows, 0, tile : tile + 1]
+    if config.formula.has_gate_up_bias:
+        bias = b.gate_up_bias[buffer][0:rows, 0, tile : tile + 1]
+    if config.weights.has_scales and config.scaling != "pre":
+        scale = b.gate_up_scale[buffer][0:rows, 0, tile : tile + 1]
     nisa.activation(dst=gate_sb, op=function, data=gate, bias=bias, scale=scale)
 
 
 def _chain(
-    config: DecodeConfig, b: DecodeBuffers, slot: int, tile: int, half: int
+    config: DecodeConfig, b: DecodeBuffers, buffer: int, tile: int, half: int
 ) -> tuple[list[Any], list[Any]]:
     """Return the scalar operators and operands of a projection: scale, bias, clamps, offset."""
     operators = []
     operands = []
     rows = rows_of(config.i_axis, tile)
-    clamps = config.up_limits if half == 1 else config.gate_limits
-    if config.has_scales and config.scaling != "pre":
+    clamps = config.formula.up_limits if half == 1 else config.formula.gate_limits
+    if config.weights.has_scales and config.scaling != "pre":
         operators.append(nl.multiply)
-        operands.append(b.gate_up_scale[slot][0:rows, half, tile : tile + 1])
-    if config.has_gate_up_bias:
+        operands.append(b.gate_up_scale[buffer][0:rows, half, tile : tile + 1])
+    if config.formula.has_gate_up_bias:
         operators.append(nl.add)
-        operands.append(b.gate_up_bias[slot][0:rows, half, tile : tile + 1])
+        operands.append(b.gate_up_bias[buffer][0:rows, half, tile : tile + 1])
     if clamps.has_upper:
         operators.append(nl.minimum)
         operands.append(clamps.upper)
     if clamps.has_lower:
         operators.append(nl.maximum)
         operands.append(clamps.lower)
-    if half == 1 and config.up_offset != 0.0:
+    if half == 1 and config.formula.up_offset != 0.0:
         operators.append(nl.add)
-        operands.append(config.up_offset)
+        operands.append(config.formula.up_offset)
     return operators, operands

@@ -16,8 +16,8 @@ Outputs, in shared HBM:
     num_valid_blocks      [1]      int32  blocks that hold a token
     tokens_per_expert     [E]      int32
     slot_of_pair_TK       [T, K]   int32  slot of each pair, -1 for no expert
-and, where asked, the lists of visits for `blockwise_moe` (see visit_index.py):
-    visit_expert_CV       [C, V]   int32  plans.VisitPlan, to which the three are equal bit for bit
+and, where asked, the lists of visits for `blockwise_moe` (see visits.py):
+    visit_expert_CV       [C, V]   int32  visits.VisitLists, to which they are equal bit by bit
     visit_tile_CVG      [C, V, G]  int32
     class_trips_1L        [1, L]   int32
 
@@ -29,7 +29,7 @@ over pairs of (pair + 1) * onehot(row) x onehot(column) holds pair + 1 where the
 elsewhere. All numbers stay below 2^24, so float32 sums of them are exact; pair + 1 enters as
 bfloat16 digits of 8 bits.
 
-Limits (check_index_blocks): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; SBUF must hold the
+Limits (`check_index_blocks`): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; SBUF must hold the
 0-1 tiles of a core's tokens (one byte per token and expert) and the slots of its pairs.
 
 Cost: the index is read once, every output written once; per tile of 128 tokens two matmuls of E
@@ -37,119 +37,37 @@ columns, and per choice up to three of N * B / 128 columns. The Vector engine bo
 three passes of E, per choice one of 128 and one of N * B / 128 in 16 bits. The two cores take half
 of the tokens each and exchange counts and their parts of the inverse.
 
+Steps:
+    1. Load the experts of this core's pairs; mark who chose whom, tile by tile.
+    2. Count choices per expert, on lower partitions and in all; exchange the counts.
+    3. Lay out blocks; core 0 stores what is known per block and per expert.
+    4. Rank the pairs: a tile's first slot of each expert, plus the choices in tiles before it.
+    5. List the visits (visits.py), if asked.
+    6. Invert the slots (slot_inverse.py).
+
 Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bit for bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.costs import KernelCost
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import count_up, divide_up
-from nki_kernels.common.plans import VisitDims
+from nki_kernels.common.memory import allocate
 from nki_kernels.common.token_tiles import (
-    PARTITIONS,
     TokenTiles,
     load_per_token,
     split_tokens,
     store_per_token,
 )
-from nki_kernels.index.slot_inverse import GROUP, exchange, invert, num_digits, store_flat
-from nki_kernels.index.visits import store_visits, visit_bytes
-
-MAX_EXPERTS = 512  # float32 columns of one PSUM bank
-MAX_TOP_K = 16
-MOST = 1 << 20  # pairs or slots for which `divide_down` is exact
-SLOTS = 8  # values per nc_match_replace8
-SBUF_BYTES = 212_984  # usable per partition on Trn2 (leanprover/KLR, KLR/Trace.lean)
-
-
-@dataclass
-class BlockDims(nl.NKIObject):
-    """Sizes of the mapping; compile-time integers only.
-
-    Attributes:
-        num_experts: E of this rank.
-        block_size: B.
-        num_blocks: N, from neuron_moe.blocks.num_blocks or larger.
-    """
-
-    num_experts: int
-    block_size: int
-    num_blocks: int
-
-
-NO_VISITS = VisitDims(0, 1, 0, 1, False, 0)
-
-
-def check_index_blocks(
-    num_tokens: int,
-    top_k: int,
-    dims: BlockDims,
-    num_cores: int = 2,
-    visits: VisitDims = NO_VISITS,
-) -> None:
-    """Raise ValueError unless the kernel takes these sizes.
-
-    Args:
-        num_tokens: T.
-        top_k: K.
-        dims: E, B and N.
-        num_cores: physical cores of the launch.
-        visits: how row tiles become visits; blockwise_config.visit_dims makes it.
-    """
-    if not 1 <= dims.num_experts <= MAX_EXPERTS:
-        raise ValueError(f"num_experts={dims.num_experts}: must be 1 to {MAX_EXPERTS}.")
-    if not 1 <= top_k <= MAX_TOP_K:
-        raise ValueError(f"top_k={top_k}: must be 1 to {MAX_TOP_K}.")
-    if num_tokens < 1 or num_tokens * top_k > MOST:
-        raise ValueError(
-            f"num_tokens={num_tokens}: must be at least 1, and T * K at most {MOST}."
-            " Index longer inputs in parts."
-        )
-    for name in ("block_size", "num_blocks"):
-        if getattr(dims, name) < 1:
-            raise ValueError(f"{name}={getattr(dims, name)}: must be at least 1.")
-    if dims.num_blocks * dims.block_size > MOST:
-        raise ValueError(
-            f"num_blocks={dims.num_blocks}, block_size={dims.block_size}: N * B must be at most"
-            f" {MOST}. Index longer inputs in parts."
-        )
-    if visits.tile_rows < 1 or dims.block_size % visits.tile_rows:
-        raise ValueError(
-            f"tile_rows={visits.tile_rows}: must divide block_size={dims.block_size}."
-            " Use visit_dims() of the configuration."
-        )
-    needed = sbuf_bytes(num_tokens, top_k, dims, num_cores, visits)
-    if needed > SBUF_BYTES:
-        raise ValueError(
-            f"num_tokens={num_tokens}, num_experts={dims.num_experts},"
-            f" num_blocks={dims.num_blocks}, block_size={dims.block_size}: need {needed} bytes of"
-            f" SBUF per partition, must be at most {SBUF_BYTES}. Index the tokens in parts."
-        )
-
-
-def sbuf_bytes(
-    num_tokens: int,
-    top_k: int,
-    dims: BlockDims,
-    num_cores: int,
-    visits: VisitDims = NO_VISITS,
-) -> int:
-    """Return bytes per partition alive at once."""
-    tokens = split_tokens(num_tokens, 0, num_cores)
-    pairs = tokens.count * top_k
-    chosen = tokens.count * dims.num_experts
-    padded = tokens.count * -(-top_k // SLOTS) * SLOTS * 4
-    width = -(-dims.num_blocks * dims.block_size // PARTITIONS)
-    ranking = chosen + padded + 4 * 4 * pairs + 14 * 4 * (dims.num_experts + 1)
-    inverting = 14 * 4 * pairs + 8 * 4 * min(width, GROUP) + 2 * 128 * 8
-    listing = chosen + 4 * 4 * pairs + visit_bytes(visits, dims.num_experts)
-    return max(ranking, listing, inverting) + 4096
+from nki_kernels.common.visits import VisitDims
+from nki_kernels.index.config import NO_VISITS, BlockDims
+from nki_kernels.index.memory import AT_ONCE, IndexTable, index_table
+from nki_kernels.index.slot_inverse import exchange, invert, store_flat
+from nki_kernels.index.visits import store_visits
 
 
 @nki.jit
@@ -167,11 +85,11 @@ def index_blocks(
     slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
 
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
-    slot_sb, total_sb, last_block_sb = place_pairs(
+    slot_sb, total_sb, last_block_sb = _place_pairs(
         index_TK, tokens, dims, block_to_expert, num_valid_blocks, tokens_per_expert
     )
-    store_slots(slot_of_pair_TK, slot_sb, tokens)
-    mapping: tuple[nl.ndarray, ...] = (
+    _store_slots(slot_of_pair_TK, slot_sb, tokens)
+    outputs: tuple[nl.ndarray, ...] = (
         token_of_slot,
         pair_of_slot,
         block_to_expert,
@@ -180,26 +98,34 @@ def index_blocks(
         slot_of_pair_TK,
     )
     if visits.num_lanes > 0:
-        lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
-        visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
-        visit_tile_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
-        class_trips_1L = nl.ndarray((1, 2 * largest - 1), nl.int32, buffer=nl.shared_hbm)
-        store_visits(
-            visit_expert_CV,
-            visit_tile_CVG,
-            class_trips_1L,
-            total_sb,
-            last_block_sb,
-            visits,
-            dims.block_size,
-            num_slots // visits.tile_rows,
-        )
-        mapping = mapping + (visit_expert_CV, visit_tile_CVG, class_trips_1L)
+        outputs = outputs + _list_visits(total_sb, last_block_sb, visits, dims)
+    # Last, as the lists wait for counts only, and the tensor engine for nothing else.
     invert(token_of_slot, pair_of_slot, slot_sb, tokens, top_k)
-    return mapping
+    return outputs
 
 
-def place_pairs(
+def _list_visits(
+    total_sb: nl.ndarray, last_block_sb: nl.ndarray, visits: VisitDims, dims: BlockDims
+) -> tuple[nl.ndarray, ...]:
+    """Allocate and store the lists of visits."""
+    lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
+    visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
+    visit_tile_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
+    class_trips_1L = nl.ndarray((1, 2 * largest - 1), nl.int32, buffer=nl.shared_hbm)
+    store_visits(
+        visit_expert_CV,
+        visit_tile_CVG,
+        class_trips_1L,
+        total_sb,
+        last_block_sb,
+        visits,
+        dims.block_size,
+        dims.num_blocks * dims.block_size // visits.tile_rows,
+    )
+    return (visit_expert_CV, visit_tile_CVG, class_trips_1L)
+
+
+def _place_pairs(
     index_TK: nl.ndarray,
     tokens: TokenTiles,
     dims: BlockDims,
@@ -212,30 +138,32 @@ def place_pairs(
     Store what is known per block and per expert.
     """
     top_k = index_TK.shape[1]
-    index_sb = load_index(index_TK, tokens, dims.num_experts)
-    chosen_sb = mark_choices(index_sb, tokens, top_k, dims.num_experts)
-    lower_sb, own_sb = count_choices(chosen_sb, tokens, dims.num_experts)
+    table = index_table(tokens, top_k, dims)
+    index_sb = _load_index(index_TK, tokens, table, dims.num_experts)
+    chosen_sb = _mark_choices(index_sb, table, top_k, dims.num_experts)
+    lower_sb, own_sb = _count_choices(chosen_sb, tokens, dims.num_experts)
     other_sb = exchange(own_sb)
     total_sb = nl.ndarray((PARTITIONS, dims.num_experts), nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
-    last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
+    last_block_sb, start_sb = _lay_out_blocks(total_sb, dims)
     if nl.program_id(0) == 0:
-        store_blocks(block_to_expert, num_valid_blocks, tokens_per_expert, last_block_sb, total_sb)
+        _store_blocks(block_to_expert, num_valid_blocks, tokens_per_expert, last_block_sb, total_sb)
     else:
         # The tokens of core 0 come first.
         nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
     nisa.tensor_tensor(dst=lower_sb, data1=lower_sb, data2=start_sb, op=nl.add)
-    slot_sb = rank_pairs(index_sb, chosen_sb, lower_sb, tokens, top_k, dims.num_experts)
+    slot_sb = _rank_pairs(index_sb, chosen_sb, lower_sb, table, tokens, top_k)
     return slot_sb, total_sb, last_block_sb
 
 
-def load_index(index_TK: nl.ndarray, tokens: TokenTiles, num_experts: int) -> nl.ndarray:
+def _load_index(
+    index_TK: nl.ndarray, tokens: TokenTiles, table: IndexTable, num_experts: int
+) -> nl.ndarray:
     """Return the experts of this core's pairs, [128, max(1, tiles) * K] int32; no token: -1.
 
     Any other number that is no expert becomes -1 or E.
     """
-    width = max(1, tokens.count) * index_TK.shape[1]
-    index_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
+    index_sb = allocate(table.experts)[0]
     if tokens.full < PARTITIONS or tokens.count == 0:
         nisa.memset(dst=index_sb, value=-1)
     load_per_token(index_sb, index_TK, tokens)
@@ -247,30 +175,28 @@ def load_index(index_TK: nl.ndarray, tokens: TokenTiles, num_experts: int) -> nl
     return index_sb
 
 
-def mark_choices(
-    index_sb: nl.ndarray, tokens: TokenTiles, top_k: int, num_experts: int
+def _mark_choices(
+    index_sb: nl.ndarray, table: IndexTable, top_k: int, num_experts: int
 ) -> nl.ndarray:
     """Return [128, max(1, tiles), E] float8: 1 where the token chose the expert, else 0."""
-    count = max(1, tokens.count)
-    groups = (top_k + SLOTS - 1) // SLOTS
-    wanted_sb = nl.ndarray((PARTITIONS, count, groups * SLOTS), nl.float32, buffer=nl.sbuf)
-    if top_k < groups * SLOTS:
+    wanted_sb, chosen_sb = allocate(table.wanted)[0], allocate(table.chosen)[0]
+    count, filled = wanted_sb.shape[1:3]
+    if top_k < filled:
         nisa.memset(dst=wanted_sb, value=-2.0)  # matches nothing
     nisa.tensor_copy(dst=wanted_sb[:, :, 0:top_k], src=index_sb.reshape_dim(1, (count, top_k)))
     expert_sb = count_up(num_experts, nl.float32)
-    chosen_sb = nl.ndarray((PARTITIONS, count, num_experts), nl.float8_e4m3, buffer=nl.sbuf)
     for tile in range(count):
         marked_sb = expert_sb
-        for group in range(groups):
+        for first in range(0, filled, AT_ONCE):
             next_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
-            wanted = wanted_sb[:, tile, group * SLOTS : (group + 1) * SLOTS]
+            wanted = wanted_sb[:, tile, first : first + AT_ONCE]
             nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=-1.0)
             marked_sb = next_sb
         nisa.tensor_scalar(dst=chosen_sb[:, tile, :], data=marked_sb, op0=nl.equal, operand0=-1.0)
     return chosen_sb
 
 
-def count_choices(
+def _count_choices(
     chosen_sb: nl.ndarray, tokens: TokenTiles, num_experts: int
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """Return choices of each expert on lower partitions, and on all; [128, E] float32 each."""
@@ -300,7 +226,7 @@ def count_choices(
     return lower_sb, all_sb
 
 
-def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, nl.ndarray]:
+def _lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, nl.ndarray]:
     """Return the end of each expert's blocks and its first slot, [128, E] float32 each."""
     shape = total_sb.shape
     blocks_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
@@ -324,7 +250,7 @@ def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, n
     return last_block_sb, start_sb
 
 
-def store_blocks(
+def _store_blocks(
     block_to_expert: nl.ndarray,
     num_valid_blocks: nl.ndarray,
     tokens_per_expert: nl.ndarray,
@@ -363,19 +289,19 @@ def store_blocks(
     store_flat(block_to_expert, integer_sb, columns, 0, columns, 0, PARTITIONS)
 
 
-def rank_pairs(
+def _rank_pairs(
     index_sb: nl.ndarray,
     chosen_sb: nl.ndarray,
     lower_sb: nl.ndarray,
+    table: IndexTable,
     tokens: TokenTiles,
     top_k: int,
-    num_experts: int,
 ) -> nl.ndarray:
     """Return the slot of each pair, [128, max(1, tiles) * K] float32; -1 for no expert.
 
     `lower_sb` [128, E] holds the slot a choice of each expert in tile 0 would take.
     """
-    width = index_sb.shape[1]
+    width, num_experts = index_sb.shape[1], lower_sb.shape[1]
     # A pair without an expert, -1 or E, looks up column E, which holds -1.
     none_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
     nisa.tensor_scalar(
@@ -388,7 +314,7 @@ def rank_pairs(
     )
     column_sb = nl.ndarray((PARTITIONS, width), nl.uint32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=column_sb, data1=index_sb, data2=none_sb, op=nl.add)
-    slot_sb = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.sbuf)
+    slot_sb = allocate(table.slots)[0]
     if tokens.count == 0:
         nisa.memset(dst=slot_sb, value=-1.0)
         return slot_sb
@@ -411,40 +337,8 @@ def rank_pairs(
     return slot_sb
 
 
-def store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:
+def _store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:
     """Store the slot of each pair as int32."""
     integer_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=integer_sb, src=slot_sb)
     store_per_token(slot_of_pair_TK, integer_sb, tokens)
-
-
-def cost_index_blocks(
-    num_tokens: int,
-    top_k: int,
-    dims: BlockDims,
-    num_cores: int = 2,
-    visits: VisitDims = NO_VISITS,
-) -> KernelCost:
-    """Predict the work of a launch.
-
-    Args:
-        num_tokens: T.
-        top_k: K.
-        dims: E, B and N.
-        num_cores: physical cores of the launch.
-        visits: the lists of visits that are asked for.
-    """
-    num_slots = dims.num_blocks * dims.block_size
-    row_size = -(-num_slots // PARTITIONS)
-    written = 4 * (2 * num_slots + dims.num_blocks + 1 + dims.num_experts + num_tokens * top_k)
-    if visits.num_lanes:
-        written += 4 * visits.num_lanes * visits.num_visits * (1 + visits.largest)
-        written += 4 * (2 * visits.largest - 1)
-    columns = 0
-    for core in range(num_cores):
-        tokens = split_tokens(num_tokens, core, num_cores)
-        count = max(1, tokens.count)
-        last_pair = (tokens.first + PARTITIONS * count) * top_k
-        columns += count * 2 * dims.num_experts
-        columns += count * top_k * num_digits(last_pair) * row_size
-    return KernelCost(4 * num_tokens * top_k, written, columns)

@@ -18,7 +18,9 @@ class Mapping(NamedTuple):
     slot_of_pair_TK: Array
 
 
-def index_blocks(index_TK: Array, num_experts: int, block_size: int, num_blocks: int) -> Mapping:
+def index_blocks_ref(
+    index_TK: Array, num_experts: int, block_size: int, num_blocks: int
+) -> Mapping:
     """Place each pair of [T, K] choices in the next slot of its expert's blocks.
 
     A number that is no expert's, as -1, is no choice.

@@ -10,12 +10,12 @@ from __future__ import annotations
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.integers import count_up, divide_down
-from nki_kernels.common.token_tiles import PARTITIONS, TokenTiles
+from nki_kernels.common.token_tiles import TokenTiles
 
-BANK = 512  # float32 columns of one PSUM bank
 GROUP = 2048  # columns of the inverse summed at once: half of PSUM, and exact in float16
-DIGIT_BITS = 8  # of a bfloat16 significand
+_DIGIT_BITS = 8  # of a bfloat16 significand
 
 
 def invert(
@@ -29,7 +29,7 @@ def invert(
     num_slots = pair_of_slot.shape[0]
     pairs_per_partition = slot_sb.shape[1]
     row_size = (num_slots + PARTITIONS - 1) // PARTITIONS
-    row_sb, column_sb = split_slots(slot_sb, row_size)
+    row_sb, column_sb = _split_slots(slot_sb, row_size)
     number_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
     nisa.iota(
         dst=number_sb,
@@ -38,7 +38,7 @@ def invert(
         channel_multiplier=pairs_per_partition,
     )
     last_pair = (tokens.first + PARTITIONS * max(1, tokens.count)) * top_k
-    digits = split_digits(number_sb, num_digits(last_pair))
+    digits = _split_digits(number_sb, num_digits(last_pair))
     # Small integers are exact in 16 bits, of which the Vector engine compares four at a time.
     line_sb = count_up(PARTITIONS, nl.float16)
     numbers_sb = count_up(min(row_size, GROUP), nl.float16)
@@ -49,29 +49,29 @@ def invert(
         inverse_ps = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.psum)
         for pair in range(pairs_per_partition):
             column = slice(pair, pair + 1)
-            moving = one_hot(numbers_sb[:, 0:width], here_sb[:, column])
-            stationary = weighted_one_hots(line_sb, row_sb[:, column], digits, pair)
+            moving = _one_hot(numbers_sb[:, 0:width], here_sb[:, column])
+            stationary = _weighted_one_hots(line_sb, row_sb[:, column], digits, pair)
             for digit in range(len(digits)):
-                for bank in range(0, width, BANK):
-                    banked = slice(bank, min(bank + BANK, width))
+                for bank in range(0, width, BANK_FLOATS):
+                    banked = slice(bank, min(bank + BANK_FLOATS, width))
                     nisa.nc_matmul(
                         dst=inverse_ps[:, banked],
                         stationary=stationary[digit],
                         moving=moving[:, banked],
                         accumulate=pair + digit > 0,
                     )
-        store_inverse(token_of_slot, pair_of_slot, inverse_ps, row_size, start, top_k)
+        _store_inverse(token_of_slot, pair_of_slot, inverse_ps, row_size, start, top_k)
 
 
 def num_digits(num_pairs: int) -> int:
     """Return how many digits of 8 bits the numbers 1 to num_pairs need."""
     digits = 1
-    while (1 << (DIGIT_BITS * digits)) <= num_pairs:
+    while (1 << (_DIGIT_BITS * digits)) <= num_pairs:
         digits += 1
     return digits
 
 
-def split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
+def _split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
     """Return float32 tiles that add up to the int32 numbers, each with 8 significant bits."""
     parts = []
     for digit in range(digits):
@@ -80,7 +80,7 @@ def split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
             dst=bits_sb,
             data=numbers_sb,
             op0=nl.bitwise_and,
-            operand0=((1 << DIGIT_BITS) - 1) << (DIGIT_BITS * digit),
+            operand0=((1 << _DIGIT_BITS) - 1) << (_DIGIT_BITS * digit),
         )
         part_sb = nl.ndarray(numbers_sb.shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=part_sb, src=bits_sb)
@@ -88,14 +88,14 @@ def split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
     return parts
 
 
-def one_hot(numbers: nl.ndarray, place: nl.ndarray) -> nl.ndarray:
+def _one_hot(numbers: nl.ndarray, place: nl.ndarray) -> nl.ndarray:
     """Return bfloat16 1 where a partition's number equals its `place` [128, 1], else 0."""
     found_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=found_sb, data=numbers, op0=nl.equal, operand0=place)
     return found_sb
 
 
-def weighted_one_hots(
+def _weighted_one_hots(
     numbers: nl.ndarray, place: nl.ndarray, digits: list[nl.ndarray], pair: int
 ) -> list[nl.ndarray]:
     """Return, for each digit of a pair's number, bfloat16 tiles that hold it at its `place`.
@@ -104,7 +104,7 @@ def weighted_one_hots(
     engine.
     """
     column = slice(pair, pair + 1)
-    found_sb = one_hot(numbers, place)
+    found_sb = _one_hot(numbers, place)
     weighted = []
     for digit in range(len(digits)):
         weighted_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
@@ -117,7 +117,7 @@ def weighted_one_hots(
     return weighted
 
 
-def split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.ndarray]:
+def _split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.ndarray]:
     """Return slot // row_size and slot % row_size as float32; row -1 for slot -1."""
     row_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
     whole_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
@@ -135,7 +135,7 @@ def split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.ndar
     return row_sb, column_sb
 
 
-def store_inverse(
+def _store_inverse(
     token_of_slot: nl.ndarray,
     pair_of_slot: nl.ndarray,
     inverse_ps: nl.ndarray,

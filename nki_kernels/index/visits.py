@@ -1,4 +1,4 @@
-"""The lists of visits on the device: `plans.plan_visits`, bit for bit, from tokens per expert.
+"""The lists of visits on the device: what `list_visits` makes on the host, bit for bit.
 
 Slots of an expert fill up in order, so its live row tiles are the first ceil(tokens / R) of its
 blocks, and everything follows from the counts. With n tiles of an expert in v = ceil(n / G) visits,
@@ -7,12 +7,12 @@ which lack d = G v - n tiles, the formula is, for position p of a lane:
     runs      (size, expert), sizes descending: visits of that size, ends[run] = their running sum
               v - d of size G and d of size G - 1, or v - 1 and one of G - d if that is below 0
     steps     visits side by side; S[size] = steps whose first visit is at least so large
-    loops     of plans.loops_of: first position, first step, first single tile of each
+    loops     of common.visits.loops_of: first position, first step, first single tile of each
     step(p)   by the loop that p falls in;  visit(p) = step * lanes + lane, or step + lane * steps
     run       = runs that end at or before visit(p);  expert, size and tiles follow from the run
 
 On chip: all tables [128, ...] are the same on every partition; positions lie on partitions in runs,
-position `partition * columns + column`. Runs and loops are found by comparing with all their ends;
+position `partition * columns + column`. _Runs and loops are found by comparing with all their ends;
 their numbers are then gathered. Numbers stay below 2^24: exact in float32.
 
 Cost: some fifteen passes over E numbers and a scan over G * E on the Vector engine, a compare over
@@ -27,15 +27,15 @@ from dataclasses import dataclass
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
-from nki_kernels.common.plans import VisitDims, no_tile
-from nki_kernels.common.token_tiles import PARTITIONS
+from nki_kernels.common.visits import VisitDims, no_tile
 
-FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
+_FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
 
 
 @dataclass
-class Runs(nl.NKIObject):
+class _Runs(nl.NKIObject):
     """Visits of one size and expert, float32; run `position * E + expert`, largest sizes first.
 
     Attributes:
@@ -49,7 +49,7 @@ class Runs(nl.NKIObject):
 
 
 @dataclass
-class Loops(nl.NKIObject):
+class _Loops(nl.NKIObject):
     """The loops of the kernel, [128, L + 1] float32 each; the last one is none.
 
     Attributes:
@@ -91,27 +91,27 @@ def store_visits(
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
     num_experts = tokens_sb.shape[1]
-    runs = group_tiles(tokens_sb, last_block_sb, visits, block_size)
+    runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size)
     ends = runs.ends[:, 1 : 1 + visits.largest * num_experts]
-    loops = lay_out_loops(ends, visits, num_experts)
+    loops = _lay_out_loops(ends, visits, num_experts)
     if core == 0:
         nisa.dma_copy(dst=class_trips, src=loops.trips[0:1, :])
     columns = (visits.num_visits + PARTITIONS - 1) // PARTITIONS
     for lane in range(visits.num_lanes):
         if lane % num_cores == core:
-            visit_sb = number_visits(loops, visits, lane, columns, 0)
-            run_sb = find(ends, visit_sb)
-            expert_sb, size_sb = split_runs(run_sb, visits.largest, num_experts)
-            tile_sb = place_tiles(
+            visit_sb = _number_visits(loops, visits, lane, columns, 0)
+            run_sb = _find(ends, visit_sb)
+            expert_sb, size_sb = _split_runs(run_sb, visits.largest, num_experts)
+            tile_sb = _place_tiles(
                 runs, visit_sb, run_sb, expert_sb, size_sb, visits.largest, num_tiles
             )
             if visits.reload_after > 0:
-                before_sb = number_visits(loops, visits, lane, columns, visits.reload_after)
-                before_run_sb = find(ends, before_sb)
-                here_sb, _size_sb = split_runs(before_run_sb, visits.largest, num_experts)
-                forget_repeated(expert_sb, here_sb, num_experts)
-            store_lane(visit_expert, expert_sb, lane, visits.num_visits, 1)
-            store_lane(visit_tile, tile_sb, lane, visits.num_visits, visits.largest)
+                before_sb = _number_visits(loops, visits, lane, columns, visits.reload_after)
+                before_run_sb = _find(ends, before_sb)
+                here_sb, _size_sb = _split_runs(before_run_sb, visits.largest, num_experts)
+                _forget_repeated(expert_sb, here_sb, num_experts)
+            _store_lane(visit_expert, expert_sb, lane, visits.num_visits, 1)
+            _store_lane(visit_tile, tile_sb, lane, visits.num_visits, visits.largest)
 
 
 def visit_bytes(visits: VisitDims, num_experts: int) -> int:
@@ -121,53 +121,53 @@ def visit_bytes(visits: VisitDims, num_experts: int) -> int:
     return 4 * (runs + (24 + 3 * visits.largest) * columns)
 
 
-def new(width: int, dtype: nl.DType) -> nl.ndarray:
+def _new(width: int, dtype: nl.DType) -> nl.ndarray:
     """Return a tile [128, width]."""
     return nl.ndarray((PARTITIONS, width), dtype, buffer=nl.sbuf)
 
 
-def group_tiles(
+def _group_tiles(
     tokens_sb: nl.ndarray, last_block_sb: nl.ndarray, visits: VisitDims, block_size: int
-) -> Runs:
-    """Return the visits of each size and expert; see plans._group, which does the same."""
+) -> _Runs:
+    """Return the visits of each size and expert, as `_group` of common.visits does."""
     E, G = tokens_sb.shape[1], visits.largest
-    blocks_sb, tiles_sb, count_sb = new(E, nl.int32), new(E, nl.int32), new(E, nl.int32)
+    blocks_sb, tiles_sb, count_sb = _new(E, nl.int32), _new(E, nl.int32), _new(E, nl.int32)
     divide_up(blocks_sb, tokens_sb, block_size)
     divide_up(tiles_sb, tokens_sb, visits.tile_rows)
     divide_up(count_sb, tiles_sb, G)
-    visits_sb, tile_sb = new(G * E, nl.float32), new(2 * E + 1, nl.float32)
+    visits_sb, tile_sb = _new(G * E, nl.float32), _new(2 * E + 1, nl.float32)
     first = tile_sb[:, 0:E]
-    subtract(first, last_block_sb, blocks_sb)
-    scale_and_add(first, first, float(block_size // visits.tile_rows), 0.0)
-    lacking_sb, even_sb = new(E, nl.float32), new(E, nl.float32)
-    combine_scaled(lacking_sb, count_sb, nl.multiply, G, nl.subtract, tiles_sb)
+    _subtract(first, last_block_sb, blocks_sb)
+    _scale_and_add(first, first, float(block_size // visits.tile_rows), 0.0)
+    lacking_sb, even_sb = _new(E, nl.float32), _new(E, nl.float32)
+    _combine_scaled(lacking_sb, count_sb, nl.multiply, G, nl.subtract, tiles_sb)
     nisa.tensor_tensor(dst=even_sb, data1=lacking_sb, data2=count_sb, op=nl.less_equal)
     # Full visits: all but the lacking ones, or all but one.
-    full, short_sb = visits_sb[:, 0:E], new(E, nl.float32)
+    full, short_sb = visits_sb[:, 0:E], _new(E, nl.float32)
     nisa.tensor_tensor(dst=short_sb, data1=lacking_sb, data2=even_sb, op=nl.multiply)
-    subtract(full, count_sb, short_sb)
-    combine_scaled(full, even_sb, nl.add, -1, nl.add, full)
+    _subtract(full, count_sb, short_sb)
+    _combine_scaled(full, even_sb, nl.add, -1, nl.add, full)
     if G > 1:
-        subtract(lacking_sb, lacking_sb, short_sb)
+        _subtract(lacking_sb, lacking_sb, short_sb)
         nisa.tensor_copy(dst=visits_sb[:, E : 2 * E], src=short_sb)
     for position in range(2, G):
         run = slice(position * E, (position + 1) * E)
         nisa.tensor_scalar(
             dst=visits_sb[:, run], data=lacking_sb, op0=nl.equal, operand0=float(position)
         )
-    combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
+    _combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
     nisa.memset(dst=tile_sb[:, 2 * E : 2 * E + 1], value=0.0, engine=nisa.engine.gpsimd)
-    ends_sb = new(G * E + 1, nl.float32)
+    ends_sb = _new(G * E + 1, nl.float32)
     nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.gpsimd)
     # A running sum: no count is negative, so that the maximum changes nothing.
     nisa.tensor_tensor_scan(
         dst=ends_sb[:, 1 : G * E + 1], data0=visits_sb, data1=visits_sb, initial=0.0, op0=nl.add,
         op1=nl.maximum,
     )  # fmt: skip
-    return Runs(ends_sb, tile_sb)
+    return _Runs(ends_sb, tile_sb)
 
 
-def combine_scaled(
+def _combine_scaled(
     dst: nl.ndarray, data: nl.ndarray, op0: nl.DType, number: int, op1: nl.DType, other: nl.ndarray
 ) -> None:
     """Write (data op0 number) op1 other."""
@@ -176,74 +176,74 @@ def combine_scaled(
     )
 
 
-def lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> Loops:
-    """Return the loops; see plans._arrange, which does the same.
+def _lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> _Loops:
+    """Return the loops; see `_arrange` of common.visits, which does the same.
 
     A size takes the single tiles that larger ones left. As long as there are enough, each step
     takes one, so that the steps before a size are also the single tiles taken before it.
     """
     G = visits.largest
-    whole_sb, steps_sb = new(G, nl.int32), new(G + 1, nl.float32)
+    whole_sb, steps_sb = _new(G, nl.int32), _new(G + 1, nl.float32)
     divide_up(whole_sb, ends_sb[:, num_experts - 1 : G * num_experts : num_experts],
               visits.num_lanes)  # fmt: skip
     nisa.memset(dst=steps_sb[:, 0:1], value=0.0, engine=nisa.engine.gpsimd)
     nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb)
     before, after = steps_sb[:, 0:G], steps_sb[:, 1 : G + 1]
-    mine_sb, left_sb = new(G, nl.float32), new(G, nl.float32)
-    subtract(mine_sb, after, before)
+    mine_sb, left_sb = _new(G, nl.float32), _new(G, nl.float32)
+    _subtract(mine_sb, after, before)
     nisa.tensor_scalar(
         dst=left_sb, data=before, op0=nl.subtract, operand0=mine_sb[:, G - 1 : G], reverse0=True,
         op1=nl.maximum, operand1=0.0,
     )  # fmt: skip
     # Sizes and their loops alternate: alone, beside single tiles; the last of them is single tiles.
-    trips_sb, begin_sb = new(2 * G, nl.int32), new(2 * G, nl.float32)
-    step_sb, single_sb = new(2 * G, nl.float32), new(2 * G, nl.float32)
-    nisa.memset(dst=step_sb, value=FAR, engine=nisa.engine.gpsimd)
-    nisa.memset(dst=single_sb, value=FAR, engine=nisa.engine.gpsimd)
+    trips_sb, begin_sb = _new(2 * G, nl.int32), _new(2 * G, nl.float32)
+    step_sb, single_sb = _new(2 * G, nl.float32), _new(2 * G, nl.float32)
+    nisa.memset(dst=step_sb, value=_FAR, engine=nisa.engine.gpsimd)
+    nisa.memset(dst=single_sb, value=_FAR, engine=nisa.engine.gpsimd)
     nisa.memset(dst=begin_sb[:, 0:1], value=0.0, engine=nisa.engine.gpsimd)
     alone, mixed, last = slice(0, 2 * G, 2), slice(1, 2 * G, 2), slice(2 * G - 2, 2 * G - 1)
-    over_sb, twice_sb = new(G, nl.float32), new(G, nl.float32)
-    subtract(over_sb, mine_sb, left_sb)
+    over_sb, twice_sb = _new(G, nl.float32), _new(G, nl.float32)
+    _subtract(over_sb, mine_sb, left_sb)
     nisa.tensor_scalar(
         dst=over_sb, data=over_sb, op0=nl.maximum, operand0=0.0, op1=nl.multiply, operand1=0.5
     )
     nisa.tensor_scalar(dst=trips_sb[:, alone], data=over_sb, op0=nl.add, operand0=-0.25)
-    scale_and_add(twice_sb, trips_sb[:, alone], 2.0, 0.0)
-    subtract(trips_sb[:, mixed], mine_sb, twice_sb)
+    _scale_and_add(twice_sb, trips_sb[:, alone], 2.0, 0.0)
+    _subtract(trips_sb[:, mixed], mine_sb, twice_sb)
     divide_up(trips_sb[:, last], left_sb[:, G - 1 : G], 2)
     trips = trips_sb[:, 0 : 2 * G - 1]
     nisa.tensor_tensor_scan(
         dst=begin_sb[:, 1 : 2 * G], data0=trips, data1=trips, initial=0.0, op0=nl.add, op1=nl.add
     )
     nisa.tensor_copy(dst=step_sb[:, alone], src=before)
-    scale_and_add(single_sb[:, mixed], left_sb, -1.0, steps_sb[:, G : G + 1])
-    subtract(step_sb[:, last], steps_sb[:, G : G + 1], left_sb[:, G - 1 : G])
-    add(step_sb[:, mixed], before, twice_sb)
+    _scale_and_add(single_sb[:, mixed], left_sb, -1.0, steps_sb[:, G : G + 1])
+    _subtract(step_sb[:, last], steps_sb[:, G : G + 1], left_sb[:, G - 1 : G])
+    _add(step_sb[:, mixed], before, twice_sb)
     # Past the last loop there is neither.
-    nisa.memset(dst=step_sb[:, 2 * G - 1 : 2 * G], value=FAR)
-    nisa.memset(dst=single_sb[:, 2 * G - 1 : 2 * G], value=FAR)
-    return Loops(begin_sb, step_sb, single_sb, steps_sb[:, G : G + 1], trips)
+    nisa.memset(dst=step_sb[:, 2 * G - 1 : 2 * G], value=_FAR)
+    nisa.memset(dst=single_sb[:, 2 * G - 1 : 2 * G], value=_FAR)
+    return _Loops(begin_sb, step_sb, single_sb, steps_sb[:, G : G + 1], trips)
 
 
-def add(dst: nl.ndarray, data1: nl.ndarray, data2: nl.ndarray) -> None:
+def _add(dst: nl.ndarray, data1: nl.ndarray, data2: nl.ndarray) -> None:
     """Write the sum of two tiles."""
     nisa.tensor_tensor(dst=dst, data1=data1, data2=data2, op=nl.add)
 
 
-def subtract(dst: nl.ndarray, data1: nl.ndarray, data2: nl.ndarray) -> None:
+def _subtract(dst: nl.ndarray, data1: nl.ndarray, data2: nl.ndarray) -> None:
     """Write the difference of two tiles."""
     nisa.tensor_tensor(dst=dst, data1=data1, data2=data2, op=nl.subtract)
 
 
-def scale_and_add(dst: nl.ndarray, data: nl.ndarray, factor: float, offset: object) -> None:
+def _scale_and_add(dst: nl.ndarray, data: nl.ndarray, factor: float, offset: object) -> None:
     """Write data * factor + offset, a number or one per partition."""
     nisa.tensor_scalar(
         dst=dst, data=data, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=offset
     )
 
 
-def number_visits(
-    loops: Loops, visits: VisitDims, lane: int, columns: int, earlier: int
+def _number_visits(
+    loops: _Loops, visits: VisitDims, lane: int, columns: int, earlier: int
 ) -> nl.ndarray:
     """Return the visit at every position of a lane, [128, columns] float32; a large one for none.
 
@@ -254,69 +254,69 @@ def number_visits(
         columns: positions on a partition.
         earlier: look so many positions before.
     """
-    place_sb = new(columns, nl.float32)
+    place_sb = _new(columns, nl.float32)
     nisa.iota(dst=place_sb, pattern=[[1, columns]], offset=-earlier, channel_multiplier=columns)
-    loop_sb = find(loops.begin[:, 1 : 1 + loops.trips.shape[1]], place_sb)
-    index_sb = new(columns, nl.uint32)
+    loop_sb = _find(loops.begin[:, 1 : 1 + loops.trips.shape[1]], place_sb)
+    index_sb = _new(columns, nl.uint32)
     nisa.tensor_copy(dst=index_sb, src=loop_sb)
-    begin_sb, step_sb = gather(loops.begin, index_sb), gather(loops.step, index_sb)
-    change_sb = gather(loops.single, index_sb)
-    since_sb, trip_sb = new(columns, nl.float32), new(columns, nl.int32)
-    subtract(since_sb, place_sb, begin_sb)
+    begin_sb, step_sb = _gather(loops.begin, index_sb), _gather(loops.step, index_sb)
+    change_sb = _gather(loops.single, index_sb)
+    since_sb, trip_sb = _new(columns, nl.float32), _new(columns, nl.int32)
+    _subtract(since_sb, place_sb, begin_sb)
     divide_down(trip_sb, since_sb, 2)
-    is_second_sb = rest_of_two(since_sb, trip_sb)
+    is_second_sb = _rest_of_two(since_sb, trip_sb)
     # Every second loop has a single tile beside a visit: step, or single step, by the trip.
-    half_sb = new(columns, nl.int32)
+    half_sb = _new(columns, nl.int32)
     divide_down(half_sb, loop_sb, 2)
-    is_mixed_sb = rest_of_two(loop_sb, half_sb)
-    subtract(change_sb, change_sb, step_sb)
-    combine_scaled(change_sb, change_sb, nl.add, -1, nl.multiply, is_second_sb)
-    subtract(change_sb, change_sb, trip_sb)
+    is_mixed_sb = _rest_of_two(loop_sb, half_sb)
+    _subtract(change_sb, change_sb, step_sb)
+    _combine_scaled(change_sb, change_sb, nl.add, -1, nl.multiply, is_second_sb)
+    _subtract(change_sb, change_sb, trip_sb)
     nisa.tensor_tensor(dst=change_sb, data1=change_sb, data2=is_mixed_sb, op=nl.multiply)
-    add(step_sb, step_sb, since_sb)
-    add(step_sb, step_sb, change_sb)
+    _add(step_sb, step_sb, since_sb)
+    _add(step_sb, step_sb, change_sb)
     if visits.in_halves:
-        lose(step_sb, step_sb, nl.greater_equal, loops.num_steps)
+        _lose(step_sb, step_sb, nl.greater_equal, loops.num_steps)
     if earlier > 0:
-        lose(step_sb, place_sb, nl.less, 0.0)
-    visit_sb = new(columns, nl.float32)
+        _lose(step_sb, place_sb, nl.less, 0.0)
+    visit_sb = _new(columns, nl.float32)
     if visits.in_halves and lane > 0:
         nisa.tensor_scalar(dst=visit_sb, data=step_sb, op0=nl.add, operand0=loops.num_steps)
     elif visits.in_halves:
         nisa.tensor_copy(dst=visit_sb, src=step_sb)
     else:
-        scale_and_add(visit_sb, step_sb, float(visits.num_lanes), float(lane))
+        _scale_and_add(visit_sb, step_sb, float(visits.num_lanes), float(lane))
     return visit_sb
 
 
-def rest_of_two(data: nl.ndarray, half: nl.ndarray) -> nl.ndarray:
+def _rest_of_two(data: nl.ndarray, half: nl.ndarray) -> nl.ndarray:
     """Return data - 2 * half as float32."""
-    rest_sb = new(data.shape[1], nl.float32)
-    combine_scaled(rest_sb, half, nl.multiply, -2, nl.add, data)
+    rest_sb = _new(data.shape[1], nl.float32)
+    _combine_scaled(rest_sb, half, nl.multiply, -2, nl.add, data)
     return rest_sb
 
 
-def lose(step_sb: nl.ndarray, data: nl.ndarray, compare: nl.DType, limit: object) -> None:
+def _lose(step_sb: nl.ndarray, data: nl.ndarray, compare: nl.DType, limit: object) -> None:
     """Make steps that do not exist of those where `data` compares true."""
-    far_sb = new(step_sb.shape[1], nl.float32)
+    far_sb = _new(step_sb.shape[1], nl.float32)
     nisa.tensor_scalar(
-        dst=far_sb, data=data, op0=compare, operand0=limit, op1=nl.multiply, operand1=FAR
+        dst=far_sb, data=data, op0=compare, operand0=limit, op1=nl.multiply, operand1=_FAR
     )
-    add(step_sb, step_sb, far_sb)
+    _add(step_sb, step_sb, far_sb)
 
 
-def gather(table_sb: nl.ndarray, index_sb: nl.ndarray) -> nl.ndarray:
+def _gather(table_sb: nl.ndarray, index_sb: nl.ndarray) -> nl.ndarray:
     """Return table entries by their numbers, a float32 tile."""
-    found_sb = new(index_sb.shape[1], nl.float32)
+    found_sb = _new(index_sb.shape[1], nl.float32)
     nisa.nc_n_gather(dst=found_sb, data=table_sb, indices=index_sb)
     return found_sb
 
 
-def find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
+def _find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
     """Return how many of the ends are not above each number, [128, columns] float32."""
     columns = numbers_sb.shape[1]
-    found_sb = new(columns, nl.float32)
-    ended_sb = new(ends_sb.shape[1], nl.float32)
+    found_sb = _new(columns, nl.float32)
+    ended_sb = _new(ends_sb.shape[1], nl.float32)
     for column in range(columns):
         nisa.tensor_scalar_reduce(
             dst=ended_sb,
@@ -329,33 +329,35 @@ def find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
     return found_sb
 
 
-def split_runs(run_sb: nl.ndarray, largest: int, num_experts: int) -> tuple[nl.ndarray, nl.ndarray]:
+def _split_runs(
+    run_sb: nl.ndarray, largest: int, num_experts: int
+) -> tuple[nl.ndarray, nl.ndarray]:
     """Return expert (E for none) and size (0 for none) of each run, float32."""
     columns = run_sb.shape[1]
-    group_sb, none_sb = new(columns, nl.int32), new(columns, nl.float32)
-    size_sb, expert_sb = new(columns, nl.float32), new(columns, nl.float32)
+    group_sb, none_sb = _new(columns, nl.int32), _new(columns, nl.float32)
+    size_sb, expert_sb = _new(columns, nl.float32), _new(columns, nl.float32)
     divide_down(group_sb, run_sb, num_experts)
-    scale_and_add(size_sb, group_sb, -1.0, float(largest))
-    combine_scaled(expert_sb, group_sb, nl.multiply, -num_experts, nl.add, run_sb)
+    _scale_and_add(size_sb, group_sb, -1.0, float(largest))
+    _combine_scaled(expert_sb, group_sb, nl.multiply, -num_experts, nl.add, run_sb)
     nisa.tensor_scalar(
         dst=none_sb, data=size_sb, op0=nl.equal, operand0=0.0, op1=nl.multiply,
         operand1=float(num_experts),
     )  # fmt: skip
-    add(expert_sb, expert_sb, none_sb)
+    _add(expert_sb, expert_sb, none_sb)
     return expert_sb, size_sb
 
 
-def forget_repeated(expert_sb: nl.ndarray, before_sb: nl.ndarray, num_experts: int) -> None:
+def _forget_repeated(expert_sb: nl.ndarray, before_sb: nl.ndarray, num_experts: int) -> None:
     """Name no expert where it is that of the earlier visit, whose weights are on chip."""
-    same_sb, none_sb = new(expert_sb.shape[1], nl.float32), new(expert_sb.shape[1], nl.float32)
+    same_sb, none_sb = _new(expert_sb.shape[1], nl.float32), _new(expert_sb.shape[1], nl.float32)
     nisa.tensor_tensor(dst=same_sb, data1=expert_sb, data2=before_sb, op=nl.equal)
-    scale_and_add(none_sb, expert_sb, -1.0, float(num_experts))
+    _scale_and_add(none_sb, expert_sb, -1.0, float(num_experts))
     nisa.tensor_tensor(dst=none_sb, data1=none_sb, data2=same_sb, op=nl.multiply)
-    add(expert_sb, expert_sb, none_sb)
+    _add(expert_sb, expert_sb, none_sb)
 
 
-def place_tiles(
-    runs: Runs,
+def _place_tiles(
+    runs: _Runs,
     visit_sb: nl.ndarray,
     run_sb: nl.ndarray,
     expert_sb: nl.ndarray,
@@ -367,18 +369,18 @@ def place_tiles(
     columns, num_experts = visit_sb.shape[1], runs.tile.shape[1] // 2
     none = float(no_tile(num_tiles))
     tile_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
-    first_sb, live_sb = new(columns, nl.float32), new(columns, nl.float32)
-    index_sb, origin_sb = new(columns, nl.uint32), new(columns, nl.uint32)
+    first_sb, live_sb = _new(columns, nl.float32), _new(columns, nl.float32)
+    index_sb, origin_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)
     nisa.tensor_copy(dst=index_sb, src=run_sb)
-    # Runs of all sizes but the largest begin after the full visits.
+    # _Runs of all sizes but the largest begin after the full visits.
     nisa.tensor_scalar(
         dst=live_sb, data=size_sb, op0=nl.less, operand0=float(largest), op1=nl.multiply,
         operand1=float(num_experts),
     )  # fmt: skip
-    add(origin_sb, expert_sb, live_sb)
-    subtract(first_sb, visit_sb, gather(runs.ends, index_sb))
+    _add(origin_sb, expert_sb, live_sb)
+    _subtract(first_sb, visit_sb, _gather(runs.ends, index_sb))
     nisa.tensor_tensor(dst=first_sb, data1=first_sb, data2=size_sb, op=nl.multiply)
-    add(first_sb, first_sb, gather(runs.tile, origin_sb))
+    _add(first_sb, first_sb, _gather(runs.tile, origin_sb))
     for place in range(largest):
         nisa.tensor_scalar(dst=live_sb, data=size_sb, op0=nl.greater, operand0=float(place))
         nisa.scalar_tensor_tensor(
@@ -390,12 +392,12 @@ def place_tiles(
     return flat_sb
 
 
-def store_lane(
+def _store_lane(
     list_of_lane: nl.ndarray, values_sb: nl.ndarray, lane: int, num_visits: int, size: int
 ) -> None:
     """Store the values of one lane, `size` for each visit, as int32."""
     width = values_sb.shape[1]
-    integer_sb = new(width, nl.int32)
+    integer_sb = _new(width, nl.int32)
     nisa.tensor_copy(dst=integer_sb, src=values_sb)
     total = num_visits * size
     rows, rest = total // width, total % width

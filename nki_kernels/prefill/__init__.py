@@ -1,1 +1,53 @@
-"""nki_kernels/prefill."""
+"""Prefill: every slot's row through its expert, many tokens at a time.
+
+    config = make_config(formula, sizes, work, request)      # or the request of best_candidate()
+    blockwise_moe(hidden, gate_up, down, slots, *visits, config, ...)
+
+`index_blocks` places the slots and lists the visits; `combine` adds up the slots of a token.
+"""
+
+from nki_kernels.prefill.candidates import (
+    Candidate,
+    Expected,
+    Search,
+    best_candidate,
+    expect_tokens,
+    rank_candidates,
+)
+from nki_kernels.prefill.config import (
+    BLOCK_SIZES,
+    ExpertSizes,
+    PlanRequest,
+    PrefillConfig,
+    PrefillWork,
+    stored_parts,
+    visit_dims,
+)
+from nki_kernels.prefill.cost import cost_blockwise_moe
+from nki_kernels.prefill.kernel import blockwise_moe
+from nki_kernels.prefill.operands import check_blockwise_moe
+from nki_kernels.prefill.options import best_parts, make_config, visits_of
+from nki_kernels.prefill.reference import blockwise_moe_ref
+
+__all__ = [
+    "BLOCK_SIZES",
+    "Candidate",
+    "Expected",
+    "ExpertSizes",
+    "PlanRequest",
+    "PrefillConfig",
+    "PrefillWork",
+    "Search",
+    "best_candidate",
+    "best_parts",
+    "blockwise_moe",
+    "blockwise_moe_ref",
+    "check_blockwise_moe",
+    "cost_blockwise_moe",
+    "expect_tokens",
+    "make_config",
+    "rank_candidates",
+    "stored_parts",
+    "visit_dims",
+    "visits_of",
+]

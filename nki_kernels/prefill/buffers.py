@@ -13,21 +13,18 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import PARTITIONS, loops_of
-from nki_kernels.common.tiles import (
-    load_table,
-    make_tiles,
-    weight_dtype,
-)
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.formula import num_projections
+from nki_kernels.common.memory import allocate
+from nki_kernels.common.tiles import load_table, make_tiles
 from nki_kernels.prefill.config import (
     PrefillConfig,
-    bias_terms,
-    core_width,
+    bias_is_inside,
     has_scale_table,
     largest_visit_of,
-    num_projections,
     scales_late,
 )
+from nki_kernels.prefill.memory import row_table, visit_table, weight_table
 
 
 @dataclass
@@ -47,7 +44,10 @@ class Operands(NKIObject):
 
 @dataclass
 class Buffers(NKIObject):
-    """What stays on chip; lists are indexed by slot, parity or row tile."""
+    """What stays on chip; sizes are those of memory.py.
+
+    Lists are indexed by weight buffer, parity of a visit or row tile; one or none of some.
+    """
 
     gate_up: list[nl.NkiTensor]
     down: list[nl.NkiTensor]
@@ -82,106 +82,61 @@ class Buffers(NKIObject):
     tile_table: nl.NkiTensor
     id_table: nl.NkiTensor
     row_table: list[nl.NkiTensor]
-    scale_table: nl.NkiTensor
+    scale_table: list[nl.NkiTensor]
     trips: nl.NkiTensor
     counter: nl.NkiTensor
     ahead: nl.NkiTensor
     one: nl.NkiTensor
 
 
-def bias_is_inside(config: PrefillConfig) -> bool:
-    """Whether the down bias is a spare contraction row of the first tile of down weights.
-
-    Tiles with fewer than 128 rows have one; it costs nothing, as matmuls are paid by column.
-    """
-    fits = config.i_axis.is_strided and config.i_axis.rows < PARTITIONS
-    return config.has_down_bias and fits and config.weight_format == "bfloat16"
-
-
-def adds_offset(config: PrefillConfig) -> bool:
-    """Whether the bias of the up projection also carries the offset."""
-    return config.has_gate_up_bias and config.up_offset != 0.0
-
-
-def num_turned(config: PrefillConfig) -> int:
-    """Return how many buffers of turned rows there are."""
-    if config.loop.turns == "dma":
-        return 1 + config.loop.row_buffers
-    return largest_visit_of(config) if config.loop.in_parts > 1 else min(2, config.loop.classes[0])
-
-
-def make_buffers(config: PrefillConfig, num_visits: int) -> Buffers:
+def make_buffers(config: PrefillConfig) -> Buffers:
     """Allocate everything that stays on chip."""
-    R, width, largest = config.tile_rows, core_width(config), largest_visit_of(config)
-    loop, slots = config.loop, config.loop.slots
-    h_axis, i_axis = config.h_axis, config.i_axis
-    i_count, columns = i_axis.count * loop.in_parts, width // loop.out_parts
-    spare = 1 if bias_is_inside(config) else 0
-    scales = slots if config.has_scales else 0
-    halves = num_projections(config)
-    i_tile = (i_axis.rows, halves, i_axis.count)
-    num_loops = len(loops_of(config.loop.classes))
-    tables = 1 if has_scale_table(config) else 0
-    late = 1 if scales_late(config) else 0
-    apart = 2 * largest if config.shard.splits_h else 0
-    by_row = config.stores != "tiles"
-    float32, int32, weights = nl.float32, nl.int32, weight_dtype(config.weight_format)
+    w, r, v = weight_table(config), row_table(config), visit_table(config)
+    halves = num_projections(config.formula)
     # Turned rows and output rows are never in PSUM at once: they share six of its eight banks.
-    outer_ps = make_tiles(6, (PARTITIONS, 512), float32, nl.psum)
+    outer_ps = make_tiles(6, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
     turn_ps = []
     for bank_ps in outer_ps:
         turn_ps.append(bank_ps.view(nl.bfloat16))
     return Buffers(
-        gate_up=make_tiles(
-            slots,
-            (h_axis.rows, h_axis.count, halves, i_axis.size),
-            weights,
-        ),
-        down=make_tiles(slots, (i_axis.rows + spare, i_count, columns), weights),
-        gate_up_bias=make_tiles(slots if config.has_gate_up_bias else 0, i_tile, float32),
-        up_bias=make_tiles(
-            slots if adds_offset(config) else 0, (i_axis.rows, i_axis.count), float32
-        ),
-        gate_up_scale=make_tiles(scales, i_tile, float32),
-        down_bias=make_tiles(
-            slots if config.has_down_bias else 0, (bias_terms(config), columns), nl.bfloat16
-        ),
-        down_scale=make_tiles(scales, (R, width), float32),
-        down_scale_parts=make_tiles(scales, (3, width), nl.bfloat16),
-        rows=make_tiles(0 if loop.turns == "dma" else loop.row_buffers, (R, width), nl.bfloat16),
-        turned=make_tiles(
-            num_turned(config),
-            (h_axis.rows, h_axis.count, R),
-            nl.bfloat16,
-        ),
-        own=make_tiles(apart, (i_axis.rows, i_axis.count, halves, R), float32),
-        other=make_tiles(apart, (i_axis.rows, i_axis.count, halves, R), float32),
-        inner=make_tiles(max(largest, apart), (i_axis.rows + spare, i_count, R), nl.bfloat16),
-        outer=make_tiles(loop.outer_buffers, (R, width), nl.bfloat16),
-        gate=make_tiles(2, (i_axis.rows, R), float32),
-        up=make_tiles(2, (i_axis.rows, R), float32),
-        inner_ps=make_tiles(2, (PARTITIONS, halves, R), float32, nl.psum),
+        gate_up=allocate(w.gate_up),
+        down=allocate(w.down),
+        gate_up_bias=allocate(w.gate_up_bias),
+        up_bias=allocate(w.up_bias),
+        gate_up_scale=allocate(w.gate_up_scale),
+        down_bias=allocate(w.down_bias),
+        down_scale=allocate(w.down_scale),
+        down_scale_parts=allocate(w.down_scale_parts),
+        rows=allocate(r.rows),
+        turned=allocate(r.turned),
+        own=allocate(r.own),
+        other=allocate(r.other),
+        inner=allocate(r.inner),
+        outer=allocate(r.outer),
+        gate=allocate(r.gate),
+        up=allocate(r.up),
+        inner_ps=make_tiles(2, (PARTITIONS, halves, config.tile_rows), nl.float32, nl.psum),
         turn_ps=turn_ps,
         outer_ps=outer_ps,
-        ones=nl.ndarray((3, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf),
-        expert=make_tiles(2, (1, 1), int32),
-        expert_out=make_tiles(2, (1, 1), int32),
-        ids=make_tiles(2, (R, largest), int32),
-        scale=make_tiles(2 * tables, (R, largest), float32),
-        wide_scale=make_tiles(late * largest, (i_axis.rows, R), float32),
-        in_tile=make_tiles(2 * late, (1, largest), int32),
-        out_tile=make_tiles(2, (1, largest), int32),
-        out_row=make_tiles(2 if by_row else 0, (R, largest), int32),
-        out_scale=make_tiles(2 * tables, (R, largest), float32),
-        expert_table=nl.ndarray((1, num_visits), dtype=int32, buffer=nl.sbuf),
-        tile_table=nl.ndarray((1, num_visits, largest), dtype=int32, buffer=nl.sbuf),
-        id_table=nl.ndarray((R, num_visits, largest), dtype=int32, buffer=nl.sbuf),
-        row_table=make_tiles(1 if by_row else 0, (R, num_visits, largest), int32),
-        scale_table=make_tiles(tables, (R, num_visits, largest), float32),
-        trips=nl.ndarray((1, num_loops), dtype=int32, buffer=nl.sbuf),
-        counter=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
-        ahead=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
-        one=nl.ndarray((1, 1), dtype=int32, buffer=nl.sbuf),
+        ones=allocate(v.ones)[0],
+        expert=allocate(v.expert),
+        expert_out=allocate(v.expert_out),
+        ids=allocate(v.ids),
+        scale=allocate(v.scale),
+        wide_scale=allocate(r.wide_scale),
+        in_tile=allocate(v.in_tile),
+        out_tile=allocate(v.out_tile),
+        out_row=allocate(v.out_row),
+        out_scale=allocate(v.out_scale),
+        expert_table=allocate(v.expert_table)[0],
+        tile_table=allocate(v.tile_table)[0],
+        id_table=allocate(v.id_table)[0],
+        row_table=allocate(v.row_table),
+        scale_table=allocate(v.scale_table),
+        trips=allocate(v.trips)[0],
+        counter=allocate(v.counter)[0],
+        ahead=allocate(v.ahead)[0],
+        one=allocate(v.one)[0],
     )
 
 
@@ -190,35 +145,35 @@ def fill_tables(
     b: Buffers,
     slots: nl.NkiTensor,
     slot_scale: nl.NkiTensor,
-    plan: list[nl.NkiTensor],
+    lists: list[nl.NkiTensor],
     lane: int,
 ) -> None:
-    """Bring the plan of this core on chip: experts, tiles, token ids, scales; reset counters.
+    """Bring the visits of this core on chip: experts, tiles, token ids, scales; reset counters.
 
     Args:
         slots: [num_slots] int32 token ids.
         slot_scale: [num_slots] float32, read if the configuration scales.
-        plan: list of visit_expert, visit_tile, class_trips.
-        lane: row of the plan.
+        lists: visit_expert, visit_tile, class_trips.
+        lane: row of the lists.
     """
     R, largest = config.tile_rows, largest_visit_of(config)
     num_visits = b.expert_table.shape[1]
     entries = num_visits * largest
-    nisa.dma_copy(dst=b.expert_table, src=plan[0][lane : lane + 1, 0:num_visits])
-    nisa.dma_copy(dst=b.tile_table, src=plan[1][lane : lane + 1, 0:num_visits, 0:largest])
-    nisa.dma_copy(dst=b.trips, src=plan[2])
+    nisa.dma_copy(dst=b.expert_table, src=lists[0][lane : lane + 1, 0:num_visits])
+    nisa.dma_copy(dst=b.tile_table, src=lists[1][lane : lane + 1, 0:num_visits, 0:largest])
+    nisa.dma_copy(dst=b.trips, src=lists[2])
     bank_ps = b.outer_ps[0]
     ids_sb = b.id_table.reshape((R, entries))
     by_tile = slots.reshape((config.num_tiles, R))
-    load_table(ids_sb, by_tile, plan[1], lane * entries, -1, bank_ps)
+    load_table(ids_sb, by_tile, lists[1], lane * entries, -1, bank_ps)
     if config.stores == "rows":
-        fill_row_table(config, b, plan[1], lane * entries)
+        _fill_row_table(config, b, lists[1], lane * entries)
     elif config.stores == "tokens":
         nisa.tensor_copy(dst=b.row_table[0], src=b.id_table)
     if has_scale_table(config):
         scales_sb = b.scale_table[0].reshape((R, entries))
         by_tile = slot_scale.reshape((config.num_tiles, R))
-        load_table(scales_sb, by_tile, plan[1], lane * entries, 0.0, bank_ps)
+        load_table(scales_sb, by_tile, lists[1], lane * entries, 0.0, bank_ps)
     nisa.memset(dst=b.counter, value=0)
     nisa.memset(dst=b.ahead, value=0)
     nisa.memset(dst=b.one, value=1)
@@ -233,7 +188,7 @@ def fill_tables(
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
 
 
-def fill_row_table(
+def _fill_row_table(
     config: PrefillConfig, b: Buffers, visit_tile: nl.NkiTensor, offset: int
 ) -> None:
     """Write the slot of every row that holds a token, -1 for padding: tile * R + row, if id >= 0.

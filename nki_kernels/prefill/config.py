@@ -1,4 +1,8 @@
-"""What the prefill kernel is compiled for: sizes, plan, weight format, activation."""
+"""What the prefill kernel is compiled for, and what follows from it.
+
+A caller gives an `ExpertFormula`, sizes, the work and a request; `make_config` makes a
+`PrefillConfig` of them. Stages on the chip, accounting, estimate and cost read that one record.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,88 @@ from dataclasses import dataclass, replace
 
 from nki.language import NKIObject
 
-from nki_kernels.common.plans import (
-    AxisTiles,
-    VisitDims,
-    max_steps,
-    max_visits,
-    tile_axis,
-    tile_axis_evenly,
-)
+from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.visits import VisitDims, max_steps, max_visits
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
-WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "swiglu_oai", "swish")
-SCALINGS = ("none", "pre", "post")
-TURNS = ("auto", "tensor", "dma")
-STORES = ("tiles", "rows", "tokens")
-ITEM_BYTES = {"bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+MOST_TILES = 4  # of a visit, unless more are asked for: 512 columns
 
 
-@dataclass
-class Limits(NKIObject):
-    """Clamps of a projection; a missing one is switched off."""
+@dataclass(frozen=True)
+class ExpertSizes(NKIObject):
+    """The experts of a rank, and how their weights lie in HBM.
 
-    has_upper: bool
-    upper: float
-    has_lower: bool
-    lower: float
+    Attributes:
+        H: hidden size, a multiple of 64.
+        I: intermediate size of this rank.
+        E: experts of this rank.
+        weight_format: one of weight_formats.WEIGHT_FORMATS.
+        has_scales: weights have a scale per output channel; only those of 8 bits do.
+    """
+
+    H: int
+    I: int  # noqa: E741  the axis letter
+    E: int
+    weight_format: str = "bfloat16"
+    has_scales: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
+class PrefillWork(NKIObject):
+    """What one launch computes.
+
+    Attributes:
+        block_size: B, slots in a block.
+        num_slots: N*B.
+        num_tokens: T.
+        num_cores: physical cores of the launch (LNC), 1 or 2.
+        scaling: whether slots are scaled before the projections (pre), after them (post), or not
+            here (none).
+        stores: whole row tiles to their slots (tiles: fewer instructions), rows that hold a token
+            to their slots (rows: fewer bytes), or rows to their tokens (tokens: for one choice per
+            token; the output is the layer's, no combine follows).
+    """
+
+    block_size: int
+    num_slots: int
+    num_tokens: int
+    num_cores: int = 2
+    scaling: str = "none"
+    stores: str = "rows"
+
+
+@dataclass(frozen=True)
+class PlanRequest(NKIObject):
+    """How a launch is to go through its work, as far as estimates are not to choose.
+
+    Attributes:
+        shard_plan: balanced, block, intermediate or hidden.
+        loop_plan: sorted, dynamic or static.
+        in_halves: core 0 takes the first half of the row tiles, not every second one; with
+            shard_plan block.
+        skip_weights: keep an expert's weights for the next row tile of a core; such a loop has one
+            weight buffer.
+        weight_parts: in how many parts gate and up, and down weights lie in HBM, from
+            weight_formats.split_parts; None: as [E, H, 2I] and [E, I, H]. `best_parts` proposes.
+        turns: who transposes gathered rows: tensor, dma (only where H has equal tiles), or auto,
+            the faster by estimate.
+        largest_visit: most row tiles that share one load of weights.
+        tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of the slots.
+    """
+
+    shard_plan: str = "balanced"
+    loop_plan: str = "sorted"
+    in_halves: bool = False
+    skip_weights: bool = False
+    weight_parts: tuple[int, int] | None = None
+    turns: str = "auto"
+    largest_visit: int = MOST_TILES
+    tiles_per_expert: float = 0.0
+
+
+@dataclass(frozen=True)
 class ShardPlan(NKIObject):
     """Which part of the work a core does.
 
@@ -48,7 +105,40 @@ class ShardPlan(NKIObject):
     splits_h: bool
 
 
-@dataclass
+@dataclass(frozen=True)
+class LoopPlan(NKIObject):
+    """How a core goes through its visits.
+
+    `classes` are the visit sizes that have a loop of their own, descending. `is_dynamic`: run-time
+    trip counts; otherwise the loop covers the worst case. `in_halves`: core 0 takes the first half
+    of the visits, not every second one. `skips_weights`: weights that the last visit left on chip
+    are not loaded again.
+
+    Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
+    `out_parts` of the hidden axis; one each where the expert fits. `by_parts`: they lie so in HBM,
+    see weight_formats.split_parts, which makes their runs long. With two `weight_buffers` a part
+    loads while the one before is used; with one, gate and up load while down is used, and the
+    reverse. `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
+    `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
+    rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
+    further apart.
+    """
+
+    classes: tuple[int, ...]
+    is_dynamic: bool
+    is_sorted: bool
+    in_halves: bool
+    skips_weights: bool
+    by_parts: bool
+    weight_buffers: int
+    in_parts: int
+    out_parts: int
+    row_buffers: int
+    outer_buffers: int
+    turns: str
+
+
+@dataclass(frozen=True)
 class Share(NKIObject):
     """What a core takes of an expert: where its part of each axis begins, and what it gives.
 
@@ -61,62 +151,22 @@ class Share(NKIObject):
     adds_bias: bool
 
 
-@dataclass
-class LoopPlan(NKIObject):
-    """How a core goes through its visits.
-
-    `classes` are the visit sizes that have a loop of their own, descending. `is_dynamic`: run-time
-    trip counts; otherwise the loop covers the worst case. `in_halves`: core 0 takes the first half
-    of the visits, not every second one. `skips_weights`: weights that the last visit left on chip
-    are not loaded again.
-
-    Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
-    `out_parts` of the hidden axis; one each where the expert fits. `by_parts`: they lie so in HBM,
-    see weight_formats.split_parts, which makes their runs long. With two `slots` a part loads while
-    the one before is used; with one, gate and up load while down is used, and the reverse.
-    `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
-    `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
-    rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
-    further apart.
-    """
-
-    classes: tuple[int, ...]
-    is_dynamic: bool
-    is_sorted: bool
-    in_halves: bool
-    skips_weights: bool
-    by_parts: bool
-    slots: int
-    in_parts: int
-    out_parts: int
-    row_buffers: int
-    outer_buffers: int
-    turns: str
-
-
-@dataclass
+@dataclass(frozen=True)
 class PrefillConfig(NKIObject):
     """Compile-time constants of `blockwise_moe`; see `make_config`."""
 
+    formula: ExpertFormula
     H: int
     I: int  # noqa: E741  the axis letter
     E: int
+    weight_format: str
+    has_scales: bool
     tile_rows: int
     num_tiles: int
     num_tokens: int
     num_cores: int
-    weight_format: str
-    activation: str
-    activation_scale: float
-    has_gate: bool
-    gate_limits: Limits
-    up_limits: Limits
-    up_offset: float
     scaling: str
     stores: str
-    has_gate_up_bias: bool
-    has_down_bias: bool
-    has_scales: bool
     shard: ShardPlan
     loop: LoopPlan
     h_axis: AxisTiles
@@ -158,6 +208,20 @@ def bias_terms(config: PrefillConfig) -> int:
     return 3 if config.has_scales else 1
 
 
+def bias_is_inside(config: PrefillConfig) -> bool:
+    """Whether the down bias is a spare contraction row of the first tile of down weights.
+
+    Tiles with fewer than 128 rows have one; it costs nothing, as matmuls are paid by column.
+    """
+    fits = config.i_axis.is_strided and config.i_axis.rows < PARTITIONS
+    return config.formula.has_down_bias and fits and config.weight_format == "bfloat16"
+
+
+def adds_offset(config: PrefillConfig) -> bool:
+    """Whether the bias of the up projection also carries the offset."""
+    return config.formula.has_gate_up_bias and config.formula.up_offset != 0.0
+
+
 def share_of(config: PrefillConfig, core: int) -> Share:
     """Return what a core takes of every expert."""
     if config.shard.splits_i:
@@ -165,11 +229,6 @@ def share_of(config: PrefillConfig, core: int) -> Share:
     if config.shard.splits_h:
         return Share(0, core * core_width(config), 0, True)
     return Share(0, 0, 0, True)
-
-
-def num_projections(config: PrefillConfig) -> int:
-    """Return how many halves the first weights have: gate and up, or the only one."""
-    return 2 if config.has_gate else 1
 
 
 def scales_late(config: PrefillConfig) -> bool:
@@ -186,11 +245,6 @@ def has_scale_table(config: PrefillConfig) -> bool:
     return config.scaling != "none" and not scales_late(config)
 
 
-def limits(lower: float | None, upper: float | None) -> Limits:
-    """Return clamps, None meaning none."""
-    return Limits(upper is not None, upper or 0.0, lower is not None, lower or 0.0)
-
-
 def num_visits(config: PrefillConfig) -> int:
     """Return V, the length of the visit lists of a lane, for any routing."""
     lanes, loop = config.shard.num_lanes, config.loop
@@ -202,7 +256,7 @@ def num_visits(config: PrefillConfig) -> int:
 def visit_dims(config: PrefillConfig) -> VisitDims:
     """Return what the lists of visits are made by, on the host or by `index_blocks`."""
     loop = config.loop
-    reload_after = loop.slots if loop.skips_weights else 0
+    reload_after = loop.weight_buffers if loop.skips_weights else 0
     return VisitDims(
         config.shard.num_lanes,
         largest_visit_of(config),

@@ -1,21 +1,21 @@
-"""What a launch of `blockwise_moe` moves and multiplies, counted from its plan."""
+"""What a launch of `blockwise_moe` moves and multiplies, counted from its visits."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from nki_kernels.common.costs import KernelCost
-from nki_kernels.common.plans import Ints, VisitPlan, loops_of
-from nki_kernels.prefill.buffers import bias_is_inside
+from nki_kernels.common.formula import num_projections
+from nki_kernels.common.visits import Ints, VisitLists, loops_of
+from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
-    ITEM_BYTES,
     PrefillConfig,
+    bias_is_inside,
     bias_terms,
     core_depth,
     core_width,
     has_scale_table,
     largest_visit_of,
-    num_projections,
     scales_late,
     share_of,
 )
@@ -23,12 +23,12 @@ from nki_kernels.prefill.config import (
 _INT32_BYTES, _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 4, 2
 
 
-def cost_blockwise_moe(config: PrefillConfig, plan: VisitPlan, slots: Ints) -> KernelCost:
+def cost_blockwise_moe(config: PrefillConfig, lists: VisitLists, slots: Ints) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
     Args:
         config: what the kernel is compiled for.
-        plan: the visits.
+        lists: the visits.
         slots: [N*B] int32 token of each slot, -1 for padding.
     """
     live = (slots >= 0).reshape(config.num_tiles, config.tile_rows)
@@ -36,36 +36,38 @@ def cost_blockwise_moe(config: PrefillConfig, plan: VisitPlan, slots: Ints) -> K
     read = write = columns = 0
     for core in range(config.num_cores):
         lane = core if config.shard.num_lanes > 1 else 0
-        tile = np.minimum(plan.visit_tile_CVG[lane].reshape(-1), config.num_tiles)
-        visits = int((plan.visit_expert_CV[lane] < config.E).sum())
+        tile = np.minimum(lists.visit_tile_CVG[lane].reshape(-1), config.num_tiles)
+        visits = int((lists.visit_expert_CV[lane] < config.E).sum())
         rows = int(rows_of_tile[tile].sum())
         stored = rows
         if config.stores == "tiles":
             stored = int((tile < config.num_tiles).sum()) * config.tile_rows
         row_bytes = core_width(config) * _BFLOAT16_BYTES
-        read += visits * _expert_bytes(config) + rows * row_bytes + _table_bytes(config, plan, tile)
+        read += (
+            visits * _expert_bytes(config) + rows * row_bytes + _table_bytes(config, lists, tile)
+        )
         write += stored * row_bytes
-        columns += _columns(config, plan, core)
+        columns += _columns(config, lists, core)
     return KernelCost(read, write, columns)
 
 
 def _expert_bytes(config: PrefillConfig) -> int:
     """Return the bytes that one visit loads of its expert, on one core."""
     H, i_core = core_width(config), core_depth(config)
-    halves = num_projections(config)
+    halves = num_projections(config.formula)
     size = (halves + 1) * H * i_core * ITEM_BYTES[config.weight_format]
-    if config.has_gate_up_bias:
+    if config.formula.has_gate_up_bias:
         size += halves * i_core * _FLOAT32_BYTES
-    if config.has_down_bias:
+    if config.formula.has_down_bias:
         size += bias_terms(config) * H * _BFLOAT16_BYTES
     if config.has_scales:
         size += halves * i_core * _FLOAT32_BYTES + 3 * H * _BFLOAT16_BYTES
     return size
 
 
-def _table_bytes(config: PrefillConfig, plan: VisitPlan, tile: Ints) -> int:
-    """Return the bytes that a core reads to bring its plan on chip."""
-    visits, entries = int(plan.visit_expert_CV.shape[1]), len(tile)
+def _table_bytes(config: PrefillConfig, lists: VisitLists, tile: Ints) -> int:
+    """Return the bytes that a core reads to bring its visits on chip."""
+    visits, entries = int(lists.visit_expert_CV.shape[1]), len(tile)
     known = int((tile < config.num_tiles).sum())
     tables = 2 if has_scale_table(config) else 1
     words = visits + entries + len(loops_of(config.loop.classes))
@@ -77,23 +79,23 @@ def _table_bytes(config: PrefillConfig, plan: VisitPlan, tile: Ints) -> int:
     return words * _INT32_BYTES
 
 
-def _columns(config: PrefillConfig, plan: VisitPlan, core: int) -> int:
+def _columns(config: PrefillConfig, lists: VisitLists, core: int) -> int:
     """Return the columns that stream through the tensor engine of a core."""
     R, H, loop = config.tile_rows, core_width(config), config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
     turn = 0 if loop.turns == "dma" else depth * R
-    tile = depth * num_projections(config) * i_count * R + turn + i_count * H
-    adds_bias = config.has_down_bias and share_of(config, core).adds_bias
+    tile = depth * num_projections(config.formula) * i_count * R + turn + i_count * H
+    adds_bias = config.formula.has_down_bias and share_of(config, core).adds_bias
     if adds_bias and not bias_is_inside(config):
         tile += H
-    trips = [int(count) for count in plan.class_trips_1L[0]]
+    trips = [int(count) for count in lists.class_trips_1L[0]]
     if not loop.is_dynamic:
-        trips = [(int(plan.visit_expert_CV.shape[1]) - 2) // 2]
+        trips = [(int(lists.visit_expert_CV.shape[1]) - 2) // 2]
     visits = 2 * sum(trips)
     tiles = sum(
         count * sum(sizes) for count, sizes in zip(trips, loops_of(loop.classes), strict=True)
     )
     tables = 2 if has_scale_table(config) else 1
-    entries = int(plan.visit_expert_CV.shape[1]) * largest_visit_of(config)
+    entries = int(lists.visit_expert_CV.shape[1]) * largest_visit_of(config)
     total = tiles * tile + turn + tables * entries
     return total + (visits * H if config.has_scales else 0)

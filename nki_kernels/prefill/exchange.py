@@ -7,6 +7,12 @@ flight: the second goes in while the first is exchanged, the first goes out whil
 
 Weights of the next visits but one load as soon as their buffers are free.
 
+Steps of a trip:
+    1. Both visits in turn: multiply this core's share of the rows, send off the projections, load
+       the gate and up weights of the visit two ahead (its buffer of weights is the visit's own).
+    2. Both visits in turn: add up what both cores computed, activate, project out, store, load the
+       down weights of the visit two ahead.
+
 Legend: s parity of a visit, j row tile of a visit; h, i partitions of a tile of H or I.
 """
 
@@ -32,6 +38,7 @@ from nki_kernels.prefill.loads import (
 )
 from nki_kernels.prefill.stages import (
     finish_in,
+    inner_buffer,
     multiply_in,
     project_out,
     spread_down_scale,
@@ -58,14 +65,15 @@ def run_two_visits(
 ) -> None:
     """Compute the row tiles of two visits, the exchange of one beside the products of the other."""
     for s in range(2):
-        go_in_apart(config, b, x, share, s, sizes)
+        _go_in_apart(config, b, x, share, s, sizes)
     for s in range(2):
         look_at_outputs(config, b, s)
         if scales_late(config):
             load_late_scales(config, b, x, s, sizes[s])
         prepare_part(config, b, s)
         for j in range(sizes[s]):
-            add_up(config, b, s, j)
+            _add_up(config, b, s, j)
+        # Biases and scales of this visit are used up; `expert` is that of two visits ahead.
         load_beside(config, b, x, share, b.expert[s], s, 0)
         if config.has_scales:
             spread_down_scale(config, b, s)
@@ -76,7 +84,7 @@ def run_two_visits(
         load_down(config, b, x, share, b.expert[s], s, 0, s)
 
 
-def go_in_apart(
+def _go_in_apart(
     config: PrefillConfig,
     b: Buffers,
     x: Operands,
@@ -92,53 +100,46 @@ def go_in_apart(
         gather_rows(config, b, x, share, 1 - s, j)
     for j in range(size):
         for tile in range(last):
-            multiply_apart(config, b, s, j, tile)
+            _multiply_apart(config, b, s, j, tile)
         if j + 1 < size:
             turn_rows(config, b, s, j + 1)
             if not by_dma:
                 gather_after(config, b, x, share, s, j + 1, size, next_size)
-        multiply_apart(config, b, s, j, last)
+        _multiply_apart(config, b, s, j, last)
         if by_dma and j > 0:
             gather_after(config, b, x, share, s, j, size, next_size)
-        exchange(config, b, s, j)
+        _exchange(config, b, s, j)
     turn_rows(config, b, 1 - s, 0)
     look_ahead(config, b, s)
     gather_rows(config, b, x, share, s, 0)
     load_gate_up(config, b, x, share, b.expert[s], s, 0)
 
 
-def multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int) -> None:
+def _multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int) -> None:
     """Compute this core's part of a tile of the projections, and leave it in SBUF."""
     rows = rows_of(config.i_axis, tile)
     bank_ps = b.inner_ps[tile % 2]
     multiply_in(config, b, s, s, j, tile, bank_ps)
-    own_sb = b.own[apart_slot(config, s, j)]
+    own_sb = b.own[inner_buffer(config, s, j)]
     copy_alternating(own_sb[0:rows, tile], bank_ps[0:rows], tile)
 
 
-def apart_slot(config: PrefillConfig, s: int, j: int) -> int:
-    """Return which buffer holds a row tile of one of two visits in flight."""
-    return s * config.loop.classes[0] + j
-
-
-def exchange(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
+def _exchange(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     """Give the other core this one's part of a row tile's projections, and take its part."""
-    slot, other = apart_slot(config, s, j), 1 - nl.program_id(0)
+    buffer, other = inner_buffer(config, s, j), 1 - nl.program_id(0)
     nisa.sendrecv(
-        src=b.own[slot], dst=b.other[slot], send_to_rank=other, recv_from_rank=other, pipe_id=0
+        src=b.own[buffer], dst=b.other[buffer], send_to_rank=other, recv_from_rank=other, pipe_id=0
     )
 
 
-def add_up(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
+def _add_up(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     """Add both cores' parts of a row tile, and compute what goes into the down projection.
 
     Both cores compute the same bits, as a sum of two does not depend on their order.
     """
-    slot, R = apart_slot(config, s, j), config.tile_rows
-    own_sb = b.own[slot]
-    nisa.tensor_tensor(dst=own_sb, data1=own_sb, data2=b.other[slot], op=nl.add)
+    buffer = inner_buffer(config, s, j)
+    own_sb = b.own[buffer]
+    nisa.tensor_tensor(dst=own_sb, data1=own_sb, data2=b.other[buffer], op=nl.add)
     for tile in range(config.i_axis.count):
-        rows = rows_of(config.i_axis, tile)
-        gate = own_sb[0:rows, tile, 0, 0:R]
-        up = own_sb[0:rows, tile, own_sb.shape[2] - 1, 0:R]
-        finish_in(config, b, s, s, j, 0, tile, gate, up)
+        projected = own_sb[0 : rows_of(config.i_axis, tile), tile]
+        finish_in(config, b, s, s, j, 0, tile, projected)

@@ -1,8 +1,8 @@
-"""Which buffers a prefill gets: what they take of SBUF, and what a visit then costs.
+"""Which buffers a prefill gets: those that fit SBUF and make its visits fast, by estimate.
 
-The estimate is a coarse model of a chip, used to rank plans, nothing else; times of a kernel come
-from its trace. It was within 12 % of the simulated time of a visit for 59 of them: nine shapes, one
-to four row tiles, full and nearly empty.
+The estimate is a coarse model of a chip, used to rank what fits, nothing else; times of a kernel
+come from its trace. It was within 12 % of the simulated time of a visit for 59 of them: nine
+shapes, one to four row tiles, full and nearly empty.
 """
 
 from __future__ import annotations
@@ -10,70 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.plans import is_even
+from nki_kernels.common.axes import is_even
+from nki_kernels.common.chip import CORE, FITTED_SBUF_BYTES
+from nki_kernels.common.formula import num_projections
+from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
-    ITEM_BYTES,
     LoopPlan,
     PrefillConfig,
     core_depth,
     core_width,
     largest_visit_of,
-    num_projections,
-    num_visits,
-    scales_late,
     with_loop,
 )
+from nki_kernels.prefill.memory import sbuf_bytes
 
-SBUF_BYTES = 207 * 1024  # usable per partition on Trn2: 212,984 bytes (KLR Trace.lean), rounded
-SMALL_TILES_BYTES = 2 * 1024  # counters, constants, biases and scales per row
-MAX_OUTER_BUFFERS = 8
-ONE_SLOT_PENALTY = 1.05  # assumed: loads that may not run ahead of the tensor engine wait at times
+_MAX_OUTER_BUFFERS = 8
+# Assumed: loads that may not run ahead of the tensor engine wait at times.
+_ONE_BUFFER_PENALTY = 1.05
 # What a visit takes beyond its engine, read off simulated visits of GPT-OSS, Qwen3, DeepSeek,
 # Llama 4 and Mixtral shapes: per row tile and per row of it; per part of the weights, where the
 # engine waits for the next; per exchange between the cores. An intermediate tile takes so long at
 # least, until the activation has made room for the one after the next.
-TILE_NS, ROW_NS, PART_NS, EXCHANGE_NS, INNER_NS = 500.0, 2.5, 2_500.0, 3_700.0, 350.0
-LEAST_I_PART, LEAST_H_PART = 64, 256
-
-# Trainium 2, one core; sources of each in nki_sim.hardware.
-PE_CYCLES_PER_NS = 2.4
-PE_FLOOR_COLUMNS = 64
-VECTOR_CYCLES_PER_NS, VECTOR_OVERHEAD_CYCLES = 0.96, 144
-HBM_BYTES_PER_NS = 358.0
-DMA_ENGINES = 16
-DMA_BYTES_PER_NS = 27.2
-DMA_RUN_NS = 32.0
-
-
-def sbuf_bytes(config: PrefillConfig) -> int:
-    """Return the bytes per partition that the buffers of the kernel take (computed)."""
-    loop, item = config.loop, ITEM_BYTES[config.weight_format]
-    R, H, largest = config.tile_rows, core_width(config), largest_visit_of(config)
-    depth, i_axis = config.h_axis.count, config.i_axis
-    i_count = i_axis.count * loop.in_parts
-    total = (
-        loop.slots
-        * (depth * num_projections(config) * i_axis.size + i_count * H // loop.out_parts)
-        * item
-    )
-    if loop.turns == "dma":
-        total += (1 + loop.row_buffers) * depth * R * 2
-    else:
-        total += (2 if loop.in_parts == 1 else largest) * depth * R * 2 + loop.row_buffers * H * 2
-    if config.shard.splits_h:
-        total += 2 * 2 * largest * i_count * num_projections(config) * R * 4
-    total += (2 if config.shard.splits_h else 1) * largest * i_count * R * 2
-    total += loop.outer_buffers * H * 2
-    total += 4 * R * 4 + SMALL_TILES_BYTES
-    # Token ids, rows to write, scales, and two more while they are made.
-    total += 5 * 4 * num_visits(config) * largest
-    if scales_late(config):
-        total += largest * R * 4
-    if config.has_scales:
-        total += loop.slots * (H * 4 + H * 2)
-    if config.has_down_bias:
-        total += loop.slots * H // loop.out_parts * 2
-    return total
+_TILE_NS, _ROW_NS, _PART_NS, _EXCHANGE_NS, _INNER_NS = 500.0, 2.5, 2_500.0, 3_700.0, 350.0
+_LEAST_I_PART, _LEAST_H_PART = 64, 256
 
 
 def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> float:
@@ -84,13 +43,33 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
         num_tiles: row tiles of the visit.
         live_rows: rows of a tile that hold a token; 0 takes all.
     """
+    loop, H = config.loop, core_width(config)
+    columns = max(config.tile_rows, CORE.matmul_floor_columns)
+    i_count = config.i_axis.count * loop.in_parts
+    halves = num_projections(config.formula)
+    depth = config.h_axis.count * columns / CORE.tensor_cycles_per_ns
+    into = i_count * max(halves * depth, _INNER_NS) + (0.0 if loop.turns == "dma" else depth)
+    into, out = num_tiles * into, num_tiles * i_count * H / CORE.tensor_cycles_per_ns
+    load_in, load_out = _weights_ns(config)
+    rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / CORE.hbm_bytes_per_ns
+    load = load_in + load_out + rows
+    if loop.weight_buffers == 2 and loop.in_parts > 1:
+        return max(into + out + _PART_NS * (loop.in_parts + loop.out_parts), load)
+    wait = num_tiles * (_TILE_NS + _ROW_NS * config.tile_rows)
+    if loop.weight_buffers == 2:
+        if config.shard.splits_h:
+            wait += _EXCHANGE_NS
+        return max(into + out, num_tiles * _evict_ns(config), load) + wait
+    if loop.in_parts == loop.out_parts == 1:
+        apart = max(into, load_out + rows / 2) + max(out, load_in + rows / 2)
+        return max(_ONE_BUFFER_PENALTY * apart, num_tiles * _evict_ns(config)) + wait
+    return into + out + load_in + load_out
+
+
+def _weights_ns(config: PrefillConfig) -> tuple[float, float]:
+    """Return the time to load an expert's gate and up weights, and its down weights."""
     loop, item, H = config.loop, ITEM_BYTES[config.weight_format], core_width(config)
-    columns = max(config.tile_rows, PE_FLOOR_COLUMNS)
-    i_count, i_size = config.i_axis.count * loop.in_parts, config.i_axis.size * loop.in_parts
-    halves = num_projections(config)
-    depth = config.h_axis.count * columns / PE_CYCLES_PER_NS
-    into = i_count * max(halves * depth, INNER_NS) + (0.0 if loop.turns == "dma" else depth)
-    into, out = num_tiles * into, num_tiles * i_count * H / PE_CYCLES_PER_NS
+    halves, i_size = num_projections(config.formula), config.i_axis.size * loop.in_parts
     runs = config.h_axis.rows * loop.in_parts if loop.turns == "tensor" else H
     if (loop.in_parts > 1 or config.shard.splits_i) and not loop.by_parts:
         runs = halves * H * loop.in_parts
@@ -98,20 +77,7 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
     runs = config.i_axis.rows * loop.in_parts * loop.out_parts
     if (loop.out_parts > 1 or config.shard.splits_h) and not loop.by_parts:
         runs = i_size * loop.out_parts
-    load_out = _load_ns(runs, H * i_size * item)
-    rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / HBM_BYTES_PER_NS
-    load = load_in + load_out + rows
-    if loop.slots == 2 and loop.in_parts > 1:
-        return max(into + out + PART_NS * (loop.in_parts + loop.out_parts), load)
-    wait = num_tiles * (TILE_NS + ROW_NS * config.tile_rows)
-    if loop.slots == 2:
-        if config.shard.splits_h:
-            wait += EXCHANGE_NS
-        return max(into + out, num_tiles * _evict_ns(config), load) + wait
-    if loop.in_parts == loop.out_parts == 1:
-        apart = max(into, load_out + rows / 2) + max(out, load_in + rows / 2)
-        return max(ONE_SLOT_PENALTY * apart, num_tiles * _evict_ns(config)) + wait
-    return into + out + load_in + load_out
+    return load_in, _load_ns(runs, H * i_size * item)
 
 
 def _evict_ns(config: PrefillConfig) -> float:
@@ -120,12 +86,15 @@ def _evict_ns(config: PrefillConfig) -> float:
     turned = 0 if config.loop.turns == "dma" else config.h_axis.count * R
     columns = turned + H + 3 * i_count * R
     instructions = -(-turned // 1024) + -(-H // 512) + 3 * i_count
-    return (columns + instructions * VECTOR_OVERHEAD_CYCLES) / 2 / VECTOR_CYCLES_PER_NS
+    return (columns + instructions * CORE.vector_overhead_cycles) / 2 / CORE.vector_cycles_per_ns
 
 
 def _load_ns(runs: int, size_bytes: int) -> float:
-    engines = runs / DMA_ENGINES * DMA_RUN_NS + size_bytes / DMA_ENGINES / DMA_BYTES_PER_NS
-    return max(engines, size_bytes / HBM_BYTES_PER_NS)
+    engines = (
+        runs / CORE.dma_engines * CORE.dma_run_ns
+        + size_bytes / CORE.dma_engines / CORE.dma_bytes_per_ns
+    )
+    return max(engines, size_bytes / CORE.hbm_bytes_per_ns)
 
 
 def fit_loop(
@@ -139,7 +108,7 @@ def fit_loop(
     found = find_loop(config, tiles_per_expert, parts)
     if found is not None:
         return found
-    if needs_whole_experts(config):
+    if _needs_whole_experts(config):
         asked = "skip_weights=True" if config.loop.skips_weights else "shard_plan='hidden'"
         raise ValueError(
             f"{asked}: experts with H={config.H}, I={config.I} do not fit SBUF whole. Use more "
@@ -174,7 +143,7 @@ def find_loop(
         if parts is not None and parts != (loop.in_parts, loop.out_parts):
             continue
         trial = with_loop(config, loop)
-        if sbuf_bytes(trial) > SBUF_BYTES:
+        if sbuf_bytes(trial) > FITTED_SBUF_BYTES:
             continue
         total_ns = _experts_ns(trial, max(1, round(tiles_per_expert)))
         if total_ns < best_ns:
@@ -191,25 +160,25 @@ def _experts_ns(config: PrefillConfig, tiles: int) -> float:
     return total
 
 
-def needs_whole_experts(config: PrefillConfig) -> bool:
+def _needs_whole_experts(config: PrefillConfig) -> bool:
     """Whether this core's share of an expert must be in SBUF at once."""
     return config.loop.skips_weights or config.shard.splits_h
 
 
 def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
-    """Yield plans from simple to cut up, large visits first.
+    """Yield loop plans from simple to cut up, large visits first.
 
     Weights that stay for the next visit are in the only buffer; two visits in flight have one each.
     """
-    skips, is_whole = config.loop.skips_weights, needs_whole_experts(config)
-    for in_parts in (1,) if is_whole else _divisors(core_depth(config), LEAST_I_PART):
-        for out_parts in (1,) if in_parts == 1 else _divisors(core_width(config), LEAST_H_PART):
-            for slots in (1,) if skips else (2,) if is_whole else (2, 1):
+    skips, is_whole = config.loop.skips_weights, _needs_whole_experts(config)
+    for in_parts in (1,) if is_whole else _divisors(core_depth(config), _LEAST_I_PART):
+        for out_parts in (1,) if in_parts == 1 else _divisors(core_width(config), _LEAST_H_PART):
+            for buffers in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
                     yield replace(
                         config.loop,
                         classes=tuple(range(size, 0, -1)),
-                        slots=slots,
+                        weight_buffers=buffers,
                         in_parts=in_parts,
                         out_parts=out_parts,
                         row_buffers=min(2, size),
@@ -237,13 +206,13 @@ def _divisors(size: int, least: int) -> list[int]:
 def _more_buffers(config: PrefillConfig) -> LoopPlan:
     """Spend what is left of SBUF on output tiles and gathered rows in turn, up to two visits."""
     loop, size = config.loop, largest_visit_of(config)
-    caps = {"outer_buffers": min(MAX_OUTER_BUFFERS, 2 * size), "row_buffers": size}
+    caps = {"outer_buffers": min(_MAX_OUTER_BUFFERS, 2 * size), "row_buffers": size}
     grows = True
     while grows:
         grows = False
         for name, cap in caps.items():
             count = getattr(loop, name)
             more = replace(loop, **{name: count + 1})
-            if count < cap and sbuf_bytes(replace(config, loop=more)) <= SBUF_BYTES:
+            if count < cap and sbuf_bytes(replace(config, loop=more)) <= FITTED_SBUF_BYTES:
                 loop, grows = more, True
     return loop

@@ -14,7 +14,7 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     gate_up         [E, H, 2I]   weights   HBM  gate columns first
     down            [E, I, H]    weights   HBM
     slots           [N*B]        int32     HBM  token of each slot, -1 for padding
-    visit_expert    [C, V]       int32     HBM  plans.VisitPlan
+    visit_expert    [C, V]       int32     HBM  visits.VisitLists
     visit_tile      [C, V, G]    int32     HBM
     class_trips     [1, L]       int32     HBM
     gate_up_bias    [E, 2I]      float32   HBM  optional
@@ -32,6 +32,15 @@ Limits: `make_config`. Bytes: weights once per visit, a row in and a row out per
 columns per row tile: R (2 H/h I/i) in, H I/i out, and R per tile of H for the transposes. The
 next visit's weights, and the rows after that, load while one computes.
 
+Steps, on each core:
+    1. Allocate everything that stays (memory.py), bring the visits of the core's lane on chip.
+    2. Start the pipeline: weights and rows of visit 0, the first rows of visit 1.
+    3. Per loop (one for each pair of visit sizes), per trip: two visits, by parity.
+    4. A visit: gate and up projections and the activation, part by part (`_go_in`); the first tile
+       of the next visit is turned; then the down projection, part by part, and stores (`_go_out`).
+       Each part that is done asks for the part that takes its buffer.
+With the hidden axis split, step 4 is that of exchange.py: two visits, interleaved.
+
 Sources: NKI 0.6 ISA; Trainium 2 architecture guide; the PE transposes and the swapped operands of
 the projections follow its matmul section.
 """
@@ -44,7 +53,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.plans import loops_of
+from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.buffers import (
     Buffers,
     Operands,
@@ -89,7 +98,7 @@ def blockwise_moe(
     down_scale: Any = None,
     slot_scale: Any = None,
 ) -> nl.NkiTensor:
-    """Compute every slot that the plan names; see the module."""
+    """Compute every slot that the visits name; see the module."""
     core = nl.program_id(0)
     num_rows = config.num_tiles * config.tile_rows
     if config.stores == "tokens":
@@ -108,18 +117,17 @@ def blockwise_moe(
         slot_scale,
         output,
     )
-    num_visits = visit_expert.shape[1]
-    b = make_buffers(config, num_visits)
+    b = make_buffers(config)
     lane = 0 if config.shard.num_lanes == 1 else core
     share = share_of(config, core)
     fill_tables(config, b, slots, slot_scale, [visit_expert, visit_tile, class_trips], lane)
-    start_pipeline(config, b, x, share)
+    _start_pipeline(config, b, x, share)
     for position in range(len(loops_of(config.loop.classes))):
-        run_class(config, b, x, position, share)
+        _run_class(config, b, x, position, share)
     return output
 
 
-def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
+def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
     """Go through the visits of one loop, two a trip."""
     sizes = loops_of(config.loop.classes)[position]
 
@@ -127,8 +135,8 @@ def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sha
         if config.shard.splits_h:
             run_two_visits(config, b, x, share, sizes)
         else:
-            run_visit(config, b, x, 0, sizes, share)
-            run_visit(config, b, x, 1, sizes, share)
+            _run_visit(config, b, x, 0, sizes, share)
+            _run_visit(config, b, x, 1, sizes, share)
 
     if config.loop.is_dynamic:
         trips = nisa.register_alloc()
@@ -139,8 +147,9 @@ def run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sha
             two_visits(_trip)
 
 
-def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
+def _start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
     """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1."""
+    # Lists first: every load below asks for an expert or for tokens of visits 0 and 1.
     look_ahead(config, b, 0)
     look_ahead(config, b, 1)
     nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
@@ -148,6 +157,7 @@ def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share)
         nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
         for j in range(config.loop.classes[0]):
             nisa.memset(dst=b.wide_scale[j], value=0.0)
+    # The first rows travel beside the first weights: both are needed to begin.
     gather_rows(config, b, x, share, 0, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
@@ -155,13 +165,14 @@ def start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share)
         load_beside(config, b, x, share, b.expert[0], 0, 0)
         load_gate_up(config, b, x, share, b.expert[0], 0, 0)
         load_down(config, b, x, share, b.expert[0], 0, 0, 0)
+    # Once turned, the buffer of first tiles is free for that of visit 1.
     turn_rows(config, b, 0, 0)
     gather_rows(config, b, x, share, 1, 0)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
 
 
-def run_visit(
+def _run_visit(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
 ) -> None:
     """Compute the row tiles of one visit, and bring in what the next two need.
@@ -171,47 +182,54 @@ def run_visit(
     """
     size, next_size = sizes[s], sizes[1 - s]
     look_at_outputs(config, b, s)
+    # A smaller visit leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, 1 - s, j)
     if scales_late(config):
         load_late_scales(config, b, x, s, size)
-    go_in(config, b, x, s, size, next_size, share)
+    _go_in(config, b, x, s, size, next_size, share)
     turn_rows(config, b, 1 - s, 0)
+    # This visit has used its expert and ids: they become those of the visit two ahead, whose first
+    # rows take the buffer that was just turned.
     look_ahead(config, b, s)
     gather_rows(config, b, x, share, s, 0)
     if config.has_scales:
         spread_down_scale(config, b, s)
-    go_out(config, b, x, s, size, s * sizes[0], share)
+    _go_out(config, b, x, s, size, s * sizes[0], share)
 
 
-def go_in(
+def _go_in(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, next_size: int, share: Share
 ) -> None:
     """Do the gate and up projections of a visit, part by part of the intermediate axis."""
-    parts, slots = config.loop.in_parts, config.loop.slots
+    parts, buffers = config.loop.in_parts, config.loop.weight_buffers
     last = config.i_axis.count - 1
     by_dma = config.loop.turns == "dma"
     for part in range(parts):
-        slot = (s * parts + part) % slots
-        prepare_part(config, b, slot)
+        buffer = (s * parts + part) % buffers
+        prepare_part(config, b, buffer)
         for j in range(size):
             for tile in range(last):
-                project_in(config, b, slot, s, j, part, tile)
+                project_in(config, b, buffer, s, j, part, tile)
+            # The next tile is turned before the last product of this one, so that the engines
+            # that copy it are done when its own products begin.
             if part == 0 and j + 1 < size:
                 turn_rows(config, b, s, j + 1)
                 if not by_dma:
                     gather_after(config, b, x, share, s, j + 1, size, next_size)
-            project_in(config, b, slot, s, j, part, last)
+            project_in(config, b, buffer, s, j, part, last)
             if by_dma and j > 0:
                 gather_after(config, b, x, share, s, j, size, next_size)
-        following = (slot + 1) % slots
+        # With two buffers the other one is free since the part before, so this load runs beside the
+        # products above; with one it follows them.
+        following = (buffer + 1) % buffers
         next_part = (part + 1) % parts
         expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
         load_beside(config, b, x, share, expert, following, next_part)
         load_gate_up(config, b, x, share, expert, following, next_part)
 
 
-def go_out(
+def _go_out(
     config: PrefillConfig,
     b: Buffers,
     x: Operands,
@@ -221,15 +239,15 @@ def go_out(
     share: Share,
 ) -> None:
     """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
-    parts, slots = config.loop.out_parts, config.loop.slots
+    parts, buffers = config.loop.out_parts, config.loop.weight_buffers
     for part in range(parts):
-        slot = (s * parts + part) % slots
+        buffer = (s * parts + part) % buffers
         for j in range(size):
             outer = (first_outer + j) % config.loop.outer_buffers
-            project_out(config, b, slot, s, j, part, share.adds_bias, outer)
+            project_out(config, b, buffer, s, j, part, share.adds_bias, outer)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer)
-        following = (slot + 1) % slots
+        following = (buffer + 1) % buffers
         if part + 1 < parts:
             load_down(config, b, x, share, b.expert_out[s], following, part + 1, s)
         else:

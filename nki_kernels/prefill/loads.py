@@ -7,13 +7,15 @@ partitions of a tile of H or I.
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.formula import num_projections
 from nki_kernels.common.tiles import load_halves, load_matrix, load_rows
-from nki_kernels.prefill.buffers import Buffers, Operands, adds_offset, bias_is_inside
+from nki_kernels.prefill.buffers import Buffers, Operands
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
+    adds_offset,
+    bias_is_inside,
     core_width,
-    num_projections,
     stored_parts,
 )
 
@@ -26,7 +28,7 @@ def gather_rows(
     if config.loop.turns == "dma":
         rows, count = config.h_axis.rows, config.h_axis.count
         nisa.dma_transpose(
-            dst=b.turned[turned_slot(config, s, j)].reshape((rows, count, 1, R)),
+            dst=b.turned[turned_buffer(config, s, j)].reshape((rows, count, 1, R)),
             src=x.hidden.ap(
                 [[H, R], [rows, count], [rows, 1], [1, rows]],
                 offset=share.h_first,
@@ -71,7 +73,7 @@ def gather_after(
         gather_rows(config, b, x, share, 1 - s, 1 + (j - 1) % ring)
 
 
-def turned_slot(config: PrefillConfig, s: int, j: int) -> int:
+def turned_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer of turned rows tile j of a visit uses.
 
     Turned by the tensor engine: two in turn, or all if they are used again. By the gather: the
@@ -88,18 +90,18 @@ def load_gate_up(
     x: Operands,
     share: Share,
     expert: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     part: int,
 ) -> None:
     """Load one part of the gate and up weights of an expert."""
     h_axis, i_axis = config.h_axis, config.i_axis
-    halves = num_projections(config)
+    halves = num_projections(config.formula)
     width = config.I // stored_parts(config)[0]
     column = share.i_first + part * i_axis.size
     # Parts before this one, rows of other cores, columns of other parts.
     first = column // width * config.H * halves * width
     first = first + share.h_first * halves * width + column % width
-    flat = b.gate_up[slot].reshape((h_axis.rows, h_axis.count * halves * i_axis.size))
+    flat = b.gate_up[buffer].reshape((h_axis.rows, h_axis.count * halves * i_axis.size))
     load_matrix(
         flat, x.gate_up, h_axis, expert, first, halves * width, [width, halves], i_axis.size
     )
@@ -111,18 +113,20 @@ def load_beside(
     x: Operands,
     share: Share,
     expert: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     part: int,
 ) -> None:
     """Load biases and scales of one part of the gate and up projections."""
     first = share.i_first + part * config.i_axis.size
-    if config.has_gate_up_bias:
-        load_halves(b.gate_up_bias[slot], x.gate_up_bias, config.i_axis, expert, config.I, first)
+    if config.formula.has_gate_up_bias:
+        load_halves(b.gate_up_bias[buffer], x.gate_up_bias, config.i_axis, expert, config.I, first)
     if config.has_scales:
-        load_halves(b.gate_up_scale[slot], x.gate_up_scale, config.i_axis, expert, config.I, first)
+        load_halves(
+            b.gate_up_scale[buffer], x.gate_up_scale, config.i_axis, expert, config.I, first
+        )
 
 
-def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
+def prepare_part(config: PrefillConfig, b: Buffers, buffer: int) -> None:
     """Turn what was loaded beside the weights of a part into what its use needs.
 
     Done when the part is used, not when it is loaded: engines take their work in order. What was
@@ -131,10 +135,10 @@ def prepare_part(config: PrefillConfig, b: Buffers, slot: int) -> None:
     if adds_offset(config):
         rows, count = config.i_axis.rows, config.i_axis.count
         nisa.tensor_scalar(
-            dst=b.up_bias[slot],
-            data=b.gate_up_bias[slot][0:rows, 1, 0:count],
+            dst=b.up_bias[buffer],
+            data=b.gate_up_bias[buffer][0:rows, 1, 0:count],
             op0=nl.add,
-            operand0=config.up_offset,
+            operand0=config.formula.up_offset,
         )
 
 
@@ -144,7 +148,7 @@ def load_down(
     x: Operands,
     share: Share,
     expert: nl.NkiTensor,
-    slot: int,
+    buffer: int,
     part: int,
     s: int,
 ) -> None:
@@ -153,7 +157,7 @@ def load_down(
     Args:
         share: which rows and columns are this core's.
         expert: (1, 1) int32 tile.
-        slot: buffer of the weights.
+        buffer: which one to fill.
         part: which part of the columns.
         s: parity of the visit that the weights are for.
     """
@@ -164,14 +168,14 @@ def load_down(
     row = H // stored_parts(config)[1]
     first = begin // row * config.I * row + begin % row
     if config.has_scales and part == 0:
-        scale_sb = b.down_scale_parts[s % config.loop.slots]
+        scale_sb = b.down_scale_parts[s % config.loop.weight_buffers]
         load_rows(scale_sb, x.down_scale, expert, H, share.h_first, width)
-    if config.has_down_bias:
-        bias_sb = b.down_bias[slot]
+    if config.formula.has_down_bias:
+        bias_sb = b.down_bias[buffer]
         if bias_is_inside(config):
-            bias_sb = b.down[slot][i_axis.rows : i_axis.rows + 1, 0, 0:columns]
+            bias_sb = b.down[buffer][i_axis.rows : i_axis.rows + 1, 0, 0:columns]
         load_rows(bias_sb, x.down_bias, expert, H, begin, columns)
-    flat = b.down[slot].reshape((b.down[slot].shape[0], in_parts * i_axis.count * columns))
+    flat = b.down[buffer].reshape((b.down[buffer].shape[0], in_parts * i_axis.count * columns))
     size = i_axis.count * columns
     for k in range(in_parts):
         part_sb = flat[0 : i_axis.rows, k * size : (k + 1) * size]

@@ -9,25 +9,28 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.chip import BANK_FLOATS
+from nki_kernels.common.formula import num_projections
 from nki_kernels.common.tiles import (
-    activation_function,
     apply_chain,
     copy_alternating,
     elements_of,
+    gate_function,
+    is_fused,
     multiply_chain,
     rows_of,
     transpose_rows,
 )
-from nki_kernels.prefill.buffers import Buffers, Operands, bias_is_inside
+from nki_kernels.prefill.buffers import Buffers, Operands
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
+    bias_is_inside,
     bias_terms,
     core_width,
-    num_projections,
     scales_late,
 )
-from nki_kernels.prefill.loads import row_buffer, turned_slot
+from nki_kernels.prefill.loads import row_buffer, turned_buffer
 
 
 def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
@@ -43,7 +46,7 @@ def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
             op0=nl.multiply,
             operand0=b.scale[s][0:R, j : j + 1],
         )
-    transpose_rows(b.turned[turned_slot(config, s, j)], rows_sb, config.h_axis, b.turn_ps, R)
+    transpose_rows(b.turned[turned_buffer(config, s, j)], rows_sb, config.h_axis, b.turn_ps, R)
 
 
 def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
@@ -51,10 +54,10 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
 
     float32 has 24 bits of mantissa, three times the 8 of bfloat16, so the sum in PSUM is exact.
     """
-    width, R, kept = core_width(config), config.tile_rows, s % config.loop.slots
-    for begin in range(0, width, 512):
-        end = min(width, begin + 512)
-        bank_ps = b.outer_ps[begin // 512 % len(b.outer_ps)]
+    width, R, kept = core_width(config), config.tile_rows, s % config.loop.weight_buffers
+    for begin in range(0, width, BANK_FLOATS):
+        end = min(width, begin + BANK_FLOATS)
+        bank_ps = b.outer_ps[begin // BANK_FLOATS % len(b.outer_ps)]
         nisa.nc_matmul(
             dst=bank_ps[0:R, 0 : end - begin],
             stationary=b.ones[0:3, 0:R],
@@ -62,25 +65,23 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
             accumulate=False,
         )
         copy_alternating(
-            b.down_scale[kept][0:R, begin:end], bank_ps[0:R, 0 : end - begin], begin // 512
+            b.down_scale[kept][0:R, begin:end], bank_ps[0:R, 0 : end - begin], begin // BANK_FLOATS
         )
 
 
 def project_in(
-    config: PrefillConfig, b: Buffers, slot: int, s: int, j: int, part: int, tile: int
+    config: PrefillConfig, b: Buffers, buffer: int, s: int, j: int, part: int, tile: int
 ) -> None:
     """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product."""
-    rows, R = rows_of(config.i_axis, tile), config.tile_rows
     bank_ps = b.inner_ps[tile % 2]
-    multiply_in(config, b, slot, s, j, tile, bank_ps)
-    up = bank_ps[0:rows, num_projections(config) - 1, 0:R]
-    finish_in(config, b, slot, s, j, part, tile, bank_ps[0:rows, 0, 0:R], up)
+    multiply_in(config, b, buffer, s, j, tile, bank_ps)
+    finish_in(config, b, buffer, s, j, part, tile, bank_ps[0 : rows_of(config.i_axis, tile)])
 
 
 def multiply_in(
     config: PrefillConfig,
     b: Buffers,
-    slot: int,
+    buffer: int,
     s: int,
     j: int,
     tile: int,
@@ -89,13 +90,13 @@ def multiply_in(
     """Multiply a row tile with one tile of the gate and up weights, this core's share of H."""
     h_axis, R = config.h_axis, config.tile_rows
     rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
-    turned_sb = b.turned[turned_slot(config, s, j)]
-    for half in range(num_projections(config)):
+    turned_sb = b.turned[turned_buffer(config, s, j)]
+    for half in range(num_projections(config.formula)):
         for t in range(h_axis.count):
             depth = rows_of(h_axis, t)
             nisa.nc_matmul(
                 dst=bank_ps[0:rows, half, 0:R],
-                stationary=b.gate_up[slot][0:depth, t, half, columns],
+                stationary=b.gate_up[buffer][0:depth, t, half, columns],
                 moving=turned_sb[0:depth, t, 0:R],
                 accumulate=t > 0,
             )
@@ -104,60 +105,62 @@ def multiply_in(
 def finish_in(
     config: PrefillConfig,
     b: Buffers,
-    slot: int,
+    buffer: int,
     s: int,
     j: int,
     part: int,
     tile: int,
-    gate: nl.NkiTensor,
-    up: nl.NkiTensor,
+    projected: nl.NkiTensor,
 ) -> None:
-    """Turn gate and up projections into a tile of what goes into the down projection.
+    """Turn projections [rows, 2 or 1, R] into a tile of what goes into the down projection.
 
     Without a gate, the activation is that of the only projection, and there is no product.
     """
     rows, R = rows_of(config.i_axis, tile), config.tile_rows
     gate_sb = b.gate[tile % 2][0:rows, 0:R]
     up_sb = b.up[tile % 2][0:rows, 0:R]
-    inner_sb = b.inner[inner_slot(config, s, j)][0:rows, part * config.i_axis.count + tile, 0:R]
+    inner_sb = b.inner[inner_buffer(config, s, j)][0:rows, part * config.i_axis.count + tile, 0:R]
+    gate, up = projected[0:rows, 0, 0:R], projected[0:rows, projected.shape[1] - 1, 0:R]
     if scales_late(config):
         scale_sb = b.wide_scale[j][0:rows, 0:R]
         nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
         gate = gate_sb
-    if not config.has_gate:
-        activate(config, b, slot, tile, inner_sb, gate)
+    if not config.formula.has_gate:
+        _activate(config, b, buffer, tile, inner_sb, gate)
         return
-    activate(config, b, slot, tile, gate_sb, gate)
+    # The activation may use the scratch of the up projection, so it comes first.
+    _activate(config, b, buffer, tile, gate_sb, gate)
     if scales_late(config):
         nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
         up = up_sb
-    operators, operands = _chain(config, b, slot, tile, 1)
+    operators, operands = _chain(config, b, buffer, tile, 1)
     multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
 
 
-def inner_slot(config: PrefillConfig, s: int, j: int) -> int:
+def inner_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer holds a row tile between the projections."""
     return s * config.loop.classes[0] + j if config.shard.splits_h else j
 
 
 def _chain(
-    config: PrefillConfig, b: Buffers, slot: int, tile: int, half: int
+    config: PrefillConfig, b: Buffers, buffer: int, tile: int, half: int
 ) -> tuple[list[Any], list[Any]]:
     """Return the scalar operators and operands of a projection: scale, bias, clamps."""
     operators = []
     operands = []
     rows = rows_of(config.i_axis, tile)
-    offset = config.up_offset if half == 1 else 0.0
-    clamps = config.up_limits if half == 1 else config.gate_limits
+    formula = config.formula
+    offset = formula.up_offset if half == 1 else 0.0
+    clamps = formula.gate_limits if half == 0 and formula.has_gate else formula.up_limits
     if config.has_scales:
         operators.append(nl.multiply)
-        operands.append(b.gate_up_scale[slot][0:rows, half, tile : tile + 1])
-    if config.has_gate_up_bias and offset != 0.0:
+        operands.append(b.gate_up_scale[buffer][0:rows, half, tile : tile + 1])
+    if config.formula.has_gate_up_bias and offset != 0.0:
         operators.append(nl.add)
-        operands.append(b.up_bias[slot][0:rows, tile : tile + 1])
-    elif config.has_gate_up_bias:
+        operands.append(b.up_bias[buffer][0:rows, tile : tile + 1])
+    elif config.formula.has_gate_up_bias:
         operators.append(nl.add)
-        operands.append(b.gate_up_bias[slot][0:rows, half, tile : tile + 1])
+        operands.append(b.gate_up_bias[buffer][0:rows, half, tile : tile + 1])
     elif offset != 0.0:
         operators.append(nl.add)
         operands.append(offset)
@@ -171,10 +174,10 @@ def _chain(
     return operators, operands
 
 
-def activate(
+def _activate(
     config: PrefillConfig,
     b: Buffers,
-    slot: int,
+    buffer: int,
     tile: int,
     dst_sb: nl.NkiTensor,
     gate: nl.NkiTensor,
@@ -183,18 +186,19 @@ def activate(
 
     The scratch tiles of both projections may be written.
     """
-    function = activation_function(config.activation)
-    clamps, factor = config.gate_limits, config.activation_scale
+    formula = config.formula
+    function, factor = gate_function(formula), 1.0 if is_fused(formula) else formula.scale
+    clamps = formula.gate_limits if formula.has_gate else formula.up_limits
     rows, R = rows_of(config.i_axis, tile), config.tile_rows
-    is_swish = config.activation == "swish"
+    multiplies = formula.gates_itself and not is_fused(formula)
     needs_chain = clamps.has_upper or clamps.has_lower or config.has_scales
-    if config.has_gate_up_bias and not needs_chain and not is_swish and factor == 1.0:
-        bias_sb = b.gate_up_bias[slot][0:rows, 0, tile : tile + 1]
+    if formula.has_gate_up_bias and not needs_chain and not multiplies and factor == 1.0:
+        bias_sb = b.gate_up_bias[buffer][0:rows, 0, tile : tile + 1]
         nisa.activation(dst=dst_sb, op=function, data=gate, bias=bias_sb)
         return
-    operators, operands = _chain(config, b, slot, tile, 0)
+    operators, operands = _chain(config, b, buffer, tile, 0)
     source = apply_chain(b.gate[tile % 2][0:rows, 0:R], gate, operators, operands)
-    if is_swish:
+    if multiplies:
         sigmoid_sb = b.up[tile % 2][0:rows, 0:R]
         nisa.activation(dst=sigmoid_sb, op=function, data=source, scale=factor)
         nisa.tensor_tensor(dst=dst_sb, data1=source, data2=sigmoid_sb, op=nl.multiply)
@@ -205,7 +209,7 @@ def activate(
 def project_out(
     config: PrefillConfig,
     b: Buffers,
-    slot: int,
+    buffer: int,
     s: int,
     j: int,
     part: int,
@@ -215,7 +219,7 @@ def project_out(
     """Multiply with one part of the columns of the down weights; leave the rows in `outer`."""
     i_axis, R = config.i_axis, config.tile_rows
     columns = core_width(config) // config.loop.out_parts
-    width = -(-columns // -(-columns // 512))
+    width = -(-columns // -(-columns // BANK_FLOATS))
     for turn in range(-(-columns // width)):
         begin = turn * width
         end = min(columns, begin + width)
@@ -226,22 +230,22 @@ def project_out(
                 depth = depth + 1
             nisa.nc_matmul(
                 dst=bank_ps,
-                stationary=b.inner[inner_slot(config, s, j)][0:depth, t, 0:R],
-                moving=b.down[slot][0:depth, t, begin:end],
+                stationary=b.inner[inner_buffer(config, s, j)][0:depth, t, 0:R],
+                moving=b.down[buffer][0:depth, t, begin:end],
                 accumulate=t > 0,
             )
-        if adds_bias and config.has_down_bias and not bias_is_inside(config):
+        if adds_bias and config.formula.has_down_bias and not bias_is_inside(config):
             nisa.nc_matmul(
                 dst=bank_ps,
                 stationary=b.ones[0 : bias_terms(config), 0:R],
-                moving=b.down_bias[slot][0 : bias_terms(config), begin:end],
+                moving=b.down_bias[buffer][0 : bias_terms(config), begin:end],
                 accumulate=True,
             )
         first = part * columns
-        evict_rows(config, b, s, j, bank_ps, turn, slice(first + begin, first + end), outer)
+        _evict_rows(config, b, s, j, bank_ps, turn, slice(first + begin, first + end), outer)
 
 
-def evict_rows(
+def _evict_rows(
     config: PrefillConfig,
     b: Buffers,
     s: int,
@@ -255,7 +259,7 @@ def evict_rows(
     R = config.tile_rows
     outer_sb = b.outer[outer][0:R, columns]
     if config.has_scales:
-        row_sb = b.down_scale[s % config.loop.slots][0:R, columns]
+        row_sb = b.down_scale[s % config.loop.weight_buffers][0:R, columns]
         if config.scaling == "post":
             nisa.scalar_tensor_tensor(
                 dst=outer_sb,

@@ -77,9 +77,14 @@ class DmaPrice:
 
 @dataclass(frozen=True, slots=True)
 class MeetingPrice:
-    """A barrier, an exchange or a collective: `duration_ns` after the last partner arrived."""
+    """A barrier, an exchange or a collective: `duration_ns` after the last partner arrived.
+
+    `transfer_ns` is how long the bytes of an exchange keep the way between two cores busy; None
+    for other meetings, which nothing may overtake.
+    """
 
     duration_ns: float
+    transfer_ns: float | None = None
 
 
 _HALF: Final = frozenset({"bfloat16", "float16"})
@@ -335,11 +340,11 @@ def price_meeting(facts: SyncFacts, chip: Hardware) -> MeetingPrice:
     if facts.kind == "sendrecv":
         if facts.path == "gpsimd_dma":
             moving = facts.moved_bytes / chip.gpsimd_sendrecv_bytes_per_ns
-            return MeetingPrice(chip.gpsimd_sendrecv_ns + moving)
+            return MeetingPrice(chip.gpsimd_sendrecv_ns + moving, moving)
         engines = min(chip.dma_engines, math.ceil(facts.partitions / chip.dma_rows_per_engine))
         runs = math.ceil(facts.partitions / engines) * chip.dma_run_ns
         moving = facts.moved_bytes / engines / chip.dma_engine_bytes_per_ns
-        return MeetingPrice(chip.sendrecv_ns + runs + moving)
+        return MeetingPrice(chip.sendrecv_ns + runs + moving, runs + moving)
     travelling = facts.moved_bytes * _link_share(facts.kind, facts.ranks)
     if travelling < chip.mesh_limit_bytes:
         hops = 2

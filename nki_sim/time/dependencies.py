@@ -1,20 +1,26 @@
 """Who waits for whom: the graph that a schedule has to respect.
 
-Every core has in-order queues: one per engine, and for data movements one per way of triggering
+Every core has queues: one per engine, and for data movements one per way of triggering
 them and direction, so that a store that waits for its data does not hold back the loads behind it
 (the compiler orders them that way). Between queues an instruction waits for the last writers of
 what it reads (RAW) and for the last writers and readers of what it overwrites (WAW, WAR), found by
 region. Cores do not see each other's accesses: the hardware orders cores through barriers and
 exchanges only.
 
+Where queues are in order, that order implies the rest. A graph for queues that may reorder keeps
+more: all readers instead of the last of each queue, and edges inside a queue, of which a `DONE`
+edge asks for the order of issue only. It cannot know what the record does not hold: accumulator
+registers carried over several instructions, `nl.no_reorder`, and registers of other engines.
+
 Building takes a few microseconds per instruction: regions are interned, storages that nobody writes
-are left out, and a region overwritten as a whole is forgotten, so that the set to search stays
-small.
+are left out, which regions overlap is found once for each, and in a memory of many regions one that
+is overwritten as a whole is forgotten, so that the set to search stays small.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,9 +35,12 @@ from nki_sim.trace import Trace
 
 VISIBLE: Final = 0
 DONE: Final = 1
-"""What an edge waits for: the result being visible, or the operands having been read."""
+"""What an edge waits for: the result being visible, or the operands having been read.
 
-_FEW: Final = 16
+Inside a queue the latter is the case as soon as the source has been issued.
+"""
+
+_FEW: Final = 1024  # regions of a memory for which all overlaps are kept
 
 
 @dataclass(slots=True)
@@ -51,8 +60,10 @@ class Graph:
     dynamic loops, which every queue of the core takes. `core` numbers (rank, core) pairs as in
     `cores`. Edges are stored by
     source: targets[first[i] : first[i + 1]] holds 2 * node + kind. `keeps_stationary` marks the
-    matmuls whose stationary tile is the one their array part already holds. `birth_waits` counts
-    the waits for reused memory.
+    matmuls whose stationary tile is the one their array part already holds. A graph for queues that
+    reorder has instead the id of the contents of each node's stationary tile (-1: no matmul) and,
+    by that id, the array part it is loaded into. `unplaced` counts the tensors for which there was
+    no room.
     """
 
     cores: list[tuple[int, int]]
@@ -64,9 +75,17 @@ class Graph:
     targets: array[int]
     keeps_stationary: bytearray
     unplaced: int = 0
+    stationary: array[int] = field(default_factory=lambda: array("i"))
+    stationary_parts: list[tuple[int, ...]] = field(default_factory=list)
 
 
-def build(trace: Trace, chip: Hardware, queue_names: list[str], goes_round: bool = True) -> Graph:
+def build(
+    trace: Trace,
+    chip: Hardware,
+    queue_names: list[str],
+    goes_round: bool = True,
+    reorders: bool = False,
+) -> Graph:
     """Build the graph of a trace.
 
     Args:
@@ -75,6 +94,7 @@ def build(trace: Trace, chip: Hardware, queue_names: list[str], goes_round: bool
         queue_names: for every id of `pair_ids`, the queue of its instructions; empty for the steps
             of dynamic loops, which all queues take.
         goes_round: whether new tensors on chip take the next place or the lowest (placement.py).
+        reorders: whether the instructions of a queue may change places.
     """
     columns = trace.columns()
     operands, first = trace.operand_ids()
@@ -91,11 +111,13 @@ def build(trace: Trace, chip: Hardware, queue_names: list[str], goes_round: bool
         first=np.zeros(1, dtype=np.int64),
         targets=array("i"),
         keeps_stationary=bytearray(len(trace)),
+        stationary=array("i", [-1]) * len(trace) if reorders else array("i"),
     )
     edges = _Edges()
     for number, key in enumerate(keys):
         stream = np.flatnonzero(core_keys == key)
-        builder = _Core(trace, chip, graph, regions, edges, number, goes_round)
+        kind = _Reordering if reorders else _Core
+        builder = kind(trace, chip, graph, regions, edges, number, goes_round)
         builder.run(stream, pairs, queue_names, columns, operands, first)
     for node, after in trace.after.items():
         for producer in after:
@@ -142,7 +164,18 @@ class _Edges:
 class _Regions:
     """The distinct rectangles of a trace, and where to look for overlap."""
 
-    __slots__ = ("big", "dense", "memory", "of_range", "rectangle", "storage", "written")
+    __slots__ = (
+        "_corners",
+        "big",
+        "dense",
+        "members",
+        "memory",
+        "of_range",
+        "overlaps",
+        "rectangle",
+        "storage",
+        "written",
+    )
 
     def __init__(self, trace: Trace, operands: NDArray[np.int32], columns: NDArray[np.int32]):
         memories, shapes = rectangles(trace)
@@ -165,7 +198,27 @@ class _Regions:
                 self.dense.append(dense)
             self.of_range.append(region)
         self.written = self._written(trace, operands, columns)
+        self.members: dict[int, list[int]] = {}
+        for region, memory in enumerate(self.memory):
+            if memory in self.written:
+                self.members.setdefault(memory, []).append(region)
+        self.overlaps: list[list[int] | None] = [None] * len(self.memory)
+        self._corners: dict[int, NDArray[np.int64]] = {}
         self.big = self._buckets()
+
+    def find_overlaps(self, region: int) -> list[int]:
+        """Return all regions that overlap one, itself included, and keep the answer."""
+        memory = self.memory[region]
+        members = self.members[memory]
+        corners = self._corners.get(memory)
+        if corners is None:
+            shapes = [self.rectangle[member] for member in members]
+            corners = self._corners[memory] = np.array(shapes, dtype=np.int64).T
+        line0, line1, byte0, byte1 = self.rectangle[region]
+        lines = (corners[0] < line1) & (line0 < corners[1])
+        meets = np.flatnonzero(lines & (corners[2] < byte1) & (byte0 < corners[3]))
+        found = self.overlaps[region] = [members[place] for place in meets.tolist()]
+        return found
 
     def _written(
         self, trace: Trace, operands: NDArray[np.int32], columns: NDArray[np.int32]
@@ -177,14 +230,11 @@ class _Regions:
 
     def _buckets(self) -> dict[int, tuple[int, int, int]]:
         """Return (axis, origin, step) for the memories with many regions."""
-        members: dict[int, list[Rectangle]] = {}
-        for memory, shape in zip(self.memory, self.rectangle, strict=True):
-            if memory in self.written:
-                members.setdefault(memory, []).append(shape)
         big = {}
-        for memory, shapes in members.items():
-            if len(shapes) <= _FEW:
+        for memory, members in self.members.items():
+            if len(members) <= _FEW:
                 continue
+            shapes = [self.rectangle[member] for member in members]
             axis = max((0, 2), key=lambda side: len({shape[side] for shape in shapes}))
             low = min(shape[axis] for shape in shapes)
             high = max(shape[axis + 1] for shape in shapes)
@@ -275,8 +325,12 @@ class _Core:
                     self._write(index, queue, region, memory)
             if queue == self._tensor_queue and middle > begin:
                 self._load_stationary(index, of_range[operand[begin]], version, facts)
-            elif isinstance(facts, tr.ControlFacts) and facts.kind == "register_load":
-                self._register_load = index
+            elif isinstance(facts, tr.ControlFacts):
+                self._use_register(index, queue)
+                if facts.kind == "register_load":
+                    self._register_load = index
+            elif isinstance(facts, tr.ComputeFacts) and facts.registers:
+                self._use_register(index, queue)
 
     def _lifetimes(
         self,
@@ -322,36 +376,37 @@ class _Core:
             self._graph.unplaced += 1
         else:
             for owner in previous:
-                waits.extend(self._users.get(owner, {}).values())
+                waits.extend(self._users_of(owner))
         self._births[storage] = waits
+
+    def _users_of(self, memory: int) -> Iterable[int]:
+        """Return the accesses that whoever takes over the bytes of a dead tensor waits for."""
+        return self._users.get(memory, {}).values()
+
+    def _use_register(self, index: int, queue: int) -> None:
+        """Note an instruction of an engine that sets or reads a register."""
 
     def _buckets_of(self, region: int, memory: int) -> list[tuple[int, int]]:
         """Return the keys under which a region is found."""
         known = self._keys.get(region)
         if known is None:
-            plan = self._regions.big.get(memory)
-            if plan is None:
-                known = [(memory, 0)]
-            else:
-                axis, origin, step = plan
-                shape = self._regions.rectangle[region]
-                low = (shape[axis] - origin) // step
-                high = (shape[axis + 1] - 1 - origin) // step
-                known = [(memory, bucket) for bucket in range(low, high + 1)]
+            axis, origin, step = self._regions.big[memory]
+            shape = self._regions.rectangle[region]
+            low = (shape[axis] - origin) // step
+            high = (shape[axis + 1] - 1 - origin) // step
+            known = [(memory, bucket) for bucket in range(low, high + 1)]
             self._keys[region] = known
         return known
 
     def _others(self, region: int, memory: int) -> list[int]:
         """Return the known regions that overlap, the region itself included, and make it known."""
+        overlaps = self._regions.overlaps[region]
+        if overlaps is not None:
+            return overlaps
+        if memory not in self._regions.big:
+            return self._regions.find_overlaps(region)
         keys = self._buckets_of(region, memory)
         active = self._active
-        if len(keys) == 1:
-            members = active.get(keys[0])
-            if members is None:
-                active[keys[0]] = {region}
-                return [region]
-            if len(members) == 1 and region in members:
-                return [region]
         found = {region}
         rectangle = self._regions.rectangle
         line0, line1, byte0, byte1 = rectangle[region]
@@ -431,8 +486,9 @@ class _Core:
         if covers(rectangle[region], rectangle[other]):
             self._writer.pop(other, None)
             self._readers.pop(other, None)
-            for key in self._buckets_of(other, memory):
-                self._active[key].discard(other)
+            if memory in self._regions.big:
+                for key in self._buckets_of(other, memory):
+                    self._active[key].discard(other)
 
     def _load_stationary(self, index: int, region: int, version: int, facts: tr.Facts) -> None:
         """Note whether the array already holds this stationary tile."""
@@ -457,11 +513,116 @@ class _Core:
                 graph.instruction.append(index)
                 graph.queue.append(queue)
                 graph.waits.append(0)
+                if graph.stationary:
+                    graph.stationary.append(-1)
             own = False
             graph.queue[node] = queue
             graph.queues[queue].nodes.append(node)
             if self._register_load >= 0:
                 self._edges.add(self._register_load, node, VISIBLE)
+
+
+class _Reordering(_Core):
+    """Finds the edges of a core whose queues may issue out of order.
+
+    The readers of a region are all kept, by themselves instead of by queue, until a write to the
+    same region clears them. A write that only overlaps leaves them, but marks the region: whoever
+    reads it next waits for that write, hence comes after them, and takes their place.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        chip: Hardware,
+        graph: Graph,
+        regions: _Regions,
+        edges: _Edges,
+        number: int,
+        goes_round: bool,
+    ) -> None:
+        super().__init__(trace, chip, graph, regions, edges, number, goes_round)
+        self._overwritten: set[int] = set()
+        self._register_users: dict[int, int] = {}
+        self._contents: dict[tuple[tuple[int, ...], int, int], int] = {}
+
+    def _users_of(self, memory: int) -> Iterable[int]:
+        """Return the readers of every region since its last write, and the writers of the rest."""
+        found: set[int] = set()
+        for region in self._regions.members.get(memory, ()):
+            readers = self._readers.get(region)
+            if readers:
+                found.update(readers)
+            elif region in self._writer:
+                found.add(self._writer[region])
+        return found
+
+    def _use_register(self, index: int, queue: int) -> None:
+        """Keep the users of registers of an engine in order."""
+        before = self._register_users.get(queue, -1)
+        if before >= 0:
+            self._edges.add(before, index, DONE)
+        self._register_users[queue] = index
+
+    def _read(self, index: int, queue: int, region: int, memory: int) -> int:
+        writers, queue_of = self._writer, self._graph.queue
+        accumulates = queue == self._tensor_queue
+        latest = -1
+        for other in self._others(region, memory):
+            writer = writers.get(other, -1)
+            if writer < 0:
+                continue
+            if writer > latest:
+                latest = writer
+            if writer != index:
+                # Matmuls accumulate in order without waiting for each other.
+                kind = DONE if accumulates and queue_of[writer] == queue else VISIBLE
+                self._edges.append(writer << 32 | index << 1 | kind)
+        readers = self._readers.get(region)
+        if readers is None or region in self._overwritten:
+            self._overwritten.discard(region)
+            self._readers[region] = {index: index}
+        else:
+            readers[index] = index
+        return latest
+
+    def _write(self, index: int, queue: int, region: int, memory: int) -> None:
+        writers, readers, queue_of = self._writer, self._readers, self._graph.queue
+        fresh = True
+        for other in self._others(region, memory):
+            writer = writers.get(other, -1)
+            if writer >= 0:
+                fresh = False
+                if writer != index:
+                    kind = DONE if queue_of[writer] == queue else VISIBLE
+                    self._edges.append(writer << 32 | index << 1 | kind)
+            reading = readers.get(other)
+            if reading:
+                fresh = False
+                for reader in reading:
+                    if reader != index:
+                        self._edges.append(reader << 32 | index << 1 | DONE)
+            if other == region:
+                if reading:
+                    reading.clear()
+            else:
+                if reading:
+                    self._overwritten.add(other)
+                if self._regions.dense[region]:
+                    self._forget(region, other, memory)
+        if fresh:
+            for user in self._births.get(memory, ()):
+                self._edges.append(user << 32 | index << 1 | DONE)
+        writers[region] = index
+
+    def _load_stationary(self, index: int, region: int, version: int, facts: tr.Facts) -> None:
+        """Number the contents of the stationary tile; who holds what is known when it is played."""
+        tile = facts.tile if isinstance(facts, tr.MatmulFacts) else ()
+        key = (tile, region, version)
+        number = self._contents.get(key)
+        if number is None:
+            number = self._contents[key] = len(self._graph.stationary_parts)
+            self._graph.stationary_parts.append(tile)
+        self._graph.stationary[index] = number
 
 
 def _ramp(counts: NDArray[np.int64]) -> NDArray[np.int64]:

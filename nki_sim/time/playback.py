@@ -3,62 +3,32 @@
 A discrete-event simulation in time order. A queue hands out its instructions in program order; the
 head starts when its producers are done and its engine is free. Data movements are triggered in
 order, then share 16 DMA engines and, with the other core of the pair, the HBM stack. Costs come
-from costs.py, waits from dependencies.py.
+from costs.py, waits from dependencies.py; what is assumed of loops and exchanges from
+schedule_model.py. reorder.py plays queues that are not in order.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nki_sim import trace as tr
 from nki_sim.hardware import Hardware
-from nki_sim.time.costs import (
-    ComputePrice,
-    DmaPrice,
-    MatmulPrice,
-    MeetingPrice,
-    price_compute,
-    price_control,
-    price_dma,
-    price_matmul,
-    price_meeting,
-)
-from nki_sim.time.dependencies import DONE, Graph, build, pair_ids
+from nki_sim.time.costs import ComputePrice, DmaPrice, MatmulPrice, MeetingPrice
+from nki_sim.time.dependencies import DONE, Graph
 from nki_sim.time.engines import Array, DmaEngines, HbmStack
-from nki_sim.trace import Trace
-
-Price = ComputePrice | MatmulPrice | DmaPrice | MeetingPrice
+from nki_sim.time.prepare import Prepared, Price, TimelineOptions, prices_of
 
 # Resources of a core: the five engines by their trace numbers, then descriptor generators.
-_DGE_SYNC: Final = 5
-_DGE_SCALAR: Final = 6
-_DGE_AUTO: Final = 7
+DGE_SYNC: Final = 5
+DGE_SCALAR: Final = 6
+DGE_AUTO: Final = 7
 _NUM_RESOURCES: Final = 8
 _NAMED_QUEUES: Final = frozenset({"hwdge-sync", "hwdge-scalar"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineOptions:
-    """How a trace is timed.
-
-    Attributes:
-        dma_rule: "runs" prices a transfer by its runs and bytes (several queues at work),
-            "single_queue" by the latency of each descriptor, "auto" decides per core: a single
-            queue if the kernel gives all transfers to the hardware generator of one engine.
-        clock_ramp: whether the tensor engine has to warm up.
-        reuse: "late" places tensors without an address round and round, so that loads run as far
-            ahead as memory allows; "early" gives each the lowest free place, so that a new tile
-            waits for the last users of the one before.
-    """
-
-    dma_rule: Literal["auto", "runs", "single_queue"] = "auto"
-    clock_ramp: bool = True
-    reuse: Literal["late", "early"] = "late"
 
 
 @dataclass(slots=True)
@@ -85,73 +55,15 @@ class Schedule:
     table_loads: list[int]
 
 
-def queue_and_price(op: str, engine: int, facts: tr.Facts, chip: Hardware) -> tuple[str, Price]:
-    """Return the queue and the price of all instructions that share these facts."""
-    if isinstance(facts, tr.MatmulFacts):
-        return "tensor", price_matmul(facts, chip)
-    if isinstance(facts, tr.DmaFacts):
-        dma = price_dma(facts, chip)
-        way = {"none": "static", "hwdge": f"hwdge-{facts.queue or 'any'}"}.get(dma.dge, dma.dge)
-        direction = "store" if facts.dst_space == tr.HBM else "load"
-        # A transfer whose address is computed waits for the computation; it must not hold up the
-        # others.
-        return f"{way}-{direction}{'-dynamic' if facts.registers else ''}", dma
-    if isinstance(facts, tr.SyncFacts):
-        own = engine < tr.DMA and facts.kind == "core_barrier"
-        return tr.ENGINE_NAMES[engine] if own else "exchange", price_meeting(facts, chip)
-    if isinstance(facts, tr.ControlFacts):
-        is_loop = facts.kind.startswith("loop")
-        name = tr.ENGINE_NAMES[engine if engine < tr.DMA else tr.SYNC]
-        return "" if is_loop else name, price_control(facts, chip)
-    return tr.ENGINE_NAMES[engine], price_compute(op, engine, facts, chip)
-
-
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What of a trace does not depend on the speed of the chip, so that it can be played often.
+class EdgePrice:
+    """The trip of a dynamic loop where all queues of the core wait for each other."""
 
-    `pair` numbers the distinct (operation, engine, facts) of the instructions; `kinds` holds these,
-    one per number.
-    """
-
-    graph: Graph
-    pair: NDArray[np.int64]
-    kinds: list[tuple[str, int, tr.Facts]]
-
-
-def prepare(trace: Trace, chip: Hardware, options: TimelineOptions) -> Prepared:
-    """Sort a trace into queues and find who waits for whom.
-
-    Of the chip only the generation and the sizes of its memories matter here, of the options only
-    the placement of tensors.
-    """
-    columns = trace.columns()
-    pair, samples = pair_ids(columns)
-    kinds = []
-    for index in samples.tolist():
-        row = columns[index]
-        kinds.append((trace.ops[row[tr.OP]], int(row[tr.ENGINE]), trace.facts[row[tr.FACTS]]))
-    names = [queue_and_price(*kind, chip)[0] for kind in kinds]
-    return Prepared(build(trace, chip, names, options.reuse == "late"), pair, kinds)
-
-
-def prices_of(prepared: Prepared, chip: Hardware) -> list[Price]:
-    """Return the price of every kind of instruction."""
-    return [queue_and_price(*kind, chip)[1] for kind in prepared.kinds]
-
-
-def play(prepared: Prepared, chip: Hardware, options: TimelineOptions) -> Schedule:
-    """Time every instruction.
-
-    Raises:
-        ValueError: some instructions can never start, because a partner of a meeting is missing or
-            the waits form a circle.
-    """
-    return _Player(prepared, chip, options).play()
+    duration_ns: float
 
 
 @dataclass(slots=True)
-class _CoreState:
+class CoreState:
     """What the engines of one core are doing."""
 
     array: Array
@@ -163,8 +75,8 @@ class _CoreState:
     table_loads: int = 0
 
 
-class _Player:
-    """The simulation; one instance per run."""
+class Player:
+    """The simulation with queues in order; one instance per run."""
 
     def __init__(self, prepared: Prepared, chip: Hardware, options: TimelineOptions) -> None:
         graph, pairs = prepared.graph, prepared.pair
@@ -172,9 +84,12 @@ class _Player:
         self._chip = chip
         self._graph = graph
         self._prices = prices
+        self._model = options.model
+        self._steps = _steps(prices, prepared, options)
         count = len(graph.instruction)
         instruction = np.array(graph.instruction, dtype=np.int64)
         self._pair = pairs[instruction] if count else pairs
+        self._pair_of: list[int] = self._pair.tolist()
         self._start = [0.0] * count
         self._busy_end = [0.0] * count
         self._visible = [0.0] * count
@@ -184,15 +99,24 @@ class _Player:
         self._cause = [-1] * count
         self._ready = [0.0] * count
         self._waits = list(graph.waits)
+        self._queue_of = list(graph.queue)
+        self._first: list[int] = graph.first.tolist()
         self._position = [0] * len(graph.queues)
         self._queue_time = [0.0] * len(graph.queues)
+        self._latest = [0.0] * len(graph.queues)
+        self._core_of = [queue.core for queue in graph.queues]
+        self._names = [queue.name for queue in graph.queues]
+        self._engines = [
+            tr.ENGINE_NAMES.index(n) if n in tr.ENGINE_NAMES else -1 for n in self._names
+        ]
         self._heap: list[tuple[float, int]] = []
         self._cores = self._make_cores(options)
         facts = [kind[2] for kind in prepared.kinds]
         self._meetings = _partners(prices, pairs, facts)
         self._arrived: dict[tuple[object, ...], list[tuple[float, int]]] = {}
+        self._link_free = [0.0] * len(graph.queues)
 
-    def _make_cores(self, options: TimelineOptions) -> list[_CoreState]:
+    def _make_cores(self, options: TimelineOptions) -> list[CoreState]:
         """Set up the cores; those of a rank share one HBM stack."""
         graph, chip = self._graph, self._chip
         ranks = [rank for rank, _ in graph.cores]
@@ -207,7 +131,7 @@ class _Player:
             one = len(ways[number]) == 1 and bool(ways[number] & _NAMED_QUEUES)
             rule = options.dma_rule
             cores.append(
-                _CoreState(
+                CoreState(
                     array=Array(chip, options.clock_ramp),
                     dma=DmaEngines(chip, stacks.get(rank)),
                     single_queue=one if rule == "auto" else rule == "single_queue",
@@ -216,39 +140,20 @@ class _Player:
         return cores
 
     def play(self) -> Schedule:
-        """Run until every node has its times."""
-        graph = self._graph
-        pair, queue_of = self._pair.tolist(), graph.queue
-        core_of_queue = [queue.core for queue in graph.queues]
-        names = [queue.name for queue in graph.queues]
-        for head in graph.queues:
-            if not graph.waits[head.nodes[0]]:
-                heapq.heappush(self._heap, (0.0, head.nodes[0]))
-        left = len(graph.instruction)
-        while self._heap:
-            now, node = heapq.heappop(self._heap)
-            price = self._prices[pair[node]]
-            queue = queue_of[node]
-            core = self._cores[core_of_queue[queue]]
-            if type(price) is MatmulPrice:
-                self._matmul(now, node, price, core)
-            elif type(price) is ComputePrice:
-                if not self._compute(now, node, price, core, names[queue]):
-                    continue
-            elif type(price) is DmaPrice:
-                if not self._dma(now, node, price, core, names[queue]):
-                    continue
-            elif type(price) is MeetingPrice:
-                engine = tr.ENGINE_NAMES.index(names[queue]) if names[queue] != "exchange" else -1
-                if engine < 0 or self._take(engine, now, node, core):
-                    left -= self._meet(now, node, price)
-                continue
-            left -= 1
-            self._release(node, queue)
+        """Run until every node has its times.
+
+        Raises:
+            ValueError: some instructions can never start, because a partner of a meeting is missing
+                or the waits form a circle.
+        """
+        self._begin()
+        heap, step, left = self._heap, self._step, len(self._graph.instruction)
+        while heap:
+            left -= step(*heapq.heappop(heap))
         if left:
             self._explain_stall(left)
         return Schedule(
-            graph=graph,
+            graph=self._graph,
             prices=self._prices,
             pair=self._pair,
             start=self._start,
@@ -261,7 +166,37 @@ class _Player:
             table_loads=[core.table_loads for core in self._cores],
         )
 
-    def _take(self, resource: int, now: float, node: int, core: _CoreState) -> bool:
+    def _begin(self) -> None:
+        """Push what can start at once."""
+        for queue in self._graph.queues:
+            if not self._waits[queue.nodes[0]]:
+                heapq.heappush(self._heap, (0.0, queue.nodes[0]))
+
+    def _step(self, now: float, node: int) -> int:
+        """Start a node, or put it off; return how many nodes have their times by that."""
+        price = self._steps[self._pair_of[node]]
+        queue = self._queue_of[node]
+        core = self._cores[self._core_of[queue]]
+        if type(price) is MatmulPrice:
+            self._matmul(now, node, price, core)
+        elif type(price) is ComputePrice:
+            if not self._compute(now, node, price, core, queue):
+                return 0
+        elif type(price) is DmaPrice:
+            if not self._dma(now, node, price, core, queue):
+                return 0
+        elif type(price) is EdgePrice:
+            return self._loop_edge(now, node, price, core, queue)
+        elif type(price) is MeetingPrice:
+            engine = self._engines[queue]
+            if engine < 0 or self._take(engine, now, node, core):
+                return self._meet(now, node, price)
+            return 0
+        self._notify(node, queue)
+        self._advance(node, queue)
+        return 1
+
+    def _take(self, resource: int, now: float, node: int, core: CoreState) -> bool:
         """Return whether an engine is free now; else try again when it is."""
         free = core.free[resource]
         if free <= now:
@@ -271,10 +206,10 @@ class _Player:
         return False
 
     def _compute(
-        self, now: float, node: int, price: ComputePrice, core: _CoreState, queue: str
+        self, now: float, node: int, price: ComputePrice, core: CoreState, queue: int
     ) -> bool:
         """Run a Vector, Scalar, GpSimd or Sync instruction, or the step of a loop."""
-        engine = tr.ENGINE_NAMES.index(queue) if queue in tr.ENGINE_NAMES else -1
+        engine = self._engines[queue]
         if engine >= 0:
             if not self._take(engine, now, node, core):
                 return False
@@ -282,47 +217,48 @@ class _Player:
                 # The load needs no operand: it runs as soon as the engine is free.
                 core.table = price.table
                 core.table_loads += 1
-                loaded = max(core.free[engine] + self._chip.table_load_ns, now)
+                loaded = core.free[engine] + self._chip.table_load_ns
                 if loaded > now:
+                    now = loaded
                     self._cause[node] = core.user[engine]
-                    core.free[engine] = loaded
-                    heapq.heappush(self._heap, (loaded, node))
-                    return False
             core.free[engine] = now + price.occupancy_ns
             core.user[engine] = node
         else:
-            self._queue_time[self._graph.queue[node]] = now + price.occupancy_ns
+            self._queue_time[queue] = now + price.occupancy_ns
         self._set(node, now, now + price.occupancy_ns, now + price.latency_ns)
         return True
 
-    def _matmul(self, now: float, node: int, price: MatmulPrice, core: _CoreState) -> None:
+    def _matmul(self, now: float, node: int, price: MatmulPrice, core: CoreState) -> None:
         """Run a matmul on the array."""
-        held = bool(self._graph.keeps_stationary[node] and self._chip.stationary_reuse_skips_load)
-        begin, end = core.array.run(now, price, loads=not held)
+        begin, end = core.array.run(now, price, loads=not self._is_held(node, core))
         self._set(node, begin, end, end + price.drain_ns)
         if begin > now:
             self._cause[node] = core.user[tr.TENSOR]
         core.user[tr.TENSOR] = node
 
-    def _dma(self, now: float, node: int, price: DmaPrice, core: _CoreState, queue: str) -> bool:
+    def _is_held(self, node: int, core: CoreState) -> bool:
+        """Tell whether the array already holds the stationary tile of a matmul."""
+        return bool(self._graph.keeps_stationary[node] and self._chip.stationary_reuse_skips_load)
+
+    def _dma(self, now: float, node: int, price: DmaPrice, core: CoreState, queue: int) -> bool:
         """Trigger a transfer and put its bytes on the DMA engines."""
         chip = self._chip
-        resource = -1
+        resource, name = -1, self._names[queue]
         if price.dge == "swdge":
             resource = tr.GPSIMD
         elif price.dge == "auto":
-            resource = _DGE_AUTO
+            resource = DGE_AUTO
         elif price.dge == "hwdge":
-            resource = _DGE_SCALAR if queue.startswith("hwdge-scalar") else _DGE_SYNC
-            if queue.startswith("hwdge-any") and core.free[_DGE_SCALAR] < core.free[_DGE_SYNC]:
-                resource = _DGE_SCALAR
+            resource = DGE_SCALAR if name.startswith("hwdge-scalar") else DGE_SYNC
+            if name.startswith("hwdge-any") and core.free[DGE_SCALAR] < core.free[DGE_SYNC]:
+                resource = DGE_SCALAR
         if resource >= 0:
             if not self._take(resource, now, node, core):
                 return False
             core.free[resource] = now + price.generator_ns
             core.user[resource] = node
         else:
-            self._queue_time[self._graph.queue[node]] = now + price.generator_ns
+            self._queue_time[queue] = now + price.generator_ns
         first = now + chip.dma_first_byte_ns + price.extra_ns
         each = price.single_queue_ns if core.single_queue else price.engine_ns
         begin, end, bound = core.dma.run(node, first, each, price)
@@ -336,29 +272,79 @@ class _Player:
 
     def _meet(self, now: float, node: int, price: MeetingPrice) -> int:
         """Wait for the partners; return how many nodes the arrival completed."""
-        key, partners = self._meetings[int(self._pair[node])]
+        key, partners = self._meetings[self._pair_of[node]]
         arrived = self._arrived.setdefault(key, [])
         arrived.append((now, node))
+        pipelined = self._model.sendrecv == "pipelined" and price.transfer_ns is not None
+        if pipelined:  # the queue goes on; whoever needs the data waits
+            self._start[node] = now
+            self._advance(node, self._queue_of[node])
         if len(arrived) < partners:
             return 0
         del self._arrived[key]
         last_arrival, last = arrived[-1]
-        end = last_arrival + price.duration_ns
+        begin = last_arrival
+        if pipelined:
+            begin = self._take_link(begin, price, [partner for _, partner in arrived])
+        end = begin + price.duration_ns
         for _, partner in arrived:
             # Waiting for the others keeps an engine from its queue but is not counted as work.
-            self._set(partner, last_arrival, end, end)
+            self._set(partner, begin, end, end)
             if partner != last:
                 self._cause[partner] = last
-            queue = self._graph.queue[partner]
-            core = self._cores[self._graph.queues[queue].core]
-            name = self._graph.queues[queue].name
-            if name in tr.ENGINE_NAMES:
-                engine = tr.ENGINE_NAMES.index(name)
-                core.free[engine] = max(core.free[engine], end)
-                core.user[engine] = partner
-            self._queue_time[queue] = end
+            if not pipelined:
+                self._hold(partner, end)
         for _, partner in arrived:
-            self._release(partner, self._graph.queue[partner])
+            queue = self._queue_of[partner]
+            self._notify(partner, queue)
+            if not pipelined:
+                self._advance(partner, queue)
+        return len(arrived)
+
+    def _take_link(self, now: float, price: MeetingPrice, nodes: list[int]) -> float:
+        """Return when the bytes of an exchange can go, and keep the way busy while they do."""
+        queues = [self._queue_of[node] for node in nodes]
+        begin = max(now, *(self._link_free[queue] for queue in queues))
+        for queue in queues:
+            self._link_free[queue] = begin + (price.transfer_ns or 0.0)
+        return begin
+
+    def _hold(self, node: int, end: float) -> None:
+        """Keep the queue of a node, and its engine if it has one, until a meeting ends."""
+        queue = self._queue_of[node]
+        engine = self._engines[queue]
+        if engine >= 0:
+            core = self._cores[self._core_of[queue]]
+            core.free[engine] = max(core.free[engine], end)
+            core.user[engine] = node
+        self._queue_time[queue] = end
+
+    def _loop_edge(
+        self, now: float, node: int, price: EdgePrice, core: CoreState, queue: int
+    ) -> int:
+        """Wait at a loop's edge for the other queues of the core."""
+        engine = self._engines[queue]
+        if engine >= 0:
+            now = max(now, self._latest[queue], core.free[engine])
+        elif self._model.loop_edge == "drain":
+            now = max(now, self._latest[queue])
+        number = self._core_of[queue]
+        key = ("edge", self._graph.instruction[node])
+        arrived = self._arrived.setdefault(key, [])
+        arrived.append((now, node))
+        if len(arrived) < self._core_of.count(number):
+            return 0
+        del self._arrived[key]
+        latest, last = max(arrived)
+        end = latest + price.duration_ns
+        for _, partner in arrived:
+            self._set(partner, latest, end, end)
+            if partner != last:
+                self._cause[partner] = last
+            self._hold(partner, end)
+        for _, partner in arrived:
+            self._notify(partner, self._queue_of[partner])
+            self._advance(partner, self._queue_of[partner])
         return len(arrived)
 
     def _set(self, node: int, start: float, busy_end: float, visible: float) -> None:
@@ -367,25 +353,17 @@ class _Player:
         self._busy_end[node] = busy_end
         self._visible[node] = visible
 
-    def _release(self, node: int, queue: int) -> None:
-        """Tell the waiting nodes, and let the queue go on."""
+    def _notify(self, node: int, queue: int) -> None:
+        """Tell the nodes that wait for this one."""
         graph, ready, waits = self._graph, self._ready, self._waits
-        queues, position, queue_time = graph.queues, self._position, self._queue_time
-        visible = self._visible[node]
-        done = visible
-        if self._data_end[node] == 0.0:
-            done = self._busy_end[node]
-            visible_elsewhere = visible + self._chip.semaphore_ns
-            done_elsewhere = done + self._chip.semaphore_ns
-        else:
-            visible_elsewhere = done_elsewhere = visible
-        start = self._start[node]
-        position[queue] += 1
-        if queue_time[queue] < start:
-            queue_time[queue] = start
-        for edge in graph.targets[graph.first[node] : graph.first[node + 1]]:
+        queues, position = graph.queues, self._position
+        queue_of, first = self._queue_of, self._first
+        visible, visible_elsewhere, done_elsewhere = self._seen(node)
+        if visible > self._latest[queue]:
+            self._latest[queue] = visible
+        for edge in graph.targets[first[node] : first[node + 1]]:
             target = edge >> 1
-            other = graph.queue[target]
+            other = queue_of[target]
             if other == queue:
                 time = visible
             else:
@@ -398,11 +376,26 @@ class _Player:
                 nodes = queues[other].nodes
                 if nodes[position[other]] == target and other != queue:
                     self._push(target, other)
-        nodes = queues[queue].nodes
+
+    def _seen(self, node: int) -> tuple[float, float, float]:
+        """Return when its own queue sees the result, when others do, and when it has read."""
+        visible = self._visible[node]
+        if self._data_end[node] != 0.0:
+            return visible, visible, visible
+        semaphore = self._chip.semaphore_ns
+        return visible, visible + semaphore, self._busy_end[node] + semaphore
+
+    def _advance(self, node: int, queue: int) -> None:
+        """Let the queue of a node that has started go on."""
+        start, position = self._start[node], self._position
+        position[queue] += 1
+        if self._queue_time[queue] < start:
+            self._queue_time[queue] = start
+        nodes = self._graph.queues[queue].nodes
         if position[queue] < len(nodes):
             following = nodes[position[queue]]
-            if not waits[following]:
-                if queue_time[queue] > ready[following]:
+            if not self._waits[following]:
+                if self._queue_time[queue] > self._ready[following]:
                     self._cause[following] = node
                 self._push(following, queue)
 
@@ -415,6 +408,20 @@ class _Player:
             f"{left} instructions wait in a circle (waiting at: {waiting}). Let the partners meet "
             "in the same order, and remove explicit dependencies on later instructions."
         )
+
+
+def _steps(
+    prices: list[Price], prepared: Prepared, options: TimelineOptions
+) -> list[Price | EdgePrice]:
+    """Return the prices, with trips of dynamic loops as meetings of queues where they are."""
+    steps: list[Price | EdgePrice] = list(prices)
+    if options.model.loop_edge != "free":
+        for number, (_, _, facts) in enumerate(prepared.kinds):
+            price = prices[number]
+            is_trip = isinstance(facts, tr.ControlFacts) and facts.kind == "loop_trip"
+            if is_trip and isinstance(price, ComputePrice):
+                steps[number] = EdgePrice(price.latency_ns)
+    return steps
 
 
 def _partners(

@@ -2,18 +2,20 @@
 
 Some coefficients of the timeline are assumptions, because nothing public says better. `compare(a,
 b)` plays two runs again with each of them halved and doubled, and tells whether the faster one
-stays the faster one.
+stays the faster one. Coefficients err together, too: `GROUPS` names those that would, measured ones
+among them, and `worst_case(ours, theirs)` looks for the combination that hurts a comparison most.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from nki_sim.hardware import SWITCHES, Hardware, Kind
-from nki_sim.time.playback import Prepared, play, prices_of
+from nki_sim.time.prepare import Prepared, TimelineOptions, prices_of
+from nki_sim.time.reorder import play
 from nki_sim.time.timeline import Timeline, schedule
 
 # Coefficients that act while playing, not through the price of an instruction.
@@ -48,6 +50,31 @@ _FIXED: Final = frozenset(
         "sbuf_usable_bytes_per_partition",
     }
 )
+
+
+GROUPS: Final[dict[str, tuple[str, ...]]] = {
+    "software DGE": ("swdge_ns", "swdge_index_ns"),
+    "hardware DGE": ("hwdge_ns", "dma_auto_issue_ns", "dma_static_issue_ns"),
+    "DMA runs": ("dma_run_ns", "dma_single_queue_run_ns"),
+    "DMA ends": ("dma_first_byte_ns", "dma_done_ns", "dma_register_ns"),
+    "exchange": ("sendrecv_ns", "gpsimd_sendrecv_ns", "core_barrier_ns"),
+    "Vector": ("vector_overhead_cycles", "accumulator_read_cycles"),
+    "Scalar": ("scalar_overhead_cycles", "scalar_issue_cycles", "table_load_ns"),
+    "loops and registers": (
+        "loop_trip_ns",
+        "register_load_sbuf_ns",
+        "register_load_hbm_ns",
+        "register_store_ns",
+        "register_move_ns",
+        "register_offset_cycles",
+    ),
+}
+"""Coefficients that would be wrong together, whatever the kind of their source."""
+
+WINDOW: Final = "compiler window"
+"""The knob of `ScheduleModel.window`."""
+
+_LEAST_GAIN: Final = 1e-4
 
 
 class Variation(NamedTuple):
@@ -207,3 +234,115 @@ def _matters(run: Timeline, changed: Hardware, name: str) -> bool:
 def _total_ns(run: Timeline, chip: Hardware) -> float:
     """Return the total time of a run on a changed chip."""
     return max(play(run.prepared, chip, run.options).visible, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase:
+    """The combination of factors that was found to hurt `ours` against `theirs` most.
+
+    `factors` holds what each knob is multiplied with, those left alone excluded; 0 marks a flipped
+    switch. The search changes one knob at a time until nothing helps, so that a worse combination
+    may exist. Times in ns.
+    """
+
+    ours_ns: float
+    theirs_ns: float
+    worst_ours_ns: float
+    worst_theirs_ns: float
+    factors: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """Their time over ours with the coefficients as they are."""
+        return self.theirs_ns / self.ours_ns
+
+    @property
+    def worst_ratio(self) -> float:
+        """Their time over ours with the changed ones."""
+        return self.worst_theirs_ns / self.worst_ours_ns
+
+    def text(self) -> str:
+        """Return the outcome as one line."""
+        words = [
+            f"{knob} x{by:g}" if by else f"{knob} flipped" for knob, by in self.factors.items()
+        ]
+        return (
+            f"{self.ratio:.2f}x as they are, {self.worst_ratio:.2f}x at worst "
+            f"({self.ours_ns / 1e3:,.0f} -> {self.worst_ours_ns / 1e3:,.0f} us and "
+            f"{self.theirs_ns / 1e3:,.0f} -> {self.worst_theirs_ns / 1e3:,.0f} us) with "
+            f"{', '.join(words) or 'nothing changed'} (simulated)."
+        )
+
+
+def with_factors(run: Timeline, factors: Mapping[str, float]) -> tuple[Hardware, TimelineOptions]:
+    """Return the chip and the options of a run with some knobs turned.
+
+    Args:
+        run: the run.
+        factors: by knob, of `GROUPS`, `WINDOW`, or a field of the chip; a switch is flipped.
+    """
+    chip, options = run.chip, run.options
+    for knob, factor in factors.items():
+        if knob == WINDOW:
+            window = max(1, round(options.model.window * factor))
+            model = dataclasses.replace(options.model, window=window)
+            options = dataclasses.replace(options, model=model)
+            continue
+        for name in GROUPS.get(knob, (knob,)):
+            chip = chip.varied(name, factor)
+    return chip, options
+
+
+def with_factors_ns(run: Timeline, factors: Mapping[str, float]) -> float:
+    """Return the total time of a run with some knobs turned."""
+    chip, options = with_factors(run, factors)
+    return max(play(run.prepared, chip, options).visible, default=0.0)
+
+
+def grouped_ns(
+    run: Timeline, factors: Sequence[float] = (0.5, 2.0)
+) -> dict[tuple[str, float], float]:
+    """Return the total time of a run with one group of coefficients at a time changed together."""
+    return {
+        (knob, factor): with_factors_ns(run, {knob: factor})
+        for knob in GROUPS
+        for factor in factors
+    }
+
+
+def worst_case(
+    ours: Timeline, theirs: Timeline, factors: Sequence[float] = (0.5, 2.0), rounds: int = 3
+) -> WorstCase:
+    """Look for the combination of factors that hurts one run against another most.
+
+    Turns one knob at a time to what lowers their time over ours most, and goes round until nothing
+    does: every group of `GROUPS`, the switch of the Vector engine, and the window of the compiler
+    where a run has one. A few seconds for a hundred thousand instructions.
+
+    Args:
+        ours: the run to hurt.
+        theirs: the other one, on the same chip.
+        factors: what a knob may be multiplied with, beside 1.
+        rounds: at most so many times through all knobs.
+    """
+    knobs: dict[str, Sequence[float]] = dict.fromkeys(GROUPS, factors)
+    knobs |= dict.fromkeys(SWITCHES, (0.0,))
+    if "list" in (ours.options.model.order, theirs.options.model.order):
+        knobs[WINDOW] = factors
+    found: dict[str, float] = {}
+    best = (ours.total_ns, theirs.total_ns)
+    for _ in range(rounds):
+        before = dict(found)
+        for knob, choices in knobs.items():
+            for factor in (*choices, None):
+                trial = {name: by for name, by in found.items() if name != knob}
+                if factor is not None:
+                    trial[knob] = factor
+                if trial == found:
+                    continue
+                times = (with_factors_ns(ours, trial), with_factors_ns(theirs, trial))
+                if times[1] / times[0] < best[1] / best[0] * (1.0 - _LEAST_GAIN):
+                    best, found = times, trial
+        if found == before:
+            break
+    return WorstCase(ours.total_ns, theirs.total_ns, *best, found)

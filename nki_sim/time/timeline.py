@@ -8,7 +8,7 @@ on. All numbers are simulated.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,7 +22,10 @@ from nki_sim.time.costs import DmaPrice, MatmulPrice
 from nki_sim.time.intervals import Interval, core_name
 from nki_sim.time.perfetto import save_perfetto
 from nki_sim.time.picture import save_picture
-from nki_sim.time.playback import Prepared, Schedule, TimelineOptions, play, prepare
+from nki_sim.time.playback import Schedule
+from nki_sim.time.prepare import Prepared, TimelineOptions, prepare
+from nki_sim.time.reorder import play
+from nki_sim.time.schedule_model import CORNERS
 from nki_sim.trace import Trace
 
 LANES: Final = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma")
@@ -58,20 +61,41 @@ def schedule(
     Args:
         trace: the record of a run.
         chip: the chip it is to run on.
-        options: how to price transfers, warm up and place tensors.
+        options: how to price transfers, warm up, place tensors, and what to assume of order.
 
     Raises:
         ValueError: the instructions wait for each other in a circle, or a partner of a barrier is
             missing.
     """
     options = options or TimelineOptions()
+    chip = options.model.on(chip)
     prepared = prepare(trace, chip, options)
     return Timeline(trace, chip, options, prepared, play(prepared, chip, options))
 
 
+def schedule_corners(
+    trace: Trace, chip: Hardware = TRN2, options: TimelineOptions | None = None
+) -> dict[str, Timeline]:
+    """Time one trace in both corners of what is left open about order and loops.
+
+    Args:
+        trace: the record of a run.
+        chip: the chip it is to run on.
+        options: how to time; the model in it is replaced.
+
+    Returns:
+        A timeline per name in `schedule_model.CORNERS`; "in-order" is what `schedule` gives.
+    """
+    options = options or TimelineOptions()
+    return {
+        name: schedule(trace, chip, replace(options, model=model))
+        for name, model in CORNERS.items()
+    }
+
+
 @dataclass
 class Timeline:
-    """The times of one run on one chip."""
+    """The times of one run on one chip; `chip` is as the model of the options has it."""
 
     trace: Trace
     chip: Hardware

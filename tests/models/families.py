@@ -78,6 +78,49 @@ FAMILIES |= {
     "mixtral": Family("mixtral", MIXTRAL, variant=None),
     "mixtral-sliding": Family("mixtral", {**MIXTRAL, "sliding_window": 8}, variant=None),
 }
+LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8,
+    "attn_temperature_tuning": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES |= {
+    "llama4-scout": Family(
+        "llama4_text",
+        {
+            **LLAMA4,
+            "rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+        variant="fused",
+    ),
+    # transformers counts padding when it scales queries by their place; vLLM and Meta do not.
+    "llama4-temperature": Family(
+        "llama4_text",
+        {**LLAMA4, "attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5},
+        pads_alike=False,
+        variant="fused",
+    ),
+    "llama4-maverick": Family(
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+        },
+        variant="fused",
+    ),
+}
 
 
 def write_checkpoint(name: str, folder: Path) -> None:

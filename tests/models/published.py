@@ -21,9 +21,9 @@ def as_checkpoint(header: Header) -> Checkpoint:
     return Checkpoint(Path("published"), tensors)
 
 
-def count(checkpoint: Checkpoint) -> int:
-    """Return the number of elements of all tensors."""
-    return sum(prod(info.shape) for info in checkpoint.tensors.values())
+def count(checkpoint: Checkpoint, keys: set[str]) -> int:
+    """Return the number of elements of some tensors."""
+    return sum(prod(checkpoint.tensors[key].shape) for key in keys)
 
 
 def _frame(config: dict[str, Any], prefix: str = "") -> Header:
@@ -72,3 +72,52 @@ def mixtral(config: dict[str, Any]) -> Header:
             yield f"{block}experts.{expert}.w1.weight", (inner, size)
             yield f"{block}experts.{expert}.w2.weight", (size, inner)
             yield f"{block}experts.{expert}.w3.weight", (inner, size)
+
+
+def llama4(config: dict[str, Any]) -> Header:
+    """meta-llama/Llama-4-Scout-17B-16E and Llama-4-Maverick-17B-128E."""
+    text, prefix = config["text_config"], "language_model."
+    yield from _frame(text, prefix)
+    size, inner, dense = (
+        text[name] for name in ("hidden_size", "intermediate_size", "intermediate_size_mlp")
+    )
+    experts = text["num_local_experts"]
+    for layer in range(text["num_hidden_layers"]):
+        block = f"{prefix}model.layers.{layer}.feed_forward."
+        is_sparse = (layer + 1) % text["interleave_moe_layer_step"] == 0
+        if is_sparse:
+            yield block + "router.weight", (experts, size)
+            yield block + "experts.gate_up_proj", (experts, size, 2 * inner)
+            yield block + "experts.down_proj", (experts, inner, size)
+        width, mlp = (inner, block + "shared_expert.") if is_sparse else (dense, block)
+        yield mlp + "gate_proj.weight", (width, size)
+        yield mlp + "up_proj.weight", (width, size)
+        yield mlp + "down_proj.weight", (size, width)
+    yield from _llama4_vision(config["vision_config"], size)
+
+
+def _llama4_vision(config: dict[str, Any], text_size: int) -> Header:
+    """The vision tower; only its names matter here."""
+    size, inner, head = (
+        config[name] for name in ("hidden_size", "intermediate_size", "projector_output_dim")
+    )
+    num_patches = (config["image_size"] // config["patch_size"]) ** 2
+    yield "multi_modal_projector.linear_1.weight", (text_size, config["vision_output_dim"])
+    yield "vision_model.class_embedding", (size,)
+    yield "vision_model.positional_embedding_vlm", (num_patches + 1, size)
+    yield "vision_model.patch_embedding.linear.weight", (size, 3 * config["patch_size"] ** 2)
+    yield "vision_model.vision_adapter.mlp.fc1.weight", (config["projector_input_dim"], inner)
+    yield "vision_model.vision_adapter.mlp.fc2.weight", (head, head)
+    for kind in ("weight", "bias"):
+        for name in ("layernorm_pre", "layernorm_post"):
+            yield f"vision_model.{name}.{kind}", (size,)
+    for layer in range(config["num_hidden_layers"]):
+        block = f"vision_model.model.layers.{layer}."
+        shapes = {f"self_attn.{name}_proj": (size, size) for name in "qkvo"}
+        shapes |= {"mlp.fc1": (inner, size), "mlp.fc2": (size, inner)}
+        for name, (rows, columns) in shapes.items():
+            yield f"{block}{name}.weight", (rows, columns)
+            yield f"{block}{name}.bias", (rows,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{block}{name}.weight", (size,)
+            yield f"{block}{name}.bias", (size,)

@@ -17,7 +17,11 @@ SIZES = {
     "qwen3_30b_a3b": (30.5, 3.3),
     "qwen3_235b_a22b": (235, 22),
     "mixtral_8x7b": (46.7, 12.9),
+    "llama4_scout": (109, 17),
+    "llama4_maverick": (400, 17),
 }
+
+PUBLISHED = ("qwen3_30b_a3b", "mixtral_8x7b", "llama4_scout", "llama4_maverick")
 
 
 def meta_model(name: str) -> Any:
@@ -38,7 +42,7 @@ def test_shipped_configurations_have_the_published_size(name: str) -> None:
     assert (total / 1e9, (active + embedding) / 1e9) == pytest.approx(SIZES[name], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "mixtral_8x7b"])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_tensor_is_read_and_every_parameter_filled(name: str) -> None:
     values, model = load_config(name), meta_model(name)
     header = getattr(published, values["model_type"])(values)
@@ -46,7 +50,20 @@ def test_every_published_tensor_is_read_and_every_parameter_filled(name: str) ->
     weight_map = find_model_file(values["model_type"]).weight_map(model.config)
     work = match_parameters(checkpoint, weight_map, dict(model.state_dict()))
     assert len(work) == len(model.state_dict())
-    assert published.count(checkpoint) == sum(p.numel() for p in model.parameters())
+    read = {key for assignment, _, _ in work for key in assignment.keys}
+    left_out = checkpoint.tensors.keys() - read
+    assert all(key.startswith(("vision_model.", "multi_modal_projector.")) for key in left_out)
+    assert published.count(checkpoint, read) == sum(p.numel() for p in model.parameters())
+
+
+def test_every_fourth_layer_of_llama4_sees_everything_and_turns_nothing() -> None:
+    for name, step in (("llama4_scout", 1), ("llama4_maverick", 2)):
+        model = meta_model(name)
+        reaches = [attention.reach.chunk for attention in model.attentions]
+        assert reaches == [8192, 8192, 8192, None] * 12
+        assert [attention.turns for attention in model.attentions] == [True, True, True, False] * 12
+        assert model.config.moe_layers == tuple(range(step - 1, 48, step))
+        assert model.config.attn_temperature_tuning
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -64,6 +81,37 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "mixtral-unknown": ("mixtral", {"num_experts": 8}, "unknown key num_experts=8"),
     "mixtral-no-window": ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
+    "llama4-unknown": ("llama4-scout", {"rope_layers": []}, r"unknown key rope_layers=\[\]"),
+    "llama4-missing": ("llama4-scout", {"use_qk_norm": None}, "use_qk_norm is missing"),
+    "llama4-step": (
+        "llama4-scout",
+        {"interleave_moe_layer_step": 0},
+        "interleave_moe_layer_step=0",
+    ),
+    "llama4-interval": ("llama4-scout", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+    "llama4-no-experts": (
+        "llama4-scout",
+        {"moe_layers": []},
+        r"moe_layers=\[\]: must be layers",
+    ),
+    "llama4-far-experts": ("llama4-scout", {"moe_layers": [4]}, "must be layers below num_hidden"),
+    "llama4-few-turns": (
+        "llama4-scout",
+        {"no_rope_layers": [1, 0]},
+        "must have one entry for",
+    ),
+    "llama4-layer-types": (
+        "llama4-scout",
+        {"layer_types": ["sliding_attention"] * 4},
+        "each chunked_attention or full_attention",
+    ),
+    "llama4-chunk": ("llama4-scout", {"attention_chunk_size": 0}, "attention_chunk_size=0"),
+    "llama4-yarn": (
+        "llama4-scout",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        "rope_type='yarn': must be 'default' or 'llama3'",
+    ),
+    "llama4-other": ("llama4-scout", {"model_type": "llama"}, "model_type='llama': must be one of"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
 
@@ -75,7 +123,11 @@ def test_a_head_takes_its_part_of_the_hidden_size_where_no_key_says_else() -> No
 
 def read(name: str, changes: dict[str, Any]) -> Any:
     """Read a tiny config.json with some keys changed; None leaves one out."""
-    values = {**FAMILIES[name].config(), "rope_theta": 1e4, "rms_norm_eps": 1e-6, **changes}
+    values = {**FAMILIES[name].config(), "rms_norm_eps": 1e-6, **changes}
+    if "rope_parameters" not in values:
+        values["rope_theta"] = 1e4
+    if name.startswith("llama4"):
+        values = {"use_qk_norm": True, **values, **changes}
     kept = {key: value for key, value in values.items() if value is not None}
     return find_model_file(values["model_type"]).Config.from_hf(kept)
 

@@ -16,7 +16,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from neuron_moe.checkpoint import open_checkpoint, save_checkpoint, unique_parameters
 from neuron_moe.models import gpt_oss
-from neuron_moe.models.loader import find_model_file, load_model, read_config
+from neuron_moe.models.loader import find_model_file, load_model, model_types, read_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -133,6 +133,11 @@ def test_a_dtype_that_is_no_parameter_dtype_is_refused(checkpoint_of):
 def test_a_model_type_without_a_file_is_refused(model_type):
     with pytest.raises(ValueError, match=rf"model_type={model_type!r}: must be one of .*gpt_oss"):
         find_model_file(model_type)
+
+
+def test_a_file_may_read_several_model_types():
+    assert find_model_file("llama4") is find_model_file("llama4_text")
+    assert {"gpt_oss", "llama4", "llama4_text"} <= set(model_types())
 
 
 def test_the_model_type_nearest_in_spelling_is_proposed():

@@ -7,6 +7,7 @@ import torch
 from transformers import GptOssConfig as ReferenceConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from neuron_moe.models.hf_config import ConfigReader
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_frequencies, rope_tables
@@ -37,6 +38,41 @@ def test_yarn_frequencies_are_those_of_transformers(variant: str, head_dim: int)
     frequencies, scale = rope_frequencies(read(values), head_dim)
     assert torch.equal(frequencies, expected)
     assert scale == expected_scale
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+LLAMA3_VARIANTS = {
+    "llama-3.1": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "scout": {**LLAMA3, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+    "short-context": {
+        **LLAMA3,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize("variant", LLAMA3_VARIANTS)
+def test_llama3_frequencies_are_those_of_transformers(variant: str, head_dim: int) -> None:
+    values = {"rope_scaling": LLAMA3_VARIANTS[variant], "rope_theta": 500000.0}
+    reference = ReferenceConfig.from_dict({**deepcopy(values), "head_dim": head_dim})
+    expected, expected_scale = ROPE_INIT_FUNCTIONS["llama3"](reference, torch.device("cpu"))
+    config = RopeConfig.from_hf(ConfigReader(values, "config.json"), kinds=("llama3",))
+    frequencies, scale = rope_frequencies(config, head_dim)
+    assert torch.equal(frequencies, expected)
+    assert scale == expected_scale
+
+
+def test_interleaved_rotation_is_that_of_transformers() -> None:
+    config = read({"rope_theta": 500000})
+    cos, sin = rope_tables(config, 64, torch.tensor([[0, 1, 2, 127], [3, 4096, 5000, 131071]]))
+    query, key = torch.randn(2, 4, 4, 64), torch.randn(2, 4, 2, 64)
+    expected = apply_rotary_emb(query, key, torch.complex(cos, sin))
+    for part, wanted in zip((query, key), expected, strict=True):
+        turned = apply_rope(part, cos, sin, is_interleaved=True)
+        assert torch.allclose(turned, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_plain_frequencies_are_the_geometric_series() -> None:
@@ -81,6 +117,13 @@ BAD = {
     ),
     "wrong-type": ({"rope_theta": "10000"}, "rope_theta='10000': must be float, not str"),
 }
+
+
+def test_factors_of_frequency_that_cross_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"low_freq_factor=4\.0, high_freq_factor=1\.0: must be pos"
+    ):
+        RopeConfig(theta=1e4, low_freq_factor=4.0, high_freq_factor=1.0)
 
 
 @pytest.mark.parametrize("case", BAD)

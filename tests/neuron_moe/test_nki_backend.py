@@ -24,7 +24,7 @@ from neuron_moe.plan import Step
 from neuron_moe.router import Router
 from neuron_moe.spec import Tuning
 from neuron_moe.weights import LocalRouting
-from nki_kernels.prefill.config import PrefillConfig
+from nki_kernels.prefill import PrefillConfig
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,
     LLAMA4,
@@ -217,14 +217,14 @@ def configs_of(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[PrefillConfi
 def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build("nki", GPT_OSS, {"block_size": DefaultInt(512)}, torch.bfloat16)
     told = layer.explain("prefill", T)
-    best, _ = rank(layer.expert_mlps.parts("prefill"), T)[0]
+    best = rank(layer.expert_mlps.parts("prefill"), T)[0]
     assert told.block_size == best.block_size != 512
-    assert f"{best.shard_plan} shards, the cost model's choice" in str(told)
+    assert f"{best.request.shard_plan} shards, the cost model's choice" in str(told)
     (config,) = configs_of(layer, monkeypatch)
     assert config.tile_rows == min(128, best.block_size)
     assert (config.shard.splits_i, config.shard.splits_h) == (
-        best.shard_plan == "intermediate",
-        best.shard_plan == "hidden",
+        best.request.shard_plan == "intermediate",
+        best.request.shard_plan == "hidden",
     )
 
 

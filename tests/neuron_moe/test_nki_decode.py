@@ -14,7 +14,7 @@ from neuron_moe.parallel.sharding import shard_state_dict
 from neuron_moe.paths import choose_path
 from neuron_moe.plan import Step
 from neuron_moe.weights import LocalRouting
-from nki_kernels.decode.config import DecodeConfig
+from nki_kernels.decode import DecodeConfig
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,
     LLAMA4,

@@ -78,13 +78,13 @@ def check(nki: MoE, bf16: MoE, exact: MoE, shape: tuple[int, int], **options: An
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_kernel_is_as_right_as_torch(name: str, batch: int) -> None:
     nki, bf16, exact = layers(name)
-    assert nki.explain("decode", batch).decision.kernel == "nki.decode_block"
+    assert nki.explain("decode", batch).decision.kernel == "nki.decode_layer"
     check(nki, bf16, exact, (batch, 1))
 
 
 def test_a_speculation_window_is_one_kernel_too() -> None:
     nki, bf16, exact = layers("gpt-oss")
-    assert nki.explain("speculation", 10).decision.kernel == "nki.decode_block"
+    assert nki.explain("speculation", 10).decision.kernel == "nki.decode_layer"
     check(nki, bf16, exact, (2, 5), is_speculative_decoding=True)
 
 
@@ -100,7 +100,7 @@ def test_explain_names_the_mode_that_the_kernel_is_compiled_for(
     compiled = [args[5].moe.mode for _, args in launches]
     assert [MODES[told.decision.path]] == compiled
     assert f"plan: {compiled[0]} mode" in str(told)
-    assert "cost model of decode_block" in str(told)
+    assert "cost model of decode_layer" in str(told)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3-next"])
@@ -158,7 +158,7 @@ def test_a_layer_that_ran_can_be_pickled_and_copied() -> None:
 def test_a_layer_without_numbers_is_explained() -> None:
     nki, *_ = layers("qwen3-next")
     told = nki.to("meta").explain("decode", 4)
-    assert told.decision.kernel == "nki.decode_block"
+    assert told.decision.kernel == "nki.decode_layer"
     assert nki.explain("prefill", 400).decision.kernel == "nki.blockwise_moe"
 
 
@@ -238,7 +238,7 @@ def test_a_step_with_padding_runs_separate_kernels(monkeypatch: pytest.MonkeyPat
     check(nki, bf16, exact, (3, 1), padding_mask=mask)
     check(nki, bf16, exact, (3, 1))
     names = [name for name, _ in launches]
-    assert names == ["router_topk", "decode_moe", "decode_block"]
+    assert names == ["router_topk", "decode_moe", "decode_layer"]
 
 
 def switches(**values: Any) -> dict[str, Any]:

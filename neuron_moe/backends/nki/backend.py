@@ -57,7 +57,7 @@ def _workload(parts: LayerParts, step: Step) -> Workload:
     work = parts.workload(step)
     in_blocks = step.phase not in DECODE_PHASES or step.tokens > DECODE_KERNEL_TOKENS
     if in_blocks and tuning.block_size is None and tuning.shard_plan == "auto":
-        best, _ = prefill.rank(parts, step.tokens)[0]
+        best = prefill.rank(parts, step.tokens)[0]
         work = replace(work, block_size=int(best.block_size))
     return work
 
@@ -95,10 +95,10 @@ def _fused(parts: LayerParts, step: Step, decision: Decision) -> Plan:
     """
     if parts.compat is None:
         config = layer.layer_config(parts, step.tokens, None)
-        reason = f"cost model of decode_block: {config.moe.reason}"
-        decision = settle_mode(decision, decode.path_of(config.moe), reason, "nki.decode_block")
+        reason = f"cost model of decode_layer: {config.moe.reason}"
+        decision = settle_mode(decision, decode.path_of(config.moe), reason, "nki.decode_layer")
     config = layer.layer_config(parts, step.tokens, decision.path)
-    return layer.LayerPlan(step, replace(decision, kernel="nki.decode_block"), parts, config)
+    return layer.LayerPlan(step, replace(decision, kernel="nki.decode_layer"), parts, config)
 
 
 def _few_tokens(parts: LayerParts, step: Step, decision: Decision, apart: str) -> Plan:

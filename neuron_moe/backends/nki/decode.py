@@ -6,7 +6,7 @@ Axes: T tokens, K choices, E experts of this rank, H hidden.
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from neuron_moe.backends.nki.launch import check_call, launch
 from neuron_moe.backends.nki.operands import (
     Operands,
-    check_formula,
     format_note,
+    kernel_formula,
+    matrices_of,
     operands_of,
-    weight_format,
 )
 from neuron_moe.backends.nki.router import Route, router_call
 from neuron_moe.plan import LayerParts, Plan
@@ -27,13 +27,18 @@ from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut, from_numpy, to_numpy
 from neuron_moe.weights.narrow import NarrowMatrices
-from nki_kernels.common.formula import ExpertFormula, bounds_of
-from nki_kernels.decode.config import packed_rows, packed_run
-from nki_kernels.decode.kernel import decode_moe
-from nki_kernels.decode.layout import pack_down, pack_gate_up
-from nki_kernels.decode.options import make_decode_config
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.decode import (
+    DecodeRequest,
+    DecodeSizes,
+    WeightForm,
+    decode_moe,
+    make_decode_config,
+    pack_down,
+    pack_gate_up,
+    weight_shapes,
+)
 
-SWIGLU_OAI_SCALE = 1.702
 MODES = {"selective": "selective", "all_experts": "all"}  # path of a decision: mode of the kernel
 
 
@@ -113,7 +118,7 @@ def expert_operands(parts: LayerParts, config: Any) -> ExpertOperands:
     Raises:
         ValueError: a dtype or form that the kernels do not read.
     """
-    layout = config.weight_layout
+    layout = config.weights.layout
     return parts.forms.get(f"decode experts {layout}", partial(_prepare, parts, layout))
 
 
@@ -151,88 +156,77 @@ def decode_config(parts: LayerParts, num_tokens: int, path: str | None = None) -
     Raises:
         ValueError: sizes or a formula that the kernel does not have.
     """
-    arguments = config_arguments(parts, num_tokens, path)
-    make = functools.partial(_decode_config, K=parts.spec.top_k, **arguments)
-    return with_layout(parts.weights, make)
+    sizes, formula, form, request = config_records(parts, num_tokens, path)
+    return with_layout(
+        parts.weights,
+        lambda layout: _decode_config(sizes, formula, replace(form, layout=layout), request),
+    )
 
 
-def with_layout(weights: ExpertWeights, make: Callable[..., Any]) -> Any:
+def with_layout(weights: ExpertWeights, make: Callable[[str], Any]) -> Any:
     """Return what `make` makes for the weights' copy for decode, else for plain weights.
 
     Chunks of the copy are fixed; where they leave no room for the tokens, plain weights do.
 
     Args:
         weights: of this rank.
-        make: makes a configuration with a given weight_layout.
+        make: makes a configuration for a layout of the weights.
     """
     if weights.decode_copy is not None:
         with contextlib.suppress(ValueError):
-            config = make(weight_layout="packed")
-            if _is_laid_out_for(getattr(config, "moe", config), weights.decode_copy):
+            config = make("packed")
+            wanted = weight_shapes(getattr(config, "moe", config))[0]
+            if tuple(weights.decode_copy.gate_up.shape) == wanted:
                 return config
-    return make(weight_layout="ehi")
+    return make("ehi")
 
 
-def _is_laid_out_for(config: Any, copy: LaidOut) -> bool:
-    wanted = (config.chunks, packed_rows(config), packed_run(config))
-    return tuple(copy.gate_up.shape[1:]) == wanted
-
-
-def config_arguments(parts: LayerParts, num_tokens: int, path: str | None) -> dict[str, Any]:
-    """Return the arguments of make_decode_config but K and the layout."""
-    weights, formula = parts.weights, parts.weights.formula
-    check_formula(formula)
-    down = weights.packed_down
-    narrow = down if isinstance(down, NarrowMatrices) else None
-    down_scale = "none"
-    if narrow is not None:
-        down_scale = "expert" if narrow.scale_En.shape[1] == 1 else "channel"
+def config_records(
+    parts: LayerParts, num_tokens: int, path: str | None
+) -> tuple[DecodeSizes, ExpertFormula, WeightForm, DecodeRequest]:
+    """Return sizes, formula, form of the weights (plain layout) and request of a decode step."""
+    weights, form = parts.weights, WeightForm()
+    narrow = weights.packed_down
+    if isinstance(narrow, NarrowMatrices):
+        scope = "expert" if narrow.scale_En.shape[1] == 1 else "channel"
+        form = WeightForm(format=narrow.format, has_scales=True, down_scale=scope)
     experts, width, hidden_size = weights.down_proj_EIH.shape
-    return {
-        "T": num_tokens,
-        "H": hidden_size,
-        "I": width,
-        "E": experts,
-        "num_experts": parts.num_experts,
-        "num_cores": parts.tuning.num_cores,
-        "mode": "auto" if path is None else MODES[path],
-        "weight_format": weight_format(weights),
-        "activation": _name_in_decode(formula),
-        "gate_limits": bounds_of(formula.gate_limits),
-        "up_limits": bounds_of(formula.up_limits),
-        "up_offset": formula.up_offset,
-        "scaling": "pre" if parts.spec.scales_input else "post",
-        "has_gate_up_bias": weights.gate_up_bias_EI is not None,
-        "has_down_bias": weights.down_bias_EH is not None,
-        "has_scales": narrow is not None,
-        "down_scale": down_scale,
-        "output_dtype": "float32",
-    }
+    sizes = DecodeSizes(
+        T=num_tokens,
+        H=hidden_size,
+        I=width,
+        E=experts,
+        K=parts.spec.top_k,
+        num_experts=parts.num_experts,
+        num_cores=parts.tuning.num_cores,
+    )
+    request = DecodeRequest(
+        mode="auto" if path is None else MODES[path],
+        scaling="pre" if parts.spec.scales_input else "post",
+    )
+    return sizes, kernel_formula(weights), form, request
 
 
-@functools.lru_cache(maxsize=256)
-def _decode_config(**arguments: Any) -> Any:
-    return make_decode_config(**arguments)
+# One configuration for all layers alike, so that they share a compiled kernel.
+_decode_config = functools.lru_cache(maxsize=256)(make_decode_config)
 
 
 def lay_out(parts: LayerParts) -> LaidOut:
     """Return experts in the packed layout of decode_moe, which does not depend on the tokens."""
     weights = parts.weights
     operands = operands_of(weights)
-    whole = max(weights.num_experts, parts.spec.top_k)
-    arguments = {**config_arguments(parts, 1, None), "num_experts": whole, "scaling": "post"}
+    whole = replace(parts, num_experts=max(weights.num_experts, parts.spec.top_k))
+    sizes, formula, form, request = config_records(whole, 1, None)
     try:
-        config = _decode_config(K=parts.spec.top_k, weight_layout="packed", **arguments)
+        config = _decode_config(
+            sizes, formula, replace(form, layout="packed"), replace(request, scaling="post")
+        )
     except ValueError as error:
         raise ValueError(
             f"for_decode=True: the decode kernel cannot take these experts: {error}"
         ) from error
     beside = (operands.gate_up_bias_EI, operands.gate_up_scale_EI, operands.down_scale_En)
-    gate_up_EHI, down_EIH = weights.gate_up_proj_EHI, weights.down_proj_EIH
-    if isinstance(weights.packed_gate_up, NarrowMatrices):
-        gate_up_EHI = weights.packed_gate_up.codes_Ekn
-    if isinstance(weights.packed_down, NarrowMatrices):
-        down_EIH = weights.packed_down.codes_Ekn
+    gate_up_EHI, down_EIH = matrices_of(weights)
     gate_up = pack_gate_up(
         config,
         to_numpy(gate_up_EHI),
@@ -241,24 +235,6 @@ def lay_out(parts: LayerParts) -> LaidOut:
     down = pack_down(config, to_numpy(down_EIH))
     dtype, device = down_EIH.dtype, down_EIH.device
     return LaidOut(from_numpy(gate_up, dtype).to(device), from_numpy(down, dtype).to(device))
-
-
-def _name_in_decode(formula: ExpertFormula) -> str:
-    """Return the name of an activation that decode_moe has, whose scales are fixed.
-
-    Raises:
-        ValueError: it has no such activation.
-    """
-    fixed = {1.0: "silu", SWIGLU_OAI_SCALE: "swiglu_oai"}
-    name = fixed.get(formula.scale) if formula.gates_itself else formula.activation
-    is_plain = formula.gates_itself or formula.scale == 1.0
-    if name is None or not is_plain or not formula.has_gate:
-        raise ValueError(
-            f"hidden_act_scaling_factor={formula.scale:g}, glu_mlp={formula.has_gate}: the"
-            " decode kernel has gated experts with scale 1, and SwiGLU with scale 1 or"
-            f" {SWIGLU_OAI_SCALE}. Use backend='torch'."
-        )
-    return name
 
 
 def path_of(config: Any) -> str:
@@ -273,5 +249,6 @@ def describe(config: Any) -> str:
     cores = f"{config.num_cores} cores {split[config.shard]}"
     if config.num_cores == 1:
         cores = "one core"
-    layout = "laid out for decode" if config.weight_layout == "packed" else "plain layout"
-    return f"plan: {config.mode} mode, {cores}; {parts}, {config.slots} on chip at once; {layout}"
+    layout = "laid out for decode" if config.weights.layout == "packed" else "plain layout"
+    how = f"{parts}, {config.weight_buffers} on chip at once; {layout}"
+    return f"plan: {config.mode} mode, {cores}; {how}"

@@ -1,11 +1,11 @@
-"""A whole layer's decode step on the kernels: decode_block, one launch.
+"""A whole layer's decode step on the kernels: decode_layer, one launch.
 
 Norm, router, routed and shared experts; nothing passes through HBM between them. Shapes: T tokens,
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
 import functools
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,24 +14,27 @@ from torch import Tensor, nn
 
 from neuron_moe.backends.nki.decode import (
     ExpertOperands,
-    config_arguments,
+    config_records,
     describe,
     expert_operands,
     with_layout,
 )
 from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
 from neuron_moe.backends.nki.operands import format_note
-from neuron_moe.backends.nki.router import check_router, router_terms, shortened
+from neuron_moe.backends.nki.router import check_router, shortened
 from neuron_moe.plan import Forms, FusedOutput, LayerParts, Plan
 from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.expert_weights import LocalRouting
 from neuron_moe.weights.laid_out import from_numpy, to_numpy
-from nki_kernels.common.router_choice import RouterFormula as KernelFormula
-from nki_kernels.decode.block_config import make_block_config
-from nki_kernels.decode.block_kernel import decode_block
-from nki_kernels.decode.block_shared import pack_shared_experts
-from nki_kernels.decode.router import pack_router_weight
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.decode import (
+    LayerForm,
+    decode_layer,
+    make_layer_config,
+    pack_router_weight,
+    pack_shared_experts,
+)
 
 SHARED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -56,7 +59,7 @@ class LayerPlan(Plan):
     """Few tokens, from the norm to the shared experts in one launch.
 
     Attributes:
-        config: what decode_block is compiled for.
+        config: what decode_layer is compiled for.
     """
 
     config: Any
@@ -77,7 +80,7 @@ class LayerPlan(Plan):
         check_router(self.parts.router)
         found = launch(
             self.parts.tuning.num_cores,
-            decode_block,
+            decode_layer,
             hidden_TH,
             made.router_weight,
             *made.experts.matrices,
@@ -92,11 +95,11 @@ class LayerPlan(Plan):
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Refuse: the choices stay on chip."""
-        raise NotImplementedError("decode_block: routes inside its launch. Call layer().")
+        raise NotImplementedError("decode_layer: routes inside its launch. Call layer().")
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Refuse: the choices stay on chip."""
-        raise NotImplementedError("decode_block: computes the whole layer. Call layer().")
+        raise NotImplementedError("decode_layer: computes the whole layer. Call layer().")
 
     def notes(self) -> tuple[str, ...]:
         """Say how the kernel goes through the experts, and what else it computes."""
@@ -115,7 +118,7 @@ class LayerPlan(Plan):
 
 
 def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
-    """Return what decode_block is compiled for.
+    """Return what decode_layer is compiled for.
 
     Args:
         parts: of the layer.
@@ -127,32 +130,34 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
     """
     assert parts.router is not None
     check_router(parts.router)
-    options: dict[str, Any] = {}
-    norm = norm_of(parts.norm, parts.forms)
-    if norm is not None:
-        options = {"has_norm": True, "norm_eps": norm[1]}
-    formula = KernelFormula(**router_terms(parts.router), **options)
-    shared = parts.shared
+    norm, shared = norm_of(parts.norm, parts.forms), parts.shared
     if shared is not None and shared.spec.activation not in SHARED_ACTIVATIONS:
         raise ValueError(
             f"hidden_act={shared.spec.activation!r} of the shared experts: not in the kernel, which"
             f" has {', '.join(SHARED_ACTIVATIONS)}."
         )
     weight_NH = shortened("router", parts.router.linear_router.weight, parts.forms)
-    arguments = config_arguments(parts, num_tokens, path) | {
-        "formula": tuple(asdict(formula).items()),
-        "router_dtype": dtype_name(weight_NH),
-        "shared_width": 0 if shared is None else shared.width,
-        "shared_activation": "silu" if shared is None else shared.spec.activation,
-        "has_shared_gate": shared is not None and shared.spec.is_gated,
-        "returns_routing": parts.returns_routing,
-    }
-    return with_layout(parts.weights, partial(_layer_config, **arguments))
+    form = LayerForm(
+        has_norm=norm is not None,
+        norm_eps=1e-6 if norm is None else norm[1],
+        router_dtype=dtype_name(weight_NH),
+        shared_width=0 if shared is None else shared.width,
+        shared_formula=ExpertFormula("silu" if shared is None else shared.spec.activation),
+        has_shared_gate=shared is not None and shared.spec.is_gated,
+        returns_routing=parts.returns_routing,
+    )
+    sizes, formula, weights, request = config_records(parts, num_tokens, path)
+    router = parts.router.spec.formula
+    return with_layout(
+        parts.weights,
+        lambda layout: _layer_config(
+            sizes, router, formula, form, replace(weights, layout=layout), request
+        ),
+    )
 
 
-@functools.lru_cache(maxsize=256)
-def _layer_config(formula: tuple[tuple[str, Any], ...], **arguments: Any) -> Any:
-    return make_block_config(KernelFormula(**dict(formula)), **arguments)
+# One configuration for all layers alike, so that they share a compiled kernel.
+_layer_config = functools.lru_cache(maxsize=256)(make_layer_config)
 
 
 def why_apart(parts: LayerParts, num_tokens: int) -> str:
@@ -232,7 +237,7 @@ def _shared_operands(parts: LayerParts, config: Any) -> dict[str, Tensor]:
     shared, layout, axis = parts.shared, config.shared, config.moe.h_axis
     if shared is None:
         return {}
-    form = f"{layout.weight_layout} {layout.E} {layout.chunks} {axis}"
+    form = f"{layout.weights.layout} {layout.E} {layout.chunks} {axis}"
     gate_up, down = parts.forms.get(f"layer shared {form}", partial(_pack_shared, shared, layout))
     operands = {"shared_gate_up": gate_up, "shared_down": down}
     if shared.shared_expert_gate is not None:

@@ -13,7 +13,7 @@ from neuron_moe.quantize import recode_bf16_to_fp8
 from neuron_moe.weights.expert_weights import ExpertWeights, Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
-from nki_kernels.common.formula import EXPERT_ACTIVATIONS, ExpertFormula
+from nki_kernels.common.formula import EXPERT_ACTIVATIONS, ExpertFormula, limits
 
 _log = logging.getLogger("neuron_moe")
 
@@ -73,6 +73,14 @@ def operands_of(weights: ExpertWeights) -> Operands:
         gate_up_bias,
         down_bias,
     )
+
+
+def matrices_of(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """Return both matrices as torch tensors: codes, or plain."""
+    gate_up, down = weights.packed_gate_up, weights.packed_down
+    if isinstance(gate_up, NarrowMatrices) and isinstance(down, NarrowMatrices):
+        return gate_up.codes_Ekn, down.codes_Ekn
+    return weights.gate_up_proj_EHI, weights.down_proj_EIH
 
 
 def check_weights(
@@ -143,8 +151,23 @@ def format_note(weights: ExpertWeights) -> str:
     return "weights: bfloat16; pack_weights() keeps those of MXFP4 checkpoints in 8 bits"
 
 
-def check_formula(formula: ExpertFormula) -> None:
-    """Raise ValueError for an activation that the kernels do not have."""
+def kernel_formula(weights: ExpertWeights) -> ExpertFormula:
+    """Return the formula of experts with the biases that they have.
+
+    Raises:
+        ValueError: an activation that the kernels do not have.
+    """
+    _check_formula(weights.formula)
+    terms: dict[str, Any] = {
+        "has_gate_up_bias": weights.gate_up_bias_EI is not None,
+        "has_down_bias": weights.down_bias_EH is not None,
+    }
+    if not weights.formula.has_gate:  # torch reads neither; the kernels refuse them
+        terms |= {"gate_limits": limits(None, None), "up_offset": 0.0}
+    return replace(weights.formula, **terms)
+
+
+def _check_formula(formula: ExpertFormula) -> None:
     is_known = formula.activation != "leaky_relu"
     if formula.gates_itself:
         is_known = formula.activation == "sigmoid"

@@ -5,7 +5,7 @@ Axes: T tokens, K choices, N blocks of B slots, P partial sums, H hidden.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from neuron_moe.backends.nki.launch import check_call, launch
 from neuron_moe.backends.nki.operands import (
     Operands,
-    check_formula,
     check_weights,
     format_note,
+    kernel_formula,
+    matrices_of,
     operands_of,
     weight_format,
 )
@@ -29,17 +30,23 @@ from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
-from nki_kernels.combine.kernel import CombineDims, check_combine, combine
-from nki_kernels.common.formula import bounds_of, num_projections
+from nki_kernels.combine import CombineDims, check_combine, combine
+from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.weight_formats import bias_terms, three_terms
-from nki_kernels.index.kernel import BlockDims, check_index_blocks, index_blocks
-from nki_kernels.prefill import choice as blockwise_choice
-from nki_kernels.prefill.config import visit_dims
-from nki_kernels.prefill.kernel import blockwise_moe
-from nki_kernels.prefill.options import best_parts, make_config
-
-Ranked = tuple[Any, tuple[int, int] | None]
-"""A candidate of the cost model, and the parts of the weights that it reads."""
+from nki_kernels.index import BlockDims, check_index_blocks, index_blocks
+from nki_kernels.prefill import (
+    Candidate,
+    Expected,
+    ExpertSizes,
+    PlanRequest,
+    PrefillWork,
+    Search,
+    best_parts,
+    blockwise_moe,
+    make_config,
+    rank_candidates,
+    visit_dims,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +123,11 @@ class PrefillPlan(Plan):
     def notes(self) -> tuple[str, ...]:
         """Say which plan runs, and what a better block size would give."""
         parts, work = self.parts, self.decision.work
-        plan, better = f"plan: {parts.tuning}", ()
+        plan = f"plan: {parts.tuning}"
+        better: tuple[str, ...] = ()
         if parts.tuning.shard_plan == "auto":
             plan = _describe(rank(parts, work.tokens, work.block_size))
-            best, _ = rank(parts, work.tokens)[0]
+            best = rank(parts, work.tokens)[0]
             if best.block_size != work.block_size:
                 better = (
                     f"block_size={best.block_size} would take {best.estimated_us:.0f} us"
@@ -139,40 +147,34 @@ def _prepare(plan: PrefillPlan) -> _Launches:
     operands = operands_of(weights)
     num_tokens, top_k = plan.step.rows or plan.step.tokens, parts.spec.top_k
     block_size = plan.decision.work.block_size
-    chosen: dict[str, Any] = {"shard_plan": tuning.shard_plan}
-    if tuning.shard_plan == "auto":
-        best, weight_parts = rank(parts, num_tokens, block_size)[0]
-        chosen = {
-            "shard_plan": best.shard_plan,
-            "tiles_per_expert": best.tiles_per_expert,
-            "largest_visit": best.largest_visit,
-            "weight_parts": weight_parts,
-        }
-        if weight_parts is not None and weights.prefill_copy is not None:
-            operands = operands.laid_out(weights.prefill_copy)
-    blocks = num_blocks(
-        num_tokens,
-        top_k,
-        weights.num_experts,
-        block_size,
-        pad_to_even=tuning.pad_num_blocks_to_even,
-    )
-    config = make_config(
-        **dict(_arguments(parts)),
-        block_size=block_size,
-        num_slots=blocks * block_size,
-        num_tokens=num_tokens,
-        loop_plan=tuning.loop_plan,
-        in_halves=tuning.in_halves,
-        skip_weights=tuning.skip_weights,
-        **chosen,
-    )
+    request = _request(parts, num_tokens, block_size)
+    if request.weight_parts is not None and weights.prefill_copy is not None:
+        operands = operands.laid_out(weights.prefill_copy)
+    is_even = tuning.pad_num_blocks_to_even
+    blocks = num_blocks(num_tokens, top_k, weights.num_experts, block_size, pad_to_even=is_even)
+    num_slots, scaling = blocks * block_size, _scaling(parts)
+    work = PrefillWork(block_size, num_slots, num_tokens, tuning.num_cores, scaling)
+    config = make_config(kernel_formula(weights), _sizes(weights), work, request)
     dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
     check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
-    check_combine(num_tokens, top_k, config.H, blocks * block_size, num_partials)
+    check_combine(num_tokens, top_k, config.H, num_slots, num_partials)
     out = CombineDims(nl.float32, True)
     return _Launches(config, dims, visits, out, operands, _beside(operands, config.H))
+
+
+def _request(parts: LayerParts, num_tokens: int, block_size: int) -> PlanRequest:
+    """Return the plan that was asked for, or the cost model's."""
+    tuning = parts.tuning
+    request = PlanRequest(shard_plan=tuning.shard_plan)
+    if tuning.shard_plan == "auto":
+        request = rank(parts, num_tokens, block_size)[0].request
+    return replace(
+        request,
+        loop_plan=tuning.loop_plan,
+        in_halves=tuning.in_halves,
+        skip_weights=tuning.skip_weights,
+    )
 
 
 def _beside(operands: Operands, hidden_size: int) -> dict[str, Any]:
@@ -220,9 +222,9 @@ def map_blocks(
     return BlockMapping(token, pair, expert, valid.view(()), counts.to(torch.int64))
 
 
-def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Ranked]:
-    """Return the candidates of the cost model, the fastest first, and the parts weights lie in if
-    it reads their copy for prefill.
+def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidate]:
+    """Return the candidates of the cost model, the fastest first; their requests name the parts
+    weights lie in where they read the copy for prefill.
 
     Args:
         parts: of the layer.
@@ -232,35 +234,37 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Ranked]:
     Raises:
         ValueError: nothing fits.
     """
+    weights = parts.weights
     # Choices of a token among this rank's experts, on average.
-    top_k = parts.spec.top_k * parts.weights.num_experts / parts.num_experts
-    sizes = (num_tokens, math.ceil(top_k), block_sizes)
-    arguments = _arguments(parts)
-    ranked: list[Ranked] = [(choice, None) for choice in _rank(*sizes, arguments)]
-    if parts.weights.prefill_copy is not None:
-        cut = parts.weights.prefill_copy.parts
-        ranked += [(choice, cut) for choice in _rank(*sizes, arguments, cut)]
-    return sorted(ranked, key=lambda pair: pair[0].estimated_us)
+    top_k = parts.spec.top_k * weights.num_experts / parts.num_experts
+    expected = Expected(
+        num_tokens=num_tokens,
+        top_k=math.ceil(top_k),
+        num_cores=parts.tuning.num_cores,
+        scaling=_scaling(parts),
+    )
+    search = Search(block_sizes=block_sizes) if block_sizes else Search()
+    requests = [PlanRequest()]
+    if weights.prefill_copy is not None:
+        requests.append(PlanRequest(weight_parts=weights.prefill_copy.parts))
+    formula, sizes = kernel_formula(weights), _sizes(weights)
+    ranked = [
+        candidate
+        for request in requests
+        for candidate in _rank(formula, sizes, expected, request, search)
+    ]
+    return sorted(ranked, key=lambda candidate: candidate.estimated_us)
 
 
 @functools.lru_cache(maxsize=256)
 def _rank(
-    num_tokens: int,
-    top_k: int,
-    block_sizes: tuple[int, ...],
-    arguments: tuple[tuple[str, Any], ...],
-    weight_parts: tuple[int, int] | None = None,
-) -> tuple[Any, ...]:
-    more = {} if weight_parts is None else {"weight_parts": weight_parts}
-    return tuple(
-        blockwise_choice.rank_plans(
-            num_tokens=num_tokens,
-            top_k=top_k,
-            block_sizes=block_sizes or blockwise_choice.BLOCK_SIZES,
-            **dict(arguments),
-            **more,
-        )
-    )
+    formula: ExpertFormula,
+    sizes: ExpertSizes,
+    expected: Expected,
+    request: PlanRequest,
+    search: Search,
+) -> tuple[Candidate, ...]:
+    return tuple(rank_candidates(formula, sizes, expected, request, search))
 
 
 def lay_out(parts: LayerParts) -> LaidOut | None:
@@ -277,29 +281,18 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
         )
     check_weights(weights)
     # The parts do not depend on the tokens: as many as give each expert one row tile.
-    config = make_config(
-        **dict(_arguments(parts, scales_input=False)),
-        block_size=128,
-        num_slots=128 * weights.num_experts,
-        num_tokens=128 * weights.num_experts,
-    )
+    tokens = 128 * weights.num_experts
+    work = PrefillWork(128, tokens, tokens, tuning.num_cores)
+    config = make_config(kernel_formula(weights), _sizes(weights), work)
     in_parts, out_parts = best_parts(config)
     if (in_parts, out_parts) == (1, 1):
         return None
-    gate_up, down = _matrices(weights)
+    gate_up, down = matrices_of(weights)
     return LaidOut(
         _by_parts(gate_up, in_parts, num_projections(weights.formula)),
         _by_parts(down, out_parts, 1),
         (in_parts, out_parts),
     )
-
-
-def _matrices(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
-    """Return both matrices as torch tensors: codes, or plain."""
-    gate_up, down = weights.packed_gate_up, weights.packed_down
-    if isinstance(gate_up, NarrowMatrices) and isinstance(down, NarrowMatrices):
-        return gate_up.codes_Ekn, down.codes_Ekn
-    return weights.gate_up_proj_EHI, weights.down_proj_EIH
 
 
 def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
@@ -309,44 +302,27 @@ def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
     return cut.permute(0, 3, 1, 2, 4).reshape(experts, parts, rows, columns // parts)
 
 
-def _describe(ranked: list[Ranked]) -> str:
-    """Return a line for `MoE.explain` about plans from the cost model."""
-    (best, parts), *others = ranked
-    unlike = [other for other, _ in others if other.shard_plan != best.shard_plan]
-    other = f"; {unlike[0].shard_plan} {unlike[0].estimated_us:.0f} us" if unlike else ""
+def _describe(ranked: list[Candidate]) -> str:
+    """Return a line for `MoE.explain` about candidates of the cost model."""
+    best, *others = ranked
+    plan, parts = best.request.shard_plan, best.request.weight_parts
+    unlike = [other for other in others if other.request.shard_plan != plan]
+    other = ""
+    if unlike:
+        other = f"; {unlike[0].request.shard_plan} {unlike[0].estimated_us:.0f} us"
     layout = "" if parts is None else f", weights laid out in {parts[0]} and {parts[1]} parts"
     return (
-        f"plan: {best.loop_plan} loop, {best.shard_plan} shards{layout}, the cost model's choice:"
+        f"plan: {best.request.loop_plan} loop, {plan} shards{layout}, the cost model's choice:"
         f" experts in {best.estimated_us:.0f} us{other} [estimated]"
     )
 
 
-def _arguments(
-    parts: LayerParts, *, scales_input: bool | None = None
-) -> tuple[tuple[str, Any], ...]:
-    """Return the arguments of make_config that do not depend on tokens or tuning."""
-    weights, formula = parts.weights, parts.weights.formula
-    check_formula(formula)
+def _sizes(weights: ExpertWeights) -> ExpertSizes:
+    """Return the sizes of this rank's experts."""
     experts, width, hidden_size = weights.down_proj_EIH.shape
-    name = "swish" if formula.gates_itself else formula.activation
     is_narrow = isinstance(weights.packed_down, NarrowMatrices)
-    is_pre = parts.spec.scales_input if scales_input is None else scales_input
-    return tuple(
-        {
-            "H": hidden_size,
-            "I": width,
-            "E": experts,
-            "num_cores": parts.tuning.num_cores,
-            "weight_format": weight_format(weights),
-            "activation": name,
-            "activation_scale": formula.scale,
-            "has_gate": formula.has_gate,
-            "gate_limits": bounds_of(formula.gate_limits),
-            "up_limits": bounds_of(formula.up_limits),
-            "up_offset": formula.up_offset,
-            "scaling": "pre" if is_pre else "none",
-            "has_gate_up_bias": weights.gate_up_bias_EI is not None,
-            "has_down_bias": weights.down_bias_EH is not None,
-            "has_scales": is_narrow,
-        }.items()
-    )
+    return ExpertSizes(hidden_size, width, experts, weight_format(weights), is_narrow)
+
+
+def _scaling(parts: LayerParts) -> str:
+    return "pre" if parts.spec.scales_input else "none"

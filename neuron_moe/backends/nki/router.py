@@ -4,7 +4,6 @@ Axes: T tokens, E experts of the model, H hidden.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from torch import Tensor
 from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
 from neuron_moe.plan import Forms
 from neuron_moe.router import Router, Routing
-from nki_kernels.common.router_choice import RouterFormula as KernelFormula
-from nki_kernels.route.kernel import check_router_topk, router_topk
+from nki_kernels.route import RouterConfig, check_router_topk, router_topk
 
 Route = Callable[[Tensor], Routing]
 
@@ -57,12 +55,11 @@ def router_call(router: Router, forms: Forms, num_cores: int) -> Route:
         num_cores: physical cores of the launch.
     """
     spec, linear = router.spec, router.linear_router
-    formula = KernelFormula(**router_terms(router), returns_logits=True)
     bias, selection_bias = (
         None if values is None else values.view(1, -1)
         for values in (linear.bias, router.e_score_correction_bias)
     )
-    checked: set[tuple[int, torch.dtype]] = set()
+    checked: dict[tuple[int, torch.dtype], RouterConfig] = {}
 
     def route(hidden_TH: Tensor) -> Routing:
         check_call(hidden_TH)
@@ -75,29 +72,27 @@ def router_call(router: Router, forms: Forms, num_cores: int) -> Route:
             weight_EH = shortened("router", weight_EH, forms)
         case = (hidden_TH.shape[0], hidden_TH.dtype)
         if case not in checked:
-            check_router_topk(
-                hidden_TH.shape[0],
-                spec.hidden_size,
+            config = RouterConfig(
+                spec.formula,
                 spec.num_experts,
-                formula,
-                dtype_name(hidden_TH),
-                dtype_name(weight_EH),
-                num_cores,
+                spec.hidden_size,
+                returns_logits=True,
+                hidden_dtype=dtype_name(hidden_TH),
+                weight_dtype=dtype_name(weight_EH),
+                num_cores=num_cores,
             )
-            checked.add(case)
+            check_router_topk(config, hidden_TH.shape[0])
+            checked[case] = config
         affinities_TK, index_TK, logits_TE = launch(
-            num_cores, router_topk, hidden_TH, weight_EH, bias, selection_bias, None, formula
+            num_cores,
+            router_topk,
+            hidden_TH,
+            weight_EH,
+            bias,
+            selection_bias,
+            None,
+            checked[case],
         )
         return Routing(logits_TE, affinities_TK, index_TK)
 
     return route
-
-
-def router_terms(router: Router) -> dict[str, Any]:
-    """Return the terms of a router's formula by name."""
-    formula = router.spec.formula
-    names = (
-        "top_k act_fn act_over_topk has_bias has_selection_bias n_group topk_group"
-        " out_of_group_fill renormalize renormalize_eps routed_scaling_factor"
-    )
-    return {name: getattr(formula, name) for name in names.split()}

@@ -15,13 +15,13 @@ SHARED = {"intermediate_size": 64, "num_shared_experts": 1, "hidden_act": "silu"
 WORLD = {**SHARED, "over_all_ranks": True}
 # layout, shared experts, kernel of a decode step
 CASES: dict[str, tuple[ParallelConfig, dict[str, Any] | None, str]] = {
-    "ep4": (ParallelConfig(ep=4), None, "nki.decode_block"),
+    "ep4": (ParallelConfig(ep=4), None, "nki.decode_layer"),
     "ep4-shared": (ParallelConfig(ep=4), SHARED, "nki.decode_moe"),
-    "ep4-shared-over-all": (ParallelConfig(ep=4), WORLD, "nki.decode_block"),
-    "tp2-shared": (ParallelConfig(tp=2), SHARED, "nki.decode_block"),
+    "ep4-shared-over-all": (ParallelConfig(ep=4), WORLD, "nki.decode_layer"),
+    "tp2-shared": (ParallelConfig(tp=2), SHARED, "nki.decode_layer"),
     "ep4-all-to-all": (ParallelConfig(ep=4, strategy="all_to_all"), None, "nki.decode_moe"),
     "ep2-decode-tp2": (
-        ParallelConfig(ep=2, decode_moe_tp=2, decode_moe_ep=1), None, "nki.decode_block"
+        ParallelConfig(ep=2, decode_moe_tp=2, decode_moe_ep=1), None, "nki.decode_layer"
     ),
 }  # fmt: skip
 

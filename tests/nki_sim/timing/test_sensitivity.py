@@ -6,9 +6,18 @@ from typing import Any
 import pytest
 
 from nki_sim.hardware import TRN3
-from nki_sim.time.sensitivity import compare
-from nki_sim.time.timeline import Timeline, schedule
-from nki_sim.trace import GPSIMD
+from nki_sim.time.schedule_model import VENDOR
+from nki_sim.time.sensitivity import (
+    GROUPS,
+    WINDOW,
+    compare,
+    grouped_ns,
+    with_factors,
+    with_factors_ns,
+    worst_case,
+)
+from nki_sim.time.timeline import Timeline, TimelineOptions, schedule
+from nki_sim.trace import DMA, GPSIMD, SyncFacts
 
 Make = Callable[..., Any]
 
@@ -95,3 +104,58 @@ def test_runs_on_different_chips_are_not_compared(make_builder: Make) -> None:
     other = schedule(one.trace, TRN3)
     with pytest.raises(ValueError, match="chip='trn3': must be 'trn2' as for a"):
         compare(one, other)
+
+
+def with_exchange(make: Make, work: int) -> Timeline:
+    """An exchange between two cores, and some work of Vector."""
+    one = make()
+    two = make(trace=one.trace, core=1)
+    facts = SyncFacts("sendrecv", ("k",), 2, 1024, 128, "dma")
+    for core in (one, two):
+        core.emit("sendrecv", DMA, facts, [], [])
+    for _ in range(work):
+        one.compute("max8", one.tile(512, "float32"), one.tile(512, "float32"))
+    return schedule(one.trace)
+
+
+def test_the_worst_case_turns_every_knob_that_hurts(make_builder: Make) -> None:
+    ours = with_exchange(make_builder, 1)
+    theirs = on_vector(make_builder, 12)
+    worst = worst_case(ours, theirs)
+    assert worst.ratio == theirs.total_ns / ours.total_ns
+    assert worst.worst_ratio < worst.ratio
+    assert worst.factors["exchange"] == 2.0
+    assert worst.factors["Vector"] == 0.5
+    assert worst.factors["vector_overlaps_independent"] == 0.0
+    assert worst.worst_ours_ns == with_factors_ns(ours, worst.factors)
+    assert worst.worst_theirs_ns == with_factors_ns(theirs, worst.factors)
+    assert "exchange x2" in worst.text()
+
+
+def test_no_single_group_is_worse_than_the_worst_case(make_builder: Make) -> None:
+    ours, theirs = with_exchange(make_builder, 3), in_tiles(make_builder, 4)
+    worst = worst_case(ours, theirs)
+    before, after = grouped_ns(ours), grouped_ns(theirs)
+    assert set(before) == {(knob, factor) for knob in GROUPS for factor in (0.5, 2.0)}
+    assert all(worst.worst_ratio <= after[key] / before[key] * 1.001 for key in before)
+
+
+def test_measured_numbers_move_with_their_group(make_builder: Make) -> None:
+    run = in_tiles(make_builder, 4)
+    changed, _ = with_factors(run, {"DMA runs": 2.0})
+    assert changed.dma_run_ns == 2 * run.chip.dma_run_ns
+    assert changed.provenance("dma_run_ns").kind == "measured"
+    assert grouped_ns(run)["DMA runs", 2.0] > run.total_ns
+
+
+def test_the_window_of_the_compiler_is_a_knob(make_builder: Make) -> None:
+    trace = in_tiles(make_builder, 4).trace
+    run = schedule(trace, options=TimelineOptions(model=VENDOR))
+    _, options = with_factors(run, {WINDOW: 0.5})
+    assert options.model.window == VENDOR.window // 2
+    assert worst_case(run, run).worst_ratio == pytest.approx(1.0)
+
+
+def test_every_knob_names_numbers_of_the_chip() -> None:
+    for fields in GROUPS.values():
+        assert all(isinstance(getattr(TRN3, name), int | float) for name in fields)

@@ -37,6 +37,7 @@ from neuron_moe.tools.bench.decode.results import (
 )
 from neuron_moe.tools.bench.decode.router_inputs import RouterInputs
 from neuron_moe.tools.bench.decode.vendor import bound_us
+from nki_kernels.common.formula import RouterFormula
 from nki_kernels.common.router_reference import rms_norm, route
 from tests.nki_kernels.traces import measured_cost
 
@@ -96,8 +97,7 @@ def test_the_blocks_inputs_choose_the_cases_experts(name: str, routing: str) -> 
     front = RouterInputs.of(one, one.model.H)
     x_TH = rms_norm(front.hidden_TH.astype(np.float64), np.ones(one.model.H), 1e-6)
     logits_TE = x_TH @ front.weight_EH.astype(np.float64).T
-    terms = {key: value for key, value in ROUTERS[name].items() if key != "has_bias"}
-    _, index_TK = route(logits_TE, one.model.K, **terms)
+    _, index_TK = route(logits_TE, RouterFormula(top_k=one.model.K, **ROUTERS[name]))
     np.testing.assert_array_equal(index_TK, one.expert_index())
 
 

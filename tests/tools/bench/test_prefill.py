@@ -50,8 +50,8 @@ def test_a_token_chooses_different_experts(routing: str) -> None:
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama4-scout", "gpt-oss-20b"])
 def test_the_plan_is_the_cost_models_and_knows_no_routing(name: str) -> None:
     model = next(model for model in MODELS if model.name == name)
-    config, choice = configure(model, 256, 128 * (model.E + 256 * model.K // 128))
-    assert choice.shard_plan in ("balanced", "hidden", "intermediate")
+    config, candidate = configure(model, 256, 128 * (model.E + 256 * model.K // 128))
+    assert candidate.request.shard_plan in ("balanced", "hidden", "intermediate")
     assert config.stores == ("tokens" if model.K == 1 else "rows")  # few rows for each expert
     # Mixtral's experts do not fit SBUF whole, so their weights lie by parts.
     assert config.loop.by_parts or name != "mixtral-8x7b"

@@ -152,8 +152,8 @@ def test_wrong_choices_and_sums_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         router.reference, "route", lambda *a, **k: (route(*a, **k)[0], route(*a, **k)[1][:, ::-1])
     )
     assert "20 of 20 tokens choose other experts" in outcome("softmax-over-chosen").reason
-    total = combine.reference.combine
-    monkeypatch.setattr(combine.reference, "combine", lambda *a: total(*a) * 1.1)
+    total = combine.reference.combine_ref
+    monkeypatch.setattr(combine.reference, "combine_ref", lambda *a: total(*a) * 1.1)
     assert outcome("reduce").outcome == "failed"
 
 

@@ -45,8 +45,8 @@ def test_a_tiny_model_generates_the_same_tokens(
     prefill, decode = got["explain"]
     assert (prefill["path"], prefill["kernel"]) == ("blockwise", "nki.blockwise_moe")
     assert "weights: float8_e5m2, re-coded without loss, a scale per expert" in prefill["notes"]
-    assert decode["kernel"] == "nki.decode_block"
-    assert "cost model of decode_block" in text
+    assert decode["kernel"] == "nki.decode_layer"
+    assert "cost model of decode_layer" in text
 
 
 def test_the_shipped_model_generates_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_ranks_that_share_the_experts_generate_the_same_tokens(
     assert (got["config"]["tp"], got["config"]["ep"]) == layout
     kernels = [told["kernel"] for told in got["explain"]]
     if backend == "nki":
-        assert kernels == ["nki.blockwise_moe", "nki.decode_block"]
+        assert kernels == ["nki.blockwise_moe", "nki.decode_layer"]
     assert f"for the {32 // ep} experts here" in " ".join(got["explain"][1]["reasons"])
 
 

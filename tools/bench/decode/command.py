@@ -51,7 +51,7 @@ from neuron_moe.tools.bench.decode.results import (
 from neuron_moe.tools.bench.decode.vendor import attempt_both
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
-from nki_kernels.decode.config import DecodeConfig
+from nki_kernels.decode import DecodeConfig
 from nki_sim import SimOptions
 
 OUR_SOURCES = ("decode/*.py", "common/*.py")
@@ -199,7 +199,7 @@ def _both_modes(case: DecodeCase, config: DecodeConfig, chosen_us: float) -> dic
     times = {config.mode: chosen_us}
     other = MODES[1 - MODES.index(config.mode)]
     if other == "selective" or hbm_bound_us(case, case.model.E) < chosen_us:
-        run, _ = launch_ours(case, OPTIONS, other, config.weight_layout)
+        run, _ = launch_ours(case, OPTIONS, other, config.weights.layout)
         times[other] = run.timeline.total_us
     return times
 

@@ -9,13 +9,21 @@ import numpy as np
 import nki_sim
 from neuron_moe.tools.bench.decode.cases import ROUTERS, DecodeCase
 from neuron_moe.tools.bench.decode.router_inputs import RouterInputs
-from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.decode.block_config import make_block_config
-from nki_kernels.decode.block_kernel import decode_block
-from nki_kernels.decode.config import DecodeConfig, packed_rows, packed_run
-from nki_kernels.decode.kernel import decode_moe
-from nki_kernels.decode.options import make_decode_config
-from nki_kernels.decode.router import pack_router_weight
+from nki_kernels.common.formula import ExpertFormula, RouterFormula, limits
+from nki_kernels.decode import (
+    DecodeConfig,
+    DecodeRequest,
+    DecodeSizes,
+    LayerConfig,
+    LayerForm,
+    WeightForm,
+    decode_layer,
+    decode_moe,
+    make_decode_config,
+    make_layer_config,
+    pack_router_weight,
+    weight_shapes,
+)
 from nki_sim import SimOptions, TensorSpec
 
 CORES = 2
@@ -32,12 +40,12 @@ def launch_ours(
         mode: selective, all, or auto for what the cost model takes.
         layout: of the weights: packed at load time, or ehi as NxD has them.
     """
-    sizes = {**_sizes(case, mode), "weight_layout": layout}
+    records = _records(case, mode, layout)
     index_TK = case.expert_index()
     first = np.zeros((1, 1), np.int32)
     if case.kernel == "decode_block":
-        return _launch_block(case, sizes, first, options)
-    config = make_decode_config(K=case.model.K, **sizes)
+        return _launch_layer(case, _layer_config(case, *records), first, options)
+    config = make_decode_config(*records)
     operands = _experts(case, config)
     run = nki_sim.run(
         decode_moe, TensorSpec((case.B, case.model.H), "bfloat16"), operands.pop("gate_up"),
@@ -49,70 +57,74 @@ def launch_ours(
 
 def configure(case: DecodeCase, mode: str = "auto", layout: str = "packed") -> DecodeConfig:
     """Return what the experts of a case are compiled for; nothing runs."""
-    sizes = {**_sizes(case, mode), "weight_layout": layout}
+    records = _records(case, mode, layout)
     if case.kernel == "decode_block":
-        return make_block_config(_formula(case), **sizes).moe
-    return make_decode_config(K=case.model.K, **sizes)
+        return _layer_config(case, *records).moe
+    return make_decode_config(*records)
 
 
-def _formula(case: DecodeCase) -> RouterFormula:
-    return RouterFormula(top_k=case.model.K, has_norm=True, **ROUTERS[case.model.name])
+def _layer_config(
+    case: DecodeCase,
+    sizes: DecodeSizes,
+    formula: ExpertFormula,
+    weights: WeightForm,
+    request: DecodeRequest,
+) -> LayerConfig:
+    router = RouterFormula(top_k=case.model.K, **ROUTERS[case.model.name])
+    return make_layer_config(sizes, router, formula, LayerForm(has_norm=True), weights, request)
 
 
-def _launch_block(
-    case: DecodeCase, sizes: dict[str, Any], first: Any, options: SimOptions
+def _launch_layer(
+    case: DecodeCase, config: LayerConfig, first: Any, options: SimOptions
 ) -> tuple[nki_sim.Run, DecodeConfig]:
     front = RouterInputs.of(case, case.model.H)
-    config = make_block_config(_formula(case), **sizes)
     router = pack_router_weight(front.weight_EH, config.moe.h_axis, config.router_parts)
     operands = _experts(case, config.moe)
     run = nki_sim.run(
-        decode_block, front.hidden_TH, router,
+        decode_layer, front.hidden_TH, router,
         operands.pop("gate_up"), operands.pop("down"), first, config, lnc=CORES,
         options=options, norm_weight=front.norm_1H, router_bias=front.bias_1E, **operands,
     )  # fmt: skip
     return run, config.moe
 
 
-def _sizes(case: DecodeCase, mode: str) -> dict[str, Any]:
-    """Return what the configuration is made of, without K."""
+def _records(
+    case: DecodeCase, mode: str, layout: str
+) -> tuple[DecodeSizes, ExpertFormula, WeightForm, DecodeRequest]:
+    """Return what the experts' configuration is made of."""
     model = case.model
-    options = {"scaling": "post", **model.options}
-    return {
-        "T": case.B,
-        "H": model.H,
-        "I": model.I,
-        "E": model.E,
-        "num_experts": model.E,
-        "num_cores": CORES,
-        "mode": mode,
-        "weight_format": case.weight_format,
-        "has_scales": case.format == "fp8",
-        "down_scale": case.down_scale,
-        "output_dtype": "bfloat16",
-        **options,
-    }
+    options = dict(model.options)
+    scaling = options.pop("scaling", "post")
+    if options.get("activation") == "swiglu_oai":
+        options |= {"activation": "sigmoid", "gates_itself": True, "scale": 1.702}
+    for name in ("gate_limits", "up_limits"):
+        if name in options:
+            options[name] = limits(*options[name])
+    return (
+        DecodeSizes(case.B, model.H, model.I, model.E, model.K, model.E, CORES),
+        ExpertFormula(**options),
+        WeightForm(case.weight_format, layout, case.format == "fp8", case.down_scale),
+        DecodeRequest(mode=mode, scaling=scaling, output_dtype="bfloat16"),
+    )
 
 
 def _experts(case: DecodeCase, config: DecodeConfig) -> dict[str, Any]:
     """Return the experts' operands."""
     E, H, I = case.model.E, case.model.H, case.model.I  # noqa: E741  the axis letters
     found: dict[str, Any] = {}
-    if config.has_down_bias:
+    formula, weights = config.formula, config.weights
+    gate_up, down = weight_shapes(config)
+    found["gate_up"] = TensorSpec(gate_up, weights.format)
+    found["down"] = TensorSpec(down, weights.format)
+    if formula.has_down_bias:
         found["down_bias"] = TensorSpec((E, H), "bfloat16")
-    if config.weight_layout == "packed":  # biases of the projections and scales lie in the runs
-        h_axis, size, chunks = config.h_axis, config.i_axis.size, config.chunks
-        gate_up = (E, chunks, packed_rows(config), packed_run(config))
-        down = (E, chunks, size, h_axis.count * h_axis.rows)
-        found["gate_up"] = TensorSpec(gate_up, case.weight_format)
-        found["down"] = TensorSpec(down, case.weight_format)
+    if weights.layout == "packed":  # biases of the projections and scales lie in the runs
         return found
-    found["gate_up"] = TensorSpec((E, H, 2 * I), case.weight_format)
-    found["down"] = TensorSpec((E, I, H), case.weight_format)
-    if config.has_gate_up_bias:
+    if formula.has_gate_up_bias:
         found["gate_up_bias"] = TensorSpec((E, 2 * I), "float32")
-    if config.has_scales:
+    if weights.has_scales:
         found["gate_up_scale"] = TensorSpec((E, 2 * I), "float32")
-    if config.down_scale != "none":
-        found["down_scale"] = TensorSpec((E, H if config.down_scale == "channel" else 1), "float32")
+    if weights.down_scale != "none":
+        columns = H if weights.down_scale == "channel" else 1
+        found["down_scale"] = TensorSpec((E, columns), "float32")
     return found

@@ -14,11 +14,24 @@ import torch
 import nki_sim
 from neuron_moe.blocks import build_block_mapping
 from neuron_moe.tools.bench.comparison.layers import Model
-from nki_kernels.combine.kernel import CombineDims, combine
-from nki_kernels.prefill.choice import PlanChoice, choose_plan, expect_tokens
-from nki_kernels.prefill.config import PrefillConfig, stored_parts
-from nki_kernels.prefill.kernel import blockwise_moe
-from nki_kernels.prefill.options import best_parts, make_config, plan_on_host
+from nki_kernels.combine import CombineDims, combine
+from nki_kernels.common.formula import ExpertFormula, limits
+from nki_kernels.prefill import (
+    Candidate,
+    Expected,
+    ExpertSizes,
+    PlanRequest,
+    PrefillConfig,
+    PrefillWork,
+    Search,
+    best_candidate,
+    best_parts,
+    blockwise_moe,
+    expect_tokens,
+    make_config,
+    stored_parts,
+    visits_of,
+)
 from nki_sim import SimOptions, TensorSpec
 
 nki_sim.provide()
@@ -42,40 +55,44 @@ def _layer(
     return combine(slots_PSH, slot_of_pair_TK, affinities_TK, dims)
 
 
-def configure(model: Model, num_tokens: int, num_slots: int) -> tuple[PrefillConfig, PlanChoice]:
-    """Return what the kernel is compiled for: the fastest plan by estimate, and that estimate.
+def configure(model: Model, num_tokens: int, num_slots: int) -> tuple[PrefillConfig, Candidate]:
+    """Return what the kernel is compiled for: the fastest by estimate, and that estimate.
 
     Args:
         model: the layer.
         num_tokens: T.
         num_slots: N*B, enough for every routing.
     """
-    sizes: dict[str, Any] = {"H": model.H, "I": model.I, "E": model.E, "num_tokens": num_tokens}
+    formula, sizes = _formula(model), ExpertSizes(model.H, model.I, model.E)
     tokens_E = expect_tokens(num_tokens * model.K, model.E, "uniform")
     rows = int(np.ceil(tokens_E / BLOCK_SIZE).sum()) * BLOCK_SIZE
     stores = "tiles" if num_tokens * model.K >= FULL_TILES * rows else "rows"
-    shard_plans: tuple[str, ...] = ("balanced", "hidden", "intermediate")
+    search = Search(block_sizes=(BLOCK_SIZE,))
     if model.K == 1:  # the rows are the output, so there is nothing to add them in
-        stores, shard_plans = "tokens", ("balanced",)
-    options: dict[str, Any] = {**model.options, "stores": stores}
-    slots: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_slots": num_slots}
-    even = make_config(**sizes, **slots, **options)
+        stores, search = "tokens", Search(block_sizes=(BLOCK_SIZE,), shard_plans=("balanced",))
+    scaling = model.options.get("scaling", "none")
+    work = PrefillWork(BLOCK_SIZE, num_slots, num_tokens, scaling=scaling, stores=stores)
+    expected = Expected(num_tokens=num_tokens, top_k=model.K, scaling=scaling, stores=stores)
     # Weights lie as they are, or by the parts in which they are loaded fastest.
-    found = []
-    for parts in (None, best_parts(even)):
-        if parts == (1, 1):
-            continue
-        choice = choose_plan(
-            **sizes, top_k=model.K, block_sizes=(BLOCK_SIZE,), shard_plans=shard_plans,
-            weight_parts=parts, **options,
-        )  # fmt: skip
-        found.append((choice, parts))
-    choice, parts = min(found, key=lambda pair: pair[0].estimated_us)
-    config = make_config(
-        **sizes, **slots, **options, shard_plan=choice.shard_plan, weight_parts=parts,
-        tiles_per_expert=choice.tiles_per_expert, largest_visit=choice.largest_visit,
-    )  # fmt: skip
-    return config, choice
+    parts = best_parts(make_config(formula, sizes, work))
+    found = [
+        best_candidate(formula, sizes, expected, PlanRequest(weight_parts=lie), search)
+        for lie in (None, parts)
+        if lie != (1, 1)
+    ]
+    candidate = min(found, key=lambda candidate: candidate.estimated_us)
+    return make_config(formula, sizes, work, candidate.request), candidate
+
+
+def _formula(model: Model) -> ExpertFormula:
+    """Return the kernels' formula of a layer."""
+    options = {name: value for name, value in model.options.items() if name != "scaling"}
+    if options.get("activation") == "swiglu_oai":
+        options |= {"activation": "sigmoid", "gates_itself": True, "scale": 1.702}
+    for name in ("gate_limits", "up_limits"):
+        if name in options:
+            options[name] = limits(*options[name])
+    return ExpertFormula(**options)
 
 
 def launch_ours(model: Model, expert_index_TK: Any) -> tuple[nki_sim.Run, str]:
@@ -83,27 +100,28 @@ def launch_ours(model: Model, expert_index_TK: Any) -> tuple[nki_sim.Run, str]:
     T, K = expert_index_TK.shape
     mapping = build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
     slots = mapping.token_position_to_id.numpy()
-    config, choice = configure(model, T, len(slots))
-    plan = plan_on_host(config, slots, mapping.block_to_expert.numpy())
+    config, candidate = configure(model, T, len(slots))
+    visits = visits_of(config, slots, mapping.block_to_expert.numpy())
     pair = mapping.pair_of_slot.numpy()
     slot_of_pair = np.zeros(T * K, np.int32)
     slot_of_pair[pair[pair >= 0]] = np.flatnonzero(pair >= 0)
     run = nki_sim.run(
-        _layer, {**_operands(model, T, slots, config), **_plan_arguments(plan)}, config,
+        _layer, {**_operands(model, T, slots, config), **_visit_arguments(visits)}, config,
         slot_of_pair.reshape(T, K), TensorSpec((T, K), "float32"),
         CombineDims(nl.bfloat16, False), lnc=2, options=OPTIONS,
     )  # fmt: skip
     loop = config.loop
     lie = "stored in" if loop.by_parts else "loaded in"
     return run, (
-        f"{choice.shard_plan}, visits of {loop.classes[0]}, {loop.slots} slots, {lie} "
-        f"{loop.in_parts}+{loop.out_parts} parts, turned by {loop.turns}, stores {config.stores}"
+        f"{candidate.request.shard_plan}, visits of {loop.classes[0]}, {loop.weight_buffers} weight"
+        f" buffers, {lie} {loop.in_parts}+{loop.out_parts} parts, turned by {loop.turns}, stores"
+        f" {config.stores}"
     )
 
 
-def _plan_arguments(plan: Any) -> dict[str, Any]:
+def _visit_arguments(visits: Any) -> dict[str, Any]:
     names = ("visit_expert", "visit_tile", "class_trips")
-    return dict(zip(names, plan, strict=True))
+    return dict(zip(names, visits, strict=True))
 
 
 def _operands(model: Model, T: int, slots: Any, config: PrefillConfig) -> dict[str, Any]:
@@ -121,7 +139,7 @@ def _operands(model: Model, T: int, slots: Any, config: PrefillConfig) -> dict[s
         "down": TensorSpec(down_shape, "bfloat16"),
         "slots": slots,
     }
-    if config.has_gate_up_bias:
+    if config.formula.has_gate_up_bias:
         found["gate_up_bias"] = TensorSpec((E, 2 * I), "float32")
         found["down_bias"] = TensorSpec((E, H), "bfloat16")
     if config.scaling != "none":

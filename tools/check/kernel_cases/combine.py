@@ -8,8 +8,7 @@ import nki_sim
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
-from nki_kernels.combine import reference
-from nki_kernels.combine.kernel import CombineDims, check_combine, combine
+from nki_kernels.combine import CombineDims, check_combine, combine, reference
 from nki_sim.language import api as nl
 
 
@@ -25,7 +24,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     launched = nki_sim.run(
         combine, slots_1SH, place_TK, ones_TK, CombineDims(nl.bfloat16, False), lnc=case.cores()
     )
-    exact = reference.combine(slots_1SH, place_TK, ones_TK)
+    exact = reference.combine_ref(slots_1SH, place_TK, ones_TK)
     rows_TKH = torch.from_numpy(slots_1SH[0].astype(np.float32))[torch.from_numpy(place_TK).long()]
     peer = rows_TKH.sum(1).to(torch.bfloat16).float().numpy()
     return Verdict(

@@ -21,9 +21,7 @@ import numpy as np
 import torch
 
 import nki_sim
-from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import ExpertWeights, LocalRouting
-from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.backends.torch_backend import chosen_experts
 from neuron_moe.tools.check.kernel_cases.decode_weights import (
     fill_clamps,
     narrow_down_scale,
@@ -32,7 +30,6 @@ from neuron_moe.tools.check.kernel_cases.decode_weights import (
 from neuron_moe.tools.check.kernel_cases.prefill import (
     ACTIVATIONS,
     BF16,
-    TORCH_ACTIVATIONS,
     Problem,
     formula,
 )
@@ -41,10 +38,19 @@ from neuron_moe.tools.check.kernel_cases.routings import draw_routing
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
-from nki_kernels.decode.config import MAX_TOKENS, MAX_TOP_K
-from nki_kernels.decode.kernel import decode_moe
-from nki_kernels.decode.layout import pack_down, pack_gate_up
-from nki_kernels.decode.options import make_decode_config
+from neuron_moe.weights import ExpertWeights, LocalRouting
+from nki_kernels.common.formula import ExpertFormula, limits
+from nki_kernels.decode import (
+    MAX_TOKENS,
+    MAX_TOP_K,
+    DecodeRequest,
+    DecodeSizes,
+    WeightForm,
+    decode_moe,
+    make_decode_config,
+    pack_down,
+    pack_gate_up,
+)
 from nki_sim import SimOptions
 
 DEFAULT_OPTIONS = SimOptions()
@@ -118,7 +124,7 @@ def build(case: Case, limits: Limits) -> tuple[Problem, Rank, str]:
         scaling=str(case.get("affinity_scaling_mode", "POST_SCALE")),
         block_size=128,
         num_cores=case.cores(),
-        **formula_of(case),
+        formula=formula_of(case, weights),
     )
     if problem.scaling not in SCALINGS:
         raise Skipped(f"affinity_scaling_mode {problem.scaling!r}: known are {', '.join(SCALINGS)}")
@@ -179,18 +185,20 @@ def draw_choices(
     return np.where(others_TK >= first, others_TK + here, others_TK).astype(np.int32)
 
 
-def formula_of(case: Case) -> dict[str, Any]:
-    """Return activation, clamps and offset of a case, by the names of `Problem`."""
+def formula_of(case: Case, weights: Weights) -> ExpertFormula:
+    """Return what an expert of a case computes."""
     activation = str(case.get("act_fn", "SiLU")).lower().replace("_approx", "")
     if activation not in ACTIVATIONS:
         raise Skipped(f"act_fn {case.get('act_fn')!r}: known are {', '.join(ACTIVATIONS)}")
     gate_limits, up_limits = fill_clamps(case)
-    return {
-        "activation": ACTIVATIONS[activation],
-        "gate_limits": gate_limits,
-        "up_limits": up_limits,
-        "up_offset": float(case.get("up_offset", 0.0)),
-    }
+    return ExpertFormula(
+        **ACTIVATIONS[activation],
+        gate_limits=limits(*gate_limits),
+        up_limits=limits(*up_limits),
+        up_offset=float(case.get("up_offset", 0.0)),
+        has_gate_up_bias=weights.gate_up_bias is not None,
+        has_down_bias=weights.down_bias is not None,
+    )
 
 
 def mode_of(case: Case) -> str:
@@ -214,10 +222,11 @@ def launch(
     T, K = p.index_TK.shape
     E, I, H = weights.down.shape  # noqa: E741  the axis letters
     config = make_decode_config(
-        T=T, H=H, I=I, E=E, K=K, num_experts=rank.num_experts, num_cores=p.num_cores,
-        mode=rank.mode, scaling=SCALINGS[p.scaling], output_dtype=rank.out_dtype,
-        weight_layout=rank.layout, **config_options(p, weights, rank.down_scale),
-    )  # fmt: skip
+        DecodeSizes(T, H, I, E, K, rank.num_experts, p.num_cores),
+        p.formula,
+        weight_form(weights, rank.layout, rank.down_scale),
+        DecodeRequest(mode=rank.mode, scaling=SCALINGS[p.scaling], output_dtype=rank.out_dtype),
+    )
     gate_up, down, optional = operands_of(weights, config)
     result = nki_sim.run(
         decode_moe, p.hidden_TH, gate_up, down, rank.global_index_TK, p.affinities_TK,
@@ -226,19 +235,9 @@ def launch(
     return np.asarray(result.outputs), result.timeline.total_us, config.mode
 
 
-def config_options(problem: Problem, weights: Weights, down_scale: str) -> dict[str, Any]:
-    """Return what a configuration takes from formula and weights."""
-    return {
-        "weight_format": weights.format,
-        "activation": problem.activation,
-        "gate_limits": problem.gate_limits,
-        "up_limits": problem.up_limits,
-        "up_offset": problem.up_offset,
-        "has_gate_up_bias": weights.gate_up_bias is not None,
-        "has_down_bias": weights.down_bias is not None,
-        "has_scales": weights.gate_up_scale is not None,
-        "down_scale": down_scale,
-    }
+def weight_form(weights: Weights, layout: str, down_scale: str) -> WeightForm:
+    """Return how the kernel takes the weights."""
+    return WeightForm(weights.format, layout, weights.gate_up_scale is not None, down_scale)
 
 
 def operands_of(weights: Weights, config: Any) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
@@ -249,10 +248,10 @@ def operands_of(weights: Weights, config: Any) -> tuple[np.ndarray, np.ndarray, 
     if weights.gate_up_scale is not None:
         found["gate_up_scale"] = weights.gate_up_scale
     if weights.down_scale is not None:
-        one = config.down_scale == "expert"
+        one = config.weights.down_scale == "expert"
         found["down_scale"] = weights.down_scale[:, :1] if one else weights.down_scale
     gate_up, down = weights.gate_up, weights.down
-    if config.weight_layout == "packed":
+    if config.weights.layout == "packed":
         names = ("gate_up_bias", "gate_up_scale", "down_scale")
         gate_up = pack_gate_up(config, gate_up, *(found.pop(name, None) for name in names))
         down = pack_down(config, down)
@@ -272,7 +271,7 @@ def torch_path(problem: Problem, out_dtype: str) -> np.ndarray:
     )
     hidden_TH = torch.from_numpy(p.hidden_TH.view(np.int16)).view(torch.bfloat16)
     with torch.no_grad():
-        result = TorchBackend(static=False).few_tokens(hidden_TH, routing, weights, "selective")
+        result = chosen_experts(hidden_TH, routing, weights)
     if out_dtype == "bfloat16":
         result = result.bfloat16().float()
     return np.asarray(result.numpy())
@@ -281,10 +280,4 @@ def torch_path(problem: Problem, out_dtype: str) -> np.ndarray:
 def torch_weights(problem: Problem) -> ExpertWeights:
     """Return the weights as the torch backend takes them."""
     p = problem
-    act, glu_type, scale = TORCH_ACTIVATIONS[p.activation]
-    spec = ActivationSpec(
-        hidden_act=act, glu_type=glu_type, scale=scale, bias=p.up_offset,
-        gate_lower=p.gate_limits[0], gate_upper=p.gate_limits[1], up_lower=p.up_limits[0],
-        up_upper=p.up_limits[1],
-    )  # fmt: skip
-    return ExpertWeights(*p.weights.rounded(), spec)
+    return ExpertWeights(*p.weights.rounded(), p.formula)

@@ -1,4 +1,4 @@
-"""Fused decode block cases through decode_block.
+"""Fused decode layer cases through decode_layer.
 
 Beside the vendor's parameters (batch, seqlen, hidden, hidden_actual, intermediate,
 num_global_experts, num_local_experts, top_k, router_fn, ...) a case may have ep_rank, mode, layout,
@@ -20,18 +20,16 @@ import numpy as np
 import torch
 
 import nki_sim
-from neuron_moe.backends import LocalRouting
-from neuron_moe.backends.torch_backend import TorchBackend
-from neuron_moe.routing import RouterSpec
-from neuron_moe.routing import route as route_with_torch
+from neuron_moe.backends.torch_backend import chosen_experts
+from neuron_moe.router import route as route_with_torch
 from neuron_moe.tools.check.kernel_cases.decode import (
     SCALINGS,
-    config_options,
     fitting_tokens,
     formula_of,
     mode_of,
     operands_of,
     torch_weights,
+    weight_form,
 )
 from neuron_moe.tools.check.kernel_cases.decode_weights import narrow_down_scale, weights_case
 from neuron_moe.tools.check.kernel_cases.prefill import BF16, Problem, formula
@@ -40,13 +38,20 @@ from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.check.vendor_cases.router import separate_logits
+from neuron_moe.weights import LocalRouting
 from nki_kernels.common import router_reference as reference
 from nki_kernels.common.expert_reference import ACTIVATIONS
-from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.decode.block_config import check_decode_block, make_block_config
-from nki_kernels.decode.block_kernel import decode_block
-from nki_kernels.decode.block_shared import pack_shared_experts
-from nki_kernels.decode.router import pack_router_weight
+from nki_kernels.common.formula import RouterFormula
+from nki_kernels.decode import (
+    DecodeRequest,
+    DecodeSizes,
+    LayerForm,
+    check_decode_layer,
+    decode_layer,
+    make_layer_config,
+    pack_router_weight,
+    pack_shared_experts,
+)
 
 EPS = 1e-6
 MARGIN = 8e-3  # between a token's choices, over the spread of its best logits
@@ -97,9 +102,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     """Compute a decode block case."""
     front, notes = _front(case, limits)
     selection_E = None if front.selection_1E is None else front.selection_1E[0]
-    affinities_TK, index_TK = reference.route(
-        front.logits(), front.top_k, selection_bias_E=selection_E, **front.terms
-    )
+    affinities_TK, index_TK = reference.route(front.logits(), _router(front), selection_E)
     E, here = len(front.weight_EH), case.need("num_local_experts")
     first = here * _rank_of(case, index_TK, E, here)
     is_local = (index_TK >= first) & (index_TK < first + here)
@@ -114,7 +117,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     problem = Problem(
         hidden_TH=front.normed(), index_TK=local_TK, affinities_TK=affinities_TK * is_local,
         weights=weights, scaling=str(case.get("affinity_scaling_mode", "POST_SCALE")),
-        block_size=128, num_cores=case.cores(), **formula_of(case),
+        block_size=128, num_cores=case.cores(), formula=formula_of(case, weights),
     )  # fmt: skip
     if problem.scaling not in SCALINGS:
         raise Skipped(f"affinity_scaling_mode {problem.scaling!r}: known are {', '.join(SCALINGS)}")
@@ -193,25 +196,33 @@ def _terms(case: Case, top_k: int) -> dict[str, Any]:
     }
 
 
+def _router(front: Front) -> RouterFormula:
+    """Return how the layer chooses experts."""
+    return RouterFormula(
+        top_k=front.top_k, has_bias=front.bias_1E is not None,
+        has_selection_bias=front.selection_1E is not None, **front.terms,
+    )  # fmt: skip
+
+
 def _launch(
     case: Case, front: Front, problem: Problem, first: int, num_experts: int, down_scale: str
 ) -> tuple[Array, Array, float, str]:
     """Run the kernel; return output, index, simulated time and mode."""
     p, weights = problem, problem.weights
     E, I, H = weights.down.shape  # noqa: E741  the axis letters
-    terms = RouterFormula(
-        top_k=front.top_k, has_bias=front.bias_1E is not None,
-        has_selection_bias=front.selection_1E is not None, has_norm=True, norm_eps=EPS,
-        **front.terms,
-    )  # fmt: skip
-    config = make_block_config(
-        terms, T=len(p.hidden_TH), H=H, I=I, E=E, num_experts=num_experts, num_cores=p.num_cores,
-        mode=mode_of(case), scaling=SCALINGS[p.scaling], output_dtype="bfloat16",
-        weight_layout=str(case.get("layout", "ehi")), returns_routing=True,
-        has_residual=front.has_residual, has_shared_gate=front.shared_gate_1H is not None,
+    form = LayerForm(
+        has_norm=True, norm_eps=EPS, returns_routing=True, has_residual=front.has_residual,
+        has_shared_gate=front.shared_gate_1H is not None,
         shared_width=0 if front.shared is None else len(front.shared[0]),
-        **config_options(p, weights, down_scale),
     )  # fmt: skip
+    config = make_layer_config(
+        DecodeSizes(len(p.hidden_TH), H, I, E, front.top_k, num_experts, p.num_cores),
+        _router(front),
+        p.formula,
+        form,
+        weight_form(weights, str(case.get("layout", "ehi")), down_scale),
+        DecodeRequest(mode=mode_of(case), scaling=SCALINGS[p.scaling], output_dtype="bfloat16"),
+    )
     gate_up, down, optional = operands_of(weights, config.moe)
     axis = config.moe.h_axis
     operands = {
@@ -227,10 +238,10 @@ def _launch(
         operands["shared_gate"] = pack_router_weight(front.shared_gate_1H, axis)
     if front.has_residual:
         operands["residual"] = front.hidden_TH
-    check_decode_block(config, operands)
+    check_decode_layer(config, operands)
     names = ("hidden", "router_weight", "gate_up", "down", "first_expert")
     leading = [operands.pop(name) for name in names]
-    result = nki_sim.run(decode_block, *leading, config, lnc=p.num_cores, **operands)
+    result = nki_sim.run(decode_layer, *leading, config, lnc=p.num_cores, **operands)
     output, _, index = result.outputs
     return np.asarray(output), np.asarray(index), result.timeline.total_us, config.moe.mode
 
@@ -252,10 +263,6 @@ def _beside(front: Front, x_TH: Array) -> Array:
 
 def _torch_path(front: Front, problem: Problem, first: int, here: int) -> Array:
     """Return [T, H] as the torch backend and torch compute it in bfloat16."""
-    spec = RouterSpec(
-        num_experts=len(front.weight_EH), top_k=front.top_k, hidden_size=front.norm_1H.shape[1],
-        has_selection_bias=front.selection_1E is not None, **front.terms,
-    )  # fmt: skip
     hidden_TH = _torch(front.hidden_TH)
     wide_TH = hidden_TH.float()
     scale_T1 = torch.rsqrt(wide_TH.square().mean(1, keepdim=True) + EPS)
@@ -264,7 +271,7 @@ def _torch_path(front: Front, problem: Problem, first: int, here: int) -> Array:
     if front.bias_1E is not None:
         logits_TE = logits_TE + torch.from_numpy(front.bias_1E)
     selection = None if front.selection_1E is None else torch.from_numpy(front.selection_1E[0])
-    routing = route_with_torch(logits_TE, spec, selection)
+    routing = route_with_torch(logits_TE, _router(front), selection)
     index_TK = routing.expert_index_TK
     is_local = (index_TK >= first) & (index_TK < first + here)
     affinities_TK = routing.expert_affinities_TK
@@ -276,9 +283,7 @@ def _torch_path(front: Front, problem: Problem, first: int, here: int) -> Array:
         problem.scaling == "PRE_SCALE",
     )
     with torch.no_grad():
-        result = TorchBackend(static=False).few_tokens(
-            x_TH, local, torch_weights(problem), "selective"
-        )
+        result = chosen_experts(x_TH, local, torch_weights(problem))
         if front.shared is not None:
             gate_IH, up_IH, down_HI = (_torch(matrix) for matrix in front.shared)
             inner_TI = torch.nn.functional.silu(x_TH @ gate_IH.T) * (x_TH @ up_IH.T)

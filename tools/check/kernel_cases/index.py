@@ -12,8 +12,7 @@ from neuron_moe.blocks import num_blocks
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
-from nki_kernels.index import reference
-from nki_kernels.index.kernel import BlockDims, check_index_blocks, index_blocks
+from nki_kernels.index import BlockDims, check_index_blocks, index_blocks, reference
 
 BLOCK_SIZE = 128  # where the case has none
 
@@ -36,7 +35,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     cores = case.cores()
     check_index_blocks(T, K, dims, cores)
     launched = nki_sim.run(index_blocks, index_TK, dims, lnc=cores)
-    wanted = reference.index_blocks(index_TK, E, B, dims.num_blocks)
+    wanted = reference.index_blocks_ref(index_TK, E, B, dims.num_blocks)
     failure = ""
     for name, got in zip(wanted._fields, launched.outputs, strict=True):
         wrong = int(np.count_nonzero(got != getattr(wanted, name)))

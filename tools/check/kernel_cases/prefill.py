@@ -6,35 +6,39 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from neuron_moe.config import GLUType
 
 import nki_sim
-from neuron_moe.activations import ActivationSpec
-from neuron_moe.backends import BlockPlan, ExpertWeights, LocalRouting
-from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.backends.torch_backend import chosen_experts
 from neuron_moe.blocks import num_blocks
 from neuron_moe.tools.check.kernel_cases.prefill_weights import Weights, draw_weights
 from neuron_moe.tools.check.kernel_cases.routings import draw_routing
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
-from nki_kernels.combine.kernel import CombineDims, check_combine, combine
-from nki_kernels.common.expert_reference import blockwise_moe_ref
-from nki_kernels.index.kernel import BlockDims, check_index_blocks, index_blocks
-from nki_kernels.prefill.config import BLOCK_SIZES
-from nki_kernels.prefill.kernel import blockwise_moe
-from nki_kernels.prefill.options import make_config, plan_on_host
+from neuron_moe.weights import ExpertWeights, LocalRouting
+from nki_kernels.combine import CombineDims, check_combine, combine
+from nki_kernels.common.formula import ExpertFormula, limits
+from nki_kernels.index import BlockDims, check_index_blocks, index_blocks
+from nki_kernels.prefill import (
+    BLOCK_SIZES,
+    ExpertSizes,
+    PlanRequest,
+    PrefillWork,
+    blockwise_moe,
+    blockwise_moe_ref,
+    make_config,
+    visits_of,
+)
 from nki_sim import SimOptions
 from nki_sim.language import api as nl
 
 BF16 = ml_dtypes.bfloat16
-# The vendor's names of activations: its Swish is x * sigmoid(1.702 x).
-ACTIVATIONS = {"silu": "silu", "swish": "swiglu_oai", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
-TORCH_ACTIVATIONS = {
-    "silu": ("silu", GLUType.GLU, 1.0),
-    "swiglu_oai": ("sigmoid", GLUType.SWIGLU, 1.702),
-    "gelu": ("gelu", GLUType.GLU, 1.0),
-    "gelu_tanh": ("gelu_pytorch_tanh", GLUType.GLU, 1.0),
+# By the vendor's names of activations: its Swish is x * sigmoid(1.702 x).
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {},
+    "swish": {"activation": "sigmoid", "scale": 1.702, "gates_itself": True},
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
 }
 SHARDS = {"shard_on_block": "block", "shard_on_i": "intermediate"}
 DEFAULT_PLANS = ("balanced", "sorted")
@@ -52,9 +56,7 @@ class Problem:
         index_TK: [T, K] int32, -1 for none.
         affinities_TK: [T, K] float32.
         weights: of all experts; those nobody chose are zeros.
-        activation: the kernels' name.
-        gate_limits, up_limits: (lower, upper) clamps.
-        up_offset: added to the clamped up projection.
+        formula: what an expert computes.
         scaling: 'POST_SCALE', 'PRE_SCALE' or 'NO_SCALE'.
         block_size: B.
         num_cores: physical cores.
@@ -64,10 +66,7 @@ class Problem:
     index_TK: np.ndarray
     affinities_TK: np.ndarray
     weights: Weights
-    activation: str
-    gate_limits: tuple[float | None, float | None]
-    up_limits: tuple[float | None, float | None]
-    up_offset: float
+    formula: ExpertFormula
     scaling: str
     block_size: int
     num_cores: int
@@ -126,23 +125,32 @@ def build(case: Case, limits: Limits) -> tuple[Problem, str]:
     notes.append(how)
     if case.get("training") or case.get("checkpoint_activation"):
         notes.append("activations are not kept for training")
-    activation = str(case.get("act_fn", "SiLU")).lower()
-    if activation not in ACTIVATIONS:
-        raise Skipped(f"act_fn {case.get('act_fn')!r}: known are {', '.join(ACTIVATIONS)}")
     problem = Problem(
         hidden_TH=draw.uniform((T, H), 0.0, 1.0, BF16),
         index_TK=index_TK,
         affinities_TK=draw.uniform((T, K), 0.0, 1.0, np.float32) * (index_TK >= 0),
         weights=weights,
-        activation=ACTIVATIONS[activation],
-        gate_limits=_clamp(case, "gate"),
-        up_limits=_clamp(case, "up"),
-        up_offset=float(case.get("up_offset", 0.0)),
+        formula=_formula_of(case, weights),
         scaling=str(case.get("affinity_scaling_mode", "POST_SCALE")),
         block_size=block_size,
         num_cores=case.cores(),
     )
     return problem, join(*notes)
+
+
+def _formula_of(case: Case, weights: Weights) -> ExpertFormula:
+    """Return what an expert of a case computes."""
+    activation = str(case.get("act_fn", "SiLU")).lower()
+    if activation not in ACTIVATIONS:
+        raise Skipped(f"act_fn {case.get('act_fn')!r}: known are {', '.join(ACTIVATIONS)}")
+    return ExpertFormula(
+        **ACTIVATIONS[activation],
+        gate_limits=limits(*_clamp(case, "gate")),
+        up_limits=limits(*_clamp(case, "up")),
+        up_offset=float(case.get("up_offset", 0.0)),
+        has_gate_up_bias=weights.gate_up_bias is not None,
+        has_down_bias=weights.down_bias is not None,
+    )
 
 
 def _choices(case: Case, draw: Draw, T: int, E: int, K: int) -> np.ndarray:
@@ -188,27 +196,14 @@ def launch(
     check_index_blocks(T, K, dims, p.num_cores)
     index = nki_sim.run(index_blocks, p.index_TK, dims, lnc=p.num_cores, options=options)
     token_of_slot, pair_of_slot, block_to_expert, _, _, slot_of_pair_TK = index.outputs
+    scaling = "pre" if p.scaling == "PRE_SCALE" else "none"
     config = make_config(
-        H=H,
-        I=I,
-        E=num_experts,
-        block_size=p.block_size,
-        num_slots=token_of_slot.size,
-        num_tokens=T,
-        num_cores=p.num_cores,
-        weight_format=weights.format,
-        activation=p.activation,
-        gate_limits=p.gate_limits,
-        up_limits=p.up_limits,
-        up_offset=p.up_offset,
-        scaling="pre" if p.scaling == "PRE_SCALE" else "none",
-        has_gate_up_bias=weights.gate_up_bias is not None,
-        has_down_bias=weights.down_bias is not None,
-        has_scales=weights.gate_up_scale is not None,
-        shard_plan=plans[0],
-        loop_plan=plans[1],
+        p.formula,
+        ExpertSizes(H, I, num_experts, weights.format, weights.gate_up_scale is not None),
+        PrefillWork(p.block_size, token_of_slot.size, T, p.num_cores, scaling),
+        PlanRequest(shard_plan=plans[0], loop_plan=plans[1]),
     )
-    visits = plan_on_host(config, token_of_slot, block_to_expert)
+    visits = visits_of(config, token_of_slot, block_to_expert)
     optional = weights.operands()
     if p.scaling == "PRE_SCALE":
         scale = p.affinities_TK.reshape(-1)[np.maximum(pair_of_slot, 0)]
@@ -244,10 +239,7 @@ def formula(problem: Problem) -> np.ndarray:
             np.zeros(int(mine.sum()), np.int64),
             gate_up[None],
             down[None],
-            activation=p.activation,
-            gate_limits=p.gate_limits,
-            up_limits=p.up_limits,
-            up_offset=p.up_offset,
+            p.formula,
             gate_up_bias_E2I=None if gate_up_bias is None else gate_up_bias[None],
             down_bias_EH=None if down_bias is None else down_bias[None],
         )
@@ -259,19 +251,8 @@ def formula(problem: Problem) -> np.ndarray:
 def torch_path(problem: Problem) -> np.ndarray:
     """Return [T, H] as the torch backend computes it in bfloat16."""
     p = problem
-    act, glu_type, scale = TORCH_ACTIVATIONS[p.activation]
-    spec = ActivationSpec(
-        hidden_act=act,
-        glu_type=glu_type,
-        scale=scale,
-        bias=p.up_offset,
-        gate_lower=p.gate_limits[0],
-        gate_upper=p.gate_limits[1],
-        up_lower=p.up_limits[0],
-        up_upper=p.up_limits[1],
-    )
     gate_up, down, gate_up_bias, down_bias = p.weights.rounded()
-    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, spec)
+    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, p.formula)
     routing = LocalRouting(
         torch.from_numpy(p.index_TK),
         torch.from_numpy(p.affinities_TK if p.scaling != "NO_SCALE" else p.output_weights_TK),
@@ -279,7 +260,5 @@ def torch_path(problem: Problem) -> np.ndarray:
     )
     hidden_TH = torch.from_numpy(p.hidden_TH.view(np.int16)).view(torch.bfloat16)
     with torch.no_grad():
-        result: Any = TorchBackend(static=False).blockwise(
-            hidden_TH, routing, weights, BlockPlan(p.block_size)
-        )
+        result = chosen_experts(hidden_TH, routing, weights)
     return np.asarray(result.float().numpy())

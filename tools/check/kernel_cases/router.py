@@ -6,15 +6,14 @@ import numpy as np
 import torch
 
 import nki_sim
-from neuron_moe.routing import RouterSpec
-from neuron_moe.routing import route as route_with_torch
+from neuron_moe.router import route as route_with_torch
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw, dtype_of
 from neuron_moe.tools.check.vendor_cases.router import separate_logits
 from nki_kernels.common import router_reference as reference
-from nki_kernels.common.router_choice import RouterFormula
-from nki_kernels.route.kernel import check_router_topk, router_topk
+from nki_kernels.common.formula import RouterFormula
+from nki_kernels.route import RouterConfig, check_router_topk, router_topk
 
 FLOAT32_FLOOR = 1e-6  # both paths sum in float32, in different orders
 
@@ -49,22 +48,21 @@ def run(case: Case, limits: Limits) -> Verdict:
         top_k=K,
         has_bias=bias_1E is not None,
         has_selection_bias=selection_1E is not None,
-        has_norm=norm_1H is not None,
-        norm_eps=eps,
         **terms,
     )
-    check_router_topk(T, H, E, formula, dtype.name, weight_dtype.name, case.cores())
+    config = RouterConfig(
+        formula, E, H, has_norm=norm_1H is not None, norm_eps=eps, hidden_dtype=dtype.name,
+        weight_dtype=weight_dtype.name, num_cores=case.cores(),
+    )  # fmt: skip
+    check_router_topk(config, T)
     launched = nki_sim.run(
-        router_topk, hidden_TH, weight_EH, bias_1E, selection_1E, norm_1H, formula,
+        router_topk, hidden_TH, weight_EH, bias_1E, selection_1E, norm_1H, config,
         lnc=case.cores(),
     )  # fmt: skip
     logits_TE = logits_of(hidden_TH)
-    affinities, index = reference.route(logits_TE, K, selection_bias_E=selection_1E, **terms)
-    spec = RouterSpec(
-        num_experts=E, top_k=K, hidden_size=H, has_selection_bias=selection_1E is not None, **terms
-    )
+    affinities, index = reference.route(logits_TE, formula, selection_1E)
     selection = None if selection_1E is None else torch.from_numpy(selection_1E[0])
-    peer = route_with_torch(torch.from_numpy(logits_TE).float(), spec, selection)
+    peer = route_with_torch(torch.from_numpy(logits_TE).float(), formula, selection)
     actual, chosen = launched.outputs[:2]
     wrong = int(np.count_nonzero((chosen != index).any(1)))
     failure = f"index: {wrong} of {T} tokens choose other experts" if wrong else ""

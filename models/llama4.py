@@ -1,0 +1,248 @@
+"""Llama 4 Scout and Maverick, the text model: configuration, attention, experts, checkpoint map.
+
+What differs from other decoders: rotary pairs are neighbours; three of four layers turn queries and
+keys, normalise them without weights (Scout) and see their chunk only, the fourth does neither, sees
+everything, and scales queries by the logarithm of their place; one expert a token, whose input is
+scaled by the sigmoid of its logit, beside a shared expert; in Maverick every other layer is dense.
+Published files hold a vision tower too, which is not read.
+Source: transformers, `models/llama4/modeling_llama4.py`; meta-llama/llama-models, `models/llama4`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
+from neuron_moe.checkpoint import Rule, WeightMap, identity
+from neuron_moe.models.attention import Reach
+from neuron_moe.models.decoder import (
+    DecoderConfig,
+    DecoderModel,
+    GroupedAttention,
+    Tokens,
+    check_layer_types,
+)
+from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.layers import GatedMLP, unit_rms
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import (
+    PROJECTIONS,
+    decoder_rules,
+    either,
+    expert_rules,
+    fused_expert_rules,
+    mlp_rules,
+    projection_names,
+    split_layers,
+)
+from neuron_moe.spec import check_top_k
+
+ALIASES = ("llama4_text",)
+LAYER_TYPES = ("chunked_attention", "full_attention")
+# Choices of other software; the last one disturbs the router while training.
+_CHOICES = "_attn_implementation_autoset", "cache_implementation", "for_llm_compressor"
+OTHER_KEYS = (*_CHOICES, "router_jitter_noise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama4Config(DecoderConfig):
+    """Facts of one Llama 4 checkpoint; names are those of the text section of its config.json.
+
+    Attributes:
+        no_rope_layers: for each layer 1 where it turns queries and keys, 0 where not.
+        num_vision_layers: of the vision tower beside the text model; None without one.
+    """
+
+    intermediate_size: int
+    intermediate_size_mlp: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    moe_layers: tuple[int, ...]
+    no_rope_layers: tuple[int, ...]
+    layer_types: tuple[str, ...]
+    attention_chunk_size: int
+    use_qk_norm: bool
+    attn_temperature_tuning: bool
+    floor_scale: float
+    attn_scale: float
+    attention_bias: bool
+    num_vision_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        check_top_k(self.num_experts_per_tok, self.num_local_experts)
+        if len(self.no_rope_layers) < self.num_hidden_layers:
+            raise ValueError(
+                f"no_rope_layers={list(self.no_rope_layers)}: must have one entry for each of"
+                f" num_hidden_layers={self.num_hidden_layers}. Leave the key out for the usual."
+            )
+        check_layer_types(self.layer_types, self.num_hidden_layers, LAYER_TYPES)
+        if not self.moe_layers or not set(self.moe_layers) <= set(range(self.num_hidden_layers)):
+            raise ValueError(
+                f"moe_layers={list(self.moe_layers)}: must be layers below num_hidden_layers="
+                f"{self.num_hidden_layers}, at least one. Leave the key out for the usual ones."
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Llama4Config":
+        """Read config.json as transformers 4.51 to 5.x write it, with or without a vision tower.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader(config, "config.json (llama4)")
+        if reader.get_raw("model_type") != "llama4":
+            return cls._from_text(config, None)
+        reader.ignore(*BOOKKEEPING_KEYS, "boi_token_index", "eoi_token_index", "image_token_index")
+        reader.require("tie_word_embeddings", False)
+        reader.require_quantization()
+        vision = ConfigReader(reader.get_raw("vision_config"), "vision_config")
+        text = reader.get_raw("text_config")
+        reader.finish()
+        return cls._from_text(text, vision.get("num_hidden_layers", int))
+
+    @classmethod
+    def _from_text(cls, config: Mapping[str, Any], vision_layers: int | None) -> "Llama4Config":
+        reader = ConfigReader(config, "config.json (llama4_text)")
+        reader.require("model_type", "llama4_text")
+        reader.require_quantization()
+        reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, *OTHER_KEYS)
+        layers = range(1, reader.get("num_hidden_layers", int) + 1)
+        interval = reader.get_size("no_rope_layer_interval", 4)
+        step = reader.get_size("interleave_moe_layer_step", 1)
+        moe_layers = tuple(layer - 1 for layer in layers if layer % step == 0)
+        if reader.get_raw("moe_layers") is not None:
+            moe_layers = reader.get_ints("moe_layers")
+        turns = tuple(int(layer % interval != 0) for layer in layers)
+        turns = reader.get_ints("no_rope_layers") or turns  # some publish an empty list
+        layer_types = (LAYER_TYPES[turn != 1] for turn in turns[: len(layers)])
+        return cls.read(
+            reader,
+            head_dim=reader.get("head_dim", int),
+            rope=RopeConfig.from_hf(reader, kinds=("default", "llama3"), is_interleaved=True),
+            intermediate_size=reader.get("intermediate_size", int),
+            intermediate_size_mlp=reader.get("intermediate_size_mlp", int),
+            num_local_experts=reader.get("num_local_experts", int),
+            num_experts_per_tok=reader.get("num_experts_per_tok", int),
+            moe_layers=moe_layers,
+            no_rope_layers=turns,
+            layer_types=tuple(reader.get_raw("layer_types") or layer_types),
+            attention_chunk_size=reader.get("attention_chunk_size", int),
+            use_qk_norm=reader.get("use_qk_norm", bool),
+            # A flag, published as 4 at first.
+            attn_temperature_tuning=bool(reader.get_raw("attn_temperature_tuning")),
+            floor_scale=reader.get("floor_scale", float, 8192.0),
+            attn_scale=reader.get("attn_scale", float, 0.1),
+            attention_bias=reader.get("attention_bias", bool, False),
+            num_vision_layers=vision_layers,
+        )
+
+
+Config = Llama4Config
+
+
+class Attention(GroupedAttention):
+    """Attention of one layer: turned and normalised, or scaled by place."""
+
+    def __init__(self, config: Llama4Config, layer: int, dtype: torch.dtype) -> None:
+        is_chunked = config.layer_types[layer] == "chunked_attention"
+        super().__init__(
+            config,
+            dtype,
+            reach=Reach(chunk=config.attention_chunk_size if is_chunked else None),
+            bias=PROJECTIONS if config.attention_bias else (),
+        )
+        self.turns = config.no_rope_layers[layer] == 1
+        self.config = config
+
+    def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return queries and keys that know their places, or scaled queries."""
+        config, dtype = self.config, query_USQD.dtype
+        if self.turns:
+            query_USQD, key_USJD = super().turn(query_USQD, key_USJD, tokens)
+            if config.use_qk_norm:
+                query_USQD = unit_rms(query_USQD, config.rms_norm_eps).to(dtype)
+                key_USJD = unit_rms(key_USJD, config.rms_norm_eps).to(dtype)
+        elif config.attn_temperature_tuning:
+            floors_US = ((tokens.places_US.float() + 1.0) / config.floor_scale).floor()
+            scale_US = floors_US.log1p() * config.attn_scale + 1.0
+            query_USQD = (query_USQD * scale_US[..., None, None]).to(dtype)
+        return query_USQD, key_USJD
+
+
+class Model(DecoderModel):
+    """Llama 4 for generation of text."""
+
+    config: Llama4Config
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> Attention:
+        """Return the attention of a layer."""
+        return Attention(self.config, layer, dtype)
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
+        """Return a MoE with a float32 sigmoid router and a shared expert, or an MLP."""
+        config = self.config
+        if layer not in config.moe_layers:
+            return GatedMLP(config.hidden_size, config.intermediate_size_mlp, dtype)
+        router = RouterTopK(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            act_fn="sigmoid",
+        )
+        experts = RoutedExpertsMLPOpsConfig(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            hidden_act="silu",
+            glu_mlp=True,
+            early_expert_affinity_modulation=True,
+        )
+        shared = SharedExperts(config.hidden_size, config.intermediate_size, 1, "silu", dtype)
+        return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared)
+
+
+def weight_map(config: Llama4Config) -> WeightMap:
+    """Map the published tensor names to ours, experts fused or one by one."""
+    prefix = "" if config.num_vision_layers is None else "language_model."
+    names, source = projection_names(has_bias=config.attention_bias), prefix + "model."
+    rules = decoder_rules(names, source=source, head=prefix + "lm_head.weight")
+    sparse, dense = split_layers(config.moe_layers, config.num_hidden_layers)
+    for layer in sparse:
+        theirs, moe = f"{source}layers.{layer}.feed_forward.", f"layers.{layer}.moe."
+        experts = theirs + "experts", moe + "expert_mlps.mlp_op"
+        fused = fused_expert_rules(*experts, identity)
+        rules += [
+            Rule(theirs + "router.weight", moe + "router.linear_router.weight"),
+            *mlp_rules(theirs + "shared_expert", moe + "shared_experts"),
+            *either(fused=fused, separate=expert_rules(*experts)),
+        ]
+    for layer in dense:
+        rules += mlp_rules(f"{source}layers.{layer}.feed_forward", f"layers.{layer}.mlp")
+    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
+    if config.num_vision_layers is None:
+        return WeightMap(rules, sizes)
+    sizes["vision_layer"] = config.num_vision_layers
+    return WeightMap(rules, sizes, ignored=_vision_names())
+
+
+def _vision_names() -> list[str]:
+    """Return the tensors of the vision tower, which is no part of this model."""
+    block = "vision_model.model.layers.{vision_layer}."
+    parts = [*(f"self_attn.{name}" for name in PROJECTIONS), "mlp.fc1", "mlp.fc2"]
+    parts += ["input_layernorm", "post_attention_layernorm"]
+    stems = [block + part for part in parts]
+    stems += ["vision_model.layernorm_pre", "vision_model.layernorm_post"]
+    return [
+        *(f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")),
+        "vision_model.class_embedding",
+        "vision_model.positional_embedding_vlm",
+        "vision_model.patch_embedding.linear.weight",
+        "vision_model.vision_adapter.mlp.fc1.weight",
+        "vision_model.vision_adapter.mlp.fc2.weight",
+        "multi_modal_projector.linear_1.weight",
+    ]

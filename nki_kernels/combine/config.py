@@ -1,0 +1,59 @@
+"""What combine is compiled for, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import nki.language as nl
+
+_MAX_TOP_K = 16
+_MAX_PARTS = 8
+_MAX_ROWS = 1 << 24  # row numbers are exact in float32
+
+
+@dataclass(frozen=True)
+class CombineDims(nl.NKIObject):
+    """What the kernel must know at compile time.
+
+    Attributes:
+        out_dtype: element type of the output, one of nl.
+        has_no_expert: some choices may have no expert (slot -1).
+    """
+
+    out_dtype: nl.DType
+    has_no_expert: bool
+
+
+def check_combine(
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    num_slots: int,
+    num_parts: int = 1,
+    slots_dtype: str = "bfloat16",
+) -> None:
+    """Raise ValueError unless the kernel takes these sizes.
+
+    Args:
+        num_tokens: T.
+        top_k: K.
+        hidden_size: H.
+        num_slots: S.
+        num_parts: P.
+        slots_dtype: element type of slots_PSH.
+    """
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens}: must be at least 1.")
+    if not 1 <= top_k <= _MAX_TOP_K:
+        raise ValueError(f"top_k={top_k}: must be 1 to {_MAX_TOP_K}.")
+    if hidden_size < 64 or hidden_size % 64:
+        raise ValueError(f"hidden_size={hidden_size}: must be a multiple of 64. Pad the slots.")
+    if not 1 <= num_parts <= _MAX_PARTS:
+        raise ValueError(f"num_parts={num_parts}: must be 1 to {_MAX_PARTS}. Add some up before.")
+    if num_slots < 1 or num_slots * num_parts >= _MAX_ROWS:
+        raise ValueError(
+            f"num_slots={num_slots}: must be at least 1, and num_parts * num_slots below"
+            f" {_MAX_ROWS}. Combine the tokens in parts."
+        )
+    if slots_dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"slots_dtype={slots_dtype!r}: must be bfloat16 or float32.")

@@ -1,0 +1,54 @@
+"""How an axis is cut into tiles that lie on the partitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nki.language import NKIObject
+
+from nki_kernels.common.chip import PARTITIONS
+
+
+@dataclass(frozen=True)
+class AxisTiles(NKIObject):
+    """An axis spread over partitions in `count` tiles of `rows` (the last one of `tail`).
+
+    With `is_strided`, row p of tile t is element p * count + t: a partition owns consecutive
+    elements, so that its part of a matrix is one contiguous run. Otherwise it is t * rows + p.
+    """
+
+    size: int
+    rows: int
+    count: int
+    tail: int
+    is_strided: bool
+
+
+def tile_axis(size: int) -> AxisTiles:
+    """Cut an axis into tiles of at most 128 rows.
+
+    The strided form needs a divisor; it is taken if it costs at most 1/16 more tiles.
+
+    Example:
+        >>> tile_axis(2880).rows, tile_axis(2880).count
+        (120, 24)
+    """
+    fewest = -(-size // PARTITIONS)
+    count = fewest
+    while size % count:
+        count += 1
+    if 16 * count <= 17 * fewest:
+        return AxisTiles(size, size // count, count, size // count, True)
+    return AxisTiles(size, PARTITIONS, fewest, size - (fewest - 1) * PARTITIONS, False)
+
+
+def tile_axis_evenly(size: int) -> AxisTiles:
+    """Cut an axis into equal tiles of consecutive elements; see `is_even` for whether one can."""
+    axis = tile_axis(size)
+    return AxisTiles(size, axis.rows, axis.count, axis.rows, False)
+
+
+def is_even(size: int) -> bool:
+    """Whether `tile_axis` finds tiles of equal size."""
+    axis = tile_axis(size)
+    return axis.rows * axis.count == size

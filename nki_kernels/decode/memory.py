@@ -1,0 +1,165 @@
+"""What the decode kernels keep in SBUF: tables that allocation and accounting both read.
+
+Some small buffers that depend on biases, scales or scaling are counted as many as any of these
+needs, so that the fit of the weights is the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import nki.language as nl
+
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.memory import Tiles, tiles
+from nki_kernels.common.tiles import weight_dtype
+from nki_kernels.decode.config import (
+    DIRECT_IN,
+    DecodeConfig,
+    group_size,
+    is_direct,
+    is_direct_out,
+    keeps_scales,
+    list_width,
+    output_dtype,
+    packed_rows,
+    packed_run,
+    read_ahead,
+)
+
+
+class TokenTable(NamedTuple):
+    """The tokens and their sums, which every expert works on."""
+
+    turned: Tiles  # x^T
+    total: Tiles  # y^T
+
+
+def token_table(config: DecodeConfig) -> TokenTable:
+    """Return the buffers of tokens and sums."""
+    rows, count, T = config.h_axis.rows, config.h_axis.count, config.T
+    shape = (rows, count, T)
+    if config.h_axis.is_strided and config.T <= DIRECT_IN:
+        shape = (rows, T, count)
+    return TokenTable(tiles(1, shape, nl.bfloat16), tiles(1, (rows, count, T), nl.float32))
+
+
+class ExpertTable(NamedTuple):
+    """What computing experts takes; the names are those of `DecodeBuffers`."""
+
+    gate_up: Tiles
+    down: Tiles
+    gate_up_bias: Tiles
+    gate_up_scale: Tiles
+    down_scale: Tiles
+    down_bias: Tiles
+    kept_scale: Tiles
+    inner: Tiles
+    gate: Tiles
+    up: Tiles
+    column_row: Tiles
+    input_scale: Tiles
+    expert_in: Tiles
+    expert_out: Tiles
+    weights: Tiles
+    inputs: Tiles
+    scratch: Tiles
+
+
+def expert_table(config: DecodeConfig) -> ExpertTable:
+    """Return the buffers of experts: weights, what lies beside them, and activations on the way."""
+    T, count, h_axis, i_axis = config.T, config.weight_buffers, config.h_axis, config.i_axis
+    formula, form, weights = config.formula, config.weights, weight_dtype(config.weights.format)
+    is_packed, by_channel = form.layout == "packed", form.down_scale == "channel"
+    gate_up = (h_axis.rows, h_axis.count * 2 * i_axis.size)
+    columns = config.H
+    if is_packed:
+        gate_up = (packed_rows(config), packed_run(config))
+        columns = h_axis.count * h_axis.rows
+    # A packed run has biases and scales in it.
+    apart = 0 if is_packed else count
+    per_row = (i_axis.rows, 2, i_axis.count)
+    scales = (PARTITIONS, h_axis.count if by_channel else 1, 1)
+    numbers = (min(T, PARTITIONS), config.unroll)
+    row_tiles = -(-T // PARTITIONS)
+    return ExpertTable(
+        gate_up=tiles(count, gate_up, weights),
+        down=tiles(count, (i_axis.rows, i_axis.count * columns), weights),
+        gate_up_bias=Tiles(apart if formula.has_gate_up_bias else 0, per_row, nl.float32, count),
+        gate_up_scale=Tiles(apart if form.has_scales else 0, per_row, nl.float32, count),
+        down_scale=Tiles(
+            apart if form.down_scale != "none" else 0,
+            scales,
+            nl.float32,
+            count if by_channel else 0,
+        ),
+        down_bias=tiles(count if formula.has_down_bias else 0, (1, config.H), nl.bfloat16),
+        kept_scale=Tiles(
+            2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
+        ),
+        inner=tiles(2 * group_size(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
+        gate=tiles(2, (i_axis.rows, T), nl.float32),
+        up=tiles(2, (i_axis.rows, T), nl.float32),
+        column_row=Tiles(2 if formula.has_down_bias else 0, (1, T), nl.bfloat16, 2),
+        input_scale=Tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32, 2),
+        expert_in=tiles(config.unroll, (1, 1), nl.int32),
+        expert_out=tiles(config.unroll, (1, 1), nl.int32),
+        weights=tiles(row_tiles, numbers, nl.float32),
+        inputs=tiles(row_tiles, numbers, nl.float32),
+        scratch=tiles(_scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
+    )
+
+
+def _scratch_banks(config: DecodeConfig) -> int:
+    """Return how many banks of y^T may wait for GpSimd on their way to sums in SBUF."""
+    if config.sums_in_psum:
+        return 0
+    return 6 if config.T <= 128 else 3
+
+
+class RoutingTable(NamedTuple):
+    """What the loop over experts goes by; the names are those of `Routing`."""
+
+    listed: Tiles
+    weights: Tiles
+    inputs: Tiles
+
+
+def routing_table(config: DecodeConfig) -> RoutingTable:
+    """Return the buffers of the list and of what tokens take of its entries."""
+    wide = list_width(config) + read_ahead(config)
+    listed = (1, wide)
+    if config.mode == "selective" and not is_direct(config):
+        # nonzero_with_count takes all partitions and gives E entries and their number.
+        listed = (PARTITIONS, config.E + 1 + read_ahead(config))
+    table = tiles(-(-config.T // PARTITIONS), (min(config.T, PARTITIONS), wide), nl.float32)
+    return RoutingTable(
+        listed=tiles(1, listed, nl.int32),
+        weights=table,
+        inputs=table if config.scaling == "pre" else tiles(0, (1, 1), nl.float32),
+    )
+
+
+class EndsTable(NamedTuple):
+    """Rows of tokens at the two ends of a kernel."""
+
+    loaded: Tiles  # before they are turned
+    received: Tiles  # y^T of the other core
+    stored: Tiles  # rows of y, rounded
+    residual: Tiles  # what is added to them
+
+
+def ends_table(config: DecodeConfig) -> EndsTable:
+    """Return the buffers of the ends; a core stores its share of the tokens, 128 at a time."""
+    T, rows, count = config.T, config.h_axis.rows, config.h_axis.count
+    share = -(-T // config.num_cores)
+    stored: tuple[int, ...] = (min(share, PARTITIONS), rows * count)
+    if is_direct_out(config, share):
+        stored = (rows, share, count)
+    loaded = (min(T, PARTITIONS), config.H)
+    return EndsTable(
+        loaded=tiles(-(-T // PARTITIONS), loaded, nl.bfloat16),
+        received=tiles(1, (rows, count, T), nl.float32),
+        stored=tiles(1, stored, output_dtype(config)),
+        residual=tiles(1, stored, nl.bfloat16),
+    )

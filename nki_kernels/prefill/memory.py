@@ -1,0 +1,180 @@
+"""What the prefill kernel keeps in SBUF: the tables that allocation and accounting both read.
+
+Legend: h, i partitions of a tile of H or I; R rows of a tile, V visits, G row tiles of a visit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import nki.language as nl
+
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.formula import num_projections
+from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
+from nki_kernels.common.tiles import weight_dtype
+from nki_kernels.common.visits import loops_of
+from nki_kernels.prefill.config import (
+    PrefillConfig,
+    adds_offset,
+    bias_is_inside,
+    bias_terms,
+    core_width,
+    has_scale_table,
+    largest_visit_of,
+    num_visits,
+    scales_late,
+)
+
+_SMALL_TILES_BYTES = (
+    2 * 1024
+)  # all of `small_tiles`: counters, constants, biases and scales per row
+
+
+class _WeightTable(NamedTuple):
+    """Weights, and what lies beside them; one of each per weight buffer."""
+
+    gate_up: Tiles
+    down: Tiles
+    gate_up_bias: Tiles
+    up_bias: Tiles  # with the offset
+    gate_up_scale: Tiles
+    down_bias: Tiles
+    down_scale: Tiles  # the same row on all partitions
+    down_scale_parts: Tiles  # three terms of it
+
+
+class _RowTable(NamedTuple):
+    """Row tiles on their way through an expert."""
+
+    rows: Tiles  # gathered
+    turned: Tiles  # transposed
+    own: Tiles  # this core's part of the projections, where the hidden axis is split
+    other: Tiles  # the other core's
+    inner: Tiles  # what the down projection takes
+    outer: Tiles  # what waits to be stored
+    gate: Tiles  # scratch of the projections
+    up: Tiles
+    wide_scale: Tiles  # affinities of turned rows, the same row on all partitions
+
+
+class _VisitTable(NamedTuple):
+    """The visits of a core, and what belongs to the two in flight."""
+
+    expert_table: Tiles  # all visits
+    tile_table: Tiles
+    id_table: Tiles
+    row_table: Tiles
+    scale_table: Tiles
+    trips: Tiles
+    expert: Tiles  # one visit; by parity
+    expert_out: Tiles
+    ids: Tiles
+    scale: Tiles
+    in_tile: Tiles
+    out_tile: Tiles
+    out_row: Tiles
+    out_scale: Tiles
+    counter: Tiles
+    ahead: Tiles
+    one: Tiles
+    ones: Tiles
+
+
+def weight_table(config: PrefillConfig) -> _WeightTable:
+    """Return the buffers of weights."""
+    h_axis, i_axis, loop, formula = config.h_axis, config.i_axis, config.loop, config.formula
+    count, width, halves = loop.weight_buffers, core_width(config), num_projections(formula)
+    columns, weights = width // loop.out_parts, weight_dtype(config.weight_format)
+    i_rows = i_axis.rows + (1 if bias_is_inside(config) else 0)
+    i_tile = (i_axis.rows, halves, i_axis.count)
+    scales = count if config.has_scales else 0
+    biases = count if formula.has_gate_up_bias else 0
+    offsets = count if adds_offset(config) else 0
+    down_biases = count if formula.has_down_bias else 0
+    return _WeightTable(
+        gate_up=tiles(count, (h_axis.rows, h_axis.count, halves, i_axis.size), weights),
+        down=tiles(count, (i_rows, i_axis.count * loop.in_parts, columns), weights),
+        gate_up_bias=small_tiles(biases, i_tile, nl.float32),
+        up_bias=small_tiles(offsets, (i_axis.rows, i_axis.count), nl.float32),
+        gate_up_scale=small_tiles(scales, i_tile, nl.float32),
+        down_bias=tiles(down_biases, (bias_terms(config), columns), nl.bfloat16),
+        down_scale=tiles(scales, (config.tile_rows, width), nl.float32),
+        down_scale_parts=tiles(scales, (3, width), nl.bfloat16),
+    )
+
+
+def row_table(config: PrefillConfig) -> _RowTable:
+    """Return the buffers of row tiles."""
+    R, width, largest, loop = (
+        config.tile_rows,
+        core_width(config),
+        largest_visit_of(config),
+        config.loop,
+    )
+    h_axis, i_axis = config.h_axis, config.i_axis
+    i_count = i_axis.count * loop.in_parts
+    i_rows = i_axis.rows + (1 if bias_is_inside(config) else 0)
+    # Two visits are in flight where the cores exchange their projections.
+    apart = 2 * largest if config.shard.splits_h else 0
+    exchanged = (i_axis.rows, i_axis.count, num_projections(config.formula), R)
+    late = largest if scales_late(config) else 0
+    gathered = 0 if loop.turns == "dma" else loop.row_buffers
+    return _RowTable(
+        rows=tiles(gathered, (R, width), nl.bfloat16),
+        turned=_turned(config, (h_axis.rows, h_axis.count, R)),
+        own=tiles(apart, exchanged, nl.float32),
+        other=tiles(apart, exchanged, nl.float32),
+        inner=tiles(max(largest, apart), (i_rows, i_count, R), nl.bfloat16),
+        outer=tiles(loop.outer_buffers, (R, width), nl.bfloat16),
+        gate=tiles(2, (i_axis.rows, R), nl.float32),
+        up=tiles(2, (i_axis.rows, R), nl.float32),
+        wide_scale=tiles(late, (i_axis.rows, R), nl.float32),
+    )
+
+
+def _turned(config: PrefillConfig, shape: tuple[int, ...]) -> Tiles:
+    """Return the buffers of turned rows; see `turned_buffer` for who uses which."""
+    loop, largest = config.loop, largest_visit_of(config)
+    if loop.turns == "dma":
+        return tiles(1 + loop.row_buffers, shape, nl.bfloat16)
+    if loop.in_parts > 1:
+        return tiles(largest, shape, nl.bfloat16)
+    # Visits of one tile need one; counted like the others, so that they get the same weights.
+    return Tiles(min(2, largest), shape, nl.bfloat16, 2)
+
+
+def visit_table(config: PrefillConfig) -> _VisitTable:
+    """Return the buffers of visits."""
+    R, V, G = config.tile_rows, num_visits(config), largest_visit_of(config)
+    scaled = 1 if has_scale_table(config) else 0
+    late = 1 if scales_late(config) else 0
+    by_row = 0 if config.stores == "tiles" else 1
+    one = (1, 1)
+    return _VisitTable(
+        expert_table=small_tiles(1, (1, V), nl.int32),
+        tile_table=small_tiles(1, (1, V, G), nl.int32),
+        # Ids, rows to write, scales, and two more while they are made: five, whatever there is.
+        id_table=Tiles(1, (R, V, G), nl.int32, 5),
+        row_table=Tiles(by_row, (R, V, G), nl.int32, 0),
+        scale_table=Tiles(scaled, (R, V, G), nl.float32, 0),
+        trips=small_tiles(1, (1, len(loops_of(config.loop.classes))), nl.int32),
+        expert=small_tiles(2, one, nl.int32),
+        expert_out=small_tiles(2, one, nl.int32),
+        ids=small_tiles(2, (R, G), nl.int32),
+        scale=small_tiles(2 * scaled, (R, G), nl.float32),
+        in_tile=small_tiles(2 * late, (1, G), nl.int32),
+        out_tile=small_tiles(2, (1, G), nl.int32),
+        out_row=small_tiles(2 * by_row, (R, G), nl.int32),
+        out_scale=small_tiles(2 * scaled, (R, G), nl.float32),
+        counter=small_tiles(1, one, nl.int32),
+        ahead=small_tiles(1, one, nl.int32),
+        one=small_tiles(1, one, nl.int32),
+        ones=small_tiles(1, (3, PARTITIONS), nl.bfloat16),
+    )
+
+
+def sbuf_bytes(config: PrefillConfig) -> int:
+    """Return the bytes per partition that the buffers of the kernel are counted with."""
+    tables = (weight_table(config), row_table(config), visit_table(config))
+    return sum(table_bytes(table) for table in tables) + _SMALL_TILES_BYTES

@@ -1,0 +1,86 @@
+"""The operands of a launch against what the prefill kernel was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nki_kernels.common.formula import num_projections
+from nki_kernels.common.visits import VisitLists
+from nki_kernels.prefill.config import (
+    PrefillConfig,
+    largest_visit_of,
+    num_visits,
+    stored_parts,
+)
+
+_Expected = dict[str, tuple[tuple[int, ...], str]]
+
+
+def check_blockwise_moe(
+    config: PrefillConfig, visits: VisitLists, operands: Mapping[str, Any]
+) -> None:
+    """Check the operands of a launch against what the kernel was compiled for.
+
+    Args:
+        config: what the kernel is compiled for.
+        visits: of the launch.
+        operands: arrays by parameter name; those of `visits` left out.
+
+    Raises:
+        ValueError: an operand is missing, not expected, or of another shape or type.
+    """
+    expected = _operands(config)
+    for name in operands:
+        if name not in expected:
+            raise ValueError(
+                f"{name}: not expected, as the configuration has none. Pass it to make_config()."
+            )
+    for name, (shape, dtype) in expected.items():
+        if name not in operands:
+            raise ValueError(f"{name}: missing; must be {list(shape)} {dtype}.")
+        value = operands[name]
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{name} {list(value.shape)}: must be {list(shape)}.")
+        found = str(value.dtype).removeprefix("torch.")
+        if found != dtype:
+            raise ValueError(f"{name} {found}: must be {dtype}. Convert it.")
+    _check_visits(config, visits)
+
+
+def _check_visits(config: PrefillConfig, visits: VisitLists) -> None:
+    lanes, length = config.shard.num_lanes, num_visits(config)
+    wanted = ((lanes, length), (lanes, length, largest_visit_of(config)))
+    if (visits.visit_expert_CV.shape, visits.visit_tile_CVG.shape) != wanted:
+        raise ValueError(
+            f"visits {list(visits.visit_tile_CVG.shape)}: must be {list(wanted[1])}. Use"
+            " visits_of() with this configuration."
+        )
+
+
+def _operands(config: PrefillConfig) -> _Expected:
+    """Return shape and type of every operand that the configuration asks for."""
+    E, H, I = config.E, config.H, config.I  # noqa: E741  the axis letters
+    num_slots, width = config.num_tiles * config.tile_rows, num_projections(config.formula) * I
+    gate_up_shape: tuple[int, ...] = (E, H, width)
+    down_shape: tuple[int, ...] = (E, I, H)
+    if config.loop.by_parts:
+        in_parts, out_parts = stored_parts(config)
+        gate_up_shape = (E, in_parts, H, width // in_parts)
+        down_shape = (E, out_parts, I, H // out_parts)
+    found: _Expected = {
+        "hidden": ((config.num_tokens, H), "bfloat16"),
+        "gate_up": (gate_up_shape, config.weight_format),
+        "down": (down_shape, config.weight_format),
+        "slots": ((num_slots,), "int32"),
+    }
+    if config.formula.has_gate_up_bias:
+        found["gate_up_bias"] = ((E, width), "float32")
+    if config.formula.has_down_bias:
+        found["down_bias"] = ((E, 3, H) if config.has_scales else (E, H), "bfloat16")
+    if config.has_scales:
+        found["gate_up_scale"] = ((E, width), "float32")
+        found["down_scale"] = ((E, 3, H), "bfloat16")
+    if config.scaling != "none":
+        found["slot_scale"] = ((num_slots,), "float32")
+    return found

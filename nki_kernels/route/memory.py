@@ -1,0 +1,79 @@
+"""What the router kernel keeps in SBUF: the table that allocation and accounting both read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import nki.language as nl
+
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
+from nki_kernels.common.router_choice import AT_ONCE, ranks_scores
+from nki_kernels.route.config import RouterConfig
+
+_SMALL_TILES_BYTES = 1024  # sums, scales and single columns
+
+
+class RouterTable(NamedTuple):
+    """The buffers of one core; H / 128 rounded up is C."""
+
+    hidden: Tiles  # [128 tokens, H], one per tile in flight; so are the next two
+    normed: Tiles
+    turned: Tiles  # [128 of H, C, 128 tokens]
+    weight: Tiles  # [128 of H, C, E], transposed
+    norm_weight: Tiles  # [128, H], the same on all partitions; so are the next two
+    bias: Tiles  # [128, E]
+    selection_bias: Tiles
+    scores: Tiles  # [128, E or more], temporaries of the choice, biases included
+    affinities: Tiles  # [128, tiles * K]
+    chosen: Tiles
+
+
+def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> RouterTable:
+    """Return the buffers.
+
+    Args:
+        config: what the kernel is compiled for.
+        num_tokens: of this core.
+        in_flight: tiles of hidden states at once.
+    """
+    formula, E, H = config.formula, config.num_experts, config.hidden_size
+    hidden, operand = element_type(config.hidden_dtype), operand_type(config)
+    chunks = (H + PARTITIONS - 1) // PARTITIONS
+    columns = (num_tokens + PARTITIONS - 1) // PARTITIONS * formula.top_k
+    norms = 1 if config.has_norm else 0
+    biases = 1 if formula.has_bias else 0
+    selection_biases = 1 if formula.has_selection_bias else 0
+    scores = (7 if ranks_scores(formula) else 4) + biases + selection_biases
+    return RouterTable(
+        hidden=tiles(in_flight, (PARTITIONS, H), hidden),
+        normed=tiles(in_flight * norms, (PARTITIONS, H), hidden),
+        turned=tiles(in_flight, (PARTITIONS, chunks, PARTITIONS), operand),
+        weight=tiles(1, (PARTITIONS, chunks, E), operand),
+        # It has the type of its operand; float32 is the widest.
+        norm_weight=tiles(norms, (PARTITIONS, H), nl.float32),
+        bias=small_tiles(biases, (PARTITIONS, E), nl.float32),
+        selection_bias=small_tiles(selection_biases, (PARTITIONS, E), nl.float32),
+        scores=Tiles(0, (PARTITIONS, max(AT_ONCE, E)), nl.float32, scores),
+        affinities=tiles(1, (PARTITIONS, columns), nl.float32),
+        chosen=tiles(1, (PARTITIONS, columns), nl.int32),
+    )
+
+
+def sbuf_bytes(table: RouterTable) -> int:
+    """Return the bytes per partition alive at once."""
+    return table_bytes(table) + _SMALL_TILES_BYTES
+
+
+def element_type(dtype: str) -> Any:
+    """Return an element type by its name."""
+    if dtype == "float32":
+        return nl.float32
+    return nl.bfloat16 if dtype == "bfloat16" else nl.float16
+
+
+def operand_type(config: RouterConfig) -> Any:
+    """Return the type of both operands on chip: float32 if either is, else that of the tokens."""
+    if config.weight_dtype == "float32":
+        return nl.float32
+    return element_type(config.hidden_dtype)

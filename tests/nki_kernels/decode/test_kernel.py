@@ -1,0 +1,287 @@
+"""The decode kernel against the formula, in both modes, every split, format and option."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
+from nki_kernels.common.formula import limits
+from nki_kernels.decode.config import DecodeSizes
+from nki_kernels.decode.cost import cost_decode_moe
+from nki_kernels.decode.fit import sbuf_bytes
+from nki_kernels.decode.options import make_decode_config
+from nki_sim import SimOptions
+from tests.nki_kernels.decode.cases import GPT_OSS, Decode, records
+from tests.nki_kernels.traces import measured_cost
+
+# max |error| of the kernel over that of the torch backend, both in bfloat16 against float64: the
+# kernel rounds no more often, but the largest of many errors is a matter of luck.
+WORST_FACTOR = 1.25
+RMS_FACTOR = 1.05
+
+SELECTIVE, ALL = {"mode": "selective"}, {"mode": "all"}
+CASES = {
+    "T1-H128-I64-E8-K2": Decode(1, 128, 64, 8, 2),
+    "T1-H192-I60-E8-K4-gpt-oss": Decode(1, 192, 60, 8, 4, has_bias=True, options=GPT_OSS),
+    "T1-H128-I64-E4-K4-one-of-3-ranks": Decode(1, 128, 64, 4, 4, ranks=3, rank=1),
+    "T1-H128-I64-E8-K1-pre": Decode(1, 128, 64, 8, 1, options={"scaling": "pre"}),
+    "T2-H128-I48-E7-K3": Decode(2, 128, 48, 7, 3, options=SELECTIVE),
+    "T3-H2880-I90-E4-K2-gpt-oss": Decode(
+        3, 2880, 90, 4, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
+    ),
+    "T4-H192-I45-E5-K10": Decode(4, 192, 45, 5, 10, ranks=3, rank=2, options=SELECTIVE),
+    "T5-H704-I140-E3-K2-uneven-axes": Decode(5, 704, 140, 3, 2, has_bias=True, options=SELECTIVE),
+    "T8-H128-I64-E9-K2-all": Decode(8, 128, 64, 9, 2, options=ALL),
+    "T9-H192-I64-E24-K2-all-gpt-oss": Decode(
+        9, 192, 64, 24, 2, has_bias=True, options={**GPT_OSS, **ALL}
+    ),
+    "T16-H128-I64-E11-K4-selective": Decode(16, 128, 64, 11, 4, options=SELECTIVE),
+    "T16-H128-I300-E5-K2-none": Decode(16, 128, 300, 5, 2, options={"scaling": "none"}),
+    "T12-H128-I64-E1-K2-one-of-4-experts": Decode(
+        12, 128, 64, 1, 2, ranks=4, rank=3, options=SELECTIVE
+    ),
+    "T6-H128-I64-E1-K1-all": Decode(6, 128, 64, 1, 1, options=ALL),
+    "T6-H128-I64-E8-K2-pre-clamps-without-0": Decode(
+        6, 128, 64, 8, 2,
+        options={"scaling": "pre", "gate_limits": limits(0.5, None), "up_offset": 1.0, **SELECTIVE},
+    ),
+    "T33-H192-I60-E3-K2-pre-gpt-oss": Decode(
+        33, 192, 60, 3, 2, ranks=2, rank=1, has_bias=True,
+        options={**GPT_OSS, "scaling": "pre", **SELECTIVE},
+    ),
+    "T64-H256-I40-E21-K8": Decode(64, 256, 40, 21, 8, options=SELECTIVE),
+    "T100-H320-I64-E6-K2-gelu-all": Decode(
+        100, 320, 64, 6, 2, options={"activation": "gelu", **ALL}
+    ),
+    "T128-H128-I96-E13-K3": Decode(128, 128, 96, 13, 3, options=SELECTIVE),
+    "T200-H192-I60-E5-K2-gpt-oss": Decode(
+        200, 192, 60, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
+    ),
+    "T256-H1088-I64-E3-K1-all": Decode(256, 1088, 64, 3, 1, options=ALL),
+    "T130-H2048-I20-E3-K2-six-banks-of-sums": Decode(130, 2048, 20, 3, 2, options=SELECTIVE),
+    "T256-H1536-I16-E3-K2-six-banks-of-sums": Decode(256, 1536, 16, 3, 2, options=ALL),
+    "T40-H128-I64-E4-K2-lnc1": Decode(40, 128, 64, 4, 2, num_cores=1, options=SELECTIVE),
+    "T16-H128-I64-E3-K2-lnc1-all": Decode(16, 128, 64, 3, 2, num_cores=1, options=ALL),
+    "T7-H128-I64-E4-K2-bfloat16": Decode(
+        7, 128, 64, 4, 2, options={"output_dtype": "bfloat16", **SELECTIVE}
+    ),
+}  # fmt: skip
+ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts", "no-hit")
+
+
+def check(problem: Decode, options: SimOptions | None = None) -> None:
+    """Assert a result as close to the formula as the torch backend's, cost and size as counted."""
+    run, config = problem.launch(options), problem.config()
+    expected = problem.expected()
+    error = np.abs(run.outputs.astype(np.float64) - expected)
+    reference = problem.torch_output()
+    if config.output_dtype == "bfloat16":
+        reference = reference.astype(run.outputs.dtype).astype(np.float64)
+    allowed = np.abs(reference - expected)
+    assert error.max() <= WORST_FACTOR * allowed.max()
+    assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
+    assert measured_cost(run.trace) == cost_decode_moe(config, problem.touched())
+    assert run.sbuf_peak_bytes <= sbuf_bytes(config)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_token_is_as_exact_as_the_torch_backend(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("mode", ["selective", "all"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing_is_computed(routing: str, mode: str) -> None:
+    check(Decode(24, 128, 64, 7, 2, ranks=2, rank=1, routing=routing, options={"mode": mode}))
+
+
+@pytest.mark.parametrize("mode", ["selective", "all"])
+@pytest.mark.parametrize("scaling", ["post", "pre"])
+def test_a_token_that_is_not_a_number_stays_alone(scaling: str, mode: str) -> None:
+    problem = Decode(6, 128, 32, 8, 2, options={"mode": mode, "scaling": scaling})
+    expected = problem.launch().outputs
+    problem.affinities_TK[2] = np.nan
+    problem.hidden_TH[4] = np.nan
+    outputs = problem.launch().outputs
+    others = [0, 1, 3, 5]
+    assert np.array_equal(outputs[others], expected[others])
+    assert np.isnan(outputs[[2, 4]]).all()
+
+
+@pytest.mark.parametrize("T", [1, 2, 17])
+def test_a_rank_without_a_hit_writes_zeros(T: int) -> None:
+    problem = Decode(T, 128, 64, 5, 2, ranks=2, rank=1, routing="no-hit", options=SELECTIVE)
+    assert not problem.launch().outputs.any()
+
+
+@pytest.mark.parametrize("start_core", [0, 1])
+@pytest.mark.parametrize("name", ["T16-H128-I64-E11-K4-selective", "T8-H128-I64-E9-K2-all"])
+def test_the_order_of_the_cores_does_not_matter(name: str, start_core: int) -> None:
+    check(CASES[name], SimOptions(start_core=start_core, preempt=0.2, seed=3))
+
+
+@pytest.mark.parametrize("E", [1, 2, 3, 5])
+@pytest.mark.parametrize("T", [1, 4, 40])
+def test_unwritten_memory_does_not_matter(E: int, T: int) -> None:
+    problem = Decode(T, 128, 64, E, 1, ranks=2, options=SELECTIVE)
+    nan, zero = (problem.launch(SimOptions(fill=fill)).outputs for fill in (0xFF, 0x00))
+    assert np.array_equal(nan, zero)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "T": ({"T": 257}, r"T=257: must be 1 to 256"),
+    "H": ({"H": 100}, r"H=100: must be a multiple of 16"),
+    "I": ({"I": 0}, r"I=0: must be at least 1"),
+    "E": ({"E": 600, "num_experts": 600}, r"E=600: must be 1 to 512"),
+    "num_experts": ({"num_experts": 3}, r"num_experts=3: must be at least E=4"),
+    "K": ({"K": 17}, r"K=17: must be 1 to 16"),
+    "num_cores": ({"num_cores": 3}, r"num_cores=3: must be 1 or 2"),
+    "mode": ({"mode": "some"}, r"mode='some': must be one of auto"),
+    "shard": ({"shard": "tokens"}, r"shard='tokens': must be one of auto"),
+    "format": ({"format": "int8"}, r"format='int8': must be one of bfloat16"),
+    "layout": ({"layout": "eih"}, r"layout='eih': must be one of ehi"),
+    "activation": (
+        {"activation": "swish"},
+        r"activation='swish', .*: the decode kernel has .*silu",
+    ),
+    "leaky": ({"activation": "leaky_relu"}, r"activation='leaky_relu', scale=1, .*has gated"),
+    "scale": (
+        {"activation": "gelu", "scale": 1.702},
+        r"activation='gelu', scale=1.702, .* scale 1",
+    ),
+    "swiglu-scale": (
+        {"activation": "sigmoid", "gates_itself": True, "scale": 1.5},
+        r"scale=1.5, .*scale 1 or 1.702",
+    ),
+    "swiglu-activation": ({"gates_itself": True}, r"activation='silu', .*gates_itself=True with"),
+    "gate": ({"has_gate": False}, r"has_gate=False, .* Compute other experts with blockwise_moe"),
+    "scaling": ({"scaling": "late"}, r"scaling='late': must be one of post"),
+    "chunks": ({"layout": "packed", "chunks": 3}, r"chunks=3: packed weights have 1"),
+    "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_run_is_refused_by_name(name: str) -> None:
+    sizes = {"T": 4, "H": 128, "I": 64, "E": 4, "K": 2, "num_experts": 8, "num_cores": 2}
+    change, message = REFUSED[name]
+    options = {key: value for key, value in change.items() if key not in sizes}
+    sizes |= {key: value for key, value in change.items() if key in sizes}
+    with pytest.raises(ValueError, match=message):
+        make_decode_config(DecodeSizes(**sizes), *records(options))
+
+
+E4M3 = {"format": "float8_e4m3", "has_scales": True}
+E5M2 = {"format": "float8_e5m2", "has_scales": True}
+PLANS = {
+    "chunks": Decode(20, 128, 96, 5, 2, options={**SELECTIVE, "chunks": 3}),
+    "chunks-all-bias": Decode(
+        20, 192, 120, 5, 2, has_bias=True, options={**GPT_OSS, **ALL, "chunks": 2}
+    ),
+    "four-weight-buffers": Decode(40, 128, 64, 13, 2, options={**SELECTIVE, "weight_buffers": 4}),
+    "eight-weight-buffers-all": Decode(9, 128, 64, 23, 2, options={**ALL, "weight_buffers": 8}),
+    "intermediate": Decode(6, 128, 96, 7, 2, options={**SELECTIVE, "shard": "intermediate"}),
+    "intermediate-one-token": Decode(
+        1, 192, 120, 7, 3, has_bias=True,
+        options={**GPT_OSS, "shard": "intermediate", "chunks": 4, "weight_buffers": 4},
+    ),
+    "intermediate-all": Decode(
+        30, 128, 96, 7, 2, options={**ALL, "shard": "intermediate", "chunks": 6}
+    ),
+    "intermediate-one-rank-of-two": Decode(
+        5, 128, 96, 7, 2, ranks=2, options={**SELECTIVE, "shard": "intermediate"}
+    ),
+    "e4m3-channel": Decode(
+        20, 256, 96, 5, 2, options={**E4M3, "down_scale": "channel", **SELECTIVE}
+    ),
+    "e4m3-channel-bias-uneven": Decode(
+        20, 704, 140, 3, 2, has_bias=True, options={**E4M3, "down_scale": "channel", **ALL}
+    ),
+    "e5m2-expert": Decode(
+        20, 192, 60, 5, 2, has_bias=True,
+        options={**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
+    ),
+    "e5m2-expert-T200-pre": Decode(
+        200, 192, 60, 3, 2, has_bias=True,
+        options={**GPT_OSS, **E5M2, "down_scale": "expert", "scaling": "pre", **SELECTIVE},
+    ),
+}  # fmt: skip
+PACKED = {
+    "T4-e4m3-channel-more-chunks-than-weight-buffers": Decode(
+        4, 256, 1024, 4, 2, options={**E4M3, "down_scale": "channel"}
+    ),
+    "T2-e4m3-channel-two-weight-buffers": Decode(
+        2, 144, 129, 16, 8, options={**E4M3, "down_scale": "channel", "weight_buffers": 2}
+    ),
+    "T1-K9-one-core": Decode(1, 128, 48, 12, 9, num_cores=1),
+    "T1-K10-intermediate": Decode(1, 128, 256, 12, 10, options={"shard": "intermediate"}),
+    "T1-K16": Decode(1, 128, 48, 16, 16),
+    "T1-K4-gpt-oss": Decode(1, 192, 360, 8, 4, has_bias=True, options=GPT_OSS),
+    "T1-K1-intermediate": Decode(1, 128, 512, 8, 1, options={"shard": "intermediate"}),
+    "T1-I128-K1-joined-pre": Decode(1, 256, 128, 4, 1, options={"scaling": "pre"}),
+    "T20-I64-K1-joined-e4m3": Decode(
+        20, 256, 64, 5, 1, has_bias=True, options={**E4M3, "down_scale": "channel", **SELECTIVE}
+    ),
+    "T20-H2880-I90-gpt-oss": Decode(
+        20, 2880, 90, 3, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
+    ),
+    "T5-uneven-axes": Decode(5, 704, 300, 3, 2, has_bias=True, options=SELECTIVE),
+    "T20-e4m3-channel": Decode(
+        20, 256, 150, 5, 2, has_bias=True, options={**E4M3, "down_scale": "channel", **SELECTIVE}
+    ),
+    "T20-e5m2-expert": Decode(
+        20, 192, 45, 5, 2, has_bias=True,
+        options={**GPT_OSS, **E5M2, "down_scale": "expert", **SELECTIVE},
+    ),
+    "T130-e5m2-expert-all": Decode(
+        130, 256, 256, 5, 2, options={**E5M2, "down_scale": "expert", **ALL}
+    ),
+    "T40-intermediate": Decode(40, 128, 512, 5, 2, options={**SELECTIVE, "shard": "intermediate"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_splits_buffers_and_formats_do_not_change_the_result(name: str) -> None:
+    check(PLANS[name])
+
+
+@pytest.mark.parametrize("name", list(PACKED))
+def test_packed_weights_give_the_same_result(name: str) -> None:
+    problem = PACKED[name]
+    check(replace(problem, options={**problem.options, "layout": "packed"}))
+
+
+def recode(
+    rng: np.random.Generator, shape: tuple[int, int, int], scope: str
+) -> tuple[Any, Any, Any]:
+    """Return e5m2 codes [E, in, out], scales and values of a random MXFP4 weight."""
+    experts, inputs, outputs = shape
+    blocks = torch.from_numpy(
+        rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
+    )
+    exponents = rng.integers(115, 125, (experts, outputs, inputs // 32)).astype(np.uint8)
+    recoded = recode_mxfp4_to_fp8(blocks, torch.from_numpy(exponents), scope=scope)
+    codes = recoded.codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e5m2)
+    values = decode_mxfp4(blocks, torch.from_numpy(exponents), torch.float32).numpy()
+    scale = recoded.scale.numpy()[..., 0]
+    assert np.array_equal(codes.astype(np.float32) * scale[..., None], values)
+    return np.ascontiguousarray(codes.transpose(0, 2, 1)), scale, values.transpose(0, 2, 1)
+
+
+@pytest.mark.parametrize("layout", ["ehi", "packed"])
+@pytest.mark.parametrize("scope", ["expert", "channel"])
+def test_mxfp4_weights_run_as_float8_without_loss(scope: str, layout: str) -> None:
+    options = {**GPT_OSS, **E5M2, "down_scale": scope, "layout": layout, **SELECTIVE}
+    problem = Decode(12, 128, 64, 4, 2, has_bias=True, options=options)
+    rng = np.random.default_rng(5)
+    codes, scale, values = recode(rng, (4, 128, 128), "channel")
+    problem.gate_up_codes, problem.gate_up_scale, problem.gate_up = codes, scale, values
+    codes, scale, values = recode(rng, (4, 64, 128), scope)
+    problem.down_codes, problem.down_scale, problem.down = codes, scale, values
+    check(problem)

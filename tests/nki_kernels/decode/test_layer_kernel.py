@@ -1,0 +1,423 @@
+"""decode_layer against its formula and against the torch layer: routers, shared experts, ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuron_moe import (
+    ExpertMLPsV2,
+    GroupLimitedRouter,
+    MoE,
+    RoutedExpertsMLPOpsConfig,
+    RouterTopK,
+    SharedExperts,
+)
+from neuron_moe.models.layers import RMSNorm
+from neuron_moe.router import Router
+from nki_kernels.common.formula import ExpertFormula, RouterFormula
+from nki_kernels.decode.config import DecodeRequest, DecodeSizes, WeightForm
+from nki_kernels.decode.layer_config import (
+    LayerForm,
+    check_decode_layer,
+    expected_operands,
+    make_layer_config,
+)
+from nki_kernels.decode.layer_cost import cost_decode_layer
+from nki_kernels.decode.layout import weight_shapes
+from nki_kernels.decode.shared import num_parts, pack_shared_experts
+from nki_sim import SimOptions, TensorSpec
+from tests.nki_kernels.decode.layer_cases import (
+    BF16,
+    FAMILIES,
+    Case,
+    draw,
+    expected,
+    operands_of,
+    run,
+    run_case,
+)
+from tests.nki_kernels.traces import measured_cost
+from tests.tolerances import rms_error
+
+PACKED: dict[str, Any] = {"layout": "packed"}
+E4M3: dict[str, Any] = {"format": "float8_e4m3", "has_scales": True}
+CASES = {
+    **{f"{family}-T{T}": Case(family, T)
+       for family in ("gpt-oss", "qwen3", "deepseek", "llama4", "qwen2-moe", "mixtral")
+       for T in (1, 4, 16)},
+    "gpt-oss-T2": Case("gpt-oss", 2, N=23, E=23),
+    "qwen3-T64": Case("qwen3", 64, N=24, E=6, first=12),
+    "deepseek-T128": Case("deepseek", 128, N=32, E=8, first=8),
+    "gpt-oss-T256": Case("gpt-oss", 256, N=8, E=8, H=128),
+    "prime-experts": Case("mixtral", 9, N=37, E=37, I=40),
+    "rank-with-few-experts": Case("gpt-oss", 5, N=40, E=7, first=21),
+    "rank-with-one-token": Case("qwen3", 1, N=40, E=5, first=10),
+    "uneven-hidden": Case("deepseek", 3, H=320, options={"has_residual": True}),
+    "uneven-hidden-T20": Case("gpt-oss", 20, H=320),
+    "float32-router": Case("deepseek", 6, N=32, E=32, router_dtype=np.float32),
+    "no-norm": Case("qwen2-moe", 12, has_norm=False, options={"has_residual": True}),
+    "no-norm-T1": Case("gpt-oss", 1, has_norm=False),
+    "no-norm-T130": Case("mixtral", 130, has_norm=False, H=128),
+    "bfloat16-out": Case("llama4", 8, options={"output_dtype": "bfloat16", "has_residual": True}),
+    "all-experts-T1": Case("mixtral", 1, options={"mode": "all"}),
+    "wide-shared": Case("qwen2-moe", 4, options={"shared_width": 700}),
+    "odd-shared": Case("qwen2-moe", 4, options={"shared_width": 45}),
+    "packed-gpt-oss-T1": Case("gpt-oss", 1, options=PACKED),
+    "packed-T7": Case("gpt-oss", 7, I=150, options=PACKED),
+    "packed-uneven-hidden": Case("qwen2-moe", 5, H=320, options=PACKED),
+    "packed-uneven-hidden-T30": Case("deepseek", 30, H=320, options=PACKED),
+    "packed-uneven-hidden-T1": Case("gpt-oss", 1, H=320, options=PACKED),
+    "packed-no-norm": Case("mixtral", 3, H=320, has_norm=False, options=PACKED),
+    "packed-shared-of-64": Case("qwen3", 2, options={**PACKED, "shared_width": 128}),
+    "packed-shared-of-128": Case("qwen3", 3, options={**PACKED, "shared_width": 256}),
+    "packed-shared-uneven": Case("qwen3", 6, options={**PACKED, "shared_width": 257}),
+    "packed-shared-one-core": Case(
+        "qwen3", 2, num_cores=1, options={**PACKED, "shared_width": 100}
+    ),
+    "packed-shared-wide-hidden": Case(
+        "qwen2-moe", 2, E=2, H=7168, options={**PACKED, "shared_width": 128}
+    ),
+    "e4m3-by-channel": Case("deepseek", 5, options={**E4M3, "down_scale": "channel"}),
+    "e4m3-packed-T1": Case(
+        "gpt-oss", 1, options={**E4M3, **PACKED, "down_scale": "channel", "has_down_bias": True}
+    ),
+    "e5m2-packed": Case(
+        "gpt-oss", 20,
+        options={**E4M3, **PACKED, "format": "float8_e5m2", "down_scale": "expert"},
+    ),
+    "one-core": Case("qwen2-moe", 11, num_cores=1, options={"has_residual": True}),
+}  # fmt: skip
+ORDERS = {
+    "core-1-first": SimOptions(start_core=1),
+    "preempted": SimOptions(preempt=0.3, seed=2),
+    "zero-filled": SimOptions(fill=0),
+}
+
+
+def assert_close(output: Any, wanted: Any) -> None:
+    """Inner activations are rounded to bfloat16, and the output may be."""
+    error = output.astype(np.float64) - wanted
+    rms = np.sqrt(np.square(wanted).mean())
+    assert np.sqrt(np.square(error).mean()) <= 2.0**-8 * rms
+    assert np.abs(error).max() <= 2.0**-6 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_equals_the_formula(name: str) -> None:
+    case = CASES[name]
+    config = case.config(returns_routing=True)
+    arrays = draw(case)
+    result = run(config, operands_of(config, arrays, case.first))
+    output, affinities, index = result.outputs
+    wanted = expected(case, arrays)
+    np.testing.assert_array_equal(index, wanted.index_TK)
+    np.testing.assert_allclose(affinities, wanted.affinities_TK, rtol=1e-4, atol=1e-6)
+    assert_close(output, wanted.output_TH)
+    assert not result.findings
+    local = set(wanted.index_TK.flat) & set(range(case.first, case.first + case.E))
+    assert measured_cost(result.trace) == cost_decode_layer(config, len(local))
+
+
+@st.composite
+def layers(draw_from: st.DrawFn) -> Case:
+    """Draw a layer of small sizes, all features together."""
+
+    def pick(*values: Any) -> Any:
+        return draw_from(st.sampled_from(values))
+
+    family = pick("gpt-oss", "qwen3", "deepseek", "llama4", "qwen2-moe")
+    N = pick(16, 24, 32, 40)
+    first = draw_from(st.integers(0, N - 1))
+    options: dict[str, Any] = {
+        "layout": pick("ehi", "packed"), "mode": pick("selective", "all"),
+        "has_residual": pick(False, True),
+    }  # fmt: skip
+    num_cores = pick(1, 2, 2)
+    if pick(False, True):
+        options["shared_width"] = pick(16, 45, 128, 200)
+    if pick(False, False, True):
+        options |= {**E4M3, "down_scale": pick("channel", "expert")}
+    return Case(
+        family, pick(1, 2, 5, 9, 33, 129), N, draw_from(st.integers(1, N - first)), first,
+        H=pick(64, 144, 320), I=pick(24, 100, 300), router_dtype=pick(BF16, np.float32),
+        has_norm=pick(True, True, False), num_cores=num_cores, options=options,
+    )  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(layers())
+def test_any_layer_equals_the_formula(case: Case) -> None:
+    config = case.config(returns_routing=True)
+    arrays = draw(case)
+    output, _, index = run(config, operands_of(config, arrays, case.first)).outputs
+    wanted = expected(case, arrays)
+    # float32 may round an element of x the other way than float64 does, and so turn a close choice.
+    same = (index == wanted.index_TK).all(axis=1)
+    assert same.mean() > 0.9
+    assert_close(output[same], wanted.output_TH[same])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["deepseek-T4", "rank-with-few-experts", "no-norm"])
+def test_neither_unset_memory_nor_the_order_of_the_cores_matters(name: str, order: str) -> None:
+    case = CASES[name]
+    config = case.config()
+    operands = operands_of(config, draw(case), case.first)
+    usual = run(config, operands).outputs
+    np.testing.assert_array_equal(run(config, operands, ORDERS[order]).outputs, usual)
+
+
+@pytest.mark.parametrize("T", [1, 4, 40])
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek"])
+def test_a_rank_that_no_token_chose_adds_only_what_all_tokens_take(family: str, T: int) -> None:
+    case = Case(family, T, N=32, E=4, first=8, options={"has_residual": True})
+    arrays = draw(case)
+    bias = "router_bias" if family == "gpt-oss" else "selection_bias"
+    arrays[bias][0, 8:12] = -100
+    output = run_case(case, arrays)
+    wanted = expected(case, arrays)
+    assert not np.isin(wanted.index_TK, range(8, 12)).any()
+    assert_close(output, wanted.output_TH)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek", "llama4"])
+def test_a_token_without_numbers_spoils_its_own_row_alone(family: str) -> None:
+    case = Case(family, 9, N=32, E=32, options={"has_residual": True})
+    arrays = draw(case)
+    wanted = expected(case, arrays).output_TH
+    arrays["hidden"][4, 7] = np.nan
+    output = run_case(case, arrays)
+    others = np.arange(9) != 4
+    assert_close(output[others], wanted[others])
+    assert np.isnan(output[4]).all()
+
+
+def test_ranks_of_expert_parallelism_add_up() -> None:
+    whole = Case("qwen3", 6, N=32, E=32)
+    arrays = draw(whole)
+    total = np.zeros((6, whole.H))
+    for first in range(0, 32, 8):
+        part = Case("qwen3", 6, N=32, E=8, first=first)
+        mine = {**arrays, **{name: arrays[name][first : first + 8] for name in ("gate_up", "down")}}
+        total += run_case(part, mine)
+    assert_close(total, expected(whole, arrays).output_TH)
+
+
+def test_the_residual_may_be_the_input() -> None:
+    case = Case("mixtral", 3, options={"has_residual": True})
+    arrays = draw(case)
+    arrays["residual"] = arrays["hidden"]
+    assert_close(run_case(case, arrays), expected(case, arrays).output_TH)
+
+
+# The layer of neuron_moe.
+
+GPT_OSS: dict[str, Any] = {
+    "hidden_act": "sigmoid", "glu_type": "swiglu", "hidden_act_scaling_factor": 1.702,
+    "hidden_act_bias": 1.0, "gate_clamp_upper_limit": 7.0, "up_clamp_upper_limit": 7.0,
+    "up_clamp_lower_limit": -7.0, "bias": True,
+}  # fmt: skip
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss": ("gpt-oss", GPT_OSS),
+    "qwen3": ("qwen3", {"hidden_act": "silu"}),
+    "deepseek": ("deepseek", {"hidden_act": "silu"}),
+    "llama4": ("llama4", {"hidden_act": "silu", "early_expert_affinity_modulation": True}),
+    "qwen2-moe": ("qwen2-moe", {"hidden_act": "silu"}),
+}
+
+
+def router_of(case: Case) -> Router:
+    """Return the torch router of a case's family."""
+    N, H, formula = case.N, case.H, case.router
+    if formula.n_group > 1:
+        return GroupLimitedRouter(
+            N, formula.top_k, H, formula.n_group, formula.topk_group, renormalize=True,
+            routed_scaling_factor=formula.routed_scaling_factor, dtype=torch.bfloat16,
+        )  # fmt: skip
+    return RouterTopK(
+        N, formula.top_k, H, act_fn=formula.act_fn, bias=formula.has_bias,
+        apply_act_fn_over_topk=formula.act_over_topk, renormalize=formula.renormalize,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def layer_of(case: Case, mlp: dict[str, Any]) -> MoE:
+    """Return the torch layer, its weights drawn."""
+    torch.manual_seed(3)
+    width = case.settings.get("shared_width", 0)
+    shared = None
+    if width:
+        is_gated = case.settings.get("has_shared_gate", False)
+        shared = SharedExperts(case.H, width, 1, "silu", torch.bfloat16, is_gated=is_gated)
+    routed = RoutedExpertsMLPOpsConfig(
+        num_experts=case.N, top_k=case.router.top_k, hidden_size=case.H,
+        intermediate_size=case.I, glu_mlp=True, **mlp,
+    )  # fmt: skip
+    experts = ExpertMLPsV2(routed, dtype=torch.bfloat16)
+    layer = MoE(router_of(case), experts, shared, RMSNorm(case.H, 1e-5, torch.bfloat16)).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+        assert layer.rmsnorm is not None
+        layer.rmsnorm.weight.add_(1.0)
+    return layer
+
+
+def numpy_of(tensor: torch.Tensor) -> Any:
+    wide = tensor.detach().float().numpy()
+    return wide.astype(BF16) if tensor.dtype == torch.bfloat16 else wide
+
+
+def arrays_of(layer: MoE, hidden_TH: torch.Tensor) -> dict[str, Any]:
+    """Return the layer's weights by the names that `draw` uses."""
+    state = {name: numpy_of(value) for name, value in layer.state_dict().items()}
+    experts = "expert_mlps.mlp_op."
+    arrays = {
+        "hidden": numpy_of(hidden_TH),
+        "norm_weight": state["rmsnorm.weight"][None],
+        "router_weight": state["router.linear_router.weight"],
+        "gate_up": state[f"{experts}gate_up_proj.weight"],
+        "down": state[f"{experts}down_proj.weight"],
+    }
+    optional = {
+        "router_bias": ("router.linear_router.bias", np.float32),
+        "selection_bias": ("router.e_score_correction_bias", np.float32),
+        "gate_up_bias": (f"{experts}gate_up_proj.bias", np.float32),
+        "down_bias": (f"{experts}down_proj.bias", BF16),
+        "gate": ("shared_experts.gate_proj.weight", BF16),
+        "up": ("shared_experts.up_proj.weight", BF16),
+        "shared_down": ("shared_experts.down_proj.weight", BF16),
+        "shared_gate": ("shared_experts.shared_expert_gate.weight", BF16),
+    }
+    for name, (key, dtype) in optional.items():
+        if key in state:
+            array = state[key].astype(dtype)
+            arrays[name] = array[None] if array.ndim == 1 else array
+    return arrays
+
+
+@pytest.mark.parametrize("T", [1, 7])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_is_as_right_as_the_torch_layer(name: str, T: int) -> None:
+    family, mlp = LAYERS[name]
+    case = Case(family, T, N=16, E=16, H=128)
+    layer = layer_of(case, mlp)
+    hidden_TH = torch.randn(T, case.H).bfloat16()
+    with torch.no_grad():
+        bf16 = layer(hidden_TH[:, None])[0][:, 0]
+        exact = layer.float()(hidden_TH[:, None].float())[0][:, 0]
+        layer.bfloat16()
+    output = run_case(case, arrays_of(layer, hidden_TH))
+    assert rms_error(torch.from_numpy(output), exact) <= 1.05 * rms_error(bf16, exact)
+
+
+# What it refuses.
+
+
+SIZES = DecodeSizes(T=4, H=128, I=32, E=8, K=2, num_experts=8)
+ROUTER = RouterFormula(top_k=2, has_bias=True)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "router-dtype": (
+        {"form": LayerForm(router_dtype="float16")}, "router_dtype='float16': must be one of",
+    ),
+    "negative-width": ({"form": LayerForm(shared_width=-1)}, "shared_width=-1"),
+    "gate-of-nothing": (
+        {"form": LayerForm(has_shared_gate=True)}, "has_shared_gate=True: there are no shared",
+    ),
+    "top-k": ({"router": RouterFormula(top_k=9)}, "top_k=9"),
+    "choices": ({"router": RouterFormula(top_k=3)}, "K=2: must be top_k=3 of the router"),
+    "tokens": ({"sizes": replace(SIZES, T=257)}, "T=257: must be 1 to 256"),
+    "formula": ({"formula": ExpertFormula(has_gate=False)}, "has_gate=False"),
+    "shared-formula": (
+        {"form": LayerForm(shared_width=64, shared_formula=ExpertFormula("leaky_relu"))},
+        "activation='leaky_relu'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_limits_are_refused_by_name(name: str) -> None:
+    changes, message = REFUSED[name]
+    arguments = {"sizes": SIZES, "router": ROUTER, "formula": ExpertFormula(), **changes}
+    with pytest.raises(ValueError, match=message):
+        make_layer_config(**arguments)
+
+
+# name: (T, H, I, E, N, shared width, router dtype, layout), of whole models on one rank
+LARGEST = {
+    "deepseek-v3-float32-router": (128, 7168, 2048, 4, 256, 2048, "float32", "packed"),
+    "deepseek-v3-T256": (256, 7168, 2048, 2, 256, 2048, "bfloat16", "ehi"),
+    "16-of-512": (64, 8192, 512, 4, 512, 1024, "float32", "packed"),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
+    T, H, I, E, N, width, dtype, layout = LARGEST[name]  # noqa: E741
+    terms = FAMILIES["deepseek"][0] if N == 256 else {"top_k": 16, "has_bias": True}
+    router = RouterFormula(**terms)
+    form = LayerForm(
+        has_norm=True, router_dtype=dtype, shared_width=width, has_shared_gate=True,
+        has_residual=True,
+    )  # fmt: skip
+    config = make_layer_config(
+        DecodeSizes(T, H, I, E, router.top_k, N), router, ExpertFormula(), form,
+        WeightForm(layout=layout), DecodeRequest(mode="all"),
+    )  # fmt: skip
+    operands: dict[str, Any] = {
+        operand: TensorSpec(shape, dtypes[0])
+        for operand, (shape, dtypes) in expected_operands(config).items()
+        if shape is not None
+    }
+    gate_up, down = weight_shapes(config.moe)
+    operands["gate_up"] = TensorSpec(gate_up, "bfloat16")
+    operands["down"] = TensorSpec(down, "bfloat16")
+    run(config, operands, SimOptions(mode="indices"))  # raises where memory is too small
+
+
+def test_a_layer_that_does_not_fit_is_refused() -> None:
+    sizes = DecodeSizes(128, 8192, 64, 2, 8, 512, num_cores=1)
+    form = LayerForm(has_norm=True, router_dtype="float32", shared_width=4096)
+    with pytest.raises(ValueError, match="bytes of SBUF per partition, must be at most"):
+        make_layer_config(sizes, RouterFormula(top_k=8), ExpertFormula(), form)
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "missing": ("router_bias", None, r"router_bias: is missing, must be \[1, 16\]"),
+    "unexpected": ("selection_bias", np.zeros((1, 16), np.float32), "selection_bias: is given"),
+    "not-packed": ("router_weight", np.zeros((16, 192), BF16), r"Use pack_router_weight\(\)"),
+    "shape": ("hidden", np.zeros((5, 192), BF16), r"hidden: shape \[5, 192\] must be \[4, 192\]"),
+    "dtype": ("hidden", np.zeros((4, 192), np.float32), "hidden: dtype float32 must be bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_operands_are_refused_by_name(name: str) -> None:
+    operand, value, message = WRONG[name]
+    case = Case("gpt-oss", 4)
+    config = case.config()
+    operands = {**operands_of(config, draw(case)), operand: value}
+    with pytest.raises(ValueError, match=message):
+        check_decode_layer(config, operands)
+
+
+@pytest.mark.parametrize("width", [10, 45, 300])
+def test_packing_shared_experts_keeps_every_weight(width: int) -> None:
+    case = Case("qwen2-moe", 4, options={"shared_width": width})
+    shared = case.config().shared
+    assert num_parts(width, 2) == shared.E
+    assert shared.E % 2 == 0
+    rng = np.random.default_rng(0)
+    gate, up = rng.normal(size=(2, width, case.H))
+    gate_up, down = pack_shared_experts(shared, gate, up, gate.T)
+    parts = np.concatenate(gate_up.reshape(shared.E, case.H, 2, -1).transpose(0, 2, 3, 1), axis=1)
+    np.testing.assert_array_equal(parts[:, :width], [gate, up])
+    assert not parts[:, width:].any()
+    np.testing.assert_array_equal(np.concatenate(down)[:width], gate)

@@ -1,0 +1,160 @@
+"""index_blocks against neuron_moe.blocks, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+
+import nki_sim
+from neuron_moe.blocks import build_block_mapping, num_blocks
+from nki_kernels.common.integers import divide_down
+from nki_kernels.index import (
+    BlockDims,
+    check_index_blocks,
+    cost_index_blocks,
+    index_blocks,
+    index_blocks_ref,
+)
+from nki_kernels.index.check import MOST
+from nki_kernels.index.memory import sbuf_bytes
+from nki_sim import SimOptions, TensorSpec
+from nki_sim.testing import Tile, execute
+from tests.nki_kernels.traces import measured_cost
+
+# name: (T, K, E, B, share of choices without an expert)
+CASES: dict[str, tuple[int, int, int, int, float]] = {
+    "one-pair": (1, 1, 1, 1, 0.0),
+    "one-token": (1, 4, 32, 32, 0.0),
+    "K1": (200, 1, 16, 128, 0.0),
+    "gpt-oss": (260, 4, 32, 32, 0.0),
+    "expert-parallel": (260, 4, 16, 32, 0.75),
+    "odd-everything": (301, 3, 7, 48, 0.1),
+    "K9": (131, 9, 12, 33, 0.1),
+    "K16-of-512": (130, 16, 512, 32, 0.0),
+    "four-banks-of-slots": (300, 2, 500, 480, 0.0),
+    "nobody": (40, 2, 8, 32, 1.0),
+    "two-pieces": (300, 8, 64, 64, 0.0),
+}
+ROUTINGS = ["uniform", "one-expert", "zipf"]
+OPTIONS = {
+    "core-0-first": SimOptions(),
+    "core-1-first": SimOptions(start_core=1),
+    "preempted": SimOptions(preempt=0.2, seed=3),
+    "zero-filled": SimOptions(fill=0),
+}
+
+
+def draw(T: int, K: int, E: int, none: float, routing: str = "uniform") -> np.ndarray:
+    rng = np.random.default_rng(T * K + E)
+    score = rng.random((T, E))
+    if routing == "one-expert":
+        score[:, E // 2] = -1.0
+    elif routing == "zipf":
+        score *= np.arange(1, E + 1)
+    index = np.argsort(score, axis=1)[:, :K].astype(np.int32)
+    index[rng.random((T, K)) < none] = -1
+    return index
+
+
+def assert_equal_to_torch(index: np.ndarray, dims: BlockDims, outputs: tuple) -> None:
+    mapping = build_block_mapping(
+        torch.from_numpy(index), dims.num_experts, dims.block_size, min_blocks=dims.num_blocks
+    )
+    token, pair, expert, valid, counts, slot = outputs
+    np.testing.assert_array_equal(token, mapping.token_position_to_id.numpy())
+    np.testing.assert_array_equal(pair, mapping.pair_of_slot.numpy())
+    np.testing.assert_array_equal(expert, mapping.block_to_expert.numpy())
+    np.testing.assert_array_equal(valid, [mapping.num_valid_blocks.item()])
+    np.testing.assert_array_equal(counts, mapping.tokens_per_expert_E.numpy())
+    flat = slot.reshape(-1)
+    np.testing.assert_array_equal(flat < 0, index.reshape(-1) < 0)
+    np.testing.assert_array_equal(pair[flat[flat >= 0]], np.flatnonzero(flat >= 0))
+    assert {array.dtype for array in outputs} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("num_cores", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_mapping_equals_that_of_torch(case: str, num_cores: int) -> None:
+    T, K, E, B, none = CASES[case]
+    index, dims = draw(T, K, E, none), BlockDims(E, B, num_blocks(T, K, E, B))
+    check_index_blocks(T, K, dims, num_cores)
+    run = nki_sim.run(index_blocks, index, dims, lnc=num_cores)
+    assert_equal_to_torch(index, dims, run.outputs)
+    wanted = index_blocks_ref(index, E, B, dims.num_blocks)
+    for got, want in zip(run.outputs, wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not run.findings
+    assert measured_cost(run.trace) == cost_index_blocks(T, K, dims, num_cores)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_skewed_routings_are_placed_as_by_torch(routing: str) -> None:
+    index = draw(384, 4, 16, 0.0, routing)
+    dims = BlockDims(16, 64, num_blocks(384, 4, 16, 64, pad_to_even=True) + 2)
+    assert_equal_to_torch(index, dims, nki_sim.run(index_blocks, index, dims, lnc=2).outputs)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_neither_unset_memory_nor_the_order_of_the_cores_matters(option: str) -> None:
+    index, dims = draw(301, 3, 7, 0.1), BlockDims(7, 48, 30)
+    run = nki_sim.run(index_blocks, index, dims, lnc=2, options=OPTIONS[option])
+    assert_equal_to_torch(index, dims, run.outputs)
+
+
+def test_numbers_of_no_expert_are_no_choice() -> None:
+    index = draw(200, 3, 9, 0.0)
+    odd = index.copy()
+    odd[5, 0], odd[6, 1], odd[199, 2] = np.iinfo(np.int32).max, np.iinfo(np.int32).min, 9
+    none = np.where((odd >= 0) & (odd < 9), odd, -1).astype(np.int32)
+    dims = BlockDims(9, 32, num_blocks(200, 3, 9, 32))
+    runs = [nki_sim.run(index_blocks, which, dims, lnc=2) for which in (odd, none)]
+    for got, want in zip(runs[0].outputs, runs[1].outputs, strict=True):
+        np.testing.assert_array_equal(got, want)
+    wanted = index_blocks_ref(odd, 9, 32, dims.num_blocks)
+    np.testing.assert_array_equal(runs[0].outputs[0], wanted.token_position_to_id)
+
+
+@pytest.mark.parametrize("divisor", [1, 3, 7, 16, 1000, 8191, 8192])
+def test_division_is_exact_up_to_the_limit(divisor: int) -> None:
+    edges = np.arange(0, MOST + 1, divisor)
+    picked = edges[np.linspace(0, len(edges) - 1, 500).astype(int)]
+    if divisor > 16:  # quotients of slots stay below 128
+        picked = picked[picked < 128 * divisor]
+    data = np.unique(np.concatenate((picked - 1, picked, [-1])))
+    result = execute(
+        lambda dst, data: divide_down(dst, data, divisor),
+        dst=Tile(shape=(1, len(data)), dtype="int32"),
+        data=Tile(data[None].astype(np.float32)),
+    )
+    np.testing.assert_array_equal(result["dst"][0], data // divisor)
+
+
+REFUSED = {
+    "experts": ((4, 2, (513, 32, 8)), "num_experts=513: must be 1 to 512"),
+    "choices": ((4, 17, (32, 32, 8)), "top_k=17: must be 1 to 16"),
+    "no-token": ((0, 2, (8, 32, 8)), "num_tokens=0"),
+    "pairs": ((1 << 19, 3, (8, 32, 8)), "T \\* K at most"),
+    "block-size": ((4, 2, (8, 0, 8)), "block_size=0"),
+    "slots": ((4, 2, (8, 1024, 1025)), "N \\* B must be at most"),
+    "sbuf": ((65536, 16, (512, 128, 8192)), "bytes of SBUF per partition"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_limits_are_refused_by_name(case: str) -> None:
+    (T, K, sizes), message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        check_index_blocks(T, K, BlockDims(*sizes))
+
+
+def test_what_the_check_counts_covers_what_is_alive() -> None:
+    T, K, E, B = 32768, 2, 512, 128
+    dims = BlockDims(E, B, num_blocks(T, K, E, B))
+    check_index_blocks(T, K, dims)
+    options = SimOptions(mode="indices")
+    run = nki_sim.run(index_blocks, TensorSpec((T, K), "int32"), dims, lnc=2, options=options)
+    assert 64 * 1024 < run.sbuf_peak_bytes <= sbuf_bytes(T, K, dims, 2)
+
+
+def test_the_longest_inputs_are_accepted() -> None:
+    check_index_blocks(32768, 16, BlockDims(512, 1024, num_blocks(32768, 16, 512, 1024)))
+    check_index_blocks(32768, 8, BlockDims(256, 128, num_blocks(32768, 8, 256, 128)), 1)

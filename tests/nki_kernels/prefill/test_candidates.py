@@ -1,0 +1,116 @@
+"""The candidate that is best by estimate against all of them simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nki_sim
+from neuron_moe.blocks import build_block_mapping, num_blocks
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.prefill import (
+    Candidate,
+    Expected,
+    ExpertSizes,
+    PrefillWork,
+    Search,
+    best_candidate,
+    blockwise_moe,
+    make_config,
+    rank_candidates,
+    visits_of,
+)
+from nki_kernels.prefill.candidates import expect_tokens, most_blocks
+from nki_sim import SimOptions, TensorSpec
+
+OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
+CLOSE = 1.04  # of the fastest plan's simulated time
+
+SHAPES = {  # hidden, intermediate, experts, tokens, choices
+    "gpt-oss-64-ranks": (2880, 45, 16, 64, 4),
+    "qwen3-30b-8-ranks": (2048, 96, 8, 256, 4),
+    "one-token": (2880, 360, 4, 1, 1),
+    "two-experts": (2880, 180, 2, 400, 1),
+    "short-rows": (512, 512, 8, 300, 2),
+    "mixtral-32-ranks": (4096, 448, 4, 128, 2),
+}
+
+
+def simulate(shape: tuple[int, ...], candidate: Candidate) -> float:
+    """Return the simulated time of a candidate with a uniform routing, in microseconds."""
+    H, I, E, T, K = shape  # noqa: E741  the axis letter
+    rng = np.random.default_rng(0)
+    index = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
+    mapping = build_block_mapping(torch.from_numpy(index), E, candidate.block_size)
+    slots = mapping.token_position_to_id.numpy()
+    work = PrefillWork(candidate.block_size, len(slots), T)
+    config = make_config(ExpertFormula(), ExpertSizes(H, I, E), work, candidate.request)
+    run = nki_sim.run(
+        blockwise_moe, TensorSpec((T, H), "bfloat16"), TensorSpec((E, H, 2 * I), "bfloat16"),
+        TensorSpec((E, I, H), "bfloat16"), slots,
+        *visits_of(config, slots, mapping.block_to_expert.numpy()), config,
+        lnc=2, options=OPTIONS,
+    )  # fmt: skip
+    return run.timeline.total_us
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_best_candidate_is_about_the_fastest(name: str) -> None:
+    H, I, E, T, K = shape = SHAPES[name]  # noqa: E741  the axis letter
+    ranked = rank_candidates(ExpertFormula(), ExpertSizes(H, I, E), Expected(num_tokens=T, top_k=K))
+    # Visits of four and five differ where experts have more tiles than these.
+    plans: dict[tuple[str, int], Candidate] = {}
+    for candidate in ranked:
+        plans.setdefault((candidate.request.shard_plan, candidate.block_size), candidate)
+    times = [simulate(shape, candidate) for candidate in plans.values()]
+    assert times[0] <= CLOSE * min(times)
+    assert len({candidate.request.shard_plan for candidate in ranked}) >= 2
+
+
+def test_experts_of_five_tiles_get_visits_of_five() -> None:
+    def best(num_tokens: int, **search: Any) -> Candidate:
+        return best_candidate(
+            ExpertFormula(), ExpertSizes(2048, 96, 8),
+            Expected(num_tokens=num_tokens, top_k=1, routing=(1.0,) * 8),
+            search=Search(block_sizes=(128,), **search),
+        )  # fmt: skip
+
+    five = best(8 * 128 * 5 - 400)
+    four = best(8 * 128 * 4 - 400, largest_visits=(4,))
+    assert (five.request.largest_visit, four.request.largest_visit) == (5, 4)
+
+
+def test_a_hot_expert_changes_what_to_expect() -> None:
+    sizes = ExpertSizes(512, 128, 4)
+    uniform, hot = (
+        best_candidate(
+            ExpertFormula(), sizes, Expected(num_tokens=2048, top_k=1, routing=routing)
+        ).request.tiles_per_expert
+        for routing in ("uniform", (1.0, 0.0, 0.0, 0.0))
+    )
+    assert hot > 2 * uniform
+    assert expect_tokens(100, 4, (0, 1, 0, 0)).tolist() == [0, 100, 0, 0]
+
+
+@pytest.mark.parametrize(("T", "K", "E", "B"), [(1, 1, 4, 32), (300, 4, 16, 128), (64, 8, 4, 64)])
+def test_room_is_that_of_the_block_mapping(T: int, K: int, E: int, B: int) -> None:
+    assert most_blocks(T, K, E, B) == num_blocks(T, K, E, B)
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        ("zipf", r"routing='zipf': must be 'uniform', or 4 numbers"),
+        ((1.0, 2.0), r"routing \[2\]: must be 4 numbers"),
+        ((0.0,) * 4, r"routing \[4\]: must be 4 numbers"),
+    ],
+)
+def test_routings_that_say_nothing_are_refused(routing: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        best_candidate(
+            ExpertFormula(), ExpertSizes(512, 128, 4),
+            Expected(num_tokens=64, top_k=1, routing=routing),
+        )  # fmt: skip

@@ -1,0 +1,389 @@
+"""The prefill kernel against the formula, in every plan, format and option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
+from nki_kernels.common.formula import limits
+from nki_kernels.common.weight_formats import split_parts
+from nki_kernels.prefill import (
+    best_parts,
+    check_blockwise_moe,
+    cost_blockwise_moe,
+    stored_parts,
+)
+from nki_kernels.prefill.memory import sbuf_bytes
+from nki_sim import SimOptions
+from tests.nki_kernels.prefill.cases import GPT_OSS, Prefill, config_of
+from tests.nki_kernels.traces import measured_cost
+
+# max |error| of a kernel over that of the torch backend, both in bfloat16 against float64: the
+# kernel rounds no more often, but the largest of many errors is a matter of luck.
+WORST_FACTOR = 1.15
+RMS_FACTOR = 1.02
+
+CASES = {
+    "T64-H192-I40-E4-K2-B32": Prefill(64, 192, 40, 4, 2, 32),
+    "T200-H256-I96-E8-K2-B128": Prefill(200, 256, 96, 8, 2),
+    "T130-H320-I180-E4-K4-B128-gpt-oss": Prefill(
+        130, 320, 180, 4, 4, has_bias=True, options=GPT_OSS
+    ),
+    "T70-H2880-I360-E4-K2-B64-gpt-oss": Prefill(
+        70, 2880, 360, 4, 2, 64, has_bias=True, options=GPT_OSS
+    ),
+    "T80-H192-I45-E4-K4-gpt-oss": Prefill(80, 192, 45, 4, 4, 32, has_bias=True, options=GPT_OSS),
+    "T600-H384-I64-E2-K2-B128-turned-by-dma": Prefill(
+        600, 384, 64, 2, 2, options={"turns": "dma"}, loop={"row_buffers": 2}
+    ),
+    "T200-H192-I60-E4-K2-B64-turned-by-dma": Prefill(
+        200, 192, 60, 4, 2, 64, has_bias=True, options={**GPT_OSS, "turns": "dma"}
+    ),
+    "T600-H128-I96-E4-K1-B128-pre-turned-by-dma": Prefill(
+        600, 128, 96, 4, 1, options={"scaling": "pre", "turns": "dma", "stores": "tokens"}
+    ),
+    "T150-H128-I260-E4-K2-B64-pre-turned-by-dma-bias": Prefill(
+        150, 128, 260, 4, 2, 64, has_bias=True,
+        options={**GPT_OSS, "scaling": "pre", "turns": "dma"},
+    ),
+    "T600-H64-I4-E2-K1-B1024": Prefill(600, 64, 4, 2, 1, 1024),
+    "T300-H128-I128-E3-K1-B256-pre": Prefill(
+        300, 128, 128, 3, 1, 256, options={"scaling": "pre", "stores": "tokens"}
+    ),
+    "T150-H128-I256-E4-K2-post-tiles": Prefill(
+        150, 128, 256, 4, 2, options={"scaling": "post", "stores": "tiles"}
+    ),
+    "T90-H704-I524-E3-K2-uneven-axes": Prefill(90, 704, 524, 3, 2, 64, has_bias=True),
+    "T1-H128-I64-E8-K4-one-token": Prefill(1, 128, 64, 8, 4),
+    "T257-H192-I60-E5-K1-B512-gelu": Prefill(
+        257, 192, 60, 5, 1, 512, options={"activation": "gelu"}
+    ),
+    "T150-H192-I60-E4-K2-swish": Prefill(
+        150, 192, 60, 4, 2, 64,
+        options={"activation": "sigmoid", "gates_itself": True, "scale": 1.3},
+    ),
+    "T150-H192-I60-E4-K2-swish-clamped-bias": Prefill(
+        150, 192, 60, 4, 2, 64, has_bias=True,
+        options={**GPT_OSS, "scale": 0.5},
+    ),
+    "T150-H128-I96-E4-K2-scaled-sigmoid-bias": Prefill(
+        150, 128, 96, 4, 2, 64, has_bias=True,
+        options={"activation": "sigmoid", "scale": 2.0},
+    ),
+    "T90-H128-I64-E4-K2-gelu-tanh": Prefill(
+        90, 128, 64, 4, 2, 64, options={"activation": "gelu_tanh", "scale": 0.7}
+    ),
+    "T150-H128-I260-E4-K2-relu-no-gate": Prefill(
+        150, 128, 260, 4, 2, 64, options={"activation": "relu", "has_gate": False}
+    ),
+    "T150-H192-I60-E4-K1-silu-no-gate-bias-pre": Prefill(
+        150, 192, 60, 4, 1, 64, has_bias=True,
+        options={
+            "has_gate": False, "scaling": "pre", "turns": "dma", "up_limits": limits(-1.0, 1.0),
+            "scale": 1.5,
+        },
+    ),
+    "T150-H192-I60-E4-K2-tanh-no-gate-e4m3": Prefill(
+        150, 192, 60, 4, 2, 64,
+        options={
+            "activation": "tanh", "has_gate": False, "weight_format": "float8_e4m3",
+            "has_scales": True,
+        },
+    ),
+    "T100-H128-I64-E4-K2-lnc1": Prefill(100, 128, 64, 4, 2, options={"num_cores": 1}),
+    "T100-H128-I64-E4-K2-dynamic": Prefill(100, 128, 64, 4, 2, options={"loop_plan": "dynamic"}),
+    "T100-H128-I64-E4-K2-static": Prefill(
+        100, 128, 64, 4, 2, 64, options={"loop_plan": "static", "shard_plan": "block"}
+    ),
+    "T400-H128-I64-E4-K2-dynamic-skip": Prefill(
+        400, 128, 64, 4, 2, 64, options={"loop_plan": "dynamic", "skip_weights": True}
+    ),
+    "T300-H192-I60-E4-K2-halves-skip-bias": Prefill(
+        300, 192, 60, 4, 2, 64, has_bias=True,
+        options={
+            **GPT_OSS, "loop_plan": "dynamic", "shard_plan": "block", "in_halves": True,
+            "skip_weights": True,
+        },
+    ),
+    "T300-H128-I64-E4-K2-static-skip-e4m3": Prefill(
+        300, 128, 64, 4, 2, 64,
+        options={
+            "loop_plan": "static", "shard_plan": "block", "skip_weights": True,
+            "weight_format": "float8_e4m3", "has_scales": True, "scaling": "post",
+        },
+    ),
+    "T600-H128-I96-E2-K2-sorted-skip-pre": Prefill(
+        600, 128, 96, 2, 2, options={"skip_weights": True, "scaling": "pre", "largest_visit": 2}
+    ),
+    "T140-H128-I96-E4-K2-intermediate": Prefill(
+        140, 128, 96, 4, 2, 64, has_bias=True,
+        options={"shard_plan": "intermediate", "scaling": "post"},
+    ),
+    "T140-H128-I96-E4-K2-intermediate-static": Prefill(
+        140, 128, 96, 4, 2, 64, options={"shard_plan": "intermediate", "loop_plan": "static"}
+    ),
+    "T140-H192-I60-E4-K2-hidden": Prefill(
+        140, 192, 60, 4, 2, 64, options={"shard_plan": "hidden"}
+    ),
+    "T300-H320-I36-E3-K2-hidden-gpt-oss": Prefill(
+        300, 320, 36, 3, 2, 32, has_bias=True, options={**GPT_OSS, "shard_plan": "hidden"}
+    ),
+    "T400-H256-I130-E3-K1-hidden-pre-turned-by-dma": Prefill(
+        400, 256, 130, 3, 1, 64, has_bias=True,
+        options={**GPT_OSS, "shard_plan": "hidden", "scaling": "pre", "stores": "tokens",
+                 "turns": "dma"},
+    ),
+    "T140-H128-I40-E4-K2-hidden-pre-no-gate": Prefill(
+        140, 128, 40, 4, 2, 64,
+        options={"shard_plan": "hidden", "scaling": "pre", "has_gate": False, "turns": "tensor"},
+    ),
+    "T200-H256-I96-E4-K2-hidden-static-e4m3-post": Prefill(
+        200, 256, 96, 4, 2, 64,
+        options={
+            "shard_plan": "hidden", "loop_plan": "static", "weight_format": "float8_e4m3",
+            "has_scales": True, "scaling": "post", "stores": "tiles",
+        },
+    ),
+    "T120-H256-I128-E4-K2-e4m3-rows": Prefill(
+        120, 256, 128, 4, 2, 64, options={"weight_format": "float8_e4m3", "has_scales": True}
+    ),
+    "T120-H256-I128-E4-K2-e5m2-bias": Prefill(
+        120, 256, 120, 4, 2, 64, has_bias=True,
+        options={**GPT_OSS, "weight_format": "float8_e5m2", "has_scales": True},
+    ),
+    "T90-H128-I64-E4-K2-e4m3-post": Prefill(
+        90, 128, 64, 4, 2, 64,
+        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+    ),
+}  # fmt: skip
+ROUTINGS = ("balanced", "uniform", "zipf", "one-expert", "empty-experts")
+
+
+def check(problem: Prefill, options: SimOptions | None = None) -> None:
+    """Assert results as close to the formula as the torch backend's, and cost and size as counted.
+
+    The comparison is with float64; bytes and matmul columns are those of the trace.
+    """
+    run, config = problem.launch(options), problem.config()
+    expected = problem.expected_slots()
+    error = np.abs(problem.slots_of(run) - expected)
+    allowed = np.abs(problem.torch_slots() - expected)
+    assert error.max() <= WORST_FACTOR * allowed.max()
+    assert np.sqrt((error**2).mean()) <= RMS_FACTOR * np.sqrt((allowed**2).mean())
+    cost = cost_blockwise_moe(config, problem.visits(config), problem.slots)
+    assert cost == measured_cost(run.trace)
+    assert run.sbuf_peak_bytes <= sbuf_bytes(config)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_slot_is_as_exact_as_the_torch_backend(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing_is_computed(routing: str) -> None:
+    check(Prefill(300, 128, 64, 6, 2, routing=routing))
+
+
+@pytest.mark.parametrize("name", ["T200-H256-I96-E8-K2-B128", "T140-H192-I60-E4-K2-hidden"])
+@pytest.mark.parametrize("start_core", [0, 1])
+def test_the_order_of_the_cores_does_not_matter(start_core: int, name: str) -> None:
+    problem = CASES[name]
+    check(problem, SimOptions(start_core=start_core, preempt=0.2, seed=3))
+
+
+def test_unwritten_memory_does_not_matter() -> None:
+    problem = CASES["T64-H192-I40-E4-K2-B32"]
+    nan, zero = (problem.launch(SimOptions(fill=fill)) for fill in (0xFF, 0x00))
+    assert np.array_equal(problem.slots_of(nan), problem.slots_of(zero))
+
+
+def test_skipped_weights_are_loaded_once_per_expert_and_core() -> None:
+    E, H, I = 4, 128, 64  # noqa: E741
+    options = {"loop_plan": "dynamic", "shard_plan": "block", "in_halves": True}
+    loads = []
+    for skips in (False, True):
+        problem = Prefill(600, H, I, E, 2, 64, options={**options, "skip_weights": skips})
+        config = problem.config()
+        visits = problem.visits(config)
+        loads.append(int((visits.visit_expert_CV < E).sum()))
+        cost = measured_cost(problem.launch().trace)
+        assert cost == cost_blockwise_moe(config, visits, problem.slots)
+    assert loads[0] == len(np.unique(np.flatnonzero(problem.slots >= 0) // 64))
+    assert loads[1] <= E + 1  # the halves may share one expert
+
+
+PARTS = {
+    "one-buffer": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1}),
+    "one-buffer-bias": Prefill(
+        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"weight_buffers": 1}
+    ),
+    "2-parts": Prefill(150, 128, 256, 3, 2, 64, loop={"weight_buffers": 1, "in_parts": 2}),
+    "4-parts-bias": Prefill(
+        150, 128, 256, 3, 2, 64, has_bias=True, options=GPT_OSS,
+        loop={"weight_buffers": 1, "in_parts": 4, "out_parts": 2, "outer_buffers": 4},
+    ),
+    "3-parts-e4m3-post": Prefill(
+        150, 128, 384, 3, 2, 64, loop={"in_parts": 3, "out_parts": 2, "outer_buffers": 5},
+        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+    ),
+    "by-4-parts-bias": Prefill(
+        150, 128, 512, 3, 2, 64, has_bias=True, options={**GPT_OSS, "weight_parts": (4, 1)}
+    ),
+    "by-2-and-2-parts-of-halves": Prefill(
+        150, 512, 512, 3, 2, 64, options={"weight_parts": (4, 2), "shard_plan": "intermediate"}
+    ),
+    "by-4-parts-e4m3-no-gate": Prefill(
+        150, 512, 256, 3, 2, 64,
+        options={
+            "weight_parts": (4, 2), "has_gate": False, "weight_format": "float8_e4m3",
+            "has_scales": True,
+        },
+    ),
+    "2-parts-few-rows": Prefill(
+        600, 128, 256, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 2}
+    ),
+    "2-parts-of-a-half": Prefill(
+        150, 128, 512, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 3},
+        options={"shard_plan": "intermediate"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+def test_buffers_do_not_change_the_result(name: str) -> None:
+    check(PARTS[name])
+
+
+def test_big_experts_get_smaller_buffers() -> None:
+    def loop_of(H: int, I: int) -> tuple[int, int]:  # noqa: E741
+        loop = Prefill(64, H, I, 1, 1).config().loop
+        return loop.weight_buffers, loop.in_parts
+
+    assert loop_of(2880, 360) == (2, 1)  # GPT-OSS, 8 ranks
+    assert loop_of(5120, 512) == (1, 1)  # Llama 4 Scout, 16 ranks
+    assert loop_of(4096, 1792)[1] > 1  # Mixtral, 8 ranks
+
+
+def test_weights_that_do_not_fit_had_best_lie_in_parts() -> None:
+    sizes = {"E": 8, "block_size": 128, "num_slots": 128 * 24, "num_tokens": 1024}
+    whole = config_of(H=2880, I=360, **sizes)
+    assert best_parts(whole) == (1, 1)
+    cut = config_of(H=4096, I=1792, **sizes)  # Mixtral, 8 ranks
+    parts = best_parts(cut)
+    assert parts == (7, 4)  # the fastest of six simulated
+    fitted = config_of(H=4096, I=1792, weight_parts=parts, **sizes)
+    assert stored_parts(fitted) == parts
+
+
+def test_parts_are_columns_in_order() -> None:
+    weight = np.arange(2 * 3 * 8).reshape(2, 3, 8)
+    cut = split_parts(weight, 2, halves=2)
+    assert cut[1, 0].tolist() == weight[1][:, [0, 1, 4, 5]].tolist()
+    assert cut[1, 1].tolist() == weight[1][:, [2, 3, 6, 7]].tolist()
+    with pytest.raises(ValueError, match="parts=3: must divide the 8 columns"):
+        split_parts(weight, 3)
+
+
+REFUSED = {
+    "H": ({"H": 100}, r"H=100: must be a positive multiple of 64"),
+    "I": ({"I": 0}, r"I=0: must be at least 1"),
+    "E": ({"E": 0}, r"E=0: must be at least 1"),
+    "block_size": ({"block_size": 384}, r"block_size=384: must be one of"),
+    "num_slots": ({"num_slots": 200}, r"num_slots=200: must be a positive multiple of block_size"),
+    "num_cores": ({"num_cores": 3}, r"num_cores=3: must be 1 or 2"),
+    "weight_format": ({"weight_format": "int8"}, r"weight_format='int8': must be one of bfloat16"),
+    "activation": ({"activation": "mish"}, r"activation='mish': must be one of silu"),
+    "scaling": ({"scaling": "late"}, r"scaling='late': must be one of none"),
+    "stores": ({"stores": "all"}, r"stores='all': must be one of tiles"),
+    "loop_plan": ({"loop_plan": "fast"}, r"loop_plan='fast': must be one of sorted"),
+    "shard_plan": ({"shard_plan": "expert"}, r"shard_plan='expert': must be one of balanced"),
+    "scales": ({"has_scales": True}, r"has_scales=True: bfloat16 weights have none"),
+    "split": ({"shard_plan": "intermediate", "I": 45}, r"I=45: must be a multiple of 2"),
+    "gate": ({"has_gate": False, "up_offset": 1.0}, r"has_gate=False: there is no gate"),
+    "gates-itself": (
+        {"gates_itself": True, "activation": "gelu"},
+        r"gates_itself=True, activation='gelu', has_gate=True: .* Use activation='sigmoid'",
+    ),
+    "gates-nothing": (
+        {"gates_itself": True, "activation": "sigmoid", "has_gate": False},
+        r"gates_itself=True, activation='sigmoid', has_gate=False: the kernel has gates",
+    ),
+    "leaky_relu": (
+        {"activation": "leaky_relu"},
+        r"activation='leaky_relu': must be one of silu, gelu",
+    ),
+    "halves": ({"in_halves": True}, r"in_halves=True, shard_plan='balanced': only blocks are"),
+    "skip": ({"H": 4096, "I": 4096, "skip_weights": True}, r"skip_weights=True: experts with"),
+    "parts": ({"weight_parts": (3, 1)}, r"weight_parts: \(3, 1\) for a core"),
+    "parts-of-cores": (
+        {"weight_parts": (3, 1), "shard_plan": "intermediate"},
+        r"weight_parts=\(3, 1\): must be positive, a multiple of the cores",
+    ),
+    "hidden": ({"H": 8192, "I": 4096, "shard_plan": "hidden"}, r"shard_plan='hidden': experts"),
+    "hidden-skip": (
+        {"shard_plan": "hidden", "skip_weights": True},
+        r"skip_weights=True, shard_plan='hidden': two visits are in flight",
+    ),
+    "turns": ({"turns": "dma", "H": 320}, r"turns='dma': needs H in equal tiles"),
+    "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_run_is_refused_by_name(name: str) -> None:
+    sizes = {"H": 128, "I": 64, "E": 4, "block_size": 128, "num_slots": 512, "num_tokens": 128}
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        config_of(**{**sizes, **change})
+
+
+def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
+    problem = CASES["T64-H192-I40-E4-K2-B32"]
+    config = problem.config()
+    good = {
+        "hidden": problem.hidden_TH, "gate_up": problem.gate_up_codes, "down": problem.down_codes,
+        "slots": problem.slots,
+    }  # fmt: skip
+    check_blockwise_moe(config, problem.visits(config), good)
+    for name, bad, message in (
+        ("hidden", problem.hidden_TH[:, :64], r"hidden \[64, 64\]: must be \[64, 192\]"),
+        ("hidden", problem.hidden_TH.astype(np.float32), r"hidden float32: must be bfloat16"),
+        ("gate_up", problem.gate_up_codes[:2], r"gate_up \[2, 192, 80\]: must be \[4, 192, 80\]"),
+        ("slots", problem.slots[:-32], r"slots \[\d+\]: must be"),
+        ("down_bias", problem.slots, r"down_bias: not expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_blockwise_moe(config, problem.visits(config), {**good, name: bad})
+    with pytest.raises(ValueError, match="gate_up: missing"):
+        check_blockwise_moe(config, problem.visits(config), {"hidden": problem.hidden_TH})
+
+
+def _recode(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+    """Return codes [E, in, out] and scales [E, out] of a random MXFP4 weight, and its values."""
+    experts, inputs, outputs = shape
+    blocks = torch.from_numpy(
+        rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
+    )
+    exponents = rng.integers(115, 125, (experts, outputs, inputs // 32)).astype(np.uint8)
+    scales = torch.from_numpy(exponents)
+    recoded = recode_mxfp4_to_fp8(blocks, scales)
+    codes = recoded.codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e5m2)
+    values = decode_mxfp4(blocks, scales, torch.float32).numpy()
+    scale = recoded.scale.numpy()[..., 0]
+    assert np.array_equal(codes.astype(np.float32) * scale[..., None], values)
+    return np.ascontiguousarray(codes.transpose(0, 2, 1)), scale, values.transpose(0, 2, 1)
+
+
+def test_mxfp4_weights_run_as_float8_without_loss() -> None:
+    options = {**GPT_OSS, "weight_format": "float8_e5m2", "has_scales": True}
+    problem = Prefill(120, 128, 64, 4, 2, 64, has_bias=True, options=options)
+    rng = np.random.default_rng(5)
+    problem.gate_up_codes, problem.gate_up_scale, problem.gate_up = _recode(rng, (4, 128, 128))
+    problem.down_codes, problem.down_scale, problem.down = _recode(rng, (4, 64, 128))
+    check(problem)

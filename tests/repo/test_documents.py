@@ -1,0 +1,149 @@
+"""What the documents name exists: commands with their options, files, make targets."""
+
+import contextlib
+import io
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from neuron_moe.tools.cli import main
+
+ROOT = Path(__file__).parents[2]
+TOP = ("nki_sim", "nki_kernels", "neuron_moe", "models", "tools", "configs", "tests", "docs", ".ci")
+DOCUMENTS = [
+    *sorted(ROOT.joinpath("docs").glob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "README.md",
+]
+ENTRY = re.compile(r"^## (\d{4}-\d{2}-\d{2}) \S")
+LABELS = ("Question", "Choice", "Rejected", "Consequence")
+LABELLED = re.compile(r"^(?:- )?(?:\*\*)?(\w+)[:.](?:\*\*)?\s+\S")
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+def _code(text: str) -> list[str]:
+    """Return what stands in backticks, and the lines of code blocks, continued ones joined."""
+    blocks = re.findall(r"```.*?\n(.*?)```", text, flags=re.DOTALL)
+    blocks += re.findall(r"(?:^    .*\n)+", text, flags=re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return lines + re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)
+
+
+def _commands(text: str) -> list[list[str]]:
+    """Return the words behind each `neuron-moe` in code."""
+    found = []
+    for piece in _code(text):
+        for call in re.findall(r"(?:^|[\s;&$(])neuron-moe\s+([^;&|#\n]*)", f" {piece}"):
+            words = shlex.split(call.split("   ")[0], comments=True) if "'" not in call else []
+            if words and re.fullmatch("[a-z_]+", words[0]):
+                found.append(words)
+    return found
+
+
+@cache
+def _help(words: tuple[str, ...]) -> str | None:
+    """Return the help of a command; None if there is no such command."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            status = main([*words, "--help"])
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return printed.getvalue() if status == 0 else None
+
+
+def test_documents_are_found() -> None:
+    assert len(DOCUMENTS) > 5
+    assert _commands("`neuron-moe bench wire --json x`") == [["bench", "wire", "--json", "x"]]
+    assert _help(("bench", "wires")) is None
+    assert _help(("brew",)) is None
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_commands_exist(path: Path) -> None:
+    wrong = []
+    for words in _commands(path.read_text()):
+        has_target = len(words) > 1 and re.fullmatch("[a-z_]+", words[1]) is not None
+        called = tuple(words[:2]) if has_target and words[0] in ("bench", "check") else (words[0],)
+        told = _help(called)
+        if told is None:
+            wrong.append(f"no command neuron-moe {' '.join(called)}")
+            continue
+        options = re.findall(r"--[a-z][\w-]*", " ".join(words))
+        wrong += [f"{' '.join(called)} has no {each}" for each in options if each not in told]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_files_exist(path: Path) -> None:
+    text = path.read_text()
+    named = {word.rstrip("/") for word in re.findall(r"[\w.<>*{},/-]+", " ".join(_code(text)))}
+    wrong = [
+        name for name in sorted(named) if name.split("/")[0] in TOP and "/" in name
+        and not all(_exists(each) for each in _alternatives(name.rstrip(".,")))
+    ]  # fmt: skip
+    files = {each.name for top in TOP for each in (ROOT / top).rglob("*.py")}
+    alone = set(re.findall(r"`(\w+\.py)`", text))  # in a block it may be a reader's own file
+    wrong += [f"no file of ours is called {name}" for name in sorted(alone - files)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_links_point_at_files(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text())
+    wrong = [link for link in links if not (path.parent / link).exists()]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_make_targets_exist(path: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    pieces = [piece for piece in _code(path.read_text()) if piece.strip().startswith("make ")]
+    wrong = [
+        piece for piece in pieces if f"\n{piece.split()[1]}:" not in f"\n{makefile}"
+    ]  # fmt: skip
+    assert not wrong, "\n".join(wrong)
+
+
+def _alternatives(name: str) -> list[str]:
+    """Return the paths that a name with one pair of braces means."""
+    found = re.match(r"([^{]*)\{([^}]*)\}(.*)", name)
+    if found is None:
+        return [name]
+    before, inner, after = found.groups()
+    return [f"{before}{each}{after}" for each in inner.split(",")]
+
+
+def _exists(name: str) -> bool:
+    """Say whether a path, or any that a placeholder in it can mean, exists."""
+    return any(ROOT.glob(re.sub(r"<[^>]*>", "*", name)))
+
+
+def test_decisions_have_four_labelled_lines() -> None:
+    wrong = []
+    for title, body in _decisions():
+        found = [match[1] for match in map(LABELLED.match, body) if match and match[1] in LABELS]
+        if found != list(LABELS) or not LABELLED.match(body[0]):
+            wrong.append(f"{title}: has {', '.join(found) or 'no label'}")
+    assert not wrong, f"of {len(_decisions())}:\n" + "\n".join(wrong)
+
+
+def test_decisions_are_dated_newest_first() -> None:
+    titles = [title for title, _ in _decisions()]
+    assert len(titles) > 3
+    dates = [match[1] for match in map(ENTRY.match, titles) if match]
+    assert len(dates) == len(titles), "a title is '## YYYY-MM-DD what'"
+    assert dates == sorted(dates, reverse=True)
+
+
+def _decisions() -> list[tuple[str, list[str]]]:
+    """Return title and lines of each entry."""
+    parts = re.split(r"^(?=## )", (ROOT / "DECISIONS.md").read_text(), flags=re.MULTILINE)[1:]
+    lines = [[line for line in part.splitlines() if line.strip()] for part in parts]
+    return [(title, body or [""]) for title, *body in lines]
