@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from nki_sim.dtypes import DType
+from nki_sim.machine.memory import Allocation
 from nki_sim.machine.registers import DynamicSlice, VirtualRegister
 from nki_sim.machine.tensor import NkiTensor
 
@@ -139,13 +140,18 @@ def _tensor_signature(bodies: Sequence[Body], value: NkiTensor) -> Any:
         offset = (_signature(bodies, dynamic.index), *dynamic[2:])
     alloc = value._alloc
     return (
-        _born(bodies, alloc.birth) if alloc.birth >= 0 else alloc.trace_id,
+        _born(bodies, alloc.birth) if alloc.birth >= 0 else _shared(alloc),
         value.shape,
         value.strides,
         value.offset if dynamic is None else None,
         value.dtype,
         offset,
     )
+
+
+def _shared(alloc: Allocation) -> Any:
+    """Tell a tensor that cores share; a constant is put in memory anew by every trip."""
+    return "constant" if alloc.name.startswith("constant:") else alloc.trace_id
 
 
 def _born(bodies: Sequence[Body], birth: int) -> tuple[int, int]:

@@ -337,6 +337,7 @@ def test_what_a_trip_makes_and_forgets_is_no_state() -> None:
             for k in range(3):
                 bump(tiles[k])
             isa.register_store(own, i)
+            nl.shared_identity_matrix(16)
             isa.tensor_tensor(total, total, own, nl.add)
             for _ in nl.dynamic_range(i):
                 bump(own)
