@@ -8,6 +8,7 @@ V vocabulary, Q query heads, J key/value heads, D head size, d rotary frequencie
 places are those of `neuron_moe.models.attention`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
@@ -57,6 +58,10 @@ class DecoderConfig:
             is_size = field.type in (int, int | None) and field.name != "pad_token_id"
             if is_size and (value is not None or field.type is int):
                 check_positive_int(field.name, value)
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise ValueError(
+                f"rms_norm_eps={self.rms_norm_eps}: must not be negative. Correct config.json."
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of"

@@ -48,6 +48,10 @@ class GptOssConfig(DecoderConfig):
         DecoderConfig.__post_init__(self)
         check_top_k(self.num_experts_per_tok, self.num_local_experts)
         check_layer_types(self.layer_types, self.num_hidden_layers, LAYER_TYPES)
+        if self.swiglu_limit <= 0:
+            raise ValueError(
+                f"swiglu_limit={self.swiglu_limit}: must be positive. Correct config.json."
+            )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "GptOssConfig":
@@ -71,7 +75,7 @@ class GptOssConfig(DecoderConfig):
             num_local_experts=reader.get("num_local_experts", int),
             num_experts_per_tok=reader.get_renamed("num_experts_per_tok", "experts_per_token", int),
             sliding_window=reader.get("sliding_window", int),
-            layer_types=tuple(reader.get_raw("layer_types") or usual_types),
+            layer_types=reader.get_strings("layer_types") or usual_types,
             attention_bias=reader.get("attention_bias", bool, True),
             swiglu_alpha=reader.get("swiglu_alpha", float, SWIGLU_ALPHA),
             swiglu_limit=reader.get("swiglu_limit", float, SWIGLU_LIMIT),

@@ -6,12 +6,15 @@ A model's `from_hf` creates a `ConfigReader`, asks it for each key by name and t
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from neuron_moe.errors import UnknownKeyError, check_positive_int
 
+_LARGEST_NUMBER = 2**31 - 1
+_LARGEST = {"num_hidden_layers": 10_000}  # a list of layers is made before anything else
 T = TypeVar("T", int, float, bool, str)
 
 # Keys that every transformers config may carry and that change nothing in inference.
@@ -37,10 +40,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a checkpoint.
 
     Raises:
-        ValueError: it is not a JSON object.
+        ValueError: it is not a JSON object, a key stands in it twice, or a number is not finite.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: must be JSON, but {error}. Download it again.") from error
     if not isinstance(values, dict):
@@ -48,6 +56,26 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path}: must be a JSON object, not a {type(values).__name__}. Download it again."
         )
     return values
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands there twice, as {found[key]!r} and {value!r}")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is larger than any number of 64 bits")
+    return value
 
 
 class ConfigReader:
@@ -78,8 +106,17 @@ class ConfigReader:
         value = self.get_raw(key)
         if value is None:
             return None
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return kind(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            most = _LARGEST.get(key, _LARGEST_NUMBER)
+            if not -most <= value <= most:  # catches NaN too
+                is_long = isinstance(value, int) and abs(value) >= 10**100
+                shown = "a number of a hundred digits or more" if is_long else value
+                raise ValueError(
+                    f"{self._where}: {key}={shown}: must be finite and at most {most}."
+                    " Correct the value in config.json."
+                )
+            if kind is float:
+                return kind(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(
                 f"{self._where}: {key}={value!r}: must be {kind.__name__}, not"
@@ -111,12 +148,37 @@ class ConfigReader:
         """Return a key that is null, one integer or a list of them as a tuple."""
         value = self.get_raw(key)
         items = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        if not all(
+            isinstance(item, int) and not isinstance(item, bool) and abs(item) <= _LARGEST_NUMBER
+            for item in items
+        ):
             raise ValueError(
                 f"{self._where}: {key}={value!r}: must be a {noun} or a list of them."
                 " Correct the value in config.json."
             )
         return items
+
+    def get_strings(self, key: str) -> tuple[str, ...]:
+        """Return a key that is null or a list of strings as a tuple."""
+        value = self.get_raw(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise ValueError(
+                f"{self._where}: {key}={value!r}: must be a list of names."
+                " Correct the value in config.json."
+            )
+        return tuple(value)
+
+    def get_section(self, key: str) -> Mapping[str, Any]:
+        """Return a key that is null or an object of its own."""
+        value = self.get_raw(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(
+                f"{self._where}: {key}={value!r}: must be an object with keys of its own."
+                " Correct the value in config.json."
+            )
+        return value or {}
 
     def get_raw(self, key: str) -> Any:
         """Return `key` as it stands, or None where it is absent; the caller checks it."""

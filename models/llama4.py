@@ -99,8 +99,8 @@ class Llama4Config(DecoderConfig):
         reader.ignore(*BOOKKEEPING_KEYS, "boi_token_index", "eoi_token_index", "image_token_index")
         reader.require("tie_word_embeddings", False)
         reader.require_quantization()
-        vision = ConfigReader(reader.get_raw("vision_config"), "vision_config")
-        text = reader.get_raw("text_config")
+        vision = ConfigReader(reader.get_section("vision_config"), "vision_config")
+        text = reader.get_section("text_config")
         reader.finish()
         return cls._from_text(text, vision.get("num_hidden_layers", int))
 
@@ -129,7 +129,7 @@ class Llama4Config(DecoderConfig):
             num_experts_per_tok=reader.get("num_experts_per_tok", int),
             moe_layers=moe_layers,
             no_rope_layers=turns,
-            layer_types=tuple(reader.get_raw("layer_types") or layer_types),
+            layer_types=reader.get_strings("layer_types") or tuple(layer_types),
             attention_chunk_size=reader.get("attention_chunk_size", int),
             use_qk_norm=reader.get("use_qk_norm", bool),
             # A flag, published as 4 at first.

@@ -58,13 +58,9 @@ def load_model(
         raise ValueError(
             f"dtype={dtype}: must be torch.bfloat16, torch.float32 or torch.float16. Use bfloat16."
         )
-    raw_config = read_config(directory)
-    model_file = find_model_file(raw_config.get("model_type"))
-    config = model_file.Config.from_hf(raw_config)
+    model_file, config = _read_model(directory)
     checkpoint = open_checkpoint(directory)
-    # On the meta device parameters have a shape and no memory, until the loaded ones replace them.
-    with torch.device("meta"):
-        model: nn.Module = model_file.Model(config, dtype=dtype, **model_options)
+    model = _build(model_file, config, dtype=dtype, **model_options)
     weight_map = model_file.weight_map(config)
     if shard is None and parallel_state.model_parallel_is_initialized():
         load_shard(model, checkpoint, weight_map, progress=progress)
@@ -76,6 +72,30 @@ def load_model(
         if isinstance(module, ExpertMLPsV2) and module.backend.name == "nki":
             module.pack_weights()
     return model.eval().requires_grad_(False)
+
+
+def build_model(directory: str | Path, **model_options: Any) -> nn.Module:
+    """Return the model a checkpoint is for as `load_model` builds it, on the meta device.
+
+    Raises:
+        FileNotFoundError: if config.json is missing.
+        ValueError: if it is not as it must be, or the ranks of `parallel_state` do not fit.
+    """
+    return _build(*_read_model(directory), **model_options)
+
+
+def _read_model(directory: str | Path) -> tuple[ModuleType, Any]:
+    """Return the file of a checkpoint's model, and its configuration."""
+    raw_config = read_config(directory)
+    model_file = find_model_file(raw_config.get("model_type"))
+    return model_file, model_file.Config.from_hf(raw_config)
+
+
+def _build(model_file: ModuleType, config: Any, **options: Any) -> nn.Module:
+    # On the meta device parameters have a shape and no memory, until the loaded ones replace them.
+    with torch.device("meta"):
+        model: nn.Module = model_file.Model(config, **options)
+    return model
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:

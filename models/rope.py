@@ -57,10 +57,12 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         _check_kind(self.kind, KINDS)
-        if self.theta <= 1:
+        if not 1 < self.theta < math.inf:
             raise ValueError(f"rope_theta={self.theta}: must be larger than 1. Correct it.")
         scales = self.kind != "default"
-        if scales and (self.factor < 1 or self.original_max_position_embeddings < 1):
+        if scales and (
+            not 1 <= self.factor < math.inf or self.original_max_position_embeddings < 1
+        ):
             raise ValueError(
                 f"factor={self.factor}, original_max_position_embeddings="
                 f"{self.original_max_position_embeddings}: {self.kind} needs both to be at least 1."
@@ -72,6 +74,20 @@ class RopeConfig:
                 f"{self.high_freq_factor}: must be positive, the first not above the second."
                 " Correct the rope section of config.json."
             )
+
+        for name in ("beta_fast", "beta_slow", "attention_factor"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(
+                    f"{name}={value}: must be positive. Correct the rope section of config.json."
+                )
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{name}={value}: must not be negative. Correct the rope section of"
+                    " config.json."
+                )
 
     @classmethod
     def from_hf(
@@ -93,18 +109,20 @@ class RopeConfig:
         Raises:
             ValueError: two sections that differ, no base, an unknown key or rope type.
         """
-        scaling, parameters = reader.get_raw("rope_scaling"), reader.get_raw("rope_parameters")
+        scaling, parameters = (
+            reader.get_section(key) for key in ("rope_scaling", "rope_parameters")
+        )
         theta = reader.get_optional("rope_theta", float)
         if scaling and parameters and scaling != parameters:
             raise ValueError(
                 f"rope_scaling={scaling!r}, rope_parameters={parameters!r}: the two spellings"
                 " disagree. Keep one of them."
             )
-        section: Mapping[str, Any] = parameters or scaling or {}
+        section: Mapping[str, Any] = parameters or scaling
         fields = ConfigReader(section, "rope_parameters" if parameters else "rope_scaling")
         kind = fields.get_optional("rope_type", str) or fields.get("type", str, "default")
         fields.ignore("type")  # transformers 4.55 wrote both names
-        theta = fields.get_optional("rope_theta", float) or theta or default_theta
+        theta = _first(fields.get_optional("rope_theta", float), theta, default_theta)
         if theta is None:
             raise ValueError(
                 "rope_theta is missing: the base of the rotary embedding is a fact of the"
@@ -115,6 +133,11 @@ class RopeConfig:
         config = cls(theta=theta, kind=kind, is_interleaved=is_interleaved, **more)
         fields.finish()
         return config
+
+
+def _first(*values: float | None) -> float | None:
+    """Return the first value that is given."""
+    return next((value for value in values if value is not None), None)
 
 
 def _check_kind(kind: str, kinds: Sequence[str]) -> None:
@@ -130,8 +153,8 @@ def _yarn_fields(fields: ConfigReader) -> dict[str, Any]:
     return {
         "factor": fields.get("factor", float),
         "original_max_position_embeddings": fields.get("original_max_position_embeddings", int),
-        "beta_fast": fields.get_optional("beta_fast", float) or 32.0,
-        "beta_slow": fields.get_optional("beta_slow", float) or 1.0,
+        "beta_fast": fields.get("beta_fast", float, 32.0),
+        "beta_slow": fields.get("beta_slow", float, 1.0),
         "truncate": True if truncate is None else truncate,
         "attention_factor": fields.get_optional("attention_factor", float),
         "mscale": fields.get_optional("mscale", float),

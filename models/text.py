@@ -81,6 +81,11 @@ def _special_tokens(folder: Path) -> tuple[tuple[int, ...], int | None]:
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         if not path.is_file():
+            if path.exists() or path.is_symlink():
+                raise ValueError(
+                    f"{path}: must be a file, but is a folder or a link to nothing. Delete it, or"
+                    " download it again."
+                )
             continue
         reader = ConfigReader(read_json_object(path), str(path))
         stop = reader.get_ints("eos_token_id", "token id") or stop

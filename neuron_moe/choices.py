@@ -37,17 +37,32 @@ def check_choices(expert_index: Tensor, num_tokens: int, num_experts: int) -> No
 
 
 def choice_affinities(affinities: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
-    """Return float32 [T, K] affinities from [T, K], or from NxD's dense [T, E]."""
+    """Return float32 [T, K] affinities from [T, K], or from NxD's dense [T, E] where E > K.
+
+    Where E == K both have one shape: these are in the order of the choices, dense ones come through
+    `from_dense`.
+    """
     num_tokens, top_k = index_TK.shape
     if tuple(affinities.shape) == (num_tokens, top_k):
         return affinities.float()
     if tuple(affinities.shape) == (num_tokens, num_experts):
-        return affinities.float().gather(1, index_TK.to(torch.int64).clamp(min=0))
+        return from_dense(affinities, index_TK, num_experts)
     raise ValueError(
         f"expert_affinities: shape {tuple(affinities.shape)} must be [T, top_k] ="
         f" {[num_tokens, top_k]}"
         f" or dense [T, num_experts] = {[num_tokens, num_experts]}."
     )
+
+
+def from_dense(affinities: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
+    """Return float32 [T, K] affinities of the choices from dense [T, E]."""
+    expected = (index_TK.shape[0], num_experts)
+    if tuple(affinities.shape) != expected:
+        raise ValueError(
+            f"expert_affinities_masked_full: shape {tuple(affinities.shape)} must be {expected},"
+            " [T, num_experts]. Pass affinities of the choices alone as expert_affinities."
+        )
+    return affinities.float().gather(1, index_TK.to(torch.int64).clamp(min=0))
 
 
 def drop_padding(

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from neuron_moe.backends import Backend, get_backend
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
-from neuron_moe.choices import check_choices, choice_affinities, drop_padding, fits_capacity
+from neuron_moe.choices import (
+    check_choices,
+    choice_affinities,
+    drop_padding,
+    fits_capacity,
+    from_dense,
+)
 from neuron_moe.errors import check_positive_int
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.hybrid import PhaseShards
@@ -244,12 +250,13 @@ class RoutedExperts(nn.Module):
 
         Args:
             hidden_states: [T, H] in the dtype of the weights.
-            expert_affinities: [T, K] affinities of the choices, or NxD's dense [T, E].
+            expert_affinities: [T, K] affinities in the order of the choices, or NxD's dense [T, E]
+                where E > K; where E == K, pass dense ones as expert_affinities_masked_full.
             expert_index: [T, K] experts of the model; -1 for none.
             seq_len: 1 is decode, more is prefill.
             padding_mask: [B, S] or [T], nonzero for real tokens; the others get no expert.
             expert_affinities_masked_full: NxD's masked dense affinities [T, E], if already
-                computed.
+                computed; always read as dense, and instead of expert_affinities.
             phase: overrides what `seq_len` says, for speculation windows.
 
         Returns:
@@ -259,10 +266,13 @@ class RoutedExperts(nn.Module):
         check_positive_int("seq_len", seq_len)
         phase = phase or ("decode" if seq_len == 1 else "prefill")
         self.check_hidden(hidden_states)
-        if expert_affinities_masked_full is not None:
-            expert_affinities = expert_affinities_masked_full
         num_tokens = hidden_states.shape[0]
         check_choices(expert_index, num_tokens, self.spec.num_experts)
+        if expert_affinities_masked_full is not None:
+            self._check_width(expert_index, num_tokens)
+            expert_affinities = from_dense(
+                expert_affinities_masked_full, expert_index, self.spec.num_experts
+            )
         step = Step(phase, num_tokens, has_padding=padding_mask is not None)
         plan = self.plan(step) if num_tokens else None
         drops = plan is not None and plan.path == "capacity"
@@ -284,7 +294,7 @@ class RoutedExperts(nn.Module):
         """Settle what each token gets: padding, capacity, normalisation, and the expert's place.
 
         Args:
-            expert_affinities: [t, K], or NxD's dense [t, E].
+            expert_affinities: [t, K] in the order of the choices, or NxD's dense [t, E], E > K.
             expert_index: [t, K] experts of the model; -1 for none.
             padding_mask: nonzero for real tokens.
             drops: choices beyond the capacity of an expert are dropped.
@@ -294,11 +304,7 @@ class RoutedExperts(nn.Module):
         Returns:
             [t, K] int32 physical experts of the model, and [t, K] float32 affinities.
         """
-        expected = (expert_affinities.shape[0], self.spec.top_k)
-        if tuple(expert_index.shape) != expected:
-            raise ValueError(
-                f"expert_index: shape {tuple(expert_index.shape)} must be {expected}, [T, top_k]."
-            )
+        self._check_width(expert_index, expert_affinities.shape[0])
         index_TK = expert_index.to(torch.int32)
         affinities_TK = choice_affinities(expert_affinities, index_TK, self.spec.num_experts)
         index_TK, affinities_TK = drop_padding(index_TK, affinities_TK, padding_mask)
@@ -315,6 +321,14 @@ class RoutedExperts(nn.Module):
         if self.placement is not None:
             index_TK = self.placement.to_physical(index_TK, first_token)
         return index_TK, affinities_TK
+
+    def _check_width(self, expert_index: Tensor, num_tokens: int) -> None:
+        """Raise ValueError unless every token has top_k choices."""
+        expected = (num_tokens, self.spec.top_k)
+        if tuple(expert_index.shape) != expected:
+            raise ValueError(
+                f"expert_index: shape {tuple(expert_index.shape)} must be {expected}, [T, top_k]."
+            )
 
     def compute(
         self, plan: Plan | None, hidden_TH: Tensor, index_TK: Tensor, affinities_TK: Tensor

@@ -110,8 +110,8 @@ class MoE(nn.Module):
 
         Args:
             hidden_states: [B, S, H]; S = 1 is decode.
-            padding_mask: [B, S], nonzero for real tokens; the others get no routed expert. With
-                sequence parallelism the own part or all of it.
+            padding_mask: [B, S] whatever the order of hidden_states, nonzero for real tokens; the
+                others get no routed expert. With sequence parallelism the own part or all of it.
             is_speculative_decoding: S > 1 tokens of a verification window, dispatched like decode.
             residual: [B, S, H] added to the input first; the sum is returned as the last field.
             phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
@@ -184,12 +184,7 @@ class MoE(nn.Module):
         is_part = self.options.is_sequence_parallel and phase is None
         axis = self.options.sequence_dimension if is_part else 1
         if padding_mask is not None:
-            check_instance("padding_mask", padding_mask, Tensor)
-            if not is_part and padding_mask.shape[1:] != hidden_states.shape[1:2]:
-                raise ValueError(
-                    f"padding_mask: shape {tuple(padding_mask.shape)} must be [B, S] of"
-                    f" hidden_states {tuple(hidden_states.shape)}. Reshape or transpose it."
-                )
+            padding_mask = _check_mask(padding_mask, hidden_states, axis, is_part=is_part)
         # Parts of [S, B, H] are whole runs of tokens already; shuffled tokens are of no sequence.
         is_whole = axis == 0 or self.shuffle is not None
         return TokenBatch(
@@ -254,12 +249,21 @@ class MoE(nn.Module):
 
     def _settings(self) -> dict[str, object]:
         """Return what must agree between ranks."""
-        experts, shared = self.expert_mlps, self.shared_experts
+        experts, shared, norm = self.expert_mlps, self.shared_experts, self.rmsnorm
         return {
             "router": self.router.spec,
             **{field.name: getattr(experts.spec, field.name) for field in fields(experts.spec)},
             "expert_placement": experts.placement,
             "shared_experts": None if shared is None else shared.describe(),
+            "rmsnorm": norm,
+            "rmsnorm_eps": getattr(norm, "eps", getattr(norm, "variance_epsilon", None)),
+            "reduce_dtype": self.options.reduce_dtype,
+            "sequence_dimension": self.options.sequence_dimension,
+            "fuses_decode": self.options.fuses_decode,
+            "token_shuffle": None if self.shuffle is None else self.shuffle.group.size,
+            "backend": experts.backend.name,
+            "compat": experts.compat,
+            "tuning": replace(experts.tuning, remarks=()),
         }
 
     def weights_changed(self) -> None:
@@ -325,6 +329,28 @@ def _add_residual(hidden_states: Tensor, residual: Tensor | None) -> tuple[Tenso
         )
     total = hidden_states + residual
     return total, total.clone()
+
+
+def _check_mask(mask: Tensor, hidden_states: Tensor, axis: int, *, is_part: bool) -> Tensor:
+    """Return a padding mask [B, S] with its entries in the order of the tokens.
+
+    Raises:
+        ValueError: it is not of these sequences.
+    """
+    check_instance("padding_mask", mask, Tensor)
+    batch = hidden_states.shape[1 - axis]
+    if is_part:
+        # Its second axis may be the own part or all of the sequence; that is checked later.
+        fits = mask.shape[0] == batch if mask.ndim == 2 else axis == 1 or batch == 1
+    else:
+        fits = mask.shape[1:] == hidden_states.shape[1:2]
+    if not fits:
+        order = "[S, B, H]" if axis == 0 else "[B, S, H]"
+        raise ValueError(
+            f"padding_mask: shape {tuple(mask.shape)} must be [B, S] of hidden_states"
+            f" {tuple(hidden_states.shape)}, which are {order}. Reshape or transpose it."
+        )
+    return mask.t() if axis == 0 and mask.ndim == 2 else mask
 
 
 def _check_sizes(router: Router, experts: RoutedExperts, shared: SharedExperts | None) -> None:

@@ -73,6 +73,8 @@ def _collective(function: _F) -> _F:
     def call(*args: Any, **kwargs: Any) -> Any:
         core = current()
         try:
+            if core.open_loops:
+                core.same_as_first_trip(name, names, args, kwargs)
             return function(core, *args, **kwargs)
         except NkiValidationError as error:
             core.locate(error, name)
@@ -80,6 +82,7 @@ def _collective(function: _F) -> _F:
 
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1:]
+    names = tuple([parameter.name for parameter in parameters])
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return cast(_F, call)
 

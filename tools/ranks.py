@@ -18,6 +18,26 @@ from neuron_moe.parallel import parallel_state
 T = TypeVar("T")
 
 
+_RANKS_PER_CORE = 4
+_MOST_RANKS = 16  # on however few cores
+
+
+def check_num_processes(tp: int, ep: int) -> None:
+    """Raise ValueError if tp * ep ranks are too many processes for this machine."""
+    cores = os.cpu_count() or 1
+    most = max(_MOST_RANKS, _RANKS_PER_CORE * cores)
+    if tp * ep > most and not _is_placed():
+        raise ValueError(
+            f"--tp {tp} x --ep {ep}: {tp * ep} processes, must be at most {most} on this machine"
+            f" of {cores} cores. Lower them, or start the ranks with torchrun on several machines."
+        )
+
+
+def _is_placed() -> bool:
+    """Say whether torchrun started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def run_on_ranks(tp: int, ep: int, work: Callable[[], T]) -> T:
     """Run `work` on tp * ep ranks; return what rank 0 got.
 
@@ -30,14 +50,16 @@ def run_on_ranks(tp: int, ep: int, work: Callable[[], T]) -> T:
         work: what each rank does, after the groups were built.
 
     Raises:
+        ValueError: these are too many processes; none was started.
         RuntimeError: another rank failed.
     """
     size = tp * ep
     if size == 1:
         return work()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_placed():
         with _place(tp, ep), _silence(int(os.environ["RANK"])):
             return work()
+    check_num_processes(tp, ep)
     context = multiprocessing.get_context("fork")
     address = f"tcp://127.0.0.1:{_free_port()}"
     children = []

@@ -1,7 +1,11 @@
 """Writing checkpoints in the layout of their publishers."""
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -39,8 +43,8 @@ def save_checkpoint(
         The files written: `model.safetensors`, or the shards and their index.
 
     Raises:
-        ValueError: if the directory holds weights, parameters and map do not match, or a value is
-            not finite.
+        ValueError: if the directory holds weights or another call is writing there, parameters and
+            map do not match, or a value is not finite.
     """
     check_positive_int("max_shard_mib", max_shard_mib)
     if dtype not in (torch.bfloat16, torch.float32):
@@ -49,25 +53,41 @@ def save_checkpoint(
         )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    if present := sorted(path.name for path in directory.glob("*.safetensors*")):
-        raise ValueError(
-            f"{directory}: must not hold weights yet, but has {present[0]}. "
-            "Choose another directory, or delete them."
-        )
-    shards: list[tuple[Path, dict[str, int]]] = []
-    pending: dict[str, Tensor] = {}
+    with _only_writer(directory):
+        if present := sorted(path.name for path in directory.glob("*.safetensors*")):
+            raise ValueError(
+                f"{directory}: must not hold weights yet, but has {present[0]}. "
+                "Choose another directory, or delete them."
+            )
+        shards = _Shards(directory)
+        try:
+            for key, tensor in weight_map.export(parameters, variant):
+                stored = _to_stored(key, tensor, dtype)
+                shards.add(key, stored, max_shard_mib << 20)
+            return shards.finish()
+        finally:
+            shards.clean_up()
+
+
+@contextmanager
+def _only_writer(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, which the system releases if this process dies.
+
+    Raises:
+        ValueError: another call holds it.
+    """
+    handle = os.open(directory, os.O_RDONLY)
     try:
-        for key, tensor in weight_map.export(parameters, variant):
-            stored = _to_stored(key, tensor, dtype)
-            size = sum(waiting.nbytes for waiting in pending.values()) + stored.nbytes
-            if pending and size > max_shard_mib << 20:
-                _write_shard(directory, shards, pending)
-            pending[key] = stored
-        _write_shard(directory, shards, pending)
-        return _name_shards(directory, shards)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{directory}: another save_checkpoint is writing there; nothing of this one was"
+                " kept. Choose another directory, or save from one process only."
+            ) from None
+        yield
     finally:
-        for path, _ in shards:
-            path.unlink(missing_ok=True)
+        os.close(handle)
 
 
 def _to_stored(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,27 +102,59 @@ def _to_stored(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.contiguous()
 
 
-def _write_shard(
-    directory: Path, shards: list[tuple[Path, dict[str, int]]], pending: dict[str, Tensor]
-) -> None:
-    """Write the waiting tensors under a name for the time being, and forget them."""
-    path = directory / f"unfinished-{len(shards):05d}.safetensors"
-    shards.append((path, {key: tensor.nbytes for key, tensor in pending.items()}))
-    save_file(pending, path, metadata={"format": "pt"})
-    pending.clear()
+class _Shards:
+    """The files of one save, under names of their own until all of them are complete."""
 
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._token = secrets.token_hex(4)
+        self._pending: dict[str, Tensor] = {}
+        self._written: list[tuple[Path, dict[str, int]]] = []
+        self._unfinished: list[Path] = []
 
-def _name_shards(directory: Path, shards: list[tuple[Path, dict[str, int]]]) -> list[Path]:
-    """Give the shards their final names, which tell their number, and write the index."""
-    if len(shards) == 1:
-        return [shards[0][0].rename(directory / SINGLE_FILE)]
-    files, weight_map = [], {}
-    for number, (path, sizes) in enumerate(shards, start=1):
-        file = directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files.append(path.rename(file))
-        weight_map.update(dict.fromkeys(sizes, file.name))
-    total = sum(size for _, sizes in shards for size in sizes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    index_file = directory / INDEX_FILE
-    index_file.write_text(json.dumps(index, indent=2) + "\n")
-    return [*files, index_file]
+    def add(self, key: str, tensor: Tensor, limit: int) -> None:
+        """Take one more tensor; write those that wait if they would exceed `limit` bytes."""
+        size = sum(waiting.nbytes for waiting in self._pending.values()) + tensor.nbytes
+        if self._pending and size > limit:
+            self._write()
+        self._pending[key] = tensor
+
+    def finish(self) -> list[Path]:
+        """Write the rest, give the files their final names, the index last; return them."""
+        self._write()
+        if len(self._written) == 1:
+            files = [self._publish(self._written[0][0], SINGLE_FILE)]
+            self._unfinished.clear()
+            return files
+        count, files, weight_map = len(self._written), [], {}
+        for number, (path, sizes) in enumerate(self._written, start=1):
+            files.append(self._publish(path, f"model-{number:05d}-of-{count:05d}.safetensors"))
+            weight_map.update(dict.fromkeys(sizes, files[-1].name))
+        total = sum(size for _, sizes in self._written for size in sizes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        path = self._path("index.json")
+        path.write_text(json.dumps(index, indent=2) + "\n")
+        files.append(self._publish(path, INDEX_FILE))
+        self._unfinished.clear()
+        return files
+
+    def clean_up(self) -> None:
+        """Remove what was not finished."""
+        for path in self._unfinished:
+            path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        """Write the waiting tensors under a name for the time being, and forget them."""
+        path = self._path(f"{len(self._written):05d}.safetensors")
+        self._written.append((path, {key: tensor.nbytes for key, tensor in self._pending.items()}))
+        save_file(self._pending, path, metadata={"format": "pt"})
+        self._pending.clear()
+
+    def _path(self, name: str) -> Path:
+        path = self._directory / f"unfinished-{self._token}-{name}"
+        self._unfinished.append(path)
+        return path
+
+    def _publish(self, path: Path, name: str) -> Path:
+        self._unfinished.append(self._directory / name)  # until the last file has its name
+        return path.rename(self._directory / name)

@@ -13,6 +13,7 @@ Axes: T tokens of all ranks, t this rank's own, N rows that reach this rank's ex
 choices, B sequences, S positions.
 """
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuron_moe.errors import check_choice
 from neuron_moe.parallel.collectives import (
     Collectives,
     TorchCollectives,
@@ -27,7 +29,7 @@ from neuron_moe.parallel.collectives import (
     gather_lengths,
     reduce_scatter_rows,
 )
-from neuron_moe.parallel.failure import check_same_on_all_ranks
+from neuron_moe.parallel.failure import check_same_on_all_ranks, compare_settings
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.strategy import (
     Dispatched,
@@ -37,7 +39,7 @@ from neuron_moe.parallel.strategy import (
     build_strategy,
     split_evenly,
 )
-from neuron_moe.paths import DECODE_PHASES
+from neuron_moe.paths import DECODE_PHASES, PHASES
 from neuron_moe.shared_experts import SharedExperts
 
 _NO_ROWS = Rows(*(torch.empty(0, 0) for _ in Rows._fields))
@@ -129,10 +131,13 @@ class TokenExchange:
         """
         num_tokens = batch.hidden_TH.shape[0]
         phase = batch.phase
+        if phase is not None:
+            check_choice("phase", phase, PHASES)
         if phase is None and not batch.is_sequence_part:
             phase = _phase_of(num_tokens, batch.batch_size)
         strategy = self.strategy(phase, batch.is_sequence_part)
         self._check_ranks_once(strategy, batch, settings)
+        _check_step(strategy.spread.replica, batch, phase)
         lengths = gather_lengths(strategy.spread.gather, num_tokens, batch.hidden_TH.device)
         if phase is None:
             phase = _phase_of(sum(lengths), batch.batch_size)
@@ -151,9 +156,45 @@ class TokenExchange:
             "strategy": strategy.name,
             "sequence_parallel": batch.is_sequence_part,
         }
-        if strategy.spread.gather.size == 1:
-            compared["tokens"] = batch.hidden_TH.shape[0]
         check_same_on_all_ranks("MoE layer", compared, group.group)
+
+
+def _check_step(replica: Collectives, batch: TokenBatch, phase: str | None) -> None:
+    """Compare, before the sum, what ranks that hold the same tokens were called with.
+
+    Other counts would end the process inside gloo, other masks would sum wrongly. One gather of
+    four numbers; not in graphs, whose shapes are static, nor where reading it would stop a device.
+
+    Raises:
+        ValueError: ranks disagree; every one raises.
+    """
+    is_host = batch.hidden_TH.device.type == "cpu"
+    if torch.compiler.is_compiling() or not is_host or not isinstance(replica, TorchCollectives):
+        return
+    mask, num_real, digest = batch.padding_mask, -1, 0
+    if mask is not None:
+        is_real = (mask.reshape(-1) != 0).cpu().numpy()
+        num_real, digest = int(is_real.sum()), zlib.crc32(is_real.tobytes())
+    mine = torch.tensor([[batch.hidden_TH.shape[0], _phase_number(phase), num_real, digest]])
+    everyone = replica.all_gather(mine).tolist()
+    if everyone.count(everyone[0]) == len(everyone):
+        return
+    compare_settings(
+        "MoE layer",
+        replica.ranks,
+        [_describe_step(*numbers) for numbers in everyone],
+        advice="These ranks hold the same tokens: call the layer with the same on each.",
+    )
+
+
+def _phase_number(phase: str | None) -> int:
+    return -1 if phase is None else PHASES.index(phase)
+
+
+def _describe_step(num_tokens: int, phase: int, num_real: int, digest: int) -> dict[str, str]:
+    mask = f"of {num_real} real tokens (crc32 {digest:08x})" if num_real >= 0 else "missing"
+    named = PHASES[phase] if phase >= 0 else "open"
+    return {"tokens": str(num_tokens), "phase": named, "padding_mask": mask}
 
 
 def _phase_of(num_tokens: int, batch_size: int) -> str:

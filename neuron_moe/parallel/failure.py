@@ -185,23 +185,36 @@ def check_same_on_all_ranks(
     Raises:
         ValueError: some differ; the message names setting, ranks and values. Every rank raises.
     """
+    mine = {key: repr(value) for key, value in values.items()}
+    everyone = gather_objects(f"comparison of {what} settings", mine, group)
+    compare_settings(what, dist.get_process_group_ranks(group or dist.group.WORLD), everyone)
+
+
+def gather_objects(what: str, mine: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Return what every process of a group (default: all) gave, in rank order; collective.
+
+    Raises:
+        CollectiveError: a rank is gone or did not arrive; `what` names the collective.
+    """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     everyone: list[Any] = [None] * len(ranks)
-    mine = {key: repr(value) for key, value in values.items()}
     started = time.monotonic()
     try:
         dist.all_gather_object(everyone, mine, group=group)
     except RuntimeError as error:
         seconds = time.monotonic() - started
-        what = f"comparison of {what} settings"
         raise describe_failure(
             what, "model" if group else "world", ranks, seconds, error
         ) from error
-    compare_settings(what, ranks, everyone)
+    return everyone
 
 
 def compare_settings(
-    what: str, ranks: Sequence[int], everyone: Sequence[Mapping[str, str]]
+    what: str,
+    ranks: Sequence[int],
+    everyone: Sequence[Mapping[str, str]],
+    *,
+    advice: str = "Start every rank with the same settings.",
 ) -> None:
     """Raise ValueError for the first setting on which ranks disagree."""
     for key in sorted({key for settings in everyone for key in settings}):
@@ -212,7 +225,7 @@ def compare_settings(
             found = values[ranks.index(odd[0])]
             raise ValueError(
                 f"{what}: {key} is {found} on rank {_as_runs(odd)} and {usual} on the others."
-                " Start every rank with the same settings."
+                f" {advice}"
             )
 
 

@@ -3,15 +3,23 @@
 `load_shard` reads a rank's slices straight out of safetensors. Models that are started often are
 better served by a sharded checkpoint: one file for each rank, read without any rearranging.
 
-    sharded.json                        the ParallelConfig and the number of ranks
+    sharded.json                        the ParallelConfig, and which save the files are of
     rank-00003-of-00008.safetensors     parameters and buffers of rank 3, under their own names
+
+Every file carries the generation of the save that wrote it. The ranks write under other names
+first; the files get theirs once all are complete, `sharded.json` last. What a save leaves that did
+not finish is either the checkpoint from before, or a mixture that no rank loads.
 """
 
 import json
+import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -20,7 +28,9 @@ from neuron_moe.checkpoint.load import Progress, read_parameters, unique_paramet
 from neuron_moe.checkpoint.reader import Checkpoint, open_checkpoint
 from neuron_moe.checkpoint.weight_map import WeightMap, placeholders
 from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.collectives import TorchCollectives
 from neuron_moe.parallel.config import ParallelConfig
+from neuron_moe.parallel.failure import gather_objects
 from neuron_moe.parallel.sharding import ModuleSharding, sharding_of
 
 INDEX_NAME = "sharded.json"
@@ -99,12 +109,17 @@ def _assign(model: nn.Module, unique: Mapping[str, Tensor], filled: Mapping[str,
     model.load_state_dict({name: loaded[id(tensor)] for name, tensor in state.items()}, assign=True)
 
 
-def save_sharded(model: nn.Module, directory: str | Path) -> Path:
+def save_sharded(model: nn.Module, directory: str | Path, *, generation: str | None = None) -> Path:
     """Write this rank's part of a model; every rank calls it with the same directory.
+
+    Among running ranks it is collective. Ranks that are made up (`parallel_state.as_rank`) save one
+    after another.
 
     Args:
         model: built under `parallel_state`, and filled.
         directory: made if missing; must not hold a sharded checkpoint of another layout.
+        generation: name of the save that made-up ranks belong to; default: the one in the
+            directory, or a new one if this rank's file is of it already.
 
     Returns:
         The file written.
@@ -116,17 +131,90 @@ def save_sharded(model: nn.Module, directory: str | Path) -> Path:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     index = directory / INDEX_NAME
-    described = {"format": FORMAT_VERSION, "parallel": config.to_dict()}
     if index.is_file():
         _check_index(index, config)
-    else:
-        index.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     path = directory / _file_name(rank, config.model_size)
+    if _is_made_up():
+        generation = generation or _generation_to_join(index, path)
+        unfinished = _write_rank(model, path, generation)
+        _write_index(index, config, generation)
+        os.replace(unfinished, path)
+    else:
+        _save_together(model, path, index, config)
+    return path
+
+
+def _save_together(model: nn.Module, path: Path, index: Path, config: ParallelConfig) -> None:
+    """Write this rank's file; give it its name when every rank has written, the index last."""
+    generation = gather_objects("save_sharded", secrets.token_hex(8))[0]
+    problem: Exception | None = None
+    try:
+        unfinished = _write_rank(model, path, generation)
+    except Exception as error:  # noqa: BLE001  raised below, when the other ranks know
+        problem = error
+    problems = gather_objects("save_sharded", problem and f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    try:
+        for rank, other in enumerate(problems):
+            if other is not None:
+                raise RuntimeError(
+                    f"{path}: rank {rank} could not write its part ({other}). No file was replaced;"
+                    " save again."
+                )
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    gather_objects("save_sharded", "named")
+    if dist.get_rank() == 0:
+        _write_index(index, config, generation)
+    gather_objects("save_sharded", "published")
+
+
+def _is_made_up() -> bool:
+    """Say whether this rank has no processes beside it to wait for."""
+    groups = parallel_state.get_groups()
+    assert groups is not None
+    return not isinstance(groups.model, TorchCollectives)
+
+
+def _generation_to_join(index: Path, path: Path) -> str:
+    """Return the generation in a directory if this rank's file is not of it yet, else a new one."""
+    found = _read_index(index).get("generation") if index.is_file() else None
+    if found is None or (path.is_file() and _metadata(path).get("generation") == found):
+        return secrets.token_hex(8)
+    return str(found)
+
+
+def _write_rank(model: nn.Module, path: Path, generation: str) -> Path:
+    """Write this rank's file under a name for the time being; return that."""
     tensors = {
         name: tensor.detach().contiguous() for name, tensor in unique_parameters(model).items()
     }
-    save_file(tensors, path, metadata={"layout": json.dumps(dict(sharding_of(model).layout))})
-    return path
+    layout = json.dumps(dict(sharding_of(model).layout))
+    unfinished = path.with_name(f"unfinished-{generation}-{secrets.token_hex(4)}-{path.name}")
+    try:
+        save_file(tensors, unfinished, metadata={"layout": layout, "generation": generation})
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return unfinished
+
+
+def _write_index(path: Path, config: ParallelConfig, generation: str) -> None:
+    described = {
+        "format": FORMAT_VERSION,
+        "parallel": config.to_dict(),
+        "generation": generation,
+    }
+    unfinished = path.with_name(f"unfinished-{secrets.token_hex(4)}-{path.name}")
+    unfinished.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as header:
+        return header.metadata() or {}
 
 
 def load_sharded(model: nn.Module, directory: str | Path) -> None:
@@ -134,15 +222,16 @@ def load_sharded(model: nn.Module, directory: str | Path) -> None:
 
     Raises:
         FileNotFoundError: the directory or this rank's file is missing.
-        ValueError: the files are for another layout, or tensors are missing, extra or do not fit.
+        ValueError: the files are for another layout or of several saves, or tensors are missing,
+            extra or do not fit.
     """
     config, rank = _place()
     directory = Path(directory)
     _check_index(directory / INDEX_NAME, config)
     path = directory / _file_name(rank, config.model_size)
     checkpoint = open_checkpoint(path)
-    with safe_open(path, framework="pt") as header:
-        saved = json.loads((header.metadata() or {}).get("layout", "{}"))
+    _check_generation(directory, config.model_size)
+    saved = json.loads(_metadata(path).get("layout", "{}"))
     layout = sharding_of(model).layout
     for module in sorted(saved.keys() | layout.keys()):
         if saved.get(module) != layout.get(module):
@@ -190,13 +279,13 @@ def shard_checkpoint(
     Returns:
         The files written.
     """
-    written = []
+    written, generation = [], secrets.token_hex(8)
     for rank in range(config.model_size):
         with parallel_state.as_rank(config, rank):
             with torch.device("meta"):
                 model = build()
             load_shard(model, checkpoint, weight_map)
-            written.append(save_sharded(model, directory))
+            written.append(save_sharded(model, directory, generation=generation))
         if progress is not None:
             progress(rank + 1, config.model_size)
     return written
@@ -212,13 +301,29 @@ def _place() -> tuple[ParallelConfig, int]:
     return groups.config, groups.rank
 
 
+def _check_generation(directory: Path, num_ranks: int) -> None:
+    """Refuse, on every rank alike, files of which one is not of the save that finished last."""
+    published = _read_index(directory / INDEX_NAME).get("generation")
+    for path in (directory / _file_name(rank, num_ranks) for rank in range(num_ranks)):
+        if path.is_file() and (found := _metadata(path).get("generation")) != published:
+            raise ValueError(
+                f"{path}: of save {found}, but {INDEX_NAME} is of save {published}: a save did not"
+                " finish, so the files do not belong together. Save the model again."
+            )
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
 def _check_index(path: Path, config: ParallelConfig) -> None:
     """Refuse a sharded checkpoint of another layout."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: must exist beside the files of the ranks. Save with save_sharded()."
         )
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = _read_index(path)
     if found.get("format") != FORMAT_VERSION:
         raise ValueError(
             f"{path}: format={found.get('format')!r} must be {FORMAT_VERSION}. Shard again."

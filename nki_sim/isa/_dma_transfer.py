@@ -59,7 +59,10 @@ def move(
         before = _snapshot(dst, valid) if compare else None
         if by_rows:
             arrays = [_rows(src, rows, valid) for src in srcs]
-            _put_rows(dst, combine(arrays), rows, valid)
+            values = combine(arrays)
+            if dst.indirect:
+                _report_contest(core, op, dst, values, valid)
+            _put_rows(dst, values, rows, valid)
         else:
             array = dst.array()
             shape = array.shape
@@ -114,6 +117,25 @@ def _put_rows(access: Access, values: Array, rows: int, valid: Any) -> None:
         matrix[valid] = values
     if not np.may_share_memory(matrix, array):
         array[...] = matrix.reshape(array.shape)
+
+
+def _report_contest(core: Core, op: str, dst: Access, values: Array, valid: Any) -> None:
+    """Report rows of a scatter that get several different values."""
+    starts = dst.starts if valid is None else dst.starts[valid]
+    order = np.argsort(starts, kind="stable")
+    is_repeat = starts[order][1:] == starts[order][:-1]
+    if not is_repeat.any():
+        return
+    bits = np.ascontiguousarray(values.reshape(len(starts), -1)).view(np.uint8)[order]
+    differs = is_repeat & (bits[1:] != bits[:-1]).any(axis=1)
+    if differs.any():
+        first = int(starts[order][1:][differs][0])
+        core.machine.find(
+            "scatter",
+            core.machine.location(core.line),
+            f"{op}: dst ({dst.tensor.label()}): several indices choose the row at element {first},"
+            " with different values; which of them stays is not specified on the chip",
+        )
 
 
 def _snapshot(access: Access, valid: Any) -> Any:

@@ -54,6 +54,8 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
             )
         try:
             core.call = (names, args, kwargs)
+            if core.open_loops:
+                core.same_as_first_trip(name, names, args, kwargs)
             if resolve:
                 for arg in args:
                     if type(arg) is NkiTensor and arg._dynamic is not None:

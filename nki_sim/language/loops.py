@@ -1,8 +1,9 @@
 """Dynamic loops: `nl.dynamic_range`, `nl.fori_loop`, `nl.while_loop`.
 
 The body runs once per trip on the current values, as the hardware would; `machine/program.py` notes
-begin, trips and end, and serves the fourth form, ``while register:``. A loop left by break or
-return is found when the kernel ends; continue only by the linter.
+begin, trips and end, and serves the fourth form, ``while register:``. A trip that issues other
+instructions than the first, because Python state changed, is refused: the compiler sees the body
+once. A loop left by break or return is found when the kernel ends; continue only by the linter.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def while_loop(init: VirtualRegister, body_fun: Callable[[Any], Any]) -> None:
     register = init
     while register.read() != 0:
         loop.trip()
+        loop.body.carried = register
         register = body_fun(register)
         if not isinstance(register, VirtualRegister):
             raise LanguageError("body_fun", "a body that returns a register", repr(register))

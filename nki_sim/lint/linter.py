@@ -52,6 +52,8 @@ _BASES = frozenset(
     | {"NamedTuple", "typing.NamedTuple"}
 )
 _DYNAMIC_LOOPS = frozenset({"dynamic_range", "fori_loop", "while_loop"})
+_NUMPY = frozenset({"np", "numpy"})
+_MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
 _STATEMENTS = (
     ast.Pass, ast.Expr, ast.Assert, ast.Return, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.If,
@@ -160,6 +162,9 @@ class _FunctionLinter(ast.NodeVisitor):
         if only:
             self.report("NKI015", only[0], only[0].arg)
         for default in [*arguments.defaults, *(value for value in arguments.kw_defaults if value)]:
+            is_new = isinstance(default, ast.Call) and dotted(default) in ("list", "dict", "set")
+            if is_new or isinstance(default, _MUTABLE):
+                self.report("NKI037", default, ast.unparse(default))
             self.visit(default)
         state = self._loop_bodies, self._dynamic_loops, self._static_loops, self._is_body_of_loop
         self._loop_bodies = frozenset(loop_body_names(node))
@@ -243,6 +248,9 @@ class _FunctionLinter(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if self._no_reorder and last_name(node.func) in _DYNAMIC_LOOPS:
             self.report("NKI026", node, last_name(node.func))
+        name = dotted(node.func)
+        if name.partition(".")[0] in _NUMPY and "." in name:
+            self.report("NKI036", node, name)
         for keyword in node.keywords:
             if keyword.arg is None:
                 self.report("NKI010", keyword.value, "**" + ast.unparse(keyword.value))

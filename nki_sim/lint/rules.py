@@ -208,5 +208,19 @@ _RULE_LIST = (
         "it is not in the grammar",
         "Use the expressions of the language guide.",
     ),
+    Rule(
+        "NKI036",
+        "NumPy call",
+        "it runs once, on the host, while the kernel is compiled, and cannot take a tensor",
+        "Compute it on the host and pass it as an argument, or use nki.isa.",
+        parser="warning",
+    ),
+    Rule(
+        "NKI037",
+        "mutable default",
+        "one list or dict would be shared by all calls, and keeps what an earlier one left in it",
+        "Use None, or a tuple.",
+        parser="warning",
+    ),
 )
 RULES = {rule.id: rule for rule in _RULE_LIST}

@@ -59,7 +59,15 @@ class Allocator(Program):
             )
         if region is MemoryRegion.shared_hbm:
             return self._allocate_shared(sizes, dtype, name)
+        if self.open_loops:
+            self.same_as_first_trip(
+                "nl.ndarray",
+                ("shape", "dtype", "buffer", "address"),
+                (sizes, dtype, region, address),
+                {},
+            )
         alloc = Allocation(self, region, sizes, dtype, name, address)
+        alloc.birth = self.count_birth()
         space = alloc.space
         core = self.id
         partitions = 1

@@ -18,6 +18,9 @@ class _Ambient(Protocol):
     def while_condition(self, register: Any) -> bool:
         """Serve ``while register:``."""
 
+    def count_birth(self) -> int:
+        """Return the number of a new tensor or register."""
+
     def note(self, kind: str, text: str) -> None:
         """Keep a finding about the kernel's present line."""
 

@@ -255,6 +255,7 @@ class Allocation:
     """The bytes of one tensor and what is known about them.
 
     Attributes:
+        birth: its number among the tensors and registers of its core; -1 where cores share it.
         space: SBUF, PSUM or HBM of `trace.py`.
         region: the language's name of the memory.
         rows, pitch: the grid; on chip partitions and bytes per partition.
@@ -278,6 +279,7 @@ class Allocation:
         "accumulated",
         "address",
         "aliases",
+        "birth",
         "clobbered_by",
         "counted",
         "defined",
@@ -310,6 +312,7 @@ class Allocation:
         address: tuple[int, int] | None = None,
     ) -> None:
         itemsize = dtype.itemsize
+        self.birth = -1
         self.owner = owner
         self.region = region
         self.space = space = _REGION_SPACE[region]

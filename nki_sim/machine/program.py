@@ -12,7 +12,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nki_sim import trace as tr
@@ -20,6 +20,7 @@ from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.machine.registers import VirtualRegister
 from nki_sim.machine.system import System
 from nki_sim.machine.tensor import NkiTensor
+from nki_sim.machine.trips import Body, changing_names, describe, sign
 
 PACKAGE_DIR: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BEGIN: Final = tr.ControlFacts("loop_begin")
@@ -34,9 +35,13 @@ class Loop:
         program: the core.
         line: its source line id.
         key: what tells a ``while register:`` from others; None for the other forms.
+
+    Attributes:
+        body: what its first trip issued.
+        trips: how many began.
     """
 
-    __slots__ = ("_program", "key", "line", "trips")
+    __slots__ = ("_program", "body", "key", "line", "trips")
 
     def __init__(self, program: Program, line: int, key: Any = None) -> None:
         if program.no_reorder:
@@ -47,6 +52,7 @@ class Loop:
         self.line = line
         self.key = key
         self.trips = 0
+        self.body = program.body_of(line)
         self._mark("loop_begin", _BEGIN)
         program.loop_depth += 1
         program.open_loops.append(self)
@@ -57,16 +63,24 @@ class Loop:
 
     def trip(self) -> None:
         """Note the start of a trip."""
+        self._end_trip()
         self.trips += 1
+        self.body.begin_trip(self._program.births)
         self._mark("loop_trip", _TRIP)
 
     def end(self) -> None:
         """Note the end of the loop."""
+        self._end_trip()
         program = self._program
         program.loop_depth -= 1
         program.open_loops.pop()
         self._mark("loop_end", _END)
         program.flow.append(("loop", program.machine.location(self.line), self.trips))
+
+    def _end_trip(self) -> None:
+        missing = self.body.end_trip() if self.trips else None
+        if missing is not None:
+            self._program.refuse_trip(self, f"a trip {self.trips} without {describe(missing)}")
 
 
 class Program:
@@ -81,6 +95,7 @@ class Program:
         grid_ndim: 1 for a kernel launched with brackets, else 0.
         loop_depth: dynamic loops around the present instruction.
         no_reorder: `nl.no_reorder` blocks around it.
+        births: tensors and registers made so far.
         flow: the dynamic loops and meetings so far, to compare between cores.
         line: source line id of the last instruction or allocation.
         call: the present instruction: names of its parameters, arguments, keyword arguments.
@@ -100,6 +115,7 @@ class Program:
         self.grid_ndim = 0
         self.loop_depth = 0
         self.no_reorder = 0
+        self.births = 0
         self.flow: list[tuple[Any, ...]] = []
         self.open_loops: list[Loop] = []
         self._while_loops: list[Loop] = []
@@ -157,6 +173,50 @@ class Program:
             return True
         stack.pop().end()
         return False
+
+    def count_birth(self) -> int:
+        """Return the number of a new tensor or register."""
+        self.births += 1
+        return self.births - 1
+
+    def body_of(self, line: int) -> Body:
+        """Return the body of a loop that begins at a line."""
+        if not self.open_loops:
+            return Body(line)
+        outer = self.open_loops[-1]
+        found = outer.body.inner(line)
+        if found is None:
+            self.refuse_trip(outer, f"a trip {outer.trips} with another inner loop")
+        assert found is not None
+        return found
+
+    def same_as_first_trip(
+        self, op: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Compare an instruction in the body of a dynamic loop with that of the first trip.
+
+        Raises:
+            LanguageError: it is another one, which a body compiled once cannot give.
+        """
+        issued = sign([each.body for each in self.open_loops], op, names, args, kwargs)
+        if how := self.open_loops[-1].body.differs(issued):
+            later = [loop for loop in self.open_loops if loop.trips > 1]
+            self.refuse_trip(later[-1], f"a trip {later[-1].trips} whose {op} comes {how}")
+
+    def refuse_trip(self, loop: Loop, what: str) -> None:
+        """Raise LanguageError: a trip of a dynamic loop is not like its first one."""
+        names: tuple[str, ...] = ()
+        for each in (loop, *reversed(self.open_loops)):
+            file, line = self.machine.location(each.line).rsplit(":", 1)
+            names = names or changing_names(file, int(line))
+        listed = ", ".join(f"`{name}`" for name in names[:3])
+        raise LanguageError(
+            listed or "body",
+            "the same instructions on every trip, as the body is compiled once",
+            what,
+            "Keep what changes from trip to trip in a register or a tensor, not in Python",
+            location=self.location(),
+        )
 
     def check_loops_ended(self) -> None:
         """Refuse a kernel that left a dynamic loop by break or return.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from nki_sim.errors import LanguageError, UninitializedRead
-from nki_sim.machine.ambient import current
+from nki_sim.machine.ambient import current, running
 
 _LOW, _HIGH = -(1 << 31), (1 << 32) - 1
 
@@ -21,13 +21,18 @@ class VirtualRegister:
     Args:
         state: the value, or None while it has none.
         frozen: whether the kernel may not write it (loop counters).
+
+    Attributes:
+        birth: its number among the tensors and registers of its core.
     """
 
-    __slots__ = ("__weakref__", "frozen", "state")
+    __slots__ = ("__weakref__", "birth", "frozen", "state")
 
     def __init__(self, state: Any = None, frozen: bool = False) -> None:
         self.state = state
         self.frozen = frozen
+        core = running()
+        self.birth = -1 if core is None else core.count_birth()
 
     def read(self) -> int:
         """Return the value as a signed 32-bit number."""
@@ -64,6 +69,15 @@ class VirtualRegister:
     __int__ = __index__ = __float__ = __len__ = __iter__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __floordiv__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Say that it is not None; comparing the value, as `in` does too, raises."""
+        return False if other is None else bool(self._refuse())
+
+    def __ne__(self, other: object) -> bool:
+        """Undo `==`."""
+        return not self == other
 
     def __repr__(self) -> str:
         return f"VirtualRegister({self.state!r})"

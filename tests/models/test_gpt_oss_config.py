@@ -68,6 +68,7 @@ def test_layer_types_alternate_where_the_key_is_missing(
     assert config.layer_types == ("sliding_attention", "full_attention", "sliding_attention")
 
 
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 BAD = {
     "misspelt-key": ({"num_hiden_layers": 2}, "num_hiden_layers=2 .did you mean 'num_hidden_lay"),
     "unknown-key": ({"mlp_bias": True}, "unknown key mlp_bias=True"),
@@ -98,6 +99,27 @@ BAD = {
         "quant_method must be mxfp4",
     ),
     "stop-token": ({"eos_token_id": "</s>"}, "eos_token_id='</s>': must be a token id"),
+    "eps-nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: must be finite"),
+    "eps-infinite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: must be finite"),
+    "eps-negative": ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05: must not be negative"),
+    "theta-zero": ({"rope_theta": 0.0}, "rope_theta=0.0: must be larger than 1"),
+    "theta-nan": ({"rope_theta": float("nan")}, "rope_theta=nan: must be finite"),
+    "theta-huge": ({"rope_theta": 10**400}, "rope_theta=a number of a hundred digits"),
+    "size-huge": ({"hidden_size": 2**62}, "hidden_size=4611686018427387904: must be finite and at"),
+    "layers-huge": ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be .* 10000"),
+    "layer-types-nested": ({"layer_types": [["full_attention"]] * 2}, "must be a list of names"),
+    "limit-zero": ({"swiglu_limit": 0.0}, "swiglu_limit=0.0: must be positive"),
+    "rope-string": ({"rope_scaling": "yarn"}, "rope_scaling='yarn': must be an object"),
+    **{
+        f"yarn-{name}-{value}": ({"rope_scaling": {**YARN, name: value}}, f"{name}={value}: must")
+        for name, value in [
+            ("beta_fast", 0.0),
+            ("beta_slow", -1.0),
+            ("beta_fast", float("inf")),
+            ("attention_factor", 0.0),
+            ("mscale", -1.0),
+        ]
+    },
     "rope-type": (
         {"rope_scaling": {"rope_type": "llama3"}},
         "rope_type='llama3': must be 'default' or 'yarn'",

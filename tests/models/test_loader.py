@@ -484,3 +484,21 @@ def test_a_flipped_bit_in_the_header_is_refused_or_harmless(checkpoint_of, place
 def test_the_cases_start_from_a_checkpoint_that_loads(checkpoint):
     index(dict)(checkpoint)
     load_model(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', r"the key 'a' stands there twice, as 1 and 2"),
+        ('{"a": {"b": 1, "b": 1}}', r"the key 'b' stands there twice"),
+        ('{"a": NaN}', r"NaN is no number of JSON"),
+        ('{"a": -Infinity}', r"-Infinity is no number of JSON"),
+        ('{"a": 1e400}', r"1e400 is larger than any number of 64 bits"),
+    ],
+)
+def test_json_that_can_be_read_in_two_ways_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)

@@ -77,3 +77,18 @@ def test_broken_files_are_named(
     (folder / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=rf"{name}: {words}"):
         TextCodec(folder)
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling"])
+def test_a_generation_config_that_is_no_file_is_not_passed_over(
+    kind: str, checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint_of(), tmp_path / "copy"))
+    path = folder / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere.json")
+    with pytest.raises(ValueError, match=r"generation_config\.json: must be a file"):
+        TextCodec(folder)

@@ -292,6 +292,40 @@ def test_a_failed_save_leaves_no_file(tmp_path, net):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_two_saves_into_one_directory_one_is_told(tmp_path, net):
+    class Interrupted(WeightMap):
+        def export(self, parameters, variant=None):
+            for number, pair in enumerate(super().export(parameters, variant)):
+                if number == 3:
+                    with pytest.raises(ValueError, match=r"another save_checkpoint is writing"):
+                        save_checkpoint(other, net_map(), tmp_path, variant="bf16")
+                yield pair
+
+    other = {name: torch.zeros_like(tensor) for name, tensor in unique_parameters(net).items()}
+    plain = net_map()
+    weight_map = Interrupted(plain.rules, plain.sizes, plain.ignored)
+    files = save_checkpoint(
+        unique_parameters(net), weight_map, tmp_path, variant="bf16", max_shard_mib=1
+    )
+    assert sorted(files) == sorted(tmp_path.iterdir())
+    assert_same(load_net(tmp_path), net)
+
+
+def test_a_save_that_fails_while_it_names_its_files_leaves_none(tmp_path, net, monkeypatch):
+    def fail(self: Path, target: Path) -> Path:
+        if target.name.startswith("model-00002"):
+            raise OSError("no space")
+        return rename(self, target)
+
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_checkpoint(
+            unique_parameters(net), net_map(), tmp_path, variant="bf16", max_shard_mib=1
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 SAVE_REFUSALS = {
     "variant-unknown": (
         {"variant": "mxpf4"},

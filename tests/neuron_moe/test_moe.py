@@ -227,6 +227,26 @@ def test_dense_affinities_of_nxd_mean_the_same() -> None:
         )
 
 
+def test_dense_affinities_stay_dense_where_every_expert_is_chosen() -> None:
+    experts = make_experts(2, 2)
+    hidden_TH, dense_TE = torch.randn(1, 12), torch.tensor([[0.1, 0.9]])
+    straight, turned = torch.tensor([[0, 1]]), torch.tensor([[1, 0]])
+    with torch.no_grad():
+        expected = experts(hidden_TH, dense_TE, straight, 9)
+        torch.testing.assert_close(
+            experts(hidden_TH, dense_TE, turned, 9, expert_affinities_masked_full=dense_TE),
+            expected,
+        )
+        torch.testing.assert_close(experts(hidden_TH, dense_TE.flip(1), turned, 9), expected)
+
+
+def test_full_affinities_must_be_as_wide_as_the_experts() -> None:
+    experts = make_experts(8, 2)
+    hidden_TH, index_TK = torch.randn(3, 12), torch.tensor([[0, 1]] * 3)
+    with pytest.raises(ValueError, match=r"expert_affinities_masked_full: shape \(3, 2\) must be"):
+        experts(hidden_TH, None, index_TK, 3, None, torch.rand(3, 2))
+
+
 def test_results_are_the_same_bits_each_time() -> None:
     experts = make_experts(8, 4, hidden=64)
     hidden_TH = torch.randn(300, 64)

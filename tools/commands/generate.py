@@ -16,11 +16,13 @@ from neuron_moe import Explanation
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.expert_load import LoadRecorder, moe_layers
 from neuron_moe.models.generation import Decoder, Generation, GenerationOptions, generate
-from neuron_moe.models.loader import load_model
+from neuron_moe.models.loader import build_model, load_model
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.text import TextCodec, TextStream
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.tools.console import fitting_threads, print_json_line, progress_bar
-from neuron_moe.tools.ranks import run_on_ranks
+from neuron_moe.tools.ranks import check_num_processes, run_on_ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -31,8 +33,17 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("tp", "ep"):
         check_positive_int(f"--{name}", getattr(args, name))
     folder = checkpoint_folder(args.model)
+    if args.tp * args.ep > 1:
+        _check_ranks(args, folder)
     run_on_ranks(args.tp, args.ep, lambda: _run(args, folder))
     return 0
+
+
+def _check_ranks(args: argparse.Namespace, folder: Path) -> None:
+    """Raise ValueError, before any process is started, where the ranks do not fit the model."""
+    check_num_processes(args.tp, args.ep)
+    with parallel_state.as_rank(ParallelConfig(tp=args.tp, ep=args.ep), 0):
+        build_model(folder, dtype=DTYPES[args.dtype], backend=args.backend)
 
 
 def _run(args: argparse.Namespace, folder: Path) -> None:

@@ -16,7 +16,15 @@ from neuron_moe.parallel.failure import compare_settings
 SIZE = 8
 
 
-def small_layer(*, top_k: int = 2, hidden: int = 16, strategy: str = "replicate") -> MoE:
+def small_layer(
+    *,
+    top_k: int = 2,
+    hidden: int = 16,
+    strategy: str = "replicate",
+    reduce_dtype: torch.dtype | None = None,
+    compat: str | None = None,
+    **changes: Any,
+) -> MoE:
     config = RoutedExpertsMLPOpsConfig(
         num_experts=8,
         top_k=top_k,
@@ -24,8 +32,10 @@ def small_layer(*, top_k: int = 2, hidden: int = 16, strategy: str = "replicate"
         intermediate_size=32,
         hidden_act="silu",
         glu_mlp=True,
+        **changes,
     )
-    return MoE(RouterTopK(8, top_k, hidden), ExpertMLPsV2(config, strategy=strategy))
+    experts = ExpertMLPsV2(config, strategy=strategy, compat=compat)
+    return MoE(RouterTopK(8, top_k, hidden), experts, reduce_dtype=reduce_dtype)
 
 
 def run_until_it_breaks(
@@ -121,12 +131,35 @@ def mismatches(rank: int) -> list[str]:
         parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
         small_layer()(torch.randn(1, 5 if odd else 4, 16))
 
+    def other_mask(own: torch.Tensor | None) -> Any:
+        def build() -> None:
+            parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
+            layer, mask = small_layer(), torch.tensor([[1, 1, 1, 0]])
+            layer(torch.randn(1, 4, 16), mask)
+            layer(torch.randn(1, 4, 16), own if odd else mask)
+
+        return build
+
+    def other_tokens_later() -> None:
+        parallel_state.initialize_model_parallel(2, expert_model_parallel_size=2, watch=False)
+        layer = small_layer()
+        layer(torch.randn(1, 4, 16))
+        layer(torch.randn(1, 5 if odd else 4, 16))
+
     cases = [
         other_sizes,
         too_few_ranks,
         other_layer(top_k=3),
         other_layer(strategy="all_to_all"),
         other_tokens,
+        other_layer(normalize_top_k_affinities=True),
+        other_layer(early_expert_affinity_modulation=True),
+        other_layer(reduce_dtype=torch.bfloat16),
+        other_layer(compat="nxd"),
+        other_mask(None),
+        other_mask(torch.tensor([[1, 1, 0, 0]])),
+        other_mask(torch.tensor([[0, 1, 1, 1]])),
+        other_tokens_later,
     ]
     with torch.no_grad():
         return [failure_of(case) for case in cases]
@@ -140,6 +173,14 @@ def test_ranks_started_with_other_settings_are_found_before_any_work(run_ranks: 
         "router is RouterSpec",
         "strategy is 'all_to_all' on rank 1 and 'replicate' on the others",
         "tokens is 5 on rank 1 and 4 on the others",
+        "normalizes_affinities is True on rank 1 and False on the others",
+        "scales_input is True on rank 1 and False on the others",
+        "reduce_dtype is torch.bfloat16 on rank 1 and None on the others",
+        "compat is 'nxd' on rank 1 and None on the others",
+        "padding_mask is missing on rank 1 and of 3 real tokens",
+        "padding_mask is of 2 real tokens",
+        "on rank 1 and of 3 real tokens",
+        "tokens is 5 on rank 1 and 4 on the others. These ranks hold the same tokens",
     ]
     for messages in results:
         for part, message in zip(wanted, messages, strict=True):

@@ -310,6 +310,36 @@ def test_a_sequence_parallel_layer_decodes_tokens_that_all_ranks_hold(
         assert max(errors) < ROUNDING
 
 
+def test_the_mask_of_a_split_first_axis_is_batch_by_sequence(run_ranks: Any) -> None:
+    case = Case(tp=1, ep=2, sp=True, shared="none", batch=3, seq=5, masked=True)
+
+    def run(rank: int) -> list[float]:
+        whole, hidden, mask = reference(case)
+        assert mask is not None
+        with torch.no_grad():
+            wanted = whole(hidden, mask)[0].transpose(0, 1).tensor_split(2)[rank]
+            parallel_state.initialize_model_parallel(config=case.config, watch=False)
+            built = build_layer(case)
+            built.load_state_dict(shard_state_dict(built, whole.state_dict()))
+            layer = MoE(
+                built.router,
+                built.expert_mlps,
+                sequence_parallel_enabled=True,
+                sequence_dimension=0,
+            )
+            mine = hidden.transpose(0, 1).tensor_split(2)[rank]
+            own = mask.tensor_split(2, dim=1)[rank]
+            outputs = [layer(mine, each)[0] for each in (own, mask)]
+            check_one_copy(layer, mine, own)
+            with pytest.raises(ValueError, match=r"must be \[B, S\] .* which are \[S, B, H\]"):
+                layer(mine, mask.t())
+        parallel_state.destroy_model_parallel()
+        return [float((output - wanted).abs().max() / wanted.abs().max()) for output in outputs]
+
+    for errors in run_ranks(2, run):
+        assert max(errors) < ROUNDING
+
+
 CUDA_DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))  # asking torch would start CUDA
 
 

@@ -1,8 +1,10 @@
 """A rank reads its slices, and only those, straight from a checkpoint, and saves them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from neuron_moe.checkpoint import open_checkpoint
 from neuron_moe.checkpoint.load import unique_parameters
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.sample_checkpoint import make_checkpoint, sample_config
-from neuron_moe.parallel import ParallelConfig, parallel_state
+from neuron_moe.parallel import CollectiveError, ParallelConfig, load, parallel_state
 from neuron_moe.parallel.load import load_sharded, save_sharded, shard_checkpoint
 from neuron_moe.parallel.placement import ExpertPlacement
 from neuron_moe.parallel.sharding import shard_state_dict, sharding_of
@@ -218,6 +220,84 @@ def test_missing_files_and_ranks_are_named(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="format=7 must be 1"),
     ):
         load_sharded(build(), folder)
+
+
+def save_all(folder: Path, config: ParallelConfig, value: float) -> None:
+    for rank in range(config.model_size):
+        with parallel_state.as_rank(config, rank):
+            save_sharded(filled(value), folder)
+
+
+def filled(value: float) -> MoE:
+    layer = build()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(value)
+    return layer
+
+
+def test_files_of_two_saves_are_not_loaded_by_any_rank(tmp_path: Path) -> None:
+    config = ParallelConfig(ep=2)
+    save_all(tmp_path, config, 1.0)
+    save_all(tmp_path, config, 2.0)
+    with parallel_state.as_rank(config, 0):
+        save_sharded(filled(3.0), tmp_path)
+    for rank in range(2):
+        with (
+            parallel_state.as_rank(config, rank),
+            pytest.raises(ValueError, match=r"rank-00001.*of save .*a save did not finish"),
+        ):
+            load_sharded(filled(0.0), tmp_path)
+    with parallel_state.as_rank(config, 1):
+        save_sharded(filled(3.0), tmp_path)
+        layer = filled(0.0)
+        load_sharded(layer, tmp_path)
+    assert float(layer.router.linear_router.weight.detach().min()) == 3.0
+
+
+@pytest.mark.parametrize("when", ["while it writes", "after it wrote"])
+def test_a_rank_that_dies_in_a_save_leaves_the_one_before_or_a_refusal(
+    run_ranks: Any, tmp_path: Path, when: str
+) -> None:
+    def die(*_: object, **__: object) -> None:
+        os._exit(1)
+
+    def run(rank: int) -> list[str]:
+        parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2, watch=False)
+        save_sharded(filled(1.0), tmp_path)
+        if rank == 1 and when == "while it writes":
+            mock.patch.object(load, "save_file", die).start()
+        elif rank == 1:
+            mock.patch.object(os, "replace", die).start()
+        with pytest.raises(CollectiveError, match="save_sharded"):
+            save_sharded(filled(2.0), tmp_path)
+        return []
+
+    assert run_ranks(2, run, raw=True)[0] == ("ok", [])
+    for rank in range(2):
+        with parallel_state.as_rank(ParallelConfig(ep=2), rank):
+            layer = filled(0.0)
+            if when == "while it writes":
+                load_sharded(layer, tmp_path)
+                assert {float(each.detach().min()) for each in layer.parameters()} == {1.0}
+            else:
+                with pytest.raises(ValueError, match=r"rank-00000.*a save did not finish"):
+                    load_sharded(layer, tmp_path)
+
+
+def test_a_rank_that_cannot_write_stops_the_save_of_all(run_ranks: Any, tmp_path: Path) -> None:
+    def run(rank: int) -> str:
+        parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2, watch=False)
+        if rank == 1:
+            mock.patch.object(load, "save_file", side_effect=OSError("disk full")).start()
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            save_sharded(filled(2.0), tmp_path)
+        return str(caught.value)
+
+    first, second = run_ranks(2, run)
+    assert "rank 1 could not write its part (OSError: disk full)" in first
+    assert second == "disk full"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_was_made_up_cannot_communicate() -> None:

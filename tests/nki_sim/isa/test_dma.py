@@ -243,6 +243,32 @@ def test_a_scatter_writes_the_rows_in_range_and_the_last_of_equal_ones() -> None
     assert np.array_equal(result["x"], expected)
 
 
+@pytest.mark.parametrize(
+    ("rows", "values", "is_found"),
+    [
+        ([4, 1, 4], [1, 2, 3], True),
+        ([4, 1, 4], [1, 2, 1], False),
+        ([4, 1, 5], [1, 2, 3], False),
+        ([99, 1, 99], [1, 2, 3], False),
+    ],
+    ids=["other-values", "equal-values", "other-rows", "skipped"],
+)
+def test_equal_rows_of_a_scatter_with_other_values_are_found(
+    rows: list[int], values: list[int], is_found: bool
+) -> None:
+    result = execute(
+        lambda x, src, i: isa.dma_copy(
+            x.ap([[64, 3], [1, 64]], vector_offset=i), src, oob_mode=SKIP
+        ),
+        x=hbm(X),
+        src=Tile(np.repeat(np.array(values, np.float32)[:, None], 64, axis=1)),
+        i=Tile(np.array(rows, np.int32)[:, None]),
+    )
+    texts = [finding.text for finding in result.run.findings if finding.kind == "scatter"]
+    assert len(texts) == is_found
+    assert all("row at element 256, with different values" in text for text in texts)
+
+
 def test_a_scatter_leaves_other_rows_unwritten() -> None:
     result = execute(
         lambda dst, x, i: isa.dma_copy(dst.ap([[64, 3], [1, 64]], vector_offset=i), x),

@@ -238,3 +238,134 @@ def test_what_no_dynamic_loop_can_do_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(LanguageError, match=message):
         nki_sim.run(kernel)
+
+
+def flip(tiles: list[Any]) -> None:
+    slot = 0
+    for _ in nl.dynamic_range(isa.register_alloc(4)):
+        bump(tiles[slot])
+        slot = 1 - slot
+
+
+def first_trip_flag(tiles: list[Any]) -> None:
+    first = True
+    for _ in nl.dynamic_range(isa.register_alloc(3)):
+        if first:
+            bump(tiles[0])
+        first = False
+        bump(tiles[1])
+
+
+def count(tiles: list[Any]) -> None:
+    calls = [0]
+
+    def body(_: Any) -> None:
+        calls[0] += 1
+        bump(tiles[0], calls[0])
+
+    nl.fori_loop(0, isa.register_alloc(3), body)
+
+
+def late(tiles: list[Any]) -> None:
+    trip = 0
+    register = isa.register_alloc(4)
+    left = counter(4)
+    while register:
+        trip += 1
+        if trip == 3:
+            bump(tiles[1])
+        bump(left, -1)
+        isa.register_load(register, left)
+
+
+def swap(tiles: list[Any]) -> None:
+    a, b = tiles
+    for _ in nl.dynamic_range(2):
+        bump(a)
+        a, b = b, a
+
+
+def carry(tiles: list[Any]) -> None:
+    last = tiles[0]
+    for _ in nl.dynamic_range(3):
+        fresh = counter()
+        isa.tensor_copy(fresh, last)
+        last = fresh
+
+
+def inner(tiles: list[Any]) -> None:
+    slot = 0
+    for _ in nl.dynamic_range(2):
+        for _ in nl.dynamic_range(2):
+            bump(tiles[slot])
+        slot = 1 - slot
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        (flip, "slot"),
+        (first_trip_flag, "first"),
+        (count, "calls"),
+        (late, "trip"),
+        (swap, "a"),
+        (carry, "last"),
+        (inner, "slot"),
+    ],
+)
+def test_python_state_that_changes_between_trips_is_named(
+    loop: Callable[[list[Any]], None], name: str
+) -> None:
+    def kernel() -> Any:
+        tiles = [counter(), counter()]
+        loop(tiles)
+        return saved(*tiles)
+
+    with pytest.raises(LanguageError, match=f"`{name}`.*the same instructions on every trip") as e:
+        nki_sim.run(kernel)
+    assert "test_loops.py" in str(e.value)
+
+
+def test_what_a_trip_makes_and_forgets_is_no_state() -> None:
+    def kernel() -> Any:
+        total, k = counter(), 7
+        tiles = [counter(), counter(), counter()]
+        for i in nl.dynamic_range(isa.register_alloc(3)):
+            own = counter()
+            register = isa.register_alloc()
+            isa.register_load(register, total)
+            for k in range(3):
+                bump(tiles[k])
+            isa.register_store(own, i)
+            nl.shared_identity_matrix(16)
+            isa.tensor_tensor(total, total, own, nl.add)
+            for _ in nl.dynamic_range(i):
+                bump(own)
+                isa.tensor_tensor(total, total, own, nl.add)
+        bump(total, k)
+        return saved(total)
+
+    assert numbers(kernel) == [0 + 1 + 2 + 2 + 3 + 4 + 2]
+
+
+USES: list[Callable[[Any], bool]] = [
+    lambda register: register == 3,
+    lambda register: register != 3,
+    lambda register: register in (1, 2),
+    lambda register: 1 in [register],
+]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_registers_are_not_compared_in_python(use: Callable[[Any], bool]) -> None:
+    with pytest.raises(LanguageError, match="a number known at compile time"):
+        nki_sim.run(lambda: use(isa.register_alloc(3)))
+
+
+def test_a_register_is_not_none() -> None:
+    def kernel() -> Any:
+        register = isa.register_alloc(1)
+        assert register is not None
+        return saved(counter(0 if register == None else 5))  # noqa: E711  the dialect's form
+
+    assert numbers(kernel) == [5]

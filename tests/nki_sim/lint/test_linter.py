@@ -100,6 +100,27 @@ def test_a_planted_fault_is_found_at_its_line_and_its_twin_is_clean(
     assert lint_body(clean) == []
 
 
+WARNED = {
+    "numpy-call": ("NKI036", "y=1", "np.sqrt(y)", "np.float32"),
+    "numpy-of-numpy": ("NKI036", "y=1", "numpy.linalg.norm(y)", "nl.sqrt(y)"),
+    "list-default": ("NKI037", "y=[]", "y", None),
+    "dict-call-default": ("NKI037", "y=dict()", "y", None),
+    "tuple-default": (None, "y=()", "y", None),
+}
+
+
+@pytest.mark.parametrize(("rule", "default", "value", "clean"), WARNED.values(), ids=WARNED.keys())
+@pytest.mark.parametrize(("dialect", "severity"), [("parser", "warning"), ("house", "error")])
+def test_what_python_would_do_while_compiling_is_warned_of(
+    rule: str, default: str, value: str, clean: str, dialect: linter.Dialect, severity: str
+) -> None:
+    source = f"import nki\n@nki.jit\ndef kernel(x, {default}):\n    y = {{}}\n"
+    found = linter.lint_source(source.format(value), dialect=dialect)
+    assert [(each.rule, each.severity) for each in found] == ([(rule, severity)] if rule else [])
+    if clean is not None:
+        assert linter.lint_source(source.format(clean), dialect=dialect) == []
+
+
 MODULES = {
     "foreign-decorator": ("NKI011", "@functools.cache\n@nki.jit\ndef kernel(x):\n    pass\n"),
     "varargs": ("NKI014", "@nki.jit\ndef kernel(*x):\n    pass\n"),

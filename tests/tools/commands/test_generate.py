@@ -1,6 +1,7 @@
 """neuron-moe generate, called as the command does."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,26 @@ BAD = {
     "empty-prompt": (["--prompt", ""], "prompt=''"),
     "no-tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
     "negative-temperature": (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
+    "a-million-ranks": (["--prompt", "x", "--tp", "1000000"], "1000000 processes, must be at most"),
+    "more-ranks-than-experts": (["--prompt", "x", "--ep", "9"], "expert-parallel size 9"),
+    "uneven-slices": (["--prompt", "x", "--tp", "7"], "tensor-parallel size 7"),
     "unknown-backend": (["--prompt", "x", "--backend", "cuda"], "backend='cuda'"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_ends_with_status_two_and_one_line(
-    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    case: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options, message = BAD[case]
+
+    def start(self: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", start)
     assert cli.main(["generate", "--model", str(folder), *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("neuron-moe generate: ")
