@@ -123,13 +123,13 @@ FAMILIES |= {
 }
 
 
-def write_checkpoint(name: str, folder: Path) -> None:
+def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
     """Write a tiny random checkpoint in bfloat16, as transformers does.
 
     Biases and norms are not left at their neutral values, so that leaving one out is seen.
     """
-    torch.manual_seed(len(name))
-    config = AutoConfig.for_model(**FAMILIES[name].config())
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

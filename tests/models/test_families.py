@@ -29,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     def make(name: str) -> Path:
         if name not in known:
             known[name] = tmp_path_factory.mktemp("family")
-            write_checkpoint(name, known[name])
+            write_checkpoint(FAMILIES[name].config(), known[name], seed=len(name))
         return known[name]
 
     return make
