@@ -18,10 +18,11 @@ from neuron_moe.tools.bench.prefill import vendor as prefill_vendor
 from neuron_moe.tools.bench.prefill import work as prefill_work
 from neuron_moe.tools.bench.prefill.cases import ROUTINGS, roofline_us
 from neuron_moe.tools.bench.prefill.ours import configure
-from neuron_moe.tools.bench.prefill.results import Row, compared, summarise
+from neuron_moe.tools.bench.prefill.results import Row, compared, read, summarise
 from neuron_moe.tools.bench.prefill.vendor import VARIANTS, VendorSide, bound_us
 from nki_sim.hardware import TRN2
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 # us, for uniform routing, computed by hand from the formula in the docstring of `roofline_us`.
 ROOFLINES = {
     ("gpt-oss-120b", 8192): 1944.0,
@@ -328,3 +329,53 @@ def test_rows_that_miss_a_target_are_listed_with_their_bottleneck() -> None:
             "bottleneck": "dma busy 99%",
         },
     ]  # fmt: skip
+
+
+def test_one_run_gives_both_corners_and_every_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vendor = FakeVendor(monkeypatch, {"shard_on_block B=256": SLOW_US / 4})
+    path = tmp_path / "rows.json"
+    arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform"]
+    arguments += ["--library", str(tmp_path), "--json", str(path)]
+    assert bench_prefill.main(arguments) == 0
+    result = json.loads(path.read_text())
+    rows = {(row["layout"], row["corner"]): row for row in result["rows"]}
+    assert list(rows) == [
+        ("plain", "vendor"), ("plain", "in-order"), ("packed", "vendor"), ("packed", "in-order"),
+    ]  # fmt: skip
+    for layout in ("plain", "packed"):
+        assert rows[layout, "in-order"]["vendor_us"] == SLOW_US / 4
+        assert rows[layout, "vendor"]["vendor_us"] == SLOW_US / 8
+        assert rows[layout, "vendor"]["ours_us"] != rows[layout, "in-order"]["ours_us"]
+    assert len(vendor.asked) == len(set(vendor.asked))
+    assert [(one["corner"], one["rows"]) for one in result["by_corner"]] == [
+        ("vendor", 1), ("vendor", 1), ("in-order", 1), ("in-order", 1),
+    ]  # fmt: skip
+
+
+def test_a_run_in_pieces_is_the_run_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeVendor(monkeypatch, {})
+    pieces, whole = tmp_path / "pieces.json", tmp_path / "whole.json"
+    library = ["--library", str(tmp_path)]
+    run_command(pieces, *library, "--only", "ours", "--jobs", "2")
+    kernels = ["--vendor-kernels", "shard_on_block"]
+    run_command(pieces, *library, "--resume", *kernels, "--minutes", "5", "--jobs", "2")
+    resumed = run_command(pieces, *library, "--resume", "--jobs", "2")
+    assert resumed["rows"] == run_command(whole, *library)["rows"]
+
+
+def test_a_result_without_corners_is_in_order_and_packed() -> None:
+    sources = bench_prefill.Sources.now(TRN2, None, ())
+    rows = read(RESULTS / "prefill_trn2.json", sources, "--resume")
+    assert {row.corner for row in rows} >= {"in-order"}
+    assert {row.layout for row in rows} >= {"packed"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--jobs", "0"], "--jobs 0: must be"), (["--minutes", "0"], "--minutes 0: must be")],
+)
+def test_processes_and_minutes_must_be_positive(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench_prefill.main(arguments)

@@ -227,6 +227,7 @@ class _Forked:
 
 def _child(task: Task, pipe: Connection) -> None:
     gc.freeze()  # what was there before the fork is shared with the others as long as untouched
+    answer: tuple[Any, Exception | None]
     try:
         answer = (task.compute(), None)
     except Exception as error:  # noqa: BLE001  told to and raised by the one who waits

@@ -98,26 +98,39 @@ def _formula(model: Model) -> ExpertFormula:
     return ExpertFormula(**options)
 
 
-def launch_ours(
-    model: Model, expert_index_TK: Any, layout: str = "packed"
-) -> tuple[nki_sim.Run, str]:
-    """Simulate our layer; return the run and the plan in words."""
+def configure_case(
+    model: Model, expert_index_TK: Any, layout: str
+) -> tuple[PrefillConfig, Candidate]:
+    """Return what the kernel is compiled for on a case, and its estimate."""
+    mapping = _mapping(model, expert_index_TK)
+    return configure(model, len(expert_index_TK), len(mapping.token_position_to_id), layout)
+
+
+def _mapping(model: Model, expert_index_TK: Any) -> Any:
+    return build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
+
+
+def launch_ours(model: Model, expert_index_TK: Any, config: PrefillConfig) -> nki_sim.Run:
+    """Simulate our layer."""
     T, K = expert_index_TK.shape
-    mapping = build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
+    mapping = _mapping(model, expert_index_TK)
     slots = mapping.token_position_to_id.numpy()
-    config, candidate = configure(model, T, len(slots), layout)
     visits = visits_of(config, slots, mapping.block_to_expert.numpy())
     pair = mapping.pair_of_slot.numpy()
     slot_of_pair = np.zeros(T * K, np.int32)
     slot_of_pair[pair[pair >= 0]] = np.flatnonzero(pair >= 0)
-    run = nki_sim.run(
+    return nki_sim.run(
         _layer, {**_operands(model, T, slots, config), **_visit_arguments(visits)}, config,
         slot_of_pair.reshape(T, K), TensorSpec((T, K), "float32"),
         CombineDims(nl.bfloat16, False), lnc=2, options=OPTIONS,
     )  # fmt: skip
+
+
+def plan_in_words(config: PrefillConfig, candidate: Candidate) -> str:
+    """Return the plan of a launch in words."""
     loop = config.loop
     lie = "stored in" if loop.by_parts else "loaded in"
-    return run, (
+    return (
         f"{candidate.request.shard_plan}, visits of {loop.classes[0]}, {loop.weight_buffers} weight"
         f" buffers, {lie} {loop.in_parts}+{loop.out_parts} parts, turned by {loop.turns}, stores"
         f" {config.stores}"

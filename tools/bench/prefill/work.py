@@ -15,10 +15,11 @@ from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.comparison.timelines import bottleneck, corner_timelines, varied_us
 from neuron_moe.tools.bench.prefill.cases import roofline_us
-from neuron_moe.tools.bench.prefill.ours import launch_ours
+from neuron_moe.tools.bench.prefill.ours import configure_case, launch_ours, plan_in_words
 from neuron_moe.tools.bench.prefill.results import Key, Row, case_of, check_case, compared
 from neuron_moe.tools.bench.prefill.vendor import VARIANTS, VendorSide, seconds_of
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from nki_kernels.prefill import PrefillConfig
 from nki_sim.time.schedule_model import CORNERS
 
 OURS = "ours"
@@ -144,17 +145,28 @@ class Case:
             )
 
     def _run_ours(self) -> dict[Key, OurTime]:
-        """Simulate our kernels once for every layout that differs, and time it in all corners."""
+        """Simulate our kernels once for every plan, and time it in all corners."""
         found: dict[Key, OurTime] = {}
+        times = dict[PrefillConfig, dict[str, OurTime]]()  # layouts may come to the same plan
         for layout in dict.fromkeys(row.layout for row in self._asked):
-            rows = [row for row in self._asked if row.layout == layout]
-            run, plan = launch_ours(self._model, self._index_TK, layout)
-            for corner, timeline in corner_timelines(run, [row.corner for row in rows]):
-                key = replace(rows[0], corner=corner).key
-                found[key] = OurTime(
-                    ours_us=timeline.total_us,
-                    ours_plan=plan,
-                    bottleneck=bottleneck(timeline),
-                    ours_varied=varied_us(timeline) if self._with_varied else {},
-                )
+            config, candidate = configure_case(self._model, self._index_TK, layout)
+            if config not in times:
+                times[config] = self._time(config, plan_in_words(config, candidate))
+            for row in self._asked:
+                if row.layout == layout:
+                    found[row.key] = times[config][row.corner]
         return found
+
+    def _time(self, config: PrefillConfig, plan: str) -> dict[str, OurTime]:
+        run = launch_ours(self._model, self._index_TK, config)
+        return {
+            corner: OurTime(
+                ours_us=timeline.total_us,
+                ours_plan=plan,
+                bottleneck=bottleneck(timeline),
+                ours_varied=varied_us(timeline) if self._with_varied else {},
+            )
+            for corner, timeline in corner_timelines(
+                run, dict.fromkeys(row.corner for row in self._asked)
+            )
+        }
