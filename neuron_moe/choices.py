@@ -36,6 +36,22 @@ def check_choices(expert_index: Tensor, num_tokens: int, num_experts: int) -> No
         )
 
 
+def check_no_repeats(expert_index: Tensor, padding_mask: Tensor | None) -> None:
+    """Refuse real tokens that choose an expert twice: blocks hold a token once."""
+    if torch.compiler.is_compiling() or expert_index.numel() == 0:
+        return  # a graph cannot look at values
+    sorted_TK = expert_index.sort(-1).values
+    twice_T = ((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any(-1)
+    if padding_mask is not None and padding_mask.numel() == twice_T.numel():
+        twice_T = twice_T & (padding_mask.reshape(-1) != 0)
+    if bool(twice_T.any()):
+        token = int(twice_T.int().argmax())
+        raise ValueError(
+            f"expert_index: token {token} chooses {expert_index[token].tolist()}, but must choose"
+            " an expert once at most. Add up its affinities, and fill up with -1."
+        )
+
+
 def choice_affinities(affinities: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
     """Return float32 [T, K] affinities from [T, K], or from NxD's dense [T, E] where E > K.
 

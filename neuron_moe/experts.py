@@ -16,6 +16,7 @@ from neuron_moe.backends import Backend, get_backend
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
 from neuron_moe.choices import (
     check_choices,
+    check_no_repeats,
     choice_affinities,
     drop_padding,
     fits_capacity,
@@ -252,7 +253,7 @@ class RoutedExperts(nn.Module):
             hidden_states: [T, H] in the dtype of the weights.
             expert_affinities: [T, K] affinities in the order of the choices, or NxD's dense [T, E]
                 where E > K; where E == K, pass dense ones as expert_affinities_masked_full.
-            expert_index: [T, K] experts of the model; -1 for none.
+            expert_index: [T, K] different experts of the model; -1 for none.
             seq_len: 1 is decode, more is prefill.
             padding_mask: [B, S] or [T], nonzero for real tokens; the others get no expert.
             expert_affinities_masked_full: NxD's masked dense affinities [T, E], if already
@@ -268,6 +269,7 @@ class RoutedExperts(nn.Module):
         self.check_hidden(hidden_states)
         num_tokens = hidden_states.shape[0]
         check_choices(expert_index, num_tokens, self.spec.num_experts)
+        check_no_repeats(expert_index, padding_mask)
         if expert_affinities_masked_full is not None:
             self._check_width(expert_index, num_tokens)
             expert_affinities = from_dense(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.failure import DEFAULT_TIMEOUT_S
 
 T = TypeVar("T")
 
@@ -38,7 +39,9 @@ def _is_placed() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_on_ranks(tp: int, ep: int, work: Callable[[], T]) -> T:
+def run_on_ranks(
+    tp: int, ep: int, work: Callable[[], T], *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> T:
     """Run `work` on tp * ep ranks; return what rank 0 got.
 
     Rank 0 is this process, the others are forked from it and print nothing. Under torchrun, which
@@ -48,6 +51,7 @@ def run_on_ranks(tp: int, ep: int, work: Callable[[], T]) -> T:
         tp: ranks that split each expert.
         ep: ranks that split the experts.
         work: what each rank does, after the groups were built.
+        timeout_s: longest wait for a rank that is alive but does not arrive.
 
     Raises:
         ValueError: these are too many processes; none was started.
@@ -57,7 +61,7 @@ def run_on_ranks(tp: int, ep: int, work: Callable[[], T]) -> T:
     if size == 1:
         return work()
     if _is_placed():
-        with _place(tp, ep), _silence(int(os.environ["RANK"])):
+        with _place(tp, ep, timeout_s), _silence(int(os.environ["RANK"])):
             return work()
     check_num_processes(tp, ep)
     context = multiprocessing.get_context("fork")
@@ -65,12 +69,14 @@ def run_on_ranks(tp: int, ep: int, work: Callable[[], T]) -> T:
     children = []
     for rank in range(1, size):
         ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=_child, args=(rank, tp, ep, address, work, theirs))
+        child = context.Process(
+            target=_child, args=(rank, tp, ep, timeout_s, address, work, theirs)
+        )
         child.start()
         theirs.close()
         children.append((child, ours))
     try:
-        with _connected(0, size, address), _place(tp, ep):
+        with _connected(0, size, address), _place(tp, ep, timeout_s):
             result = work()
     except BaseException as error:
         for child, _ in children:
@@ -93,7 +99,15 @@ def _raise_what_others_said(children: list[Any], cause: BaseException | None) ->
                 raise RuntimeError(message) from cause
 
 
-def _child(rank: int, tp: int, ep: int, address: str, work: Callable[[], Any], pipe: Any) -> None:
+def _child(
+    rank: int,
+    tp: int,
+    ep: int,
+    timeout_s: float,
+    address: str,
+    work: Callable[[], Any],
+    pipe: Any,
+) -> None:
     # Garbage of an earlier group holds threads that a forked process does not have; collecting it
     # here would abort.
     gc.freeze()
@@ -109,7 +123,7 @@ def _child(rank: int, tp: int, ep: int, address: str, work: Callable[[], Any], p
             raise
 
     try:
-        with _connected(rank, tp * ep, address), _place(tp, ep):
+        with _connected(rank, tp * ep, address), _place(tp, ep, timeout_s):
             tell()
     except Exception:  # noqa: BLE001  rank 0 says what it was told, or what it saw
         sys.exit(1)
@@ -125,9 +139,9 @@ def _connected(rank: int, size: int, address: str) -> Iterator[None]:
 
 
 @contextmanager
-def _place(tp: int, ep: int) -> Iterator[None]:
+def _place(tp: int, ep: int, timeout_s: float) -> Iterator[None]:
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, timeout_s=timeout_s
     )
     try:
         yield

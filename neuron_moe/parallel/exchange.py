@@ -29,7 +29,11 @@ from neuron_moe.parallel.collectives import (
     gather_lengths,
     reduce_scatter_rows,
 )
-from neuron_moe.parallel.failure import check_same_on_all_ranks, compare_settings
+from neuron_moe.parallel.failure import (
+    check_same_on_all_ranks,
+    compare_settings,
+    wait_for_start,
+)
 from neuron_moe.parallel.groups import ExpertGroups
 from neuron_moe.parallel.strategy import (
     Dispatched,
@@ -156,6 +160,7 @@ class TokenExchange:
             "strategy": strategy.name,
             "sequence_parallel": batch.is_sequence_part,
         }
+        wait_for_start(group.group)
         check_same_on_all_ranks("MoE layer", compared, group.group)
 
 

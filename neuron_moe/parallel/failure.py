@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from torch.distributed import ProcessGroup
 
 HEARTBEAT_S = 0.5
 STALE_AFTER_S = 3.0
-DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 300.0  # until the first collective of a layer: ranks load at different speed
 
 
 class CollectiveError(RuntimeError):
@@ -79,32 +81,40 @@ class Watch:
         self._thread.join(timeout=2.0)
 
     def suspects(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the ranks, of the given ones, that seem to have ended or fallen behind.
+        """Return the ranks that seem to have ended, or of the given ones those that fell behind.
 
-        Waits, if need be, as long as it takes for a silence to mean something.
+        A rank of another group counts too: its end reaches this one through ranks of both. Waits,
+        if need be, as long as it takes for a silence to mean something.
         """
         others = [rank for rank in self._others if rank in ranks]
         deadline = time.monotonic() + STALE_AFTER_S + 2 * HEARTBEAT_S
         while True:
             with self._lock:
-                found = self._silent(others)
+                found = self._silent() or self._frozen()
                 if found or self._lost_store:
                     return found or {0: f"its rendezvous store is gone ({self._lost_store})"}
                 if time.monotonic() > deadline:
                     return self._behind(others)
             time.sleep(HEARTBEAT_S / 2)
 
-    def _silent(self, others: Sequence[int]) -> dict[int, str]:
+    def _silent(self) -> dict[int, str]:
         # Once the store is gone no new notes come: what was missing by then has to do.
         limit = 3 * HEARTBEAT_S if self._lost_store else STALE_AFTER_S
-        silence = {
-            rank: self._read_at - self._seen[rank][1] for rank in others if rank in self._seen
-        }
+        silence = {rank: self._read_at - since for rank, (_, since) in self._seen.items()}
+        # Those that ended because of the first are not to blame.
+        limit = max(limit, max(silence.values(), default=0.0) - 3 * HEARTBEAT_S)
         return {
             rank: f"no sign of life for {seconds:.1f} s"
             for rank, seconds in silence.items()
-            if seconds > limit
+            if seconds >= limit
         }
+
+    def _frozen(self) -> dict[int, str]:
+        """Say that rank 0 does not answer: its store does not, so no notes come from anybody."""
+        seconds = time.monotonic() - self._read_at
+        if self._lost_store or seconds < STALE_AFTER_S or self.rank == 0:
+            return {}
+        return {0: f"no sign of life, and no answer of the store it hosts, for {seconds:.1f} s"}
 
     def _behind(self, others: Sequence[int]) -> dict[int, str]:
         notes = {rank: json.loads(self._seen[rank][0]) for rank in others if rank in self._seen}
@@ -188,6 +198,23 @@ def check_same_on_all_ranks(
     mine = {key: repr(value) for key, value in values.items()}
     everyone = gather_objects(f"comparison of {what} settings", mine, group)
     compare_settings(what, dist.get_process_group_ranks(group or dist.group.WORLD), everyone)
+
+
+def wait_for_start(group: ProcessGroup) -> None:
+    """Wait until all ranks of a group have built and loaded what they compare next; collective.
+
+    Raises:
+        CollectiveError: a rank is gone or did not arrive.
+    """
+    if dist.get_backend(group) != "gloo":
+        return
+    ranks, started = dist.get_process_group_ranks(group), time.monotonic()
+    note_collective("start of a layer", "model")
+    try:
+        dist.monitored_barrier(group, timedelta(seconds=START_TIMEOUT_S))
+    except RuntimeError as error:
+        seconds = time.monotonic() - started
+        raise describe_failure("start of a layer", "model", ranks, seconds, error) from error
 
 
 def gather_objects(what: str, mine: Any, group: ProcessGroup | None = None) -> list[Any]:

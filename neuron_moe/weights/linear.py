@@ -131,8 +131,13 @@ class ExpertLinear(nn.Module):
         self.keep_packed(narrow)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLinear":
-        """Move or cast; codes move, and stand for weights of the new dtype."""
+        """Move or cast; codes move, and stand for weights of the new dtype.
+
+        Matrices packed for a CPU are unpacked if they change: call pack_weights() again.
+        """
         if not isinstance(self.packed, NarrowMatrices):
+            if self.packed is not None:
+                return self._apply_packed(fn, recurse)
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
         like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.packed.codes_Ekn.device))
@@ -142,6 +147,18 @@ class ExpertLinear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight = nn.Parameter(shape, requires_grad=False)
         self.packed = packed
+        return self
+
+    def _apply_packed(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> "ExpertLinear":
+        packed, like = self.packed, fn(torch.empty(0, dtype=self.weight.dtype))
+        if packed is None or (like.dtype, like.device.type) != (self.weight.dtype, "cpu"):
+            self.unpack()
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
+        shape = self.weight
+        self.weight = nn.Parameter(like, requires_grad=False)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight = shape
         return self
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ the plain one (no second copy); it has no gradient.
 """
 
 from collections.abc import Sequence
-from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class PackedMatrices(Sequence[Tensor]):
                 for matrix in weight_Ekn
             ]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as plain matrices, which are packed again: the blocks have no format."""
+        return PackedMatrices, (self.unpack(),)
+
     def __len__(self) -> int:
         return len(self._packed)
 
@@ -67,7 +71,8 @@ class PackedMatrices(Sequence[Tensor]):
 
     def run(self, experts: slice) -> "PackedMatrices":
         """Return a run of the experts; shares their memory."""
-        part = copy(self)
+        part = object.__new__(PackedMatrices)
+        part.dtype = self.dtype
         part._packed = self._packed[experts]
         part.shape = torch.Size((len(part._packed), *self.shape[1:]))
         return part

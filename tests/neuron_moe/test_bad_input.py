@@ -52,7 +52,8 @@ def run_with_gate_up(weight: torch.Tensor) -> None:
 
 
 EXPERTS = ExpertMLPsV2(config())
-HIDDEN, AFFINITIES, INDEX = torch.zeros(3, 16), torch.zeros(3, 2), torch.zeros(3, 2).int()
+HIDDEN, AFFINITIES = torch.zeros(3, 16), torch.zeros(3, 2)
+INDEX = torch.tensor([[0, 1]] * 3, dtype=torch.int32)
 
 # what is wrong -> (call, parts of the message)
 CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
@@ -167,6 +168,10 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
     "padding mask of another length": (
         lambda: moe()(torch.zeros(1, 3, 16), torch.ones(1, 4)),
         ["padding_mask", "(1, 4)", "[B, S]", "(1, 3, 16)"],
+    ),
+    "an expert chosen twice": (
+        lambda: EXPERTS(HIDDEN, AFFINITIES, torch.tensor([[0, 1], [5, 5], [-1, -1]]), 3),
+        ["expert_index", "token 1 chooses [5, 5]", "once at most"],
     ),
     "affinities of another width": (
         lambda: EXPERTS(HIDDEN, torch.zeros(3, 5), INDEX, 3),
@@ -289,7 +294,7 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["expert_index", "float32", "integer"],
     ),
     "choice beyond the last expert": (
-        lambda: EXPERTS(HIDDEN, AFFINITIES, INDEX + 8, 3),
+        lambda: EXPERTS(HIDDEN, AFFINITIES, torch.zeros_like(INDEX) + 8, 3),
         ["expert_index", "expert 8", "num_experts=8"],
     ),
     "sequence length zero": (

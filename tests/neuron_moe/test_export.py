@@ -57,4 +57,4 @@ def test_static_form_refuses_packed_weights() -> None:
     experts.pack_weights()
     experts.backend = TorchBackend(static=True)
     with pytest.raises(ValueError, match=r"packed weights.*Export before pack_weights"):
-        experts(torch.randn(3, 12), torch.rand(3, 2), torch.zeros(3, 2).int(), 3)
+        experts(torch.randn(3, 12), torch.rand(3, 2), torch.tensor([[0, 1]] * 3), 3)

@@ -1,6 +1,9 @@
 """The MoE layer: what must not change the result, and what must."""
 
+import copy
+import io
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from neuron_moe import (
     SharedExperts,
 )
 from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.weights.packed import is_packing_available
 from tests.tolerances import FLOAT32_RELATIVE, relative_error
 
 PATHS = ("blockwise", "selective", "all_experts")
@@ -407,3 +411,33 @@ def test_no_tokens_no_output() -> None:
     experts = make_experts(4, 2)
     empty = experts(torch.randn(0, 12), torch.rand(0, 2), torch.zeros(0, 2), 5)
     assert empty.shape == (0, 12)
+
+
+COPIES: dict[str, Callable[[MoE], MoE]] = {
+    "deepcopy": copy.deepcopy,
+    "save": lambda layer: _saved_and_loaded(layer),
+    "same-dtype": lambda layer: layer.to(torch.float32),
+    "there-and-back": lambda layer: layer.to(torch.float64).to(torch.float32),
+}
+
+
+def _saved_and_loaded(layer: MoE) -> MoE:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded: MoE = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.skipif(not is_packing_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("name", COPIES)
+def test_a_packed_layer_is_copied_saved_and_cast(name: str) -> None:
+    layer = MoE(RouterTopK(4, 2, 12), make_experts(4, 2)).eval()
+    hidden = torch.randn(2, 9, 12)
+    with torch.no_grad():
+        expected = layer(hidden).output
+        layer.expert_mlps.pack_weights()
+        layer(hidden)
+        other = COPIES[name](layer)
+        torch.testing.assert_close(other(hidden).output, expected)
+        assert torch.isfinite(other.to(torch.bfloat16)(hidden.bfloat16()).output).all()

@@ -131,7 +131,7 @@ def test_one_compiled_kernel_serves_every_rank(monkeypatch: pytest.MonkeyPatch) 
     launches = watch_launches(monkeypatch, torch.zeros(2, H))
     for part in parts:
         with torch.no_grad():
-            part(torch.randn(2, H).bfloat16(), torch.rand(2, 4), torch.zeros(2, 4).int(), 1)
+            part(torch.randn(2, H).bfloat16(), torch.rand(2, 4), torch.arange(4).expand(2, 4), 1)
     launched = [(args[6], int(args[5])) for _, args in launches]
     assert [first for _, first in launched] == [0, 2, 4, 6]
     assert all(config is launched[0][0] for config, _ in launched)

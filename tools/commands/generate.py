@@ -21,6 +21,7 @@ from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.models.text import TextCodec, TextStream
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
+from neuron_moe.parallel.failure import DEFAULT_TIMEOUT_S, START_TIMEOUT_S
 from neuron_moe.tools.console import fitting_threads, print_json_line, progress_bar
 from neuron_moe.tools.ranks import check_num_processes, run_on_ranks
 
@@ -35,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = checkpoint_folder(args.model)
     if args.tp * args.ep > 1:
         _check_ranks(args, folder)
-    run_on_ranks(args.tp, args.ep, lambda: _run(args, folder))
+    # Simulated kernels take as long as their rank's load makes them.
+    timeout_s = START_TIMEOUT_S if args.backend == "nki" else DEFAULT_TIMEOUT_S
+    run_on_ranks(args.tp, args.ep, lambda: _run(args, folder), timeout_s=timeout_s)
     return 0
 
 

@@ -39,11 +39,11 @@ def small_layer(
 
 
 def run_until_it_breaks(
-    rank: int, victim: int, victim_signal: int, timeout_s: float
+    rank: int, victim: int, victim_signal: int, timeout_s: float, strategy: str = "replicate"
 ) -> tuple[float, Any]:
     """Forward until a rank breaks in the middle of one; return when and how this rank ended."""
     parallel_state.initialize_model_parallel(2, expert_model_parallel_size=4, timeout_s=timeout_s)
-    layer = small_layer()
+    layer = small_layer(strategy=strategy)
     compute, calls = ExpertMLPsV2.compute, []
 
     def breaking(self: ExpertMLPsV2, *args: Any) -> torch.Tensor:
@@ -61,7 +61,9 @@ def run_until_it_breaks(
     return 0.0, None
 
 
-def check_the_survivors(results: list[Any], victim: int) -> None:
+def check_the_survivors(
+    results: list[Any], victim: int, failed: tuple[str, ...] = ("all_reduce",)
+) -> None:
     for rank, (kind, value) in enumerate(results):
         if rank == victim:
             continue
@@ -70,11 +72,13 @@ def check_the_survivors(results: list[Any], victim: int) -> None:
         assert ending is not None, f"rank {rank} finished"
         here, collective, suspects, message = ending
         assert seconds < 30.0, message
-        assert (here, collective, suspects) == (rank, "all_reduce", (victim,)), message
+        assert (here, suspects) == (rank, (victim,)), message
+        assert collective in failed, message
         # Rank 0 hosts the store through which ranks watch one another.
         signs = ("no sign of life", "its rendezvous store is gone")
         assert any(f"rank {victim}: {sign}" in message for sign in signs), message
-        assert "all_reduce over group 'model' (ranks 0-7) failed" in message
+        where = "'model' (ranks 0-7) failed" if collective == "all_reduce" else ""
+        assert f"{collective} over group {where}" in message
 
 
 @pytest.mark.parametrize("victim", [5, 0])
@@ -97,6 +101,24 @@ def test_a_rank_that_hangs_ends_the_rest_after_the_time_out(run_ranks: Any) -> N
         timeout_s=14.0,
     )
     check_the_survivors(results, victim)
+
+
+def test_a_rank_0_that_hangs_is_named_although_it_hosts_the_store(run_ranks: Any) -> None:
+    results = run_ranks(
+        SIZE,
+        lambda rank: run_until_it_breaks(rank, 0, signal.SIGSTOP, 5.0),
+        raw=True,
+        timeout_s=14.0,
+    )
+    check_the_survivors(results, 0)
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_rank_that_dies_in_an_all_to_all_is_named(run_ranks: Any, victim: int) -> None:
+    def run(rank: int) -> Any:
+        return run_until_it_breaks(rank, victim, signal.SIGKILL, 20.0, "all_to_all")
+
+    check_the_survivors(run_ranks(8, run, raw=True), victim, ("reduce_scatter", "all_to_all"))
 
 
 def failure_of(function: Any) -> str:
