@@ -32,7 +32,8 @@ def save_checkpoint(
         weight_map: the model's map.
         directory: where to; made if missing. It must not hold weights already.
         variant: storage form, such as "mxfp4", where the map knows several.
-        dtype: what float tensors are stored as; bfloat16 or float32.
+        dtype: what float tensors are stored as; bfloat16 or float32. Those of an exact rule stay
+            float32.
         max_shard_mib: largest shard in MiB; a single tensor above it gets a shard of its own.
 
     Returns:
@@ -56,9 +57,10 @@ def save_checkpoint(
         )
     shards: list[tuple[Path, dict[str, int]]] = []
     pending: dict[str, Tensor] = {}
+    exact = weight_map.exact_keys()
     try:
         for key, tensor in weight_map.export(parameters, variant):
-            stored = _to_stored(key, tensor, dtype)
+            stored = _to_stored(key, tensor, torch.float32 if key in exact else dtype)
             size = sum(waiting.nbytes for waiting in pending.values()) + stored.nbytes
             if pending and size > max_shard_mib << 20:
                 _write_shard(directory, shards, pending)
