@@ -67,10 +67,16 @@ class DecoderConfig:
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of"
                 f" num_key_value_heads={self.num_key_value_heads}. Correct config.json."
             )
-        if self.head_dim % 2:
+        if self.turned_size % 2 or not self.turned_size:
             raise ValueError(
-                f"head_dim={self.head_dim}: must be even. Rotary embedding turns pairs."
+                f"head_dim={self.head_dim}: must be even, and so must be what is turned of a head,"
+                f" here {self.turned_size}. Rotary embedding turns pairs."
             )
+
+    @property
+    def turned_size(self) -> int:
+        """How much of each head is turned."""
+        return int(self.head_dim * self.rope.part)
 
     @classmethod
     def read(cls: type[ConfigT], reader: ConfigReader, **facts: Any) -> ConfigT:
@@ -353,7 +359,7 @@ class DecoderModel(nn.Module):
 
     def _tokens(self, places_US: Tensor, real_US: Tensor | None) -> Tokens:
         """Return what all layers need to know of the new tokens."""
-        rope = rope_tables(self.config.rope, self.config.head_dim, places_US)
+        rope = rope_tables(self.config.rope, self.config.turned_size, places_US)
         return Tokens(places_US, rope, real_US)
 
     def _views(

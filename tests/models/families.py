@@ -121,12 +121,44 @@ FAMILIES |= {
         variant="fused",
     ),
 }
+GLM4: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+FAMILIES |= {
+    "glm4_moe": Family("glm4_moe", GLM4),
+    "glm4_moe-air": Family(
+        "glm4_moe",
+        {
+            **GLM4,
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    "glm4_moe-groups": Family(
+        "glm4_moe", {**GLM4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    ),
+}
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
     """Write a tiny random checkpoint in bfloat16, as transformers does.
 
-    Biases and norms are not left at their neutral values, so that leaving one out is seen.
+    Biases and norms are not left at their neutral values, so that leaving one out is seen. Those
+    of the experts' choice stay float32, as published.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**values)
@@ -135,7 +167,11 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.to(torch.bfloat16).save_pretrained(folder)
+        model.to(torch.bfloat16)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = torch.randn(buffer.shape) * 0.2
+    model.save_pretrained(folder)
 
 
 def reference_of(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -56,9 +56,7 @@ def qwen3_moe(config: dict[str, Any]) -> Header:
         yield block + "self_attn.k_norm.weight", (config["head_dim"],)
         yield block + "mlp.gate.weight", (config["num_experts"], size)
         for expert in range(config["num_experts"]):
-            yield f"{block}mlp.experts.{expert}.gate_proj.weight", (inner, size)
-            yield f"{block}mlp.experts.{expert}.up_proj.weight", (inner, size)
-            yield f"{block}mlp.experts.{expert}.down_proj.weight", (size, inner)
+            yield from _gated(f"{block}mlp.experts.{expert}.", inner, size)
 
 
 def mixtral(config: dict[str, Any]) -> Header:
@@ -72,6 +70,52 @@ def mixtral(config: dict[str, Any]) -> Header:
             yield f"{block}experts.{expert}.w1.weight", (inner, size)
             yield f"{block}experts.{expert}.w2.weight", (size, inner)
             yield f"{block}experts.{expert}.w3.weight", (inner, size)
+
+
+def glm4_moe(config: dict[str, Any]) -> Header:
+    """zai-org/GLM-4.5 and GLM-4.5-Air, with the layer that predicts a further token."""
+    layers = config["num_hidden_layers"] + config["num_nextn_predict_layers"]
+    yield from _frame({**config, "num_hidden_layers": layers})
+    head, size = config["head_dim"], config["hidden_size"]
+    for layer in range(layers):
+        block = f"model.layers.{layer}.self_attn."
+        yield block + "q_proj.bias", (config["num_attention_heads"] * head,)
+        yield block + "k_proj.bias", (config["num_key_value_heads"] * head,)
+        yield block + "v_proj.bias", (config["num_key_value_heads"] * head,)
+        if config["use_qk_norm"]:
+            yield block + "q_norm.weight", (head,)
+            yield block + "k_norm.weight", (head,)
+    yield from _deepseek_feed_forward(config, size, layers)
+
+
+def _deepseek_feed_forward(config: dict[str, Any], size: int, layers: int) -> Header:
+    """Dense layers, then experts and a shared one; at last what predicts a further token."""
+    inner = config["moe_intermediate_size"]
+    for layer in range(layers):
+        block = f"model.layers.{layer}.mlp."
+        if layer < config["first_k_dense_replace"]:
+            yield from _gated(block, config["intermediate_size"], size)
+            continue
+        yield block + "gate.weight", (config["n_routed_experts"], size)
+        yield block + "gate.e_score_correction_bias", (config["n_routed_experts"],)
+        yield from _gated(block + "shared_experts.", inner * config["n_shared_experts"], size)
+        for expert in range(config["n_routed_experts"]):
+            yield from _gated(f"{block}experts.{expert}.", inner, size)
+    for layer in range(config["num_hidden_layers"], layers):
+        block = f"model.layers.{layer}."
+        yield block + "embed_tokens.weight", (config["vocab_size"], size)
+        yield block + "shared_head.head.weight", (config["vocab_size"], size)
+        yield block + "shared_head.norm.weight", (size,)
+        yield block + "enorm.weight", (size,)
+        yield block + "hnorm.weight", (size,)
+        yield block + "eh_proj.weight", (size, 2 * size)
+
+
+def _gated(prefix: str, width: int, size: int) -> Header:
+    """An MLP's three matrices."""
+    yield prefix + "gate_proj.weight", (width, size)
+    yield prefix + "up_proj.weight", (width, size)
+    yield prefix + "down_proj.weight", (size, width)
 
 
 def llama4(config: dict[str, Any]) -> Header:
@@ -90,9 +134,7 @@ def llama4(config: dict[str, Any]) -> Header:
             yield block + "experts.gate_up_proj", (experts, size, 2 * inner)
             yield block + "experts.down_proj", (experts, inner, size)
         width, mlp = (inner, block + "shared_expert.") if is_sparse else (dense, block)
-        yield mlp + "gate_proj.weight", (width, size)
-        yield mlp + "up_proj.weight", (width, size)
-        yield mlp + "down_proj.weight", (size, width)
+        yield from _gated(mlp, width, size)
     yield from _llama4_vision(config["vision_config"], size)
 
 
