@@ -196,6 +196,11 @@ FAMILIES |= {
         },
     ),
 }
+MINIMAX = {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+FAMILIES |= {
+    "minimax_m2": Family("minimax_m2", {**MINIMAX, "rotary_dim": 8}, variant=None),
+    "minimax_m2-turned-whole": Family("minimax_m2", MINIMAX, variant=None),
+}
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:

@@ -66,10 +66,21 @@ def mixtral(config: dict[str, Any]) -> Header:
     for layer in range(config["num_hidden_layers"]):
         block = f"model.layers.{layer}.block_sparse_moe."
         yield block + "gate.weight", (config["num_local_experts"], size)
-        for expert in range(config["num_local_experts"]):
-            yield f"{block}experts.{expert}.w1.weight", (inner, size)
-            yield f"{block}experts.{expert}.w2.weight", (size, inner)
-            yield f"{block}experts.{expert}.w3.weight", (inner, size)
+        yield from _numbered(block, config["num_local_experts"], inner, size)
+
+
+def minimax_m2(config: dict[str, Any]) -> Header:
+    """MiniMaxAI/MiniMax-M2 in bfloat16."""
+    yield from _frame(config)
+    size, inner, head = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    experts = config["num_local_experts"]
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}."
+        yield block + "self_attn.q_norm.weight", (config["num_attention_heads"] * head,)
+        yield block + "self_attn.k_norm.weight", (config["num_key_value_heads"] * head,)
+        yield block + "block_sparse_moe.gate.weight", (experts, size)
+        yield block + "block_sparse_moe.e_score_correction_bias", (experts,)
+        yield from _numbered(block + "block_sparse_moe.", experts, inner, size)
 
 
 def glm4_moe(config: dict[str, Any]) -> Header:
@@ -144,6 +155,14 @@ def _deepseek_feed_forward(config: dict[str, Any], size: int, layers: int) -> He
         yield block + "enorm.weight", (size,)
         yield block + "hnorm.weight", (size,)
         yield block + "eh_proj.weight", (size, 2 * size)
+
+
+def _numbered(block: str, experts: int, inner: int, size: int) -> Header:
+    """Experts whose matrices have numbers."""
+    for expert in range(experts):
+        yield f"{block}experts.{expert}.w1.weight", (inner, size)
+        yield f"{block}experts.{expert}.w2.weight", (size, inner)
+        yield f"{block}experts.{expert}.w3.weight", (inner, size)
 
 
 def _gated(prefix: str, width: int, size: int) -> Header:

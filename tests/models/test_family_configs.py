@@ -25,12 +25,13 @@ SIZES = {
     "glm_4_5_air": (106, 12),
     "deepseek_v3": (671, 37),
     "kimi_k2": (1040, 32.6),
+    "minimax_m2": (230, 10),
 }
-HEADLESS = ("glm_4_5", "glm_4_5_air")
+HEADLESS = ("glm_4_5", "glm_4_5_air", "minimax_m2")
 
 PUBLISHED = (
     *("qwen3_30b_a3b", "mixtral_8x7b", "llama4_scout", "llama4_maverick"),
-    *("glm_4_5", "glm_4_5_air", "deepseek_v3", "kimi_k2"),
+    *("glm_4_5", "glm_4_5_air", "deepseek_v3", "kimi_k2", "minimax_m2"),
 )
 
 
@@ -164,6 +165,20 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_experts_per_tok": 5},
         "top_k=5: topk_group=2 groups of 2 experts offer only 4",
     ),
+    "minimax-unknown": ("minimax_m2", {"num_experts": 8}, "unknown key num_experts=8"),
+    "minimax-two-parts": (
+        "minimax_m2",
+        {"partial_rotary_factor": 0.25},
+        "rotary_dim=8, partial_rotary_factor=0.25: must be the same part of head_dim=16",
+    ),
+    "minimax-head-norms": (
+        "minimax_m2",
+        {"qk_norm_type": "per_head"},
+        "qk_norm_type='per_head': must be 'per_layer'",
+    ),
+    "minimax-linear": ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list=\[1, 0, 1\]"),
+    "minimax-window": ("minimax_m2", {"sliding_window": 8}, "sliding_window=8: must be 0"),
+    "minimax-top-k": ("minimax_m2", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
     "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
