@@ -29,6 +29,8 @@ from neuron_moe.models.weight_rules import (
 from neuron_moe.router import Router
 from neuron_moe.spec import RouterFormula, RouterSpec
 
+FREQUENCIES = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"  # computed; some publish them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasedRoutingConfig(DecoderConfig):
@@ -138,7 +140,7 @@ def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[st
     for layer in sparse:
         rules += _sparse_rules(layer)
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return WeightMap(rules, sizes, ignored)
+    return WeightMap(rules, sizes, [*ignored, FREQUENCIES])
 
 
 def _sparse_rules(layer: str) -> list[Rule]:

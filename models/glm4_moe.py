@@ -70,7 +70,7 @@ class Model(DecoderModel):
             self.config,
             dtype,
             bias=BIASED if self.config.attention_bias else (),
-            has_head_norms=self.config.use_qk_norm,
+            norms="by head" if self.config.use_qk_norm else "",
         )
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:

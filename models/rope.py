@@ -259,12 +259,15 @@ def _blend_range(config: RopeConfig, head_size: int) -> tuple[float, float]:
     return low, high if high != low else high + 0.001  # a step, not a division by zero
 
 
-def _attention_factor(config: RopeConfig) -> float:
-    def growth(mscale: float) -> float:
-        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
+def yarn_growth(factor: float, mscale: float) -> float:
+    """Return by how much YaRN lets logits or rotations grow with the context."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
+
+def _attention_factor(config: RopeConfig) -> float:
+    factor, wide = config.factor, config.mscale_all_dim
     if config.attention_factor is not None:
         return config.attention_factor
-    if config.mscale and config.mscale_all_dim:
-        return growth(config.mscale) / growth(config.mscale_all_dim)
-    return growth(1.0)
+    if config.mscale and wide:
+        return yarn_growth(factor, config.mscale) / yarn_growth(factor, wide)
+    return yarn_growth(factor, 1.0)

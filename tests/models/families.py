@@ -21,6 +21,7 @@ COMMON = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LEFT_OUT = object()
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Family:
 
     Args:
         model_type: as in config.json.
-        changes: keys beside COMMON.
+        changes: keys beside COMMON, or LEFT_OUT of it.
         pads_alike: transformers computes a left-padded prompt as it does the prompt alone.
         variant: storage form that transformers writes, None where the map knows one only.
     """
@@ -39,9 +40,10 @@ class Family:
     pads_alike: bool = True
     variant: str | None = "separate"
 
-    def config(self) -> dict[str, Any]:
-        """Return the keys of a tiny config.json."""
-        return {**COMMON, **self.changes, "model_type": self.model_type}
+    def config(self, **sizes: int) -> dict[str, Any]:
+        """Return the keys of a tiny config.json, with other sizes where it names them."""
+        values = {**COMMON, **sizes, **self.changes, "model_type": self.model_type}
+        return {key: value for key, value in values.items() if value is not LEFT_OUT}
 
 
 QWEN3: dict[str, Any] = {
@@ -151,6 +153,53 @@ FAMILIES |= {
     "glm4_moe-groups": Family(
         "glm4_moe", {**GLM4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
     ),
+}
+DEEPSEEK: dict[str, Any] = {
+    "head_dim": LEFT_OUT,  # transformers would take it for the size of the turned part
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+FAMILIES |= {
+    "deepseek_v3": Family("deepseek_v3", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3-plain": Family(
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
+    ),
+    "deepseek_v3-kimi": Family(
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.7, "beta_fast": 1.0, "factor": 8.0},
+        },
+    ),
+}
+MINIMAX = {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+FAMILIES |= {
+    "minimax_m2": Family("minimax_m2", {**MINIMAX, "rotary_dim": 8}, variant=None),
+    "minimax_m2-turned-whole": Family("minimax_m2", MINIMAX, variant=None),
 }
 
 
