@@ -15,6 +15,9 @@ from torch import Tensor
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.attention import KVCache
 
+_SMALLEST_TEMPERATURE = 1e-6  # logits over it stay far from infinity
+_SEED_LIMIT = 1 << 62
+
 
 class Decoder(Protocol):
     """What `generate` asks of a model; every `Model` of this package answers to it."""
@@ -64,6 +67,13 @@ class GenerationOptions:
                 f"temperature={self.temperature}: must be at least 0."
                 " Use 0 for the likeliest token."
             )
+        if 0 < self.temperature < _SMALLEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature}: must be 0 or at least {_SMALLEST_TEMPERATURE}."
+                " Use 0 for the likeliest token."
+            )
+        if not abs(self.seed) < _SEED_LIMIT:
+            raise ValueError(f"seed={self.seed}: must be below 2^62 in size. Choose a smaller one.")
         if not 0 < self.top_p <= 1:
             raise ValueError(
                 f"top_p={self.top_p}: must be above 0 and at most 1."

@@ -12,9 +12,12 @@ Letters: U sequences, L MoE layers, T tokens of all sequences, E experts, K expe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from neuron_moe import Routing
 from neuron_moe.models.expert_load import moe_layers
 
+_MAKE = "Make it with neuron-moe trace."
 _MOST_EXPERTS = 256  # of a uint8
 
 
@@ -88,18 +92,31 @@ class RoutingTrace:
             FileNotFoundError: there is no such file.
             ValueError: the file is not a trace.
         """
-        with np.load(path, allow_pickle=False) as arrays:
-            names = {"expert_index_LTK", "sequence_starts", "num_experts"}
-            if set(arrays.files) != names:
-                raise ValueError(
-                    f"{path}: must hold {', '.join(sorted(names))}, but has"
-                    f" {', '.join(sorted(arrays.files))}. Make it with neuron-moe trace."
-                )
-            return cls(
-                expert_index_LTK=arrays["expert_index_LTK"],
-                sequence_starts=arrays["sequence_starts"],
-                num_experts=int(arrays["num_experts"]),
+        with Path(path).open("rb") as file:
+            try:
+                arrays = np.load(file, allow_pickle=False)
+            except (ValueError, EOFError, BadZipFile) as error:
+                raise ValueError(f"{path}: must be a trace, but {error}. {_MAKE}") from error
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ValueError(f"{path}: must be a trace, but is one array. {_MAKE}")
+            try:
+                return cls._from_arrays(path, arrays)
+            except (EOFError, BadZipFile, zlib.error) as error:
+                raise ValueError(f"{path}: is damaged: {error}. {_MAKE}") from error
+
+    @classmethod
+    def _from_arrays(cls, path: Path | str, arrays: Mapping[str, Any]) -> RoutingTrace:
+        names = {"expert_index_LTK", "sequence_starts", "num_experts"}
+        if set(arrays) != names:
+            raise ValueError(
+                f"{path}: must hold {', '.join(sorted(names))}, but has"
+                f" {', '.join(sorted(arrays))}. {_MAKE}"
             )
+        return cls(
+            expert_index_LTK=arrays["expert_index_LTK"],
+            sequence_starts=arrays["sequence_starts"],
+            num_experts=int(arrays["num_experts"]),
+        )
 
 
 @torch.inference_mode()

@@ -40,6 +40,13 @@ class TextCodec:
         Raises:
             ValueError: the prompt gives no token.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt={text!a}: must be UTF-8 text, but character {error.start} is a loose byte."
+                " Check the encoding of the terminal or file."
+            ) from error
         ids: list[int] = self._tokenizer.encode(text).ids
         if not ids:
             raise ValueError(f"prompt={text!r}: must give at least one token. Write some text.")

@@ -52,6 +52,18 @@ def check_no_repeats(expert_index: Tensor, padding_mask: Tensor | None) -> None:
         )
 
 
+def check_mask_values(padding_mask: Tensor) -> None:
+    """Refuse float masks that are not zeros and positive numbers, such as those to be added."""
+    if torch.compiler.is_compiling() or not padding_mask.is_floating_point():
+        return
+    if bool((~(padding_mask >= 0)).any()):  # catches NaN too
+        worst = padding_mask.min()
+        raise ValueError(
+            f"padding_mask: holds {float(worst)}, but must be nonzero for real tokens and 0 for"
+            " padding. Pass (mask == 0) for a mask that is added to scores, 0 and -inf."
+        )
+
+
 def choice_affinities(affinities: Tensor, index_TK: Tensor, num_experts: int) -> Tensor:
     """Return float32 [T, K] affinities from [T, K], or from NxD's dense [T, E] where E > K.
 

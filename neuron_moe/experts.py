@@ -16,6 +16,7 @@ from neuron_moe.backends import Backend, get_backend
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
 from neuron_moe.choices import (
     check_choices,
+    check_mask_values,
     check_no_repeats,
     choice_affinities,
     drop_padding,
@@ -269,6 +270,8 @@ class RoutedExperts(nn.Module):
         self.check_hidden(hidden_states)
         num_tokens = hidden_states.shape[0]
         check_choices(expert_index, num_tokens, self.spec.num_experts)
+        if padding_mask is not None:
+            check_mask_values(padding_mask)
         check_no_repeats(expert_index, padding_mask)
         if expert_affinities_masked_full is not None:
             self._check_width(expert_index, num_tokens)

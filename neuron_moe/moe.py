@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from neuron_moe.choices import check_mask_values
 from neuron_moe.errors import check_choice, check_instance
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
@@ -337,7 +338,7 @@ def _check_mask(mask: Tensor, hidden_states: Tensor, axis: int, *, is_part: bool
     Raises:
         ValueError: it is not of these sequences.
     """
-    check_instance("padding_mask", mask, Tensor)
+    check_mask_values(check_instance("padding_mask", mask, Tensor))
     batch = hidden_states.shape[1 - axis]
     if is_part:
         # Its second axis may be the own part or all of the sequence; that is checked later.

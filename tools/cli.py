@@ -5,11 +5,15 @@ only when it is called, so that `neuron-moe --help` is instant and a missing opt
 only the command that needs it.
 """
 
+import os
 import sys
 
 from neuron_moe.tools.commands import bench, check
 from neuron_moe.tools.menu import Menu
+from neuron_moe.tools.report import write_report
 
+# By name, so that `--help` need not import what raises them.
+_NOT_BUGS = ("CollectiveError", "RankError")
 SUBCOMMANDS = {
     "demo": (
         "commands.demo",
@@ -39,7 +43,11 @@ SUBCOMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; return its exit status (2 for a usage error)."""
+    """Run one subcommand; return its exit status.
+
+    Whatever goes wrong ends with one sentence on standard error: 2 for an error of the caller, 1
+    where other processes failed or for a bug of ours, which leaves a report, 130 for Ctrl-C.
+    """
     args = sys.argv[1:] if argv is None else argv
     if args and args[0] == "--version":
         from neuron_moe import __version__
@@ -48,9 +56,30 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         return Menu("neuron-moe", "command", SUBCOMMANDS).main(args)
-    except (ValueError, OSError) as error:
-        print(f"neuron-moe {args[0]}: {error}", file=sys.stderr)
-        return 2
+    except KeyboardInterrupt:
+        return _end(args, "interrupted; what it printed and wrote so far stays", 130)
+    except BrokenPipeError:
+        # Nobody reads on, as with `| head`; the interpreter would complain once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, ImportError) as error:
+        return _end(args, error, 2)
+    except MemoryError as error:
+        return _end(args, f"not enough memory: {error}", 2)
+    except Exception as error:  # noqa: BLE001  the last resort: a report instead of a traceback
+        if type(error).__name__ in _NOT_BUGS:
+            return _end(args, error, 1)
+        path = write_report(args, error)
+        what = f"internal error, {type(error).__name__}: {error}"
+        return _end(args, f"{what}. This is a bug of neuron-moe. Report: {path}", 1)
+
+
+def _end(args: list[str], what: object, status: int) -> int:
+    """Say in one line why a subcommand ended; return the exit status."""
+    print(f"\nneuron-moe {args[0]}: " if status == 130 else f"neuron-moe {args[0]}: ", end="",
+          file=sys.stderr)  # fmt: skip
+    print(" ".join(str(what).split()) or type(what).__name__, file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

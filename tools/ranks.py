@@ -4,6 +4,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,11 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.failure import DEFAULT_TIMEOUT_S
 
 T = TypeVar("T")
+_PATIENCE_S = 5.0
+
+
+class RankError(RuntimeError):
+    """A rank failed, and said why."""
 
 
 _RANKS_PER_CORE = 4
@@ -55,7 +61,7 @@ def run_on_ranks(
 
     Raises:
         ValueError: these are too many processes; none was started.
-        RuntimeError: another rank failed.
+        RankError: another rank failed.
     """
     size = tp * ep
     if size == 1:
@@ -86,9 +92,17 @@ def run_on_ranks(
         raise
     finally:
         for child, _ in children:
-            child.join()
+            _end_child(child)
     _raise_what_others_said(children, None)
     return result
+
+
+def _end_child(child: Any) -> None:
+    """Wait for a child that is about to end; end one that does not, such as a stopped one."""
+    child.join(_PATIENCE_S)
+    if child.is_alive():
+        child.kill()
+        child.join()
 
 
 def _raise_what_others_said(children: list[Any], cause: BaseException | None) -> None:
@@ -96,7 +110,7 @@ def _raise_what_others_said(children: list[Any], cause: BaseException | None) ->
         with contextlib.suppress(EOFError):
             if pipe.poll():
                 message = f"rank {rank} of {len(children) + 1}: {pipe.recv()}"
-                raise RuntimeError(message) from cause
+                raise RankError(message) from cause
 
 
 def _child(
@@ -111,6 +125,7 @@ def _child(
     # Garbage of an earlier group holds threads that a forked process does not have; collecting it
     # here would abort.
     gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends the others
     torch.set_num_threads(1)
 
     def tell() -> None:

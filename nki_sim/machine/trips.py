@@ -178,7 +178,10 @@ def changing_names(file: str, line: int) -> tuple[str, ...]:
             name, is_write = _use_of(node)
             if not name:
                 continue
-            at = (node.lineno, 1 << 20 if is_write == "plain" else 0)  # values are read first
+            at = (
+                getattr(node, "lineno", 0),
+                1 << 20 if is_write == "plain" else 0,
+            )  # values are read first
             into = first_write if is_write else first_read
             into[name] = min(into.get(name, at), at)
             if is_write and name not in changed:

@@ -1,5 +1,6 @@
 """Wrong input is refused before any work, with the value, the rule and the way out."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -168,6 +169,14 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
     "padding mask of another length": (
         lambda: moe()(torch.zeros(1, 3, 16), torch.ones(1, 4)),
         ["padding_mask", "(1, 4)", "[B, S]", "(1, 3, 16)"],
+    ),
+    "a mask to be added": (
+        lambda: moe()(torch.zeros(1, 2, 16), torch.tensor([[0.0, -math.inf]])),
+        ["padding_mask: holds -inf", "nonzero for real tokens", "(mask == 0)"],
+    ),
+    "a mask of NaN": (
+        lambda: EXPERTS(HIDDEN, AFFINITIES, INDEX, 3, torch.tensor([1.0, math.nan, 0.0])),
+        ["padding_mask: holds nan"],
     ),
     "an expert chosen twice": (
         lambda: EXPERTS(HIDDEN, AFFINITIES, torch.tensor([[0, 1], [5, 5], [-1, -1]]), 3),

@@ -28,6 +28,7 @@ from nki_kernels.prefill import PrefillConfig
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,
     LLAMA4,
+    SEPARATE,
     SILU,
     E,
     H,
@@ -309,3 +310,19 @@ def test_graph_capture_is_refused() -> None:
     layer = build("nki", SILU, {}, torch.bfloat16)
     with torch.no_grad(), pytest.raises(Exception, match=r"Capture the graph with backend='torch'"):
         torch.export.export(layer, (torch.randn(1, T, H).bfloat16(),))
+
+
+@pytest.mark.parametrize(("mlp", "top_k"), [(GPT_OSS, 2), (LLAMA4, 1), (LLAMA4, 2)])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_token_of_a_prompt_breaks_no_other(
+    mlp: dict[str, Any], top_k: int, broken: float
+) -> None:
+    layer = build("nki", mlp, {}, torch.bfloat16, top_k, **SEPARATE)
+    hidden = torch.randn(1, 300, H).bfloat16()
+    with torch.no_grad():
+        expected = layer(hidden).output
+        hidden[0, 5] = broken
+        output = layer(hidden).output
+    assert output[0, 5].isnan().all()
+    others = [token for token in range(300) if token != 5]
+    assert torch.equal(output[0, others], expected[0, others])

@@ -1,10 +1,19 @@
 """neuron-moe as a user calls it: exit status and where messages go."""
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from neuron_moe.models.routing_trace import RoutingTrace
+from neuron_moe.parallel import CollectiveError
 from neuron_moe.tools import cli
+from neuron_moe.tools.ranks import RankError
+
+SIZES = "H=64,I=64,E=4,K=2,L=1"
+GENERATE = ["generate", "--model", "tiny_gpt_oss", "--prompt", "a"]
 
 
 @pytest.mark.parametrize(
@@ -15,14 +24,31 @@ from neuron_moe.tools import cli
         (["bench", "cpu", "--tokens", "0"], "--tokens=0"),
         (["inspect", "--model", "gpt_oss_20b", "--tp", "3"], "tp=3"),
         (["generate", "--model", "nowhere", "--prompt", "a"], "model=nowhere"),
+        (["plan", "--model", "H=64,I=64,E=4,K=8,L=1"], "top_k=8"),
+        (["plan", "--model", "H=64,I=64,E=4,K=2,L=1" + "0" * 30], "num_moe_layers=1000"),
+        (["plan", "--model", SIZES, "--prefill-tokens", "999999999999"], "--prefill-tokens=9999"),
+        (["bench", "sim", "--count", "0"], "--count=0"),
+        (["bench", "sim", "--repeats", "0"], "--repeats=0"),
+        (["bench", "host", "--repeats", "0"], "--repeats=0"),
+        (["evaluate", "--samples", "-1"], "--samples=-1"),
+        (["evaluate", "--samples", "0"], "--samples=0"),
+        (["trace", "--longest", "-5"], "--longest=-5"),
+        (["trace", "--texts", "/dev/null"], "/dev/null: holds no text"),
+        (["generate", "--model", "tiny_gpt_oss", "--prompt", "\udcff"], "is a loose byte"),
+        ([*GENERATE, "--temperature", "1e-320"], "must be 0 or at least 1e-06"),
+        ([*GENERATE, "--seed", "1" + "0" * 23], "seed=1000"),
     ],
-    ids=["command", "target", "tokens", "tp", "folder"],
+    ids=lambda value: (
+        "_".join(value)[:40].encode("ascii", "replace").decode() if isinstance(value, list) else ""
+    ),
 )
 def test_a_wrong_call_ends_with_two_and_a_message(
     args: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(args) == 2
-    assert words in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("neuron-moe")
 
 
 def test_a_folder_that_cannot_be_made_is_named(
@@ -31,3 +57,86 @@ def test_a_folder_that_cannot_be_made_is_named(
     (tmp_path / "taken").write_text("a file")
     assert cli.main(["demo", "--out", str(tmp_path / "taken")]) == 2
     assert "taken" in capsys.readouterr().err
+
+
+def cut_trace(path: Path) -> None:
+    whole = path.with_name("whole.npz")
+    index = np.zeros((1, 40, 2), np.uint8)
+    RoutingTrace(expert_index_LTK=index, sequence_starts=np.zeros(1, np.int32), num_experts=4).save(
+        whole
+    )
+    path.write_bytes(whole.read_bytes()[:200])
+
+
+@pytest.mark.parametrize("content", ["cut", "empty", "text", "array"])
+def test_a_damaged_trace_is_named(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.npz"
+    if content == "cut":
+        cut_trace(path)
+    elif content == "array":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+    else:
+        path.write_bytes(b"" if content == "empty" else b"not a trace")
+    assert cli.main(["place", "--trace", str(path), "--ranks", "2"]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert error.count("\n") == 1
+
+
+def test_more_replicas_than_places_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut_trace(tmp_path / "cut.npz")
+    options = ["--trace", str(tmp_path / "whole.npz"), "--ranks", "2"]
+    assert cli.main(["place", *options, "--extra-experts", "800000"]) == 2
+    assert "--extra-experts=800000: must be at least 0 and at most 4" in capsys.readouterr().err
+
+
+def raising(error: BaseException) -> Callable[[object, list[str]], int]:
+    def main(self: object, args: list[str]) -> int:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ValueError("two\nlines"), 2, "two lines\n"),
+        (ModuleNotFoundError("no transformers"), 2, "no transformers"),
+        (MemoryError("3 GiB"), 2, "not enough memory: 3 GiB"),
+        (CollectiveError("rank 2 is gone", 0, "all_reduce", "model", (2,)), 1, "rank 2 is gone"),
+        (RankError("rank 1 of 2: no luck"), 1, "rank 1 of 2: no luck"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_end_is_one_sentence(
+    error: BaseException,
+    status: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli.Menu, "main", raising(error))
+    assert cli.main(["demo"]) == status
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert printed.strip().count("\n") == 0
+
+
+def test_a_bug_of_ours_leaves_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cli.Menu, "main", raising(ZeroDivisionError("by zero")))
+    assert cli.main(["demo", "--out", "\udcff"]) == 1
+    printed = capsys.readouterr().err
+    (report,) = tmp_path.iterdir()
+    assert f"bug of neuron-moe. Report: {report}\n" in printed
+    text = report.read_text()
+    assert "ZeroDivisionError: by zero" in text
+    assert "'--out'" in text

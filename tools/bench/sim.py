@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 import nki_sim
+from neuron_moe.errors import check_positive_int
 from neuron_moe.tools.check.vendor_cases.adapters import build_job
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
@@ -229,6 +230,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each; the best counts")
     parser.add_argument("--library", type=Path, help="checkout of the vendor's kernel library")
     args = parser.parse_args(argv)
+    for name in ("count", "repeats"):
+        check_positive_int(f"--{name}", getattr(args, name))
     if os.environ.get(_ONE_THREAD) != "1":
         return _in_one_thread(args)
     rows = [measure(case, dtype, args.count, args.repeats) for case, dtype in cases()]

@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from neuron_moe.checkpoint import open_checkpoint
+from neuron_moe.errors import check_positive_int
 from neuron_moe.models.loader import load_model, read_config
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.models.text import TextCodec
@@ -239,6 +240,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.check:
         check_installed()
+    if args.samples is not None:
+        check_positive_int("--samples", args.samples)
     folder = checkpoint_folder(args.model)
     texts = read_texts(args.texts or folder / HELD_OUT_FILE)
     chosen = [(domain, text) for domain in texts for text in texts[domain][: args.samples]]

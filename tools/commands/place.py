@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from neuron_moe.errors import check_positive_int
 from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.parallel.balance import BalanceStats, expert_load, rank_rows
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts, save_placements
@@ -41,6 +42,13 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(
             f"trace={args.trace}: has {trace.num_tokens} tokens, must have at least 2."
             " Record a longer text."
+        )
+    check_positive_int("--ranks", args.ranks)
+    most = trace.num_experts * (args.ranks - 1)
+    if not 0 <= args.extra_experts <= most:
+        raise ValueError(
+            f"--extra-experts={args.extra_experts}: must be at least 0 and at most {most}, every"
+            f" one of {trace.num_experts} experts on every one of {args.ranks} ranks."
         )
     results = place_layers(trace, args.ranks, args.extra_experts)
     _print_results(results, args)

@@ -14,7 +14,6 @@ H=4096,I=1536,E=128,K=8,L=94.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.configs import config_names, load_config
+from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.models.shipped import checkpoint_folder, shipped_checkpoint
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
@@ -45,6 +45,7 @@ from neuron_moe.parallel.topology import INSTANCES, instance
 from neuron_moe.tools.commands.plan_pictures import draw_plan
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
 
+_MOST_TOKENS = 1 << 20  # of a step; routings are drawn token by token
 LINK_FACTORS = (0.25, 4.0)
 _SIZE_NAMES = {
     "H": "hidden_size",
@@ -63,8 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     machine = Machine.build(instance(args.instance), args.nodes, args.lnc)
     tokens = {"prefill": args.prefill_tokens, "decode": args.decode_tokens}
     for phase, count in tokens.items():
-        if count < 1:
-            raise ValueError(f"--{phase}-tokens={count}: must be at least 1.")
+        if not 1 <= count <= _MOST_TOKENS:
+            raise ValueError(
+                f"--{phase}-tokens={count}: must be at least 1 and at most {_MOST_TOKENS}."
+            )
     load, source = recorded_load(args.trace)
     routings = synthetic_routings(model, max(tokens.values()), load)
     decisive = "recorded" if load is not None else "zipf"
@@ -99,10 +102,7 @@ def read_sizes(name: str) -> dict[str, Any]:
     path = Path(name)
     if not path.is_file():
         path = checkpoint_folder(name) / "config.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: must be a JSON object. Pass the config.json of a model.")
-    return values
+    return read_json_object(path)
 
 
 def _sizes_of(text: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from neuron_moe import MoE
+from neuron_moe.errors import check_positive_int
 from neuron_moe.explain import BLOCK_SIZES
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import load_model
@@ -45,12 +46,17 @@ def read_texts(path: Path) -> dict[str, list[str]]:
     texts: defaultdict[str, list[str]] = defaultdict(list)
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: must be JSON, but {error}.") from error
             if not isinstance(record, dict) or not {"domain", "text"} <= record.keys():
                 raise ValueError(
                     f"{path}, line {number}: must be a JSON object with domain and text."
                 )
             texts[record["domain"]].append(record["text"])
+    if not texts:
+        raise ValueError(f"{path}: holds no text. Give JSON lines with domain and text.")
     return dict(texts)
 
 
@@ -138,6 +144,8 @@ def draw_domains(traces: Mapping[str, RoutingTrace], path: Path, *, title: str) 
 def main(argv: list[str] | None = None) -> int:
     """Record, write and report; return 0."""
     args = _parser().parse_args(argv)
+    for name in ("tokens", "longest"):
+        check_positive_int(f"--{name}", getattr(args, name))
     folder = checkpoint_folder(args.model)
     texts = read_texts(args.texts or folder / HELD_OUT_FILE)
     codec, model = TextCodec(folder), load_model(folder)

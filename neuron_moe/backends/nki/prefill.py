@@ -24,7 +24,7 @@ from neuron_moe.backends.nki.operands import (
     weight_format,
 )
 from neuron_moe.backends.nki.router import Route, router_call
-from neuron_moe.blocks import BlockMapping, num_blocks
+from neuron_moe.blocks import NO_EXPERT, BlockMapping, num_blocks
 from neuron_moe.plan import LayerParts, Plan
 from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
@@ -96,10 +96,14 @@ class PrefillPlan(Plan):
         """Index, experts, combine; return [N, H] float32."""
         check_call(hidden_NH)
         made, num_cores = self._launches, self.parts.tuning.num_cores
+        # A token without finite affinities would spread to those it shares a matrix tile with.
+        is_broken_T1 = ~routing.expert_affinities_TK.isfinite().all(1, keepdim=True)
+        index_TK = torch.where(is_broken_T1, NO_EXPERT, routing.expert_index_TK)
+        affinities_TK = torch.where(is_broken_T1, 0.0, routing.expert_affinities_TK)
+        slot_scale = None
         tokens, pairs, _, _, _, slot_of_pair_TK, *lists = launch(
-            num_cores, index_blocks, routing.expert_index_TK.to(torch.int32), made.dims, made.visits
+            num_cores, index_blocks, index_TK.to(torch.int32), made.dims, made.visits
         )
-        affinities_TK, slot_scale = routing.expert_affinities_TK, None
         if routing.scales_input:
             slot_scale = _slot_scale(affinities_TK, pairs)
             affinities_TK = torch.ones_like(affinities_TK)
@@ -118,7 +122,7 @@ class PrefillPlan(Plan):
         output_TH: Tensor = launch(
             num_cores, combine, slots_PSH, slot_of_pair_TK, affinities_TK, made.out
         )
-        return output_TH
+        return torch.where(is_broken_T1, torch.nan, output_TH)
 
     def notes(self) -> tuple[str, ...]:
         """Say which plan runs, and what a better block size would give."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.spec import check_top_k
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 17 / 32}  # mxfp4: 32 codes and one scale
 
@@ -20,6 +21,8 @@ _KEYS = {
     "num_heads": ("num_attention_heads", "n_heads"),
     "num_kv_heads": ("num_key_value_heads",),
 }
+
+_LARGEST_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,11 @@ class ModelSizes:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_moe_layers"):
             check_positive_int(name, getattr(self, name))
+            if getattr(self, name) > _LARGEST_SIZE:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be at most {_LARGEST_SIZE}. Correct it."
+                )
+        check_top_k(self.top_k, self.num_experts)
         check_choice("weight_format", self.weight_format, WEIGHT_BYTES)
 
     @classmethod

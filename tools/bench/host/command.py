@@ -53,6 +53,7 @@ class Side:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table and one JSON line; return 0."""
     options = _parse(argv)
+    check_positive_int("--repeats", options.repeats)
     checkouts = [ROOT] if options.before is None else [ROOT, options.before]
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(checkout)) for checkout in checkouts]
