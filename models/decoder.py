@@ -38,7 +38,11 @@ ConfigT = TypeVar("ConfigT", bound="DecoderConfig")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Facts that every decoder has; names are those of config.json."""
+    """Facts that every decoder has; names are those of config.json.
+
+    Attributes:
+        tie_word_embeddings: the vocabulary projection is the embedding.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -51,6 +55,7 @@ class DecoderConfig:
     rope: RopeConfig
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -84,13 +89,15 @@ class DecoderConfig:
 
         Args:
             reader: of the whole config.json.
-            facts: fields the family read itself, `head_dim` and `rope` among them.
+            facts: fields the family read itself, `head_dim` and `rope` among them, and
+                `tie_word_embeddings` where it allows that.
 
         Raises:
             ValueError: a missing, unknown or contradictory key.
         """
         reader.require("hidden_act", "silu")
-        reader.require("tie_word_embeddings", False)
+        if "tie_word_embeddings" not in facts:
+            reader.require("tie_word_embeddings", False)
         config = cls(
             vocab_size=reader.get("vocab_size", int),
             hidden_size=reader.get("hidden_size", int),
@@ -280,6 +287,8 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
     def build_attention(self, layer: int, dtype: torch.dtype) -> nn.Module:
         """Return the attention of a layer, called as `GroupedAttention` is."""

@@ -76,11 +76,12 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
 def count_active_parameters(model: nn.Module) -> int:
     """Return how many parameters one token meets: K of E routed experts, one embedding row."""
     total = sum(parameter.numel() for parameter in model.parameters())
+    heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             routed = sum(parameter.numel() for parameter in module.parameters())
             total -= routed - routed * module.spec.top_k // module.spec.num_experts
-        elif isinstance(module, nn.Embedding):
+        elif isinstance(module, nn.Embedding) and id(module.weight) not in heads:
             total -= module.weight.numel() - module.embedding_dim
     return total
 

@@ -18,19 +18,19 @@ def projection_names(*, has_bias: bool) -> list[str]:
 
 
 def decoder_rules(
-    layer_names: Iterable[str], *, source: str = "model.", head: str = "lm_head.weight"
+    layer_names: Iterable[str], *, source: str = "model.", head: str | None = "lm_head.weight"
 ) -> list[Rule]:
     """Return the rules of embedding, norms, head, and of layer tensors that keep their names.
 
     Args:
         layer_names: what follows `layers.N.`, such as "self_attn.q_proj.weight", beside the norms.
         source: what published names begin with.
-        head: published name of the vocabulary projection.
+        head: published name of the vocabulary projection; None where it is the embedding.
     """
     norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
     return [
         *(Rule(source + name, name) for name in ("embed_tokens.weight", "norm.weight")),
-        Rule(head, "lm_head.weight"),
+        *([] if head is None else [Rule(head, "lm_head.weight")]),
         *(
             Rule(f"{source}layers.{{layer}}.{name}", f"layers.{{layer}}.{name}")
             for name in (*norms, *layer_names)

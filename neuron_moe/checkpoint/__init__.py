@@ -22,6 +22,7 @@ from neuron_moe.checkpoint.transforms import (
     deinterleave_gate_up,
     identity,
     mxfp4,
+    only_row,
     transpose,
 )
 from neuron_moe.checkpoint.weight_map import Assignment, Rule, WeightMap
@@ -45,6 +46,7 @@ __all__ = [
     "load_weights",
     "match_parameters",
     "mxfp4",
+    "only_row",
     "open_checkpoint",
     "read_parameters",
     "save_checkpoint",

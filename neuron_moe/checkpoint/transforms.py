@@ -107,6 +107,37 @@ class Transpose(Transform):
         return (tensor.transpose(-1, -2),)
 
 
+class OnlyRow(Transform):
+    """Take the only row of a matrix.
+
+    Example:
+        >>> only_row(torch.tensor([[1.0, 2.0]]))
+        tensor([1., 2.])
+    """
+
+    name = "only_row"
+
+    def apply(self, *sources: LazyTensor) -> LazyTensor:
+        """Read the row."""
+        (source,) = sources
+        _check_float(source)
+        if len(source.shape) != 2 or source.shape[0] != 1:
+            raise ValueError(
+                f"{source.name} {list(source.shape)}: must have one row. The file is damaged, or of"
+                " another model."
+            )
+        return LazyTensor(
+            source.name,
+            source.shape[1:],
+            source.dtype,
+            lambda selection: source.read((range(1), *selection))[0],
+        )
+
+    def invert(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Make it a matrix."""
+        return (tensor.unsqueeze(0),)
+
+
 class DeinterleaveGateUp(Transform):
     """Bring gate and up, alternating along the last axis, into two halves, gate first.
 
@@ -293,6 +324,7 @@ transpose = Transpose()
 deinterleave_gate_up = DeinterleaveGateUp()
 concat_gate_up = ConcatGateUp()
 mxfp4 = Mxfp4()
+only_row = OnlyRow()
 
 
 def invert_in_parts(transform: Transform, tensor: Tensor) -> tuple[Tensor, ...]:

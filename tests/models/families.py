@@ -201,6 +201,27 @@ FAMILIES |= {
     "minimax_m2": Family("minimax_m2", {**MINIMAX, "rotary_dim": 8}, variant=None),
     "minimax_m2-turned-whole": Family("minimax_m2", MINIMAX, variant=None),
 }
+ERNIE: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}
+FAMILIES |= {
+    "ernie4_5_moe": Family("ernie4_5_moe", ERNIE),
+    "ernie4_5_moe-untied": Family(
+        "ernie4_5_moe",
+        {
+            **ERNIE,
+            "tie_word_embeddings": False,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+        },
+    ),
+}
 
 
 def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
@@ -217,9 +238,9 @@ def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         model.to(torch.bfloat16)
-        for name, buffer in model.named_buffers():
+        for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):
-                buffer.data = torch.randn(buffer.shape) * 0.2
+                tensor.data = torch.randn(tensor.shape) * 0.2
     model.save_pretrained(folder)
 
 

@@ -69,6 +69,24 @@ def mixtral(config: dict[str, Any]) -> Header:
         yield from _numbered(block, config["num_local_experts"], inner, size)
 
 
+def ernie4_5_moe(config: dict[str, Any]) -> Header:
+    """baidu/ERNIE-4.5-21B-A3B-PT, without what predicts further tokens."""
+    yield from (item for item in _frame(config) if item[0] != "lm_head.weight")
+    size, inner, experts = (
+        config[name] for name in ("hidden_size", "moe_intermediate_size", "moe_num_experts")
+    )
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}.mlp."
+        if layer < config["moe_layer_start_index"]:
+            yield from _gated(block, config["intermediate_size"], size)
+            continue
+        yield block + "gate.weight", (experts, size)
+        yield block + "moe_statics.e_score_correction_bias", (1, experts)
+        yield from _gated(block + "shared_experts.", inner * config["moe_num_shared_experts"], size)
+        for expert in range(experts):
+            yield from _gated(f"{block}experts.{expert}.", inner, size)
+
+
 def minimax_m2(config: dict[str, Any]) -> Header:
     """MiniMaxAI/MiniMax-M2 in bfloat16."""
     yield from _frame(config)

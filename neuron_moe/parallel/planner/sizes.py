@@ -14,8 +14,8 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 17 / 32}  # mxfp4: 32 codes an
 
 _KEYS = {
     "hidden_size": ("hidden_size", "d_model"),
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok", "experts_per_token"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "experts_per_token", "moe_k"),
     "num_layers": ("num_hidden_layers", "n_layers"),
     "vocab_size": ("vocab_size",),
     "num_heads": ("num_attention_heads", "n_heads"),
@@ -82,8 +82,10 @@ class ModelSizes:
         inner = config.get("moe_intermediate_size") or config.get("intermediate_size")
         if inner is None:
             raise ValueError("config: must hold moe_intermediate_size or intermediate_size.")
-        dense_layers = int(config.get("first_k_dense_replace", 0))
-        shared = int(config.get("n_shared_experts") or 0) * int(inner)
+        dense_layers = config.get("first_k_dense_replace") or config.get("moe_layer_start_index")
+        dense_layers = int(dense_layers or 0)
+        num_shared = config.get("n_shared_experts") or config.get("moe_num_shared_experts")
+        shared = int(num_shared or 0) * int(inner)
         quantised = (config.get("quantization_config") or {}).get("quant_method")
         return cls(
             name=name,
@@ -123,10 +125,12 @@ def _dense_parameters(config: Mapping[str, Any], found: dict[str, int], dense_la
     """Count attention, router, embedding and dense layers; norms and biases are left out."""
     hidden, heads = found["hidden_size"], found["num_heads"]
     if "kv_lora_rank" in config:  # multi-head latent attention
-        query, latent = int(config["q_lora_rank"]), int(config["kv_lora_rank"])
+        query, latent = config.get("q_lora_rank"), int(config["kv_lora_rank"])
         rope, nope = int(config["qk_rope_head_dim"]), int(config["qk_nope_head_dim"])
         value = int(config["v_head_dim"])
-        attention = hidden * query + query * heads * (nope + rope) + hidden * (latent + rope)
+        wide = heads * (nope + rope)
+        attention = hidden * wide if query is None else int(query) * (hidden + wide)
+        attention += hidden * (latent + rope)
         attention += latent * heads * (nope + value) + heads * value * hidden
     else:
         head = int(config.get("head_dim") or hidden // heads)

@@ -1,0 +1,178 @@
+"""ERNIE 4.5 (21B-A3B, 300B-A47B): configuration, attention, experts and checkpoint map.
+
+What differs from other decoders: rotary pairs are neighbours; experts are chosen by a softmax and a
+bias that is no part of their weight, weights are divided by their sum; shared experts may stand
+beside them, and some layers are dense; the vocabulary projection may be the embedding.
+Source: transformers, `models/ernie4_5_moe/modeling_ernie4_5_moe.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
+from neuron_moe.checkpoint import Rule, WeightMap, only_row, transpose
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.layers import GatedMLP
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import (
+    decoder_rules,
+    either,
+    expert_rules,
+    fused_expert_rules,
+    mlp_rules,
+    projection_names,
+    split_layers,
+)
+from neuron_moe.spec import check_top_k
+
+ROPE_THETA = 500000.0  # where config.json does not say
+# Of training, and of a block that predicts a further token.
+OTHER_KEYS = ("moe_capacity", "compression_ratio", "num_nextn_predict_layers", "mtp_loss_weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ernie45MoeConfig(DecoderConfig):
+    """Facts of one ERNIE 4.5 checkpoint; names are those of its config.json.
+
+    Attributes:
+        shared_size: width of all shared experts together; None without them.
+        sparse_layers: the layers with experts.
+    """
+
+    intermediate_size: int
+    moe_intermediate_size: int
+    moe_num_experts: int
+    moe_k: int
+    shared_size: int | None
+    sparse_layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        check_top_k(self.moe_k, self.moe_num_experts)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Ernie45MoeConfig":
+        """Read config.json as transformers 4.54 to 5.x write it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader(config, "config.json (ernie4_5_moe)")
+        reader.require("model_type", "ernie4_5_moe")
+        reader.require_quantization()
+        reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, *OTHER_KEYS)
+        reader.require("use_bias", False)
+        reader.require("use_rmsnorm", True)
+        reader.require("moe_gate", "topk")
+        reader.require("moe_use_aux_free", True)
+        reader.require("moe_norm_min", 1e-12)  # far below any sum of weights
+        size, heads = reader.get("hidden_size", int), reader.get("num_attention_heads", int)
+        inner = reader.get("moe_intermediate_size", int)
+        return cls.read(
+            reader,
+            head_dim=reader.get("head_dim", int, size // max(heads, 1)),
+            rope=RopeConfig.from_hf(
+                reader, default_theta=ROPE_THETA, kinds=("default",), is_interleaved=True
+            ),
+            tie_word_embeddings=reader.get("tie_word_embeddings", bool, True),
+            intermediate_size=reader.get("intermediate_size", int),
+            moe_intermediate_size=inner,
+            moe_num_experts=reader.get("moe_num_experts", int),
+            moe_k=reader.get("moe_k", int),
+            shared_size=inner * reader.get("moe_num_shared_experts", int) or None,
+            sparse_layers=_read_sparse_layers(reader),
+        )
+
+
+def _read_sparse_layers(reader: ConfigReader) -> tuple[int, ...]:
+    """Return the layers with experts: every so many, from a first to a last one."""
+    num_layers = reader.get("num_hidden_layers", int)
+    first = reader.get("moe_layer_start_index", int)
+    last = reader.get("moe_layer_end_index", int, -1)
+    last = num_layers - 1 if last == -1 else last
+    step = reader.get_size("moe_layer_interval", 1)
+    layers = range(max(first, 0), min(last + 1, num_layers))
+    sparse = tuple(layer for layer in layers if (layer + 1) % step == 0)
+    if not sparse:
+        raise ValueError(
+            f"moe_layer_start_index={first}, moe_layer_end_index={last}, moe_layer_interval={step}:"
+            f" must leave a layer with experts of num_hidden_layers={num_layers}. Correct them."
+        )
+    return sparse
+
+
+Config = Ernie45MoeConfig
+
+
+class Model(DecoderModel):
+    """ERNIE 4.5 for generation."""
+
+    config: Ernie45MoeConfig
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
+        """Return plain grouped-query attention."""
+        return GroupedAttention(self.config, dtype)
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
+        """Return a MoE with a float32 softmax router whose choice is biased, or an MLP."""
+        config = self.config
+        if layer not in config.sparse_layers:
+            return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        router = RouterTopK(
+            num_experts=config.moe_num_experts,
+            top_k=config.moe_k,
+            hidden_size=config.hidden_size,
+            act_fn="softmax",
+            selection_bias=True,
+            renormalize=True,
+        )
+        experts = RoutedExpertsMLPOpsConfig(
+            num_experts=config.moe_num_experts,
+            top_k=config.moe_k,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            hidden_act="silu",
+            glu_mlp=True,
+        )
+        shared = None
+        if config.shared_size is not None:
+            shared = SharedExperts(config.hidden_size, config.shared_size, 1, "silu", dtype)
+        return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared)
+
+
+def weight_map(config: Ernie45MoeConfig) -> WeightMap:
+    """Map the published tensor names to ours, experts one by one or fused."""
+    names, head = projection_names(has_bias=False), "lm_head.weight"
+    rules = decoder_rules(names, head=None if config.tie_word_embeddings else head)
+    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
+    for layer in dense:
+        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
+    for layer in sparse:
+        mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
+        pair = mlp + "experts", moe + "expert_mlps.mlp_op"
+        bias, ours = mlp + "moe_statics.e_score_correction_bias", "router.e_score_correction_bias"
+        rules += [
+            Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+            Rule(bias, moe + ours, only_row, is_exact=True),
+            *either(separate=expert_rules(*pair), fused=fused_expert_rules(*pair, transpose)),
+        ]
+        if config.shared_size is not None:
+            rules += mlp_rules(mlp + "shared_experts", moe + "shared_experts")
+    sizes = {"layer": config.num_hidden_layers, "expert": config.moe_num_experts}
+    ignored = [head] if config.tie_word_embeddings else []
+    return WeightMap(rules, sizes, ignored=[*ignored, *_prediction_names(names)])
+
+
+def _prediction_names(projections: list[str]) -> list[str]:
+    """Return the tensors of the block that predicts a further token."""
+    layer = ["input_layernorm.weight", "post_attention_layernorm.weight", *projections]
+    layer += [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    frame = ("emb_norm", "hidden_norm", "linear_proj")
+    return [
+        *(f"model.mtp_block.0.{name}" for name in layer),
+        *(f"model.mtp_{name}.0.weight" for name in frame),
+    ]
