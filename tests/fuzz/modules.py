@@ -25,7 +25,7 @@ SHORT = {  # of the largest output: float32 sums in another order; bfloat16 inpu
     "torch": 2e-5,
     "nki": 3e-2,
 }
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "leaky_relu", "tanh")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def draw(seed: int, backend: str) -> Attack:
     }
     dtype = torch.bfloat16 if is_nki else torch.float32
     config = RoutedExpertsMLPOpsConfig(experts, hidden, inner, top_k, **mlp)
-    block_size = rng.choice([16, 32] if is_nki else [1, 3, 16])
+    block_size = rng.choice([32, 64] if is_nki else [1, 3, 16])
     engine = "nki" if is_nki else TorchBackend(static=rng.random() < 0.5)
     shared = SharedExperts(hidden, 8, 1, "silu", dtype=dtype) if rng.random() < 0.3 else None
     layer = MoE(
@@ -87,6 +87,7 @@ def _formula(rng: random.Random, top_k: int) -> dict[str, Any]:
         "hidden_act": rng.choice(ACTIVATIONS),
         "glu_mlp": rng.random() < 0.8,
         "bias": rng.random() < 0.5,
+        "hidden_act_scaling_factor": rng.choice([1.0, 1.0, 0.7]),
         "early_expert_affinity_modulation": rng.random() < 0.2,
         "normalize_top_k_affinities": top_k > 1 and rng.random() < 0.3,
     }
