@@ -164,6 +164,16 @@ def attention_mask(
     return mask_USC
 
 
+def need_view(view: CacheView | None) -> CacheView:
+    """Return the view; raise ValueError where there is none."""
+    if view is None:
+        raise ValueError(
+            "view=None: the core that comes with the model needs a view of the cache. Pass one, or"
+            " put a core in place that finds keys and values itself."
+        )
+    return view
+
+
 def attend_cached(
     layer: AttentionFacts,
     query_USQD: Tensor,
@@ -172,11 +182,7 @@ def attend_cached(
     view: CacheView | None,
 ) -> Tensor:
     """Keep the new keys and values, then attend to all that the view shows: [U, S, Q * D]."""
-    if view is None:
-        raise ValueError(
-            "view=None: the core that comes with the model needs a view of the cache. Pass one, or"
-            " put a core in place that finds keys and values itself."
-        )
+    view = need_view(view)
     key_UJCD, value_UJCD = view.extend(key_USJD.transpose(1, 2), value_USJD.transpose(1, 2))
     return attend(query_USQD, key_UJCD, value_UJCD, view.mask_USC, layer.sinks, layer.scale)
 

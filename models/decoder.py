@@ -67,10 +67,16 @@ class DecoderConfig:
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of"
                 f" num_key_value_heads={self.num_key_value_heads}. Correct config.json."
             )
-        if self.head_dim % 2:
+        if self.turned_size % 2 or not self.turned_size:
             raise ValueError(
-                f"head_dim={self.head_dim}: must be even. Rotary embedding turns pairs."
+                f"head_dim={self.head_dim}: must be even, and so must be what is turned of a head,"
+                f" here {self.turned_size}. Rotary embedding turns pairs."
             )
+
+    @property
+    def turned_size(self) -> int:
+        """How much of each head is turned."""
+        return int(self.head_dim * self.rope.part)
 
     @classmethod
     def read(cls: type[ConfigT], reader: ConfigReader, **facts: Any) -> ConfigT:
@@ -133,7 +139,8 @@ class GroupedAttention(nn.Module):
         reach: how far back a token sees.
         bias: names of the projections with a bias, such as "q_proj".
         has_sinks: there is a learned sink logit for each query head.
-        has_head_norms: each head of queries and keys is normalised before it is turned.
+        norms: queries and keys are normalised before they are turned: "" for not, "by head" for
+            each head by itself, "jointly" for all heads together.
 
     Attributes:
         core: computes [.., Q * D] from queries, keys and values; see `attention.Core`.
@@ -154,7 +161,7 @@ class GroupedAttention(nn.Module):
         reach: Reach = EVERYTHING,
         bias: Sequence[str] = (),
         has_sinks: bool = False,
-        has_head_norms: bool = False,
+        norms: str = "",
     ) -> None:
         super().__init__()
         self.head_dim, self.is_interleaved = config.head_dim, config.rope.is_interleaved
@@ -174,18 +181,16 @@ class GroupedAttention(nn.Module):
         sinks_Q = torch.zeros(config.num_attention_heads, dtype=dtype) if has_sinks else None
         self.register_parameter("sinks", None if sinks_Q is None else nn.Parameter(sinks_Q))
         self.q_norm = self.k_norm = None
-        if has_head_norms:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+        if check_choice("norms", norms, ("", "by head", "jointly")):
+            sizes = (q_size, kv_size) if norms == "jointly" else (config.head_dim,) * 2
+            self.q_norm, self.k_norm = (RMSNorm(n, config.rms_norm_eps, dtype) for n in sizes)
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
         heads = (*hidden_USH.shape[:2], -1, self.head_dim)
-        query_USQD = self.q_proj(hidden_USH).view(heads)
-        key_USJD = self.k_proj(hidden_USH).view(heads)
+        query_USQD = _normalised(self.q_proj(hidden_USH), self.q_norm).view(heads)
+        key_USJD = _normalised(self.k_proj(hidden_USH), self.k_norm).view(heads)
         value_USJD = self.v_proj(hidden_USH).view(heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            query_USQD, key_USJD = self.q_norm(query_USQD), self.k_norm(key_USJD)
         query_USQD, key_USJD = self.turn(query_USQD, key_USJD, tokens)
         out_USH: Tensor = self.o_proj(self.core(self, query_USQD, key_USJD, value_USJD, view))
         return out_USH
@@ -197,6 +202,14 @@ class GroupedAttention(nn.Module):
             for part in (query_USQD, key_USJD)
         )
         return query_USQD, key_USJD
+
+
+def _normalised(hidden: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Return [.., n * N] of which each N numbers were normalised by themselves, N as the norm."""
+    if norm is None:
+        return hidden
+    normed: Tensor = norm(hidden.view(*hidden.shape[:-1], -1, norm.weight.numel()))
+    return normed.flatten(-2)
 
 
 class DecoderLayer(nn.Module):
@@ -353,7 +366,7 @@ class DecoderModel(nn.Module):
 
     def _tokens(self, places_US: Tensor, real_US: Tensor | None) -> Tokens:
         """Return what all layers need to know of the new tokens."""
-        rope = rope_tables(self.config.rope, self.config.head_dim, places_US)
+        rope = rope_tables(self.config.rope, self.config.turned_size, places_US)
         return Tokens(places_US, rope, real_US)
 
     def _views(

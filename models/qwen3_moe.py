@@ -111,7 +111,7 @@ class Model(DecoderModel):
             dtype,
             reach=Reach(window=self.config.sliding_window),
             bias=PROJECTIONS if self.config.attention_bias else (),
-            has_head_norms=True,
+            norms="by head",
         )
 
     def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:

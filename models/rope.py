@@ -6,7 +6,7 @@ Llama 3: meta-llama/llama-models, `models/llama3/model.py`, the same idea with a
 Ramps, truncation and defaults are those of transformers' `modeling_rope_utils.py`; the tests
 compare with it bit for bit.
 
-Letters: U sequences, S positions, N heads, D head size, d = D / 2 frequencies.
+Letters: U sequences, S positions, N heads, D head size, d frequencies, D / 2 or fewer.
 """
 
 import math
@@ -39,6 +39,7 @@ class RopeConfig:
         low_freq_factor: rotations over the original context below which a frequency is divided.
         high_freq_factor: rotations above which it is kept.
         is_interleaved: pairs are neighbours, (2i, 2i + 1), not (i, i + D / 2).
+        part: of each head that is turned, from its front; the rest is left as it is.
     """
 
     theta: float
@@ -54,6 +55,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     is_interleaved: bool = False
+    part: float = 1.0
 
     def __post_init__(self) -> None:
         _check_kind(self.kind, KINDS)
@@ -73,6 +75,10 @@ class RopeConfig:
                 f"low_freq_factor={self.low_freq_factor}, high_freq_factor="
                 f"{self.high_freq_factor}: must be positive, the first not above the second."
                 " Correct the rope section of config.json."
+            )
+        if not 0 < self.part <= 1:
+            raise ValueError(
+                f"partial_rotary_factor={self.part}: must be above 0 and not above 1. Correct it."
             )
 
         for name in ("beta_fast", "beta_slow", "attention_factor"):
@@ -97,6 +103,7 @@ class RopeConfig:
         default_theta: float | None = None,
         kinds: Sequence[str] = ("default", "yarn"),
         is_interleaved: bool = False,
+        default_part: float | None = None,
     ) -> "RopeConfig":
         """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4).
 
@@ -105,6 +112,8 @@ class RopeConfig:
             default_theta: what the architecture takes where neither spelling names a base.
             kinds: what is published for the architecture.
             is_interleaved: how the architecture pairs.
+            default_part: of each head that the architecture turns where `partial_rotary_factor`
+                does not say; None is all of it, and refuses that key.
 
         Raises:
             ValueError: two sections that differ, no base, an unknown key or rope type.
@@ -130,6 +139,10 @@ class RopeConfig:
             )
         _check_kind(kind, kinds)
         more = {"yarn": _yarn_fields, "llama3": _llama3_fields}.get(kind, lambda _: {})(fields)
+        if default_part is not None:
+            key = "partial_rotary_factor"
+            given = fields.get_optional(key, float), reader.get_optional(key, float)
+            more["part"] = next((part for part in given if part is not None), default_part)
         config = cls(theta=theta, kind=kind, is_interleaved=is_interleaved, **more)
         fields.finish()
         return config
@@ -201,17 +214,21 @@ def apply_rope(
     """Rotate pairs of every head, in float32; return x's dtype.
 
     Args:
-        x_USND: [U, S, N, D] queries or keys.
-        cos_USd: [U, S, D / 2] from `rope_tables`.
-        sin_USd: [U, S, D / 2].
-        is_interleaved: pairs are (2i, 2i + 1), not (i, i + D / 2).
+        x_USND: [U, S, N, D] queries or keys; the first 2d numbers of each head are turned.
+        cos_USd: [U, S, d] from `rope_tables`.
+        sin_USd: [U, S, d].
+        is_interleaved: pairs are (2i, 2i + 1), not (i, i + d).
     """
-    wide = x_USND.float()
+    turned_size = 2 * cos_USd.shape[-1]
+    wide = x_USND[..., :turned_size].float()
     first, second = (wide[..., 0::2], wide[..., 1::2]) if is_interleaved else wide.chunk(2, dim=-1)
     cos, sin = cos_USd[:, :, None], sin_USd[:, :, None]
     turned = first * cos - second * sin, second * cos + first * sin
     rotated = torch.stack(turned, dim=-1).flatten(-2) if is_interleaved else torch.cat(turned, -1)
-    return rotated.to(x_USND.dtype)
+    rotated = rotated.to(x_USND.dtype)
+    if turned_size == x_USND.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x_USND[..., turned_size:]), dim=-1)
 
 
 def _llama3_frequencies(config: RopeConfig, frequency_d: Tensor) -> Tensor:
@@ -242,12 +259,15 @@ def _blend_range(config: RopeConfig, head_size: int) -> tuple[float, float]:
     return low, high if high != low else high + 0.001  # a step, not a division by zero
 
 
-def _attention_factor(config: RopeConfig) -> float:
-    def growth(mscale: float) -> float:
-        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
+def yarn_growth(factor: float, mscale: float) -> float:
+    """Return by how much YaRN lets logits or rotations grow with the context."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
+
+def _attention_factor(config: RopeConfig) -> float:
+    factor, wide = config.factor, config.mscale_all_dim
     if config.attention_factor is not None:
         return config.attention_factor
-    if config.mscale and config.mscale_all_dim:
-        return growth(config.mscale) / growth(config.mscale_all_dim)
-    return growth(1.0)
+    if config.mscale and wide:
+        return yarn_growth(factor, config.mscale) / yarn_growth(factor, wide)
+    return yarn_growth(factor, 1.0)

@@ -2,13 +2,14 @@
 
 A rank holds: routed experts of its expert-parallel group, their intermediate axis cut over the
 tensor-parallel ranks; attention heads, vocabulary rows, shared experts and dense layers cut over
-those ranks and repeated over expert-parallel groups; everything else whole. Key/value
-heads are repeated where there are fewer of them than tensor-parallel ranks.
+those ranks and repeated over expert-parallel groups; everything else whole, such as what makes and
+keeps latents that all heads share. Key/value heads are repeated where there are fewer of them than
+tensor-parallel ranks.
 
 Letters: E experts, H hidden, I intermediate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -50,7 +51,7 @@ class Spread:
         heads = config.num_attention_heads
         if heads % self.tp:
             raise ValueError(f"tp={self.tp}: must divide num_attention_heads={heads}. Lower it.")
-        kv_heads = config.num_key_value_heads
+        kv_heads = _kv_heads(model)
         if max(kv_heads, self.tp) % min(kv_heads, self.tp):
             raise ValueError(
                 f"tp={self.tp}: must divide num_key_value_heads={kv_heads}, or be a multiple of it."
@@ -89,7 +90,7 @@ def rank_bytes(model: nn.Module, config: Any, spread: Spread, expert_format: str
 
     Args:
         model: may be on the meta device; other parameters count in the dtype they have there.
-        config: with `num_attention_heads` and `num_key_value_heads`.
+        config: with `num_attention_heads`.
         spread: how many ranks.
         expert_format: of the routed expert matrices, one of EXPERT_FORMATS.
 
@@ -97,21 +98,34 @@ def rank_bytes(model: nn.Module, config: Any, spread: Spread, expert_format: str
         ValueError: an axis that does not divide.
     """
     spread.check(config, model)
+    kv_heads = _kv_heads(model)
+    whole = {name for attention in _attentions(model) for name in getattr(attention, "whole", ())}
 
     def held(module: nn.Module, parameter: nn.Parameter, name: str) -> int:
         if isinstance(module, RoutedExperts):
             return _expert_bytes(parameter, name, spread, expert_format)
-        parts = _parts(module, name, spread.tp, config.num_key_value_heads)
+        parts = _parts(module, name, spread.tp, kv_heads, whole)
         rows = ceil(parameter.shape[0] / parts)
         return rows * prod(parameter.shape[1:]) * parameter.element_size()
 
     return _sum_groups(model, held)
 
 
-def cache_bytes_per_token(config: Any, spread: Spread, element_size: int) -> int:
-    """Return the bytes of keys and values one token adds on one rank, over all layers."""
-    heads = ceil(config.num_key_value_heads / spread.tp)
-    return int(2 * config.num_hidden_layers * heads * config.head_dim * element_size)
+def cache_bytes_per_token(model: nn.Module, spread: Spread, element_size: int) -> int:
+    """Return the bytes that one token adds to the cache on one rank, over all layers."""
+    kept = (part for attention in _attentions(model) for part in attention.cache_shape)
+    values: int = sum(ceil(heads / spread.tp) * size for heads, size in kept)
+    return values * element_size
+
+
+def _attentions(model: nn.Module) -> list[Any]:
+    """Return the modules that keep something of each token."""
+    return [module for module in model.modules() if hasattr(module, "cache_shape")]
+
+
+def _kv_heads(model: nn.Module) -> int:
+    """Return into how many heads what is kept of a token is cut."""
+    return int(_attentions(model)[0].cache_shape[0][0])
 
 
 def _expert_bytes(parameter: nn.Parameter, name: str, spread: Spread, expert_format: str) -> int:
@@ -132,10 +146,10 @@ def _expert_bytes(parameter: nn.Parameter, name: str, spread: Spread, expert_for
     return num_experts * columns * contracted * parameter.element_size()
 
 
-def _parts(module: nn.Module, name: str, tp: int, kv_heads: int) -> int:
+def _parts(module: nn.Module, name: str, tp: int, kv_heads: int, whole: Set[str]) -> int:
     """Return into how many ranks' parts a parameter outside the routed experts is cut."""
     layer = name.split(".")
-    if isinstance(module, Router) or name.endswith("o_proj.bias"):
+    if isinstance(module, Router) or name.endswith("o_proj.bias") or not whole.isdisjoint(layer):
         return 1
     if "k_proj" in layer or "v_proj" in layer:
         return min(tp, kv_heads)

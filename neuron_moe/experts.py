@@ -90,8 +90,8 @@ class RoutedExperts(nn.Module):
         self.groups = dict(groups or alone)
         self.placement = placement
         _check_placement(placement, spec, self.groups)
-        self.num_physical = placement.num_slots if placement else spec.num_experts
-        self.shards = PhaseShards.plan(
+        self.num_physical = placement.num_physical if placement else spec.num_experts
+        self.shards = PhaseShards.settle(
             self.groups["prefill"].shard,
             self.groups["decode"].shard,
             self.num_physical,
@@ -132,7 +132,7 @@ class RoutedExperts(nn.Module):
         here = self.shards.of(phase).local_experts(self.num_physical)
         if self.placement is None:
             return tuple(here)
-        return self.placement.slots[here.start : here.stop]
+        return self.placement.physical[here.start : here.stop]
 
     def local_load(self, phase: str = "prefill") -> list[int] | None:
         """Return the tokens counted for each expert of this rank, replicas sharing them alike; None

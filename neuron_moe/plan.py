@@ -77,7 +77,7 @@ class LayerParts:
         spec: sizes and formula of the experts.
         weights: the experts of this rank.
         tuning: how kernels should go about it.
-        num_experts: expert slots of all ranks.
+        num_experts: physical experts of all ranks.
         first_expert: number of this rank's first among them.
         compat: rule table of the path, see `paths.choose_path`.
         router: of the layer; None for experts on their own.
@@ -272,10 +272,13 @@ def _is_unchanged(seen: tuple[_Seen, ...]) -> bool:
     for owner, name, weight, numbers, version, place in seen:
         if owner.get(name) is not weight:
             return False
-        if _version(numbers) != version or numbers.data_ptr() != place:
+        if numbers.data_ptr() != place or (version >= 0 and numbers._version != version):
             return False
     return True
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    """Return how often a tensor was changed in place; -1 for those of inference mode, which do not
+    count.
+    """
+    return -1 if tensor.is_inference() else tensor._version

@@ -27,12 +27,15 @@ class Rule:
         target: parameter name, with the same placeholders.
         transform: from sources to parameter.
         variant: name of the storage form, where several rules fill the same target.
+        is_exact: stored in float32 whatever the dtype of the checkpoint, as its publishers do where
+            rounding would change choices and not only shift values.
     """
 
     sources: str | tuple[str, ...]
     target: str
     transform: Transform = identity
     variant: str = ""
+    is_exact: bool = False
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -178,6 +181,17 @@ class WeightMap:
     def variants(self) -> tuple[str, ...]:
         """Return the storage forms the map knows, in the order of the rules."""
         return tuple(dict.fromkeys(rule.variant for rule in self.rules if rule.variant))
+
+    def exact_keys(self) -> set[str]:
+        """Return the checkpoint keys that are stored in float32 in any case."""
+        return {
+            key
+            for rule in self.rules
+            if rule.is_exact
+            for binding in self._bindings(rule.target)
+            for group in self._source_keys(rule, binding)
+            for key in group
+        }
 
     def _rules_of(self, variant: str | None) -> list[Rule]:
         """Return the rules of one storage form."""

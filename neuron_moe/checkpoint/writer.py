@@ -36,7 +36,8 @@ def save_checkpoint(
         weight_map: the model's map.
         directory: where to; made if missing. It must not hold weights already.
         variant: storage form, such as "mxfp4", where the map knows several.
-        dtype: what float tensors are stored as; bfloat16 or float32.
+        dtype: what float tensors are stored as; bfloat16 or float32. Those of an exact rule stay
+            float32.
         max_shard_mib: largest shard in MiB; a single tensor above it gets a shard of its own.
 
     Returns:
@@ -59,10 +60,10 @@ def save_checkpoint(
                 f"{directory}: must not hold weights yet, but has {present[0]}. "
                 "Choose another directory, or delete them."
             )
-        shards = _Shards(directory)
+        shards, exact = _Shards(directory), weight_map.exact_keys()
         try:
             for key, tensor in weight_map.export(parameters, variant):
-                stored = _to_stored(key, tensor, dtype)
+                stored = _to_stored(key, tensor, torch.float32 if key in exact else dtype)
                 shards.add(key, stored, max_shard_mib << 20)
             return shards.finish()
         finally:

@@ -106,16 +106,16 @@ def tuning_of(config: BlockwiseMatmulConfig, backend: str) -> Tuning:
         return Tuning(**common, remarks=_remarks_without_kernels(config, backend))  # type: ignore[arg-type]
     _refuse_switches(config)
     in_halves = config.block_sharding_strategy is BlockShardStrategy.HI_LO
-    plan: dict[str, object] = {}
+    shards: dict[str, object] = {}
     if config.use_shard_on_intermediate_dynamic_while:
-        plan = {"shard_plan": "intermediate", "loop_plan": "dynamic"}
+        shards = {"shard_plan": "intermediate", "loop_plan": "dynamic"}
     elif config.use_shard_on_block_dynamic_while:
-        plan = {"shard_plan": "block", "loop_plan": "dynamic", "in_halves": in_halves}
+        shards = {"shard_plan": "block", "loop_plan": "dynamic", "in_halves": in_halves}
     elif config.use_block_parallel:
-        plan = {"shard_plan": "block", "loop_plan": "static", "in_halves": in_halves}
-    if plan:
-        plan["skip_weights"] = config.skip_dma_weight
-    return Tuning(**common, **plan, remarks=_remarks_on_nki(config, plan))  # type: ignore[arg-type]
+        shards = {"shard_plan": "block", "loop_plan": "static", "in_halves": in_halves}
+    if shards:
+        shards["skip_weights"] = config.skip_dma_weight
+    return Tuning(**common, **shards, remarks=_remarks_on_nki(config, shards))  # type: ignore[arg-type]
 
 
 def _remarks_without_kernels(config: BlockwiseMatmulConfig, backend: str) -> tuple[str, ...]:
@@ -138,12 +138,12 @@ def _shown(value: object) -> str:
     return repr(value.value) if isinstance(value, BlockShardStrategy) else repr(value)
 
 
-def _remarks_on_nki(config: BlockwiseMatmulConfig, plan: dict[str, object]) -> tuple[str, ...]:
+def _remarks_on_nki(config: BlockwiseMatmulConfig, shards: dict[str, object]) -> tuple[str, ...]:
     """Return a sentence for each switch that every plan honours as it is."""
     remarks = []
     if config.skip_dma_token:
         remarks.append("skip_dma_token=True: padding slots move no bytes in any plan")
-    if config.skip_dma_weight and not plan:
+    if config.skip_dma_weight and not shards:
         remarks.append(
             "skip_dma_weight=True: a visit loads its expert's weights once for all its row tiles"
         )

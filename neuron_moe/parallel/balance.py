@@ -70,8 +70,8 @@ def expert_load(index_TK: Tensor, num_experts: int) -> Tensor:
 
 def rank_rows(index_TK: Tensor, placement: ExpertPlacement) -> Tensor:
     """Return the (token, expert) rows each rank computes for a trace, [W] int64, turns included."""
-    slots_TK = placement.to_physical(index_TK)
-    load_P = expert_load(slots_TK, placement.num_slots)
+    physical_TK = placement.to_physical(index_TK)
+    load_P = expert_load(physical_TK, placement.num_physical)
     return load_P.view(placement.num_ranks, -1).sum(1)
 
 

@@ -184,8 +184,7 @@ def as_collectives(group: "ProcessGroup | Collectives | None", name: str) -> Col
 def all_gather_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Tensor:
     """Join parts of different length along axis 0.
 
-    Every part travels in a slot as long as the longest, so the transfer itself is an ordinary
-    all-gather.
+    Every part is padded to the longest, so the transfer itself is an ordinary all-gather.
 
     Args:
         group: the ranks.
@@ -194,11 +193,11 @@ def all_gather_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Te
     """
     if group.size == 1:
         return x
-    slot = max(lengths)
-    gathered = group.all_gather(_pad_rows(x, slot))
-    if min(lengths) == slot:
+    longest = max(lengths)
+    gathered = group.all_gather(_pad_rows(x, longest))
+    if min(lengths) == longest:
         return gathered
-    rows = gathered.view(group.size, slot, *x.shape[1:])
+    rows = gathered.view(group.size, longest, *x.shape[1:])
     return torch.cat([part[:length] for part, length in zip(rows, lengths, strict=True)])
 
 
@@ -212,9 +211,9 @@ def reduce_scatter_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -
     """
     if group.size == 1:
         return x
-    slot = max(lengths)
-    if min(lengths) < slot:
-        x = torch.cat([_pad_rows(part, slot) for part in torch.split(x, list(lengths))])
+    longest = max(lengths)
+    if min(lengths) < longest:
+        x = torch.cat([_pad_rows(part, longest) for part in torch.split(x, list(lengths))])
     return group.reduce_scatter(x)[: lengths[group.rank]]
 
 

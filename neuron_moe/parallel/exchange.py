@@ -46,6 +46,7 @@ from neuron_moe.parallel.strategy import (
 from neuron_moe.paths import DECODE_PHASES, PHASES
 from neuron_moe.shared_experts import SharedExperts
 
+_NO_ROWS = Rows(*(torch.empty(0, 0) for _ in Rows._fields))
 Settings = Callable[[], dict[str, object]]
 """Returns what must agree between ranks."""
 
@@ -276,8 +277,7 @@ class Crossing:
             sent: from `dispatch`; None where every rank holds the same tokens and none was sent.
         """
         if sent is None:
-            none = partial_NH.new_empty((0, 0))
-            sent = Dispatched(Rows(partial_NH, none, none), self.num_tokens, self._lengths)
+            sent = Dispatched(_NO_ROWS, self.num_tokens, self._lengths)
         return self._strategy.combine(partial_NH, sent)
 
     def gather_own(self, x: Tensor) -> Tensor:

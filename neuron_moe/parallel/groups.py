@@ -242,12 +242,12 @@ def phases_share_weights(config: ParallelConfig) -> bool:
 
     All ranks must do the same: they hold the same parameters then, and the same memory.
     """
-    slots = config.prefill.ep * config.decode.ep
+    num_parts = config.prefill.ep * config.decode.ep
     return all(
-        PhaseShards.plan(
+        PhaseShards.settle(
             shard_of_rank(config, config.prefill, rank),
             shard_of_rank(config, config.decode, rank),
-            slots,
+            num_parts,
         ).second
         is None
         for rank in range(config.model_size)

@@ -28,7 +28,7 @@ class PhaseShards:
     second: ExpertShard | None
 
     @classmethod
-    def plan(
+    def settle(
         cls, prefill: ExpertShard, decode: ExpertShard, num_physical: int, *, may_share: bool = True
     ) -> "PhaseShards":
         """Decide what to store.

@@ -5,15 +5,15 @@ indices wanted. So a rank reads its slice out of safetensors files before anythi
 
 | parameter | whole | this rank |
 | --- | --- | --- |
-| experts, gate_up_proj | [E, H, 2I] | its slots; its gate columns, then its up columns |
-| experts, up_proj | [E, H, I] | its slots; its columns |
-| experts, down_proj | [E, I, H] | its slots; its rows |
-| their biases | [E, 2I], [E, I], [E, H] | its slots; columns as above; all of H |
+| experts, gate_up_proj | [E, H, 2I] | its experts; its gate columns, then its up columns |
+| experts, up_proj | [E, H, I] | its experts; its columns |
+| experts, down_proj | [E, I, H] | its experts; its rows |
+| their biases | [E, 2I], [E, I], [E, H] | its experts; columns as above; all of H |
 | shared experts, gate and up | [I, H], [2I, H] | its rows; of a fused matrix gate, then up |
 | shared experts, down_proj | [H, I] | its columns |
 | everything else | | all |
 
-Axes: E expert slots of all ranks, H hidden, I intermediate.
+Axes: E physical experts of all ranks, H hidden, I intermediate.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -66,9 +66,9 @@ def sharding_of(model: nn.Module) -> ModuleSharding:
             for name, experts in module.named_children():
                 if not isinstance(experts, Experts):
                     continue
-                slots = _slots(module, experts.shard)
-                layout[prefix + name] = f"experts {_as_text(slots)}, {_slice(experts.shard)}"
-                for parameter, rule in _expert_rules(experts, slots):
+                here = _experts_here(module, experts.shard)
+                layout[prefix + name] = f"experts {_as_text(here)}, {_slice(experts.shard)}"
+                for parameter, rule in _expert_rules(experts, here):
                     rules[f"{prefix}{name}.{parameter}"] = rule
                     if name != "mlp_op":
                         sources[f"{prefix}{name}.{parameter}"] = f"{prefix}mlp_op.{parameter}"
@@ -97,36 +97,36 @@ def shard_state_dict(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str,
     return state
 
 
-def _as_text(slots: Indices) -> str:
-    if isinstance(slots, range):
-        return f"{slots.start}-{slots.stop - 1}"
-    return ", ".join(map(str, slots))
+def _as_text(here: Indices) -> str:
+    if isinstance(here, range):
+        return f"{here.start}-{here.stop - 1}"
+    return ", ".join(map(str, here))
 
 
 def _slice(shard: ExpertShard) -> str:
     return f"slice {shard.tp_rank} of {shard.tp_size}"
 
 
-def _slots(mlps: RoutedExperts, shard: ExpertShard) -> Indices:
-    """Return the experts in the slots of a shard, as an index into the checkpoint's experts."""
-    slots = shard.local_experts(mlps.num_physical)
-    return slots if mlps.placement is None else mlps.placement.slots[slots.start : slots.stop]
+def _experts_here(mlps: RoutedExperts, shard: ExpertShard) -> Indices:
+    """Return the experts of a shard, as an index into the checkpoint's experts."""
+    here = shard.local_experts(mlps.num_physical)
+    return here if mlps.placement is None else mlps.placement.physical[here.start : here.stop]
 
 
-def _expert_rules(experts: Experts, slots: Indices) -> Iterator[tuple[str, Rule]]:
+def _expert_rules(experts: Experts, here: Indices) -> Iterator[tuple[str, Rule]]:
     shard, halves = experts.shard, num_projections(experts.formula)
 
     def first_weight(shape: tuple[int, ...]) -> Selection:
-        return slots, range(shape[1]), columns(shape[2], halves, shard)
+        return here, range(shape[1]), columns(shape[2], halves, shard)
 
     def first_bias(shape: tuple[int, ...]) -> Selection:
-        return slots, columns(shape[1], halves, shard)
+        return here, columns(shape[1], halves, shard)
 
     def down_weight(shape: tuple[int, ...]) -> Selection:
-        return slots, columns(shape[1], 1, shard), range(shape[2])
+        return here, columns(shape[1], 1, shard), range(shape[2])
 
     def down_bias(shape: tuple[int, ...]) -> Selection:
-        return slots, range(shape[1])
+        return here, range(shape[1])
 
     yield f"{experts.first_name}.weight", first_weight
     yield f"{experts.first_name}.bias", first_bias

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
     Attributes:
         hidden_TH: [T, H].
-        index_TK: [T, K] int32 expert slot, -1 for none.
+        index_TK: [T, K] int32 physical expert, -1 for none.
         affinities_TK: [T, K] float32.
     """
 
@@ -146,7 +146,8 @@ class ReplicateAndReduce:
         dtype = partial_NH.dtype
         total = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
         total = reduce_scatter_rows(self.spread.gather, total, sent.lengths)
-        return self.spread.replica.all_reduce(total).to(dtype)
+        total = self.spread.replica.all_reduce(total)
+        return total if total.dtype == dtype else total.to(dtype)
 
     def gather_own(self, x: Tensor) -> Tensor:
         """Return x: the own tokens are all tokens."""
@@ -175,15 +176,15 @@ class Trip:
     """Where the rows of an all-to-all came from.
 
     Args:
-        slot_of_row: [rows sent] int64, place of each returning row among the own tokens' results.
-        num_slots: results each own token can get, min(K, D).
+        place_of_row: [rows sent] int64, place of each returning row among the own tokens' results.
+        num_places: results each own token can get, min(K, D).
         send_counts: rows sent to each destination.
         receive_counts: rows received from each rank of the expert group.
         tensor_lengths: rows each tensor parallel neighbour received.
     """
 
-    slot_of_row: Tensor
-    num_slots: int
+    place_of_row: Tensor
+    num_places: int
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     tensor_lengths: tuple[int, ...]
@@ -202,7 +203,7 @@ class AllToAll:
     Args:
         groups: the ranks that share the experts.
         spread: who holds which tokens.
-        slots_per_rank: expert slots of each rank.
+        num_per_rank: physical experts of each rank.
         reduce_dtype: dtype of the rows on the way back; None is that of the hidden states.
     """
 
@@ -212,12 +213,12 @@ class AllToAll:
         self,
         groups: ExpertGroups,
         spread: TokenSpread,
-        slots_per_rank: int,
+        num_per_rank: int,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.groups = groups
         self.spread = spread
-        self.slots_per_rank = slots_per_rank
+        self.num_per_rank = num_per_rank
         self.reduce_dtype = reduce_dtype
 
     def own_range(self, num_tokens: int) -> range:
@@ -233,7 +234,7 @@ class AllToAll:
                 " cannot hold. Use strategy='replicate' for torch.export and torch.compile."
             )
         expert, tensor = self.groups.ep, self.groups.tp
-        hits_tD = destinations(own.index_TK, self.slots_per_rank, expert.size)
+        hits_tD = destinations(own.index_TK, self.num_per_rank, expert.size)
         counts = self._exchange_counts(hits_tD)
         send_counts = counts[tensor.rank][expert.rank]
         receive_counts = tuple(
@@ -243,12 +244,14 @@ class AllToAll:
             sum(counts[neighbour][source][expert.rank] for source in range(expert.size))
             for neighbour in range(tensor.size)
         )
-        token_of_row, slot_of_row, num_slots = _rows_by_destination(hits_tD, own.index_TK.shape[1])
+        token_of_row, place_of_row, num_places = _rows_by_destination(
+            hits_tD, own.index_TK.shape[1]
+        )
         parcel = pack_rows(own, token_of_row)
         parcel = expert.all_to_all(parcel, send_counts, receive_counts)
         parcel = all_gather_rows(tensor, parcel, tensor_lengths)
         rows = unpack_rows(parcel, own)
-        trip = Trip(slot_of_row, num_slots, send_counts, receive_counts, tensor_lengths)
+        trip = Trip(place_of_row, num_places, send_counts, receive_counts, tensor_lengths)
         return Dispatched(rows, sum(lengths), lengths, trip)
 
     def combine(self, partial_NH: Tensor, sent: Dispatched) -> Tensor:
@@ -260,9 +263,9 @@ class AllToAll:
         rows = reduce_scatter_rows(self.groups.tp, rows, trip.tensor_lengths)
         rows = self.groups.ep.all_to_all(rows, trip.receive_counts, trip.send_counts)
         num_own = len(self.own_range(sent.lengths[self.spread.gather.rank]))
-        slots = rows.new_zeros((num_own * trip.num_slots, rows.shape[1]), dtype=torch.float32)
-        slots = slots.index_copy(0, trip.slot_of_row, rows.float())
-        return slots.view(num_own, trip.num_slots, rows.shape[1]).sum(1).to(dtype)
+        places = rows.new_zeros((num_own * trip.num_places, rows.shape[1]), dtype=torch.float32)
+        places = places.index_copy(0, trip.place_of_row, rows.float())
+        return places.view(num_own, trip.num_places, rows.shape[1]).sum(1).to(dtype)
 
     def gather_own(self, x: Tensor) -> Tensor:
         """Join the shares of the ranks that hold the same tokens."""
@@ -288,20 +291,20 @@ def split_evenly(num_tokens: int, parts: int) -> list[range]:
     return [range(starts[part], starts[part + 1]) for part in range(parts)]
 
 
-def destinations(index_TK: Tensor, slots_per_rank: int, num_ranks: int) -> Tensor:
+def destinations(index_TK: Tensor, num_per_rank: int, num_ranks: int) -> Tensor:
     """Return [T, D] bool: does the token have an expert on this rank."""
-    rank_TK = torch.where(index_TK < 0, num_ranks, index_TK // slots_per_rank).to(torch.int64)
+    rank_TK = torch.where(index_TK < 0, num_ranks, index_TK // num_per_rank).to(torch.int64)
     hits = torch.zeros((index_TK.shape[0], num_ranks + 1), dtype=torch.bool, device=index_TK.device)
     return hits.scatter(1, rank_TK, True)[:, :num_ranks]
 
 
 def _rows_by_destination(hits_tD: Tensor, top_k: int) -> tuple[Tensor, Tensor, int]:
     """Return the token of each row to send, destination by destination, and its place on return."""
-    num_slots = min(top_k, hits_tD.shape[1])
+    num_places = min(top_k, hits_tD.shape[1])
     place_tD = hits_tD.cumsum(1) - 1
     destination, token_of_row = hits_tD.t().nonzero(as_tuple=True)
-    slot_of_row = token_of_row * num_slots + place_tD[token_of_row, destination]
-    return token_of_row, slot_of_row, num_slots
+    place_of_row = token_of_row * num_places + place_tD[token_of_row, destination]
+    return token_of_row, place_of_row, num_places
 
 
 def pack_rows(rows: Rows, token_of_row: Tensor) -> Tensor:
@@ -324,10 +327,10 @@ def unpack_rows(parcel: Tensor, like: Rows) -> Rows:
 def build_strategy(
     groups: ExpertGroups,
     spread: TokenSpread,
-    slots_per_rank: int,
+    num_per_rank: int,
     reduce_dtype: torch.dtype | None = None,
 ) -> Strategy:
     """Return the strategy that `groups` name."""
     if groups.strategy == "all_to_all":
-        return AllToAll(groups, spread, slots_per_rank, reduce_dtype)
+        return AllToAll(groups, spread, num_per_rank, reduce_dtype)
     return ReplicateAndReduce(groups, spread, reduce_dtype)

@@ -35,11 +35,8 @@ def check_combine(
     """Raise ValueError unless the kernel takes these sizes.
 
     Args:
-        num_tokens: T.
-        top_k: K.
-        hidden_size: H.
-        num_slots: S.
-        num_parts: P.
+        num_tokens, top_k, hidden_size: T, K, H.
+        num_slots, num_parts: S, P.
         slots_dtype: element type of slots_PSH.
     """
     if num_tokens < 1:

@@ -117,10 +117,9 @@ def list_visits(
 ) -> VisitLists:
     """Group row tiles into visits, and give each lane every num_lanes-th of them.
 
-    An expert's tiles become as few visits as can be, full ones and ones that lack a tile; the
-    visits are ordered by size, and neighbours run side by side; the difference of a pair's sizes
-    is all that is wasted. With visits of one tile that is the order of the slots. `index_blocks`
-    makes the same lists on the device.
+    An expert's tiles become as few visits as can be, ordered by size; neighbours run side by side
+    and waste the difference of their sizes. With visits of one tile that is the order of the slots.
+    `index_blocks` makes the same lists on the device.
 
     Args:
         tile: row tiles to compute, in slot order.

@@ -89,7 +89,7 @@ def _fits_psum(config: DecodeConfig) -> bool:
     return banks < _MAX_ACCUMULATOR_BANKS or 6 * config.T <= BANK_FLOATS
 
 
-def choose_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
+def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     """Return the configuration with the least estimated time among those that fit.
 
     Args:

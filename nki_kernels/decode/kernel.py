@@ -68,7 +68,7 @@ from nki_kernels.decode.config import (
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens
-from nki_kernels.decode.list import Routing, list_experts, weigh
+from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.trips import look_up_first, run_trip
 
 
@@ -143,7 +143,7 @@ def _route_tokens(
     affinity_tiles: list[nl.NkiTensor],
     first_sb: Any,
     core: int,
-) -> Routing:
+) -> Listed:
     """Work out which experts are touched, and by how much each token; see list.py."""
     bank_ps = routing_bank(b.sums)
     routing = list_experts(config, index_tiles, first_sb, bank_ps, b.ones, core)
@@ -156,7 +156,7 @@ def run_experts(
     b: DecodeBuffers,
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
-    routing: Routing,
+    routing: Listed,
     is_looked_up: bool = False,
 ) -> None:
     """Add what this core computes of this rank's experts to y^T.
@@ -195,7 +195,7 @@ def _run_known(
     b: DecodeBuffers,
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
-    routing: Routing,
+    routing: Listed,
 ) -> None:
     """Go through a list whose length is known at compile time; the last entries are written out."""
     width, stride = list_width(config), entry_stride(config)
@@ -216,7 +216,7 @@ def _loop_over(
     b: DecodeBuffers,
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
-    routing: Routing,
+    routing: Listed,
     begin: Any,
     end: Any,
     size: int,

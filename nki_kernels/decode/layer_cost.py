@@ -37,19 +37,28 @@ def cost_decode_layer(
     columns += cores * passes * _tiles(T) * (moe.num_experts // config.router_parts)
     if is_direct(T, moe.h_axis) and T > DIRECT_IN:  # decode_moe turns these
         columns -= cores * moe.h_axis.count * T
-    if config.form.shared_width:
-        read += sum(prod(shape) for shape in weight_shapes(config.shared)) * _BFLOAT16_BYTES
-        projections = 2 if joins_projections(config.shared) else 3
-        items = config.shared.E * config.shared.chunks * config.shared.i_axis.count
-        columns += items * projections * moe.h_axis.count * T
-    if config.form.has_shared_gate:
-        read += cores * moe.h_axis.count * moe.h_axis.rows * _BFLOAT16_BYTES
-        columns += cores * moe.h_axis.count * T
+    shared_read, shared_columns = _shared_cost(config)
+    read, columns = read + shared_read, columns + shared_columns
     if config.form.has_residual:
         read += cores * -(-T // cores) * H * residual_bytes
     if config.form.returns_routing:
         written += 2 * T * K * _WORD_BYTES
     return cost_decode_moe(moe, touched) + KernelCost(read, written, columns)
+
+
+def _shared_cost(config: LayerConfig) -> tuple[int, int]:
+    """Return bytes read and columns multiplied for the shared experts and their gate."""
+    moe, shared = config.moe, config.shared
+    read = columns = 0
+    if config.form.shared_width:
+        read += sum(prod(shape) for shape in weight_shapes(shared)) * _BFLOAT16_BYTES
+        projections = 2 if joins_projections(shared) else 3
+        items = shared.E * shared.chunks * shared.i_axis.count
+        columns += items * projections * moe.h_axis.count * moe.T
+    if config.form.has_shared_gate:
+        read += moe.num_cores * moe.h_axis.count * moe.h_axis.rows * _BFLOAT16_BYTES
+        columns += moe.num_cores * moe.h_axis.count * moe.T
+    return read, columns
 
 
 def _tiles(num_tokens: int) -> int:

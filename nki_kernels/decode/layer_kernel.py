@@ -62,7 +62,7 @@ from nki_kernels.decode.config import is_direct, output_dtype
 from nki_kernels.decode.ends import finish
 from nki_kernels.decode.kernel import load_first_expert, run_experts, start_sums
 from nki_kernels.decode.layer_config import LayerConfig
-from nki_kernels.decode.list import Routing, list_experts, weigh
+from nki_kernels.decode.list import Listed, list_experts, weigh
 from nki_kernels.decode.norm import (
     NormTiles,
     TokenTile,
@@ -99,7 +99,7 @@ class RoutedTokens(NKIObject):
     """What the experts need of the tokens; tiles are of 128 tokens."""
 
     x_sb: nl.NkiTensor  # x^T, [h, H/h, T] view
-    routing: Routing
+    routing: Listed
     index_tiles: list[nl.NkiTensor]  # [tokens, K] int32
     affinity_tiles: list[nl.NkiTensor]  # [tokens, K] float32
     gate_rows: list[nl.NkiTensor]  # [128, T] float32, one or none

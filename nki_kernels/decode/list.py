@@ -31,7 +31,7 @@ _NO_ENTRY = -(1 << 16)  # in the list past its end; matches no choice, not even 
 
 
 @dataclass
-class Routing(NKIObject):
+class Listed(NKIObject):
     """What the loop over experts goes by.
 
     Attributes:
@@ -61,7 +61,7 @@ def list_experts(
     bank_ps: nl.NkiTensor,
     ones_sb: nl.NkiTensor,
     core: int,
-) -> Routing:
+) -> Listed:
     """Work out which experts are touched; `weigh` adds what the tokens take of them.
 
     Args:
@@ -83,16 +83,16 @@ def list_experts(
         nisa.tensor_scalar(
             dst=list_sb[0:1, 0:width], data=index_tiles[0], op0=nl.maximum, operand0=0.0
         )
-        return Routing(list_sb, ends, index_tiles, core, [], [])
+        return Listed(list_sb, ends, index_tiles, core, [], [])
     if config.mode == "all":
         list_sb = allocate(routing_table(config).listed)[0]
         nisa.iota(dst=list_sb, pattern=[[1, list_sb.shape[1]]], offset=0, channel_multiplier=0)
         local = _local_experts(config, index_tiles, first_sb)
-        return Routing(list_sb, ends, local, core, [], [])
+        return Listed(list_sb, ends, local, core, [], [])
     mask_sb = _loop_masks(config)
     local = _local_experts(config, index_tiles, first_sb)
     list_sb = _find_touched(config, local, bank_ps)
-    return Routing(list_sb, _loop_ends(config, list_sb, mask_sb), local, core, [], [])
+    return Listed(list_sb, _loop_ends(config, list_sb, mask_sb), local, core, [], [])
 
 
 def _local_experts(
@@ -217,12 +217,12 @@ def _loop_ends(
 
 def weigh(
     config: DecodeConfig,
-    routing: Routing,
+    routing: Listed,
     affinity_tiles: list[nl.NkiTensor],
     bank_ps: nl.NkiTensor,
     ones_sb: nl.NkiTensor,
 ) -> None:
-    """Fill in the factors of outputs and of inputs of every entry; see `Routing`.
+    """Fill in the factors of outputs and of inputs of every entry; see `Listed`.
 
     Args:
         config: sizes and mode.
@@ -256,7 +256,7 @@ def weigh(
 
 
 def _row(
-    config: DecodeConfig, routing: Routing, affinity_sb: nl.NkiTensor, counts: bool
+    config: DecodeConfig, routing: Listed, affinity_sb: nl.NkiTensor, counts: bool
 ) -> nl.NkiTensor:
     """Return [1, K + more] float32: affinities of a single token, or 1; 0 for a missing choice."""
     K = config.K

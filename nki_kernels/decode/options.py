@@ -15,7 +15,7 @@ from nki_kernels.decode.config import (
     DecodeSizes,
     WeightForm,
 )
-from nki_kernels.decode.fit import choose_decode
+from nki_kernels.decode.fit import fit_decode
 
 _PLAIN, _AUTO = WeightForm(), DecodeRequest()
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
@@ -55,9 +55,9 @@ def make_decode_config(
     """
     _check_sizes(sizes)
     _check_formula(formula)
-    _check_choices(mode=request.mode, shard=request.shard)
-    _check_choices(layout=weights.layout, format=weights.format, down_scale=weights.down_scale)
-    _check_choices(scaling=request.scaling, output_dtype=request.output_dtype)
+    _check_names(mode=request.mode, shard=request.shard)
+    _check_names(layout=weights.layout, format=weights.format, down_scale=weights.down_scale)
+    _check_names(scaling=request.scaling, output_dtype=request.output_dtype)
     if weights.format == "bfloat16" and (weights.has_scales or weights.down_scale != "none"):
         raise ValueError(
             f"has_scales={weights.has_scales}, down_scale={weights.down_scale!r}: bfloat16 weights"
@@ -71,14 +71,13 @@ def make_decode_config(
         h_axis=_packed_axis(H) if weights.layout == "packed" else tile_axis(H),
         i_axis=tile_axis(I),
     )  # fmt: skip
-    return choose_decode(draft, request)
+    return fit_decode(draft, request)
 
 
 def _check_formula(formula: ExpertFormula) -> None:
     """Raise ValueError unless the kernel computes this formula."""
-    names, scales = _ACTIVATIONS, (1.0,)
-    if formula.gates_itself:
-        names, scales = ("sigmoid",), _SWIGLU_SCALES
+    names = ("sigmoid",) if formula.gates_itself else _ACTIVATIONS
+    scales = _SWIGLU_SCALES if formula.gates_itself else (1.0,)
     if not formula.has_gate or formula.activation not in names or formula.scale not in scales:
         raise ValueError(
             f"activation={formula.activation!r}, scale={formula.scale:g},"
@@ -121,7 +120,7 @@ def _check_sizes(sizes: DecodeSizes) -> None:
         raise ValueError(f"num_cores={sizes.num_cores}: must be 1 or 2.")
 
 
-def _check_choices(**choices: str) -> None:
+def _check_names(**choices: str) -> None:
     """Raise ValueError for an option whose value the kernel does not know."""
     for name, value in choices.items():
         if value not in _ALLOWED[name]:

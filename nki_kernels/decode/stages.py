@@ -119,7 +119,7 @@ def spread_column(
     Args:
         config: sizes.
         b: buffers.
-        weights, inputs: per 128 tokens [tokens, entries] float32; see `Routing`.
+        weights, inputs: per 128 tokens [tokens, entries] float32; see `Listed`.
         column: the expert's entry.
         ring: which buffers to fill.
     """

@@ -23,7 +23,7 @@ from nki.language import NKIObject
 
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode.config import DecodeConfig, entry_stride, group_size, splits_experts
-from nki_kernels.decode.list import Routing
+from nki_kernels.decode.list import Listed
 from nki_kernels.decode.out import Group, keep_scales, project_out
 from nki_kernels.decode.stages import load_in, load_out, project_in, spread_column
 
@@ -64,7 +64,7 @@ def run_trip(
     b: DecodeBuffers,
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
-    routing: Routing,
+    routing: Listed,
     position: Any,
     size: int,
 ) -> None:
@@ -98,7 +98,7 @@ def run_trip(
 
 
 def _make_pipeline(
-    config: DecodeConfig, b: DecodeBuffers, routing: Routing, position: Any, size: int
+    config: DecodeConfig, b: DecodeBuffers, routing: Listed, position: Any, size: int
 ) -> Pipeline:
     """Return what a trip does; see `run_trip`."""
     chunks = _trip_chunks(config, routing.core, size)
@@ -129,7 +129,7 @@ def _start_item(
     b: DecodeBuffers,
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
-    routing: Routing,
+    routing: Listed,
     pipeline: Pipeline,
     item: int,
 ) -> None:
@@ -158,7 +158,7 @@ def _finish_group(
     config: DecodeConfig,
     b: DecodeBuffers,
     x: DecodeOperands,
-    routing: Routing,
+    routing: Listed,
     pipeline: Pipeline,
     group: Group,
 ) -> None:
@@ -213,7 +213,7 @@ def _trip_chunks(config: DecodeConfig, core: int, size: int) -> list[int]:
     return list(range(half)) if core == 0 else list(range(half, config.chunks))
 
 
-def look_up_first(config: DecodeConfig, b: DecodeBuffers, routing: Routing) -> None:
+def look_up_first(config: DecodeConfig, b: DecodeBuffers, routing: Listed) -> None:
     """Look up the experts of the first trip of a loop, and the columns of their entries."""
     _copy_columns(config, b, routing, 0, _entry_number(config, routing, 0), config.unroll)
     for entry in range(config.unroll):
@@ -226,7 +226,7 @@ def look_up_first(config: DecodeConfig, b: DecodeBuffers, routing: Routing) -> N
         nisa.tensor_copy(dst=b.shared_expert, src=source, engine=nisa.engine.gpsimd)
 
 
-def _entry_number(config: DecodeConfig, routing: Routing, entry: int) -> int:
+def _entry_number(config: DecodeConfig, routing: Listed, entry: int) -> int:
     """Return where in a trip an entry of this core is."""
     first = routing.core if splits_experts(config) else 0
     return first + entry * entry_stride(config)
@@ -235,7 +235,7 @@ def _entry_number(config: DecodeConfig, routing: Routing, entry: int) -> int:
 def _look_up(
     config: DecodeConfig,
     dst_sb: nl.NkiTensor,
-    routing: Routing,
+    routing: Listed,
     position: Any,
     entry: int,
     size: int,
@@ -266,7 +266,7 @@ def _copy_number(
 
 
 def _copy_columns(
-    config: DecodeConfig, b: DecodeBuffers, routing: Routing, position: Any, first: int, size: int
+    config: DecodeConfig, b: DecodeBuffers, routing: Listed, position: Any, first: int, size: int
 ) -> None:
     """Copy the columns of `size` entries of this core from `position + first` on.
 

@@ -55,7 +55,7 @@ def make_config(
         ValueError: a value outside the limits of the kernel.
     """
     _check_sizes(sizes, work)
-    _check_choices(formula, sizes, work, request)
+    _check_names(formula, sizes, work, request)
     _check_formula(formula)
     _check_plan(sizes, work, request)
     draft = _draft(formula, sizes, work, request)
@@ -177,7 +177,7 @@ def _check_sizes(sizes: ExpertSizes, work: PrefillWork) -> None:
         raise ValueError(f"num_cores={work.num_cores}: must be 1 or 2.")
 
 
-def _check_choices(
+def _check_names(
     formula: ExpertFormula, sizes: ExpertSizes, work: PrefillWork, request: PlanRequest
 ) -> None:
     """Raise ValueError for a word that the kernel does not know."""

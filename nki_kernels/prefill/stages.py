@@ -112,9 +112,8 @@ def finish_in(
     tile: int,
     projected: nl.NkiTensor,
 ) -> None:
-    """Turn projections [rows, 2 or 1, R] into a tile of what goes into the down projection.
-
-    Without a gate, the activation is that of the only projection, and there is no product.
+    """Turn projections [rows, 2 or 1, R] into a tile of what goes into the down projection; without
+    a gate the activation is that of the only projection, and there is no product.
     """
     rows, R = rows_of(config.i_axis, tile), config.tile_rows
     gate_sb = b.gate[tile % 2][0:rows, 0:R]

@@ -46,9 +46,18 @@ def _fields(cls: type) -> dict[str, Any]:
     return found
 
 
+def _known_fields(cls: type) -> dict[str, Any]:
+    """Return the fields of a class that is complete, decorators included; looked up once."""
+    found: dict[str, Any] | None = cls.__dict__.get("__nki_fields__")
+    if found is None:
+        found = _fields(cls)
+        setattr(cls, "__nki_fields__", found)  # noqa: B010  mypy refuses the assignment form
+    return found
+
+
 def _construct(self: Any, *args: Any, **kwargs: Any) -> None:
     """Fill the fields in order; a field without value or default becomes None."""
-    fields = _fields(type(self))
+    fields = _known_fields(type(self))
     if len(args) > len(fields):
         raise TypeError(
             f"{type(self).__name__}: takes {len(fields)} fields, {len(args)} were given."

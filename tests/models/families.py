@@ -21,6 +21,7 @@ COMMON = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LEFT_OUT = object()
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Family:
 
     Args:
         model_type: as in config.json.
-        changes: keys beside COMMON.
+        changes: keys beside COMMON, or LEFT_OUT of it.
         pads_alike: transformers computes a left-padded prompt as it does the prompt alone.
         variant: storage form that transformers writes, None where the map knows one only.
     """
@@ -39,9 +40,10 @@ class Family:
     pads_alike: bool = True
     variant: str | None = "separate"
 
-    def config(self) -> dict[str, Any]:
-        """Return the keys of a tiny config.json."""
-        return {**COMMON, **self.changes, "model_type": self.model_type}
+    def config(self, **sizes: int) -> dict[str, Any]:
+        """Return the keys of a tiny config.json, with other sizes where it names them."""
+        values = {**COMMON, **sizes, **self.changes, "model_type": self.model_type}
+        return {key: value for key, value in values.items() if value is not LEFT_OUT}
 
 
 QWEN3: dict[str, Any] = {
@@ -121,21 +123,104 @@ FAMILIES |= {
         variant="fused",
     ),
 }
+GLM4: dict[str, Any] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+FAMILIES |= {
+    "glm4_moe": Family("glm4_moe", GLM4),
+    "glm4_moe-air": Family(
+        "glm4_moe",
+        {
+            **GLM4,
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    "glm4_moe-groups": Family(
+        "glm4_moe", {**GLM4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    ),
+}
+DEEPSEEK: dict[str, Any] = {
+    "head_dim": LEFT_OUT,  # transformers would take it for the size of the turned part
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+FAMILIES |= {
+    "deepseek_v3": Family("deepseek_v3", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3-plain": Family(
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
+    ),
+    "deepseek_v3-kimi": Family(
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.7, "beta_fast": 1.0, "factor": 8.0},
+        },
+    ),
+}
+MINIMAX = {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+FAMILIES |= {
+    "minimax_m2": Family("minimax_m2", {**MINIMAX, "rotary_dim": 8}, variant=None),
+    "minimax_m2-turned-whole": Family("minimax_m2", MINIMAX, variant=None),
+}
 
 
-def write_checkpoint(name: str, folder: Path) -> None:
+def write_checkpoint(values: Mapping[str, Any], folder: Path, seed: int) -> None:
     """Write a tiny random checkpoint in bfloat16, as transformers does.
 
-    Biases and norms are not left at their neutral values, so that leaving one out is seen.
+    Biases and norms are not left at their neutral values, so that leaving one out is seen. Those
+    of the experts' choice stay float32, as published.
     """
-    torch.manual_seed(len(name))
-    config = AutoConfig.for_model(**FAMILIES[name].config())
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.to(torch.bfloat16).save_pretrained(folder)
+        model.to(torch.bfloat16)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = torch.randn(buffer.shape) * 0.2
+    model.save_pretrained(folder)
 
 
 def reference_of(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -56,9 +56,7 @@ def qwen3_moe(config: dict[str, Any]) -> Header:
         yield block + "self_attn.k_norm.weight", (config["head_dim"],)
         yield block + "mlp.gate.weight", (config["num_experts"], size)
         for expert in range(config["num_experts"]):
-            yield f"{block}mlp.experts.{expert}.gate_proj.weight", (inner, size)
-            yield f"{block}mlp.experts.{expert}.up_proj.weight", (inner, size)
-            yield f"{block}mlp.experts.{expert}.down_proj.weight", (size, inner)
+            yield from _gated(f"{block}mlp.experts.{expert}.", inner, size)
 
 
 def mixtral(config: dict[str, Any]) -> Header:
@@ -68,10 +66,110 @@ def mixtral(config: dict[str, Any]) -> Header:
     for layer in range(config["num_hidden_layers"]):
         block = f"model.layers.{layer}.block_sparse_moe."
         yield block + "gate.weight", (config["num_local_experts"], size)
-        for expert in range(config["num_local_experts"]):
-            yield f"{block}experts.{expert}.w1.weight", (inner, size)
-            yield f"{block}experts.{expert}.w2.weight", (size, inner)
-            yield f"{block}experts.{expert}.w3.weight", (inner, size)
+        yield from _numbered(block, config["num_local_experts"], inner, size)
+
+
+def minimax_m2(config: dict[str, Any]) -> Header:
+    """MiniMaxAI/MiniMax-M2 in bfloat16."""
+    yield from _frame(config)
+    size, inner, head = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    experts = config["num_local_experts"]
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}."
+        yield block + "self_attn.q_norm.weight", (config["num_attention_heads"] * head,)
+        yield block + "self_attn.k_norm.weight", (config["num_key_value_heads"] * head,)
+        yield block + "block_sparse_moe.gate.weight", (experts, size)
+        yield block + "block_sparse_moe.e_score_correction_bias", (experts,)
+        yield from _numbered(block + "block_sparse_moe.", experts, inner, size)
+
+
+def glm4_moe(config: dict[str, Any]) -> Header:
+    """zai-org/GLM-4.5 and GLM-4.5-Air, with the layer that predicts a further token."""
+    layers = config["num_hidden_layers"] + config["num_nextn_predict_layers"]
+    yield from _frame({**config, "num_hidden_layers": layers})
+    head, size = config["head_dim"], config["hidden_size"]
+    for layer in range(layers):
+        block = f"model.layers.{layer}.self_attn."
+        yield block + "q_proj.bias", (config["num_attention_heads"] * head,)
+        yield block + "k_proj.bias", (config["num_key_value_heads"] * head,)
+        yield block + "v_proj.bias", (config["num_key_value_heads"] * head,)
+        if config["use_qk_norm"]:
+            yield block + "q_norm.weight", (head,)
+            yield block + "k_norm.weight", (head,)
+    yield from _deepseek_feed_forward(config, size, layers)
+
+
+def deepseek_v3(config: dict[str, Any]) -> Header:
+    """deepseek-ai/DeepSeek-V3 in bfloat16, with the layer that predicts a further token."""
+    size, heads, vocab = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")
+    )
+    turned, rank, query_rank = (
+        config[name] for name in ("qk_rope_head_dim", "kv_lora_rank", "q_lora_rank")
+    )
+    plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    layers = config["num_hidden_layers"] + config["num_nextn_predict_layers"]
+    yield "model.embed_tokens.weight", (vocab, size)
+    yield "model.norm.weight", (size,)
+    yield "lm_head.weight", (vocab, size)
+    for layer in range(layers):
+        block = f"model.layers.{layer}."
+        yield block + "input_layernorm.weight", (size,)
+        yield block + "post_attention_layernorm.weight", (size,)
+        yield block + "self_attn.q_a_proj.weight", (query_rank, size)
+        yield block + "self_attn.q_a_layernorm.weight", (query_rank,)
+        yield block + "self_attn.q_b_proj.weight", (heads * (plain + turned), query_rank)
+        yield block + "self_attn.kv_a_proj_with_mqa.weight", (rank + turned, size)
+        yield block + "self_attn.kv_a_layernorm.weight", (rank,)
+        yield block + "self_attn.kv_b_proj.weight", (heads * (plain + value), rank)
+        yield block + "self_attn.o_proj.weight", (size, heads * value)
+    yield from _deepseek_feed_forward(config, size, layers)
+
+
+def kimi_k2(config: dict[str, Any]) -> Header:
+    """moonshotai/Kimi-K2-Instruct in bfloat16, with the frequencies it publishes too."""
+    yield from deepseek_v3(config)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
+        yield name, (config["qk_rope_head_dim"] // 2,)
+
+
+def _deepseek_feed_forward(config: dict[str, Any], size: int, layers: int) -> Header:
+    """Dense layers, then experts and a shared one; at last what predicts a further token."""
+    inner = config["moe_intermediate_size"]
+    for layer in range(layers):
+        block = f"model.layers.{layer}.mlp."
+        if layer < config["first_k_dense_replace"]:
+            yield from _gated(block, config["intermediate_size"], size)
+            continue
+        yield block + "gate.weight", (config["n_routed_experts"], size)
+        yield block + "gate.e_score_correction_bias", (config["n_routed_experts"],)
+        yield from _gated(block + "shared_experts.", inner * config["n_shared_experts"], size)
+        for expert in range(config["n_routed_experts"]):
+            yield from _gated(f"{block}experts.{expert}.", inner, size)
+    for layer in range(config["num_hidden_layers"], layers):
+        block = f"model.layers.{layer}."
+        yield block + "embed_tokens.weight", (config["vocab_size"], size)
+        yield block + "shared_head.head.weight", (config["vocab_size"], size)
+        yield block + "shared_head.norm.weight", (size,)
+        yield block + "enorm.weight", (size,)
+        yield block + "hnorm.weight", (size,)
+        yield block + "eh_proj.weight", (size, 2 * size)
+
+
+def _numbered(block: str, experts: int, inner: int, size: int) -> Header:
+    """Experts whose matrices have numbers."""
+    for expert in range(experts):
+        yield f"{block}experts.{expert}.w1.weight", (inner, size)
+        yield f"{block}experts.{expert}.w2.weight", (size, inner)
+        yield f"{block}experts.{expert}.w3.weight", (inner, size)
+
+
+def _gated(prefix: str, width: int, size: int) -> Header:
+    """An MLP's three matrices."""
+    yield prefix + "gate_proj.weight", (width, size)
+    yield prefix + "up_proj.weight", (width, size)
+    yield prefix + "down_proj.weight", (size, width)
 
 
 def llama4(config: dict[str, Any]) -> Header:
@@ -90,9 +188,7 @@ def llama4(config: dict[str, Any]) -> Header:
             yield block + "experts.gate_up_proj", (experts, size, 2 * inner)
             yield block + "experts.down_proj", (experts, inner, size)
         width, mlp = (inner, block + "shared_expert.") if is_sparse else (dense, block)
-        yield mlp + "gate_proj.weight", (width, size)
-        yield mlp + "up_proj.weight", (width, size)
-        yield mlp + "down_proj.weight", (size, width)
+        yield from _gated(mlp, width, size)
     yield from _llama4_vision(config["vision_config"], size)
 
 

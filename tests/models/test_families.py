@@ -15,6 +15,7 @@ from tests.models.families import FAMILIES, reference_of, write_checkpoint
 from tests.models.flat_form import assert_flat_form_agrees
 
 PROMPT = torch.arange(40)[None] * 7 % 290  # five windows or chunks long
+SHORT = (torch.arange(240) * 7 % 290).view(20, 12)  # each longer than a window or chunk
 RAGGED = [[5, 6, 7], [100, *range(30)], [42], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
 NUM_TOKENS = 64
 
@@ -29,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     def make(name: str) -> Path:
         if name not in known:
             known[name] = tmp_path_factory.mktemp("family")
-            write_checkpoint(name, known[name])
+            write_checkpoint(FAMILIES[name].config(), known[name], seed=len(name))
         return known[name]
 
     return make
@@ -37,6 +38,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def typical_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square error of the median sequence.
+
+    Where two logits of a router are nearer than roundings, either side may take another expert, and
+    the error of that sequence says nothing of how it computes.
+    """
+    per_sequence = (actual.float() - exact).square().mean((1, 2)).sqrt()
+    return float(per_sequence.median())
 
 
 def reference_tokens(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -89,11 +100,10 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, made: Checkpo
     folder = made(name)
     ours = load_model(folder, dtype=torch.bfloat16)
     with torch.inference_mode():
-        exact = reference_of(folder)(PROMPT).logits
-        theirs = reference_of(folder, torch.bfloat16)(PROMPT).logits
-        ours_USV = ours(PROMPT)
-    error = (ours_USV.float() - exact).square().mean().sqrt()
-    assert error < 1.5 * (theirs.float() - exact).square().mean().sqrt()
+        exact = reference_of(folder)(SHORT).logits
+        theirs = reference_of(folder, torch.bfloat16)(SHORT).logits
+        ours_USV = ours(SHORT)
+    assert typical_error(ours_USV, exact) < 1.5 * typical_error(theirs, exact)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -107,7 +117,8 @@ def test_what_is_saved_again_is_what_was_read(name: str, made: Checkpoints, tmp_
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == published.keys()
     for key, tensor in published.items():
-        assert torch.equal(saved[key].to(tensor.dtype), tensor), key
+        assert saved[key].dtype == tensor.dtype, key
+        assert torch.equal(saved[key], tensor), key
 
 
 @pytest.mark.parametrize("name", FAMILIES)

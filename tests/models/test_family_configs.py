@@ -1,5 +1,6 @@
 """config.json of every family but GPT-OSS: published sizes, published tensors, refusals."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,16 +13,26 @@ from neuron_moe.models.sizes import GROUPS, count_active_parameters, count_param
 from tests.models import published
 from tests.models.families import FAMILIES
 
-# Total and activated parameters of the model cards, in billions as they round them.
+# Total and activated parameters of the model cards, in billions as they round them; where the name
+# is in HEADLESS, activated ones without embedding and head.
 SIZES = {
     "qwen3_30b_a3b": (30.5, 3.3),
     "qwen3_235b_a22b": (235, 22),
     "mixtral_8x7b": (46.7, 12.9),
     "llama4_scout": (109, 17),
     "llama4_maverick": (400, 17),
+    "glm_4_5": (355, 32),
+    "glm_4_5_air": (106, 12),
+    "deepseek_v3": (671, 37),
+    "kimi_k2": (1040, 32.6),
+    "minimax_m2": (230, 10),
 }
+HEADLESS = ("glm_4_5", "glm_4_5_air", "minimax_m2")
 
-PUBLISHED = ("qwen3_30b_a3b", "mixtral_8x7b", "llama4_scout", "llama4_maverick")
+PUBLISHED = (
+    *("qwen3_30b_a3b", "mixtral_8x7b", "llama4_scout", "llama4_maverick"),
+    *("glm_4_5", "glm_4_5_air", "deepseek_v3", "kimi_k2", "minimax_m2"),
+)
 
 
 def meta_model(name: str) -> Any:
@@ -39,7 +50,8 @@ def test_shipped_configurations_have_the_published_size(name: str) -> None:
     assert tuple(groups) == GROUPS
     total, active = sum(groups.values()), count_active_parameters(model)
     embedding = model.embed_tokens.weight.numel()
-    assert (total / 1e9, (active + embedding) / 1e9) == pytest.approx(SIZES[name], rel=0.02)
+    active += -embedding if name in HEADLESS else embedding
+    assert (total / 1e9, active / 1e9) == pytest.approx(SIZES[name], rel=0.02)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -52,8 +64,16 @@ def test_every_published_tensor_is_read_and_every_parameter_filled(name: str) ->
     assert len(work) == len(model.state_dict())
     read = {key for assignment, _, _ in work for key in assignment.keys}
     left_out = checkpoint.tensors.keys() - read
-    assert all(key.startswith(("vision_model.", "multi_modal_projector.")) for key in left_out)
+    others = "vision_model.", "multi_modal_projector.", f"model.layers.{len(model.layers)}."
+    assert all(key.startswith(others) or key.endswith(".inv_freq") for key in left_out)
     assert published.count(checkpoint, read) == sum(p.numel() for p in model.parameters())
+
+
+def test_yarn_scales_the_logits_of_deepseek_and_of_kimi() -> None:
+    for name, factor in (("deepseek_v3", 40), ("kimi_k2", 32)):
+        config = meta_model(name).config
+        growth = 0.1 * math.log(factor) + 1
+        assert config.logit_scale == pytest.approx(192**-0.5 * growth**2)
 
 
 def test_every_fourth_layer_of_llama4_sees_everything_and_turns_nothing() -> None:
@@ -112,6 +132,54 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "rope_type='yarn': must be 'default' or 'llama3'",
     ),
     "llama4-other": ("llama4-scout", {"model_type": "llama"}, "model_type='llama': must be one of"),
+    "glm4-unknown": ("glm4_moe", {"num_experts": 8}, "unknown key num_experts=8"),
+    "glm4-missing": ("glm4_moe", {"use_qk_norm": None}, "use_qk_norm is missing"),
+    "glm4-all-dense": (
+        "glm4_moe",
+        {"first_k_dense_replace": 3},
+        "first_k_dense_replace=3, num_nextn_predict_layers=0: must not be negative, and the",
+    ),
+    "glm4-groups": ("glm4_moe", {"topk_group": 2}, "topk_group=2: must not exceed n_group=1"),
+    "glm4-uneven-groups": ("glm4_moe", {"n_group": 3}, "n_group=3: num_experts=8 must split"),
+    "glm4-turns-all-and-more": (
+        "glm4_moe",
+        {"partial_rotary_factor": 1.5},
+        "partial_rotary_factor=1.5: must be above 0 and not above 1",
+    ),
+    "glm4-odd-part": ("glm4_moe", {"partial_rotary_factor": 0.2}, "here 3. Rotary embedding"),
+    "deepseek-unknown": ("deepseek_v3", {"index_topk": 8}, "unknown key index_topk=8"),
+    "deepseek-missing": ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+    "deepseek-softmax": (
+        "deepseek_v3",
+        {"scoring_func": "softmax"},
+        "scoring_func='softmax': must be 'sigmoid'",
+    ),
+    "deepseek-head": ("deepseek_v3", {"head_dim": 16}, "head_dim=16: must be 8"),
+    "deepseek-int4": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "awq"}},
+        "quant_method must be fp8",
+    ),
+    "deepseek-groups": (
+        "deepseek_v3",
+        {"num_experts_per_tok": 5},
+        "top_k=5: topk_group=2 groups of 2 experts offer only 4",
+    ),
+    "minimax-unknown": ("minimax_m2", {"num_experts": 8}, "unknown key num_experts=8"),
+    "minimax-two-parts": (
+        "minimax_m2",
+        {"partial_rotary_factor": 0.25},
+        "rotary_dim=8, partial_rotary_factor=0.25: must be the same part of head_dim=16",
+    ),
+    "minimax-head-norms": (
+        "minimax_m2",
+        {"qk_norm_type": "per_head"},
+        "qk_norm_type='per_head': must be 'per_layer'",
+    ),
+    "minimax-linear": ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list=\[1, 0, 1\]"),
+    "minimax-window": ("minimax_m2", {"sliding_window": 8}, "sliding_window=8: must be 0"),
+    "minimax-top-k": ("minimax_m2", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
+    "mixtral-part": ("mixtral", {"partial_rotary_factor": 0.5}, "unknown key partial_rotary_f"),
     "mixtral-top-k": ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: must not exceed"),
 }
 
@@ -124,6 +192,8 @@ def test_a_head_takes_its_part_of_the_hidden_size_where_no_key_says_else() -> No
 def read(name: str, changes: dict[str, Any]) -> Any:
     """Read a tiny config.json with some keys changed; None leaves one out."""
     values = {**FAMILIES[name].config(), "rms_norm_eps": 1e-6, **changes}
+    if name == "deepseek_v3":
+        values = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, **values}
     if "rope_parameters" not in values:
         values["rope_theta"] = 1e4
     if name.startswith("llama4"):

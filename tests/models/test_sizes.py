@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from neuron_moe.configs import load_config
+from neuron_moe.models.deepseek_v3 import DeepseekV3Config
+from neuron_moe.models.deepseek_v3 import Model as DeepseekV3
 from neuron_moe.models.gpt_oss import GptOssConfig, Model
 from neuron_moe.models.sizes import (
     Spread,
@@ -73,10 +75,21 @@ def test_parts_of_all_ranks_make_up_the_experts() -> None:
 
 
 def test_cache_of_a_token_shrinks_until_each_rank_has_one_head() -> None:
-    config = build("gpt_oss_20b")[1]
-    sizes = [cache_bytes_per_token(config, Spread(tp=tp), 2) for tp in (1, 2, 8, 64)]
+    model = build("gpt_oss_20b")[0]
+    sizes = [cache_bytes_per_token(model, Spread(tp=tp), 2) for tp in (1, 2, 8, 64)]
     one_head = 2 * 24 * 64 * 2
     assert sizes == [8 * one_head, 4 * one_head, one_head, one_head]
+
+
+def test_latents_are_kept_whole_on_every_rank() -> None:
+    config = DeepseekV3Config.from_hf(load_config("deepseek_v3"))
+    with torch.device("meta"):
+        model = DeepseekV3(config)
+    sizes = [cache_bytes_per_token(model, Spread(tp=tp), 2) for tp in (1, 8, 128)]
+    assert sizes == [61 * (512 + 64) * 2] * 3
+    held = rank_bytes(model, config, Spread(tp=16), "bf16")["attention"]
+    cut = (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168) // 16
+    assert held == 61 * 2 * (7168 * 1536 + 7168 * 576 + cut)
 
 
 BAD = {

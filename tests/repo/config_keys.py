@@ -92,7 +92,9 @@ class Probe:
     place: str = "one"
 
     def __str__(self) -> str:
-        value = getattr(self.value, "__name__", None) or str(self.value)
+        # An object's address differs between the processes that collect the tests.
+        plain = type(self.value).__name__ if " at 0x" in repr(self.value) else str(self.value)
+        value = getattr(self.value, "__name__", None) or plain
         beside = "".join(f"-{key}" for each in self.beside.values() for key in each)
         return f"{self.owner}.{self.key}={value[:30]}{beside and ' with' + beside}"
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from neuron_moe.tools.bench.prefill_cases import BF16_BYTES, HBM_BYTES_PER_US, choose_experts
-from neuron_moe.tools.check.vendor_cases.block_plan import num_blocks
 
 import nki_sim
+from neuron_moe.tools.bench.comparison.layers import BF16_BYTES, HBM_BYTES_PER_US, choose_experts
+from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from neuron_moe.tools.check.vendor_cases.moe_prefill import KERNELS
 from neuron_moe.tools.console import format_table, print_json_line

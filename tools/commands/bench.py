@@ -18,6 +18,10 @@ MENU = Menu(
             "bench.decode",
             "MoE decode kernels beside the vendor's and the HBM bound (simulated)",
         ),
+        "anchors": (
+            "bench.anchors",
+            "published times of the chip beside both corners of the clock (simulated)",
+        ),
     },
 )
 main = MENU.main

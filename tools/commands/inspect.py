@@ -150,7 +150,7 @@ def _memory(model: nn.Module, config: Any, spread: Spread, expert_format: str) -
         "ranks": spread.tp * spread.ep,
         "weight_bytes": {name: sum(parts.values()) for name, parts in groups.items()},
         "weight_bytes_by_group": groups,
-        "kv_cache_bytes_per_token": cache_bytes_per_token(config, spread, element_size=2),
+        "kv_cache_bytes_per_token": cache_bytes_per_token(model, spread, element_size=2),
         "hbm_bytes": TRN2.hbm_bytes_per_core * DEFAULT_LNC_SIZE,
     }
 

@@ -68,7 +68,7 @@ def place_layers(trace: RoutingTrace, num_ranks: int, extra_experts: int) -> lis
     Args:
         trace: choices of every layer.
         num_ranks: expert-parallel ranks.
-        extra_experts: slots for replicas, on all ranks together.
+        extra_experts: replicas, on all ranks together.
     """
     half = trace.num_tokens // 2
     experts = trace.num_experts
@@ -76,7 +76,7 @@ def place_layers(trace: RoutingTrace, num_ranks: int, extra_experts: int) -> lis
     for index_TK in torch.from_numpy(trace.expert_index_LTK.astype(np.int32)):
         known, later = index_TK[:half], index_TK[half:]
         load_E = expert_load(known, experts)
-        placement = place_experts(load_E, num_ranks, extra_slots=extra_experts)
+        placement = place_experts(load_E, num_ranks, extra_experts=extra_experts)
         runs = ExpertPlacement.contiguous(experts, num_ranks)
         results.append(
             LayerResult(
@@ -107,7 +107,7 @@ def draw_balance(results: list[LayerResult], path: Path) -> Path:
     axes.set_ylabel("busiest rank / mean")
     placement = results[0].placement
     axes.set_title(
-        f"{placement.num_ranks} ranks, {placement.num_slots - placement.num_experts} replicas:"
+        f"{placement.num_ranks} ranks, {placement.num_physical - placement.num_experts} replicas:"
         " second half of the trace [measured]",
         fontsize=10,
         loc="left",
@@ -122,7 +122,7 @@ def _print_results(results: list[LayerResult], args: argparse.Namespace) -> None
     placement = results[0].placement
     print(
         f"{args.trace}: {placement.num_experts} experts on {args.ranks} ranks,"
-        f" {placement.slots_per_rank} slots each, {args.extra_experts} replicas"
+        f" {placement.num_per_rank} each, {args.extra_experts} replicas"
         f" ({placement.extra_share:.1%} extra)\n"
     )
     rows = [("layer", "busiest / mean before", "after", "variation before", "after")]

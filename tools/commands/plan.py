@@ -30,11 +30,11 @@ from neuron_moe.parallel.planner.search import (
     PHASES,
     WORTH_A_HYBRID,
     Entry,
-    Plan,
+    LayoutCosts,
     config_of,
+    cost_layouts,
     explain,
     layout_memory,
-    make_plan,
     phase_memory,
     synthetic_routings,
     to_dict,
@@ -71,20 +71,20 @@ def main(argv: list[str] | None = None) -> int:
     load, source = recorded_load(args.trace)
     routings = synthetic_routings(model, max(tokens.values()), load)
     decisive = "recorded" if load is not None else "zipf"
-    plan = make_plan(model, machine, routings, tokens, decisive)
+    costs = cost_layouts(model, machine, routings, tokens, decisive)
     sensitivity = {
-        factor: make_plan(
+        factor: cost_layouts(
             model, machine.with_faster_links(factor), {decisive: routings[decisive]}, tokens,
-            decisive, plan.placements,
+            decisive, costs.placements,
         )
         for factor in LINK_FACTORS
     }  # fmt: skip
-    _print_plan(plan, sensitivity, source)
+    _print_plan(costs, sensitivity, source)
     if args.picture is not None:
-        draw_plan(plan, args.picture)
+        draw_plan(costs, args.picture)
         print(f"\npicture: {args.picture}")
     if args.json:
-        print_json_line("plan", **_report(plan, sensitivity, source))
+        print_json_line("plan", **_report(costs, sensitivity, source))
     return 0
 
 
@@ -143,8 +143,8 @@ def recorded_load(path: Path | None) -> tuple[Tensor | None, str]:
     return loads[name], name
 
 
-def _print_plan(plan: Plan, sensitivity: dict[float, Plan], source: str) -> None:
-    model, machine = plan.model, plan.machine
+def _print_plan(costs: LayoutCosts, sensitivity: dict[float, LayoutCosts], source: str) -> None:
+    model, machine = costs.model, costs.machine
     print(
         f"{model.name}: {model.num_experts} experts of {model.hidden_size} x"
         f" {model.intermediate_size}, top {model.top_k}, {model.num_moe_layers} MoE layers,"
@@ -152,13 +152,15 @@ def _print_plan(plan: Plan, sensitivity: dict[float, Plan], source: str) -> None
         f" {machine.ranks} ranks of {format_bytes(machine.hbm_bytes)}\nrecorded routing: {source}\n"
     )
     for phase in PHASES:
-        print(f"{phase}, {plan.tokens[phase]} tokens: us a layer on the busiest rank  [computed]")
-        print(format_table(_rows(plan, phase)))
-        best = plan.ranking(phase)[0]
-        print(f"\n  best under {plan.decisive} routing: {best.layout}: {best.cost.total_us:.0f} us")
-        for line in explain(plan, phase):
+        print(f"{phase}, {costs.tokens[phase]} tokens: us a layer on the busiest rank  [computed]")
+        print(format_table(_rows(costs, phase)))
+        best = costs.ranking(phase)[0]
+        print(
+            f"\n  best under {costs.decisive} routing: {best.layout}: {best.cost.total_us:.0f} us"
+        )
+        for line in explain(costs, phase):
             print(f"    {line}")
-        static = plan.best_replicated(phase)
+        static = costs.best_replicated(phase)
         if static.layout != best.layout:
             print(
                 f"    without all-to-all, which the Neuron SDK only announces: {static.layout}:"
@@ -167,8 +169,8 @@ def _print_plan(plan: Plan, sensitivity: dict[float, Plan], source: str) -> None
         for factor, other in sensitivity.items():
             print(f"    with links {factor:g} x as fast: {other.ranking(phase)[0].layout}")
         print()
-    _print_choice(plan)
-    for layout, reason in plan.rejected.items():
+    _print_choice(costs)
+    for layout, reason in costs.rejected.items():
         print(f"not {layout}: {reason}")
     print("\ncoefficients")
     rows = [("name", "value", "unit", "kind", "source")]
@@ -176,17 +178,17 @@ def _print_plan(plan: Plan, sensitivity: dict[float, Plan], source: str) -> None
     print(format_table(rows, numbers_from=9))
 
 
-def _print_choice(plan: Plan) -> None:
-    single = plan.best_single()
-    best = {phase: plan.ranking(phase)[0] for phase in PHASES}
-    memory, is_shared = phase_memory(plan, best["prefill"].layout, best["decode"].layout)
-    room = plan.machine.hbm_bytes
+def _print_choice(costs: LayoutCosts) -> None:
+    single = costs.best_single()
+    best = {phase: costs.ranking(phase)[0] for phase in PHASES}
+    memory, is_shared = phase_memory(costs, best["prefill"].layout, best["decode"].layout)
+    room = costs.machine.hbm_bytes
     print(f"one cut for both phases: EP {single['prefill'].layout.ep}")
     for phase, entry in single.items():
         slower = entry.cost.total_us / best[phase].cost.total_us
         print(f"  {phase}: {entry.layout}: {entry.cost.total_us:.0f} us, {slower:.2f} x the best")
     print(f"  {write_config(config_of(single['prefill'].layout, single['decode'].layout))}")
-    held = layout_memory(plan, single["prefill"].layout)
+    held = layout_memory(costs, single["prefill"].layout)
     print(f"  weights: {format_bytes(held)} of {format_bytes(room)} a rank")
     gain = max(single[phase].cost.total_us / best[phase].cost.total_us for phase in PHASES)
     if gain >= WORTH_A_HYBRID:
@@ -200,43 +202,45 @@ def _print_choice(plan: Plan) -> None:
     print()
 
 
-def _rows(plan: Plan, phase: str) -> list[tuple[str, ...]]:
-    routings = list(dict.fromkeys(entry.routing for entry in plan.entries))
+def _rows(costs: LayoutCosts, phase: str) -> list[tuple[str, ...]]:
+    routings = list(dict.fromkeys(entry.routing for entry in costs.entries))
     header = ("layout", *(name for routing in routings for name in (routing, "busiest")))
     rows = [header]
-    for layout in dict.fromkeys(entry.layout for entry in plan.entries):
+    for layout in dict.fromkeys(entry.layout for entry in costs.entries):
         cells = []
         for routing in routings:
-            cost = plan.find(layout, phase, routing).cost
+            cost = costs.find(layout, phase, routing).cost
             cells += [f"{cost.total_us:.0f}", f"{cost.busiest_over_mean:.2f} x"]
         rows.append((str(layout), *cells))
     return rows
 
 
-def _report(plan: Plan, sensitivity: dict[float, Plan], source: str) -> dict[str, Any]:
-    single = plan.best_single()
-    best = {phase: plan.ranking(phase)[0] for phase in PHASES}
+def _report(
+    costs: LayoutCosts, sensitivity: dict[float, LayoutCosts], source: str
+) -> dict[str, Any]:
+    single = costs.best_single()
+    best = {phase: costs.ranking(phase)[0] for phase in PHASES}
     return {
         "kind": "computed",
-        "model": asdict(plan.model),
-        "chip": plan.machine.instance.chip.name,
-        "instance": plan.machine.instance.name,
-        "nodes": plan.machine.nodes,
-        "lnc": plan.machine.lnc,
-        "ranks": plan.machine.ranks,
-        "tokens": dict(plan.tokens),
+        "model": asdict(costs.model),
+        "chip": costs.machine.instance.chip.name,
+        "instance": costs.machine.instance.name,
+        "nodes": costs.machine.nodes,
+        "lnc": costs.machine.lnc,
+        "ranks": costs.machine.ranks,
+        "tokens": dict(costs.tokens),
         "recorded_routing": source,
-        "decisive_routing": plan.decisive,
-        "best": {phase: _with_reasons(plan, phase, entry) for phase, entry in best.items()},
+        "decisive_routing": costs.decisive,
+        "best": {phase: _with_reasons(costs, phase, entry) for phase, entry in best.items()},
         "best_by_routing": {
             phase: {
-                routing: to_dict(plan.ranking(phase, routing)[0])
-                for routing in dict.fromkeys(entry.routing for entry in plan.entries)
+                routing: to_dict(costs.ranking(phase, routing)[0])
+                for routing in dict.fromkeys(entry.routing for entry in costs.entries)
             }
             for phase in PHASES
         },
         "best_without_all_to_all": {
-            phase: to_dict(plan.best_replicated(phase)) for phase in PHASES
+            phase: to_dict(costs.best_replicated(phase)) for phase in PHASES
         },
         "best_single_cut": {phase: to_dict(entry) for phase, entry in single.items()},
         "parallel_config": config_of(single["prefill"].layout, single["decode"].layout).to_dict(),
@@ -244,38 +248,38 @@ def _report(plan: Plan, sensitivity: dict[float, Plan], source: str) -> dict[str
             f"{factor:g}": {phase: to_dict(other.ranking(phase)[0]) for phase in PHASES}
             for factor, other in sensitivity.items()
         },
-        "layouts": [to_dict(entry) for entry in plan.entries],
-        "rejected": plan.rejected,
+        "layouts": [to_dict(entry) for entry in costs.entries],
+        "rejected": costs.rejected,
         "memory": {
-            "hbm_bytes_per_rank": plan.machine.hbm_bytes,
+            "hbm_bytes_per_rank": costs.machine.hbm_bytes,
             "weight_bytes_per_rank": {
                 f"ep={ep} extra_experts={extra}": round(count)
-                for (ep, extra), count in plan.memory_bytes.items()
+                for (ep, extra), count in costs.memory_bytes.items()
             },
         },
-        "placement": _placement_report(plan),
+        "placement": _placement_report(costs),
         "coefficients": {name: asdict(value) for name, value in COEFFICIENTS.items()},
     }
 
 
-def _with_reasons(plan: Plan, phase: str, entry: Entry) -> dict[str, object]:
-    return {**to_dict(entry), "layout": str(entry.layout), "reasons": explain(plan, phase)}
+def _with_reasons(costs: LayoutCosts, phase: str, entry: Entry) -> dict[str, object]:
+    return {**to_dict(entry), "layout": str(entry.layout), "reasons": explain(costs, phase)}
 
 
-def _placement_report(plan: Plan) -> list[dict[str, object]]:
+def _placement_report(costs: LayoutCosts) -> list[dict[str, object]]:
     """Say what EPLB does to the busiest rank in prefill."""
     rows: list[dict[str, object]] = []
-    for (routing, ep), placement in plan.placements.items():
+    for (routing, ep), placement in costs.placements.items():
         by_flag = {
             e.layout.is_balanced: e.cost.busiest_over_mean
-            for e in plan.ranking("prefill", routing)
+            for e in costs.ranking("prefill", routing)
             if e.layout.ep == ep
         }
         rows.append(
             {
                 "routing": routing,
                 "ep": ep,
-                "extra_experts": placement.num_slots - placement.num_experts,
+                "extra_experts": placement.num_physical - placement.num_experts,
                 "extra_share": placement.extra_share,
                 "busiest_over_mean_before": by_flag[False],
                 "busiest_over_mean_after": by_flag[True],

@@ -1,4 +1,4 @@
-"""Pictures of a plan: layer time and bytes on the wire against the expert-parallel degree."""
+"""Pictures of layouts: layer time and bytes on the wire against the expert-parallel degree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from neuron_moe.parallel.planner.search import PHASES, Plan
+from neuron_moe.parallel.planner.search import PHASES, LayoutCosts
 from neuron_moe.parallel.wire import FORMULAS, WireSizes
 
 _COLOURS = {"uniform": "#9a9a9a", "zipf": "#c8501e", "recorded": "#2a6fb0"}
@@ -19,21 +19,21 @@ _WIRE_STYLES = {
 }
 
 
-def draw_plan(plan: Plan, path: Path) -> Path:
+def draw_plan(costs: LayoutCosts, path: Path) -> Path:
     """Draw times of both phases and prefill bytes against EP.
 
     Args:
-        plan: the numbers.
+        costs: the numbers.
         path: PNG to write.
     """
     figure = Figure(figsize=(15.0, 4.6), dpi=120, layout="constrained")
     *time_axes, wire_axes = figure.subplots(1, 3)
     for axes, phase in zip(time_axes, PHASES, strict=True):
-        _draw_times(axes, plan, phase)
-    _draw_bytes(wire_axes, plan)
-    machine = plan.machine
+        _draw_times(axes, costs, phase)
+    _draw_bytes(wire_axes, costs)
+    machine = costs.machine
     figure.suptitle(
-        f"{plan.model.name} on {machine.nodes} x {machine.instance.name}, {machine.ranks} ranks:"
+        f"{costs.model.name} on {machine.nodes} x {machine.instance.name}, {machine.ranks} ranks:"
         " one MoE layer [computed]",
         fontsize=11,
     )
@@ -42,12 +42,12 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     return path
 
 
-def _draw_times(axes: Axes, plan: Plan, phase: str) -> None:
-    routings = dict.fromkeys(entry.routing for entry in plan.entries)
+def _draw_times(axes: Axes, costs: LayoutCosts, phase: str) -> None:
+    routings = dict.fromkeys(entry.routing for entry in costs.entries)
     for routing in routings:
         for is_balanced, style in ((False, "--"), (True, "-")):
             best: dict[int, float] = {}
-            for entry in plan.ranking(phase, routing):
+            for entry in costs.ranking(phase, routing):
                 if entry.layout.is_balanced == is_balanced or entry.layout.ep == 1:
                     best.setdefault(entry.layout.ep, entry.cost.total_us)
             degrees = sorted(best)
@@ -55,18 +55,18 @@ def _draw_times(axes: Axes, plan: Plan, phase: str) -> None:
             times = [best[ep] for ep in degrees]
             axes.plot(degrees, times, style, marker="o", color=_COLOURS[routing], label=label)
     axes.set_ylim(bottom=0)
-    _finish(axes, plan, f"{phase}, {plan.tokens[phase]} tokens, better strategy")
+    _finish(axes, costs, f"{phase}, {costs.tokens[phase]} tokens, better strategy")
     axes.set_ylabel("us a layer, busiest rank")
 
 
-def _draw_bytes(axes: Axes, plan: Plan) -> None:
-    model, ranks = plan.model, plan.machine.ranks
-    degrees = sorted({entry.layout.ep for entry in plan.entries})
+def _draw_bytes(axes: Axes, costs: LayoutCosts) -> None:
+    model, ranks = costs.model, costs.machine.ranks
+    degrees = sorted({entry.layout.ep for entry in costs.entries})
     for name, formula in FORMULAS.items():
         values = [
             formula(
                 WireSizes(
-                    tokens=plan.tokens["prefill"],
+                    tokens=costs.tokens["prefill"],
                     hidden_size=model.hidden_size,
                     top_k=model.top_k,
                     num_experts=model.num_experts,
@@ -80,12 +80,12 @@ def _draw_bytes(axes: Axes, plan: Plan) -> None:
         colour, style = _WIRE_STYLES[name]
         axes.plot(degrees, values, style, marker="o", color=colour, label=name)
     axes.set_yscale("log")
-    _finish(axes, plan, f"bytes into a rank, prefill, {plan.tokens['prefill']} tokens")
+    _finish(axes, costs, f"bytes into a rank, prefill, {costs.tokens['prefill']} tokens")
     axes.set_ylabel("MiB a layer")
 
 
-def _finish(axes: Axes, plan: Plan, title: str) -> None:
-    degrees = sorted({entry.layout.ep for entry in plan.entries})
+def _finish(axes: Axes, costs: LayoutCosts, title: str) -> None:
+    degrees = sorted({entry.layout.ep for entry in costs.entries})
     axes.set_xscale("log", base=2)
     axes.set_xticks(degrees, [str(ep) for ep in degrees])
     axes.set_xlabel("EP (TP = ranks / EP)")

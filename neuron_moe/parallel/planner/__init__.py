@@ -1,18 +1,18 @@
 """What a MoE layer costs in each layout on Trn2, and which costs least: computed, not measured."""
 
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Coefficient, Machine
-from neuron_moe.parallel.planner.layer_cost import LayerCost, Workload, layer_cost
-from neuron_moe.parallel.planner.search import Plan, make_plan
+from neuron_moe.parallel.planner.layer_cost import LayerCost, RoutedTokens, layer_cost
+from neuron_moe.parallel.planner.search import LayoutCosts, cost_layouts
 from neuron_moe.parallel.planner.sizes import ModelSizes
 
 __all__ = [
     "COEFFICIENTS",
     "Coefficient",
     "LayerCost",
+    "LayoutCosts",
     "Machine",
     "ModelSizes",
-    "Plan",
-    "Workload",
+    "RoutedTokens",
+    "cost_layouts",
     "layer_cost",
-    "make_plan",
 ]

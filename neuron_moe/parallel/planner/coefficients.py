@@ -1,4 +1,4 @@
-"""The numbers of the plan's cost model, each with its source, and the machine they make up.
+"""The numbers of the planner's cost model, each with its source, and the machine they make up.
 
 Chip numbers are those of `nki_sim.hardware`. A rank is a logical core of `lnc` physical ones.
 """

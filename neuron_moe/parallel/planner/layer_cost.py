@@ -13,7 +13,7 @@ What is left out flatters all layouts alike: norms, attention, kernel launches, 
 refetching of weights. Overlap of communication with work is left out too, and favours layouts that
 communicate little.
 
-Axes: T tokens, K choices, H hidden, I intermediate of a rank, E expert slots, D expert-parallel
+Axes: T tokens, K choices, H hidden, I intermediate of a rank, E physical experts, D expert-parallel
 ranks.
 """
 
@@ -32,23 +32,23 @@ ROW_BYTES = 2  # bf16 hidden states
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class RoutedTokens:
     """Tokens of one forward and where their experts are.
 
     Args:
         phase: 'prefill' or 'decode'.
-        slots_TK: [T, K] int32 expert slot of each choice, replicas chosen.
-        num_slots: E, replicas counted.
+        physical_TK: [T, K] int32 physical expert of each choice.
+        num_physical: E, replicas counted.
     """
 
     phase: str
-    slots_TK: Tensor
-    num_slots: int
+    physical_TK: Tensor
+    num_physical: int
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return self.slots_TK.shape[0]
+        return self.physical_TK.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class LayerCost:
 
 
 def layer_cost(
-    model: ModelSizes, machine: Machine, tp: int, ep: int, strategy: str, work: Workload
+    model: ModelSizes, machine: Machine, tp: int, ep: int, strategy: str, work: RoutedTokens
 ) -> LayerCost:
     """Compute the cost of one layer.
 
@@ -98,12 +98,14 @@ def layer_cost(
         strategy: 'replicate' or 'all_to_all'.
         work: the tokens.
     """
-    per_rank = work.num_slots // ep
-    flat = work.slots_TK.reshape(-1).long()
-    load_DE = torch.bincount(flat, minlength=work.num_slots).view(ep, per_rank)
-    rows_D = destinations(work.slots_TK, per_rank, ep).sum(0)  # distinct tokens that reach a rank
+    per_rank = work.num_physical // ep
+    flat = work.physical_TK.reshape(-1).long()
+    load_DE = torch.bincount(flat, minlength=work.num_physical).view(ep, per_rank)
+    rows_D = destinations(work.physical_TK, per_rank, ep).sum(
+        0
+    )  # distinct tokens that reach a rank
     path = choose_path(
-        work.phase, work.num_tokens, model.top_k, work.num_slots, num_local_experts=per_rank
+        work.phase, work.num_tokens, model.top_k, work.num_physical, num_local_experts=per_rank
     ).path
     written_D = rows_D if strategy == "all_to_all" else torch.full_like(rows_D, work.num_tokens)
     width = ceil(model.intermediate_size / tp)
@@ -134,7 +136,7 @@ def layer_cost(
     )
 
 
-def _own_tokens(work: Workload, strategy: str, ranks: int) -> int:
+def _own_tokens(work: RoutedTokens, strategy: str, ranks: int) -> int:
     """Return the tokens a rank routes: all of a replicated decode batch, else its share."""
     is_shared_out = work.phase == "prefill" or strategy == "all_to_all"
     return ceil(work.num_tokens / ranks) if is_shared_out else work.num_tokens
@@ -214,7 +216,7 @@ def _shared_ns(model: ModelSizes, machine: Machine, tokens: int, ranks: int) -> 
 
 
 def _replicate(
-    model: ModelSizes, machine: Machine, ranks: int, work: Workload
+    model: ModelSizes, machine: Machine, ranks: int, work: RoutedTokens
 ) -> tuple[float, float]:
     """All-gather and reduce-scatter in prefill, one all-reduce in decode."""
     whole = work.num_tokens * model.hidden_size * ROW_BYTES
@@ -227,7 +229,7 @@ def _replicate(
 
 
 def _exchange(
-    model: ModelSizes, machine: Machine, tp: int, ep: int, work: Workload, busiest_rows: float
+    model: ModelSizes, machine: Machine, tp: int, ep: int, work: RoutedTokens, busiest_rows: float
 ) -> tuple[float, float]:
     """Counts, rows there and back over the expert group, gather and sum over the tensor group."""
     row = model.hidden_size * ROW_BYTES

@@ -15,7 +15,7 @@ from neuron_moe.parallel.balance import (
 from neuron_moe.parallel.config import STRATEGIES, ParallelConfig, divisors
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
-from neuron_moe.parallel.planner.layer_cost import LayerCost, Workload, layer_cost
+from neuron_moe.parallel.planner.layer_cost import LayerCost, RoutedTokens, layer_cost
 from neuron_moe.parallel.planner.sizes import ModelSizes
 
 MOST_EXTRA_EXPERTS = 0.125  # of the experts, as replicas
@@ -55,18 +55,18 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that was computed.
+class LayoutCosts:
+    """What every layout costs, and those that cannot be.
 
     Attributes:
         model: its sizes.
         machine: where.
         tokens: by phase.
         entries: all costs.
-        memory_bytes: of a rank, by (ep, extra slots).
+        memory_bytes: of a rank, by (ep, extra experts).
         rejected: layouts that cannot be, and why.
         placements: by (routing, ep), where experts were placed by load.
-        decisive: the routing the choice is made for.
+        decisive: the routing by which layouts are ranked.
     """
 
     model: ModelSizes
@@ -142,14 +142,14 @@ def synthetic_routings(
     return {name: (trace[:num_tokens], trace[num_tokens:]) for name, trace in routings.items()}
 
 
-def make_plan(
+def cost_layouts(
     model: ModelSizes,
     machine: Machine,
     routings: Mapping[str, tuple[Tensor, Tensor]],
     tokens: Mapping[str, int],
     decisive: str,
     placements: Mapping[tuple[str, int], ExpertPlacement] | None = None,
-) -> Plan:
+) -> LayoutCosts:
     """Compute the cost of every layout.
 
     Args:
@@ -163,31 +163,31 @@ def make_plan(
     Raises:
         ValueError: no layout fits the machine; the message says why for each.
     """
-    plan = Plan(model, machine, tokens, decisive)
+    costs = LayoutCosts(model, machine, tokens, decisive)
     for ep in divisors(machine.ranks):
         tp = machine.ranks // ep
         reason = _why_impossible(model, machine, tp, ep)
         if reason:
-            plan.rejected[f"EP {ep} x TP {tp}"] = reason
+            costs.rejected[f"EP {ep} x TP {tp}"] = reason
             continue
         for routing, (known, later) in routings.items():
             for is_balanced in (False, True) if ep > 1 else (False,):
                 placement = (placements or {}).get((routing, ep)) if is_balanced else None
                 if placement is None:
                     placement = _placement(model, machine, known, tp, ep, is_balanced)
-                _add(plan, placement, tp, ep, routing, later, is_balanced)
-    if not plan.entries:
-        reasons = "; ".join(f"{layout}: {why}" for layout, why in plan.rejected.items())
+                _add(costs, placement, tp, ep, routing, later, is_balanced)
+    if not costs.entries:
+        reasons = "; ".join(f"{layout}: {why}" for layout, why in costs.rejected.items())
         raise ValueError(
             f"model={model.name}: no layout fits {machine.instance.name} x {machine.nodes}."
             f" {reasons}. Use more nodes, or narrower weights."
         )
-    return plan
+    return costs
 
 
-def memory_bytes(model: ModelSizes, ranks: int, num_slots: int) -> float:
+def memory_bytes(model: ModelSizes, ranks: int, num_physical: int) -> float:
     """Return the bytes of weights a rank holds; what is not an expert is split over all ranks."""
-    experts = model.expert_bytes * num_slots * model.num_moe_layers
+    experts = model.expert_bytes * num_physical * model.num_moe_layers
     shared = model.shared_bytes * model.num_moe_layers
     return (experts + shared + 2 * model.dense_parameters) / ranks
 
@@ -219,11 +219,11 @@ def _placement(
     extra = int(model.num_experts * MOST_EXTRA_EXPERTS) // ep * ep
     while extra and memory_bytes(model, tp * ep, model.num_experts + extra) > room:
         extra -= ep
-    return place_experts(expert_load(known, model.num_experts), ep, extra_slots=extra)
+    return place_experts(expert_load(known, model.num_experts), ep, extra_experts=extra)
 
 
 def _add(
-    plan: Plan,
+    costs: LayoutCosts,
     placement: ExpertPlacement,
     tp: int,
     ep: int,
@@ -231,41 +231,41 @@ def _add(
     later: Tensor,
     is_balanced: bool,
 ) -> None:
-    model, machine = plan.model, plan.machine
-    extra = placement.num_slots - model.num_experts
-    plan.memory_bytes[ep, extra] = memory_bytes(model, tp * ep, placement.num_slots)
+    model, machine = costs.model, costs.machine
+    extra = placement.num_physical - model.num_experts
+    costs.memory_bytes[ep, extra] = memory_bytes(model, tp * ep, placement.num_physical)
     if is_balanced:
-        plan.placements[routing, ep] = placement
+        costs.placements[routing, ep] = placement
     for phase in PHASES:
-        slots_TK = placement.to_physical(later[: plan.tokens[phase]])
-        work = Workload(phase, slots_TK, placement.num_slots)
+        physical_TK = placement.to_physical(later[: costs.tokens[phase]])
+        work = RoutedTokens(phase, physical_TK, placement.num_physical)
         for strategy in STRATEGIES if ep > 1 else ("replicate",):
             cost = layer_cost(model, machine, tp, ep, strategy, work)
-            plan.entries.append(Entry(Layout(tp, ep, strategy, is_balanced), phase, routing, cost))
+            costs.entries.append(Entry(Layout(tp, ep, strategy, is_balanced), phase, routing, cost))
 
 
-def layout_memory(plan: Plan, layout: Layout) -> float:
+def layout_memory(costs: LayoutCosts, layout: Layout) -> float:
     """Return the bytes of weights a rank holds in a layout, replicas included."""
-    slots = plan.model.num_experts
+    num_physical = costs.model.num_experts
     if layout.is_balanced:
-        slots = plan.placements[plan.decisive, layout.ep].num_slots
-    return memory_bytes(plan.model, plan.machine.ranks, slots)
+        num_physical = costs.placements[costs.decisive, layout.ep].num_physical
+    return memory_bytes(costs.model, costs.machine.ranks, num_physical)
 
 
-def phase_memory(plan: Plan, prefill: Layout, decode: Layout) -> tuple[float, bool]:
+def phase_memory(costs: LayoutCosts, prefill: Layout, decode: Layout) -> tuple[float, bool]:
     """Return the bytes of a rank that serves both phases, and whether the experts are kept once."""
-    once = layout_memory(plan, prefill)
+    once = layout_memory(costs, prefill)
     # Both cut the experts over all ranks: parts are as large, hence shared only if equal.
     shares = (prefill.tp, prefill.ep) == (decode.tp, decode.ep)
     if shares:
         return once, True
-    whole = memory_bytes(plan.model, plan.machine.ranks, 0)  # all but the routed experts
-    return once + layout_memory(plan, decode) - whole, False
+    whole = memory_bytes(costs.model, costs.machine.ranks, 0)  # all but the routed experts
+    return once + layout_memory(costs, decode) - whole, False
 
 
-def explain(plan: Plan, phase: str) -> list[str]:
+def explain(costs: LayoutCosts, phase: str) -> list[str]:
     """Say why a phase's best layout is the best: against pure TP, no EPLB, and the next."""
-    ranking = plan.ranking(phase)
+    ranking = costs.ranking(phase)
     best = ranking[0]
     cost = best.cost
     lines = [
@@ -280,7 +280,7 @@ def explain(plan: Plan, phase: str) -> list[str]:
             f"tensor parallel alone takes {other.total_us:.0f} us"
             f" ({other.total_us / cost.total_us:.1f} x): experts {other.experts_us:.0f} us"
             f" ({other.bound}), as each rank moves every row of every choice for a slice of"
-            f" {plan.model.intermediate_size // pure[0].layout.tp} columns"
+            f" {costs.model.intermediate_size // pure[0].layout.tp} columns"
         )
     if best.layout.ep == 1:
         lines.append("experts are split evenly whatever the routing; no rank waits for another")

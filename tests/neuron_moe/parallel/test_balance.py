@@ -29,7 +29,7 @@ from neuron_moe.parallel.placement import (
 )
 from neuron_moe.router import route
 
-# experts, choices, ranks, extra slots: at most 12.5 % extra experts
+# experts, choices, ranks, extra experts: at most 12.5 % extra experts
 ZIPF_CASES = {
     "GPT-OSS-120B EP8": (128, 4, 8, 16),
     "GPT-OSS-120B EP16": (128, 4, 16, 16),
@@ -45,7 +45,7 @@ def test_zipf_load_is_placed_within_ten_percent_of_the_mean(case: str) -> None:
     experts, top_k, ranks, extra = ZIPF_CASES[case]
     trace = zipf_trace(40_000, experts, top_k, exponent=1.0, seed=5)
     known, later = trace[:20_000], trace[20_000:]
-    placement = place_experts(expert_load(known, experts), ranks, extra_slots=extra)
+    placement = place_experts(expert_load(known, experts), ranks, extra_experts=extra)
     before = BalanceStats.of(rank_rows(later, ExpertPlacement.contiguous(experts, ranks)))
     after = BalanceStats.of(rank_rows(later, placement))
     assert placement.extra_share <= 0.125
@@ -56,7 +56,7 @@ def test_zipf_load_is_placed_within_ten_percent_of_the_mean(case: str) -> None:
 def test_replicas_are_needed_where_one_expert_exceeds_a_rank() -> None:
     load = expert_load(zipf_trace(20_000, 128, 8, seed=5), 128)
     packed = BalanceStats.of(place_experts(load, 16).rank_load(load))
-    replicated = BalanceStats.of(place_experts(load, 16, extra_slots=16).rank_load(load))
+    replicated = BalanceStats.of(place_experts(load, 16, extra_experts=16).rank_load(load))
     assert packed.busiest_over_mean > 1.1 > replicated.busiest_over_mean
 
 
@@ -71,9 +71,9 @@ def test_every_placement_is_complete_and_no_worse_than_equal_runs(
 ) -> None:
     loads = loads[: len(loads) // ranks * ranks]
     load_E = torch.tensor(loads)
-    placement = place_experts(load_E, ranks, extra_slots=replicas * ranks)
-    assert set(placement.slots) == set(range(len(loads)))
-    assert placement.num_slots == len(loads) + replicas * ranks
+    placement = place_experts(load_E, ranks, extra_experts=replicas * ranks)
+    assert set(placement.physical) == set(range(len(loads)))
+    assert placement.num_physical == len(loads) + replicas * ranks
     assert float(placement.rank_load(load_E).sum()) == pytest.approx(float(load_E.sum()))
     runs = ExpertPlacement.contiguous(len(loads), ranks).rank_load(load_E)
     if replicas == 0:  # heaviest-first packing is at most 4/3 of the best one
@@ -83,40 +83,40 @@ def test_every_placement_is_complete_and_no_worse_than_equal_runs(
 def test_replicas_take_turns_and_every_choice_keeps_its_expert() -> None:
     placement = ExpertPlacement((0, 1, 2, 3, 0, 1, 0, 2), 4, 4)
     index = torch.randint(-1, 4, (5000, 2), dtype=torch.int32)
-    slots = placement.to_physical(index, first_token=17)
-    experts = torch.tensor([*placement.slots, -1])[slots.long()]
+    physical = placement.to_physical(index, first_token=17)
+    experts = torch.tensor([*placement.physical, -1])[physical.long()]
     assert torch.equal(experts.int(), index)
-    counts = torch.bincount(slots[index == 0].long(), minlength=8)[[0, 4, 6]].float()
+    counts = torch.bincount(physical[index == 0].long(), minlength=8)[[0, 4, 6]].float()
     assert float(counts.max() / counts.mean()) < 1.1
 
 
 def test_neighbours_and_strided_tokens_both_reach_all_replicas() -> None:
     placement = ExpertPlacement((0, 1, 0, 1), 2, 2)
     zeros = torch.zeros(64, 1, dtype=torch.int32)
-    slots = placement.to_physical(zeros)[:, 0]
+    physical = placement.to_physical(zeros)[:, 0]
     for stride in (1, 2, 4):
-        assert set(slots[::stride].tolist()) == {0, 2}
+        assert set(physical[::stride].tolist()) == {0, 2}
 
 
 @pytest.mark.parametrize(
-    ("slots", "ranks", "experts", "message"),
+    ("physical", "ranks", "experts", "message"),
     [
         ((0, 1, 2), 2, 3, "must divide by num_ranks=2"),
         ((0, 1, 5, 2), 2, 3, r"5 must be an expert in \[0, 3\)"),
-        ((0, 1, 1, 0), 2, 3, "expert 2 must have a slot"),
+        ((0, 1, 1, 0), 2, 3, "expert 2 must be among them"),
     ],
-    ids=["uneven", "unknown expert", "expert without slot"],
+    ids=["uneven", "unknown expert", "expert nowhere"],
 )
 def test_a_wrong_placement_is_refused(
-    slots: tuple[int, ...], ranks: int, experts: int, message: str
+    physical: tuple[int, ...], ranks: int, experts: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        ExpertPlacement(slots, ranks, experts)
+        ExpertPlacement(physical, ranks, experts)
 
 
-def test_extra_slots_that_do_not_divide_are_refused_with_a_number_that_does() -> None:
-    with pytest.raises(ValueError, match=r"Use extra_slots=64\."):
-        place_experts(torch.ones(128), 64, extra_slots=16)
+def test_extra_experts_that_do_not_divide_are_refused_with_a_number_that_does() -> None:
+    with pytest.raises(ValueError, match=r"Use extra_experts=64\."):
+        place_experts(torch.ones(128), 64, extra_experts=16)
 
 
 def test_a_layer_refuses_a_placement_of_other_experts_or_ranks() -> None:
@@ -155,7 +155,10 @@ def test_expert_distribution_of_nxd_is_a_placement() -> None:
 
 
 def test_placements_survive_a_file(tmp_path: Path) -> None:
-    placements = [place_experts(torch.arange(8), 4, extra_slots=4), place_experts(torch.ones(8), 2)]
+    placements = [
+        place_experts(torch.arange(8), 4, extra_experts=4),
+        place_experts(torch.ones(8), 2),
+    ]
     save_placements(tmp_path / "p.json", placements)
     assert load_placements(tmp_path / "p.json") == placements
     (tmp_path / "bad.json").write_text("[]")

@@ -155,7 +155,7 @@ def run_case(case: Case, device: str = "cpu") -> str | None:
     scale = float(wanted.abs().max())
     placement = None
     if case.replicas:
-        placement = place_experts(torch.arange(E) + 1.0, case.ep, extra_slots=case.ep)
+        placement = place_experts(torch.arange(E) + 1.0, case.ep, extra_experts=case.ep)
     parallel_state.initialize_model_parallel(config=case.config, watch=False)
     try:
         layer = build_layer(case, placement)

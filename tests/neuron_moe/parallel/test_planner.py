@@ -1,4 +1,4 @@
-"""The plan's cost model agrees with the roofline it is made of, and its choices follow."""
+"""The planner's cost model agrees with the roofline it is made of, and its choices follow."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from neuron_moe.configs import load_config
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
-from neuron_moe.parallel.planner.layer_cost import Workload, layer_cost, matmul_cycles
+from neuron_moe.parallel.planner.layer_cost import RoutedTokens, layer_cost, matmul_cycles
 from neuron_moe.parallel.planner.search import (
     PHASES,
+    cost_layouts,
     explain,
-    make_plan,
     phase_memory,
     synthetic_routings,
 )
@@ -52,7 +52,7 @@ ROOFLINE = [
 def test_experts_take_the_time_of_the_roofline(
     model: ModelSizes, ep: int, tensor_us: float, hbm_us: float
 ) -> None:
-    work = Workload("prefill", even_trace(model, 8192), model.num_experts)
+    work = RoutedTokens("prefill", even_trace(model, 8192), model.num_experts)
     cost = layer_cost(model, TRN2, 64 // ep, ep, "replicate", work)
     assert cost.busiest_over_mean == pytest.approx(1.0)
     # The roofline takes 725 bytes/ns, the chip's record 716; it expects tiles of random loads.
@@ -63,7 +63,7 @@ def test_experts_take_the_time_of_the_roofline(
 
 def test_expert_parallel_beats_tensor_parallel_as_the_roofline_says() -> None:
     for model, least in ((GPT_120B, 4.0), (DEEPSEEK, 6.0), (QWEN, 4.0)):
-        work = Workload("prefill", even_trace(model, 8192), model.num_experts)
+        work = RoutedTokens("prefill", even_trace(model, 8192), model.num_experts)
         times = [layer_cost(model, TRN2, 64 // ep, ep, "replicate", work).experts_us
                  for ep in (1, 64)]  # fmt: skip
         assert times[0] / times[1] > least, model.name
@@ -89,40 +89,40 @@ def test_collective_times_follow_their_coefficients() -> None:
 
 
 @pytest.fixture(scope="module")
-def deepseek_plan():  # type: ignore[no-untyped-def]
+def deepseek_costs():  # type: ignore[no-untyped-def]
     tokens = {"prefill": 4096, "decode": 64}
-    return make_plan(DEEPSEEK, TRN2, synthetic_routings(DEEPSEEK, 4096), tokens, "zipf")
+    return cost_layouts(DEEPSEEK, TRN2, synthetic_routings(DEEPSEEK, 4096), tokens, "zipf")
 
 
-def test_the_best_layout_is_the_cheapest_of_those_that_fit(deepseek_plan) -> None:  # type: ignore[no-untyped-def]
-    plan = deepseek_plan
+def test_the_best_layout_is_the_cheapest_of_those_that_fit(deepseek_costs) -> None:  # type: ignore[no-untyped-def]
+    costs = deepseek_costs
     for phase in PHASES:
-        ranking = plan.ranking(phase)
+        ranking = costs.ranking(phase)
         assert ranking[0].cost.total_us == min(
             entry.cost.total_us
-            for entry in plan.entries
+            for entry in costs.entries
             if (entry.phase, entry.routing) == (phase, "zipf")
         )
-        assert explain(plan, phase)
-        single = plan.best_single()[phase]
+        assert explain(costs, phase)
+        single = costs.best_single()[phase]
         assert single.cost.total_us >= ranking[0].cost.total_us
-    assert {entry.layout.ep for entry in plan.entries} == {1, 2, 4, 8, 16, 32, 64}
-    assert plan.best_replicated("prefill").layout.strategy == "replicate"
+    assert {entry.layout.ep for entry in costs.entries} == {1, 2, 4, 8, 16, 32, 64}
+    assert costs.best_replicated("prefill").layout.strategy == "replicate"
 
 
-def test_eplb_brings_the_busiest_rank_near_the_mean(deepseek_plan) -> None:  # type: ignore[no-untyped-def]
-    for entry in deepseek_plan.ranking("prefill"):
+def test_eplb_brings_the_busiest_rank_near_the_mean(deepseek_costs) -> None:  # type: ignore[no-untyped-def]
+    for entry in deepseek_costs.ranking("prefill"):
         if entry.layout.is_balanced and entry.layout.ep <= 32:
             assert entry.cost.busiest_over_mean < 1.15
-    placement = deepseek_plan.placements["zipf", 32]
+    placement = deepseek_costs.placements["zipf", 32]
     assert placement.extra_share <= 0.125
 
 
-def test_skew_makes_wide_expert_parallelism_slow_and_placement_repairs_it(deepseek_plan) -> None:  # type: ignore[no-untyped-def]
+def test_skew_makes_wide_expert_parallelism_slow_and_placement_repairs_it(deepseek_costs) -> None:  # type: ignore[no-untyped-def]
     def best(ep: int, is_balanced: bool) -> float:
         return min(
             entry.cost.total_us
-            for entry in deepseek_plan.ranking("prefill")
+            for entry in deepseek_costs.ranking("prefill")
             if (entry.layout.ep, entry.layout.is_balanced) == (ep, is_balanced)
         )
 
@@ -132,17 +132,20 @@ def test_skew_makes_wide_expert_parallelism_slow_and_placement_repairs_it(deepse
 def test_layouts_that_cannot_be_say_why() -> None:
     small = Machine.build(INSTANCES["trn2.3xlarge"])
     with pytest.raises(ValueError, match=r"no layout fits trn2\.3xlarge.*GiB a rank must fit"):
-        make_plan(DEEPSEEK, small, synthetic_routings(DEEPSEEK, 64), {"prefill": 64, "decode": 1},
-                  "zipf")  # fmt: skip
+        cost_layouts(
+            DEEPSEEK, small, synthetic_routings(DEEPSEEK, 64), {"prefill": 64, "decode": 1}, "zipf"
+        )
     odd = replace(GPT_120B, num_experts=24, top_k=2, weight_format="fp8")
-    plan = make_plan(odd, TRN2, synthetic_routings(odd, 64), {"prefill": 64, "decode": 1}, "zipf")
-    assert "must divide num_experts=24" in plan.rejected["EP 16 x TP 4"]
+    costs = cost_layouts(
+        odd, TRN2, synthetic_routings(odd, 64), {"prefill": 64, "decode": 1}, "zipf"
+    )
+    assert "must divide num_experts=24" in costs.rejected["EP 16 x TP 4"]
 
 
-def test_sharing_between_phases_is_what_the_layer_does(deepseek_plan) -> None:  # type: ignore[no-untyped-def]
-    layouts = {entry.layout.ep: entry.layout for entry in deepseek_plan.entries}
-    once, shared = phase_memory(deepseek_plan, layouts[8], layouts[8])
-    twice, kept = phase_memory(deepseek_plan, layouts[8], layouts[64])
+def test_sharing_between_phases_is_what_the_layer_does(deepseek_costs) -> None:  # type: ignore[no-untyped-def]
+    layouts = {entry.layout.ep: entry.layout for entry in deepseek_costs.entries}
+    once, shared = phase_memory(deepseek_costs, layouts[8], layouts[8])
+    twice, kept = phase_memory(deepseek_costs, layouts[8], layouts[64])
     assert (shared, kept) == (True, False)
     assert twice > 1.8 * once
 

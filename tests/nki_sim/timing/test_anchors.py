@@ -3,6 +3,7 @@
 The long ones run with -m slow; all need a checkout of the vendor's library.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from neuron_moe.tools.bench.anchors import (
     Anchor,
     Outcome,
     judge,
+    main,
     mean_error,
     measure,
     table,
 )
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from neuron_moe.tools.cli import main as run_command
 
 LIBRARY = os.environ.get("NKI_LIBRARY_PATH", "")
 NEEDS_LIBRARY = pytest.mark.skipif(
@@ -49,6 +52,21 @@ def test_a_published_time_lies_inside_or_has_a_reason(anchor: Anchor) -> None:
         assert outcome.lies != "below"
         assert outcome.published_us <= ABOVE * outcome.in_order_us or outcome.limit == "at most"
         assert 0.0 < outcome.rest_us < 0.25 * anchor.published_us
+
+
+@NEEDS_LIBRARY
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "anchors", "--library", LIBRARY, "--only", "160 x 16384"]) == 0
+    printed = capsys.readouterr().out
+    assert "quantising norm 160 x 16384" in printed
+    last = json.loads(printed.splitlines()[-1])
+    assert [row["published_us"] for row in last["rows"]] == [86.0]
+
+
+def test_the_command_needs_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
+    with pytest.raises(ValueError, match="--library: name a checkout"):
+        main([])
 
 
 def test_there_are_enough_independent_anchors() -> None:

@@ -13,6 +13,7 @@ import pytest
 from neuron_moe.tools.bench.comparison.attempts import Attempt
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.decode import command as bench_decode
+from neuron_moe.tools.bench.decode import work as decode_work
 from neuron_moe.tools.bench.decode.cases import (
     MODELS,
     ROUTERS,
@@ -39,8 +40,10 @@ from neuron_moe.tools.bench.decode.router_inputs import RouterInputs
 from neuron_moe.tools.bench.decode.vendor import bound_us
 from nki_kernels.common.formula import RouterFormula
 from nki_kernels.common.router_reference import rms_norm, route
+from nki_sim.hardware import TRN2
 from tests.nki_kernels.traces import measured_cost
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 SOURCES = Sources(coefficients="c", simulator="s", kernels="k", library="l")
 # us in bf16, of as many experts, computed by hand: 3 H I 2 B each at 725 GB/s.
 BOUNDS = {("mixtral-8x7b", 8): 486.0, ("deepseek-v3", 256): 1944.0, ("llama4-scout", 1): 21.7}
@@ -107,14 +110,14 @@ def test_the_blocks_inputs_choose_the_cases_experts(name: str, routing: str) -> 
 def test_both_modes_of_both_kernels_run(kernel: str, format: str, layout: str) -> None:
     one = small(kernel, format=format)
     for mode in ("selective", "all"):
-        run, config = launch_ours(one, bench_decode.OPTIONS, mode, layout)
+        run, config = launch_ours(one, decode_work.OPTIONS, mode, layout)
         assert config.mode == mode
         assert run.timeline.total_us > hbm_bound_us(one, len(np.unique(one.expert_index())))
 
 
 def test_the_block_reads_the_experts_that_its_router_chooses() -> None:
     few, many = small("decode_block", B=1), small("decode_block", B=8)
-    runs = [launch_ours(one, bench_decode.OPTIONS, "selective")[0] for one in (few, many)]
+    runs = [launch_ours(one, decode_work.OPTIONS, "selective")[0] for one in (few, many)]
     reads = [measured_cost(run.trace).read_bytes for run in runs]
     more = len(np.unique(many.expert_index())) - len(np.unique(few.expert_index()))
     assert reads[1] - reads[0] >= more * expert_bytes(few.model, "bf16") > 0
@@ -170,6 +173,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) 
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     path = tmp_path / "decode.json"
     arguments = ["--models", "llama4-scout", "--batches", "1", "--kernels", "decode_moe"]
+    arguments += ["--corner", "in-order", "--layout", "packed"]
     assert bench_decode.main([*arguments, "--routings", "uniform", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(r["model"], r["tp"], r["B"], r["format"]) for r in rows] == [
@@ -202,3 +206,38 @@ def test_wrong_options_are_refused() -> None:
         bench_decode.main(["--batches", "0"])
     with pytest.raises(ValueError, match="--resume: continues a result file"):
         bench_decode.main(["--resume"])
+
+
+def test_beside_fp8_the_vendors_faster_format_counts() -> None:
+    book, fp8 = Book(), case(format="fp8")
+    book.keep_vendor(fp8, [Attempt(name="selective", bound_us=1.0, us=20.0)], "vendor")
+    bf16 = [Attempt(name="selective", bound_us=2.0, us=15.0)]
+    book.keep_vendor(case(), bf16, "vendor")
+    found = compared(row_of(fp8, 4, corner="vendor"), book.rivals(fp8, "vendor"))
+    assert (found.vendor_us, found.vendor_plan) == (15.0, "selective in bf16")
+    assert book.rivals(case(), "vendor") == bf16
+    assert book.rivals(fp8, "in-order") == []
+
+
+def test_one_run_gives_both_corners_and_every_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
+    path = tmp_path / "decode.json"
+    arguments = ["--models", "llama4-scout", "--batches", "1", "--kernels", "decode_moe"]
+    arguments += ["--routings", "uniform", "--formats", "bf16", "--json", str(path)]
+    assert bench_decode.main([*arguments, "--jobs", "2"]) == 0
+    rows = {(r["layout"], r["corner"]): r for r in json.loads(path.read_text())["rows"]}
+    assert list(rows) == [
+        ("plain", "vendor"), ("plain", "in-order"), ("packed", "vendor"), ("packed", "in-order"),
+    ]  # fmt: skip
+    assert rows["packed", "in-order"]["ours_us"] < rows["plain", "in-order"]["ours_us"]
+    monkeypatch.setattr(decode_work, "launch_ours", None)  # kept, so not called
+    assert bench_decode.main([*arguments, "--resume"]) == 0
+
+
+def test_a_result_without_corners_is_in_order_and_packed() -> None:
+    sources = dataclasses.replace(Sources.now(TRN2, None, ()), library="")
+    book = read(RESULTS / "decode_trn2.json", sources, "--resume")
+    assert ("packed", "in-order") in {(row.layout, row.corner) for row in book.rows.values()}
+    assert book.known_vendor(case("llama4-scout", B=1))

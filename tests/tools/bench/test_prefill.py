@@ -15,12 +15,14 @@ from neuron_moe.tools.bench.comparison.attempts import Attempt, least_us, turned
 from neuron_moe.tools.bench.comparison.layers import MODELS, choose_experts
 from neuron_moe.tools.bench.prefill import command as bench_prefill
 from neuron_moe.tools.bench.prefill import vendor as prefill_vendor
+from neuron_moe.tools.bench.prefill import work as prefill_work
 from neuron_moe.tools.bench.prefill.cases import ROUTINGS, roofline_us
 from neuron_moe.tools.bench.prefill.ours import configure
-from neuron_moe.tools.bench.prefill.results import Row, compared, summarise
-from neuron_moe.tools.bench.prefill.vendor import VARIANTS, attempt_all, bound_us
+from neuron_moe.tools.bench.prefill.results import Row, compared, read, summarise
+from neuron_moe.tools.bench.prefill.vendor import VARIANTS, VendorSide, bound_us
 from nki_sim.hardware import TRN2
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 # us, for uniform routing, computed by hand from the formula in the docstring of `roofline_us`.
 ROOFLINES = {
     ("gpt-oss-120b", 8192): 1944.0,
@@ -61,6 +63,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) 
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     path = tmp_path / "prefill.json"
     arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform"]
+    arguments += ["--corner", "in-order", "--layout", "packed"]
     assert bench_prefill.main([*arguments, "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["model"], row["tp"], row["T"], row["routing"]) == ("gpt-oss-20b", 8, 16, "uniform")
@@ -89,6 +92,7 @@ class FakeVendor:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
         self.times, self.asked = times, list[str]()
         monkeypatch.setattr(prefill_vendor, "launch_vendor", self._launch)
+        monkeypatch.setattr(prefill_vendor, "corner_timelines", self._timelines)
         monkeypatch.setattr(bench_prefill, "VendorLibrary", lambda path: path)
         monkeypatch.setattr(prefill_vendor, "varied_us", lambda run: {"a x2": 2 * run.total_us})
 
@@ -99,13 +103,21 @@ class FakeVendor:
             raise NotImplementedError("too large for it")
         return types.SimpleNamespace(total_us=us)
 
+    def _timelines(self, run: Any, corners: Any) -> Any:
+        """Time a run; the vendor's corner halves it."""
+        for corner in corners:
+            us = run.total_us if corner == "in-order" else run.total_us / 2
+            yield corner, types.SimpleNamespace(total_us=us)
+
     def attempts(self, with_varied: bool = False, known: Any = None) -> dict[str, Attempt]:
         """Run all variants on the small layer."""
-        found = attempt_all(
-            None, SMALL, CHOICE, bench_prefill.OPTIONS,  # type: ignore[arg-type]
-            chip=TRN2, with_varied=with_varied, known=known or {},
+        side = VendorSide(
+            self,  # type: ignore[arg-type]
+            SMALL, CHOICE, {"in-order": known or {}}, chip=TRN2, with_varied=with_varied,
         )  # fmt: skip
-        return {attempt.name: attempt for attempt in found}
+        while (task := side.next_task()) is not None:
+            side.take(task, task.compute())
+        return {attempt.name: attempt for attempt in side.attempts("in-order")}
 
 
 def test_a_bound_is_weights_of_blocks_or_multiplications_of_their_rows() -> None:
@@ -165,8 +177,11 @@ def test_known_attempts_are_not_run_again_but_for_variations(
     assert again["shard_on_block B=128"].varied == {"a x2": 200.0}
 
 
+ONE = ["--corner", "in-order", "--layout", "packed"]
+
+
 def run_command(path: Path, *more: str) -> dict[str, Any]:
-    arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform"]
+    arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform", *ONE]
     assert bench_prefill.main([*arguments, *more, "--json", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     return result
@@ -189,7 +204,7 @@ def test_vendor_times_are_taken_from_an_earlier_result(
     assert row["survives"] is True
     assert result["sensitivity"]["survive"] == 1
     assert result["vendor_rows_by_another_simulator"] == 0
-    monkeypatch.setattr(bench_prefill, "launch_ours", None)  # kept, so not called
+    monkeypatch.setattr(prefill_work, "launch_ours", None)  # kept, so not called
     assert run_command(second, *library, "--resume", "--sensitivity")["rows"] == result["rows"]
 
 
@@ -277,7 +292,12 @@ def test_the_summary_names_rows_that_turn_and_the_worst_change() -> None:
     result = summarise([row(8192, 10.0, {"b": 25.0}), row(128, 5.0, {"a": 6.0})], sources)
     found = result["sensitivity"]
     assert (found["rows"], found["survive"]) == (2, 1)
-    assert found["turned"] == [{"model": "m", "T": 8192, "routing": "uniform", "by": ["b"]}]
+    assert found["turned"] == [
+        {
+            "model": "m", "T": 8192, "routing": "uniform", "corner": "in-order", "layout": "packed",
+            "by": ["b"],
+        }
+    ]  # fmt: skip
     assert found["worst"]["least_speedup"] == {"change": "b", "value": pytest.approx(0.8)}
     assert found["under"]["a"]["least_speedup"] == pytest.approx(22 / 10)
     assert result["rows_at_70_percent_at_8192"] == 1
@@ -299,11 +319,63 @@ def test_rows_that_miss_a_target_are_listed_with_their_bottleneck() -> None:
     rows = [row(8192, 0.9, 11.0), row(8192, 0.6, 11.0), row(128, 0.5, 9.0)]
     assert summarise(rows, sources)["misses"] == [
         {
-            "target": "70 % of the roofline", "row": "m TP1 T=8192 uniform", "value": 0.6,
+            "target": "70 % of the roofline", "row": "m TP1 T=8192 uniform",
+            "corner": "in-order", "layout": "packed", "value": 0.6,
             "bottleneck": "dma busy 99%",
         },
         {
-            "target": "no case below 1.0x", "row": "m TP1 T=128 uniform", "value": 0.9,
+            "target": "no case below 1.0x", "row": "m TP1 T=128 uniform",
+            "corner": "in-order", "layout": "packed", "value": 0.9,
             "bottleneck": "dma busy 99%",
         },
     ]  # fmt: skip
+
+
+def test_one_run_gives_both_corners_and_every_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vendor = FakeVendor(monkeypatch, {"shard_on_block B=256": SLOW_US / 4})
+    path = tmp_path / "rows.json"
+    arguments = ["--models", "gpt-oss-20b", "--tokens", "16", "--routings", "uniform"]
+    arguments += ["--library", str(tmp_path), "--json", str(path)]
+    assert bench_prefill.main(arguments) == 0
+    result = json.loads(path.read_text())
+    rows = {(row["layout"], row["corner"]): row for row in result["rows"]}
+    assert list(rows) == [
+        ("plain", "vendor"), ("plain", "in-order"), ("packed", "vendor"), ("packed", "in-order"),
+    ]  # fmt: skip
+    for layout in ("plain", "packed"):
+        assert rows[layout, "in-order"]["vendor_us"] == SLOW_US / 4
+        assert rows[layout, "vendor"]["vendor_us"] == SLOW_US / 8
+        assert rows[layout, "vendor"]["ours_us"] != rows[layout, "in-order"]["ours_us"]
+    assert len(vendor.asked) == len(set(vendor.asked))
+    assert [(one["corner"], one["rows"]) for one in result["by_corner"]] == [
+        ("vendor", 1), ("vendor", 1), ("in-order", 1), ("in-order", 1),
+    ]  # fmt: skip
+
+
+def test_a_run_in_pieces_is_the_run_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeVendor(monkeypatch, {})
+    pieces, whole = tmp_path / "pieces.json", tmp_path / "whole.json"
+    library = ["--library", str(tmp_path)]
+    run_command(pieces, *library, "--only", "ours", "--jobs", "2")
+    kernels = ["--vendor-kernels", "shard_on_block"]
+    run_command(pieces, *library, "--resume", *kernels, "--minutes", "5", "--jobs", "2")
+    resumed = run_command(pieces, *library, "--resume", "--jobs", "2")
+    assert resumed["rows"] == run_command(whole, *library)["rows"]
+
+
+def test_a_result_without_corners_is_in_order_and_packed() -> None:
+    sources = bench_prefill.Sources.now(TRN2, None, ())
+    rows = read(RESULTS / "prefill_trn2.json", sources, "--resume")
+    assert {row.corner for row in rows} >= {"in-order"}
+    assert {row.layout for row in rows} >= {"packed"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--jobs", "0"], "--jobs 0: must be"), (["--minutes", "0"], "--minutes 0: must be")],
+)
+def test_processes_and_minutes_must_be_positive(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench_prefill.main(arguments)

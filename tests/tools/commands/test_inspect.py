@@ -120,4 +120,4 @@ def test_help_names_configurations_that_can_be_inspected(
         inspect.main(["--help"])
     text = capsys.readouterr().out
     assert "gpt_oss_20b" in text
-    assert "deepseek_v3" not in text
+    assert "deepseek_v3" in text

@@ -40,13 +40,13 @@ def test_each_layer_is_placed_and_better_balanced_on_later_tokens(
     for layer in report["layers"]:
         assert layer["after"]["busiest_over_mean"] < 1.10 < layer["before"]["busiest_over_mean"]
     placements = load_placements(output)
-    assert [(p.num_experts, p.num_slots, p.num_ranks) for p in placements] == [(64, 72, 8)] * 3
+    assert [(p.num_experts, p.num_physical, p.num_ranks) for p in placements] == [(64, 72, 8)] * 3
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_slots_that_do_not_divide_are_refused(
+def test_experts_that_do_not_divide_are_refused(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["place", "--trace", str(trace), "--ranks", "8", "--extra-experts", "3"]
     assert cli.main([*args, "--output", str(tmp_path / "p.json")]) == 2
-    assert "Use extra_slots=8." in capsys.readouterr().err
+    assert "Use extra_experts=8." in capsys.readouterr().err

@@ -5,10 +5,38 @@ import os
 from pathlib import Path
 
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE
+from nki_sim.time.schedule_model import CORNERS
+
+LAYOUTS = ("plain", "packed")
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which sides run, and what an earlier result spares."""
+    """Add what says which sides run and how, and what an earlier result spares."""
+    parser.add_argument(
+        "--corner",
+        nargs="+",
+        choices=list(CORNERS),
+        default=list(CORNERS),
+        help="what is assumed of the compiler's order and of loops: kind to the vendor's unrolled"
+        " kernels, or the order of the source; default: both, from one simulation",
+    )
+    parser.add_argument(
+        "--layout",
+        nargs="+",
+        choices=LAYOUTS,
+        default=list(LAYOUTS),
+        help="our weights: as the checkpoint's modules have them, or packed when they are loaded"
+        " where that is the faster by estimate; default: both",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="simulate in so many processes"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="stop after so many minutes; --resume goes on with what is left",
+    )
     default = os.environ.get(LIBRARY_VARIABLE)
     parser.add_argument(
         "--library",
@@ -40,6 +68,10 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
 
 def check_comparison_options(options: argparse.Namespace) -> None:
     """Raise ValueError for options that contradict each other."""
+    if options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: must be positive.")
+    if options.minutes is not None and options.minutes <= 0:
+        raise ValueError(f"--minutes {options.minutes:g}: must be positive.")
     if options.only == "vendor" and not options.library:
         raise ValueError(
             f"--only vendor: needs a checkout of the vendor's library. Give --library, or set"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,25 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(result, indent=1) + "\n")
     part.replace(path)
+
+
+class Writer:
+    """Writes a growing result file after every step, but for a tenth of the time at most.
+
+    Args:
+        path: of the file; None writes nothing.
+        result: returns its content.
+    """
+
+    def __init__(self, path: Path | None, result: Callable[[], dict[str, Any]]) -> None:
+        self._path, self._result = path, result
+        self._next_s = 0.0
+
+    def write(self) -> None:
+        """Write the file, unless the last time is too short ago."""
+        started = time.monotonic()
+        if self._path is None or started < self._next_s:
+            return
+        write_result(self._path, self._result())
+        ended = time.monotonic()
+        self._next_s = ended + 9 * (ended - started)

@@ -7,12 +7,23 @@ Times under changes of coefficients that nothing public states are kept by chang
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import nki_sim
+from nki_sim.time.prepare import TimelineOptions
+from nki_sim.time.schedule_model import find_corner
 from nki_sim.time.sensitivity import placed_otherwise_ns, varied_ns
-from nki_sim.time.timeline import Timeline
+from nki_sim.time.timeline import Timeline, schedule
 
 PLACEMENT = "tensors placed the other way"
+
+
+def corner_timelines(run: nki_sim.Run, corners: Iterable[str]) -> Iterator[tuple[str, Timeline]]:
+    """Time a simulated run in each of some corners, one after the other: a timeline is large."""
+    chip = nki_sim.hardware.find(run.machine.target.name)
+    for corner in corners:
+        yield corner, schedule(run.trace, chip, TimelineOptions(model=find_corner(corner)))
 
 
 def bottleneck(run: Timeline) -> str:

@@ -4,6 +4,8 @@ decode_moe stands beside the vendor's moe_tkg, decode_block (norm and router in 
 moe_block_tkg, each in the faster of its two modes, on the same simulated chip; the vendor's come
 from the user's checkout. The HBM bound (weights of the touched experts, tokens in and out) is
 computed. Both of our modes run, so that the cost model's choice can be held against the better.
+Every run is timed in both corners of the clock (nki_sim/time/schedule_model.py), ours with plain
+and with packed weights; beside our fp8 the vendor's faster format counts.
 """
 
 from __future__ import annotations
@@ -11,22 +13,21 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import nki_sim
+from neuron_moe.tools.bench.comparison.corners import corner_lines
 from neuron_moe.tools.bench.comparison.layers import MODELS
 from neuron_moe.tools.bench.comparison.options import (
     add_comparison_options,
     check_comparison_options,
 )
-from neuron_moe.tools.bench.comparison.sources import Sources, write_result
-from neuron_moe.tools.bench.comparison.timelines import bottleneck, varied_us
+from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
+from neuron_moe.tools.bench.comparison.sources import Sources, Writer, write_result
 from neuron_moe.tools.bench.decode.cases import (
     BATCHES,
     FORMATS,
@@ -34,7 +35,6 @@ from neuron_moe.tools.bench.decode.cases import (
     ROUTINGS,
     DecodeCase,
     find_model,
-    hbm_bound_us,
 )
 from neuron_moe.tools.bench.decode.ours import configure, launch_ours
 from neuron_moe.tools.bench.decode.picture import PICTURE_BATCHES, PICTURE_MODELS, draw_switch
@@ -42,24 +42,16 @@ from neuron_moe.tools.bench.decode.results import (
     Book,
     Row,
     compared,
-    key_of,
     read,
-    row_of,
     summarise,
     with_gains,
 )
-from neuron_moe.tools.bench.decode.vendor import attempt_both
+from neuron_moe.tools.bench.decode.vendor import VendorSide
+from neuron_moe.tools.bench.decode.work import KERNEL_LAYOUTS, MODES, OPTIONS, OurSide
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
-from nki_kernels.decode import DecodeConfig
-from nki_sim import SimOptions
 
 OUR_SOURCES = ("decode/*.py", "common/*.py")
-MODES = ("selective", "all")
-# The block's router must choose real experts: its hidden states and weights keep their values.
-OPTIONS = SimOptions(
-    mode="indices", uninitialized="off", races="off", capacity="reorder", small_elements=1 << 22
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,29 +59,39 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     sources = Sources.now(nki_sim.hardware.find("trn2"), options.library, OUR_SOURCES)
     book = _earlier(options, sources)
-    library = VendorLibrary(options.library) if options.library else None
-    cases = list(_cases(options))
-    for case in cases:
-        started = time.monotonic()
-        row = measure(case, library, sources, options, book)
-        book.rows[row.key] = row
-        gc.collect()
-        print(_line(row, time.monotonic() - started), file=sys.stderr, flush=True)
-        if options.json is not None:
-            write_result(options.json, summarise(with_gains(book.rows), book, sources))
-    if options.picture is not None:
+    ours, theirs = _sides(options, sources, book)
+    _compare(book, ours)
+    writer = Writer(options.json, lambda: summarise(with_gains(book.rows), book, sources))
+
+    def on_taken(side: Work, task: Task, pace: Pace, seconds: float) -> None:
+        _keep(book, ours, [side])
+        print(_line(book, side, task, pace, seconds), file=sys.stderr, flush=True)
+        writer.write()
+
+    sides: list[Work] = [*ours, *theirs]
+    sides.sort(key=lambda side: side.size)
+    is_complete = run_works(sides, on_taken, options.jobs, options.minutes)
+    _keep(book, ours, theirs)  # with why the last modes were left out
+    if options.picture is not None and is_complete:
         _measure_switch(book, sources, options)
         draw_switch(book.switch, options.picture)
-    asked = {key_of(case) for case in cases}
+    asked = {key for side in ours for key in side.rows}
     rows = [row for row in with_gains(book.rows) if options.resume or row.key in asked]
     result = summarise(rows, book, sources)
     print(_table(rows))
     for miss in result["misses"]:
-        print(f"misses {miss['target']}: {miss['row']}: {miss['value']:.2f} ({miss['bottleneck']})")
+        print(
+            f"misses {miss['target']}: {miss['row']}, {miss['corner']}, {miss['layout']}:"
+            f" {miss['value']:.2f} ({miss['bottleneck']})"
+        )
+    print(corner_lines(result["by_corner"]))
+    if not is_complete:
+        print("stopped before all was simulated: the same command with --resume goes on")
     if options.json is not None:
         write_result(options.json, result)
     told = {name: value for name, value in result.items() if name != "vendor"}
-    print_json_line("bench decode", **told)  # what a file keeps for later runs is too long to print
+    # What a file keeps for later runs is too long to print.
+    print_json_line("bench decode", complete=is_complete, **told)
     return 0
 
 
@@ -103,12 +105,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument(
-        "--layout",
-        choices=("packed", "ehi"),
-        default="packed",
-        help="our weights: packed at load time (default), or as the checkpoint's modules have them",
-    )
     parser.add_argument(
         "--picture",
         type=Path,
@@ -149,59 +145,45 @@ def _earlier(options: argparse.Namespace, sources: Sources) -> Book:
     return Book()
 
 
-def measure(
-    case: DecodeCase,
-    library: VendorLibrary | None,
-    sources: Sources,
-    options: argparse.Namespace,
-    book: Book,
-) -> Row:
-    """Simulate one case with our kernel and, with a library, the vendor's.
-
-    What the book has and still holds is not run again.
-    """
-    touched = len(np.unique(case.expert_index()))
-    row = row_of(case, touched)
-    earlier = book.rows.get(row.key)
-    made_with = (sources.kernels, options.layout)
-    is_current = earlier is not None and (earlier.kernels, earlier.layout) == made_with
-    if earlier is not None and is_current and (earlier.ours_varied or not options.sensitivity):
-        row = earlier
-    if options.only != "vendor" and row.ours_us is None:
-        row = _with_ours(row, case, sources, options)
-    if options.only != "ours" and library is not None:
-        known = {attempt.name: attempt for attempt in book.known_vendor(case)}
-        attempts = attempt_both(
-            library, case, OPTIONS, with_varied=options.sensitivity, known=known
-        )
-        book.keep_vendor(case, attempts)
-    return compared(row, book.known_vendor(case))
+def _sides(
+    options: argparse.Namespace, sources: Sources, book: Book
+) -> tuple[list[OurSide], list[VendorSide]]:
+    """Return what is to be simulated of our kernels and of the vendor's."""
+    library = VendorLibrary(options.library) if options.library else None
+    ours, theirs = [], dict[tuple[str, ...], VendorSide]()
+    for case in _cases(options):
+        ours.append(
+            OurSide(
+                case, options.layout, options.corner, sources, book.rows,
+                with_varied=options.sensitivity,
+            )
+        )  # fmt: skip
+        if options.only == "vendor":
+            ours[-1].skip()
+        key = (case.kernel, case.model.name, str(case.B), case.format)
+        if options.only != "ours" and library is not None and key not in theirs:
+            known = {
+                corner: {attempt.name: attempt for attempt in book.known_vendor(case, corner)}
+                for corner in options.corner
+            }
+            theirs[key] = VendorSide(library, case, known, OPTIONS, with_varied=options.sensitivity)
+    return ours, list(theirs.values())
 
 
-def _with_ours(row: Row, case: DecodeCase, sources: Sources, options: argparse.Namespace) -> Row:
-    run, config = launch_ours(case, OPTIONS, layout=options.layout)
-    timeline = run.timeline
-    return replace(
-        row,
-        ours_us=timeline.total_us,
-        ours_mode=config.mode,
-        ours_plan=config.reason,
-        ours_modes=_both_modes(case, config, timeline.total_us),
-        layout=options.layout,
-        bottleneck=bottleneck(timeline),
-        ours_varied=varied_us(timeline) if options.sensitivity else {},
-        kernels=sources.kernels,
-    )
+def _keep(book: Book, ours: Sequence[OurSide], changed: Iterable[Work]) -> None:
+    """Keep what some sides found, and compare the rows again."""
+    for side in changed:
+        if isinstance(side, VendorSide):
+            for corner, attempts in side.attempts().items():
+                book.keep_vendor(side.case, attempts, corner)
+    _compare(book, ours)
 
 
-def _both_modes(case: DecodeCase, config: DecodeConfig, chosen_us: float) -> dict[str, float]:
-    """Return our time by mode; one that cannot be the faster is left out."""
-    times = {config.mode: chosen_us}
-    other = MODES[1 - MODES.index(config.mode)]
-    if other == "selective" or hbm_bound_us(case, case.model.E) < chosen_us:
-        run, _ = launch_ours(case, OPTIONS, other, config.weights.layout)
-        times[other] = run.timeline.total_us
-    return times
+def _compare(book: Book, ours: Sequence[OurSide]) -> None:
+    """Fill in what follows from both sides as far as they are known."""
+    for side in ours:
+        for key, row in side.rows.items():
+            book.rows[key] = compared(row, book.rivals(side.case, row.corner))
 
 
 def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -> None:
@@ -217,7 +199,8 @@ def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -
             case = DecodeCase(
                 kernel="decode_moe", model=find_model(name), B=B, routing="uniform", format="bf16"
             )
-            point = known.get((name, B)) or switch_point(case, sources, options.layout)
+            layout = "packed" if "packed" in options.layout else KERNEL_LAYOUTS["plain"]
+            point = known.get((name, B)) or switch_point(case, sources, layout)
             book.switch.append(point)
             if options.json is not None:
                 write_result(options.json, summarise(with_gains(book.rows), book, sources))
@@ -245,31 +228,35 @@ def switch_point(case: DecodeCase, sources: Sources, layout: str) -> dict[str, A
     }
 
 
-def _line(row: Row, seconds: float) -> str:
-    ours = "-" if row.ours_us is None else f"{row.ours_us:.1f} us ({row.ours_mode})"
-    vendor = "-" if row.vendor_us is None else f"{row.vendor_us:.1f} us"
-    return (
-        f"{row.name}: ours {ours}, vendor {vendor} ({row.vendor_plan}), "
-        f"bound {row.hbm_bound_us:.1f} us [{seconds:.0f} s]"
-    )
+def _line(book: Book, side: Work, task: Task, pace: Pace, seconds: float) -> str:
+    """Say what a task found and how far the run is."""
+    cells = []
+    if isinstance(side, OurSide):
+        rows = [book.rows[key] for key in side.rows]
+        cells += [f"{row.layout} {row.corner} {_text(row.ours_us, '.1f')}" for row in rows]
+    elif isinstance(side, VendorSide):
+        for corner, attempts in side.attempts().items():
+            times = (_text(a.us, ".1f") for a in attempts if a.name == task.name)
+            cells.append(f"{corner} {', '.join(times)}")
+    return f"{side.name}, {task.name} [{seconds:.1f} s]: us: {', '.join(cells)}; {pace.text()}"
 
 
 def _table(rows: Sequence[Row]) -> str:
     head = [
-        "kernel", "model", "B", "routing", "format", "bound us", "ours us", "mode", "share",
-        "vendor us", "speed-up", "fp8 gain",
+        "kernel", "model", "B", "routing", "format", "layout", "corner", "bound us", "ours us",
+        "mode", "share", "vendor us", "speed-up", "fp8 gain",
     ]  # fmt: skip
     lines = [head, *(_cells(row) for row in rows)]
     return "trn2, one layer on one rank; ours and vendor simulated, HBM bound computed\n" + (
-        format_table(lines, numbers_from=5)
+        format_table(lines, numbers_from=7)
     )
 
 
 def _cells(row: Row) -> list[str]:
     return [
         row.kernel, f"{row.model} TP{row.tp}", str(row.B), row.routing, row.format,
-        f"{row.hbm_bound_us:,.1f}", _text(row.ours_us, ",.1f"), row.ours_mode,
-        _text(row.bound_share, ".0%"), _text(row.vendor_us, ",.1f"),
+        row.layout, row.corner, f"{row.hbm_bound_us:,.1f}", _text(row.ours_us, ",.1f"),
+        row.ours_mode, _text(row.bound_share, ".0%"), _text(row.vendor_us, ",.1f"),
         _text(row.speedup, ".2f"), _text(row.fp8_gain, ".2f"),
     ]  # fmt: skip
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from neuron_moe.tools.bench.averages import geometric_mean
 from neuron_moe.tools.bench.comparison.attempts import Attempt, compare
+from neuron_moe.tools.bench.comparison.corners import by_corner
 from neuron_moe.tools.bench.comparison.layers import MODELS
+from neuron_moe.tools.bench.comparison.options import LAYOUTS
 from neuron_moe.tools.bench.comparison.sources import Sources, read_result
 from neuron_moe.tools.bench.decode.cases import (
     FORMATS,
@@ -25,11 +27,13 @@ from neuron_moe.tools.bench.decode.cases import (
     hbm_bound_us,
     is_weight_bound,
 )
+from nki_sim.time.schedule_model import CORNERS
 
 MEAN_TARGET, ROW_TARGET, SHARE_TARGET, FP8_TARGET, SWITCH_TARGET = 1.5, 1.0, 0.75, 1.6, 0.03
+LAYOUT_NAMES = {"": "packed", "ehi": "plain"}  # of older files
 SHARE_FROM = 16  # tokens from which on the share of the HBM bound is asked for, in bf16
-Key = tuple[str, str, int, str, str]
-VendorKey = tuple[str, str, int, str]
+Key = tuple[str, str, int, str, str, str, str]
+VendorKey = tuple[str, str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +43,15 @@ class Row:
     Attributes:
         kernel: decode_moe, or decode_block (norm and router in front).
         model, tp, B, routing, format: the case.
+        corner: what was assumed of order and loops; older files, which lack it, are in order.
+        layout: of our weights: packed when they are loaded, or plain, as NxD has them.
         touched: experts that some token chose.
         ours_us: simulated time of the mode that the cost model takes.
         ours_mode, ours_plan: that mode, and why.
         ours_modes: simulated times by mode; one whose bytes alone take longer is left out.
-        layout: of our weights: packed or ehi.
         switch_loss: the chosen mode's time over the better one's, less 1.
-        vendor_us, vendor_plan: of the faster of the vendor's modes.
+        vendor_us, vendor_plan: of the faster of the vendor's modes; of an fp8 row, in the faster of
+            its formats.
         hbm_bound_us: computed.
         speedup: vendor_us / ours_us.
         bound_share: hbm_bound_us / ours_us.
@@ -67,11 +73,12 @@ class Row:
     touched: int
     hbm_bound_us: float
     is_weight_bound: bool
+    corner: str = "in-order"
+    layout: str = "packed"
     ours_us: float | None = None
     ours_mode: str = ""
     ours_plan: str = ""
     ours_modes: dict[str, float] = field(default_factory=dict)
-    layout: str = ""
     switch_loss: float | None = None
     vendor_us: float | None = None
     vendor_plan: str = ""
@@ -87,7 +94,9 @@ class Row:
     @property
     def key(self) -> Key:
         """What tells rows apart."""
-        return self.kernel, self.model, self.B, self.routing, self.format
+        return (
+            self.kernel, self.model, self.B, self.routing, self.format, self.layout, self.corner,
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -95,33 +104,28 @@ class Row:
         return f"{self.kernel} {self.model} TP{self.tp} B={self.B} {self.routing} {self.format}"
 
 
-def row_of(case: DecodeCase, touched: int) -> Row:
+def row_of(case: DecodeCase, touched: int, layout: str = "packed", corner: str = "in-order") -> Row:
     """Return the row of a case before anything ran."""
     return Row(
         kernel=case.kernel, model=case.model.name, tp=case.model.tp, B=case.B,
-        routing=case.routing, format=case.format, touched=touched,
+        routing=case.routing, format=case.format, touched=touched, layout=layout, corner=corner,
         hbm_bound_us=hbm_bound_us(case, touched),
         is_weight_bound=is_weight_bound(case.model, case.B, touched),
     )  # fmt: skip
 
 
-def key_of(case: DecodeCase) -> Key:
-    """Return the key of a case's row."""
-    return case.kernel, case.model.name, case.B, case.routing, case.format
+def vendor_key(case: DecodeCase, corner: str) -> VendorKey:
+    """Return what the vendor's times belong to: everything but the routing and our layout."""
+    return case.kernel, case.model.name, case.B, case.format, corner
 
 
-def vendor_key(case: DecodeCase) -> VendorKey:
-    """Return what the vendor's times belong to: everything but the routing."""
-    return case.kernel, case.model.name, case.B, case.format
-
-
-def place(key: Key) -> tuple[int, int, int, int, int]:
+def place(key: Key) -> tuple[int, ...]:
     """Return where a row stands in the table."""
-    kernel, model, B, routing, format = key
+    kernel, model, B, routing, format, layout, corner = key
     names = [entry.name for entry in MODELS]
     return (
         KERNELS.index(kernel), FORMATS.index(format), names.index(model), B,
-        ROUTINGS.index(routing),
+        ROUTINGS.index(routing), LAYOUTS.index(layout), list(CORNERS).index(corner),
     )  # fmt: skip
 
 
@@ -131,7 +135,7 @@ class Book:
 
     Attributes:
         rows: by key.
-        vendor: attempts by kernel, model, B and format.
+        vendor: attempts by kernel, model, B, format and corner.
         layers: bytes of an expert by vendor key, to tell whether a layer is still the same.
         switch: points of the picture, as they are in the file.
         library: fingerprint of the vendor's sources that its times are of.
@@ -143,15 +147,25 @@ class Book:
     switch: list[dict[str, Any]] = field(default_factory=list)
     library: str = ""
 
-    def keep_vendor(self, case: DecodeCase, attempts: list[Attempt]) -> None:
+    def keep_vendor(
+        self, case: DecodeCase, attempts: list[Attempt], corner: str = "in-order"
+    ) -> None:
         """Keep the vendor's times of a case."""
-        self.vendor[vendor_key(case)] = attempts
-        self.layers[vendor_key(case)] = _layer(case)
+        self.vendor[vendor_key(case, corner)] = attempts
+        self.layers[vendor_key(case, corner)] = _layer(case)
 
-    def known_vendor(self, case: DecodeCase) -> list[Attempt]:
+    def known_vendor(self, case: DecodeCase, corner: str = "in-order") -> list[Attempt]:
         """Return the vendor's times of a case, none if they are of another layer."""
-        key = vendor_key(case)
+        key = vendor_key(case, corner)
         return self.vendor[key] if self.layers.get(key) == _layer(case) else []
+
+    def rivals(self, case: DecodeCase, corner: str) -> list[Attempt]:
+        """Return what our time of a case stands beside: in fp8 the vendor may stay with bf16."""
+        found = self.known_vendor(case, corner)
+        if case.format == "bf16" or not found:
+            return found
+        others = self.known_vendor(replace(case, format="bf16"), corner)
+        return found + [replace(a, name=f"{a.name} in bf16") for a in others if a.us is not None]
 
 
 def _layer(case: DecodeCase) -> list[int]:
@@ -178,10 +192,12 @@ def read(path: Path, sources: Sources, option: str) -> Book:
     book = Book(switch=content.get("switch", []), library=made_with["library"])
     known = {entry.name for entry in fields(Row)}
     for entry in content["rows"]:
-        row = Row(**{name: value for name, value in entry.items() if name in known})
+        kept = {name: value for name, value in entry.items() if name in known}
+        row = Row(**kept | {"layout": LAYOUT_NAMES.get(entry["layout"], entry["layout"])})
         book.rows[row.key] = row
     for entry in content["vendor"]:
-        key = (entry["kernel"], entry["model"], entry["B"], entry["format"])
+        corner = entry.get("corner", "in-order")
+        key = (entry["kernel"], entry["model"], entry["B"], entry["format"], corner)
         book.vendor[key] = [Attempt(**attempt) for attempt in entry["attempts"]]
         book.layers[key] = entry["layer"]
     return book
@@ -208,7 +224,7 @@ def with_gains(rows: Mapping[Key, Row]) -> list[Row]:
     found = []
     for key in sorted(rows, key=place):
         row = rows[key]
-        other = rows.get((*key[:4], "bf16"))
+        other = rows.get((*key[:4], "bf16", *key[5:]))
         if row.format == "fp8" and row.ours_us and other is not None and other.ours_us:
             row = replace(row, fp8_gain=other.ours_us / row.ours_us)
         found.append(row)
@@ -237,13 +253,14 @@ def summarise(rows: Sequence[Row], book: Book, sources: Sources) -> dict[str, An
             default=None,
         ),
         "by_kernel": {name: _figures([r for r in rows if r.kernel == name]) for name in KERNELS},
+        "by_corner": by_corner(rows),
         "rows_survive": sum(row.survives is True for row in rows),
         "rows_with_sensitivity": sum(row.survives is not None for row in rows),
         "misses": misses(rows),
         "sources": asdict(sources) | {"library": sources.library or book.library},
     }
     vendor = [
-        dict(zip(("kernel", "model", "B", "format"), key, strict=True))
+        dict(zip(("kernel", "model", "B", "format", "corner"), key, strict=True))
         | {"layer": book.layers[key], "attempts": [asdict(attempt) for attempt in attempts]}
         for key, attempts in book.vendor.items()
     ]
@@ -304,6 +321,8 @@ def misses(rows: Sequence[Row]) -> list[dict[str, Any]]:
                     {
                         "target": target,
                         "row": row.name,
+                        "corner": row.corner,
+                        "layout": row.layout,
                         "value": value,
                         "bottleneck": row.bottleneck,
                     }

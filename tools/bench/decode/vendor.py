@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
+import functools
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ import numpy as np
 import nki_sim
 from neuron_moe.tools.bench.comparison.attempts import Attempt
 from neuron_moe.tools.bench.comparison.layers import HBM_BYTES_PER_US, Model
-from neuron_moe.tools.bench.comparison.timelines import varied_us
+from neuron_moe.tools.bench.comparison.pool import Task
+from neuron_moe.tools.bench.comparison.timelines import corner_timelines, varied_us
 from neuron_moe.tools.bench.decode.cases import ROUTERS, DecodeCase
 from neuron_moe.tools.bench.decode.router_inputs import BF16, RouterInputs
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
@@ -49,57 +50,103 @@ def bound_us(case: DecodeCase, mode: str) -> float:
     return experts * max(3 * H * model.I * item / HBM_BYTES_PER_US, runs_us)
 
 
-def attempt_both(
-    library: VendorLibrary,
-    case: DecodeCase,
-    options: SimOptions,
-    *,
-    with_varied: bool,
-    known: Mapping[str, Attempt],
-) -> list[Attempt]:
-    """Simulate the modes that can be the faster one, that with the smaller bound first.
+class VendorSide:
+    """The vendor's modes of one case, whatever the routing: which still matter, what they took.
+
+    The mode with the smaller bound runs first; the other one is left out in a corner in which its
+    bound exceeds what the first took.
 
     Args:
         library: the user's checkout.
         case: what to compute.
+        known: attempts of an earlier run by corner and name; those are not run again.
         options: of the simulator.
-        with_varied: whether to also time them with changed coefficients.
-        known: attempts of an earlier run, by name; those are not run again.
+        with_varied: whether to also time with changed coefficients.
     """
-    attempts: list[Attempt] = []
-    best = min((a.us for a in known.values() if a.us is not None), default=float("inf"))
-    for mode in sorted(MODES, key=lambda name: bound_us(case, name)):
-        bound = bound_us(case, mode)
-        earlier = known.get(mode)
-        if earlier is not None and (earlier.varied or earlier.us is None or not with_varied):
-            attempts.append(earlier)
-        elif bound > best:
+
+    def __init__(
+        self,
+        library: VendorLibrary,
+        case: DecodeCase,
+        known: Mapping[str, Mapping[str, Attempt]],
+        options: SimOptions,
+        *,
+        with_varied: bool,
+    ) -> None:
+        self.case = case
+        self.name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"
+        self._library, self._options, self._with_varied = library, options, with_varied
+        self._found = {corner: dict(attempts) for corner, attempts in known.items()}
+        self._waiting = sorted(MODES, key=lambda mode: bound_us(case, mode))
+
+    @property
+    def size(self) -> float:
+        """The seconds of what still waits, about."""
+        return sum(seconds_of(self.case, mode) for mode in self._waiting)
+
+    def attempts(self) -> dict[str, list[Attempt]]:
+        """Return what is known by corner, that with the smaller bound first."""
+        return {
+            corner: sorted(found.values(), key=lambda attempt: attempt.bound_us)
+            for corner, found in self._found.items()
+        }
+
+    def next_task(self) -> Task | None:
+        """Hand out the next mode that may be the faster one in some corner."""
+        while self._waiting:
+            mode = self._waiting.pop(0)
+            corners = [corner for corner in self._found if self._is_wanted(mode, corner)]
+            if corners:
+                compute = functools.partial(self._attempt, mode, corners)
+                return Task(mode, seconds_of(self.case, mode), compute)
+        return None
+
+    def take(self, task: Task, result: Mapping[str, Attempt]) -> None:
+        """Keep the attempts at a mode, by corner."""
+        for corner, attempt in result.items():
+            self._found[corner][task.name] = attempt
+
+    def _is_wanted(self, mode: str, corner: str) -> bool:
+        """Whether to run a mode for a corner; if it cannot win there, keep why."""
+        found, bound = self._found[corner], bound_us(self.case, mode)
+        earlier = found.get(mode)
+        if earlier is not None and (earlier.varied or earlier.us is None or not self._with_varied):
+            return False
+        best = min((a.us for a in found.values() if a.us is not None), default=float("inf"))
+        if bound > best:
             why = f"needs {bound:.0f} us at least, the other takes {best:.0f} us"
-            attempts.append(Attempt(name=mode, bound_us=bound, why=why))
-        else:
-            attempts.append(_attempt(library, case, mode, options, with_varied))
-            best = min(best, attempts[-1].us or best)
-            gc.collect()
-    return attempts
+            found[mode] = Attempt(name=mode, bound_us=bound, why=why)
+        return bound <= best
+
+    def _attempt(self, mode: str, corners: Sequence[str]) -> dict[str, Attempt]:
+        """Simulate a mode once; return the attempts by corner."""
+        case = self.case
+        launch = _launch_moe if case.kernel == "decode_moe" else _launch_block
+        found = Attempt(name=mode, bound_us=bound_us(case, mode))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # the library reports its use of memory
+                run = launch(self._library, case, mode, self._options)
+        except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return dict.fromkeys(corners, dataclasses.replace(found, why=why))
+        attempts = {}
+        for corner, timeline in corner_timelines(run, corners):
+            varied = varied_us(timeline) if self._with_varied else {}
+            attempts[corner] = dataclasses.replace(found, us=timeline.total_us, varied=varied)
+        return attempts
 
 
-def _attempt(
-    library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions, with_varied: bool
-) -> Attempt:
-    launch = _launch_moe if case.kernel == "decode_moe" else _launch_block
-    found = Attempt(name=mode, bound_us=bound_us(case, mode))
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # the library reports its use of memory
-            timeline = launch(library, case, mode, options)
-    except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return dataclasses.replace(found, why=why)
-    varied = varied_us(timeline) if with_varied else {}
-    return dataclasses.replace(found, us=timeline.total_us, varied=varied)
+def seconds_of(case: DecodeCase, mode: str) -> float:
+    """Return what simulating a mode in both corners takes, about (measured on one machine)."""
+    model = case.model
+    experts = model.E if mode == "all_experts" else case.B * model.K
+    return 1.0 + experts * (model.H / 2048) * (1.0 + model.I / 512) * 0.02
 
 
-def _launch_moe(library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions) -> Any:
-    """Return the timeline of moe_tkg."""
+def _launch_moe(
+    library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions
+) -> nki_sim.Run:
+    """Simulate moe_tkg."""
     model = case.model
     arguments = {
         **_experts(library, case),
@@ -111,11 +158,13 @@ def _launch_moe(library: VendorLibrary, case: DecodeCase, mode: str, options: Si
     if mode == "all_experts":  # affinities are those of the choices, as from the router
         arguments["rank_id"] = np.zeros((1, 1), np.uint32)
     kernel = library.get("core.moe.moe_tkg.moe_tkg", "moe_tkg")
-    return nki_sim.run(kernel, lnc=CORES, options=options, **arguments).timeline
+    return nki_sim.run(kernel, lnc=CORES, options=options, **arguments)
 
 
-def _launch_block(library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions) -> Any:
-    """Return the timeline of moe_block_tkg."""
+def _launch_block(
+    library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions
+) -> nki_sim.Run:
+    """Simulate moe_block_tkg."""
     model, H = case.model, padded_hidden(case.model)
     front = RouterInputs.of(case, H)
     router, experts = ROUTERS[model.name], _experts(library, case)
@@ -138,7 +187,7 @@ def _launch_block(library: VendorLibrary, case: DecodeCase, mode: str, options: 
         "rank_id": np.zeros((1, 1), np.uint32),
     }
     kernel = library.get("core.moe_block.moe_block_tkg", "moe_block_tkg")
-    return nki_sim.run(kernel, lnc=CORES, options=options, **arguments).timeline
+    return nki_sim.run(kernel, lnc=CORES, options=options, **arguments)
 
 
 def _experts(library: VendorLibrary, case: DecodeCase) -> dict[str, Any]:

@@ -3,43 +3,36 @@
 Ours is one launch: the blockwise kernel, a barrier, the weighted sum over a token's experts (left
 out with one expert per token), by the plan of our cost model. The vendor's kernels run on the same
 simulated chip, from the user's checkout, with the token blocks ready as for ours; the fastest of
-their variants and block sizes counts, row by row. The roofline is computed. The result file is
-written after every row, so that `--resume` can go on where a run was stopped, and keeps the
-vendor's times for when only our kernels have changed.
+their variants and block sizes counts, row by row. Every run is timed in both corners of the clock
+(nki_sim/time/schedule_model.py), ours with plain and with packed weights. The roofline is computed.
+The result file is written after every run, so that `--resume` can go on where one was stopped, and
+keeps the vendor's times for when only our kernels have changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import nki_sim
-from neuron_moe.tools.bench.comparison.layers import MODELS, Model, choose_experts
+from neuron_moe.tools.bench.comparison.corners import corner_lines
+from neuron_moe.tools.bench.comparison.layers import MODELS
 from neuron_moe.tools.bench.comparison.options import (
+    LAYOUTS,
     add_comparison_options,
     check_comparison_options,
 )
-from neuron_moe.tools.bench.comparison.sources import Sources, write_result
-from neuron_moe.tools.bench.comparison.timelines import bottleneck, varied_us
-from neuron_moe.tools.bench.prefill.cases import ROUTINGS, TOKENS, roofline_us
-from neuron_moe.tools.bench.prefill.ours import OPTIONS, launch_ours
-from neuron_moe.tools.bench.prefill.results import (
-    Row,
-    case_of,
-    check_case,
-    compared,
-    read,
-    summarise,
-    without_ours,
-)
-from neuron_moe.tools.bench.prefill.vendor import KERNEL_NAMES, attempt_all
+from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
+from neuron_moe.tools.bench.comparison.sources import Sources, Writer, write_result
+from neuron_moe.tools.bench.prefill.cases import ROUTINGS, TOKENS
+from neuron_moe.tools.bench.prefill.results import Key, Row, read, summarise, without_ours
+from neuron_moe.tools.bench.prefill.vendor import KERNEL_NAMES
+from neuron_moe.tools.bench.prefill.work import Case
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
+from nki_sim.time.schedule_model import CORNERS
 
 OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py")
 
@@ -49,27 +42,37 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     chip = nki_sim.hardware.find("trn2")
     sources = Sources.now(chip, options.library, OUR_SOURCES)
-    rows = _earlier_rows(options, sources)
-    library = VendorLibrary(options.library) if options.library else None
-    for model, tokens, routing in _cases(options):
-        started = time.monotonic()
-        earlier = rows.get((model.name, tokens, routing))
-        row = measure(model, tokens, routing, library, sources, options, earlier)
-        rows[row.key] = row
-        gc.collect()
-        print(_line(row, time.monotonic() - started), file=sys.stderr, flush=True)
-        if options.json is not None:
-            write_result(options.json, summarise(_sorted(rows), sources))
-    wanted = _sorted(rows) if options.resume else [rows[key] for key in _keys(options)]
-    result = summarise(wanted, sources)
-    print(_table(wanted))
+    earlier = _earlier_rows(options, sources)
+    rows = dict(earlier) if options.resume else {}
+    cases = _cases(options, sources, earlier)
+    rows |= {row.key: row for case in cases for row in case.rows()}
+    writer = Writer(options.json, lambda: summarise(_sorted(rows), sources))
+
+    def on_taken(case: Work, task: Task, pace: Pace, seconds: float) -> None:
+        assert isinstance(case, Case)
+        rows.update({row.key: row for row in case.rows()})
+        print(_line(case, task, pace, seconds), file=sys.stderr, flush=True)
+        writer.write()
+
+    is_complete = run_works(cases, on_taken, options.jobs, options.minutes)
+    for case in cases:
+        case.compare()  # with why the last variants were left out
+        rows.update({row.key: row for row in case.rows()})
+    result = summarise(_sorted(rows), sources)
+    print(_table(_sorted(rows)))
     for miss in result["misses"]:
-        print(f"misses {miss['target']}: {miss['row']}: {miss['value']:.2f} ({miss['bottleneck']})")
+        print(
+            f"misses {miss['target']}: {miss['row']}, {miss['corner']}, {miss['layout']}:"
+            f" {miss['value']:.2f} ({miss['bottleneck']})"
+        )
     if "sensitivity" in result:
         print(_survivors(result["sensitivity"]))
+    print(corner_lines(result["by_corner"]))
+    if not is_complete:
+        print("stopped before all was simulated: the same command with --resume goes on")
     if options.json is not None:
         write_result(options.json, result)
-    print_json_line("bench prefill", **result)
+    print_json_line("bench prefill", complete=is_complete, **result)
     return 0
 
 
@@ -96,97 +99,55 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _cases(options: argparse.Namespace) -> Iterator[tuple[Model, int, str]]:
-    """Yield the cases, those of few tokens first."""
-    for tokens in sorted(set(options.tokens)):
-        for routing in options.routings:
-            for model in MODELS:
-                if model.name in options.models:
-                    yield model, tokens, routing
+def _cases(options: argparse.Namespace, sources: Sources, earlier: Mapping[Key, Row]) -> list[Case]:
+    """Return the cases, the cheap ones first."""
+    library = VendorLibrary(options.library) if options.library else None
+    cases = [
+        Case(model, tokens, routing, library, sources, options, earlier)
+        for tokens in sorted(set(options.tokens))
+        for routing in options.routings
+        for model in MODELS
+        if model.name in options.models
+    ]
+    for case in cases:
+        case.compare()
+    return sorted(cases, key=lambda case: case.size)
 
 
-def _keys(options: argparse.Namespace) -> list[tuple[str, int, str]]:
-    keys = [(model.name, tokens, routing) for model, tokens, routing in _cases(options)]
-    return sorted(keys, key=_place)
-
-
-def _place(key: tuple[str, int, str]) -> tuple[int, int, int]:
+def _place(key: Key) -> tuple[int, ...]:
     """Return where a row stands in the table."""
-    names = [model.name for model in MODELS]
-    return names.index(key[0]), key[1], ROUTINGS.index(key[2])
+    model, tokens, routing, layout, corner = key
+    names = [entry.name for entry in MODELS]
+    return (
+        names.index(model), tokens, ROUTINGS.index(routing), LAYOUTS.index(layout),
+        list(CORNERS).index(corner),
+    )  # fmt: skip
 
 
-def _sorted(rows: dict[tuple[str, int, str], Row]) -> list[Row]:
+def _sorted(rows: Mapping[Key, Row]) -> list[Row]:
     return [rows[key] for key in sorted(rows, key=_place)]
 
 
-def _earlier_rows(options: argparse.Namespace, sources: Sources) -> dict[tuple[str, int, str], Row]:
+def _earlier_rows(options: argparse.Namespace, sources: Sources) -> dict[Key, Row]:
     """Return the rows of an earlier run that this one continues or takes the vendor's side of."""
     if options.vendor_from is not None:
         rows = read(options.vendor_from, sources, "--vendor-from")
-        asked = set(_keys(options))
-        return {row.key: without_ours(row) for row in rows if row.key in asked}
+        return {row.key: without_ours(row) for row in rows}
     if options.resume and options.json.exists():
         return {row.key: row for row in read(options.json, sources, "--resume")}
     return {}
 
 
-def measure(
-    model: Model,
-    tokens: int,
-    routing: str,
-    library: VendorLibrary | None,
-    sources: Sources,
-    options: argparse.Namespace,
-    earlier: Row | None = None,
-) -> Row:
-    """Simulate one case with our kernels and, with a library, the vendor's.
-
-    What the earlier row has and still holds is not run again.
-    """
-    expert_index_TK = choose_experts(routing, tokens, model.E, model.K)
-    case = case_of(model, expert_index_TK)
-    if earlier is not None:
-        check_case(earlier, case, sources)
-    row = earlier or Row(
-        model=model.name, tp=model.tp, T=tokens, routing=routing, case=case,
-        roofline_us=roofline_us(model, expert_index_TK),
-    )  # fmt: skip
-    is_current = row.kernels == sources.kernels and (row.ours_varied or not options.sensitivity)
-    if options.only != "vendor" and not is_current:
-        row = _with_ours(row, model, expert_index_TK, sources, options.sensitivity)
-    if options.only != "ours" and library is not None:
-        known = {attempt.name: attempt for attempt in row.vendor_variants}
-        attempts = attempt_all(
-            library, model, expert_index_TK, OPTIONS, chip=nki_sim.hardware.find("trn2"),
-            with_varied=options.sensitivity, known=known, kernels=options.vendor_kernels,
-        )  # fmt: skip
-        if any(known.get(attempt.name) != attempt for attempt in attempts):
-            row = replace(row, simulator=sources.simulator)
-        row = replace(row, vendor_variants=attempts, library=sources.library)
-    return compared(row)
-
-
-def _with_ours(
-    row: Row, model: Model, expert_index_TK: Any, sources: Sources, with_varied: bool
-) -> Row:
-    run, plan = launch_ours(model, expert_index_TK)
-    return replace(
-        row,
-        ours_us=run.timeline.total_us,
-        ours_plan=plan,
-        bottleneck=bottleneck(run.timeline),
-        ours_varied=varied_us(run.timeline) if with_varied else {},
-        kernels=sources.kernels,
-    )
-
-
-def _line(row: Row, seconds: float) -> str:
-    ours = "-" if row.ours_us is None else f"{row.ours_us:.0f}"
-    vendor = "-" if row.vendor_us is None else f"{row.vendor_us:.0f}"
+def _line(case: Case, task: Task, pace: Pace, seconds: float) -> str:
+    """Say what a task found and how far the run is."""
+    cells = []
+    for row in case.rows():
+        ours = "-" if row.ours_us is None else f"{row.ours_us:.0f}"
+        vendor = "-" if row.vendor_us is None else f"{row.vendor_us:.0f}"
+        cells.append(f"{row.layout} {row.corner} {ours} / {vendor}")
     return (
-        f"{row.model} TP{row.tp} T={row.T} {row.routing}: ours {ours} us, vendor "
-        f"{vendor} us ({row.vendor_plan}), roofline {row.roofline_us:.0f} us [{seconds:.0f} s]"
+        f"{case.name}, {task.name} [{seconds:.1f} s]: ours / vendor us: {', '.join(cells)};"
+        f" {pace.text()}"
     )
 
 
@@ -197,7 +158,8 @@ def _survivors(found: dict[str, Any]) -> str:
         "assumed coefficient, and tensors placed the other way (simulated)."
     ]
     lines.extend(
-        f"  {row['model']} T={row['T']} {row['routing']}: {', '.join(row['by'])}"
+        f"  {row['model']} T={row['T']} {row['routing']}, {row['layout']}, {row['corner']}:"
+        f" {', '.join(row['by'])}"
         for row in found["turned"]
     )
     for name, entry in found["worst"].items():
@@ -207,7 +169,8 @@ def _survivors(found: dict[str, Any]) -> str:
 
 
 def _table(rows: list[Row]) -> str:
-    head = ["model", "T", "routing", "roofline us", "ours us", "share", "vendor us", "speed-up"]
+    head = ["model", "T", "routing", "layout", "corner"]
+    head += ["roofline us", "ours us", "share", "vendor us", "speed-up"]
     lines = [head]
     for row in rows:
         vendor = "-" if row.vendor_us is None else f"{row.vendor_us:,.0f}"
@@ -219,6 +182,8 @@ def _table(rows: list[Row]) -> str:
                 f"{row.model} TP{row.tp}",
                 str(row.T),
                 row.routing,
+                row.layout,
+                row.corner,
                 f"{row.roofline_us:,.0f}",
                 ours,
                 share,
@@ -227,5 +192,5 @@ def _table(rows: list[Row]) -> str:
             ]
         )
     return "trn2, one layer on one rank; ours and vendor simulated, roofline computed\n" + (
-        format_table(lines, numbers_from=3)
+        format_table(lines, numbers_from=5)
     )

@@ -55,13 +55,17 @@ def _layer(
     return combine(slots_PSH, slot_of_pair_TK, affinities_TK, dims)
 
 
-def configure(model: Model, num_tokens: int, num_slots: int) -> tuple[PrefillConfig, Candidate]:
+def configure(
+    model: Model, num_tokens: int, num_slots: int, layout: str = "packed"
+) -> tuple[PrefillConfig, Candidate]:
     """Return what the kernel is compiled for: the fastest by estimate, and that estimate.
 
     Args:
         model: the layer.
         num_tokens: T.
         num_slots: N*B, enough for every routing.
+        layout: of the weights: plain ([E, H, 2I] and [E, I, H]), or packed: by the parts in which
+            they are loaded fastest, where that is faster.
     """
     formula, sizes = _formula(model), ExpertSizes(model.H, model.I, model.E)
     tokens_E = expect_tokens(num_tokens * model.K, model.E, "uniform")
@@ -73,8 +77,7 @@ def configure(model: Model, num_tokens: int, num_slots: int) -> tuple[PrefillCon
     scaling = model.options.get("scaling", "none")
     work = PrefillWork(BLOCK_SIZE, num_slots, num_tokens, scaling=scaling, stores=stores)
     expected = Expected(num_tokens=num_tokens, top_k=model.K, scaling=scaling, stores=stores)
-    # Weights lie as they are, or by the parts in which they are loaded fastest.
-    parts = best_parts(make_config(formula, sizes, work))
+    parts = (1, 1) if layout == "plain" else best_parts(make_config(formula, sizes, work))
     found = [
         best_candidate(formula, sizes, expected, PlanRequest(weight_parts=lie), search)
         for lie in (None, parts)
@@ -95,24 +98,39 @@ def _formula(model: Model) -> ExpertFormula:
     return ExpertFormula(**options)
 
 
-def launch_ours(model: Model, expert_index_TK: Any) -> tuple[nki_sim.Run, str]:
-    """Simulate our layer; return the run and the plan in words."""
+def configure_case(
+    model: Model, expert_index_TK: Any, layout: str
+) -> tuple[PrefillConfig, Candidate]:
+    """Return what the kernel is compiled for on a case, and its estimate."""
+    mapping = _mapping(model, expert_index_TK)
+    return configure(model, len(expert_index_TK), len(mapping.token_position_to_id), layout)
+
+
+def _mapping(model: Model, expert_index_TK: Any) -> Any:
+    return build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
+
+
+def launch_ours(model: Model, expert_index_TK: Any, config: PrefillConfig) -> nki_sim.Run:
+    """Simulate our layer."""
     T, K = expert_index_TK.shape
-    mapping = build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
+    mapping = _mapping(model, expert_index_TK)
     slots = mapping.token_position_to_id.numpy()
-    config, candidate = configure(model, T, len(slots))
     visits = visits_of(config, slots, mapping.block_to_expert.numpy())
     pair = mapping.pair_of_slot.numpy()
     slot_of_pair = np.zeros(T * K, np.int32)
     slot_of_pair[pair[pair >= 0]] = np.flatnonzero(pair >= 0)
-    run = nki_sim.run(
+    return nki_sim.run(
         _layer, {**_operands(model, T, slots, config), **_visit_arguments(visits)}, config,
         slot_of_pair.reshape(T, K), TensorSpec((T, K), "float32"),
         CombineDims(nl.bfloat16, False), lnc=2, options=OPTIONS,
     )  # fmt: skip
+
+
+def plan_in_words(config: PrefillConfig, candidate: Candidate) -> str:
+    """Return the plan of a launch in words."""
     loop = config.loop
     lie = "stored in" if loop.by_parts else "loaded in"
-    return run, (
+    return (
         f"{candidate.request.shard_plan}, visits of {loop.classes[0]}, {loop.weight_buffers} weight"
         f" buffers, {lie} {loop.in_parts}+{loop.out_parts} parts, turned by {loop.turns}, stores"
         f" {config.stores}"

@@ -14,28 +14,33 @@ from typing import Any
 
 from neuron_moe.tools.bench.averages import geometric_mean
 from neuron_moe.tools.bench.comparison.attempts import Attempt, compare
+from neuron_moe.tools.bench.comparison.corners import by_corner
 from neuron_moe.tools.bench.comparison.layers import Model
 from neuron_moe.tools.bench.comparison.sources import Sources, digest, read_result
 from neuron_moe.tools.bench.prefill.sensitivity import LONG_SHARE, report
 from neuron_moe.tools.bench.prefill.vendor import VARIANTS
 
 LONG_TOKENS = 8192  # the share of the roofline is asked for from here on
+Key = tuple[str, int, str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the table; times in microseconds, of one layer on one rank (two cores).
 
-    `ours_us` and `vendor_us` are None where that side did not run. `survives` tells whether the
-    faster side stays the faster one whatever assumed coefficient is halved or doubled; `turned_by`
-    lists the changes under which it does not. `case`, `kernels`, `library` and `simulator` are
-    fingerprints, the last of what timed the vendor's side.
+    `corner` is what was assumed of order and loops, `layout` how our weights lie; rows of older
+    files, which lack both, are of the defaults. `ours_us` and `vendor_us` are None where that side
+    did not run. `survives` tells whether the faster side stays the faster one whatever assumed
+    coefficient is halved or doubled; `turned_by` lists the changes under which it does not. `case`,
+    `kernels`, `library` and `simulator` are fingerprints, the last of what timed the vendor's side.
     """
 
     model: str
     tp: int
     T: int
     routing: str
+    corner: str = "in-order"
+    layout: str = "packed"
     ours_us: float | None = None
     vendor_us: float | None = None
     roofline_us: float
@@ -55,9 +60,9 @@ class Row:
     simulator: str = ""
 
     @property
-    def key(self) -> tuple[str, int, str]:
+    def key(self) -> Key:
         """What tells rows apart."""
-        return self.model, self.T, self.routing
+        return self.model, self.T, self.routing, self.layout, self.corner
 
 
 def case_of(model: Model, expert_index_TK: Any) -> str:
@@ -154,6 +159,7 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
         )
     if any(row.survives is not None for row in rows):
         result["sensitivity"] = report(rows, LONG_TOKENS)
+    result["by_corner"] = by_corner(rows)
     return {**result, "rows": [asdict(row) for row in rows]}
 
 
@@ -169,7 +175,14 @@ def _misses(rows: Sequence[Row]) -> list[dict[str, Any]]:
             missed.append(("70 % of the roofline", share))
         name = f"{row.model} TP{row.tp} T={row.T} {row.routing}"
         found += [
-            {"target": target, "row": name, "value": value, "bottleneck": row.bottleneck}
+            {
+                "target": target,
+                "row": name,
+                "corner": row.corner,
+                "layout": row.layout,
+                "value": value,
+                "bottleneck": row.bottleneck,
+            }
             for target, value in missed
         ]
     return found

@@ -38,7 +38,14 @@ def report(rows: Sequence[Any], long: int) -> dict[str, Any]:
         "rows": len(compared),
         "survive": sum(row.survives for row in compared),
         "turned": [
-            {"model": r.model, "T": r.T, "routing": r.routing, "by": r.turned_by}
+            {
+                "model": r.model,
+                "T": r.T,
+                "routing": r.routing,
+                "corner": r.corner,
+                "layout": r.layout,
+                "by": r.turned_by,
+            }
             for r in compared
             if r.turned_by
         ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
+import functools
+import io
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,9 @@ import numpy as np
 import nki_sim
 from neuron_moe.tools.bench.comparison.attempts import Attempt
 from neuron_moe.tools.bench.comparison.layers import BF16_BYTES, Model
-from neuron_moe.tools.bench.comparison.timelines import varied_us
+from neuron_moe.tools.bench.comparison.pool import Task
+from neuron_moe.tools.bench.comparison.timelines import corner_timelines, varied_us
+from neuron_moe.tools.bench.prefill.ours import OPTIONS
 from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES, KERNELS
@@ -59,56 +63,123 @@ VARIANTS = (
 KERNEL_NAMES = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
 
-def attempt_all(
-    library: VendorLibrary,
-    model: Model,
-    expert_index_TK: Any,
-    options: SimOptions,
-    *,
-    chip: Hardware,
-    with_varied: bool,
-    known: Mapping[str, Attempt],
-    kernels: Collection[str] = KERNEL_NAMES,
-) -> list[Attempt]:
-    """Simulate the variants, that with the smallest bound first.
+class VendorSide:
+    """The vendor's variants of one case: which still matter in which corner, and what they took.
 
-    A variant whose bound exceeds the fastest time so far is left out, and so is the dynamic kernel
-    where it ran with a known number of blocks: it runs the same blocks, and a loop besides. Only
-    those up to `VARIED_WITHIN` times the fastest are timed with changed coefficients.
+    They run in the order of their bounds. A variant whose bound exceeds the fastest time so far in
+    every corner is left out, and so is the dynamic kernel where it ran with a known number of
+    blocks: it runs the same blocks, and a loop besides. Only those up to `VARIED_WITHIN` times the
+    fastest of a corner are timed with changed coefficients in it.
 
     Args:
-        library: the user's checkout.
+        library: the user's checkout; None runs nothing.
         model: the layer.
         expert_index_TK: [T, K] the choices.
-        options: of the simulator.
+        known: attempts of an earlier run by corner and name; those are not run again.
         chip: what the bounds are computed for.
-        with_varied: whether to also time them with changed coefficients.
-        known: attempts of an earlier run, by name; those are not run again.
+        with_varied: whether to also time with changed coefficients.
         kernels: only variants of these are run.
     """
-    bounds = {variant: bound_us(model, expert_index_TK, variant, chip) for variant in VARIANTS}
-    attempts: list[Attempt] = []
-    best = min((a.us for a in known.values() if a.us is not None), default=float("inf"))
-    for variant, bound in sorted(bounds.items(), key=lambda entry: entry[1]):
-        earlier = known.get(variant.name)
-        if earlier is not None and _is_enough(earlier, best, with_varied):
-            attempts.append(earlier)
-            continue
-        if variant.kernel not in kernels:
-            continue
+
+    def __init__(
+        self,
+        library: VendorLibrary | None,
+        model: Model,
+        expert_index_TK: Any,
+        known: Mapping[str, Mapping[str, Attempt]],
+        *,
+        chip: Hardware,
+        with_varied: bool = False,
+        kernels: Collection[str] = KERNEL_NAMES,
+    ) -> None:
+        self._library, self._model, self._index_TK = library, model, expert_index_TK
+        self._with_varied, self._kernels = with_varied, kernels
+        self._bounds = {v: bound_us(model, expert_index_TK, v, chip) for v in VARIANTS}
+        self._seconds = {v: seconds_of(model, expert_index_TK, v) for v in VARIANTS}
+        self._found = {corner: dict(attempts) for corner, attempts in known.items()}
+        self._waiting = sorted(VARIANTS, key=self._bounds.__getitem__) if library else []
+        self._running = set[str]()
+
+    def attempts(self, corner: str) -> list[Attempt]:
+        """Return what is known of the variants in a corner, that with the smallest bound first."""
+        found = self._found[corner]
+        order = sorted(VARIANTS, key=self._bounds.__getitem__)
+        return [found[variant.name] for variant in order if variant.name in found]
+
+    @property
+    def size(self) -> float:
+        """The seconds of what still waits, about."""
+        return sum(self._seconds[variant] for variant in self._waiting)
+
+    def next_task(self) -> Task | None:
+        """Hand out the next variant that may be the fastest in some corner."""
+        for variant in list(self._waiting):
+            if f"{variant.name} known" in self._running:
+                continue
+            self._waiting.remove(variant)
+            best = {c: self._best(c) for c in self._found if self._is_wanted(variant, c)}
+            if best:
+                self._running.add(variant.name)
+                return Task(
+                    variant.name,
+                    self._seconds[variant],
+                    functools.partial(self._attempt, variant, best),
+                )
+        return None
+
+    def take(self, task: Task, result: Mapping[str, Attempt]) -> None:
+        """Keep the attempts at a variant, by corner."""
+        self._running.discard(task.name)
+        for corner, attempt in result.items():
+            self._found[corner][attempt.name] = attempt
+
+    def _best(self, corner: str) -> float:
+        times = [a.us for a in self._found[corner].values() if a.us is not None]
+        return min(times, default=float("inf"))
+
+    def _is_wanted(self, variant: Variant, corner: str) -> bool:
+        """Whether to run a variant for a corner; if it cannot win there, keep why."""
+        found, best, bound = self._found[corner], self._best(corner), self._bounds[variant]
+        earlier = found.get(variant.name)
+        if earlier is not None and _is_enough(earlier, best, self._with_varied):
+            return False
+        if variant.kernel not in self._kernels:
+            return False
         why = f"needs {bound:.0f} us at least, another takes {best:.0f} us" if bound > best else ""
-        flattered = f"{variant.name} known"
-        if any(a.name == flattered and a.us is not None for a in attempts):
-            why = f"runs the blocks of {flattered!r}, and a loop besides"
+        flattered = found.get(f"{variant.name} known")
+        if flattered is not None and flattered.us is not None:
+            why = f"runs the blocks of {flattered.name!r}, and a loop besides"
         if why:
-            attempts.append(Attempt(name=variant.name, bound_us=bound, why=why))
-            continue
-        attempts.append(
-            _attempt(library, model, expert_index_TK, variant, options, bound, best, with_varied)
-        )
-        best = min(best, attempts[-1].us or best)
-        gc.collect()
-    return attempts
+            found[variant.name] = Attempt(name=variant.name, bound_us=bound, why=why)
+        return not why
+
+    def _attempt(self, variant: Variant, best: Mapping[str, float]) -> dict[str, Attempt]:
+        """Simulate one variant; return the attempts by corner.
+
+        Args:
+            variant: what to run.
+            best: the fastest time so far by corner; only these corners are timed.
+        """
+        assert self._library is not None
+        name, bound = variant.name, self._bounds[variant]
+        try:
+            run = launch_vendor(self._library, self._model, self._index_TK, variant, OPTIONS)
+        except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
+            line = (str(error).strip().splitlines() or [""])[0].rsplit("/", 1)[-1]
+            why = f"{type(error).__name__}: {line}"
+            return {corner: Attempt(name=name, bound_us=bound, why=why) for corner in best}
+        found = {}
+        for corner, timeline in corner_timelines(run, best):
+            took = timeline.total_us
+            if took < bound:
+                raise RuntimeError(
+                    f"{name}: took {took:.0f} us, less than its bound of {bound:.0f} us. "
+                    "Correct bound_us: it must hold for every run."
+                )
+            is_near = self._with_varied and took <= VARIED_WITHIN * best[corner]
+            varied = varied_us(timeline) if is_near else {}
+            found[corner] = Attempt(name=name, bound_us=bound, us=took, varied=varied)
+        return found
 
 
 def _is_enough(earlier: Attempt, best: float, with_varied: bool) -> bool:
@@ -116,29 +187,17 @@ def _is_enough(earlier: Attempt, best: float, with_varied: bool) -> bool:
     return not (with_varied and is_near and not earlier.varied)
 
 
-def _attempt(
-    library: VendorLibrary,
-    model: Model,
-    expert_index_TK: Any,
-    variant: Variant,
-    options: SimOptions,
-    bound: float,
-    best: float,
-    with_varied: bool,
-) -> Attempt:
-    try:
-        timeline = launch_vendor(library, model, expert_index_TK, variant, options)
-    except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
-        line = (str(error).strip().splitlines() or [""])[0].rsplit("/", 1)[-1]
-        return Attempt(name=variant.name, bound_us=bound, why=f"{type(error).__name__}: {line}")
-    took = timeline.total_us
-    if took < bound:
-        raise RuntimeError(
-            f"{variant.name}: took {took:.0f} us, less than its bound of {bound:.0f} us. "
-            "Correct bound_us: it must hold for every run."
-        )
-    varied = varied_us(timeline) if with_varied and took <= VARIED_WITHIN * best else {}
-    return Attempt(name=variant.name, bound_us=bound, us=took, varied=varied)
+def seconds_of(model: Model, expert_index_TK: Any, variant: Variant) -> float:
+    """Return what simulating a variant in both corners takes, about (measured on one machine)."""
+    blocks = _live_blocks(model, expert_index_TK, variant.block_size)
+    rows = blocks * (1.0 + variant.block_size / 256)
+    dynamic = 1.0 if variant.kernel == "shard_on_block" else 3.0
+    return 0.3 + 0.03 * rows * dynamic * (model.H / 3072)
+
+
+def _live_blocks(model: Model, expert_index_TK: Any, B: int) -> int:
+    counts = np.bincount(expert_index_TK.reshape(-1), minlength=model.E)
+    return int(np.ceil(counts / B).sum())
 
 
 def bound_us(model: Model, expert_index_TK: Any, variant: Variant, chip: Hardware) -> float:
@@ -149,7 +208,7 @@ def bound_us(model: Model, expert_index_TK: Any, variant: Variant, chip: Hardwar
     blocks, padding included, over two full arrays.
     """
     counts = np.bincount(expert_index_TK.reshape(-1), minlength=model.E)
-    blocks = int(np.ceil(counts / variant.block_size).sum())
+    blocks = _live_blocks(model, expert_index_TK, variant.block_size)
     loads = int((counts > 0).sum()) if variant.mode == "keep" else blocks
     cells = 3 * model.H * model.I
     macs_per_ns = CORES * chip.array_rows * chip.array_columns * chip.tensor_clock_ghz
@@ -163,21 +222,21 @@ def launch_vendor(
     expert_index_TK: Any,
     variant: Variant,
     options: SimOptions,
-) -> Any:
-    """Simulate one variant; return its timeline.
+) -> nki_sim.Run:
+    """Simulate one variant; return the run.
 
     Raises:
         NkiValidationError: the kernel breaks a rule of the simulated chip with these sizes.
         AssertionError: the kernel refuses these sizes.
     """
     module, name, _ = KERNELS[variant.kernel]
-    run = nki_sim.run(
-        library.get(module, name),
-        lnc=CORES,
-        options=options,
-        **_arguments(library, model, expert_index_TK, variant),
-    )
-    return run.timeline
+    with contextlib.redirect_stdout(io.StringIO()):  # the library prints advice
+        return nki_sim.run(
+            library.get(module, name),
+            lnc=CORES,
+            options=options,
+            **_arguments(library, model, expert_index_TK, variant),
+        )
 
 
 def _arguments(

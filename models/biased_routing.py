@@ -1,0 +1,169 @@
+"""Sparse layers as DeepSeek-V3 introduced them, for the families that took them over.
+
+An expert's score is a sigmoid. A learned bias, which is no part of the weight, helps to choose K
+experts within the best groups; weights are divided by their sum and scaled. A shared expert stands
+beside the routed ones, the first layers are dense, and layers published after the last one, which
+predict further tokens, are left out.
+Source: DeepSeek-V3 technical report, arXiv 2412.19437, sections 2.1.2 and 2.2.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
+from neuron_moe.checkpoint import Rule, WeightMap, transpose
+from neuron_moe.models.decoder import DecoderConfig
+from neuron_moe.models.hf_config import ConfigReader
+from neuron_moe.models.layers import GatedMLP
+from neuron_moe.models.weight_rules import (
+    decoder_rules,
+    either,
+    expert_rules,
+    fused_expert_rules,
+    mlp_rules,
+    split_layers,
+)
+from neuron_moe.router import Router
+from neuron_moe.spec import RouterFormula, RouterSpec
+
+FREQUENCIES = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"  # computed; some publish them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasedRoutingConfig(DecoderConfig):
+    """Facts of the feed-forward parts; names are those of config.json.
+
+    Attributes:
+        sparse_layers: the layers with experts.
+        prediction_layers: numbers of the published layers that predict further tokens.
+    """
+
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    attention_bias: bool
+    sparse_layers: tuple[int, ...]
+    prediction_layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        _ = self.router_spec
+
+    @property
+    def router_spec(self) -> RouterSpec:
+        """How experts are chosen; raises ValueError where that is not possible."""
+        formula = RouterFormula(
+            top_k=self.num_experts_per_tok,
+            act_fn="sigmoid",
+            has_selection_bias=True,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            renormalize=self.norm_topk_prob,
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
+        return RouterSpec(
+            num_experts=self.n_routed_experts, hidden_size=self.hidden_size, formula=formula
+        )
+
+
+def read_feed_forward(reader: ConfigReader) -> dict[str, Any]:
+    """Read the fields that `BiasedRoutingConfig` adds.
+
+    Raises:
+        ValueError: a missing or contradictory key.
+    """
+    num_layers = reader.get("num_hidden_layers", int)
+    num_dense = reader.get("first_k_dense_replace", int)
+    num_predictions = reader.get("num_nextn_predict_layers", int, 0)
+    if not 0 <= num_dense < num_layers or num_predictions < 0:
+        raise ValueError(
+            f"first_k_dense_replace={num_dense}, num_nextn_predict_layers={num_predictions}: must"
+            f" not be negative, and the first below num_hidden_layers={num_layers}. Correct them."
+        )
+    sizes = (
+        *("intermediate_size", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+        *("num_experts_per_tok", "n_group", "topk_group"),
+    )
+    return {
+        **{name: reader.get(name, int) for name in sizes},
+        "norm_topk_prob": reader.get("norm_topk_prob", bool),
+        "routed_scaling_factor": reader.get("routed_scaling_factor", float),
+        "attention_bias": reader.get("attention_bias", bool, False),
+        "sparse_layers": tuple(range(num_dense, num_layers)),
+        "prediction_layers": tuple(range(num_layers, num_layers + num_predictions)),
+    }
+
+
+def build_feed_forward(
+    config: BiasedRoutingConfig, layer: int, dtype: torch.dtype, backend: str
+) -> MoE | GatedMLP:
+    """Return a MoE with a float32 router, or an MLP where the layer is dense."""
+    if layer not in config.sparse_layers:
+        return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+    experts = RoutedExpertsMLPOpsConfig(
+        num_experts=config.n_routed_experts,
+        top_k=config.num_experts_per_tok,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        hidden_act="silu",
+        glu_mlp=True,
+    )
+    shared = SharedExperts(
+        config.hidden_size, config.moe_intermediate_size, config.n_shared_experts, "silu", dtype
+    )
+    return MoE(
+        Router(config.router_spec), ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared
+    )
+
+
+def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[str]) -> WeightMap:
+    """Map the published tensor names to ours, experts one by one or fused.
+
+    Args:
+        config: of the checkpoint.
+        attention_names: what follows `layers.N.` in the names of the attention's tensors.
+    """
+    rules = decoder_rules(attention_names)
+    sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
+    for layer in dense:
+        rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
+    ignored = _prediction_names(rules, config.prediction_layers)
+    for layer in sparse:
+        rules += _sparse_rules(layer)
+    sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
+    return WeightMap(rules, sizes, [*ignored, FREQUENCIES])
+
+
+def _sparse_rules(layer: str) -> list[Rule]:
+    mlp, moe = f"model.layers.{layer}.mlp.", f"layers.{layer}.moe."
+    names = mlp + "experts", moe + "expert_mlps.mlp_op"
+    fused = fused_expert_rules(*names, transpose)  # as transformers 5 has them in memory
+    bias = "e_score_correction_bias"
+    return [
+        Rule(mlp + "gate.weight", moe + "router.linear_router.weight"),
+        Rule(f"{mlp}gate.{bias}", f"{moe}router.{bias}", is_exact=True),
+        *mlp_rules(mlp + "shared_experts", moe + "shared_experts"),
+        *either(separate=expert_rules(*names), fused=fused),
+    ]
+
+
+def _prediction_names(decoder: Sequence[Rule], layers: Sequence[int]) -> list[str]:
+    """Return the tensors of layers that predict further tokens: a sparse layer and its frame."""
+    frame = "embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"
+    patterns = [f"model.layers.{{layer}}.{name}.weight" for name in frame]
+    patterns += [
+        pattern
+        for rule in (*decoder, *_sparse_rules("{layer}"))
+        for pattern in rule.patterns
+        if "{layer}" in pattern
+    ]
+    return [pattern.replace("{layer}", str(layer)) for layer in layers for pattern in patterns]

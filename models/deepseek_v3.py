@@ -1,0 +1,249 @@
+"""DeepSeek-V3, R1 and V3.1, and Kimi-K2: configuration, latent attention, experts, checkpoint map.
+
+What differs from other decoders: keys and values of all heads are made of one latent vector a
+token, beside which one turned key is kept, so that is what the cache holds; queries may be made of
+a latent too; YaRN scales logits as well as rotation. Routing is in `biased_routing`.
+
+Letters beside those of `decoder`: R latent size, N the part of a head that is not turned, D the
+part that is, M latent and turned key together, W value head size.
+Source: transformers, `models/deepseek_v3/modeling_deepseek_v3.py`; arXiv 2412.19437, section 2.1.1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_moe import MoE
+from neuron_moe.checkpoint import WeightMap
+from neuron_moe.models.attention import (
+    EVERYTHING,
+    AttentionFacts,
+    CacheShape,
+    CacheView,
+    Core,
+    attend,
+    need_view,
+)
+from neuron_moe.models.biased_routing import (
+    BiasedRoutingConfig,
+    biased_routing_map,
+    build_feed_forward,
+    read_feed_forward,
+)
+from neuron_moe.models.decoder import DecoderModel, Tokens
+from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.layers import GatedMLP, RMSNorm
+from neuron_moe.models.rope import RopeConfig, apply_rope, yarn_growth
+
+ALIASES = ("kimi_k2",)
+LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
+# Choices of training and of other software.
+OTHER_KEYS = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekV3Config(BiasedRoutingConfig):
+    """Facts of one checkpoint; names are those of its config.json.
+
+    Attributes:
+        q_lora_rank: size of the queries' latent; None makes them of the hidden state.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "DeepseekV3Config":
+        """Read config.json as published with the model, or as transformers 4.51 to 5.x write it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader(config, "config.json (deepseek_v3)")
+        if reader.get_raw("model_type") not in ALIASES:
+            reader.require("model_type", "deepseek_v3")
+        reader.require_quantization("fp8")
+        reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, *OTHER_KEYS)
+        reader.require("scoring_func", "sigmoid")
+        reader.require("topk_method", "noaux_tc")
+        reader.require("moe_layer_freq", 1)
+        names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+        sizes = {name: reader.get(name, int) for name in names}
+        head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+        reader.require("qk_head_dim", head_dim)
+        reader.require("head_dim", sizes["qk_rope_head_dim"])  # as transformers 5 uses the word
+        is_interleaved = reader.get("rope_interleave", bool, True)
+        return cls.read(
+            reader,
+            head_dim=head_dim,
+            rope=RopeConfig.from_hf(reader, is_interleaved=is_interleaved),
+            q_lora_rank=reader.get_optional("q_lora_rank", int),
+            **sizes,
+            **read_feed_forward(reader),
+        )
+
+    @property
+    def turned_size(self) -> int:
+        """How much of each head is turned."""
+        return self.qk_rope_head_dim
+
+    @property
+    def logit_scale(self) -> float:
+        """What logits are multiplied with."""
+        scale: float = self.head_dim**-0.5
+        if self.rope.kind == "yarn" and self.rope.mscale_all_dim:
+            scale *= yarn_growth(self.rope.factor, self.rope.mscale_all_dim) ** 2
+        return scale
+
+
+Config = DeepseekV3Config
+
+
+def attend_latent(
+    layer: AttentionFacts,
+    query_USQM: Tensor,
+    kept_US1M: Tensor,
+    latent_US1R: Tensor,
+    view: CacheView | None,
+) -> Tensor:
+    """Keep latents and turned keys, then attend to all that the view shows: [U, S, Q * R]."""
+    view = need_view(view)
+    (kept_U1CM,) = view.extend(kept_US1M.transpose(1, 2))
+    latent_U1CR = kept_U1CM[..., : latent_US1R.shape[-1]]
+    return attend(query_USQM, kept_U1CM, latent_U1CR, view.mask_USC, None, layer.scale)
+
+
+class LatentAttention(nn.Module):
+    """Attention to one latent a token, of which the keys and values of all heads are made.
+
+    The core sees one key head [latent, turned key] and one value head, the latent itself, with
+    queries to match: the same logits with less to keep, and less to compute for few new tokens. For
+    many, keys and values are made. Attributes are those of `GroupedAttention`, but:
+
+    Attributes:
+        core: returns [.., Q * R].
+        whole: projections that every rank holds whole, for they make what heads share.
+    """
+
+    core: Core
+    sinks: Tensor | None = None
+    reach = EVERYTHING
+    whole = ("q_a_proj", "kv_a_proj_with_mqa")
+
+    def __init__(self, config: DeepseekV3Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.core, self.scale = config, attend_latent, config.logit_scale
+        kept_size = config.kv_lora_rank + config.qk_rope_head_dim
+        self.cache_shape: CacheShape = ((1, kept_size),)
+        size, heads = config.hidden_size, config.num_attention_heads
+        has_bias = config.attention_bias
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+
+        q_size, rank = heads * config.head_dim, config.q_lora_rank
+        if rank is None:
+            self.q_proj = linear(size, q_size)
+        else:
+            self.q_a_proj = linear(size, rank, has_bias)
+            self.q_a_layernorm = RMSNorm(rank, LATENT_EPS, dtype)
+            self.q_b_proj = linear(rank, q_size)
+        self.kv_a_proj_with_mqa = linear(size, kept_size, has_bias)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_EPS, dtype)
+        made_size = config.qk_nope_head_dim + config.v_head_dim
+        self.kv_b_proj = linear(config.kv_lora_rank, heads * made_size)
+        self.o_proj = linear(heads * config.v_head_dim, size, has_bias)
+
+    def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
+        """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
+        config = self.config
+        nope_USQN, turned_USQD = self._queries(hidden_USH, tokens)
+        made_USM = self.kv_a_proj_with_mqa(hidden_USH)
+        latent_USR, key_USD = made_USM.tensor_split((config.kv_lora_rank,), dim=-1)
+        latent_US1R = self.kv_a_layernorm(latent_USR).unsqueeze(2)
+        kept_US1M = torch.cat((latent_US1R, self._turn(key_USD.unsqueeze(2), tokens)), dim=-1)
+        if self.core is attend_latent and self._makes_keys(need_view(view)):
+            query_USQD = torch.cat((nope_USQN, turned_USQD), dim=-1)
+            out = self._attend_made(query_USQD, kept_US1M, need_view(view))
+        else:
+            key_QNR, value_QWR = self._makers()
+            latent_USQR = torch.einsum("usqn,qnr->usqr", nope_USQN, key_QNR)
+            query_USQM = torch.cat((latent_USQR, turned_USQD), dim=-1)
+            out = self.core(self, query_USQM, kept_US1M, latent_US1R, view)
+            out_USQR = out.view(*hidden_USH.shape[:2], -1, config.kv_lora_rank)
+            out = torch.einsum("usqr,qwr->usqw", out_USQR, value_QWR).flatten(2)
+        out_USH: Tensor = self.o_proj(out)
+        return out_USH
+
+    def _queries(self, hidden_USH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return the plain and the turned part of each head, [U, S, Q, N] and [U, S, Q, D]."""
+        config = self.config
+        if config.q_lora_rank is None:
+            query = self.q_proj(hidden_USH)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_USH)))
+        query = query.view(*hidden_USH.shape[:2], -1, config.head_dim)
+        plain, turned = query.tensor_split((config.qk_nope_head_dim,), dim=-1)
+        return plain, self._turn(turned, tokens)
+
+    def _turn(self, heads: Tensor, tokens: Tokens) -> Tensor:
+        return apply_rope(heads, *tokens.rope, is_interleaved=self.config.rope.is_interleaved)
+
+    def _makers(self) -> tuple[Tensor, Tensor]:
+        """Return what makes keys and values of latents, [Q, N, R] and [Q, W, R]; views."""
+        config = self.config
+        made_QXR = self.kv_b_proj.weight.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        key_QNR, value_QWR = made_QXR.tensor_split((config.qk_nope_head_dim,), dim=1)
+        return key_QNR, value_QWR
+
+    def _makes_keys(self, view: CacheView) -> bool:
+        """Say whether making keys and values takes fewer products than attending to latents."""
+        config, (new, seen) = self.config, view.mask_USC.shape[1:]
+        making = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+        on_latents = 2 * config.kv_lora_rank + config.qk_rope_head_dim
+        on_heads = config.head_dim + config.v_head_dim
+        return seen * making + new * seen * on_heads < new * making + new * seen * on_latents
+
+    def _attend_made(self, query_USQD: Tensor, kept_US1M: Tensor, view: CacheView) -> Tensor:
+        """Attend to keys and values of every head, made of all that is kept: [U, S, Q * W]."""
+        config, heads = self.config, self.config.num_attention_heads
+        (kept_U1CM,) = view.extend(kept_US1M.transpose(1, 2))
+        latent, turned = kept_U1CM.tensor_split((config.kv_lora_rank,), dim=-1)
+        made = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        plain, value_UQCW = made.tensor_split((config.qk_nope_head_dim,), dim=-1)
+        key_UQCD = torch.cat((plain, turned.expand(-1, heads, -1, -1)), dim=-1)
+        return attend(query_USQD, key_UQCD, value_UQCW, view.mask_USC, None, self.scale)
+
+
+class Model(DecoderModel):
+    """DeepSeek-V3 for generation."""
+
+    config: DeepseekV3Config
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> LatentAttention:
+        """Return latent attention."""
+        return LatentAttention(self.config, dtype)
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
+        """Return a MoE, or an MLP where the layer is dense."""
+        return build_feed_forward(self.config, layer, dtype, backend)
+
+
+def weight_map(config: DeepseekV3Config) -> WeightMap:
+    """Map the published tensor names to ours."""
+    names = [f"kv_{name}.weight" for name in ("a_proj_with_mqa", "a_layernorm", "b_proj")]
+    names += ["o_proj.weight"]
+    biased = ["kv_a_proj_with_mqa.bias", "o_proj.bias"]
+    if config.q_lora_rank is None:
+        names += ["q_proj.weight"]
+    else:
+        names += ["q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"]
+        biased += ["q_a_proj.bias"]
+    names += biased if config.attention_bias else []
+    return biased_routing_map(config, [f"self_attn.{name}" for name in names])

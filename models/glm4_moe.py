@@ -1,0 +1,88 @@
+"""GLM-4.5 to 4.7 and their Air models: configuration, attention, experts and checkpoint map.
+
+What differs from other decoders: the first half of each head is turned and the rest left as it is,
+queries, keys and values have biases, the larger models normalise each head of queries and keys,
+and routing is DeepSeek-V3's with one group.
+Source: transformers, `models/glm4_moe/modeling_glm4_moe.py`; arXiv 2508.06471.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe import MoE
+from neuron_moe.checkpoint import WeightMap
+from neuron_moe.models.biased_routing import (
+    BiasedRoutingConfig,
+    biased_routing_map,
+    build_feed_forward,
+    read_feed_forward,
+)
+from neuron_moe.models.decoder import DecoderModel, GroupedAttention
+from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.layers import GatedMLP
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import PROJECTIONS
+
+TURNED_PART = 0.5  # of a head, where config.json does not say
+BIASED = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glm4MoeConfig(BiasedRoutingConfig):
+    """Facts of one GLM-4 MoE checkpoint; names are those of its config.json."""
+
+    use_qk_norm: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Glm4MoeConfig":
+        """Read config.json as transformers 4.54 to 5.x write it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader(config, "config.json (glm4_moe)")
+        reader.require("model_type", "glm4_moe")
+        reader.require_quantization()
+        reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS)
+        return cls.read(
+            reader,
+            head_dim=reader.get("head_dim", int),
+            rope=RopeConfig.from_hf(reader, kinds=("default",), default_part=TURNED_PART),
+            use_qk_norm=reader.get("use_qk_norm", bool),
+            **read_feed_forward(reader),
+        )
+
+
+Config = Glm4MoeConfig
+
+
+class Model(DecoderModel):
+    """GLM-4 MoE for generation."""
+
+    config: Glm4MoeConfig
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
+        """Return grouped-query attention, partly turned."""
+        return GroupedAttention(
+            self.config,
+            dtype,
+            bias=BIASED if self.config.attention_bias else (),
+            norms="by head" if self.config.use_qk_norm else "",
+        )
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE | GatedMLP:
+        """Return a MoE, or an MLP where the layer is dense."""
+        return build_feed_forward(self.config, layer, dtype, backend)
+
+
+def weight_map(config: Glm4MoeConfig) -> WeightMap:
+    """Map the published tensor names to ours."""
+    names = [f"{name}.weight" for name in PROJECTIONS]
+    if config.attention_bias:
+        names += [f"{name}.bias" for name in BIASED]
+    if config.use_qk_norm:
+        names += ["q_norm.weight", "k_norm.weight"]
+    return biased_routing_map(config, [f"self_attn.{name}" for name in names])

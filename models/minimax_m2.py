@@ -1,0 +1,134 @@
+"""MiniMax-M2, M2.1 and M2.5: configuration, attention, experts and checkpoint map.
+
+What differs from other decoders: all heads of queries, and all of keys, are normalised together
+before they are turned, and only the first part of each head is turned; experts are scored by a
+sigmoid and chosen with a bias that is no part of their weight.
+Source: transformers, `models/minimax_m2/modeling_minimax_m2.py`; MiniMaxAI/MiniMax-M2.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.checkpoint import Rule, WeightMap
+from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
+from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.rope import RopeConfig
+from neuron_moe.models.weight_rules import decoder_rules, expert_rules, projection_names
+from neuron_moe.spec import check_top_k
+
+# Of layers that predict further tokens, whose tensors are not published, and of training.
+OTHER_KEYS = (
+    *("auto_map", "mtp_transformer_layers", "num_mtp_modules", "use_mtp"),
+    *("shared_moe_mode", "router_jitter_noise"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniMaxM2Config(DecoderConfig):
+    """Facts of one MiniMax-M2 checkpoint; names are those of its config.json."""
+
+    intermediate_size: int
+    num_local_experts: int
+    num_experts_per_tok: int
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        check_top_k(self.num_experts_per_tok, self.num_local_experts)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "MiniMaxM2Config":
+        """Read config.json as published with the model, or as transformers 5.x writes it.
+
+        Raises:
+            ValueError: a missing, unknown or contradictory key, or a variant nobody published.
+        """
+        reader = ConfigReader(config, "config.json (minimax_m2)")
+        reader.require("model_type", "minimax_m2")
+        reader.require_quantization("fp8")
+        reader.ignore(*BOOKKEEPING_KEYS, *TRAINING_KEYS, *OTHER_KEYS)
+        reader.require("scoring_func", "sigmoid")
+        reader.require("qk_norm_type", "per_layer")
+        for key in ("use_qk_norm", "use_routing_bias"):
+            reader.require(key, True)
+        for key in ("shared_intermediate_size", "sliding_window"):
+            reader.require(key, 0)
+        if not set(reader.get_ints("attn_type_list")) <= {1}:
+            raise ValueError(
+                f"attn_type_list={config['attn_type_list']}: must be 1 for each layer, full"
+                " attention; nothing else is implemented. Correct it."
+            )
+        head_dim = reader.get("head_dim", int)
+        return cls.read(
+            reader,
+            head_dim=head_dim,
+            rope=_read_rope(reader, head_dim),
+            intermediate_size=reader.get("intermediate_size", int),
+            num_local_experts=reader.get("num_local_experts", int),
+            num_experts_per_tok=reader.get("num_experts_per_tok", int),
+        )
+
+
+def _read_rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
+    """Return the rotary embedding, whose part of a head has two spellings."""
+    turned_size = reader.get("rotary_dim", int, head_dim)
+    part = turned_size / max(head_dim, 1)
+    rope = RopeConfig.from_hf(reader, kinds=("default",), default_part=part)
+    if reader.get_raw("rotary_dim") is not None and rope.part != part:
+        raise ValueError(
+            f"rotary_dim={turned_size}, partial_rotary_factor={rope.part}: must be the same part of"
+            f" head_dim={head_dim}. Keep one of them."
+        )
+    return rope
+
+
+Config = MiniMaxM2Config
+
+
+class Model(DecoderModel):
+    """MiniMax-M2 for generation."""
+
+    config: MiniMaxM2Config
+
+    def build_attention(self, layer: int, dtype: torch.dtype) -> GroupedAttention:
+        """Return grouped-query attention with one norm for all heads."""
+        return GroupedAttention(self.config, dtype, norms="jointly")
+
+    def build_feed_forward(self, layer: int, dtype: torch.dtype, backend: str) -> MoE:
+        """Return a MoE with a float32 sigmoid router whose choice is biased."""
+        config = self.config
+        router = RouterTopK(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            act_fn="sigmoid",
+            selection_bias=True,
+            renormalize=True,
+        )
+        experts = RoutedExpertsMLPOpsConfig(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            hidden_act="silu",
+            glu_mlp=True,
+        )
+        return MoE(router=router, expert_mlps=ExpertMLPsV2(experts, dtype=dtype, backend=backend))
+
+
+def weight_map(config: MiniMaxM2Config) -> WeightMap:
+    """Map the published tensor names to ours: w1 is gate, w3 up, w2 down."""
+    source, moe = "model.layers.{layer}.block_sparse_moe.", "layers.{layer}.moe."
+    names = [*projection_names(has_bias=False), "self_attn.q_norm.weight"]
+    bias = "e_score_correction_bias"
+    rules = [
+        *decoder_rules([*names, "self_attn.k_norm.weight"]),
+        Rule(source + "gate.weight", moe + "router.linear_router.weight"),
+        Rule(source + bias, f"{moe}router.{bias}", is_exact=True),
+        *expert_rules(source + "experts", moe + "expert_mlps.mlp_op", ("w1", "w3", "w2")),
+    ]
+    sizes = {"layer": config.num_hidden_layers, "expert": config.num_local_experts}
+    return WeightMap(rules, sizes)

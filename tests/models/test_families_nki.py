@@ -1,0 +1,145 @@
+"""Every family through the kernels: prefill and decode against the torch backend.
+
+Two bfloat16 runs of a model drift apart by roundings, up to where two logits of a router are nearer
+than the drift: there one run takes another expert, and its token differs by 10 to 40 % however
+exact the kernels are. So layers are compared on the same input, where no drift can build up, and
+whole models with routers that leave no such tie: a token's embedding tells its experts.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.generation import pad_left
+from neuron_moe.models.loader import load_model
+from neuron_moe.router import Router
+from tests.models.families import FAMILIES, Family, write_checkpoint
+from tests.tolerances import BFLOAT16_FACTOR, rms_error
+
+NUM_STEPS = 8
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [100, 42, 17]]  # one longer than a window or chunk
+SIZES = {"hidden_size": 128, "head_dim": 32}
+GPT_OSS = Family(
+    "gpt_oss",
+    {
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+)
+ALL = {"gpt_oss": GPT_OSS, **FAMILIES}
+# What a token's embedding says of its experts, and how loudly routers listen.
+SIGNAL, GAIN = 300.0, 0.5
+
+
+class Call(NamedTuple):
+    """One call of a layer's experts: what went in and what came out."""
+
+    hidden: Tensor
+    padding_mask: Tensor | None
+    output: Tensor
+
+
+class Run:
+    """A model's prefill and decode: its logits, and the calls of each sparse layer's experts."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        model = load_model(folder, **options)
+        assert isinstance(model, DecoderModel)
+        self.model = model
+        self.moes = [layer.moe for layer in model.layers if layer.is_sparse]
+        _leave_no_tie(model.embed_tokens.weight, [moe.router for moe in self.moes])
+        self.calls: list[list[Call]] = [[] for _ in self.moes]
+        self.hooks = [
+            moe.register_forward_hook(_keep_in(calls), with_kwargs=True)
+            for moe, calls in zip(self.moes, self.calls, strict=True)
+        ]
+
+    def follow(self, steps_NU: Tensor | None = None) -> Tensor:
+        """Run prompts and further tokens, or the model's own; return those tokens, [N, U]."""
+        ids_US, real_US = pad_left(PROMPTS, 0)
+        cache = self.model.new_cache(len(PROMPTS), ids_US.shape[1] + NUM_STEPS)
+        parts = [self.model(ids_US, real_US=real_US, cache=cache)]
+        tokens = []
+        for step in range(NUM_STEPS):
+            own_U = parts[-1][:, -1].argmax(-1)
+            tokens.append(own_U if steps_NU is None else steps_NU[step])
+            parts.append(self.model(tokens[-1][:, None], cache=cache))
+        for hook in self.hooks:
+            hook.remove()
+        self.logits = torch.cat([parts[0][real_US], *(part[:, 0] for part in parts[1:])]).float()
+        return torch.stack(tokens)
+
+    def choices(self) -> list[list[list[int]]]:
+        """Return the experts of each token of each call, in order of their numbers."""
+        with_inputs = zip(self.moes, self.calls, strict=True)
+        calls = [(moe, call) for moe, calls in with_inputs for call in calls]
+        return [
+            moe.router(call.hidden).expert_index_TK[_real(call)].sort(-1).values.tolist()
+            for moe, call in calls
+        ]
+
+
+def _leave_no_tie(embedding_VH: Tensor, routers: list[Router]) -> None:
+    """Let every E / K-th token, and every E / K-th expert, share a direction of hidden space."""
+    count = routers[0].num_experts // routers[0].top_k
+    embedding_VH[:, :count] = SIGNAL * torch.eye(count)[torch.arange(len(embedding_VH)) % count]
+    for router in routers:
+        directions = torch.eye(count)[torch.arange(router.num_experts) % count]
+        router.linear_router.weight[:, :count] = GAIN * directions
+
+
+def _keep_in(calls: list[Call]) -> Any:
+    def keep(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+        calls.append(Call(args[0], kwargs["padding_mask"], out[0]))
+
+    return keep
+
+
+def _real(call: Call) -> Tensor:
+    """Return which tokens of a call are not padding, [T] bool."""
+    if call.padding_mask is None:
+        return torch.ones(call.hidden.shape[:2].numel(), dtype=torch.bool)
+    return call.padding_mask.flatten()
+
+
+@torch.inference_mode()
+def follow_all(name: str, folder: Path) -> tuple[Run, Run, Run]:
+    """Return runs in float32, in bfloat16, and in bfloat16 through the kernels, of one text."""
+    write_checkpoint({**ALL[name].config(**SIZES), "num_hidden_layers": 2}, folder, seed=0)
+    exact = Run(folder, dtype=torch.float32)
+    plain, kernels = Run(folder), Run(folder, backend="nki")
+    tokens = exact.follow()
+    plain.follow(tokens)
+    kernels.follow(tokens)
+    return exact, plain, kernels
+
+
+def outputs(moe: Any, calls: list[Call], dtype: torch.dtype) -> Tensor:
+    """Return what a layer makes of the inputs of some calls, real tokens only."""
+    made = [
+        moe(call.hidden.to(dtype), padding_mask=call.padding_mask)[0].flatten(0, 1)[_real(call)]
+        for call in calls
+    ]
+    return torch.cat(made)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_kernels_compute_what_torch_computes(name: str, tmp_path: Path) -> None:
+    exact, plain, kernels = follow_all(name, tmp_path)
+    with torch.inference_mode():
+        assert exact.choices() == plain.choices() == kernels.choices()
+        for layer, calls in enumerate(kernels.calls):
+            for phase in (calls[:1], calls[1:]):
+                truth = outputs(exact.moes[layer], phase, torch.float32)
+                theirs = outputs(plain.moes[layer], phase, torch.bfloat16)
+                ours = torch.cat([call.output.flatten(0, 1)[_real(call)] for call in phase])
+                assert rms_error(ours, truth) < BFLOAT16_FACTOR * rms_error(theirs, truth)
+    allowed = BFLOAT16_FACTOR * rms_error(plain.logits, exact.logits)
+    assert rms_error(kernels.logits, exact.logits) < allowed

@@ -1,0 +1,107 @@
+"""Tasks run in processes, within a time; what depends on a result waits for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from neuron_moe.tools.bench.comparison.pool import Pace, Task, WorkerLostError, run_works
+
+
+class Chain:
+    """Tasks one after the other; each needs the result of the one before."""
+
+    def __init__(self, name: str, length: int, seconds: float = 0.0) -> None:
+        self.name, self.seconds = name, seconds
+        self.left, self.results = length, list[int]()
+        self.is_running = False
+
+    @property
+    def size(self) -> float:
+        return float(self.left)
+
+    def next_task(self) -> Task | None:
+        if self.is_running or not self.left:
+            return None
+        self.left, self.is_running = self.left - 1, True
+        number = len(self.results)
+        return Task(f"{self.name}{number}", 1.0, lambda: self.compute(number))
+
+    def compute(self, number: int) -> tuple[int, int]:
+        time.sleep(self.seconds)
+        return number, os.getpid()
+
+    def take(self, task: Task, result: Any) -> None:
+        self.is_running = False
+        self.results.append(result[0])
+
+
+class Failing(Chain):
+    def compute(self, number: int) -> tuple[int, int]:
+        raise ValueError("too large")
+
+
+class Dying(Chain):
+    def compute(self, number: int) -> tuple[int, int]:
+        os._exit(9)
+
+
+def run(works: list[Chain], jobs: int, minutes: float | None = None) -> tuple[bool, list[str]]:
+    told = []
+
+    def on_taken(work: Any, task: Task, pace: Pace, seconds: float) -> None:
+        told.append(f"{task.name} {pace.text()}")
+
+    return run_works(works, on_taken, jobs, minutes), told
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_all_tasks_run_and_each_work_in_order(jobs: int) -> None:
+    works = [Chain("a", 2), Chain("b", 3), Chain("c", 0)]
+    is_complete, told = run(works, jobs)
+    assert is_complete
+    assert [work.results for work in works] == [[0, 1], [0, 1, 2], []]
+    assert len(told) == 5
+    assert told[-1].endswith("100% done, at most 0.0 min left")
+
+
+def test_one_process_takes_the_works_as_they_come() -> None:
+    _, told = run([Chain("a", 2), Chain("b", 1)], 1)
+    assert [line.split()[0] for line in told] == ["a0", "a1", "b0"]
+
+
+def test_tasks_run_at_the_same_time() -> None:
+    works = [Chain("a", 1, 0.4), Chain("b", 1, 0.4), Chain("c", 1, 0.4)]
+    started = time.monotonic()
+    run(works, 3)
+    assert time.monotonic() - started < 1.1
+
+
+def test_nothing_runs_past_the_limit() -> None:
+    works = [Chain("a", 2, 0.0), Chain("b", 1, 60.0), Chain("c", 5, 60.0)]
+    started = time.monotonic()
+    is_complete, _ = run(works, 2, minutes=0.01)
+    assert not is_complete
+    assert time.monotonic() - started < 10.0
+    assert works[0].results == [0, 1]
+    assert works[1].results == []
+
+
+def test_what_cannot_end_in_time_is_not_started() -> None:
+    works = [Chain("a", 1, 0.5), Chain("b", 1, 0.0)]
+    is_complete, told = run(works, 1, minutes=0.0125)  # 0.75 s: less than 1.3 of the first
+    assert not is_complete
+    assert len(told) == 1
+
+
+def test_an_error_of_a_task_is_raised() -> None:
+    with pytest.raises(ValueError, match="too large"):
+        run([Failing("a", 1)], 2)
+
+
+def test_a_lost_process_is_named() -> None:
+    with pytest.raises(WorkerLostError, match="a0: its process ended with status 9"):
+        run([Dying("a", 1)], 2)

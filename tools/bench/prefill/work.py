@@ -1,0 +1,172 @@
+"""One case of the prefill benchmark: what is to be simulated, and the rows that come of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import nki_sim
+from neuron_moe.tools.bench.comparison.attempts import Attempt
+from neuron_moe.tools.bench.comparison.layers import Model, choose_experts
+from neuron_moe.tools.bench.comparison.options import LAYOUTS
+from neuron_moe.tools.bench.comparison.pool import Task
+from neuron_moe.tools.bench.comparison.sources import Sources
+from neuron_moe.tools.bench.comparison.timelines import bottleneck, corner_timelines, varied_us
+from neuron_moe.tools.bench.prefill.cases import roofline_us
+from neuron_moe.tools.bench.prefill.ours import configure_case, launch_ours, plan_in_words
+from neuron_moe.tools.bench.prefill.results import Key, Row, case_of, check_case, compared
+from neuron_moe.tools.bench.prefill.vendor import VARIANTS, VendorSide, seconds_of
+from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from nki_kernels.prefill import PrefillConfig
+from nki_sim.time.schedule_model import CORNERS
+
+OURS = "ours"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OurTime:
+    """Our side of a row; the fields are the row's."""
+
+    ours_us: float
+    ours_plan: str
+    bottleneck: str
+    ours_varied: dict[str, float] = field(default_factory=dict)
+
+
+class Case:
+    """A layer with a routing: tasks of both sides, and a row for each layout and corner.
+
+    What the earlier rows have and still holds is not run again.
+
+    Args:
+        model: the layer.
+        tokens: T.
+        routing: how they choose experts.
+        library: the vendor's; None runs our side only.
+        sources: what times are simulated with.
+        options: of the command line.
+        earlier: rows of an earlier run, by key.
+
+    Raises:
+        ValueError: an earlier row is of another case or library.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokens: int,
+        routing: str,
+        library: VendorLibrary | None,
+        sources: Sources,
+        options: argparse.Namespace,
+        earlier: Mapping[Key, Row],
+    ) -> None:
+        self._model, self._sources = model, sources
+        self._with_varied = options.sensitivity
+        self._index_TK = choose_experts(routing, tokens, model.E, model.K)
+        self._ours_seconds = (
+            len(options.layout) / 2 * seconds_of(model, self._index_TK, VARIANTS[0])
+        )
+        case = case_of(model, self._index_TK)
+        blank = Row(
+            model=model.name, tp=model.tp, T=tokens, routing=routing, case=case,
+            roofline_us=roofline_us(model, self._index_TK),
+        )  # fmt: skip
+        self.name = f"{model.name} TP{model.tp} T={tokens} {routing}"
+        self._asked = [
+            replace(blank, layout=layout, corner=corner)
+            for layout in options.layout
+            for corner in options.corner
+        ]
+        places = [
+            replace(blank, layout=layout, corner=corner).key
+            for layout in LAYOUTS
+            for corner in CORNERS
+        ]
+        old = [earlier[key] for key in places if key in earlier]
+        for row in old:
+            check_case(row, case, sources)
+        self._by_key = {row.key: earlier.get(row.key, row) for row in self._asked}
+        self._ours_waits = options.only != "vendor" and not all(map(self._is_current, self.rows()))
+        known: dict[str, dict[str, Attempt]] = {corner: {} for corner in options.corner}
+        for row in old:
+            if row.corner in known:
+                known[row.corner] |= {a.name: a for a in row.vendor_variants}
+        self._timed_by = {row.corner: row.simulator for row in old}
+        self._vendor = VendorSide(
+            library if options.only != "ours" else None, model, self._index_TK, known,
+            chip=nki_sim.hardware.find("trn2"), with_varied=options.sensitivity,
+            kernels=options.vendor_kernels,
+        )  # fmt: skip
+
+    def _is_current(self, row: Row) -> bool:
+        return row.kernels == self._sources.kernels and bool(
+            row.ours_varied or not self._with_varied
+        )
+
+    def rows(self) -> list[Row]:
+        """Return the rows as far as they are known."""
+        return list(self._by_key.values())
+
+    @property
+    def size(self) -> float:
+        """The seconds of what still waits, about."""
+        return self._vendor.size + (self._ours_seconds if self._ours_waits else 0.0)
+
+    def next_task(self) -> Task | None:
+        """Hand out our side, then the vendor's variants."""
+        if self._ours_waits:
+            self._ours_waits = False
+            return Task(OURS, self._ours_seconds, self._run_ours)
+        return self._vendor.next_task()
+
+    def take(self, task: Task, result: Any) -> None:
+        """Keep what a task found."""
+        if task.name == OURS:
+            for key, time in result.items():
+                fields = {name: getattr(time, name) for name in OurTime.__slots__}
+                row = replace(self._by_key[key], kernels=self._sources.kernels, **fields)
+                self._by_key[key] = row
+        else:
+            self._vendor.take(task, result)
+            self._timed_by |= dict.fromkeys(result, self._sources.simulator)
+        self.compare()
+
+    def compare(self) -> None:
+        """Fill in what follows from both sides as far as they are known."""
+        for key, row in self._by_key.items():
+            attempts = self._vendor.attempts(row.corner)
+            library = self._sources.library or row.library if attempts else row.library
+            simulator = self._timed_by.get(row.corner, "")
+            self._by_key[key] = compared(
+                replace(row, vendor_variants=attempts, library=library, simulator=simulator)
+            )
+
+    def _run_ours(self) -> dict[Key, OurTime]:
+        """Simulate our kernels once for every plan, and time it in all corners."""
+        found: dict[Key, OurTime] = {}
+        times = dict[PrefillConfig, dict[str, OurTime]]()  # layouts may come to the same plan
+        for layout in dict.fromkeys(row.layout for row in self._asked):
+            config, candidate = configure_case(self._model, self._index_TK, layout)
+            if config not in times:
+                times[config] = self._time(config, plan_in_words(config, candidate))
+            for row in self._asked:
+                if row.layout == layout:
+                    found[row.key] = times[config][row.corner]
+        return found
+
+    def _time(self, config: PrefillConfig, plan: str) -> dict[str, OurTime]:
+        run = launch_ours(self._model, self._index_TK, config)
+        return {
+            corner: OurTime(
+                ours_us=timeline.total_us,
+                ours_plan=plan,
+                bottleneck=bottleneck(timeline),
+                ours_varied=varied_us(timeline) if self._with_varied else {},
+            )
+            for corner, timeline in corner_timelines(
+                run, dict.fromkeys(row.corner for row in self._asked)
+            )
+        }
