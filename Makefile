@@ -2,13 +2,14 @@
 # make test   sets up .venv and runs the tests
 # make check  lint, format and types
 # make bench  the CPU benchmark
+# make mutants  change single lines and see whether a test notices (COUNT=30, SEED=...)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench mutants clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +35,9 @@ check: $(DEV_STAMP)
 
 bench: $(STAMP)
 	$(BIN)/neuron-moe bench cpu
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --count $(or $(COUNT),30) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -179,8 +179,8 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["padding_mask: holds nan"],
     ),
     "an expert chosen twice": (
-        lambda: EXPERTS(HIDDEN, AFFINITIES, torch.tensor([[0, 1], [5, 5], [-1, -1]]), 3),
-        ["expert_index", "token 1 chooses [5, 5]", "once at most"],
+        lambda: EXPERTS(HIDDEN, AFFINITIES, torch.tensor([[5, 1], [0, 0], [-1, -1]]), 3),
+        ["expert_index", "token 1 chooses [0, 0]", "once at most"],
     ),
     "affinities of another width": (
         lambda: EXPERTS(HIDDEN, torch.zeros(3, 5), INDEX, 3),
