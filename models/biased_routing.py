@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
+from neuron_moe import MoE, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.decoder import DecoderConfig
 from neuron_moe.models.hf_config import ConfigReader
-from neuron_moe.models.layers import GatedMLP
+from neuron_moe.models.layers import GatedMLP, silu_moe
 from neuron_moe.models.weight_rules import (
     decoder_rules,
     either,
@@ -109,20 +109,11 @@ def build_feed_forward(
     """Return a MoE with a float32 router, or an MLP where the layer is dense."""
     if layer not in config.sparse_layers:
         return GatedMLP(config.hidden_size, config.intermediate_size, dtype)
-    experts = RoutedExpertsMLPOpsConfig(
-        num_experts=config.n_routed_experts,
-        top_k=config.num_experts_per_tok,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.moe_intermediate_size,
-        hidden_act="silu",
-        glu_mlp=True,
-    )
     shared = SharedExperts(
         config.hidden_size, config.moe_intermediate_size, config.n_shared_experts, "silu", dtype
     )
-    return MoE(
-        Router(config.router_spec), ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared
-    )
+    router = Router(config.router_spec)
+    return silu_moe(router, config.moe_intermediate_size, dtype, backend, shared)
 
 
 def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[str]) -> WeightMap:

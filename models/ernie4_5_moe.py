@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
+from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, only_row, transpose
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
-from neuron_moe.models.layers import GatedMLP
+from neuron_moe.models.layers import GatedMLP, silu_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     decoder_rules,
@@ -130,18 +130,10 @@ class Model(DecoderModel):
             selection_bias=True,
             renormalize=True,
         )
-        experts = RoutedExpertsMLPOpsConfig(
-            num_experts=config.moe_num_experts,
-            top_k=config.moe_k,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size,
-            hidden_act="silu",
-            glu_mlp=True,
-        )
         shared = None
         if config.shared_size is not None:
             shared = SharedExperts(config.hidden_size, config.shared_size, 1, "silu", dtype)
-        return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared)
+        return silu_moe(router, config.moe_intermediate_size, dtype, backend, shared)
 
 
 def weight_map(config: Ernie45MoeConfig) -> WeightMap:

@@ -1,4 +1,4 @@
-"""Small layers that decoder models share.
+"""Layers that decoder models share.
 
 Letters: H hidden, I intermediate.
 """
@@ -6,6 +6,9 @@ Letters: H hidden, I intermediate.
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, SharedExperts
+from neuron_moe.router import Router
 
 
 def unit_rms(hidden: Tensor, eps: float) -> Tensor:
@@ -41,3 +44,34 @@ class GatedMLP(nn.Module):
         product = F.silu(self.gate_proj(hidden).float()) * self.up_proj(hidden).float()
         out: Tensor = self.down_proj(product.to(hidden.dtype))
         return out
+
+
+def silu_moe(
+    router: Router,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    backend: str,
+    shared: SharedExperts | None = None,
+    *,
+    scales_input: bool = False,
+) -> MoE:
+    """Return a MoE whose experts are down(silu(gate(x)) * up(x)) without biases.
+
+    Args:
+        router: says how many experts there are, how many a token gets, and H.
+        intermediate_size: I of a routed expert.
+        dtype: of the experts' weights.
+        backend: that computes the routed experts.
+        shared: experts beside the routed ones.
+        scales_input: affinities scale an expert's input, not its output.
+    """
+    experts = RoutedExpertsMLPOpsConfig(
+        num_experts=router.spec.num_experts,
+        top_k=router.spec.formula.top_k,
+        hidden_size=router.spec.hidden_size,
+        intermediate_size=intermediate_size,
+        hidden_act="silu",
+        glu_mlp=True,
+        early_expert_affinity_modulation=scales_input,
+    )
+    return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared)

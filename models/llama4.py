@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK, SharedExperts
+from neuron_moe import MoE, RouterTopK, SharedExperts
 from neuron_moe.checkpoint import Rule, WeightMap, identity
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
@@ -26,7 +26,7 @@ from neuron_moe.models.decoder import (
     check_layer_types,
 )
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
-from neuron_moe.models.layers import GatedMLP, unit_rms
+from neuron_moe.models.layers import GatedMLP, silu_moe, unit_rms
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -193,17 +193,8 @@ class Model(DecoderModel):
             hidden_size=config.hidden_size,
             act_fn="sigmoid",
         )
-        experts = RoutedExpertsMLPOpsConfig(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            hidden_act="silu",
-            glu_mlp=True,
-            early_expert_affinity_modulation=True,
-        )
         shared = SharedExperts(config.hidden_size, config.intermediate_size, 1, "silu", dtype)
-        return MoE(router, ExpertMLPsV2(experts, dtype=dtype, backend=backend), shared)
+        return silu_moe(router, config.intermediate_size, dtype, backend, shared, scales_input=True)
 
 
 def weight_map(config: Llama4Config) -> WeightMap:

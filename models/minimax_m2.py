@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap
 from neuron_moe.models.decoder import DecoderConfig, DecoderModel, GroupedAttention
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
+from neuron_moe.models.layers import silu_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import decoder_rules, expert_rules, projection_names
 from neuron_moe.spec import check_top_k
@@ -108,15 +109,7 @@ class Model(DecoderModel):
             selection_bias=True,
             renormalize=True,
         )
-        experts = RoutedExpertsMLPOpsConfig(
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            hidden_act="silu",
-            glu_mlp=True,
-        )
-        return MoE(router=router, expert_mlps=ExpertMLPsV2(experts, dtype=dtype, backend=backend))
+        return silu_moe(router, config.intermediate_size, dtype, backend)
 
 
 def weight_map(config: MiniMaxM2Config) -> WeightMap:

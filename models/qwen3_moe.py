@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe import MoE, RouterTopK
 from neuron_moe.checkpoint import Rule, WeightMap, transpose
 from neuron_moe.models.attention import Reach
 from neuron_moe.models.decoder import (
@@ -21,7 +21,7 @@ from neuron_moe.models.decoder import (
     GroupedAttention,
 )
 from neuron_moe.models.hf_config import BOOKKEEPING_KEYS, TRAINING_KEYS, ConfigReader
-from neuron_moe.models.layers import GatedMLP
+from neuron_moe.models.layers import GatedMLP, silu_moe
 from neuron_moe.models.rope import RopeConfig
 from neuron_moe.models.weight_rules import (
     PROJECTIONS,
@@ -126,15 +126,7 @@ class Model(DecoderModel):
             act_fn="softmax",
             renormalize=config.norm_topk_prob,
         )
-        experts = RoutedExpertsMLPOpsConfig(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size,
-            hidden_act="silu",
-            glu_mlp=True,
-        )
-        return MoE(router=router, expert_mlps=ExpertMLPsV2(experts, dtype=dtype, backend=backend))
+        return silu_moe(router, config.moe_intermediate_size, dtype, backend)
 
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:
