@@ -6,7 +6,8 @@ memory of a rank. What does not is refused with the nearest setting that does.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from neuron_moe.models.loader import parse_config
 from neuron_moe.models.sizes import Spread, cache_bytes_per_token, rank_bytes
 from neuron_moe.parallel.config import ParallelConfig, divisors
 from neuron_moe.parallel.topology import instance
+from neuron_moe.spec import Tuning
+from neuron_moe.tuned import PrefillChoice, TunedPlans, read_tuned
 
 BLOCK_SIZES = (32, 64, 128, 256, 512)
 KERNEL_FORMATS = ("bf16", "e4m3", "e5m2")
@@ -64,7 +67,7 @@ class Deployment:
         quantization: format of the routed experts, what `convert --to` writes.
         batch: sequences that are decoded at once.
         max_length: longest sequence, prompt and answer.
-        buckets: lengths of prefill, in rising order.
+        buckets: lengths of prefill, in rising order; of `neuron-moe tune` with their plans.
 
     Raises:
         ValueError: a setting that cannot be; says the nearest one that can.
@@ -79,7 +82,7 @@ class Deployment:
     quantization: str
     batch: int
     max_length: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket | PrefillChoice, ...]
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "batch", "max_length"):
@@ -124,6 +127,28 @@ class Deployment:
             return cls(model=model, instance=machine, **settings)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"{where}: {error}") from error
+
+    def tuned_by(self, path: str | Path) -> "Deployment":
+        """Return the deployment with the plans of a file that `neuron-moe tune` wrote.
+
+        Raises:
+            ValueError: the file is of another model, or of other ranks.
+        """
+        found = read_tuned(path)
+        for name in ("model", "tp", "ep", "lnc"):
+            here, there = getattr(self, name), getattr(found, name)
+            if here != there:
+                raise ValueError(
+                    f"{path}: tuned for {name}={there}, the deployment has {name}={here}. Tune for"
+                    f" --{name} {here}."
+                )
+        return replace(self, buckets=found.plans.prefill)
+
+    @property
+    def tuning(self) -> Tuning:
+        """What `load_model` takes for these buckets."""
+        plans = tuple(bucket for bucket in self.buckets if isinstance(bucket, PrefillChoice))
+        return Tuning(num_cores=self.lnc, tuned=TunedPlans(prefill=plans))
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -184,7 +209,9 @@ def _distance(spread: Spread, wanted: Deployment) -> float:
     return sum(max(ratio, 1 / ratio) for ratio in ratios)
 
 
-def _read_bucket(values: Mapping[str, Any]) -> Bucket:
+def _read_bucket(values: Mapping[str, Any]) -> Bucket | PrefillChoice:
+    if "shard_plan" in values:
+        return PrefillChoice.read(values)
     reject_unknown("bucket", values, [field.name for field in fields(Bucket)])
     return Bucket(**values)
 

@@ -25,6 +25,7 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.load import INDEX_NAME as SHARDED_INDEX
 from neuron_moe.parallel.load import load_shard, load_sharded
 from neuron_moe.parallel.rank_files import read_layout
+from neuron_moe.spec import Tuning
 from neuron_moe.weights.linear import ExpertLinear
 
 CONFIG_FILE = "config.json"
@@ -39,6 +40,7 @@ def load_model(
     shard: Shard | None = None,
     progress: Progress | None = None,
     product_form: str | None = None,
+    tuning: Tuning | None = None,
     **model_options: Any,
 ) -> nn.Module:
     """Build the model a checkpoint is for, and fill it; memory peaks little above its parameters.
@@ -52,6 +54,8 @@ def load_model(
         progress: called with the bytes filled and the bytes of all parameters.
         product_form: how a CPU multiplies with experts and dense projections, 'measured' or
             fixed; see `ExpertMLPsV2.settle_forms` and `dense_forms`. None leaves weights plain.
+        tuning: how the kernels of every MoE layer go about it; experts are laid out by parts where
+            its plans read them so.
         model_options: further keyword arguments of the model's constructor.
 
     Returns:
@@ -81,9 +85,12 @@ def load_model(
     _check_filled(model)
     model.eval().requires_grad_(False)
     for experts in (each for each in model.modules() if isinstance(each, ExpertMLPsV2)):
+        if tuning is not None:
+            experts.tuning = tuning
         # The kernels read half the bytes where a checkpoint was in 8 bits or less.
         if experts.backend.name == "nki":
-            experts.pack_weights()
+            plans = experts.tuning.tuned.prefill
+            experts.pack_weights(for_prefill=any(plan.weights == "by parts" for plan in plans))
         elif product_form is not None:
             experts.settle_forms(product_form)
     if product_form is not None:

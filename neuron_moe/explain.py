@@ -23,6 +23,8 @@ class Explanation:
         padding: overhead at this block size.
         padding_by_block_size: overhead at each of BLOCK_SIZES.
         notes: what else a user should know.
+        chosen: what the kernels are compiled for, in the words of a tuned plan.
+        changes: how to get another path, block size or plan.
     """
 
     phase: str
@@ -33,6 +35,8 @@ class Explanation:
     padding: PaddingOverhead
     padding_by_block_size: dict[int, PaddingOverhead] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    chosen: dict[str, object] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -40,17 +44,18 @@ class Explanation:
         return self.decision.path
 
     def __str__(self) -> str:
-        blocks = f"block_size={self.block_size}, N={self.num_blocks} (static)"
-        if self.decision.path not in ("blockwise", "capacity"):
-            blocks = f"none on this path; blockwise would take {blocks}"
         lines = [
             f"{self.phase}, {self.tokens} tokens: {self.decision.path} ({self.decision.kernel})",
             *(f"  because  {reason}" for reason in self.decision.reasons),
             *(f"  not      {path}: {why}" for path, why in self.decision.rejected),
-            f"  blocks   {blocks}",
-            "  padding  " + _describe_padding(self.padding) + "  [computed]",
         ]
-        return "\n".join(lines + [f"  note     {note}" for note in self.notes])
+        if self.decision.path in ("blockwise", "capacity"):
+            lines += [
+                f"  blocks   block_size={self.block_size}, N={self.num_blocks} (static)",
+                "  padding  " + _describe_padding(self.padding) + "  [computed]",
+            ]
+        lines += [f"  note     {note}" for note in self.notes]
+        return "\n".join(lines + [f"  change   {change}" for change in self.changes])
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
@@ -69,6 +74,8 @@ class Explanation:
                 "actual": self.padding.actual,
             },
             "notes": list(self.notes),
+            "plan": dict(self.chosen),
+            "changes": list(self.changes),
         }
 
 
@@ -105,6 +112,8 @@ def explain_path(
     tokens_per_expert: list[int] | None = None,
     notes: tuple[str, ...] = (),
     suggests_size: bool = True,
+    chosen: dict[str, object] | None = None,
+    changes: tuple[str, ...] = (),
 ) -> Explanation:
     """Put a decision, the block count and the padding overhead together.
 
@@ -113,6 +122,8 @@ def explain_path(
         tokens_per_expert: a recorded load of this rank, for the actual overhead.
         notes: further lines.
         suggests_size: name a better block size by rows alone, if there is one.
+        chosen: what the kernels are compiled for.
+        changes: how to get another plan.
     """
     work = decision.work
 
@@ -142,4 +153,6 @@ def explain_path(
         overhead(work.block_size),
         by_size,
         notes,
+        chosen or {},
+        changes,
     )

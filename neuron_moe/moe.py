@@ -239,7 +239,7 @@ class MoE(nn.Module):
             step,
             (self.num_changes, self.expert_mlps.num_changes),
             lambda: (self.router, self.expert_mlps, self.shared_experts, self.rmsnorm),
-            lambda forms: self.expert_mlps.backend.plan(self._parts(step, forms), step),
+            lambda forms: self.expert_mlps.backend.plan(self.parts(step, forms), step),
         )
 
     def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:
@@ -258,7 +258,7 @@ class MoE(nn.Module):
             return None
         return self.plan(Step(crossing.phase, crossing.num_tokens, has_padding, crossing.is_part))
 
-    def _parts(self, step: Step, forms: Forms) -> LayerParts:
+    def parts(self, step: Step, forms: Forms | None = None) -> LayerParts:
         """Return what a backend plans with."""
         experts = self.expert_mlps
         return replace(

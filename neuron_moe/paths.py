@@ -114,7 +114,13 @@ class Decision:
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
         """(path, why not) for every other path."""
-        others = (path for path in PATHS if path != self.path)
+        others = [path for path in PATHS if path != self.path]
+        if self.kernel == _kernel_name("blockwise", "nki"):
+            few = f"is for decode steps of up to {DECODE_KERNEL_TOKENS} tokens"
+            return tuple(
+                (other, few if other in FEW_TOKEN_PATHS else _why_not(other, self.path, self.work))
+                for other in others
+            )
         return tuple((other, _why_not(other, self.path, self.work)) for other in others)
 
 
@@ -170,16 +176,11 @@ def decide(work: Workload, backend: str, compat: str | None = None) -> Decision:
     path, why = _rules_nxd(work) if compat == "nxd" else _rules(work)
     if backend == "nki" and path in FEW_TOKEN_PATHS:
         if work.phase == "prefill":
-            first = f"the nki kernels compute any prefill in blocks: {path} is for decode"
-            path, why = "blockwise", _behind(first, why)
+            path, why = "blockwise", lambda: ("the nki kernels compute any prefill in blocks",)
         elif work.tokens > DECODE_KERNEL_TOKENS:
-            first = f"T={work.tokens} > {DECODE_KERNEL_TOKENS}, the most of decode_moe: in blocks"
-            path, why = "blockwise", _behind(first, why)
+            most = f"T={work.tokens} > {DECODE_KERNEL_TOKENS}, the most of decode_moe: in blocks"
+            path, why = "blockwise", lambda: (most,)
     return Decision(path, _kernel_name(path, backend), work, why)
-
-
-def _behind(first: str, why: Reasons) -> Reasons:
-    return lambda: (first, *why())
 
 
 def settle_mode(decision: Decision, mode: str, reason: str, kernel: str) -> Decision:

@@ -198,6 +198,14 @@ class Plan(ABC):
         """Return what else a user should know."""
         return ()
 
+    def chosen(self) -> dict[str, Any]:
+        """Return what the kernels are compiled for, as far as it was a choice."""
+        return {}
+
+    def changes(self) -> tuple[str, ...]:
+        """Say how to get another plan, an entry for each choice."""
+        return ()
+
     def explain(self, tokens_per_expert: list[int] | None = None) -> Explanation:
         """Say what runs, why, and what its padding costs.
 
@@ -209,6 +217,8 @@ class Plan(ABC):
             tokens_per_expert=tokens_per_expert,
             notes=(*self.notes(), *self.parts.tuning.remarks, *self.parts.remarks),
             suggests_size=self.suggests_block_size,
+            chosen=self.chosen(),
+            changes=self.changes(),
         )
 
     @property

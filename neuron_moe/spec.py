@@ -6,12 +6,13 @@ its kernels are tuned `Tuning`'s.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from neuron_moe.errors import check_bools, check_choice, check_finite, check_positive_int
+from neuron_moe.tuned import DECODE_MODES, LOOP_PLANS, SHARD_PLANS, TunedPlans
 from nki_kernels.common.formula import (
     EXPERT_ACTIVATIONS,
     ROUTER_ACTIVATIONS,
@@ -36,8 +37,6 @@ __all__ = [
 
 DEFAULT_BLOCK_SIZE = 512
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
-SHARD_PLANS = ("auto", "balanced", "block", "intermediate", "hidden")
-LOOP_PLANS = ("sorted", "dynamic", "static")
 
 InitMethods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 """How the first and the down projections are drawn; None: kaiming-uniform."""
@@ -215,6 +214,9 @@ class Tuning:
             (run-time trips, one row tile each) or 'static' (the worst case).
         in_halves: with 'block', core 0 takes the first half of the blocks; else every second one.
         skip_weights: an expert's weights stay for its next row tile.
+        decode_mode: 'selective' (a list of the experts that were chosen), 'all_experts' (each is
+            read once), or 'auto', the choice of the cost model.
+        tuned: plans of `neuron-moe tune`, for the steps they are long enough for.
         remarks: sentences for `explain()` about what was asked for and changes nothing.
     """
 
@@ -225,15 +227,23 @@ class Tuning:
     loop_plan: str = "sorted"
     in_halves: bool = False
     skip_weights: bool = False
+    decode_mode: str = "auto"
+    tuned: TunedPlans = field(default_factory=TunedPlans)
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_size is not None:
             check_positive_int("block_size", self.block_size)
+            if self.tuned.prefill:
+                raise ValueError(
+                    f"block_size={self.block_size} beside tuned plans, which have their own. Set"
+                    " one of them."
+                )
         if isinstance(self.num_cores, bool) or self.num_cores not in (1, 2):
             raise ValueError(f"num_cores={self.num_cores!r}: must be 1 or 2. Use 2 on Trn2.")
-        check_choice("shard_plan", self.shard_plan, SHARD_PLANS)
+        check_choice("shard_plan", self.shard_plan, ("auto", *SHARD_PLANS))
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
+        check_choice("decode_mode", self.decode_mode, ("auto", *DECODE_MODES))
         check_bools(self, ("pad_num_blocks_to_even", "in_halves", "skip_weights"))
 
     def __str__(self) -> str:

@@ -24,6 +24,8 @@ SUBCOMMANDS = {
     "convert": ("commands.convert", "another number format or layout, files of ranks, or merged"),
     "compare": ("commands.compare", "where a model parts from a reference, layer by layer"),
     "bench": ("commands.bench", f"benchmarks: {', '.join(bench.MENU.entries)}"),
+    "explain": ("commands.explain", "how a MoE layer computes a step, and how to change that"),
+    "tune": ("commands.tune", "the fastest block sizes and plans of a layer, as a file to load"),
     "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
     "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
     "evaluate": (

@@ -16,6 +16,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from neuron_moe.spec import (
     as_dtype,
     check_top_k,
 )
+from neuron_moe.tuned import DECODE_MODES, TunedPlans, read_tuned
 from nki_kernels.common.formula import ROUTER_ACTIVATIONS
 
 HIDDEN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
@@ -161,9 +163,16 @@ class BlockwiseMatmulConfig:
     use_shard_on_block_dynamic_while: bool = False
     num_static_blocks: int | None = None
     pad_num_blocks_to_even: bool = False
+    # Beyond NxD's: selective, all_experts, or the cost model's choice; and plans of
+    # `neuron-moe tune` as plain values, see `from_tuned`.
+    decode_mode: str = dataclasses.field(default="auto", kw_only=True)
+    tuned: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_positive_int("block_size", self.block_size)
+        check_choice("decode_mode", self.decode_mode, ("auto", *DECODE_MODES))
+        if self.tuned is not None:
+            TunedPlans.read(self.tuned)
         strategy = _as_enum(
             BlockShardStrategy, "block_sharding_strategy", self.block_sharding_strategy
         )
@@ -228,6 +237,26 @@ class BlockwiseMatmulConfig:
     def default(cls) -> "BlockwiseMatmulConfig":
         """Build with every default."""
         return cls()
+
+    @classmethod
+    def from_tuned(cls, path: str | Path, **kwargs: Any) -> "BlockwiseMatmulConfig":
+        """Build with the plans of a file that `neuron-moe tune` wrote.
+
+        Args:
+            path: of the file.
+            kwargs: further fields.
+
+        Raises:
+            ValueError: the file is not as it must be, or was tuned for other cores.
+        """
+        found = read_tuned(path)
+        cores = kwargs.setdefault("logical_nc_config", found.lnc)
+        if cores != found.lnc:
+            raise ValueError(
+                f"{path}: tuned for {found.lnc} physical cores per logical core, not"
+                f" logical_nc_config={cores}. Tune with --lnc {cores}."
+            )
+        return cls.from_kwargs(tuned=found.plans.to_dict(), **kwargs)
 
 
 @names_its_keys

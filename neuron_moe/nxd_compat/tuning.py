@@ -11,6 +11,7 @@ from neuron_moe.nxd_compat.configs import (
     RoutedExpertsMLPOpsConfig,
 )
 from neuron_moe.spec import ExpertFormula, ExpertSpec, Tuning
+from neuron_moe.tuned import TunedPlans
 from nki_kernels.common.formula import limits
 
 Refusals = Iterable[tuple[object, str]]
@@ -109,6 +110,8 @@ def tuning_of(config: BlockwiseMatmulConfig, backend: str) -> Tuning:
         "block_size": size,
         "pad_num_blocks_to_even": config.pad_num_blocks_to_even,
         "num_cores": config.logical_nc_config,
+        "decode_mode": config.decode_mode,
+        "tuned": TunedPlans.read(config.tuned or {}),
     }
     if backend != "nki":
         return Tuning(**common, remarks=_remarks_without_kernels(config, backend))  # type: ignore[arg-type]

@@ -1,13 +1,17 @@
-"""Which plan and block size a prefill gets: candidates, ranked by the estimate of fit.py.
+"""Which plan and block size a prefill gets: candidates, ranked by the estimate of trip_time.py.
 
-The visits of an expected routing are listed as the device would list them, and their estimated
-times are added up. What the candidates share (routing, indexing, most of the combine) is left out.
+The visits of an expected routing are listed as the device would list them, and the times of their
+trips are added up, in both corners of the clock. Without a routing three are expected: even, drawn
+alike, and one in which a quarter of the experts gets most tokens; the candidate is taken whose
+largest loss against the best of each is least. What the candidates share (routing, indexing) is
+left out.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +24,20 @@ from nki_kernels.prefill.config import (
     PlanRequest,
     PrefillConfig,
     PrefillWork,
+    fit_of,
     num_partials,
     visit_dims,
     with_loop,
 )
-from nki_kernels.prefill.fit import find_loop, visit_ns
+from nki_kernels.prefill.fit import find_loops, visit_ns
 from nki_kernels.prefill.options import make_config, shard_plan_of
+from nki_kernels.prefill.trip_time import CORNERS, pace_of
 
-_START_NS = 20_000.0  # simulated: tables and the first weights, beside one visit
+_START_NS = 20_000.0  # simulated: tables and lists, before the first weights
 _SEED = 7
+_HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the choices they get
+_CLOSE_LOOPS = 12  # by the coarse estimate, of a shard plan at a block size
+_CLOSE_PLANS = 8  # beside the best of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +48,13 @@ class Expected:
         num_tokens: T.
         top_k: K, choices per token among this rank's experts; of E_all experts on several ranks, on
             average, rounded up.
-        routing: how likely each expert is to be chosen, E numbers; or uniform.
+        routing: how likely each expert is to be chosen, E numbers; or unknown.
         num_cores, scaling, stores: as in `PrefillWork`.
     """
 
     num_tokens: int
     top_k: int
-    routing: tuple[float, ...] | str = "uniform"
+    routing: tuple[float, ...] | str = "unknown"
     num_cores: int = 2
     scaling: str = "none"
     stores: str = "rows"
@@ -73,12 +82,18 @@ class Candidate:
     Attributes:
         request: for `make_config`.
         block_size: B.
-        estimated_us: of the expert kernel, both cores, in microseconds.
+        times_us: of experts and combine, both cores, in microseconds: for each routing expected, in
+            each corner of the clock.
     """
 
     request: PlanRequest
     block_size: int
-    estimated_us: float
+    times_us: tuple[float, ...]
+
+    @property
+    def estimated_us(self) -> float:
+        """Geometric mean of `times_us`."""
+        return math.exp(sum(map(math.log, self.times_us)) / len(self.times_us))
 
 
 _ANY = PlanRequest()
@@ -103,7 +118,7 @@ def rank_candidates(
     request: PlanRequest = _ANY,
     search: Search = _EVERYWHERE,
 ) -> list[Candidate]:
-    """Return all candidates that can run, the fastest first.
+    """Return the candidates that are worth a look, the best first; see `by_loss`.
 
     Args:
         formula: what an expert computes.
@@ -116,25 +131,102 @@ def rank_candidates(
     Raises:
         ValueError: the first of the shard plans cannot run, or the routing is not E numbers.
     """
-    num_tokens, top_k = expected.num_tokens, expected.top_k
-    tokens_E = expect_tokens(num_tokens * top_k, sizes.E, expected.routing)
-    found = []
-    for block_size in search.block_sizes:
-        tiles_E = -(-tokens_E // min(block_size, 128))
-        tiles = float(tiles_E.sum() / max(1, np.count_nonzero(tiles_E)))
-        num_slots = most_blocks(num_tokens, top_k, sizes.E, block_size) * block_size
-        work = PrefillWork(
-            block_size, num_slots, num_tokens, expected.num_cores, expected.scaling, expected.stores
+    routings = _routings(sizes.E, expected)
+    drafts = [
+        draft
+        for block_size in search.block_sizes
+        for draft in _drafts(formula, sizes, expected, request, search, block_size, routings)
+    ]
+    found = [
+        Candidate(
+            request=draft.request,
+            block_size=draft.block_size,
+            times_us=tuple(t for tokens_E in routings for t in estimate_us(draft.config, tokens_E)),
         )
-        first = replace(request, shard_plan=search.shard_plans[0], tiles_per_expert=tiles)
-        base = make_config(formula, sizes, work, first)
-        for name, largest in product(search.shard_plans, search.largest_visits):
-            asked = replace(first, shard_plan=name, largest_visit=largest)
-            config = _with_plan(base, asked)
-            if config is not None:
-                time_us = _estimate_us(config, tokens_E)
-                found.append(Candidate(request=asked, block_size=block_size, estimated_us=time_us))
-    return sorted(found, key=lambda candidate: candidate.estimated_us)
+        for draft in _worth_a_look(drafts)
+    ]
+    return by_loss(found)
+
+
+def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
+    """Return the best draft of each block size and shard plan, and then the best of the others."""
+    ordered = sorted(drafts, key=lambda draft: draft.coarse_ns)
+    best = dict[tuple[int, str], _Draft]()
+    others = dict[tuple[int, str, float], _Draft]()  # loops that do the same have the same time
+    for draft in ordered:
+        place = draft.block_size, draft.request.shard_plan
+        if best.setdefault(place, draft).coarse_ns != draft.coarse_ns:
+            others.setdefault((*place, draft.coarse_ns), draft)
+    return [*best.values(), *list(others.values())[:_CLOSE_PLANS]]
+
+
+def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates by their largest loss against the best of each routing and corner."""
+    best = [min(times) for times in zip(*(c.times_us for c in candidates), strict=True)]
+
+    def loss(candidate: Candidate) -> tuple[float, float]:
+        ratios = [time / least for time, least in zip(candidate.times_us, best, strict=True)]
+        return max(ratios), candidate.estimated_us
+
+    return sorted(candidates, key=loss)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A candidate before it is looked at closely."""
+
+    request: PlanRequest
+    block_size: int
+    config: PrefillConfig
+    coarse_ns: float
+
+
+def _routings(num_experts: int, expected: Expected) -> list[NDArray[np.int64]]:
+    """Return [E] tokens of each expert, for each routing to expect."""
+    pairs = expected.num_tokens * expected.top_k
+    if expected.routing != "unknown":
+        return [expect_tokens(pairs, num_experts, expected.routing)]
+    hot = max(1, int(num_experts * _HOT_SHARE))
+    cold_share = (1 - _HOT_CHOICES) / max(1, num_experts - hot)
+    skewed = (_HOT_CHOICES / hot,) * hot + (cold_share,) * (num_experts - hot)
+    even_E = np.full(num_experts, pairs // num_experts)
+    even_E[: pairs % num_experts] += 1
+    drawn = [expect_tokens(pairs, num_experts, routing) for routing in ("uniform", skewed)]
+    # An expert gets a token once at most.
+    return [even_E, *(np.minimum(tokens_E, expected.num_tokens) for tokens_E in drawn)]
+
+
+def _drafts(
+    formula: ExpertFormula,
+    sizes: ExpertSizes,
+    expected: Expected,
+    request: PlanRequest,
+    search: Search,
+    block_size: int,
+    routings: Sequence[NDArray[np.int64]],
+) -> list[_Draft]:
+    """Return the loops of each shard plan that are fast by the coarse estimate."""
+    tiles_E = -(-routings[0] // min(block_size, 128))
+    tiles = float(tiles_E.sum() / max(1, np.count_nonzero(tiles_E)))
+    num_slots = most_blocks(expected.num_tokens, expected.top_k, sizes.E, block_size) * block_size
+    work = PrefillWork(
+        block_size, num_slots, expected.num_tokens, expected.num_cores, expected.scaling,
+        expected.stores,
+    )  # fmt: skip
+    largest = max(search.largest_visits)
+    first = replace(
+        request, shard_plan=search.shard_plans[0], largest_visit=largest, tiles_per_expert=tiles
+    )
+    base = make_config(formula, sizes, work, first)
+    found = []
+    for name in search.shard_plans:
+        asked = replace(first, shard_plan=name)
+        for config in _configs_of(base, asked):
+            fit = fit_of(config.loop)
+            fixed = replace(asked, largest_visit=fit.visit, fit=fit)
+            coarse_ns = sum(_coarse_ns(config, tokens_E) for tokens_E in routings)
+            found.append(_Draft(fixed, block_size, config, coarse_ns))
+    return found
 
 
 def most_blocks(num_tokens: int, top_k: int, num_experts: int, block_size: int) -> int:
@@ -166,21 +258,23 @@ def expect_tokens(
     return rng.multinomial(num_pairs, weight_E / weight_E.sum())
 
 
-def _with_plan(base: PrefillConfig, asked: PlanRequest) -> PrefillConfig | None:
-    """Return a configuration with another shard plan and visits, None if that cannot run."""
+def _configs_of(base: PrefillConfig, asked: PlanRequest) -> list[PrefillConfig]:
+    """Return configurations with another shard plan; none if that cannot run."""
     shard = shard_plan_of(asked.shard_plan, base.num_cores)
     if shard.splits_i and base.I % base.num_cores:
-        return None
+        return []
     if shard.num_lanes < base.num_cores and (base.loop.by_parts or base.loop.skips_weights):
-        return None
+        return []
     loop = replace(base.loop, classes=tuple(range(asked.largest_visit, 0, -1)), turns=asked.turns)
-    parts = (loop.in_parts, loop.out_parts) if loop.by_parts else None
-    found = find_loop(replace(base, shard=shard, loop=loop), asked.tiles_per_expert, parts)
-    return None if found is None else with_loop(replace(base, shard=shard), found)
+    draft = replace(base, shard=shard, loop=loop)
+    loops = find_loops(draft, asked, asked.tiles_per_expert, _CLOSE_LOOPS)
+    return [with_loop(draft, loop) for loop in loops]
 
 
-def _estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
-    """Return the estimated time of the expert kernel, in microseconds.
+def _trips(
+    config: PrefillConfig, tokens_E: NDArray[np.int64]
+) -> tuple[list[tuple[tuple[int, int], int]], float]:
+    """Return the sizes and the number of trips of each loop, and the tokens of a row tile.
 
     Args:
         config: what the kernel is compiled for.
@@ -190,15 +284,39 @@ def _estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     expert = np.repeat(np.arange(config.E, dtype=np.int32), tiles_E)
     tile = np.arange(len(expert), dtype=np.int32)
     if not len(tile):
-        return 0.0
+        return [], 0.0
     lists = list_visits(tile, expert, visit_dims(config), num_tiles=len(tile), num_experts=config.E)
-    live_rows = tokens_E.sum() / len(tile)
-    total = _START_NS + visit_ns(config, 1, live_rows)
-    for sizes, trips in zip(
-        loops_of(config.loop.classes), lists.class_trips_1L[0].tolist(), strict=True
-    ):
+    loops = zip(loops_of(config.loop.classes), lists.class_trips_1L[0].tolist(), strict=True)
+    return [(sizes, trips) for sizes, trips in loops if trips], tokens_E.sum() / len(tile)
+
+
+def _coarse_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
+    """Return a rough estimate of the time of the experts' visits."""
+    loops, live_rows = _trips(config, tokens_E)
+    total = 0.0
+    for sizes, trips in loops:
         total += trips * sum(visit_ns(config, size, live_rows) for size in sizes)
-    # Each further partial sum is read once more, by the combine.
-    extra_bytes = (num_partials(config) - 1) * tokens_E.sum() * config.H * 2
-    total += extra_bytes / CORE.hbm_bytes_per_ns / config.num_cores
-    return float(total) / 1e3
+    return total
+
+
+def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> tuple[float, ...]:
+    """Return the estimated time of experts and combine, in microseconds, in each of CORNERS.
+
+    Args:
+        config: what the kernel is compiled for.
+        tokens_E: [E] tokens of each expert.
+    """
+    loops, live_rows = _trips(config, tokens_E)
+    # The combine reads what the experts stored: each partial sum once more.
+    combined_bytes = num_partials(config) * tokens_E.sum() * config.H * 2
+    shared_ns = _START_NS + combined_bytes / CORE.hbm_bytes_per_ns / config.num_cores
+    found = []
+    for corner in CORNERS:
+        total_ns = shared_ns
+        for number, (sizes, trips) in enumerate(loops):
+            pace = pace_of(config, sizes, live_rows)[corner]
+            total_ns += trips * pace.next_ns
+            if number == 0:
+                total_ns += pace.first_ns - pace.next_ns
+        found.append(float(total_ns) / 1e3)
+    return tuple(found)

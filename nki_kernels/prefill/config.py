@@ -63,6 +63,17 @@ class PrefillWork(NKIObject):
 
 
 @dataclass(frozen=True)
+class LoopFit(NKIObject):
+    """What estimates choose of a `LoopPlan`; other buffers follow from it."""
+
+    visit: int
+    in_parts: int
+    out_parts: int
+    weight_buffers: int
+    turns: str
+
+
+@dataclass(frozen=True)
 class PlanRequest(NKIObject):
     """How a launch is to go through its work, as far as estimates are not to choose.
 
@@ -81,6 +92,7 @@ class PlanRequest(NKIObject):
         tiles_per_expert: row tiles of an expert to expect; 0 takes the mean of the slots.
         fetches: who fetches entries of tables by a number in SBUF: an engine (copy), or DMA, for a
             compiler that does not let engines (dma).
+        fit: the loop that was chosen, from a `Candidate`; None leaves it to the estimate.
     """
 
     shard_plan: str = "balanced"
@@ -92,6 +104,7 @@ class PlanRequest(NKIObject):
     largest_visit: int = MOST_TILES
     tiles_per_expert: float = 0.0
     fetches: str = "copy"
+    fit: LoopFit | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +193,11 @@ class PrefillConfig(NKIObject):
 def largest_visit_of(config: PrefillConfig) -> int:
     """Return G, the row tiles of the largest visit."""
     return config.loop.classes[0]
+
+
+def fit_of(loop: LoopPlan) -> LoopFit:
+    """Return what of a loop plan is a choice."""
+    return LoopFit(loop.classes[0], loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns)
 
 
 def num_partials(config: PrefillConfig) -> int:

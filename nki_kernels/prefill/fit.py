@@ -16,9 +16,11 @@ from nki_kernels.common.formula import num_projections
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
     LoopPlan,
+    PlanRequest,
     PrefillConfig,
     core_depth,
     core_width,
+    fit_of,
     largest_visit_of,
     with_loop,
 )
@@ -28,10 +30,10 @@ _MAX_OUTER_BUFFERS = 8
 # Assumed: loads that may not run ahead of the tensor engine wait at times.
 _ONE_BUFFER_PENALTY = 1.05
 # What a visit takes beyond its engine, read off simulated visits of GPT-OSS, Qwen3, DeepSeek,
-# Llama 4 and Mixtral shapes: per row tile and per row of it; per part of the weights, where the
-# engine waits for the next; per exchange between the cores. An intermediate tile takes so long at
-# least, until the activation has made room for the one after the next.
-_TILE_NS, _ROW_NS, _PART_NS, _EXCHANGE_NS, _INNER_NS = 500.0, 2.5, 2_500.0, 3_700.0, 350.0
+# Llama 4 and Mixtral shapes: per row tile and per row of it; per exchange between the cores. An
+# intermediate tile takes so long at least, until the activation has made room for the one after
+# the next.
+_TILE_NS, _ROW_NS, _EXCHANGE_NS, _INNER_NS = 500.0, 2.5, 3_700.0, 350.0
 _LEAST_I_PART, _LEAST_H_PART = 64, 256
 
 
@@ -54,7 +56,10 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
     rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / CORE.hbm_bytes_per_ns
     load = load_in + load_out + rows
     if loop.weight_buffers == 2 and loop.in_parts > 1:
-        return max(into + out + _PART_NS * (loop.in_parts + loop.out_parts), load)
+        # The first part of each kind came beside the other kind; the others one ahead of their use.
+        go_in = into / loop.in_parts + _all_but_one(loop.in_parts, into, load_in)
+        go_out = out / loop.out_parts + _all_but_one(loop.out_parts, out, load_out)
+        return max(go_in + go_out, load)
     wait = num_tiles * (_TILE_NS + _ROW_NS * config.tile_rows)
     if loop.weight_buffers == 2:
         if config.shard.splits_h:
@@ -64,6 +69,11 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
         apart = max(into, load_out + rows / 2) + max(out, load_in + rows / 2)
         return max(_ONE_BUFFER_PENALTY * apart, num_tiles * _evict_ns(config)) + wait
     return into + out + load_in + load_out
+
+
+def _all_but_one(parts: int, work_ns: float, load_ns: float) -> float:
+    """Return the time of all parts but the first, each computed while the next one loads."""
+    return (parts - 1) * max(work_ns, load_ns) / parts
 
 
 def _weights_ns(config: PrefillConfig) -> tuple[float, float]:
@@ -97,24 +107,28 @@ def _load_ns(runs: int, size_bytes: int) -> float:
     return max(engines, size_bytes / CORE.hbm_bytes_per_ns)
 
 
-def fit_loop(
-    config: PrefillConfig, tiles_per_expert: float, parts: tuple[int, int] | None = None
-) -> LoopPlan:
-    """Return what `find_loop` returns.
+def fit_loop(config: PrefillConfig, request: PlanRequest, tiles_per_expert: float) -> LoopPlan:
+    """Return the best of `find_loops`.
 
     Raises:
         ValueError: nothing fits.
     """
-    found = find_loop(config, tiles_per_expert, parts)
-    if found is not None:
-        return found
+    found = find_loops(config, request, tiles_per_expert, 1)
+    if found:
+        return found[0]
     if _needs_whole_experts(config):
         asked = "skip_weights=True" if config.loop.skips_weights else "shard_plan='hidden'"
         raise ValueError(
             f"{asked}: experts with H={config.H}, I={config.I} do not fit SBUF whole. Use more "
             "ranks of tensor parallelism, or the default."
         )
-    if parts is not None:
+    if request.fit is not None:
+        raise ValueError(
+            f"fit={request.fit}: does not fit a core with H={config.H}, I={config.I}. Leave it "
+            "None, or tune for this layer."
+        )
+    if request.weight_parts is not None:
+        parts = config.loop.in_parts, config.loop.out_parts
         raise ValueError(
             f"weight_parts: {parts} for a core with H={config.H}, I={config.I} do not fit SBUF, "
             "or are parts of less than the kernel loads. Use best_parts()."
@@ -125,30 +139,30 @@ def fit_loop(
     )
 
 
-def find_loop(
-    config: PrefillConfig, tiles_per_expert: float, parts: tuple[int, int] | None = None
-) -> LoopPlan | None:
-    """Return the loop plan with the least estimated time among those that fit SBUF.
+def find_loops(
+    config: PrefillConfig, request: PlanRequest, tiles_per_expert: float, count: int
+) -> list[LoopPlan]:
+    """Return the loop plans with the least estimated times among those that fit SBUF.
 
     Args:
         config: sizes, and a loop plan whose classes are the most there may be.
+        request: the parts in which weights lie, and the choices, if they are given.
         tiles_per_expert: row tiles of an expert to expect.
-        parts: the parts in which a core loads weights, if they are given.
-
-    Returns:
-        None if nothing fits.
+        count: how many, at most.
     """
-    best, best_ns = None, float("inf")
+    tiles, found = max(1, round(tiles_per_expert)), []
+    parts = None
+    if request.weight_parts is not None:
+        parts = config.loop.in_parts, config.loop.out_parts
     for loop in _candidates(config):
-        if parts is not None and parts != (loop.in_parts, loop.out_parts):
+        if parts not in (None, (loop.in_parts, loop.out_parts)):
+            continue
+        if request.fit not in (None, fit_of(loop)):
             continue
         trial = with_loop(config, loop)
-        if sbuf_bytes(trial) > FITTED_SBUF_BYTES:
-            continue
-        total_ns = _experts_ns(trial, max(1, round(tiles_per_expert)))
-        if total_ns < best_ns:
-            best, best_ns = trial, total_ns
-    return None if best is None else _more_buffers(best)
+        if sbuf_bytes(trial) <= FITTED_SBUF_BYTES:
+            found.append((_experts_ns(trial, tiles), len(found), trial))
+    return [_more_buffers(trial) for _, _, trial in sorted(found)[:count]]
 
 
 def _experts_ns(config: PrefillConfig, tiles: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from nki_kernels.common.axes import is_even, tile_axis
@@ -17,13 +18,16 @@ from nki_kernels.prefill.config import (
     PrefillConfig,
     PrefillWork,
     ShardPlan,
+    largest_visit_of,
     stored_parts,
     visit_dims,
     with_loop,
 )
-from nki_kernels.prefill.fit import fit_loop
+from nki_kernels.prefill.fit import find_loops, fit_loop
+from nki_kernels.prefill.trip_time import pace_of
 
-_EVEN_TILES = 2.0
+_EVEN_TILES = 2
+_CLOSE_LOOPS = 12  # how many are looked at closely
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
 _ALLOWED = {
     "weight_format": WEIGHT_FORMATS,
@@ -60,27 +64,35 @@ def make_config(
     _check_formula(formula)
     _check_plan(sizes, work, request)
     draft = _draft(formula, sizes, work, request)
-    parts = None
-    if request.weight_parts is not None:
-        parts = draft.loop.in_parts, draft.loop.out_parts
     expected = request.tiles_per_expert or draft.num_tiles / sizes.E
-    return with_loop(draft, fit_loop(draft, expected, parts))
+    return with_loop(draft, fit_loop(draft, request, expected))
 
 
-def best_parts(config: PrefillConfig, tiles_per_expert: float = _EVEN_TILES) -> tuple[int, int]:
+def best_parts(config: PrefillConfig) -> tuple[int, int]:
     """Return the `weight_parts` with which a configuration would be fastest, by estimate.
 
-    (1, 1) where an expert is loaded whole: its runs are long as they are.
+    (1, 1) where an expert is loaded whole: its runs are long as they are. Weights lie in one way
+    for prompts of any length; experts of two row tiles are expected, with which a visit loads about
+    as long as it multiplies.
 
     Args:
         config: what the kernel is compiled for, with weights in plain layout.
-        tiles_per_expert: row tiles of an expert to expect. The default suits prompts of any length,
-            as weights lie in one way: with two, a visit loads about as long as it multiplies.
     """
     classes = _classes(MOST_TILES) if config.loop.is_sorted else (1,)
-    loop = replace(config.loop, by_parts=True, classes=classes)
-    fitted = fit_loop(replace(config, loop=loop), tiles_per_expert)
-    return stored_parts(replace(config, loop=fitted))
+    draft = replace(config, loop=replace(config.loop, by_parts=True, classes=classes))
+    fit_loop(draft, _BY_ESTIMATE, _EVEN_TILES)  # raises where nothing fits
+    fitted = [
+        with_loop(draft, loop)
+        for loop in find_loops(draft, _BY_ESTIMATE, _EVEN_TILES, _CLOSE_LOOPS)
+    ]
+    return stored_parts(min(fitted, key=_even_trip_ns))
+
+
+def _even_trip_ns(config: PrefillConfig) -> float:
+    """Return the time of two experts of two row tiles each."""
+    visit = min(largest_visit_of(config), _EVEN_TILES)
+    paces = pace_of(config, (visit, visit), config.tile_rows)
+    return math.prod(pace.next_ns for pace in paces.values()) ** 0.5 / visit
 
 
 def visits_of(

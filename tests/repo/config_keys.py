@@ -277,6 +277,15 @@ def _router_probes(owner: str) -> list[Probe]:
 
 
 _SWIGLU = {"RoutedExpertsMLPOpsConfig": {"hidden_act": "sigmoid", "glu_type": "swiglu"}}
+_TUNED = {
+    "prefill": [
+        {
+            "tokens": 1 << 20, "block_size": 64, "shard_plan": "balanced", "loop_plan": "sorted",
+            "visit": 2, "loaded_parts": [1, 1], "weight_buffers": 2, "turns": "tensor",
+            "weights": "plain",
+        }
+    ]
+}  # fmt: skip
 _BY_BLOCKS = {"BlockwiseMatmulConfig": {"use_shard_on_block_dynamic_while": True}}
 # 36 tokens with 3 of 8 experts need at most 11 blocks of 32.
 _ODD_BLOCKS: dict[str, dict[str, Any]] = {
@@ -355,6 +364,8 @@ PROBES: list[Probe] = [
     Probe("BlockwiseMatmulConfig", "use_shard_on_block_dynamic_while", True),
     Probe("BlockwiseMatmulConfig", "num_static_blocks", 4),
     Probe("BlockwiseMatmulConfig", "pad_num_blocks_to_even", True, _ODD_BLOCKS),
+    Probe("BlockwiseMatmulConfig", "decode_mode", "all_experts"),
+    Probe("BlockwiseMatmulConfig", "tuned", _TUNED),
     Probe("MoEFusedTKGConfig", "quantized", True),
     Probe("MoEFusedTKGConfig", "moe_fused_kernel_enabled", False),
     Probe("MoEFusedTKGConfig", "router_topk_kernel_enabled", False),

@@ -33,6 +33,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
 # longest prefix counts, so that a file of a folder can stand elsewhere than the folder.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("tuned",),
     ("spec", "quantize", "blocks"),
     ("activations", "choices", "paths", "checkpoint"),
     ("parallel",),

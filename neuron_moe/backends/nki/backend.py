@@ -66,7 +66,12 @@ def _workload(parts: LayerParts, step: Step, in_blocks: str) -> Workload:
     tuning = parts.tuning
     work = parts.workload(step)
     is_long = step.phase not in DECODE_PHASES or step.tokens > DECODE_KERNEL_TOKENS
-    if (is_long or in_blocks) and tuning.block_size is None and tuning.shard_plan == "auto":
+    if not (is_long or in_blocks):
+        return work
+    tuned = tuning.tuned.for_prefill(step.tokens)
+    if tuned is not None:
+        return replace(work, block_size=tuned.block_size)
+    if tuning.block_size is None and tuning.shard_plan == "auto":
         best = prefill.rank(parts, step.tokens)[0]
         work = replace(work, block_size=int(best.block_size))
     return work
@@ -103,7 +108,10 @@ def _fused(parts: LayerParts, step: Step, decision: Decision) -> Plan:
 
     It differs from that of the experts alone: weights load while the kernel still routes.
     """
-    if parts.compat is None:
+    asked = _asked_mode(parts, step)
+    if asked is not None:
+        decision = settle_mode(decision, *asked, "nki.decode_layer")
+    elif parts.compat is None:
         config = layer.layer_config(parts, step.tokens, None)
         reason = f"cost model of decode_layer: {config.moe.reason}"
         decision = settle_mode(decision, decode.path_of(config.moe), reason, "nki.decode_layer")
@@ -113,9 +121,23 @@ def _fused(parts: LayerParts, step: Step, decision: Decision) -> Plan:
 
 def _few_tokens(parts: LayerParts, step: Step, decision: Decision, apart: str) -> Plan:
     """Return the plan of decode_moe, in the mode that its cost model takes."""
-    if parts.compat is None:
+    asked = _asked_mode(parts, step)
+    if asked is not None:
+        decision = settle_mode(decision, *asked, "nki.decode_moe")
+    elif parts.compat is None:
         config = decode.decode_config(parts, step.tokens)
         reason = f"cost model of decode_moe: {config.reason}"
         decision = settle_mode(decision, decode.path_of(config), reason, "nki.decode_moe")
     config = decode.decode_config(parts, step.rows or step.tokens, decision.path)
     return decode.DecodePlan(step, decision, parts, config, apart)
+
+
+def _asked_mode(parts: LayerParts, step: Step) -> tuple[str, str] | None:
+    """Return the decode mode that was asked for or tuned, and why; None leaves it open."""
+    mode = parts.tuning.decode_mode
+    if mode != "auto":
+        return mode, f"decode_mode={mode!r} was asked for"
+    tuned = parts.tuning.tuned.for_decode(step.tokens)
+    if tuned is not None:
+        return tuned.mode, f"tuned for up to {tuned.tokens} tokens"
+    return None

@@ -118,6 +118,27 @@ class DecodePlan(Plan):
         is_alone = self.parts.router is None
         return notes if is_alone else (*notes, f"not fused: {self.why_apart}")
 
+    def chosen(self) -> dict[str, Any]:
+        """Return the mode, in the words of a tuned plan."""
+        return chosen_mode(self)
+
+    def changes(self) -> tuple[str, ...]:
+        """Say how to get the other mode."""
+        return mode_changes(self.path)
+
+
+def chosen_mode(plan: Plan) -> dict[str, Any]:
+    """Return the mode of a decode step, in the words of a tuned plan."""
+    return {"tokens": plan.step.tokens, "mode": plan.path}
+
+
+def mode_changes(path: str) -> tuple[str, ...]:
+    """Say how to get another decode mode than `path`."""
+    other = next(mode for mode in MODES if mode != path)
+    return (
+        f"mode: decode_mode={other!r} of BlockwiseMatmulConfig or Tuning, --decode-mode {other}",
+    )
+
 
 def expert_operands(parts: LayerParts, config: Any) -> ExpertOperands:
     """Return the experts' operands of a decode kernel, prepared once for all steps of a layout.

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from neuron_moe.backends.nki.decode import (
     ExpertOperands,
+    chosen_mode,
     config_records,
     describe,
     expert_operands,
+    mode_changes,
     with_layout,
 )
 from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
@@ -104,6 +106,15 @@ class LayerPlan(Plan):
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Refuse: the choices stay on chip."""
         raise NotImplementedError("decode_layer: computes the whole layer. Call layer().")
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the mode, in the words of a tuned plan."""
+        return chosen_mode(self)
+
+    def changes(self) -> tuple[str, ...]:
+        """Say how to get the other mode, or several launches."""
+        apart = "one launch: moe_fused_kernel_enabled=False of MoEFusedTKGConfig"
+        return (*mode_changes(self.path), apart)
 
     def notes(self) -> tuple[str, ...]:
         """Say how the kernel goes through the experts, and what else it computes."""

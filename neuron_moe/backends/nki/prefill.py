@@ -27,6 +27,7 @@ from neuron_moe.backends.nki.router import Route, router_call, router_form
 from neuron_moe.blocks import NO_EXPERT, BlockMapping, num_blocks
 from neuron_moe.plan import LayerParts, Plan
 from neuron_moe.router import Routing
+from neuron_moe.tuned import PrefillChoice
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
@@ -38,11 +39,13 @@ from nki_kernels.prefill import (
     Candidate,
     Expected,
     ExpertSizes,
+    LoopFit,
     PlanRequest,
     PrefillWork,
     Search,
     best_parts,
     blockwise_moe,
+    by_loss,
     make_config,
     rank_candidates,
     visit_dims,
@@ -85,8 +88,12 @@ class PrefillPlan(Plan):
         return router_call(self.parts.router, self.parts.forms, self.parts.tuning.num_cores)
 
     @cached_property
+    def _config(self) -> Any:
+        return _configure(self)
+
+    @cached_property
     def _launches(self) -> _Launches:
-        return _prepare(self)
+        return _prepare(self, self._config)
 
     def prepare(self) -> None:
         """Put weights in the form that runs."""
@@ -136,13 +143,23 @@ class PrefillPlan(Plan):
             return output_TH
         return torch.where(is_broken_T1, torch.nan, output_TH)
 
+    def _choice(self) -> PrefillChoice:
+        return choice_of(self._config, self.step.tokens, self.decision.work.block_size)
+
+    def chosen(self) -> dict[str, Any]:
+        """Return what runs, in the words of a tuned plan."""
+        return self._choice().to_dict()
+
     def notes(self) -> tuple[str, ...]:
         """Say which plan runs, and what a better block size would give."""
         parts, work = self.parts, self.decision.work
-        plan = f"plan: {parts.tuning}"
+        tuned = parts.tuning.tuned.for_prefill(work.tokens)
+        plan = f"plan: {self._choice()}"
         better: tuple[str, ...] = ()
-        if parts.tuning.shard_plan == "auto":
-            plan = _describe(rank(parts, work.tokens, work.block_size))
+        if tuned is not None:
+            plan += f"; tuned for up to {tuned.tokens} tokens"
+        elif parts.tuning.shard_plan == "auto":
+            plan += _estimated(rank(parts, work.tokens, work.block_size))
             best = rank(parts, work.tokens)[0]
             if best.block_size != work.block_size:
                 better = (
@@ -152,45 +169,124 @@ class PrefillPlan(Plan):
         around = "kernels: router_topk, index_blocks, combine around it"
         return (plan, around, format_note(parts.weights), *better)
 
+    def changes(self) -> tuple[str, ...]:
+        """Say how to get another block size or plan."""
+        return (
+            "block size: BlockwiseMatmulConfig(block_size=128), or Tuning(block_size=128)",
+            "plan: a file of `neuron-moe tune` (BlockwiseMatmulConfig.from_tuned(file)), or"
+            " Tuning(shard_plan=...)",
+        )
 
-def _prepare(plan: PrefillPlan) -> _Launches:
-    """Choose configurations and put operands in the form of the kernels.
+
+def _configure(plan: PrefillPlan) -> Any:
+    """Return what blockwise_moe is compiled for.
 
     Raises:
-        ValueError: sizes, a formula or weights that the kernels do not take.
+        ValueError: sizes or a formula that the kernel does not take, or a plan that does not fit.
+    """
+    parts, tuning = plan.parts, plan.parts.tuning
+    check_weights(parts.weights)
+    num_tokens, block_size = plan.step.rows or plan.step.tokens, plan.decision.work.block_size
+    blocks = _num_blocks(plan)
+    scaling, slots = _scaling(parts), blocks * block_size
+    work = PrefillWork(block_size, slots, num_tokens, tuning.num_cores, scaling)
+    return make_config(
+        kernel_formula(parts.weights), expert_sizes(parts.weights), work, _request(plan)
+    )
+
+
+def _num_blocks(plan: PrefillPlan) -> int:
+    """Return N, for any routing."""
+    parts = plan.parts
+    return num_blocks(
+        plan.step.rows or plan.step.tokens,
+        parts.spec.top_k,
+        parts.weights.num_experts,
+        plan.decision.work.block_size,
+        pad_to_even=parts.tuning.pad_num_blocks_to_even,
+    )
+
+
+def _prepare(plan: PrefillPlan, config: Any) -> _Launches:
+    """Configure the kernels around it, and put operands in the form that they take.
+
+    Raises:
+        ValueError: sizes or weights that the kernels do not take.
     """
     parts, weights, tuning = plan.parts, plan.parts.weights, plan.parts.tuning
     operands = operands_of(parts)
     num_tokens, top_k = plan.step.rows or plan.step.tokens, parts.spec.top_k
-    block_size = plan.decision.work.block_size
-    request = _request(parts, num_tokens, block_size)
-    if request.weight_parts is not None and weights.prefill_copy is not None:
+    block_size, blocks = plan.decision.work.block_size, _num_blocks(plan)
+    if config.loop.by_parts:
+        assert weights.prefill_copy is not None
         operands = operands.laid_out(weights.prefill_copy)
-    is_even = tuning.pad_num_blocks_to_even
-    blocks = num_blocks(num_tokens, top_k, weights.num_experts, block_size, pad_to_even=is_even)
-    num_slots, scaling = blocks * block_size, _scaling(parts)
-    work = PrefillWork(block_size, num_slots, num_tokens, tuning.num_cores, scaling)
-    config = make_config(kernel_formula(weights), _sizes(weights), work, request)
     dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
     check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
-    check_combine(num_tokens, top_k, config.H, num_slots, num_partials)
+    check_combine(num_tokens, top_k, config.H, blocks * block_size, num_partials)
     out = CombineDims(nl.float32, True)
     beside = parts.expert_form("prefill beside", partial(_beside, operands, config.H))
     return _Launches(config, dims, visits, out, operands, beside)
 
 
-def _request(parts: LayerParts, num_tokens: int, block_size: int) -> PlanRequest:
-    """Return the plan that was asked for, or the cost model's."""
-    tuning = parts.tuning
+def _request(plan: PrefillPlan) -> PlanRequest:
+    """Return the plan that was asked for or tuned, or the cost model's."""
+    parts, tuning = plan.parts, plan.parts.tuning
+    tuned = tuning.tuned.for_prefill(plan.step.tokens)
+    if tuned is not None:
+        return _tuned_request(parts, tuned)
     request = PlanRequest(shard_plan=tuning.shard_plan)
     if tuning.shard_plan == "auto":
-        request = rank(parts, num_tokens, block_size)[0].request
+        num_tokens = plan.step.rows or plan.step.tokens
+        request = rank(parts, num_tokens, plan.decision.work.block_size)[0].request
     return replace(
         request,
         loop_plan=tuning.loop_plan,
         in_halves=tuning.in_halves,
         skip_weights=tuning.skip_weights,
+    )
+
+
+def _tuned_request(parts: LayerParts, tuned: PrefillChoice) -> PlanRequest:
+    """Return a tuned plan in the words of the kernel.
+
+    Raises:
+        ValueError: it reads weights that are not laid out so.
+    """
+    weight_parts, copy = None, parts.weights.prefill_copy
+    loaded = tuned.loaded_parts
+    if tuned.weights == "by parts":
+        if copy is None:
+            raise ValueError(
+                f"plan tuned for {tuned.tokens} tokens: reads weights by parts, and they are plain."
+                " Call pack_weights(for_prefill=True), or tune with --weights plain."
+            )
+        weight_parts = copy.parts
+    return PlanRequest(
+        shard_plan=tuned.shard_plan,
+        loop_plan=tuned.loop_plan,
+        weight_parts=weight_parts,
+        largest_visit=tuned.visit,
+        fit=LoopFit(tuned.visit, *loaded, tuned.weight_buffers, tuned.turns),
+    )
+
+
+def choice_of(config: Any, tokens: int, block_size: int) -> PrefillChoice:
+    """Return what a configuration does, in the words of a tuned plan."""
+    loop, shard = config.loop, config.shard
+    shard_plan = "balanced" if loop.is_sorted else "block"
+    if shard.splits_i or shard.splits_h:
+        shard_plan = "intermediate" if shard.splits_i else "hidden"
+    return PrefillChoice(
+        tokens=tokens,
+        block_size=block_size,
+        shard_plan=shard_plan,
+        loop_plan="sorted" if loop.is_sorted else "dynamic" if loop.is_dynamic else "static",
+        visit=loop.classes[0],
+        loaded_parts=(loop.in_parts, loop.out_parts),
+        weight_buffers=loop.weight_buffers,
+        turns=loop.turns,
+        weights="by parts" if loop.by_parts else "plain",
     )
 
 
@@ -264,13 +360,13 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
     requests = [PlanRequest()]
     if weights.prefill_copy is not None:
         requests.append(PlanRequest(weight_parts=weights.prefill_copy.parts))
-    formula, sizes = kernel_formula(weights), _sizes(weights)
+    formula, sizes = kernel_formula(weights), expert_sizes(weights)
     ranked = [
         candidate
         for request in requests
         for candidate in _rank(formula, sizes, expected, request, search)
     ]
-    return sorted(ranked, key=lambda candidate: candidate.estimated_us)
+    return by_loss(ranked)
 
 
 @functools.lru_cache(maxsize=256)
@@ -300,7 +396,7 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
     # The parts do not depend on the tokens: as many as give each expert one row tile.
     tokens = 128 * weights.num_experts
     work = PrefillWork(128, tokens, tokens, tuning.num_cores)
-    config = make_config(kernel_formula(weights), _sizes(weights), work)
+    config = make_config(kernel_formula(weights), expert_sizes(weights), work)
     in_parts, out_parts = best_parts(config)
     if (in_parts, out_parts) == (1, 1):
         return None
@@ -319,22 +415,20 @@ def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
     return cut.permute(0, 3, 1, 2, 4).reshape(experts, parts, rows, columns // parts)
 
 
-def _describe(ranked: list[Candidate]) -> str:
-    """Return a line for `MoE.explain` about candidates of the cost model."""
+def _estimated(ranked: list[Candidate]) -> str:
+    """Return what `MoE.explain` adds to the plan of the first of some candidates."""
     best, *others = ranked
-    plan, parts = best.request.shard_plan, best.request.weight_parts
-    unlike = [other for other in others if other.request.shard_plan != plan]
+    unlike = [other for other in others if other.request.shard_plan != best.request.shard_plan]
     other = ""
     if unlike:
-        other = f"; {unlike[0].request.shard_plan} {unlike[0].estimated_us:.0f} us"
-    layout = "" if parts is None else f", weights laid out in {parts[0]} and {parts[1]} parts"
+        other = f", {unlike[0].request.shard_plan} {unlike[0].estimated_us:.0f} us"
     return (
-        f"plan: {best.request.loop_plan} loop, {plan} shards{layout}, the cost model's choice:"
-        f" experts in {best.estimated_us:.0f} us{other} [estimated]"
+        f"; the cost model's choice: experts and combine {best.estimated_us:.0f} us{other}"
+        " [estimated]"
     )
 
 
-def _sizes(weights: ExpertWeights) -> ExpertSizes:
+def expert_sizes(weights: ExpertWeights) -> ExpertSizes:
     """Return the sizes of this rank's experts."""
     experts, width, hidden_size = weights.down_proj_EIH.shape
     is_narrow = isinstance(weights.packed_down, NarrowMatrices)

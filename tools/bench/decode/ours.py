@@ -8,6 +8,7 @@ import numpy as np
 
 import nki_sim
 from neuron_moe.tools.bench.comparison import runs
+from neuron_moe.tools.bench.comparison.layers import Model
 from neuron_moe.tools.bench.decode.cases import ROUTERS, DecodeCase
 from neuron_moe.tools.bench.decode.router_inputs import RouterInputs
 from nki_kernels.common.formula import ExpertFormula, RouterFormula, limits
@@ -47,7 +48,7 @@ def launch_ours(
     if case.kernel == "decode_block":
         return _launch_layer(case, _layer_config(case, *records), first, options)
     config = make_decode_config(*records)
-    operands = _experts(case, config)
+    operands = expert_specs(case.model, config)
     run = runs.run(
         decode_moe, TensorSpec((case.B, case.model.H), "bfloat16"), operands.pop("gate_up"),
         operands.pop("down"), index_TK, TensorSpec(index_TK.shape, "float32"), first, config,
@@ -80,7 +81,7 @@ def _launch_layer(
 ) -> tuple[nki_sim.Run, DecodeConfig]:
     front = RouterInputs.of(case, case.model.H)
     router = pack_router_weight(front.weight_EH, config.moe.h_axis, config.router_parts)
-    operands = _experts(case, config.moe)
+    operands = expert_specs(case.model, config.moe)
     run = runs.run(
         decode_layer, front.hidden_TH, router,
         operands.pop("gate_up"), operands.pop("down"), first, config, lnc=CORES,
@@ -109,9 +110,9 @@ def _records(
     )
 
 
-def _experts(case: DecodeCase, config: DecodeConfig) -> dict[str, Any]:
-    """Return the experts' operands."""
-    E, H, I = case.model.E, case.model.H, case.model.I  # noqa: E741  the axis letters
+def expert_specs(model: Model, config: DecodeConfig) -> dict[str, Any]:
+    """Return the experts' operands, without values."""
+    E, H, I = model.E, model.H, model.I  # noqa: E741  the axis letters
     found: dict[str, Any] = {}
     formula, weights = config.formula, config.weights
     gate_up, down = weight_shapes(config)

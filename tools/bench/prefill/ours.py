@@ -107,14 +107,16 @@ def configure_case(
     return configure(model, len(expert_index_TK), len(mapping.token_position_to_id), layout)
 
 
-def _mapping(model: Model, expert_index_TK: Any) -> Any:
-    return build_block_mapping(torch.from_numpy(expert_index_TK), model.E, BLOCK_SIZE)
+def _mapping(model: Model, expert_index_TK: Any, block_size: int = BLOCK_SIZE) -> Any:
+    return build_block_mapping(torch.from_numpy(expert_index_TK), model.E, block_size)
 
 
-def launch_ours(model: Model, expert_index_TK: Any, config: PrefillConfig) -> nki_sim.Run:
-    """Simulate our layer."""
+def launch_ours(
+    model: Model, expert_index_TK: Any, config: PrefillConfig, block_size: int = BLOCK_SIZE
+) -> nki_sim.Run:
+    """Simulate our layer; an expert of -1 is another rank's."""
     T, K = expert_index_TK.shape
-    mapping = _mapping(model, expert_index_TK)
+    mapping = _mapping(model, expert_index_TK, block_size)
     slots = mapping.token_position_to_id.numpy()
     visits = visits_of(config, slots, mapping.block_to_expert.numpy())
     pair = mapping.pair_of_slot.numpy()
@@ -154,13 +156,17 @@ def _operands(model: Model, T: int, slots: Any, config: PrefillConfig) -> dict[s
         down_shape = (E, out_parts, I, H // out_parts)
     found: dict[str, Any] = {
         "hidden": TensorSpec((T, H), "bfloat16"),
-        "gate_up": TensorSpec(gate_up_shape, "bfloat16"),
-        "down": TensorSpec(down_shape, "bfloat16"),
+        "gate_up": TensorSpec(gate_up_shape, config.weight_format),
+        "down": TensorSpec(down_shape, config.weight_format),
         "slots": slots,
     }
+    terms = (E, 3, H) if config.has_scales else (E, H)
     if config.formula.has_gate_up_bias:
         found["gate_up_bias"] = TensorSpec((E, 2 * I), "float32")
-        found["down_bias"] = TensorSpec((E, H), "bfloat16")
+        found["down_bias"] = TensorSpec(terms, "bfloat16")
+    if config.has_scales:
+        found["gate_up_scale"] = TensorSpec((E, 2 * I), "float32")
+        found["down_scale"] = TensorSpec(terms, "bfloat16")
     if config.scaling != "none":
         found["slot_scale"] = TensorSpec((len(slots),), "float32")
     return found

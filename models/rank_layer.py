@@ -1,0 +1,93 @@
+"""A model's MoE layer as one rank holds it, without weights: what plans are made of."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_moe import MoE
+from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.models.loader import parse_config
+from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.plan import LayerParts, Plan, Step
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import Tuning
+
+
+class RankLayer:
+    """The first MoE layer of a model on one rank of tp x ep, on the meta device.
+
+    Args:
+        raw_config: a config.json.
+        name: what messages call it.
+        tp: ranks that split an expert.
+        ep: ranks that split the experts.
+        backend: name of the backend.
+        tuning: how its kernels go about it.
+
+    Raises:
+        ValueError: a configuration that is not as it must be, or sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        raw_config: Mapping[str, Any],
+        name: str,
+        *,
+        tp: int = 1,
+        ep: int = 1,
+        backend: str = "torch",
+        tuning: Tuning | None = None,
+    ) -> None:
+        model_file, config = parse_config(raw_config, name)
+        with torch.device("meta"):
+            model: nn.Module = model_file.Model(config, dtype=torch.bfloat16, backend=backend)
+        self._layer: MoE = moe_layers(model)[0]
+        self._tp, self._ep = tp, ep
+        self._tuning = tuning or Tuning()
+        experts = self._layer.expert_mlps
+        ExpertShard(0, tp, 0, ep).check(experts.spec.num_experts, experts.spec.intermediate_size)
+
+    def parts(self, step: Step) -> LayerParts:
+        """Return what a backend plans a step with."""
+        layer = self._layer
+        whole = layer.parts(step)
+        return replace(
+            whole,
+            weights=_share_of(whole.weights, self._tp, self._ep),
+            tuning=self._tuning,
+            shared=_shared_share(layer.shared_experts, self._tp * self._ep),
+        )
+
+    def plan(self, phase: str, tokens: int) -> Plan:
+        """Return how a step is computed; it has no weights to run with."""
+        step = Step(phase, tokens)
+        return self._layer.expert_mlps.backend.plan(self.parts(step), step)
+
+
+def _share_of(weights: Any, tp: int, ep: int) -> Any:
+    """Return the experts of a rank: a run of them, a slice of each."""
+    experts = weights.num_experts // ep
+    width = weights.down_proj_EIH.shape[1] // tp
+    gate_up_bias, down_bias = weights.gate_up_bias_EI, weights.down_bias_EH
+
+    def columns(tensor: Tensor) -> Tensor:
+        return tensor[:experts, ..., : tensor.shape[-1] // tp]
+
+    return replace(
+        weights,
+        gate_up_proj_EHI=columns(weights.gate_up_proj_EHI),
+        down_proj_EIH=weights.down_proj_EIH[:experts, :width],
+        gate_up_bias_EI=None if gate_up_bias is None else columns(gate_up_bias),
+        down_bias_EH=None if down_bias is None else down_bias[:experts],
+    )
+
+
+def _shared_share(shared: SharedExperts | None, ranks: int) -> SharedExperts | None:
+    """Return the shared experts of a rank; those that do not divide stay whole."""
+    if shared is None or shared.spec.intermediate_size % ranks:
+        return shared
+    spec = replace(shared.spec, intermediate_size=shared.spec.intermediate_size // ranks)
+    return SharedExperts(spec, dtype=torch.bfloat16, device="meta")

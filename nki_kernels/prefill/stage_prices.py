@@ -1,0 +1,211 @@
+"""What the stages of the prefill kernel take: columns, elements, descriptors, bytes and runs.
+
+Prices are those of `nki_sim.time.costs` for whole row tiles and parts of weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from nki_kernels.common.axes import AxisTiles
+from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS
+from nki_kernels.common.formula import num_projections
+from nki_kernels.common.weight_formats import ITEM_BYTES
+from nki_kernels.prefill.config import PrefillConfig, core_depth, core_width
+from nki_sim.hardware import TRN2
+from nki_sim.time.costs import DmaPrice
+
+QUEUES: Final = 6
+TENSOR, VECTOR, GPSIMD, LOADS, STORES, LINK = range(QUEUES)
+
+
+class Copies(NamedTuple):
+    """Work of the Vector and the Scalar engine: until they take more, and until it is done."""
+
+    busy_ns: float
+    latency_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrices:
+    """What the stages of a configuration take, in ns; VECTOR stands for the Vector and the Scalar
+    engine, which share the work.
+
+    Attributes:
+        turn_ns, turned: transpose a row tile; copy it to SBUF.
+        in_ns, activated: one tile of the intermediate axis, gate and up; what follows it.
+        copied, exchange_ns, added_up: the same where the hidden axis is split.
+        out_ns: one part of the down weights.
+        evicted, banks: one PSUM bank of it, and how many.
+        lists_ns: fetch two entries of the lists, step a counter.
+        gather, store: rows of a tile.
+        load_in, load_out: transfers of one part of the weights.
+    """
+
+    turn_ns: float
+    turned: Copies
+    in_ns: float
+    activated: Copies
+    copied: Copies
+    exchange_ns: float
+    added_up: Copies
+    out_ns: float
+    evicted: Copies
+    banks: int
+    lists_ns: float
+    gather: DmaPrice
+    store: DmaPrice
+    load_in: DmaPrice
+    load_out: DmaPrice
+
+    @classmethod
+    def of(cls, config: PrefillConfig, live_rows: float, *, overlaps: bool) -> StagePrices:
+        """Return the prices of a configuration.
+
+        Args:
+            config: what the kernel is compiled for.
+            live_rows: rows of a tile that hold a token.
+            overlaps: the Vector engine takes an instruction before the last one's result is there.
+        """
+        R, loop = config.tile_rows, config.loop
+        depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
+        halves = num_projections(config.formula)
+        column_ns = TRN2.matmul_calibration_factor / TRN2.tensor_clock_ghz
+        columns = max(R, TRN2.matmul_floor_cycles)
+        width = core_width(config) // loop.out_parts
+        banks = -(-width // BANK_FLOATS)
+        turns = -(-depth * R * 2 // BANK_BYTES)
+        activated = _activation(config, overlaps)
+        sum_ns = halves * R / TRN2.two_input_share / TRN2.vector_clock_ghz
+        return cls(
+            turn_ns=depth * columns * column_ns,
+            turned=_copies(turns, depth * R / turns, TRN2.fast_copy_speedup, overlaps),
+            in_ns=halves * depth * columns * column_ns,
+            activated=activated,
+            copied=_copies(1, halves * R, 1.0, overlaps),
+            exchange_ns=TRN2.sendrecv_ns,
+            added_up=Copies(sum_ns + activated.busy_ns, sum_ns + activated.latency_ns),
+            out_ns=i_count * max(width, banks * TRN2.matmul_floor_cycles) * column_ns,
+            evicted=_copies(1, width / banks, 1.0, overlaps),
+            banks=banks,
+            lists_ns=_lists_ns(),
+            gather=_rows_price(config, live_rows, stores=False),
+            store=_rows_price(config, live_rows, stores=True),
+            load_in=_gate_up_price(config),
+            load_out=_down_price(config),
+        )
+
+
+def _vector(columns: float, overlaps: bool) -> Copies:
+    """Return what the Vector engine takes for so many columns."""
+    cycles = columns + TRN2.vector_overhead_cycles
+    busy = max(columns, TRN2.vector_floor_cycles) if overlaps else cycles
+    return Copies(busy / TRN2.vector_clock_ghz, cycles / TRN2.vector_clock_ghz)
+
+
+def _scalar(columns: float) -> Copies:
+    """Return what the Scalar engine takes for so many columns."""
+    busy = max(columns, TRN2.vector_floor_cycles) + TRN2.scalar_issue_cycles
+    latency = columns + TRN2.scalar_overhead_cycles
+    return Copies(busy / TRN2.scalar_clock_ghz, latency / TRN2.scalar_clock_ghz)
+
+
+def _copies(count: int, columns: float, speedup: float, overlaps: bool) -> Copies:
+    """Return what copies take that the Vector and the Scalar engine do in turn."""
+    vector, scalar = _vector(columns / speedup, overlaps), _scalar(columns)
+    busy = count * max(vector.busy_ns, scalar.busy_ns) / 2
+    last = (vector.latency_ns + scalar.latency_ns) / 2
+    return Copies(busy, last + busy * (count - 1) / count)
+
+
+def _activation(config: PrefillConfig, overlaps: bool) -> Copies:
+    """Return what lies between the projections of a tile and the down projection."""
+    R, formula = config.tile_rows, config.formula
+    chain = int(formula.has_gate_up_bias) + int(formula.gate_limits.has_upper) + config.has_scales
+    vector, scalar = _vector(R, overlaps), _scalar(R)
+    busy = max((1 + chain) * vector.busy_ns, scalar.busy_ns)
+    return Copies(busy, (1 + chain) * vector.latency_ns + scalar.latency_ns)
+
+
+def _lists_ns() -> float:
+    """Return the time of two copies and a sum of single numbers on GpSimd."""
+    copies = 2 * (TRN2.gpsimd_simple_overhead_cycles + 1)
+    added = TRN2.gpsimd_overhead_cycles + TRN2.gpsimd_two_input_cycles_per_element
+    return (copies + added) / TRN2.gpsimd_clock_ghz
+
+
+def _rows_price(config: PrefillConfig, live_rows: float, *, stores: bool) -> DmaPrice:
+    """Return the price to gather the rows of a tile, or to store them."""
+    R, width = config.tile_rows, core_width(config)
+    is_whole = stores and config.stores == "tiles"
+    rows = float(R) if is_whole else live_rows
+    engines = min(TRN2.dma_engines, -(-R // TRN2.dma_rows_per_engine))
+    pieces = rows + (R - rows) * TRN2.dma_skipped_row_share
+    size = rows * width * 2
+    each = _engine_ns(pieces, size, engines)
+    if config.loop.turns == "dma" and not stores:
+        each /= TRN2.dma_transpose_hbm_share
+    if is_whole:
+        return _hwdge(engines, each, size)
+    names_ns = R * TRN2.swdge_index_ns
+    return DmaPrice(engines, each, each, "swdge", TRN2.swdge_ns + names_ns, names_ns, int(size))
+
+
+def _gate_up_price(config: PrefillConfig) -> DmaPrice:
+    """Return the price of one part of the gate and up weights."""
+    loop, item = config.loop, ITEM_BYTES[config.weight_format]
+    halves = num_projections(config.formula)
+    columns = core_depth(config) // loop.in_parts
+    if loop.by_parts or not (loop.in_parts > 1 or config.shard.splits_i):
+        return _matrix_price(config.h_axis, halves * columns * item, 1, follows=True)
+    return _matrix_price(config.h_axis, columns * item, halves, follows=False)
+
+
+def _down_price(config: PrefillConfig) -> DmaPrice:
+    """Return the price of one part of the down weights, `in_parts` transfers together."""
+    loop, item = config.loop, ITEM_BYTES[config.weight_format]
+    columns = core_width(config) // loop.out_parts
+    follows = loop.by_parts or not (loop.out_parts > 1 or config.shard.splits_h)
+    one = _matrix_price(config.i_axis, columns * item, 1, follows=follows)
+    return _together(one, loop.in_parts)
+
+
+def _matrix_price(axis: AxisTiles, piece_bytes: int, pieces: int, *, follows: bool) -> DmaPrice:
+    """Return the price of a matrix whose rows are spread over partitions; see `load_matrix`.
+
+    Args:
+        axis: how the rows lie.
+        piece_bytes: of a piece of a row.
+        pieces: of a row.
+        follows: rows follow each other in HBM, so that those of a partition may be one run.
+    """
+    engines = min(TRN2.dma_engines, -(-axis.rows // TRN2.dma_rows_per_engine))
+    runs = axis.rows if axis.is_strided and follows else axis.size * pieces
+    size = axis.size * pieces * piece_bytes
+    transfers = 1 if axis.is_strided or axis.tail == axis.rows else 2
+    one = _hwdge(engines, _engine_ns(runs, size, engines) / transfers, size / transfers)
+    return _together(one, transfers)
+
+
+def _together(price: DmaPrice, count: int) -> DmaPrice:
+    """Return the price of so many transfers, one after the other."""
+    return replace(
+        price,
+        engine_ns=count * price.engine_ns,
+        single_queue_ns=count * price.single_queue_ns,
+        generator_ns=count * price.generator_ns,
+        hbm_bytes=count * price.hbm_bytes,
+    )
+
+
+def _engine_ns(runs: float, size_bytes: float, engines: int) -> float:
+    """Return the time of each DMA engine of a transfer."""
+    busiest = -(-runs // engines) * TRN2.dma_run_ns
+    return busiest + size_bytes / engines / TRN2.dma_engine_bytes_per_ns
+
+
+def _hwdge(engines: int, each_ns: float, size_bytes: float) -> DmaPrice:
+    return DmaPrice(
+        engines, each_ns, each_ns, "hwdge", TRN2.hwdge_ns, TRN2.dma_register_ns, int(size_bytes)
+    )

@@ -1,0 +1,244 @@
+"""How long trips of the prefill kernel take: its stages in the order of kernel.py, on the engines.
+
+A stage is a row tile or a part of the weights on one engine. Who waits for whom follows from the
+buffers that stages read and write, as on the chip; bytes, columns and descriptors from the sizes.
+Both corners of `nki_sim.time.schedule_model` are played: queues in the order of the source, and
+queues that take what is ready but stop at the end of a trip. One core is played, with half of HBM.
+
+Legend: s parity of a visit, j row tile of a visit, part of the intermediate or hidden axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final, NamedTuple
+
+from nki_kernels.prefill.config import PrefillConfig
+from nki_kernels.prefill.stage_play import Stage, play_stages
+from nki_kernels.prefill.stage_prices import (
+    GPSIMD,
+    LINK,
+    LOADS,
+    STORES,
+    TENSOR,
+    VECTOR,
+    Copies,
+    StagePrices,
+)
+from nki_sim.time.costs import DmaPrice
+
+CORNERS: Final = ("vendor", "in-order")
+_TRIPS: Final = 5  # played after the start; the last two count
+_STEPS: Final = 8  # numbers of live rows that are told apart
+
+
+class Pace(NamedTuple):
+    """Times of trips alike, in ns: from the start of the kernel to the end of the first, and of
+    each further one.
+    """
+
+    first_ns: float
+    next_ns: float
+
+
+def pace_of(config: PrefillConfig, sizes: tuple[int, int], live_rows: float) -> dict[str, Pace]:
+    """Return the pace of trips in each corner of the clock.
+
+    Args:
+        config: what the kernel is compiled for.
+        sizes: row tiles of the two visits of a trip.
+        live_rows: rows of a tile that hold a token.
+    """
+    step = config.tile_rows / _STEPS
+    rows = min(config.tile_rows, max(1, round(live_rows / step)) * step)
+    return _pace_of(config, sizes, rows)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _pace_of(config: PrefillConfig, sizes: tuple[int, int], live_rows: float) -> dict[str, Pace]:
+    found = {}
+    for corner in CORNERS:
+        is_list = corner == "vendor"
+        writer = _Writer(config, StagePrices.of(config, live_rows, overlaps=is_list))
+        writer.start()
+        for trip in range(1, _TRIPS + 1):
+            writer.trip = trip
+            if config.shard.splits_h:
+                writer.two_visits(sizes)
+            else:
+                writer.visit(0, sizes)
+                writer.visit(1, sizes)
+        ends = play_stages(writer.stages, is_list=is_list)
+        found[corner] = Pace(ends[1], (ends[-1] - ends[-3]) / 2)
+    return found
+
+
+class _Writer:
+    """Writes down the stages of visits, in the order of the kernel."""
+
+    def __init__(self, config: PrefillConfig, prices: StagePrices) -> None:
+        self.stages: list[Stage] = []
+        self.trip = 0
+        self._config, self._prices = config, prices
+
+    def start(self) -> None:
+        """See `_start_pipeline` of kernel.py."""
+        self._look_ahead(0)
+        self._look_ahead(1)
+        self._gather(0, 0)
+        for s in range(2 if self._config.shard.splits_h else 1):
+            self._load("gate up", s, ("expert", s), self._prices.load_in)
+            self._load("down", s, ("expert", s), self._prices.load_out)
+        self._turn(0, 0)
+        self._gather(1, 0)
+        for j in range(1, self._config.loop.row_buffers):
+            self._gather(0, j)
+
+    def visit(self, s: int, sizes: tuple[int, int]) -> None:
+        """See `_run_visit` of kernel.py."""
+        size, next_size = sizes[s], sizes[1 - s]
+        self._look_at_outputs(s)
+        for j in range(size, min(next_size, self._config.loop.row_buffers)):
+            self._gather(1 - s, j)
+        self._go_in(s, size, next_size)
+        self._turn(1 - s, 0)
+        self._look_ahead(s)
+        self._gather(s, 0)
+        self._go_out(s, size, s * sizes[0])
+
+    def two_visits(self, sizes: tuple[int, int]) -> None:
+        """See exchange.py: the cores add up their gate and up projections."""
+        prices = self._prices
+        for s in range(2):
+            size, next_size = sizes[s], sizes[1 - s]
+            for j in range(size, min(next_size, self._config.loop.row_buffers)):
+                self._gather(1 - s, j)
+            for j in range(size):
+                self._multiply_apart(s, j)
+                if j + 1 < size:
+                    self._turn(s, j + 1)
+                    self._gather_after(s, j + 1, size, next_size)
+                self._add(LINK, prices.exchange_ns, [("own", s, j)], [("other", s, j)])
+            self._turn(1 - s, 0)
+            self._look_ahead(s)
+            self._gather(s, 0)
+            self._load("gate up", s, ("expert", s), prices.load_in)
+        for s in range(2):
+            self._look_at_outputs(s)
+            for j in range(sizes[s]):
+                count = self._config.i_axis.count
+                self._copy(prices.added_up, count, 0.0, ("other", s, j), self._inner(s, j))
+            self._go_out(s, sizes[s], s * sizes[0])
+
+    def _multiply_apart(self, s: int, j: int) -> None:
+        prices, count = self._prices, self._config.i_axis.count
+        reads = [self._turned(s, j), ("gate up", s)]
+        self._add(TENSOR, count * prices.in_ns, reads, [("inner ps",)])
+        self._copy(prices.copied, count, count * prices.in_ns, ("inner ps",), ("own", s, j))
+
+    def _add(self, queue: int, ns: float, reads: list[object], writes: list[object]) -> None:
+        self.stages.append(Stage(queue, ns, ns, reads, writes, None, self.trip))
+
+    def _move(self, queue: int, price: DmaPrice, reads: list[object], writes: list[object]) -> None:
+        ns = price.generator_ns
+        self.stages.append(Stage(queue, ns, ns, reads, writes, price, self.trip))
+
+    def _copy(
+        self, copies: Copies, count: int, product_ns: float, read: object, write: object
+    ) -> None:
+        """Add what follows a product in as many pieces; all but the last one run beside it."""
+        behind_ns = max(0.0, (count - 1) * copies.busy_ns - (count - 1) * product_ns / count)
+        busy_ns = copies.busy_ns + behind_ns
+        latency_ns = copies.latency_ns + behind_ns
+        self.stages.append(Stage(VECTOR, busy_ns, latency_ns, [read], [write], None, self.trip))
+
+    def _look_ahead(self, s: int) -> None:
+        self._add(GPSIMD, self._prices.lists_ns, [], [("expert", s), ("ids", s)])
+
+    def _look_at_outputs(self, s: int) -> None:
+        self._add(GPSIMD, self._prices.lists_ns, [], [("out", s), ("expert out", 1 - s)])
+
+    def _inner(self, s: int, j: int) -> object:
+        return ("inner", s if self._config.shard.splits_h else 0, j)
+
+    def _row(self, j: int) -> object:
+        return ("rows", 0 if j == 0 else 1 + (j - 1) % (self._config.loop.row_buffers - 1))
+
+    def _turned(self, s: int, j: int) -> object:
+        loop = self._config.loop
+        if loop.turns == "dma":
+            return ("turned", s if j == 0 else 2 + (j - 1) % (loop.row_buffers - 1))
+        return ("turned", j if loop.in_parts > 1 else j % 2)
+
+    def _gather(self, s: int, j: int) -> None:
+        transfer = self._prices.gather
+        into = self._turned(s, j) if self._config.loop.turns == "dma" else self._row(j)
+        self._move(GPSIMD, transfer, [("ids", s)], [into])
+
+    def _gather_after(self, s: int, j: int, size: int, next_size: int) -> None:
+        ring = self._config.loop.row_buffers - 1
+        if j + ring < size:
+            self._gather(s, j + ring)
+        elif 1 + (j - 1) % ring < next_size:
+            self._gather(1 - s, 1 + (j - 1) % ring)
+
+    def _turn(self, s: int, j: int) -> None:
+        if self._config.loop.turns == "tensor":
+            self._add(TENSOR, self._prices.turn_ns, [self._row(j)], [("turn ps",)])
+            prices = self._prices
+            self._copy(prices.turned, 1, 0.0, ("turn ps",), self._turned(s, j))
+
+    def _go_in(self, s: int, size: int, next_size: int) -> None:
+        loop = self._config.loop
+        by_dma = loop.turns == "dma"
+        for part in range(loop.in_parts):
+            buffer = (s * loop.in_parts + part) % loop.weight_buffers
+            for j in range(size):
+                turns = part == 0 and j + 1 < size
+                tiles = self._config.i_axis.count
+                if turns and tiles > 1 and not by_dma:
+                    # The next tile is turned before the last product of this one.
+                    self._project_in(s, j, buffer, tiles - 1)
+                    tiles = 1
+                if turns:
+                    self._turn(s, j + 1)
+                    if not by_dma:
+                        self._gather_after(s, j + 1, size, next_size)
+                self._project_in(s, j, buffer, tiles)
+                if by_dma and j > 0:
+                    self._gather_after(s, j, size, next_size)
+            expert = ("expert", s if part + 1 < loop.in_parts else 1 - s)
+            self._load("gate up", (buffer + 1) % loop.weight_buffers, expert, self._prices.load_in)
+
+    def _project_in(self, s: int, j: int, buffer: int, tiles: int) -> None:
+        """Multiply with tiles of the gate and up weights; all but the last one's activations run
+        beside the products.
+        """
+        prices = self._prices
+        reads = [self._turned(s, j), ("gate up", buffer)]
+        self._add(TENSOR, tiles * prices.in_ns, reads, [("inner ps",)])
+        product_ns = tiles * prices.in_ns
+        self._copy(prices.activated, tiles, product_ns, ("inner ps",), self._inner(s, j))
+
+    def _go_out(self, s: int, size: int, first_outer: int) -> None:
+        loop, prices = self._config.loop, self._prices
+        for part in range(loop.out_parts):
+            buffer = (s * loop.out_parts + part) % loop.weight_buffers
+            is_last = part + 1 == loop.out_parts
+            for j in range(size):
+                outer = ("outer", (first_outer + j) % loop.outer_buffers)
+                reads = [("down", buffer), self._inner(s, j)]
+                self._add(TENSOR, prices.out_ns, reads, [("outer ps", j % 2)])
+                self._copy(prices.evicted, prices.banks, prices.out_ns, ("outer ps", j % 2), outer)
+                if is_last:
+                    self._store(s, outer)
+            expert = ("expert out", 1 - s if is_last else s)
+            following = s if self._config.shard.splits_h else (buffer + 1) % loop.weight_buffers
+            self._load("down", following, expert, prices.load_out)
+
+    def _store(self, s: int, outer: object) -> None:
+        transfer = self._prices.store
+        self._move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, [("out", s), outer], [])
+
+    def _load(self, name: str, buffer: int, expert: object, transfer: DmaPrice) -> None:
+        self._move(LOADS, transfer, [expert], [(name, buffer)])

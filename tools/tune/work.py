@@ -1,0 +1,298 @@
+"""What is simulated for a length of prompts or a decode step; results are kept by content."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nki_sim
+from neuron_moe.tools.bench.comparison import runs
+from neuron_moe.tools.bench.comparison.pool import Task
+from neuron_moe.tools.bench.comparison.sources import Sources, digest
+from neuron_moe.tools.bench.comparison.timelines import corner_timelines
+from neuron_moe.tools.bench.decode.ours import expert_specs
+from neuron_moe.tools.bench.prefill.ours import OPTIONS, launch_ours
+from neuron_moe.tools.tune.problem import Ints, Point, Problem, layer_record
+from nki_kernels.decode import decode_moe
+from nki_sim import TensorSpec
+from nki_sim.time.schedule_model import CORNERS
+from nki_sim.time.sensitivity import Knobs
+
+OUR_SOURCES = ("prefill/*.py", "decode/*.py", "combine/*.py", "common/*.py")
+CLOSE_RIVAL = 1.15  # how much slower a point is that may win under other coefficients
+MOST_RIVALS = 2
+_SECONDS_PER_TILE = 0.012  # of a simulation in both corners; measured, x86, shared
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """A simulated time.
+
+    Attributes:
+        corners_us: by corner of the clock, in microseconds.
+    """
+
+    corners_us: dict[str, float]
+
+    @property
+    def us(self) -> float:
+        """Mean of the corners."""
+        return sum(self.corners_us.values()) / len(self.corners_us)
+
+
+class Kept:
+    """Results by the content of what they hang on: kernels, coefficients, simulator, the point.
+
+    Args:
+        folder: a file for each result; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        sources = Sources.now(nki_sim.hardware.find("trn2"), None, OUR_SOURCES)
+        self._sources = sources.coefficients + sources.simulator + sources.kernels
+
+    def read(self, name: str) -> Any:
+        """Return a result; None if there is none."""
+        path = self._path(name)
+        if path is None or not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text())
+        except ValueError:  # cut off while it was written
+            return None
+
+    def write(self, name: str, result: Any) -> None:
+        """Keep a result, in one step."""
+        path = self._path(name)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(result))
+        part.replace(path)
+
+    def _path(self, name: str) -> Path | None:
+        return (
+            None if self._folder is None else self._folder / f"{digest(self._sources, name)}.json"
+        )
+
+
+def cache_folder() -> Path:
+    """Return where results are kept, a folder among the caches of this user."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "neuron_moe" / "tune"
+
+
+class PrefillWork:
+    """The points of one length of prompts.
+
+    Args:
+        problem: what is tuned.
+        points: to simulate: the best by estimate, what runs untuned, and NxD's default.
+        kept: results of earlier runs.
+    """
+
+    def __init__(self, problem: Problem, points: Sequence[Point], kept: Kept) -> None:
+        self.problem, self._kept = problem, kept
+        self.name = f"prefill of {problem.tokens} tokens"
+        self.times: dict[Point, Time] = {}
+        self._waiting: list[tuple[Task, Point]] = []
+        self._tasks: dict[int, Point] = {}
+        for point in points:
+            found = kept.read(self._name_of(point))
+            if found is not None:
+                self.times[point] = Time(found)
+                continue
+            task = Task(
+                f"block {point.block_size}",
+                self._seconds(point),
+                partial(_simulate, problem, point),
+            )
+            self._waiting.append((task, point))
+
+    def _name_of(self, point: Point) -> str:
+        choices = digest(self.problem.index_TK.tobytes())
+        return repr((point.config, point.block_size, self.problem.index_TK.shape, choices))
+
+    def _seconds(self, point: Point) -> float:
+        tiles = int((-(-self.problem.tokens_E // point.config.tile_rows)).sum())
+        loop = point.config.loop
+        work = point.config.h_axis.count * point.config.i_axis.count * loop.in_parts / 16
+        return 0.5 + _SECONDS_PER_TILE * tiles * (3 + work)
+
+    @property
+    def size(self) -> float:
+        """The seconds of what still waits, about."""
+        return sum(task.size for task, _ in self._waiting)
+
+    def next_task(self) -> Task | None:
+        """Hand out the next simulation."""
+        if not self._waiting:
+            return None
+        task, point = self._waiting.pop(0)
+        self._tasks[id(task)] = point
+        return task
+
+    def take(self, task: Task, result: dict[str, float]) -> None:
+        """Keep a time."""
+        point = self._tasks.pop(id(task))
+        self._kept.write(self._name_of(point), result)
+        self.times[point] = Time(result)
+
+    def best(self) -> Point:
+        """Return the fastest point of those simulated."""
+        return min(self.times, key=lambda point: self.times[point].us)
+
+    def rivals(self) -> list[Point]:
+        """Return the close points with another block size or shard plan than the best."""
+        best = self.best()
+        found = dict[tuple[int, str], Point]()
+        for point in sorted(self.times, key=lambda point: self.times[point].us):
+            place = point.block_size, point.request.shard_plan
+            is_close = self.times[point].us <= CLOSE_RIVAL * self.times[best].us
+            if is_close and place != (best.block_size, best.request.shard_plan):
+                found.setdefault(place, point)
+        return list(found.values())[:MOST_RIVALS]
+
+
+@dataclass(slots=True)
+class SureWork:
+    """How sure a choice is: the chosen point and its rivals with coefficients halved and doubled.
+
+    Attributes:
+        of: whose choice.
+        kept: results of earlier runs.
+        times_ns: of each point, by what was turned and by what factor; "" is as it is.
+    """
+
+    of: PrefillWork
+    kept: Kept
+    times_ns: dict[Point, dict[str, float]] = field(default_factory=dict)
+    _handed: list[Point] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        return self.of.name
+
+    def _points(self) -> list[Point]:
+        rivals = self.of.rivals()
+        return [self.of.best(), *rivals] if rivals else []
+
+    @property
+    def size(self) -> float:
+        """The seconds of what still waits, about."""
+        waiting = [point for point in self._points() if point not in self._handed]
+        return sum(3 * self.of._seconds(point) for point in waiting)
+
+    def next_task(self) -> Task | None:
+        """Hand out the next point."""
+        for point in self._points():
+            if point in self._handed:
+                continue
+            self._handed.append(point)
+            found = self.kept.read("sure " + self.of._name_of(point))
+            if found is not None:
+                self.times_ns[point] = found
+                continue
+            work = partial(_turn, self.of.problem, point)
+            return Task(f"how sure: block {point.block_size}", 3 * self.of._seconds(point), work)
+        return None
+
+    def take(self, task: Task, result: dict[str, float]) -> None:
+        """Keep the times of a point."""
+        done = [point for point in self._handed if point not in self.times_ns]
+        point = next(p for p in done if f"block {p.block_size}" in task.name)
+        self.kept.write("sure " + self.of._name_of(point), result)
+        self.times_ns[point] = result
+
+    def flips(self) -> list[tuple[Point, str, float]]:
+        """Return the rivals that win when something is turned, and their time over the choice's."""
+        best = self.of.best()
+        own = self.times_ns.get(best, {})
+        found = []
+        for rival, theirs in self.times_ns.items():
+            if rival is best:
+                continue
+            for turned in sorted(own.keys() | theirs.keys()):
+                ratio = theirs.get(turned, theirs[""]) / own.get(turned, own[""])
+                if ratio < 1.0 and turned:
+                    found.append((rival, turned, ratio))
+        return sorted(found, key=lambda flip: flip[2])
+
+
+def _simulate(problem: Problem, point: Point) -> dict[str, float]:
+    run = launch_ours(problem.model, problem.index_TK, point.config, point.block_size)
+    return {corner: timeline.total_us for corner, timeline in corner_timelines(run, CORNERS)}
+
+
+def _turn(problem: Problem, point: Point) -> dict[str, float]:
+    """Return the time of a point as it is, and with every coefficient that can move it turned."""
+    run = launch_ours(problem.model, problem.index_TK, point.config, point.block_size)
+    ((_, timeline),) = corner_timelines(run, ["vendor"])
+    knobs = Knobs.of(timeline)
+    found = {f"{knob} x{factor:g}": ns for (knob, factor), ns in knobs.times_ns.items() if factor}
+    return {"": timeline.total_ns, **found}
+
+
+class DecodeWork:
+    """Both modes of a decode step.
+
+    Args:
+        parts: of the layer.
+        configs: what decode_moe is compiled for, by mode.
+        index_TK: choices of the step's tokens.
+        kept: results of earlier runs.
+    """
+
+    def __init__(self, parts: Any, configs: dict[str, Any], index_TK: Ints, kept: Kept) -> None:
+        self._parts, self._configs, self._index_TK, self._kept = parts, configs, index_TK, kept
+        self.tokens = len(index_TK)
+        self.name = f"decode of {self.tokens} tokens"
+        self.times: dict[str, Time] = {}
+        self._waiting = list(configs)
+        for mode in configs:
+            found = kept.read(self._name_of(mode))
+            if found is not None:
+                self.times[mode] = Time(found)
+                self._waiting.remove(mode)
+
+    def _name_of(self, mode: str) -> str:
+        return repr((self._configs[mode], self._index_TK.shape, digest(self._index_TK.tobytes())))
+
+    @property
+    def size(self) -> float:
+        """The seconds of what still waits, about."""
+        return 5.0 * len(self._waiting)
+
+    def next_task(self) -> Task | None:
+        """Hand out a mode."""
+        if not self._waiting:
+            return None
+        mode = self._waiting.pop(0)
+        config = self._configs[mode]
+        return Task(mode, 5.0, partial(_simulate_decode, self._parts, config, self._index_TK))
+
+    def take(self, task: Task, result: dict[str, float]) -> None:
+        """Keep a time."""
+        self._kept.write(self._name_of(task.name), result)
+        self.times[task.name] = Time(result)
+
+
+def _simulate_decode(parts: Any, config: Any, index_TK: Ints) -> dict[str, float]:
+    model = layer_record(parts)
+    operands = expert_specs(model, config)
+    run = runs.run(
+        decode_moe, TensorSpec((len(index_TK), model.H), "bfloat16"), operands.pop("gate_up"),
+        operands.pop("down"), index_TK, TensorSpec(index_TK.shape, "float32"),
+        np.zeros((1, 1), np.int32), config, lnc=config.num_cores, options=OPTIONS, **operands,
+    )  # fmt: skip
+    return {corner: timeline.total_us for corner, timeline in corner_timelines(run, CORNERS)}
