@@ -24,7 +24,7 @@ from neuron_moe.parallel.config import ParallelConfig, divisors
 from neuron_moe.parallel.planner.coefficients import Machine
 from neuron_moe.parallel.topology import INSTANCES, instance
 from neuron_moe.spec import Tuning
-from neuron_moe.tuned import PrefillChoice, TunedPlans, read_tuned
+from neuron_moe.tuned import TunedPlans, TunedPrefill, read_tuned
 
 BLOCK_SIZES = (32, 64, 128, 256, 512)
 KERNEL_FORMATS = ("bf16", "e4m3", "e5m2")
@@ -85,7 +85,7 @@ class Deployment:
     quantization: str
     batch: int
     max_length: int
-    buckets: tuple[Bucket | PrefillChoice, ...]
+    buckets: tuple[Bucket | TunedPrefill, ...]
     config_json: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class Deployment:
     @property
     def tuning(self) -> Tuning:
         """What `load_model` takes for these buckets."""
-        plans = tuple(bucket for bucket in self.buckets if isinstance(bucket, PrefillChoice))
+        plans = tuple(bucket for bucket in self.buckets if isinstance(bucket, TunedPrefill))
         return Tuning(num_cores=self.lnc, tuned=TunedPlans(prefill=plans))
 
     @property
@@ -281,9 +281,9 @@ class _Change:
     machine: Machine | None = None
 
 
-def _read_bucket(values: Mapping[str, Any]) -> Bucket | PrefillChoice:
+def _read_bucket(values: Mapping[str, Any]) -> Bucket | TunedPrefill:
     if "shard_plan" in values:
-        return PrefillChoice.read(values)
+        return TunedPrefill.read(values)
     reject_unknown("bucket", values, [field.name for field in fields(Bucket)])
     return Bucket(**values)
 

@@ -5,7 +5,7 @@ tokens, goes through the kernels. Read and written as YAML.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -16,10 +16,11 @@ SHARD_PLANS = ("balanced", "block", "intermediate", "hidden")
 LOOP_PLANS = ("sorted", "dynamic", "static")
 _WEIGHTS = ("plain", "by parts")
 _TURNS = ("tensor", "dma")
+_RecordT = TypeVar("_RecordT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillChoice:
+class TunedPrefill:
     """How prompts of up to some tokens go through the prefill kernel.
 
     Args:
@@ -55,7 +56,7 @@ class PrefillChoice:
         check_choice("weights", self.weights, _WEIGHTS)
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "PrefillChoice":
+    def read(cls, values: Mapping[str, Any]) -> "TunedPrefill":
         """Read the fields of a file."""
         parts = tuple(values.get("loaded_parts", ()))
         return _read(cls, {**values, "loaded_parts": parts}, "prefill")
@@ -74,7 +75,7 @@ class PrefillChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeChoice:
+class TunedDecode:
     """How steps of up to some tokens go through the decode kernel.
 
     Args:
@@ -90,7 +91,7 @@ class DecodeChoice:
         check_choice("mode", self.mode, DECODE_MODES)
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "DecodeChoice":
+    def read(cls, values: Mapping[str, Any]) -> "TunedDecode":
         """Read the fields of a file."""
         return _read(cls, values, "decode")
 
@@ -104,28 +105,28 @@ class TunedPlans:
         decode: likewise.
     """
 
-    prefill: tuple[PrefillChoice, ...] = ()
-    decode: tuple[DecodeChoice, ...] = ()
+    prefill: tuple[TunedPrefill, ...] = ()
+    decode: tuple[TunedDecode, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
-            tokens = [choice.tokens for choice in getattr(self, name)]
+            tokens = [each.tokens for each in getattr(self, name)]
             if tokens != sorted(set(tokens)):
                 raise ValueError(f"{name}: tokens {tokens} must rise. Sort the entries.")
 
-    def for_prefill(self, tokens: int) -> PrefillChoice | None:
-        """Return the choice for a prompt; None where it is longer than all."""
-        return next((choice for choice in self.prefill if tokens <= choice.tokens), None)
+    def for_prefill(self, tokens: int) -> TunedPrefill | None:
+        """Return the plan for a prompt; None where it is longer than all."""
+        return next((each for each in self.prefill if tokens <= each.tokens), None)
 
-    def for_decode(self, tokens: int) -> DecodeChoice | None:
-        """Return the choice for a decode step; None where it is larger than all."""
-        return next((choice for choice in self.decode if tokens <= choice.tokens), None)
+    def for_decode(self, tokens: int) -> TunedDecode | None:
+        """Return the plan for a decode step; None where it is larger than all."""
+        return next((each for each in self.decode if tokens <= each.tokens), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as they are written."""
         return {
-            "prefill": [choice.to_dict() for choice in self.prefill],
-            "decode": [asdict(choice) for choice in self.decode],
+            "prefill": [each.to_dict() for each in self.prefill],
+            "decode": [asdict(each) for each in self.decode],
         }
 
     @classmethod
@@ -137,8 +138,8 @@ class TunedPlans:
         """
         reject_unknown("tuned plans", values, ["prefill", "decode"])
         return cls(
-            prefill=tuple(PrefillChoice.read(choice) for choice in values.get("prefill", ())),
-            decode=tuple(DecodeChoice.read(choice) for choice in values.get("decode", ())),
+            prefill=tuple(TunedPrefill.read(each) for each in values.get("prefill", ())),
+            decode=tuple(TunedDecode.read(each) for each in values.get("decode", ())),
         )
 
 
@@ -193,9 +194,9 @@ def read_tuned(path: str | Path) -> TunedModel:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read(kind: Any, values: Mapping[str, Any], where: str) -> Any:
+def _read(kind: type[_RecordT], values: Mapping[str, Any], where: str) -> _RecordT:
     """Build a record of the fields of a file, all of which must be there."""
-    names = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     reject_unknown(where, values, names)
     missing = [name for name in names if name not in values]
     if missing:

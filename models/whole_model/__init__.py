@@ -7,15 +7,31 @@ their kernels; attention, dense layers, norms, vocabulary and collectives are he
 from neuron_moe.models.whole_model.dense_time import DenseTimes, PartTime, StepWork, dense_times
 from neuron_moe.models.whole_model.layers import LayerKind, layer_kinds
 from neuron_moe.models.whole_model.memory import RankMemory, ServingLoad, rank_memory
+from neuron_moe.models.whole_model.serving import (
+    TARGETS,
+    Serving,
+    ServingTimes,
+    WholeModel,
+    best_first,
+    serving_layouts,
+    ties,
+)
 
 __all__ = [
+    "TARGETS",
     "DenseTimes",
     "LayerKind",
     "PartTime",
     "RankMemory",
+    "Serving",
     "ServingLoad",
+    "ServingTimes",
     "StepWork",
+    "WholeModel",
+    "best_first",
     "dense_times",
     "layer_kinds",
     "rank_memory",
+    "serving_layouts",
+    "ties",
 ]

@@ -1,10 +1,9 @@
 """Which plan and block size a prefill gets: candidates, ranked by the estimate of trip_time.py.
 
 The visits of an expected routing are listed as the device would list them, and the times of their
-trips are added up, in both corners of the clock. Without a routing three are expected: even, drawn
-alike, and one in which a quarter of the experts gets most tokens; the candidate is taken whose
-largest loss against the best of each is least. What the candidates share (routing, indexing) is
-left out.
+trips are added up, in both corners of the clock. Without a routing two extremes are expected: even,
+and one in which a quarter of the experts gets most tokens; the candidate is taken whose larger loss
+against the best of each is least. What the candidates share (routing, indexing) is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +36,9 @@ _START_NS = 20_000.0  # simulated: tables and lists, before the first weights
 _SEED = 7
 _HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the choices they get
 _CLOSE_LOOPS = 12  # by the coarse estimate, of a shard plan at a block size
-_CLOSE_PLANS = 8  # beside the best of each
+_CLOSE_PLANS = 16  # beside the best of each shard plan
+_COARSE = 1.4  # what is slower by so much, by the coarse estimate, is not looked at closely
+_AS_GOOD = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,26 +150,44 @@ def rank_candidates(
 
 
 def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
-    """Return the best draft of each block size and shard plan, and then the best of the others."""
+    """Return the best draft of each shard plan, and the others that may be as good as the best."""
     ordered = sorted(drafts, key=lambda draft: draft.coarse_ns)
-    best = dict[tuple[int, str], _Draft]()
+    most_ns = _COARSE * ordered[0].coarse_ns
+    best = dict[str, _Draft]()
     others = dict[tuple[int, str, float], _Draft]()  # loops that do the same have the same time
     for draft in ordered:
-        place = draft.block_size, draft.request.shard_plan
-        if best.setdefault(place, draft).coarse_ns != draft.coarse_ns:
-            others.setdefault((*place, draft.coarse_ns), draft)
+        plan = draft.request.shard_plan
+        if best.setdefault(plan, draft) is not draft and draft.coarse_ns <= most_ns:
+            others.setdefault((draft.block_size, plan, draft.coarse_ns), draft)
     return [*best.values(), *list(others.values())[:_CLOSE_PLANS]]
 
 
 def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates by their largest loss against the best of each routing and corner."""
-    best = [min(times) for times in zip(*(c.times_us for c in candidates), strict=True)]
+    """Return candidates by their larger loss against the best of each routing expected.
 
-    def loss(candidate: Candidate) -> tuple[float, float]:
-        ratios = [time / least for time, least in zip(candidate.times_us, best, strict=True)]
-        return max(ratios), candidate.estimated_us
+    Among those that are as good as the estimate can tell, one with fewer weight buffers stands
+    first: the second one lets weights run ahead of the rows that are waited for.
+    """
+    best = [min(means) for means in zip(*map(_means_us, candidates), strict=True)]
 
-    return sorted(candidates, key=loss)
+    def loss(candidate: Candidate) -> float:
+        means = zip(_means_us(candidate), best, strict=True)
+        return max(mean / least for mean, least in means)
+
+    ordered = sorted(candidates, key=lambda each: (loss(each), each.estimated_us))
+    as_good = [each for each in ordered if loss(each) <= _AS_GOOD * loss(ordered[0])]
+    as_good.sort(
+        key=lambda each: 2 if each.request.fit is None else each.request.fit.weight_buffers
+    )
+    return [*as_good, *ordered[len(as_good) :]]
+
+
+def _means_us(candidate: Candidate) -> list[float]:
+    """Return the geometric mean of the corners, for each routing."""
+    times, corners = candidate.times_us, len(CORNERS)
+    return [
+        math.prod(times[k : k + corners]) ** (1 / corners) for k in range(0, len(times), corners)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +210,8 @@ def _routings(num_experts: int, expected: Expected) -> list[NDArray[np.int64]]:
     skewed = (_HOT_CHOICES / hot,) * hot + (cold_share,) * (num_experts - hot)
     even_E = np.full(num_experts, pairs // num_experts)
     even_E[: pairs % num_experts] += 1
-    drawn = [expect_tokens(pairs, num_experts, routing) for routing in ("uniform", skewed)]
-    # An expert gets a token once at most.
-    return [even_E, *(np.minimum(tokens_E, expected.num_tokens) for tokens_E in drawn)]
+    skewed_E = expect_tokens(pairs, num_experts, skewed)
+    return [even_E, np.minimum(skewed_E, expected.num_tokens)]  # a token chooses an expert once
 
 
 def _drafts(

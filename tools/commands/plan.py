@@ -1,10 +1,11 @@
-"""neuron-moe plan: which layout of experts is fastest on a Trn2 machine, and why.
+"""neuron-moe plan: which layout of a model is fastest on a Trn2 machine, and why.
 
-    neuron-moe plan --model gpt_oss_120b --instance trn2.48xlarge
+    neuron-moe plan --model gpt_oss_120b --instance trn2.48xlarge --target tpot
 
-Computes the time of one MoE layer for every expert-parallel degree, with both strategies, under
-uniform, Zipf and recorded routing, with and without load-balanced placement (EPLB), for prefill and
-decode. All numbers are computed from the coefficients that the command lists with their sources;
+Says first which tp x ep x dp x sp serves the whole model best, with its time to the first token and
+per token, and how many sequences fit; then which expert-parallel degree is the fastest for a MoE
+layer, with both strategies, under uniform, Zipf and recorded routing, with and without EPLB.
+--table prints all layouts and the coefficients with their sources. All is computed from them;
 nothing was measured on a Trn2.
 
 --model takes a config.json, the folder of a checkpoint, a shipped configuration, or sizes as
@@ -23,8 +24,19 @@ from torch import Tensor
 
 from neuron_moe.configs import config_names, load_config
 from neuron_moe.models.hf_config import read_json_object
+from neuron_moe.models.loader import parse_config
 from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.models.shipped import checkpoint_folder, shipped_checkpoint
+from neuron_moe.models.whole_model import (
+    TARGETS,
+    Serving,
+    ServingTimes,
+    WholeModel,
+    best_first,
+    serving_layouts,
+    ties,
+)
+from neuron_moe.models.whole_model.serving import AS_GOOD
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine, use_measured
 from neuron_moe.parallel.planner.search import (
     PHASES,
@@ -48,6 +60,8 @@ from nki_sim.hardware_file import read_hardware
 
 _MOST_TOKENS = 1 << 20  # of a step; routings are drawn token by token
 LINK_FACTORS = (0.25, 4.0)
+_ANSWER_TOKENS = 1024  # of a sequence behind its prompt, unless --context says
+_MOST_TIES = 3
 _SIZE_NAMES = {
     "H": "hidden_size",
     "I": "moe_intermediate_size",
@@ -82,13 +96,77 @@ def main(argv: list[str] | None = None) -> int:
         )
         for factor in LINK_FACTORS
     }  # fmt: skip
-    _print_plan(costs, sensitivity, source)
+    served, why_not_served = _serve(args, machine, routings[decisive][1], model)
+    _print_serving(served, why_not_served, args)
+    _print_plan(costs, sensitivity, source, with_tables=args.table)
     if args.picture is not None:
         draw_plan(costs, args.picture)
         print(f"\npicture: {args.picture}")
     if args.json:
-        print_json_line("plan", **_report(costs, sensitivity, source))
+        layouts = [each.to_dict() for each in served]
+        serving = {"target": args.target, "layouts": layouts, "not_served": why_not_served}
+        print_json_line("plan", **_report(costs, sensitivity, source), **serving)
     return 0
+
+
+def _serve(
+    args: argparse.Namespace, machine: Machine, routing_TK: Tensor, sizes: ModelSizes
+) -> tuple[list[ServingTimes], dict[str, str]]:
+    """Return the layouts of the whole model, the best first, and why others cannot be."""
+    try:
+        model_file, config = parse_config(read_sizes(args.model), args.model)
+    except ValueError as error:
+        return [], {"whole model": str(error)}
+    with torch.device("meta"):
+        model = model_file.Model(config)
+    expert_format = {"bf16": "bf16", "fp8": "e5m2", "mxfp4": "mxfp4"}[sizes.weight_format]
+    serving = Serving(
+        prompt=args.prefill_tokens,
+        context=args.context or args.prefill_tokens + _ANSWER_TOKENS,
+        batch=args.decode_tokens,
+        expert_format=expert_format,
+    )
+    whole = WholeModel(model, config, sizes, routing_TK)
+    found, rejected = serving_layouts(whole, machine, serving)
+    return best_first(found, args.target), rejected
+
+
+def _print_serving(
+    served: list[ServingTimes], why_not: dict[str, str], args: argparse.Namespace
+) -> None:
+    """Say which layout serves the whole model best; the answer first."""
+    if not served:
+        layout, reason = list(why_not.items())[-1]  # the one over all ranks
+        print(f"whole model: no layout serves it. {layout}: {reason}\n")
+        return
+    best = served[0]
+    context = args.context or args.prefill_tokens + _ANSWER_TOKENS
+    print(
+        f"best for {args.target}: {best}\n"
+        f"  first token after {best.ttft_ms:.1f} ms (prompt of {args.prefill_tokens}), then"
+        f" {best.tpot_ms:.2f} ms a token at batch {args.decode_tokens}:"
+        f" {best.tokens_per_s:,.0f} tokens/s  [computed, from peaks: bounds from below]\n"
+        f"  a rank holds {format_bytes(best.weight_bytes)} of weights; up to {best.max_batch}"
+        f" sequences of {context} positions fit"
+    )
+    same = ties(served, args.target)
+    if same:
+        names = "; ".join(map(str, same[:_MOST_TIES]))
+        more = f"; and {len(same) - _MOST_TIES} more" if len(same) > _MOST_TIES else ""
+        print(f"  as good within {AS_GOOD - 1:.0%}: {names}{more}")
+    if args.table:
+        rows = [("layout", "TTFT ms", "TPOT ms", "tokens/s", "most sequences", "weights a rank")]
+        rows += [
+            (
+                str(each), f"{each.ttft_ms:.1f}", f"{each.tpot_ms:.2f}",
+                f"{each.tokens_per_s:,.0f}", str(each.max_batch), format_bytes(each.weight_bytes),
+            )
+            for each in served
+        ]  # fmt: skip
+        print(f"\n{format_table(rows)}")
+        for layout, reason in why_not.items():
+            print(f"not {layout}: {reason}")
+    print()
 
 
 def read_sizes(name: str) -> dict[str, Any]:
@@ -146,7 +224,13 @@ def recorded_load(path: Path | None) -> tuple[Tensor | None, str]:
     return loads[name], name
 
 
-def _print_plan(costs: LayoutCosts, sensitivity: dict[float, LayoutCosts], source: str) -> None:
+def _print_plan(
+    costs: LayoutCosts,
+    sensitivity: dict[float, LayoutCosts],
+    source: str,
+    *,
+    with_tables: bool,
+) -> None:
     model, machine = costs.model, costs.machine
     print(
         f"{model.name}: {model.num_experts} experts of {model.hidden_size} x"
@@ -156,11 +240,10 @@ def _print_plan(costs: LayoutCosts, sensitivity: dict[float, LayoutCosts], sourc
     )
     for phase in PHASES:
         print(f"{phase}, {costs.tokens[phase]} tokens: us a layer on the busiest rank  [computed]")
-        print(format_table(_rows(costs, phase)))
+        if with_tables:
+            print(f"{format_table(_rows(costs, phase))}\n")
         best = costs.ranking(phase)[0]
-        print(
-            f"\n  best under {costs.decisive} routing: {best.layout}: {best.cost.total_us:.0f} us"
-        )
+        print(f"  best under {costs.decisive} routing: {best.layout}: {best.cost.total_us:.0f} us")
         for line in explain(costs, phase):
             print(f"    {line}")
         static = costs.best_replicated(phase)
@@ -173,6 +256,9 @@ def _print_plan(costs: LayoutCosts, sensitivity: dict[float, LayoutCosts], sourc
             print(f"    with links {factor:g} x as fast: {other.ranking(phase)[0].layout}")
         print()
     _print_choice(costs)
+    if not with_tables:
+        print("--table shows every layout, and the coefficients with their sources")
+        return
     for layout, reason in costs.rejected.items():
         print(f"not {layout}: {reason}")
     print("\ncoefficients")
@@ -251,7 +337,7 @@ def _report(
             f"{factor:g}": {phase: to_dict(other.ranking(phase)[0]) for phase in PHASES}
             for factor, other in sensitivity.items()
         },
-        "layouts": [to_dict(entry) for entry in costs.entries],
+        "layer_layouts": [to_dict(entry) for entry in costs.entries],
         "rejected": costs.rejected,
         "memory": {
             "hbm_bytes_per_rank": costs.machine.hbm_bytes,
@@ -305,6 +391,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lnc", type=int, default=2, help="physical cores a rank (default: 2)")
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="default: 8192")
     parser.add_argument("--decode-tokens", type=int, default=64, help="default: 64")
+    parser.add_argument("--context", type=int, help="positions of a sequence (default: + 1024)")
+    parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="to rank layouts by")
+    parser.add_argument("--table", action="store_true", help="print all layouts and coefficients")
     parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe trace)")
     parser.add_argument("--weights", choices=list(WEIGHT_BYTES), help="default: as the checkpoint")
     parser.add_argument(

@@ -36,7 +36,7 @@ from neuron_moe.tools.tune.problem import (
 )
 from neuron_moe.tools.tune.results import bucket_report, decode_report, draw, table
 from neuron_moe.tools.tune.work import DecodeWork, Kept, PrefillWork, SureWork, cache_folder
-from neuron_moe.tuned import DecodeChoice, PrefillChoice, TunedModel, TunedPlans
+from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans, TunedPrefill
 
 _BUCKETS = (128, 1024, 8192)
 
@@ -121,9 +121,9 @@ class _Tuner:
         print(table(report["buckets"], report["decode"]))
         if args.out is not None:
             plans = TunedPlans(
-                prefill=tuple(PrefillChoice.read(each["chosen"]) for each in report["buckets"]),
+                prefill=tuple(TunedPrefill.read(each["chosen"]) for each in report["buckets"]),
                 decode=tuple(
-                    DecodeChoice(tokens=each["tokens"], mode=each["mode"])
+                    TunedDecode(tokens=each["tokens"], mode=each["mode"])
                     for each in report["decode"]
                 ),
             )

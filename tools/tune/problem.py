@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from neuron_moe.backends.nki import prefill
 from neuron_moe.backends.nki.decode import decode_config
 from neuron_moe.backends.nki.operands import kernel_formula
+from neuron_moe.blocks import num_blocks
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.plan import LayerParts, Step
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE
 from neuron_moe.tools.bench.comparison.layers import Model
-from neuron_moe.tuned import PrefillChoice
+from neuron_moe.tuned import TunedPrefill
 from nki_kernels.prefill import (
     BLOCK_SIZES,
     Expected,
@@ -102,9 +103,7 @@ class Problem:
             ValueError: no kernel has it.
         """
         parts = self.parts[-1]
-        blocks = prefill.num_blocks(
-            self.tokens, parts.spec.top_k, parts.weights.num_experts, block_size
-        )
+        blocks = num_blocks(self.tokens, parts.spec.top_k, parts.weights.num_experts, block_size)
         scaling = "pre" if parts.spec.scales_input else "none"
         work = PrefillWork(
             block_size, blocks * block_size, self.tokens, parts.tuning.num_cores, scaling
@@ -154,9 +153,9 @@ class Problem:
             requests.append(PlanRequest(weight_parts=copy.parts))
         return requests
 
-    def choice(self, point: Point) -> PrefillChoice:
+    def tuned(self, point: Point) -> TunedPrefill:
         """Return a point as a file has it."""
-        return prefill.choice_of(point.config, self.tokens, point.block_size)
+        return prefill.tuned_of(point.config, self.tokens, point.block_size)
 
 
 def one_of_each(points: Sequence[Point]) -> list[Point]:

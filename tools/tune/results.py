@@ -22,15 +22,15 @@ def bucket_report(
     by_time = sorted(work.times, key=lambda point: work.times[point].us)
     return {
         "tokens": problem.tokens,
-        "chosen": problem.choice(best).to_dict(),
+        "chosen": problem.tuned(best).to_dict(),
         "chosen_us": work.times[best].us,
         "default_512_us": _us(work, default),
         "untuned_us": _us(work, untuned),
-        "untuned": problem.choice(untuned).to_dict(),
+        "untuned": problem.tuned(untuned).to_dict(),
         "roofline_us": roofline_us(problem.model, _local(problem)),
         "sure": [
             {
-                "turned": turned, "instead": problem.choice(rival).to_dict(), "ratio": ratio,
+                "turned": turned, "instead": problem.tuned(rival).to_dict(), "ratio": ratio,
             }
             for rival, turned, ratio in sure.flips()
         ],
@@ -52,7 +52,7 @@ def _local(problem: Any) -> Any:
 
 def _tried(work: PrefillWork, point: Point) -> dict[str, Any]:
     time = work.times[point]
-    choice = work.problem.choice(point).to_dict()
+    choice = work.problem.tuned(point).to_dict()
     del choice["tokens"]
     return {
         **choice,

@@ -27,7 +27,7 @@ from neuron_moe.backends.nki.router import Route, router_call, router_form
 from neuron_moe.blocks import NO_EXPERT, BlockMapping, num_blocks
 from neuron_moe.plan import LayerParts, Plan
 from neuron_moe.router import Routing
-from neuron_moe.tuned import PrefillChoice
+from neuron_moe.tuned import TunedPrefill
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
@@ -143,18 +143,18 @@ class PrefillPlan(Plan):
             return output_TH
         return torch.where(is_broken_T1, torch.nan, output_TH)
 
-    def _choice(self) -> PrefillChoice:
-        return choice_of(self._config, self.step.tokens, self.decision.work.block_size)
+    def _tuned(self) -> TunedPrefill:
+        return tuned_of(self._config, self.step.tokens, self.decision.work.block_size)
 
     def chosen(self) -> dict[str, Any]:
         """Return what runs, in the words of a tuned plan."""
-        return self._choice().to_dict()
+        return self._tuned().to_dict()
 
     def notes(self) -> tuple[str, ...]:
         """Say which plan runs, and what a better block size would give."""
         parts, work = self.parts, self.decision.work
         tuned = parts.tuning.tuned.for_prefill(work.tokens)
-        plan = f"plan: {self._choice()}"
+        plan = f"plan: {self._tuned()}"
         better: tuple[str, ...] = ()
         if tuned is not None:
             plan += f"; tuned for up to {tuned.tokens} tokens"
@@ -247,7 +247,7 @@ def _request(plan: PrefillPlan) -> PlanRequest:
     )
 
 
-def _tuned_request(parts: LayerParts, tuned: PrefillChoice) -> PlanRequest:
+def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
     """Return a tuned plan in the words of the kernel.
 
     Raises:
@@ -271,13 +271,13 @@ def _tuned_request(parts: LayerParts, tuned: PrefillChoice) -> PlanRequest:
     )
 
 
-def choice_of(config: Any, tokens: int, block_size: int) -> PrefillChoice:
+def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
     """Return what a configuration does, in the words of a tuned plan."""
     loop, shard = config.loop, config.shard
     shard_plan = "balanced" if loop.is_sorted else "block"
     if shard.splits_i or shard.splits_h:
         shard_plan = "intermediate" if shard.splits_i else "hidden"
-    return PrefillChoice(
+    return TunedPrefill(
         tokens=tokens,
         block_size=block_size,
         shard_plan=shard_plan,

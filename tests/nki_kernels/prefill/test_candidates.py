@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
+from neuron_moe.tools.bench.comparison.timelines import corner_timelines
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.prefill import (
     Candidate,
@@ -25,9 +27,11 @@ from nki_kernels.prefill import (
 )
 from nki_kernels.prefill.candidates import expect_tokens, most_blocks
 from nki_sim import SimOptions, TensorSpec
+from nki_sim.time.schedule_model import CORNERS
 
 OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
-CLOSE = 1.04  # of the fastest plan's simulated time
+CLOSE = 1.08  # of the fastest plan's simulated time, for launches of a few visits
+WORTH_SIMULATING = 1.35  # by estimate, against the best
 
 SHAPES = {  # hidden, intermediate, experts, tokens, choices
     "gpt-oss-64-ranks": (2880, 45, 16, 64, 4),
@@ -40,7 +44,7 @@ SHAPES = {  # hidden, intermediate, experts, tokens, choices
 
 
 def simulate(shape: tuple[int, ...], candidate: Candidate) -> float:
-    """Return the simulated time of a candidate with a uniform routing, in microseconds."""
+    """Return the simulated time of a candidate with a uniform routing, the mean of both corners."""
     H, I, E, T, K = shape  # noqa: E741  the axis letter
     rng = np.random.default_rng(0)
     index = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
@@ -54,7 +58,8 @@ def simulate(shape: tuple[int, ...], candidate: Candidate) -> float:
         *visits_of(config, slots, mapping.block_to_expert.numpy()), config,
         lnc=2, options=OPTIONS,
     )  # fmt: skip
-    return run.timeline.total_us
+    times = [timeline.total_us for _, timeline in corner_timelines(run, CORNERS)]
+    return math.prod(times) ** (1 / len(times))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -65,7 +70,13 @@ def test_the_best_candidate_is_about_the_fastest(name: str) -> None:
     plans: dict[tuple[str, int], Candidate] = {}
     for candidate in ranked:
         plans.setdefault((candidate.request.shard_plan, candidate.block_size), candidate)
-    times = [simulate(shape, candidate) for candidate in plans.values()]
+    most_us = WORTH_SIMULATING * ranked[0].estimated_us
+    times = [
+        simulate(shape, candidate)
+        for candidate in plans.values()
+        if candidate.estimated_us <= most_us
+    ]
+    assert len(times) > 1
     assert times[0] <= CLOSE * min(times)
     assert len({candidate.request.shard_plan for candidate in ranked}) >= 2
 
@@ -79,8 +90,9 @@ def test_experts_of_five_tiles_get_visits_of_five() -> None:
         )  # fmt: skip
 
     five = best(8 * 128 * 5 - 400)
-    four = best(8 * 128 * 4 - 400, largest_visits=(4,))
-    assert (five.request.largest_visit, four.request.largest_visit) == (5, 4)
+    four = best(8 * 128 * 5 - 400, largest_visits=(4,))
+    assert five.request.largest_visit == 5 > four.request.largest_visit
+    assert five.estimated_us < four.estimated_us
 
 
 def test_a_hot_expert_changes_what_to_expect() -> None:

@@ -16,7 +16,7 @@ FEW = ["--prefill-tokens", "1024", "--decode-tokens", "32"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str, Any]]:
-    assert plan.main([*args, *FEW, "--json"]) == 0
+    assert plan.main([*args, *FEW, "--table", "--json"]) == 0
     text = capsys.readouterr().out
     *_, last = text.strip().splitlines()
     return text, json.loads(last)
@@ -29,13 +29,13 @@ def test_every_model_gets_a_layout_and_a_reason(
     text, report = run(capsys, "--model", model)
     assert report["kind"] == "computed"
     assert report["ranks"] == 64
-    assert {row["ep"] for row in report["layouts"]} == {1, 2, 4, 8, 16, 32, 64}
-    assert {"uniform", "zipf"} <= {row["routing"] for row in report["layouts"]}
-    assert {row["is_balanced"] for row in report["layouts"]} == {False, True}
+    assert {row["ep"] for row in report["layer_layouts"]} == {1, 2, 4, 8, 16, 32, 64}
+    assert {"uniform", "zipf"} <= {row["routing"] for row in report["layer_layouts"]}
+    assert {row["is_balanced"] for row in report["layer_layouts"]} == {False, True}
     for phase, best in report["best"].items():
         same = [
             row["total_us"]
-            for row in report["layouts"]
+            for row in report["layer_layouts"]
             if (row["phase"], row["routing"]) == (phase, report["decisive_routing"])
         ]
         assert best["total_us"] == min(same)
@@ -62,7 +62,7 @@ def test_four_ultraserver_nodes_and_a_picture(
         "--picture", str(picture),
     )  # fmt: skip
     assert report["ranks"] == 256
-    assert max(row["ep"] for row in report["layouts"]) == 128
+    assert max(row["ep"] for row in report["layer_layouts"]) == 128
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "must divide num_experts=128" in report["rejected"]["EP 256 x TP 1"]
 
@@ -82,7 +82,7 @@ def test_a_recorded_trace_decides(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert report["recorded_routing"] == "trace.npz, layer 0"
     skew = [
         row["busiest_over_mean"]
-        for row in report["layouts"]
+        for row in report["layer_layouts"]
         if (row["routing"], row["ep"], row["is_balanced"]) == ("recorded", 32, False)
     ]
     assert max(skew) > 2.0

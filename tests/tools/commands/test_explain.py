@@ -1,0 +1,58 @@
+"""neuron-moe explain: what runs, without weights, and how to change it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from neuron_moe.tools.commands import explain
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str, Any]]:
+    assert explain.main([*args, "--json"]) == 0
+    text = capsys.readouterr().out
+    return text, json.loads(text.splitlines()[-1])
+
+
+def test_prefill_of_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
+    text, told = run(capsys, "--model", "qwen3_30b_a3b", "--tp", "8", "--tokens", "128")
+    assert (told["path"], told["kernel"]) == ("blockwise", "nki.blockwise_moe")
+    assert told["plan"]["block_size"] == told["block_size"] == 32
+    assert "change   block size" in text
+    # Reasons are those of the path that runs.
+    assert not any("fewer experts" in reason for reason in told["reasons"])
+    assert f"block_size={told['block_size']} would" not in text
+
+
+def test_decode_names_its_mode_and_the_other_one(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--model", "gpt_oss_120b", "--tp", "8", "--phase", "decode", "--tokens", "64")
+    text, told = run(capsys, *args)
+    mode = told["plan"]["mode"]
+    other = {"selective": "all_experts", "all_experts": "selective"}[mode]
+    assert f"--decode-mode {other}" in text
+    assert not any(line.startswith("  padding") for line in text.splitlines())
+    _, changed = run(capsys, *args, "--decode-mode", other)
+    assert changed["path"] == changed["plan"]["mode"] == other
+    assert any("was asked for" in reason for reason in changed["reasons"])
+
+
+def test_torch_has_no_kernels_to_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    text, told = run(
+        capsys, "--model", "mixtral_8x7b", "--tokens", "1024", "--backend", "torch"
+    )  # fmt: skip
+    assert told["kernel"] == "torch.blockwise"
+    assert told["plan"] == {}
+    assert "backend torch" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "mixtral_8x7b", "--tokens", "0"], "--tokens=0"),
+        (["--model", "mixtral_8x7b", "--tokens", "8", "--tp", "3"], "must divide"),
+        (["--model", "no_such_model", "--tokens", "8"], "there is no such folder"),
+    ],
+)
+def test_bad_input_ends_with_a_message(args: list[str], message: str) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        explain.main(args)
