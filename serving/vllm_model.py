@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.forward_context import get_forward_context
 
 from neuron_moe.models.loader import build_model, fill_model
 from neuron_moe.parallel import parallel_state
+from neuron_moe.serving.metrics import ServingCounters
 from neuron_moe.serving.options import ServingOptions
 from neuron_moe.serving.vllm_attention import put_cores
 
@@ -43,6 +46,7 @@ class NeuronMoeForCausalLM(nn.Module):
             self.folder, dtype=vllm_config.model_config.dtype, backend=self.options.backend
         )
         self._cores = put_cores(self.model, vllm_config, prefix)
+        self._counters: ServingCounters | None = None
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return [T, H]."""
@@ -64,7 +68,10 @@ class NeuronMoeForCausalLM(nn.Module):
             intermediate_tensors: of pipeline parallelism, which there is not.
             inputs_embeds: in place of token ids, which there is not.
         """
-        hidden_TH: Tensor = self.model.forward_tokens(input_ids, positions, phase=_phase())
+        phase = _phase()
+        if self._counters is not None:
+            self._counters.count_step(phase, input_ids.shape[0])
+        hidden_TH: Tensor = self.model.forward_tokens(input_ids, positions, phase=phase)
         return hidden_TH
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -82,6 +89,9 @@ class NeuronMoeForCausalLM(nn.Module):
         fill_model(self.model, self.folder, product_form=form)
         for core, attention in zip(self._cores, self.model.attentions, strict=True):
             core.settle(attention)
+        # Every rank routes all tokens: one of them counts.
+        if self.options.metrics and get_tensor_model_parallel_rank() == 0:
+            self._counters = ServingCounters(self.model)
         return {name for name, _ in self.named_parameters()}
 
 

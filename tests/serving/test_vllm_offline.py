@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from neuron_moe.models.shipped import TINY_NAME
-from neuron_moe.serving.options import OPTIONS_KEY, block_size_of
+from neuron_moe.serving.options import block_size_of
 from tests.serving.conftest import Folders, own_tokens, prompts_of
 
 pytestmark = [
@@ -63,8 +63,6 @@ def test_two_ranks_give_the_same_tokens(
     name: str, splits_experts: bool, folder_of: Folders, run_vllm: Run
 ) -> None:
     folder = folder_of(name)
-    request = _request(
-        folder, tensor_parallel_size=2, enable_expert_parallel=splits_experts
-    )
+    request = _request(folder, tensor_parallel_size=2, enable_expert_parallel=splits_experts)
     expected = own_tokens(folder, request["prompts"], MAX_TOKENS)
     assert run_vllm(request, ranks=2) == [expected, expected]
