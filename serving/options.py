@@ -15,6 +15,7 @@ from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 
 ARCHITECTURE = "NeuronMoeForCausalLM"
+NATIVE_ARCHITECTURE = "NeuronMoeNativeForCausalLM"
 OPTIONS_KEY = "neuron_moe"
 BACKENDS = ("torch", "nki")
 BLOCK_SIZES = (128, 64, 32)  # tokens of a block of the cache that vLLM's attention on a CPU takes

@@ -226,9 +226,7 @@ def adopt_groups(
         )
     experts = ExpertGroups.of(split, spread, whole)
     data = SingleRank("attention data")
-    groups = ParallelGroups(
-        config, whole.rank, whole, split, spread, data, whole, experts, experts
-    )
+    groups = ParallelGroups(config, whole.rank, whole, split, spread, data, whole, experts, experts)
     _state = _State(groups, lives=lives)
     return groups
 
