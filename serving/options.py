@@ -5,12 +5,9 @@ vLLM hands `additional_config` to models unread; ours is the part under OPTIONS_
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from neuron_moe.errors import check_choice, check_positive_int, closest
-from neuron_moe.models.attention import Reach
-from neuron_moe.models.loader import build_model
 from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 
@@ -91,18 +88,28 @@ def hf_overrides() -> dict[str, Any]:
     return {"architectures": [ARCHITECTURE], "quantization_config": {}}
 
 
-def block_size_of(folder: Path) -> int:
+def check_servable(model: Any) -> None:
+    """Raise ValueError where vLLM has no cache for what a layer keeps."""
+    for layer, attention in enumerate(model.attentions):
+        if attention.reach is None:
+            raise ValueError(
+                f"layer {layer}: {type(attention).__name__} keeps a state of each sequence, must"
+                f" keep keys and values: {ARCHITECTURE} has no recurrent layers yet. Generate"
+                " with `neuron-moe generate`."
+            )
+
+
+def block_size_of(model: Any) -> int:
     """Return how many tokens a block of the cache takes, so that chunks of attention are blocks.
 
     Raises:
         ValueError: no size fits.
     """
-    reaches = [attention.reach or Reach() for attention in build_model(folder).attentions]
-    chunks = sorted({reach.chunk for reach in reaches if reach.chunk is not None})
+    chunks = sorted({attention.reach.chunk or 0 for attention in model.attentions})
     for size in BLOCK_SIZES:
         if all(chunk % size == 0 for chunk in chunks):
             return size
     raise ValueError(
-        f"{folder}: attention in chunks of {chunks} tokens must be whole blocks of the cache, of"
-        f" {', '.join(map(str, BLOCK_SIZES))} tokens each. Serve a model with other chunks."
+        f"attention_chunk_size={chunks[-1]}: must be a multiple of {BLOCK_SIZES[-1]}, the tokens of"
+        " vLLM's smallest block. Serve a model with other chunks."
     )

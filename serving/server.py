@@ -23,7 +23,13 @@ from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.models.loader import build_model
 from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.environment import server_environment
-from neuron_moe.serving.options import OPTIONS_KEY, ServingOptions, block_size_of, hf_overrides
+from neuron_moe.serving.options import (
+    OPTIONS_KEY,
+    ServingOptions,
+    block_size_of,
+    check_servable,
+    hf_overrides,
+)
 
 INSTALL = (
     "python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install 'neuron-moe[vllm]' &&"
@@ -102,6 +108,7 @@ class ServerSettings:
             model: Any = build_model(
                 self.folder, dtype=DTYPES[self.dtype], backend=self.options.backend
             )
+        check_servable(model)
         longest = self.max_model_len or min(4096, model.config.max_position_embeddings)
         cache_bytes = (self.cache_mib or 0) << 20 or 8 * longest * _bytes_per_token(model)
         values = {
@@ -113,7 +120,7 @@ class ServerSettings:
             "tensor-parallel-size": self.num_ranks,
             "max-model-len": longest,
             "kv-cache-memory-bytes": cache_bytes,
-            "block-size": block_size_of(self.folder),
+            "block-size": block_size_of(model),
             "hf-overrides": json.dumps(hf_overrides()),
             "additional-config": json.dumps({OPTIONS_KEY: asdict(self.options)}),
         }

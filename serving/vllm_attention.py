@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 
 from neuron_moe.models.attention import AttentionFacts, CacheView
 from neuron_moe.serving.heads import gather_heads, own_heads, ranks_of_heads
-from neuron_moe.serving.options import ARCHITECTURE
+from neuron_moe.serving.options import check_servable
 
 
 class PagedCore:
@@ -97,14 +97,9 @@ def put_cores(model: nn.Module, config: VllmConfig, prefix: str) -> list[PagedCo
     Raises:
         ValueError: a layer keeps a state of each sequence instead of each token.
     """
+    check_servable(model)
     cores = []
     for layer, attention in enumerate(model.attentions):
-        if attention.reach is None:
-            raise ValueError(
-                f"layer {layer}: {type(attention).__name__} keeps a state of each sequence, must"
-                f" keep keys and values: {ARCHITECTURE} has no recurrent layers yet. Generate"
-                " with `neuron-moe generate`."
-            )
         name = f"{prefix}.layers.{layer}.self_attn".lstrip(".")
         core = PagedCore(attention, model.config.num_attention_heads, config, name)
         attention.core = core

@@ -1,7 +1,8 @@
 """A run of vLLM in a process of its own: `python offline.py REQUEST.json` prints the tokens.
 
-The request has `model`, `prompts` (token ids), `max_tokens`, `settings` (of vLLM's LLM) and
-`passes`, how often the prompts are sent. TP needs a main guard, for the workers are spawned.
+The request has `model`, `prompts` (token ids), `max_tokens`, `settings` (of vLLM's LLM), `passes`,
+how often the prompts are sent, and perhaps `registrations` (of the plugin, one by one beside
+vLLM's own) and `stale_sinks`. TP needs a main guard, for the workers are spawned.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_moe.serving.options import hf_overrides
+from neuron_moe.serving.plugin import register
 
 
 def run(request: dict[str, Any]) -> list[list[list[int]]]:
@@ -26,6 +28,10 @@ def run(request: dict[str, Any]) -> list[list[list[int]]]:
         "hf_overrides": hf_overrides(),
         **request["settings"],
     }
+    for _ in range(request.get("registrations", 0)):
+        register()
+    if request.get("stale_sinks"):
+        _keep_sinks_of_the_constructor()
     llm = LLM(request["model"], **settings)
     options = SamplingParams(
         temperature=0, ignore_eos=True, detokenize=False, max_tokens=request["max_tokens"]
@@ -36,6 +42,19 @@ def run(request: dict[str, Any]) -> list[list[list[int]]]:
         outputs = llm.generate(prompts, options, use_tqdm=False)
         passes.append([list(output.outputs[0].token_ids) for output in outputs])
     return passes
+
+
+def _keep_sinks_of_the_constructor() -> None:
+    """Let attention go on with what parameters were before weights were loaded: zeros."""
+    from neuron_moe.serving import vllm_attention
+
+    settle = vllm_attention.PagedCore.settle
+
+    def stale(self: Any, attention: Any) -> None:
+        settle(self, attention)
+        self.paged.impl.sinks = self.paged.impl.sinks.clone().zero_()
+
+    vllm_attention.PagedCore.settle = stale  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

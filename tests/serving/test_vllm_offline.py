@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from neuron_moe.models.loader import build_model
 from neuron_moe.models.shipped import TINY_NAME
 from neuron_moe.serving.options import block_size_of
 from tests.serving.conftest import Folders, own_tokens, prompts_of
@@ -27,7 +28,7 @@ def _request(folder: Any, **settings: Any) -> dict[str, Any]:
         "settings": {
             "dtype": "float32",
             "max_num_batched_tokens": 64,
-            "block_size": block_size_of(folder),
+            "block_size": block_size_of(build_model(folder)),
             **settings,
         },
     }
@@ -66,3 +67,21 @@ def test_two_ranks_give_the_same_tokens(
     request = _request(folder, tensor_parallel_size=2, enable_expert_parallel=splits_experts)
     expected = own_tokens(folder, request["prompts"], MAX_TOKENS)
     assert run_vllm(request, ranks=2) == [expected, expected]
+
+
+def test_sinks_that_are_not_those_of_the_checkpoint_are_seen(
+    folder_of: Folders, run_vllm: Run
+) -> None:
+    folder = folder_of(TINY_NAME)
+    request = _request(folder) | {"passes": 1, "stale_sinks": True}
+    expected = own_tokens(folder, request["prompts"], MAX_TOKENS)
+    (answers,) = run_vllm(request)
+    wrong = sum(answer != own for answer, own in zip(answers, expected, strict=True))
+    assert wrong > len(expected) // 2
+
+
+def test_registering_twice_and_an_unknown_architecture(folder_of: Folders, run_vllm: Run) -> None:
+    folder = folder_of(TINY_NAME)
+    request = _request(folder, hf_overrides={"architectures": ["NeuronMoeForCausalLMs"]})
+    with pytest.raises(AssertionError, match="NeuronMoeForCausalLMs"):
+        run_vllm(request | {"registrations": 2})

@@ -1,7 +1,7 @@
 """neuron-moe serve: an OpenAI-compatible server for a checkpoint, vLLM with our model in it.
 
 Loopback alone unless --host says otherwise. Everything behind `--` goes to vLLM as it stands. Our
-counters (expert load, paths) are among those at /metrics.
+counters (expert load, paths) are among those at /metrics. With --ask it streams an answer and ends.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from neuron_moe.models.shipped import checkpoint_folder
+from neuron_moe.serving.client import Server, complete
 from neuron_moe.serving.options import BACKENDS, ServingOptions
 from neuron_moe.serving.server import (
     DTYPES,
@@ -28,6 +29,7 @@ from neuron_moe.serving.server import (
 )
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 
+ANSWER_TOKENS = 48
 _POLL_S = 0.2
 
 
@@ -66,10 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     variables = settings.environment()
     if not args.verbose:
         variables["VLLM_LOGGING_LEVEL"] = "ERROR"
-    return _serve(settings, command, variables)
+    return _serve(settings, command, variables, args.ask)
 
 
-def _serve(settings: ServerSettings, command: list[str], variables: dict[str, str]) -> int:
+def _serve(
+    settings: ServerSettings, command: list[str], variables: dict[str, str], question: str | None
+) -> int:
     address = f"http://{settings.host}:{settings.port}"
     started = time.monotonic()
     print(f"neuron-moe serve: starting vLLM for {settings.folder} ...", flush=True)
@@ -81,12 +85,23 @@ def _serve(settings: ServerSettings, command: list[str], variables: dict[str, st
                 f" after {time.monotonic() - started:.0f} s",
                 flush=True,
             )
+            if question is not None:
+                _ask(settings, question)
+                return 0
             while True:
                 check_alive(process)
                 time.sleep(_POLL_S)
     except _Stopped:
         print("neuron-moe serve: stopped", flush=True)
         return 0
+
+
+def _ask(settings: ServerSettings, question: str) -> None:
+    """Print a prompt and, as it comes, its continuation."""
+    print(question, end="", flush=True)
+    server = Server(settings.host, settings.port, settings.name)
+    answer = complete(server, question, ANSWER_TOKENS, lambda text: print(text, end="", flush=True))
+    print(f"\n\n{len(answer.token_ids)} tokens in {answer.total_s:.2f} s  [measured]", flush=True)
 
 
 @contextmanager
@@ -137,5 +152,6 @@ def _parser() -> argparse.ArgumentParser:
         default=MEASURED,
         help=f"how a CPU multiplies with experts: {MEASURED} (default) or {', '.join(FORMS)}",
     )
+    parser.add_argument("--ask", metavar="TEXT", help="stream one continuation of it, then end")
     parser.add_argument("--verbose", action="store_true", help="show all of vLLM's messages")
     return parser

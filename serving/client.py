@@ -1,9 +1,9 @@
-"""A client of OpenAI-compatible servers that streams completions of token ids."""
+"""A client of OpenAI-compatible servers that streams completions."""
 
 import http.client
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +56,13 @@ def post(server: Server, path: str, body: bytes) -> tuple[int, bytes]:
         connection.close()
 
 
-def completion_body(server: Server, prompt: Sequence[int], max_tokens: int, **more: Any) -> bytes:
+def completion_body(
+    server: Server, prompt: str | Sequence[int], max_tokens: int, **more: Any
+) -> bytes:
     """Return a request for the likeliest tokens behind a prompt, streamed, as token ids."""
     values = {
         "model": server.model,
-        "prompt": list(prompt),
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
@@ -70,8 +72,19 @@ def completion_body(server: Server, prompt: Sequence[int], max_tokens: int, **mo
     return json.dumps(values | more).encode()
 
 
-def complete(server: Server, prompt: Sequence[int], max_tokens: int) -> Completion:
+def complete(
+    server: Server,
+    prompt: str | Sequence[int],
+    max_tokens: int,
+    on_text: Callable[[str], object] = lambda _text: None,
+) -> Completion:
     """Stream one completion.
+
+    Args:
+        server: whom to ask.
+        prompt: text or token ids.
+        max_tokens: of the answer.
+        on_text: called with each piece of text as it comes.
 
     Raises:
         RequestError: the server refused or ended early.
@@ -95,6 +108,7 @@ def complete(server: Server, prompt: Sequence[int], max_tokens: int) -> Completi
             for choice in json.loads(payload)["choices"]:
                 # A chunk may carry several tokens, or none.
                 done.token_ids += choice.get("token_ids") or []
+                on_text(choice.get("text") or "")
             done.first_s = done.first_s or time.monotonic() - started
     finally:
         connection.close()
