@@ -11,9 +11,9 @@ import threading
 import time
 
 from prometheus_client import Counter
-from torch import nn
 
 from neuron_moe import MoE
+from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.plan import Step
 
@@ -28,7 +28,7 @@ class ServingCounters:
             of all.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         self._layers = {
             number: layer.moe
             for number, layer in enumerate(model.layers)

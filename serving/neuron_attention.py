@@ -80,7 +80,7 @@ class PagesCore:
         num_sequences = view.table_UM.shape[0]
         sinks = attention.sinks
         out_USX = attend(
-            query_TQD.unflatten(0, (num_sequences, -1)),
+            query_TQD.view(num_sequences, -1, *query_TQD.shape[1:]),
             _read(view.key_PJBD, view.table_UM),
             _read(view.value_PJBD, view.table_UM),
             _mask(view, attention.reach),
@@ -114,9 +114,9 @@ def _mask(view: PagesView, reach: Reach) -> Tensor:
     keys_UC = keys_C[None].expand(table_UM.shape[0], -1)
     if view.first_U is not None:
         keys_UC = keys_UC + view.first_U.long()[:, None]
-    places_US1 = view.places_T.long().unflatten(0, (table_UM.shape[0], -1))[..., None]
+    places_US1 = view.places_T.long().view(table_UM.shape[0], -1, 1)
     keys_U1C = keys_UC[:, None]
-    mask_USC = keys_U1C <= places_US1
+    mask_USC: Tensor = keys_U1C <= places_US1
     mask_USC = mask_USC & (table_UM >= 0).repeat_interleave(block_size, dim=1)[:, None]
     if reach.window is not None:
         mask_USC = mask_USC & (keys_U1C > places_US1 - reach.window)

@@ -10,11 +10,12 @@ Letters: T tokens of the step with padding, H hidden, V vocabulary, n sampled po
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, parse_config, read_config
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.collectives import Collectives
@@ -38,7 +39,7 @@ class NeuronMoeNativeForCausalLM(nn.Module):
     def __init__(self, folder: Path, dtype: torch.dtype, options: ServingOptions) -> None:
         super().__init__()
         self.folder, self.options = folder, options
-        self.model: Any = build_model(folder, dtype=dtype, backend=options.backend)
+        self.model = cast(DecoderModel, build_model(folder, dtype=dtype, backend=options.backend))
         self._caches: list[tuple[Tensor, Tensor]] = []
         self._names = [f"layers.{layer}.self_attn" for layer in range(len(self.model.layers))]
         for layer, attention in enumerate(self.model.attentions):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from neuron_moe.errors import check_choice, check_positive_int, closest
+from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 
@@ -88,7 +89,7 @@ def hf_overrides() -> dict[str, Any]:
     return {"architectures": [ARCHITECTURE], "quantization_config": {}}
 
 
-def check_servable(model: Any) -> None:
+def check_servable(model: DecoderModel) -> None:
     """Raise ValueError where vLLM has no cache for what a layer keeps."""
     for layer, attention in enumerate(model.attentions):
         if attention.reach is None:
@@ -99,7 +100,7 @@ def check_servable(model: Any) -> None:
             )
 
 
-def block_size_of(model: Any) -> int:
+def block_size_of(model: DecoderModel) -> int:
     """Return how many tokens a block of the cache takes, so that chunks of attention are blocks.
 
     Raises:

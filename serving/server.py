@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
 from neuron_moe.errors import check_choice, check_positive_int
+from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model
 from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.environment import server_environment
@@ -105,9 +106,8 @@ class ServerSettings:
             ValueError: the model cannot be split or served so.
         """
         with parallel_state.as_rank(self.options.layout(self.num_ranks), 0):
-            model: Any = build_model(
-                self.folder, dtype=DTYPES[self.dtype], backend=self.options.backend
-            )
+            built = build_model(self.folder, dtype=DTYPES[self.dtype], backend=self.options.backend)
+        model = cast(DecoderModel, built)
         check_servable(model)
         longest = self.max_model_len or min(4096, model.config.max_position_embeddings)
         cache_bytes = (self.cache_mib or 0) << 20 or 8 * longest * _bytes_per_token(model)
@@ -128,7 +128,7 @@ class ServerSettings:
         return [*flags, "--enforce-eager", *self.more]
 
 
-def _bytes_per_token(model: Any) -> int:
+def _bytes_per_token(model: DecoderModel) -> int:
     """Return what the caches of all layers hold of a token."""
     numbers = sum(
         heads * size for attention in model.attentions for heads, size in attention.cache_shape

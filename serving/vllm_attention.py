@@ -5,12 +5,13 @@ Letters: T tokens of all sequences, Q query heads, J key/value heads, D head siz
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 
 from neuron_moe.models.attention import AttentionFacts, CacheView
+from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.serving.heads import gather_heads, own_heads, ranks_of_heads
 from neuron_moe.serving.options import check_servable
 
@@ -91,7 +92,7 @@ class PagedCore:
         return gather_heads(self.group, out.view(*leading, -1))
 
 
-def put_cores(model: nn.Module, config: VllmConfig, prefix: str) -> list[PagedCore]:
+def put_cores(model: DecoderModel, config: VllmConfig, prefix: str) -> list[PagedCore]:
     """Put a paged core into every attention of a model.
 
     Raises:

@@ -5,7 +5,7 @@ Letters: T tokens of all sequences in a step, H hidden, V vocabulary, n sequence
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -15,6 +15,7 @@ from vllm.distributed import (
 )
 from vllm.forward_context import get_forward_context
 
+from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, fill_model
 from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.metrics import ServingCounters
@@ -42,9 +43,8 @@ class NeuronMoeForCausalLM(nn.Module):
             )
         self.options = ServingOptions.read(vllm_config.additional_config or {})
         _join_ranks(vllm_config, self.options)
-        self.model = build_model(
-            self.folder, dtype=vllm_config.model_config.dtype, backend=self.options.backend
-        )
+        dtype, backend = vllm_config.model_config.dtype, self.options.backend
+        self.model = cast(DecoderModel, build_model(self.folder, dtype=dtype, backend=backend))
         self._cores = put_cores(self.model, vllm_config, prefix)
         self._counters: ServingCounters | None = None
 
@@ -71,13 +71,11 @@ class NeuronMoeForCausalLM(nn.Module):
         phase = _phase()
         if self._counters is not None:
             self._counters.count_step(phase, input_ids.shape[0])
-        hidden_TH: Tensor = self.model.forward_tokens(input_ids, positions, phase=phase)
-        return hidden_TH
+        return self.model.forward_tokens(input_ids, positions, phase=phase)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return [n, V] of the last token of each sequence, [n, H]."""
-        logits: Tensor = self.model.compute_logits(hidden_states)
-        return logits
+        return self.model.compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill the model with our own reader; return the names of all parameters.
