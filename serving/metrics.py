@@ -9,6 +9,7 @@ through the folder that PROMETHEUS_MULTIPROC_DIR names.
 
 import threading
 import time
+from typing import cast
 
 from prometheus_client import Counter
 
@@ -29,8 +30,8 @@ class ServingCounters:
     """
 
     def __init__(self, model: DecoderModel) -> None:
-        self._layers = {
-            number: layer.moe
+        self._layers: dict[int, MoE] = {
+            number: cast(MoE, layer.moe)
             for number, layer in enumerate(model.layers)
             if isinstance(getattr(layer, "moe", None), MoE)
         }
