@@ -38,7 +38,7 @@ INSTALL = (
 )
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST_PORTS = 65535
-PATIENCE_S = 6.0  # of vLLM's own end; then it is killed, so that all is over within ten seconds
+PATIENCE_S = 4.0  # of vLLM's own end; then it is killed, so that all is over within ten seconds
 _POLL_S = 0.1
 _PROBE_S = 5.0
 
@@ -64,6 +64,7 @@ class ServerSettings:
         cache_mib: MiB of the cache of keys and values in each rank; None holds eight sequences of
             the longest kind.
         options: of our model.
+        uses_our_class: False serves it through vLLM's own class, to compare.
         more: further arguments of vLLM, as on its command line.
     """
 
@@ -78,6 +79,7 @@ class ServerSettings:
     max_model_len: int | None = None
     cache_mib: int | None = None
     options: ServingOptions = field(default_factory=ServingOptions)
+    uses_our_class: bool = True
     more: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -121,11 +123,17 @@ class ServerSettings:
             "max-model-len": longest,
             "kv-cache-memory-bytes": cache_bytes,
             "block-size": block_size_of(model),
-            "hf-overrides": json.dumps(hf_overrides()),
-            "additional-config": json.dumps({OPTIONS_KEY: asdict(self.options)}),
+            # One rank needs no process beside the engine's.
+            "distributed-executor-backend": "mp" if self.num_ranks > 1 else "uni",
         }
         flags = [f"--{name}={value}" for name, value in values.items()]
-        return [*flags, "--enforce-eager", *self.more]
+        return [*flags, *(self._flags_of_our_class() if self.uses_our_class else ()), *self.more]
+
+    def _flags_of_our_class(self) -> tuple[str, ...]:
+        """Return what chooses our class; a graph captured around it would freeze the phase."""
+        options = json.dumps({OPTIONS_KEY: asdict(self.options)})
+        overrides = json.dumps(hf_overrides())
+        return f"--hf-overrides={overrides}", f"--additional-config={options}", "--enforce-eager"
 
 
 def _bytes_per_token(model: DecoderModel) -> int:
