@@ -155,9 +155,11 @@ class MoE(nn.Module):
         if plan is not None and plan.is_fused:
             output_TH, routing = self._run_fused(plan, crossing, batch.hidden_TH)
         else:
+            entered = crossing.enter(hidden_states)
             if self.rmsnorm is not None:
-                normed = self.rmsnorm(hidden_states)
-                batch = replace(batch, hidden_TH=normed.reshape(batch.hidden_TH.shape))
+                entered = self.rmsnorm(entered)
+            if entered is not hidden_states:
+                batch = replace(batch, hidden_TH=entered.reshape(batch.hidden_TH.shape))
             output_TH, routing = self._run(plan, crossing, batch)
         return self._result(output_TH.view(hidden_states.shape), routing, residual)
 
@@ -198,7 +200,7 @@ class MoE(nn.Module):
         partial_NH = crossing.add_shared(partial_NH, own_TH, sent, shared)
         output_TH = crossing.combine(partial_NH, sent)
         output_TH = crossing.gather_own(crossing.add_own_shared(output_TH, own_TH, shared))
-        routing = Routing(*map(crossing.gather_own, routing))
+        routing = Routing(*map(crossing.share_own, routing))
         if self.shuffle is None or order is None:
             return output_TH, routing
         home = partial(self.shuffle.back, order=order)

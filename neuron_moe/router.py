@@ -1,7 +1,7 @@
 """Routers: scores, top-k choice and expert affinities.
 
 One formula covers the family used by current models. All arithmetic is float32, whatever the dtype
-of weights and hidden states.
+of weights and hidden states; float64 hidden states are routed in float64.
 
 | model | score | choice on | weights | then |
 | --- | --- | --- | --- | --- |
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.activations import at_least_float32
 from neuron_moe.errors import check_finite, check_instance
 from neuron_moe.spec import RouterSpec, as_dtype
 from neuron_moe.weights.checks import refuse_wrong_weights
@@ -76,7 +77,7 @@ def route(
     Returns:
         The routing; expert_affinities_TK is differentiable with respect to the logits.
     """
-    logits_TE = router_logits_TE.float()
+    logits_TE = at_least_float32(router_logits_TE)
     if formula.act_over_topk:
         chosen_TK, index_TK = top_k_lowest_first(logits_TE, formula.top_k)
         affinities_TK = _activate(chosen_TK, formula.act_fn)
@@ -98,7 +99,7 @@ def selection_scores(
     router_logits_TE: Tensor, formula: RouterFormula, selection_bias_E: Tensor | None = None
 ) -> Tensor:
     """Return [T, E] float32, by which experts are ranked; arguments as of `route`."""
-    logits_TE = router_logits_TE.float()
+    logits_TE = at_least_float32(router_logits_TE)
     if formula.act_over_topk:
         return logits_TE
     return _rank(logits_TE, _activate(logits_TE, formula.act_fn), formula, selection_bias_E)
@@ -114,7 +115,7 @@ def _rank(
     """
     if selection_bias_E is None and formula.n_group == 1:
         return logits_TE
-    ranked_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E.float()
+    ranked_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
     return mask_groups(ranked_TE, formula) if formula.n_group > 1 else ranked_TE
 
 
@@ -209,13 +210,14 @@ class Router(nn.Module):
                 f"hidden_states: shape {tuple(hidden_states.shape)} must end in"
                 f" hidden_size={self.spec.hidden_size} of the router. Check the layer's input."
             )
-        hidden_TH = hidden_states.reshape(-1, self.spec.hidden_size).float()
+        hidden_TH = at_least_float32(hidden_states.reshape(-1, self.spec.hidden_size))
         if self.training and self.jitter_eps:
             noise = torch.empty_like(hidden_TH).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
             hidden_TH = hidden_TH * noise
         bias_E = self.linear_router.bias
+        weight_EH = self.linear_router.weight.to(hidden_TH.dtype)
         return nn.functional.linear(
-            hidden_TH, self.linear_router.weight.float(), None if bias_E is None else bias_E.float()
+            hidden_TH, weight_EH, None if bias_E is None else bias_E.to(hidden_TH.dtype)
         )
 
     def forward(self, hidden_states: Tensor) -> Routing:

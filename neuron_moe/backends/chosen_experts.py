@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neuron_moe.activations import activate
+from neuron_moe.activations import activate, at_least_float32, sum_dtype
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.huge_pages import ask_for_huge_pages
@@ -73,7 +73,7 @@ def chosen_experts(
     """
     run, order_P = _sort(routing, weights.num_experts)
     if not run.experts:
-        return hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
+        return hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(hidden_TH))
     form = form or weights.product_form(hidden_TH.shape[0])
     first, down = _projections(weights, form)
     joined = _Joined(run.num_rows, hidden_TH)
@@ -127,14 +127,14 @@ class _Joined:
 
     def __init__(self, num_rows: int, like_TH: Tensor) -> None:
         shape = (num_rows + 1, like_TH.shape[1])
-        self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=torch.float32))
+        self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=sum_dtype(like_TH)))
         self._recorded: list[Tensor] = []
         self._end = 0
 
     def add(self, output_nH: Tensor) -> None:
         """Append rows."""
         if torch.is_grad_enabled() and output_nH.requires_grad:
-            self._recorded.append(output_nH.float())
+            self._recorded.append(at_least_float32(output_nH))
             return
         end = self._end + output_nH.shape[0]
         self._rows[self._end : end] = output_nH

@@ -26,6 +26,7 @@ from neuron_moe.parallel.collectives import (
     Collectives,
     TorchCollectives,
     all_gather_rows,
+    enter_common,
     gather_lengths,
     reduce_scatter_rows,
 )
@@ -297,9 +298,18 @@ class Crossing:
             sent = Dispatched(_NO_ROWS, self.num_tokens, self._lengths)
         return self._strategy.combine(partial_NH, sent)
 
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what ranks with the same tokens begin to use each in its own way."""
+        replica = self._strategy.spread.replica
+        return x if replica.size == 1 else enter_common(replica, x)
+
     def gather_own(self, x: Tensor) -> Tensor:
         """Join what ranks with the same tokens computed for their own parts."""
         return self._strategy.gather_own(x)
+
+    def share_own(self, x: Tensor) -> Tensor:
+        """Join what ranks with the same tokens decided for them."""
+        return self._strategy.share_own(x)
 
     def add_shared(
         self, partial_NH: Tensor, own_TH: Tensor, sent: Dispatched, shared: SharedExperts | None
