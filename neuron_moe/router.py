@@ -53,6 +53,12 @@ def top_k_lowest_first(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return values_TE[:, :top_k], index_TE[:, :top_k]
 
 
+def take_turns(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
+    """Return [T, K] int64 experts in turn, K a token."""
+    turns = torch.arange(num_tokens * top_k, device=device)
+    return (turns % num_experts).view(num_tokens, top_k)
+
+
 def mask_groups(scores_TE: Tensor, formula: RouterFormula) -> Tensor:
     """Return scores in which experts outside the chosen groups hold `out_of_group_fill`."""
     num_tokens, num_experts = scores_TE.shape
@@ -65,7 +71,11 @@ def mask_groups(scores_TE: Tensor, formula: RouterFormula) -> Tensor:
 
 
 def route(
-    router_logits_TE: Tensor, formula: RouterFormula, selection_bias_E: Tensor | None = None
+    router_logits_TE: Tensor,
+    formula: RouterFormula,
+    selection_bias_E: Tensor | None = None,
+    *,
+    forced_index_TK: Tensor | None = None,
 ) -> Routing:
     """Choose K experts for each token and weigh them.
 
@@ -73,18 +83,23 @@ def route(
         router_logits_TE: [T, E] any float dtype; computed in float32.
         formula: of the router.
         selection_bias_E: [E] float32, required if formula.has_selection_bias.
+        forced_index_TK: [T, K] int64 experts to choose whatever the scores.
 
     Returns:
         The routing; expert_affinities_TK is differentiable with respect to the logits.
     """
     logits_TE = at_least_float32(router_logits_TE)
+    index_TK = forced_index_TK
     if formula.act_over_topk:
-        chosen_TK, index_TK = top_k_lowest_first(logits_TE, formula.top_k)
+        if index_TK is None:
+            _, index_TK = top_k_lowest_first(logits_TE, formula.top_k)
+        chosen_TK = logits_TE.gather(1, index_TK)
         affinities_TK = _activate(chosen_TK, formula.act_fn)
     else:
         scores_TE = _activate(logits_TE, formula.act_fn)
-        ranked_TE = _rank(logits_TE, scores_TE.detach(), formula, selection_bias_E)
-        _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
+        if index_TK is None:
+            ranked_TE = _rank(logits_TE, scores_TE.detach(), formula, selection_bias_E)
+            _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
         affinities_TK = scores_TE.gather(1, index_TK)
     if formula.renormalize:
         affinities_TK = affinities_TK / (
@@ -134,8 +149,13 @@ class Router(nn.Module):
         dtype: dtype of the weights, or its name.
         device: where they live.
         jitter_eps: multiplies the input by U(1 - eps, 1 + eps) while training.
+
+    Attributes:
+        forces_balance: while training, experts take turns whatever the scores, which still weigh
+            them: a run's time and memory without the router's say. Set it; False at first.
     """
 
+    forces_balance: bool = False
     e_score_correction_bias: nn.Parameter | None
 
     def __init__(
@@ -223,7 +243,15 @@ class Router(nn.Module):
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route [.., H] hidden states; leading axes are flattened to T."""
         logits_TE = self.get_router_logits(hidden_states)
-        return route(logits_TE, self.spec.formula, self.e_score_correction_bias)
+        forced_TK = None
+        if self.training and self.forces_balance:
+            forced_TK = take_turns(*logits_TE.shape, self.top_k, logits_TE.device)
+        return route(
+            logits_TE,
+            self.spec.formula,
+            self.e_score_correction_bias,
+            forced_index_TK=forced_TK,
+        )
 
     def extra_repr(self) -> str:
         """Show the specification in the module's repr."""

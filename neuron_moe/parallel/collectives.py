@@ -206,8 +206,7 @@ def all_gather_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Te
     if group.size == 1:
         return x
     if is_recorded(x):
-        gathered: Tensor = _GatherRows.apply(group, tuple(lengths), x)
-        return gathered
+        return _apply(_GatherRows, group, tuple(lengths), x)
     longest = max(lengths)
     gathered = group.all_gather(_pad_rows(x, longest))
     if min(lengths) == longest:
@@ -227,8 +226,7 @@ def reduce_scatter_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -
     if group.size == 1:
         return x
     if is_recorded(x):
-        scattered: Tensor = _ScatterRows.apply(group, tuple(lengths), x)
-        return scattered
+        return _apply(_ScatterRows, group, tuple(lengths), x)
     longest = max(lengths)
     if min(lengths) < longest:
         x = torch.cat([_pad_rows(part, longest) for part in torch.split(x, list(lengths))])
@@ -250,8 +248,7 @@ def all_to_all_rows(
         return x
     if is_recorded(x):
         counts = tuple(send_counts), tuple(receive_counts)
-        moved: Tensor = _ExchangeRows.apply(group, *counts, x)
-        return moved
+        return _apply(_ExchangeRows, group, *counts, x)
     return group.all_to_all(x, send_counts, receive_counts)
 
 
@@ -264,8 +261,7 @@ def enter_common(group: Collectives, x: Tensor) -> Tensor:
     """
     if group.size == 1 or not is_recorded(x):
         return x
-    entered: Tensor = _EnterCommon.apply(group, x)
-    return entered
+    return _apply(_EnterCommon, group, x)
 
 
 def sum_common(group: Collectives, x: Tensor) -> Tensor:
@@ -278,8 +274,7 @@ def sum_common(group: Collectives, x: Tensor) -> Tensor:
     if group.size == 1:
         return x
     if is_recorded(x):
-        summed: Tensor = _SumCommon.apply(group, x)
-        return summed
+        return _apply(_SumCommon, group, x)
     return group.all_reduce(x)
 
 
@@ -293,8 +288,7 @@ def gather_common(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Tens
     """
     if group.size == 1 or not is_recorded(x):
         return all_gather_rows(group, x, lengths)
-    gathered: Tensor = _GatherCommon.apply(group, tuple(lengths), x)
-    return gathered
+    return _apply(_GatherCommon, group, tuple(lengths), x)
 
 
 def share_common(group: Collectives, x: Tensor) -> Tensor:
@@ -308,8 +302,7 @@ def share_common(group: Collectives, x: Tensor) -> Tensor:
     """
     if group.size == 1 or not is_recorded(x):
         return x
-    shared: Tensor = _ShareCommon.apply(group.size, x)
-    return shared
+    return _apply(_ShareCommon, group.size, x)
 
 
 def gather_lengths(group: Collectives, length: int, device: torch.device) -> tuple[int, ...]:
@@ -354,6 +347,11 @@ class _StopGradient(torch.autograd.Function):
             "backward through a method of Collectives: it moves numbers alone. Call the"
             " function of neuron_moe.parallel.collectives that takes the group instead."
         )
+
+
+def _apply(function: type[torch.autograd.Function], *operands: object) -> Tensor:
+    result: Tensor = function.apply(*operands)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _GatherRows(torch.autograd.Function):
@@ -438,5 +436,4 @@ class _ShareCommon(torch.autograd.Function):
 def _without_gradient(source: Tensor, output: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and source.requires_grad):
         return output
-    result: Tensor = _StopGradient.apply(source, output)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(_StopGradient, source, output)

@@ -38,6 +38,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("parallel",),
     ("weights",),
     ("router", "shared_experts"),
+    ("router_losses",),
     ("explain", "plan"),
     ("backends", "parallel.exchange", "parallel.shuffle"),
     ("experts",),

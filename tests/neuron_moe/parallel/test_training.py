@@ -14,6 +14,7 @@ from neuron_moe import MoE
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.gradients import sum_shared_gradients
 from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.router_losses import RouterLosses
 from tests.neuron_moe.parallel.test_layouts import (
     Case,
     build_layer,
@@ -22,6 +23,7 @@ from tests.neuron_moe.parallel.test_layouts import (
 )
 
 EXACT = 1e-10  # relative to the largest gradient, in float64
+LOSSES = RouterLosses(balance=0.3, sequence=0.2, z=0.1)
 CASES = [
     Case(tp=1, ep=4, sp=True, strategy="all_to_all", router="glm", shared="sp", seq=13),
     Case(tp=1, ep=4, dp=4, batch=5, strategy="all_to_all", router="qwen3", shared="gated"),
@@ -41,6 +43,7 @@ CASES = [
 def build_whole(case: Case) -> tuple[MoE, Tensor, Tensor | None, Tensor]:
     whole, hidden, mask = reference(case)
     target = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
+    whole.use_router_losses(LOSSES)
     return whole.double(), hidden.double(), mask, target.double()
 
 
@@ -65,6 +68,7 @@ def compare_gradients(case: Case, rank: int) -> list[str]:
     parallel_state.initialize_model_parallel(config=case.config, watch=False)
     try:
         layer = build_layer(case).double()
+        layer.use_router_losses(LOSSES)
         layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
         mine = part_of_rank(case, hidden.detach(), rank, 4).clone().requires_grad_()
         my_mask = None if mask is None else part_of_rank(case, mask, rank, 4)
@@ -118,6 +122,7 @@ def test_twenty_steps_over_four_ranks_are_those_of_one_process(run_ranks: Any, c
         layer = build_layer(case).double()
         layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
         wanted = torch.stack(train(whole, batches))
+        layer.use_router_losses(LOSSES)
         mine = [tuple(part_of_rank(case, each, rank, 4) for each in batch) for batch in batches]
         losses = torch.stack(train(layer, mine))
         torch.distributed.all_reduce(losses)
