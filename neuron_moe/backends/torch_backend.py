@@ -24,6 +24,7 @@ from torch import Tensor
 from neuron_moe.activations import activate, at_least_float32, sum_dtype
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.backends.form_choice import settle_forms
+from neuron_moe.backends.saving import saving_experts
 from neuron_moe.blocks import BlockMapping, build_block_mapping
 from neuron_moe.paths import decide
 from neuron_moe.plan import LayerParts, Plan, Step
@@ -90,7 +91,9 @@ class TorchPlan(Plan):
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute this rank's experts; return [N, H] float32."""
-        weights = self.parts.weights
+        weights, save_percent = self.parts.weights, self.parts.tuning.save_percent
+        if save_percent is not None and torch.is_grad_enabled() and weights.packed_down is None:
+            return saving_experts(hidden_NH, routing, weights, save_percent)
         if not self._is_static(weights):
             return chosen_experts(hidden_NH, routing, weights)
         if self.path == "selective":
