@@ -27,7 +27,7 @@ from neuron_moe.backends.form_choice import settle_forms
 from neuron_moe.backends.saving import saving_experts
 from neuron_moe.blocks import BlockMapping, build_block_mapping
 from neuron_moe.paths import decide
-from neuron_moe.plan import LayerParts, Plan, Step
+from neuron_moe.plan import LayerParts, Plan, Step, kept_note
 from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.laid_out import LaidOut
@@ -109,7 +109,10 @@ class TorchPlan(Plan):
         return _blocks(hidden_NH, routing, weights, mapping)
 
     def notes(self) -> tuple[str, ...]:
-        """Return in which form a CPU multiplies with the experts, if that was settled."""
+        """Return what training keeps, and in which form a CPU multiplies, if that was settled."""
+        return (*kept_note(self.parts.tuning), *self._form_notes())
+
+    def _form_notes(self) -> tuple[str, ...]:
         forms, tokens = self.parts.weights.product_forms, self.step.rows or self.step.tokens
         if forms is None or self.static:
             return ()
