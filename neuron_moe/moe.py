@@ -411,8 +411,10 @@ class MoE(nn.Module):
 def _digest(module: nn.Module) -> str:
     """Return a checksum of weights that every rank holds alike."""
     checksum = 0
-    for weight in module.state_dict().values():
-        data = weight.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    for weight in (*module.parameters(), *module.buffers()):
+        # A copy: memory that NumPy has seen cannot be given back, which FSDP does.
+        data = weight.detach().cpu().clone(memory_format=torch.contiguous_format)
+        data = data.view(-1).view(torch.uint8)
         checksum = zlib.crc32(data.numpy(), checksum)
     return f"crc32 {checksum:08x}"
 

@@ -245,7 +245,9 @@ class Router(nn.Module):
         logits_TE = self.get_router_logits(hidden_states)
         forced_TK = None
         if self.training and self.forces_balance:
-            forced_TK = take_turns(*logits_TE.shape, self.top_k, logits_TE.device)
+            forced_TK = take_turns(
+                logits_TE.shape[0], self.num_experts, self.top_k, logits_TE.device
+            )
         return route(
             logits_TE,
             self.spec.formula,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from neuron_moe.moe import MoE
 from neuron_moe.parallel.collectives import Collectives
@@ -60,14 +61,19 @@ def _sum_over(group: Collectives, parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for same in by_dtype.values():
-        summed = group.all_reduce(torch.cat([_gradient(each).reshape(-1) for each in same]))
-        parts = torch.split(summed, [each.numel() for each in same])
-        for parameter, part in zip(same, parts, strict=True):
-            parameter.grad = part.view_as(parameter).clone()
+        gradients = [_gradient(each) for each in same]
+        summed = group.all_reduce(torch.cat([each.reshape(-1) for each in gradients]))
+        parts = torch.split(summed, [each.numel() for each in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    """Return the gradient, made if there is none; of a sharded one this rank's part."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _check(layer: MoE) -> None:

@@ -223,13 +223,17 @@ def _median_ms(run: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats + 2):
         flushed.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         start.record()
         run()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(float(start.elapsed_time(end)))
     return statistics.median(times[2:])
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _graph_ms(experts: Experts, inputs: Inputs, repeats: int) -> float:
@@ -247,16 +251,19 @@ def _weight_floor_ms(experts: Experts, shape: Shape, tokens: int) -> float:
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_ms = _median_ms(lambda: target.copy_(source), 5)
-    chosen = make_inputs(shape, tokens, "random").index_TK.unique().numel()
+    index_TK = make_inputs(shape, tokens, "random").index_TK
+    chosen = len(set(index_TK.flatten().tolist()))
     each = sum(weight.nbytes for weight in experts.layer.parameters())  # type: ignore[attr-defined]
-    return copy_ms * chosen * each / shape.num_experts / (2 * source.nbytes)
+    return copy_ms * float(chosen * each / shape.num_experts / (2 * source.nbytes))
 
 
 def _dense(shape: Shape, tokens: int, repeats: int) -> dict[str, float]:
     """Return the time of dense products with as many rows."""
     H, I, rows = shape.hidden_size, shape.intermediate_size, tokens * shape.top_k  # noqa: E741
-    make = {"dtype": torch.bfloat16, "device": "cuda"}
-    wide, narrow = torch.randn(rows, H, **make), torch.randn(rows, I, **make)
-    first, down = torch.randn(H, 2 * I, **make), torch.randn(I, H, **make)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=torch.bfloat16, device="cuda")
+
+    wide, narrow, first, down = draw(rows, H), draw(rows, I), draw(H, 2 * I), draw(I, H)
     ms = _median_ms(lambda: wide @ first, repeats) + _median_ms(lambda: narrow @ down, repeats)
     return {"fwd_ms": ms}

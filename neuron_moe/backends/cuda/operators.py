@@ -35,8 +35,10 @@ def experts(
     """
     name = repr(formula)
     _FORMULAS.setdefault(name, formula)
-    output_TH, _ = _experts(hidden_TH, affinities_TK, index_TK, *weights, name, save_percent)
-    return output_TH
+    found: tuple[Tensor, Tensor] = _experts(
+        hidden_TH, affinities_TK, index_TK, *weights, name, save_percent
+    )
+    return found[0]
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts", mutates_args=())
@@ -75,8 +77,9 @@ def _(
     save_percent: int,
 ) -> tuple[Tensor, Tensor]:
     num_experts, _, width = first.shape
-    sizes = (*index.shape, num_experts)
-    rows = launch.kept_tiles(*sizes, save_percent) * launch.most_tiles(*sizes)[1]
+    num_tokens, top_k = index.shape
+    _, tile_rows = launch.most_tiles(num_tokens, top_k, num_experts)
+    rows = launch.kept_tiles(num_tokens, top_k, num_experts, save_percent) * tile_rows
     return hidden.new_empty(hidden.shape, dtype=torch.float32), hidden.new_empty((rows, width))
 
 
