@@ -415,7 +415,7 @@ def _digest(module: nn.Module) -> str:
         # A copy: memory that NumPy has seen cannot be given back, which FSDP does.
         data = weight.detach().cpu().clone(memory_format=torch.contiguous_format)
         data = data.view(-1).view(torch.uint8)
-        checksum = zlib.crc32(data.numpy(), checksum)
+        checksum = zlib.crc32(data.numpy().tobytes(), checksum)
     return f"crc32 {checksum:08x}"
 
 

@@ -58,7 +58,7 @@ def distributed_state(
 
 def _expert_rows(model: nn.Module) -> dict[str, int]:
     """Return E of every parameter that has a row for each expert."""
-    found = {}
+    found: dict[str, int] = {}
     for path, experts in model.named_modules():
         if not isinstance(experts, RoutedExperts):
             continue
