@@ -123,8 +123,6 @@ class ServerSettings:
             "max-model-len": longest,
             "kv-cache-memory-bytes": cache_bytes,
             "block-size": block_size_of(model),
-            # One rank needs no process beside the engine's.
-            "distributed-executor-backend": "mp" if self.num_ranks > 1 else "uni",
         }
         flags = [f"--{name}={value}" for name, value in values.items()]
         return [*flags, *(self._flags_of_our_class() if self.uses_our_class else ()), *self.more]
