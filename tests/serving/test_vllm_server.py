@@ -107,7 +107,8 @@ def test_a_bad_request_is_refused_and_the_server_lives(
 ) -> None:
     body = b"{no json"
     if change is not None:
-        body = completion_body(running.at, [5, 6], 4, **({"stream": False} | change))
+        values = json.loads(completion_body(running.at, [5, 6], 4, stream=False))
+        body = json.dumps(values | change).encode()
     found, answer = post(running.at, "/v1/completions", body)
     assert found == status
     assert "error" in json.loads(answer)
