@@ -217,6 +217,9 @@ class Tuning:
         decode_mode: 'selective' (a list of the experts that were chosen), 'all_experts' (each is
             read once), or 'auto', the choice of the cost model.
         tuned: plans of `neuron-moe tune`, for the steps they are long enough for.
+        save_percent: of the first projections' results, how many a forward pass keeps for the
+            backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
+            kept. None: what autograd keeps, several times as much as 100.
         remarks: sentences for `explain()` about what was asked for and changes nothing.
     """
 
@@ -229,6 +232,7 @@ class Tuning:
     skip_weights: bool = False
     decode_mode: str = "auto"
     tuned: TunedPlans = field(default_factory=TunedPlans)
+    save_percent: int | None = None
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -245,6 +249,12 @@ class Tuning:
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("decode_mode", self.decode_mode, ("auto", *DECODE_MODES))
         check_bools(self, ("pad_num_blocks_to_even", "in_halves", "skip_weights"))
+        percent = self.save_percent
+        if percent is not None and (isinstance(percent, bool) or percent not in range(101)):
+            raise ValueError(
+                f"save_percent={percent!r}: must be a whole number from 0 (keep nothing, compute"
+                " again) to 100, or None. Use 0 where memory is short."
+            )
 
     def __str__(self) -> str:
         halves = ", in halves" if self.in_halves else ""
