@@ -72,6 +72,9 @@ def load_model(
             f"dtype={dtype}: must be torch.bfloat16, torch.float32 or torch.float16. Use bfloat16."
         )
     model = build_model(directory, dtype=dtype, **model_options)
+    if tuning is not None:
+        for experts in _experts_of(model):
+            experts.tuning = tuning
     fill_model(model, directory, shard=shard, progress=progress, product_form=product_form)
     return model
 
@@ -97,9 +100,7 @@ def fill_model(
         load_weights(model, checkpoint, weight_map, shard=shard, progress=progress)
     _check_filled(model)
     model.eval().requires_grad_(False)
-    for experts in (each for each in model.modules() if isinstance(each, ExpertMLPsV2)):
-        if tuning is not None:
-            experts.tuning = tuning
+    for experts in _experts_of(model):
         # The kernels read half the bytes where a checkpoint was in 8 bits or less.
         if experts.backend.name == "nki":
             plans = experts.tuning.tuned.prefill
@@ -108,6 +109,10 @@ def fill_model(
             experts.settle_forms(product_form)
     if product_form is not None:
         settle_linears(model, product_form)
+
+
+def _experts_of(model: nn.Module) -> list[ExpertMLPsV2]:
+    return [module for module in model.modules() if isinstance(module, ExpertMLPsV2)]
 
 
 def build_model(directory: str | Path, **model_options: Any) -> nn.Module:

@@ -9,6 +9,10 @@ import torch
 
 from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig
 from neuron_moe import RouterTopK as Router
+from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.models.loader import load_model
+from neuron_moe.models.shipped import shipped_checkpoint
+from neuron_moe.spec import Tuning
 from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans, TunedPrefill, read_tuned
 
 E, K, H, I = 8, 2, 128, 64  # noqa: E741  the axis letter
@@ -64,6 +68,16 @@ def test_a_tuned_plan_computes_what_any_plan_computes(tmp_path: Path) -> None:
     with torch.no_grad():
         found, wanted = tuned(hidden)[0], free(hidden)[0]
     torch.testing.assert_close(found.float(), wanted.float(), rtol=0.05, atol=0.02)
+
+
+def test_a_model_that_is_loaded_with_the_plans_reports_them() -> None:
+    folder = shipped_checkpoint()
+    assert folder is not None
+    tuned = replace(CHOICE, tokens=64, shard_plan="balanced")
+    tuning = Tuning(tuned=TunedPlans(prefill=(tuned,)))
+    model = load_model(folder, backend="nki", tuning=tuning)
+    for layer_of_model in moe_layers(model):
+        assert layer_of_model.explain("prefill", 64).chosen == tuned.to_dict()
 
 
 def test_longer_prompts_are_left_to_the_cost_model(tmp_path: Path) -> None:
