@@ -202,11 +202,11 @@ def _print_report(report: dict[str, Any], out: Path) -> None:
         f" {report['ranks']}\nfits: a rank needs {format_bytes(memory['needed'])} of"
         f" {format_bytes(memory['hbm'])}  [computed]\n"
     )
-    rows = [("", "bytes a rank")]
-    for name in ("weights", "kv_cache", "state", "scratch", "reserve"):
-        if memory[name]:
-            rows.append((name.replace("_", " "), format_bytes(memory[name])))
-    print(format_table(rows))
+    names = [
+        name for name in ("weights", "kv_cache", "state", "scratch", "reserve") if memory[name]
+    ]
+    rows = [(name.replace("_", " "), format_bytes(memory[name])) for name in names]
+    print(format_table([("", "bytes a rank"), *rows]))
     header = ("step", "tokens", "context", "ms", "kernels", "rest", "instructions")
     print("\n" + format_table([header, *map(_step_row, report["buckets"])]))
     print("kernels [simulated], rest [computed], instructions [estimated]\n")

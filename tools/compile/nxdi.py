@@ -77,9 +77,12 @@ def check_fits(deployment: Deployment) -> None:
     try:
         replace(deployment, quantization="bf16")
     except DoesNotFit as error:
+        needed, allowed = (size / 2**30 for size in (error.memory.needed, error.memory.allowed))
         raise DoesNotFit(
             error.memory,
-            f"NxDI keeps routed experts in bfloat16, {deployment.quantization} is planned: {error}",
+            f"quantization={deployment.quantization!r}: NxDI keeps routed experts in bfloat16, with"
+            f" which a rank needs {needed:.1f} GiB, must be at most {allowed:.1f}. Use more ranks,"
+            " or lower batch and max_length.",
         ) from error
 
 

@@ -51,7 +51,8 @@ class KernelTime:
     Attributes:
         kernel: its name.
         us: simulated microseconds.
-        instructions: of the compiled kernel on all cores, the body of a dynamic loop once.
+        instructions: of the compiled kernel on all cores, the body of a dynamic loop once; a loop
+            that made no trip with this routing is not among them.
         executed: those that ran, each trip counted.
     """
 
