@@ -24,7 +24,10 @@ p,li{max-width:46rem}.soft{color:var(--soft)}.good{color:var(--good)}.bad{color:
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.9rem}
 th,td{padding:.35rem .6rem;text-align:right;white-space:nowrap;border-top:1px solid var(--line)}
 tr:first-child th{border-top:0;background:var(--card)}
-th:first-child,td:first-child{text-align:left}
+th:first-child,td:first-child,.detail :is(th,td):nth-child(2){text-align:left}
+th{white-space:normal;vertical-align:bottom}
+@media(max-width:34rem){body{padding:.8rem}table{font-size:.78rem}th,td{padding:.3rem .35rem}
+td:first-child,.detail td:nth-child(2){white-space:normal;min-width:6rem}}
 .bar{display:flex;height:1.6rem;border-radius:6px;overflow:hidden;background:var(--card);
 border:1px solid var(--line)}
 .bar span{display:block;height:100%}
@@ -98,12 +101,12 @@ def _memory(memory: dict[str, Any]) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"]
     lines += [
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     ]
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+    return f'<div class="scroll{style}"><table>{"".join(lines)}</table></div>'
 
 
 def _buckets(buckets: Sequence[dict[str, Any]]) -> str:
@@ -113,11 +116,17 @@ def _buckets(buckets: Sequence[dict[str, Any]]) -> str:
             f"{bucket['us'] / 1e3:.2f}",
             f"{bucket['us_simulated'] / 1e3:.2f}",
             f"{bucket['us_computed'] / 1e3:.2f}",
-            f"{bucket['instructions']:,}",
+            f"{bucket['instructions'] / 1e6:.2f}",
         )
         for bucket in buckets
     ]
-    header = ("step", "ms", "kernels [simulated]", "rest [computed]", "instructions [estimated]")
+    header = (
+        "step",
+        "ms",
+        "kernels, simulated",
+        "rest, computed",
+        "millions of instruc\u00adtions, estimated",
+    )
     return f"<h2>Steps</h2>\n{_table(header, rows)}"
 
 
@@ -149,7 +158,7 @@ def _details(bucket: dict[str, Any]) -> str:
     )
     return (
         f"<details><summary>{escape(_name(bucket))}: {bucket['us'] / 1e3:.2f} ms</summary>\n"
-        f"{_table(header, rows)}\n{why}</details>"
+        f"{_table(header, rows, ' detail')}\n{why}</details>"
     )
 
 

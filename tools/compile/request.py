@@ -20,6 +20,7 @@ from neuron_moe.models.deployment import Deployment
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import parse_config, read_config
 from neuron_moe.models.shipped import checkpoint_folder
+from neuron_moe.parallel.planner.sizes import ModelSizes
 from neuron_moe.parallel.topology import INSTANCES, instance
 
 DEFAULT_INSTANCE = "trn2.48xlarge"
@@ -123,14 +124,13 @@ def _refuse_machine(machine: str) -> None:
 
 
 def _twin(raw_config: Mapping[str, Any]) -> str | None:
-    """Return the shipped configuration with the same facts, or None."""
-    _, facts = parse_config(raw_config, "config.json")
-    for name in config_names():
-        shipped = load_config(name)
-        is_kin = shipped["model_type"] == raw_config.get("model_type")
-        if is_kin and parse_config(shipped, name)[1] == facts:
-            return name
-    return None
+    """Return the shipped configuration of the same sizes, or None."""
+
+    def sizes(config: Mapping[str, Any]) -> ModelSizes:
+        return ModelSizes.from_config("", config, "bf16")
+
+    wanted = sizes(raw_config)
+    return next((name for name in config_names() if sizes(load_config(name)) == wanted), None)
 
 
 def _settings_of(
@@ -160,7 +160,7 @@ def _default_settings(raw_config: Mapping[str, Any]) -> dict[str, Any]:
         "tp": 1,
         "ep": 1,
         "sp": True,
-        "quantization": _FORMATS.get(method, "bf16"),
+        "quantization": _FORMATS.get(str(method), "bf16"),
         "batch": _BATCH,
         "max_length": longest,
         "buckets": [{"tokens": length, "block_size": _BLOCK_SIZE} for length in lengths],

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 import torch
 
 from neuron_moe import nxd_compat
+from neuron_moe.configs import load_config
 from neuron_moe.models.sample_checkpoint import make_checkpoint
 from neuron_moe.parallel.rank_files import read_layout
+from neuron_moe.parallel.topology import INSTANCES
 from neuron_moe.tools import cli
 from neuron_moe.tools.commands import compile as command
 from neuron_moe.tools.compile import nxdi
+from neuron_moe.tools.compile.request import find_request
 from tests.tools.commands import sdk_stub
 
 LENGTHS = '[{"tokens": 160, "block_size": 64}]'
@@ -147,7 +151,7 @@ def test_the_page_asks_nobody_for_anything(built: Path) -> None:
     assert "prefers-color-scheme:dark" in page
     assert "width=device-width" in page
     assert "Nothing here ran on a chip." in page.replace("\n", " ")
-    for text in ("blockwise_moe", "decode_layer", "neuronx-cc", "KV cache", "[simulated]"):
+    for text in ("blockwise_moe", "decode_layer", "neuronx-cc", "KV cache", "kernels, simulated"):
         assert text in page, text
 
 
@@ -274,6 +278,16 @@ def test_one_core_a_rank_has_twice_the_ranks(
     assert report["memory_bytes"]["hbm"] == 12 << 30
 
 
+def test_a_checkpoint_of_published_sizes_gets_the_published_settings(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(load_config("gpt_oss_20b")))
+    request = find_request(str(tmp_path), "trn2.48xlarge", ["batch=4"])
+    named = find_request(None, "gpt-oss-20b", ["batch=4"])
+    assert request.deployment.buckets == named.deployment.buckets
+    assert request.deployment.memory() == named.deployment.memory()
+    assert request.folder == tmp_path
+    assert named.folder is None
+
+
 NAMES = [
     "gpt-oss-120b", "gpt-oss-20b", "gpt-oss-20b@trn2.3xlarge", "llama4-scout", "llama4-maverick",
     "qwen3-235b-a22b", "deepseek-v3",
@@ -292,3 +306,60 @@ def test_a_published_model_has_a_complete_plan(
         assert bucket["us_simulated"] > 0
         assert bucket["us_computed"] > 0
         assert bucket["instructions"] < 5_000_000
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "compile.md").read_text()
+PUBLISHED_WEIGHTS = "DIR"  # stands for a folder in the page's commands
+
+
+def commands() -> list[list[str]]:
+    return [
+        shlex.split(line)[1:] for line in PAGE.splitlines() if line.startswith("    neuron-moe ")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(commands())))
+def test_the_commands_of_the_page_run(
+    number: int, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(checkpoint) if word == PUBLISHED_WEIGHTS else word for word in commands()[number]]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 3
+    assert (tmp_path / words[words.index("--out") + 1] / "index.html").is_file()
+
+
+def test_the_settings_of_the_page_are_a_deployment(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
+    path = tmp_path / "settings.json"
+    path.write_text(block)
+    deployment = find_request(None, str(path), []).deployment
+    assert (deployment.model, deployment.instance) == ("gpt_oss_20b", "trn2.3xlarge")
+    assert deployment.memory().fits
+    named = set(
+        re.findall(r"`(\w+)`", PAGE.split("| setting | means |")[1].split("| machine |")[0])
+    )
+    assert named == set(json.loads(block)) - {"instance", "model"}
+
+
+def test_the_hand_over_of_the_page_is_the_one_that_runs(
+    checkpoint: Path, built: Path, sdk: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    settings = json.loads((built / "neuron_config.json").read_text())
+    names = {"settings": settings, "folder": str(checkpoint), "compiled": str(built / "compiled")}
+    exec(compile(block, "docs/compile.md", "exec"), names)
+    of_page = [*sdk]
+    sdk.clear()
+    run(capsys, 0, "--model", str(checkpoint), *SMALL, "--out", str(built))
+    assert [call[0] for call in sdk] == [call[0] for call in of_page]
+    assert sdk[1:] == of_page[1:]
+    assert sdk[0][1] == {**of_page[0][1], "torch_dtype": torch.bfloat16}
+
+
+def test_the_machines_of_the_page_are_those_that_are_known() -> None:
+    for name, machine in INSTANCES.items():
+        rows = [row for row in PAGE.splitlines() if row.startswith("| trn") and name in row]
+        assert rows, name
+        assert ("refused" in rows[0]) == bool(machine.refuses)
+        assert str(machine.logical_cores(machine.lncs[-1])) in rows[0]
