@@ -12,8 +12,6 @@ import argparse
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +20,12 @@ from pathlib import Path
 from queue import Queue
 from typing import TypeVar
 
-from tests.mutants.covering import Covering, environment, run_under_coverage, test_files
+from tests.mutants.covering import Covering, run_under_coverage, test_files
 from tests.mutants.places import ROOT, Mutant, all_mutants
+from tests.mutants.trying import fails
 
 BUDGET_S = 40.0  # of tests for one mutant, as long as they take without it
 FIRST_S = 6.0  # of them, run on their own: most mutants end here
-SLOWER, START_S = 3, 30  # a change may make tests so much slower before they count as stuck
 TOLD = 20  # mutants between two lines that say how far it is
 SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "out")
 Item = TypeVar("Item")
@@ -49,22 +47,6 @@ def is_noticed(mutant: Mutant, tests: dict[str, float], tree: Path) -> bool:
         return fails(first, tree) or (bool(rest) and fails(rest, tree))
     finally:
         target.write_bytes(before)
-
-
-def fails(tests: dict[str, float], tree: Path) -> bool:
-    """Run tests in a copy of the tree; say whether one failed, or none ended in time."""
-    names = tree / "out" / "names"
-    names.parent.mkdir(exist_ok=True)
-    names.write_text("\n".join(tests), encoding="utf-8")
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "--tb=no", f"@{names}"]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment(tree), capture_output=True, check=False,
-            timeout=SLOWER * sum(tests.values()) + START_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return True
-    return done.returncode != 0
 
 
 def in_copies(
