@@ -37,16 +37,22 @@ def is_noticed(mutant: Mutant, tests: dict[str, float], tree: Path) -> bool:
     target = tree / mutant.path
     before = target.read_bytes()
     target.write_text(mutant.source(), encoding="utf-8")
-    first: dict[str, float] = {}
-    for test, seconds in tests.items():
-        if first and sum(first.values()) + seconds > FIRST_S:
-            break
-        first[test] = seconds
+    first = quick(tests)
     rest = {test: tests[test] for test in tests if test not in first}
     try:
         return fails(first, tree) or (bool(rest) and fails(rest, tree))
     finally:
         target.write_bytes(before)
+
+
+def quick(tests: dict[str, float]) -> dict[str, float]:
+    """Return the first of the tests, as many as run on their own before the others."""
+    first: dict[str, float] = {}
+    for test, seconds in tests.items():
+        if first and sum(first.values()) + seconds > FIRST_S:
+            break
+        first[test] = seconds
+    return first
 
 
 def in_copies(
@@ -121,6 +127,10 @@ def attack(chosen: list[Mutant], covering: Covering, trees: list[Path]) -> int:
     """Try each mutant and print those that survive; return how many were noticed."""
     tests = {mutant: covering.order(mutant, BUDGET_S) for mutant in chosen}
     killed = 0
+    without = [quick(found) for found in tests.values() if found][: len(trees)]
+    for names, failed in in_copies(lambda item, tree: fails(item, tree), without, trees):
+        if failed:
+            raise SystemExit(f"fail without a mutant, all in one process: {sorted(names)}")
 
     def work(mutant: Mutant, tree: Path) -> bool:
         return bool(tests[mutant]) and is_noticed(mutant, tests[mutant], tree)

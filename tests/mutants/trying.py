@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 SLOWER, START_S = 3, 30  # a change may make tests so much slower before they count as stuck
-HEAVY = ["numpy", "ml_dtypes", "pytest", "hypothesis", "torch", "transformers", "safetensors.torch"]
+HEAVY = ["numpy", "ml_dtypes", "torch", "transformers", "safetensors.torch"]
 OURS = ("tests", "neuron_moe", "nki_kernels", "nki_sim", "nki", "neuronxcc")
 _server = multiprocessing.get_context("forkserver")
 
@@ -47,4 +47,4 @@ def _run(tests: list[str], tree: str) -> None:
         os.dup2(silence, number)
     import pytest
 
-    os._exit(pytest.main(["-x", "--tb=no", *tests]))
+    os._exit(pytest.main(["-x", "--tb=no", "-W", "ignore:Module already imported", *tests]))
