@@ -25,7 +25,7 @@ from nki_sim.constants import dma_engine, matmul_perf_mode, nc_version, reduce_c
 from nki_sim.errors import NkiValidationError
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
-from tests.golden.traces import digest
+from tests.golden.traces import digest, plain, told
 
 FILE = Path(__file__).with_suffix(".json")
 CALLS_EACH = 100
@@ -280,9 +280,8 @@ def outcome(name: str, number: int) -> str:
         with np.errstate(all="ignore"):
             result = execute(body, options=options, **tiles)
     except NkiValidationError as error:
-        text = re.sub(r"\S+\.py:\d+", "LINE", str(error))
-        return f"{type(error).__name__}: {' '.join(text.split())}"
-    findings = sorted(f"{finding.kind} {finding.text}" for finding in result.run.findings)
+        return told(error)
+    findings = sorted(plain(f"{finding.kind} {finding.text}") for finding in result.run.findings)
     bits = hashlib.sha256()
     exact = name not in INEXACT and not {nl.rsqrt, nl.power} & set(
         map(_hashable, arguments.values())

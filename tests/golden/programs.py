@@ -8,7 +8,6 @@ import argparse
 import hashlib
 import json
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from nki_sim import SimOptions, isa
 from nki_sim.errors import NkiValidationError
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
-from tests.golden.traces import digest
+from tests.golden.traces import digest, plain, told
 
 FILE = Path(__file__).with_suffix(".json")
 EACH = {"views": 1500, "memory": 400, "cores": 400, "loops": 600}
@@ -252,16 +251,6 @@ def end_of(run: Callable[[], nki_sim.Run]) -> list[str]:
     findings = sorted(f"{found.kind} {found.text}" for found in done.findings)
     outputs = "" if done.outputs is None else np.nan_to_num(done.outputs, nan=-1).tolist()
     return [digest([done.trace]), f"{done.sbuf_peak_bytes}", f"{outputs}", *map(plain, findings)]
-
-
-def told(error: NkiValidationError) -> str:
-    """Return the sentence of an error without its line."""
-    return f"{type(error).__name__}: {plain(str(error))}"
-
-
-def plain(text: str) -> str:
-    """Return a text without names of files and numbers of lines."""
-    return " ".join(re.sub(r"\S+\.py:\d+", "LINE", text).split())
 
 
 def outcome(kind: str, number: int) -> list[str]:

@@ -9,6 +9,7 @@ program order. A kernel that still computes the same, but with other tiles, buff
 import argparse
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,16 @@ def digest(traces: list[Trace]) -> str:
         seen.update(trace.operand_ids()[0].tobytes())
         seen.update(repr((trace.ops, trace.facts, trace.ranges, storages, trace.after)).encode())
     return f"{sum(map(len, traces))} {seen.hexdigest()[:12]}"
+
+
+def told(error: Exception) -> str:
+    """Return class and sentence of an error."""
+    return f"{type(error).__name__}: {plain(str(error))}"
+
+
+def plain(text: str) -> str:
+    """Return a text without names of files and numbers of lines."""
+    return " ".join(re.sub(r"\S+\.py:\d+", "LINE", text).split())
 
 
 @contextmanager
