@@ -88,10 +88,9 @@ class Covering:
     def order(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
         """Give tests that pass without the mutant, with their seconds.
 
-        Those of its own folder and of tests/golden, which see most, come first.
-
         They run its line. A line that runs while its file is imported belongs to no test: then
-        they run its file. They end where they would take `budget_s`, all but the first.
+        they run its file. Those of its own folder and of tests/golden, which see most, come first;
+        they end where they would take `budget_s`, all but the first.
         """
         found = self._lines[str(mutant.path), mutant.line] & self.seconds.keys()
         found = found or self._files[str(mutant.path)] & self.seconds.keys()
