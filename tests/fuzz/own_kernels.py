@@ -160,21 +160,32 @@ FAULTS: dict[str, Fault] = {
         VISITS,
         "    turn_rows(config, b, 1 - s, 0)\n    # This visit",
         "    # This visit",
+        E,
+        "nisa.",
     ),
     "first-rows-not-gathered": Fault(
         "prefill",
         VISITS,
         "    look_ahead(config, b, s)\n    gather_rows(config, b, x, share, s, 0)\n    if",
         "    look_ahead(config, b, s)\n    if",
+        E,
+        "nisa.",
     ),
     "next-visit-not-looked-up": Fault(
-        "prefill", VISITS, "    look_ahead(config, b, s)\n    gather", "    gather"
+        "prefill",
+        VISITS,
+        "    look_ahead(config, b, s)\n    gather",
+        "    gather",
+        E,
+        "nisa.",
     ),
     "gathered-before-it-is-looked-up": Fault(
         "prefill",
         VISITS,
         "    look_ahead(config, b, s)\n    gather_rows(config, b, x, share, s, 0)\n    if",
         "    gather_rows(config, b, x, share, s, 0)\n    look_ahead(config, b, s)\n    if",
+        E,
+        "nisa.",
     ),
     "next-weights-not-loaded": Fault(
         "prefill",
@@ -185,7 +196,12 @@ FAULTS: dict[str, Fault] = {
         "nisa.nc_matmul",
     ),
     "weights-of-this-expert-again": Fault(
-        "prefill", VISITS, "b.expert[s] if part + 1 < parts else b.expert[1 - s]", "b.expert[s]"
+        "prefill",
+        VISITS,
+        "b.expert[s] if part + 1 < parts else b.expert[1 - s]",
+        "b.expert[s]",
+        E,
+        "nisa.",
     ),
     "one-buffer-of-ids-for-all-tiles": Fault(
         "prefill",
@@ -393,12 +409,16 @@ FAULTS: dict[str, Fault] = {
         TRIPS,
         "column = pipeline.column + entry * pipeline.step",
         "column = pipeline.column",
+        E,
+        "nisa.",
     ),
     "experts-not-looked-up": Fault(
         "decode",
         TRIPS,
         "        _look_up(config, b.expert_in[entry], routing, position, entry, size)",
         "        pass",
+        E,
+        "nisa.",
     ),
     "sums-of-one-core": Fault(
         "decode",
