@@ -78,12 +78,15 @@ def main(argv: list[str] | None = None) -> int:
     """Write the digests of all tests; return the exit status of pytest."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden.traces", description=__doc__)
     parser.add_argument("--write", action="store_true", required=True, help="write all digests")
-    parser.parse_args(argv)
+    parser.add_argument("--only", default="", help="those of a file or folder of tests/nki_kernels")
+    only = parser.parse_args(argv).only
     from tests.golden import traces  # not this module, which runs under another name
 
     traces.written = {}
-    status = int(pytest.main([str(ROOT / "tests" / "nki_kernels"), "-m", "not slow"]))
-    FILE.write_text(json.dumps(dict(sorted(traces.written.items())), indent=0) + "\n")
+    status = int(pytest.main([str(ROOT / "tests" / "nki_kernels" / only), "-m", "not slow"]))
+    kept = json.loads(FILE.read_text()) if only else {}
+    kept = {test: entry for test, entry in kept.items() if not test.startswith(only)}
+    FILE.write_text(json.dumps(dict(sorted((kept | traces.written).items())), indent=0) + "\n")
     return status
 
 
