@@ -17,7 +17,9 @@ ROOMS = (
     "neuron_moe/blocks.py",
     "neuron_moe/moe.py",
     "neuron_moe/shared_experts.py",
-    "neuron_moe/backends",
+    "neuron_moe/backends/chosen_experts.py",
+    "neuron_moe/backends/torch_backend.py",
+    "neuron_moe/backends/nki",
     "neuron_moe/parallel/collectives.py",
     "neuron_moe/parallel/exchange.py",
     "neuron_moe/parallel/hybrid.py",
@@ -32,11 +34,12 @@ ROOMS = (
     "nki_sim/isa",
     "nki_sim/machine",
 )
-# What estimates and measures time, and how the host serves memory and threads.
+# What estimates time, and how the host serves memory and threads.
 PRICES = (
-    "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "form_times.py",
-    "form_choice.py", "host_memory.py", "host_threads.py", "huge_pages.py",
+    "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "host_memory.py",
+    "host_threads.py", "huge_pages.py",
 )  # fmt: skip
+AT_ONCE = re.compile("CHUNK|POOL|_MAX_GEOMETRIES")  # constants: how much is worked on, or kept
 # Calls and functions that only time or tell.
 SILENT = re.compile(
     "facts|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
@@ -95,8 +98,8 @@ def all_mutants() -> list[Mutant]:
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
-    That is decorators, what messages are made of, facts for the clock, how strict a zip is, and
-    -1 where it stands for the rest.
+    That is decorators, what messages are made of, facts for the clock, how strict a zip is, how
+    much is worked on at once, and -1 where it stands for the rest.
     """
     if isinstance(node, ast.FunctionDef) and SILENT.search(node.name):
         return
@@ -107,7 +110,8 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
         is_strict = isinstance(child, ast.keyword) and child.arg == "strict"
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
         is_text = isinstance(child, ast.JoinedStr | ast.Raise)
-        if is_silent or is_strict or is_rest or is_text:
+        is_size = isinstance(child, ast.Assign) and AT_ONCE.search(ast.unparse(child.targets[0]))
+        if is_silent or is_strict or is_rest or is_text or is_size:
             continue
         if child not in decorators:
             yield from _nodes(child)
