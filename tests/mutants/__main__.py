@@ -9,6 +9,7 @@ ones that noticed.
 """
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from queue import Queue
 from typing import TypeVar
 
 from tests.mutants.covering import Covering, run_under_coverage, test_files
+from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.places import ROOT, Mutant, all_mutants
 from tests.mutants.trying import fails
 
@@ -104,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     seed = random.SystemRandom().randrange(1 << 30) if args.seed is None else args.seed
     places = [mutant for mutant in all_mutants() if args.only in str(mutant.path)]
-    chosen = random.Random(seed).sample(places, min(args.count, len(places)))
+    chosen = sample(places, args.count, random.Random(seed))
     say(f"seed {seed}: {len(chosen)} of {len(places)} mutants")
     with tempfile.TemporaryDirectory() as folder:
         trees = [
@@ -121,6 +123,14 @@ def main(argv: list[str] | None = None) -> int:
         killed = attack(chosen, covering, trees)
     say(f"{killed} of {len(chosen)} mutants noticed ({killed / max(1, len(chosen)):.1%})")
     return int((len(chosen) - killed) * 20 > len(chosen))
+
+
+def sample(places: list[Mutant], count: int, rng: random.Random) -> list[Mutant]:
+    """Draw mutants, but for those that are known to change nothing."""
+    known = {(path, old, new) for path, old, new, _ in EQUIVALENT}
+    drawn = rng.sample(places, len(places))
+    kept = (mutant for mutant in drawn if (str(mutant.path), *mutant.lines) not in known)
+    return list(itertools.islice(kept, count))
 
 
 def attack(chosen: list[Mutant], covering: Covering, trees: list[Path]) -> int:

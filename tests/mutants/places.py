@@ -70,9 +70,14 @@ class Mutant:
         lines[self.line - 1] = old[: self.begin] + self.text.encode() + old[self.end :]
         return b"".join(lines).decode()
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> tuple[str, str]:
+        """The line before and after the change, without indentation."""
         old = (ROOT / self.path).read_text().splitlines()[self.line - 1].strip()
-        new = self.source().splitlines()[self.line - 1].strip()
+        return old, self.source().splitlines()[self.line - 1].strip()
+
+    def __str__(self) -> str:
+        old, new = self.lines
         return f"{self.path}:{self.line}\n    - {old}\n    + {new}"
 
 
