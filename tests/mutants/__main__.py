@@ -29,7 +29,7 @@ from tests.mutants.trying import fails
 BUDGET_S = 40.0  # of tests for one mutant, as long as they take without it
 FIRST_S = 6.0  # of them, run on their own: most mutants end here
 TOLD = 20  # mutants between two lines that say how far it is
-SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "out")
+SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "out")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
