@@ -9,6 +9,7 @@ SUBCOMMANDS = {
         "make a small GPT-OSS checkpoint, generate, compare with transformers",
     ),
     "generate": ("commands.generate", "generate text from a checkpoint"),
+    "serve": ("commands.serve", "an OpenAI-compatible server for a checkpoint, through vLLM"),
     "inspect": ("commands.inspect", "architecture, sizes and memory per rank of a checkpoint"),
     "convert": ("commands.convert", "another number format or layout, files of ranks, or merged"),
     "compare": ("commands.compare", "where a model parts from a reference, layer by layer"),
