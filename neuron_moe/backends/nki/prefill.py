@@ -51,24 +51,40 @@ from nki_kernels.prefill import (
     visit_dims,
 )
 
+_OVERFLOW = (
+    "a token whose expert overflows bfloat16 makes NaN of the up to 127 others that combine adds up"
+    " with it: no clamp of the formula excludes that"
+)
+
 
 @dataclass(frozen=True, eq=False)
-class _Launches:
-    """What the three kernels of a step are compiled for, and their operands.
+class Compiled:
+    """What the three kernels of a step are compiled for.
 
     Attributes:
         config: of blockwise_moe.
         dims: of index_blocks.
         visits: of the lists of visits that index_blocks makes.
         out: of combine.
-        operands: of blockwise_moe.
-        beside: biases and scales in the form of blockwise_moe.
     """
 
     config: Any
     dims: Any
     visits: Any
     out: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Launches:
+    """What the three kernels of a step are compiled for, and their operands.
+
+    Attributes:
+        compiled: see there.
+        operands: of blockwise_moe.
+        beside: biases and scales in the form of blockwise_moe.
+    """
+
+    compiled: Compiled
     operands: Operands
     beside: dict[str, Any]
 
@@ -88,12 +104,12 @@ class PrefillPlan(Plan):
         return router_call(self.parts.router, self.parts.forms, self.parts.tuning.num_cores)
 
     @cached_property
-    def _config(self) -> Any:
-        return _configure(self)
+    def _compiled(self) -> Compiled:
+        return compile_for(self)
 
     @cached_property
     def _launches(self) -> _Launches:
-        return _prepare(self, self._config)
+        return _prepare(self, self._compiled)
 
     def prepare(self) -> None:
         """Put weights in the form that runs."""
@@ -109,6 +125,7 @@ class PrefillPlan(Plan):
         """Index, experts, combine; return [N, H] float32."""
         check_call(hidden_NH)
         made, num_cores = self._launches, self.parts.tuning.num_cores
+        compiled = made.compiled
         # A token that is not finite would spread to those it shares a matrix tile with; affinities
         # of a sigmoid are finite all the same.
         is_finite_T = routing.expert_affinities_TK.isfinite().all(1) & hidden_NH.isfinite().all(1)
@@ -117,7 +134,7 @@ class PrefillPlan(Plan):
         affinities_TK = torch.where(is_broken_T1, 0.0, routing.expert_affinities_TK)
         slot_scale = None
         tokens, pairs, _, _, _, slot_of_pair_TK, *lists = launch(
-            num_cores, index_blocks, index_TK.to(torch.int32), made.dims, made.visits
+            num_cores, index_blocks, index_TK.to(torch.int32), compiled.dims, compiled.visits
         )
         if routing.scales_input:
             slot_scale = _slot_scale(affinities_TK, pairs)
@@ -130,12 +147,12 @@ class PrefillPlan(Plan):
             made.operands.down_EIH,
             tokens,
             *lists,
-            made.config,
+            compiled.config,
             **made.beside,
             slot_scale=slot_scale,
         )
         output_TH: Tensor = launch(
-            num_cores, combine, slots_PSH, slot_of_pair_TK, affinities_TK, made.out
+            num_cores, combine, slots_PSH, slot_of_pair_TK, affinities_TK, compiled.out
         )
         # On the host a look is cheaper than a pass over [T, H]; a device must not wait for one.
         can_look = output_TH.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -144,7 +161,7 @@ class PrefillPlan(Plan):
         return torch.where(is_broken_T1, torch.nan, output_TH)
 
     def _tuned(self) -> TunedPrefill:
-        return tuned_of(self._config, self.step.tokens, self.decision.work.block_size)
+        return tuned_of(self._compiled.config, self.step.tokens, self.decision.work.block_size)
 
     def chosen(self) -> dict[str, Any]:
         """Return what runs, in the words of a tuned plan."""
@@ -167,7 +184,8 @@ class PrefillPlan(Plan):
                     " [estimated]",
                 )
         around = "kernels: router_topk, index_blocks, combine around it"
-        return (plan, around, format_note(parts.weights), *better)
+        overflow = () if _is_clamped(parts.weights.formula) else (_OVERFLOW,)
+        return (plan, around, format_note(parts.weights), *better, *overflow)
 
     def changes(self) -> tuple[str, ...]:
         """Say how to get another block size or plan."""
@@ -178,55 +196,41 @@ class PrefillPlan(Plan):
         )
 
 
-def _configure(plan: PrefillPlan) -> Any:
-    """Return what blockwise_moe is compiled for.
+def _prepare(plan: PrefillPlan, compiled: Compiled) -> _Launches:
+    """Put operands in the form that the kernels take.
 
     Raises:
-        ValueError: sizes or a formula that the kernel does not take, or a plan that does not fit.
+        ValueError: weights that they do not take.
     """
-    parts, tuning = plan.parts, plan.parts.tuning
-    check_weights(parts.weights)
-    num_tokens, block_size = plan.step.rows or plan.step.tokens, plan.decision.work.block_size
-    blocks = _num_blocks(plan)
-    scaling, slots = _scaling(parts), blocks * block_size
-    work = PrefillWork(block_size, slots, num_tokens, tuning.num_cores, scaling)
-    return make_config(
-        kernel_formula(parts.weights), expert_sizes(parts.weights), work, _request(plan)
-    )
+    parts, weights = plan.parts, plan.parts.weights
+    operands = operands_of(parts)
+    if weights.prefill_copy is not None and compiled.config.loop.by_parts:
+        operands = operands.laid_out(weights.prefill_copy)
+    hidden_size = compiled.config.H
+    beside = parts.expert_form("prefill beside", partial(_beside, operands, hidden_size))
+    return _Launches(compiled, operands, beside)
 
 
-def _num_blocks(plan: PrefillPlan) -> int:
-    """Return N, for any routing."""
-    parts = plan.parts
-    return num_blocks(
-        plan.step.rows or plan.step.tokens,
-        parts.spec.top_k,
-        parts.weights.num_experts,
-        plan.decision.work.block_size,
-        pad_to_even=parts.tuning.pad_num_blocks_to_even,
-    )
-
-
-def _prepare(plan: PrefillPlan, config: Any) -> _Launches:
-    """Configure the kernels around it, and put operands in the form that they take.
+def compile_for(plan: PrefillPlan) -> Compiled:
+    """Choose what the kernels of a step are compiled for; needs shapes of weights, no numbers.
 
     Raises:
-        ValueError: sizes or weights that the kernels do not take.
+        ValueError: sizes or a formula that the kernels do not take.
     """
     parts, weights, tuning = plan.parts, plan.parts.weights, plan.parts.tuning
-    operands = operands_of(parts)
     num_tokens, top_k = plan.step.rows or plan.step.tokens, parts.spec.top_k
-    block_size, blocks = plan.decision.work.block_size, _num_blocks(plan)
-    if config.loop.by_parts:
-        assert weights.prefill_copy is not None
-        operands = operands.laid_out(weights.prefill_copy)
+    block_size = plan.decision.work.block_size
+    request = _request(plan)
+    is_even = tuning.pad_num_blocks_to_even
+    blocks = num_blocks(num_tokens, top_k, weights.num_experts, block_size, pad_to_even=is_even)
+    num_slots, scaling = blocks * block_size, _scaling(parts)
+    work = PrefillWork(block_size, num_slots, num_tokens, tuning.num_cores, scaling)
+    config = make_config(kernel_formula(weights), expert_sizes(weights), work, request)
     dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
     check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
-    check_combine(num_tokens, top_k, config.H, blocks * block_size, num_partials)
-    out = CombineDims(nl.float32, True)
-    beside = parts.expert_form("prefill beside", partial(_beside, operands, config.H))
-    return _Launches(config, dims, visits, out, operands, beside)
+    check_combine(num_tokens, top_k, config.H, num_slots, num_partials)
+    return Compiled(config, dims, visits, CombineDims(nl.float32, True))
 
 
 def _request(plan: PrefillPlan) -> PlanRequest:
@@ -413,6 +417,12 @@ def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
     experts, rows, columns = weight_EXY.shape
     cut = weight_EXY.detach().view(experts, rows, halves, parts, columns // (halves * parts))
     return cut.permute(0, 3, 1, 2, 4).reshape(experts, parts, rows, columns // parts)
+
+
+def _is_clamped(formula: ExpertFormula) -> bool:
+    """Say whether clamps keep what goes into the down projection far below an overflow."""
+    up, gate = formula.up_limits, formula.gate_limits
+    return up.has_upper and up.has_lower and (gate.has_upper or not formula.has_gate)
 
 
 def _estimated(ranked: list[Candidate]) -> str:
