@@ -168,7 +168,7 @@ def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:
     Among those that are as good as the estimate can tell, one with fewer weight buffers stands
     first: the second one lets weights run ahead of the rows that are waited for.
     """
-    best = [min(means) for means in zip(*map(_means_us, candidates), strict=True)]
+    best: list[float] = [min(each) for each in zip(*map(_means_us, candidates), strict=True)]
 
     def loss(candidate: Candidate) -> float:
         means = zip(_means_us(candidate), best, strict=True)
@@ -185,9 +185,8 @@ def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _means_us(candidate: Candidate) -> list[float]:
     """Return the geometric mean of the corners, for each routing."""
     times, corners = candidate.times_us, len(CORNERS)
-    return [
-        math.prod(times[k : k + corners]) ** (1 / corners) for k in range(0, len(times), corners)
-    ]
+    groups = [times[k : k + corners] for k in range(0, len(times), corners)]
+    return [math.exp(sum(map(math.log, group)) / corners) for group in groups]
 
 
 @dataclass(frozen=True, slots=True)
