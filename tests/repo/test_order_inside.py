@@ -44,7 +44,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("experts",),
     ("moe",),
     ("parallel.sharding", "parallel.load", "parallel.balance", "parallel.planner"),
-    ("parallel.gradients", "parallel.distributed_state"),
+    ("parallel.gradients", "parallel.distributed_state", "parallel.handlers"),
     ("parallel.invariant", "parallel.wire", "parallel.rank_files"),
     ("nxd_compat",),
     ("routing", "moe_configs", "expert_mlps_v2", "parallel_layers"),  # NxD's module paths
