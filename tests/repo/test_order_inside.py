@@ -41,7 +41,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("router_losses",),
     ("explain", "plan"),
     ("backends", "parallel.exchange", "parallel.shuffle"),
-    ("experts",),
+    ("experts", "transformers_experts"),
     ("moe",),
     ("parallel.sharding", "parallel.load", "parallel.balance", "parallel.planner"),
     ("parallel.gradients", "parallel.distributed_state", "parallel.handlers"),
