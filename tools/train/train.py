@@ -24,8 +24,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional
 
 from neuron_moe import MoE
@@ -237,7 +238,7 @@ def save_state(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ste
     """Save weights and optimiser; the folder gets its name when it is complete."""
     folder, partial = run.out / f"step-{step:05d}", run.out / "incomplete"
     with _quiet():
-        dcp.save(_state(model, optimizer), checkpoint_id=partial)
+        save(_state(model, optimizer), checkpoint_id=partial)
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
@@ -262,7 +263,7 @@ def find_state(run: Run) -> Path:
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load a state; return the step it goes on with."""
     with _quiet():
-        dcp.load(_state(model, optimizer), checkpoint_id=folder)
+        load(_state(model, optimizer), checkpoint_id=folder)
     return int(folder.name.removeprefix("step-"))
 
 
