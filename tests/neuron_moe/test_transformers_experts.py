@@ -51,7 +51,7 @@ def train(model: nn.Module, implementation: str, steps: int = 3) -> list[torch.T
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("save_percent", [None, 0])
+@pytest.mark.parametrize("save_percent", [pytest.param(None, marks=pytest.mark.long), 0])
 @pytest.mark.parametrize("build", [qwen, gpt_oss])
 def test_a_model_trains_as_by_itself(build: type, save_percent: int | None) -> None:
     torch.manual_seed(0)
