@@ -16,6 +16,10 @@ SUBCOMMANDS = {
     "bench": ("commands.bench", f"benchmarks: {', '.join(bench.MENU.entries)}"),
     "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
     "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
+    "compile": (
+        "commands.compile",
+        "the whole plan for a chip, and the program where there is one",
+    ),
     "evaluate": (
         "commands.evaluate",
         "held-out loss by weight format, ours and transformers",
