@@ -40,7 +40,8 @@ DONE: Final = 1
 Inside a queue the latter is the case as soon as the source has been issued.
 """
 
-_FEW: Final = 1024  # regions of a memory for which all overlaps are kept
+_FEW: Final = 16  # regions of a memory below which NumPy does not pay
+_MANY: Final = 1024  # above, overlaps are not kept for every region
 
 
 @dataclass(slots=True)
@@ -153,7 +154,9 @@ class _Edges:
     def pack(self, graph: Graph) -> None:
         """Sort by source into the graph, dropping repetitions, and count the waits of each node."""
         count = len(graph.instruction)
-        packed = np.unique(np.array(self.packed, dtype=np.int64))
+        packed = np.sort(np.frombuffer(self.packed, dtype=np.int64))
+        # Sorting is several times as fast as np.unique, which hashes.
+        packed = packed[np.concatenate(([True], packed[1:] != packed[:-1]))[: len(packed)]]
         source, target = packed >> 32, (packed & 0xFFFFFFFF).astype(np.int32)
         graph.first = np.searchsorted(source, np.arange(count + 1))
         graph.targets = array("i", target.tobytes())
@@ -210,6 +213,15 @@ class _Regions:
         """Return all regions that overlap one, itself included, and keep the answer."""
         memory = self.memory[region]
         members = self.members[memory]
+        if len(members) <= _FEW:
+            shape_of = self.rectangle
+            line0, line1, byte0, byte1 = shape_of[region]
+            near = self.overlaps[region] = []
+            for member in members:
+                shape = shape_of[member]
+                if shape[2] < byte1 and byte0 < shape[3] and shape[0] < line1 and line0 < shape[1]:
+                    near.append(member)
+            return near
         corners = self._corners.get(memory)
         if corners is None:
             shapes = [self.rectangle[member] for member in members]
@@ -232,7 +244,7 @@ class _Regions:
         """Return (axis, origin, step) for the memories with many regions."""
         big = {}
         for memory, members in self.members.items():
-            if len(members) <= _FEW:
+            if len(members) <= _MANY:
                 continue
             shapes = [self.rectangle[member] for member in members]
             axis = max((0, 2), key=lambda side: len({shape[side] for shape in shapes}))

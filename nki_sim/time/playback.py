@@ -39,7 +39,8 @@ class Schedule:
     engine is free again, `visible` when others may use the result. `data_start` and `data_end`
     bound the bytes of a transfer on the wire. `path_start` and `cause` lead back along what
     determined the time: a node holds the critical path from `path_start` on, before that its cause
-    does (-1: nothing, it could start at once).
+    does (-1: nothing, it could start at once). `total_ns` is when the last result is visible; where
+    not all nodes were played, when the last of them started.
     """
 
     graph: Graph
@@ -53,6 +54,7 @@ class Schedule:
     path_start: list[float]
     cause: list[int]
     table_loads: list[int]
+    total_ns: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,8 @@ class Player:
             )
         return cores
 
-    def play(self) -> Schedule:
-        """Run until every node has its times.
+    def play(self, nodes: int | None = None) -> Schedule:
+        """Run until every node has its times, or so many of them, the first to start.
 
         Raises:
             ValueError: some instructions can never start, because a partner of a meeting is missing
@@ -148,9 +150,12 @@ class Player:
         """
         self._begin()
         heap, step, left = self._heap, self._step, len(self._graph.instruction)
-        while heap:
-            left -= step(*heapq.heappop(heap))
-        if left:
+        until = 0 if nodes is None else max(0, left - nodes)
+        reached = 0.0
+        while heap and left > until:
+            reached, node = heapq.heappop(heap)
+            left -= step(reached, node)
+        if left > until:
             self._explain_stall(left)
         return Schedule(
             graph=self._graph,
@@ -164,6 +169,7 @@ class Player:
             path_start=self._path_start,
             cause=self._cause,
             table_loads=[core.table_loads for core in self._cores],
+            total_ns=reached if left else max(self._visible, default=0.0),
         )
 
     def _begin(self) -> None:

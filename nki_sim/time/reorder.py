@@ -34,20 +34,23 @@ _LOOP: Final = 1
 _MEETING: Final = 2
 
 
-def play(prepared: Prepared, chip: Hardware, options: TimelineOptions) -> Schedule:
+def play(
+    prepared: Prepared, chip: Hardware, options: TimelineOptions, nodes: int | None = None
+) -> Schedule:
     """Time every instruction.
 
     Args:
         prepared: of `prepare` with the same order of the model.
         chip: its speeds, as `options.model.on` has them.
         options: how to time.
+        nodes: stop after so many, those that start first; the times of the others stay 0.
 
     Raises:
         ValueError: some instructions can never start, because a partner of a meeting is missing or
             the waits form a circle.
     """
     player = ListPlayer if options.model.order == "list" else Player
-    return player(prepared, chip, options).play()
+    return player(prepared, chip, options).play(nodes)
 
 
 class ListPlayer(Player):
