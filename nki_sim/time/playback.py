@@ -184,7 +184,7 @@ class Player:
         return self._run(now, node, self._queue_of[node])
 
     def _run(self, now: float, node: int, queue: int) -> int:
-        """Start a node of a queue, or put it off; return how many nodes have their times by that."""
+        """Start a node of a queue, or put it off; return how many nodes that completed."""
         price = self._steps[self._pair_of[node]]
         core = self._cores[self._core_of[queue]]
         if type(price) is MatmulPrice:

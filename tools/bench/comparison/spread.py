@@ -7,7 +7,7 @@ is the variant that is fastest with the coefficients as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ def kept_range(before: Any, ours_us: float | None) -> dict[str, Any]:
 class Side:
     """Ours or the vendor's: a launch, which its name stands for."""
 
-    name: Hashable
+    name: Any
     launch: Launch = field(compare=False)
 
 
@@ -99,6 +99,27 @@ class SpreadWork:
     def size(self) -> float:
         """The seconds of what still waits, about."""
         return self._size if self._waits else 0.0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        pairings: Sequence[Pairing],
+        seconds: Callable[[Side], float],
+        keep: Callable[[Mapping[Any, SpeedupRange]], None],
+    ) -> Iterator[SpreadWork]:
+        """Yield a task for all corners in which the vendor's side is the same.
+
+        Args:
+            name: the case in words.
+            pairings: one per corner.
+            seconds: what simulating a side takes, about.
+            keep: takes the ranges that were found.
+        """
+        for theirs in dict.fromkeys(pairing.theirs for pairing in pairings):
+            chosen = [pairing for pairing in pairings if pairing.theirs == theirs]
+            sides = {theirs, *(side for pairing in chosen for _, side in pairing.ours)}
+            yield cls(name, PLAYS * sum(map(seconds, sides)), chosen, keep)
 
     def next_task(self) -> Task | None:
         """Hand out the one task."""

@@ -198,7 +198,7 @@ def _spreads(options: argparse.Namespace, ours: Sequence[OurSide], book: Book) -
     found = (
         work for sides in groups.values() for work in spreads_of(sides, book, library, corners)
     )
-    return sorted(found, key=lambda work: work.size)
+    return sorted(found, key=lambda work: -work.size)  # no process works alone at the end
 
 
 def _keep(book: Book, ours: Sequence[OurSide], changed: Iterable[Work]) -> None:

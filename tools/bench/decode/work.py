@@ -14,7 +14,6 @@ from neuron_moe.tools.bench.comparison.deployed import nxd_default
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.comparison.spread import (
-    PLAYS,
     Pairing,
     Side,
     SpeedupRange,
@@ -179,7 +178,7 @@ def spreads_of(
         for key, one in found.items():
             owners[key].keep_range(key, one)
 
-    pairings, rivals = [], {}
+    pairings, seconds = [], dict[Side, float]()
     for corner in corners:
         best = fastest(book.rivals(case, corner))
         ours = [pair for side in sides for pair in side.launches(corner)]
@@ -187,11 +186,8 @@ def spreads_of(
             continue
         mode = best.name.removesuffix(IN_BF16)
         rival = case if mode == best.name else replace(case, format="bf16")
-        rivals[best.name] = seconds_of(rival, mode)
-        launch = partial(launch_vendor, library, rival, mode, OPTIONS)
-        pairings.append(Pairing(corner, ours, Side(best.name, launch)))
-    if pairings:
-        num_ours = len({side for pairing in pairings for _, side in pairing.ours})
-        size = PLAYS * (sum(rivals.values()) + num_ours * sides[0].seconds)
-        name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"
-        yield SpreadWork(name, size, pairings, keep)
+        theirs = Side(best.name, partial(launch_vendor, library, rival, mode, OPTIONS))
+        seconds[theirs] = seconds_of(rival, mode)
+        pairings.append(Pairing(corner, ours, theirs))
+    name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"
+    yield from SpreadWork.of(name, pairings, lambda side: seconds.get(side, sides[0].seconds), keep)

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def spreads() -> list[SpreadWork]:
         found = (work for case in cases if options.sensitivity for work in case.spreads())
-        return sorted(found, key=lambda work: work.size)
+        return sorted(found, key=lambda work: -work.size)  # no process works alone at the end
 
     def on_taken(work: Work, task: Task, pace: Pace, seconds: float) -> None:
         rows.update({row.key: row for case in cases for row in case.rows()})

@@ -16,7 +16,6 @@ from neuron_moe.tools.bench.comparison.options import LAYOUTS
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.comparison.spread import (
-    PLAYS,
     UNKNOWN,
     Pairing,
     Side,
@@ -223,14 +222,13 @@ class Case:
         """Yield what finds the ranges of the rows that lack them."""
         corners = dict.fromkeys(row.corner for row in self.rows())
         pairings = [pairing for corner in corners for pairing in self._pairings(corner)]
-        if pairings:
-            theirs_s = sum(
-                seconds_of(self._model, self._index_TK, variant)
-                for variant in VARIANTS
-                if any(pairing.theirs.name == variant for pairing in pairings)
-            )
-            size = PLAYS * (theirs_s + self._ours_seconds)
-            yield SpreadWork(self.name, size, pairings, self._keep_ranges)
+        yield from SpreadWork.of(self.name, pairings, self._seconds, self._keep_ranges)
+
+    def _seconds(self, side: Side) -> float:
+        """Return what simulating a side of a ratio takes, about."""
+        variant = VARIANTS[0] if isinstance(side.name, PrefillConfig) else side.name
+        share = 0.5 if isinstance(side.name, PrefillConfig) else 1.0
+        return share * seconds_of(self._model, self._index_TK, variant)
 
     def _pairings(self, corner: str) -> Iterator[Pairing]:
         """Yield our plans in a corner, of rows without a range, and the vendor's best variant."""
