@@ -29,6 +29,7 @@ from nki_sim.dtypes import (
     to_float32,
 )
 from nki_sim.errors import AccumulateError, IllegalOperand
+from nki_sim.isa._arithmetic import result_array
 from nki_sim.isa._checks import (
     check_engine,
     check_generation,
@@ -112,7 +113,14 @@ def nc_matmul(
             b = moving.f32().reshape(k * 2, n)
         else:
             a, b = stationary.f32(), moving.f32()
+        out = None if mask is not None else result_array(result, m, ())
+        if out is not None and not adds:
+            np.matmul(a.T, b, out=out)
+            return
         product = a.T @ b
+        if out is not None:
+            out += product
+            return
         if mask is not None:
             old = result.f32().reshape(m, n)
             product += np.where(mask.reshape(m, n), old, np.float32(0))
