@@ -276,6 +276,8 @@ class _Core:
         self._number = number
         self._queue_of: dict[str, int] = {}
         self._tensor_queue = -1
+        self._overlaps = regions.overlaps
+        self._append = edges.append
         self._writer: dict[int, int] = {}
         self._readers: dict[int, dict[int, int]] = {}
         self._active: dict[tuple[int, int], set[int]] = {}
@@ -302,11 +304,8 @@ class _Core:
                 graph.queues.append(Queue(queue_names[pair], self._number))
         self._tensor_queue = self._queue_of.get("tensor", -1)
         ring, on_chip = self._lifetimes(stream, columns, operands, first)
-        of_range, memory_of, written = (
-            self._regions.of_range,
-            self._regions.memory,
-            self._regions.written,
-        )
+        of_range, memory_of = self._regions.of_range, self._regions.memory
+        written, unborn, read, write = self._regions.written, set(on_chip), self._read, self._write
         facts_of = columns[:, tr.FACTS].tolist()
         reads_of = columns[:, tr.NUM_READS].tolist()
         pair_of, begin_of, operand = pairs.tolist(), first.tolist(), operands.tolist()
@@ -325,16 +324,17 @@ class _Core:
             for position in range(begin, end):
                 region = of_range[operand[position]]
                 memory = memory_of[region]
-                if memory in on_chip and memory not in self._births:
+                if memory in unborn:
+                    unborn.discard(memory)
                     self._birth(memory, index, ring, on_chip[memory])
                 if memory not in written:
                     continue
                 if position < middle:
-                    writer = self._read(index, queue, region, memory)
+                    writer = read(index, queue, region, memory)
                     if position == begin:
                         version = writer
                 else:
-                    self._write(index, queue, region, memory)
+                    write(index, queue, region, memory)
             if queue == self._tensor_queue and middle > begin:
                 self._load_stationary(index, of_range[operand[begin]], version, facts)
             elif isinstance(facts, tr.ControlFacts):
@@ -412,9 +412,6 @@ class _Core:
 
     def _others(self, region: int, memory: int) -> list[int]:
         """Return the known regions that overlap, the region itself included, and make it known."""
-        overlaps = self._regions.overlaps[region]
-        if overlaps is not None:
-            return overlaps
         if memory not in self._regions.big:
             return self._regions.find_overlaps(region)
         keys = self._buckets_of(region, memory)
@@ -439,7 +436,7 @@ class _Core:
         writers, queue_of = self._writer, self._graph.queue
         accumulates = queue == self._tensor_queue
         latest = -1
-        for other in self._others(region, memory):
+        for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer < 0:
                 continue
@@ -447,7 +444,7 @@ class _Core:
                 latest = writer
             # Matmuls accumulate in order without waiting for each other.
             if writer != index and not (accumulates and queue_of[writer] == queue):
-                self._edges.append(writer << 32 | index << 1)
+                self._append(writer << 32 | index << 1)
         readers = self._readers.get(region)
         if readers is None:
             self._readers[region] = {queue: index}
@@ -460,18 +457,18 @@ class _Core:
         """Add the edges of a write and forget what it overwrote."""
         writers, readers, queue_of = self._writer, self._readers, self._graph.queue
         fresh = True
-        for other in self._others(region, memory):
+        for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer >= 0:
                 fresh = False
                 if writer != index and queue_of[writer] != queue:
-                    self._edges.append(writer << 32 | index << 1)
+                    self._append(writer << 32 | index << 1)
             reading = readers.get(other)
             if reading:
                 fresh = False
                 for from_queue, reader in reading.items():
                     if from_queue != queue:
-                        self._edges.append(reader << 32 | index << 1 | DONE)
+                        self._append(reader << 32 | index << 1 | DONE)
             if other == region:
                 if reading:
                     reading.clear()
@@ -480,7 +477,7 @@ class _Core:
         if fresh:
             for user in self._births.get(memory, ()):
                 if queue_of[user] != queue:
-                    self._edges.append(user << 32 | index << 1 | DONE)
+                    self._append(user << 32 | index << 1 | DONE)
         writers[region] = index
         self._use(memory, queue, index)
 
@@ -579,7 +576,7 @@ class _Reordering(_Core):
         writers, queue_of = self._writer, self._graph.queue
         accumulates = queue == self._tensor_queue
         latest = -1
-        for other in self._others(region, memory):
+        for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer < 0:
                 continue
@@ -588,7 +585,7 @@ class _Reordering(_Core):
             if writer != index:
                 # Matmuls accumulate in order without waiting for each other.
                 kind = DONE if accumulates and queue_of[writer] == queue else VISIBLE
-                self._edges.append(writer << 32 | index << 1 | kind)
+                self._append(writer << 32 | index << 1 | kind)
         readers = self._readers.get(region)
         if readers is None or region in self._overwritten:
             self._overwritten.discard(region)
@@ -600,19 +597,19 @@ class _Reordering(_Core):
     def _write(self, index: int, queue: int, region: int, memory: int) -> None:
         writers, readers, queue_of = self._writer, self._readers, self._graph.queue
         fresh = True
-        for other in self._others(region, memory):
+        for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer >= 0:
                 fresh = False
                 if writer != index:
                     kind = DONE if queue_of[writer] == queue else VISIBLE
-                    self._edges.append(writer << 32 | index << 1 | kind)
+                    self._append(writer << 32 | index << 1 | kind)
             reading = readers.get(other)
             if reading:
                 fresh = False
                 for reader in reading:
                     if reader != index:
-                        self._edges.append(reader << 32 | index << 1 | DONE)
+                        self._append(reader << 32 | index << 1 | DONE)
             if other == region:
                 if reading:
                     reading.clear()
@@ -623,7 +620,7 @@ class _Reordering(_Core):
                     self._forget(region, other, memory)
         if fresh:
             for user in self._births.get(memory, ()):
-                self._edges.append(user << 32 | index << 1 | DONE)
+                self._append(user << 32 | index << 1 | DONE)
         writers[region] = index
 
     def _load_stationary(self, index: int, region: int, version: int, facts: tr.Facts) -> None:
