@@ -113,11 +113,8 @@ def nc_matmul(
             b = moving.f32().reshape(k * 2, n)
         else:
             a, b = stationary.f32(), moving.f32()
-        out = None if mask is not None else result_array(result, m, ())
-        if out is not None and not adds:
-            np.matmul(a.T, b, out=out)
-            return
         product = a.T @ b
+        out = result_array(result, m, ()) if adds and mask is None else None
         if out is not None:
             out += product
             return

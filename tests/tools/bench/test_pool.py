@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,5 +129,23 @@ def test_an_error_of_a_task_is_raised() -> None:
 
 
 def test_a_lost_process_is_named() -> None:
-    with pytest.raises(WorkerLostError, match="a0: its process ended with status 9"):
+    with pytest.raises(WorkerLostError, match="a, a0: its process ended with status 9"):
         run([Dying("a", 1)], 2)
+
+
+def test_a_task_that_loses_its_process_runs_once_more_and_spares_the_others(tmp_path: Path) -> None:
+    class DyingOnce(Chain):
+        def compute(self, number: int) -> tuple[int, int]:
+            marker = tmp_path / self.name
+            if not marker.exists():
+                marker.touch()
+                os._exit(9)
+            return super().compute(number)
+
+    once, other = DyingOnce("a", 2), Chain("b", 3)
+    assert run([once, other], 2)
+    assert [len(work.results) for work in (once, other)] == [2, 3]
+    other = Chain("b", 3)
+    with pytest.raises(WorkerLostError, match="a, a0"):
+        run([Dying("a", 1), other], 2)
+    assert len(other.results) == 3

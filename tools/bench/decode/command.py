@@ -84,7 +84,10 @@ def main(argv: list[str] | None = None) -> int:
 
     sides: list[Work] = [*ours, *theirs]
     sides.sort(key=lambda side: side.size)
-    is_complete = run_phases([lambda: sides, spreads], on_taken, options.jobs, options.minutes)
+    try:
+        is_complete = run_phases([lambda: sides, spreads], on_taken, options.jobs, options.minutes)
+    finally:
+        writer.write(at_once=True)
     _keep(book, ours, theirs)  # with why the last modes were left out
     if options.picture is not None and is_complete:
         _measure_switch(book, sources, options)

@@ -58,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
         print(_line(work, task, pace, seconds), file=sys.stderr, flush=True)
         writer.write()
 
-    is_complete = run_phases([lambda: cases, spreads], on_taken, options.jobs, options.minutes)
+    try:
+        is_complete = run_phases([lambda: cases, spreads], on_taken, options.jobs, options.minutes)
+    finally:
+        writer.write(at_once=True)
     for case in cases:
         case.compare()  # with why the last variants were left out
     rows.update({row.key: row for case in cases for row in case.rows()})
