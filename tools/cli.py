@@ -13,13 +13,14 @@ from neuron_moe.tools.menu import Menu
 from neuron_moe.tools.report import write_report
 
 # By name, so that `--help` need not import what raises them.
-_NOT_BUGS = ("CollectiveError", "RankError", "CalledProcessError")
+_NOT_BUGS = ("CollectiveError", "RankError", "ServerError", "CalledProcessError")
 SUBCOMMANDS = {
     "demo": (
         "commands.demo",
         "make a small GPT-OSS checkpoint, generate, compare with transformers",
     ),
     "generate": ("commands.generate", "generate text from a checkpoint"),
+    "serve": ("commands.serve", "an OpenAI-compatible server for a checkpoint, through vLLM"),
     "inspect": ("commands.inspect", "architecture, sizes and memory per rank of a checkpoint"),
     "convert": ("commands.convert", "another number format or layout, files of ranks, or merged"),
     "compare": ("commands.compare", "where a model parts from a reference, layer by layer"),

@@ -21,7 +21,7 @@ GENERATE = ["generate", "--model", "tiny_gpt_oss", "--prompt", "a"]
     ("args", "words"),
     [
         (["generat"], "Did you mean 'generate'"),
-        (["bench", "gpu"], "no target 'gpu'"),
+        (["bench", "tpu"], "no target 'tpu'"),
         (["bench", "cpu", "--tokens", "0"], "--tokens=0"),
         (["inspect", "--model", "gpt_oss_20b", "--tp", "3"], "tp=3"),
         (["generate", "--model", "nowhere", "--prompt", "a"], "model=nowhere"),
