@@ -90,9 +90,9 @@ def test_tasks_run_at_the_same_time() -> None:
 def test_nothing_runs_past_the_limit() -> None:
     works = [Chain("a", 2, 0.0), Chain("b", 1, 60.0), Chain("c", 5, 60.0)]
     started = time.monotonic()
-    is_complete, _ = run(works, 2, minutes=0.01)
+    is_complete, _ = run(works, 2, minutes=0.05)
     assert not is_complete
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 20.0
     assert works[0].results == [0, 1]
     assert works[1].results == []
 
