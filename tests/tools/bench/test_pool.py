@@ -116,9 +116,9 @@ def test_a_phase_is_made_when_the_one_before_has_ended() -> None:
 
 
 def test_a_phase_without_time_for_its_last_tasks_leaves_time_to_the_next() -> None:
-    slow, quick = [Chain("a", 1, 0.5), Chain("b", 1, 0.0)], Chain("c", 1)
+    slow, quick = [Chain("a", 1, 2.0), Chain("b", 1, 0.0)], Chain("c", 1)
     phases = [lambda: slow, lambda: [quick]]
-    assert not run_phases(phases, lambda *_: None, minutes=0.0125)
+    assert not run_phases(phases, lambda *_: None, minutes=0.0625)  # 3.75 s
     assert [work.results for work in (*slow, quick)] == [[0], [], [0]]
     assert not run_phases([lambda: [Chain("d", 1)]], lambda *_: None, minutes=-1.0)
 
