@@ -31,6 +31,7 @@ SUBCOMMANDS = {
         "which experts a text chooses; skew and padding that follow",
     ),
     "prepare_corpus": ("train.prepare_corpus", "fetch and tokenise the corpus of the small model"),
+    "train": ("train.train", "go on training a checkpoint, experts over ranks; resumes"),
     "train_tiny": ("train.train_tiny", "train the small GPT-OSS model"),
     "export_tiny": ("train.export_tiny", "turn a training run into the shipped MXFP4 checkpoint"),
     "check": (
