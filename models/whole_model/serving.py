@@ -210,5 +210,6 @@ def _memory(
 def _max_batch(whole: WholeModel, machine: Machine, serving: Serving, spread: Spread) -> int:
     """Return the most sequences of a replica that memory holds; it grows by as much for each."""
     one = _memory(whole, machine, serving, spread, 1)
-    each = _memory(whole, machine, serving, spread, 2).needed - one.needed
-    return max(0, 1 + (one.allowed - one.needed) // max(1, each))
+    each: int = _memory(whole, machine, serving, spread, 2).needed - one.needed
+    spare: int = one.allowed - one.needed
+    return max(0, 1 + spare // max(1, each))
