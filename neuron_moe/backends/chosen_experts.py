@@ -4,7 +4,8 @@ Axes: T tokens, K choices, P = T * K pairs with an expert of this rank, E expert
 hidden, I intermediate.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,14 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuron_moe.activations import activate
+from neuron_moe.backends.expert_threads import run_side_by_side
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.huge_pages import ask_for_huge_pages
 from neuron_moe.weights.packed import FEWEST_ROWS, PackedMatrices
-from neuron_moe.weights.product_forms import PACKED_FORMS
+from neuron_moe.weights.product_forms import PACKED_FORMS, PARALLEL
 
 grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", torch._grouped_mm)
 _ROWS_PER_RUN = 256  # rows whose activations are computed in one call; keeps them in the cache
+_PARTS_PER_THREAD = 4  # of experts side by side, so that all threads end at about the same time
 
 
 class Run(NamedTuple):
@@ -75,16 +78,45 @@ def chosen_experts(
     if not run.experts:
         return hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
     form = form or weights.product_form(hidden_TH.shape[0])
-    first, down = _projections(weights, form)
+    is_parallel, base = form.startswith(PARALLEL), form.removeprefix(PARALLEL)
+    step = _Step(hidden_TH, routing, order_P, weights, form)
     joined = _Joined(run.num_rows, hidden_TH)
-    start = 0
-    for part in [run] if form in ("grouped", "batched") else _split(run):
-        end = start + part.num_rows
-        rows_nH = _take(hidden_TH, routing, None if order_P is None else order_P[start:end])
-        activated_nI = activate(multiply(rows_nH, first, part, form), weights.formula)
-        joined.add(multiply(activated_nI, down, part, form))
-        start = end
+    parts = [run] if base in ("grouped", "batched") else _split(run, is_parallel=is_parallel)
+    tasks, start = [], 0
+    for part in parts:
+        tasks.append(partial(_compute_part, step, part, start, joined))
+        start += part.num_rows
+    if is_parallel and not torch.is_grad_enabled():
+        run_side_by_side(tasks)
+    else:
+        for task in tasks:
+            task()
     return _combine(joined, order_P, routing)
+
+
+class _Step:
+    """What all parts of a step have in common."""
+
+    def __init__(
+        self,
+        hidden_TH: Tensor,
+        routing: LocalRouting,
+        order_P: Tensor | None,
+        weights: ExpertWeights,
+        form: str,
+    ) -> None:
+        self.hidden_TH, self.routing, self.order_P = hidden_TH, routing, order_P
+        self.form, self.formula = form.removeprefix(PARALLEL), weights.formula
+        self.first, self.down = _projections(weights, is_packed=form in PACKED_FORMS)
+
+
+def _compute_part(step: _Step, part: "Run", start: int, joined: "_Joined") -> None:
+    """Compute some experts, whose rows begin at `start`."""
+    end = start + part.num_rows
+    order_n = None if step.order_P is None else step.order_P[start:end]
+    rows_nH = _take(step.hidden_TH, step.routing, order_n, slice(start, end))
+    projected = multiply(rows_nH, step.first, part, step.form)
+    joined.put(start, multiply(activate(projected, step.formula), step.down, part, step.form))
 
 
 def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
@@ -104,14 +136,15 @@ def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
     return run, pairs.order_P[: run.num_rows]
 
 
-def _take(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None) -> Tensor:
+def _take(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None, place: slice) -> Tensor:
     """Return the input of some rows, [n, H]; rows of one token in the order of its choices, if no
     order is given.
     """
     affinities_TK = routing.expert_affinities_TK
     top_k = affinities_TK.shape[1]
     if order_n is None:
-        rows_nH, affinity_n1 = hidden_TH.expand(top_k, -1), affinities_TK.t()
+        rows_nH = hidden_TH.expand(place.stop - place.start, -1)
+        affinity_n1 = affinities_TK.t()[place]
     else:
         rows_nH = hidden_TH[order_n // top_k]
         affinity_n1 = affinities_TK.reshape(-1, 1)[order_n]
@@ -121,24 +154,21 @@ def _take(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None) -> T
 class _Joined:
     """The rows of all experts one after the other, in float32, and a row of zeros behind them.
 
-    They are written to one piece of memory as they come; where a gradient is recorded, they are
-    joined at the end.
+    They are written to one piece of memory, in any order; where a gradient is recorded, they come
+    in order and are joined at the end.
     """
 
     def __init__(self, num_rows: int, like_TH: Tensor) -> None:
         shape = (num_rows + 1, like_TH.shape[1])
         self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=torch.float32))
         self._recorded: list[Tensor] = []
-        self._end = 0
 
-    def add(self, output_nH: Tensor) -> None:
-        """Append rows."""
+    def put(self, start: int, output_nH: Tensor) -> None:
+        """Write rows to their place, from row `start` on."""
         if torch.is_grad_enabled() and output_nH.requires_grad:
             self._recorded.append(output_nH.float())
             return
-        end = self._end + output_nH.shape[0]
-        self._rows[self._end : end] = output_nH
-        self._end = end
+        self._rows[start : start + output_nH.shape[0]] = output_nH
 
     def rows(self) -> Tensor:
         """Return all rows but the one of zeros."""
@@ -173,26 +203,34 @@ def _combine(joined: _Joined, order_P: Tensor | None, routing: LocalRouting) -> 
     )
 
 
-def _projections(weights: ExpertWeights, form: str) -> tuple[Matrices, Matrices]:
+def _projections(weights: ExpertWeights, *, is_packed: bool) -> tuple[Matrices, Matrices]:
     down_bias_EH = weights.down_bias_EH
     if down_bias_EH is not None and weights.down_bias_scale != 1.0:
         down_bias_EH = down_bias_EH * weights.down_bias_scale
-    packed = weights.packed_matrices(is_wanted=form in PACKED_FORMS)
+    packed = weights.packed_matrices(is_wanted=is_packed)
     return (
         Matrices(weights.gate_up_proj_EHI, packed[0], weights.gate_up_bias_EI),
         Matrices(weights.down_proj_EIH, packed[1], down_bias_EH),
     )
 
 
-def _split(whole: Run) -> Iterator[Run]:
-    """Yield parts with few rows: one activation call serves many experts with few rows each."""
-    first, rows = 0, 0
+def _split(whole: Run, *, is_parallel: bool) -> list[Run]:
+    """Return parts with few rows: one activation call serves many experts with few rows each.
+
+    Args:
+        whole: all experts.
+        is_parallel: parts are computed side by side, so there are several for each thread.
+    """
+    most_experts = len(whole.experts)
+    if is_parallel:
+        most_experts = -(-most_experts // (_PARTS_PER_THREAD * torch.get_num_threads()))
+    parts, first, rows = [], 0, 0
     for number, count in enumerate(whole.counts):
-        if rows and rows + count > _ROWS_PER_RUN:
-            yield Run(whole.experts[first:number], whole.counts[first:number])
+        if number > first and (rows + count > _ROWS_PER_RUN or number - first == most_experts):
+            parts.append(Run(whole.experts[first:number], whole.counts[first:number]))
             first, rows = number, 0
         rows += count
-    yield Run(whole.experts[first:], whole.counts[first:])
+    return [*parts, Run(whole.experts[first:], whole.counts[first:])]
 
 
 def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor:
