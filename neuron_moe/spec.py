@@ -256,6 +256,8 @@ class LayerOptions:
         reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
         fuses_decode: False: decode is never one launch; True: a step that cannot be is refused.
         needs_quantized: plain expert weights are refused in decode.
+        adds_input: the input, before its norm, is added to the output: the residual stream of a
+            decoder layer goes in and comes out.
         remarks: sentences for `explain()` about what was asked for and changes nothing.
     """
 
@@ -266,6 +268,7 @@ class LayerOptions:
     reduce_dtype: torch.dtype | None = None
     fuses_decode: bool | None = None
     needs_quantized: bool = False
+    adds_input: bool = False
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
