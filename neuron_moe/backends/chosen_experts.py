@@ -23,6 +23,7 @@ from neuron_moe.weights.product_forms import PACKED_FORMS, PARALLEL
 grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", torch._grouped_mm)
 _ROWS_PER_RUN = 256  # rows whose activations are computed in one call; keeps them in the cache
 _PARTS_PER_THREAD = 4  # of experts side by side, so that all threads end at about the same time
+_FEW_ROWS = 4  # of an expert on average, whose biases are gathered
 
 
 class Run(NamedTuple):
@@ -52,11 +53,13 @@ class Matrices(NamedTuple):
 
     Attributes:
         plain_Ekn: [E, in, out], on the meta device where only packed ones are kept.
+        plain: the same, expert by expert, without a gradient.
         packed: the same in the layout to multiply with; None: take the plain ones.
         bias_En: [E, out] or None.
     """
 
     plain_Ekn: Tensor
+    plain: tuple[Tensor, ...]
     packed: Packed | None
     bias_En: Tensor | None
 
@@ -81,7 +84,10 @@ def chosen_experts(
     is_parallel, base = form.startswith(PARALLEL), form.removeprefix(PARALLEL)
     step = _Step(hidden_TH, routing, order_P, weights, form)
     joined = _Joined(run.num_rows, hidden_TH)
-    parts = [run] if base in ("grouped", "batched") else _split(run, is_parallel=is_parallel)
+    if is_parallel:
+        parts = _split_for_threads(run, 1 if base == "grouped" else _PARTS_PER_THREAD)
+    else:
+        parts = [run] if base in ("grouped", "batched") else _split(run, len(run.experts))
     tasks, start = [], 0
     for part in parts:
         tasks.append(partial(_compute_part, step, part, start, joined))
@@ -116,7 +122,8 @@ def _compute_part(step: _Step, part: "Run", start: int, joined: "_Joined") -> No
     order_n = None if step.order_P is None else step.order_P[start:end]
     rows_nH = _take(step.hidden_TH, step.routing, order_n, slice(start, end))
     projected = multiply(rows_nH, step.first, part, step.form)
-    joined.put(start, multiply(activate(projected, step.formula), step.down, part, step.form))
+    inner_nI = activate(projected, step.formula, in_place=not torch.is_grad_enabled())
+    joined.put(start, multiply(inner_nI, step.down, part, step.form))
 
 
 def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
@@ -208,22 +215,24 @@ def _projections(weights: ExpertWeights, *, is_packed: bool) -> tuple[Matrices, 
     if down_bias_EH is not None and weights.down_bias_scale != 1.0:
         down_bias_EH = down_bias_EH * weights.down_bias_scale
     packed = weights.packed_matrices(is_wanted=is_packed)
+    first, down = weights.each_expert
     return (
-        Matrices(weights.gate_up_proj_EHI, packed[0], weights.gate_up_bias_EI),
-        Matrices(weights.down_proj_EIH, packed[1], down_bias_EH),
+        Matrices(weights.gate_up_proj_EHI, first, packed[0], weights.gate_up_bias_EI),
+        Matrices(weights.down_proj_EIH, down, packed[1], down_bias_EH),
     )
 
 
-def _split(whole: Run, *, is_parallel: bool) -> list[Run]:
-    """Return parts with few rows: one activation call serves many experts with few rows each.
+def _split_for_threads(whole: Run, parts_per_thread: int) -> list[Run]:
+    """Return parts that are computed side by side; grouped products want one for each thread."""
+    count = -(-len(whole.experts) // (parts_per_thread * torch.get_num_threads()))
+    if parts_per_thread > 1:
+        return _split(whole, count)
+    starts = range(0, len(whole.experts), count)
+    return [Run(whole.experts[n : n + count], whole.counts[n : n + count]) for n in starts]
 
-    Args:
-        whole: all experts.
-        is_parallel: parts are computed side by side, so there are several for each thread.
-    """
-    most_experts = len(whole.experts)
-    if is_parallel:
-        most_experts = -(-most_experts // (_PARTS_PER_THREAD * torch.get_num_threads()))
+
+def _split(whole: Run, most_experts: int) -> list[Run]:
+    """Return parts with few rows: one activation call serves many experts with few rows each."""
     parts, first, rows = [], 0, 0
     for number, count in enumerate(whole.counts):
         if number > first and (rows + count > _ROWS_PER_RUN or number - first == most_experts):
@@ -241,7 +250,9 @@ def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor
     if matrices.packed is not None:
         product = _packed(rows_nk, matrices.packed, run, pads=form != "packed")
     elif form == "grouped":
-        product = _grouped(rows_nk, matrices.plain_Ekn, run)
+        first = min(run.experts)
+        within = Run([expert - first for expert in run.experts], run.counts)
+        product = _grouped(rows_nk, matrices.plain_Ekn[first : max(run.experts) + 1], within)
     elif form == "batched" and run.has_single_rows:
         gathered_nNk = matrices.plain_Ekn.transpose(1, 2)[run.experts]
         product = torch.bmm(gathered_nNk, rows_nk.unsqueeze(2)).squeeze(2)
@@ -249,27 +260,30 @@ def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor
         parts = zip(torch.split(rows_nk, run.counts), run.experts, strict=True)
         product = torch.cat([(matrices.plain_Ekn[e].t() @ rows.t()).t() for rows, e in parts])
     else:
-        product = _plain(rows_nk, matrices.plain_Ekn, run)
+        product = _plain(rows_nk, matrices, run)
     return product if matrices.bias_En is None else _add_bias(product, matrices.bias_En, run)
 
 
 def _add_bias(product_nk: Tensor, bias_En: Tensor, run: Run) -> Tensor:
-    if run.has_single_rows:
-        return product_nk + bias_En[run.experts]
-    parts = zip(torch.split(product_nk, run.counts), run.experts, strict=True)
-    return torch.cat([part + bias_En[expert] for part, expert in parts])
+    if torch.is_grad_enabled() or run.num_rows <= _FEW_ROWS * len(run.experts):
+        expert_n = [e for e, n in zip(run.experts, run.counts, strict=True) for _ in range(n)]
+        return product_nk + bias_En[expert_n]
+    parts = torch.split(product_nk, run.counts)
+    for part, expert in zip(parts, run.experts, strict=True):
+        part.add_(bias_En[expert])
+    return product_nk
 
 
-def _plain(rows_nk: Tensor, plain_Ekn: Tensor, run: Run) -> Tensor:
+def _plain(rows_nk: Tensor, matrices: Matrices, run: Run) -> Tensor:
+    plain_Ekn = matrices.plain_Ekn
+    rows = torch.split(rows_nk, run.counts)
     if torch.is_grad_enabled() and (rows_nk.requires_grad or plain_Ekn.requires_grad):
-        parts = zip(torch.split(rows_nk, run.counts), run.experts, strict=True)
-        return torch.cat([rows @ plain_Ekn[expert] for rows, expert in parts])
+        parts = zip(rows, run.experts, strict=True)
+        return torch.cat([each @ plain_Ekn[expert] for each, expert in parts])
     product = rows_nk.new_empty((rows_nk.shape[0], plain_Ekn.shape[2]))
-    first = 0
-    for expert, count in zip(run.experts, run.counts, strict=True):
-        end = first + count
-        torch.mm(rows_nk[first:end], plain_Ekn[expert], out=product[first:end])
-        first = end
+    places = torch.split(product, run.counts)
+    for each, place, expert in zip(rows, places, run.experts, strict=True):
+        torch.mm(each, matrices.plain[expert], out=place)
     return product
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -16,11 +16,13 @@ from neuron_moe.weights.product_forms import (
     FORMS,
     MEASURED,
     PACKED_FORMS,
+    PARALLEL,
     STRAIGHT_FORMS,
     TURNED_FORMS,
     ProductForms,
 )
 
+_UNSURE = 1.1  # what wakes threads hangs on what else runs: such a form has to win by more
 _SMALL_LOSS = 1.05  # a second layout for less is not worth its memory
 _SHARE_LEFT = 0.5  # of the machine's memory, that a second layout must leave
 
@@ -68,7 +70,7 @@ def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
         allowed = pair
     by_bucket, reasons = {}, {}
     for bucket in BUCKETS:
-        found = {form: times[bucket][form] for form in allowed if form in times[bucket]}
+        found = _judged(times[bucket], allowed)
         by_bucket[bucket] = min(found, key=lambda form: found[form])
         reasons[bucket] = _reason(times, bucket, allowed)
     return ProductForms(by_bucket, reasons)
@@ -94,7 +96,16 @@ def _best_of(times: Times, layouts: Iterable[tuple[str, ...]]) -> tuple[str, ...
 
 
 def _fastest_time(times: Times, bucket: int, forms: Iterable[str]) -> float:
-    return min((times[bucket].get(form, math.inf) for form in forms), default=math.inf)
+    return min(_judged(times[bucket], forms).values(), default=math.inf)
+
+
+def _judged(times: Mapping[str, float], forms: Iterable[str]) -> dict[str, float]:
+    """Return the times of some forms, those of parallel ones with the surplus they need."""
+    return {
+        form: times[form] * (_UNSURE if form.startswith(PARALLEL) else 1.0)
+        for form in forms
+        if form in times
+    }
 
 
 def _reason(times: Times, bucket: int, allowed: Iterable[str]) -> str:

@@ -2,11 +2,11 @@
 
 A sample of a layer's experts gets rows as a step of each size would give them, and runs the code
 that the layer runs, in turns with the other forms and on other experts than the run before, after
-an operation on all threads, as a router is. A form takes the least of its runs, which other load
-disturbs the least; one that is far behind runs no more. All sizes of a layer together take about
-MOST_SECONDS beside the layouts of the sample, and nothing where the file knows the machine and the
-layer. The file is replaced as a whole, so that processes
-may share it; of two that measure at once, either may be kept.
+an operation on all threads, as a router is. A form's time is the median of its runs but the first;
+one that is far behind runs no more. All sizes of a layer together take about MOST_SECONDS beside
+the layouts of the sample, and nothing where the file knows the machine and the layer. The file is
+replaced as a whole, so that processes may share it; of two that measure at once, either may be
+kept.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -202,9 +203,9 @@ def _measure_bucket(
 
 
 def _run_in_turns(calls: dict[str, Callable[[], float]], seconds: float) -> dict[str, float]:
-    """Return the least time of each form; those that cannot run are left out."""
+    """Return the typical time of each form; those that cannot run are left out."""
     deadline = time.perf_counter() + seconds
-    best: dict[str, float] = {}
+    times: dict[str, list[float]] = {}
     running = dict(calls)
     for run in range(_MOST_RUNS + 1):
         for form in list(running):
@@ -214,12 +215,13 @@ def _run_in_turns(calls: dict[str, Callable[[], float]], seconds: float) -> dict
                 _LOG.debug("form %s: %s", form, error)
                 del running[form]
                 continue
-            best[form] = min(took, best.get(form, took))
-        limit = _FAR_BEHIND[min(run, len(_FAR_BEHIND) - 1)] * min(best.values(), default=0.0)
-        running = {form: call for form, call in running.items() if best[form] <= limit}
+            times.setdefault(form, []).append(took)
+        typical = {form: statistics.median(each[1:] or each) for form, each in times.items()}
+        limit = _FAR_BEHIND[min(run, len(_FAR_BEHIND) - 1)] * min(typical.values(), default=0.0)
+        running = {form: call for form, call in running.items() if typical[form] <= limit}
         if run and time.perf_counter() > deadline:
             break
-    return best
+    return typical
 
 
 def _call(

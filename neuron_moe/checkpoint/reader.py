@@ -388,7 +388,7 @@ def _read_matrix(stream: FileIO, offset: int, stride: int, rows_nb: np.ndarray) 
 def _read_exactly(stream: FileIO, offset: int, target: np.ndarray) -> None:
     """Fill contiguous memory from a place of a file."""
     stream.seek(offset)
-    left = memoryview(target).cast("B")
+    left = target.data.cast("B")
     while left:
         count = stream.readinto(left)
         if not count:

@@ -33,6 +33,7 @@ TURNED_FORMS = (
     "batched",
     f"{PARALLEL}plain",
     f"{PARALLEL}turned",
+    f"{PARALLEL}grouped",
 )
 STRAIGHT_FORMS = ("straight", f"{PARALLEL}straight")
 FORMS = PACKED_FORMS + TURNED_FORMS + STRAIGHT_FORMS
