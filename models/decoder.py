@@ -24,6 +24,7 @@ from neuron_moe.models.attention import (
     CacheShape,
     CacheView,
     Core,
+    CoreSizes,
     KVCache,
     Reach,
     StateView,
@@ -205,6 +206,11 @@ class GroupedAttention(nn.Module):
             sizes = (q_size, kv_size) if norms == "jointly" else (config.head_dim,) * 2
             self.q_norm, self.k_norm = (config.make_norm(size, dtype) for size in sizes)
 
+    def core_sizes(self, new_tokens: int) -> CoreSizes:
+        """Return what the core computes with, however many tokens of a sequence are new."""
+        ((kv_heads, size), _) = self.cache_shape
+        return CoreSizes(self.o_proj.in_features // size, kv_heads, size, size)
+
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""
         out_USH: Tensor = self.o_proj(self.mix(self.project(hidden_USH), tokens, view))
@@ -369,7 +375,13 @@ class DecoderModel(nn.Module):
         return self.compute_logits(hidden_USH[:, -1:] if last_only else hidden_USH)
 
     def forward_tokens(
-        self, input_ids_T: Tensor, places_T: Tensor, *, phase: str = "prefill"
+        self,
+        input_ids_T: Tensor,
+        places_T: Tensor,
+        *,
+        phase: str = "prefill",
+        real_T: Tensor | None = None,
+        views: Sequence[Any] | None = None,
     ) -> Tensor:
         """Return the last hidden states `[T, H]`, for `compute_logits`, of tokens in a flat list.
 
@@ -381,10 +393,14 @@ class DecoderModel(nn.Module):
             input_ids_T: [T] integer token ids of any number of sequences.
             places_T: [T] int64, where each token lies in its own sequence.
             phase: 'prefill' or 'decode', which chooses the path of the experts.
+            real_T: [T] bool, False at padding, which goes to no expert; None: all are real.
+            views: what the core of each layer gets as its view; None for cores that need none.
         """
         axis = 1 if check_choice("phase", phase, ("prefill", "decode")) == "decode" else 0
-        tokens = self.describe_tokens(places_T.unsqueeze(axis), None)
-        hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, [None] * len(self.layers))
+        real_US = None if real_T is None else real_T.unsqueeze(axis)
+        tokens = self.describe_tokens(places_T.unsqueeze(axis), real_US)
+        views = [None] * len(self.layers) if views is None else views
+        hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, views)
         return hidden_USH.squeeze(axis)
 
     def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:

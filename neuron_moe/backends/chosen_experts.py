@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neuron_moe.activations import activate
+from neuron_moe.activations import activate, at_least_float32, sum_dtype
 from neuron_moe.backends.expert_threads import run_side_by_side
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
@@ -79,11 +79,11 @@ def chosen_experts(
     """
     run, order_P = _sort(routing, weights.num_experts)
     if not run.experts:
-        return hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
+        return hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(hidden_TH))
     form = form or weights.product_form(hidden_TH.shape[0])
     is_parallel, base = form.startswith(PARALLEL), form.removeprefix(PARALLEL)
     step = _Step(hidden_TH, routing, order_P, weights, form)
-    joined = _Joined(run.num_rows, hidden_TH)
+    joined = JoinedRows(run.num_rows, hidden_TH)
     if is_parallel:
         parts = _split_for_threads(run, 1 if base == "grouped" else _PARTS_PER_THREAD)
     else:
@@ -97,7 +97,7 @@ def chosen_experts(
     else:
         for task in tasks:
             task()
-    return _combine(joined, order_P, routing)
+    return combine(joined, order_P, routing)
 
 
 class _Step:
@@ -116,11 +116,11 @@ class _Step:
         self.first, self.down = _projections(weights, is_packed=form in PACKED_FORMS)
 
 
-def _compute_part(step: _Step, part: "Run", start: int, joined: "_Joined") -> None:
+def _compute_part(step: _Step, part: "Run", start: int, joined: "JoinedRows") -> None:
     """Compute some experts, whose rows begin at `start`."""
     end = start + part.num_rows
     order_n = None if step.order_P is None else step.order_P[start:end]
-    rows_nH = _take(step.hidden_TH, step.routing, order_n, slice(start, end))
+    rows_nH = take_rows(step.hidden_TH, step.routing, order_n, slice(start, end))
     projected = multiply(rows_nH, step.first, part, step.form)
     inner_nI = activate(projected, step.formula, in_place=not torch.is_grad_enabled())
     joined.put(start, multiply(inner_nI, step.down, part, step.form))
@@ -143,22 +143,29 @@ def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
     return run, pairs.order_P[: run.num_rows]
 
 
-def _take(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None, place: slice) -> Tensor:
-    """Return the input of some rows, [n, H]; rows of one token in the order of its choices, if no
-    order is given.
+def take_rows(
+    hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None, place: slice | None = None
+) -> Tensor:
+    """Return the input of some rows, [n, H].
+
+    Args:
+        hidden_TH: [T, H].
+        routing: of the tokens.
+        order_n: pair of each row; None: rows of one token, in the order of its choices.
+        place: of these rows among all, where there is no order.
     """
     affinities_TK = routing.expert_affinities_TK
     top_k = affinities_TK.shape[1]
     if order_n is None:
-        rows_nH = hidden_TH.expand(place.stop - place.start, -1)
-        affinity_n1 = affinities_TK.t()[place]
+        affinity_n1 = affinities_TK.t() if place is None else affinities_TK.t()[place]
+        rows_nH = hidden_TH.expand(affinity_n1.shape[0], -1)
     else:
         rows_nH = hidden_TH[order_n // top_k]
         affinity_n1 = affinities_TK.reshape(-1, 1)[order_n]
     return (rows_nH * affinity_n1).to(hidden_TH.dtype) if routing.scales_input else rows_nH
 
 
-class _Joined:
+class JoinedRows:
     """The rows of all experts one after the other, in float32, and a row of zeros behind them.
 
     They are written to one piece of memory, in any order; where a gradient is recorded, they come
@@ -167,13 +174,13 @@ class _Joined:
 
     def __init__(self, num_rows: int, like_TH: Tensor) -> None:
         shape = (num_rows + 1, like_TH.shape[1])
-        self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=torch.float32))
+        self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=sum_dtype(like_TH)))
         self._recorded: list[Tensor] = []
 
     def put(self, start: int, output_nH: Tensor) -> None:
         """Write rows to their place, from row `start` on."""
         if torch.is_grad_enabled() and output_nH.requires_grad:
-            self._recorded.append(output_nH.float())
+            self._recorded.append(at_least_float32(output_nH))
             return
         self._rows[start : start + output_nH.shape[0]] = output_nH
 
@@ -187,7 +194,7 @@ class _Joined:
         return torch.cat([*self._recorded, zeros_1H]) if self._recorded else self._rows
 
 
-def _combine(joined: _Joined, order_P: Tensor | None, routing: LocalRouting) -> Tensor:
+def combine(joined: JoinedRows, order_P: Tensor | None, routing: LocalRouting) -> Tensor:
     """Weigh and add the K rows of each token in float32.
 
     A bag of rows is gathered, weighed and added in one pass, several times as fast as in separate
