@@ -98,6 +98,7 @@ def test_a_second_run_keeps_what_has_not_changed(
     assert again["buckets"] == before["buckets"]
 
 
+@pytest.mark.long
 def test_another_batch_simulates_its_decode_alone(
     checkpoint: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +125,7 @@ def test_weights_are_cut_for_the_ranks_and_the_manifest_knows_every_file(
     assert all(len(each["sha256"]) == 64 for each in manifest["outputs"].values())
 
 
+@pytest.mark.long
 def test_a_file_that_changed_is_cut_anew(
     checkpoint: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +271,7 @@ def test_an_environment_that_overrides_the_cores_is_refused(
     assert sdk == []
 
 
+@pytest.mark.long
 def test_one_core_a_rank_has_twice_the_ranks(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
