@@ -218,6 +218,7 @@ def config_records(
     request = DecodeRequest(
         mode="auto" if path is None else MODES[path],
         scaling="pre" if parts.spec.scales_input else "post",
+        missing=parts.tuning.missing,
     )
     return sizes, kernel_formula(weights), form, request
 

@@ -44,6 +44,7 @@ from nki_kernels.prefill import (
     best_parts,
     blockwise_moe,
     make_config,
+    output_tiles,
     rank_candidates,
     visit_dims,
 )
@@ -174,8 +175,9 @@ def _prepare(plan: PrefillPlan) -> _Launches:
     dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
     check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
-    check_combine(num_tokens, top_k, config.H, num_slots, num_partials)
-    out = CombineDims(nl.float32, True)
+    stored_slots = output_tiles(config) * config.tile_rows
+    check_combine(num_tokens, top_k, config.H, stored_slots, num_partials)
+    out = CombineDims(nl.float32, True, tuning.missing)
     beside = parts.expert_form("prefill beside", partial(_beside, operands, config.H))
     return _Launches(config, dims, visits, out, operands, beside)
 
@@ -183,7 +185,7 @@ def _prepare(plan: PrefillPlan) -> _Launches:
 def _request(parts: LayerParts, num_tokens: int, block_size: int) -> PlanRequest:
     """Return the plan that was asked for, or the cost model's."""
     tuning = parts.tuning
-    request = PlanRequest(shard_plan=tuning.shard_plan)
+    request = PlanRequest(shard_plan=tuning.shard_plan, missing=tuning.missing)
     if tuning.shard_plan == "auto":
         request = rank(parts, num_tokens, block_size)[0].request
     return replace(
@@ -261,9 +263,10 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
         scaling=_scaling(parts),
     )
     search = Search(block_sizes=block_sizes) if block_sizes else Search()
-    requests = [PlanRequest()]
+    plain = PlanRequest(missing=parts.tuning.missing)
+    requests = [plain]
     if weights.prefill_copy is not None:
-        requests.append(PlanRequest(weight_parts=weights.prefill_copy.parts))
+        requests.append(replace(plain, weight_parts=weights.prefill_copy.parts))
     formula, sizes = kernel_formula(weights), _sizes(weights)
     ranked = [
         candidate
