@@ -45,6 +45,22 @@ class Reach(NamedTuple):
 EVERYTHING = Reach()
 
 
+class CoreSizes(NamedTuple):
+    """What the core of an attention computes with in a step.
+
+    Attributes:
+        query_heads: Q.
+        kv_heads: J.
+        key_size: D of queries and keys.
+        value_size: D of values.
+    """
+
+    query_heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+
+
 class CacheView(NamedTuple):
     """What the attention of one layer may see in this step, and where it writes.
 

@@ -24,6 +24,7 @@ from neuron_moe.models.attention import (
     CacheShape,
     CacheView,
     Core,
+    CoreSizes,
     KVCache,
     Reach,
     StateView,
@@ -204,6 +205,11 @@ class GroupedAttention(nn.Module):
         if check_choice("norms", norms, ("", "by head", "jointly")):
             sizes = (q_size, kv_size) if norms == "jointly" else (config.head_dim,) * 2
             self.q_norm, self.k_norm = (config.make_norm(size, dtype) for size in sizes)
+
+    def core_sizes(self, new_tokens: int) -> CoreSizes:
+        """Return what the core computes with, however many tokens of a sequence are new."""
+        ((kv_heads, size), _) = self.cache_shape
+        return CoreSizes(self.o_proj.in_features // size, kv_heads, size, size)
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""

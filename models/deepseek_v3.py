@@ -24,6 +24,7 @@ from neuron_moe.models.attention import (
     CacheShape,
     CacheView,
     Core,
+    CoreSizes,
     attend,
     need_view,
 )
@@ -159,6 +160,14 @@ class LatentAttention(nn.Module):
         made_size = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b_proj = linear(config.kv_lora_rank, heads * made_size)
         self.o_proj = linear(heads * config.v_head_dim, size, has_bias)
+
+    def core_sizes(self, new_tokens: int) -> CoreSizes:
+        """Return what the core computes with: latents for one new token, made keys for many."""
+        config, ((_, kept_size),) = self.config, self.cache_shape
+        heads = config.num_attention_heads
+        if new_tokens == 1:
+            return CoreSizes(heads, 1, kept_size, config.kv_lora_rank)
+        return CoreSizes(heads, heads, config.head_dim, config.v_head_dim)
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: CacheView | None) -> Tensor:
         """Return the attention output `[U, S, H]`; arguments as in `DecoderLayer`."""

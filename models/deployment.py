@@ -5,8 +5,10 @@ memory of a rank. What does not is refused with the nearest setting that does.
 """
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import log2
 from typing import Any
 
 import torch
@@ -15,14 +17,14 @@ from torch import nn
 from neuron_moe.configs import load_config
 from neuron_moe.errors import check_choice, check_positive_int, closest, reject_unknown
 from neuron_moe.models.loader import parse_config
-from neuron_moe.models.sizes import Spread, cache_bytes_per_token, rank_bytes
+from neuron_moe.models.sizes import Spread
+from neuron_moe.models.whole_model import RankMemory, ServingLoad, rank_memory
 from neuron_moe.parallel.config import ParallelConfig, divisors
-from neuron_moe.parallel.topology import instance
+from neuron_moe.parallel.planner.coefficients import Machine
+from neuron_moe.parallel.topology import INSTANCES, instance
 
 BLOCK_SIZES = (32, 64, 128, 256, 512)
 KERNEL_FORMATS = ("bf16", "e4m3", "e5m2")
-_RESERVED = 0.1  # of a rank's memory, for activations, collectives and compiled code
-_CACHE_ELEMENT_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Deployment:
         batch: sequences that are decoded at once.
         max_length: longest sequence, prompt and answer.
         buckets: lengths of prefill, in rising order.
+        config_json: text of the model's config.json; by default that of the shipped configuration.
 
     Raises:
         ValueError: a setting that cannot be; says the nearest one that can.
@@ -80,6 +83,7 @@ class Deployment:
     batch: int
     max_length: int
     buckets: tuple[Bucket, ...]
+    config_json: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "batch", "max_length"):
@@ -95,25 +99,27 @@ class Deployment:
                 f"buckets: {lengths[-1]} tokens must not exceed max_length={self.max_length}. Use"
                 f" {(fitting or [self.max_length])[-1]}, or raise max_length."
             )
-        instance(self.instance)
-        model, config = _build(self.model)
-        self._check_ranks(model, config)
-        self._check_memory(model, config)
+        self._check_ranks()
+        self._check_memory()
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], *, model: str, machine: str) -> "Deployment":
+    def read(
+        cls, values: Mapping[str, Any], *, model: str, machine: str, config_json: str = ""
+    ) -> "Deployment":
         """Read the settings of a file.
 
         Args:
-            values: with the names of the fields, but for model and instance.
-            model: name of a shipped configuration.
+            values: with the names of the fields, but for those given beside.
+            model: name of a shipped configuration, or what messages call the model.
             machine: the instance.
+            config_json: of a model that is not shipped.
 
         Raises:
             ValueError: an unknown or missing name, or a setting that cannot be.
         """
         where = f"deployment of {model} on {machine}"
-        known = [field.name for field in fields(cls) if field.name not in ("model", "instance")]
+        fixed = ("model", "instance", "config_json")
+        known = [field.name for field in fields(cls) if field.name not in fixed]
         try:
             reject_unknown(where, values, known)
             if missing := [name for name in known if name not in values]:
@@ -121,67 +127,133 @@ class Deployment:
                 raise ValueError(f"{where}: {missing[0]} is missing. {hint}")
             buckets = tuple(_read_bucket(bucket) for bucket in values["buckets"])
             settings = {**values, "buckets": buckets}
-            return cls(model=model, instance=machine, **settings)
+            return cls(model=model, instance=machine, config_json=config_json, **settings)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"{where}: {error}") from error
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout of the ranks."""
-        return ParallelConfig(tp=self.tp, ep=self.ep, sp=self.sp)
+        """The layout of the ranks, as NxDI cuts a model: experts by tp and ep, the rest by both."""
+        ranks = self.tp * self.ep
+        return ParallelConfig(tp=ranks, moe_tp=self.tp, moe_ep=self.ep, sp=self.sp)
 
-    def _check_ranks(self, model: nn.Module, config: Any) -> None:
+    @property
+    def spread(self) -> Spread:
+        """The same for sizes."""
+        return Spread(tp=self.tp, ep=self.ep, dense_tp=self.tp * self.ep)
+
+    @property
+    def machine(self) -> Machine:
+        """One node of the instance."""
+        return Machine.build(instance(self.instance), lnc=self.lnc)
+
+    @property
+    def load(self) -> ServingLoad:
+        """What memory is laid out for."""
+        last = self.buckets[-1]
+        return ServingLoad(
+            batch=self.batch,
+            max_length=self.max_length,
+            prefill_tokens=last.tokens,
+            block_size=last.block_size,
+        )
+
+    def build(self) -> tuple[nn.Module, Any]:
+        """Return the whole model on the meta device, and its facts."""
+        return _build(self.model, self.config_json)
+
+    def memory(self) -> RankMemory:
+        """Return what a rank holds."""
+        return self._memory_of(self.spread, self.quantization, self.load, self.machine)
+
+    def _memory_of(
+        self, spread: Spread, expert_format: str, load: ServingLoad, machine: Machine
+    ) -> RankMemory:
+        return rank_memory(*self.build(), spread, expert_format, load, machine)
+
+    def _check_ranks(self) -> None:
+        model, config = self.build()
         try:
-            self.parallel.check_topology(self.instance, self.lnc)
-            Spread(tp=self.tp, ep=self.ep).check(config, model)
+            experts = ParallelConfig(tp=self.tp, ep=self.ep)
+            experts.check_topology(self.instance, self.lnc)
+            self.spread.check(config, model)
         except ValueError as error:
-            raise ValueError(f"{error}{self._nearest(model, config)}") from error
+            layouts = self._layouts(self.instance, self.lnc)
+            raise ValueError(f"{error}{self._way_out(layouts)}") from error
 
-    def _check_memory(self, model: nn.Module, config: Any) -> None:
-        needed, held = self._bytes(model, config, self.tp, self.ep), self._memory()
-        if needed > held:
+    def _check_memory(self) -> None:
+        memory = self.memory()
+        if not memory.fits:
             gib = 1 << 30
             raise ValueError(
                 f"tp={self.tp}, ep={self.ep}, quantization={self.quantization!r}, batch="
-                f"{self.batch}, max_length={self.max_length}: a rank needs {needed / gib:.1f} GiB,"
-                f" must be at most {held / gib:.1f}.{self._nearest(model, config)}"
+                f"{self.batch}, max_length={self.max_length}: a rank needs"
+                f" {memory.needed / gib:.1f} GiB, must be at most {memory.allowed / gib:.1f}."
+                f"{self._way_out(self._changes())}"
             )
 
-    def _memory(self) -> float:
-        return instance(self.instance).hbm_bytes_per_logical_core(self.lnc) * (1 - _RESERVED)
+    def _way_out(self, changes: Iterator["_Change"]) -> str:
+        """Name the smallest change that fits, in doublings; the first of equals."""
+        for change in sorted(changes, key=lambda change: change.distance):
+            if self._holds(change):
+                return f" The nearest that works is {change.text}."
+        return (
+            f" No single change makes {self.instance} hold it: quantise to e4m3 and shorten"
+            " max_length, or take a larger machine."
+        )
 
-    def _bytes(self, model: nn.Module, config: Any, tp: int, ep: int) -> int:
-        """Return the bytes of weights and cache on a rank."""
-        spread = Spread(tp=tp, ep=ep)
-        weights = sum(rank_bytes(model, config, spread, self.quantization).values())
-        cache = cache_bytes_per_token(model, spread, _CACHE_ELEMENT_BYTES)
-        return weights + cache * self.batch * self.max_length
+    def _changes(self) -> Iterator["_Change"]:
+        """Yield single changes: layouts, less to hold, a narrower format, another machine."""
+        yield from self._layouts(self.instance, self.lnc)
+        for name in ("batch", "max_length"):
+            value, distance = getattr(self, name) // 2, 1.0
+            while value >= 1:
+                if name == "batch" or value >= self.buckets[-1].tokens:
+                    load = replace(self.load, **{name: value})
+                    yield _Change(f"{name}={value}", distance, self.spread, load=load)
+                value, distance = value // 2, distance + 1
+        if self.quantization == "bf16":
+            yield _Change("quantization='e4m3'", 1.0, self.spread, expert_format="e4m3")
+        for other in INSTANCES.values():
+            if other.chip is instance(self.instance).chip and other.name != self.instance:
+                yield from self._layouts(other.name, self.lnc)
 
-    def _nearest(self, model: nn.Module, config: Any) -> str:
-        """Name the layout that works and differs least, in factors of two."""
-        cores = instance(self.instance).logical_cores(self.lnc)
-        fitting = []
-        for ranks in divisors(cores):
+    def _layouts(self, name: str, lnc: int) -> Iterator["_Change"]:
+        try:
+            machine = Machine.build(instance(name), lnc=lnc)
+        except ValueError:
+            return
+        is_other = name != self.instance
+        cores = machine.ranks
+        for ranks in (cores,) if is_other else divisors(cores):
             for tp in divisors(ranks):
-                spread = Spread(tp=tp, ep=ranks // tp)
-                try:
-                    if self._bytes(model, config, spread.tp, spread.ep) <= self._memory():
-                        fitting.append(spread)
-                except ValueError:
-                    continue
-        if not fitting:
-            return (
-                f" No layout of {self.instance} holds it: quantise to e4m3, shorten max_length or"
-                " take a larger machine."
-            )
-        best = min(fitting, key=lambda spread: _distance(spread, self))
-        return f" The nearest that works is tp={best.tp}, ep={best.ep}."
+                spread = Spread(tp=tp, ep=ranks // tp, dense_tp=ranks)
+                text = f"tp={tp}, ep={ranks // tp}" + (f" on {name}" if is_other else "")
+                distance = abs(log2(tp / self.tp)) + abs(log2(spread.ep / self.ep))
+                yield _Change(text, distance + 2 * is_other, spread, machine=machine)
+
+    def _holds(self, change: "_Change") -> bool:
+        try:
+            return self._memory_of(
+                change.spread,
+                change.expert_format or self.quantization,
+                change.load or self.load,
+                change.machine or self.machine,
+            ).fits
+        except ValueError:
+            return False
 
 
-def _distance(spread: Spread, wanted: Deployment) -> float:
-    """Say how many doublings lie between two layouts."""
-    ratios = (spread.tp / wanted.tp, spread.ep / wanted.ep)
-    return sum(max(ratio, 1 / ratio) for ratio in ratios)
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of a deployment, and how many doublings it is."""
+
+    text: str
+    distance: float
+    spread: Spread
+    expert_format: str = ""
+    load: ServingLoad | None = None
+    machine: Machine | None = None
 
 
 def _read_bucket(values: Mapping[str, Any]) -> Bucket:
@@ -190,9 +262,10 @@ def _read_bucket(values: Mapping[str, Any]) -> Bucket:
 
 
 @functools.lru_cache(maxsize=4)
-def _build(name: str) -> tuple[nn.Module, Any]:
-    """Return a model of a shipped configuration on the meta device, and its facts."""
-    file, config = parse_config(load_config(name), name)
+def _build(name: str, config_json: str) -> tuple[nn.Module, Any]:
+    """Return a model on the meta device, and its facts."""
+    raw_config = json.loads(config_json) if config_json else load_config(name)
+    file, config = parse_config(raw_config, name)
     with torch.device("meta"):
         model: nn.Module = file.Model(config)
     return model, config

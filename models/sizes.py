@@ -2,9 +2,9 @@
 
 A rank holds: routed experts of its expert-parallel group, their intermediate axis cut over the
 tensor-parallel ranks; attention heads, vocabulary rows, shared experts and dense layers cut over
-those ranks and repeated over expert-parallel groups; everything else whole, such as what makes and
-keeps latents that all heads share. Key/value heads are repeated where there are fewer of them than
-tensor-parallel ranks.
+those ranks and repeated over expert-parallel groups, or cut over more ranks (`Spread.dense_tp`);
+everything else whole, such as what makes and keeps latents that all heads share. Key/value heads
+are repeated where there are fewer of them than ranks.
 
 Letters: E experts, H hidden, I intermediate.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from neuron_moe.errors import check_positive_int
 from neuron_moe.experts import RoutedExperts
@@ -35,31 +35,46 @@ GROUPS = (
 EXPERT_FORMATS = ("bf16", "mxfp4", "e4m3", "e5m2")
 _FP8_FORMATS = ("e4m3", "e5m2")
 _SCALE_BYTES = 4  # float32, one for each output channel
+# Parameters of attention whose rows, or of the output whose columns, are those of query heads.
+_BY_HEAD = {"q_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "o_proj", "sinks"}
 _MXFP4_GROUP_BYTES = MXFP4_GROUP_SIZE // 2 + 1  # 32 codes of four bits and one scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How a model is cut: `tp` tensor-parallel ranks in each of `ep` expert-parallel groups."""
+    """How a model is cut: `tp` tensor-parallel ranks in each of `ep` expert-parallel groups.
+
+    Args:
+        tp: ranks that split each expert.
+        ep: ranks that split the experts.
+        dense_tp: ranks that split everything else; None: `tp`. With NxDI's settings it is tp * ep,
+            and heads that do not divide are padded.
+    """
 
     tp: int = 1
     ep: int = 1
+    dense_tp: int | None = None
 
     def __post_init__(self) -> None:
         check_positive_int("tp", self.tp)
         check_positive_int("ep", self.ep)
+        if self.dense_tp is not None:
+            check_positive_int("dense_tp", self.dense_tp)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the model."""
+        return self.tp * self.ep
+
+    @property
+    def dense(self) -> int:
+        """Ranks that split everything but the routed experts."""
+        return self.tp if self.dense_tp is None else self.dense_tp
 
     def check(self, config: Any, model: nn.Module) -> None:
         """Raise ValueError where an axis does not divide."""
-        heads = config.num_attention_heads
-        if heads % self.tp:
-            raise ValueError(f"tp={self.tp}: must divide num_attention_heads={heads}. Lower it.")
-        kv_heads = _kv_heads(model)
-        if max(kv_heads, self.tp) % min(kv_heads, self.tp):
-            raise ValueError(
-                f"tp={self.tp}: must divide num_key_value_heads={kv_heads}, or be a multiple of it."
-                " Choose another."
-            )
+        if self.dense_tp is None:
+            self._check_heads(config.num_attention_heads, _kv_heads(model))
         for experts in (m for m in model.modules() if isinstance(m, RoutedExperts)):
             inner, count = experts.spec.intermediate_size, experts.spec.num_experts
             if inner % self.tp:
@@ -69,6 +84,15 @@ class Spread:
                 )
             if count % self.ep:
                 raise ValueError(f"ep={self.ep}: must divide num_experts={count}. Lower it.")
+
+    def _check_heads(self, heads: int, kv_heads: int) -> None:
+        if heads % self.tp:
+            raise ValueError(f"tp={self.tp}: must divide num_attention_heads={heads}. Lower it.")
+        if max(kv_heads, self.tp) % min(kv_heads, self.tp):
+            raise ValueError(
+                f"tp={self.tp}: must divide num_key_value_heads={kv_heads}, or be a multiple of it."
+                " Choose another."
+            )
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
@@ -102,25 +126,49 @@ def rank_bytes(model: nn.Module, config: Any, spread: Spread, expert_format: str
         ValueError: an axis that does not divide.
     """
     spread.check(config, model)
-    kv_heads = _kv_heads(model)
-    whole = {name for attention in _attentions(model) for name in getattr(attention, "whole", ())}
+    rule = DenseRule(model, config, spread)
 
     def held(module: nn.Module, parameter: nn.Parameter, name: str) -> int:
         if isinstance(module, RoutedExperts):
             return _expert_bytes(parameter, name, spread, expert_format)
-        parts, of_kv = _parts(module, name, spread.tp, kv_heads, whole), 0
-        if name.endswith("qkv_proj.weight"):  # keys and values are the last rows of one matrix
-            of_kv = sum(heads * size for heads, size in _kept(model)[0])
-        rows = ceil((parameter.shape[0] - of_kv) / parts) + ceil(of_kv / min(spread.tp, kv_heads))
+        rows = rule.rows(module, parameter, name)
         return rows * prod(parameter.shape[1:]) * parameter.element_size()
 
     return _sum_groups(model, held)
 
 
+class DenseRule:
+    """How much of a parameter outside the routed experts a rank holds.
+
+    Args:
+        model: may be on the meta device.
+        config: with `num_attention_heads`.
+        spread: how many ranks.
+    """
+
+    def __init__(self, model: nn.Module, config: Any, spread: Spread) -> None:
+        self._ranks, self._kv_heads = spread.dense, _kv_heads(model)
+        self._heads: int = config.num_attention_heads
+        self._kv_rows = sum(heads * size for heads, size in _kept(model)[0])
+        self._whole = {
+            name for attention in _attentions(model) for name in getattr(attention, "whole", ())
+        }
+
+    def rows(self, module: nn.Module, parameter: Tensor, name: str) -> int:
+        """Return how many of [rows, ...] a rank holds; of an output projection as many columns."""
+        parts: float = _parts(module, name, self._ranks, self._kv_heads, self._whole)
+        if parts == self._ranks and not _BY_HEAD.isdisjoint(name.split(".")):
+            parts = self._heads / ceil(self._heads / self._ranks)  # whole heads, padded ones too
+        # Keys and values are the last rows of one matrix.
+        of_kv = self._kv_rows if name.endswith("qkv_proj.weight") else 0
+        of_kv_here = ceil(of_kv / min(self._ranks, self._kv_heads))
+        return ceil((parameter.shape[0] - of_kv) / parts) + of_kv_here
+
+
 def cache_bytes_per_token(model: nn.Module, spread: Spread, element_size: int) -> int:
     """Return the bytes that one token adds to the cache on one rank, over all layers."""
     parts = (part for shape in _kept(model) for part in shape)
-    values: int = sum(ceil(heads / spread.tp) * size for heads, size in parts)
+    values: int = sum(ceil(heads / spread.dense) * size for heads, size in parts)
     return values * element_size
 
 
@@ -129,12 +177,12 @@ def state_bytes(model: nn.Module, spread: Spread, element_size: int) -> int:
 
     Args:
         model: may be on the meta device.
-        spread: channels and heads are cut over its tensor-parallel ranks.
+        spread: channels and heads are cut over its ranks for what is no routed expert.
         element_size: bytes of a number, of states that have no dtype of their own.
     """
     states = (state for attention in _attentions(model) for state in _states_of(attention))
     return sum(
-        ceil(prod(state.sizes) / spread.tp)
+        ceil(prod(state.sizes) / spread.dense)
         * (element_size if state.dtype is None else state.dtype.itemsize)
         for state in states
     )
@@ -220,8 +268,10 @@ def _sum_groups(
     }
     totals = dict.fromkeys(GROUPS, 0)
     for name, parameter in model.named_parameters():
-        owner = next((prefix for prefix in owners if name.startswith(prefix + ".")), None)
-        module = model if owner is None else owners[owner]
-        local = name if owner is None else name.removeprefix(owner + ".")
+        prefix = name.rpartition(".")[0]
+        while prefix and prefix not in owners:
+            prefix = prefix.rpartition(".")[0]
+        module = owners.get(prefix, model)
+        local = name.removeprefix(f"{prefix}.") if prefix else name
         totals[_group(module, local)] += measure(module, parameter, local)
     return totals

@@ -1,9 +1,9 @@
-"""The Trn2 machines that layouts are checked against and planned for."""
+"""The machines that layouts are checked against and planned for."""
 
 from dataclasses import dataclass
 
 from neuron_moe.errors import check_choice
-from nki_sim.hardware import TRN2, Hardware
+from nki_sim.hardware import TRN1, TRN2, TRN3, Hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,8 @@ class Instance:
         max_nodes: nodes joined by NeuronLink.
         chip: the numbers of its cores.
         source: where chip and node counts come from.
+        lncs: physical cores that a logical core can have, the usual number last.
+        refuses: why our kernels do not run there; empty where they do.
     """
 
     name: str
@@ -23,11 +25,21 @@ class Instance:
     max_nodes: int
     chip: Hardware
     source: str
+    lncs: tuple[int, ...] = (1, 2)
+    refuses: tuple[str, ...] = ()
 
     def logical_cores_per_chip(self, lnc: int) -> int:
-        """Return the logical cores of a chip with `lnc` physical cores each."""
-        if isinstance(lnc, bool) or lnc not in (1, 2):
-            raise ValueError(f"lnc={lnc!r}: must be 1 or 2 physical cores per logical core. Use 2.")
+        """Return the logical cores of a chip with `lnc` physical cores each.
+
+        Raises:
+            ValueError: the chip has no such logical cores.
+        """
+        if isinstance(lnc, bool) or lnc not in self.lncs:
+            counts = " or ".join(map(str, self.lncs))
+            raise ValueError(
+                f"lnc={lnc!r}: must be {counts} physical cores per logical core of {self.name}. Use"
+                f" {self.lncs[-1]}."
+            )
         return self.chip.cores_per_chip // lnc
 
     def logical_cores(self, lnc: int) -> int:
@@ -52,6 +64,25 @@ INSTANCES = {
         4,
         TRN2,
         "aws-neuron-sdk about-neuron/arch/neuron-hardware: UltraServer of four nodes, 64 Trn2",
+    ),
+    "trn1.32xlarge": Instance(
+        "trn1.32xlarge",
+        16,
+        1,
+        TRN1,
+        "aws-neuron-sdk about-neuron/arch/neuron-hardware: 16 Trainium of two cores and 32 GiB",
+        lncs=(1,),
+        refuses=(
+            "buffers are fitted to the SBUF of Trn2, 208 KiB of a partition; Trn1 has 176 KiB",
+            "collectives between the two cores of a launch, which Trn1 does not have (LNC 2)",
+        ),
+    ),
+    "trn3": Instance(
+        "trn3",
+        1,
+        1,
+        TRN3,
+        "aws-neuron-sdk about-neuron/arch/neuron-hardware: one chip, whatever server it is in",
     ),
 }
 

@@ -65,7 +65,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"tp": 1, "ep": 1, "quantization": "bf16"},
         r"a rank needs \d+\.\d GiB, must be at most 21\.6\. The nearest that works is tp=",
     ),
-    "no memory": ({"batch": 4096, "max_length": 131072}, "No layout of trn2.3xlarge holds it"),
+    "cache": ({"batch": 4096, "max_length": 131072}, r"must be at most 21\.6.* is batch=8\."),
+    "no memory": (
+        {"batch": 1 << 14, "max_length": 1 << 22},
+        "No single change makes trn2.3xlarge hold it: quantise",
+    ),
     "zero": ({"batch": 0}, "batch=0"),
     "word": ({"tp": "4"}, "tp='4'"),
 }
@@ -93,3 +97,33 @@ def test_a_machine_and_a_model_must_be_known() -> None:
 def test_a_bucket_names_the_nearest_block_size() -> None:
     with pytest.raises(ValueError, match=r"block_size=100: .*Use 128\."):
         Bucket(tokens=512, block_size=100)
+
+
+def test_the_rest_of_a_model_is_cut_over_all_ranks_as_in_nxdi() -> None:
+    values = load_deployments("trn2_48xlarge")["gpt_oss_120b"]
+    deployment = Deployment.read(values, model="gpt_oss_120b", machine="trn2.48xlarge")
+    parallel = deployment.parallel
+    assert (parallel.tp, parallel.ep) == (64, 1)
+    assert (parallel.prefill.tp, parallel.prefill.ep) == (4, 16)
+    # One query head and a copy of a key and a value head of 64 numbers each, and the output's rows.
+    held = 4 * 64 * 2880 + (64 + 64 + 64 + 2880) + 1
+    assert deployment.memory().weights["attention"] == 36 * held * 2
+
+
+WAYS_OUT = {
+    "format": ("deepseek_v3", "trn2.48xlarge", {"quantization": "bf16"}, "quantization='e4m3'"),
+    "batch": ("gpt_oss_120b", "trn2.48xlarge", {"batch": 2048}, "batch=256"),
+    "machine": ("gpt_oss_120b", "trn2.3xlarge", {"ep": 1}, "tp=4, ep=16 on trn2.48xlarge"),
+}
+
+
+@pytest.mark.parametrize("case", WAYS_OUT)
+def test_what_does_not_fit_names_the_smallest_change_and_that_fits(case: str) -> None:
+    model, machine, changes, wanted = WAYS_OUT[case]
+    values = {**load_deployments("trn2_48xlarge")[model], **changes}
+    with pytest.raises(ValueError, match=f"The nearest that works is {wanted}."):
+        Deployment.read(values, model=model, machine=machine)
+    where = wanted.partition(" on ")[2] or machine
+    change = dict(part.split("=") for part in wanted.partition(" on ")[0].split(", "))
+    read = {name: text.strip("'") if "'" in text else int(text) for name, text in change.items()}
+    assert Deployment.read({**values, **read}, model=model, machine=where).memory().fits

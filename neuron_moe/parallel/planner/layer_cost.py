@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from neuron_moe.parallel.planner.coefficients import COEFFICIENTS, Machine
+from neuron_moe.parallel.planner.collective_times import ROW_BYTES, around_experts
 from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
 from neuron_moe.parallel.strategy import AFFINITY_BYTES, INDEX_BYTES, destinations
 from neuron_moe.paths import choose_path
-
-ROW_BYTES = 2  # bf16 hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +218,15 @@ def _replicate(
     model: ModelSizes, machine: Machine, ranks: int, work: RoutedTokens
 ) -> tuple[float, float]:
     """All-gather and reduce-scatter in prefill, one all-reduce in decode."""
-    whole = work.num_tokens * model.hidden_size * ROW_BYTES
-    share = (ranks - 1) / ranks
-    if work.phase == "decode":
-        return 2 * machine.gather_ns(whole, ranks), 2 * whole * share
-    routing = work.num_tokens * model.top_k * (INDEX_BYTES + AFFINITY_BYTES)
-    time_ns = 2 * machine.gather_ns(whole, ranks) + machine.gather_ns(routing, ranks)
-    return time_ns, (2 * whole + routing) * share
+    found = around_experts(
+        machine,
+        work.num_tokens,
+        model.hidden_size,
+        model.top_k,
+        ranks,
+        is_split=work.phase == "prefill",
+    )
+    return 1e3 * sum(each.us for each in found), sum(each.wire_bytes for each in found)
 
 
 def _exchange(

@@ -1,0 +1,80 @@
+"""Which layers of a model are alike: a step takes the same time in each of them."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from neuron_moe import MoE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """Layers with the same shapes and the same reach of attention.
+
+    Attributes:
+        name: such as "window 128, experts".
+        layers: their numbers.
+        attention: of the first of them.
+        feed_forward: of the first of them, a `MoE` where it has experts.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    attention: Any
+    feed_forward: nn.Module
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts are routed to."""
+        return isinstance(self.feed_forward, MoE)
+
+
+def layer_kinds(model: nn.Module) -> list[LayerKind]:
+    """Return the kinds of layers of a decoder, in the order in which they first occur.
+
+    Args:
+        model: a `DecoderModel`, which may be on the meta device.
+    """
+    numbers: dict[Hashable, list[int]] = {}
+    layers: list[Any] = list(model.layers)  # type: ignore[arg-type]
+    for number, layer in enumerate(layers):
+        numbers.setdefault(_signature(layer), []).append(number)
+    kinds = []
+    for found in numbers.values():
+        first = layers[found[0]]
+        kinds.append(
+            LayerKind(
+                name=f"{_attention_name(first.self_attn)}, {_feed_forward_name(first)}",
+                layers=tuple(found),
+                attention=first.self_attn,
+                feed_forward=first.moe if first.is_sparse else first.mlp,
+            )
+        )
+    return kinds
+
+
+def _signature(layer: Any) -> Hashable:
+    """Return what layers of one kind have in common."""
+    shapes = tuple((name, tuple(value.shape)) for name, value in layer.named_parameters())
+    return type(layer.self_attn), layer.self_attn.reach, layer.is_sparse, shapes
+
+
+def _attention_name(attention: Any) -> str:
+    reach = attention.reach
+    if reach is None:
+        return "recurrent"
+    limits = [f"{name} {limit}" for name, limit in reach._asdict().items() if limit is not None]
+    return limits[0] if limits else "full attention"
+
+
+def _feed_forward_name(layer: Any) -> str:
+    if not layer.is_sparse:
+        return "dense"
+    return "experts" if layer.moe.shared_experts is None else "routed and shared experts"
