@@ -3,7 +3,6 @@
 Axes: T tokens, K choices, N blocks of B slots, P partial sums, H hidden.
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -31,6 +30,7 @@ from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.combine import CombineDims, check_combine, combine
+from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.weight_formats import bias_terms, three_terms
 from nki_kernels.index import BlockDims, check_index_blocks, index_blocks
@@ -276,7 +276,7 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
     return sorted(ranked, key=lambda candidate: candidate.estimated_us)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_by_chip
 def _rank(
     formula: ExpertFormula,
     sizes: ExpertSizes,
