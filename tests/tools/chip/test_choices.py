@@ -31,7 +31,7 @@ def _mode() -> str:
 
 def _scout() -> Candidate:
     expected = Expected(num_tokens=1024, top_k=1, scaling="pre")
-    search = Search(block_sizes=(128,), largest_visits=(4,))
+    search = Search(block_sizes=(64,), largest_visits=(4,))
     return best_candidate(ExpertFormula(), ExpertSizes(5120, 512, 16), expected, search=search)
 
 
