@@ -25,6 +25,7 @@ from neuron_moe.tools.chip.choices import turned
 from neuron_moe.tools.chip.coefficients import LAUNCH, NOT_MEASURED, chip_with
 from neuron_moe.tools.chip.conclusions import hold_against
 from neuron_moe.tools.chip.devices import find_device
+from neuron_moe.tools.chip.duration import CHIP_ROUNDS, calibrate_sum
 from neuron_moe.tools.chip.fit import Fit, fit
 from neuron_moe.tools.chip.held_out import held_out_jobs
 from neuron_moe.tools.chip.model import ProbeModel
@@ -34,7 +35,6 @@ from neuron_moe.tools.console import format_table, print_json_line
 from nki_sim.time.timeline import schedule
 
 ROUNDS: Final = 2000
-CHIP_ROUNDS: Final = 200  # its own clock has little noise and no drift of the host's
 _SECOND_HALF: Final = (
     "import nki_sim; nki_sim.provide(force=True); "
     "from neuron_moe.tools.chip.calibrate import main; raise SystemExit(main())"
@@ -124,7 +124,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="neuron-moe chip calibrate", description=__doc__.split("\n")[0]
+        prog="neuron-moe chip calibrate",
+        description=__doc__.split("\n")[0],
+        epilog=f"On a chip: {calibrate_sum()}.",
     )
     parser.add_argument(
         "--against",

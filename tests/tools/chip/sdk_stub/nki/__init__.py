@@ -21,6 +21,9 @@ import nki_sim
 from nki_sim.machine import running
 from nki_sim.provide import _modules
 
+_LIKE_A_CHIP = nki_sim.SimOptions(
+    uninitialized="off", races="off", capacity="reorder", accumulate="off"
+)
 _ARTIFACTS = os.environ.get("NKI_ARTIFACTS_DIR", "")
 
 for _name, _module in _modules().items():
@@ -53,7 +56,9 @@ class StubKernel:
         if running() is not None:
             return self.func(*arguments, **options)
         note("compile", kernel=self.__name__, lnc=self._lnc)
-        run = nki_sim.run(nki_sim.jit(self.func), *arguments, lnc=self._lnc, **options)
+        run = nki_sim.run(
+            nki_sim.jit(self.func), *arguments, lnc=self._lnc, options=_LIKE_A_CHIP, **options
+        )
         bound = inspect.signature(self.func).bind(*arguments, **options).arguments
         shapes = {k: v.shape for k, v in bound.items() if isinstance(v, np.ndarray)}
         if _ARTIFACTS and os.environ.get("SDK_STUB_FAILS") != "keep":
