@@ -19,8 +19,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32, or as it is in float64."""
+    return x.to(sum_dtype(x))
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which sums over x are kept: float32, or float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def activate(projected: Tensor, formula: ExpertFormula) -> Tensor:
-    """Return what the down projection takes, computed in float32.
+    """Return what the down projection takes, computed in float32 or, of float64, in that.
 
     Args:
         projected: [.., 2I] (gate first), or [.., I] without a gate.
@@ -30,7 +40,7 @@ def activate(projected: Tensor, formula: ExpertFormula) -> Tensor:
         [.., I] in the same dtype.
     """
     dtype = projected.dtype
-    projected = projected.float()
+    projected = at_least_float32(projected)
     act = ACTIVATIONS[formula.activation]
     if not formula.has_gate:
         up = _clamp(projected, formula.up_limits)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuron_moe.activations import at_least_float32
 from neuron_moe.blocks import NO_EXPERT, sort_pairs
 
 
@@ -77,7 +78,8 @@ def choice_affinities(affinities: Tensor, index_TK: Tensor, num_experts: int) ->
     """
     num_tokens, top_k = index_TK.shape
     if tuple(affinities.shape) == (num_tokens, top_k):
-        return affinities.float()
+        is_float32 = affinities.dtype == torch.float32
+        return affinities if is_float32 else at_least_float32(affinities)
     if tuple(affinities.shape) == (num_tokens, num_experts):
         return from_dense(affinities, index_TK, num_experts)
     raise ValueError(
@@ -116,7 +118,7 @@ def from_dense(affinities: Tensor, index_TK: Tensor, num_experts: int) -> Tensor
             f"expert_affinities_masked_full: shape {tuple(affinities.shape)} must be {expected},"
             " [T, num_experts]. Pass affinities of the choices alone as expert_affinities."
         )
-    return affinities.float().gather(1, index_TK.to(torch.int64).clamp(min=0))
+    return at_least_float32(affinities).gather(1, index_TK.to(torch.int64).clamp(min=0))
 
 
 def drop_padding(

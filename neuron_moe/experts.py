@@ -383,9 +383,10 @@ class RoutedExperts(nn.Module):
         """
         self.check_mode()
         if plan is None or hidden_TH.shape[0] == 0:
-            return torch.zeros_like(hidden_TH)
+            return _tied(torch.zeros_like(hidden_TH), hidden_TH, affinities_TK)
         routing = self._localize(index_TK, affinities_TK, plan.step.phase)
-        return plan.experts(hidden_TH, routing).to(hidden_TH.dtype)
+        output_NH = plan.experts(hidden_TH, routing).to(hidden_TH.dtype)
+        return _tied(output_NH, hidden_TH, affinities_TK)
 
     def check_mode(self) -> None:
         """Raise ValueError in training with a backend that has no gradient."""
@@ -433,6 +434,19 @@ class RoutedExperts(nn.Module):
         with torch.no_grad():
             counted_E = sort_pairs(index_TK, self.spec.num_experts).tokens_per_expert_E
             self.expert_load_E = self.expert_load_E + counted_E
+
+
+def _tied(output_NH: Tensor, *inputs: Tensor) -> Tensor:
+    """Return an output that has a gradient, zero at least, if inputs have one.
+
+    A rank whose experts nobody chose takes part in the collectives of the way back like any other.
+    """
+    if output_NH.requires_grad or not torch.is_grad_enabled():
+        return output_NH
+    for each in inputs:
+        if each.requires_grad:
+            output_NH = output_NH + each[:0].sum().to(output_NH.dtype)
+    return output_NH
 
 
 def _check_placement(

@@ -3,7 +3,7 @@
 import itertools
 import zlib
 from collections import namedtuple
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from neuron_moe.choices import check_mask_values
+from neuron_moe.choices import check_mask_values, drop_padding
 from neuron_moe.errors import check_choice, check_instance
 from neuron_moe.experts import RoutedExperts
 from neuron_moe.explain import Explanation
@@ -21,6 +21,7 @@ from neuron_moe.parallel.shuffle import TokenShuffle
 from neuron_moe.paths import PHASES
 from neuron_moe.plan import Forms, LayerParts, Plan, PlanCache, Step
 from neuron_moe.router import Router, Routing
+from neuron_moe.router_losses import RouterLosses, add_losses, router_losses
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.spec import LayerOptions
 
@@ -89,6 +90,9 @@ class MoE(nn.Module):
             the experts.
         shuffle: exchanges tokens between ranks first, and back at the end; or None.
 
+    Attributes:
+        losses: values of the router's auxiliary losses in the last step, see `use_router_losses`.
+
     Raises:
         ValueError: router and experts disagree on a size, or groups do not fit together.
     """
@@ -120,7 +124,27 @@ class MoE(nn.Module):
             shared_experts,
             reduce_dtype=self.options.reduce_dtype,
         )
+        self.router_losses: RouterLosses | None = None
+        self.losses: dict[str, Tensor] = {}
         self._plans = PlanCache()
+
+    def use_router_losses(self, weights: RouterLosses | None) -> None:
+        """Add auxiliary losses while training; None: no more.
+
+        They get their gradients when the main loss does, which needs to know nothing of them. Their
+        values of the last step, this rank's parts, are in `losses`.
+
+        Raises:
+            ValueError: the loss of sequences is asked for where tokens are of no sequence.
+        """
+        is_mixed = self.shuffle is not None or self.options.sequence_dimension == 0
+        if weights is not None and weights.sequence and is_mixed:
+            raise ValueError(
+                f"sequence={weights.sequence:g}: this layer shuffles tokens or takes them as [S, B,"
+                " H], where sequences are not told apart. Use balance, or [B, S, H] unshuffled."
+            )
+        self.router_losses = weights if weights is None or any(astuple(weights)) else None
+        self.losses.clear()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set, and count what plans may depend on."""
@@ -155,9 +179,11 @@ class MoE(nn.Module):
         if plan is not None and plan.is_fused:
             output_TH, routing = self._run_fused(plan, crossing, batch.hidden_TH)
         else:
+            entered = crossing.enter(hidden_states)
             if self.rmsnorm is not None:
-                normed = self.rmsnorm(hidden_states)
-                batch = replace(batch, hidden_TH=normed.reshape(batch.hidden_TH.shape))
+                entered = self.rmsnorm(entered)
+            if entered is not hidden_states:
+                batch = replace(batch, hidden_TH=entered.reshape(batch.hidden_TH.shape))
             output_TH, routing = self._run(plan, crossing, batch)
         return self._result(output_TH.view(hidden_states.shape), routing, residual)
 
@@ -181,6 +207,8 @@ class MoE(nn.Module):
             batch, order = self.shuffle.forth(batch)
         own_TH = batch.hidden_TH[crossing.own]
         routing = self.router(own_TH) if plan is None else plan.route(own_TH)
+        if self.router_losses is not None and self.training and torch.is_grad_enabled():
+            routing = self._add_losses(routing, crossing, batch)
         experts.check_hidden(own_TH)
         chosen = experts.select(
             routing.expert_affinities_TK,
@@ -198,11 +226,28 @@ class MoE(nn.Module):
         partial_NH = crossing.add_shared(partial_NH, own_TH, sent, shared)
         output_TH = crossing.combine(partial_NH, sent)
         output_TH = crossing.gather_own(crossing.add_own_shared(output_TH, own_TH, shared))
-        routing = Routing(*map(crossing.gather_own, routing))
+        routing = Routing(*map(crossing.share_own, routing))
         if self.shuffle is None or order is None:
             return output_TH, routing
         home = partial(self.shuffle.back, order=order)
         return home(output_TH), Routing(*map(home, routing))
+
+    def _add_losses(self, routing: Routing, crossing: Crossing, batch: TokenBatch) -> Routing:
+        """Tie auxiliary losses to the affinities, and keep their values."""
+        assert self.router_losses is not None
+        mask = crossing.own_mask(batch.padding_mask)
+        logits_TE, affinities_TK, index_TK = routing
+        real_TK, _ = drop_padding(index_TK, affinities_TK, mask)
+        found = router_losses(
+            Routing(logits_TE, affinities_TK, real_TK),
+            self.router.act_fn,
+            self.router_losses,
+            crossing.loss_tokens(logits_TE.device),
+        )
+        self.losses.clear()
+        self.losses.update({name: loss.detach() for name, loss in found.items()})
+        total = crossing.share_losses(torch.stack([*found.values()]).sum())
+        return Routing(logits_TE, add_losses(affinities_TK, total), index_TK)
 
     def _run_fused(self, plan: Plan, crossing: Crossing, hidden_TH: Tensor) -> _Output:
         """Compute the whole layer in one launch, and sum over ranks."""
@@ -366,9 +411,11 @@ class MoE(nn.Module):
 def _digest(module: nn.Module) -> str:
     """Return a checksum of weights that every rank holds alike."""
     checksum = 0
-    for weight in module.state_dict().values():
-        data = weight.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        checksum = zlib.crc32(data.numpy(), checksum)
+    for weight in (*module.parameters(), *module.buffers()):
+        # A copy: memory that NumPy has seen cannot be given back, which FSDP does.
+        data = weight.detach().cpu().clone(memory_format=torch.contiguous_format)
+        data = data.view(-1).view(torch.uint8)
+        checksum = zlib.crc32(data.numpy().tobytes(), checksum)
     return f"crc32 {checksum:08x}"
 
 

@@ -140,8 +140,8 @@ def choose_path(
         num_local_experts: experts of this rank (default: E).
         block_size: B of the blockwise path.
         capacity_factor: None (dropless) or the factor of the dropping path.
-        backend: 'torch' or 'nki'; names the kernel. nki prefill takes blocks at any T, and so do
-            decode steps too long for its decode kernel.
+        backend: 'torch', 'nki' or 'cuda'; names the kernel. nki prefill takes blocks at any T, and
+            so do decode steps too long for its decode kernel; cuda takes sorted rows in any phase.
         compat: None for our rules, 'nxd' for NxD's.
 
     Returns:
@@ -161,7 +161,7 @@ def choose_path(
         capacity_factor,
     )
     check_compat(compat)
-    check_choice("backend", backend, ("torch", "nki"))
+    check_choice("backend", backend, ("torch", "nki", "cuda"))
     return decide(work, backend, compat)
 
 
@@ -175,6 +175,8 @@ def decide(work: Workload, backend: str, compat: str | None = None) -> Decision:
         elif work.tokens > DECODE_KERNEL_TOKENS:
             first = f"T={work.tokens} > {DECODE_KERNEL_TOKENS}, the most of decode_moe: in blocks"
             path, why = "blockwise", _behind(first, why)
+    if backend == "cuda" and path in FEW_TOKEN_PATHS:
+        path, why = "blockwise", _behind("the cuda kernels take sorted rows at any T", why)
     return Decision(path, _kernel_name(path, backend), work, why)
 
 
@@ -313,4 +315,4 @@ def _expected_touched(work: Workload) -> float:
 def _kernel_name(path: str, backend: str) -> str:
     if backend == "nki":
         return "nki.decode_moe" if path in FEW_TOKEN_PATHS else "nki.blockwise_moe"
-    return f"torch.{path}"
+    return f"{backend}.{path}"

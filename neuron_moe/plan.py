@@ -217,6 +217,13 @@ class Plan(ABC):
         return True
 
 
+def kept_note(tuning: Tuning) -> tuple[str, ...]:
+    """Return what training keeps of the experts, if that was asked for."""
+    if tuning.save_percent is None:
+        return ()
+    return (f"training keeps {tuning.save_percent} % of the first projections' results",)
+
+
 class _Seen(NamedTuple):
     """A weight where it was found, and how its numbers were then."""
 

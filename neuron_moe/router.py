@@ -1,7 +1,7 @@
 """Routers: scores, top-k choice and expert affinities.
 
 One formula covers the family used by current models. All arithmetic is float32, whatever the dtype
-of weights and hidden states.
+of weights and hidden states; float64 hidden states are routed in float64.
 
 | model | score | choice on | weights | then |
 | --- | --- | --- | --- | --- |
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.activations import at_least_float32
 from neuron_moe.errors import check_finite, check_instance
 from neuron_moe.spec import RouterSpec, as_dtype
 from neuron_moe.weights.checks import refuse_wrong_weights
@@ -52,6 +53,12 @@ def top_k_lowest_first(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return values_TE[:, :top_k], index_TE[:, :top_k]
 
 
+def take_turns(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
+    """Return [T, K] int64 experts in turn, K a token."""
+    turns = torch.arange(num_tokens * top_k, device=device)
+    return (turns % num_experts).view(num_tokens, top_k)
+
+
 def mask_groups(scores_TE: Tensor, formula: RouterFormula) -> Tensor:
     """Return scores in which experts outside the chosen groups hold `out_of_group_fill`."""
     num_tokens, num_experts = scores_TE.shape
@@ -64,7 +71,11 @@ def mask_groups(scores_TE: Tensor, formula: RouterFormula) -> Tensor:
 
 
 def route(
-    router_logits_TE: Tensor, formula: RouterFormula, selection_bias_E: Tensor | None = None
+    router_logits_TE: Tensor,
+    formula: RouterFormula,
+    selection_bias_E: Tensor | None = None,
+    *,
+    forced_index_TK: Tensor | None = None,
 ) -> Routing:
     """Choose K experts for each token and weigh them.
 
@@ -72,18 +83,23 @@ def route(
         router_logits_TE: [T, E] any float dtype; computed in float32.
         formula: of the router.
         selection_bias_E: [E] float32, required if formula.has_selection_bias.
+        forced_index_TK: [T, K] int64 experts to choose whatever the scores.
 
     Returns:
         The routing; expert_affinities_TK is differentiable with respect to the logits.
     """
-    logits_TE = router_logits_TE.float()
+    logits_TE = at_least_float32(router_logits_TE)
+    index_TK = forced_index_TK
     if formula.act_over_topk:
-        chosen_TK, index_TK = top_k_lowest_first(logits_TE, formula.top_k)
+        if index_TK is None:
+            _, index_TK = top_k_lowest_first(logits_TE, formula.top_k)
+        chosen_TK = logits_TE.gather(1, index_TK)
         affinities_TK = _activate(chosen_TK, formula.act_fn)
     else:
         scores_TE = _activate(logits_TE, formula.act_fn)
-        ranked_TE = _rank(logits_TE, scores_TE.detach(), formula, selection_bias_E)
-        _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
+        if index_TK is None:
+            ranked_TE = _rank(logits_TE, scores_TE.detach(), formula, selection_bias_E)
+            _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
         affinities_TK = scores_TE.gather(1, index_TK)
     if formula.renormalize:
         affinities_TK = affinities_TK / (
@@ -98,7 +114,7 @@ def selection_scores(
     router_logits_TE: Tensor, formula: RouterFormula, selection_bias_E: Tensor | None = None
 ) -> Tensor:
     """Return [T, E] float32, by which experts are ranked; arguments as of `route`."""
-    logits_TE = router_logits_TE.float()
+    logits_TE = at_least_float32(router_logits_TE)
     if formula.act_over_topk:
         return logits_TE
     return _rank(logits_TE, _activate(logits_TE, formula.act_fn), formula, selection_bias_E)
@@ -114,7 +130,7 @@ def _rank(
     """
     if selection_bias_E is None and formula.n_group == 1:
         return logits_TE
-    ranked_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E.float()
+    ranked_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
     return mask_groups(ranked_TE, formula) if formula.n_group > 1 else ranked_TE
 
 
@@ -133,8 +149,13 @@ class Router(nn.Module):
         dtype: dtype of the weights, or its name.
         device: where they live.
         jitter_eps: multiplies the input by U(1 - eps, 1 + eps) while training.
+
+    Attributes:
+        forces_balance: while training, experts take turns whatever the scores, which still weigh
+            them: a run's time and memory without the router's say. Set it; False at first.
     """
 
+    forces_balance: bool = False
     e_score_correction_bias: nn.Parameter | None
 
     def __init__(
@@ -209,19 +230,30 @@ class Router(nn.Module):
                 f"hidden_states: shape {tuple(hidden_states.shape)} must end in"
                 f" hidden_size={self.spec.hidden_size} of the router. Check the layer's input."
             )
-        hidden_TH = hidden_states.reshape(-1, self.spec.hidden_size).float()
+        hidden_TH = at_least_float32(hidden_states.reshape(-1, self.spec.hidden_size))
         if self.training and self.jitter_eps:
             noise = torch.empty_like(hidden_TH).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
             hidden_TH = hidden_TH * noise
         bias_E = self.linear_router.bias
+        weight_EH = self.linear_router.weight.to(hidden_TH.dtype)
         return nn.functional.linear(
-            hidden_TH, self.linear_router.weight.float(), None if bias_E is None else bias_E.float()
+            hidden_TH, weight_EH, None if bias_E is None else bias_E.to(hidden_TH.dtype)
         )
 
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route [.., H] hidden states; leading axes are flattened to T."""
         logits_TE = self.get_router_logits(hidden_states)
-        return route(logits_TE, self.spec.formula, self.e_score_correction_bias)
+        forced_TK = None
+        if self.training and self.forces_balance:
+            forced_TK = take_turns(
+                logits_TE.shape[0], self.num_experts, self.top_k, logits_TE.device
+            )
+        return route(
+            logits_TE,
+            self.spec.formula,
+            self.e_score_correction_bias,
+            forced_index_TK=forced_TK,
+        )
 
     def extra_repr(self) -> str:
         """Show the specification in the module's repr."""

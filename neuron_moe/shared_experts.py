@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from neuron_moe.activations import ACTIVATIONS
+from neuron_moe.activations import ACTIVATIONS, at_least_float32
 from neuron_moe.parallel.collectives import Collectives, SingleRank
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.spec import SharedSpec
@@ -90,12 +90,13 @@ class SharedExperts(nn.Module):
         run = slice(self.width * index // parts, self.width * (index + 1) // parts)
         gate_weight, up_weight = (_widen(part[run], x) for part in self.first_weights())
         gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
-        activated = ACTIVATIONS[self.spec.activation](gate.float()) * up.float()
+        activated = ACTIVATIONS[self.spec.activation](at_least_float32(gate)) * at_least_float32(up)
         down_weight = _widen(self.down_proj.weight[:, run], x)
         output = F.linear(activated.to(x.dtype), down_weight)
         if self.shared_expert_gate is not None:
-            scale = torch.sigmoid(F.linear(x.float(), self.shared_expert_gate.weight.float()))
-            output = (output.float() * scale).to(x.dtype)
+            gate_1H = self.shared_expert_gate.weight
+            scale = torch.sigmoid(F.linear(at_least_float32(x), at_least_float32(gate_1H)))
+            output = (at_least_float32(output) * scale).to(x.dtype)
         return output
 
 

@@ -218,6 +218,9 @@ class Tuning:
         skip_weights: an expert's weights stay for its next row tile.
         missing: what stands for no token or expert: a number that transfers leave out ('skip'), or
             a spare row ('spare'), for a compiler or chip that leaves out nothing.
+        save_percent: of the first projections' results, how many a forward pass keeps for the
+            backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
+            kept. None: what autograd keeps, several times as much as 100.
         remarks: sentences for `explain()` about what was asked for and changes nothing.
     """
 
@@ -229,6 +232,7 @@ class Tuning:
     in_halves: bool = False
     skip_weights: bool = False
     missing: str = "skip"
+    save_percent: int | None = None
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -240,6 +244,12 @@ class Tuning:
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("missing", self.missing, MISSING)
         check_bools(self, ("pad_num_blocks_to_even", "in_halves", "skip_weights"))
+        percent = self.save_percent
+        if percent is not None and (isinstance(percent, bool) or percent not in range(101)):
+            raise ValueError(
+                f"save_percent={percent!r}: must be a whole number from 0 (keep nothing, compute"
+                " again) to 100, or None. Use 0 where memory is short."
+            )
 
     def __str__(self) -> str:
         halves = ", in halves" if self.in_halves else ""

@@ -1,5 +1,6 @@
-"""Backends do the arithmetic of a MoE layer: torch (anywhere, the reference) and nki (the kernels,
-on the chip or on the simulator). What a backend decides for a step is a `Plan`, which runs it.
+"""Backends do the arithmetic of a MoE layer: torch (anywhere, the reference), nki (the kernels, on
+the chip or on the simulator) and cuda (Triton kernels). What a backend decides for a step is a
+`Plan`, which runs it.
 """
 
 from typing import Protocol
@@ -12,7 +13,7 @@ from neuron_moe.weights.expert_weights import Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.product_forms import ProductForms
 
-BACKENDS = ("torch", "nki")
+BACKENDS = ("torch", "nki", "cuda")
 
 
 class Backend(Protocol):
@@ -67,6 +68,10 @@ def get_backend(name: str | Backend) -> Backend:
         from neuron_moe.backends.nki import NkiBackend
 
         return NkiBackend()
+    if name == "cuda":
+        from neuron_moe.backends.cuda import CudaBackend
+
+        return CudaBackend()
     from neuron_moe.backends.torch_backend import TorchBackend
 
     return TorchBackend()

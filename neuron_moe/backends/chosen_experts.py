@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neuron_moe.activations import activate
+from neuron_moe.activations import activate, at_least_float32, sum_dtype
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.huge_pages import ask_for_huge_pages
@@ -73,18 +73,18 @@ def chosen_experts(
     """
     run, order_P = _sort(routing, weights.num_experts)
     if not run.experts:
-        return hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
+        return hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(hidden_TH))
     form = form or weights.product_form(hidden_TH.shape[0])
     first, down = _projections(weights, form)
-    joined = _Joined(run.num_rows, hidden_TH)
+    joined = JoinedRows(run.num_rows, hidden_TH)
     start = 0
     for part in [run] if form in ("grouped", "batched") else _split(run):
         end = start + part.num_rows
-        rows_nH = _take(hidden_TH, routing, None if order_P is None else order_P[start:end])
+        rows_nH = take_rows(hidden_TH, routing, None if order_P is None else order_P[start:end])
         activated_nI = activate(multiply(rows_nH, first, part, form), weights.formula)
         joined.add(multiply(activated_nI, down, part, form))
         start = end
-    return _combine(joined, order_P, routing)
+    return combine(joined, order_P, routing)
 
 
 def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
@@ -104,7 +104,7 @@ def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
     return run, pairs.order_P[: run.num_rows]
 
 
-def _take(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None) -> Tensor:
+def take_rows(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None) -> Tensor:
     """Return the input of some rows, [n, H]; rows of one token in the order of its choices, if no
     order is given.
     """
@@ -118,7 +118,7 @@ def _take(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None) -> T
     return (rows_nH * affinity_n1).to(hidden_TH.dtype) if routing.scales_input else rows_nH
 
 
-class _Joined:
+class JoinedRows:
     """The rows of all experts one after the other, in float32, and a row of zeros behind them.
 
     They are written to one piece of memory as they come; where a gradient is recorded, they are
@@ -127,14 +127,14 @@ class _Joined:
 
     def __init__(self, num_rows: int, like_TH: Tensor) -> None:
         shape = (num_rows + 1, like_TH.shape[1])
-        self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=torch.float32))
+        self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=sum_dtype(like_TH)))
         self._recorded: list[Tensor] = []
         self._end = 0
 
     def add(self, output_nH: Tensor) -> None:
         """Append rows."""
         if torch.is_grad_enabled() and output_nH.requires_grad:
-            self._recorded.append(output_nH.float())
+            self._recorded.append(at_least_float32(output_nH))
             return
         end = self._end + output_nH.shape[0]
         self._rows[self._end : end] = output_nH
@@ -150,7 +150,7 @@ class _Joined:
         return torch.cat([*self._recorded, zeros_1H]) if self._recorded else self._rows
 
 
-def _combine(joined: _Joined, order_P: Tensor | None, routing: LocalRouting) -> Tensor:
+def combine(joined: JoinedRows, order_P: Tensor | None, routing: LocalRouting) -> Tensor:
     """Weigh and add the K rows of each token in float32.
 
     A bag of rows is gathered, weighed and added in one pass, several times as fast as in separate

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neuron_moe.activations import activate
+from neuron_moe.activations import activate, at_least_float32, sum_dtype
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.backends.form_choice import settle_forms
+from neuron_moe.backends.saving import saving_experts
 from neuron_moe.blocks import BlockMapping, build_block_mapping
 from neuron_moe.paths import decide
-from neuron_moe.plan import LayerParts, Plan, Step
+from neuron_moe.plan import LayerParts, Plan, Step, kept_note
 from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.laid_out import LaidOut
@@ -90,7 +91,9 @@ class TorchPlan(Plan):
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute this rank's experts; return [N, H] float32."""
-        weights = self.parts.weights
+        weights, save_percent = self.parts.weights, self.parts.tuning.save_percent
+        if save_percent is not None and torch.is_grad_enabled() and weights.packed_down is None:
+            return saving_experts(hidden_NH, routing, weights, save_percent)
         if not self._is_static(weights):
             return chosen_experts(hidden_NH, routing, weights)
         if self.path == "selective":
@@ -106,7 +109,10 @@ class TorchPlan(Plan):
         return _blocks(hidden_NH, routing, weights, mapping)
 
     def notes(self) -> tuple[str, ...]:
-        """Return in which form a CPU multiplies with the experts, if that was settled."""
+        """Return what training keeps, and in which form a CPU multiplies, if that was settled."""
+        return (*kept_note(self.parts.tuning), *self._form_notes())
+
+    def _form_notes(self) -> tuple[str, ...]:
         forms, tokens = self.parts.weights.product_forms, self.step.rows or self.step.tokens
         if forms is None or self.static:
             return ()
@@ -146,7 +152,7 @@ def _blocks(
     if weights.down_bias_EH is not None:
         bias_NH = weights.down_bias_EH[expert_N] * weights.down_bias_scale
         output_NBH = output_NBH + bias_NH.unsqueeze(1)
-    output_NBH = output_NBH.float()
+    output_NBH = at_least_float32(output_NBH)
     if not routing.scales_input:
         output_NBH = output_NBH * affinity_NB1
     target = torch.where(is_real, pair, num_pairs)  # padding slots meet in a row that is cut off
@@ -171,7 +177,7 @@ def _gathered_weights(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertW
     output = torch.bmm(activate(projected, weights.formula), weights.down_proj_EIH[index_P])
     if weights.down_bias_EH is not None:
         output = output + (weights.down_bias_EH[index_P] * weights.down_bias_scale).unsqueeze(1)
-    output = torch.where(is_real_P11, output, 0).float()
+    output = at_least_float32(torch.where(is_real_P11, output, 0))
     if not routing.scales_input:
         output = output * affinity_P11
     return output.view(num_tokens, top_k, -1).sum(1)
@@ -183,7 +189,7 @@ def _every_expert(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeigh
     index_TK = routing.expert_index_TK.to(torch.int64)
     is_none_TK = index_TK < 0
     column_TK = torch.where(is_none_TK, num_experts, index_TK)  # one more column collects no-expert
-    zeros_TE = hidden_TH.new_zeros((num_tokens, num_experts + 1), dtype=torch.float32)
+    zeros_TE = hidden_TH.new_zeros((num_tokens, num_experts + 1), dtype=sum_dtype(hidden_TH))
 
     def spread(values_TK: Tensor) -> Tensor:
         return zeros_TE.scatter(1, column_TK, values_TK)[:, :num_experts]
@@ -200,7 +206,7 @@ def _every_expert(hidden_TH: Tensor, routing: LocalRouting, weights: ExpertWeigh
     if weights.down_bias_EH is not None:
         output_ETH = output_ETH + (weights.down_bias_EH * weights.down_bias_scale).unsqueeze(1)
     # Choose, do not multiply by zero: what an expert makes of another's token may be infinite.
-    output_ETH = torch.where(is_chosen_TE.t().unsqueeze(2), output_ETH, 0).float()
+    output_ETH = at_least_float32(torch.where(is_chosen_TE.t().unsqueeze(2), output_ETH, 0))
     if not routing.scales_input:
         output_ETH = output_ETH * affinity_TE.t().unsqueeze(2)
     return output_ETH.sum(0)

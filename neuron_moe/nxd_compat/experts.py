@@ -56,6 +56,7 @@ class ExpertMLPsV2(RoutedExperts):
         placement: which expert sits where, with replicas; default: NxD's `expert_distribution` of
             the configuration, or equal runs.
         strategy: 'replicate' or 'all_to_all'; default: what `parallel_state` says.
+        save_percent: what training keeps from forward to backward, see `neuron_moe.spec.Tuning`.
 
     Attributes:
         presharded: what a state dict that NxD's preshard hook has rewritten is: None refuses it,
@@ -87,6 +88,7 @@ class ExpertMLPsV2(RoutedExperts):
         compat: str | None = None,
         placement: ExpertPlacement | None = None,
         strategy: str | None = None,
+        save_percent: int | None = None,
     ) -> None:
         if return_bias:
             raise NotImplementedError("return_bias=True: not supported, as in NxD. Leave it False.")
@@ -104,7 +106,10 @@ class ExpertMLPsV2(RoutedExperts):
             placement = ExpertPlacement.from_distribution(config.expert_distribution)
         super().__init__(
             expert_spec(config),
-            _with_remarks(tuning_of(tuning, found.name), config, found.name, is_prefill),
+            replace(
+                _with_remarks(tuning_of(tuning, found.name), config, found.name, is_prefill),
+                save_percent=save_percent,
+            ),
             backend=found,
             compat=compat,
             groups={

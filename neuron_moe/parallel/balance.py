@@ -6,7 +6,7 @@ Axes: T tokens, K choices, E experts, W ranks, L layers.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuron_moe.moe import MoE
 from neuron_moe.parallel.placement import ExpertPlacement
@@ -118,6 +118,24 @@ def update_selection_bias(router: Router, load_E: Tensor, rate: float = 1e-3) ->
     load = load_E.to(bias_E)
     bias_E.add_(torch.sign(load.mean() - load), alpha=rate)
     bias_E.sub_(bias_E.mean())
+
+
+def step_selection_biases(model: nn.Module, rate: float = 1e-3) -> None:
+    """Move every selection bias of a model against the load since the last call; call it after the
+    optimizer's step. Collective.
+
+    Counters that are off are enabled, and count from then on.
+
+    Args:
+        model: with MoE layers; those without a selection bias are left alone.
+        rate: see `update_selection_bias`.
+    """
+    for layer in (module for module in model.modules() if isinstance(module, MoE)):
+        if layer.router.e_score_correction_bias is None:
+            continue
+        if layer.expert_load is not None:
+            update_selection_bias(layer.router, gather_expert_load(layer), rate)
+        layer.enable_load_counters()
 
 
 def uniform_trace(num_tokens: int, num_experts: int, top_k: int, seed: int = 0) -> Tensor:

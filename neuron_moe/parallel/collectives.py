@@ -4,7 +4,14 @@ Everything in `neuron_moe.parallel` moves data through the four methods of `Coll
 are `torch.distributed` (gloo on a CPU, nccl on a GPU, the Neuron backend on Trainium); whoever has
 another transport implements these four. All of them work on axis 0 and give new tensors.
 
-Inference only: a gradient that would flow back through a collective raises instead of being wrong.
+A method moves numbers and knows no gradient: one that would flow back through it raises instead of
+being wrong. The functions below are differentiable whatever the transport, for the way back of each
+is another of the four: gathered rows come back summed, exchanged rows come back exchanged.
+
+What a loss is: ranks with different tokens each have a part of it, and gradients are those of the
+sum of the parts; ranks with the same tokens all compute the same loss, which counts once. So
+`enter_common` stands where ranks begin to work on different parts of the same tokens, and
+`sum_common` where they have one result again.
 """
 
 import time
@@ -181,6 +188,11 @@ def as_collectives(group: "ProcessGroup | Collectives | None", name: str) -> Col
     return SingleRank(name) if dist.get_world_size(group) == 1 else TorchCollectives(group, name)
 
 
+def is_recorded(x: Tensor) -> bool:
+    """Say whether a gradient may flow back to x; captured graphs are for inference."""
+    return torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+
+
 def all_gather_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Tensor:
     """Join parts of different length along axis 0.
 
@@ -193,6 +205,8 @@ def all_gather_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Te
     """
     if group.size == 1:
         return x
+    if is_recorded(x):
+        return _apply(_GatherRows, group, tuple(lengths), x)
     longest = max(lengths)
     gathered = group.all_gather(_pad_rows(x, longest))
     if min(lengths) == longest:
@@ -211,10 +225,84 @@ def reduce_scatter_rows(group: Collectives, x: Tensor, lengths: Sequence[int]) -
     """
     if group.size == 1:
         return x
+    if is_recorded(x):
+        return _apply(_ScatterRows, group, tuple(lengths), x)
     longest = max(lengths)
     if min(lengths) < longest:
         x = torch.cat([_pad_rows(part, longest) for part in torch.split(x, list(lengths))])
     return group.reduce_scatter(x)[: lengths[group.rank]]
+
+
+def all_to_all_rows(
+    group: Collectives, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> Tensor:
+    """Send rows of axis 0 to each rank; return the rows from each rank, in rank order.
+
+    Args:
+        group: the ranks.
+        x: [sum(send_counts), ..].
+        send_counts: rows to each rank.
+        receive_counts: rows from each rank.
+    """
+    if group.size == 1:
+        return x
+    if is_recorded(x):
+        counts = tuple(send_counts), tuple(receive_counts)
+        return _apply(_ExchangeRows, group, *counts, x)
+    return group.all_to_all(x, send_counts, receive_counts)
+
+
+def enter_common(group: Collectives, x: Tensor) -> Tensor:
+    """Return x, of which each rank will use a part in its own way; its gradients are summed.
+
+    Args:
+        group: ranks that hold the same x.
+        x: any shape.
+    """
+    if group.size == 1 or not is_recorded(x):
+        return x
+    return _apply(_EnterCommon, group, x)
+
+
+def sum_common(group: Collectives, x: Tensor) -> Tensor:
+    """Return the sum over ranks, which all of them go on with alike.
+
+    Args:
+        group: the ranks.
+        x: any shape, this rank's summand.
+    """
+    if group.size == 1:
+        return x
+    if is_recorded(x):
+        return _apply(_SumCommon, group, x)
+    return group.all_reduce(x)
+
+
+def gather_common(group: Collectives, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Join parts along axis 0 to what all ranks go on with alike.
+
+    Args:
+        group: the ranks.
+        x: [lengths[rank], ..] this rank's part.
+        lengths: rows of each rank.
+    """
+    if group.size == 1 or not is_recorded(x):
+        return all_gather_rows(group, x, lengths)
+    return _apply(_GatherCommon, group, tuple(lengths), x)
+
+
+def share_common(group: Collectives, x: Tensor) -> Tensor:
+    """Return x, which each rank computed alike; each takes its share of the gradient.
+
+    Between `enter_common` and here gradients are summed over ranks, and would count once each.
+
+    Args:
+        group: ranks that hold the same x.
+        x: any shape.
+    """
+    if group.size == 1 or not is_recorded(x):
+        return x
+    return _apply(_ShareCommon, group.size, x)
 
 
 def gather_lengths(group: Collectives, length: int, device: torch.device) -> tuple[int, ...]:
@@ -256,13 +344,96 @@ class _StopGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         raise NotImplementedError(
-            "backward through a collective: the parallel layers are for inference. Call the layer"
-            " under torch.inference_mode(), or train in one process."
+            "backward through a method of Collectives: it moves numbers alone. Call the"
+            " function of neuron_moe.parallel.collectives that takes the group instead."
         )
+
+
+def _apply(function: type[torch.autograd.Function], *operands: object) -> Tensor:
+    result: Tensor = function.apply(*operands)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, lengths: tuple[int, ...], x: Tensor) -> Tensor:
+        ctx.group, ctx.lengths = group, lengths
+        return all_gather_rows(group, x, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, reduce_scatter_rows(ctx.group, gradients[0], ctx.lengths)
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, lengths: tuple[int, ...], x: Tensor) -> Tensor:
+        ctx.group, ctx.lengths = group, lengths
+        return reduce_scatter_rows(group, x, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, all_gather_rows(ctx.group, gradients[0], ctx.lengths)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: Collectives, sent: tuple[int, ...], received: tuple[int, ...], x: Tensor
+    ) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return group.all_to_all(x, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, Tensor]:
+        back = ctx.group.all_to_all(gradients[0], ctx.received, ctx.sent)
+        return None, None, None, back
+
+
+class _EnterCommon(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, x: Tensor) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.group.all_reduce(gradients[0])
+
+
+class _SumCommon(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, x: Tensor) -> Tensor:
+        return group.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
+
+
+class _GatherCommon(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, lengths: tuple[int, ...], x: Tensor) -> Tensor:
+        ctx.start, ctx.length = sum(lengths[: group.rank]), lengths[group.rank]
+        return all_gather_rows(group, x, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, gradients[0][ctx.start : ctx.start + ctx.length]
+
+
+class _ShareCommon(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, size: int, x: Tensor) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0] / ctx.size
 
 
 def _without_gradient(source: Tensor, output: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and source.requires_grad):
         return output
-    result: Tensor = _StopGradient.apply(source, output)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(_StopGradient, source, output)

@@ -24,10 +24,13 @@ from torch.nn import functional
 from neuron_moe.errors import check_choice
 from neuron_moe.parallel.collectives import (
     Collectives,
+    SingleRank,
     TorchCollectives,
     all_gather_rows,
+    enter_common,
     gather_lengths,
     reduce_scatter_rows,
+    share_common,
 )
 from neuron_moe.parallel.failure import (
     check_same_on_all_ranks,
@@ -44,6 +47,7 @@ from neuron_moe.parallel.strategy import (
     split_evenly,
 )
 from neuron_moe.paths import DECODE_PHASES, PHASES
+from neuron_moe.router_losses import LossTokens
 from neuron_moe.shared_experts import SharedExperts
 
 _NO_ROWS = Rows(*(torch.empty(0, 0) for _ in Rows._fields))
@@ -243,6 +247,7 @@ class Crossing:
         self._strategy = strategy
         self._lengths = lengths
         self._batch_size = batch.batch_size if strategy.spread.is_sequence else 1
+        self._num_sequences = batch.batch_size
         self._before = sum(lengths[: gather.rank])
         self.phase = phase
         self.is_part = batch.is_sequence_part
@@ -297,9 +302,41 @@ class Crossing:
             sent = Dispatched(_NO_ROWS, self.num_tokens, self._lengths)
         return self._strategy.combine(partial_NH, sent)
 
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what ranks with the same tokens begin to use each in its own way."""
+        replica = self._strategy.spread.replica
+        return x if replica.size == 1 else enter_common(replica, x)
+
+    def loss_tokens(self, device: torch.device) -> LossTokens:
+        """Return which tokens the own ones are, for losses over all."""
+        spread = self._strategy.spread
+        mine = self._lengths[spread.gather.rank]
+        num_sequences = self._num_sequences
+        length = max(1, mine // num_sequences)
+        parted = spread.replica if self._strategy.name == "all_to_all" else SingleRank()
+
+        def over_sequences(x: Tensor) -> Tensor:
+            x = parted.all_reduce(x)
+            return spread.gather.all_reduce(x) if spread.is_sequence else x
+
+        def over_all(x: Tensor) -> Tensor:
+            return spread.gather.all_reduce(parted.all_reduce(x))
+
+        sequence_T = torch.arange(mine, device=device)[self.own] // length
+        return LossTokens(sequence_T, num_sequences, over_all, over_sequences)
+
+    def share_losses(self, x: Tensor) -> Tensor:
+        """Return a loss of the own tokens, of which ranks that own the same ones have a share."""
+        is_common = self._strategy.name != "all_to_all"
+        return share_common(self._strategy.spread.replica, x) if is_common else x
+
     def gather_own(self, x: Tensor) -> Tensor:
         """Join what ranks with the same tokens computed for their own parts."""
         return self._strategy.gather_own(x)
+
+    def share_own(self, x: Tensor) -> Tensor:
+        """Join what ranks with the same tokens decided for them."""
+        return self._strategy.share_own(x)
 
     def add_shared(
         self, partial_NH: Tensor, own_TH: Tensor, sent: Dispatched, shared: SharedExperts | None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from neuron_moe.errors import check_positive_int
 from neuron_moe.parallel import parallel_state
-from neuron_moe.parallel.collectives import Collectives
+from neuron_moe.parallel.collectives import Collectives, all_to_all_rows
 from neuron_moe.parallel.exchange import TokenBatch
 
 
@@ -67,7 +67,7 @@ class TokenShuffle:
         permutation_T = torch.randperm(num_tokens, generator=self.generator).to(device)
         counts = (num_tokens // size,) * size
         order = ShuffleOrder(permutation_T.argsort(), counts)
-        hidden_TH = self.group.all_to_all(batch.hidden_TH[permutation_T], counts, counts)
+        hidden_TH = all_to_all_rows(self.group, batch.hidden_TH[permutation_T], counts, counts)
         if mask is not None:
             flat = (mask.reshape(-1) != 0).to(torch.uint8)
             mask = self.group.all_to_all(flat[permutation_T], counts, counts)
@@ -75,7 +75,7 @@ class TokenShuffle:
 
     def back(self, x: Tensor, order: ShuffleOrder) -> Tensor:
         """Bring rows of shuffled tokens home."""
-        return self.group.all_to_all(x, order.counts, order.counts)[order.inverse_T]
+        return all_to_all_rows(self.group, x, order.counts, order.counts)[order.inverse_T]
 
 
 def build_shuffle(group_size: int, seed: int | None) -> TokenShuffle | None:

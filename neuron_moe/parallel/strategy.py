@@ -19,12 +19,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from neuron_moe.activations import at_least_float32, sum_dtype
 from neuron_moe.parallel.collectives import (
     Collectives,
     SingleRank,
     all_gather_rows,
+    all_to_all_rows,
+    gather_common,
     gather_lengths,
+    is_recorded,
     reduce_scatter_rows,
+    share_common,
+    sum_common,
 )
 from neuron_moe.parallel.groups import ExpertGroups
 
@@ -107,6 +113,11 @@ class Strategy(Protocol):
     def gather_own(self, x: Tensor) -> Tensor:
         """Join what ranks with the same tokens computed for their own parts."""
 
+    def share_own(self, x: Tensor) -> Tensor:
+        """Join what ranks with the same tokens decided; of what they computed alike each has a
+        share.
+        """
+
 
 class ReplicateAndReduce:
     """Every rank sees every token and computes its experts; the results are summed.
@@ -146,12 +157,18 @@ class ReplicateAndReduce:
         dtype = partial_NH.dtype
         total = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
         total = reduce_scatter_rows(self.spread.gather, total, sent.lengths)
-        total = self.spread.replica.all_reduce(total)
+        replica = self.spread.replica
+        total = total if replica.size == 1 else sum_common(replica, total)
         return total if total.dtype == dtype else total.to(dtype)
 
     def gather_own(self, x: Tensor) -> Tensor:
         """Return x: the own tokens are all tokens."""
         return x
+
+    def share_own(self, x: Tensor) -> Tensor:
+        """Return x, with this rank's share of its gradient."""
+        replica = self.spread.replica
+        return x if replica.size == 1 else share_common(replica, x)
 
 
 def gather_routing(
@@ -159,12 +176,17 @@ def gather_routing(
 ) -> tuple[Tensor, Tensor]:
     """Gather k-wide choices in one collective: 8 K bytes a token, never E-wide, never logits.
 
+    In two, where affinities have a gradient.
+
     Args:
         gather: ranks with different tokens.
         index_TK: [t, K] int32.
         affinities_TK: [t, K] float32.
         lengths: tokens of each rank.
     """
+    if is_recorded(affinities_TK) or affinities_TK.dtype != torch.float32:
+        index_TK = all_gather_rows(gather, index_TK, lengths)
+        return index_TK, all_gather_rows(gather, affinities_TK, lengths)
     packed = torch.cat([index_TK, affinities_TK.view(torch.int32)], dim=1)
     packed = all_gather_rows(gather, packed, lengths)
     index, affinities = packed.chunk(2, dim=1)
@@ -247,10 +269,15 @@ class AllToAll:
         token_of_row, place_of_row, num_places = _rows_by_destination(
             hits_tD, own.index_TK.shape[1]
         )
-        parcel = pack_rows(own, token_of_row)
-        parcel = expert.all_to_all(parcel, send_counts, receive_counts)
-        parcel = all_gather_rows(tensor, parcel, tensor_lengths)
-        rows = unpack_rows(parcel, own)
+
+        def travel(part: Tensor) -> Tensor:
+            part = all_to_all_rows(expert, part, send_counts, receive_counts)
+            return all_gather_rows(tensor, part, tensor_lengths)
+
+        if is_recorded(own.hidden_TH) or is_recorded(own.affinities_TK):
+            rows = Rows(*(travel(part[token_of_row]) for part in own))
+        else:
+            rows = unpack_rows(travel(pack_rows(own, token_of_row)), own)
         trip = Trip(place_of_row, num_places, send_counts, receive_counts, tensor_lengths)
         return Dispatched(rows, sum(lengths), lengths, trip)
 
@@ -261,10 +288,10 @@ class AllToAll:
         dtype = partial_NH.dtype
         rows = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
         rows = reduce_scatter_rows(self.groups.tp, rows, trip.tensor_lengths)
-        rows = self.groups.ep.all_to_all(rows, trip.receive_counts, trip.send_counts)
+        rows = all_to_all_rows(self.groups.ep, rows, trip.receive_counts, trip.send_counts)
         num_own = len(self.own_range(sent.lengths[self.spread.gather.rank]))
-        places = rows.new_zeros((num_own * trip.num_places, rows.shape[1]), dtype=torch.float32)
-        places = places.index_copy(0, trip.place_of_row, rows.float())
+        places = rows.new_zeros((num_own * trip.num_places, rows.shape[1]), dtype=sum_dtype(rows))
+        places = places.index_copy(0, trip.place_of_row, at_least_float32(rows))
         return places.view(num_own, trip.num_places, rows.shape[1]).sum(1).to(dtype)
 
     def gather_own(self, x: Tensor) -> Tensor:
@@ -273,7 +300,11 @@ class AllToAll:
         if replica.size == 1:
             return x
         lengths = gather_lengths(replica, x.shape[0], x.device)
-        return all_gather_rows(replica, x, lengths)
+        return gather_common(replica, x, lengths)
+
+    def share_own(self, x: Tensor) -> Tensor:
+        """Join the shares: each rank decided for its own."""
+        return self.gather_own(x)
 
     def _exchange_counts(self, hits_tD: Tensor) -> list[list[tuple[int, ...]]]:
         """Return rows sent, as [tensor rank][source][destination], known to all neighbours."""

@@ -396,6 +396,7 @@ PROBES: list[Probe] = [
     Probe("ExpertMLPsV2", "compat", "nxd"),
     Probe("ExpertMLPsV2", "placement", ExpertPlacement((*range(E), 0), 1, E)),
     Probe("ExpertMLPsV2", "strategy", "all_to_all", place="tp"),
+    Probe("ExpertMLPsV2", "save_percent", 40),
     Probe("MoE", "router", None),
     Probe("MoE", "expert_mlps", None),
     Probe("MoE", "shared_experts", SharedExperts(**BASE["SharedExperts"])),

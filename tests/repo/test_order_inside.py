@@ -38,11 +38,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("parallel",),
     ("weights",),
     ("router", "shared_experts"),
+    ("router_losses",),
     ("explain", "plan"),
     ("backends", "parallel.exchange", "parallel.shuffle"),
     ("experts",),
     ("moe",),
     ("parallel.sharding", "parallel.load", "parallel.balance", "parallel.planner"),
+    ("parallel.gradients", "parallel.distributed_state"),
     ("parallel.invariant", "parallel.wire", "parallel.rank_files"),
     ("nxd_compat",),
     ("routing", "moe_configs", "expert_mlps_v2", "parallel_layers"),  # NxD's module paths

@@ -11,6 +11,7 @@ MENU = Menu(
             "bench.generate",
             "a checkpoint on this CPU, ours beside transformers' generate (measured)",
         ),
+        "gpu": ("bench.gpu", "experts of one layer on an NVIDIA GPU beside torch's (measured)"),
         "host": ("bench.host", "host time of one layer call, launches stubbed out (measured)"),
         "load": ("bench.load", "memory and bytes read while a rank's weights stream (measured)"),
         "sim": ("bench.sim", "overhead of the simulator per instruction (measured)"),

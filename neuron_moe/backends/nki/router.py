@@ -40,6 +40,11 @@ def router_form(router: Router, forms: Forms) -> Tensor:
 
 def check_router(router: Router | None) -> None:
     """Raise ValueError for a router in training that jitters."""
+    if router is not None and router.training and router.forces_balance:
+        raise ValueError(
+            "forces_balance=True: is for training, which backend='nki' does not do. Call eval(), or"
+            " train with backend='torch'."
+        )
     if router is not None and router.training and router.jitter_eps:
         raise ValueError(
             f"jitter_eps={router.jitter_eps}: is for training, which backend='nki' does not"

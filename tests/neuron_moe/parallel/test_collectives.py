@@ -14,6 +14,7 @@ from neuron_moe.parallel.collectives import (
     Collectives,
     SingleRank,
     all_gather_rows,
+    as_collectives,
     gather_lengths,
     reduce_scatter_rows,
 )
@@ -109,18 +110,19 @@ def test_the_device_mesh_has_the_same_ranks(run_ranks: Any) -> None:
     assert run_ranks(4, ranks) == [(True, True)] * 4
 
 
-def test_a_backward_pass_raises_instead_of_being_wrong(run_ranks: Any) -> None:
+def test_a_gradient_through_a_bare_method_raises_instead_of_being_wrong(run_ranks: Any) -> None:
     def backward(rank: int) -> str:
         parallel_state.initialize_model_parallel(2, watch=False)
-        output = small_layer()(torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(1)))[0]
+        group = as_collectives(parallel_state.get_world_group(), "world")
+        summed = group.all_reduce(torch.ones(3, requires_grad=True))
         try:
-            output.sum().backward()
+            summed.sum().backward()
         except NotImplementedError as error:
             return str(error)
         return "no error"
 
     for message in run_ranks(2, backward):
-        assert "the parallel layers are for inference" in message
+        assert "through a method of Collectives" in message
 
 
 def test_replicate_and_reduce_exports_and_all_to_all_says_why_not(run_ranks: Any) -> None:

@@ -1,0 +1,116 @@
+"""The cuda backend: experts by Triton kernels, with gradients; routers by torch operations.
+
+Without a GPU the same kernels run in Triton's interpreter, slowly: set TRITON_INTERPRET=1 before
+anything imports triton, and keep tensors on the CPU.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neuron_moe.paths import decide
+from neuron_moe.plan import LayerParts, Plan, Step, kept_note
+from neuron_moe.router import Routing
+from neuron_moe.weights.expert_weights import LocalRouting, Packed
+from neuron_moe.weights.laid_out import LaidOut
+from neuron_moe.weights.product_forms import ProductForms
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KEEP_ALL = 100
+
+
+class CudaBackend:
+    """See the module's docstring.
+
+    Raises:
+        ValueError: triton is not installed.
+    """
+
+    name = "cuda"
+    has_gradient = True
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError(
+                "backend='cuda': triton is not installed, which comes with torch for CUDA. Install"
+                " it (pip install triton), or use backend='torch'."
+            )
+
+    def plan(self, parts: LayerParts, step: Step) -> Plan:
+        """Decide how a step is computed.
+
+        Raises:
+            ValueError: packed weights, or a dtype without kernels.
+        """
+        weights = parts.weights
+        if weights.packed_down is not None:
+            raise ValueError(
+                "packed weights: backend='cuda' takes plain tensors. Load the state dict again,"
+                " which unpacks."
+            )
+        if weights.down_proj_EIH.dtype not in _DTYPES:
+            raise ValueError(
+                f"dtype {weights.down_proj_EIH.dtype}: backend='cuda' computes bfloat16, float16"
+                " and float32. Cast the module with .to(), or use backend='torch'."
+            )
+        return CudaPlan(step, decide(parts.workload(step), self.name, parts.compat), parts)
+
+    def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
+        """Say that weights stay as they are."""
+        return "the cuda kernels read plain weights"
+
+    def settle_forms(self, parts: LayerParts, form: str) -> ProductForms | None:
+        """Return None: there is one form."""
+        return None
+
+    def lay_out(self, parts: LayerParts, phase: str) -> LaidOut | None:
+        """Return None: both phases read one layout."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class CudaPlan(Plan):
+    """A step computed by the kernels of this room."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what training keeps, if that was asked for."""
+        return kept_note(self.parts.tuning)
+
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Route T tokens."""
+        assert self.parts.router is not None
+        routing: Routing = self.parts.router(hidden_TH)
+        return routing
+
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Compute this rank's experts; return [N, H] float32."""
+        from neuron_moe.backends.cuda.launch import Matrices
+        from neuron_moe.backends.cuda.operators import experts
+
+        weights = self.parts.weights
+        bias_EH = weights.down_bias_EH
+        if bias_EH is not None and weights.down_bias_scale != 1.0:
+            bias_EH = bias_EH * weights.down_bias_scale
+        matrices = Matrices(
+            weights.gate_up_proj_EHI, weights.gate_up_bias_EI, weights.down_proj_EIH, bias_EH
+        )
+        index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
+        num_tokens, top_k = index_TK.shape
+        percent = self.parts.tuning.save_percent
+        save_percent = _KEEP_ALL if percent is None else percent
+        if not torch.is_grad_enabled():
+            save_percent = 0
+        if not routing.scales_input:
+            return experts(
+                hidden_NH, affinities_TK, index_TK, matrices, weights.formula, save_percent
+            )
+        # An expert's input differs by its affinity: each choice is a token of its own.
+        scaled_NKH = hidden_NH.unsqueeze(1) * affinities_TK.unsqueeze(2)
+        scaled_PH = scaled_NKH.to(hidden_NH.dtype).flatten(0, 1)
+        ones_P1 = torch.ones_like(affinities_TK).reshape(-1, 1)
+        output_PH = experts(
+            scaled_PH, ones_P1, index_TK.reshape(-1, 1), matrices, weights.formula, save_percent
+        )
+        return output_PH.view(num_tokens, top_k, -1).sum(1)

@@ -1,0 +1,159 @@
+"""The experts as torch operators, for autograd, `torch.compile` and graph capture.
+
+Operators take numbers and tensors alone, so an ExpertFormula travels as its name in a table.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe.backends.cuda import launch
+from neuron_moe.backends.cuda.launch import Matrices
+from nki_kernels.common.formula import ExpertFormula
+
+_FORMULAS: dict[str, ExpertFormula] = {}
+
+
+def experts(
+    hidden_TH: Tensor,
+    affinities_TK: Tensor,
+    index_TK: Tensor,
+    weights: Matrices,
+    formula: ExpertFormula,
+    save_percent: int,
+) -> Tensor:
+    """Return [T, H] float32; differentiable by hidden states, affinities and weights.
+
+    Args:
+        hidden_TH: [T, H].
+        affinities_TK: [T, K] float32.
+        index_TK: [T, K] int32 experts of this rank, -1 for none.
+        weights: of this rank, of the dtype of the hidden states.
+        formula: of the experts.
+        save_percent: 0 to 100, see `neuron_moe.spec.Tuning`.
+    """
+    name = repr(formula)
+    _FORMULAS.setdefault(name, formula)
+    found: tuple[Tensor, Tensor] = _experts(
+        hidden_TH, affinities_TK, index_TK, *weights, name, save_percent
+    )
+    return found[0]
+
+
+@torch.library.custom_op("neuron_moe::cuda_experts", mutates_args=())
+def _experts(
+    hidden: Tensor,
+    affinities: Tensor,
+    index: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    formula: str,
+    save_percent: int,
+) -> tuple[Tensor, Tensor]:
+    weights = Matrices(first, first_bias, down, down_bias)
+    return launch.forward(
+        hidden.contiguous(),
+        affinities.contiguous(),
+        index,
+        weights,
+        _FORMULAS[formula],
+        save_percent,
+    )
+
+
+@_experts.register_fake
+def _(
+    hidden: Tensor,
+    affinities: Tensor,
+    index: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    formula: str,
+    save_percent: int,
+) -> tuple[Tensor, Tensor]:
+    num_experts, _, width = first.shape
+    num_tokens, top_k = index.shape
+    _, tile_rows = launch.most_tiles(num_tokens, top_k, num_experts)
+    rows = launch.kept_tiles(num_tokens, top_k, num_experts, save_percent) * tile_rows
+    return hidden.new_empty(hidden.shape, dtype=torch.float32), hidden.new_empty((rows, width))
+
+
+@torch.library.custom_op("neuron_moe::cuda_experts_backward", mutates_args=())
+def _experts_backward(
+    gradient: Tensor,
+    hidden: Tensor,
+    affinities: Tensor,
+    index: Tensor,
+    kept: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    formula: str,
+    save_percent: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (hidden.contiguous(), affinities.contiguous(), index, kept)
+    weights = Matrices(first, first_bias, down, down_bias)
+    one, two, three, four, five, six = launch.backward(
+        gradient, inputs, weights, _FORMULAS[formula], save_percent
+    )
+    return one, two, three, four, five, six
+
+
+@_experts_backward.register_fake
+def _(
+    gradient: Tensor,
+    hidden: Tensor,
+    affinities: Tensor,
+    index: Tensor,
+    kept: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    formula: str,
+    save_percent: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    none = hidden.new_empty(0)
+    return (
+        torch.empty_like(hidden),
+        torch.empty_like(affinities),
+        torch.empty_like(first),
+        none if first_bias is None else torch.empty_like(first_bias),
+        torch.empty_like(down),
+        hidden.new_empty(0) if down_bias is None else torch.empty_like(down_bias),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, affinities, index, first, first_bias, down, down_bias, *rest = inputs
+    ctx.rest = rest
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(hidden, affinities, index, output[1], first, first_bias, down, down_bias)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, affinities, index, kept, first, first_bias, down, down_bias = ctx.saved_tensors
+    found = _experts_backward(
+        gradient, hidden, affinities, index, kept, first, first_bias, down, down_bias, *ctx.rest
+    )
+    in_hidden, in_affinities, in_first, in_first_bias, in_down, in_down_bias = found
+    return (
+        in_hidden,
+        in_affinities,
+        None,
+        in_first,
+        None if first_bias is None else in_first_bias,
+        in_down,
+        None if down_bias is None else in_down_bias,
+        None,
+        None,
+    )
+
+
+_experts.register_autograd(_backward, setup_context=_setup_context)

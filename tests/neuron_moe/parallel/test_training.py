@@ -1,0 +1,136 @@
+"""Training over ranks: losses and gradients are those of one process.
+
+Everything in float64, so that nothing but another order of sums may differ.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuron_moe import MoE
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.gradients import sum_shared_gradients
+from neuron_moe.parallel.sharding import shard_state_dict
+from neuron_moe.router_losses import RouterLosses
+from tests.neuron_moe.parallel.test_layouts import (
+    Case,
+    build_layer,
+    part_of_rank,
+    reference,
+)
+
+EXACT = 1e-10  # relative to the largest gradient, in float64
+LOSSES = RouterLosses(balance=0.3, sequence=0.2, z=0.1)
+CASES = [
+    Case(tp=1, ep=4, sp=True, strategy="all_to_all", router="glm", shared="sp", seq=13),
+    Case(tp=1, ep=4, dp=4, batch=5, strategy="all_to_all", router="qwen3", shared="gated"),
+    Case(tp=1, ep=4, strategy="all_to_all", router="deepseek", shared="world", masked=True),
+    Case(tp=2, ep=2, sp=True, strategy="all_to_all", shared="sp", seq=13, masked=True),
+    Case(tp=2, ep=2, strategy="all_to_all", router="llama4", shared="world"),
+    Case(tp=1, ep=4, sp=True, router="mixtral", shared="sp", seq=13),
+    Case(tp=2, ep=2, sp=True, shared="world", seq=13, capacity=0.7),
+    Case(tp=2, ep=2, router="gpt-oss", masked=True),
+    Case(tp=4, ep=1, router="llama4", shared="fused"),
+    Case(tp=2, ep=2, dp=2, batch=3, router="glm", shared="sp"),
+    Case(tp=1, ep=4, router="mixtral", batch=1, seq=2),  # ranks whose experts nobody chose
+    Case(tp=1, ep=4, router="mixtral", batch=1, seq=2, strategy="all_to_all"),
+]
+
+
+def build_whole(case: Case) -> tuple[MoE, Tensor, Tensor | None, Tensor]:
+    whole, hidden, mask = reference(case)
+    target = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
+    whole.use_router_losses(LOSSES)
+    return whole.double(), hidden.double(), mask, target.double()
+
+
+def gradients_of(layer: MoE) -> dict[str, Tensor]:
+    """Return a gradient under each name of the state dict, zero where there is none."""
+    found = {name: torch.zeros_like(weight) for name, weight in layer.state_dict().items()}
+    for name, parameter in layer.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad.clone()
+    return found
+
+
+def distance(mine: Tensor, wanted: Tensor) -> float:
+    scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+    return float((mine - wanted).abs().max()) / (scale or 1.0) if wanted.numel() else 0.0
+
+
+def compare_gradients(case: Case, rank: int) -> list[str]:
+    whole, hidden, mask, target = build_whole(case)
+    hidden.requires_grad_()
+    (whole(hidden, mask)[0] * target).sum().backward()
+    parallel_state.initialize_model_parallel(config=case.config, watch=False)
+    try:
+        layer = build_layer(case).double()
+        layer.use_router_losses(LOSSES)
+        layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+        mine = part_of_rank(case, hidden.detach(), rank, 4).clone().requires_grad_()
+        my_mask = None if mask is None else part_of_rank(case, mask, rank, 4)
+        output = layer(mine, my_mask)[0]
+        (output * part_of_rank(case, target, rank, 4)).sum().backward()
+        sum_shared_gradients(layer)
+        wanted = shard_state_dict(layer, gradients_of(whole))
+        errors = {
+            name: distance(gradient, wanted[name]) for name, gradient in gradients_of(layer).items()
+        }
+        assert hidden.grad is not None
+        assert mine.grad is not None
+        errors["input"] = distance(mine.grad, part_of_rank(case, hidden.grad, rank, 4))
+        return [f"[{case}] {name}: {error:.1e}" for name, error in errors.items() if error > EXACT]
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("cases", [CASES[:4], pytest.param(CASES[4:], marks=pytest.mark.long)])
+def test_gradients_of_every_layout_are_those_of_one_process(
+    run_ranks: Any, cases: list[Case]
+) -> None:
+    def run(rank: int) -> list[str]:
+        return list(itertools.chain(*(compare_gradients(case, rank) for case in cases)))
+
+    assert [problem for problems in run_ranks(4, run) for problem in problems] == []
+
+
+def train(layer: MoE, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Take a step of Adam for each batch; return this rank's losses."""
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for hidden, target in batches:
+        optimizer.zero_grad()
+        loss = (layer(hidden)[0] - target).square().sum()
+        loss.backward()
+        sum_shared_gradients(layer)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("case", [CASES[0], pytest.param(CASES[6], marks=pytest.mark.long)])
+def test_twenty_steps_over_four_ranks_are_those_of_one_process(run_ranks: Any, case: Case) -> None:
+    def run(rank: int) -> tuple[float, float]:
+        whole, *_ = build_whole(case)
+        generator = torch.Generator().manual_seed(5)
+        shape = (2, case.batch, case.seq, whole.router.hidden_size)
+        batches = [tuple(torch.randn(shape, generator=generator).double()) for _ in range(20)]
+        parallel_state.initialize_model_parallel(config=case.config, watch=False)
+        layer = build_layer(case).double()
+        layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+        wanted = torch.stack(train(whole, batches))
+        layer.use_router_losses(LOSSES)
+        mine = [tuple(part_of_rank(case, each, rank, 4) for each in batch) for batch in batches]
+        losses = torch.stack(train(layer, mine))
+        torch.distributed.all_reduce(losses)
+        ends = shard_state_dict(layer, whole.state_dict())
+        apart = max(distance(weight, ends[name]) for name, weight in layer.state_dict().items())
+        parallel_state.destroy_model_parallel()
+        return float(((losses - wanted) / wanted).abs().max()), apart
+
+    for loss_error, weight_error in run_ranks(4, run):
+        assert loss_error < EXACT
+        assert weight_error < 1e-7  # Adam divides by gradients that may be close to zero

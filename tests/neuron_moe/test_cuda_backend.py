@@ -1,0 +1,154 @@
+"""The cuda backend's kernels in Triton's interpreter, or on a GPU, against the torch backend.
+
+TRITON_INTERPRET must be set before triton is imported; a GPU runs the compiled kernels.
+"""
+
+import os
+from itertools import starmap
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.backends.cuda.launch import sort_rows
+from neuron_moe.blocks import sort_pairs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's
+E, K, H, I, T = 5, 2, 48, 40, 37  # noqa: E741  the axis letters of the project; none fills a tile
+
+
+def build(backend: str, save_percent: int | None = None, **config: object) -> MoE:
+    torch.manual_seed(0)
+    sizes = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}
+    settings = {"hidden_act": "silu", "glu_mlp": True, **sizes, **config}
+    experts = ExpertMLPsV2(
+        RoutedExpertsMLPOpsConfig(**settings),  # type: ignore[arg-type]
+        backend=backend,
+        save_percent=save_percent,
+    )
+    layer = MoE(RouterTopK(E, K, H, act_fn="sigmoid", renormalize=True), experts).train()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    return layer.to(DEVICE)
+
+
+def run(layer: MoE, dtype: torch.dtype = torch.float32, tokens: int = T) -> list[Tensor]:
+    layer = layer.to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, tokens, H, generator=generator).to(DEVICE, dtype).requires_grad_()
+    mask = torch.ones(1, tokens, device=DEVICE)
+    mask[0, tokens // 2] = 0
+    output = layer(hidden, mask)[0]
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    return [output, *torch.autograd.grad(output.float().square().sum(), [hidden, *weights])]
+
+
+def apart(mine: Tensor, theirs: Tensor) -> float:
+    mine, theirs = mine.detach().float(), theirs.detach().float()
+    return float((mine - theirs).norm() / theirs.norm())
+
+
+OAI = {
+    "hidden_act": "swiglu",
+    "bias": True,
+    "gate_clamp_upper_limit": 0.5,
+    "up_clamp_upper_limit": 0.5,
+}
+CASES = {
+    "silu": {},
+    "swiglu-oai with biases and clamps": {**OAI, "up_clamp_lower_limit": -0.5},
+    "gelu": {"hidden_act": "gelu"},
+    "no gate": {"glu_mlp": False, "hidden_act": "relu"},
+    "affinities scale the input": {"early_expert_affinity_modulation": True},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["silu", *(pytest.param(case, marks=pytest.mark.long) for case in CASES if case != "silu")],
+)
+def test_output_and_gradients_are_those_of_torch(case: str) -> None:
+    expected, found = (run(build(name, **CASES[case])) for name in ("torch", "cuda"))
+    errors = list(starmap(apart, zip(found, expected, strict=True)))
+    assert max(errors) < 2e-5, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("save_percent", [0, 60])
+def test_gradients_do_not_depend_on_what_is_kept(save_percent: int) -> None:
+    expected = run(build("cuda", **OAI))
+    found = run(build("cuda", save_percent, **OAI))
+    errors = list(starmap(apart, zip(found, expected, strict=True)))
+    assert max(errors) < 1e-6, errors
+
+
+@pytest.mark.long
+def test_sixteen_bits_are_as_near_to_float32_as_torch_is() -> None:
+    exact = run(build("torch"))
+    theirs, mine = (run(build(name), NARROW) for name in ("torch", "cuda"))
+    for value, other, reference in zip(mine, theirs, exact, strict=True):
+        assert apart(value, reference) < 1.15 * apart(other, reference) + 1e-3
+
+
+def test_rows_are_sorted_as_torch_sorts_them() -> None:
+    generator = torch.Generator().manual_seed(2)
+    index_TK = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(200)])
+    index_TK[7], index_TK[11, 1] = -1, -1
+    index_TK[index_TK == 3] = -1  # an expert without rows
+    rows = sort_rows(index_TK.to(DEVICE, torch.int32), E)
+    pairs = sort_pairs(index_TK, E)
+    is_row = rows.pair_R >= 0
+    assert rows.pair_R[is_row].tolist() == pairs.order_P[: int(is_row.sum())].tolist()
+    assert rows.total_E.tolist() == pairs.tokens_per_expert_E.tolist()
+    slots = rows.slot_P.tolist()
+    assert [pair for pair, slot in enumerate(slots) if slot < 0] == (
+        (index_TK.reshape(-1) < 0).nonzero().flatten().tolist()
+    )
+    assert all(int(rows.pair_R[slot]) == pair for pair, slot in enumerate(slots) if slot >= 0)
+    of_tile = rows.pair_R.view(-1, rows.rows).max(1).values[: int(rows.num_tiles)]
+    flat = index_TK.reshape(-1)
+    assert rows.tile_expert[: int(rows.num_tiles)].tolist() == flat[of_tile.cpu()].tolist()
+
+
+@pytest.mark.long
+def test_reruns_are_the_same_bits() -> None:
+    assert all(map(torch.equal, run(build("cuda")), run(build("cuda"))))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_few_tokens_decode(tokens: int) -> None:
+    expected, found = (
+        build(name).eval()(torch.ones(tokens, 1, H, device=DEVICE).cumsum(0) / 9)[0]
+        for name in ("torch", "cuda")
+    )
+    assert apart(found, expected) < 1e-5
+
+
+@pytest.mark.long
+def test_the_operator_keeps_the_rules_of_torch() -> None:
+    from neuron_moe.backends.cuda import operators
+
+    layer = build("cuda")
+    experts = layer.expert_mlps
+    weights = experts.weights()
+    operators._FORMULAS.setdefault("formula", weights.formula)
+    hidden = torch.randn(9, H, device=DEVICE, requires_grad=True)
+    affinities = torch.rand(9, K, device=DEVICE, requires_grad=True)
+    index = torch.tensor([[0, 1]] * 9, dtype=torch.int32, device=DEVICE)
+    matrices = (weights.gate_up_proj_EHI, None, weights.down_proj_EIH, None)
+    torch.library.opcheck(
+        torch.ops.neuron_moe.cuda_experts.default,
+        (hidden, affinities, index, *matrices, "formula", 50),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_explain_tells_the_kernel() -> None:
+    assert "cuda" in str(build("cuda").explain("decode", 4))

@@ -1,0 +1,96 @@
+"""What a forward pass keeps for the backward pass, and that the gradients do not depend on it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+
+E, K, H, I, T = 4, 2, 6, 5, 10  # noqa: E741  the axis letters of the project
+
+
+def build(save_percent: int | None, *, act: str = "silu", early: bool = False) -> MoE:
+    torch.manual_seed(0)
+    is_oai = act == "swiglu"
+    config = RoutedExpertsMLPOpsConfig(
+        num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, hidden_act=act, glu_mlp=True,
+        bias=is_oai, early_expert_affinity_modulation=early,
+    )  # fmt: skip
+    router = RouterTopK(E, K, H, act_fn="sigmoid", renormalize=True, bias=is_oai)
+    layer = MoE(router, ExpertMLPsV2(config, save_percent=save_percent)).train()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.5)
+    return layer
+
+
+def run(layer: MoE, hidden: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+    hidden = hidden.clone().requires_grad_()
+    output = layer(hidden, mask)[0]
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    return [output, *torch.autograd.grad(output.square().sum(), [hidden, *weights])]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("act", ["silu", "swiglu"])
+@pytest.mark.parametrize("save_percent", [0, 37, 100])
+def test_gradients_do_not_depend_on_what_is_kept(save_percent: int, act: str, early: bool) -> None:
+    hidden, mask = torch.randn(1, T, H, dtype=torch.float64), torch.ones(1, T)
+    mask[0, 3] = 0
+    expected = run(build(None, act=act, early=early).double(), hidden, mask)
+    found = run(build(save_percent, act=act, early=early).double(), hidden, mask)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_kept_rows_pass_the_check_of_differences() -> None:
+    layer = build(50, act="swiglu").double()
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    hidden = torch.randn(1, T, H, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda hidden, *_: layer(hidden)[0], (hidden, *weights))
+
+
+def kept_bytes(layer: MoE) -> int:
+    """Return the bytes experts keep beside their inputs: tokens, choices, affinities, weights."""
+    experts = layer.expert_mlps
+    hidden = torch.randn(T, H, requires_grad=True)
+    affinities = torch.rand(T, K, requires_grad=True)
+    index = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(torch.int32)
+    given = [hidden, affinities, index, *experts.parameters()]
+    known = {each.untyped_storage().data_ptr() for each in given}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = experts(hidden, affinities, index, T)
+    assert output.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("save_percent", [0, 25, 50, 75, 100])
+def test_memory_follows_the_percentage(save_percent: int) -> None:
+    whole = T * K * 2 * I * 4  # of each pair, gate and up in float32
+    routing = T * K * (4 + 4 + 1)  # choice, affinity, and whether there is one
+    assert kept_bytes(build(save_percent)) == routing + whole * save_percent // 100
+
+
+def test_autograd_alone_keeps_several_times_as_much() -> None:
+    assert kept_bytes(build(None)) > 3 * kept_bytes(build(100))
+
+
+@pytest.mark.parametrize("save_percent", [-1, 101, 0.5, True])
+def test_another_percentage_is_refused(save_percent: int) -> None:
+    with pytest.raises(ValueError, match=r"save_percent=.*from 0 .* to 100"):
+        build(save_percent)
+
+
+def test_outputs_and_reruns_are_the_same_bits() -> None:
+    hidden = torch.randn(1, T, H)
+    first, second = run(build(0), hidden), run(build(0), hidden)
+    assert all(map(torch.equal, first, second))
+    assert torch.equal(first[0], run(build(None), hidden)[0])
