@@ -2,6 +2,8 @@
 # make test   sets up .venv and runs the tests
 # make test-long  the tests of over five seconds, which CI runs too
 # make check  lint, format and types
+# make serve-demo  sets up .venv-vllm, serves the shipped model through vLLM, streams one answer
+# make test-vllm  the tests inside vLLM, in .venv-vllm
 # make bench  the CPU benchmark
 # make mutants  change single lines and see whether a test notices (COUNT=30, SEED=...)
 PYTHON ?= python3
@@ -9,8 +11,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: demo test test-long check bench mutants clean
+.PHONY: demo test test-long check serve-demo test-vllm bench mutants clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +25,14 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,demo,dev]"
+	touch $@
+
+# vLLM pins its own libraries, so it gets an environment of its own. It works without torchvision and
+# its kin, of which the index may have builds for another torch.
+$(VLLM_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q -e ".[test,vllm]"
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 demo: $(STAMP)
@@ -38,6 +50,12 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+serve-demo: $(VLLM_STAMP)
+	$(VLLM)/bin/neuron-moe serve --model tiny_gpt_oss --port 0 --ask "1 And it came to pass"
+
+test-vllm: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/serving -m 'vllm and not slow'
+
 bench: $(STAMP)
 	$(BIN)/neuron-moe bench cpu
 
@@ -45,4 +63,4 @@ mutants: $(DEV_STAMP)
 	$(BIN)/python -m tests.mutants --count $(or $(COUNT),30) $(if $(SEED),--seed $(SEED))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info

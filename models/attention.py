@@ -119,6 +119,7 @@ class AttentionFacts(Protocol):
     reach: Reach
     scale: float
     sinks: Tensor | None
+    cache_shape: CacheShape
 
 
 Core = Callable[[AttentionFacts, Tensor, Tensor, Tensor, CacheView | None], Tensor]

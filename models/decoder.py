@@ -374,7 +374,13 @@ class DecoderModel(nn.Module):
         return self.compute_logits(hidden_USH[:, -1:] if last_only else hidden_USH)
 
     def forward_tokens(
-        self, input_ids_T: Tensor, places_T: Tensor, *, phase: str = "prefill"
+        self,
+        input_ids_T: Tensor,
+        places_T: Tensor,
+        *,
+        phase: str = "prefill",
+        real_T: Tensor | None = None,
+        views: Sequence[Any] | None = None,
     ) -> Tensor:
         """Return the last hidden states `[T, H]`, for `compute_logits`, of tokens in a flat list.
 
@@ -386,10 +392,14 @@ class DecoderModel(nn.Module):
             input_ids_T: [T] integer token ids of any number of sequences.
             places_T: [T] int64, where each token lies in its own sequence.
             phase: 'prefill' or 'decode', which chooses the path of the experts.
+            real_T: [T] bool, False at padding, which goes to no expert; None: all are real.
+            views: what the core of each layer gets as its view; None for cores that need none.
         """
         axis = 1 if check_choice("phase", phase, ("prefill", "decode")) == "decode" else 0
-        tokens = self.describe_tokens(places_T.unsqueeze(axis), None)
-        hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, [None] * len(self.layers))
+        real_US = None if real_T is None else real_T.unsqueeze(axis)
+        tokens = self.describe_tokens(places_T.unsqueeze(axis), real_US)
+        views = [None] * len(self.layers) if views is None else views
+        hidden_USH = self._run(input_ids_T.unsqueeze(axis), tokens, views)
         return hidden_USH.squeeze(axis)
 
     def prepare(self, phase: str, tokens: int, *, has_padding: bool = False) -> None:

@@ -67,8 +67,21 @@ def load_model(
         raise ValueError(
             f"dtype={dtype}: must be torch.bfloat16, torch.float32 or torch.float16. Use bfloat16."
         )
+    model = build_model(directory, dtype=dtype, **model_options)
+    fill_model(model, directory, shard=shard, progress=progress, product_form=product_form)
+    return model
+
+
+def fill_model(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    shard: Shard | None = None,
+    progress: Progress | None = None,
+    product_form: str | None = None,
+) -> None:
+    """Fill what `build_model` built of a checkpoint, for inference; see `load_model`."""
     model_file, config = _read_model(directory)
-    model = _build(model_file, config, dtype=dtype, **model_options)
     weight_map = model_file.weight_map(config)
     if (Path(directory) / SHARDED_INDEX).is_file():
         _check_has_rank(Path(directory))
@@ -88,7 +101,6 @@ def load_model(
             experts.settle_forms(product_form)
     if product_form is not None:
         settle_linears(model, product_form)
-    return model
 
 
 def build_model(directory: str | Path, **model_options: Any) -> nn.Module:

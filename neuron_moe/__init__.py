@@ -1,53 +1,19 @@
 """neuron-moe: Mixture-of-Experts inference modules that run, verify and tune anywhere.
 
 from neuron_moe import MoE, RouterTopK, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
+
+The names are those of `neuron_moe.public`, which is imported when one of them is asked for: torch
+takes seconds, and the command line answers `--help` without it.
 """
 
-from neuron_moe import routing
-from neuron_moe.blocks import BlockMapping, build_block_mapping, num_blocks
-from neuron_moe.explain import Explanation
-from neuron_moe.moe import MoEOutput
-from neuron_moe.nxd_compat import (
-    BlockShardStrategy,
-    BlockwiseMatmulConfig,
-    ExpertMLPsV2,
-    GLUType,
-    GroupLimitedRouter,
-    MoE,
-    MoEFusedTKGConfig,
-    RoutedExpertsMLPOpsConfig,
-    RouterConfig,
-    RouterTopK,
-    SharedExperts,
-)
-from neuron_moe.parallel import parallel_state
-from neuron_moe.paths import Decision, choose_path
-from neuron_moe.router import Routing
-from neuron_moe.weights import Experts
+import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BlockMapping",
-    "BlockShardStrategy",
-    "BlockwiseMatmulConfig",
-    "Decision",
-    "ExpertMLPsV2",
-    "Experts",
-    "Explanation",
-    "GLUType",
-    "GroupLimitedRouter",
-    "MoE",
-    "MoEFusedTKGConfig",
-    "MoEOutput",
-    "RoutedExpertsMLPOpsConfig",
-    "RouterConfig",
-    "RouterTopK",
-    "Routing",
-    "SharedExperts",
-    "build_block_mapping",
-    "choose_path",
-    "num_blocks",
-    "parallel_state",
-    "routing",
-]
+if TYPE_CHECKING:
+    from neuron_moe.public import *  # noqa: F403
+else:
+
+    def __getattr__(name):
+        return getattr(importlib.import_module("neuron_moe.public"), name)

@@ -2,8 +2,10 @@
 
 import ast
 import random
+from pathlib import Path
 
-from tests.mutants.places import ROOMS, ROOT, all_mutants
+from tests.mutants.equivalent import EQUIVALENT
+from tests.mutants.places import ROOMS, ROOT, all_mutants, mutants_of
 
 
 def test_every_mutant_changes_one_line_and_parses() -> None:
@@ -17,3 +19,9 @@ def test_every_mutant_changes_one_line_and_parses() -> None:
         ast.parse(mutant.source())
         changed = [n for n, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b]
         assert changed == [mutant.line], mutant
+
+
+def test_every_mutant_that_is_called_equivalent_exists() -> None:
+    files = {Path(path) for path, *_ in EQUIVALENT}
+    found = {(str(m.path), *m.lines) for file in files for m in mutants_of(file)}
+    assert [entry for entry in EQUIVALENT if entry[:3] not in found] == []

@@ -8,41 +8,10 @@ only the command that needs it.
 import os
 import sys
 
-from neuron_moe.tools.commands import bench, check, chip
-from neuron_moe.tools.menu import Menu
-from neuron_moe.tools.report import write_report
+from neuron_moe.tools.interrupts import ends_at_once
 
 # By name, so that `--help` need not import what raises them.
-_NOT_BUGS = ("CollectiveError", "RankError", "CalledProcessError")
-SUBCOMMANDS = {
-    "demo": (
-        "commands.demo",
-        "make a small GPT-OSS checkpoint, generate, compare with transformers",
-    ),
-    "generate": ("commands.generate", "generate text from a checkpoint"),
-    "inspect": ("commands.inspect", "architecture, sizes and memory per rank of a checkpoint"),
-    "convert": ("commands.convert", "another number format or layout, files of ranks, or merged"),
-    "compare": ("commands.compare", "where a model parts from a reference, layer by layer"),
-    "bench": ("commands.bench", f"benchmarks: {', '.join(bench.MENU.entries)}"),
-    "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
-    "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
-    "evaluate": (
-        "commands.evaluate",
-        "held-out loss by weight format, ours and transformers",
-    ),
-    "trace": (
-        "commands.trace",
-        "which experts a text chooses; skew and padding that follow",
-    ),
-    "prepare_corpus": ("train.prepare_corpus", "fetch and tokenise the corpus of the small model"),
-    "train_tiny": ("train.train_tiny", "train the small GPT-OSS model"),
-    "export_tiny": ("train.export_tiny", "turn a training run into the shipped MXFP4 checkpoint"),
-    "check": (
-        "commands.check",
-        f"run kernels against their references: {', '.join(check.MENU.entries)}",
-    ),
-    "chip": ("commands.chip", f"settle it on a Trainium 2: {', '.join(chip.MENU.entries)}"),
-}
+_NOT_BUGS = ("CollectiveError", "RankError", "ServerError", "CalledProcessError")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +27,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"neuron-moe {__version__}")
         return 0
     try:
-        return Menu("neuron-moe", "command", SUBCOMMANDS).main(args)
+        with ends_at_once():
+            from neuron_moe.tools.subcommands import MENU
+        return MENU.main(args)
     except KeyboardInterrupt:
         return _end(args, "interrupted; what it printed and wrote so far stays", 130)
     except BrokenPipeError:
@@ -72,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001  the last resort: a report instead of a traceback
         if type(error).__name__ in _NOT_BUGS:
             return _end(args, error, 1)
+        from neuron_moe.tools.report import write_report
+
         path = write_report(args, error)
         what = f"internal error, {type(error).__name__}: {error}"
         return _end(args, f"{what}. This is a bug of neuron-moe. Report: {path}", 1)

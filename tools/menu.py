@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from neuron_moe.tools.interrupts import ends_at_once
+
 
 @dataclass(frozen=True, slots=True)
 class Menu:
@@ -44,5 +46,6 @@ class Menu:
             print(f"{self.program}: no {self.noun} {name!r}.{hint}\n\n{self.usage()}",
                   file=sys.stderr)  # fmt: skip
             return 2
-        module = importlib.import_module(f"neuron_moe.tools.{self.entries[name][0]}")
+        with ends_at_once():
+            module = importlib.import_module(f"neuron_moe.tools.{self.entries[name][0]}")
         return int(module.main(rest))

@@ -6,7 +6,7 @@ Source: huggingface/safetensors, README, section Format.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -68,6 +68,9 @@ class TensorInfo:
         return prod(self.shape) * self.dtype.itemsize
 
 
+ReadPart = Callable[[TensorInfo, Selection], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The tensors of a checkpoint by name, their data still on disk.
@@ -77,12 +80,14 @@ class Checkpoint:
         tensors: what it holds; of a quantised weight its codes, under the name of the weight.
         scales: what multiplies the codes of a weight, by its name.
         reads_scales: `lazy` gives the scales of quantised weights in the place of their values.
+        read_part: where the data comes from in place of the files; given a tensor and a selection.
     """
 
     path: Path
     tensors: Mapping[str, TensorInfo]
     scales: Mapping[str, TensorInfo] = field(default_factory=dict)
     reads_scales: bool = False
+    read_part: ReadPart | None = None
 
     @property
     def nbytes(self) -> int:
@@ -95,12 +100,21 @@ class Checkpoint:
         Raises:
             ValueError: codes and scales that do not belong together.
         """
-        codes = _lazy(self.tensors[name])
+        codes = self._plain(self.tensors[name])
         if name not in self.scales:
             return codes
-        scales, is_fp8 = _lazy(self.scales[name]), codes.dtype in FP8_DTYPES
+        scales, is_fp8 = self._plain(self.scales[name]), codes.dtype in FP8_DTYPES
         wants_scales = self.reads_scales and is_fp8
         return expand_scales(codes, scales) if wants_scales else decode(codes, scales)
+
+    def _plain(self, info: TensorInfo) -> LazyTensor:
+        """Return a tensor as it is stored."""
+        read_part = self.read_part or _read_part
+
+        def read(selection: Selection) -> Tensor:
+            return _check_finite(info, read_part(info, selection))
+
+        return LazyTensor(info.name, info.shape, info.dtype, read)
 
     def is_fp8(self, names: Iterable[str]) -> bool:
         """Say whether all of some tensors are fp8 codes with scales."""
@@ -282,18 +296,8 @@ def _are_counts(values: object) -> bool:
     return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
 
 
-def _lazy(info: TensorInfo) -> LazyTensor:
-    """Return a tensor as it lies in its file."""
-
-    def read(selection: Selection) -> Tensor:
-        return _read_finite(info, selection)
-
-    return LazyTensor(info.name, info.shape, info.dtype, read)
-
-
-def _read_finite(info: TensorInfo, selection: Selection) -> Tensor:
-    """Read part of a tensor; refuse NaN and infinity."""
-    tensor = _read_part(info, selection)
+def _check_finite(info: TensorInfo, tensor: Tensor) -> Tensor:
+    """Return part of a tensor; refuse NaN and infinity."""
     if not tensor.is_floating_point():
         return tensor
     values = tensor.float() if tensor.dtype.itemsize == 1 else tensor

@@ -117,18 +117,25 @@ class TokenExchange:
     def strategy(self, phase: str | None, is_sequence_part: bool) -> Strategy:
         """Return how tokens reach experts in a phase; None is prefill."""
         key = "decode" if phase in DECODE_PHASES else "prefill"
+        if torch.compiler.is_compiling():
+            # A graph that looked here would be captured anew when another call adds an entry.
+            return self._build_strategy(key, is_sequence_part)
         found = self._strategies.get((key, is_sequence_part))
         if found is None:
-            groups = self.groups[key]
-            spread = (
-                TokenSpread.sequence(groups.model)
-                if is_sequence_part
-                else TokenSpread(groups.data, groups.attention)
+            found = self._strategies[key, is_sequence_part] = self._build_strategy(
+                key, is_sequence_part
             )
-            per_rank = self.num_physical // groups.ep.size
-            found = build_strategy(groups, spread, per_rank, self.reduce_dtype)
-            self._strategies[key, is_sequence_part] = found
         return found
+
+    def _build_strategy(self, key: str, is_sequence_part: bool) -> Strategy:
+        groups = self.groups[key]
+        spread = (
+            TokenSpread.sequence(groups.model)
+            if is_sequence_part
+            else TokenSpread(groups.data, groups.attention)
+        )
+        per_rank = self.num_physical // groups.ep.size
+        return build_strategy(groups, spread, per_rank, self.reduce_dtype)
 
     def enter(self, batch: TokenBatch, settings: Settings) -> "Crossing":
         """Settle phase and place of the tokens; collective where ranks hold different ones.
@@ -154,7 +161,7 @@ class TokenExchange:
 
     def _check_ranks_once(self, strategy: Strategy, batch: TokenBatch, settings: Settings) -> None:
         """Compare the layer between ranks before its first collective."""
-        if self._is_checked or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_checked:
             return
         self._is_checked = True
         group = strategy.groups.model

@@ -49,16 +49,16 @@ class _State:
     shuffle: Collectives | None = None
     started_distributed: bool = False
     mesh: DeviceMesh | None = None
-    is_nxds: Callable[[], bool] = lambda: True  # adopted groups end with NxD's
+    lives: Callable[[], bool] = lambda: True  # adopted groups end with whoever built them
 
 
 _state: _State | None = None
 
 
 def _current() -> _State | None:
-    """Return the state, having forgotten groups of an NxD that has destroyed them."""
+    """Return the state, having forgotten adopted groups that are gone."""
     global _state
-    if _state is not None and not _state.is_nxds():
+    if _state is not None and not _state.lives():
         _state = None
     return _state
 
@@ -176,7 +176,6 @@ def adopt_nxd_groups() -> ParallelGroups:
         ImportError: NxD is not installed.
         RuntimeError: NxD's model parallel is not initialised, or ours is already.
     """
-    global _state
     if _current() is not None:
         raise RuntimeError("adopt_nxd_groups: groups exist. Call destroy_model_parallel() first.")
     nxd = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
@@ -185,32 +184,51 @@ def adopt_nxd_groups() -> ParallelGroups:
             "adopt_nxd_groups: NxD has no groups yet. Call its initialize_model_parallel() first."
         )
     nxds = nxd.get_tensor_model_parallel_group()
-    tensor = as_collectives(nxds, "tensor")
-    expert: Collectives = SingleRank("expert")
-    model = tensor
-    if nxd.get_expert_model_parallel_size() > 1:
-        expert = as_collectives(nxd.get_expert_model_parallel_group(), "expert")
-        model = as_collectives(nxd.get_world_group(), "model")
-    config = ParallelConfig(tp=tensor.size, ep=expert.size)
-    if config.model_size != model.size:
-        raise RuntimeError(
-            f"adopt_nxd_groups: NxD's groups of {tensor.size} x {expert.size} ranks do not cover"
-            f" its world of {model.size}. Initialise NxD with data parallel size 1."
-        )
-    experts = ExpertGroups.of(tensor, expert, model)
-    data, attention = SingleRank("attention data"), model
+    is_split = nxd.get_expert_model_parallel_size() > 1
 
     def is_nxds() -> bool:
         lives = nxd.model_parallel_is_initialized()
         return bool(lives) and nxd.get_tensor_model_parallel_group() is nxds
 
-    _state = _State(
-        ParallelGroups(
-            config, model.rank, model, tensor, expert, data, attention, experts, experts
-        ),
-        is_nxds=is_nxds,
-    )
-    return _state.groups
+    expert = nxd.get_expert_model_parallel_group() if is_split else None
+    return adopt_groups(nxds, expert, nxd.get_world_group() if is_split else None, lives=is_nxds)
+
+
+def adopt_groups(
+    tensor: ProcessGroup | None,
+    expert: ProcessGroup | None = None,
+    model: ProcessGroup | None = None,
+    *,
+    lives: Callable[[], bool] = lambda: True,
+) -> ParallelGroups:
+    """Take the groups of whoever started the ranks instead of building new ones.
+
+    Args:
+        tensor: ranks that split each expert; None for this one alone.
+        expert: ranks that split the experts; None for this one alone.
+        model: all of them, where both groups have several.
+        lives: says whether the groups are still there.
+
+    Raises:
+        RuntimeError: the groups do not fit together, or there are groups already.
+    """
+    global _state
+    if _current() is not None:
+        raise RuntimeError("adopt_groups: groups exist. Call destroy_model_parallel() first.")
+    split, spread = as_collectives(tensor, "tensor"), as_collectives(expert, "expert")
+    whole = split if spread.size == 1 else spread
+    whole = whole if model is None else as_collectives(model, "model")
+    config = ParallelConfig(tp=split.size, ep=spread.size)
+    if config.model_size != whole.size:
+        raise RuntimeError(
+            f"adopt_groups: groups of {split.size} x {spread.size} ranks do not cover the model's"
+            f" {whole.size}. Start the ranks with data parallel size 1."
+        )
+    experts = ExpertGroups.of(split, spread, whole)
+    data = SingleRank("attention data")
+    groups = ParallelGroups(config, whole.rank, whole, split, spread, data, whole, experts, experts)
+    _state = _State(groups, lives=lives)
+    return groups
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:

@@ -55,7 +55,7 @@ def move(
     same = False if known else None
     if known:
         log = target.shared_log
-        compare = log is not None and log.written_by_other(core)
+        compare = log is not None and log.written_by_other(core) and _is_written(dst, rows, valid)
         before = _snapshot(dst, valid) if compare else None
         if by_rows:
             arrays = [_rows(src, rows, valid) for src in srcs]
@@ -165,6 +165,11 @@ def _any_hole(srcs: Sequence[Access]) -> bool:
         if not alloc.defined.covers(geometry.box, geometry.walk):
             return True
     return False
+
+
+def _is_written(access: Access, rows: int, valid: Any) -> bool:
+    """Say whether something was written to every element; else no value was there to be equal."""
+    return not _any_hole([access]) or _source_masks([access], rows, valid) is None
 
 
 def _source_masks(srcs: Sequence[Access], rows: int, valid: Any) -> Any:

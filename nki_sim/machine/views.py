@@ -266,7 +266,7 @@ class Views:
                 view = view.reshape_dim(len(names), parts)
             names += group
         flat = [n for e in dst_pattern for n in (e if isinstance(e, (tuple, list)) else (e,))]
-        if sorted(flat) != sorted(names):
+        if sorted(flat, key=str) != sorted(names, key=str):
             raise LanguageError(self.label(), f"the names {names} on the right", str(flat))
         view = view.permute([names.index(name) for name in flat])
         for axis, entry in enumerate(dst_pattern):

@@ -9,6 +9,7 @@ from tests.fuzz.command_lines import attack_command_line
 from tests.fuzz.configs import attack_config
 from tests.fuzz.kernels import attack_kernel
 from tests.fuzz.modules import attack_module
+from tests.fuzz.own_kernels import attack_own_kernel
 from tests.fuzz.ranks import attack_ranks
 
 
@@ -26,5 +27,6 @@ ATTACKS: dict[str, Callable[[int, Path], str]] = {
     "configs": attack_config,
     "commands": attack_command_line,
     "kernels": attack_kernel,
+    "own_kernels": attack_own_kernel,
     "ranks": lambda seed, _: attack_ranks(seed),
 }

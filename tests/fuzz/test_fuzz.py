@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz import own_kernels
 from tests.fuzz.attacks import ATTACKS
 from tests.fuzz.kernels import FAULTS
 
@@ -16,9 +17,10 @@ FEW = {
     "commands": range(20),
     "ranks": (2, 4, 7, 12, 20, 24),  # without a time out
     "kernels": range(0, len(FAULTS), 5),
+    "own_kernels": range(0, len(own_kernels.FAULTS), 4),
 }
 MANY = {"torch": 10_000, "nki": 150, "checkpoints": 500, "configs": 300, "commands": 300,
-        "ranks": 40, "kernels": len(FAULTS)}  # fmt: skip
+        "ranks": 40, "kernels": len(FAULTS), "own_kernels": 110}  # fmt: skip
 
 
 def problems(name: str, seeds: range | tuple[int, ...], scratch: Path) -> list[str]:

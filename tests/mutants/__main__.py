@@ -9,11 +9,10 @@ ones that noticed.
 """
 
 import argparse
+import itertools
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,14 +21,15 @@ from pathlib import Path
 from queue import Queue
 from typing import TypeVar
 
-from tests.mutants.covering import Covering, environment, run_under_coverage, test_files
+from tests.mutants.covering import Covering, run_under_coverage, test_files
+from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.places import ROOT, Mutant, all_mutants
+from tests.mutants.trying import fails
 
 BUDGET_S = 40.0  # of tests for one mutant, as long as they take without it
 FIRST_S = 6.0  # of them, run on their own: most mutants end here
-SLOWER, START_S = 3, 30  # a change may make tests so much slower before they count as stuck
 TOLD = 20  # mutants between two lines that say how far it is
-SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "out")
+SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "out")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -39,11 +39,7 @@ def is_noticed(mutant: Mutant, tests: dict[str, float], tree: Path) -> bool:
     target = tree / mutant.path
     before = target.read_bytes()
     target.write_text(mutant.source(), encoding="utf-8")
-    first: dict[str, float] = {}
-    for test, seconds in tests.items():
-        if first and sum(first.values()) + seconds > FIRST_S:
-            break
-        first[test] = seconds
+    first = quick(tests)
     rest = {test: tests[test] for test in tests if test not in first}
     try:
         return fails(first, tree) or (bool(rest) and fails(rest, tree))
@@ -51,20 +47,14 @@ def is_noticed(mutant: Mutant, tests: dict[str, float], tree: Path) -> bool:
         target.write_bytes(before)
 
 
-def fails(tests: dict[str, float], tree: Path) -> bool:
-    """Run tests in a copy of the tree; say whether one failed, or none ended in time."""
-    names = tree / "out" / "names"
-    names.parent.mkdir(exist_ok=True)
-    names.write_text("\n".join(tests), encoding="utf-8")
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "--tb=no", f"@{names}"]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment(tree), capture_output=True, check=False,
-            timeout=SLOWER * sum(tests.values()) + START_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return True
-    return done.returncode != 0
+def quick(tests: dict[str, float]) -> dict[str, float]:
+    """Return the first of the tests, as many as run on their own before the others."""
+    first: dict[str, float] = {}
+    for test, seconds in tests.items():
+        if first and sum(first.values()) + seconds > FIRST_S:
+            break
+        first[test] = seconds
+    return first
 
 
 def in_copies(
@@ -116,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     seed = random.SystemRandom().randrange(1 << 30) if args.seed is None else args.seed
     places = [mutant for mutant in all_mutants() if args.only in str(mutant.path)]
-    chosen = random.Random(seed).sample(places, min(args.count, len(places)))
+    chosen = sample(places, args.count, random.Random(seed))
     say(f"seed {seed}: {len(chosen)} of {len(places)} mutants")
     with tempfile.TemporaryDirectory() as folder:
         trees = [
@@ -135,10 +125,22 @@ def main(argv: list[str] | None = None) -> int:
     return int((len(chosen) - killed) * 20 > len(chosen))
 
 
+def sample(places: list[Mutant], count: int, rng: random.Random) -> list[Mutant]:
+    """Draw mutants, but for those that are known to change nothing."""
+    known = {(path, old, new) for path, old, new, _ in EQUIVALENT}
+    drawn = rng.sample(places, len(places))
+    kept = (mutant for mutant in drawn if (str(mutant.path), *mutant.lines) not in known)
+    return list(itertools.islice(kept, count))
+
+
 def attack(chosen: list[Mutant], covering: Covering, trees: list[Path]) -> int:
     """Try each mutant and print those that survive; return how many were noticed."""
     tests = {mutant: covering.order(mutant, BUDGET_S) for mutant in chosen}
     killed = 0
+    without = [quick(found) for found in tests.values() if found][: len(trees)]
+    for names, failed in in_copies(lambda item, tree: fails(item, tree), without, trees):
+        if failed:
+            raise SystemExit(f"fail without a mutant, all in one process: {sorted(names)}")
 
     def work(mutant: Mutant, tree: Path) -> bool:
         return bool(tests[mutant]) and is_noticed(mutant, tests[mutant], tree)

@@ -86,19 +86,20 @@ class Covering:
                     self._lines[path, line].update(tests)
 
     def order(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
-        """Give tests that pass without the mutant, with their seconds: its own folder's first.
+        """Give tests that pass without the mutant, with their seconds.
 
         They run its line. A line that runs while its file is imported belongs to no test: then
-        they run its file. They end where they would take `budget_s`, all but the first.
+        they run its file. Those of its own folder and of tests/golden, which see most, come first;
+        they end where they would take `budget_s`, all but the first.
         """
         found = self._lines[str(mutant.path), mutant.line] & self.seconds.keys()
         found = found or self._files[str(mutant.path)] & self.seconds.keys()
         chosen: dict[str, float] = {}
         spent = 0.0
-        folder = f"tests/{mutant.path.parent}/"
+        folders = (f"tests/{mutant.path.parent}/", "tests/golden/")
 
         def rank(test: str) -> tuple[bool, float, str]:
-            return not test.startswith(folder), self.seconds[test], test
+            return not test.startswith(folders), self.seconds[test], test
 
         for test in sorted(found, key=rank):
             spent += self.seconds[test]

@@ -17,7 +17,9 @@ ROOMS = (
     "neuron_moe/blocks.py",
     "neuron_moe/moe.py",
     "neuron_moe/shared_experts.py",
-    "neuron_moe/backends",
+    "neuron_moe/backends/chosen_experts.py",
+    "neuron_moe/backends/torch_backend.py",
+    "neuron_moe/backends/nki",
     "neuron_moe/parallel/collectives.py",
     "neuron_moe/parallel/exchange.py",
     "neuron_moe/parallel/hybrid.py",
@@ -32,8 +34,17 @@ ROOMS = (
     "nki_sim/isa",
     "nki_sim/machine",
 )
-PRICES = ("cost.py", "costs.py", "fit.py", "layer_cost.py")
-SILENT = re.compile("facts|MemoryRange", re.IGNORECASE)  # calls that only time or tell
+# What estimates time, and how the host serves memory and threads.
+PRICES = (
+    "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "host_memory.py",
+    "host_threads.py", "huge_pages.py",
+)  # fmt: skip
+AT_ONCE = re.compile("CHUNK|POOL|_MAX_GEOMETRIES")  # constants: how much is worked on, or kept
+# Calls and functions that only time or tell.
+SILENT = re.compile(
+    "facts|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
+    "__str__|__repr__|notes|explain", re.IGNORECASE
+)  # fmt: skip
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="),
@@ -59,9 +70,14 @@ class Mutant:
         lines[self.line - 1] = old[: self.begin] + self.text.encode() + old[self.end :]
         return b"".join(lines).decode()
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> tuple[str, str]:
+        """The line before and after the change, without indentation."""
         old = (ROOT / self.path).read_text().splitlines()[self.line - 1].strip()
-        new = self.source().splitlines()[self.line - 1].strip()
+        return old, self.source().splitlines()[self.line - 1].strip()
+
+    def __str__(self) -> str:
+        old, new = self.lines
         return f"{self.path}:{self.line}\n    - {old}\n    + {new}"
 
 
@@ -87,16 +103,20 @@ def all_mutants() -> list[Mutant]:
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
-    That is decorators, the values in messages, facts for the clock, how strict a zip is, and -1
-    where it stands for the rest.
+    That is decorators, what messages are made of, facts for the clock, how strict a zip is, how
+    much is worked on at once, and -1 where it stands for the rest.
     """
+    if isinstance(node, ast.FunctionDef) and SILENT.search(node.name):
+        return
     yield node
     decorators = getattr(node, "decorator_list", [])
     for child in ast.iter_child_nodes(node):
         is_silent = isinstance(child, ast.Call) and SILENT.search(ast.unparse(child.func))
         is_strict = isinstance(child, ast.keyword) and child.arg == "strict"
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
-        if is_silent or is_strict or is_rest or isinstance(child, ast.JoinedStr):
+        is_text = isinstance(child, ast.JoinedStr | ast.Raise)
+        is_size = isinstance(child, ast.Assign) and AT_ONCE.search(ast.unparse(child.targets[0]))
+        if is_silent or is_strict or is_rest or is_text or is_size:
             continue
         if child not in decorators:
             yield from _nodes(child)

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
 from neuron_moe.backends.nki import NkiBackend
-from neuron_moe.backends.nki.operands import _log_once
+from neuron_moe.backends.nki.operands import _log_once, check_weights
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.errors import WeightError
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.plan import Step
 from neuron_moe.quantize import decode_mxfp4, quantize_fp8
+from neuron_moe.weights.expert_weights import ExpertWeights
 from neuron_moe.weights.narrow import NarrowMatrices
+from nki_kernels.common.formula import ExpertFormula
 from tests.neuron_moe.nki_cases import GPT_OSS
 from tests.tolerances import rms_error
 
@@ -347,3 +349,45 @@ def test_experts_that_fit_on_chip_are_not_laid_out_for_prefill() -> None:
     )
     with pytest.raises(ValueError, match="for_prefill=True: the plan asked for"):
         tuned.pack_weights(for_prefill=True)
+
+
+def matrices(format_: str | None) -> tuple[NarrowMatrices | None, Tensor]:
+    """Return packed codes, or none, and plain weights in bfloat16."""
+    plain = torch.randn(E, H, I).bfloat16()
+    if format_ is None:
+        return None, plain
+    codes = plain.to(getattr(torch, format_))
+    return NarrowMatrices(codes, torch.ones(E, I), torch.bfloat16), plain
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (None, None, None),
+        ("float8_e5m2", "float8_e5m2", None),
+        ("float8_e5m2", None, "packed weights: .* alike"),
+        (None, "float8_e5m2", "packed weights: .* alike"),
+        ("float8_e5m2", "float8_e4m3fn", "one format for both"),
+    ],
+)
+def test_kernels_read_both_matrices_in_one_form(
+    first: str | None, second: str | None, message: str | None
+) -> None:
+    (gate_up, gate_up_EHI), (down, down_EIH) = matrices(first), matrices(second)
+    weights = ExpertWeights(
+        gate_up_EHI, down_EIH, None, None, ExpertFormula(), packed_gate_up=gate_up, packed_down=down
+    )
+    if message is None:
+        assert check_weights(weights) == (gate_up, down)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_weights(weights)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_kernels_read_plain_matrices_in_bfloat16_only(name: str) -> None:
+    both = {"gate_up_proj": torch.zeros(E, H, 2 * I), "down_proj": torch.zeros(E, I, H)}
+    half = {key: value if key == name else value.bfloat16() for key, value in both.items()}
+    weights = ExpertWeights(half["gate_up_proj"], half["down_proj"], None, None, ExpertFormula())
+    with pytest.raises(ValueError, match=f"{name}: dtype float32 must be bfloat16"):
+        check_weights(weights)

@@ -358,6 +358,26 @@ def check_that_token_5_stays_alone(layer: MoE, token_H: torch.Tensor) -> None:
     assert torch.equal(output[0, others], expected[0, others])
 
 
+@pytest.mark.parametrize(("mlp", "is_clamped"), [(GPT_OSS, True), (SILU, False)])
+def test_an_expert_that_overflows_is_told_and_seen_in_its_tile_only(
+    mlp: dict[str, Any], is_clamped: bool
+) -> None:
+    layer = build("nki", mlp, {}, torch.bfloat16, **SEPARATE)
+    told = any("overflows bfloat16" in note for note in layer.explain("prefill", 300).notes)
+    assert told is not is_clamped
+    hidden = torch.randn(1, 300, H).bfloat16()
+    with torch.no_grad():
+        expected = layer(hidden).output
+        hidden[0, 5] = 1e25
+        output = layer(hidden).output
+    others = [token for token in range(300) if token != 5]
+    is_same = (output == expected)[0, others].all(1)
+    is_nan = output[0, others].isnan().any(1)
+    assert (is_same | is_nan).all()
+    assert is_nan.sum() <= 127 * (not is_clamped)
+    assert output[0, 5].isfinite().all() == is_clamped
+
+
 @pytest.mark.parametrize("tokens", [4, 150])
 @pytest.mark.parametrize("options", [{}, SEPARATE], ids=["fused", "separate"])
 @pytest.mark.parametrize("router", [None, sigmoid_router], ids=["softmax", "sigmoid"])

@@ -385,6 +385,22 @@ def test_fp8_refuses(case):
         call()
 
 
+@pytest.mark.parametrize("convert", [quantize_fp8, encode_mxfp4, round_to_bf16])
+def test_weights_that_are_no_floats_are_refused(convert):
+    for weight in (torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 32, dtype=torch.float64)):
+        with pytest.raises(TypeError, match=f"weight.dtype={weight.dtype}"):
+            convert(weight)
+
+
+def test_blocks_may_have_more_rows_than_columns():
+    weight = torch.arange(1.0, 1 + 130 * 70).view(130, 70)
+    quantized = quantize_fp8(weight, scheme="blockwise_symmetric", block_shape=(128, 64))
+    assert quantized.scale.shape == (2, 2)
+    torch.testing.assert_close(dequantize_fp8(quantized, torch.float32), weight, rtol=0.1, atol=0)
+    with pytest.raises(ValueError, match=r"must be \[2, 2\]"):
+        QuantizedWeight(quantized.codes, torch.ones(2, 1), (128, 64))
+
+
 # MXFP4 to fp8
 
 
@@ -495,6 +511,14 @@ def test_recoding_refuses(scope, scale, message):
     blocks, scales = random_mxfp4(1, 2, 2, lowest=scale, highest=scale)
     with pytest.raises(ValueError, match=message):
         recode_mxfp4_to_fp8(blocks, scales, scope=scope)
+
+
+def test_a_plain_matrix_is_recoded_and_a_vector_refused() -> None:
+    blocks, scales = random_mxfp4(64, 8, lowest=110, highest=115)
+    expected = decode_mxfp4(blocks, scales, torch.float32)
+    assert torch.equal(dequantize_fp8(recode_mxfp4_to_fp8(blocks, scales), torch.float32), expected)
+    with pytest.raises(ValueError, match=r"scales \[8\]: must be \[..., rows, groups\]"):
+        recode_mxfp4_to_fp8(blocks[0], scales[0])
 
 
 def test_every_pair_of_mxfp4_code_and_scale_survives_decoding_and_recoding() -> None:

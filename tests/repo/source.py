@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("nki_sim", "nki_kernels", "neuron_moe", "models", "tools")  # lowest first
-_INSIDE = ("models", "tools", "configs")  # of neuron_moe, by link or as folders
+PACKAGES = ("nki_sim", "nki_kernels", "neuron_moe", "models", "serving", "tools")  # lowest first
+_INSIDE = ("models", "serving", "tools", "configs")  # of neuron_moe, by link or as folders
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,18 @@ import pytest
 from neuron_moe.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
-TOP = ("nki_sim", "nki_kernels", "neuron_moe", "models", "tools", "configs", "tests", "docs", ".ci")
+TOP = (
+    "nki_sim",
+    "nki_kernels",
+    "neuron_moe",
+    "models",
+    "serving",
+    "tools",
+    "configs",
+    "tests",
+    "docs",
+    ".ci",
+)
 DOCUMENTS = [
     *sorted(ROOT.joinpath("docs").glob("*.md")),
     ROOT / "CONTRIBUTING.md",

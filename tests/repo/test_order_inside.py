@@ -48,6 +48,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("parallel.invariant", "parallel.wire", "parallel.rank_files"),
     ("nxd_compat",),
     ("routing", "moe_configs", "expert_mlps_v2", "parallel_layers"),  # NxD's module paths
+    ("public",),
 )
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from neuron_moe.tools.cli import SUBCOMMANDS
+from neuron_moe.tools.subcommands import SUBCOMMANDS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

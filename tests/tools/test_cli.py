@@ -1,5 +1,8 @@
 """neuron-moe as a user calls it: exit status and where messages go."""
 
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.parallel import CollectiveError
 from neuron_moe.tools import cli
+from neuron_moe.tools.menu import Menu
 from neuron_moe.tools.ranks import RankError
 
 SIZES = "H=64,I=64,E=4,K=2,L=1"
@@ -21,7 +25,7 @@ GENERATE = ["generate", "--model", "tiny_gpt_oss", "--prompt", "a"]
     ("args", "words"),
     [
         (["generat"], "Did you mean 'generate'"),
-        (["bench", "gpu"], "no target 'gpu'"),
+        (["bench", "tpu"], "no target 'tpu'"),
         (["bench", "cpu", "--tokens", "0"], "--tokens=0"),
         (["inspect", "--model", "gpt_oss_20b", "--tp", "3"], "tp=3"),
         (["generate", "--model", "nowhere", "--prompt", "a"], "model=nowhere"),
@@ -125,7 +129,7 @@ def test_every_end_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli.Menu, "main", raising(error))
+    monkeypatch.setattr(Menu, "main", raising(error))
     assert cli.main(["demo"]) == status
     printed = capsys.readouterr().err
     assert words in printed
@@ -136,7 +140,7 @@ def test_a_bug_of_ours_leaves_a_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cli.Menu, "main", raising(ZeroDivisionError("by zero")))
+    monkeypatch.setattr(Menu, "main", raising(ZeroDivisionError("by zero")))
     assert cli.main(["demo", "--out", "\udcff"]) == 1
     printed = capsys.readouterr().err
     (report,) = tmp_path.iterdir()
@@ -144,3 +148,33 @@ def test_a_bug_of_ours_leaves_a_report(
     text = report.read_text()
     assert "ZeroDivisionError: by zero" in text
     assert "'--out'" in text
+
+
+def start_listing_imports(*args: str) -> subprocess.Popen[str]:
+    """Start neuron-moe so that standard error names each module once it is imported."""
+    command = [sys.executable, "-X", "importtime", "-m", "neuron_moe.tools.cli", *args]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize("asked", ["--help", "--version"])
+def test_help_and_version_are_told_without_torch_or_numpy(asked: str) -> None:
+    printed, imports = start_listing_imports(asked).communicate()
+    modules = {line.rpartition("|")[2].strip() for line in imports.splitlines()}
+    assert "neuron-moe" in printed
+    assert "neuron_moe.tools" in modules
+    assert not modules & {"torch", "numpy", "nki_sim"}
+
+
+def test_an_interrupt_while_torch_is_imported_is_one_sentence() -> None:
+    with start_listing_imports("inspect", "nowhere") as process:
+        assert process.stderr is not None
+        while "torch._C" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.readlines()
+    assert [line for line in rest if not line.startswith("import time:")] == [
+        "\n", "neuron-moe: interrupted before it began\n",
+    ]  # fmt: skip
+    assert process.returncode == 130

@@ -4,12 +4,10 @@ import importlib
 
 import pytest
 
-from neuron_moe.tools import cli
+from neuron_moe.tools import subcommands
 from neuron_moe.tools.commands import bench, check
-from neuron_moe.tools.menu import Menu
 
-MENUS = {"neuron-moe": Menu("neuron-moe", "command", cli.SUBCOMMANDS), "bench": bench.MENU,
-         "check": check.MENU}  # fmt: skip
+MENUS = {"neuron-moe": subcommands.MENU, "bench": bench.MENU, "check": check.MENU}
 
 
 @pytest.mark.parametrize("name", MENUS)

@@ -15,6 +15,7 @@ MENU = Menu(
         "host": ("bench.host", "host time of one layer call, launches stubbed out (measured)"),
         "load": ("bench.load", "memory and bytes read while a rank's weights stream (measured)"),
         "sim": ("bench.sim", "overhead of the simulator per instruction (measured)"),
+        "serve": ("bench.serve", "our class in vLLM beside vLLM's own, over HTTP (measured)"),
         "wire": ("bench.wire", "bytes on the wire of one MoE layer over ranks (measured)"),
         "prefill": (
             "bench.prefill",

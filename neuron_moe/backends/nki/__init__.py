@@ -11,8 +11,9 @@ launched through `nki.jit`; that way has not been tried, for want of a device.
 | layer.py | the same with norm, router and shared experts in one launch | decode_layer |
 | router.py | routing of the first two | router_topk |
 
-There is no gradient: training uses the torch backend. In prefill a token that is not finite spoils
-the up to 127 others that combine adds up with it; in decode it spoils its own row only.
+There is no gradient: training uses the torch backend. A token that is not finite becomes NaN alone.
+In prefill a finite one whose expert overflows bfloat16 makes the up to 127 others NaN that combine
+adds up with it; clamps exclude that, and `MoE.explain` says where nothing does.
 """
 
 from neuron_moe.backends.nki.backend import NkiBackend

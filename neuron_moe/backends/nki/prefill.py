@@ -49,6 +49,11 @@ from nki_kernels.prefill import (
     visit_dims,
 )
 
+_OVERFLOW = (
+    "a token whose expert overflows bfloat16 makes NaN of the up to 127 others that combine adds up"
+    " with it: no clamp of the formula excludes that"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class _Launches:
@@ -151,7 +156,8 @@ class PrefillPlan(Plan):
                     " [estimated]",
                 )
         around = "kernels: router_topk, index_blocks, combine around it"
-        return (plan, around, format_note(parts.weights), *better)
+        overflow = () if _is_clamped(parts.weights.formula) else (_OVERFLOW,)
+        return (plan, around, format_note(parts.weights), *better, *overflow)
 
 
 def _prepare(plan: PrefillPlan) -> _Launches:
@@ -320,6 +326,12 @@ def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
     experts, rows, columns = weight_EXY.shape
     cut = weight_EXY.detach().view(experts, rows, halves, parts, columns // (halves * parts))
     return cut.permute(0, 3, 1, 2, 4).reshape(experts, parts, rows, columns // parts)
+
+
+def _is_clamped(formula: ExpertFormula) -> bool:
+    """Say whether clamps keep what goes into the down projection far below an overflow."""
+    up, gate = formula.up_limits, formula.gate_limits
+    return up.has_upper and up.has_lower and (gate.has_upper or not formula.has_gate)
 
 
 def _describe(ranked: list[Candidate]) -> str:

@@ -16,7 +16,10 @@ from nki_kernels.index import (
 )
 from nki_kernels.index.check import MOST
 from nki_kernels.index.memory import sbuf_bytes
-from nki_sim import SimOptions, TensorSpec
+from nki_kernels.index.slot_inverse import store_flat
+from nki_kernels.index.visits import _store_lane
+from nki_sim import SimOptions, TensorSpec, isa
+from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
 from tests.nki_kernels.traces import measured_cost
 
@@ -126,6 +129,44 @@ def test_division_is_exact_up_to_the_limit(divisor: int) -> None:
         data=Tile(data[None].astype(np.float32)),
     )
     np.testing.assert_array_equal(result["dst"][0], data // divisor)
+
+
+@pytest.mark.parametrize(
+    "length", [1, 3, 64 * 3 - 1, 64 * 3, 64 * 3 + 1, 65 * 3, 128 * 3 - 1, 128 * 3]
+)
+def test_both_halves_together_store_a_flat_tensor_once(length: int) -> None:
+    values = np.arange(128 * 3, dtype=np.int32).reshape(128, 3)
+
+    def store(values_hbm: nl.ndarray) -> nl.ndarray:
+        flat = nl.ndarray((length,), nl.int32, buffer=nl.shared_hbm)
+        values_sb = nl.ndarray((128, 3), nl.int32)
+        isa.dma_copy(values_sb, values_hbm)
+        first = 64 * nl.program_id(0)
+        store_flat(flat, values_sb, 3, 0, 3, first, first + 64)
+        return flat
+
+    run = nki_sim.run(store, values, lnc=2)
+    np.testing.assert_array_equal(run.outputs, values.reshape(-1)[:length])
+    assert run.findings == []
+    assert measured_cost(run.trace).written_bytes == 4 * length
+
+
+@pytest.mark.parametrize(("visits", "size"), [(1, 1), (128, 1), (129, 1), (256, 1), (130, 3)])
+def test_the_values_of_a_lane_are_stored_once(visits: int, size: int) -> None:
+    width = -(-visits // 128) * size
+    values = np.arange(128 * width, dtype=np.float32).reshape(128, width)
+
+    def store(values_hbm: nl.ndarray) -> nl.ndarray:
+        lists = nl.ndarray((2, visits, size), nl.int32, buffer=nl.shared_hbm)
+        values_sb = nl.ndarray((128, width), nl.float32)
+        isa.dma_copy(values_sb, values_hbm)
+        _store_lane(lists, values_sb, nl.program_id(0), visits, size)
+        return lists
+
+    run = nki_sim.run(store, values, lnc=2)
+    np.testing.assert_array_equal(run.outputs[1].reshape(-1), values.reshape(-1)[: visits * size])
+    assert run.findings == []
+    assert measured_cost(run.trace).written_bytes == 4 * 2 * visits * size
 
 
 REFUSED = {

@@ -258,6 +258,21 @@ def test_a_benign_conflict_is_at_most_reported(name: str, options: SimOptions) -
         assert races == []
 
 
+def test_what_lies_in_memory_that_nobody_wrote_is_no_value_to_be_equal_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(np, "empty", np.zeros)
+
+    def write_where_the_other_does(core: int, out: Any) -> None:
+        isa.dma_copy(out[core : core + 1], filled(1.0, (1, 16)))
+        isa.core_barrier(out, (0, 1))
+        isa.dma_copy(out[4:5], filled(float(core), (1, 16)))
+
+    for options in ORDERS[:2]:
+        with pytest.raises(nki_sim.RaceError):
+            nki_sim.run(two_cores(write_where_the_other_does), lnc=2, options=options)
+
+
 def test_overlapping_columns_of_the_same_rows_race_only_where_they_overlap() -> None:
     def halves(width: int) -> Callable[[int, Any], None]:
         def body(core: int, out: Any) -> None:

@@ -372,3 +372,24 @@ def test_the_trace_records_sizes_types_and_tiles() -> None:
     assert (facts.k, facts.m, facts.n) == (64, 32, 64)
     assert (facts.stationary_dtype, facts.dst_dtype) == ("bfloat16", "float32")
     assert facts.tile == (0, 0, 64, 32)
+
+
+def test_a_product_may_be_added_to_what_was_turned_into_psum() -> None:
+    x, one = normal((16, 16), np.float32), np.eye(16, dtype=np.float32)
+
+    def body(dst: Any, x: Any, one: Any) -> None:
+        isa.nc_transpose(dst, x)
+        isa.nc_matmul(dst, one, x, accumulate=True)
+
+    result = execute(body, dst=psum((16, 16)), x=Tile(x), one=Tile(one))
+    np.testing.assert_allclose(result["dst"], x.T + x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fill", [0x00, 0xFF])
+def test_without_a_check_unwritten_memory_holds_the_fill(fill: int) -> None:
+    options = SimOptions(uninitialized="off", fill=fill)
+    result = execute(
+        lambda dst, x: isa.tensor_copy(dst, x), options=options,
+        dst=Tile(shape=(4, 4), dtype="uint8"), x=Tile(shape=(4, 4), dtype="uint8"),
+    )  # fmt: skip
+    assert (result["dst"] == fill).all()

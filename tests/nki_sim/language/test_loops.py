@@ -11,6 +11,7 @@ import pytest
 import nki_sim
 from nki_sim import AccumulateError, LanguageError, SimOptions, UninitializedRead, isa
 from nki_sim.language import api as nl
+from nki_sim.machine import VirtualRegister
 
 
 def counter(value: int = 0) -> Any:
@@ -114,8 +115,20 @@ def test_registers_hold_32_bits_with_a_sign() -> None:
         return saved(first, second)
 
     assert numbers(kernel)[1] == -7
-    with pytest.raises(LanguageError, match="32-bit"):
-        nki_sim.run(lambda: isa.register_alloc(1 << 33))
+    for value in (-(1 << 31) - 1, 1 << 32):
+        with pytest.raises(LanguageError, match="32-bit"):
+            nki_sim.run(lambda value=value: isa.register_alloc(value))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [(-(1 << 31), -(1 << 31)), (0, 0), ((1 << 31) - 1, (1 << 31) - 1), (1 << 31, -(1 << 31)),
+     ((1 << 32) - 1, -1)],
+)  # fmt: skip
+def test_a_register_is_read_with_its_sign(written: int, read: int) -> None:
+    register = VirtualRegister()
+    register.write(written)
+    assert register.read() == read
 
 
 def test_a_register_is_loaded_from_hbm() -> None:

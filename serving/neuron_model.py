@@ -1,0 +1,254 @@
+"""Our models in the native form of vllm-neuron, the plugin that serves Trainium.
+
+Its runner asks a factory for the model, reads the needs of the cache, binds pages, loads weights,
+and compiles one static graph for each bucket: prefill of one sequence, decode of several. The
+interface is the plugin's (`tests/serving/vllm_neuron.json` records it with its source).
+
+Letters: T tokens of the step with padding, H hidden, V vocabulary, n sampled positions.
+"""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.loader import build_model, parse_config, read_config
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.collectives import Collectives
+from neuron_moe.serving.neuron_attention import PagesCore, view_of
+from neuron_moe.serving.neuron_weights import assign, parameter_loaders
+from neuron_moe.serving.options import OPTIONS_KEY, ServingOptions
+
+QUANTIZATIONS = (None, "bf16", "mxfp4")  # our reader decodes whatever a checkpoint holds
+PLUGIN = "vllm_neuron"
+
+
+class NeuronMoeNativeForCausalLM(nn.Module):
+    """A model of ours as the runner of vllm-neuron wants it; made by `from_configs`.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: of the parameters.
+        options: how it computes.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, options: ServingOptions) -> None:
+        super().__init__()
+        self.folder, self.options = folder, options
+        self.model = cast(DecoderModel, build_model(folder, dtype=dtype, backend=options.backend))
+        self._caches: list[tuple[Tensor, Tensor]] = []
+        self._names = [f"layers.{layer}.self_attn" for layer in range(len(self.model.layers))]
+        for layer, attention in enumerate(self.model.attentions):
+            shape = attention.cache_shape
+            if attention.reach is None or len(shape) != 2 or shape[0] != shape[1]:
+                raise ValueError(
+                    f"layer {layer}: {type(attention).__name__} keeps {shape or 'a state'}, must"
+                    " keep keys and values of one size; vllm-neuron has pages for those alone."
+                    " Serve it with `neuron-moe serve`."
+                )
+            attention.core = PagesCore(self.model.config.num_attention_heads, shape[0][0])
+
+    @classmethod
+    def from_configs(cls, hf_config: Any, neuron_config: Any) -> "NeuronMoeNativeForCausalLM":
+        """Return the model of a checkpoint, without weights, for this rank.
+
+        Args:
+            hf_config: of transformers; its `name_or_path` must be the checkpoint's folder, and an
+                attribute `neuron_moe` may hold `ServingOptions` (--hf-overrides).
+            neuron_config: of the plugin, or None.
+
+        Raises:
+            ValueError: something is asked for that this model does not do.
+        """
+        _check_config(neuron_config)
+        folder = Path(hf_config.name_or_path)
+        if not folder.is_dir():
+            raise ValueError(
+                f"model={folder}: must be the folder of a checkpoint. Download it first."
+            )
+        options = ServingOptions.read({OPTIONS_KEY: getattr(hf_config, OPTIONS_KEY, {})})
+        _take_groups()
+        dtype = getattr(hf_config, "dtype", None) or torch.bfloat16
+        return cls(folder, dtype, options)
+
+    def get_kv_spec(self) -> Any:
+        """Return the plugin's `KVSpec`: what each layer keeps of a token on this rank."""
+        records = importlib.import_module(f"{PLUGIN}.model.kv_cache")
+        layers = [
+            records.LayerSpec(
+                name=name,
+                num_kv_heads=attention.core.num_kv_heads,
+                head_size=attention.cache_shape[0][1],
+                dtype=self.model.embed_tokens.weight.dtype,
+                sliding_window_size=attention.reach.window,
+                chunk_size=attention.reach.chunk,
+            )
+            for name, attention in zip(self._names, self.model.attentions, strict=True)
+        ]
+        return records.KVSpec(layers=layers)
+
+    def bind_kv_cache(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take the pages of each layer: keys and values, [pages, heads, tokens, head size].
+
+        Raises:
+            ValueError: a layer has none, or they are of another form.
+        """
+        caches = []
+        for name, attention in zip(self._names, self.model.attentions, strict=True):
+            pages = kv_caches.get(name)
+            wanted = attention.core.num_kv_heads, attention.cache_shape[0][1]
+            if pages is None or any(
+                each.ndim != 4 or (each.shape[1], each.shape[3]) != wanted for each in pages[:2]
+            ):
+                found = None if pages is None else [tuple(each.shape) for each in pages]
+                raise ValueError(
+                    f"kv_caches[{name!r}]: {found}, must be keys and values [pages, {wanted[0]},"
+                    f" tokens, {wanted[1]}]. Allocate what get_kv_spec() says, unpacked."
+                )
+            caches.append((pages[0], pages[1]))
+        self._caches = caches
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        inputs_embeds: Tensor | None = None,
+        is_token_ids: Tensor | None = None,
+        attn_metadata: Mapping[str, Mapping[str, Any]] | None = None,
+        sampling_positions: Tensor | None = None,
+        sampling_params: Tensor | None = None,
+        spec_decode_metadata: Any = None,
+        logit_mask: Tensor | None = None,
+        rank: Tensor | None = None,
+        **_more: Any,
+    ) -> Tensor:
+        """Return logits [n, V] of the sampled positions.
+
+        Args:
+            input_ids: [T] token ids, padded to the bucket.
+            positions: [T] place of each in its sequence.
+            inputs_embeds: prompt embeddings, which it does not take.
+            is_token_ids: which of them are none.
+            attn_metadata: by layer: slot_mapping [T], block_table_tensor, max_query_len,
+                decode_token_threshold and, for tables cut to a window, swa_kv_pos_offset.
+            sampling_positions: [n] which of the T tokens to give logits for; None for all.
+            sampling_params: of sampling on the device, which it does not do.
+            spec_decode_metadata: of speculation, which it does not do.
+            logit_mask: of sampling on the device.
+            rank: of this process; its weights are of one rank already.
+
+        Raises:
+            ValueError: embeddings or speculation were given, or no pages are bound.
+        """
+        refused = {"inputs_embeds": inputs_embeds, "spec_decode_metadata": spec_decode_metadata}
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(f"{name}: must be None, it is not served. Leave it off.")
+        if attn_metadata is None or not self._caches:
+            raise ValueError("forward: needs attn_metadata and bound pages. Call bind_kv_cache().")
+        first = attn_metadata[self._names[0]]
+        is_decode = first["max_query_len"] <= first["decode_token_threshold"]
+        views = [
+            view_of(caches, attn_metadata[name], positions)
+            for name, caches in zip(self._names, self._caches, strict=True)
+        ]
+        hidden_TH = self.model.forward_tokens(
+            input_ids,
+            positions.long(),
+            phase="decode" if is_decode else "prefill",
+            # In decode a row more costs less than telling padding apart, which takes fusion away.
+            real_T=None if is_decode else first["slot_mapping"].flatten() >= 0,
+            views=views,
+        )
+        if sampling_positions is not None:
+            hidden_TH = hidden_TH.index_select(0, sampling_positions)
+        logits_nV: Tensor = self.model.compute_logits(hidden_TH)
+        return logits_nV
+
+    def load_weights(
+        self, checkpoint_path: str, device: torch.device, cache_dir: str | None
+    ) -> None:
+        """Fill the model through the plugin's pipelined reader and our loaders.
+
+        Args:
+            checkpoint_path: folder of the checkpoint.
+            device: where parameters go.
+            cache_dir: of the plugin.
+        """
+        checkpoints = importlib.import_module(f"{PLUGIN}.utils.checkpoints")
+        loaders = importlib.import_module(f"{PLUGIN}.utils.weight_loader")
+        model_file, config = parse_config(read_config(self.folder), self.folder)
+        parameters = dict(self.model.named_parameters())
+        mappings = {}
+        made = parameter_loaders(self.model, model_file.weight_map(config), checkpoint_path)
+        for name, loader in made.items():
+            attached = loaders.SafetensorsWeightLoader(transform=loader.transform)
+            loaders.set_weight_loader(parameters[name], attached)
+            mappings[name] = list(loader.keys)
+        group = _model_group()
+        checkpoint = checkpoints.SafetensorsCheckpoint(checkpoint_path, cache_dir)
+        loaded = checkpoint.load_sharded_pipelined(
+            group.rank if group else 0, group.size if group else 1, self.model, mappings, device
+        )
+        assign(self.model, loaded.state_dict, device)
+        self.model.eval().requires_grad_(False)
+
+    def load_weights_lite(
+        self, checkpoint_path: str, device: torch.device, cache_dir: str | None
+    ) -> None:
+        """Load nothing: graphs are compiled from shapes, and no scale is baked into them."""
+
+    def prepare(self, phase: str, tokens: int) -> None:
+        """Lay weights out for a bucket before its graph is captured.
+
+        Args:
+            phase: 'prefill' or 'decode'.
+            tokens: T.
+        """
+        self.model.prepare(phase, tokens, has_padding=phase == "prefill")
+
+
+def _check_config(neuron_config: Any) -> None:
+    """Raise ValueError for what this model does not do."""
+    quantization = getattr(neuron_config, "quantization", None)
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(
+            f"quantization={quantization!r}: must be one of {', '.join(map(str, QUANTIZATIONS))}."
+            " Leave it out: weights are decoded as the checkpoint stores them."
+        )
+    for name in ("attention_dp_size", "embedding_dp_size", "lm_head_dp_size"):
+        if (value := getattr(neuron_config, name, 1)) not in (None, 1):
+            raise ValueError(f"{name}={value}: must be 1. Raise the tensor parallel size instead.")
+    if getattr(neuron_config, "on_device_sampling_config", None) is not None:
+        raise ValueError(
+            "on_device_sampling_config: must be None, for this model returns logits. Set it to"
+            " null in --additional-config."
+        )
+
+
+def _take_groups() -> None:
+    """Take the plugin's ranks as ours, once."""
+    tensor = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+    if tensor.world_size == 1 or parallel_state.model_parallel_is_initialized():
+        return
+    expert_ranks = importlib.import_module(
+        f"{PLUGIN}.parallel.neuron_parallel_state"
+    ).get_neuron_ep_degree()
+    if expert_ranks not in (1, tensor.world_size):
+        raise ValueError(
+            f"ep_degree={expert_ranks}: must be 1 or the {tensor.world_size} tensor parallel ranks."
+            " Leave it out, or pass --enable-expert-parallel."
+        )
+    if expert_ranks == 1:
+        parallel_state.adopt_groups(tensor.device_group)
+    else:
+        parallel_state.adopt_groups(None, tensor.device_group)
+
+
+def _model_group() -> Collectives | None:
+    groups = parallel_state.get_groups()
+    return None if groups is None else groups.model

@@ -1,0 +1,116 @@
+"""What a server may be told of our models beside its own settings, and what it must be told.
+
+vLLM hands `additional_config` to models unread; ours is the part under OPTIONS_KEY.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from neuron_moe.errors import check_choice, check_positive_int, closest
+from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.parallel.config import ParallelConfig
+from neuron_moe.weights.product_forms import FORMS, MEASURED
+
+ARCHITECTURE = "NeuronMoeForCausalLM"
+NATIVE_ARCHITECTURE = "NeuronMoeNativeForCausalLM"
+OPTIONS_KEY = "neuron_moe"
+BACKENDS = ("torch", "nki")
+BLOCK_SIZES = (128, 64, 32)  # tokens of a block of the cache that vLLM's attention on a CPU takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """How our model computes inside a server.
+
+    Attributes:
+        expert_parallel_size: ranks that split the experts; the others split each expert. None
+            leaves it to the server's own switch.
+        backend: of the MoE layers.
+        product_form: how a CPU multiplies with weights, see `models.loader.load_model`.
+        metrics: count expert load and paths.
+    """
+
+    expert_parallel_size: int | None = None
+    backend: str = "torch"
+    product_form: str = MEASURED
+    metrics: bool = False
+
+    def __post_init__(self) -> None:
+        if self.expert_parallel_size is not None:
+            check_positive_int("expert_parallel_size", self.expert_parallel_size)
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("product_form", self.product_form, (MEASURED, *FORMS))
+
+    @classmethod
+    def read(cls, additional_config: Mapping[str, Any]) -> "ServingOptions":
+        """Return the options in a server's additional_config.
+
+        Raises:
+            ValueError: a key or value that is none of ours.
+        """
+        given = additional_config.get(OPTIONS_KEY, {})
+        known = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{OPTIONS_KEY}={given!r}: must be an object with {', '.join(known)}.")
+        for name in given:
+            if name not in known:
+                raise ValueError(
+                    f"additional_config: {OPTIONS_KEY}.{name} must be one of {', '.join(known)}."
+                    f" {closest(name, known)}"
+                )
+        return cls(**given)
+
+    def layout(self, num_ranks: int, *, splits_experts: bool = False) -> ParallelConfig:
+        """Return how the ranks of a server split the experts.
+
+        Args:
+            num_ranks: its tensor parallel ranks.
+            splits_experts: its switch for expert parallelism is on.
+
+        Raises:
+            ValueError: the ranks cannot be split so.
+        """
+        expert_ranks = self.expert_parallel_size or (num_ranks if splits_experts else 1)
+        if num_ranks % expert_ranks:
+            raise ValueError(
+                f"expert_parallel_size={expert_ranks}: must divide the {num_ranks} ranks of the"
+                " server. Choose a divisor, or another tensor parallel size."
+            )
+        return ParallelConfig(tp=num_ranks // expert_ranks, ep=expert_ranks)
+
+
+def hf_overrides() -> dict[str, Any]:
+    """Return what the server must read in place of a checkpoint's config.json.
+
+    Its own class of the architecture is passed by. Our reader decodes weights, so that the server
+    must not expect codes.
+    """
+    return {"architectures": [ARCHITECTURE], "quantization_config": {}}
+
+
+def check_servable(model: DecoderModel) -> None:
+    """Raise ValueError where vLLM has no cache for what a layer keeps."""
+    for layer, attention in enumerate(model.attentions):
+        if attention.reach is None:
+            raise ValueError(
+                f"layer {layer}: {type(attention).__name__} keeps a state of each sequence, must"
+                f" keep keys and values: {ARCHITECTURE} has no recurrent layers yet. Generate"
+                " with `neuron-moe generate`."
+            )
+
+
+def block_size_of(model: DecoderModel) -> int:
+    """Return how many tokens a block of the cache takes, so that chunks of attention are blocks.
+
+    Raises:
+        ValueError: no size fits.
+    """
+    chunks = sorted({attention.reach.chunk or 0 for attention in model.attentions})
+    for size in BLOCK_SIZES:
+        if all(chunk % size == 0 for chunk in chunks):
+            return size
+    raise ValueError(
+        f"attention_chunk_size={chunks[-1]}: must be a multiple of {BLOCK_SIZES[-1]}, the tokens of"
+        " vLLM's smallest block. Serve a model with other chunks."
+    )

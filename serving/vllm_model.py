@@ -1,0 +1,117 @@
+"""One class of vLLM's for every model of this package.
+
+Letters: T tokens of all sequences in a step, H hidden, V vocabulary, n sequences.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.forward_context import get_forward_context
+
+from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.loader import build_model, fill_model
+from neuron_moe.parallel import parallel_state
+from neuron_moe.serving.metrics import ServingCounters
+from neuron_moe.serving.options import ServingOptions
+from neuron_moe.serving.vllm_attention import put_cores
+
+
+class NeuronMoeForCausalLM(nn.Module):
+    """A model of ours that vLLM schedules: our layers and weights, its cache and attention.
+
+    Args:
+        vllm_config: of the server; `additional_config` may hold `ServingOptions`.
+        prefix: of the names of layers.
+
+    Raises:
+        ValueError: the server's settings or the checkpoint do not fit.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.folder = Path(vllm_config.model_config.model)
+        if not self.folder.is_dir():
+            raise ValueError(
+                f"model={self.folder}: must be the folder of a checkpoint. Download it first."
+            )
+        self.options = ServingOptions.read(vllm_config.additional_config or {})
+        _join_ranks(vllm_config, self.options)
+        dtype, backend = vllm_config.model_config.dtype, self.options.backend
+        self.model = cast(DecoderModel, build_model(self.folder, dtype=dtype, backend=backend))
+        self._cores = put_cores(self.model, vllm_config, prefix)
+        self._counters: ServingCounters | None = None
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return [T, H]."""
+        embedded: Tensor = self.model.embed_tokens(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Return the last hidden states [T, H].
+
+        Args:
+            input_ids: [T] token ids of all sequences.
+            positions: [T] int64, the place of each in its sequence.
+            intermediate_tensors: of pipeline parallelism, which there is not.
+            inputs_embeds: in place of token ids, which there is not.
+        """
+        phase = _phase()
+        if self._counters is not None:
+            self._counters.count_step(phase, input_ids.shape[0])
+        return self.model.forward_tokens(input_ids, positions, phase=phase)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return [n, V] of the last token of each sequence, [n, H]."""
+        return self.model.compute_logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fill the model with our own reader; return the names of all parameters.
+
+        Args:
+            weights: what vLLM would read; stays unread.
+        """
+        form = None if self.options.backend == "nki" else self.options.product_form
+        fill_model(self.model, self.folder, product_form=form)
+        for core, attention in zip(self._cores, self.model.attentions, strict=True):
+            core.settle(attention)
+        # Every rank routes all tokens: one of them counts.
+        if self.options.metrics and get_tensor_model_parallel_rank() == 0:
+            self._counters = ServingCounters(self.model)
+        return {name for name, _ in self.named_parameters()}
+
+
+def _join_ranks(config: VllmConfig, options: ServingOptions) -> None:
+    """Build our groups from the ranks that vLLM has started."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}, data_parallel_size="
+            f"{parallel.data_parallel_size}: must be 1. Raise tensor_parallel_size, or start"
+            " several servers."
+        )
+    num_ranks = get_tensor_model_parallel_world_size()
+    layout = options.layout(num_ranks, splits_experts=parallel.enable_expert_parallel)
+    if num_ranks > 1 and not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(config=layout, watch=False)
+
+
+def _phase() -> str:
+    """Return 'decode' where every sequence of the step brings one token."""
+    metadata = get_forward_context().attn_metadata
+    if not isinstance(metadata, dict):
+        return "prefill"  # vLLM's warm-up
+    is_decode = all(layer.max_query_len == 1 for layer in metadata.values())
+    return "decode" if is_decode else "prefill"

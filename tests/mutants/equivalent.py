@@ -1,0 +1,74 @@
+"""Mutants that no test can notice, and why: they are not sampled.
+
+Each stands for one line as it is, without its indentation, and as it would be. `test_mutants.py`
+sees that such a mutant still exists, so that an entry goes when its line does.
+"""
+
+from typing import NamedTuple
+
+
+class Equivalent(NamedTuple):
+    """A change of one line of a file that changes nothing.
+
+    Attributes:
+        path: of the file.
+        old, new: the line before and after.
+        why: what is the same.
+    """
+
+    path: str
+    old: str
+    new: str
+    why: str
+
+
+EQUIVALENT = (
+    Equivalent(
+        "nki_sim/isa/tensor_engine.py",
+        "if rows < 128 and stationary.geometry.start_partition != row:",
+        "if rows <= 128 and stationary.geometry.start_partition != row:",
+        "128 rows begin at row 0 of the array, and on partition 0",
+    ),
+    Equivalent(
+        "nki_sim/isa/_arithmetic.py",
+        "if least > _FIRST_GENERATION and least > core.target.version.value:",
+        "if least >= _FIRST_GENERATION and least > core.target.version.value:",
+        "no target is older than the first generation",
+    ),
+    Equivalent(
+        "nki_sim/machine/races.py",
+        "longer = first if len(first) > len(core.flow) else core.flow",
+        "longer = first if len(first) >= len(core.flow) else core.flow",
+        "the lengths differ there",
+    ),
+    Equivalent(
+        "nki_sim/isa/_dma_operand.py",
+        "return self.tensor._derive((1, 1), (1, 1), 0, static=True)",
+        "return self.tensor._derive((1, 1), (2, 1), 0, static=True)",
+        "an axis of one element has no step",
+    ),
+    Equivalent(
+        "nki_sim/isa/gpsimd.py",
+        "wrapped.setflags(write=False)",
+        "pass",
+        "nothing writes it: the flag is there for those who change the file",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/recode.py",
+        "highest = torch.where(has_value, exponents, -256).amax(axes)",
+        "highest = torch.where(has_value, exponents, -257).amax(axes)",
+        "both lie below every exponent",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/recode.py",
+        "lowest = torch.where(has_value, exponents, 256).amin(axes)",
+        "lowest = torch.where(has_value, exponents, 257).amin(axes)",
+        "both lie above every exponent",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/recode.py",
+        "step = max(1, _CHUNK_VALUES // max(1, num_groups * 32))",
+        "step = max(1, _CHUNK_VALUES * max(1, num_groups * 32))",
+        "how many rows are worked on at once; the result is the same, its time is not",
+    ),
+)

@@ -1,0 +1,82 @@
+"""Checkpoints that vLLM serves, what our own `generate` answers, and runs of vLLM."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_moe.models.generation import GenerationOptions, generate
+from neuron_moe.models.loader import load_model, read_config
+from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
+from neuron_moe.serving.environment import server_environment
+from tests.models.families import FAMILIES, write_checkpoint
+
+# vLLM's attention on a CPU has few head sizes, and chunks must be whole blocks of its cache.
+SIZES = {"head_dim": 32, "attention_chunk_size": 64}
+OFFLINE = Path(__file__).with_name("offline.py")
+
+Folders = Callable[[str], Path]
+Tokens = list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Return the checkpoint of a family, made once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name == TINY_NAME:
+            return checkpoint_folder(name)
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("served")
+            sizes = {key: size for key, size in SIZES.items() if key in FAMILIES[name].config()}
+            write_checkpoint(FAMILIES[name].config(**sizes), made[name], seed=len(name))
+        return made[name]
+
+    return make
+
+
+def prompts_of(folder: Path, alone: int = 20, sharing: int = 12) -> Tokens:
+    """Return random prompts of 5 to 230 tokens, of which some begin with the same 150."""
+    vocab_size = read_config(folder)["vocab_size"]
+    draws = torch.Generator().manual_seed(3)
+
+    def draw(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (), generator=draws))
+        return torch.randint(3, vocab_size, (length,), generator=draws).tolist()
+
+    prefix = draw(150, 151)
+    return [draw(5, 231) for _ in range(alone)] + [prefix + draw(3, 61) for _ in range(sharing)]
+
+
+@torch.inference_mode()
+def own_tokens(folder: Path, prompts: Tokens, max_tokens: int) -> Tokens:
+    """Return the greedy tokens of our own `generate` in float32."""
+    model: Any = load_model(folder, dtype=torch.float32)
+    return generate(model, prompts, GenerationOptions(max_new_tokens=max_tokens)).token_ids
+
+
+@pytest.fixture
+def run_vllm(tmp_path: Path) -> Callable[..., Any]:
+    """Return what calls tests/serving/offline.py."""
+
+    def run(request: dict[str, Any], *, ranks: int = 1) -> list[Tokens]:
+        ask, answer = tmp_path / "request.json", tmp_path / "answer.json"
+        ask.write_text(json.dumps(request))
+        environment = {**os.environ, **server_environment(ranks)}
+        if ranks == 1:  # the engine in the same process starts several seconds sooner
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        command = [sys.executable, str(OFFLINE), str(ask), str(answer)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return json.loads(answer.read_text())
+
+    return run

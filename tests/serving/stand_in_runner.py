@@ -1,0 +1,192 @@
+"""A small runner in the manner of vllm-neuron's: buckets, pages, static graphs, greedy tokens.
+
+Prefill takes one sequence a step, padded to a bucket, and cut to segments if asked for; decode
+takes all of them, padded to a bucket. After the warm-up a graph that would be captured anew is an
+error.
+"""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe.serving.neuron_model import NeuronMoeNativeForCausalLM
+
+BLOCK = 16
+BLOCKS_PER_SEQUENCE = 8
+PREFILL_BUCKETS = (32, 64)
+DECODE_BUCKETS = (2, 4)
+
+
+class RecompiledError(AssertionError):
+    pass
+
+
+class Runner:
+    """Holds a model as the plugin's runner does.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: of parameters and pages.
+        options: of our model.
+        compiler: of torch.compile; None runs eagerly.
+        trims: cut the tables of sliding layers to their window in decode.
+        segment: tokens of a segment of prefill; None prefills at once.
+    """
+
+    def __init__(
+        self,
+        folder: Any,
+        dtype: torch.dtype,
+        *,
+        options: dict[str, Any] | None = None,
+        compiler: str | None = None,
+        trims: bool = False,
+        segment: int | None = None,
+    ) -> None:
+        hf_config = SimpleNamespace(name_or_path=str(folder), dtype=dtype)
+        if options is not None:
+            hf_config.neuron_moe = options
+        self.model = NeuronMoeNativeForCausalLM.from_configs(hf_config, None)
+        self.model.load_weights(str(folder), torch.device("cpu"), None)
+        self.specs = self.model.get_kv_spec().layers
+        self.trims, self.segment = trims, segment
+        self.graphs, self.is_warm = 0, False
+        self._allocate(max(DECODE_BUCKETS))
+        self.forward: Callable[..., Tensor] = self.model
+        if compiler is not None:
+            torch._dynamo.reset()
+            self._compiler = torch._dynamo.lookup_backend(compiler)
+            self.forward = torch.compile(
+                self.model, backend=self.compile_graph, fullgraph=True, dynamic=False
+            )
+
+    def compile_graph(self, graph: Any, inputs: Any) -> Any:
+        """Compile one bucket; raise after the warm-up."""
+        if self.is_warm:
+            raise RecompiledError("a graph was captured after the warm-up")
+        self.graphs += 1
+        return self._compiler(graph, inputs)
+
+    def _allocate(self, num_sequences: int) -> None:
+        """Allocate pages, filled with numbers that would be seen; block 0 stays for padding."""
+        count = 1 + num_sequences * BLOCKS_PER_SEQUENCE
+        self.model.bind_kv_cache(
+            {
+                spec.name: [
+                    torch.full(
+                        (count, spec.num_kv_heads, BLOCK, spec.head_size), 50.0, dtype=spec.dtype
+                    )
+                    for _ in range(2)
+                ]
+                for spec in self.specs
+            }
+        )
+        # Shuffled, so that a sequence's pages do not follow one another.
+        order = torch.randperm(count - 1, generator=torch.Generator().manual_seed(0)) + 1
+        self.tables = order.view(num_sequences, -1).to(torch.int32)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run every bucket once."""
+        for size in PREFILL_BUCKETS:
+            self._prefill(0, [1] * min(size, 3), size, 0)
+        for size in DECODE_BUCKETS:
+            self._decode([(0, 3, 1)], size)
+        self.is_warm = True
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Return `count` greedy tokens of each prompt."""
+        answers = []
+        for row, prompt in enumerate(prompts):
+            step = self.segment or len(prompt)
+            for start in range(0, len(prompt), step):
+                logits = self._prefill(row, prompt[start : start + step], None, start)
+            answers.append([int(logits.argmax())])
+        for _ in range(count - 1):
+            rows = [
+                (row, len(prompts[row]) + len(answer) - 1, answer[-1])
+                for row, answer in enumerate(answers)
+            ]
+            for answer, logits in zip(answers, self._decode(rows, None), strict=False):
+                answer.append(int(logits.argmax()))
+        return answers
+
+    def _prefill(self, row: int, ids: Sequence[int], size: int | None, start: int) -> Tensor:
+        size = size or next(bucket for bucket in PREFILL_BUCKETS if bucket >= len(ids))
+        missing = size - len(ids)
+        places = torch.arange(start, start + len(ids))
+        table = self._table(row, start + len(ids))[None]
+        metadata = self._metadata(
+            self._slots(row, places, missing), table, max_query_len=size, cached=start
+        )
+        logits = self.forward(
+            input_ids=torch.tensor([*ids, *[0] * missing]),
+            positions=torch.cat([places, torch.zeros(missing, dtype=torch.long)]),
+            attn_metadata=metadata,
+            sampling_positions=torch.tensor([len(ids) - 1]),
+            rank=torch.tensor([0]),
+        )
+        return logits[0]
+
+    def _decode(self, rows: Sequence[tuple[int, int, int]], size: int | None) -> Tensor:
+        """Rows are (sequence, place, token)."""
+        size = size or next(bucket for bucket in DECODE_BUCKETS if bucket >= len(rows))
+        missing = size - len(rows)
+        slots = [int(self._slots(row, torch.tensor([place]), 0)) for row, place, _ in rows]
+        tables = [self._table(row, place + 1) for row, place, _ in rows]
+        tables += [torch.full((BLOCKS_PER_SEQUENCE,), -1, dtype=torch.int32)] * missing
+        metadata = self._metadata(
+            torch.tensor(slots + [-1] * missing), torch.stack(tables), max_query_len=1, cached=0
+        )
+        if self.trims:
+            self._trim(metadata, [place for _, place, _ in rows] + [0] * missing)
+        return self.forward(
+            input_ids=torch.tensor([token for *_, token in rows] + [0] * missing),
+            positions=torch.tensor([place for _, place, _ in rows] + [0] * missing),
+            attn_metadata=metadata,
+            sampling_positions=torch.arange(size),
+            rank=torch.tensor([0]),
+        )
+
+    def _table(self, row: int, length: int) -> Tensor:
+        """The pages of a sequence, -1 where it has none yet."""
+        used = torch.arange(BLOCKS_PER_SEQUENCE) < -(-length // BLOCK)
+        return torch.where(used, self.tables[row], -1).to(torch.int32)
+
+    def _slots(self, row: int, places: Tensor, missing: int) -> Tensor:
+        slots = self.tables[row][places // BLOCK].long() * BLOCK + places % BLOCK
+        return torch.cat([slots, torch.full((missing,), -1)])
+
+    def _metadata(
+        self, slots: Tensor, table: Tensor, *, max_query_len: int, cached: int
+    ) -> dict[str, dict[str, Any]]:
+        common = {
+            "slot_mapping": slots,
+            "block_table_tensor": table,
+            "max_query_len": max_query_len,
+            "decode_token_threshold": 1,
+            "block_size": BLOCK,
+            "max_blocks_per_seq": BLOCKS_PER_SEQUENCE,
+            "cached_seq_len": torch.tensor([[cached]], dtype=torch.int32),
+            "kv_segment_size": self.segment or 0,
+        }
+        return {spec.name: dict(common) for spec in self.specs}
+
+    def _trim(self, metadata: dict[str, dict[str, Any]], places: Sequence[int]) -> None:
+        """Cut tables of sliding layers to the blocks of their window, as the plugin's runner."""
+        for spec in self.specs:
+            if spec.sliding_window_size is None:
+                continue
+            kept = -(-spec.sliding_window_size // BLOCK) + 1
+            first = [max(0, place - spec.sliding_window_size + 1) // BLOCK for place in places]
+            table = metadata[spec.name]["block_table_tensor"]
+            padded = torch.nn.functional.pad(table, (0, kept), value=-1)
+            cut = [row[start : start + kept] for row, start in zip(padded, first, strict=True)]
+            metadata[spec.name]["block_table_tensor"] = torch.stack(cut)
+            metadata[spec.name]["swa_kv_pos_offset"] = (
+                torch.tensor(first, dtype=torch.int32) * BLOCK
+            )

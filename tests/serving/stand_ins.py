@@ -1,0 +1,111 @@
+"""Stand-ins for what our native form asks of vllm-neuron and of vLLM: names and meanings alone.
+
+Written from the recorded interface (`vllm_neuron.json`), so that the native form runs where neither
+is installed.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+_ATTRIBUTE = "_loader"
+
+
+@dataclass
+class LayerSpec:
+    name: str
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    sliding_window_size: int | None = None
+    chunk_size: int | None = None
+
+
+@dataclass
+class KVSpec:
+    layers: list[LayerSpec]
+
+
+@dataclass
+class SafetensorsWeightLoader:
+    transform: Callable[[Sequence[Any], int], Tensor] | None = None
+
+
+def set_weight_loader(param: nn.Parameter, loader: SafetensorsWeightLoader) -> None:
+    setattr(param, _ATTRIBUTE, loader)
+
+
+@dataclass
+class CheckpointLoadResult:
+    state_dict: dict[str, Tensor]
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class SafetensorsCheckpoint:
+    """Hands every parameter's loader slices of the tensors it is mapped to."""
+
+    def __init__(self, checkpoint_path: str, cache_dir: str | None) -> None:
+        self._files = {}
+        for path in sorted(Path(checkpoint_path).glob("*.safetensors")):
+            opened = safe_open(path, framework="pt")
+            self._files |= dict.fromkeys(opened.keys(), opened)
+
+    def load_sharded_pipelined(
+        self,
+        rank: int,
+        world_size: int,
+        model: nn.Module,
+        mappings: Mapping[str, Any],
+        device: torch.device,
+    ) -> CheckpointLoadResult:
+        loaded = {}
+        for name, parameter in model.named_parameters():
+            keys = mappings.get(name, name)
+            keys = keys if isinstance(keys, list) else [keys]
+            slices = [self._files[key].get_slice(key) for key in keys]
+            transform = getattr(parameter, _ATTRIBUTE).transform
+            loaded[name] = transform(slices, rank).contiguous().to(device)
+        return CheckpointLoadResult(loaded, [], [])
+
+
+@dataclass
+class GroupCoordinator:
+    world_size: int = 1
+    rank_in_group: int = 0
+    device_group: Any = None
+
+
+def stand_in(
+    monkeypatch: pytest.MonkeyPatch, group: GroupCoordinator | None = None, ep_degree: int = 1
+) -> None:
+    """Put the stand-ins where the native form imports from."""
+    tensor = group or GroupCoordinator()
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_tp_group": lambda: tensor},
+        "vllm_neuron": {},
+        "vllm_neuron.model": {},
+        "vllm_neuron.model.kv_cache": {"LayerSpec": LayerSpec, "KVSpec": KVSpec},
+        "vllm_neuron.parallel": {},
+        "vllm_neuron.parallel.neuron_parallel_state": {"get_neuron_ep_degree": lambda: ep_degree},
+        "vllm_neuron.utils": {},
+        "vllm_neuron.utils.checkpoints": {"SafetensorsCheckpoint": SafetensorsCheckpoint},
+        "vllm_neuron.utils.weight_loader": {
+            "SafetensorsWeightLoader": SafetensorsWeightLoader,
+            "set_weight_loader": set_weight_loader,
+        },
+    }
+    for name, values in contents.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)

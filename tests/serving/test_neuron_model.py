@@ -1,0 +1,197 @@
+"""The native form of vllm-neuron in a stand-in of its runner, against our own `generate`."""
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from neuron_moe.models.generation import GenerationOptions, generate
+from neuron_moe.models.loader import load_model, parse_config, read_config
+from neuron_moe.models.shipped import TINY_NAME
+from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.config import ParallelConfig
+from neuron_moe.parallel.sharding import sharding_of
+from neuron_moe.serving.neuron_model import NeuronMoeNativeForCausalLM
+from neuron_moe.serving.neuron_weights import parameter_loaders
+from tests.ranks import start_ranks, values_of
+from tests.serving import stand_ins
+from tests.serving.conftest import Folders, own_tokens
+from tests.serving.stand_in_runner import BLOCK, RecompiledError, Runner
+
+PROMPTS = [list(range(3, 8)), list(range(10, 63)), list(range(40, 70))]
+SMALL = "qwen3_moe"
+SLIDING = "qwen3_moe-sliding-dense-layers"
+RECORD = json.loads(Path(__file__).with_name("vllm_neuron.json").read_text())
+Parameters = list[list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def _plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.stand_in(monkeypatch)
+
+
+def _hf_config(folder: Path, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(name_or_path=str(folder), dtype=torch.float32, **more)
+
+
+def _parameters(function: Callable[..., Any]) -> Parameters:
+    """Return the names and defaults of a callable as the record has them."""
+    return [
+        [each.name] if each.default is each.empty else [each.name, each.default]
+        for each in inspect.signature(function).parameters.values()
+        if each.name != "self" and each.kind is not each.VAR_KEYWORD
+    ]
+
+
+@pytest.mark.parametrize("name", RECORD["model"])
+def test_methods_have_the_recorded_signature(name: str) -> None:
+    method = getattr(NeuronMoeNativeForCausalLM, name)
+    assert _parameters(method) == RECORD["model"][name]
+
+
+@pytest.mark.parametrize("name", RECORD["plugin"])
+def test_stand_ins_have_the_recorded_signature(name: str) -> None:
+    owner: Any = stand_ins
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    assert _parameters(owner) == RECORD["plugin"][name]
+
+
+@pytest.mark.parametrize("segment", [None, 24], ids=["whole", "segments"])
+@pytest.mark.parametrize("name", [SLIDING, "llama4-scout", "glm4_moe"])
+def test_tokens_equal_our_own(name: str, segment: int | None, folder_of: Folders) -> None:
+    folder = folder_of(name)
+    runner = Runner(folder, torch.float32, trims=True, segment=segment)
+    assert runner.generate(PROMPTS, 6) == own_tokens(folder, PROMPTS, 6)
+
+
+def test_mxfp4_and_sinks_go_through_the_loaders(folder_of: Folders) -> None:
+    folder = folder_of(TINY_NAME)
+    runner = Runner(folder, torch.float32, trims=True)
+    assert runner.generate(PROMPTS, 6) == own_tokens(folder, PROMPTS, 6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_one_static_graph_serves_each_bucket(compiler: str, folder_of: Folders) -> None:
+    folder = folder_of(SLIDING)
+    runner = Runner(folder, torch.float32, compiler=compiler, trims=True)
+    runner.warm_up()
+    assert runner.graphs == 4
+    assert runner.generate(PROMPTS, 6) == own_tokens(folder, PROMPTS, 6)
+    assert runner.graphs == 4
+
+
+def test_the_stand_in_refuses_to_recompile() -> None:
+    runner = Runner.__new__(Runner)
+    runner.is_warm = True
+    with pytest.raises(RecompiledError):
+        runner.compile_graph(None, None)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["tp2", "ep2"])
+def test_loaders_give_a_rank_its_part(ranks: tuple[int, int], folder_of: Folders) -> None:
+    folder = folder_of(TINY_NAME)
+    whole = dict(load_model(folder, dtype=torch.float32).named_parameters())
+    model_file, config = parse_config(read_config(folder), folder)
+    stored = {}
+    for file in folder.glob("*.safetensors"):
+        stored |= load_file(file)
+    with parallel_state.as_rank(ParallelConfig(tp=ranks[0], ep=ranks[1]), 1):
+        with torch.device("meta"):
+            model = model_file.Model(config, dtype=torch.float32)
+        sharding = sharding_of(model)
+        loaders = parameter_loaders(model, model_file.weight_map(config), folder)
+        assert loaders.keys() == whole.keys()
+        for name, loader in loaders.items():
+            part = loader.transform([stored[key] for key in loader.keys], 1)
+            kept = [torch.tensor(list(each)) for each in sharding(name, tuple(whole[name].shape))]
+            expected = whole[name].detach()
+            for axis, indices in enumerate(kept):
+                expected = expected.index_select(axis, indices)
+            assert torch.equal(part, expected), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ep_degree", [1, 2], ids=["tp2", "ep2"])
+def test_two_ranks_give_the_same_tokens(ep_degree: int, folder_of: Folders) -> None:
+    folder = folder_of(SLIDING)
+    expected = own_tokens(folder, PROMPTS, 6)
+
+    def serve(rank: int) -> list[list[int]]:
+        with pytest.MonkeyPatch.context() as patch:
+            group = stand_ins.GroupCoordinator(2, rank, dist.group.WORLD)
+            stand_ins.stand_in(patch, group, ep_degree)
+            runner = Runner(folder, torch.float32)
+            assert [spec.num_kv_heads for spec in runner.specs] == [1] * 4
+            return runner.generate(PROMPTS, 6)
+
+    assert values_of(start_ranks(2, serve)) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("neuron_config", "words"),
+    [
+        ({"quantization": "int4"}, "quantization='int4'"),
+        ({"attention_dp_size": 2}, "attention_dp_size=2"),
+        ({"on_device_sampling_config": {}}, "on_device_sampling_config"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(
+    neuron_config: dict[str, Any], words: str, folder_of: Folders
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        NeuronMoeNativeForCausalLM.from_configs(
+            _hf_config(folder_of(SMALL)), SimpleNamespace(**neuron_config)
+        )
+
+
+def test_a_name_that_is_no_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be the folder of a checkpoint"):
+        NeuronMoeNativeForCausalLM.from_configs(_hf_config(Path("org/model")), None)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_moe"])
+def test_attention_without_pages_is_refused(name: str, folder_of: Folders) -> None:
+    with pytest.raises(ValueError, match="must keep keys and values of one size"):
+        NeuronMoeNativeForCausalLM.from_configs(_hf_config(folder_of(name)), None)
+
+
+def test_an_option_of_ours_that_does_not_exist_is_refused(folder_of: Folders) -> None:
+    config = _hf_config(folder_of(SMALL), neuron_moe={"backnd": "nki"})
+    with pytest.raises(ValueError, match="Did you mean 'backend'"):
+        NeuronMoeNativeForCausalLM.from_configs(config, None)
+
+
+def test_pages_of_another_form_are_refused(folder_of: Folders) -> None:
+    model = NeuronMoeNativeForCausalLM.from_configs(_hf_config(folder_of(SMALL)), None)
+    with pytest.raises(ValueError, match=r"kv_caches\['layers.0.self_attn'\]: None"):
+        model.bind_kv_cache({})
+    packed = torch.zeros(3, 2, BLOCK // 2, 32, 2)
+    with pytest.raises(ValueError, match="unpacked"):
+        model.bind_kv_cache({"layers.0.self_attn": [packed, packed]})
+
+
+def test_embeddings_and_speculation_are_refused(folder_of: Folders) -> None:
+    runner = Runner(folder_of(SMALL), torch.float32)
+    for name in ("inputs_embeds", "spec_decode_metadata"):
+        with pytest.raises(ValueError, match=f"{name}: must be None"):
+            runner.model(torch.zeros(1), torch.zeros(1), **{name: torch.zeros(1)})
+
+
+@pytest.mark.long
+def test_kernels_compute_the_experts_in_the_same_graph(folder_of: Folders) -> None:
+    folder = folder_of(TINY_NAME)
+    expected = load_model(folder, dtype=torch.bfloat16, backend="nki")
+    prompts = [list(range(10, 26))]
+    runner = Runner(folder, torch.bfloat16, options={"backend": "nki"})
+    with torch.inference_mode():
+        wanted = generate(expected, prompts, GenerationOptions(max_new_tokens=3)).token_ids
+    assert runner.generate(prompts, 3) == wanted

@@ -1,0 +1,157 @@
+"""neuron-moe serve: an OpenAI-compatible server for a checkpoint, vLLM with our model in it.
+
+Loopback alone unless --host says otherwise. Everything behind `--` goes to vLLM as it stands. Our
+counters (expert load, paths) are among those at /metrics. With --ask it streams an answer and ends.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from neuron_moe.models.shipped import checkpoint_folder
+from neuron_moe.serving.client import Server, complete
+from neuron_moe.serving.options import BACKENDS, ServingOptions
+from neuron_moe.serving.server import (
+    DTYPES,
+    ServerSettings,
+    check_alive,
+    check_vllm,
+    free_port,
+    running,
+    server_command,
+    wait_until_ready,
+)
+from neuron_moe.weights.product_forms import FORMS, MEASURED
+
+ANSWER_TOKENS = 48
+_POLL_S = 0.2
+
+
+class _Stopped(Exception):
+    """A signal asked the server to end."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal; return the exit status."""
+    given = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    split = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:split])
+    settings = ServerSettings(
+        folder=checkpoint_folder(args.model),
+        name=args.name or checkpoint_folder(args.model).name,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        tp=args.tp,
+        ep=args.ep,
+        threads=args.threads,
+        max_model_len=args.max_model_len,
+        cache_mib=args.cache_mib,
+        options=ServingOptions(
+            expert_parallel_size=args.ep,
+            backend=args.backend,
+            product_form=args.product_form,
+            metrics=True,
+        ),
+        more=given[split + 1 :],
+    )
+    settings = replace(settings, port=free_port(args.host, args.port))
+    command = server_command(settings)  # refuses what the model cannot be before vLLM is asked for
+    check_vllm()
+    variables = settings.environment()
+    if not args.verbose:
+        variables["VLLM_LOGGING_LEVEL"] = "ERROR"
+    return _serve(settings, command, variables, args.ask)
+
+
+def _serve(
+    settings: ServerSettings, command: list[str], variables: dict[str, str], question: str | None
+) -> int:
+    address = f"http://{settings.host}:{settings.port}"
+    started = time.monotonic()
+    print(f"neuron-moe serve: starting vLLM for {settings.folder} ...", flush=True)
+    try:
+        with _signals_raise(), running(command, variables) as process:
+            wait_until_ready(process, settings.host, settings.port)
+            print(
+                f"neuron-moe serve: ready at {address}/v1, model {settings.name},"
+                f" after {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
+            if question is not None:
+                _ask(settings, question)
+                return 0
+            while True:
+                check_alive(process)
+                time.sleep(_POLL_S)
+    except _Stopped:
+        print("neuron-moe serve: stopped", flush=True)
+        return 0
+
+
+def _ask(settings: ServerSettings, question: str) -> None:
+    """Print a prompt and, as it comes, its continuation."""
+    print(question, end="", flush=True)
+    server = Server(settings.host, settings.port, settings.name)
+    answer = complete(server, question, ANSWER_TOKENS, lambda text: print(text, end="", flush=True))
+    print(f"\n\n{len(answer.token_ids)} tokens in {answer.total_s:.2f} s  [measured]", flush=True)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn SIGTERM and Ctrl-C into an exception while the context lasts; only the first one."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        raise _Stopped
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="neuron-moe serve", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--name", help="what requests call it (default: the folder's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
+    parser.add_argument("--port", type=int, default=8000, help="0 for any (default: 8000)")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="ranks that split each expert (default: 1)"
+    )
+    parser.add_argument(
+        "--ep", type=int, default=1, help="ranks that split the experts (default: 1)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
+    parser.add_argument("--backend", choices=BACKENDS, default="torch", help="default: torch")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        help="longest prompt and answer together (default: the model's own, at most 4096)",
+    )
+    parser.add_argument(
+        "--cache-mib",
+        type=int,
+        help="MiB of the cache in each rank (default: for eight of the longest sequences)",
+    )
+    parser.add_argument(
+        "--product-form",
+        default=MEASURED,
+        help=f"how a CPU multiplies with experts: {MEASURED} (default) or {', '.join(FORMS)}",
+    )
+    parser.add_argument("--ask", metavar="TEXT", help="stream one continuation of it, then end")
+    parser.add_argument("--verbose", action="store_true", help="show all of vLLM's messages")
+    return parser

@@ -1,0 +1,36 @@
+"""The subcommands of neuron-moe: module below `neuron_moe.tools`, and a line of explanation."""
+
+from neuron_moe.tools.commands import bench, check, chip
+from neuron_moe.tools.menu import Menu
+
+SUBCOMMANDS = {
+    "demo": (
+        "commands.demo",
+        "make a small GPT-OSS checkpoint, generate, compare with transformers",
+    ),
+    "generate": ("commands.generate", "generate text from a checkpoint"),
+    "serve": ("commands.serve", "an OpenAI-compatible server for a checkpoint, through vLLM"),
+    "inspect": ("commands.inspect", "architecture, sizes and memory per rank of a checkpoint"),
+    "convert": ("commands.convert", "another number format or layout, files of ranks, or merged"),
+    "compare": ("commands.compare", "where a model parts from a reference, layer by layer"),
+    "bench": ("commands.bench", f"benchmarks: {', '.join(bench.MENU.entries)}"),
+    "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
+    "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
+    "evaluate": (
+        "commands.evaluate",
+        "held-out loss by weight format, ours and transformers",
+    ),
+    "trace": (
+        "commands.trace",
+        "which experts a text chooses; skew and padding that follow",
+    ),
+    "prepare_corpus": ("train.prepare_corpus", "fetch and tokenise the corpus of the small model"),
+    "train_tiny": ("train.train_tiny", "train the small GPT-OSS model"),
+    "export_tiny": ("train.export_tiny", "turn a training run into the shipped MXFP4 checkpoint"),
+    "check": (
+        "commands.check",
+        f"run kernels against their references: {', '.join(check.MENU.entries)}",
+    ),
+    "chip": ("commands.chip", f"settle it on a Trainium 2: {', '.join(chip.MENU.entries)}"),
+}
+MENU = Menu("neuron-moe", "command", SUBCOMMANDS)
