@@ -38,7 +38,7 @@ INSTALL = (
 )
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST_PORTS = 65535
-PATIENCE_S = 4.0  # of vLLM's own end; then it is killed, so that all is over within ten seconds
+PATIENCE_S = 3.0  # of vLLM's own end; then it is killed, so that all is over within ten seconds
 _POLL_S = 0.1
 _PROBE_S = 5.0
 

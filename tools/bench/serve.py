@@ -101,11 +101,14 @@ def _measure(
     """Return the rates of each server by number of clients."""
     rates: dict[int, dict[str, list[float]]] = {}
     with ExitStack() as stack:
+        print(f"starting {' and '.join(settings)} ...", flush=True)
+        processes = {}
         for name, each in settings.items():
-            print(f"starting {name} ...", flush=True)
             variables = each.environment() | {"VLLM_LOGGING_LEVEL": "ERROR"}
-            process = stack.enter_context(running(server_command(each), variables))
-            wait_until_ready(process, each.host, each.port)
+            command = server_command(each)
+            processes[name] = stack.enter_context(running(command, variables))
+        for name, each in settings.items():
+            wait_until_ready(processes[name], each.host, each.port)
         draws = torch.Generator().manual_seed(args.seed)
         for clients in args.clients:
             rates[clients] = {name: [] for name in settings}
