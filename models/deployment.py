@@ -27,6 +27,18 @@ BLOCK_SIZES = (32, 64, 128, 256, 512)
 KERNEL_FORMATS = ("bf16", "e4m3", "e5m2")
 
 
+class DoesNotFit(ValueError):
+    """A rank's memory does not hold a deployment.
+
+    Attributes:
+        memory: what it would have to hold.
+    """
+
+    def __init__(self, memory: RankMemory, message: str) -> None:
+        super().__init__(message)
+        self.memory = memory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """A length of prompts that prefill is compiled for.
@@ -185,11 +197,12 @@ class Deployment:
         memory = self.memory()
         if not memory.fits:
             gib = 1 << 30
-            raise ValueError(
+            raise DoesNotFit(
+                memory,
                 f"tp={self.tp}, ep={self.ep}, quantization={self.quantization!r}, batch="
                 f"{self.batch}, max_length={self.max_length}: a rank needs"
                 f" {memory.needed / gib:.1f} GiB, must be at most {memory.allowed / gib:.1f}."
-                f"{self._way_out(self._changes())}"
+                f"{self._way_out(self._changes())}",
             )
 
     def _way_out(self, changes: Iterator["_Change"]) -> str:

@@ -147,6 +147,13 @@ def to_float32(array: Array) -> Array:
     return array.astype(np.float32)
 
 
+def is_cast(source: np.dtype[Any], dtype: DType) -> bool:
+    """Tell whether assigning elements of NumPy's `source` rounds them as `convert` does."""
+    if dtype is tfloat32:
+        return False
+    return source == dtype.numpy or (source == np.float32 and dtype.kind == "f")
+
+
 def convert(values: Array, dtype: DType) -> Array:
     """Round an array of any arithmetic type to `dtype`, by the rules of the module docstring."""
     target = dtype.numpy

@@ -16,6 +16,10 @@ SUBCOMMANDS = {
     "bench": ("commands.bench", f"benchmarks: {', '.join(bench.MENU.entries)}"),
     "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
     "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
+    "compile": (
+        "commands.compile",
+        "the whole plan for a chip, and the program where there is one",
+    ),
     "evaluate": (
         "commands.evaluate",
         "held-out loss by weight format, ours and transformers",
@@ -25,6 +29,7 @@ SUBCOMMANDS = {
         "which experts a text chooses; skew and padding that follow",
     ),
     "prepare_corpus": ("train.prepare_corpus", "fetch and tokenise the corpus of the small model"),
+    "train": ("train.train", "go on training a checkpoint, experts over ranks; resumes"),
     "train_tiny": ("train.train_tiny", "train the small GPT-OSS model"),
     "export_tiny": ("train.export_tiny", "turn a training run into the shipped MXFP4 checkpoint"),
     "check": (

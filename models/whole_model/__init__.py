@@ -4,7 +4,13 @@ What `neuron-moe compile` and `neuron-moe plan` share. Routed experts are left t
 their kernels; attention, dense layers, norms, vocabulary and collectives are here.
 """
 
-from neuron_moe.models.whole_model.dense_time import DenseTimes, PartTime, StepWork, dense_times
+from neuron_moe.models.whole_model.dense_time import (
+    DenseTimes,
+    PartTime,
+    StepWork,
+    dense_times,
+    shared_experts_time,
+)
 from neuron_moe.models.whole_model.layers import LayerKind, layer_kinds
 from neuron_moe.models.whole_model.memory import RankMemory, ServingLoad, rank_memory
 
@@ -18,4 +24,5 @@ __all__ = [
     "dense_times",
     "layer_kinds",
     "rank_memory",
+    "shared_experts_time",
 ]

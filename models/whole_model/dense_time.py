@@ -173,6 +173,35 @@ def dense_times(
     return DenseTimes(parts=tuple(parts), collectives=tuple(collectives))
 
 
+def shared_experts_time(
+    model: nn.Module,
+    config: Any,
+    spread: Spread,
+    machine: Machine,
+    work: StepWork,
+    kind: LayerKind,
+) -> PartTime | None:
+    """Return the time of the shared experts of a kind of layers, where no kernel computes them.
+
+    Args:
+        model: as in `dense_times`, as the other arguments.
+        config: its facts.
+        spread: how it is cut.
+        machine: where.
+        work: the step.
+        kind: of layers.
+    """
+    shared = getattr(kind.feed_forward, "shared_experts", None)
+    if shared is None:
+        return None
+    rank = _Rank(machine, spread, work, DenseRule(model, config, spread), False)
+    us, bound, count = _linears(rank, shared, "mlp", work.tokens)
+    return PartTime(
+        kind=kind.name, name="shared experts", count=kind.count, us=us, bound=bound,
+        instructions=count,
+    )  # fmt: skip
+
+
 def _layer_parts(rank: _Rank, kind: LayerKind, hidden: int) -> list[PartTime]:
     attention, ff = kind.attention, kind.feed_forward
     tokens = rank.work.tokens

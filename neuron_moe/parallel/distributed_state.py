@@ -21,7 +21,7 @@ EXPERT_AXIS, COPY_AXIS = "ep", "replica"
 
 
 def distributed_state(
-    model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, mesh: DeviceMesh | None, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Tensor]:
     """Return every tensor of a model and its optimizer under a name; views, nothing is copied.
 
@@ -30,7 +30,8 @@ def distributed_state(
 
     Args:
         model: as this rank holds it; if fully sharded, over the mesh's copies.
-        mesh: from `parallel_state.get_device_mesh`, with the axes 'replica' and 'ep'.
+        mesh: from `parallel_state.get_device_mesh`, with the axes 'replica' and 'ep'; None for one
+            process.
         optimizer: of the model's parameters.
 
     Raises:
@@ -78,9 +79,9 @@ def _expert_rows(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _placed(value: Tensor, num_rows: int | None, mesh: DeviceMesh) -> Tensor:
+def _placed(value: Tensor, num_rows: int | None, mesh: DeviceMesh | None) -> Tensor:
     """Return a part of all experts as such; anything else as it is."""
-    if num_rows is None:
+    if num_rows is None or mesh is None:
         return value
     axes: tuple[str, ...] = (EXPERT_AXIS,)
     local = value

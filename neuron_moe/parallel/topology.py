@@ -73,8 +73,10 @@ INSTANCES = {
         "aws-neuron-sdk about-neuron/arch/neuron-hardware: 16 Trainium of two cores and 32 GiB",
         lncs=(1,),
         refuses=(
-            "buffers are fitted to the SBUF of Trn2, 208 KiB of a partition; Trn1 has 176 KiB",
-            "collectives between the two cores of a launch, which Trn1 does not have (LNC 2)",
+            "decode_moe makes descriptors in hardware (dge_mode.hwdge) and lists experts by"
+            " nonzero_with_count, blockwise_moe gathers rows by numbers in SBUF (vector_offset):"
+            " Trn1 has none of these",
+            "buffers are fitted to the 208 KiB of a partition of Trn2; Trn1 has 176 KiB",
         ),
     ),
     "trn3": Instance(
@@ -83,6 +85,7 @@ INSTANCES = {
         1,
         TRN3,
         "aws-neuron-sdk about-neuron/arch/neuron-hardware: one chip, whatever server it is in",
+        refuses=("they are fitted to Trn2 and timed for it; on Trn3 nothing was checked",),
     ),
 }
 

@@ -29,6 +29,7 @@ from nki_sim.dtypes import (
     to_float32,
 )
 from nki_sim.errors import AccumulateError, IllegalOperand
+from nki_sim.isa._arithmetic import result_array
 from nki_sim.isa._checks import (
     check_engine,
     check_generation,
@@ -113,6 +114,10 @@ def nc_matmul(
         else:
             a, b = stationary.f32(), moving.f32()
         product = a.T @ b
+        out = result_array(result, m, ()) if adds and mask is None else None
+        if out is not None:
+            out += product
+            return
         if mask is not None:
             old = result.f32().reshape(m, n)
             product += np.where(mask.reshape(m, n), old, np.float32(0))

@@ -106,7 +106,8 @@ def tensor_tensor(
         else:
             left, right = data1.f32(), data2.f32()
             out = result_array(dst, left.shape[0], ())
-            values = operator.into(out, left, right)
+            widened = None if data1.dtype.numpy == np.float32 else left  # memory of its own
+            values = operator.into(widened if out is None else out, left, right)
             if values is not out:
                 dst.store(values)
 

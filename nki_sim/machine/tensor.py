@@ -226,7 +226,7 @@ class NkiTensor(Views):
     def store(self, values: Array) -> None:
         """Round `values` to the element type and write them; shapes may differ in rank."""
         array = self.array()
-        if values.dtype != array.dtype or self.dtype is dtypes.tfloat32:
+        if not dtypes.is_cast(values.dtype, self.dtype):
             values = dtypes.convert(values, self.dtype)
         if values.shape != array.shape:
             values = values.reshape(array.shape)

@@ -40,7 +40,8 @@ DONE: Final = 1
 Inside a queue the latter is the case as soon as the source has been issued.
 """
 
-_FEW: Final = 1024  # regions of a memory for which all overlaps are kept
+_FEW: Final = 16  # regions of a memory below which NumPy does not pay
+_MANY: Final = 1024  # above, overlaps are not kept for every region
 
 
 @dataclass(slots=True)
@@ -153,7 +154,9 @@ class _Edges:
     def pack(self, graph: Graph) -> None:
         """Sort by source into the graph, dropping repetitions, and count the waits of each node."""
         count = len(graph.instruction)
-        packed = np.unique(np.array(self.packed, dtype=np.int64))
+        packed = np.sort(np.frombuffer(self.packed, dtype=np.int64))
+        # Sorting is several times as fast as np.unique, which hashes.
+        packed = packed[np.concatenate(([True], packed[1:] != packed[:-1]))[: len(packed)]]
         source, target = packed >> 32, (packed & 0xFFFFFFFF).astype(np.int32)
         graph.first = np.searchsorted(source, np.arange(count + 1))
         graph.targets = array("i", target.tobytes())
@@ -210,6 +213,15 @@ class _Regions:
         """Return all regions that overlap one, itself included, and keep the answer."""
         memory = self.memory[region]
         members = self.members[memory]
+        if len(members) <= _FEW:
+            shape_of = self.rectangle
+            line0, line1, byte0, byte1 = shape_of[region]
+            near = self.overlaps[region] = []
+            for member in members:
+                shape = shape_of[member]
+                if shape[2] < byte1 and byte0 < shape[3] and shape[0] < line1 and line0 < shape[1]:
+                    near.append(member)
+            return near
         corners = self._corners.get(memory)
         if corners is None:
             shapes = [self.rectangle[member] for member in members]
@@ -232,7 +244,7 @@ class _Regions:
         """Return (axis, origin, step) for the memories with many regions."""
         big = {}
         for memory, members in self.members.items():
-            if len(members) <= _FEW:
+            if len(members) <= _MANY:
                 continue
             shapes = [self.rectangle[member] for member in members]
             axis = max((0, 2), key=lambda side: len({shape[side] for shape in shapes}))
@@ -264,6 +276,8 @@ class _Core:
         self._number = number
         self._queue_of: dict[str, int] = {}
         self._tensor_queue = -1
+        self._overlaps = regions.overlaps
+        self._append = edges.append
         self._writer: dict[int, int] = {}
         self._readers: dict[int, dict[int, int]] = {}
         self._active: dict[tuple[int, int], set[int]] = {}
@@ -290,11 +304,8 @@ class _Core:
                 graph.queues.append(Queue(queue_names[pair], self._number))
         self._tensor_queue = self._queue_of.get("tensor", -1)
         ring, on_chip = self._lifetimes(stream, columns, operands, first)
-        of_range, memory_of, written = (
-            self._regions.of_range,
-            self._regions.memory,
-            self._regions.written,
-        )
+        of_range, memory_of = self._regions.of_range, self._regions.memory
+        written, unborn, read, write = self._regions.written, set(on_chip), self._read, self._write
         facts_of = columns[:, tr.FACTS].tolist()
         reads_of = columns[:, tr.NUM_READS].tolist()
         pair_of, begin_of, operand = pairs.tolist(), first.tolist(), operands.tolist()
@@ -313,16 +324,17 @@ class _Core:
             for position in range(begin, end):
                 region = of_range[operand[position]]
                 memory = memory_of[region]
-                if memory in on_chip and memory not in self._births:
+                if memory in unborn:
+                    unborn.discard(memory)
                     self._birth(memory, index, ring, on_chip[memory])
                 if memory not in written:
                     continue
                 if position < middle:
-                    writer = self._read(index, queue, region, memory)
+                    writer = read(index, queue, region, memory)
                     if position == begin:
                         version = writer
                 else:
-                    self._write(index, queue, region, memory)
+                    write(index, queue, region, memory)
             if queue == self._tensor_queue and middle > begin:
                 self._load_stationary(index, of_range[operand[begin]], version, facts)
             elif isinstance(facts, tr.ControlFacts):
@@ -400,9 +412,6 @@ class _Core:
 
     def _others(self, region: int, memory: int) -> list[int]:
         """Return the known regions that overlap, the region itself included, and make it known."""
-        overlaps = self._regions.overlaps[region]
-        if overlaps is not None:
-            return overlaps
         if memory not in self._regions.big:
             return self._regions.find_overlaps(region)
         keys = self._buckets_of(region, memory)
@@ -427,7 +436,7 @@ class _Core:
         writers, queue_of = self._writer, self._graph.queue
         accumulates = queue == self._tensor_queue
         latest = -1
-        for other in self._others(region, memory):
+        for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer < 0:
                 continue
@@ -435,7 +444,7 @@ class _Core:
                 latest = writer
             # Matmuls accumulate in order without waiting for each other.
             if writer != index and not (accumulates and queue_of[writer] == queue):
-                self._edges.append(writer << 32 | index << 1)
+                self._append(writer << 32 | index << 1)
         readers = self._readers.get(region)
         if readers is None:
             self._readers[region] = {queue: index}
@@ -448,18 +457,18 @@ class _Core:
         """Add the edges of a write and forget what it overwrote."""
         writers, readers, queue_of = self._writer, self._readers, self._graph.queue
         fresh = True
-        for other in self._others(region, memory):
+        for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer >= 0:
                 fresh = False
                 if writer != index and queue_of[writer] != queue:
-                    self._edges.append(writer << 32 | index << 1)
+                    self._append(writer << 32 | index << 1)
             reading = readers.get(other)
             if reading:
                 fresh = False
                 for from_queue, reader in reading.items():
                     if from_queue != queue:
-                        self._edges.append(reader << 32 | index << 1 | DONE)
+                        self._append(reader << 32 | index << 1 | DONE)
             if other == region:
                 if reading:
                     reading.clear()
@@ -468,7 +477,7 @@ class _Core:
         if fresh:
             for user in self._births.get(memory, ()):
                 if queue_of[user] != queue:
-                    self._edges.append(user << 32 | index << 1 | DONE)
+                    self._append(user << 32 | index << 1 | DONE)
         writers[region] = index
         self._use(memory, queue, index)
 
@@ -567,7 +576,7 @@ class _Reordering(_Core):
         writers, queue_of = self._writer, self._graph.queue
         accumulates = queue == self._tensor_queue
         latest = -1
-        for other in self._others(region, memory):
+        for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer < 0:
                 continue
@@ -576,7 +585,7 @@ class _Reordering(_Core):
             if writer != index:
                 # Matmuls accumulate in order without waiting for each other.
                 kind = DONE if accumulates and queue_of[writer] == queue else VISIBLE
-                self._edges.append(writer << 32 | index << 1 | kind)
+                self._append(writer << 32 | index << 1 | kind)
         readers = self._readers.get(region)
         if readers is None or region in self._overwritten:
             self._overwritten.discard(region)
@@ -588,19 +597,19 @@ class _Reordering(_Core):
     def _write(self, index: int, queue: int, region: int, memory: int) -> None:
         writers, readers, queue_of = self._writer, self._readers, self._graph.queue
         fresh = True
-        for other in self._others(region, memory):
+        for other in self._overlaps[region] or self._others(region, memory):
             writer = writers.get(other, -1)
             if writer >= 0:
                 fresh = False
                 if writer != index:
                     kind = DONE if queue_of[writer] == queue else VISIBLE
-                    self._edges.append(writer << 32 | index << 1 | kind)
+                    self._append(writer << 32 | index << 1 | kind)
             reading = readers.get(other)
             if reading:
                 fresh = False
                 for reader in reading:
                     if reader != index:
-                        self._edges.append(reader << 32 | index << 1 | DONE)
+                        self._append(reader << 32 | index << 1 | DONE)
             if other == region:
                 if reading:
                     reading.clear()
@@ -611,7 +620,7 @@ class _Reordering(_Core):
                     self._forget(region, other, memory)
         if fresh:
             for user in self._births.get(memory, ()):
-                self._edges.append(user << 32 | index << 1 | DONE)
+                self._append(user << 32 | index << 1 | DONE)
         writers[region] = index
 
     def _load_stationary(self, index: int, region: int, version: int, facts: tr.Facts) -> None:

@@ -32,6 +32,7 @@ class Array:
         "_load_end",
         "_slope",
         "_stream_start",
+        "_whole_end",
     )
 
     def __init__(self, chip: Hardware, warms_up: bool) -> None:
@@ -44,6 +45,7 @@ class Array:
         self._stream_start = 0.0
         self._free = 0.0
         self._cells = [0.0] * _CELLS
+        self._whole_end = 0.0
 
     def run(self, now: float, price: MatmulPrice, loads: bool) -> tuple[float, float]:
         """Run a matmul whose operands are there from `now` on; return when it starts and ends.
@@ -53,23 +55,28 @@ class Array:
             price: its work at full clock.
             loads: whether its stationary tile has to be loaded, which the running stream hides.
         """
-        load_start = max(now, self._stream_start, self._load_end)
+        load_start = self._load_end
+        if now > load_start:
+            load_start = now
+        if self._stream_start > load_start:
+            load_start = self._stream_start
         loaded = load_start
         if loads:
             loaded += price.load_ns / self._clock_at(load_start)
             self._load_end = loaded
-        free = self._free
-        if price.cells:
-            free = max(self._cells[cell] for cell in price.cells)
+        free, cells = self._free, price.cells
+        if cells:
+            free = max(self._whole_end, max(self._cells[cell] for cell in cells))
             free = max(free, self._stream_start + self._issue_ns)
-        stream = max(loaded, free)
+        stream = loaded if loaded > free else free
         end = self._stream(stream, price.stream_ns)
-        if price.cells:
-            for cell in price.cells:
+        if cells:
+            for cell in cells:
                 self._cells[cell] = end
         else:
-            self._cells = [end] * _CELLS
-        self._free = max(self._free, end)
+            self._whole_end = end
+        if end > self._free:
+            self._free = end
         self._stream_start = stream
         return (stream if free >= loaded else max(load_start, free)), end
 
@@ -82,6 +89,11 @@ class Array:
     def _stream(self, start: float, work_ns: float) -> float:
         """Return when the work is done, and move the clock."""
         clock, slope = self._clock_at(start), self._slope
+        if clock == 1.0 and work_ns >= 0.0:
+            end = start + work_ns
+            if end > self._end:
+                self._clock, self._end = clock, end
+            return end
         climb = (1.0 - clock) / slope if slope else 0.0
         climbed = 0.5 * (clock + 1.0) * climb
         if work_ns >= climbed:

@@ -39,7 +39,8 @@ class Schedule:
     engine is free again, `visible` when others may use the result. `data_start` and `data_end`
     bound the bytes of a transfer on the wire. `path_start` and `cause` lead back along what
     determined the time: a node holds the critical path from `path_start` on, before that its cause
-    does (-1: nothing, it could start at once).
+    does (-1: nothing, it could start at once). `total_ns` is when the last result is visible; where
+    not all nodes were played, when the last of them started.
     """
 
     graph: Graph
@@ -53,6 +54,7 @@ class Schedule:
     path_start: list[float]
     cause: list[int]
     table_loads: list[int]
+    total_ns: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Player:
         self._waits = list(graph.waits)
         self._queue_of = list(graph.queue)
         self._first: list[int] = graph.first.tolist()
+        self._targets = graph.targets
         self._position = [0] * len(graph.queues)
         self._queue_time = [0.0] * len(graph.queues)
         self._latest = [0.0] * len(graph.queues)
@@ -139,8 +142,8 @@ class Player:
             )
         return cores
 
-    def play(self) -> Schedule:
-        """Run until every node has its times.
+    def play(self, nodes: int | None = None) -> Schedule:
+        """Run until every node has its times, or so many of them, the first to start.
 
         Raises:
             ValueError: some instructions can never start, because a partner of a meeting is missing
@@ -148,9 +151,12 @@ class Player:
         """
         self._begin()
         heap, step, left = self._heap, self._step, len(self._graph.instruction)
-        while heap:
-            left -= step(*heapq.heappop(heap))
-        if left:
+        until = 0 if nodes is None else max(0, left - nodes)
+        reached = 0.0
+        while heap and left > until:
+            reached, node = heapq.heappop(heap)
+            left -= step(reached, node)
+        if left > until:
             self._explain_stall(left)
         return Schedule(
             graph=self._graph,
@@ -164,6 +170,7 @@ class Player:
             path_start=self._path_start,
             cause=self._cause,
             table_loads=[core.table_loads for core in self._cores],
+            total_ns=reached if left else max(self._visible, default=0.0),
         )
 
     def _begin(self) -> None:
@@ -174,8 +181,11 @@ class Player:
 
     def _step(self, now: float, node: int) -> int:
         """Start a node, or put it off; return how many nodes have their times by that."""
+        return self._run(now, node, self._queue_of[node])
+
+    def _run(self, now: float, node: int, queue: int) -> int:
+        """Start a node of a queue, or put it off; return how many nodes that completed."""
         price = self._steps[self._pair_of[node]]
-        queue = self._queue_of[node]
         core = self._cores[self._core_of[queue]]
         if type(price) is MatmulPrice:
             self._matmul(now, node, price, core)
@@ -230,8 +240,10 @@ class Player:
 
     def _matmul(self, now: float, node: int, price: MatmulPrice, core: CoreState) -> None:
         """Run a matmul on the array."""
-        begin, end = core.array.run(now, price, loads=not self._is_held(node, core))
-        self._set(node, begin, end, end + price.drain_ns)
+        begin, end = core.array.run(now, price, not self._is_held(node, core))
+        self._start[node] = self._path_start[node] = begin
+        self._busy_end[node] = end
+        self._visible[node] = end + price.drain_ns
         if begin > now:
             self._cause[node] = core.user[tr.TENSOR]
         core.user[tr.TENSOR] = node
@@ -355,13 +367,12 @@ class Player:
 
     def _notify(self, node: int, queue: int) -> None:
         """Tell the nodes that wait for this one."""
-        graph, ready, waits = self._graph, self._ready, self._waits
-        queues, position = graph.queues, self._position
-        queue_of, first = self._queue_of, self._first
+        ready, waits, position = self._ready, self._waits, self._position
+        queues, queue_of = self._graph.queues, self._queue_of
         visible, visible_elsewhere, done_elsewhere = self._seen(node)
         if visible > self._latest[queue]:
             self._latest[queue] = visible
-        for edge in graph.targets[first[node] : first[node + 1]]:
+        for edge in self._targets[self._first[node] : self._first[node + 1]]:
             target = edge >> 1
             other = queue_of[target]
             if other == queue:

@@ -34,20 +34,23 @@ _LOOP: Final = 1
 _MEETING: Final = 2
 
 
-def play(prepared: Prepared, chip: Hardware, options: TimelineOptions) -> Schedule:
+def play(
+    prepared: Prepared, chip: Hardware, options: TimelineOptions, nodes: int | None = None
+) -> Schedule:
     """Time every instruction.
 
     Args:
         prepared: of `prepare` with the same order of the model.
         chip: its speeds, as `options.model.on` has them.
         options: how to time.
+        nodes: stop after so many, those that start first; the times of the others stay 0.
 
     Raises:
         ValueError: some instructions can never start, because a partner of a meeting is missing or
             the waits form a circle.
     """
     player = ListPlayer if options.model.order == "list" else Player
-    return player(prepared, chip, options).play()
+    return player(prepared, chip, options).play(nodes)
 
 
 class ListPlayer(Player):
@@ -75,9 +78,13 @@ class ListPlayer(Player):
         self._is_offered = bytearray(count)
         self._offered: list[list[int]] = [[] for _ in queues]
         self._blocked = bytearray(len(queues))
-        self._wake_at: list[tuple[float, int] | None] = [None] * len(queues)
+        self._wake_ns = [0.0] * len(queues)
+        self._wake_node = [-1] * len(queues)
         self._last = [-1] * len(queues)
         self._resource = [_resource(name) for name in self._names]
+        self._nodes = [queue.nodes for queue in queues]
+        self._frees = [self._cores[queue.core].free for queue in queues]
+        self._users = [self._cores[queue.core].user for queue in queues]
         self._contents: list[dict[tuple[int, ...], int]] = [{} for _ in self._cores]
 
     def _begin(self) -> None:
@@ -90,31 +97,35 @@ class ListPlayer(Player):
             return 0
         queue = self._queue_of[node]
         offered = self._offered[queue]
-        if self._wake_at[queue] == (now, node):
-            self._wake_at[queue] = None
-        if offered or self._blocked[queue] or self._free_at(queue, node) > now:
+        if self._wake_node[queue] == node and self._wake_ns[queue] == now:
+            self._wake_node[queue] = -1
+        if offered or self._blocked[queue]:
             if not self._is_offered[node]:
                 self._is_offered[node] = 1
                 heapq.heappush(offered, self._place[node])
             if self._blocked[queue]:
                 return 0
-            nodes = self._graph.queues[queue].nodes
-            free = self._free_at(queue, nodes[offered[0]])
+            chosen = self._nodes[queue][offered[0]]
+            free = self._free_at(queue, chosen)
             if free > now:
-                self._wake(queue, free)
+                self._wake(queue, chosen, free)
                 return 0
-            chosen = nodes[heapq.heappop(offered)]
+            heapq.heappop(offered)
         else:
+            free = self._free_at(queue, node)
+            if free > now:
+                self._is_offered[node] = 1
+                offered.append(self._place[node])
+                self._wake(queue, node, free)
+                return 0
             chosen = node
         self._issued[chosen] = self._blocked[queue] = 1
         if now > self._ready[chosen]:
             resource = self._resource[queue]
-            user = -1
-            if resource >= 0:
-                user = self._cores[self._core_of[queue]].user[resource]
+            user = self._users[queue][resource] if resource >= 0 else -1
             self._cause[chosen] = user if user >= 0 else self._last[queue]
         self._last[queue] = chosen
-        return super()._step(now, chosen)
+        return self._run(now, chosen, queue)
 
     def _free_at(self, queue: int, node: int) -> float:
         """Return when a queue can issue a node that is ready."""
@@ -123,15 +134,14 @@ class ListPlayer(Player):
             resource = self._engines[queue]
         if resource == _NONE:
             return time
-        free = self._cores[self._core_of[queue]].free
+        free = self._frees[queue]
         engine = min(free[DGE_SYNC], free[DGE_SCALAR]) if resource == _EITHER else free[resource]
         return engine if engine > time else time
 
-    def _wake(self, queue: int, time: float) -> None:
-        """Look at a queue again when it can issue."""
-        node = self._graph.queues[queue].nodes[self._offered[queue][0]]
-        if self._wake_at[queue] != (time, node):
-            self._wake_at[queue] = (time, node)
+    def _wake(self, queue: int, node: int, time: float) -> None:
+        """Look at a queue again when it can issue its oldest node."""
+        if self._wake_node[queue] != node or self._wake_ns[queue] != time:
+            self._wake_node[queue], self._wake_ns[queue] = node, time
             heapq.heappush(self._heap, (time, node))
 
     def _is_held(self, node: int, core: CoreState) -> bool:
@@ -148,14 +158,12 @@ class ListPlayer(Player):
         return bool(is_held and self._chip.stationary_reuse_skips_load)
 
     def _notify(self, node: int, queue: int) -> None:
-        graph, ready, waits = self._graph, self._ready, self._waits
+        ready, waits, cause = self._ready, self._waits, self._cause
         place, limit, queue_of = self._place, self._limit, self._queue_of
-        fence, heap, queue_time = self._fence, self._heap, self._queue_time
-        first = self._first
         visible, visible_elsewhere, done_elsewhere = self._seen(node)
         if visible > self._latest[queue]:
             self._latest[queue] = visible
-        for edge in graph.targets[first[node] : first[node + 1]]:
+        for edge in self._targets[self._first[node] : self._first[node + 1]]:
             target = edge >> 1
             other = queue_of[target]
             if other == queue:
@@ -164,17 +172,17 @@ class ListPlayer(Player):
                 time = done_elsewhere if edge & 1 == DONE else visible_elsewhere
             if time > ready[target]:
                 ready[target] = time
-                self._cause[target] = node
+                cause[target] = node
             left = waits[target] - 1
             waits[target] = left
             if not left and place[target] < limit[other]:
-                if fence[target] == _MEETING:
+                if self._fence[target] == _MEETING:
                     self._offer(target, other)
                 else:
                     begin = ready[target]
-                    if queue_time[other] > begin:
-                        begin = queue_time[other]
-                    heapq.heappush(heap, (begin, target))
+                    if self._queue_time[other] > begin:
+                        begin = self._queue_time[other]
+                    heapq.heappush(self._heap, (begin, target))
 
     def _offer(self, node: int, queue: int) -> None:
         """Push a node without open waits that is inside the window."""
@@ -190,12 +198,12 @@ class ListPlayer(Player):
             self._open(queue)
         offered = self._offered[queue]
         if offered:
-            oldest = self._graph.queues[queue].nodes[offered[0]]
-            self._wake(queue, self._free_at(queue, oldest))
+            oldest = self._nodes[queue][offered[0]]
+            self._wake(queue, oldest, self._free_at(queue, oldest))
 
     def _open(self, queue: int) -> None:
         """Move the window to the oldest node that has not been issued."""
-        nodes, issued, waits = self._graph.queues[queue].nodes, self._issued, self._waits
+        nodes, issued, waits = self._nodes[queue], self._issued, self._waits
         head, count = self._position[queue], len(nodes)
         while head < count and issued[nodes[head]]:
             head += 1

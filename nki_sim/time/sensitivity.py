@@ -260,7 +260,7 @@ def _matters(run: Timeline, changed: Hardware, name: str) -> bool:
 
 def _total_ns(run: Timeline, chip: Hardware) -> float:
     """Return the total time of a run on a changed chip."""
-    return max(play(run.prepared, chip, run.options).visible, default=0.0)
+    return play(run.prepared, chip, run.options).total_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,35 +307,62 @@ class Knobs:
 
     Attributes:
         run: the run as it is.
-        times_ns: total times by knob and factor (0: flipped), of those that can move the run.
+        times_ns: by knob and factor (0: flipped), of those that can move the run; total times, or
+            those of the first nodes.
+        base_ns: the same with nothing turned.
+        nodes: how many were played, None for all.
     """
 
     run: Timeline
     times_ns: dict[tuple[str, float], float]
+    base_ns: float
+    nodes: int | None = None
 
     @classmethod
-    def of(cls, run: Timeline, factors: Sequence[float] = (0.5, 2.0)) -> Knobs:
+    def of(
+        cls, run: Timeline, factors: Sequence[float] = (0.5, 2.0), nodes: int | None = None
+    ) -> Knobs:
         """Play a run once for every knob and factor that can move it.
 
-        Some 20 plays, each a third of the time that the timeline of the run took.
+        Args:
+            run: the run.
+            factors: what a knob is multiplied with.
+            nodes: of a long run, play only so many, those that start first; None plays all. Some 20
+                plays, each a third of the time that the timeline of the run took.
         """
+        if nodes is not None and nodes >= len(run.result.start):
+            nodes = None
         times = {
-            (knob, factor): with_factors_ns(run, {knob: factor})
+            (knob, factor): with_factors_ns(run, {knob: factor}, nodes)
             for knob, choices in _choices(run, factors).items()
             for factor in choices
             if _can_move(run, knob, factor)
         }
-        return cls(run, times)
+        base_ns = run.total_ns if nodes is None else with_factors_ns(run, {}, nodes)
+        return cls(run, times, base_ns, nodes)
 
     def ratio(self, theirs: Knobs, knob: str, factor: float) -> float:
         """Return their time over ours with one knob turned on both sides."""
-        key = knob, factor
-        own = self.times_ns.get(key, self.run.total_ns)
-        return theirs.times_ns.get(key, theirs.run.total_ns) / own
+        return theirs._alone_ns(knob, factor) / self._alone_ns(knob, factor)
 
     def spread(self, theirs: Knobs) -> Spread:
-        """Return the least and the largest ratio of their time over ours that is found."""
+        """Return the least and the largest ratio of their time over ours that is found.
+
+        The ratios found are those of the whole runs, however many nodes the search looked at.
+        """
         return Spread(self._extreme(theirs, -1.0), self._extreme(theirs, 1.0))
+
+    def _alone_ns(self, knob: str, factor: float) -> float:
+        """Return the total time with one knob turned, by what the nodes that were played say."""
+        moved = self.times_ns.get((knob, factor), self.base_ns)
+        return moved if self.nodes is None else self.run.total_ns * (moved / self.base_ns)
+
+    def _whole_ns(self, factors: Mapping[str, float]) -> float:
+        """Return the total time of all nodes."""
+        if self.nodes is None and len(factors) == 1:
+            ((knob, factor),) = factors.items()
+            return self._alone_ns(knob, factor)
+        return with_factors_ns(self.run, factors)
 
     def _extreme(self, theirs: Knobs, sign: float) -> Extreme:
         """Turn every knob to where it moves the ratio furthest, then all of them together."""
@@ -345,15 +372,13 @@ class Knobs:
             moved = sign * self.ratio(theirs, knob, factor)
             if moved > max(base, found.get(knob, (base, 0.0))[0]) + _LEAST_GAIN * abs(base):
                 found[knob] = moved, factor
-        together = {knob: factor for knob, (_, factor) in found.items()}
         tries = [Extreme(self.run.total_ns, theirs.run.total_ns, {})]
-        if together:
-            tries.append(_both(self.run, theirs.run, together))
-            knob = max(found, key=lambda name: found[name][0])
-            alone = {knob: found[knob][1]}
-            key = knob, alone[knob]
-            own = self.times_ns.get(key, self.run.total_ns)
-            tries.append(Extreme(own, theirs.times_ns.get(key, theirs.run.total_ns), alone))
+        if found:
+            furthest = max(found, key=lambda name: found[name][0])
+            together = {knob: factor for knob, (_, factor) in found.items()}
+            for factors in (together, {furthest: together[furthest]}):
+                times = self._whole_ns(factors), theirs._whole_ns(factors)
+                tries.append(Extreme(*times, factors))
         return max(tries, key=lambda one: sign * one.ratio)
 
 
@@ -408,10 +433,10 @@ def with_factors(run: Timeline, factors: Mapping[str, float]) -> tuple[Hardware,
     return chip, options
 
 
-def with_factors_ns(run: Timeline, factors: Mapping[str, float]) -> float:
-    """Return the total time of a run with some knobs turned."""
+def with_factors_ns(run: Timeline, factors: Mapping[str, float], nodes: int | None = None) -> float:
+    """Return the total time of a run with some knobs turned, or that of its first nodes."""
     chip, options = with_factors(run, factors)
-    return max(play(run.prepared, chip, options).visible, default=0.0)
+    return play(run.prepared, chip, options, nodes).total_ns
 
 
 def _choices(run: Timeline, factors: Sequence[float]) -> dict[str, Sequence[float]]:

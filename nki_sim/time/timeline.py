@@ -106,7 +106,7 @@ class Timeline:
     @cached_property
     def total_ns(self) -> float:
         """From the first trigger to the last result."""
-        return max(self.result.visible, default=0.0)
+        return self.result.total_ns
 
     @property
     def total_us(self) -> float:

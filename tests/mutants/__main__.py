@@ -42,9 +42,11 @@ def is_noticed(mutant: Mutant, tests: dict[str, float], tree: Path) -> bool:
     first = quick(tests)
     rest = {test: tests[test] for test in tests if test not in first}
     try:
-        return fails(first, tree) or (bool(rest) and fails(rest, tree))
+        failing = next((part for part in (first, rest) if part and fails(part, tree)), None)
     finally:
         target.write_bytes(before)
+    # Tests that fail together without the mutant, too, tell nothing.
+    return failing is not None and not fails(failing, tree)
 
 
 def quick(tests: dict[str, float]) -> dict[str, float]:
@@ -137,10 +139,6 @@ def attack(chosen: list[Mutant], covering: Covering, trees: list[Path]) -> int:
     """Try each mutant and print those that survive; return how many were noticed."""
     tests = {mutant: covering.order(mutant, BUDGET_S) for mutant in chosen}
     killed = 0
-    without = [quick(found) for found in tests.values() if found][: len(trees)]
-    for names, failed in in_copies(lambda item, tree: fails(item, tree), without, trees):
-        if failed:
-            raise SystemExit(f"fail without a mutant, all in one process: {sorted(names)}")
 
     def work(mutant: Mutant, tree: Path) -> bool:
         return bool(tests[mutant]) and is_noticed(mutant, tests[mutant], tree)

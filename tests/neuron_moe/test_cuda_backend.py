@@ -70,10 +70,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["silu", *(pytest.param(case, marks=pytest.mark.long) for case in CASES if case != "silu")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_are_those_of_torch(case: str) -> None:
     expected, found = (run(build(name, **CASES[case])) for name in ("torch", "cuda"))
     errors = list(starmap(apart, zip(found, expected, strict=True)))

@@ -119,9 +119,9 @@ def test_biases_step_against_the_load_and_counters_start_again() -> None:
     assert after < 1.3
 
 
-@pytest.mark.parametrize("capacity", [None, 0.6])
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("act", ["silu", "swiglu"])
+@pytest.mark.parametrize("capacity", [pytest.param(None, marks=pytest.mark.long), 0.6])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("act", [pytest.param("silu", marks=pytest.mark.long), "swiglu"])
 def test_gradients_are_those_of_differences(capacity: float | None, early: bool, act: str) -> None:
     torch.manual_seed(1)
     is_oai = act == "swiglu"

@@ -43,6 +43,7 @@ def test_gradients_do_not_depend_on_what_is_kept(save_percent: int, act: str, ea
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 def test_kept_rows_pass_the_check_of_differences() -> None:
     layer = build(50, act="swiglu").double()
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]

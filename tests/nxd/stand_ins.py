@@ -29,6 +29,7 @@ ROOTS = (
     "awscrt",
     "s3transfer",
     "tenacity",
+    "torchvision",
 )
 
 

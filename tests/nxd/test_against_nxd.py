@@ -62,3 +62,18 @@ def test_nxdis_models_give_their_own_tokens_with_our_layer() -> None:
     assert len(rows) == 15
     assert all(row["tokens_equal"] for row in rows)
     assert found["kernels"]["ours"] <= 1.5 * found["kernels"]["own"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed_inference") is None,
+    reason="NxDI cannot be imported",
+)
+def test_nxdi_takes_the_settings_of_compile_as_they_are_meant() -> None:
+    report = run("settings")
+    assert report["found"] == report["given"]
+    assert report["buckets"] == {
+        "context_encoding_model": [160],
+        "token_generation_model": [160, 256],
+    }
+    assert report["rebound"] >= 5

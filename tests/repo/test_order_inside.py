@@ -41,10 +41,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("router_losses",),
     ("explain", "plan"),
     ("backends", "parallel.exchange", "parallel.shuffle"),
-    ("experts",),
+    ("experts", "transformers_experts"),
     ("moe",),
     ("parallel.sharding", "parallel.load", "parallel.balance", "parallel.planner"),
-    ("parallel.gradients", "parallel.distributed_state"),
+    ("parallel.gradients", "parallel.distributed_state", "parallel.handlers"),
     ("parallel.invariant", "parallel.wire", "parallel.rank_files"),
     ("nxd_compat",),
     ("routing", "moe_configs", "expert_mlps_v2", "parallel_layers"),  # NxD's module paths

@@ -10,6 +10,7 @@ SwiGLU, `torch._grouped_mm`, back and sum. The ceiling is cuBLAS: the same produ
 """
 
 import argparse
+import gc
 import statistics
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -203,6 +204,7 @@ def _measure(experts: Experts, inputs: Inputs, repeats: int) -> dict[str, float]
 
     both()
     torch.cuda.synchronize()
+    gc.collect()  # what earlier runs left must not be freed while this one is measured
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     output = experts(*inputs)

@@ -46,7 +46,7 @@ class ProbeModel:
 
 def _total_ns(timeline: Timeline, chip: Hardware) -> float:
     """Return the time of a recorded kernel on another chip."""
-    return max(play(timeline.prepared, chip, timeline.options).visible, default=0.0)
+    return play(timeline.prepared, chip, timeline.options).total_ns
 
 
 class _Noting:

@@ -80,6 +80,7 @@ def check_call(hidden_TH: Tensor) -> None:
         )
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Return the dtype as kernels spell it."""
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(of: Tensor | torch.dtype) -> str:
+    """Return a dtype, or that of a tensor, as kernels spell it."""
+    dtype = of.dtype if isinstance(of, Tensor) else of
+    return str(dtype).removeprefix("torch.")

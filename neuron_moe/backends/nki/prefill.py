@@ -55,22 +55,33 @@ _OVERFLOW = (
 
 
 @dataclass(frozen=True, eq=False)
-class _Launches:
-    """What the three kernels of a step are compiled for, and their operands.
+class Compiled:
+    """What the three kernels of a step are compiled for.
 
     Attributes:
         config: of blockwise_moe.
         dims: of index_blocks.
         visits: of the lists of visits that index_blocks makes.
         out: of combine.
-        operands: of blockwise_moe.
-        beside: biases and scales in the form of blockwise_moe.
     """
 
     config: Any
     dims: Any
     visits: Any
     out: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Launches:
+    """What the three kernels of a step are compiled for, and their operands.
+
+    Attributes:
+        compiled: see there.
+        operands: of blockwise_moe.
+        beside: biases and scales in the form of blockwise_moe.
+    """
+
+    compiled: Compiled
     operands: Operands
     beside: dict[str, Any]
 
@@ -107,6 +118,7 @@ class PrefillPlan(Plan):
         """Index, experts, combine; return [N, H] float32."""
         check_call(hidden_NH)
         made, num_cores = self._launches, self.parts.tuning.num_cores
+        compiled = made.compiled
         # A token that is not finite would spread to those it shares a matrix tile with; affinities
         # of a sigmoid are finite all the same.
         is_finite_T = routing.expert_affinities_TK.isfinite().all(1) & hidden_NH.isfinite().all(1)
@@ -115,7 +127,7 @@ class PrefillPlan(Plan):
         affinities_TK = torch.where(is_broken_T1, 0.0, routing.expert_affinities_TK)
         slot_scale = None
         tokens, pairs, _, _, _, slot_of_pair_TK, *lists = launch(
-            num_cores, index_blocks, index_TK.to(torch.int32), made.dims, made.visits
+            num_cores, index_blocks, index_TK.to(torch.int32), compiled.dims, compiled.visits
         )
         if routing.scales_input:
             slot_scale = _slot_scale(affinities_TK, pairs)
@@ -128,12 +140,12 @@ class PrefillPlan(Plan):
             made.operands.down_EIH,
             tokens,
             *lists,
-            made.config,
+            compiled.config,
             **made.beside,
             slot_scale=slot_scale,
         )
         output_TH: Tensor = launch(
-            num_cores, combine, slots_PSH, slot_of_pair_TK, affinities_TK, made.out
+            num_cores, combine, slots_PSH, slot_of_pair_TK, affinities_TK, compiled.out
         )
         # On the host a look is cheaper than a pass over [T, H]; a device must not wait for one.
         can_look = output_TH.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -165,13 +177,25 @@ def _prepare(plan: PrefillPlan) -> _Launches:
     Raises:
         ValueError: sizes, a formula or weights that the kernels do not take.
     """
+    parts, weights = plan.parts, plan.parts.weights
+    operands, compiled = operands_of(parts), compile_for(plan)
+    if weights.prefill_copy is not None and compiled.config.loop.by_parts:
+        operands = operands.laid_out(weights.prefill_copy)
+    hidden_size = compiled.config.H
+    beside = parts.expert_form("prefill beside", partial(_beside, operands, hidden_size))
+    return _Launches(compiled, operands, beside)
+
+
+def compile_for(plan: PrefillPlan) -> Compiled:
+    """Choose what the kernels of a step are compiled for; needs shapes of weights, no numbers.
+
+    Raises:
+        ValueError: sizes or a formula that the kernels do not take.
+    """
     parts, weights, tuning = plan.parts, plan.parts.weights, plan.parts.tuning
-    operands = operands_of(parts)
     num_tokens, top_k = plan.step.rows or plan.step.tokens, parts.spec.top_k
     block_size = plan.decision.work.block_size
     request = _request(parts, num_tokens, block_size)
-    if request.weight_parts is not None and weights.prefill_copy is not None:
-        operands = operands.laid_out(weights.prefill_copy)
     is_even = tuning.pad_num_blocks_to_even
     blocks = num_blocks(num_tokens, top_k, weights.num_experts, block_size, pad_to_even=is_even)
     num_slots, scaling = blocks * block_size, _scaling(parts)
@@ -181,9 +205,7 @@ def _prepare(plan: PrefillPlan) -> _Launches:
     check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
     check_combine(num_tokens, top_k, config.H, num_slots, num_partials)
-    out = CombineDims(nl.float32, True)
-    beside = parts.expert_form("prefill beside", partial(_beside, operands, config.H))
-    return _Launches(config, dims, visits, out, operands, beside)
+    return Compiled(config, dims, visits, CombineDims(nl.float32, True))
 
 
 def _request(parts: LayerParts, num_tokens: int, block_size: int) -> PlanRequest:

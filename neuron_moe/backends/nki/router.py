@@ -60,7 +60,7 @@ def router_call(router: Router, forms: Forms, num_cores: int) -> Route:
         forms: where forms of its weights are kept.
         num_cores: physical cores of the launch.
     """
-    spec, linear = router.spec, router.linear_router
+    linear = router.linear_router
     bias, selection_bias = (
         None if values is None else values.view(1, -1)
         for values in (linear.bias, router.e_score_correction_bias)
@@ -78,17 +78,7 @@ def router_call(router: Router, forms: Forms, num_cores: int) -> Route:
             weight_EH = router_form(router, forms)
         case = (hidden_TH.shape[0], hidden_TH.dtype)
         if case not in checked:
-            config = RouterConfig(
-                spec.formula,
-                spec.num_experts,
-                spec.hidden_size,
-                returns_logits=True,
-                hidden_dtype=dtype_name(hidden_TH),
-                weight_dtype=dtype_name(weight_EH),
-                num_cores=num_cores,
-            )
-            check_router_topk(config, hidden_TH.shape[0])
-            checked[case] = config
+            checked[case] = router_config(router, *case, weight_EH.dtype, num_cores)
         affinities_TK, index_TK, logits_TE = launch(
             num_cores,
             router_topk,
@@ -102,6 +92,32 @@ def router_call(router: Router, forms: Forms, num_cores: int) -> Route:
         return Routing(logits_TE, affinities_TK, different_choices(index_TK))
 
     return route
+
+
+def router_config(
+    router: Router,
+    num_tokens: int,
+    hidden_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    num_cores: int,
+) -> RouterConfig:
+    """Return what router_topk is compiled for.
+
+    Raises:
+        ValueError: sizes that the kernel does not take.
+    """
+    spec = router.spec
+    config = RouterConfig(
+        spec.formula,
+        spec.num_experts,
+        spec.hidden_size,
+        returns_logits=True,
+        hidden_dtype=dtype_name(hidden_dtype),
+        weight_dtype=dtype_name(weight_dtype),
+        num_cores=num_cores,
+    )
+    check_router_topk(config, num_tokens)
+    return config
 
 
 def different_choices(index_TK: Tensor) -> Tensor:

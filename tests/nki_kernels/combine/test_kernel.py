@@ -111,6 +111,20 @@ def test_limits_are_refused_by_name(case: str) -> None:
         check_combine(*arguments)
 
 
-def test_limits_are_reached() -> None:
-    check_combine(1, 16, 64, (1 << 21) - 1, 8)
-    check_combine(1, 1, 64, (1 << 24) - 1)
+# The least and the largest of T, K, H, slots and parts, and what lies just outside.
+REACHED = [(1, 1, 64, 1, 1), (1, 16, 64, 1, 1), (1, 1, 128, 1, 1), (1, 1, 64, 1, 8),
+           (1, 16, 64, (1 << 21) - 1, 8), (1, 1, 64, (1 << 24) - 1, 1)]  # fmt: skip
+PAST = [(0, 1, 64, 1, 1), (1, 0, 64, 1, 1), (1, 17, 64, 1, 1), (1, 1, 0, 1, 1), (1, 1, 63, 1, 1),
+        (1, 1, 65, 1, 1), (1, 1, 64, 0, 1), (1, 1, 64, 1, 0), (1, 1, 64, 1, 9),
+        (1, 1, 64, 1 << 24, 1), (1, 1, 64, 1 << 21, 8)]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", REACHED)
+def test_limits_are_reached(sizes: tuple[int, ...]) -> None:
+    check_combine(*sizes)
+
+
+@pytest.mark.parametrize("sizes", PAST)
+def test_what_is_past_a_limit_is_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        check_combine(*sizes)

@@ -199,3 +199,24 @@ def test_what_the_check_counts_covers_what_is_alive() -> None:
 def test_the_longest_inputs_are_accepted() -> None:
     check_index_blocks(32768, 16, BlockDims(512, 1024, num_blocks(32768, 16, 512, 1024)))
     check_index_blocks(32768, 8, BlockDims(256, 128, num_blocks(32768, 8, 256, 128)), 1)
+
+
+# The least and the largest of T, K, E, B and N, and what lies just outside.
+REACHED = [(1, 1, 1, 1, 1), (1, 16, 1, 1, 1), (1, 1, 512, 1, 1),
+           (1, 1, 1, 1 << 20, 1), (1, 1, 1, 1, 1 << 20)]  # fmt: skip
+PAST = [(0, 1, 1, 1, 1), (1, 0, 1, 1, 1), (1, 17, 1, 1, 1), (1, 1, 0, 1, 1), (1, 1, 513, 1, 1),
+        (1, 1, 1, 0, 1), (1, 1, 1, 1, 0),
+        (1, 1, 1, (1 << 20) + 1, 1), (1, 1, 1, 1, (1 << 20) + 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", REACHED)
+def test_limits_are_reached(sizes: tuple[int, ...]) -> None:
+    T, K, *dims = sizes
+    check_index_blocks(T, K, BlockDims(*dims))
+
+
+@pytest.mark.parametrize("sizes", PAST)
+def test_what_is_past_a_limit_is_refused(sizes: tuple[int, ...]) -> None:
+    T, K, *dims = sizes
+    with pytest.raises(ValueError, match="must be"):
+        check_index_blocks(T, K, BlockDims(*dims))

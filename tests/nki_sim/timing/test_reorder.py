@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nki_sim.hardware import TRN2
+from nki_sim.time.reorder import play
 from nki_sim.time.schedule_model import (
     COMPILER_WINDOW,
     CORNERS,
@@ -132,6 +133,19 @@ def test_a_whole_run_loses_at_most_one_time_per_queue(make_builder: Make, seed: 
     in_order = played(trace)
     bound = (1 + len(in_order.result.graph.queues)) * in_order.total_ns
     assert played(trace, order="list").total_ns <= bound
+
+
+@pytest.mark.parametrize("model", [IN_ORDER, VENDOR], ids=["in order", "vendor"])
+@pytest.mark.parametrize("nodes", [1, 20])
+def test_the_first_nodes_of_a_run_have_the_times_of_the_whole(
+    make_builder: Make, model: ScheduleModel, nodes: int
+) -> None:
+    whole = schedule(RandomTrace(make_builder, 3).trace, options=TimelineOptions(model=model))
+    part = play(whole.prepared, whole.chip, whole.options, nodes)
+    ended = [node for node, time in enumerate(part.visible) if time > 0.0]
+    assert nodes <= len(ended) < len(part.visible)
+    assert [part.visible[node] for node in ended] == [whole.result.visible[n] for n in ended]
+    assert 0.0 <= part.total_ns < whole.total_ns
 
 
 @pytest.mark.parametrize("corner", list(CORNERS))

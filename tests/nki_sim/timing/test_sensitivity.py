@@ -147,6 +147,20 @@ def test_the_spread_holds_every_knob_alone_and_all_that_matter_together(make_bui
     assert worst_case(ours, theirs).ratio <= low.ratio
 
 
+def test_a_search_on_the_first_nodes_finds_ratios_of_the_whole_runs(make_builder: Make) -> None:
+    ours, theirs = in_tiles(make_builder, 4), in_tiles(make_builder, 16)
+    own, other = (Knobs.of(run, nodes=24) for run in (ours, theirs))
+    assert other.base_ns < theirs.total_ns
+    found = dict[str, float]()
+    for one in own.spread(other):
+        found |= one.factors
+        assert one.ours_ns == with_factors_ns(ours, one.factors)
+        assert one.theirs_ns == with_factors_ns(theirs, one.factors)
+    assert found
+    assert own.ratio(other, "collectives", 2.0) == theirs.total_ns / ours.total_ns
+    assert Knobs.of(ours, nodes=10**6).base_ns == ours.total_ns
+
+
 def test_a_knob_that_cannot_move_a_run_is_not_played(make_builder: Make) -> None:
     knobs = Knobs.of(in_tiles(make_builder, 4))
     assert "exchange" not in {knob for knob, _ in knobs.times_ns}

@@ -318,9 +318,13 @@ def test_the_expectation_is_the_vendors_corner_and_names_where_we_lose() -> None
         row("a", "in-order", "plain", 25.0), row("b", "vendor", "packed", 99.0),
     ]  # fmt: skip
     assert expectation(rows) == (
-        "expected about 1.2x, range 0.90x to 2.5x; rows below 1 of 3 in both corners: a (1)"
+        "expected about 1.2x, range 0.90x to 2.5x; rows below 1 of 3 in both corners: a TP1 T=8 (1)"
     )
     assert expectation(rows[2:]) is None
+    rows[0] = dataclasses.replace(rows[0], speedup_low=0.5, speedup_high=1.5)
+    assert "; coefficients at half to double (1 of 3 rows): 0.50x (a TP1 T=8) to 1.5x;" in str(
+        expectation(rows)
+    )
 
 
 def test_a_range_is_forgotten_with_the_time_it_belongs_to() -> None:

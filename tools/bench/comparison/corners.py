@@ -16,8 +16,8 @@ class CornerRow(Protocol):
     """What a row of either benchmark has."""
 
     @property
-    def model(self) -> str:
-        """Whose layer it is."""
+    def label(self) -> str:
+        """Layer and size."""
 
     @property
     def corner(self) -> str:
@@ -83,7 +83,8 @@ def by_corner(rows: Sequence[CornerRow]) -> list[dict[str, Any]]:
 def expectation(rows: Sequence[CornerRow]) -> str | None:
     """Say what to expect with weights as the checkpoint has them, and where we do not win.
 
-    The mean of the vendor's corner; the range is that of single rows over both corners.
+    The mean of the vendor's corner; the ranges are those of single rows over both corners, as
+    things are and with the coefficients that move them furthest.
     """
     plain = [row for row in rows if row.layout == "plain" and row.speedup is not None]
     kind = [row.speedup or 0.0 for row in plain if row.corner == "vendor"]
@@ -91,10 +92,20 @@ def expectation(rows: Sequence[CornerRow]) -> str | None:
     if mean is None:
         return None
     ratios = [row.speedup or 0.0 for row in plain]
-    behind = Counter(row.model for row in plain if (row.speedup or 0.0) < 1.0)
-    where = ", ".join(f"{model} ({count})" for model, count in behind.most_common()) or "none"
+    lows = [row for row in plain if row.speedup_low is not None]
+    turned = ""
+    if lows:
+        least = min(lows, key=lambda row: row.speedup_low or 0.0)
+        most = max(row.speedup_high or 0.0 for row in lows)
+        of = "" if len(lows) == len(plain) else f" ({len(lows)} of {len(plain)} rows)"
+        turned = (
+            f"; coefficients at half to double{of}: {least.speedup_low:.2f}x ({least.label}) to"
+            f" {most:.1f}x"
+        )
+    behind = Counter(row.label for row in plain if (row.speedup or 0.0) < 1.0)
+    where = ", ".join(f"{label} ({count})" for label, count in behind.most_common()) or "none"
     return (
-        f"expected about {mean:.1f}x, range {min(ratios):.2f}x to {max(ratios):.1f}x;"
+        f"expected about {mean:.1f}x, range {min(ratios):.2f}x to {max(ratios):.1f}x{turned};"
         f" rows below 1 of {len(plain)} in both corners: {where}"
     )
 
@@ -106,6 +117,7 @@ def _range(rows: Sequence[CornerRow]) -> dict[str, Any]:
     highs = [row.speedup_high for row in rows if row.speedup_high is not None]
     if not lows:
         return {}
+    below = Counter(row.label for row in rows if (row.speedup_low or 1.0) < 1.0)
     hurts = Counter(knob for row in rows for knob in row.low_with.split(", ") if knob)
     return {
         "rows_with_range": len(lows),
@@ -114,6 +126,7 @@ def _range(rows: Sequence[CornerRow]) -> dict[str, Any]:
         "geometric_mean_high": geometric_mean(highs),
         "least_low": min(lows),
         "rows_below_1_at_low": sum(low < 1.0 for low in lows),
+        "below_1_at_low": dict(below.most_common()),
         "low_with": dict(hurts.most_common()),
     }
 

@@ -7,6 +7,7 @@ task that is cut off harms no other. Only the process that called takes results 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import time
@@ -110,6 +111,9 @@ def run_works(
 
     Returns:
         Whether all tasks were run.
+
+    Raises:
+        WorkerLostError: a task lost two processes; all others were run.
     """
     pace = Pace(works, jobs)
     if jobs == 1 and minutes is None:
@@ -139,13 +143,23 @@ def run_phases(
 
     Returns:
         Whether all tasks of all phases were run.
+
+    Raises:
+        WorkerLostError: a task lost two processes; all others were run.
     """
     started, is_complete = time.monotonic(), True
+    lost: WorkerLostError | None = None
     for phase in phases:
         left = None if minutes is None else minutes - (time.monotonic() - started) / 60
         if left is not None and left <= 0.0:
-            return False
-        is_complete = run_works(phase(), on_taken, jobs, left) and is_complete
+            is_complete = False
+            break
+        try:
+            is_complete = run_works(phase(), on_taken, jobs, left) and is_complete
+        except WorkerLostError as error:
+            lost = lost or error
+    if lost is not None:
+        raise lost
     return is_complete
 
 
@@ -169,6 +183,8 @@ class _Forked:
     limit_s: float | None
     running: dict[Connection, _Running] = field(default_factory=dict)
     refused: list[tuple[Work, Task]] = field(default_factory=list)
+    again: list[tuple[Work, Task]] = field(default_factory=list)
+    lost: dict[int, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     def run(self) -> bool:
@@ -181,6 +197,9 @@ class _Forked:
                 for pipe in ready:
                     assert isinstance(pipe, Connection)
                     self._take(pipe)
+            twice = [why for why in self.lost.values() if why]
+            if twice:
+                raise WorkerLostError(twice[0])
             return not self.refused
         finally:
             self._stop()
@@ -207,13 +226,13 @@ class _Forked:
         return bool(self.running)
 
     def _pick(self) -> tuple[Work, Task] | None:
-        """Return a task of a work that has none running, or else of any."""
+        """Return a task of a work that has none running, or else of any; last, a lost one."""
         busy = [id(entry.work) for entry in self.running.values()]
         for work in sorted(self.pace.works, key=lambda work: busy.count(id(work))):
             task = work.next_task()
             if task is not None:
                 return work, task
-        return None
+        return self.again.pop() if self.again else None
 
     def _start(self, work: Work, task: Task) -> None:
         context = multiprocessing.get_context("fork")
@@ -228,11 +247,8 @@ class _Forked:
         try:
             result, error = pipe.recv()
         except EOFError:
-            entry.process.join()
-            raise WorkerLostError(
-                f"{entry.task.name}: its process ended with status {entry.process.exitcode} and no"
-                " result. Give it more memory, or use fewer --jobs."
-            ) from None
+            self._note_loss(entry)
+            return
         finally:
             pipe.close()
         entry.process.join()
@@ -244,6 +260,19 @@ class _Forked:
         self.pace.running_size = sum(other.task.size for other in self.running.values())
         self.on_taken(entry.work, entry.task, self.pace, seconds)
 
+    def _note_loss(self, entry: _Running) -> None:
+        """Let a task whose process ended without a result run once more, and no more."""
+        entry.process.join()
+        if id(entry.task) not in self.lost:
+            self.lost[id(entry.task)] = ""
+            self.again.append((entry.work, entry.task))
+            return
+        self.lost[id(entry.task)] = (
+            f"{entry.work.name}, {entry.task.name}: its process ended with status"
+            f" {entry.process.exitcode} and no result, twice. Give it more memory, or use fewer"
+            " --jobs."
+        )
+
     def _stop(self) -> None:
         for pipe, entry in self.running.items():
             entry.process.kill()
@@ -252,6 +281,7 @@ class _Forked:
 
 
 def _child(task: Task, pipe: Connection) -> None:
+    faulthandler.enable()
     gc.freeze()  # what was there before the fork is shared with the others as long as untouched
     answer: tuple[Any, Exception | None]
     try:

@@ -97,10 +97,10 @@ class Writer:
         self._path, self._result = path, result
         self._next_s = 0.0
 
-    def write(self) -> None:
-        """Write the file, unless the last time is too short ago."""
+    def write(self, at_once: bool = False) -> None:
+        """Write the file, unless the last time is too short ago and it is not asked for at once."""
         started = time.monotonic()
-        if self._path is None or started < self._next_s:
+        if self._path is None or (started < self._next_s and not at_once):
             return
         write_result(self._path, self._result())
         ended = time.monotonic()

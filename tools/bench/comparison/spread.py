@@ -7,17 +7,20 @@ is the variant that is fastest with the coefficients as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import nki_sim
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.timelines import corner_timelines
 from nki_sim.time.sensitivity import Knobs, in_words
+from nki_sim.time.timeline import Timeline
 
 Launch = Callable[[], nki_sim.Run]
 DIGITS = 4
+PLAYS = 2.0  # seconds of a task over those of simulating its sides
+SEARCHED_NODES = 12_000  # of a run, on which each knob is tried; what is found is played whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +52,36 @@ def kept_range(before: Any, ours_us: float | None) -> dict[str, Any]:
     return {name: getattr(before, name) for name in SpeedupRange.__slots__}
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Ours or the vendor's: a launch, which its name stands for."""
+
+    name: Any
+    launch: Launch = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Both sides of some rows in one corner of the clock.
+
+    Attributes:
+        corner: its name.
+        ours: each with the keys of the rows it stands for.
+        theirs: the vendor's.
+    """
+
+    corner: str
+    ours: Sequence[tuple[Sequence[Hashable], Side]]
+    theirs: Side
+
+
 class SpreadWork:
-    """One task: both sides of some rows in one corner of the clock.
+    """One task: the ranges of some rows. Each side is simulated once, and timed in its corners.
 
     Args:
         name: the case in words.
         size: the seconds of it, about.
-        corner: of the clock.
-        ours: launches of our side, each with the keys of the rows it stands for.
-        theirs: launches the vendor's side.
+        pairings: one per corner.
         keep: takes the ranges that were found, by key.
     """
 
@@ -65,19 +89,37 @@ class SpreadWork:
         self,
         name: str,
         size: float,
-        corner: str,
-        ours: Sequence[tuple[Sequence[Hashable], Launch]],
-        theirs: Launch,
+        pairings: Sequence[Pairing],
         keep: Callable[[Mapping[Any, SpeedupRange]], None],
     ) -> None:
-        self.name, self._corner = f"{name}, {corner} corner", corner
-        self._size, self._ours, self._theirs, self._keep = size, ours, theirs, keep
-        self._waits = True
+        self.name, self._size, self._pairings, self._keep = name, size, pairings, keep
+        self._waits = bool(pairings)
 
     @property
     def size(self) -> float:
         """The seconds of what still waits, about."""
         return self._size if self._waits else 0.0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        pairings: Sequence[Pairing],
+        seconds: Callable[[Side], float],
+        keep: Callable[[Mapping[Any, SpeedupRange]], None],
+    ) -> Iterator[SpreadWork]:
+        """Yield a task for all corners in which the vendor's side is the same.
+
+        Args:
+            name: the case in words.
+            pairings: one per corner.
+            seconds: what simulating a side takes, about.
+            keep: takes the ranges that were found.
+        """
+        for theirs in dict.fromkeys(pairing.theirs for pairing in pairings):
+            chosen = [pairing for pairing in pairings if pairing.theirs == theirs]
+            sides = {theirs, *(side for pairing in chosen for _, side in pairing.ours)}
+            yield cls(name, PLAYS * sum(map(seconds, sides)), chosen, keep)
 
     def next_task(self) -> Task | None:
         """Hand out the one task."""
@@ -91,16 +133,26 @@ class SpreadWork:
         self._keep(result)
 
     def _compute(self) -> dict[Hashable, SpeedupRange]:
-        theirs = self._knobs(self._theirs)
+        timelines = self._timelines()
         found = dict[Hashable, SpeedupRange]()
-        for keys, launch in self._ours:
-            one = speedup_range(self._knobs(launch), theirs)
-            found |= dict.fromkeys(keys, one)
+        for pairing in self._pairings:
+            theirs = Knobs.of(timelines.pop((pairing.corner, pairing.theirs)), nodes=SEARCHED_NODES)
+            for keys, side in pairing.ours:
+                ours = Knobs.of(timelines.pop((pairing.corner, side)), nodes=SEARCHED_NODES)
+                found |= dict.fromkeys(keys, speedup_range(ours, theirs))
         return found
 
-    def _knobs(self, launch: Launch) -> Knobs:
-        ((_, timeline),) = corner_timelines(launch(), [self._corner])
-        return Knobs.of(timeline)
+    def _timelines(self) -> dict[tuple[str, Side], Timeline]:
+        """Simulate every side; return its timeline by corner and side."""
+        corners = dict[Side, list[str]]()
+        for pairing in self._pairings:
+            for side in (pairing.theirs, *(side for _, side in pairing.ours)):
+                corners.setdefault(side, []).append(pairing.corner)
+        return {
+            (corner, side): timeline
+            for side, asked in corners.items()
+            for corner, timeline in corner_timelines(side.launch(), asked)
+        }
 
 
 def range_in_words(speedup: float, low: float | None, high: float | None) -> str:

@@ -84,7 +84,10 @@ def main(argv: list[str] | None = None) -> int:
 
     sides: list[Work] = [*ours, *theirs]
     sides.sort(key=lambda side: side.size)
-    is_complete = run_phases([lambda: sides, spreads], on_taken, options.jobs, options.minutes)
+    try:
+        is_complete = run_phases([lambda: sides, spreads], on_taken, options.jobs, options.minutes)
+    finally:
+        writer.write(at_once=True)
     _keep(book, ours, theirs)  # with why the last modes were left out
     if options.picture is not None and is_complete:
         _measure_switch(book, sources, options)
@@ -198,7 +201,7 @@ def _spreads(options: argparse.Namespace, ours: Sequence[OurSide], book: Book) -
     found = (
         work for sides in groups.values() for work in spreads_of(sides, book, library, corners)
     )
-    return sorted(found, key=lambda work: work.size)
+    return sorted(found, key=lambda work: -work.size)  # no process works alone at the end
 
 
 def _keep(book: Book, ours: Sequence[OurSide], changed: Iterable[Work]) -> None:

@@ -95,6 +95,11 @@ class Row:
     kernels: str = ""
 
     @property
+    def label(self) -> str:
+        """Layer and size."""
+        return f"{self.model} TP{self.tp} B={self.B}"
+
+    @property
     def key(self) -> Key:
         """What tells rows apart."""
         return (

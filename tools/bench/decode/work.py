@@ -14,7 +14,8 @@ from neuron_moe.tools.bench.comparison.deployed import nxd_default
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.comparison.spread import (
-    Launch,
+    Pairing,
+    Side,
     SpeedupRange,
     SpreadWork,
     kept_range,
@@ -30,7 +31,6 @@ from nki_sim import Run, SimOptions
 
 KERNEL_LAYOUTS = {"plain": "ehi", "packed": "packed"}  # the kernels' names
 MODES = ("selective", "all")
-PLAYS = 2.0  # seconds of the sensitivity in one corner over those of a simulation
 # The block's router must choose real experts: its hidden states and weights keep their values.
 OPTIONS = SimOptions(
     mode="indices", uninitialized="off", races="off", capacity="reorder", small_elements=1 << 22
@@ -88,12 +88,12 @@ class OurSide:
         fields = {name: getattr(found, name) for name in SpeedupRange.__slots__}
         self.rows[key] = replace(self.rows[key], **fields)
 
-    def launches(self, corner: str) -> Iterator[tuple[Key, Launch]]:
+    def launches(self, corner: str) -> Iterator[tuple[list[Key], Side]]:
         """Yield what simulates the rows of a corner that ran and lack a range."""
         for key, row in self.rows.items():
             if row.corner == corner and row.ours_us and row.speedup_low is None:
-                layout = KERNEL_LAYOUTS[row.layout]
-                yield key, partial(_launch, self.case, layout)
+                launch = partial(_launch, self.case, KERNEL_LAYOUTS[row.layout])
+                yield [key], Side((self.name, row.layout), launch)
 
     def skip(self) -> None:
         """Run nothing."""
@@ -163,7 +163,7 @@ def _launch(case: DecodeCase, layout: str) -> Run:
 def spreads_of(
     sides: Sequence[OurSide], book: Book, library: VendorLibrary, corners: Sequence[str]
 ) -> Iterator[SpreadWork]:
-    """Yield what finds the ranges of some sides' rows, corner by corner.
+    """Yield what finds the ranges of some sides' rows, if any lacks one.
 
     Args:
         sides: cases that differ in their routing alone, which the vendor's times do not know.
@@ -178,14 +178,16 @@ def spreads_of(
         for key, one in found.items():
             owners[key].keep_range(key, one)
 
+    pairings, seconds = [], dict[Side, float]()
     for corner in corners:
         best = fastest(book.rivals(case, corner))
-        ours = [([key], launch) for side in sides for key, launch in side.launches(corner)]
+        ours = [pair for side in sides for pair in side.launches(corner)]
         if best is None or not ours:
             continue
         mode = best.name.removesuffix(IN_BF16)
         rival = case if mode == best.name else replace(case, format="bf16")
-        name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"
-        size = PLAYS * (seconds_of(rival, mode) + len(ours) * sides[0].seconds)
-        theirs = partial(launch_vendor, library, rival, mode, OPTIONS)
-        yield SpreadWork(name, size, corner, ours, theirs, keep)
+        theirs = Side(best.name, partial(launch_vendor, library, rival, mode, OPTIONS))
+        seconds[theirs] = seconds_of(rival, mode)
+        pairings.append(Pairing(corner, ours, theirs))
+    name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"
+    yield from SpreadWork.of(name, pairings, lambda side: seconds.get(side, sides[0].seconds), keep)

@@ -51,14 +51,17 @@ def main(argv: list[str] | None = None) -> int:
 
     def spreads() -> list[SpreadWork]:
         found = (work for case in cases if options.sensitivity for work in case.spreads())
-        return sorted(found, key=lambda work: work.size)
+        return sorted(found, key=lambda work: -work.size)  # no process works alone at the end
 
     def on_taken(work: Work, task: Task, pace: Pace, seconds: float) -> None:
         rows.update({row.key: row for case in cases for row in case.rows()})
         print(_line(work, task, pace, seconds), file=sys.stderr, flush=True)
         writer.write()
 
-    is_complete = run_phases([lambda: cases, spreads], on_taken, options.jobs, options.minutes)
+    try:
+        is_complete = run_phases([lambda: cases, spreads], on_taken, options.jobs, options.minutes)
+    finally:
+        writer.write(at_once=True)
     for case in cases:
         case.compare()  # with why the last variants were left out
     rows.update({row.key: row for case in cases for row in case.rows()})

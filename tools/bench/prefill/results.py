@@ -65,6 +65,11 @@ class Row:
     simulator: str = ""
 
     @property
+    def label(self) -> str:
+        """Layer and size."""
+        return f"{self.model} TP{self.tp} T={self.T}"
+
+    @property
     def key(self) -> Key:
         """What tells rows apart."""
         return self.model, self.T, self.routing, self.layout, self.corner

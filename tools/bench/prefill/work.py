@@ -17,6 +17,8 @@ from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.comparison.spread import (
     UNKNOWN,
+    Pairing,
+    Side,
     SpeedupRange,
     SpreadWork,
     kept_range,
@@ -42,7 +44,6 @@ from nki_kernels.prefill import PrefillConfig
 from nki_sim.time.schedule_model import CORNERS
 
 OURS, DEFAULT = "ours", "deployed"
-PLAYS = 2.0  # seconds of the sensitivity in one corner over those of a simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,31 +219,38 @@ class Case:
         }
 
     def spreads(self) -> Iterator[SpreadWork]:
-        """Yield what finds the range of the rows that lack it, corner by corner."""
-        library = self._library
-        for corner in dict.fromkeys(row.corner for row in self.rows()):
-            rows = [row for row in self.rows() if row.corner == corner]
-            best = fastest(self._vendor.attempts(corner))
-            missing = [row for row in rows if row.speedup and row.speedup_low is None]
-            if library is None or best is None or not missing:
-                continue
-            variant = next(variant for variant in VARIANTS if variant.name == best.name)
-            keys = dict[PrefillConfig, list[Key]]()
-            for row in missing:
-                config, _ = configure_case(self._model, self._index_TK, row.layout)
-                keys.setdefault(config, []).append(row.key)
-            size = seconds_of(self._model, self._index_TK, variant) + self._ours_seconds
-            yield SpreadWork(
-                self.name,
-                PLAYS * size,
-                corner,
-                [
-                    (found, partial(launch_ours, self._model, self._index_TK, config))
-                    for config, found in keys.items()
-                ],
-                partial(launch_vendor, library, self._model, self._index_TK, variant, OPTIONS),
-                self._keep_ranges,
-            )
+        """Yield what finds the ranges of the rows that lack them."""
+        corners = dict.fromkeys(row.corner for row in self.rows())
+        pairings = [pairing for corner in corners for pairing in self._pairings(corner)]
+        yield from SpreadWork.of(self.name, pairings, self._seconds, self._keep_ranges)
+
+    def _seconds(self, side: Side) -> float:
+        """Return what simulating a side of a ratio takes, about."""
+        variant = VARIANTS[0] if isinstance(side.name, PrefillConfig) else side.name
+        share = 0.5 if isinstance(side.name, PrefillConfig) else 1.0
+        return share * seconds_of(self._model, self._index_TK, variant)
+
+    def _pairings(self, corner: str) -> Iterator[Pairing]:
+        """Yield our plans in a corner, of rows without a range, and the vendor's best variant."""
+        library, best = self._library, fastest(self._vendor.attempts(corner))
+        missing = [
+            row
+            for row in self.rows()
+            if row.corner == corner and row.speedup and row.speedup_low is None
+        ]
+        if library is None or best is None or not missing:
+            return
+        keys = dict[PrefillConfig, list[Key]]()
+        for row in missing:
+            config, _ = configure_case(self._model, self._index_TK, row.layout)
+            keys.setdefault(config, []).append(row.key)
+        ours = [
+            (found, Side(config, partial(launch_ours, self._model, self._index_TK, config)))
+            for config, found in keys.items()
+        ]
+        variant = next(variant for variant in VARIANTS if variant.name == best.name)
+        launch = partial(launch_vendor, library, self._model, self._index_TK, variant, OPTIONS)
+        yield Pairing(corner, ours, Side(variant, launch))
 
     def _keep_ranges(self, found: Mapping[Key, SpeedupRange]) -> None:
         """Keep the ranges of rows of this case."""

@@ -1,0 +1,286 @@
+"""Simulated time of a plan: its kernels on the simulator, with shapes in place of weights.
+
+The launches are those of the plan's own `route` and `experts`, or of its `layer`; numbers of the
+weights do not matter to their time, only which experts tokens choose. So a layer on the meta device
+can be timed. The clock is that of the source order of instructions (`nki_sim`'s in-order corner).
+
+Axes: T tokens of all ranks, K choices, E experts of this rank, H hidden.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import nki_sim
+from neuron_moe.backends.nki.decode import DecodePlan
+from neuron_moe.backends.nki.layer import LayerPlan
+from neuron_moe.backends.nki.operands import matrices_of
+from neuron_moe.backends.nki.prefill import PrefillPlan, compile_for
+from neuron_moe.backends.nki.router import router_config
+from neuron_moe.blocks import NO_EXPERT
+from neuron_moe.plan import LayerParts, Plan
+from neuron_moe.router import Router
+from neuron_moe.weights.experts import Experts
+from neuron_moe.weights.laid_out import from_numpy, to_numpy
+from neuron_moe.weights.narrow import NarrowMatrices
+from nki_kernels.combine import combine
+from nki_kernels.decode import decode_layer, decode_moe, pack_router_weight, weight_shapes
+from nki_kernels.index import index_blocks
+from nki_kernels.prefill import blockwise_moe
+from nki_kernels.prefill.config import num_partials
+from nki_kernels.route import router_topk
+from nki_sim import SimOptions, TensorSpec
+from nki_sim.trace import CORE, FACTS, ControlFacts, Trace
+
+_OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
+_ROUTER_ELEMENTS = 1 << 22  # of hidden states and router that choose experts in a launch
+_NAMES = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
+_SEED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One launch of a plan.
+
+    Attributes:
+        kernel: its name.
+        us: simulated microseconds.
+        instructions: of the compiled kernel on all cores, the body of a dynamic loop once; a loop
+            that made no trip with this routing is not among them.
+        executed: those that ran, each trip counted.
+    """
+
+    kernel: str
+    us: float
+    instructions: int
+    executed: int
+
+
+def simulate_plan(
+    plan: Plan, index_TK: NDArray[np.int32], own_tokens: int | None = None
+) -> list[KernelTime]:
+    """Return the launches of a plan with their simulated times.
+
+    Args:
+        plan: of the nki backend; weights may be on the meta device.
+        index_TK: [T, K] int32 experts of the model that the tokens choose. A plan that routes in
+            its launch draws its own choices, as many, all experts alike.
+        own_tokens: that this rank routes, where others route theirs; default: all.
+
+    Raises:
+        ValueError: a plan of another backend, or weights the kernels do not take.
+    """
+    if isinstance(plan, PrefillPlan):
+        return [_route(plan.parts, own_tokens or len(index_TK)), *_prefill(plan, index_TK)]
+    if isinstance(plan, DecodePlan):
+        return [_route(plan.parts, plan.step.tokens), _decode(plan, index_TK)]
+    if isinstance(plan, LayerPlan):
+        return [_layer(plan)]
+    raise ValueError(f"plan of {plan.decision.kernel}: no kernels to simulate. Use backend='nki'.")
+
+
+def draw_choices(
+    num_tokens: int, num_experts: int, top_k: int, seed: int = _SEED
+) -> NDArray[np.int32]:
+    """Return [T, K] different experts of each token, all experts alike."""
+    keys = np.random.default_rng(seed).random((num_tokens, num_experts))
+    return np.argpartition(keys, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+
+
+def _prefill(plan: PrefillPlan, index_TK: NDArray[np.int32]) -> Iterator[KernelTime]:
+    parts, made = plan.parts, compile_for(plan)
+    num_tokens, top_k = index_TK.shape
+    num_cores, H = parts.tuning.num_cores, made.config.H
+    local_TK = index_TK - parts.first_expert
+    is_here = (local_TK >= 0) & (local_TK < parts.weights.num_experts)
+    local_TK = np.where(is_here, local_TK, NO_EXPERT).astype(np.int32)
+    run = _run(index_blocks, num_cores, local_TK, made.dims, made.visits)
+    yield _time(index_blocks, run)
+    tokens, _, _, _, _, slot_of_pair_TK, *lists = run.outputs
+    gate_up, down = map(_spec_of, matrices_of(parts.weights))
+    beside = _prefill_beside(parts, H)
+    if made.config.scaling == "pre":
+        beside["slot_scale"] = TensorSpec(tokens.shape, "float32")
+    rows = TensorSpec((num_tokens, H), "bfloat16")
+    run = _run(blockwise_moe, num_cores, rows, gate_up, down, tokens, *lists, made.config, **beside)
+    yield _time(blockwise_moe, run)
+    slots = TensorSpec((num_partials(made.config), len(tokens), H), "bfloat16")
+    affinities = TensorSpec((num_tokens, top_k), "float32")
+    yield _time(combine, _run(combine, num_cores, slots, slot_of_pair_TK, affinities, made.out))
+
+
+def _decode(plan: DecodePlan, index_TK: NDArray[np.int32]) -> KernelTime:
+    parts, config = plan.parts, plan.config
+    hidden = TensorSpec((config.T, config.H), "bfloat16")
+    affinities = TensorSpec(index_TK.shape, "float32")
+    matrices = map(_spec_of, matrices_of(parts.weights))
+    run = _run(
+        decode_moe, parts.tuning.num_cores, hidden, *matrices, index_TK, affinities,
+        _first_expert(parts), config, **_decode_beside(parts, config.H),
+    )  # fmt: skip
+    return _time(decode_moe, run)
+
+
+def _layer(plan: LayerPlan) -> KernelTime:
+    """Time a fused layer; hidden states and router are drawn, and with them the choices."""
+    parts, config = plan.parts, plan.config
+    moe, router, rng = config.moe, parts.router, np.random.default_rng(_SEED)
+    assert router is not None
+    dtype = router.linear_router.weight.dtype
+    weight_NH = torch.from_numpy(rng.standard_normal((parts.num_experts, moe.H))).to(dtype)
+    hidden_TH = torch.from_numpy(rng.standard_normal((moe.T, moe.H))).to(torch.bfloat16)
+    packed = pack_router_weight(to_numpy(weight_NH), moe.h_axis, config.router_parts)
+    named: dict[str, Any] = _decode_beside(parts, moe.H)
+    for name, has in (("router_bias", router.linear_router.bias),
+                      ("selection_bias", router.e_score_correction_bias)):  # fmt: skip
+        if has is not None:
+            named[name] = np.zeros((1, parts.num_experts), np.float32)
+    if config.form.has_norm:
+        named["norm_weight"] = TensorSpec((1, moe.H), "bfloat16")
+    if config.form.shared_width:
+        gate_up, down = weight_shapes(config.shared)
+        named["shared_gate_up"] = TensorSpec(gate_up, "bfloat16")
+        named["shared_down"] = TensorSpec(down, "bfloat16")
+    if config.form.has_shared_gate:
+        gate = pack_router_weight(np.zeros((1, moe.H), np.float32), moe.h_axis)
+        named["shared_gate"] = TensorSpec(gate.shape, "bfloat16")
+    run = _run(
+        decode_layer, parts.tuning.num_cores, hidden_TH, from_numpy(packed, dtype),
+        *map(_spec_of, matrices_of(parts.weights)), _first_expert(parts), config, **named,
+    )  # fmt: skip
+    return _time(decode_layer, run)
+
+
+def _route(parts: LayerParts, num_tokens: int) -> KernelTime:
+    router, num_cores = parts.router, parts.tuning.num_cores
+    assert router is not None
+    weight = router.linear_router.weight
+    config = router_config(router, num_tokens, torch.bfloat16, weight.dtype, num_cores)
+    bias, selection_bias = (
+        None if values is None else TensorSpec((1, config.num_experts), "float32")
+        for values in (router.linear_router.bias, router.e_score_correction_bias)
+    )
+    hidden = TensorSpec((num_tokens, config.hidden_size), "bfloat16")
+    run = _run(router_topk, num_cores, hidden, _spec_of(weight), bias, selection_bias, None, config)
+    return _time(router_topk, run)
+
+
+def _run(kernel: Any, num_cores: int, *operands: Any, **named: Any) -> nki_sim.Run:
+    options = _OPTIONS
+    if kernel is decode_layer:
+        options = replace(options, small_elements=_ROUTER_ELEMENTS)
+    elif kernel is index_blocks:  # its lists are wanted, of which it adds up some in float32
+        options = replace(options, mode="full")
+    return nki_sim.run(kernel, *operands, lnc=num_cores, options=options, **named)
+
+
+def _time(kernel: Any, run: nki_sim.Run) -> KernelTime:
+    us = float(run.timeline.total_ns) / 1e3
+    name = getattr(kernel, "__name__", None) or kernel.func.__name__
+    return KernelTime(name, us, compiled_instructions(run.trace), len(run.trace))
+
+
+def compiled_instructions(trace: Trace) -> int:
+    """Return the instructions of a trace, those of a dynamic loop's body once.
+
+    A body is compiled once whatever its trips, and all trips of a loop are alike.
+    """
+    rows = trace.columns()
+    kinds = {
+        number: facts.kind for number, facts in enumerate(trace.facts)
+        if isinstance(facts, ControlFacts) and facts.kind.startswith("loop")
+    }  # fmt: skip
+    return sum(
+        _count_once([kinds.get(int(fact), "") for fact in rows[rows[:, CORE] == core, FACTS]])
+        for core in np.unique(rows[:, CORE])
+    )
+
+
+def _count_once(kinds: list[str]) -> int:
+    """Count the instructions of one core; `kinds` marks loops, '' is an instruction."""
+    count, trips = 0, []
+    for kind in kinds:
+        if kind == "loop_begin":
+            trips.append(0)
+        elif kind == "loop_trip":
+            trips[-1] += 1
+        elif kind == "loop_end":
+            trips.pop()
+        elif all(trip <= 1 for trip in trips):
+            count += 1
+    return count
+
+
+def _prefill_beside(parts: LayerParts, hidden_size: int) -> dict[str, Any]:
+    """Return biases and scales in the shapes in which blockwise_moe reads them."""
+    found, weights = _beside(parts), parts.weights
+    experts = weights.num_experts
+    if "down_scale" in found:
+        found["down_scale"] = TensorSpec((experts, 3, hidden_size), "bfloat16")
+    if weights.down_bias_EH is not None:
+        terms = (3,) if "down_scale" in found else ()
+        found["down_bias"] = TensorSpec((experts, *terms, hidden_size), "bfloat16")
+    return found
+
+
+def _decode_beside(parts: LayerParts, hidden_size: int) -> dict[str, Any]:
+    """Return biases and scales in the shapes in which the decode kernels read them."""
+    found, weights = _beside(parts), parts.weights
+    if weights.down_bias_EH is not None:
+        found["down_bias"] = TensorSpec((weights.num_experts, hidden_size), "bfloat16")
+    return found
+
+
+def _beside(parts: LayerParts) -> dict[str, Any]:
+    weights, found = parts.weights, {}
+    columns = (weights.num_experts, weights.gate_up_proj_EHI.shape[2])
+    if weights.gate_up_bias_EI is not None:
+        found["gate_up_bias"] = TensorSpec(columns, "float32")
+    if isinstance(weights.packed_down, NarrowMatrices):
+        found["gate_up_scale"] = TensorSpec(columns, "float32")
+        found["down_scale"] = TensorSpec(tuple(weights.packed_down.scale_En.shape), "float32")
+    return found
+
+
+def _first_expert(parts: LayerParts) -> NDArray[np.int32]:
+    return np.array([[parts.first_expert]], np.int32)
+
+
+def _spec_of(tensor: Tensor) -> TensorSpec:
+    name = _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    return TensorSpec(tuple(tensor.shape), name)
+
+
+def as_served(router: Router, experts: Experts, weight_format: str) -> None:
+    """Give a layer on the meta device the formats in which weights are served; shapes only.
+
+    Experts in 8 bits have a scale for each output channel, but of e5m2, which MXFP4 weights become,
+    one for each expert's down projection. Routers are bfloat16, as they are published.
+
+    Args:
+        router: of the layer.
+        experts: its routed experts.
+        weight_format: of these: 'bf16', 'e4m3' or 'e5m2'.
+    """
+    router.linear_router.to(torch.bfloat16)
+    if weight_format != "bf16":
+        experts.pack(partial(_narrow_shapes, weight_format))
+
+
+def _narrow_shapes(
+    weight_format: str, first_EHI: Tensor, down_EIH: Tensor
+) -> tuple[NarrowMatrices, NarrowMatrices]:
+    codes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[weight_format]
+
+    def narrow(plain: Tensor, columns: int) -> NarrowMatrices:
+        scale = torch.empty(plain.shape[0], columns, device="meta")
+        return NarrowMatrices(plain.to(codes), scale, torch.bfloat16)
+
+    down_columns = 1 if weight_format == "e5m2" else down_EIH.shape[2]
+    return narrow(first_EHI, first_EHI.shape[2]), narrow(down_EIH, down_columns)

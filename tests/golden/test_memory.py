@@ -1,0 +1,53 @@
+"""The bytes of SBUF that kernels are counted with, by which plans are chosen, are what they were.
+
+After a change that is meant to move them: python -m tests.golden.test_memory
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from neuron_moe.blocks import num_blocks
+from nki_kernels.decode.fit import sbuf_bytes as decode_bytes
+from nki_kernels.index import BlockDims
+from nki_kernels.index.memory import sbuf_bytes as index_bytes
+from nki_kernels.prefill.memory import sbuf_bytes as prefill_bytes
+from nki_kernels.route.memory import router_table
+from nki_kernels.route.memory import sbuf_bytes as router_bytes
+from tests.nki_kernels.decode import test_kernel as decode
+from tests.nki_kernels.index import test_kernel as index
+from tests.nki_kernels.prefill import test_kernel as prefill
+from tests.nki_kernels.route import test_kernel as route
+
+FILE = Path(__file__).with_name("memory.json")
+
+
+def counted() -> Iterator[tuple[str, int]]:
+    """Give the bytes per partition of each case of the kernels' tests."""
+    for name, case in route.CASES.items():
+        for in_flight in (1, 2):
+            table = router_table(route.config_of(case), case[0], in_flight)
+            yield f"route-{name}-{in_flight}", router_bytes(table)
+    for name, (T, K, E, B, _) in index.CASES.items():
+        for cores in (1, 2):
+            dims = BlockDims(E, B, num_blocks(T, K, E, B))
+            yield f"index-{name}-{cores}", index_bytes(T, K, dims, cores)
+    for name, problem in prefill.CASES.items():
+        yield f"prefill-{name}", prefill_bytes(problem.config())
+    for name, decoded in decode.CASES.items():
+        yield f"decode-{name}", decode_bytes(decoded.config())
+
+
+WRITTEN = json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+@pytest.mark.parametrize("kernel", ["route", "index", "prefill", "decode"])
+def test_kernels_are_counted_with_the_bytes_they_were(kernel: str) -> None:
+    found = {name: count for name, count in counted() if name.startswith(kernel)}
+    assert found == {name: count for name, count in WRITTEN.items() if name.startswith(kernel)}
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(dict(counted()), indent=0) + "\n")

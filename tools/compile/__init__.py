@@ -1,0 +1,1 @@
+"""From a model and a deployment to the compiler's door: plan, files, page, hand-over."""
