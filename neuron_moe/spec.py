@@ -38,6 +38,7 @@ DEFAULT_BLOCK_SIZE = 512
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
 SHARD_PLANS = ("auto", "balanced", "block", "intermediate", "hidden")
 LOOP_PLANS = ("sorted", "dynamic", "static")
+MISSING = ("skip", "spare")
 
 InitMethods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 """How the first and the down projections are drawn; None: kaiming-uniform."""
@@ -215,6 +216,8 @@ class Tuning:
             (run-time trips, one row tile each) or 'static' (the worst case).
         in_halves: with 'block', core 0 takes the first half of the blocks; else every second one.
         skip_weights: an expert's weights stay for its next row tile.
+        missing: what stands for no token or expert: a number that transfers leave out ('skip'), or
+            a spare row ('spare'), for a compiler or chip that leaves out nothing.
         save_percent: of the first projections' results, how many a forward pass keeps for the
             backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
             kept. None: what autograd keeps, several times as much as 100.
@@ -228,6 +231,7 @@ class Tuning:
     loop_plan: str = "sorted"
     in_halves: bool = False
     skip_weights: bool = False
+    missing: str = "skip"
     save_percent: int | None = None
     remarks: tuple[str, ...] = ()
 
@@ -238,6 +242,7 @@ class Tuning:
             raise ValueError(f"num_cores={self.num_cores!r}: must be 1 or 2. Use 2 on Trn2.")
         check_choice("shard_plan", self.shard_plan, SHARD_PLANS)
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
+        check_choice("missing", self.missing, MISSING)
         check_bools(self, ("pad_num_blocks_to_even", "in_halves", "skip_weights"))
         percent = self.save_percent
         if percent is not None and (isinstance(percent, bool) or percent not in range(101)):
@@ -250,7 +255,8 @@ class Tuning:
         halves = ", in halves" if self.in_halves else ""
         stay = ", weights stay for the next block" if self.skip_weights else ""
         shards = f"{self.shard_plan} shards over {self.num_cores} core(s)"
-        return f"{self.loop_plan} loop, {shards}{halves}{stay}"
+        spare = ", spare rows for padding" if self.missing == "spare" else ""
+        return f"{self.loop_plan} loop, {shards}{halves}{stay}{spare}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

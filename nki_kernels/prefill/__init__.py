@@ -20,6 +20,7 @@ from nki_kernels.prefill.config import (
     PlanRequest,
     PrefillConfig,
     PrefillWork,
+    output_tiles,
     stored_parts,
     visit_dims,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "cost_blockwise_moe",
     "expect_tokens",
     "make_config",
+    "output_tiles",
     "rank_candidates",
     "stored_parts",
     "visit_dims",

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.chip import CORE
+from nki_kernels.common.chip import core
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.visits import list_visits, loops_of
 from nki_kernels.prefill.config import (
@@ -193,12 +193,12 @@ def _estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
         return 0.0
     lists = list_visits(tile, expert, visit_dims(config), num_tiles=len(tile), num_experts=config.E)
     live_rows = tokens_E.sum() / len(tile)
-    total = _START_NS + visit_ns(config, 1, live_rows)
+    total = _START_NS * core().transfers + visit_ns(config, 1, live_rows)
     for sizes, trips in zip(
         loops_of(config.loop.classes), lists.class_trips_1L[0].tolist(), strict=True
     ):
         total += trips * sum(visit_ns(config, size, live_rows) for size in sizes)
     # Each further partial sum is read once more, by the combine.
     extra_bytes = (num_partials(config) - 1) * tokens_E.sum() * config.H * 2
-    total += extra_bytes / CORE.hbm_bytes_per_ns / config.num_cores
+    total += extra_bytes / core().hbm_bytes_per_ns / config.num_cores
     return float(total) / 1e3

@@ -4,7 +4,6 @@ Norm, router, routed and shared experts; nothing passes through HBM between them
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
-import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,6 +26,7 @@ from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.expert_weights import LocalRouting
 from neuron_moe.weights.laid_out import from_numpy, to_numpy
+from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.decode import (
     LayerForm,
@@ -183,7 +183,7 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
 
 
 # One configuration for all layers alike, so that they share a compiled kernel.
-_layer_config = functools.lru_cache(maxsize=256)(make_layer_config)
+_layer_config = cached_by_chip(make_layer_config)
 
 
 def why_apart(parts: LayerParts, num_tokens: int) -> str:

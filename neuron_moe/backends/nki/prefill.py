@@ -3,7 +3,6 @@
 Axes: T tokens, K choices, N blocks of B slots, P partial sums, H hidden.
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -31,6 +30,7 @@ from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.combine import CombineDims, check_combine, combine
+from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.weight_formats import bias_terms, three_terms
 from nki_kernels.index import BlockDims, check_index_blocks, index_blocks
@@ -44,6 +44,7 @@ from nki_kernels.prefill import (
     best_parts,
     blockwise_moe,
     make_config,
+    output_tiles,
     rank_candidates,
     visit_dims,
 )
@@ -204,14 +205,15 @@ def compile_for(plan: PrefillPlan) -> Compiled:
     dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
     check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
-    check_combine(num_tokens, top_k, config.H, num_slots, num_partials)
-    return Compiled(config, dims, visits, CombineDims(nl.float32, True))
+    stored_slots = output_tiles(config) * config.tile_rows
+    check_combine(num_tokens, top_k, config.H, stored_slots, num_partials)
+    return Compiled(config, dims, visits, CombineDims(nl.float32, True, tuning.missing))
 
 
 def _request(parts: LayerParts, num_tokens: int, block_size: int) -> PlanRequest:
     """Return the plan that was asked for, or the cost model's."""
     tuning = parts.tuning
-    request = PlanRequest(shard_plan=tuning.shard_plan)
+    request = PlanRequest(shard_plan=tuning.shard_plan, missing=tuning.missing)
     if tuning.shard_plan == "auto":
         request = rank(parts, num_tokens, block_size)[0].request
     return replace(
@@ -289,9 +291,10 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
         scaling=_scaling(parts),
     )
     search = Search(block_sizes=block_sizes) if block_sizes else Search()
-    requests = [PlanRequest()]
+    plain = PlanRequest(missing=parts.tuning.missing)
+    requests = [plain]
     if weights.prefill_copy is not None:
-        requests.append(PlanRequest(weight_parts=weights.prefill_copy.parts))
+        requests.append(replace(plain, weight_parts=weights.prefill_copy.parts))
     formula, sizes = kernel_formula(weights), _sizes(weights)
     ranked = [
         candidate
@@ -301,7 +304,7 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
     return sorted(ranked, key=lambda candidate: candidate.estimated_us)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_by_chip
 def _rank(
     formula: ExpertFormula,
     sizes: ExpertSizes,
