@@ -127,11 +127,11 @@ def biased_routing_map(config: BiasedRoutingConfig, attention_names: Iterable[st
     sparse, dense = split_layers(config.sparse_layers, config.num_hidden_layers)
     for layer in dense:
         rules += mlp_rules(f"model.layers.{layer}.mlp", f"layers.{layer}.mlp")
-    ignored = _prediction_names(rules, config.prediction_layers)
+    blocks = _prediction_blocks(rules, config.prediction_layers)
     for layer in sparse:
         rules += _sparse_rules(layer)
     sizes = {"layer": config.num_hidden_layers, "expert": config.n_routed_experts}
-    return WeightMap(rules, sizes, [*ignored, FREQUENCIES])
+    return WeightMap(rules, sizes, [FREQUENCIES], blocks)
 
 
 def _sparse_rules(layer: str) -> list[Rule]:
@@ -147,8 +147,12 @@ def _sparse_rules(layer: str) -> list[Rule]:
     ]
 
 
-def _prediction_names(decoder: Sequence[Rule], layers: Sequence[int]) -> list[str]:
-    """Return the tensors of layers that predict further tokens: a sparse layer and its frame."""
+def _prediction_blocks(decoder: Sequence[Rule], layers: Sequence[int]) -> dict[str, list[str]]:
+    """Return the tensors of layers that predict further tokens: a sparse layer and its frame.
+
+    A norm of the frame, which no other layer has, tells such a layer from one of the model that
+    config.json does not count.
+    """
     frame = "embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"
     patterns = [f"model.layers.{{layer}}.{name}.weight" for name in frame]
     patterns += [
@@ -157,4 +161,9 @@ def _prediction_names(decoder: Sequence[Rule], layers: Sequence[int]) -> list[st
         for pattern in rule.patterns
         if "{layer}" in pattern
     ]
-    return [pattern.replace("{layer}", str(layer)) for layer in layers for pattern in patterns]
+    return {
+        f"model.layers.{layer}.enorm.weight": [
+            pattern.replace("{layer}", str(layer)) for pattern in patterns
+        ]
+        for layer in layers
+    }

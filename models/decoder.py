@@ -254,7 +254,7 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and with a residual; shapes are static.
 
     Attributes:
-        moe: the feed-forward part of a sparse layer.
+        moe: the feed-forward part of a sparse layer, which computes norm and residual too.
         mlp: that of a dense one.
     """
 
@@ -274,6 +274,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = config.make_norm(config.hidden_size, dtype)
         self.is_sparse = isinstance(feed_forward, MoE)
         self.add_module("moe" if self.is_sparse else "mlp", feed_forward)
+        if isinstance(feed_forward, MoE):
+            feed_forward.take_frame(self.post_attention_layernorm)
 
     def forward(self, hidden_USH: Tensor, tokens: Tokens, view: View | None = None) -> Tensor:
         """Return the layer's output `[U, S, H]`.
@@ -285,12 +287,11 @@ class DecoderLayer(nn.Module):
         """
         attention_in_USH = self.input_layernorm(hidden_USH)
         hidden_USH = hidden_USH + self.self_attn(attention_in_USH, tokens, view)
-        normed_USH = self.post_attention_layernorm(hidden_USH)
         if self.is_sparse:
-            out_USH: Tensor = self.moe(normed_USH, padding_mask=tokens.real_US)[0]
-        else:
-            out_USH = self.mlp(normed_USH)
-        return hidden_USH + out_USH
+            out_USH: Tensor = self.moe(hidden_USH, padding_mask=tokens.real_US)[0]
+            return out_USH
+        mlp_out_USH: Tensor = self.mlp(self.post_attention_layernorm(hidden_USH))
+        return hidden_USH + mlp_out_USH
 
 
 class DecoderModel(nn.Module):

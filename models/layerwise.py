@@ -72,8 +72,9 @@ class LayerwiseModel:
         """Read a layer, run it on sequences without padding, and forget it."""
         layer = self._fill(self._model.layers[index], f"layers.{index}.")
         seen: list[Tensor] = []
-        feed_forward = layer.moe if layer.is_sparse else layer.mlp
-        handle = feed_forward.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        handle = layer.post_attention_layernorm.register_forward_hook(
+            lambda _module, _args, normed_USH: seen.append(normed_USH)
+        )
         shape = hidden_USH.shape[:2]
         places_US = torch.arange(shape[1]).expand(shape)
         real_US = torch.ones(shape, dtype=torch.bool)

@@ -189,9 +189,9 @@ class RoutedExperts(nn.Module):
         """Choose how a CPU multiplies with the experts in steps of each size; the same numbers up
         to rounding.
 
-        Measured once for a machine, number of threads and layer, within about 3 s, and kept in
+        Measured once for a machine, number of threads and layer, within about 10 s, and kept in
         `neuron-moe/product_forms.json` of the user's cache folder. `MoE.explain` tells the choice.
-        Where some steps are faster with packed matrices and some with plain ones, both are kept if
+        Where some steps are faster with packed matrices and some with others, both are kept if
         half of the machine's memory stays free. There is no gradient and no graph capture where
         matrices are packed. The state dict is unchanged; loading one or moving the module drops
         the choice. Backends with kernels of their own have nothing to choose.

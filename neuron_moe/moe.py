@@ -84,7 +84,7 @@ class MoE(nn.Module):
         router: chooses experts for each token.
         expert_mlps: the routed experts.
         shared_experts: experts every token takes, or None.
-        rmsnorm: norm in front of router and experts, or None.
+        rmsnorm: norm in front of router and experts, or None; see `take_frame`.
         options: what it takes and gives beside its output.
         model_group: ranks over which outputs are summed, all that hold experts; default: those of
             the experts.
@@ -176,16 +176,31 @@ class MoE(nn.Module):
         batch = self._batch(hidden_states, padding_mask, phase)
         crossing = self.parallel.enter(batch, self._settings)
         plan = self._plan_of(crossing, padding_mask is not None)
-        if plan is not None and plan.is_fused:
+        is_fused = plan is not None and plan.is_fused
+        entered = hidden_states if is_fused else crossing.enter(hidden_states)
+        if self.rmsnorm is not None and (plan is None or not plan.has_norm):
+            entered = self.rmsnorm(entered)
+        if entered is not hidden_states:
+            batch = replace(batch, hidden_TH=entered.reshape(batch.hidden_TH.shape))
+        if plan is not None and is_fused:
             output_TH, routing = self._run_fused(plan, crossing, batch.hidden_TH)
         else:
-            entered = crossing.enter(hidden_states)
-            if self.rmsnorm is not None:
-                entered = self.rmsnorm(entered)
-            if entered is not hidden_states:
-                batch = replace(batch, hidden_TH=entered.reshape(batch.hidden_TH.shape))
             output_TH, routing = self._run(plan, crossing, batch)
-        return self._result(output_TH.view(hidden_states.shape), routing, residual)
+        output = output_TH.view(hidden_states.shape)
+        if self.options.adds_input and (plan is None or not plan.adds_input):
+            output = hidden_states + output
+        return self._result(output, routing, residual)
+
+    def take_frame(self, norm: nn.Module) -> None:
+        """Compute the norm in front and the residual around it too, where they can be fused.
+
+        From then on the residual stream of a decoder layer goes in and comes out.
+
+        Args:
+            norm: stays a part of the module that it belongs to: this one does not list it.
+        """
+        self.__dict__["rmsnorm"] = norm
+        self.options = replace(self.options, adds_input=True)
 
     def _result(
         self, output: Tensor, routing: "Routing | _Routed", residual: Tensor | None
@@ -315,8 +330,13 @@ class MoE(nn.Module):
             why_apart=self._why_apart(step),
             fuses_decode=self.options.fuses_decode,
             needs_quantized=self.options.needs_quantized,
+            adds_input=self.options.adds_input and self._is_alone(step),
             remarks=self.options.remarks,
         )
+
+    def _is_alone(self, step: Step) -> bool:
+        """Say whether what this rank computes is summed with nothing of other ranks."""
+        return self.parallel.strategy(step.phase, step.is_part).groups.model.size == 1
 
     def _why_apart(self, step: Step) -> str:
         """Say why router and experts of a step cannot be one launch; '' if they can."""
@@ -356,6 +376,7 @@ class MoE(nn.Module):
             "reduce_dtype": self.options.reduce_dtype,
             "sequence_dimension": self.options.sequence_dimension,
             "fuses_decode": self.options.fuses_decode,
+            "adds_input": self.options.adds_input,
             "token_shuffle": None if self.shuffle is None else self.shuffle.group.size,
             "backend": experts.backend.name,
             "compat": experts.compat,

@@ -110,6 +110,7 @@ class LayerParts:
         why_apart: why one launch cannot compute the whole layer, '' if it may.
         fuses_decode: as of LayerOptions.
         needs_quantized: as of LayerOptions.
+        adds_input: as of LayerOptions, where no sum over ranks comes after the launch.
         remarks: as of LayerOptions.
         forms: where forms of the weights are kept.
     """
@@ -127,6 +128,7 @@ class LayerParts:
     why_apart: str = "experts on their own"
     fuses_decode: bool | None = None
     needs_quantized: bool = False
+    adds_input: bool = False
     remarks: tuple[str, ...] = ()
     forms: Forms = field(default_factory=Forms)
 
@@ -175,7 +177,17 @@ class Plan(ABC):
 
     @property
     def is_fused(self) -> bool:
-        """Whether `layer` computes norm, router, experts and shared experts at once."""
+        """Whether `layer` computes router, experts and shared experts at once."""
+        return False
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether `layer` computes the norm too; else it takes normalised tokens."""
+        return False
+
+    @property
+    def adds_input(self) -> bool:
+        """Whether `layer` adds its input to what it gives."""
         return False
 
     def prepare(self) -> None:

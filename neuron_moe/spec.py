@@ -37,6 +37,7 @@ __all__ = [
 
 DEFAULT_BLOCK_SIZE = 512
 DEFAULT_LNC_SIZE = 2  # Trn2 and Trn3 expose two physical cores as one logical core
+MISSING = ("skip", "spare")
 
 InitMethods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 """How the first and the down projections are drawn; None: kaiming-uniform."""
@@ -217,6 +218,8 @@ class Tuning:
         decode_mode: 'selective' (a list of the experts that were chosen), 'all_experts' (each is
             read once), or 'auto', the choice of the cost model.
         tuned: plans of `neuron-moe tune`, for the steps they are long enough for.
+        missing: what stands for no token or expert: a number that transfers leave out ('skip'), or
+            a spare row ('spare'), for a compiler or chip that leaves out nothing.
         save_percent: of the first projections' results, how many a forward pass keeps for the
             backward pass, 0 to 100; the rest is computed again, and nothing else but the routing is
             kept. None: what autograd keeps, several times as much as 100.
@@ -232,6 +235,7 @@ class Tuning:
     skip_weights: bool = False
     decode_mode: str = "auto"
     tuned: TunedPlans = field(default_factory=TunedPlans)
+    missing: str = "skip"
     save_percent: int | None = None
     remarks: tuple[str, ...] = ()
 
@@ -248,6 +252,7 @@ class Tuning:
         check_choice("shard_plan", self.shard_plan, ("auto", *SHARD_PLANS))
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("decode_mode", self.decode_mode, ("auto", *DECODE_MODES))
+        check_choice("missing", self.missing, MISSING)
         check_bools(self, ("pad_num_blocks_to_even", "in_halves", "skip_weights"))
         percent = self.save_percent
         if percent is not None and (isinstance(percent, bool) or percent not in range(101)):
@@ -260,7 +265,8 @@ class Tuning:
         halves = ", in halves" if self.in_halves else ""
         stay = ", weights stay for the next block" if self.skip_weights else ""
         shards = f"{self.shard_plan} shards over {self.num_cores} core(s)"
-        return f"{self.loop_plan} loop, {shards}{halves}{stay}"
+        spare = ", spare rows for padding" if self.missing == "spare" else ""
+        return f"{self.loop_plan} loop, {shards}{halves}{stay}{spare}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +282,8 @@ class LayerOptions:
         reduce_dtype: dtype of the sum over ranks; None is that of the hidden states.
         fuses_decode: False: decode is never one launch; True: a step that cannot be is refused.
         needs_quantized: plain expert weights are refused in decode.
+        adds_input: the input, before its norm, is added to the output: the residual stream of a
+            decoder layer goes in and comes out.
         remarks: sentences for `explain()` about what was asked for and changes nothing.
     """
 
@@ -286,6 +294,7 @@ class LayerOptions:
     reduce_dtype: torch.dtype | None = None
     fuses_decode: bool | None = None
     needs_quantized: bool = False
+    adds_input: bool = False
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

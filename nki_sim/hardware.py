@@ -136,7 +136,7 @@ class Hardware:
     register_load_hbm_ns: float
     register_store_ns: float
     register_move_ns: float
-    register_offset_cycles: float
+    register_offset_factor: float
     core_barrier_ns: float
     sendrecv_ns: float
     gpsimd_sendrecv_ns: float
@@ -195,7 +195,9 @@ class Hardware:
 SWITCHES: Final = ("stationary_reuse_skips_load", "vector_overlaps_independent")
 """Fields that are 0 or 1."""
 
-NEUTRAL: Final = {"psum_accumulate_factor": 1.0}
+NEUTRAL: Final = {
+    "psum_accumulate_factor": 1.0, "wide_stride_share": 1.0, "register_offset_factor": 1.0,
+}  # fmt: skip
 """Fields that change no time at this value: times of before they were there hold."""
 
 
@@ -247,7 +249,7 @@ TRN2: Final = Hardware(
     two_input_16bit_share=1.0,
     scan_share=0.5,
     reciprocal_share=0.125,
-    wide_stride_share=0.5,
+    wide_stride_share=1.0,
     fast_copy_contiguous_speedup=4.0,
     fast_copy_speedup=2.0,
     fast_copy_fp8_speedup=2.0,
@@ -293,7 +295,7 @@ TRN2: Final = Hardware(
     register_load_hbm_ns=1500.0,
     register_store_ns=200.0,
     register_move_ns=50.0,
-    register_offset_cycles=500,
+    register_offset_factor=1.0,
     core_barrier_ns=1500.0,
     sendrecv_ns=2000.0,
     gpsimd_sendrecv_ns=1000.0,
@@ -341,7 +343,9 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "two_input_16bit_share": _a("ARCH2 promises twice v2, base not said"),
     "scan_share": _d("older ISA cost lines: 2N"),
     "reciprocal_share": _d("ISA: max(64, 8N)"),
-    "wide_stride_share": _d("ARCH1: half bandwidth above 16 bytes; stated for v2"),
+    "wide_stride_share": _a(
+        "ARCH1 has half above 16 bytes for v2; ARCH2's modes name no such rule"
+    ),
     "fast_copy_contiguous_speedup": _d("ARCH2 performance modes: SBUF, 16 bit, contiguous"),
     "fast_copy_speedup": _d("ARCH2 performance modes: not contiguous, or one side in PSUM"),
     "fast_copy_fp8_speedup": _m("RMSQ: 16,384 elements from bf16 to fp8 in 8.7 us"),
@@ -397,7 +401,9 @@ _TRN2_SOURCES: Final[dict[str, Provenance]] = {
     "register_load_hbm_ns": _a("not published; about one small DMA"),
     "register_store_ns": _a("not published"),
     "register_move_ns": _a("not published"),
-    "register_offset_cycles": _a("older ISA cost lines hint at 500 to 600 cycles on v2"),
+    "register_offset_factor": _a(
+        "older ISA cost lines: at least 600 cycles for a copy on v2, four times its overhead"
+    ),
     "core_barrier_ns": _a("not published; two halves of the DMA completion path"),
     "sendrecv_ns": _a("not published"),
     "gpsimd_sendrecv_ns": _a("ISA calls it low latency without a figure"),
@@ -460,6 +466,7 @@ TRN1: Final = dataclasses.replace(
     gpsimd_clock_ghz=1.4,
     fp32_transpose_passes=4,
     scalar_overhead_cycles=263,
+    wide_stride_share=0.5,
     fast_copy_contiguous_speedup=1.0,
     fast_copy_speedup=1.0,
     fast_copy_fp8_speedup=1.0,
@@ -510,6 +517,7 @@ _SOURCES: Final[dict[str, dict[str, Provenance]]] = {
             "fp32_passes": _d("ARCH1"),
             "fp32_transpose_passes": _d("ARCH2: the fast mode starts with v3"),
             "scalar_overhead_cycles": _m("PERF: dependent operations on one element, 264 cycles"),
+            "wide_stride_share": _d("ARCH1: half bandwidth above 16 bytes"),
             "fast_copy_contiguous_speedup": _d("ARCH2: performance modes start with v3"),
             "fast_copy_speedup": _d("ARCH2: performance modes start with v3"),
             "fast_copy_fp8_speedup": _d("ARCH2: performance modes start with v3"),

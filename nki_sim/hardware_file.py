@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,19 @@ def read_hardware(path: str | Path) -> Hardware:
     return dataclasses.replace(chip, **changed)
 
 
+@contextmanager
+def using(chip: Hardware) -> Iterator[None]:
+    """Let a chip be the one of its name while the context lasts, for timelines and choices."""
+    before = hardware.CHIPS[chip.name]
+    hardware.CHIPS[chip.name] = chip
+    try:
+        yield
+    finally:
+        hardware.CHIPS[chip.name] = before
+
+
 def use_hardware(path: str | Path) -> Hardware:
-    """Let every timeline of this process be that of the chip of a file; return it."""
+    """Let every timeline and every choice of this process be for the chip of a file; return it."""
     chip = read_hardware(path)
     hardware.CHIPS[chip.name] = chip
     return chip

@@ -97,8 +97,9 @@ class ComputeFacts(NamedTuple):
     `contiguous` (innermost stride of one element) describe the tensor operands, destination first,
     (P, 1) operands left out. `function` is the activation function or the ALU operations. `extent`
     is whatever else the instruction scales with (k of topk, indices of a gather);
-    `reads_accumulator` is true where it stores an accumulator register; `registers` is how many
-    operands have a register in their address.
+    `reads_accumulator` is true where it stores an accumulator register; `is_dynamic` where a number
+    known at run time only is in the address of an operand; `wide_stride` where the elements of one
+    lie more than 16 bytes apart.
     """
 
     elements: int
@@ -109,7 +110,7 @@ class ComputeFacts(NamedTuple):
     function: str = ""
     reads_accumulator: bool = False
     extent: int = 0
-    registers: int = 0
+    is_dynamic: bool = False
     wide_stride: bool = False
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import (
@@ -14,6 +15,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, fill_model
@@ -44,7 +46,8 @@ class NeuronMoeForCausalLM(nn.Module):
         self.options = ServingOptions.read(vllm_config.additional_config or {})
         _join_ranks(vllm_config, self.options)
         dtype, backend = vllm_config.model_config.dtype, self.options.backend
-        self.model = cast(DecoderModel, build_model(self.folder, dtype=dtype, backend=backend))
+        with set_default_torch_dtype(torch.float32):  # vLLM's is that of the model meanwhile
+            self.model = cast(DecoderModel, build_model(self.folder, dtype=dtype, backend=backend))
         self._cores = put_cores(self.model, vllm_config, prefix)
         self._counters: ServingCounters | None = None
 
@@ -84,7 +87,8 @@ class NeuronMoeForCausalLM(nn.Module):
             weights: what vLLM would read; stays unread.
         """
         form = None if self.options.backend == "nki" else self.options.product_form
-        fill_model(self.model, self.folder, product_form=form)
+        with set_default_torch_dtype(torch.float32):
+            fill_model(self.model, self.folder, product_form=form)
         for core, attention in zip(self._cores, self.model.attentions, strict=True):
             core.settle(attention)
         # Every rank routes all tokens: one of them counts.

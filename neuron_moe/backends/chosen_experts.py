@@ -4,7 +4,8 @@ Axes: T tokens, K choices, P = T * K pairs with an expert of this rank, E expert
 hidden, I intermediate.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,14 +13,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuron_moe.activations import activate, at_least_float32, sum_dtype
+from neuron_moe.backends.expert_threads import run_side_by_side
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.huge_pages import ask_for_huge_pages
 from neuron_moe.weights.packed import FEWEST_ROWS, PackedMatrices
-from neuron_moe.weights.product_forms import PACKED_FORMS
+from neuron_moe.weights.product_forms import PACKED_FORMS, PARALLEL
 
 grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", torch._grouped_mm)
 _ROWS_PER_RUN = 256  # rows whose activations are computed in one call; keeps them in the cache
+_PARTS_PER_THREAD = 4  # of experts side by side, so that all threads end at about the same time
+_FEW_ROWS = 4  # of an expert on average, whose biases are gathered
 
 
 class Run(NamedTuple):
@@ -49,11 +53,13 @@ class Matrices(NamedTuple):
 
     Attributes:
         plain_Ekn: [E, in, out], on the meta device where only packed ones are kept.
+        plain: the same, expert by expert, without a gradient.
         packed: the same in the layout to multiply with; None: take the plain ones.
         bias_En: [E, out] or None.
     """
 
     plain_Ekn: Tensor
+    plain: tuple[Tensor, ...]
     packed: Packed | None
     bias_En: Tensor | None
 
@@ -75,16 +81,49 @@ def chosen_experts(
     if not run.experts:
         return hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(hidden_TH))
     form = form or weights.product_form(hidden_TH.shape[0])
-    first, down = _projections(weights, form)
+    is_parallel, base = form.startswith(PARALLEL), form.removeprefix(PARALLEL)
+    step = _Step(hidden_TH, routing, order_P, weights, form)
     joined = JoinedRows(run.num_rows, hidden_TH)
-    start = 0
-    for part in [run] if form in ("grouped", "batched") else _split(run):
-        end = start + part.num_rows
-        rows_nH = take_rows(hidden_TH, routing, None if order_P is None else order_P[start:end])
-        activated_nI = activate(multiply(rows_nH, first, part, form), weights.formula)
-        joined.add(multiply(activated_nI, down, part, form))
-        start = end
+    if is_parallel:
+        parts = _split_for_threads(run, 1 if base == "grouped" else _PARTS_PER_THREAD)
+    else:
+        parts = [run] if base in ("grouped", "batched") else _split(run, len(run.experts))
+    tasks, start = [], 0
+    for part in parts:
+        tasks.append(partial(_compute_part, step, part, start, joined))
+        start += part.num_rows
+    if is_parallel and not torch.is_grad_enabled():
+        run_side_by_side(tasks)
+    else:
+        for task in tasks:
+            task()
     return combine(joined, order_P, routing)
+
+
+class _Step:
+    """What all parts of a step have in common."""
+
+    def __init__(
+        self,
+        hidden_TH: Tensor,
+        routing: LocalRouting,
+        order_P: Tensor | None,
+        weights: ExpertWeights,
+        form: str,
+    ) -> None:
+        self.hidden_TH, self.routing, self.order_P = hidden_TH, routing, order_P
+        self.form, self.formula = form.removeprefix(PARALLEL), weights.formula
+        self.first, self.down = _projections(weights, is_packed=form in PACKED_FORMS)
+
+
+def _compute_part(step: _Step, part: "Run", start: int, joined: "JoinedRows") -> None:
+    """Compute some experts, whose rows begin at `start`."""
+    end = start + part.num_rows
+    order_n = None if step.order_P is None else step.order_P[start:end]
+    rows_nH = take_rows(step.hidden_TH, step.routing, order_n, slice(start, end))
+    projected = multiply(rows_nH, step.first, part, step.form)
+    inner_nI = activate(projected, step.formula, in_place=not torch.is_grad_enabled())
+    joined.put(start, multiply(inner_nI, step.down, part, step.form))
 
 
 def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
@@ -104,14 +143,22 @@ def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
     return run, pairs.order_P[: run.num_rows]
 
 
-def take_rows(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None) -> Tensor:
-    """Return the input of some rows, [n, H]; rows of one token in the order of its choices, if no
-    order is given.
+def take_rows(
+    hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None, place: slice | None = None
+) -> Tensor:
+    """Return the input of some rows, [n, H].
+
+    Args:
+        hidden_TH: [T, H].
+        routing: of the tokens.
+        order_n: pair of each row; None: rows of one token, in the order of its choices.
+        place: of these rows among all, where there is no order.
     """
     affinities_TK = routing.expert_affinities_TK
     top_k = affinities_TK.shape[1]
     if order_n is None:
-        rows_nH, affinity_n1 = hidden_TH.expand(top_k, -1), affinities_TK.t()
+        affinity_n1 = affinities_TK.t() if place is None else affinities_TK.t()[place]
+        rows_nH = hidden_TH.expand(affinity_n1.shape[0], -1)
     else:
         rows_nH = hidden_TH[order_n // top_k]
         affinity_n1 = affinities_TK.reshape(-1, 1)[order_n]
@@ -121,24 +168,21 @@ def take_rows(hidden_TH: Tensor, routing: LocalRouting, order_n: Tensor | None) 
 class JoinedRows:
     """The rows of all experts one after the other, in float32, and a row of zeros behind them.
 
-    They are written to one piece of memory as they come; where a gradient is recorded, they are
-    joined at the end.
+    They are written to one piece of memory, in any order; where a gradient is recorded, they come
+    in order and are joined at the end.
     """
 
     def __init__(self, num_rows: int, like_TH: Tensor) -> None:
         shape = (num_rows + 1, like_TH.shape[1])
         self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=sum_dtype(like_TH)))
         self._recorded: list[Tensor] = []
-        self._end = 0
 
-    def add(self, output_nH: Tensor) -> None:
-        """Append rows."""
+    def put(self, start: int, output_nH: Tensor) -> None:
+        """Write rows to their place, from row `start` on."""
         if torch.is_grad_enabled() and output_nH.requires_grad:
             self._recorded.append(at_least_float32(output_nH))
             return
-        end = self._end + output_nH.shape[0]
-        self._rows[self._end : end] = output_nH
-        self._end = end
+        self._rows[start : start + output_nH.shape[0]] = output_nH
 
     def rows(self) -> Tensor:
         """Return all rows but the one of zeros."""
@@ -173,26 +217,36 @@ def combine(joined: JoinedRows, order_P: Tensor | None, routing: LocalRouting) -
     )
 
 
-def _projections(weights: ExpertWeights, form: str) -> tuple[Matrices, Matrices]:
+def _projections(weights: ExpertWeights, *, is_packed: bool) -> tuple[Matrices, Matrices]:
     down_bias_EH = weights.down_bias_EH
     if down_bias_EH is not None and weights.down_bias_scale != 1.0:
         down_bias_EH = down_bias_EH * weights.down_bias_scale
-    packed = weights.packed_matrices(is_wanted=form in PACKED_FORMS)
+    packed = weights.packed_matrices(is_wanted=is_packed)
+    first, down = weights.each_expert
     return (
-        Matrices(weights.gate_up_proj_EHI, packed[0], weights.gate_up_bias_EI),
-        Matrices(weights.down_proj_EIH, packed[1], down_bias_EH),
+        Matrices(weights.gate_up_proj_EHI, first, packed[0], weights.gate_up_bias_EI),
+        Matrices(weights.down_proj_EIH, down, packed[1], down_bias_EH),
     )
 
 
-def _split(whole: Run) -> Iterator[Run]:
-    """Yield parts with few rows: one activation call serves many experts with few rows each."""
-    first, rows = 0, 0
+def _split_for_threads(whole: Run, parts_per_thread: int) -> list[Run]:
+    """Return parts that are computed side by side; grouped products want one for each thread."""
+    count = -(-len(whole.experts) // (parts_per_thread * torch.get_num_threads()))
+    if parts_per_thread > 1:
+        return _split(whole, count)
+    starts = range(0, len(whole.experts), count)
+    return [Run(whole.experts[n : n + count], whole.counts[n : n + count]) for n in starts]
+
+
+def _split(whole: Run, most_experts: int) -> list[Run]:
+    """Return parts with few rows: one activation call serves many experts with few rows each."""
+    parts, first, rows = [], 0, 0
     for number, count in enumerate(whole.counts):
-        if rows and rows + count > _ROWS_PER_RUN:
-            yield Run(whole.experts[first:number], whole.counts[first:number])
+        if number > first and (rows + count > _ROWS_PER_RUN or number - first == most_experts):
+            parts.append(Run(whole.experts[first:number], whole.counts[first:number]))
             first, rows = number, 0
         rows += count
-    yield Run(whole.experts[first:], whole.counts[first:])
+    return [*parts, Run(whole.experts[first:], whole.counts[first:])]
 
 
 def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor:
@@ -203,7 +257,9 @@ def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor
     if matrices.packed is not None:
         product = _packed(rows_nk, matrices.packed, run, pads=form != "packed")
     elif form == "grouped":
-        product = _grouped(rows_nk, matrices.plain_Ekn, run)
+        first = min(run.experts)
+        within = Run([expert - first for expert in run.experts], run.counts)
+        product = _grouped(rows_nk, matrices.plain_Ekn[first : max(run.experts) + 1], within)
     elif form == "batched" and run.has_single_rows:
         gathered_nNk = matrices.plain_Ekn.transpose(1, 2)[run.experts]
         product = torch.bmm(gathered_nNk, rows_nk.unsqueeze(2)).squeeze(2)
@@ -211,27 +267,30 @@ def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor
         parts = zip(torch.split(rows_nk, run.counts), run.experts, strict=True)
         product = torch.cat([(matrices.plain_Ekn[e].t() @ rows.t()).t() for rows, e in parts])
     else:
-        product = _plain(rows_nk, matrices.plain_Ekn, run)
+        product = _plain(rows_nk, matrices, run)
     return product if matrices.bias_En is None else _add_bias(product, matrices.bias_En, run)
 
 
 def _add_bias(product_nk: Tensor, bias_En: Tensor, run: Run) -> Tensor:
-    if run.has_single_rows:
-        return product_nk + bias_En[run.experts]
-    parts = zip(torch.split(product_nk, run.counts), run.experts, strict=True)
-    return torch.cat([part + bias_En[expert] for part, expert in parts])
+    if torch.is_grad_enabled() or run.num_rows <= _FEW_ROWS * len(run.experts):
+        expert_n = [e for e, n in zip(run.experts, run.counts, strict=True) for _ in range(n)]
+        return product_nk + bias_En[expert_n]
+    parts = torch.split(product_nk, run.counts)
+    for part, expert in zip(parts, run.experts, strict=True):
+        part.add_(bias_En[expert])
+    return product_nk
 
 
-def _plain(rows_nk: Tensor, plain_Ekn: Tensor, run: Run) -> Tensor:
+def _plain(rows_nk: Tensor, matrices: Matrices, run: Run) -> Tensor:
+    plain_Ekn = matrices.plain_Ekn
+    rows = torch.split(rows_nk, run.counts)
     if torch.is_grad_enabled() and (rows_nk.requires_grad or plain_Ekn.requires_grad):
-        parts = zip(torch.split(rows_nk, run.counts), run.experts, strict=True)
-        return torch.cat([rows @ plain_Ekn[expert] for rows, expert in parts])
+        parts = zip(rows, run.experts, strict=True)
+        return torch.cat([each @ plain_Ekn[expert] for each, expert in parts])
     product = rows_nk.new_empty((rows_nk.shape[0], plain_Ekn.shape[2]))
-    first = 0
-    for expert, count in zip(run.experts, run.counts, strict=True):
-        end = first + count
-        torch.mm(rows_nk[first:end], plain_Ekn[expert], out=product[first:end])
-        first = end
+    places = torch.split(product, run.counts)
+    for each, place, expert in zip(rows, places, run.experts, strict=True):
+        torch.mm(each, matrices.plain[expert], out=place)
     return product
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -16,10 +16,13 @@ from neuron_moe.weights.product_forms import (
     FORMS,
     MEASURED,
     PACKED_FORMS,
+    PARALLEL,
+    STRAIGHT_FORMS,
     TURNED_FORMS,
     ProductForms,
 )
 
+_UNSURE = 1.1  # what wakes threads hangs on what else runs: such a form has to win by more
 _SMALL_LOSS = 1.05  # a second layout for less is not worth its memory
 _SHARE_LEFT = 0.5  # of the machine's memory, that a second layout must leave
 
@@ -54,25 +57,20 @@ def settle_forms(parts: LayerParts, form: str) -> ProductForms | None:
 def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
     """Return the fastest form of each bucket.
 
-    Packed and turned matrices at once cost memory: where one layout alone loses little in every
-    bucket, or both may not be kept, the layout with the lesser loss in the mean is taken.
+    Two layouts at once cost memory: where one alone loses little in every bucket, or both may not
+    be kept, the one with the least loss in the mean is taken.
     """
-    allowed: tuple[str, ...] = FORMS
-    alone = {
-        layout: [_fastest_time(times, bucket, layout) for bucket in BUCKETS]
-        for layout in (PACKED_FORMS, TURNED_FORMS)
-    }
-    best = [_fastest_time(times, bucket, FORMS) for bucket in BUCKETS]
-    losses = {
-        layout: [each / least for each, least in zip(alone[layout], best, strict=True)]
-        for layout in alone
-    }
-    single = min(losses, key=lambda layout: math.prod(losses[layout]))
-    if max(losses[single]) <= _SMALL_LOSS or not may_keep_both():
-        allowed = single
+    allowed = _best_of(times, (PACKED_FORMS, TURNED_FORMS, STRAIGHT_FORMS))
+    pair = _best_of(times, (PACKED_FORMS + TURNED_FORMS, PACKED_FORMS + STRAIGHT_FORMS))
+    losses = [
+        _fastest_time(times, bucket, allowed) / _fastest_time(times, bucket, pair)
+        for bucket in BUCKETS
+    ]
+    if max(losses) > _SMALL_LOSS and may_keep_both():
+        allowed = pair
     by_bucket, reasons = {}, {}
     for bucket in BUCKETS:
-        found = {form: times[bucket][form] for form in allowed if form in times[bucket]}
+        found = _judged(times[bucket], allowed)
         by_bucket[bucket] = min(found, key=lambda form: found[form])
         reasons[bucket] = _reason(times, bucket, allowed)
     return ProductForms(by_bucket, reasons)
@@ -89,8 +87,25 @@ def packs_linear(weight_nk: Tensor) -> bool:
     return math.prod(gains) > _SMALL_LOSS and min(gains) > 1 / _SMALL_LOSS
 
 
+def _best_of(times: Times, layouts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the forms of the layout that is fastest in the mean over buckets."""
+    return min(
+        layouts,
+        key=lambda forms: math.prod(_fastest_time(times, bucket, forms) for bucket in BUCKETS),
+    )
+
+
 def _fastest_time(times: Times, bucket: int, forms: Iterable[str]) -> float:
-    return min((times[bucket].get(form, math.inf) for form in forms), default=math.inf)
+    return min(_judged(times[bucket], forms).values(), default=math.inf)
+
+
+def _judged(times: Mapping[str, float], forms: Iterable[str]) -> dict[str, float]:
+    """Return the times of some forms, those of parallel ones with the surplus they need."""
+    return {
+        form: times[form] * (_UNSURE if form.startswith(PARALLEL) else 1.0)
+        for form in forms
+        if form in times
+    }
 
 
 def _reason(times: Times, bucket: int, allowed: Iterable[str]) -> str:

@@ -1,10 +1,12 @@
 """How fast this machine multiplies experts in each form: a short measurement, kept in a file.
 
 A sample of a layer's experts gets rows as a step of each size would give them, and runs the code
-that the layer runs. A form takes the least of a few runs, which other load disturbs the least. All
-sizes of a layer together take at most about MOST_SECONDS, packing the sample included, and nothing
-where the file knows the machine and the layer. The file is replaced as a whole, so that processes
-may share it; of two that measure at once, either may be kept.
+that the layer runs, in turns with the other forms and on other experts than the run before, after
+an operation on all threads, as a router is. A form's time is the median of its runs but the first;
+one that is far behind runs no more. All sizes of a layer together take about MOST_SECONDS beside
+the layouts of the sample, and nothing where the file knows the machine and the layer. The file is
+replaced as a whole, so that processes may share it; of two that measure at once, either may be
+kept.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import logging
 import os
 import platform
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,18 +28,21 @@ from torch.nn import functional
 
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
-from neuron_moe.weights.linear import turned
+from neuron_moe.weights.linear import laid
 from neuron_moe.weights.packed import PackedMatrices, is_packing_available
-from neuron_moe.weights.product_forms import BUCKETS, FORMS, PACKED_FORMS
+from neuron_moe.weights.product_forms import BUCKETS, FORMS, PACKED_FORMS, STRAIGHT_FORMS
 
-MOST_SECONDS = 3.0
+MOST_SECONDS = 5.0
 CACHE_FILE = "product_forms.json"
 LINEAR_ROWS = (1, 256)
 _PARTS, _PART_BYTES = 4, 32 << 20  # of a dense projection, larger than the caches together
-_SAMPLE_EXPERTS = 8
+_SAMPLE_EXPERTS = 32
 _SAMPLE_BYTES = 1 << 30  # of which a run reads a part; beyond the caches of large machines
 _SAMPLE_OPERATIONS = 2e9  # multiplications of a run beyond which fewer experts are sampled
-_MOST_RUNS = 7
+_EXPERTS_PER_THREAD = 2  # that are sampled at least, or experts side by side leave threads idle
+_ELEMENTS_BEFORE = 1 << 20
+_MOST_RUNS = 15
+_FAR_BEHIND = (5.0, 2.0, 1.3)  # times the fastest, after so many runs, that end the others' turns
 _LOG = logging.getLogger(__name__)
 
 Times = Mapping[int, Mapping[str, float]]
@@ -117,36 +123,59 @@ def _time_all(calls: Iterable[Callable[[], object]]) -> float:
 
 
 def sample_of(bucket: int, weights: ExpertWeights, top_k: int, num_experts: int) -> Sample:
-    """Return what stands for a step of `bucket` tokens whose choices are drawn uniformly."""
+    """Return what stands for a step of `bucket` tokens whose choices are drawn uniformly.
+
+    It has no more experts than `_sampled_experts`.
+    """
     local = weights.num_experts
     touched = local * (1.0 - (1.0 - top_k / num_experts) ** bucket)
     rows = max(1, round(bucket * top_k * local / num_experts / touched))
     operations = rows * (weights.gate_up_proj_EHI[0].numel() + weights.down_proj_EIH[0].numel())
-    affordable = max(1, int(_SAMPLE_OPERATIONS / operations))
-    return Sample(max(1, min(round(touched), local, affordable, _SAMPLE_EXPERTS)), rows)
+    affordable = max(_experts_for_threads(), int(_SAMPLE_OPERATIONS / operations))
+    most = min(affordable, _SAMPLE_EXPERTS, _sampled_experts(weights))
+    return Sample(max(1, min(round(touched), most)), rows)
+
+
+def _experts_for_threads() -> int:
+    return _EXPERTS_PER_THREAD * torch.get_num_threads()
+
+
+def _sampled_experts(weights: ExpertWeights) -> int:
+    """Return how many experts are laid out for the measurement."""
+    bytes_of_all = weights.gate_up_proj_EHI.nbytes + weights.down_proj_EIH.nbytes
+    beyond_caches = _SAMPLE_BYTES * weights.num_experts // bytes_of_all
+    return min(weights.num_experts, max(_experts_for_threads(), beyond_caches))
 
 
 def measure(weights: ExpertWeights, top_k: int, num_experts: int) -> dict[int, dict[str, float]]:
     """Return seconds by bucket and form; a form that cannot run here is left out."""
-    deadline = time.perf_counter() + MOST_SECONDS
-    one = weights.run(slice(0, 1))
-    expert_bytes = one.gate_up_proj_EHI.nbytes + one.down_proj_EIH.nbytes
-    count = min(weights.num_experts, max(_SAMPLE_EXPERTS, _SAMPLE_BYTES // expert_bytes))
-    run = weights.run(slice(0, count))
     times = {}
     with torch.inference_mode():
-        plain = replace(
-            run,
-            gate_up_proj_EHI=turned(run.gate_up_proj_EHI),
-            down_proj_EIH=turned(run.down_proj_EIH),
-            product_forms=None,
-        )
-        packed = _packed(plain)
+        layouts = _layouts(weights.run(slice(0, _sampled_experts(weights))))
+        deadline = time.perf_counter() + MOST_SECONDS
         for number, bucket in enumerate(BUCKETS):
             left = (deadline - time.perf_counter()) / (len(BUCKETS) - number)
             sample = sample_of(bucket, weights, top_k, num_experts)
-            times[bucket] = _measure_bucket(plain, packed, sample, left)
+            times[bucket] = _measure_bucket(layouts, sample, left)
     return times
+
+
+def _layouts(run: ExpertWeights) -> dict[str, ExpertWeights]:
+    """Return some experts in the layout of each form."""
+    straight, turned = (
+        replace(
+            run,
+            gate_up_proj_EHI=laid(run.gate_up_proj_EHI, is_turned=is_turned),
+            down_proj_EIH=laid(run.down_proj_EIH, is_turned=is_turned),
+            product_forms=None,
+        )
+        for is_turned in (False, True)
+    )
+    packed = _packed(turned)
+    layouts = {form: straight if form in STRAIGHT_FORMS else turned for form in FORMS}
+    if packed is None:
+        return {form: layouts[form] for form in FORMS if form not in PACKED_FORMS}
+    return layouts | dict.fromkeys(PACKED_FORMS, packed)
 
 
 def _packed(plain: ExpertWeights) -> ExpertWeights | None:
@@ -160,35 +189,39 @@ def _packed(plain: ExpertWeights) -> ExpertWeights | None:
 
 
 def _measure_bucket(
-    plain: ExpertWeights, packed: ExpertWeights | None, sample: Sample, seconds: float
+    layouts: Mapping[str, ExpertWeights], sample: Sample, seconds: float
 ) -> dict[str, float]:
     """Run all forms in turns, each on other experts than the run before."""
-    calls = {}
-    routings = _routings(plain.num_experts, sample)  # shared: no run finds its matrices cached
-    for form in FORMS:
-        weights = packed if form in PACKED_FORMS else plain
-        if weights is not None and (form != "batched" or sample.rows == 1):
-            calls[form] = _call(weights, form, sample, routings)
+    any_layout = next(iter(layouts.values()))
+    routings = _routings(any_layout.num_experts, sample)  # shared: none finds its matrices cached
+    calls = {
+        form: _call(weights, form, sample, routings)
+        for form, weights in layouts.items()
+        if form != "batched" or sample.rows == 1
+    }
     return _run_in_turns(calls, seconds)
 
 
 def _run_in_turns(calls: dict[str, Callable[[], float]], seconds: float) -> dict[str, float]:
-    """Return the least time of each form; those that cannot run are left out."""
+    """Return the typical time of each form; those that cannot run are left out."""
     deadline = time.perf_counter() + seconds
-    best: dict[str, float] = {}
-    for run in range(_MOST_RUNS):
-        for form in list(calls):
+    times: dict[str, list[float]] = {}
+    running = dict(calls)
+    for run in range(_MOST_RUNS + 1):
+        for form in list(running):
             try:
-                took = calls[form]()
+                took = running[form]()
             except RuntimeError as error:  # this build of torch has no such product
                 _LOG.debug("form %s: %s", form, error)
-                del calls[form]
+                del running[form]
                 continue
-            if run:  # the first one warms up
-                best[form] = min(took, best.get(form, took))
+            times.setdefault(form, []).append(took)
+        typical = {form: statistics.median(each[1:] or each) for form, each in times.items()}
+        limit = _FAR_BEHIND[min(run, len(_FAR_BEHIND) - 1)] * min(typical.values(), default=0.0)
+        running = {form: call for form, call in running.items() if typical[form] <= limit}
         if run and time.perf_counter() > deadline:
             break
-    return best
+    return typical
 
 
 def _call(
@@ -197,9 +230,11 @@ def _call(
     """Return what runs a sample once and returns its seconds."""
     hidden_TH = torch.randn(sample.rows, weights.gate_up_proj_EHI.shape[1])
     hidden_TH = hidden_TH.to(weights.gate_up_proj_EHI.dtype)
+    before = torch.ones(_ELEMENTS_BEFORE)
 
     def run() -> float:
         routing = next(routings)
+        before.add_(1.0)  # on all threads
         start = time.perf_counter()
         chosen_experts(hidden_TH, routing, weights, form)
         return time.perf_counter() - start
@@ -276,7 +311,8 @@ def _key(weights: ExpertWeights, top_k: int, num_experts: int) -> str:
     projections = f"{sizes(weights.gate_up_proj_EHI)} {sizes(weights.down_proj_EIH)}"
     biases = "with" if weights.down_bias_EH is not None else "without"
     dtype = _name(weights.down_proj_EIH.dtype)
-    return f"{machine()}; {projections} {dtype} {biases} bias, {top_k} of {num_experts}"
+    layer = f"{projections} {dtype} {biases} bias, {top_k} of {num_experts}"
+    return f"{machine()}; {layer}; {' '.join(FORMS)}"
 
 
 def _name(dtype: torch.dtype) -> str:

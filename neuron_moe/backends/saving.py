@@ -101,7 +101,8 @@ class _SavingExperts(torch.autograd.Function):
             if run.is_kept:
                 kept.append(projected_nI)
             activated_nI = activate(projected_nI, formula)
-            joined.add(_project(activated_nI, matrices.down_EIH, matrices.down_bias_EH, run))
+            output_nH = _project(activated_nI, matrices.down_EIH, matrices.down_bias_EH, run)
+            joined.put(run.rows.start, output_nH)
         ctx.settings, ctx.num_kept = settings, len(kept)
         ctx.save_for_backward(index_TK, hidden_TH, affinities_TK, *weights, *kept)
         return combine(joined, order_n, routing)

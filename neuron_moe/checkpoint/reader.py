@@ -5,9 +5,13 @@ shape and byte range of each tensor; the data follows without gaps.
 Source: huggingface/safetensors, README, section Format.
 """
 
+import itertools
 import json
+import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from neuron_moe.quantize.bf16 import is_finite
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MOST_RUNS = 8  # more gaps than these are read too, and dropped
+_MOST_AT_ONCE = 1 << 20  # bytes that are read with the gaps between rows
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 DTYPES = {
@@ -329,19 +334,70 @@ def _read_part(info: TensorInfo, selection: Selection) -> Tensor:
 def _read_window(info: TensorInfo, selection: Selection) -> Tensor:
     """Copy the smallest window that holds a selection, then take the selection.
 
-    The map lives for this call only: its pages count as this process's memory while it exists.
+    Read are the bytes of the window alone: a map of the file, or the system reading ahead, would
+    bring in twice as many where a rank takes a part of each matrix (measured).
     """
     window = tuple(hull(indices) for indices in selection)
-    mapped = np.memmap(
-        info.file,
-        dtype=_CARRIERS[info.dtype.itemsize],
-        mode="r",
-        offset=info.offset,
-        shape=info.shape,
-    )
-    part = np.array(mapped[tuple(slice(axis.start, axis.stop) for axis in window)])
+    part = np.empty(tuple(map(len, window)), dtype=_CARRIERS[info.dtype.itemsize])
+    with info.file.open("rb", buffering=0) as stream:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        _read_rows(stream, info, window, part)
     tensor = torch.from_numpy(part).view(info.dtype)
     local = tuple(
         within(indices, axis.start) for indices, axis in zip(selection, window, strict=True)
     )
     return take(tensor, local)
+
+
+def _read_rows(
+    stream: FileIO, info: TensorInfo, window: tuple[range, ...], part: np.ndarray
+) -> None:
+    """Fill a window, matrix by matrix; whole trailing axes make one longer row."""
+    axes = len(window)
+    while axes > 1 and len(window[axes - 1]) == info.shape[axes - 1]:
+        axes -= 1
+    shape = (1, 1, *info.shape[: axes - 1], prod(info.shape[axes - 1 :]))
+    inner = shape[-1] // info.shape[axes - 1] if axes else 1
+    first = window[axes - 1].start * inner if axes else 0
+    outer = (range(1), range(1), *window[: max(0, axes - 1)])
+    rows = len(outer[-1])
+    data_nb = part.reshape(prod(map(len, outer)), -1).view(np.uint8)
+    for number, place in enumerate(itertools.product(*outer[:-1])):
+        row = int(np.ravel_multi_index((*place, outer[-1].start), shape[:-1]))
+        offset = info.offset + (row * shape[-1] + first) * info.dtype.itemsize
+        matrix_nb = data_nb[number * rows : (number + 1) * rows]
+        _read_matrix(stream, offset, shape[-1] * info.dtype.itemsize, matrix_nb)
+
+
+def _read_matrix(stream: FileIO, offset: int, stride: int, rows_nb: np.ndarray) -> None:
+    """Fill rows from bytes that lie `stride` apart in a file; gaps below a page are read too."""
+    num_rows, row_bytes = rows_nb.shape
+    if num_rows == 1 or stride == row_bytes:
+        _read_exactly(stream, offset, rows_nb)
+        return
+    if stride - row_bytes >= mmap.PAGESIZE:
+        for number, row_b in enumerate(rows_nb):
+            _read_exactly(stream, offset + number * stride, row_b)
+        return
+    at_once = max(1, _MOST_AT_ONCE // stride)
+    buffer_nb = np.empty((min(at_once, num_rows), stride), dtype=np.uint8)
+    for start in range(0, num_rows, at_once):
+        rows = min(at_once, num_rows - start)
+        num_bytes = (rows - 1) * stride + row_bytes  # the last row may end the file
+        _read_exactly(stream, offset + start * stride, buffer_nb.reshape(-1)[:num_bytes])
+        rows_nb[start : start + rows] = buffer_nb[:rows, :row_bytes]
+
+
+def _read_exactly(stream: FileIO, offset: int, target: np.ndarray) -> None:
+    """Fill contiguous memory from a place of a file."""
+    stream.seek(offset)
+    left = target.data.cast("B")
+    while left:
+        count = stream.readinto(left)
+        if not count:
+            raise ValueError(
+                f"{stream.name}: ends at byte {stream.tell()}, but was longer when it was opened."
+                " Load it again when nothing writes there."
+            )
+        left = left[count:]

@@ -73,6 +73,8 @@ class WeightMap:
         rules: what fills each parameter.
         sizes: how many values each placeholder takes, from 0 up: {"layer": 24}.
         ignored: patterns of checkpoint keys that are left out on purpose.
+        ignored_blocks: checkpoint keys that are left out where another key, by which they are
+            listed, shows that they are what they seem; a checkpoint has all such blocks or none.
 
     Raises:
         ValueError: if a rule contradicts itself or the sizes.
@@ -81,13 +83,14 @@ class WeightMap:
     rules: Sequence[Rule]
     sizes: Mapping[str, int] = field(default_factory=dict)
     ignored: Sequence[str] = ()
+    ignored_blocks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
             check_positive_int(f"sizes[{name!r}]", size)
         for rule in self.rules:
             self._check_rule(rule)
-        for pattern in self.ignored:
+        for pattern in (*self.ignored, *itertools.chain(*self.ignored_blocks.values())):
             self._check_placeholders(pattern)
 
     def resolve(self, checkpoint: Checkpoint, parameters: Iterable[str]) -> list[Assignment]:
@@ -132,11 +135,7 @@ class WeightMap:
                     problems.add("tensor", str(error))
                 else:
                     assignments.append(Assignment(target, source, tuple(flat)))
-        ignored = {
-            pattern.format(**binding)
-            for pattern in self.ignored
-            for binding in self._bindings(pattern)
-        }
+        ignored = self._ignored_keys(checkpoint, problems)
         for key in checkpoint.tensors:
             if key not in used and key not in ignored:
                 problems.add("extra", self._explain_extra(key))
@@ -239,6 +238,17 @@ class WeightMap:
             for pattern in rule.patterns
         ]
 
+    def _ignored_keys(self, checkpoint: Checkpoint, problems: Problems) -> set[str]:
+        """Return what is left out of this checkpoint."""
+        shown = [mark for mark in self.ignored_blocks if mark in checkpoint.tensors]
+        if shown:
+            for mark in self.ignored_blocks.keys() - set(shown):
+                problems.add("missing", f"{mark} (config.json declares its layer)")
+        patterns = [*self.ignored, *(name for mark in shown for name in self.ignored_blocks[mark])]
+        return {
+            pattern.format(**binding) for pattern in patterns for binding in self._bindings(pattern)
+        }
+
     def _choose(
         self,
         target: str,
@@ -262,10 +272,12 @@ class WeightMap:
     def _explain_extra(self, key: str) -> str:
         """Say why a key is extra: a number out of range, or no rule at all."""
         patterns = [pattern for rule in self.rules for pattern in rule.patterns]
+        for mark, block in self.ignored_blocks.items():
+            if any(re.fullmatch(_as_expression(pattern), key) for pattern in block):
+                return f"{key} (left out only beside {mark}, which is missing)"
         for pattern in (*patterns, *self.ignored):
             names = placeholders(pattern)
-            parts = [re.escape(part) for part in _PLACEHOLDER.split(pattern)[::2]]
-            found = re.fullmatch(r"(\d+)".join(parts), key)
+            found = re.fullmatch(_as_expression(pattern), key)
             for name, number in zip(names, found.groups() if found else (), strict=False):
                 if int(number) >= self.sizes[name]:
                     return f"{key} ({name} must be below {self.sizes[name]})"
@@ -317,6 +329,12 @@ def placeholders(pattern: str) -> list[str]:
         ['layer', 'expert']
     """
     return _PLACEHOLDER.findall(pattern)
+
+
+def _as_expression(pattern: str) -> str:
+    """Return the regular expression of a pattern, whose groups are the numbers."""
+    parts = [re.escape(part) for part in _PLACEHOLDER.split(pattern)[::2]]
+    return r"(\d+)".join(parts)
 
 
 def _apply(rule: Rule, keys: list[list[str]], checkpoint: Checkpoint) -> LazyTensor:

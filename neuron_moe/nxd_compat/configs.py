@@ -158,7 +158,7 @@ class BlockwiseMatmulConfig:
     use_torch_block_wise: bool = False
     parallelize_token_to_block_mapping: bool = True
     optimized_block_to_token_mapping: bool = True
-    always_augment_inputs_for_blockwise_matmul: bool = False
+    always_augment_inputs_for_blockwise_matmul: bool = False  # padding reads a row, is not skipped
     use_shard_on_intermediate_dynamic_while: bool = False
     use_shard_on_block_dynamic_while: bool = False
     num_static_blocks: int | None = None

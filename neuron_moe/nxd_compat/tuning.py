@@ -112,6 +112,7 @@ def tuning_of(config: BlockwiseMatmulConfig, backend: str) -> Tuning:
         "num_cores": config.logical_nc_config,
         "decode_mode": config.decode_mode,
         "tuned": TunedPlans.read(config.tuned or {}),
+        "missing": "spare" if config.always_augment_inputs_for_blockwise_matmul else "skip",
     }
     if backend != "nki":
         return Tuning(**common, remarks=_remarks_without_kernels(config, backend))  # type: ignore[arg-type]
@@ -151,7 +152,6 @@ def _remarks_on_nki(config: BlockwiseMatmulConfig, shards: dict[str, object]) ->
     told = {
         "skip_dma_token": "padding slots move no bytes in any plan",
         "num_static_blocks": "no kernel here has a static part before a dynamic one",
-        "always_augment_inputs_for_blockwise_matmul": "padding slots hold -1, no extra row",
         "parallelize_token_to_block_mapping": "both cores compute the mapping",
         "optimized_block_to_token_mapping": "the mapping is k-wide in any case",
     }
@@ -187,6 +187,11 @@ def _refuse_switches(config: BlockwiseMatmulConfig) -> None:
                 config.use_block_parallel and by_intermediate,
                 "use_block_parallel=True, use_shard_on_intermediate_dynamic_while=True: the two"
                 " cores split either the blocks or the intermediate axis. Set one of them.",
+            ),
+            (
+                config.always_augment_inputs_for_blockwise_matmul and config.skip_dma_weight,
+                "always_augment_inputs_for_blockwise_matmul=True, skip_dma_weight=True: the one"
+                " moves what is missing too, the other leaves loads out. Set one of them.",
             ),
             (
                 config.logical_nc_config == 1 and (shards_blocks or by_intermediate),

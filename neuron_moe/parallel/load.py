@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def _only(weight_map: WeightMap, targets: set[str]) -> WeightMap:
             kept.append(rule)
         else:
             ignored.extend(rule.patterns)
-    return WeightMap(kept, weight_map.sizes, ignored)
+    return replace(weight_map, rules=kept, ignored=ignored)
 
 
 def scales_of(checkpoint: Checkpoint) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """What the experts of one rank compute with: their weights, and a routing in their numbering."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -51,6 +52,13 @@ class ExpertWeights:
     def num_experts(self) -> int:
         """Experts of this rank."""
         return self.gate_up_proj_EHI.shape[0]
+
+    @cached_property
+    def each_expert(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The plain matrices of each expert, gate_up and down: views that record no gradient."""
+        return tuple(
+            matrices.detach().unbind() for matrices in (self.gate_up_proj_EHI, self.down_proj_EIH)
+        )  # type: ignore[return-value]
 
     def product_form(self, tokens: int) -> str:
         """Return the form in which a CPU multiplies them in a step of some tokens."""

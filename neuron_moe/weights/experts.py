@@ -130,11 +130,11 @@ class Experts(nn.Module):
             PackedMatrices(linear.weight.detach()) if forms.wants_packed else None
             for linear in linears
         )
-        if forms.wants_turned:
+        if forms.wants_plain:
             for linear in linears:
-                linear.turn(is_turned=True)
+                linear.lay(is_turned=forms.wants_turned)
         if first is not None and down is not None:
-            if forms.wants_turned:
+            if forms.wants_plain:
                 forms = replace(forms, packed=(first, down), made_from=Stamp(self._sources()))
             else:
                 self.first.keep_packed(first)
@@ -147,8 +147,8 @@ class Experts(nn.Module):
         for linear in (self.first, self.down_proj):
             if isinstance(linear.packed, PackedMatrices):
                 linear.unpack()
-            elif linear.packed is None:
-                linear.turn(is_turned=False)
+            elif linear.packed is None and not linear.weight.is_contiguous():
+                linear.lay(is_turned=False)
 
     def _valid_forms(self) -> ProductForms | None:
         forms = self.product_forms

@@ -89,9 +89,9 @@ class ExpertLinear(nn.Module):
             self.weight = nn.Parameter(self.packed.unpack())
             self.packed = None
 
-    def turn(self, *, is_turned: bool) -> None:
+    def lay(self, *, is_turned: bool) -> None:
         """Let the weight lie in memory as [E, out, in], or as [E, in, out]; its shape stays."""
-        weight = turned(self.weight.detach()) if is_turned else self.weight.detach().contiguous()
+        weight = laid(self.weight.detach(), is_turned=is_turned)
         self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
 
     def _save_to_state_dict(
@@ -172,11 +172,13 @@ class ExpertLinear(nn.Module):
         return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
 
 
-def turned(weight_Ekn: Tensor) -> Tensor:
-    """Return the same [E, in, out] that lies in memory as [E, out, in]."""
+def laid(weight_Ekn: Tensor, *, is_turned: bool) -> Tensor:
+    """Return a copy of [E, in, out] that lies in memory as [E, out, in], or as it says."""
     num_experts, num_inputs, num_outputs = weight_Ekn.shape
-    memory_Enk = ask_for_huge_pages(weight_Ekn.new_empty((num_experts, num_outputs, num_inputs)))
-    return memory_Enk.copy_(weight_Ekn.transpose(1, 2)).transpose(1, 2)
+    sizes = (num_outputs, num_inputs) if is_turned else (num_inputs, num_outputs)
+    memory = ask_for_huge_pages(weight_Ekn.new_empty((num_experts, *sizes)))
+    copy_Ekn = memory.transpose(1, 2) if is_turned else memory
+    return copy_Ekn.copy_(weight_Ekn)
 
 
 def _allocate(

@@ -11,9 +11,11 @@ the dtype and the number of tokens.
 | turned | matrix times rows, expert by expert | turned |
 | grouped | torch's grouped_mm over all experts at once | turned |
 | batched | a batched product of one row each, with gathered matrices | turned |
+| straight | rows times matrix, expert by expert | straight |
+| parallel_X | as form X, experts side by side, each on threads of its own | as form X |
 
-Turned matrices have the shape [in, out] of plain ones and lie in memory as [out, in], which
-matrix libraries read faster (measured).
+All matrices have the shape [in, out]. Straight ones lie in memory so, turned ones as [out, in];
+which of the two a matrix library reads faster hangs on machine and dtype (measured).
 """
 
 from collections.abc import Mapping
@@ -22,11 +24,21 @@ from dataclasses import dataclass, field, replace
 from neuron_moe.weights.packed import PackedMatrices
 from neuron_moe.weights.stamps import Stamp
 
-PACKED_FORMS = ("packed", "padded")
-TURNED_FORMS = ("plain", "turned", "grouped", "batched")
-FORMS = PACKED_FORMS + TURNED_FORMS
+PARALLEL = "parallel_"
+PACKED_FORMS = ("packed", "padded", f"{PARALLEL}packed")
+TURNED_FORMS = (
+    "plain",
+    "turned",
+    "grouped",
+    "batched",
+    f"{PARALLEL}plain",
+    f"{PARALLEL}turned",
+    f"{PARALLEL}grouped",
+)
+STRAIGHT_FORMS = ("straight", f"{PARALLEL}straight")
+FORMS = PACKED_FORMS + TURNED_FORMS + STRAIGHT_FORMS
 MEASURED = "measured"
-BUCKETS = (1, 4, 16, 64, 256, 1024)
+BUCKETS = (1, 4, 16, 128, 512)
 """Most tokens of a step for which a form is chosen together; the last one holds beyond, too."""
 
 
@@ -42,7 +54,7 @@ class ProductForms:
     Attributes:
         by_bucket: one of FORMS for each of BUCKETS.
         reasons: why, one sentence for each of BUCKETS.
-        packed: a second copy of the matrices, where some steps take them packed and some turned.
+        packed: a second copy of the matrices, where some steps take them packed and some not.
         made_from: the weights of that copy, by which one sees whether they changed since.
     """
 
@@ -60,6 +72,11 @@ class ProductForms:
     def wants_packed(self) -> bool:
         """Whether some step takes packed matrices."""
         return any(form in PACKED_FORMS for form in self.by_bucket.values())
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether some step takes matrices that are not packed."""
+        return any(form not in PACKED_FORMS for form in self.by_bucket.values())
 
     @property
     def wants_turned(self) -> bool:

@@ -18,10 +18,13 @@ class CombineDims(nl.NKIObject):
     Attributes:
         out_dtype: element type of the output, one of nl.
         has_no_expert: some choices may have no expert (slot -1).
+        missing: what a choice without an expert adds: a row that the gather leaves out (skip), or
+            the last slot, which must hold zeros (spare).
     """
 
     out_dtype: nl.DType
     has_no_expert: bool
+    missing: str = "skip"
 
 
 def check_combine(

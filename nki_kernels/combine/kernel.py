@@ -6,7 +6,8 @@ in float32, always in the same order, rounded once.
 
 Inputs, in HBM:
     slots_PSH        [P, S, H]  bfloat16 or float32  what the experts made of each slot, in P parts
-    slot_of_pair_TK  [T, K]     int32    slot of each choice, -1 for none
+    slot_of_pair_TK  [T, K]     int32    slot of each choice, -1 for none, which is left out, or is
+                                         the last slot, of zeros (CombineDims.missing)
     affinities_TK    [T, K]     float32
 Output, in shared HBM:
     output_TH        [T, H]     out_dtype
@@ -106,7 +107,8 @@ def _load_rows(
     if tokens.full < PARTITIONS:
         nisa.memset(dst=first_sb, value=0)
     load_per_token(first_sb, slot_of_pair_TK, tokens)
-    if dims.has_no_expert and num_parts > 1:
+    is_spare = dims.missing == "spare"
+    if dims.has_no_expert and (num_parts > 1 or is_spare):
         below_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=below_sb,
@@ -114,7 +116,7 @@ def _load_rows(
             op0=nl.less,
             operand0=0.0,
             op1=nl.multiply,
-            operand1=float(_NO_ROW),
+            operand1=float(num_slots if is_spare else _NO_ROW),
         )
         real_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=real_sb, data1=first_sb, data2=below_sb, op=nl.add)
@@ -214,7 +216,7 @@ def _gather(
                 offset=start,
                 vector_offset=part_sb[0:rows, column],
             )
-            if dims.has_no_expert:
+            if dims.has_no_expert and dims.missing == "skip":
                 nisa.memset(dst=slot_sb, value=0.0, engine=nisa.engine.vector)
                 nisa.dma_copy(dst=slot_sb, src=source, oob_mode=nisa.oob_mode.skip)
             else:

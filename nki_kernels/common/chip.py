@@ -1,16 +1,20 @@
 """The chip in the numbers that kernels are cut, fitted and estimated by.
 
 All are those of a Trainium 2 in `nki_sim.hardware`, which names the source of each. Code on the
-chip uses the whole numbers, which are constants to the compiler; `CORE` is for estimates on the
-host.
+chip uses the whole numbers, which are constants to the compiler. Estimates on the host, and so
+every choice of plan, block size and mode, read `core()`: the coefficients in force, which
+`nki_sim.hardware_file.use_hardware` sets to what was measured on a chip.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from nki_sim.hardware import TRN2
+from nki_sim import hardware
+from nki_sim.hardware import TRN2, Hardware
 
 PARTITIONS: Final = TRN2.partitions  # lanes of SBUF and PSUM
 SBUF_BYTES: Final = TRN2.sbuf_usable_bytes_per_partition
@@ -36,6 +40,9 @@ class Core:
         dma_bytes_per_ns: of one engine.
         dma_run_ns: of one engine, per contiguous run.
         dge_ns: to make the descriptors of a transfer.
+        steps: how long what one engine computes takes to be the input of the next, by our numbers.
+        transfers: how long a small transfer takes, by our numbers.
+        exchanges: how long the cores take to swap a small tile, by our numbers.
     """
 
     tensor_cycles_per_ns: float
@@ -47,16 +54,67 @@ class Core:
     dma_bytes_per_ns: float
     dma_run_ns: float
     dge_ns: float
+    steps: float
+    transfers: float
+    exchanges: float
 
 
-CORE: Final = Core(
-    tensor_cycles_per_ns=TRN2.tensor_clock_ghz,
-    matmul_floor_columns=TRN2.matmul_floor_cycles,
-    vector_cycles_per_ns=TRN2.vector_clock_ghz,
-    vector_overhead_cycles=TRN2.vector_overhead_cycles,
-    hbm_bytes_per_ns=TRN2.hbm_bytes_per_ns / 2,
-    dma_engines=TRN2.dma_engines,
-    dma_bytes_per_ns=TRN2.dma_engine_bytes_per_ns,
-    dma_run_ns=TRN2.dma_run_ns,
-    dge_ns=TRN2.hwdge_ns,
-)
+def chip_in_force() -> Hardware:
+    """Return the coefficients of the Trainium 2 in force."""
+    return hardware.CHIPS["trn2"]
+
+
+def core() -> Core:
+    """Return a core of the Trainium 2 in force."""
+    chip = chip_in_force()
+    known = _CORES.get(id(chip))
+    if known is None:
+        known = _CORES[id(chip)] = (chip, _core_of(chip))
+    return known[1]
+
+
+def cached_by_chip(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that remembers, for each chip, what it made of hashable arguments."""
+
+    @functools.lru_cache(maxsize=512)
+    def remembered(_core: Core, *arguments: Any) -> Any:
+        return make(*arguments)
+
+    @functools.wraps(make)
+    def found(*arguments: Any) -> Any:
+        return remembered(core(), *arguments)
+
+    return found
+
+
+# By identity, as a chip has too many numbers to compare each time; one that is kept stays itself.
+_CORES: Final[dict[int, tuple[Hardware, Core]]] = {}
+
+
+def _core_of(chip: Hardware) -> Core:
+    return Core(
+        tensor_cycles_per_ns=chip.tensor_clock_ghz,
+        matmul_floor_columns=chip.matmul_floor_cycles,
+        vector_cycles_per_ns=chip.vector_clock_ghz,
+        vector_overhead_cycles=chip.vector_overhead_cycles,
+        hbm_bytes_per_ns=chip.hbm_bytes_per_ns / 2,
+        dma_engines=chip.dma_engines,
+        dma_bytes_per_ns=chip.dma_engine_bytes_per_ns,
+        dma_run_ns=chip.dma_run_ns,
+        dge_ns=chip.hwdge_ns,
+        steps=_step_ns(chip) / _step_ns(TRN2),
+        transfers=_transfer_ns(chip) / _transfer_ns(TRN2),
+        exchanges=chip.sendrecv_ns / TRN2.sendrecv_ns,
+    )
+
+
+def _step_ns(chip: Hardware) -> float:
+    """Return the time from a product to what Vector and Scalar engine made of it, small tiles."""
+    vector = chip.vector_overhead_cycles / chip.vector_clock_ghz
+    scalar = chip.scalar_overhead_cycles / chip.scalar_clock_ghz
+    return vector + scalar + chip.matmul_drain_ns + 2 * chip.semaphore_ns
+
+
+def _transfer_ns(chip: Hardware) -> float:
+    """Return the time of a small transfer, descriptors included."""
+    return chip.hwdge_ns + chip.dma_first_byte_ns + chip.dma_done_ns

@@ -4,16 +4,38 @@ Functions take tiles and give tiles; none allocates on chip unless its name says
 as in visits.py; ``x_sb`` is in SBUF and ``x_ps`` in PSUM.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
+from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES
 from nki_kernels.common.formula import ExpertFormula
 
 _OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
+
+
+@dataclass
+class Entry(NKIObject):
+    """One matrix of a stack in HBM, by its number.
+
+    Attributes:
+        stack: [E, ...] tensor.
+        index: (1, 1) int32 tile.
+        may_miss: a number out of range is none, and loads nothing; else there is no such number.
+    """
+
+    stack: nl.NkiTensor
+    index: nl.NkiTensor
+    may_miss: bool
+
+
+def when_missing(may_miss: bool) -> Any:
+    """Return what a transfer does with an index out of range: leave it out, or fail."""
+    return nisa.oob_mode.skip if may_miss else nisa.oob_mode.error
 
 
 def rows_of(axis: AxisTiles, tile: int) -> int:
@@ -32,9 +54,8 @@ def elements_of(axis: AxisTiles, tile: int) -> slice:
 
 def load_matrix(
     dst_sb: nl.NkiTensor,
-    src: nl.NkiTensor,
+    entry: Entry,
     axis: AxisTiles,
-    index: nl.NkiTensor,
     base: int,
     row: int,
     runs: list[int],
@@ -44,9 +65,8 @@ def load_matrix(
 
     Args:
         dst_sb: [rows, count, columns] tile.
-        src: [E, ...] tensor in HBM, one matrix per index.
+        entry: the matrix.
         axis: how the rows lie on partitions.
-        index: (1, 1) int32 tile, the matrix; out of range loads nothing.
         base: first element inside the matrix.
         row: elements from a row to the next.
         runs: [stride, count] pair of the pieces of a row.
@@ -55,71 +75,50 @@ def load_matrix(
     pieces = runs[1]
     if axis.is_strided:
         pattern = [[axis.count * row, axis.rows], [row, axis.count], runs, [1, column]]
-        load_pattern(dst_sb[0 : axis.rows], src, pattern, base, index)
+        load_pattern(dst_sb[0 : axis.rows], entry, pattern, base)
         return
     full = axis.count if axis.tail == axis.rows else axis.count - 1
     if full > 0:
         pattern = [[row, axis.rows], [axis.rows * row, full], runs, [1, column]]
-        load_pattern(dst_sb[0 : axis.rows, 0 : full * pieces * column], src, pattern, base, index)
+        load_pattern(dst_sb[0 : axis.rows, 0 : full * pieces * column], entry, pattern, base)
     if full < axis.count:
         pattern = [[row, axis.tail], [1, 1], runs, [1, column]]
         begin = full * pieces * column
         tail_sb = dst_sb[0 : axis.tail, begin : begin + pieces * column]
-        load_pattern(tail_sb, src, pattern, base + full * axis.rows * row, index)
+        load_pattern(tail_sb, entry, pattern, base + full * axis.rows * row)
 
 
-def load_pattern(
-    dst_sb: nl.NkiTensor,
-    src: nl.NkiTensor,
-    pattern: list[list[int]],
-    offset: int,
-    index: nl.NkiTensor,
-) -> None:
-    """Load a pattern of one entry of a stack in HBM; an index out of range loads nothing.
+def load_pattern(dst_sb: nl.NkiTensor, entry: Entry, pattern: list[list[int]], offset: int) -> None:
+    """Load a pattern of one entry of a stack in HBM.
 
     Args:
         dst_sb: tile of as many elements.
-        src: [E, ...] tensor in HBM.
+        entry: which one.
         pattern: list of [stride, count] pairs inside an entry.
         offset: first element inside the entry.
-        index: (1, 1) int32 tile, the entry.
     """
     nisa.dma_copy(
         dst=dst_sb,
-        src=src.ap(pattern, offset=offset, scalar_offset=index, indirect_dim=0),
-        oob_mode=nisa.oob_mode.skip,
+        src=entry.stack.ap(pattern, offset=offset, scalar_offset=entry.index, indirect_dim=0),
+        oob_mode=when_missing(entry.may_miss),
         dge_mode=nisa.dge_mode.hwdge,
         engine=nisa.engine.sync,
     )
 
 
-def load_rows(
-    dst_sb: nl.NkiTensor,
-    src: nl.NkiTensor,
-    index: nl.NkiTensor,
-    size: int,
-    begin: int,
-    columns: int,
-) -> None:
+def load_rows(dst_sb: nl.NkiTensor, entry: Entry, size: int, begin: int, columns: int) -> None:
     """Load columns of the rows of one matrix of [E, rows, size] in HBM, a row on each partition."""
-    load_pattern(dst_sb, src, [[size, dst_sb.shape[0]], [1, columns]], begin, index)
+    load_pattern(dst_sb, entry, [[size, dst_sb.shape[0]], [1, columns]], begin)
 
 
-def load_halves(
-    dst_sb: nl.NkiTensor,
-    src: nl.NkiTensor,
-    axis: AxisTiles,
-    index: nl.NkiTensor,
-    size: int,
-    first: int,
-) -> None:
+def load_halves(dst_sb: nl.NkiTensor, entry: Entry, axis: AxisTiles, size: int, first: int) -> None:
     """Load elements of the halves of a row of [E, halves * size] as [rows, halves, count].
 
     That is how the projections of one axis lie, gate first.
     """
     for half in range(dst_sb.shape[1]):
         part_sb = dst_sb[0 : axis.rows, half, 0 : axis.count]
-        load_matrix(part_sb, src, axis, index, half * size + first, 1, [1, 1], 1)
+        load_matrix(part_sb, entry, axis, half * size + first, 1, [1, 1], 1)
 
 
 def make_tiles(
@@ -271,6 +270,11 @@ def transpose_rows(
             )
 
 
+def keep_below(numbers_sb: nl.NkiTensor, end: int) -> None:
+    """Take the largest number below an end for those that are not; integers below 2**24."""
+    nisa.tensor_scalar(dst=numbers_sb, data=numbers_sb, op0=nl.minimum, operand0=float(end - 1))
+
+
 def load_table(
     dst_sb: nl.NkiTensor,
     values: nl.NkiTensor,
@@ -278,16 +282,18 @@ def load_table(
     offset: int,
     fill: float,
     bank_ps: nl.NkiTensor,
+    may_miss: bool,
 ) -> None:
     """Gather rows of values and turn them, so that entry n of the index is column n.
 
     Args:
         dst_sb: [R, n] tile of the type of the values.
         values: [num_rows, R] tensor in HBM, int32 below 2**24 or float32.
-        index: int32 tensor in HBM; rows out of range give `fill`.
+        index: int32 tensor in HBM.
         offset: element of `index` that belongs to column 0.
         fill: value of missing rows.
         bank_ps: PSUM tile [128, 512] float32.
+        may_miss: rows past the end are missing; else the last row is taken for them.
     """
     num_rows, count = dst_sb.shape
     for begin in range(0, count, 128):
@@ -295,11 +301,14 @@ def load_table(
         index_sb = nl.ndarray((size, 1), dtype=nl.int32, buffer=nl.sbuf)
         nisa.dma_copy(dst=index_sb, src=index.ap([[1, size], [1, 1]], offset=offset + begin))
         rows_sb = nl.ndarray((size, num_rows), dtype=values.dtype, buffer=nl.sbuf)
-        nisa.memset(dst=rows_sb, value=fill)
+        if may_miss:
+            nisa.memset(dst=rows_sb, value=fill)
+        else:
+            keep_below(index_sb, values.shape[0])
         nisa.dma_copy(
             dst=rows_sb,
             src=values.ap([[num_rows, size], [1, num_rows]], vector_offset=index_sb),
-            oob_mode=nisa.oob_mode.skip,
+            oob_mode=when_missing(may_miss),
         )
         float_sb = nl.ndarray((size, num_rows), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=float_sb, src=rows_sb)

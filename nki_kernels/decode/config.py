@@ -83,6 +83,9 @@ class DecodeRequest(NKIObject):
             does not let PSUM add up over the trips of a loop (sbuf).
         loops: over the list of experts: dynamic, or written out for as many experts as a step may
             touch, for a compiler without loops or copies by register (unrolled).
+        missing: what stands for no expert in a list: a number out of range, of which nothing is
+            loaded (skip), or expert 0, whose output then counts for nothing, for a compiler or
+            chip that cannot leave out a load (spare).
     """
 
     mode: str = "auto"
@@ -94,6 +97,7 @@ class DecodeRequest(NKIObject):
     front_ns: float = 0.0
     sums: str = "auto"
     loops: str = "dynamic"
+    missing: str = "skip"
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class DecodeConfig(NKIObject):
         i_axis: the intermediate axis of one chunk on partitions.
         reason: why mode and shard are what they are, in a sentence.
         is_unrolled: whether there is no loop at run time; entries past the end of a list load
-            nothing and count for nothing.
+            what `missing` says and count for nothing.
     """
 
     T: int
@@ -135,6 +139,7 @@ class DecodeConfig(NKIObject):
     i_axis: AxisTiles
     reason: str = ""
     is_unrolled: bool = False
+    missing: str = "skip"
 
 
 def output_dtype(config: DecodeConfig) -> nl.DType:

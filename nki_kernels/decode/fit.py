@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nki_kernels.common.axes import tile_axis
-from nki_kernels.common.chip import BANK_FLOATS, CORE, FITTED_SBUF_BYTES, PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, FITTED_SBUF_BYTES, PARTITIONS, core
 from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.decode.config import (
     DecodeConfig,
@@ -123,7 +123,7 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
             f" chunks={request.chunks}: no chunk of an expert fits SBUF, or the chunks do not"
             " divide by the cores. Leave shard and chunks open, or use fewer tokens."
         )
-    return replace(best, reason=_reason(best, _LIST_NS + request.front_ns))
+    return replace(best, reason=_reason(best, _list_ns() + request.front_ns))
 
 
 def _first_that_fits(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig | None:
@@ -182,33 +182,40 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     if config.shard == "experts" and config.chunks % config.num_cores:
         # An odd expert is shared as well as its chunks allow; every other list has one.
         items += 0.5 / config.num_cores
-    start = _LIST_NS if config.mode == "selective" and not is_direct(config) else 0.0
+    start = _list_ns() if config.mode == "selective" and not is_direct(config) else 0.0
     return start + items * max(_load_ns(config), _compute_ns(config)) + _compute_ns(config)
+
+
+def _list_ns() -> float:
+    """Return the time to list the touched experts: engines in turn, then the first transfer."""
+    chip = core()
+    return _LIST_NS * (chip.steps + chip.transfers) / 2
 
 
 def _load_ns(config: DecodeConfig) -> float:
     """Return the time to load an item, both cores loading."""
-    i_axis, item, H = config.i_axis, item_bytes(config), config.H
+    i_axis, item, H, chip = config.i_axis, item_bytes(config), config.H, core()
     runs = config.h_axis.rows + i_axis.rows
     if config.weights.layout == "ehi" and config.chunks > 1:
         runs = 2 * H + i_axis.rows
     size = 3 * H * i_axis.size * item
     engines = (
-        runs / CORE.dma_engines * CORE.dma_run_ns + size / CORE.dma_engines / CORE.dma_bytes_per_ns
+        runs / chip.dma_engines * chip.dma_run_ns + size / chip.dma_engines / chip.dma_bytes_per_ns
     )
-    return max(engines, size / CORE.hbm_bytes_per_ns, 2 * CORE.dge_ns)
+    return max(engines, size / chip.hbm_bytes_per_ns, 2 * chip.dge_ns)
 
 
 def _compute_ns(config: DecodeConfig) -> float:
     """Return the time to compute an item."""
-    T, columns = config.T, max(config.T, CORE.matmul_floor_columns)
+    T, chip = config.T, core()
+    columns = max(T, chip.matmul_floor_columns)
     tiles = config.i_axis.count
     passes = 2 if joins_projections(config) else 3
-    matmuls = passes * config.h_axis.count * tiles * columns / CORE.tensor_cycles_per_ns
-    vector = tiles * 4 * (T + CORE.vector_overhead_cycles) / CORE.vector_cycles_per_ns
+    matmuls = passes * config.h_axis.count * tiles * columns / chip.tensor_cycles_per_ns
+    vector = tiles * 4 * (T + chip.vector_overhead_cycles) / chip.vector_cycles_per_ns
     if not config.sums_in_psum:
         banks = accumulator_banks(config)
         vector += (
-            config.h_axis.count * T + banks * CORE.vector_overhead_cycles
-        ) / CORE.vector_cycles_per_ns
-    return max(matmuls + _ACTIVATE_NS, vector)
+            config.h_axis.count * T + banks * chip.vector_overhead_cycles
+        ) / chip.vector_cycles_per_ns
+    return max(matmuls + _ACTIVATE_NS * chip.steps, vector)

@@ -69,7 +69,7 @@ from nki_kernels.decode.config import (
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens
-from nki_kernels.decode.list import Listed, list_experts, weigh
+from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
 from nki_kernels.decode.trips import look_up_first, run_trip
 
 
@@ -173,7 +173,10 @@ def run_experts(
     if _has_loop(config) and not is_looked_up:
         look_up_first(config, b, routing)
     if config.is_unrolled and config.mode == "selective":
-        clear_weights(b)
+        if config.missing == "spare":
+            name_an_expert(routing)
+        else:
+            clear_weights(b)
     if len(routing.ends) == 0:
         _run_known(config, b, x, turned_sb, routing)
         return

@@ -219,6 +219,11 @@ def _loop_ends(
     return ends
 
 
+def name_an_expert(routing: Listed) -> None:
+    """Let entries past the end of the list be expert 0; their weights are made already."""
+    nisa.tensor_scalar(dst=routing.list_sb, data=routing.list_sb, op0=nl.maximum, operand0=0.0)
+
+
 def weigh(
     config: DecodeConfig,
     routing: Listed,

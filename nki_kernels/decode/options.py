@@ -30,6 +30,7 @@ _ALLOWED = {
     "output_dtype": ("float32", "bfloat16"),
     "sums": ("auto", "sbuf"),
     "loops": ("dynamic", "unrolled"),
+    "missing": ("skip", "spare"),
 }
 
 
@@ -58,7 +59,7 @@ def make_decode_config(
     _check_sizes(sizes)
     _check_formula(formula)
     _check_names(mode=request.mode, shard=request.shard)
-    _check_names(sums=request.sums, loops=request.loops)
+    _check_names(sums=request.sums, loops=request.loops, missing=request.missing)
     _check_names(layout=weights.layout, format=weights.format, down_scale=weights.down_scale)
     _check_names(scaling=request.scaling, output_dtype=request.output_dtype)
     if weights.format == "bfloat16" and (weights.has_scales or weights.down_scale != "none"):
@@ -72,7 +73,7 @@ def make_decode_config(
         request.mode, request.shard, request.scaling, request.output_dtype,
         chunks=1, weight_buffers=2, unroll=2, sums_in_psum=False,
         h_axis=_packed_axis(H) if weights.layout == "packed" else tile_axis(H),
-        i_axis=tile_axis(I), is_unrolled=request.loops == "unrolled",
+        i_axis=tile_axis(I), is_unrolled=request.loops == "unrolled", missing=request.missing,
     )  # fmt: skip
     return fit_decode(draft, request)
 

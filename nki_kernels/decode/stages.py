@@ -16,6 +16,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.tiles import (
+    Entry,
     apply_chain,
     elements_of,
     gate_function,
@@ -51,21 +52,24 @@ def load_in(
         chunk: part of the intermediate axis.
     """
     if config.weights.layout == "packed":
-        _load_run(b.gate_up[buffer], x.gate_up, expert, chunk)
+        _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), chunk)
         return
     I, i_axis = config.I, config.i_axis  # noqa: E741
     first = chunk * i_axis.size
-    load_matrix(
-        b.gate_up[buffer], x.gate_up, config.h_axis, expert, first, 2 * I, [I, 2], i_axis.size
-    )
+    gate_up = _entry(config, x.gate_up, expert)
+    load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
     if config.formula.has_gate_up_bias:
-        load_halves(b.gate_up_bias[buffer], x.gate_up_bias, i_axis, expert, I, first)
+        bias = _entry(config, x.gate_up_bias, expert)
+        load_halves(b.gate_up_bias[buffer], bias, i_axis, I, first)
     if config.weights.has_scales:
-        load_halves(b.gate_up_scale[buffer], x.gate_up_scale, i_axis, expert, I, first)
+        scale = _entry(config, x.gate_up_scale, expert)
+        load_halves(b.gate_up_scale[buffer], scale, i_axis, I, first)
     if config.weights.down_scale == "channel":
-        load_matrix(b.down_scale[buffer], x.down_scale, config.h_axis, expert, 0, 1, [1, 1], 1)
+        scale = _entry(config, x.down_scale, expert)
+        load_matrix(b.down_scale[buffer], scale, config.h_axis, 0, 1, [1, 1], 1)
     elif config.weights.down_scale == "expert":
-        load_pattern(b.down_scale[buffer], x.down_scale, [[0, PARTITIONS], [1, 1]], 0, expert)
+        scale = _entry(config, x.down_scale, expert)
+        load_pattern(b.down_scale[buffer], scale, [[0, PARTITIONS], [1, 1]], 0)
 
 
 def load_out(
@@ -77,14 +81,13 @@ def load_out(
     chunk: int,
 ) -> None:
     """Load down weights of a chunk of an expert; beside the first chunk the expert's bias."""
-    H, i_axis = config.H, config.i_axis
+    H, i_axis, down = config.H, config.i_axis, _entry(config, x.down, expert)
     if config.weights.layout == "packed":
-        _load_run(b.down[buffer], x.down, expert, chunk)
+        _load_run(b.down[buffer], down, chunk)
     else:
-        base = chunk * i_axis.size * H
-        load_matrix(b.down[buffer], x.down, i_axis, expert, base, H, [1, 1], H)
+        load_matrix(b.down[buffer], down, i_axis, chunk * i_axis.size * H, H, [1, 1], H)
     if config.formula.has_down_bias and chunk == 0:
-        load_rows(b.down_bias[buffer], x.down_bias, expert, H, 0, H)
+        load_rows(b.down_bias[buffer], _entry(config, x.down_bias, expert), H, 0, H)
 
 
 def load_item(
@@ -100,10 +103,15 @@ def load_item(
     load_out(config, b, x, expert, buffer, chunk)
 
 
-def _load_run(dst_sb: nl.NkiTensor, src: nl.NkiTensor, expert: nl.NkiTensor, chunk: int) -> None:
+def _entry(config: DecodeConfig, stack: nl.NkiTensor, expert: nl.NkiTensor) -> Entry:
+    """Return an expert's part of an operand."""
+    return Entry(stack, expert, config.missing == "skip")
+
+
+def _load_run(dst_sb: nl.NkiTensor, entry: Entry, chunk: int) -> None:
     """Load a packed item, a run per partition."""
     rows, run = dst_sb.shape
-    load_rows(dst_sb, src, expert, run, chunk * rows * run, run)
+    load_rows(dst_sb, entry, run, chunk * rows * run, run)
 
 
 def spread_column(

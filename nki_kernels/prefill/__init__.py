@@ -23,6 +23,7 @@ from nki_kernels.prefill.config import (
     PlanRequest,
     PrefillConfig,
     PrefillWork,
+    output_tiles,
     stored_parts,
     visit_dims,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "estimate_us",
     "expect_tokens",
     "make_config",
+    "output_tiles",
     "rank_candidates",
     "stored_parts",
     "visit_dims",

@@ -16,7 +16,7 @@ from nki.language import NKIObject
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
-from nki_kernels.common.tiles import load_table, make_tiles
+from nki_kernels.common.tiles import keep_below, load_table, make_tiles, when_missing
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
@@ -165,7 +165,13 @@ def fill_tables(
     bank_ps = b.outer_ps[0]
     ids_sb = b.id_table.reshape((R, entries))
     by_tile = slots.reshape((config.num_tiles, R))
-    load_table(ids_sb, by_tile, lists[1], lane * entries, -1, bank_ps)
+    may_miss = config.loop.missing == "skip"
+    load_table(ids_sb, by_tile, lists[1], lane * entries, -1, bank_ps, may_miss)
+    if not may_miss:
+        # Any expert, any token, and the lane's spare tile of the output.
+        keep_below(b.expert_table, config.E)
+        nisa.tensor_scalar(dst=b.id_table, data=b.id_table, op0=nl.maximum, operand0=0.0)
+        keep_below(b.tile_table, config.num_tiles + lane + 1)
     if config.stores == "rows":
         _fill_row_table(config, b, lists[1], lane * entries)
     elif config.stores == "tokens":
@@ -173,7 +179,7 @@ def fill_tables(
     if has_scale_table(config):
         scales_sb = b.scale_table[0].reshape((R, entries))
         by_tile = slot_scale.reshape((config.num_tiles, R))
-        load_table(scales_sb, by_tile, lists[1], lane * entries, 0.0, bank_ps)
+        load_table(scales_sb, by_tile, lists[1], lane * entries, 0.0, bank_ps, may_miss)
     nisa.memset(dst=b.counter, value=0)
     nisa.memset(dst=b.ahead, value=0)
     nisa.memset(dst=b.one, value=1)
@@ -236,12 +242,14 @@ def load_late_scales(config: PrefillConfig, b: Buffers, x: Operands, s: int, siz
                 scalar_offset=b.in_tile[s][0:1, j : j + 1],
                 indirect_dim=0,
             ),
-            oob_mode=nisa.oob_mode.skip,
+            oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.hwdge,
             engine=nisa.engine.scalar,
         )
     pattern = [[num_visits * largest, 1], [1, largest]]
     _fetch(config, b.in_tile[1 - s], b.tile_table, pattern, b.counter)
+    if config.loop.missing == "spare":
+        keep_below(b.in_tile[1 - s], config.num_tiles)
 
 
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.chip import CORE
+from nki_kernels.common.chip import core
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.visits import list_visits, loops_of
 from nki_kernels.prefill.config import (
@@ -326,7 +326,9 @@ def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> tuple[flo
     loops, live_rows = _trips(config, tokens_E)
     # The combine reads what the experts stored: each partial sum once more.
     combined_bytes = num_partials(config) * tokens_E.sum() * config.H * 2
-    shared_ns = _START_NS + combined_bytes / CORE.hbm_bytes_per_ns / config.num_cores
+    chip = core()
+    combined_ns = combined_bytes / chip.hbm_bytes_per_ns / config.num_cores
+    shared_ns = _START_NS * chip.transfers + combined_ns
     found = []
     for corner in CORNERS:
         total_ns = shared_ns

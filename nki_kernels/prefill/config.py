@@ -93,6 +93,9 @@ class PlanRequest(NKIObject):
         fetches: who fetches entries of tables by a number in SBUF: an engine (copy), or DMA, for a
             compiler that does not let engines (dma).
         fit: the loop that was chosen, from a `Candidate`; None leaves it to the estimate.
+        missing: what stands for no token, tile or expert: a number out of range, which transfers
+            leave out (skip), or a spare row, tile or expert, for a compiler or chip on which they
+            do not (spare). Then whole row tiles are stored.
     """
 
     shard_plan: str = "balanced"
@@ -105,6 +108,7 @@ class PlanRequest(NKIObject):
     tiles_per_expert: float = 0.0
     fetches: str = "copy"
     fit: LoopFit | None = None
+    missing: str = "skip"
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class LoopPlan(NKIObject):
     reverse. `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
     `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
     rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
-    further apart. `fetches` is who copies entries of tables.
+    further apart. `fetches` is who copies entries of tables, `missing` what stands for nothing.
     """
 
     classes: tuple[int, ...]
@@ -153,6 +157,7 @@ class LoopPlan(NKIObject):
     outer_buffers: int
     turns: str
     fetches: str = "copy"
+    missing: str = "skip"
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,16 @@ def fit_of(loop: LoopPlan) -> LoopFit:
 def num_partials(config: PrefillConfig) -> int:
     """Return P, the outputs to add for one slot."""
     return config.num_cores if config.shard.splits_i else 1
+
+
+def output_tiles(config: PrefillConfig) -> int:
+    """Return the row tiles of a partial output: spare ones follow those of the slots.
+
+    There is one for each lane to write instead of a missing tile, and one whose last row is zeros,
+    for `combine` to read instead of a missing slot.
+    """
+    spare = config.shard.num_lanes + 1 if config.loop.missing == "spare" else 0
+    return config.num_tiles + spare
 
 
 def core_width(config: PrefillConfig) -> int:

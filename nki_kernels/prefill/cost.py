@@ -30,7 +30,12 @@ def cost_blockwise_moe(config: PrefillConfig, lists: VisitLists, slots: Ints) ->
         config: what the kernel is compiled for.
         lists: the visits.
         slots: [N*B] int32 token of each slot, -1 for padding.
+
+    Raises:
+        ValueError: spare rows and experts are moved, too.
     """
+    if config.loop.missing == "spare":
+        raise ValueError("missing='spare': is counted by the trace alone. Use missing='skip'.")
     live = (slots >= 0).reshape(config.num_tiles, config.tile_rows)
     rows_of_tile = np.append(live.sum(axis=1), 0)
     read = write = columns = 0

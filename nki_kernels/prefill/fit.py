@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nki_kernels.common.axes import is_even
-from nki_kernels.common.chip import CORE, FITTED_SBUF_BYTES
+from nki_kernels.common.chip import FITTED_SBUF_BYTES, core
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
@@ -44,25 +44,27 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
         num_tiles: row tiles of the visit.
         live_rows: rows of a tile that hold a token; 0 takes all.
     """
-    loop, H = config.loop, core_width(config)
-    columns = max(config.tile_rows, CORE.matmul_floor_columns)
+    loop, H, chip = config.loop, core_width(config), core()
+    columns = max(config.tile_rows, chip.matmul_floor_columns)
     i_count = config.i_axis.count * loop.in_parts
     halves = num_projections(config.formula)
-    depth = config.h_axis.count * columns / CORE.tensor_cycles_per_ns
-    into = i_count * max(halves * depth, _INNER_NS) + (0.0 if loop.turns == "dma" else depth)
-    into, out = num_tiles * into, num_tiles * i_count * H / CORE.tensor_cycles_per_ns
+    depth = config.h_axis.count * columns / chip.tensor_cycles_per_ns
+    into = i_count * max(halves * depth, _INNER_NS * chip.steps) + (
+        0.0 if loop.turns == "dma" else depth
+    )
+    into, out = num_tiles * into, num_tiles * i_count * H / chip.tensor_cycles_per_ns
     load_in, load_out = _weights_ns(config)
-    rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / CORE.hbm_bytes_per_ns
+    rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / chip.hbm_bytes_per_ns
     load = load_in + load_out + rows
     if loop.weight_buffers == 2 and loop.in_parts > 1:
         # The first part of each kind came beside the other kind; the others one ahead of their use.
         go_in = into / loop.in_parts + _all_but_one(loop.in_parts, into, load_in)
         go_out = out / loop.out_parts + _all_but_one(loop.out_parts, out, load_out)
         return max(go_in + go_out, load)
-    wait = num_tiles * (_TILE_NS + _ROW_NS * config.tile_rows)
+    wait = num_tiles * (_TILE_NS * chip.steps + _ROW_NS * config.tile_rows)
     if loop.weight_buffers == 2:
         if config.shard.splits_h:
-            wait += _EXCHANGE_NS
+            wait += _EXCHANGE_NS * chip.exchanges
         return max(into + out, num_tiles * _evict_ns(config), load) + wait
     if loop.in_parts == loop.out_parts == 1:
         apart = max(into, load_out + rows / 2) + max(out, load_in + rows / 2)
@@ -95,15 +97,17 @@ def _evict_ns(config: PrefillConfig) -> float:
     turned = 0 if config.loop.turns == "dma" else config.h_axis.count * R
     columns = turned + H + 3 * i_count * R
     instructions = -(-turned // 1024) + -(-H // 512) + 3 * i_count
-    return (columns + instructions * CORE.vector_overhead_cycles) / 2 / CORE.vector_cycles_per_ns
+    chip = core()
+    return (columns + instructions * chip.vector_overhead_cycles) / 2 / chip.vector_cycles_per_ns
 
 
 def _load_ns(runs: int, size_bytes: int) -> float:
+    chip = core()
     engines = (
-        runs / CORE.dma_engines * CORE.dma_run_ns
-        + size_bytes / CORE.dma_engines / CORE.dma_bytes_per_ns
+        runs / chip.dma_engines * chip.dma_run_ns
+        + size_bytes / chip.dma_engines / chip.dma_bytes_per_ns
     )
-    return max(engines, size_bytes / CORE.hbm_bytes_per_ns)
+    return max(engines, size_bytes / chip.hbm_bytes_per_ns)
 
 
 def fit_loop(config: PrefillConfig, request: PlanRequest, tiles_per_expert: float) -> LoopPlan:

@@ -23,7 +23,8 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     down_scale      [E, 3, H]    bfloat16  HBM  optional, three terms that add up to the scale
     slot_scale      [N*B]        float32   HBM  optional
     -> output       [P, N*B, H]  bfloat16  HBM  P partial sums; padding slots are not defined.
-                    [P, T, H] if rows are stored to tokens
+                    [P, T, H] if rows are stored to tokens; where spare places stand for what is
+                    missing, rows of `output_tiles`, the last one zeros
 
 On chip: weights [h, H/h, 2, I] and [i, I/i, H] with a partition owning consecutive rows (one run a
 descriptor), rows [R, H] with tokens on partitions, turned rows [h, H/h, R], inner [i, I/i, R].
@@ -53,6 +54,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from nki_kernels.common.tiles import keep_below
 from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.buffers import (
     Buffers,
@@ -63,7 +65,14 @@ from nki_kernels.prefill.buffers import (
     look_at_outputs,
     make_buffers,
 )
-from nki_kernels.prefill.config import PrefillConfig, Share, num_partials, scales_late, share_of
+from nki_kernels.prefill.config import (
+    PrefillConfig,
+    Share,
+    num_partials,
+    output_tiles,
+    scales_late,
+    share_of,
+)
 from nki_kernels.prefill.exchange import run_two_visits, start_apart
 from nki_kernels.prefill.loads import (
     gather_after,
@@ -78,6 +87,7 @@ from nki_kernels.prefill.stages import (
     project_out,
     spread_down_scale,
     store_rows,
+    store_zeros,
     turn_rows,
 )
 
@@ -100,7 +110,7 @@ def blockwise_moe(
 ) -> nl.NkiTensor:
     """Compute every slot that the visits name; see the module."""
     core = nl.program_id(0)
-    num_rows = config.num_tiles * config.tile_rows
+    num_rows = output_tiles(config) * config.tile_rows
     if config.stores == "tokens":
         num_rows = config.num_tokens
     output = nl.ndarray(
@@ -121,6 +131,8 @@ def blockwise_moe(
     lane = 0 if config.shard.num_lanes == 1 else core
     share = share_of(config, core)
     fill_tables(config, b, slots, slot_scale, [visit_expert, visit_tile, class_trips], lane)
+    if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
+        store_zeros(config, b, x, share)
     _start_pipeline(config, b, x, share)
     for position in range(len(loops_of(config.loop.classes))):
         _run_class(config, b, x, position, share)
@@ -155,6 +167,8 @@ def _start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share
     nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
     if scales_late(config):
         nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
+        if config.loop.missing == "spare":
+            keep_below(b.in_tile[0], config.num_tiles)
         for j in range(config.loop.classes[0]):
             nisa.memset(dst=b.wide_scale[j], value=0.0)
     # The first rows travel beside the first weights: both are needed to begin.

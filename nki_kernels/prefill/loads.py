@@ -8,7 +8,13 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.formula import num_projections
-from nki_kernels.common.tiles import load_halves, load_matrix, load_rows
+from nki_kernels.common.tiles import (
+    Entry,
+    load_halves,
+    load_matrix,
+    load_rows,
+    when_missing,
+)
 from nki_kernels.prefill.buffers import Buffers, Operands
 from nki_kernels.prefill.config import (
     PrefillConfig,
@@ -34,7 +40,7 @@ def gather_rows(
                 offset=share.h_first,
                 vector_offset=b.ids[s][0:R, j : j + 1],
             ),
-            oob_mode=nisa.oob_mode.skip,
+            oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.swdge,
         )
         return
@@ -45,7 +51,7 @@ def gather_rows(
             offset=share.h_first,
             vector_offset=b.ids[s][0:R, j : j + 1],
         ),
-        oob_mode=nisa.oob_mode.skip,
+        oob_mode=when_missing(config.loop.missing == "skip"),
         dge_mode=nisa.dge_mode.swdge,
     )
 
@@ -102,9 +108,8 @@ def load_gate_up(
     first = column // width * config.H * halves * width
     first = first + share.h_first * halves * width + column % width
     flat = b.gate_up[buffer].reshape((h_axis.rows, h_axis.count * halves * i_axis.size))
-    load_matrix(
-        flat, x.gate_up, h_axis, expert, first, halves * width, [width, halves], i_axis.size
-    )
+    entry = _entry(config, x.gate_up, expert)
+    load_matrix(flat, entry, h_axis, first, halves * width, [width, halves], i_axis.size)
 
 
 def load_beside(
@@ -119,11 +124,16 @@ def load_beside(
     """Load biases and scales of one part of the gate and up projections."""
     first = share.i_first + part * config.i_axis.size
     if config.formula.has_gate_up_bias:
-        load_halves(b.gate_up_bias[buffer], x.gate_up_bias, config.i_axis, expert, config.I, first)
+        bias = _entry(config, x.gate_up_bias, expert)
+        load_halves(b.gate_up_bias[buffer], bias, config.i_axis, config.I, first)
     if config.has_scales:
-        load_halves(
-            b.gate_up_scale[buffer], x.gate_up_scale, config.i_axis, expert, config.I, first
-        )
+        scale = _entry(config, x.gate_up_scale, expert)
+        load_halves(b.gate_up_scale[buffer], scale, config.i_axis, config.I, first)
+
+
+def _entry(config: PrefillConfig, stack: nl.NkiTensor, expert: nl.NkiTensor) -> Entry:
+    """Return an expert's part of an operand."""
+    return Entry(stack, expert, config.loop.missing == "skip")
 
 
 def prepare_part(config: PrefillConfig, b: Buffers, buffer: int) -> None:
@@ -169,15 +179,15 @@ def load_down(
     first = begin // row * config.I * row + begin % row
     if config.has_scales and part == 0:
         scale_sb = b.down_scale_parts[s % config.loop.weight_buffers]
-        load_rows(scale_sb, x.down_scale, expert, H, share.h_first, width)
+        load_rows(scale_sb, _entry(config, x.down_scale, expert), H, share.h_first, width)
     if config.formula.has_down_bias:
         bias_sb = b.down_bias[buffer]
         if bias_is_inside(config):
             bias_sb = b.down[buffer][i_axis.rows : i_axis.rows + 1, 0, 0:columns]
-        load_rows(bias_sb, x.down_bias, expert, H, begin, columns)
+        load_rows(bias_sb, _entry(config, x.down_bias, expert), H, begin, columns)
     flat = b.down[buffer].reshape((b.down[buffer].shape[0], in_parts * i_axis.count * columns))
-    size = i_axis.count * columns
+    size, entry = i_axis.count * columns, _entry(config, x.down, expert)
     for k in range(in_parts):
         part_sb = flat[0 : i_axis.rows, k * size : (k + 1) * size]
         base = first + (share.i_first + k * i_axis.size) * row
-        load_matrix(part_sb, x.down, i_axis, expert, base, row, [1, 1], columns)
+        load_matrix(part_sb, entry, i_axis, base, row, [1, 1], columns)

@@ -36,6 +36,7 @@ _ALLOWED = {
     "stores": ("tiles", "rows", "tokens"),
     "turns": ("auto", "tensor", "dma"),
     "fetches": ("copy", "dma"),
+    "missing": ("skip", "spare"),
     "loop_plan": ("sorted", "dynamic", "static"),
     "shard_plan": ("balanced", "block", "intermediate", "hidden"),
 }
@@ -139,11 +140,14 @@ def _draft(
         outer_buffers=2,
         turns=request.turns,
         fetches=request.fetches,
+        missing=request.missing,
     )
+    # Rows without a token cannot be left out where nothing can.
+    stores = "tiles" if request.missing == "spare" else work.stores
     tile_rows = min(work.block_size, 128)
     return PrefillConfig(
         formula, sizes.H, sizes.I, sizes.E, sizes.weight_format, sizes.has_scales, tile_rows,
-        work.num_slots // tile_rows, work.num_tokens, work.num_cores, work.scaling, work.stores,
+        work.num_slots // tile_rows, work.num_tokens, work.num_cores, work.scaling, stores,
         shard, loop, tile_axis(sizes.H), tile_axis(sizes.I),
     )  # fmt: skip
 
@@ -236,6 +240,12 @@ def _check_plan(sizes: ExpertSizes, work: PrefillWork, request: PlanRequest) -> 
         raise ValueError(
             f"in_halves=True, shard_plan={shard_plan!r}: only blocks are dealt out in halves. "
             "Use shard_plan='block'."
+        )
+    if request.missing == "spare" and (request.skip_weights or work.stores == "tokens"):
+        raise ValueError(
+            f"missing='spare', skip_weights={request.skip_weights}, stores={work.stores!r}: weights"
+            " that stay and tokens without an expert are transfers left out. Use"
+            " skip_weights=False and stores='tiles'."
         )
     if shard.splits_h and request.skip_weights:
         raise ValueError(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from nki_kernels.common.chip import chip_in_force
 from nki_kernels.prefill.stage_prices import QUEUES, TENSOR
-from nki_sim.hardware import TRN2
 from nki_sim.time.costs import DmaPrice, MatmulPrice
 from nki_sim.time.engines import Array, DmaEngines, HbmStack
-
-_HALF: Final = replace(TRN2, hbm_bytes_per_ns=TRN2.hbm_bytes_per_ns / 2)
 
 
 class Stage(NamedTuple):
@@ -46,8 +44,11 @@ class _Play:
     def __init__(self, stages: Sequence[Stage], is_list: bool) -> None:
         self._stages, self._is_list = stages, is_list
         self._waits, self._targets = _dependencies(stages)
-        self._array = Array(_HALF, warms_up=True)
-        self._dma = DmaEngines(_HALF, HbmStack(_HALF))
+        chip = chip_in_force()
+        half = replace(chip, hbm_bytes_per_ns=chip.hbm_bytes_per_ns / 2)
+        self._chip = chip
+        self._array = Array(half, warms_up=True)
+        self._dma = DmaEngines(half, HbmStack(half))
         self._free = [0.0] * QUEUES
         self._ready = [0.0] * len(stages)
         self._ends = [0.0] * (stages[-1].trip + 1)
@@ -89,13 +90,13 @@ class _Play:
             self._ends[stage.trip], free if stage.transfer is not None else seen
         )
         for target, needs_result in self._targets[number]:
-            at = (seen if needs_result else free) + TRN2.semaphore_ns
+            at = (seen if needs_result else free) + self._chip.semaphore_ns
             self._ready[target] = max(self._ready[target], at)
             self._let_go(target)
         following = self._next[number]
         if following >= 0:
             if self._stages[following].trip != stage.trip:
-                self._free[stage.queue] += TRN2.loop_trip_ns
+                self._free[stage.queue] += self._chip.loop_trip_ns
             self._let_go(following)
         self._left[stage.trip] -= 1
         if self._is_list and not self._left[stage.trip]:
@@ -107,7 +108,7 @@ class _Play:
             self._offer(target)
 
     def _start_next_trip(self) -> None:
-        edge = self._ends[self._trip] + TRN2.loop_trip_ns
+        edge = self._ends[self._trip] + self._chip.loop_trip_ns
         self._free = [max(free, edge) for free in self._free]
         self._trip += 1
         for number, stage in enumerate(self._stages):
@@ -119,13 +120,13 @@ class _Play:
         if stage.queue == TENSOR:
             price = MatmulPrice(0.0, stage.busy_ns, 0.0, 0.0, 0, ())
             _, self._free[TENSOR] = self._array.run(now, price, loads=False)
-            return self._free[TENSOR] + TRN2.matmul_drain_ns
+            return self._free[TENSOR] + self._chip.matmul_drain_ns
         self._free[stage.queue] = now + stage.busy_ns
         if stage.transfer is None:
             return now + stage.latency_ns
-        first = now + TRN2.dma_first_byte_ns + stage.transfer.extra_ns
+        first = now + self._chip.dma_first_byte_ns + stage.transfer.extra_ns
         _, end, _ = self._dma.run(0, first, stage.transfer.engine_ns, stage.transfer)
-        return end + TRN2.dma_done_ns
+        return end + self._chip.dma_done_ns
 
 
 def _dependencies(stages: Sequence[Stage]) -> tuple[list[int], list[list[tuple[int, bool]]]]:

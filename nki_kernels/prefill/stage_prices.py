@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS
+from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, chip_in_force
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import PrefillConfig, core_depth, core_width
-from nki_sim.hardware import TRN2
 from nki_sim.time.costs import DmaPrice
 
 QUEUES: Final = 6
@@ -68,25 +67,26 @@ class StagePrices:
             live_rows: rows of a tile that hold a token.
             overlaps: the Vector engine takes an instruction before the last one's result is there.
         """
+        chip = chip_in_force()
         R, loop = config.tile_rows, config.loop
         depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
         halves = num_projections(config.formula)
-        column_ns = TRN2.matmul_calibration_factor / TRN2.tensor_clock_ghz
-        columns = max(R, TRN2.matmul_floor_cycles)
+        column_ns = chip.matmul_calibration_factor / chip.tensor_clock_ghz
+        columns = max(R, chip.matmul_floor_cycles)
         width = core_width(config) // loop.out_parts
         banks = -(-width // BANK_FLOATS)
         turns = -(-depth * R * 2 // BANK_BYTES)
         activated = _activation(config, overlaps)
-        sum_ns = halves * R / TRN2.two_input_share / TRN2.vector_clock_ghz
+        sum_ns = halves * R / chip.two_input_share / chip.vector_clock_ghz
         return cls(
             turn_ns=depth * columns * column_ns,
-            turned=_copies(turns, depth * R / turns, TRN2.fast_copy_speedup, overlaps),
+            turned=_copies(turns, depth * R / turns, chip.fast_copy_speedup, overlaps),
             in_ns=halves * depth * columns * column_ns,
             activated=activated,
             copied=_copies(1, halves * R, 1.0, overlaps),
-            exchange_ns=TRN2.sendrecv_ns,
+            exchange_ns=chip.sendrecv_ns,
             added_up=Copies(sum_ns + activated.busy_ns, sum_ns + activated.latency_ns),
-            out_ns=i_count * max(width, banks * TRN2.matmul_floor_cycles) * column_ns,
+            out_ns=i_count * max(width, banks * chip.matmul_floor_cycles) * column_ns,
             evicted=_copies(1, width / banks, 1.0, overlaps),
             banks=banks,
             lists_ns=_lists_ns(),
@@ -99,16 +99,18 @@ class StagePrices:
 
 def _vector(columns: float, overlaps: bool) -> Copies:
     """Return what the Vector engine takes for so many columns."""
-    cycles = columns + TRN2.vector_overhead_cycles
-    busy = max(columns, TRN2.vector_floor_cycles) if overlaps else cycles
-    return Copies(busy / TRN2.vector_clock_ghz, cycles / TRN2.vector_clock_ghz)
+    chip = chip_in_force()
+    cycles = columns + chip.vector_overhead_cycles
+    busy = max(columns, chip.vector_floor_cycles) if overlaps else cycles
+    return Copies(busy / chip.vector_clock_ghz, cycles / chip.vector_clock_ghz)
 
 
 def _scalar(columns: float) -> Copies:
     """Return what the Scalar engine takes for so many columns."""
-    busy = max(columns, TRN2.vector_floor_cycles) + TRN2.scalar_issue_cycles
-    latency = columns + TRN2.scalar_overhead_cycles
-    return Copies(busy / TRN2.scalar_clock_ghz, latency / TRN2.scalar_clock_ghz)
+    chip = chip_in_force()
+    busy = max(columns, chip.vector_floor_cycles) + chip.scalar_issue_cycles
+    latency = columns + chip.scalar_overhead_cycles
+    return Copies(busy / chip.scalar_clock_ghz, latency / chip.scalar_clock_ghz)
 
 
 def _copies(count: int, columns: float, speedup: float, overlaps: bool) -> Copies:
@@ -130,26 +132,28 @@ def _activation(config: PrefillConfig, overlaps: bool) -> Copies:
 
 def _lists_ns() -> float:
     """Return the time of two copies and a sum of single numbers on GpSimd."""
-    copies = 2 * (TRN2.gpsimd_simple_overhead_cycles + 1)
-    added = TRN2.gpsimd_overhead_cycles + TRN2.gpsimd_two_input_cycles_per_element
-    return (copies + added) / TRN2.gpsimd_clock_ghz
+    chip = chip_in_force()
+    copies = 2 * (chip.gpsimd_simple_overhead_cycles + 1)
+    added = chip.gpsimd_overhead_cycles + chip.gpsimd_two_input_cycles_per_element
+    return (copies + added) / chip.gpsimd_clock_ghz
 
 
 def _rows_price(config: PrefillConfig, live_rows: float, *, stores: bool) -> DmaPrice:
     """Return the price to gather the rows of a tile, or to store them."""
+    chip = chip_in_force()
     R, width = config.tile_rows, core_width(config)
     is_whole = stores and config.stores == "tiles"
     rows = float(R) if is_whole else live_rows
-    engines = min(TRN2.dma_engines, -(-R // TRN2.dma_rows_per_engine))
-    pieces = rows + (R - rows) * TRN2.dma_skipped_row_share
+    engines = min(chip.dma_engines, -(-R // chip.dma_rows_per_engine))
+    pieces = rows + (R - rows) * chip.dma_skipped_row_share
     size = rows * width * 2
     each = _engine_ns(pieces, size, engines)
     if config.loop.turns == "dma" and not stores:
-        each /= TRN2.dma_transpose_hbm_share
+        each /= chip.dma_transpose_hbm_share
     if is_whole:
         return _hwdge(engines, each, size)
-    names_ns = R * TRN2.swdge_index_ns
-    return DmaPrice(engines, each, each, "swdge", TRN2.swdge_ns + names_ns, names_ns, int(size))
+    names_ns = R * chip.swdge_index_ns
+    return DmaPrice(engines, each, each, "swdge", chip.swdge_ns + names_ns, names_ns, int(size))
 
 
 def _gate_up_price(config: PrefillConfig) -> DmaPrice:
@@ -180,7 +184,8 @@ def _matrix_price(axis: AxisTiles, piece_bytes: int, pieces: int, *, follows: bo
         pieces: of a row.
         follows: rows follow each other in HBM, so that those of a partition may be one run.
     """
-    engines = min(TRN2.dma_engines, -(-axis.rows // TRN2.dma_rows_per_engine))
+    chip = chip_in_force()
+    engines = min(chip.dma_engines, -(-axis.rows // chip.dma_rows_per_engine))
     runs = axis.rows if axis.is_strided and follows else axis.size * pieces
     size = axis.size * pieces * piece_bytes
     transfers = 1 if axis.is_strided or axis.tail == axis.rows else 2
@@ -201,11 +206,13 @@ def _together(price: DmaPrice, count: int) -> DmaPrice:
 
 def _engine_ns(runs: float, size_bytes: float, engines: int) -> float:
     """Return the time of each DMA engine of a transfer."""
-    busiest = -(-runs // engines) * TRN2.dma_run_ns
-    return busiest + size_bytes / engines / TRN2.dma_engine_bytes_per_ns
+    chip = chip_in_force()
+    busiest = -(-runs // engines) * chip.dma_run_ns
+    return busiest + size_bytes / engines / chip.dma_engine_bytes_per_ns
 
 
 def _hwdge(engines: int, each_ns: float, size_bytes: float) -> DmaPrice:
+    chip = chip_in_force()
     return DmaPrice(
-        engines, each_ns, each_ns, "hwdge", TRN2.hwdge_ns, TRN2.dma_register_ns, int(size_bytes)
+        engines, each_ns, each_ns, "hwdge", chip.hwdge_ns, chip.dma_register_ns, int(size_bytes)
     )

@@ -20,6 +20,7 @@ from nki_kernels.common.tiles import (
     multiply_chain,
     rows_of,
     transpose_rows,
+    when_missing,
 )
 from nki_kernels.prefill.buffers import Buffers, Operands
 from nki_kernels.prefill.config import (
@@ -289,7 +290,7 @@ def store_rows(
     R, H, width = config.tile_rows, config.H, core_width(config)
     num_partials, num_rows = x.output.shape[0], x.output.shape[1]
     if config.stores == "tiles":
-        tiles = x.output.reshape((num_partials * config.num_tiles, R, H))
+        tiles = x.output.reshape((num_partials * num_rows // R, R, H))
         nisa.dma_copy(
             dst=tiles.ap(
                 [[H, R], [1, width]],
@@ -298,7 +299,7 @@ def store_rows(
                 indirect_dim=0,
             ),
             src=b.outer[outer],
-            oob_mode=nisa.oob_mode.skip,
+            oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.hwdge,
             engine=nisa.engine.scalar,
         )
@@ -311,6 +312,17 @@ def store_rows(
                 vector_offset=b.out_row[s][0:R, j : j + 1],
             ),
             src=b.outer[outer],
-            oob_mode=nisa.oob_mode.skip,
+            oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.swdge,
         )
+
+
+def store_zeros(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
+    """Write zeros to the last row of this core's output, for whoever misses a slot."""
+    H, width, num_rows = config.H, core_width(config), x.output.shape[1]
+    row_sb = b.outer[0][0:1, 0:width]
+    nisa.memset(dst=row_sb, value=0.0)
+    last = (share.partial + 1) * num_rows - 1
+    nisa.dma_copy(
+        dst=x.output.ap([[H, 1], [1, width]], offset=last * H + share.h_first), src=row_sb
+    )

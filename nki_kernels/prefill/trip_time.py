@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from typing import Final, NamedTuple
 
+from nki_kernels.common.chip import Core, core
 from nki_kernels.prefill.config import PrefillConfig
 from nki_kernels.prefill.stage_play import Stage, play_stages
 from nki_kernels.prefill.stage_prices import (
@@ -55,11 +56,13 @@ def pace_of(config: PrefillConfig, sizes: tuple[int, int], live_rows: float) -> 
     """
     step = config.tile_rows / _STEPS
     rows = min(config.tile_rows, max(1, round(live_rows / step)) * step)
-    return _pace_of(config, sizes, rows)
+    return _pace_of(core(), config, sizes, rows)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _pace_of(config: PrefillConfig, sizes: tuple[int, int], live_rows: float) -> dict[str, Pace]:
+def _pace_of(
+    _core: Core, config: PrefillConfig, sizes: tuple[int, int], live_rows: float
+) -> dict[str, Pace]:
     found = {}
     for corner in CORNERS:
         is_list = corner == "vendor"

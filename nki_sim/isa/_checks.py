@@ -159,7 +159,6 @@ def compute_facts(
     *,
     reads_accumulator: bool = False,
     extent: int = 0,
-    registers: int = 0,
 ) -> tr.ComputeFacts:
     """Return the interned facts of a Vector, Scalar or GpSimd instruction.
 
@@ -169,13 +168,12 @@ def compute_facts(
         function: activation function or ALU operations, "multiply,add".
         reads_accumulator: whether it stores an accumulator register.
         extent: whatever else the cost scales with (k of topk, elements per index of a gather).
-        registers: operands with a dynamic offset.
     """
     profiles: tuple[Profile, ...] = (
         dst.geometry.profile,
         *[value.geometry.profile for value in inputs],
     )
-    key = (function, profiles, reads_accumulator, extent, registers)
+    key = (function, profiles, reads_accumulator, extent)
     found = _FACTS.get(key)
     if found is None:
         found = _FACTS[key] = tr.ComputeFacts(
@@ -187,6 +185,8 @@ def compute_facts(
             function=function,
             reads_accumulator=reads_accumulator,
             extent=extent,
-            registers=registers,
+            wide_stride=any(
+                profile.wide_stride and profile.space != tr.HBM for profile in profiles
+            ),
         )
     return found

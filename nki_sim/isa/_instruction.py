@@ -54,16 +54,19 @@ def instruction(function: Any = None, *, resolve: bool = True) -> Any:
             )
         try:
             core.call = (names, args, kwargs)
+            core.dynamic_operands = 0
             if core.open_loops:
                 core.same_as_first_trip(name, names, args, kwargs)
             if resolve:
                 for arg in args:
                     if type(arg) is NkiTensor and arg._dynamic is not None:
+                        core.dynamic_operands = 1
                         args = tuple([_static(a) for a in args])
                         core.call = (names, args, kwargs)
                         break
                 for key, arg in kwargs.items():
                     if type(arg) is NkiTensor and arg._dynamic is not None:
+                        core.dynamic_operands = 1
                         kwargs[key] = arg.resolve()
             return body(core, *args, **kwargs)
         except NkiValidationError as error:

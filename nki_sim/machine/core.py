@@ -86,6 +86,8 @@ class Core(Allocator):
             name: the user's name for it.
         """
         trace = self.trace
+        if self.dynamic_operands and isinstance(facts, tr.ComputeFacts):
+            facts = facts._replace(is_dynamic=True)
         index = self.emit(
             op,
             engine,

@@ -22,10 +22,12 @@ class Profile(NamedTuple):
     partitions: int
     elements: int
     contiguous: bool
+    wide_stride: bool
 
 
 _PROFILES: dict[Profile, Profile] = {}
 _GEOMETRIES: dict[tuple[Any, ...], Geometry] = {}
+_WIDE_BYTES = 16  # between elements
 _MAX_GEOMETRIES = 1 << 17  # about 100 MB; views that are still in use keep theirs
 
 
@@ -129,7 +131,8 @@ class Geometry:
             or inner[-1][1] == itemsize
             or (alloc.space != HBM and len(inner) == 1 and shape[0] > 1)
         )
-        profile = Profile(alloc.space, dtype, self.partitions, self.elements, contiguous)
+        wide = not contiguous and abs(inner[-1][1]) > _WIDE_BYTES
+        profile = Profile(alloc.space, dtype, self.partitions, self.elements, contiguous, wide)
         self.profile = _PROFILES.setdefault(profile, profile)
 
     def _chip_box(

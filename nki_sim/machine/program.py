@@ -152,6 +152,7 @@ class Program:
         self._while_loops: list[Loop] = []
         self.line = 0
         self.call: tuple[tuple[str, ...], tuple[Any, ...], dict[str, Any]] = ((), (), {})
+        self.dynamic_operands = 0
 
     # Source lines.
 

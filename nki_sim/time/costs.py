@@ -158,14 +158,15 @@ def price_compute(op: str, engine: int, facts: ComputeFacts, chip: Hardware) -> 
     Raises:
         ValueError: the engine computes nothing.
     """
-    registers = facts.registers * chip.register_offset_cycles
+    # An address from a register makes the fixed part of an instruction longer.
+    slower = chip.register_offset_factor - 1.0 if facts.is_dynamic else 0.0
     if engine == VECTOR:
         cycles = facts.elements / vector_rate(op, facts, chip)
         if op == "bn_aggr":
             cycles = 13 * facts.elements / 3
         if facts.reads_accumulator:
             cycles += chip.accumulator_read_cycles
-        cycles += registers
+        cycles += slower * chip.vector_overhead_cycles
         latency = (cycles + chip.vector_overhead_cycles) / chip.vector_clock_ghz
         occupancy = latency
         if chip.vector_overlaps_independent:
@@ -175,7 +176,7 @@ def price_compute(op: str, engine: int, facts: ComputeFacts, chip: Hardware) -> 
         rate = 1.0
         if op in _COPIES and _HALF.issuperset(facts.dtypes):
             rate = chip.scalar_copy_speedup
-        cycles = facts.elements / rate + registers
+        cycles = facts.elements / rate + slower * chip.scalar_overhead_cycles
         if facts.reads_accumulator:
             cycles += chip.accumulator_read_cycles
         latency = (cycles + chip.scalar_overhead_cycles) / chip.scalar_clock_ghz
@@ -185,7 +186,8 @@ def price_compute(op: str, engine: int, facts: ComputeFacts, chip: Hardware) -> 
             busy / chip.scalar_clock_ghz, latency, "" if table in _RESIDENT else table
         )
     if engine == GPSIMD:
-        time = (gpsimd_cycles(op, facts, chip) + registers) / chip.gpsimd_clock_ghz
+        cycles = gpsimd_cycles(op, facts, chip) + slower * chip.gpsimd_simple_overhead_cycles
+        time = cycles / chip.gpsimd_clock_ghz
         return ComputePrice(time, time)
     raise ValueError(f"engine={engine}: does not compute. Use the Vector, Scalar or GpSimd engine.")
 

@@ -341,8 +341,6 @@ class _Core:
                 self._use_register(index, queue)
                 if facts.kind == "register_load":
                     self._register_load = index
-            elif isinstance(facts, tr.ComputeFacts) and facts.registers:
-                self._use_register(index, queue)
 
     def _lifetimes(
         self,

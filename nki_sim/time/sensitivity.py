@@ -68,7 +68,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         "tile_issue_cycles",
     ),
     "Vector": ("vector_overhead_cycles", "accumulator_read_cycles"),
-    "Vector rates": ("two_input_16bit_share", "fast_copy_fp8_speedup"),
+    "Vector rates": ("two_input_16bit_share", "fast_copy_fp8_speedup", "wide_stride_share"),
     "Scalar": ("scalar_overhead_cycles", "scalar_issue_cycles", "table_load_ns"),
     "GpSimd": (
         "gpsimd_overhead_cycles",
@@ -87,7 +87,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         "register_load_hbm_ns",
         "register_store_ns",
         "register_move_ns",
-        "register_offset_cycles",
+        "register_offset_factor",
     ),
 }
 """Coefficients that would be wrong together, whatever the kind of their source.

@@ -160,7 +160,7 @@ CONFIG = "config.json"
 # Values that contradict the weights or themselves, by key; each must be named with its rule.
 WRONG = {
     "hidden_size": (0, -1, 63, 65, 2**40, "64", None, 64.5, [], True),
-    "num_hidden_layers": (0, 4, 10**6, "3"),
+    "num_hidden_layers": (0, 2, 4, 10**6, "3"),
     "n_routed_experts": (0, 7, 9, "8"),
     "num_experts_per_tok": (0, 9, "2"),
     "num_attention_heads": (0, 3, 5),
@@ -178,7 +178,7 @@ WRONG = {
     "rope_parameters": (7, {"rope_type": "linear", "rope_theta": 1.0}, {"rope_theta": -1.0}),
 }
 # Where a size disagrees with the weights, what is named are the tensors.
-BY_TENSOR = {"hidden_size": (63, 65), "num_hidden_layers": (4,), "n_routed_experts": (7, 9)}
+BY_TENSOR = {"hidden_size": (63, 65), "num_hidden_layers": (2, 4), "n_routed_experts": (7, 9)}
 BY_TENSOR |= {"num_attention_heads": (3, 5), "kv_lora_rank": (41,), "vocab_size": (299, 2**31)}
 BY_TENSOR |= {"moe_intermediate_size": (31,)}
 # What messages call a key.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.generation import pad_left
+from neuron_moe.models.layers import RMSNorm
 from neuron_moe.models.loader import load_model
 from neuron_moe.router import Router
 from tests.models.families import FAMILIES, Family, names, write_checkpoint
@@ -41,7 +42,7 @@ SIGNAL, GAIN = 300.0, 0.5
 
 
 class Call(NamedTuple):
-    """One call of a layer's experts: what went in and what came out."""
+    """One call of a layer's experts: the residual stream before and after."""
 
     hidden: Tensor
     padding_mask: Tensor | None
@@ -83,7 +84,10 @@ class Run:
         with_inputs = zip(self.moes, self.calls, strict=True)
         calls = [(moe, call) for moe, calls in with_inputs for call in calls]
         return [
-            moe.router(call.hidden).expert_index_TK[_real(call)].sort(-1).values.tolist()
+            moe.router(moe.rmsnorm(call.hidden))
+            .expert_index_TK[_real(call)]
+            .sort(-1)
+            .values.tolist()
             for moe, call in calls
         ]
 
@@ -124,12 +128,19 @@ def follow_all(name: str, folder: Path) -> tuple[Run, Run, Run]:
 
 
 def outputs(moe: Any, calls: list[Call], dtype: torch.dtype) -> Tensor:
-    """Return what a layer makes of the inputs of some calls, real tokens only."""
-    made = [
-        moe(call.hidden.to(dtype), padding_mask=call.padding_mask)[0].flatten(0, 1)[_real(call)]
-        for call in calls
+    """Return what a layer makes of the inputs of some calls."""
+    made = [moe(call.hidden.to(dtype), padding_mask=call.padding_mask)[0] for call in calls]
+    return added(moe, calls, made)
+
+
+def added(moe: Any, calls: list[Call], outputs: list[Tensor]) -> Tensor:
+    """Return what outputs add to the stream of real tokens, where no signal is a part of it."""
+    first = moe.router.num_experts // moe.router.top_k
+    parts = [
+        (output.float() - call.hidden.float()).flatten(0, 1)[_real(call), first:]
+        for call, output in zip(calls, outputs, strict=True)
     ]
-    return torch.cat(made)
+    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", *names(slow=VARIANTS)])
@@ -137,14 +148,18 @@ def test_the_kernels_compute_what_torch_computes(name: str, tmp_path: Path) -> N
     exact, plain, kernels = follow_all(name, tmp_path)
     for moe in kernels.moes:
         assert moe.explain("prefill", 20).decision.kernel == "nki.blockwise_moe"
-        assert moe.explain("decode", len(PROMPTS)).decision.kernel == "nki.decode_layer"
+        told = moe.explain("decode", len(PROMPTS))
+        assert told.decision.kernel == "nki.decode_layer"
+        has_plain_norm = type(moe.rmsnorm) is RMSNorm
+        assert ("one kernel: rmsnorm, router, routed experts" in str(told)) is has_plain_norm
+        assert (", residual; steps without padding only" in str(told)) is has_plain_norm
     with torch.inference_mode():
         assert exact.choices() == plain.choices() == kernels.choices()
         for layer, calls in enumerate(kernels.calls):
             for phase in (calls[:1], calls[1:]):
                 truth = outputs(exact.moes[layer], phase, torch.float32)
                 theirs = outputs(plain.moes[layer], phase, torch.bfloat16)
-                ours = torch.cat([call.output.flatten(0, 1)[_real(call)] for call in phase])
+                ours = added(kernels.moes[layer], phase, [call.output for call in phase])
                 assert rms_error(ours, truth) < BFLOAT16_FACTOR * rms_error(theirs, truth)
     allowed = BFLOAT16_FACTOR * rms_error(plain.logits, exact.logits)
     assert rms_error(kernels.logits, exact.logits) < allowed

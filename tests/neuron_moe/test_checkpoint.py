@@ -28,6 +28,7 @@ from neuron_moe.checkpoint import (
     mxfp4,
     open_checkpoint,
     read_parameters,
+    reader,
     save_checkpoint,
     split_rows,
     transpose,
@@ -624,3 +625,46 @@ def test_loading_and_saving_need_little_memory_beside_the_parameters(tmp_path):
     # temporaries of one expert of 8 MiB come on top.
     assert file_bytes == (96 << 20) + (17 << 20)
     assert save_bytes < (17 << 20) + (64 << 20)
+
+
+PARTS = {
+    "three-axes": (torch.bfloat16, (7, 33, 50)),
+    "wide-rows": (torch.float32, (40, 9000)),
+    "vector": (torch.float16, (11,)),
+    "scalar": (torch.float32, ()),
+    "bytes": (torch.uint8, (3, 4, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_part_of_a_file_is_read_as_of_the_whole(case, data, tmp_path_factory):
+    dtype, shape = PARTS[case]
+    file = tmp_path_factory.getbasetemp() / f"{case}.safetensors"
+    whole = torch.arange(math.prod(shape)).remainder(251).to(dtype).view(shape)
+    if not file.exists():
+        save_file({"before": torch.zeros(3), "x": whole}, file)
+    selection = tuple(
+        data.draw(
+            st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(
+                lambda ends: range(min(ends[0], ends[1] - 1), ends[1])
+            )
+            | st.permutations(range(size)).map(lambda order: tuple(order[: 1 + len(order) // 2]))
+        )
+        for size in shape
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_MOST_AT_ONCE", 500)  # several blocks of rows
+        part = open_checkpoint(file).lazy("x").read(selection)
+    assert torch.equal(part, take(whole, selection))
+
+
+def test_a_file_that_was_cut_since_it_was_opened_is_named(tmp_path):
+    file = tmp_path / "x.safetensors"
+    save_file({"x": torch.ones(4000)}, file)
+    opened = open_checkpoint(file)
+    with file.open("r+b") as stream:
+        stream.truncate(1000)
+    with pytest.raises(ValueError, match=r"x\.safetensors: ends at byte 1000, but was longer"):
+        opened.read("x")

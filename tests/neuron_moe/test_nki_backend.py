@@ -61,6 +61,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"use_shard_on_block_dynamic_while": True, "skip_dma_weight": True},
         {**BLOCKS, "in_halves": True, "skip_weights": True},
     ),
+    "spare-rows": ({"always_augment_inputs_for_blockwise_matmul": True}, {"missing": "spare"}),
     "even-blocks": ({"pad_num_blocks_to_even": True}, {"pad_num_blocks_to_even": True}),
 }
 
@@ -257,6 +258,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"use_block_parallel": True, "use_shard_on_intermediate_dynamic_while": True},
         "split either the blocks or the intermediate axis",
     ),
+    "spare-and-skipped": (
+        {"always_augment_inputs_for_blockwise_matmul": True, "skip_dma_weight": True},
+        "always_augment_inputs_for_blockwise_matmul=True, skip_dma_weight=True",
+    ),
     "one-core": (
         {"logical_nc_config": 1, "use_shard_on_block_dynamic_while": True},
         "logical_nc_config=1",
@@ -279,7 +284,6 @@ def test_contradictory_tuning_raises_before_any_work(case: str) -> None:
     [
         {"block_sharding_strategy": "PING_PONG"},
         {"num_static_blocks": 4},
-        {"always_augment_inputs_for_blockwise_matmul": True},
         {"optimized_block_to_token_mapping": False},
         {"parallelize_token_to_block_mapping": False},
     ],

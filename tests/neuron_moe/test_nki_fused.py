@@ -233,7 +233,7 @@ class OnePlusNorm(RMSNorm):
 
 
 @pytest.mark.parametrize("kind", ["one-plus", "layer-norm"])
-def test_a_norm_that_only_looks_like_an_rmsnorm_is_not_fused(kind: str) -> None:
+def test_a_norm_that_only_looks_like_an_rmsnorm_stays_outside(kind: str) -> None:
     made = layers("gpt-oss")
     for layer in made:
         dtype = layer.rmsnorm.weight.dtype
@@ -241,8 +241,41 @@ def test_a_norm_that_only_looks_like_an_rmsnorm_is_not_fused(kind: str) -> None:
         with torch.no_grad():
             norm.weight.copy_(torch.linspace(0.5, 1.5, H).bfloat16())
         layer.rmsnorm = norm
-    assert "rmsnorm is another norm" in str(made[0].explain("decode", 3))
+    told = str(made[0].explain("decode", 3))
+    assert "one kernel: router, routed experts;" in told
+    assert "before it: rmsnorm, another norm than" in told
     check(*made, (3, 1))
+    for layer in made:
+        layer.take_frame(layer.rmsnorm)
+    assert "residual" not in str(made[0].explain("decode", 3))
+    check(*made, (3, 1))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-without-norm", "qwen3-next"])
+@pytest.mark.parametrize("shape", [(1, 1), (64, 1), (2, 9)], ids=str)
+def test_the_frame_of_a_decoder_layer_is_taken(name: str, shape: tuple[int, int]) -> None:
+    made, plain = layers(name), layers(name)
+    norm = RMSNorm(H, 1e-5, torch.bfloat16)
+    for layer in made:
+        layer.take_frame(copy.deepcopy(norm).to(layer.expert_mlps.mlp_op.down_proj.weight.dtype))
+    told = str(made[0].explain("decode", 3))
+    assert "one kernel: rmsnorm, router, routed experts" in told
+    assert ", residual; steps without padding only" in told
+    check(*made, shape)
+    hidden = torch.randn(*shape, H).bfloat16()
+    for frame, alone in ((made[1], plain[1]), (made[2], plain[2])):
+        x = hidden.to(frame.expert_mlps.mlp_op.down_proj.weight.dtype)
+        alone.rmsnorm = None
+        with torch.no_grad():
+            wanted = x + alone(norm.to(x.dtype)(x)).output
+            assert torch.equal(frame(x).output, wanted)
+
+
+def test_a_frame_is_no_part_of_the_state_dict() -> None:
+    layer = layers("gpt-oss-without-norm")[0]
+    names = set(layer.state_dict())
+    layer.take_frame(RMSNorm(H, 1e-5, torch.bfloat16))
+    assert set(layer.state_dict()) == names
 
 
 class ThreeAxesNorm(RMSNorm):

@@ -177,6 +177,20 @@ def test_a_wrong_call_ends_with_two_and_a_message(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--clients", "--repeats", "--prompt-tokens", "--threads"])
+def test_a_wrong_size_of_the_benchmark_is_named(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "serve", option, "0"]) == 2
+    assert f"{option}=0" in capsys.readouterr().err
+
+
+def test_vllms_own_class_is_asked_for_without_our_overrides() -> None:
+    flags = _settings(uses_our_class=False).arguments()
+    assert not any(flag.startswith(("--hf-overrides", "--additional-config")) for flag in flags)
+    assert "--enforce-eager" not in flags
+
+
 @pytest.mark.skipif(HAS_VLLM, reason="vllm is installed")
 def test_without_vllm_the_command_that_installs_it_is_told(
     capsys: pytest.CaptureFixture[str],

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,19 @@ def test_two_ranks_give_the_same_tokens(
     request = _request(folder, tensor_parallel_size=2, enable_expert_parallel=splits_experts)
     expected = own_tokens(folder, request["prompts"], MAX_TOKENS)
     assert run_vllm(request, ranks=2) == [expected, expected]
+
+
+def test_bfloat16_measures_the_forms_of_its_products(
+    folder_of: Folders,
+    run_vllm: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was measured before
+    request = _request(folder_of("qwen3_moe"), dtype="bfloat16") | {"passes": 1}
+    (answers,) = run_vllm(request)
+    assert [len(answer) for answer in answers] == [MAX_TOKENS] * len(request["prompts"])
+    assert any(tmp_path.rglob("*"))
 
 
 def test_sinks_that_are_not_those_of_the_checkpoint_are_seen(

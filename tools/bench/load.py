@@ -7,13 +7,15 @@ Writes random weights with the layer sizes of Qwen3-30B-A3B, as many layers as f
 makes of them. A fresh process then reads the part of the last rank from each, piece by piece, and
 drops the pieces of a layer when the next layer begins, as a loader that fills a device would.
 
-The share is what the rank holds. Asked for are the bytes the reader copies out of the files; from
-disk are those that the process caused to be read (/proc/self/io) after the files were dropped from
-the page cache: whole pages, so that a matrix that is cut along its rows is read whole.
+The share is what the rank holds. Asked for are the bytes the reader copies out of the files; in
+pages are all bytes of the pages that hold them, below which no reader through the page cache comes:
+of a matrix that is cut along its rows, these are all. From disk are those that the process caused
+to be read (/proc/self/io) after the files were dropped from the page cache.
 """
 
 import argparse
 import json
+import mmap
 import os
 import resource
 import subprocess
@@ -26,13 +28,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
 
 from neuron_moe.checkpoint import Checkpoint, LazyTensor, Selection, open_checkpoint
-from neuron_moe.checkpoint.lazy import everything, pieces
+from neuron_moe.checkpoint.lazy import everything, hull, pieces
 from neuron_moe.checkpoint.load import PIECE_BYTES, unique_parameters
+from neuron_moe.checkpoint.reader import TensorInfo
 from neuron_moe.checkpoint.staging import Staging
 from neuron_moe.configs import load_config
 from neuron_moe.models.conversion import ConversionOptions, convert
@@ -50,11 +54,41 @@ MOST_READ = 1.1
 _POOL_VALUES = 1 << 24
 
 
+class TouchedPages:
+    """The pages of files in which something lies that was asked for."""
+
+    def __init__(self) -> None:
+        self._starts_minus_ends: dict[Path, np.ndarray] = {}
+
+    def add(self, info: TensorInfo, selection: Selection) -> None:
+        """Count the window of a selection."""
+        changes = self._starts_minus_ends.get(info.file)
+        if changes is None:
+            changes = np.zeros(info.file.stat().st_size // mmap.PAGESIZE + 2, dtype=np.int32)
+            self._starts_minus_ends[info.file] = changes
+        windows = [hull(indices) for indices in selection]
+        row_of = np.zeros(1, dtype=np.int64)
+        for size, window in zip(info.shape[:-1], windows[:-1], strict=True):
+            row_of = (row_of[:, None] * size + np.arange(window.start, window.stop)).ravel()
+        width, last = (info.shape[-1], windows[-1]) if info.shape else (1, range(1))
+        first = info.offset + (row_of * width + last.start) * info.dtype.itemsize
+        end = first + len(last) * info.dtype.itemsize
+        np.add.at(changes, first // mmap.PAGESIZE, 1)
+        np.add.at(changes, (end - 1) // mmap.PAGESIZE + 1, -1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them, each once."""
+        touched = (np.cumsum(changes) > 0 for changes in self._starts_minus_ends.values())
+        return mmap.PAGESIZE * sum(int(pages.sum()) for pages in touched)
+
+
 @dataclass(frozen=True)
 class CountedCheckpoint(Checkpoint):
-    """A checkpoint that counts the bytes copied out of its files."""
+    """A checkpoint that counts the bytes copied out of its files, and the pages they lie in."""
 
     counts: list[int] = field(default_factory=list)
+    pages: TouchedPages = field(default_factory=TouchedPages)
 
     def lazy(self, name: str) -> LazyTensor:
         """Return a tensor that counts what is read of it."""
@@ -62,6 +96,7 @@ class CountedCheckpoint(Checkpoint):
 
         def read(selection: Selection) -> Tensor:
             self.counts.append(prod(map(len, selection)) * tensor.dtype.itemsize)
+            self.pages.add(self.tensors[name], selection)
             return tensor.read(selection)
 
         return replace(tensor, read=read)
@@ -162,6 +197,7 @@ def _measure(folder: Path, config: ParallelConfig) -> dict[str, Any]:
         "share_bytes": sum(tensor.nbytes for tensor in parameters.values()),
         "streamed_bytes": num_bytes,
         "asked_bytes": sum(checkpoint.counts),
+        "page_bytes": checkpoint.pages.nbytes,
         "disk_bytes": _disk_bytes() - disk_before,
         "layer_bytes": _largest_layer(parameters),
         "before_bytes": before,
@@ -224,7 +260,19 @@ def _holds(rows: dict[str, dict[str, Any]]) -> bool:
 
 
 def _print_rows(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
-    table = [("", "share", "asked for", "from disk", "layer", "memory grew by", "peak", "seconds")]
+    table = [
+        (
+            "",
+            "share",
+            "asked for",
+            "in pages",
+            "from disk",
+            "layer",
+            "memory grew by",
+            "peak",
+            "seconds",
+        )
+    ]
     for kind, row in rows.items():
         share = row["share_bytes"]
         table.append(
@@ -232,6 +280,7 @@ def _print_rows(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> No
                 kind,
                 format_bytes(share),
                 f"{row['asked_bytes'] / share:.3f} x",
+                f"{row['page_bytes'] / share:.3f} x",
                 f"{row['disk_bytes'] / share:.3f} x",
                 format_bytes(row["layer_bytes"]),
                 format_bytes(_growth(row)),

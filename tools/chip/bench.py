@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(
                 f"{name}: is of simulated times. Leave it out, or use neuron-moe bench."
             )
+    if "--jobs" in rest:
+        raise ValueError("--jobs: one process has the device. Leave it out.")
     device = find_device(options.against)
     rest += ["--corner", _CORNER]
     if options.json is not None:
@@ -71,7 +73,7 @@ def _as_measured(content: dict[str, Any], device: Device) -> dict[str, Any]:
             return changed | {"corner": "measured"} if "corner" in changed else changed
         return value
 
-    return {**rename(content), "kind": device.kind, "device": device.name}
+    return {**rename(content), "device": device.name}
 
 
 class DeviceRuns:
@@ -82,6 +84,7 @@ class DeviceRuns:
     """
 
     def __init__(self, device: Device) -> None:
+        self.kind = device.kind
         self._device = device
         empty = Job(name="nothing", kernel=nothing, arguments=(1,), options={}, cores=1)
         self._launch_ns = self._median_ns(empty)

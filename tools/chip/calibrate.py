@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from neuron_moe.tools.chip.choices import turned
 from neuron_moe.tools.chip.coefficients import LAUNCH, NOT_MEASURED, chip_with
 from neuron_moe.tools.chip.conclusions import hold_against
 from neuron_moe.tools.chip.devices import find_device
+from neuron_moe.tools.chip.duration import CHIP_ROUNDS, calibrate_sum
 from neuron_moe.tools.chip.fit import Fit, fit
 from neuron_moe.tools.chip.held_out import held_out_jobs
 from neuron_moe.tools.chip.model import ProbeModel
@@ -49,6 +51,7 @@ class Calibration:
         held_out: kernels, predicted and true microseconds, launch left out.
         truth: hidden coefficients of a stand-in, empty for a chip.
         conclusions: of ours, and whether they hold.
+        choices: of plan, block size and mode that turn.
     """
 
     observed: Observed
@@ -56,6 +59,7 @@ class Calibration:
     held_out: list[dict[str, Any]]
     truth: dict[str, float]
     conclusions: list[dict[str, Any]]
+    choices: list[dict[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the result file."""
@@ -67,6 +71,7 @@ class Calibration:
             "not_measured": NOT_MEASURED,
             "held_out": self.held_out,
             "conclusions": self.conclusions,
+            "choices_that_turn": self.choices,
             "probes": [
                 {"probe": job.name, "measured_us": ns / 1e3, "misfit": float(off)}
                 for job, ns, off in zip(
@@ -111,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     print(_table(content))
     print(_held_out_table(content["held_out"]))
     print(_conclusions_table(content["conclusions"]))
+    print(_choices_table(content["choices_that_turn"]))
     print(f"{options.json}: for --hardware of bench and plan")
     print_json_line("chip calibrate", **content)
     return 0
@@ -118,19 +124,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="neuron-moe chip calibrate", description=__doc__.split("\n")[0]
+        prog="neuron-moe chip calibrate",
+        description=__doc__.split("\n")[0],
+        epilog=f"On a chip: {calibrate_sum()}.",
     )
     parser.add_argument(
         "--against",
         metavar="sim:SEED",
         help="a simulated chip that nobody knows; default: the chip",
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="launches of every kernel")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"launches of every kernel; default: {CHIP_ROUNDS} on a chip, {ROUNDS} on a stand-in",
+    )
     parser.add_argument(
         "--json", type=Path, default=Path("hardware_measured.json"), help="the result file"
     )
     parser.add_argument("--times", type=Path, help="times measured before, instead of a device")
     options = parser.parse_args(argv)
+    if options.rounds is None:
+        options.rounds = CHIP_ROUNDS if options.against is None else ROUNDS
     if options.rounds < 20:
         raise ValueError(f"--rounds {options.rounds}: must be at least 20, for a median.")
     if options.times is not None and options.against is not None:
@@ -166,6 +180,7 @@ def conclude(
         ],
         truth={} if stand_in is None else stand_in.truth,
         conclusions=hold_against(chip) if with_conclusions else [],
+        choices=turned(chip) if with_conclusions else [],
     )
 
 
@@ -201,3 +216,10 @@ def _conclusions_table(conclusions: Sequence[dict[str, Any]]) -> str:
         mark = "" if one["holds"] else "turns"
         rows.append([one["claim"], f"{one['ratio']:.2f}", f"{one['ratio_here']:.2f}", mark])
     return format_table(rows)
+
+
+def _choices_table(choices: Sequence[dict[str, Any]]) -> str:
+    if not choices:
+        return "every plan, block size and decode mode would be chosen as it is"
+    rows = [["chosen otherwise here", "with our coefficients", "here"]]
+    return format_table([*rows, *([one["choice"], one["ours"], one["here"]] for one in choices)])

@@ -23,6 +23,7 @@ from typing import Any, Final
 from neuron_moe.tools.bench.comparison.sources import digest
 from neuron_moe.tools.chip.cases import CASES, FULL, SMALL
 from neuron_moe.tools.chip.devices import find_device
+from neuron_moe.tools.chip.duration import check_sum
 from neuron_moe.tools.chip.environment import (
     LNC_VARIABLES,
     Fact,
@@ -87,7 +88,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="neuron-moe chip check", description=__doc__.split("\n")[0]
+        prog="neuron-moe chip check",
+        description=__doc__.split("\n")[0],
+        epilog=f"On a chip: {check_sum()}.",
     )
     parser.add_argument("--against", metavar="sim:SEED", help="a simulated chip; default: the chip")
     parser.add_argument("--only", choices=("small", "full"), help="only these shapes")

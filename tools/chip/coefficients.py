@@ -20,8 +20,6 @@ COEFFICIENTS: Final = tuple(
 """All that is fitted, launch included."""
 
 NOT_MEASURED: Final = {
-    "register_offset_cycles": "the timeline leaves it out; see the probe copies from a register",
-    "wide_stride_share": "the timeline leaves it out; see the probe copies of every eighth",
     "collective_base_ns": "needs several ranks",
     "collective_hop_ns": "needs several chips",
     "collective_bytes_per_ns": "needs several chips",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ def read_environment(
         root: where /dev, /sys and /proc are.
         variables: of the environment.
     """
-    return [_device(root), _driver(root), _sdk(), _cores(variables), *versions()]
+    return [_device(root), _driver(root), _sdk(), _runtime(), _cores(variables), *versions()]
 
 
 def simulated_environment(name: str) -> list[Fact]:
@@ -84,6 +85,17 @@ def _sdk() -> Fact:
         name="SDK", is_right=False,
         text="SDK: no nki with an instruction set is installed. Install it from the Neuron SDK's"
         " package index, in this Python environment.",
+    )  # fmt: skip
+
+
+def _runtime() -> Fact:
+    """Tell whether compiled kernels can be loaded and timed from Python."""
+    if importlib.util.find_spec("nrtpy") is not None:
+        return Fact(name="runtime", is_right=True, text="nrtpy, which loads and times kernels")
+    return Fact(
+        name="runtime", is_right=False,
+        text="runtime: no nrtpy is installed. It comes with the nki of the Neuron SDK 2.30 or"
+        " later.",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from neuron_moe.tools.check.kernel_cases.adapters import run
 from neuron_moe.tools.check.outcomes import tell
-from neuron_moe.tools.check.vendor_cases.case import Case, Limits
+from neuron_moe.tools.check.vendor_cases.case import Case, Limits, seed_of
 from neuron_moe.tools.chip.cases import CASES
 from neuron_moe.tools.chip.device import Device, Job
 from neuron_moe.tools.chip.devices import find_device
@@ -78,7 +78,9 @@ def answer(feature: OpenFeature, device: Device) -> str:
 def cost(fallback: Fallback, on_full: bool = False) -> dict[str, Any]:
     """Simulate our kernel without and with a fallback; return what it costs and if it is right."""
     case = CASES[fallback.full if on_full else fallback.case]
-    plain, changed = run(case, _LIMITS), run(with_changes(case, fallback.changes), _LIMITS)
+    plain, changed = (
+        run(with_changes(case, changes), _LIMITS) for changes in ({}, fallback.changes)
+    )
     return {
         "switch": fallback.switch, "case": case.id, "right": not changed.failure,
         "why": changed.failure, "us": plain.simulated_us, "fallback_us": changed.simulated_us,
@@ -87,8 +89,8 @@ def cost(fallback: Fallback, on_full: bool = False) -> dict[str, Any]:
 
 
 def with_changes(case: Case, changes: dict[str, Any]) -> Case:
-    """Return a case with some parameters changed."""
-    return dataclasses.replace(case, params={**case.params, **changes})
+    """Return a case with some parameters changed, and the inputs it has without."""
+    return dataclasses.replace(case, params={**case.params, "seed": seed_of(case), **changes})
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

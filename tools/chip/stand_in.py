@@ -8,6 +8,7 @@ meant.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -18,6 +19,7 @@ import nki_sim
 from neuron_moe.tools.chip.coefficients import LAUNCH, chip_with, start_values
 from neuron_moe.tools.chip.device import Job
 from nki_sim import SimOptions
+from nki_sim.errors import UnknownValue
 from nki_sim.hardware import SWITCHES
 from nki_sim.time.timeline import Timeline, schedule
 
@@ -31,8 +33,18 @@ TIMES_ONLY: Final = SimOptions(
 
 
 def timed(job: Job) -> Timeline:
-    """Return the timeline of a job with the simulator's own coefficients."""
+    """Return the timeline of a job with the simulator's own coefficients.
+
+    Values are computed only where the instructions depend on them: a router in the same launch.
+    """
     options = job.simulation or TIMES_ONLY
+    try:
+        return _timeline(job, options)
+    except UnknownValue:
+        return _timeline(job, dataclasses.replace(options, mode="full"))
+
+
+def _timeline(job: Job, options: SimOptions) -> Timeline:
     run = nki_sim.run(job.kernel, *job.arguments, lnc=job.cores, options=options, **job.options)
     found: Timeline = run.timeline
     return found

@@ -1,5 +1,6 @@
 """neuron-moe chip TARGET: what a machine with a chip settles, one module of `tools/chip` each."""
 
+from neuron_moe.tools.chip.artifacts import keep_artifacts
 from neuron_moe.tools.menu import Menu
 
 MENU = Menu(
@@ -16,4 +17,9 @@ MENU = Menu(
         "rehearse": ("chip.rehearse", "calibrate against many simulated chips that nobody knows"),
     },
 )
-main = MENU.main
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a target; return its exit status."""
+    keep_artifacts()
+    return MENU.main(argv)

@@ -56,7 +56,7 @@ from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
 from neuron_moe.parallel.topology import INSTANCES, instance
 from neuron_moe.tools.commands.plan_pictures import draw_plan
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
-from nki_sim.hardware_file import read_hardware
+from nki_sim.hardware_file import use_hardware
 
 _MOST_TOKENS = 1 << 20  # of a step; routings are drawn token by token
 LINK_FACTORS = (0.25, 4.0)
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     """Plan, print, draw; return the exit status."""
     args = _parser().parse_args(argv)
     if args.hardware is not None:
-        use_measured(read_hardware(args.hardware), f"chip calibrate, {args.hardware}")
+        use_measured(use_hardware(args.hardware), f"chip calibrate, {args.hardware}")
     torch.set_num_threads(1)  # many small operations: threads would only wait for one another
     model = ModelSizes.from_config(args.model, read_sizes(args.model), args.weights)
     machine = Machine.build(instance(args.instance), args.nodes, args.lnc)

@@ -4,7 +4,6 @@ Axes: T tokens, K choices, E experts of this rank, H hidden.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -27,6 +26,7 @@ from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut, from_numpy, to_numpy
 from neuron_moe.weights.narrow import NarrowMatrices
+from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.decode import (
     DecodeRequest,
@@ -239,12 +239,13 @@ def config_records(
     request = DecodeRequest(
         mode="auto" if path is None else MODES[path],
         scaling="pre" if parts.spec.scales_input else "post",
+        missing=parts.tuning.missing,
     )
     return sizes, kernel_formula(weights), form, request
 
 
 # One configuration for all layers alike, so that they share a compiled kernel.
-_decode_config = functools.lru_cache(maxsize=256)(make_decode_config)
+_decode_config = cached_by_chip(make_decode_config)
 
 
 def lay_out(parts: LayerParts) -> LaidOut:

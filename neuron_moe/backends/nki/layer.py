@@ -4,7 +4,6 @@ Norm, router, routed and shared experts; nothing passes through HBM between them
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
-import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,6 +28,7 @@ from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.expert_weights import LocalRouting
 from neuron_moe.weights.laid_out import from_numpy, to_numpy
+from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.decode import (
     LayerForm,
@@ -71,6 +71,16 @@ class LayerPlan(Plan):
         """It is."""
         return True
 
+    @property
+    def has_norm(self) -> bool:
+        """Whether the norm is one that the kernel has."""
+        return bool(self.config.form.has_norm)
+
+    @property
+    def adds_input(self) -> bool:
+        """Whether the kernel adds the residual."""
+        return bool(self.config.form.has_residual)
+
     @cached_property
     def _operands(self) -> _Operands:
         return _prepare(self.parts, self.config)
@@ -93,6 +103,7 @@ class LayerPlan(Plan):
             made.experts.first_expert,
             self.config,
             **made.named,
+            residual=hidden_TH if self.adds_input else None,
         )
         if not self.parts.returns_routing:
             return FusedOutput(found, None)
@@ -119,17 +130,21 @@ class LayerPlan(Plan):
     def notes(self) -> tuple[str, ...]:
         """Say how the kernel goes through the experts, and what else it computes."""
         parts = {
-            "rmsnorm": self.parts.norm is not None,
+            "rmsnorm": self.has_norm,
             "router": True,
             "routed experts": True,
             "shared experts": self.parts.shared is not None,
+            "residual": self.adds_input,
         }
         fused = ", ".join(name for name, is_there in parts.items() if is_there)
-        return (
+        notes = (
             describe(self.config.moe),
             f"one kernel: {fused}; steps without padding only",
             format_note(self.parts.weights),
         )
+        if self.parts.norm is None or self.has_norm:
+            return notes
+        return (*notes, "before it: rmsnorm, another norm than x * weight / rms(x)")
 
 
 def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
@@ -164,6 +179,8 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
         shared_width=0 if shared is None else shared.width,
         shared_formula=ExpertFormula("silu" if shared is None else shared.spec.activation),
         has_shared_gate=shared is not None and shared.spec.is_gated,
+        # The kernel's residual is what it is given, which is the input where it has the norm.
+        has_residual=parts.adds_input and (parts.norm is None or norm is not None),
         returns_routing=parts.returns_routing,
     )
     sizes, formula, weights, request = config_records(parts, num_tokens, path)
@@ -177,15 +194,13 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
 
 
 # One configuration for all layers alike, so that they share a compiled kernel.
-_layer_config = functools.lru_cache(maxsize=256)(make_layer_config)
+_layer_config = cached_by_chip(make_layer_config)
 
 
 def why_apart(parts: LayerParts, num_tokens: int) -> str:
     """Say why one launch does not compute T tokens of a layer; '' if it does."""
     if parts.why_apart:
         return parts.why_apart
-    if parts.norm is not None and norm_of(parts.norm, parts.forms) is None:
-        return "rmsnorm is another norm than x * weight / rms(x)"
     try:
         layer_config(parts, num_tokens, None)
     except ValueError as error:

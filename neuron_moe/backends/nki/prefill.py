@@ -3,7 +3,6 @@
 Axes: T tokens, K choices, N blocks of B slots, P partial sums, H hidden.
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -32,6 +31,7 @@ from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.combine import CombineDims, check_combine, combine
+from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.weight_formats import bias_terms, three_terms
 from nki_kernels.index import BlockDims, check_index_blocks, index_blocks
@@ -47,6 +47,7 @@ from nki_kernels.prefill import (
     blockwise_moe,
     by_loss,
     make_config,
+    output_tiles,
     rank_candidates,
     visit_dims,
 )
@@ -229,8 +230,9 @@ def compile_for(plan: PrefillPlan) -> Compiled:
     dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
     check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
-    check_combine(num_tokens, top_k, config.H, num_slots, num_partials)
-    return Compiled(config, dims, visits, CombineDims(nl.float32, True))
+    stored_slots = output_tiles(config) * config.tile_rows
+    check_combine(num_tokens, top_k, config.H, stored_slots, num_partials)
+    return Compiled(config, dims, visits, CombineDims(nl.float32, True, tuning.missing))
 
 
 def _request(plan: PrefillPlan) -> PlanRequest:
@@ -239,7 +241,7 @@ def _request(plan: PrefillPlan) -> PlanRequest:
     tuned = tuning.tuned.for_prefill(plan.step.tokens)
     if tuned is not None:
         return _tuned_request(parts, tuned)
-    request = PlanRequest(shard_plan=tuning.shard_plan)
+    request = PlanRequest(shard_plan=tuning.shard_plan, missing=tuning.missing)
     if tuning.shard_plan == "auto":
         num_tokens = plan.step.rows or plan.step.tokens
         request = rank(parts, num_tokens, plan.decision.work.block_size)[0].request
@@ -270,6 +272,7 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
         shard_plan=tuned.shard_plan,
         loop_plan=tuned.loop_plan,
         weight_parts=weight_parts,
+        missing=parts.tuning.missing,
         largest_visit=tuned.visit,
         fit=LoopFit(tuned.visit, *loaded, tuned.weight_buffers, tuned.turns),
     )
@@ -361,9 +364,10 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
         scaling=_scaling(parts),
     )
     search = Search(block_sizes=block_sizes) if block_sizes else Search()
-    requests = [PlanRequest()]
+    plain = PlanRequest(missing=parts.tuning.missing)
+    requests = [plain]
     if weights.prefill_copy is not None:
-        requests.append(PlanRequest(weight_parts=weights.prefill_copy.parts))
+        requests.append(replace(plain, weight_parts=weights.prefill_copy.parts))
     formula, sizes = kernel_formula(weights), expert_sizes(weights)
     ranked = [
         candidate
@@ -373,7 +377,7 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
     return by_loss(ranked)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_by_chip
 def _rank(
     formula: ExpertFormula,
     sizes: ExpertSizes,

@@ -18,6 +18,7 @@ from nki_kernels.combine.kernel import piece_size
 from nki_kernels.common.chip import SBUF_BYTES
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.language import api as nl
+from tests.nki_kernels.no_skips import forbid_skips
 from tests.nki_kernels.traces import measured_cost
 
 BF16 = ml_dtypes.bfloat16
@@ -70,6 +71,22 @@ def test_output_is_the_weighted_sum(case: str, num_cores: int) -> None:
     pairs = int((arrays[1] >= 0).sum())
     names = np.dtype(dtype).name, str(out_dtype)
     assert measured_cost(run.trace) == cost_combine(T, K, H, P, *names, pairs, num_cores)
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case[4] > 0])
+def test_the_last_slot_stands_for_those_without_an_expert(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    T, K, H, P, none, dtype, out_dtype = CASES[case]
+    slots, places, affinities = draw(T, K, H, P, none, dtype)
+    skipped = nki_sim.run(
+        combine, slots, places, affinities, CombineDims(out_dtype, True), lnc=2
+    ).outputs
+    forbid_skips(monkeypatch)
+    with_zeros = np.concatenate([slots, np.zeros((P, 1, H), dtype)], axis=1)
+    dims = CombineDims(out_dtype, True, "spare")
+    spare = nki_sim.run(combine, with_zeros, places, affinities, dims, lnc=2).outputs
+    np.testing.assert_array_equal(spare, skipped)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

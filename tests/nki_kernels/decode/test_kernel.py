@@ -18,6 +18,7 @@ from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_sim import SimOptions
 from tests.nki_kernels.decode.cases import GPT_OSS, Decode, records
+from tests.nki_kernels.no_skips import forbid_skips
 from tests.nki_kernels.traces import measured_cost
 
 # max |error| of the kernel over that of the torch backend, both in bfloat16 against float64: the
@@ -275,6 +276,26 @@ def recode(
     scale = recoded.scale.numpy()[..., 0]
     assert np.array_equal(codes.astype(np.float32) * scale[..., None], values)
     return np.ascontiguousarray(codes.transpose(0, 2, 1)), scale, values.transpose(0, 2, 1)
+
+
+UNROLLED = {"loops": "unrolled", "mode": "selective"}
+SPARE = {
+    "dynamic": Decode(5, 192, 60, 8, 3, ranks=2, rank=1, options=SELECTIVE),
+    "unrolled": Decode(6, 128, 64, 8, 3, ranks=2, options=UNROLLED),
+    "unrolled-gpt-oss-packed": Decode(
+        3, 192, 60, 8, 2, has_bias=True, options={**GPT_OSS, **UNROLLED, "layout": "packed"}
+    ),
+    "unrolled-no-hit": Decode(2, 128, 64, 4, 2, ranks=3, routing="no-hit", options=UNROLLED),
+}
+
+
+@pytest.mark.parametrize("name", SPARE)
+def test_missing_experts_may_be_spare_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = SPARE[name]
+    skipped = problem.launch().outputs
+    forbid_skips(monkeypatch)
+    spare = replace(problem, options={**problem.options, "missing": "spare"}).launch().outputs
+    np.testing.assert_array_equal(spare, skipped)
 
 
 @pytest.mark.parametrize("layout", ["ehi", "packed"])

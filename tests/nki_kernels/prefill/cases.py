@@ -193,7 +193,7 @@ class Prefill:
         total = run.outputs.astype(np.float64).sum(axis=0)
         if self.options.get("stores") == "tokens":
             total = total[np.maximum(self.slots, 0)]
-        return np.where((self.slots >= 0)[:, None], total, 0.0)
+        return np.where((self.slots >= 0)[:, None], total[: len(self.slots)], 0.0)
 
     def torch_slots(self) -> Any:
         """Return [N*B, H] float64 as the torch backend computes it in bfloat16."""

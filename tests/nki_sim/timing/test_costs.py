@@ -1,5 +1,6 @@
 """Prices of single instructions, worked out by hand from the documented rules."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -98,7 +99,6 @@ def compute(op: str, dtypes: tuple[str, ...], spaces: tuple[int, ...], **more: A
         ("memset", (BF,), (SBUF,), {}, 1),
         ("reciprocal", (FP, FP), (SBUF, SBUF), {}, 0.125),
         ("max8", (FP, FP), (SBUF, SBUF), {}, 1),
-        ("tensor_copy", (FP, FP), (SBUF, SBUF), {"wide_stride": True}, 0.5),
     ],
 )
 def test_vector_rates_follow_the_performance_modes(
@@ -114,9 +114,16 @@ def test_trn1_has_no_performance_modes() -> None:
 
 def test_an_accumulator_read_and_a_register_cost_extra() -> None:
     plain = price_compute("max8", VECTOR, compute("max8", (FP, FP), (0, 0)), TRN2)
-    more = compute("max8", (FP, FP), (0, 0), reads_accumulator=True, registers=1)
-    extra = price_compute("max8", VECTOR, more, TRN2).latency_ns - plain.latency_ns
-    assert extra == pytest.approx((64 + 500) / 0.96)
+    more = compute("max8", (FP, FP), (0, 0), reads_accumulator=True, is_dynamic=True)
+    slow = dataclasses.replace(TRN2, register_offset_factor=4.0)
+    extra = price_compute("max8", VECTOR, more, slow).latency_ns - plain.latency_ns
+    assert extra == pytest.approx((64 + 3 * 144) / 0.96)
+
+
+def test_elements_far_apart_halve_the_rate_of_trn1() -> None:
+    facts = compute("tensor_copy", (FP, FP), (SBUF, SBUF), wide_stride=True)
+    assert vector_rate("tensor_copy", facts, TRN1) == 0.5
+    assert vector_rate("tensor_copy", facts, TRN2) == 1.0
 
 
 def test_the_scalar_engine_takes_the_next_before_the_first_is_visible() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from neuron_moe.tools.chip.probes.listing import PROBES, SWITCH_PROBES
 from neuron_moe.tools.chip.rehearse import summarise
 from neuron_moe.tools.chip.series import measure, without_drift
 from neuron_moe.tools.chip.stand_in import StandIn, timed
-from nki_sim.hardware import SWITCHES, TRN2
+from nki_sim.hardware import SWITCHES, TRN2, Hardware
 from nki_sim.lint.linter import lint_file
+from nki_sim.time.costs import price_matmul, price_meeting
+from nki_sim.trace import MatmulFacts, SyncFacts
 
 CHIP = Path(__file__).parents[3] / "tools" / "chip"
 
@@ -48,6 +51,35 @@ def test_every_coefficient_moves_the_probe_that_is_there_for_it(model: ProbeMode
         for name in set(probe.shows) - set(SWITCHES) - {"vector_floor_cycles"}:
             changed = model.ns({**start, name: 0.6 * start[name]}, {}, [number])[0]
             assert abs(changed / plain[number] - 1.0) > 0.01, (probe.name, name)
+
+
+NO_TIMES = {
+    "name", "generation", "cores_per_chip", "partitions", "sbuf_bytes_per_partition",
+    "sbuf_usable_bytes_per_partition", "psum_banks", "psum_bank_bytes", "hbm_bytes_per_core",
+    "array_rows", "array_columns",
+}  # fmt: skip
+"""What a kernel is cut by; its instructions take as long on a chip with more of it."""
+
+
+def _price_what_no_probe_has(chip: Hardware) -> list[Any]:
+    """Price transposes and one-zero matmuls of float32, and collectives of three sizes."""
+    matmul = MatmulFacts(128, 128, 512, "float32", "float32", "float32")
+    priced: list[Any] = [price_matmul(matmul._replace(is_transpose=True), chip)]
+    priced.append(price_matmul(matmul._replace(onezero=1), chip))
+    for size in (1 << 16, 1 << 22, 1 << 27):
+        reduce = SyncFacts("all_reduce", (), 8, moved_bytes=size, ranks=8)
+        priced.append(price_meeting(reduce, chip))
+    return priced
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Hardware)])
+def test_every_coefficient_moves_a_time(name: str, model: ProbeModel) -> None:
+    is_shown = name in SWITCHES or any(name in reads for reads in model.reads)
+    if name in NO_TIMES or is_shown:
+        return
+    changed = [TRN2.varied(name, factor) for factor in (0.1, 10.0)]
+    usual = _price_what_no_probe_has(TRN2)
+    assert any(_price_what_no_probe_has(chip) != usual for chip in changed)
 
 
 def test_what_a_probe_is_said_not_to_depend_on_does_not_move_it(model: ProbeModel) -> None:

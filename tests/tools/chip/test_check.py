@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 
+import nki_sim
+from neuron_moe.tools.check.launcher import simulate
 from neuron_moe.tools.chip import check, worker
 from neuron_moe.tools.chip.cases import CASES, FULL, SMALL
+from neuron_moe.tools.chip.duration import _kernels_of, calibrate_sum, check_sum
 from neuron_moe.tools.chip.environment import read_environment
+from neuron_moe.tools.chip.fallbacks import with_changes
+from neuron_moe.tools.chip.held_out import jobs_of
 from neuron_moe.tools.chip.planted import PLANTS
+from neuron_moe.tools.chip.stand_in import TIMES_ONLY, timed
+from nki_sim import UnknownValue
 
 INDEX = "small/index"
+ROOT = Path(__file__).parents[3]
 
 
 def _row(tmp_path: Path, plant: str, case: str = INDEX) -> dict[str, Any]:
@@ -135,6 +143,37 @@ def test_a_machine_is_told_in_words(tmp_path: Path) -> None:
 def test_an_unknown_plant_is_refused(plant: str) -> None:
     with pytest.raises(ValueError, match="must be one of"):
         check.main(["--against", "sim:1", "--plant", plant])
+
+
+def test_the_minutes_are_a_sum_that_help_and_page_tell(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = " ".join((ROOT / "docs" / "chip_day.md").read_text().split())
+    checked, calibrated = check_sum(), calibrate_sum()
+    assert (
+        f"`chip check` has {checked.compiles} compilations and {checked.processes} starts of"
+        f" Python, {checked.minutes:.0f} minutes; `chip calibrate` has {calibrated.compiles}"
+        f" compilations and {calibrated.launches:,} launches, {calibrated.minutes:.0f} minutes"
+    ) in page
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    assert str(checked) in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_sum_counts_the_launches_of_a_case() -> None:
+    counted = sum(len(jobs_of(CASES[name], simulate)) for name in ("small/prefill", INDEX))
+    assert counted == sum(_kernels_of(name) for name in ("small/prefill", INDEX))
+
+
+@pytest.mark.long
+def test_a_launch_that_routes_is_timed() -> None:
+    """The router is in the same launch, so that the trips of its loops need values."""
+    layer = CASES["small/decode-layer"]
+    wide = with_changes(layer, {"hidden": 4608, "num_global_experts": 32, "num_local_experts": 32})
+    (job,) = jobs_of(wide, simulate)
+    with pytest.raises(UnknownValue):
+        nki_sim.run(job.kernel, *job.arguments, lnc=job.cores, options=TIMES_ONLY, **job.options)
+    assert timed(job).total_us > 0
 
 
 def test_cases_have_names_of_their_own() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from neuron_moe.tools.bench.averages import geometric_mean
+from neuron_moe.tools.bench.comparison import runs
 from neuron_moe.tools.bench.comparison.deployed import AT_LEAST
 from neuron_moe.tools.bench.comparison.options import LAYOUTS
 from nki_sim.time.schedule_model import CORNERS
@@ -150,7 +151,7 @@ def corner_lines(found: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"{one['corner']} corner, {one['layout']} weights: {one['geometric_mean_speedup']:.2f}x"
             f" in the mean of {one['rows']} rows, {one['least_speedup']:.2f}x to"
-            f" {one['largest_speedup']:.2f}x, {one['rows_below_1']} below 1 (simulated)"
+            f" {one['largest_speedup']:.2f}x, {one['rows_below_1']} below 1 ({runs.kind()})"
         )
         if "least_low" in one:
             hurts = ", ".join(f"{knob} ({count})" for knob, count in one["low_with"].items())
@@ -164,6 +165,6 @@ def corner_lines(found: Sequence[dict[str, Any]]) -> str:
         if "geometric_mean_deployed" in one:
             lines.append(
                 f"  NxD's default takes {one['geometric_mean_deployed']:.2f}x our time in the mean"
-                f" of the {one['rows_deployed']} rows where it is a kernel (simulated)"
+                f" of the {one['rows_deployed']} rows where it is a kernel ({runs.kind()})"
             )
     return "\n".join(lines)

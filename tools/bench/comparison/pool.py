@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+import torch
+
 LEEWAY = 1.3  # a task is started if so many times its expected seconds are left
 
 
@@ -282,6 +284,9 @@ class _Forked:
 
 def _child(task: Task, pipe: Connection) -> None:
     faulthandler.enable()
+    torch.set_num_threads(
+        1
+    )  # threads of OpenMP do not come along, which crashes whoever needs them
     gc.freeze()  # what was there before the fork is shared with the others as long as untouched
     answer: tuple[Any, Exception | None]
     try:

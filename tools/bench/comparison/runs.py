@@ -25,6 +25,10 @@ class MeasuredRun:
 class Runner(Protocol):
     """Runs a kernel with the arguments of `nki_sim.run`."""
 
+    @property
+    def kind(self) -> str:
+        """What its times are: measured or simulated."""
+
     def __call__(self, kernel: Any, *arguments: Any, lnc: int, **options: Any) -> Any:
         """Return a run."""
 
@@ -41,7 +45,8 @@ def run(kernel: Any, *arguments: Any, lnc: int, **options: Any) -> nki_sim.Run:
 
 def kind() -> str:
     """Return what the times of this benchmark are."""
-    return "simulated" if _RUNNER.get() is None else "on the device"
+    runner = _RUNNER.get()
+    return "simulated" if runner is None else runner.kind
 
 
 @contextmanager

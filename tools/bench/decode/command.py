@@ -103,9 +103,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(corner_lines(result["by_corner"]))
     if result["expected"]:
-        print(f"weights as in the checkpoint: {result['expected']} (simulated)")
+        print(f"weights as in the checkpoint: {result['expected']} ({runs.kind()})")
     if not is_complete:
-        print("stopped before all was simulated: the same command with --resume goes on")
+        print("stopped before all was run: the same command with --resume goes on")
     if options.json is not None:
         write_result(options.json, result)
     told = {name: value for name, value in result.items() if name != "vendor"}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_moe.tools.bench.averages import geometric_mean
+from neuron_moe.tools.bench.comparison import runs
 from neuron_moe.tools.bench.comparison.attempts import Attempt, against
 from neuron_moe.tools.bench.comparison.corners import by_corner, expectation
 from neuron_moe.tools.bench.comparison.layers import MODELS
@@ -239,7 +240,7 @@ def summarise(rows: Sequence[Row], book: Book, sources: Sources) -> dict[str, An
     speedups = [row.speedup for row in rows if row.speedup is not None]
     result: dict[str, Any] = {
         "chip": "trn2",
-        "kind": "simulated",
+        "kind": runs.kind(),
         "expected": expectation(rows),
         "geometric_mean_speedup": geometric_mean(speedups),
         "least_speedup": min(speedups, default=None),

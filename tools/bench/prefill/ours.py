@@ -68,7 +68,7 @@ def configure(
         layout: of the weights: plain ([E, H, 2I] and [E, I, H]), or packed: by the parts in which
             they are loaded fastest, where that is faster.
     """
-    formula, sizes = _formula(model), ExpertSizes(model.H, model.I, model.E)
+    formula, sizes = formula_of(model), ExpertSizes(model.H, model.I, model.E)
     tokens_E = expect_tokens(num_tokens * model.K, model.E, "uniform")
     rows = int(np.ceil(tokens_E / BLOCK_SIZE).sum()) * BLOCK_SIZE
     stores = "tiles" if num_tokens * model.K >= FULL_TILES * rows else "rows"
@@ -88,7 +88,7 @@ def configure(
     return make_config(formula, sizes, work, candidate.request), candidate
 
 
-def _formula(model: Model) -> ExpertFormula:
+def formula_of(model: Model) -> ExpertFormula:
     """Return the kernels' formula of a layer."""
     options = {name: value for name, value in model.options.items() if name != "scaling"}
     if options.get("activation") == "swiglu_oai":

@@ -72,7 +72,7 @@ class Rank:
         down_scale: none, expert or channel.
         out_dtype: of the output.
         global_index_TK: [T, K] int32 choices in global numbers.
-        sums, loops: of the kernel's request.
+        sums, loops, missing: of the kernel's request.
     """
 
     num_experts: int
@@ -84,6 +84,7 @@ class Rank:
     global_index_TK: np.ndarray
     sums: str = "auto"
     loops: str = "dynamic"
+    missing: str = "skip"
 
 
 def run(case: Case, limits: Limits) -> Verdict:
@@ -137,6 +138,7 @@ def build(case: Case, limits: Limits) -> tuple[Problem, Rank, str]:
         layout=str(case.get("layout", "ehi")), down_scale=down_scale,
         out_dtype=str(case.get("out_dtype", "bfloat16")), global_index_TK=index_TK,
         sums=str(case.get("sums", "auto")), loops=str(case.get("loops", "dynamic")),
+        missing=str(case.get("missing", "skip")),
     )  # fmt: skip
     return problem, rank, join(*notes)
 
@@ -235,6 +237,7 @@ def launch(
             output_dtype=rank.out_dtype,
             sums=rank.sums,
             loops=rank.loops,
+            missing=rank.missing,
         ),
     )
     gate_up, down, optional = operands_of(weights, config)

@@ -176,6 +176,7 @@ def _request(case: Case) -> PlanRequest:
         loop_plan=case.get("loop_plan", loop_plan),
         turns=case.get("turns", "auto"),
         fetches=case.get("fetches", "copy"),
+        missing=case.get("missing", "skip"),
     )
 
 
@@ -223,10 +224,11 @@ def launch(
         blockwise_moe, p.hidden_TH, weights.gate_up, weights.down, token_of_slot, *visits, config,
         lnc=p.num_cores, options=options, **optional,
     )  # fmt: skip
-    check_combine(T, K, H, token_of_slot.size, experts.outputs.shape[0])
+    check_combine(T, K, H, experts.outputs.shape[1], experts.outputs.shape[0])
+    no_expert = bool((p.index_TK < 0).any())
     total = launch_kernel(
         combine, experts.outputs, slot_of_pair_TK, p.output_weights_TK,
-        CombineDims(nl.float32, bool((p.index_TK < 0).any())), lnc=p.num_cores, options=options,
+        CombineDims(nl.float32, no_expert, request.missing), lnc=p.num_cores, options=options,
     )  # fmt: skip
     return total.outputs, index.us + experts.us + total.us
 

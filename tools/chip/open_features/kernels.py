@@ -135,3 +135,44 @@ def skipped_rows(x: nl.NkiTensor, rows: nl.NkiTensor) -> nl.NkiTensor:
     result = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=result, src=found_sb)
     return result
+
+
+@nki.jit
+def skipped_stores(x: nl.NkiTensor, rows: nl.NkiTensor) -> nl.NkiTensor:
+    """Store rows of x [128, 64] float32 where `rows` [128, 1] says, of zeros; -1 stores nothing."""
+    rows_sb = nl.ndarray((128, 1), dtype=nl.int32, buffer=nl.sbuf)
+    x_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
+    zeros_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=rows_sb, src=rows)
+    nisa.dma_copy(dst=x_sb, src=x)
+    nisa.memset(dst=zeros_sb, value=0.0)
+    result = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=result, src=zeros_sb)
+    nisa.dma_copy(
+        dst=result.ap([[64, 128], [1, 64]], vector_offset=rows_sb),
+        src=x_sb,
+        oob_mode=nisa.oob_mode.skip,
+        dge_mode=nisa.dge_mode.swdge,
+    )
+    return result
+
+
+@nki.jit
+def skipped_entries(x: nl.NkiTensor, entries: nl.NkiTensor) -> nl.NkiTensor:
+    """Load two matrices of x [4, 128, 64] float32; of one that there is not, zeros stay."""
+    numbers_sb = nl.ndarray((1, 2), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=numbers_sb, src=entries)
+    result = nl.ndarray((2, 128, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+    for k in range(2):
+        found_sb = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=found_sb, value=0.0)
+        entry = numbers_sb[0:1, k : k + 1]
+        nisa.dma_copy(
+            dst=found_sb,
+            src=x.ap([[64, 128], [1, 64]], scalar_offset=entry, indirect_dim=0),
+            oob_mode=nisa.oob_mode.skip,
+            dge_mode=nisa.dge_mode.hwdge,
+            engine=nisa.engine.sync,
+        )
+        nisa.dma_copy(dst=result[k], src=found_sb)
+    return result

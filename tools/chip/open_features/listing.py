@@ -41,7 +41,7 @@ class OpenFeature:
         kernel: settles it.
         problem: draws its tensors and says what it must return.
         cores: physical cores of the launch.
-        fallbacks: what to switch on if it fails; none where we know of none.
+        fallbacks: what to switch on if it fails.
     """
 
     name: str
@@ -90,6 +90,25 @@ def _skipped(random: np.random.Generator) -> Any:
     rows[::5] = -1
     return (x, rows[:, None]), np.where(rows[:, None] >= 0, x[rows], np.float32(0))
 
+
+def _stored(random: np.random.Generator) -> Any:
+    x = random.normal(size=(128, 64)).astype(np.float32)
+    rows = random.permutation(128).astype(np.int32)
+    rows[::5] = -1
+    wanted = np.zeros_like(x)
+    wanted[rows[rows >= 0]] = x[rows >= 0]
+    return (x, rows[:, None]), wanted
+
+
+def _entries(random: np.random.Generator) -> Any:
+    x = random.normal(size=(4, 128, 64)).astype(np.float32)
+    return (x, np.array([[4, 2]], np.int32)), np.stack([np.zeros_like(x[0]), x[2]])
+
+
+_SPARE_ROWS: Final = Fallback(
+    switch='PlanRequest(missing="spare")', case="small/prefill", full="full/prefill-qwen3-30b",
+    changes={"missing": "spare"},
+)  # fmt: skip
 
 OPEN_FEATURES: Final = (
     OpenFeature(
@@ -168,6 +187,22 @@ OPEN_FEATURES: Final = (
     OpenFeature(
         name="skipped rows",
         question="does a gather leave the row of an index of -1 as it is?",
-        kernel=kernels.skipped_rows, problem=_skipped, fallbacks=(),
+        kernel=kernels.skipped_rows, problem=_skipped, fallbacks=(_SPARE_ROWS,),
+    ),
+    OpenFeature(
+        name="skipped stores",
+        question="does a scatter store nothing of a row whose index is -1?",
+        kernel=kernels.skipped_stores, problem=_stored, fallbacks=(_SPARE_ROWS,),
+    ),
+    OpenFeature(
+        name="skipped entries",
+        question="does a load from an entry that there is not leave its target as it is?",
+        kernel=kernels.skipped_entries, problem=_entries,
+        fallbacks=(
+            _SPARE_ROWS,
+            Fallback(switch='DecodeRequest(loops="unrolled", missing="spare")', case="small/decode",
+                     full="full/decode-gpt-oss-120b",
+                     changes={"loops": "unrolled", "missing": "spare"}),
+        ),
     ),
 )  # fmt: skip

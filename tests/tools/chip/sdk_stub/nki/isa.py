@@ -1,0 +1,1 @@
+"""There, so that the package counts as one with an instruction set; `nki` itself puts it up."""
