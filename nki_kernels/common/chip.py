@@ -26,9 +26,12 @@ BANK_FLOATS: Final = BANK_BYTES // 4
 FITTED_SBUF_BYTES: Final = SBUF_BYTES // 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Core:
     """What one of the two physical cores of a launch does in a nanosecond, and what that costs.
+
+    There is one for each chip, equal to itself alone: what is remembered by it may depend on any
+    coefficient of the chip.
 
     Attributes:
         tensor_cycles_per_ns: a cycle takes one moving column of a matmul.

@@ -14,13 +14,14 @@ from neuron_moe.tools.chip import choices
 from nki_kernels.common.chip import core
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.decode import DecodeRequest, DecodeSizes, WeightForm
-from nki_kernels.prefill import Candidate, Expected, ExpertSizes, Search, best_candidate
+from nki_kernels.prefill import Candidate, Expected, ExpertSizes, best_candidate
 from nki_sim.hardware import CHIPS, TRN2
 from nki_sim.hardware_file import use_hardware, using
 
 SLOW_LISTS = dataclasses.replace(TRN2, dma_first_byte_ns=50_000.0)
 SLOW_RUNS = dataclasses.replace(TRN2, dma_run_ns=20 * TRN2.dma_run_ns)
-FAST_EXCHANGES = dataclasses.replace(TRN2, sendrecv_ns=1.0)
+SLOW_EXCHANGES = dataclasses.replace(TRN2, sendrecv_ns=20 * TRN2.sendrecv_ns)
+SLOW_STORES = dataclasses.replace(TRN2, swdge_ns=20 * TRN2.swdge_ns)
 STEP = DecodeSizes(T=4, H=2048, I=96, E=16, K=2, num_experts=16)
 
 
@@ -31,8 +32,7 @@ def _mode() -> str:
 
 def _scout() -> Candidate:
     expected = Expected(num_tokens=1024, top_k=1, scaling="pre")
-    search = Search(block_sizes=(64,), largest_visits=(4,))
-    return best_candidate(ExpertFormula(), ExpertSizes(5120, 512, 16), expected, search=search)
+    return best_candidate(ExpertFormula(), ExpertSizes(5120, 512, 16), expected)
 
 
 def test_our_coefficients_are_in_force_by_default() -> None:
@@ -51,12 +51,19 @@ def test_the_decode_mode_of_the_backend_is_that_of_the_chip_in_force() -> None:
 
 def test_the_prefill_plan_is_that_of_the_chip_in_force() -> None:
     usual = _scout()
-    with using(FAST_EXCHANGES):
+    with using(SLOW_EXCHANGES):
         here = _scout()
-    assert usual.request.shard_plan == "balanced"
-    assert here.request.shard_plan == "hidden"
+    assert usual.request.shard_plan == "hidden"
+    assert here.request.shard_plan == "balanced"
     with using(SLOW_RUNS):
         assert _scout().estimated_us > usual.estimated_us
+
+
+def test_the_estimate_follows_every_coefficient_of_the_chip_in_force() -> None:
+    usual = _scout()
+    with using(SLOW_STORES):  # of a coefficient that only the stages of a trip read
+        assert _scout().estimated_us > usual.estimated_us
+    assert _scout().times_us == usual.times_us
 
 
 def test_a_file_of_measured_coefficients_changes_the_choice(
@@ -76,8 +83,8 @@ def test_what_turns_is_told_with_both_choices(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(choices, "PREFILL_TOKENS", (1024,))
     choices._ours.cache_clear()
     assert choices.turned(TRN2) == []
-    (found,) = choices.turned(FAST_EXCHANGES)
+    (found,) = choices.turned(SLOW_EXCHANGES)
     assert found["choice"] == "prefill, llama4-scout TP16, 1024 tokens"
-    assert "balanced" in found["ours"]
-    assert "hidden" in found["here"]
+    assert "hidden" in found["ours"]
+    assert "balanced" in found["here"]
     choices._ours.cache_clear()

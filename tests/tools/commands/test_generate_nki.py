@@ -34,9 +34,11 @@ def run(
 def test_a_tiny_model_generates_the_same_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_checkpoint(tmp_path, {**sample_config(), **SMALL}, seed=2)
+    # With this seed the two largest logits are 0.15 apart at every step, in float32 and in bfloat16
+    # whatever the plan; roundings move a logit by 0.06 at most. With most seeds a plan that adds up
+    # partial sums may turn a token.
+    folder = make_checkpoint(tmp_path, {**sample_config(), **SMALL}, seed=1)
     prompts = ["--prompt", "Once upon a time there was a router", "--prompt", "Tokens"]
-    # Of this random model's fourth logits the two largest are one step of bfloat16 apart.
     prompts += ["--max-new-tokens", "3"]
     _, wanted = run(folder, capsys, "torch", *prompts)
     text, got = run(folder, capsys, "nki", *prompts, "--explain")
