@@ -178,7 +178,9 @@ class GroupedLinear(nn.Module):
         run = Run([group for group, _ in chosen], [count for _, count in chosen])
         is_grouped = rows_Rk.is_cuda and rows_Rk.dtype == torch.bfloat16
         form = "grouped" if is_grouped else "plain"
-        return multiply(rows_Rk, Matrices(self.weight, None, None), run, form)
+        return multiply(
+            rows_Rk, Matrices(self.weight, tuple(self.weight.detach()), None, None), run, form
+        )
 
 
 class GroupedSwiGLU(nn.Module):

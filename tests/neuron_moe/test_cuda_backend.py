@@ -1,17 +1,14 @@
 """The cuda backend's kernels in Triton's interpreter, or on a GPU, against the torch backend.
 
-TRITON_INTERPRET must be set before triton is imported; a GPU runs the compiled kernels.
+Without a GPU, tests/conftest.py chooses the interpreter; a GPU runs the compiled kernels.
 """
 
-import os
 from itertools import starmap
 
 import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK

@@ -153,9 +153,11 @@ def test_a_bug_of_ours_leaves_a_report(
 def start_listing_imports(*args: str) -> subprocess.Popen[str]:
     """Start neuron-moe so that standard error names each module once it is imported."""
     command = [sys.executable, "-X", "importtime", "-m", "neuron_moe.tools.cli", *args]
+    # A job in the background of a shell ignores Ctrl-C, and what it starts does too.
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("asked", ["--help", "--version"])

@@ -5,6 +5,7 @@ anything imports triton, and keep tensors on the CPU.
 """
 
 import importlib.util
+import os
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ class CudaBackend:
     """See the module's docstring.
 
     Raises:
-        ValueError: triton is not installed.
+        ValueError: triton is not installed, or there is neither a GPU nor the interpreter.
     """
 
     name = "cuda"
@@ -36,6 +37,11 @@ class CudaBackend:
             raise ValueError(
                 "backend='cuda': triton is not installed, which comes with torch for CUDA. Install"
                 " it (pip install triton), or use backend='torch'."
+            )
+        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                "backend='cuda': torch sees no GPU. Use backend='torch', or set TRITON_INTERPRET=1"
+                " to run the kernels slowly on the CPU."
             )
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
