@@ -83,6 +83,7 @@ def header_of(name: str) -> published.Header:
     return header
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_tensor_is_read_and_every_parameter_filled(name: str) -> None:
     checkpoint = published.as_checkpoint(header_of(name))

@@ -85,6 +85,7 @@ def entry(name: str, **changes: Any) -> Case:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_small_cases_of_every_kind_pass(name: str) -> None:
     result = check_kernels.run_case(entry(name), NO_LIMITS)
@@ -92,6 +93,7 @@ def test_small_cases_of_every_kind_pass(name: str) -> None:
     assert result.simulated_us is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", quick_cases(), ids=lambda case: case.id)
 def test_a_rank_of_every_model_passes(case: Case) -> None:
     result = check_kernels.run_case(case, NO_LIMITS)

@@ -72,6 +72,7 @@ def outcome(name: str, **changes: Any) -> Outcome:
     return check_kernels.run_case(Case.from_json(entry(name, **changes)), Limits())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_small_cases_of_every_family_pass(name: str) -> None:
     result = outcome(name)
