@@ -41,6 +41,7 @@ from nki_kernels.prefill import (
     ExpertSizes,
     LoopFit,
     PlanRequest,
+    PrefillConfig,
     PrefillWork,
     Search,
     best_parts,
@@ -226,13 +227,29 @@ def compile_for(plan: PrefillPlan) -> Compiled:
     blocks = num_blocks(num_tokens, top_k, weights.num_experts, block_size, pad_to_even=is_even)
     num_slots, scaling = blocks * block_size, _scaling(parts)
     work = PrefillWork(block_size, num_slots, num_tokens, tuning.num_cores, scaling)
-    config = make_config(kernel_formula(weights), expert_sizes(weights), work, request)
+    config = _fitting_config(plan, work, request)
     dims, visits = BlockDims(weights.num_experts, block_size, blocks), visit_dims(config)
     check_index_blocks(num_tokens, top_k, dims, tuning.num_cores, visits)
     num_partials = tuning.num_cores if config.shard.splits_i else 1
     stored_slots = output_tiles(config) * config.tile_rows
     check_combine(num_tokens, top_k, config.H, stored_slots, num_partials)
     return Compiled(config, dims, visits, CombineDims(nl.float32, True, tuning.missing))
+
+
+def _fitting_config(plan: PrefillPlan, work: PrefillWork, request: PlanRequest) -> PrefillConfig:
+    """Return what a request is compiled to.
+
+    The cost model looks at the rows that a rank of experts expects. All that may come want longer
+    tables: where these leave no room for the loop it found, the best one beside them is taken.
+    """
+    weights, tuned = plan.parts.weights, plan.parts.tuning.tuned
+    formula, sizes = kernel_formula(weights), expert_sizes(weights)
+    try:
+        return make_config(formula, sizes, work, request)
+    except ValueError:
+        if request.fit is None or tuned.for_prefill(plan.step.tokens) is not None:
+            raise
+    return make_config(formula, sizes, work, replace(request, fit=None))
 
 
 def _request(plan: PrefillPlan) -> PlanRequest:

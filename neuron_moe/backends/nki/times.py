@@ -142,7 +142,7 @@ def _layer(plan: LayerPlan) -> KernelTime:
         if has is not None:
             named[name] = np.zeros((1, parts.num_experts), np.float32)
     if config.form.has_norm:
-        named["norm_weight"] = TensorSpec((1, moe.H), "bfloat16")
+        named["norm_weight"] = torch.ones((1, moe.H), dtype=torch.bfloat16)
     if config.form.shared_width:
         gate_up, down = weight_shapes(config.shared)
         named["shared_gate_up"] = TensorSpec(gate_up, "bfloat16")
