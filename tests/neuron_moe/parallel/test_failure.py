@@ -82,6 +82,7 @@ def check_the_survivors(
         assert f"{collective} over group {where}" in message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [5, 0])
 def test_killing_one_of_8_ranks_in_a_forward_ends_the_rest(run_ranks: Any, victim: int) -> None:
     started = time.time()
@@ -116,6 +117,7 @@ def test_a_rank_0_that_hangs_is_named_although_it_hosts_the_store(run_ranks: Any
     check_the_survivors(results, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [2, 0])
 def test_a_rank_that_dies_in_an_all_to_all_is_named(run_ranks: Any, victim: int) -> None:
     def run(rank: int) -> Any:

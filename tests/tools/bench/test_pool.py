@@ -65,6 +65,7 @@ def run(works: list[Chain], jobs: int, minutes: float | None = None) -> tuple[bo
     return run_works(works, on_taken, jobs, minutes), told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_all_tasks_run_and_each_work_in_order(jobs: int) -> None:
     works = [Chain("a", 2), Chain("b", 3), Chain("c", 0)]

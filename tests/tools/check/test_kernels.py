@@ -193,6 +193,7 @@ def test_fewer_experts_than_the_model_has_are_owned_up_to() -> None:
 MODEL_BUDGET = 3e8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "tp", "ep", "routing"),
     [

@@ -195,6 +195,7 @@ def fake_library(tmp_path):
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("factor", "outcome", "status"), [(1.0, "passed", 0), (1.5, "failed", 1)], ids=["ok", "wrong"]
 )

@@ -44,6 +44,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bench", ONE_OF)
 def test_rows_are_those_of_the_benchmark(
     bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
