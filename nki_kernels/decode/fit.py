@@ -23,8 +23,11 @@ from nki_kernels.decode.config import (
     item_bytes,
     joins_projections,
     list_width,
+    out_banks,
     packed_chunks,
     read_ahead,
+    tiles_beside_columns,
+    weighs_inner,
 )
 from nki_kernels.decode.memory import ends_table, expert_table, routing_table, token_table
 
@@ -69,10 +72,10 @@ def sbuf_bytes(config: DecodeConfig) -> int:
     if config.weights.layout == "ehi":
         # What lies beside the weights has tiles of its own there, small ones.
         experts += config.weight_buffers * 4 * extra_floats(config)
-    at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.turned)
+    experts += tiles_bytes(ends.loaded)  # first weights are asked for before the tokens
     at_last = table_bytes(ends) - tiles_bytes(ends.loaded) + tiles_bytes(tokens.total)
     passing = _passing_floats(config) * 4
-    return max(experts, at_first, at_last) + SMALL_TILES_BYTES + table_bytes(routing) + passing
+    return max(experts, at_last) + SMALL_TILES_BYTES + table_bytes(routing) + passing
 
 
 def _passing_floats(config: DecodeConfig) -> int:
@@ -89,6 +92,13 @@ def _fits_psum(config: DecodeConfig) -> bool:
     return banks < _MAX_ACCUMULATOR_BANKS or 6 * config.T <= BANK_FLOATS
 
 
+def _holds_projections(config: DecodeConfig) -> bool:
+    """Whether PSUM holds all projections of a chunk in parts beside what else is in it."""
+    columns = 2 * int(config.scaling == "pre" and weighs_inner(config)) + 2
+    beside = 2 * tiles_beside_columns(config)
+    return out_banks(config) > 0 and (columns + beside) * config.T <= BANK_FLOATS
+
+
 def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     """Return the configuration with the least estimated time among those that fit.
 
@@ -99,7 +109,6 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     Raises:
         ValueError: nothing fits.
     """
-    draft = replace(draft, sums_in_psum=request.sums == "auto" and _fits_psum(draft))
     modes = ("selective", "all") if draft.mode == "auto" else (draft.mode,)
     shards = ("experts", "intermediate") if draft.shard == "auto" else (draft.shard,)
     touched = skewed_experts(draft) if draft.mode == "auto" else expected_experts(draft)
@@ -107,7 +116,7 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     best_ns = float("inf")
     for mode in modes:
         for shard in shards:
-            found = _first_that_fits(replace(draft, mode=mode, shard=shard), request)
+            found = _best_that_fits(replace(draft, mode=mode, shard=shard), request, touched)
             if found is None:
                 continue
             found_ns = decode_ns(found, touched)
@@ -126,23 +135,68 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     return replace(best, reason=_reason(best, _list_ns() + request.front_ns))
 
 
-def _first_that_fits(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig | None:
-    """Return the configuration with the fewest chunks that fits, and then the most buffers."""
+def _best_that_fits(
+    draft: DecodeConfig, request: DecodeRequest, touched: float
+) -> DecodeConfig | None:
+    """Return the configuration with the least estimated time among those that fit.
+
+    Of equal ones it is that with the fewest chunks and parts, and then the most buffers.
+    """
+    best: DecodeConfig | None = None
+    best_ns = float("inf")
     for chunks in _chunk_counts(draft, request.chunks):
-        for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
-            candidate = _with_chunks(draft, chunks, buffers)
-            if sbuf_bytes(candidate) <= FITTED_SBUF_BYTES:
-                return candidate
+        found = False
+        for parts in _part_counts(draft, chunks, request.parts):
+            candidate = _first_that_fits(draft, request, chunks, parts)
+            if candidate is None:
+                continue
+            found = True
+            candidate_ns = decode_ns(candidate, touched)
+            if candidate_ns < best_ns:
+                best, best_ns = candidate, candidate_ns
+        if found and chunks > 1:
+            break
+    return best
+
+
+def _first_that_fits(
+    draft: DecodeConfig, request: DecodeRequest, chunks: int, parts: int
+) -> DecodeConfig | None:
+    """Return the configuration with the most buffers that fits."""
+    for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
+        candidate = _with_chunks(draft, chunks, parts, buffers)
+        for in_psum in (True, False):
+            placed = replace(candidate, sums_in_psum=in_psum)
+            if in_psum and (request.sums == "sbuf" or not _fits_psum(placed)):
+                continue
+            if parts > 1 and not _holds_projections(placed):
+                continue
+            if sbuf_bytes(placed) <= FITTED_SBUF_BYTES:
+                return placed
     return None
 
 
-def _with_chunks(config: DecodeConfig, chunks: int, weight_buffers: int) -> DecodeConfig:
+def _with_chunks(
+    config: DecodeConfig, chunks: int, parts: int, weight_buffers: int
+) -> DecodeConfig:
     """Return the configuration with other chunks; the intermediate axis is cut to match."""
-    trial = replace(config, chunks=chunks, weight_buffers=weight_buffers)
+    trial = replace(config, chunks=chunks, parts=parts, weight_buffers=weight_buffers)
     unroll = 2
-    while unroll * core_chunks(trial) < weight_buffers:
+    while unroll * core_chunks(trial) * parts < weight_buffers:
         unroll *= 2
     return replace(trial, unroll=unroll, i_axis=tile_axis(-(-config.I // chunks)))
+
+
+def _part_counts(draft: DecodeConfig, chunks: int, parts: int) -> Iterator[int]:
+    """Yield the numbers of parts to load a chunk in, few first."""
+    i_axis = tile_axis(-(-draft.I // chunks))
+    is_even = draft.h_axis.is_strided and i_axis.is_strided
+    biases_apart = draft.weights.down_scale == "channel" and draft.formula.has_down_bias
+    can_part = draft.weights.layout == "ehi" and is_even and not biases_apart
+    most = min(draft.h_axis.count, i_axis.count) if can_part else 1
+    for count in range(1, most + 1):
+        if parts in (0, count):
+            yield count
 
 
 def _reason(config: DecodeConfig, list_ns: float) -> str:
@@ -193,20 +247,20 @@ def _list_ns() -> float:
 
 
 def _load_ns(config: DecodeConfig) -> float:
-    """Return the time to load an item, both cores loading."""
+    """Return the time to load a chunk, both cores loading."""
     i_axis, item, H, chip = config.i_axis, item_bytes(config), config.H, core()
-    runs = config.h_axis.rows + i_axis.rows
+    runs = config.parts * (config.h_axis.rows + i_axis.rows)
     if config.weights.layout == "ehi" and config.chunks > 1:
-        runs = 2 * H + i_axis.rows
+        runs = 2 * H + config.parts * i_axis.rows
     size = 3 * H * i_axis.size * item
     engines = (
         runs / chip.dma_engines * chip.dma_run_ns + size / chip.dma_engines / chip.dma_bytes_per_ns
     )
-    return max(engines, size / chip.hbm_bytes_per_ns, 2 * chip.dge_ns)
+    return max(engines, size / chip.hbm_bytes_per_ns, 2 * config.parts * chip.dge_ns)
 
 
 def _compute_ns(config: DecodeConfig) -> float:
-    """Return the time to compute an item."""
+    """Return the time to compute a chunk."""
     T, chip = config.T, core()
     columns = max(T, chip.matmul_floor_columns)
     tiles = config.i_axis.count

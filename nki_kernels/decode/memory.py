@@ -21,6 +21,7 @@ from nki_kernels.decode.config import (
     is_direct_out,
     keeps_scales,
     list_width,
+    most_tiles,
     output_dtype,
     packed_rows,
     packed_run,
@@ -71,7 +72,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     T, count, h_axis, i_axis = config.T, config.weight_buffers, config.h_axis, config.i_axis
     formula, form, weights = config.formula, config.weights, weight_dtype(config.weights.format)
     is_packed, by_channel = form.layout == "packed", form.down_scale == "channel"
-    gate_up = (h_axis.rows, h_axis.count * 2 * i_axis.size)
+    gate_up = (h_axis.rows, most_tiles(h_axis, config) * 2 * i_axis.size)
     columns = config.H
     if is_packed:
         gate_up = (packed_rows(config), packed_run(config))
@@ -82,9 +83,10 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     scales = (PARTITIONS, h_axis.count if by_channel else 1, 1)
     numbers = (min(T, PARTITIONS), config.unroll)
     row_tiles = -(-T // PARTITIONS)
+    chunks = 2 * group_size(config) if config.parts == 1 else 2
     return ExpertTable(
         gate_up=tiles(count, gate_up, weights),
-        down=tiles(count, (i_axis.rows, i_axis.count * columns), weights),
+        down=tiles(count, (i_axis.rows, most_tiles(i_axis, config) * columns), weights),
         gate_up_bias=Tiles(apart if formula.has_gate_up_bias else 0, per_row, nl.float32, count),
         gate_up_scale=Tiles(apart if form.has_scales else 0, per_row, nl.float32, count),
         down_scale=Tiles(
@@ -97,7 +99,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         kept_scale=Tiles(
             2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
         ),
-        inner=tiles(2 * group_size(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
+        inner=tiles(chunks, (i_axis.rows, i_axis.count, T), nl.bfloat16),
         gate=tiles(2, (i_axis.rows, T), nl.float32),
         up=tiles(2, (i_axis.rows, T), nl.float32),
         column_row=Tiles(2 if formula.has_down_bias else 0, (1, T), nl.bfloat16, 2),

@@ -1,6 +1,9 @@
 """Stages of the decode kernels: load an item of weights, project into I.
 
-An item is one chunk of one expert's intermediate axis. Its weights are stationary, all tokens move:
+A chunk is a piece of one expert's intermediate axis, an item is a chunk or a part of one: some rows
+of H of its gate and up weights, and some rows of I of its down weights. Whole rows of a part are one
+run of memory per partition where the chunk is the whole axis. The projections of a chunk are added
+up in PSUM over its parts. Weights are stationary, all tokens move:
 
     projections  [i, 2, T]    = gate_up[h, i]^T  x^T[h, T]      in PSUM
     inner        [i, T]       = act(gate) * up * weight of the token
@@ -31,6 +34,7 @@ from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode.config import (
     DecodeConfig,
     joins_projections,
+    tiles_of_part,
     weighs_inner,
 )
 
@@ -41,23 +45,28 @@ def load_in(
     x: DecodeOperands,
     expert: nl.NkiTensor,
     buffer: int,
-    chunk: int,
+    item: int,
 ) -> None:
-    """Load gate and up weights of a chunk of an expert, with what its activation needs.
+    """Load gate and up weights of an item, with the last of a chunk what its activation needs.
 
     Args:
         config, b, x: sizes, buffers, operands in HBM.
         expert: (1, 1) int32 tile.
         buffer: the weight buffer to fill.
-        chunk: part of the intermediate axis.
+        item: which of the expert's.
     """
     if config.weights.layout == "packed":
-        _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), chunk)
+        _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), item)
         return
     I, i_axis = config.I, config.i_axis  # noqa: E741
-    first = chunk * i_axis.size
+    first = item // config.parts * i_axis.size
     gate_up = _entry(config, x.gate_up, expert)
-    load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
+    if config.parts == 1:
+        load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
+    else:
+        _load_part_in(config, b.gate_up[buffer], gate_up, first, item % config.parts)
+        if item % config.parts < config.parts - 1:
+            return
     if config.formula.has_gate_up_bias:
         bias = _entry(config, x.gate_up_bias, expert)
         load_halves(b.gate_up_bias[buffer], bias, i_axis, I, first)
@@ -78,15 +87,18 @@ def load_out(
     x: DecodeOperands,
     expert: nl.NkiTensor,
     buffer: int,
-    chunk: int,
+    item: int,
 ) -> None:
-    """Load down weights of a chunk of an expert; beside the first chunk the expert's bias."""
+    """Load down weights of an item; beside the first one the expert's bias."""
     H, i_axis, down = config.H, config.i_axis, _entry(config, x.down, expert)
+    first = item // config.parts * i_axis.size
     if config.weights.layout == "packed":
-        _load_run(b.down[buffer], down, chunk)
+        _load_run(b.down[buffer], down, item)
+    elif config.parts == 1:
+        load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
     else:
-        load_matrix(b.down[buffer], down, i_axis, chunk * i_axis.size * H, H, [1, 1], H)
-    if config.formula.has_down_bias and chunk == 0:
+        _load_part_out(config, b.down[buffer], down, first, item % config.parts)
+    if config.formula.has_down_bias and item == 0:
         load_rows(b.down_bias[buffer], _entry(config, x.down_bias, expert), H, 0, H)
 
 
@@ -96,11 +108,34 @@ def load_item(
     x: DecodeOperands,
     expert: nl.NkiTensor,
     buffer: int,
-    chunk: int,
+    item: int,
 ) -> None:
-    """Load all of a chunk of an expert; see `load_in`."""
-    load_in(config, b, x, expert, buffer, chunk)
-    load_out(config, b, x, expert, buffer, chunk)
+    """Load all of an item; see `load_in`."""
+    load_in(config, b, x, expert, buffer, item)
+    load_out(config, b, x, expert, buffer, item)
+
+
+def _load_part_in(
+    config: DecodeConfig, dst_sb: nl.NkiTensor, gate_up: Entry, first: int, part: int
+) -> None:
+    """Load tiles of H of the gate and up columns from `first` on; a whole row is one run."""
+    h_axis, I, columns = config.h_axis, config.I, config.i_axis.size  # noqa: E741
+    begin, end = tiles_of_part(h_axis, config, part)
+    pieces = [[I, 2], [1, columns]] if columns < I else [[1, 2 * I]]
+    rows = [[h_axis.count * 2 * I, h_axis.rows], [2 * I, end - begin]]
+    part_sb = dst_sb[0 : h_axis.rows, 0 : (end - begin) * 2 * columns]
+    load_pattern(part_sb, gate_up, rows + pieces, begin * 2 * I + first)
+
+
+def _load_part_out(
+    config: DecodeConfig, dst_sb: nl.NkiTensor, down: Entry, first: int, part: int
+) -> None:
+    """Load tiles of I of the down rows from `first` on; a partition has consecutive ones."""
+    i_axis, H = config.i_axis, config.H
+    begin, end = tiles_of_part(i_axis, config, part)
+    part_sb = dst_sb[0 : i_axis.rows, 0 : (end - begin) * H]
+    pattern = [[i_axis.count * H, i_axis.rows], [1, (end - begin) * H]]
+    load_pattern(part_sb, down, pattern, (first + begin) * H)
 
 
 def _entry(config: DecodeConfig, stack: nl.NkiTensor, expert: nl.NkiTensor) -> Entry:
@@ -173,38 +208,45 @@ def project_in(
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
     """
-    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
-    run = h_axis.count * 2 * i_axis.size
+    h_axis, i_axis, T, part = config.h_axis, config.i_axis, config.T, item % config.parts
+    begin, end = tiles_of_part(h_axis, config, part)
+    run = (end - begin) * 2 * i_axis.size
     weights_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run].reshape_dim(
-        1, (h_axis.count, 2, i_axis.size)
+        1, (end - begin, 2, i_axis.size)
     )
+    first = item // config.parts * i_axis.count
     for tile in range(i_axis.count):
         rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
-        bank_ps = b.banks.inner_ps[(item * i_axis.count + tile) % len(b.banks.inner_ps)]
+        bank_ps = b.banks.inner_ps[(first + tile) % len(b.banks.inner_ps)]
         if joins_projections(config):
             gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
-            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
+            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb, 0)
             gate, up = bank_ps[0:rows, 0:T], bank_ps[rows : 2 * rows, 0:T]
         else:
             gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
-            _project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
-            _project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
-        _activate(config, b, gate, up, buffer, item, ring, tile)
+            _project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb, begin)
+            _project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb, begin)
+        if part == config.parts - 1:
+            _activate(config, b, gate, up, buffer, item, ring, tile)
 
 
 def _project(
-    config: DecodeConfig, dst_ps: nl.NkiTensor, weights_sb: nl.NkiTensor, turned_sb: nl.NkiTensor
+    config: DecodeConfig,
+    dst_ps: nl.NkiTensor,
+    weights_sb: nl.NkiTensor,
+    turned_sb: nl.NkiTensor,
+    first: int,
 ) -> None:
-    """Multiply [h, H/h, i] weights with the tokens, [i, T]."""
-    h_axis, columns = config.h_axis, weights_sb.shape[2]
-    for t in range(h_axis.count):
-        depth = rows_of(h_axis, t)
+    """Multiply [h, n, i] weights of the tiles of H from `first` on with the tokens, [i, T]."""
+    count, columns = weights_sb.shape[1], weights_sb.shape[2]
+    for t in range(count):
+        depth = rows_of(config.h_axis, first + t)
         nisa.nc_matmul(
             dst=dst_ps,
             stationary=weights_sb[0:depth, t, 0:columns],
-            moving=turned_sb[0:depth, t, 0 : config.T],
-            accumulate=t > 0,
+            moving=turned_sb[0:depth, first + t, 0 : config.T],
+            accumulate=first + t > 0,
         )
 
 
@@ -220,7 +262,8 @@ def _activate(
 ) -> None:
     """Turn the projections of one tile into inner activations, times the tokens' weights."""
     T, rows = config.T, rows_of(config.i_axis, tile)
-    turn = (item * config.i_axis.count + tile) % 2
+    chunk = item // config.parts
+    turn = (chunk * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     if config.scaling == "pre":
         _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
@@ -228,7 +271,7 @@ def _activate(
         gate, up = gate_sb, up_sb
     _activate_gate(config, b, gate_sb, gate, buffer, tile)
     operators, operands = _chain(config, b, buffer, tile, 1)
-    inner_sb = b.inner[item % len(b.inner)][0:rows, tile, 0:T]
+    inner_sb = b.inner[chunk % len(b.inner)][0:rows, tile, 0:T]
     if config.weights.down_scale == "expert":
         operators.append(nl.multiply)
         operands.append(b.down_scale[buffer][0:rows, 0, 0:1])
