@@ -89,6 +89,7 @@ class DecodeBuffers(NKIObject):
             next, (1, 1) each.
         weights, inputs: columns of the trip's experts, per 128 tokens [tokens, unroll].
         scratch: banks of y^T on their way to sums in SBUF.
+        halves: projections for the other core, and from it; none if no expert is shared by halves.
         ones: [128, 128].
     """
 
@@ -112,6 +113,7 @@ class DecodeBuffers(NKIObject):
     weights: list[nl.NkiTensor]
     inputs: list[nl.NkiTensor]
     scratch: list[nl.NkiTensor]
+    halves: list[nl.NkiTensor]
     ones: nl.NkiTensor
 
 
@@ -211,6 +213,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         weights=_per_token(config, table.weights),
         inputs=_per_token(config, table.inputs),
         scratch=allocate(table.scratch),
+        halves=allocate(table.halves),
         ones=ones_sb,
     )
 

@@ -263,6 +263,15 @@ def weighs_inner(config: DecodeConfig) -> bool:
     return config.scaling != "pre" or formula.has_gate_up_bias or not zero_stays
 
 
+def shares_halves(config: DecodeConfig) -> bool:
+    """Whether an expert that the cores share is cut by rows, not by chunks.
+
+    Each core projects half of the hidden axis in; they exchange and add the projections, and each
+    projects half of the intermediate axis out.
+    """
+    return splits_experts(config) and config.chunks == 1 and config.parts % 2 == 0
+
+
 def tiles_in_bank(config: DecodeConfig) -> int:
     """Return the tiles of gate and up projections that a PSUM bank holds."""
     return BANK_FLOATS // (2 * config.T)
@@ -284,6 +293,11 @@ def tiles_beside_columns(config: DecodeConfig) -> int:
 def holds_expert(config: DecodeConfig) -> bool:
     """Whether an expert's part of y^T is added up in PSUM before it goes to the sums in SBUF."""
     return not config.sums_in_psum and accumulator_banks(config) <= out_banks(config)
+
+
+def most_exchanged(config: DecodeConfig) -> int:
+    """Return the most tiles of I that a core has of an expert shared by halves."""
+    return -(-config.i_axis.count // 2)
 
 
 def most_tiles(axis: AxisTiles, config: DecodeConfig) -> int:

@@ -8,14 +8,12 @@ other halves of their partial sums.
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import DIRECT_IN, DecodeConfig, is_direct_out, tiles_per_bank
 from nki_kernels.decode.memory import ends_table, token_table
-
-_GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 
 
 def load_tokens(config: DecodeConfig, sums: SumBuffers, hidden: nl.NkiTensor) -> nl.NkiTensor:
@@ -127,7 +125,7 @@ def _add_other_half(
     # Both sides of an exchange have the same layout, with the same gaps.
     apart_sb = allocate(ends_table(config).received)[0]
     received_sb = apart_sb[0:rows, 0:count, 0:size]
-    by_gpsimd = count * size * 4 <= _GPSIMD_BYTES
+    by_gpsimd = count * size * 4 <= GPSIMD_BYTES
     nisa.sendrecv(
         src=sums.total_sb[0:rows, 0:count, theirs : theirs + size],
         dst=received_sb,

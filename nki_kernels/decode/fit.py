@@ -26,6 +26,7 @@ from nki_kernels.decode.config import (
     out_banks,
     packed_chunks,
     read_ahead,
+    shares_halves,
     tiles_beside_columns,
     weighs_inner,
 )
@@ -34,6 +35,7 @@ from nki_kernels.decode.memory import ends_table, expert_table, routing_table, t
 # Simulated with these kernels.
 _ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
 _LIST_NS = 4500.0  # from the index to the first transfer of weights
+_EXCHANGE_NS = 4000.0  # for the projections of an expert that the cores share by halves
 _ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
 
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
@@ -233,11 +235,22 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     """
     experts = float(config.E) if config.mode == "all" else max(1.0, touched)
     items = experts * config.chunks / config.num_cores
-    if config.shard == "experts" and config.chunks % config.num_cores:
-        # An odd expert is shared as well as its chunks allow; every other list has one.
-        items += 0.5 / config.num_cores
+    load, compute, chip = _load_ns(config), _compute_ns(config), core()
     start = _list_ns() if config.mode == "selective" and not is_direct(config) else 0.0
-    return start + items * max(_load_ns(config), _compute_ns(config)) + _compute_ns(config)
+    if shares_halves(config):
+        start += _odd_share(config) * _EXCHANGE_NS * chip.exchanges
+    elif config.shard == "experts" and config.chunks % config.num_cores:
+        # An odd expert is shared as well as its chunks allow.
+        items += _odd_share(config) / config.num_cores
+    last = compute / config.parts
+    return start + items * max(load, compute) + last + _ACTIVATE_NS * chip.steps
+
+
+def _odd_share(config: DecodeConfig) -> float:
+    """Return how often the cores share an expert: where it is not known, for every other list."""
+    if config.mode == "all" or is_direct(config):
+        return float(list_width(config) % config.num_cores)
+    return 0.5
 
 
 def _list_ns() -> float:
@@ -272,4 +285,4 @@ def _compute_ns(config: DecodeConfig) -> float:
         vector += (
             config.h_axis.count * T + banks * chip.vector_overhead_cycles
         ) / chip.vector_cycles_per_ns
-    return max(matmuls + _ACTIVATE_NS * chip.steps, vector)
+    return max(matmuls, vector)

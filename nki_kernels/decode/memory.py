@@ -21,11 +21,13 @@ from nki_kernels.decode.config import (
     is_direct_out,
     keeps_scales,
     list_width,
+    most_exchanged,
     most_tiles,
     output_dtype,
     packed_rows,
     packed_run,
     read_ahead,
+    shares_halves,
 )
 
 
@@ -65,6 +67,7 @@ class ExpertTable(NamedTuple):
     weights: Tiles
     inputs: Tiles
     scratch: Tiles
+    halves: Tiles  # projections of the other core's tiles, and those from it
 
 
 def expert_table(config: DecodeConfig) -> ExpertTable:
@@ -83,6 +86,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     scales = (PARTITIONS, h_axis.count if by_channel else 1, 1)
     numbers = (min(T, PARTITIONS), config.unroll)
     row_tiles = -(-T // PARTITIONS)
+    halves = (i_axis.rows, most_exchanged(config), 2 * T)
     chunks = 2 * group_size(config) if config.parts == 1 else 2
     return ExpertTable(
         gate_up=tiles(count, gate_up, weights),
@@ -109,6 +113,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         weights=tiles(row_tiles, numbers, nl.float32),
         inputs=tiles(row_tiles, numbers, nl.float32),
         scratch=tiles(_scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
+        halves=tiles(2 * int(shares_halves(config)), halves, nl.float32),
     )
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.tiles import (
     Entry,
     apply_chain,
+    copy_alternating,
     elements_of,
     gate_function,
     load_halves,
@@ -46,6 +47,7 @@ def load_in(
     expert: nl.NkiTensor,
     buffer: int,
     item: int,
+    is_last: bool,
 ) -> None:
     """Load gate and up weights of an item, with the last of a chunk what its activation needs.
 
@@ -54,6 +56,7 @@ def load_in(
         expert: (1, 1) int32 tile.
         buffer: the weight buffer to fill.
         item: which of the expert's.
+        is_last: whether it is the last one of its chunk on this core.
     """
     if config.weights.layout == "packed":
         _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), item)
@@ -65,8 +68,8 @@ def load_in(
         load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
     else:
         _load_part_in(config, b.gate_up[buffer], gate_up, first, item % config.parts)
-        if item % config.parts < config.parts - 1:
-            return
+    if not is_last:
+        return
     if config.formula.has_gate_up_bias:
         bias = _entry(config, x.gate_up_bias, expert)
         load_halves(b.gate_up_bias[buffer], bias, i_axis, I, first)
@@ -110,8 +113,8 @@ def load_item(
     buffer: int,
     item: int,
 ) -> None:
-    """Load all of an item; see `load_in`."""
-    load_in(config, b, x, expert, buffer, item)
+    """Load all of an item, a whole chunk; see `load_in`."""
+    load_in(config, b, x, expert, buffer, item, True)
     load_out(config, b, x, expert, buffer, item)
 
 
@@ -198,8 +201,10 @@ def project_in(
     buffer: int,
     item: int,
     ring: int,
+    is_first: bool,
+    is_last: bool,
 ) -> None:
-    """Compute the inner activations of an item.
+    """Add an item to the projections of its chunk, and after the last one activate them.
 
     Args:
         config, b: sizes and buffers.
@@ -207,9 +212,10 @@ def project_in(
         buffer: the weight buffer.
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
+        is_first, is_last: whether it is the first and the last one of its chunk.
     """
-    h_axis, i_axis, T, part = config.h_axis, config.i_axis, config.T, item % config.parts
-    begin, end = tiles_of_part(h_axis, config, part)
+    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    begin, end = tiles_of_part(h_axis, config, item % config.parts)
     run = (end - begin) * 2 * i_axis.size
     weights_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run].reshape_dim(
         1, (end - begin, 2, i_axis.size)
@@ -221,14 +227,66 @@ def project_in(
         if joins_projections(config):
             gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
-            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb, 0)
+            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb, 0, True)
             gate, up = bank_ps[0:rows, 0:T], bank_ps[rows : 2 * rows, 0:T]
         else:
             gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
-            _project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb, begin)
-            _project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb, begin)
-        if part == config.parts - 1:
+            gate_sb = weights_sb[0 : h_axis.rows, :, 0, columns]
+            up_sb = weights_sb[0 : h_axis.rows, :, 1, columns]
+            _project(config, gate, gate_sb, turned_sb, begin, is_first)
+            _project(config, up, up_sb, turned_sb, begin, is_first)
+        if is_last:
             _activate(config, b, gate, up, buffer, item, ring, tile)
+
+
+def project_half(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    turned_sb: nl.NkiTensor,
+    buffer: int,
+    item: int,
+    ring: int,
+    core: int,
+) -> None:
+    """Add an item to the projections of an expert that the cores share by halves.
+
+    After the last one the cores exchange projections of each other's tiles of I, add them to their
+    own and activate those.
+
+    Args:
+        config, b: sizes and buffers.
+        turned_sb: x^T, [h, H/h, T] view.
+        buffer: the weight buffer.
+        item: number of the item, from that of this core's first part on.
+        ring: buffers of the expert's column.
+        core: number of this core.
+    """
+    half = config.parts // 2
+    first = core * half
+    project_in(config, b, turned_sb, buffer, item, ring, item == first, False)
+    if item < first + half - 1:
+        return
+    T, rows, middle = config.T, config.i_axis.rows, tiles_of_part(config.i_axis, config, half)[0]
+    begin, end = (0, middle) if core == 0 else (middle, config.i_axis.count)
+    theirs = middle if core == 0 else 0
+    sent_sb, received_sb = b.halves[0], b.halves[1]
+    for k in range(config.i_axis.count - (end - begin)):
+        copy_alternating(sent_sb[0:rows, k], b.banks.inner_ps[theirs + k][0:rows, 0 : 2 * T], k)
+    by_gpsimd = sent_sb.shape[1] * 2 * T * 4 <= GPSIMD_BYTES
+    nisa.sendrecv(
+        src=sent_sb,
+        dst=received_sb,
+        send_to_rank=1 - core,
+        recv_from_rank=1 - core,
+        pipe_id=0,
+        dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
+    )
+    for tile in range(begin, end):
+        sum_sb = received_sb[0:rows, tile - begin]
+        own_ps = b.banks.inner_ps[tile][0:rows, 0 : 2 * T]
+        nisa.tensor_tensor(dst=sum_sb, data1=own_ps, data2=sum_sb, op=nl.add)
+        gate, up = sum_sb[0:rows, 0:T], sum_sb[0:rows, T : 2 * T]
+        _activate(config, b, gate, up, buffer, item, ring, tile)
 
 
 def _project(
@@ -237,6 +295,7 @@ def _project(
     weights_sb: nl.NkiTensor,
     turned_sb: nl.NkiTensor,
     first: int,
+    is_first: bool,
 ) -> None:
     """Multiply [h, n, i] weights of the tiles of H from `first` on with the tokens, [i, T]."""
     count, columns = weights_sb.shape[1], weights_sb.shape[2]
@@ -246,7 +305,7 @@ def _project(
             dst=dst_ps,
             stationary=weights_sb[0:depth, t, 0:columns],
             moving=turned_sb[0:depth, first + t, 0 : config.T],
-            accumulate=first + t > 0,
+            accumulate=t > 0 or not is_first,
         )
 
 

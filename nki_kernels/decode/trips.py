@@ -25,10 +25,22 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
-from nki_kernels.decode.config import DecodeConfig, entry_stride, group_size, splits_experts
+from nki_kernels.decode.config import (
+    DecodeConfig,
+    entry_stride,
+    group_size,
+    shares_halves,
+    splits_experts,
+)
 from nki_kernels.decode.list import Listed
 from nki_kernels.decode.out import Group, keep_scales, project_out
-from nki_kernels.decode.stages import load_in, load_out, project_in, spread_column
+from nki_kernels.decode.stages import (
+    load_in,
+    load_out,
+    project_half,
+    project_in,
+    spread_column,
+)
 
 _FAR_AHEAD = 4  # entries of a trip
 
@@ -42,7 +54,8 @@ class Pipeline(NKIObject):
         size: entries of each core; 0 for one entry whose chunks the cores share.
         first: from `position` to this core's first entry.
         own: the items of an entry that are this core's, by their number in the expert.
-        count: items of the trip.
+        begin, end: numbers of the trip's items.
+        is_halved: whether its entry is shared by halves; see `project_half`.
         is_ahead: whether its first items are on their way.
         is_followed: whether a trip may follow, whose first items are looked up and asked for here.
         experts_in, experts_out: (1, 1) int32 tiles.
@@ -53,7 +66,9 @@ class Pipeline(NKIObject):
     size: int
     first: int
     own: list[int]
-    count: int
+    begin: int
+    end: int
+    is_halved: bool
     is_ahead: bool
     is_followed: bool
     experts_in: list[nl.NkiTensor]
@@ -80,7 +95,7 @@ def run_trip(
         routing: list and weights.
         pipeline: which ones.
     """
-    if pipeline.count == 0:
+    if pipeline.begin == pipeline.end:
         return
     if not pipeline.is_ahead:
         load_first(config, b, x, pipeline)
@@ -88,13 +103,13 @@ def run_trip(
         _look_up_entries(config, b, routing, pipeline, b.expert_in, -1)
         _look_up_entries(config, b, routing, pipeline, b.expert_out, -1)
     groups = _make_groups(config, pipeline)
-    for item in range(pipeline.count):
+    for item in range(pipeline.begin, pipeline.end):
         _start_item(config, b, x, turned_sb, routing, pipeline, item)
         for group in groups:
             if group.after == item:
                 _finish_group(config, b, x, routing, pipeline, group)
     for group in groups:
-        if group.after >= pipeline.count:
+        if group.after >= pipeline.end:
             _finish_group(config, b, x, routing, pipeline, group)
 
 
@@ -102,12 +117,12 @@ def load_first(
     config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, pipeline: Pipeline
 ) -> None:
     """Ask for the first items of a trip, in the order of use."""
-    ahead = min(pipeline.count, config.weight_buffers)
-    for turn in range(ahead + config.parts):
-        if turn < ahead:
-            _load_item_in(config, b, x, pipeline, turn)
+    begin, count = pipeline.begin, min(pipeline.end - pipeline.begin, config.weight_buffers)
+    for turn in range(count + config.parts):
+        if turn < count:
+            _load_item_in(config, b, x, pipeline, begin + turn)
         if turn >= config.parts:
-            _load_item_out(config, b, x, pipeline, turn - config.parts)
+            _load_item_out(config, b, x, pipeline, begin + turn - config.parts)
 
 
 def make_pipeline(
@@ -123,14 +138,16 @@ def make_pipeline(
     """
     own = _own_items(config, routing.core, size)
     first = routing.core if splits_experts(config) and size > 0 else 0
-    count = max(1, size) * len(own)
+    is_halved = size == 0 and shares_halves(config)
+    begin = own[0] if is_halved else 0
+    end = begin + max(1, size) * len(own)
     if isinstance(position, int):
         experts = []
         for entry in range(max(1, size)):
             number = position + first + entry * entry_stride(config)
             experts.append(routing.list_sb[0:1, number : number + 1])
         return Pipeline(
-            position, size, first, own, count, False, False, experts, experts,
+            position, size, first, own, begin, end, is_halved, False, False, experts, experts,
             routing.weights, routing.inputs, position + first, entry_stride(config),
         )  # fmt: skip
     experts_in, experts_out = b.expert_in, b.expert_out
@@ -139,8 +156,8 @@ def make_pipeline(
         _copy_number(b.shared_expert, routing.list_sb, position, 0, nisa.engine.scalar)
         experts_in, experts_out = [b.shared_expert], [b.shared_expert]
     return Pipeline(
-        position, size, first, own, count, False, False, experts_in, experts_out,
-        b.weights, b.inputs, 0, 1,
+        position, size, first, own, begin, end, is_halved, False, False, experts_in,
+        experts_out, b.weights, b.inputs, 0, 1,
     )  # fmt: skip
 
 
@@ -155,18 +172,18 @@ def make_first_pipeline(config: DecodeConfig, b: DecodeBuffers, routing: Listed)
         nisa.tensor_copy(dst=b.expert_out[entry], src=source, engine=nisa.engine.gpsimd)
     own = _own_items(config, routing.core, config.unroll)
     return Pipeline(
-        0, config.unroll, first, own, config.unroll * len(own), False, False,
+        0, config.unroll, first, own, 0, config.unroll * len(own), False, False, False,
         b.expert_in, b.expert_out, b.weights, b.inputs, 0, 1,
     )  # fmt: skip
 
 
 def _own_items(config: DecodeConfig, core: int, size: int) -> list[int]:
     """Return which items of its experts a core computes."""
-    begin, end = 0, config.chunks
-    if config.num_cores > 1 and not (splits_experts(config) and size > 0):
-        half = (config.chunks + 1) // 2
-        begin, end = (0, half) if core == 0 else (half, config.chunks)
-    return list(range(begin * config.parts, end * config.parts))
+    count = config.chunks * config.parts
+    if config.num_cores == 1 or (splits_experts(config) and size > 0):
+        return list(range(count))
+    half = count // 2 if shares_halves(config) else (config.chunks + 1) // 2 * config.parts
+    return list(range(half)) if core == 0 else list(range(half, count))
 
 
 def _start_item(
@@ -179,7 +196,9 @@ def _start_item(
     item: int,
 ) -> None:
     """Do the gate and up projections of an item, then load and look up what may follow."""
-    entry, own = item // len(pipeline.own), item % len(pipeline.own)
+    count = len(pipeline.own)
+    entry, own = (item - pipeline.begin) // count, (item - pipeline.begin) % count
+    part = item % config.parts
     buffer = item % config.weight_buffers
     if own == 0:
         column = pipeline.column + entry * pipeline.step
@@ -187,8 +206,12 @@ def _start_item(
         if pipeline.is_followed and entry == pipeline.size - 1:
             after = pipeline.size * entry_stride(config) + pipeline.first
             _copy_columns(config, b, routing, pipeline.position, after, config.unroll)
-    project_in(config, b, turned_sb, buffer, item, entry % 2)
-    if own == config.parts - 1:
+    if pipeline.is_halved:
+        project_half(config, b, turned_sb, buffer, item, entry % 2, routing.core)
+    else:
+        is_last = part == config.parts - 1
+        project_in(config, b, turned_sb, buffer, item, entry % 2, part == 0, is_last)
+    if own == min(count, config.parts) - 1:
         keep_scales(config, b, buffer, entry % 2)
     _load_item_in(config, b, x, pipeline, item + config.weight_buffers)
     if pipeline.is_followed:
@@ -214,17 +237,17 @@ def _finish_group(
 def _make_groups(config: DecodeConfig, pipeline: Pipeline) -> list[Group]:
     """Cut the items of a trip into groups, none of which is of two experts, nor of parts of two."""
     count = len(pipeline.own)
-    together = count if config.parts == 1 else config.parts
+    together = count if config.parts == 1 else min(count, config.parts)
     firsts = []
-    for begin in range(0, pipeline.count, together):
+    for begin in range(pipeline.begin, pipeline.end, together):
         for turn in range(0, together, group_size(config)):
             firsts.append(begin + turn)
-    firsts.append(pipeline.count)
+    firsts.append(pipeline.end)
     groups = []
     for number in range(len(firsts) - 1):
         item, end = firsts[number], firsts[number + 1]
-        entry, own, size = item // count, item % count, end - item
-        after = end - 1 + config.parts
+        entry, own = (item - pipeline.begin) // count, (item - pipeline.begin) % count
+        size, after = end - item, end - 1 + together
         if config.parts == 1 and number + 2 < len(firsts):
             after = firsts[number + 2] - 1
         adds_bias = config.formula.has_down_bias and pipeline.own[own] == 0
@@ -239,9 +262,10 @@ def _load_item_in(
     """Load gate and up weights of an item of a trip, or of the trip that follows."""
     found = _item_at(config, pipeline, item)
     if found >= 0:
-        expert = pipeline.experts_in[found // len(pipeline.own)]
-        own = pipeline.own[found % len(pipeline.own)]
-        load_in(config, b, x, expert, found % config.weight_buffers, own)
+        number, count = found - pipeline.begin, len(pipeline.own)
+        expert, own = pipeline.experts_in[number // count], pipeline.own[number % count]
+        is_last = number % count % config.parts == min(count, config.parts) - 1
+        load_in(config, b, x, expert, found % config.weight_buffers, own, is_last)
 
 
 def _load_item_out(
@@ -250,8 +274,8 @@ def _load_item_out(
     """Load down weights of an item of a trip, or of the trip that follows."""
     found = _item_at(config, pipeline, item)
     if found >= 0:
-        expert = pipeline.experts_out[found // len(pipeline.own)]
-        own = pipeline.own[found % len(pipeline.own)]
+        number, count = found - pipeline.begin, len(pipeline.own)
+        expert, own = pipeline.experts_out[number // count], pipeline.own[number % count]
         load_out(config, b, x, expert, found % config.weight_buffers, own)
 
 
@@ -260,7 +284,7 @@ def _item_at(config: DecodeConfig, pipeline: Pipeline, item: int) -> int:
 
     The first item of a trip is in the first buffer.
     """
-    if item < pipeline.count:
+    if item < pipeline.end:
         return item
     if pipeline.is_followed and config.missing == "skip":
         return item % config.weight_buffers
