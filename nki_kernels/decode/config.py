@@ -21,6 +21,7 @@ _JOINED = (32, 64)  # rows of I that start the second half of a tile where engin
 _OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF, at most
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
+ASKING_TOKENS = 128  # up to here rows of tokens and the first weights are on chip together
 UNROLLED_ENTRIES = 8  # entries of a core that are written out rather than looped over
 _MAX_GROUP = 4  # chunks
 _MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
@@ -182,6 +183,11 @@ def list_width(config: DecodeConfig) -> int:
     if config.mode == "all":
         return config.E
     return min(config.E, config.T * config.K)
+
+
+def is_direct_in(config: DecodeConfig) -> bool:
+    """Whether tokens are loaded as x^T, without turning them."""
+    return config.h_axis.is_strided and config.T <= DIRECT_IN
 
 
 def is_direct_out(config: DecodeConfig, tokens: int) -> bool:

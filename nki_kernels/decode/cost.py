@@ -5,11 +5,11 @@ from __future__ import annotations
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.decode.config import (
-    DIRECT_IN,
     DIRECT_OUT,
     DecodeConfig,
     accumulator_banks,
     is_direct,
+    is_direct_in,
     item_bytes,
     joins_projections,
     list_width,
@@ -108,7 +108,7 @@ def _columns_of_ends(config: DecodeConfig, core: int) -> int:
         columns += tiles * config.E
     if not is_direct(config):
         columns += list_width(config)
-    if not (axis.is_strided and T <= DIRECT_IN):
+    if not is_direct_in(config):
         columns += axis.count * T
     if config.sums_in_psum:
         columns += accumulator_banks(config) * BANK_FLOATS

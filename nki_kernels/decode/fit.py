@@ -14,6 +14,7 @@ from nki_kernels.common.axes import tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, FITTED_SBUF_BYTES, PARTITIONS, core
 from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.decode.config import (
+    ASKING_TOKENS,
     DecodeConfig,
     DecodeRequest,
     accumulator_banks,
@@ -40,6 +41,7 @@ _ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
 
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
 _MAX_CHUNKS = 512
+_BUFFERS = 4  # that keep the memory busy over the edge of a loop
 _MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
 
 
@@ -74,16 +76,20 @@ def sbuf_bytes(config: DecodeConfig) -> int:
     if config.weights.layout == "ehi":
         # What lies beside the weights has tiles of its own there, small ones.
         experts += config.weight_buffers * 4 * extra_floats(config)
-    experts += tiles_bytes(ends.loaded)  # first weights are asked for before the tokens
+    at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.turned)
+    if config.T <= ASKING_TOKENS:
+        experts += tiles_bytes(ends.loaded)
     at_last = table_bytes(ends) - tiles_bytes(ends.loaded) + tiles_bytes(tokens.total)
     passing = _passing_floats(config) * 4
-    return max(experts, at_last) + SMALL_TILES_BYTES + table_bytes(routing) + passing
+    return max(experts, at_first, at_last) + SMALL_TILES_BYTES + table_bytes(routing) + passing
 
 
 def _passing_floats(config: DecodeConfig) -> int:
     """Return the numbers that listing and weighing experts hold for a moment."""
     width, E = list_width(config), config.E
-    return 3 * width + 2 * read_ahead(config) + E + -(-config.T // PARTITIONS) * (2 * E + 32)
+    rules = 3 * (config.unroll + 2) + 2 * (width + read_ahead(config))
+    passing = 3 * width + 2 * read_ahead(config) + E + rules
+    return passing + -(-config.T // PARTITIONS) * (2 * E + 32)
 
 
 def _fits_psum(config: DecodeConfig) -> bool:
@@ -167,6 +173,8 @@ def _first_that_fits(
     """Return the configuration with the most buffers that fits."""
     for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
         candidate = _with_chunks(draft, chunks, parts, buffers)
+        if buffers > _BUFFERS and not request.weight_buffers and _waits_for_memory(candidate):
+            continue
         for in_psum in (True, False):
             placed = replace(candidate, sums_in_psum=in_psum)
             if in_psum and (request.sums == "sbuf" or not _fits_psum(placed)):
@@ -176,6 +184,14 @@ def _first_that_fits(
             if sbuf_bytes(placed) <= FITTED_SBUF_BYTES:
                 return placed
     return None
+
+
+def _waits_for_memory(config: DecodeConfig) -> bool:
+    """Whether computing takes so little that longer trips of the loop gain nothing.
+
+    What is asked for ahead of the end of a list, and is not there, holds up what the cores share.
+    """
+    return _compute_ns(config) < _load_ns(config) / 2
 
 
 def _with_chunks(
@@ -242,8 +258,12 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     elif config.shard == "experts" and config.chunks % config.num_cores:
         # An odd expert is shared as well as its chunks allow.
         items += _odd_share(config) / config.num_cores
-    last = compute / config.parts
-    return start + items * max(load, compute) + last + _ACTIVATE_NS * chip.steps
+    if not is_direct(config) and config.mode == "selective":
+        # At the end of a trip nothing is computed while the last chunk is activated.
+        compute += _ACTIVATE_NS * chip.steps / (config.unroll * core_chunks(config))
+    if config.weight_buffers < 2 * config.parts:
+        load += _ACTIVATE_NS * chip.steps  # the next chunk is not on chip before this one is done
+    return start + items * max(load, compute) + compute / config.parts
 
 
 def _odd_share(config: DecodeConfig) -> float:
@@ -285,4 +305,4 @@ def _compute_ns(config: DecodeConfig) -> float:
         vector += (
             config.h_axis.count * T + banks * chip.vector_overhead_cycles
         ) / chip.vector_cycles_per_ns
-    return max(matmuls, vector)
+    return max(matmuls + _ACTIVATE_NS * chip.steps, vector)

@@ -61,6 +61,7 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import (
+    ASKING_TOKENS,
     UNROLLED_ENTRIES,
     DecodeConfig,
     entry_stride,
@@ -68,7 +69,7 @@ from nki_kernels.decode.config import (
     list_width,
     output_dtype,
 )
-from nki_kernels.decode.ends import finish, load_tokens
+from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
 from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
 from nki_kernels.decode.trips import load_first, make_first_pipeline, make_pipeline, run_trip
 
@@ -94,16 +95,32 @@ def decode_moe(
     index_tiles = _load_per_token(config, expert_index)
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
     sums = make_sums(config)
-    b = make_buffers(config, sums)
     affinity_tiles = _load_per_token(config, expert_affinities)
-    routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
-    if _has_loop(config):
-        ask_first(config, b, x, routing)
-    turned_sb = load_tokens(config, sums, hidden)
-    start_sums(config, sums)
-    run_experts(config, b, x, turned_sb, routing, True)
+    row_tiles = load_tokens(config, hidden)
+    _add_experts(config, sums, x, row_tiles, index_tiles, affinity_tiles, first_sb, core)
     finish(config, sums, output, core, [])
     return output
+
+
+def _add_experts(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    x: DecodeOperands,
+    row_tiles: list[nl.NkiTensor],
+    index_tiles: list[nl.NkiTensor],
+    affinity_tiles: list[nl.NkiTensor],
+    first_sb: Any,
+    core: int,
+) -> None:
+    """Make y^T of this core; all that takes place on chip but for `sums` is free again then."""
+    b = make_buffers(config, sums)
+    routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
+    asks = _has_loop(config) and config.T <= ASKING_TOKENS
+    if asks:
+        ask_first(config, b, x, routing)
+    turned_sb = turn_tokens(config, sums, row_tiles)
+    start_sums(config, sums)
+    run_experts(config, b, x, turned_sb, routing, asks)
 
 
 def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
@@ -180,16 +197,23 @@ def run_experts(
     if len(routing.ends) == 0:
         _run_known(config, b, x, turned_sb, routing)
         return
-    unroll, ends = config.unroll, []
-    for end_sb in routing.ends:
-        end = nisa.register_alloc()
-        nisa.register_load(end, end_sb)
-        ends.append(end)
-    _loop_over(config, b, x, turned_sb, routing, 0, ends[0], unroll)
+    # A loop waits for the registers before it: each is loaded where it is needed.
+    unroll = config.unroll
+    begin = _load_end(routing, 0)
+    _loop_over(config, b, x, turned_sb, routing, 0, begin, unroll)
     for size in range(1, unroll):
-        _loop_over(config, b, x, turned_sb, routing, ends[0], ends[size], size)
+        end = _load_end(routing, size)
+        _loop_over(config, b, x, turned_sb, routing, begin, end, size)
     if entry_stride(config) > 1:
-        _loop_over(config, b, x, turned_sb, routing, ends[unroll], ends[unroll + 1], 0)
+        begin, end = _load_end(routing, unroll), _load_end(routing, unroll + 1)
+        _loop_over(config, b, x, turned_sb, routing, begin, end, 0)
+
+
+def _load_end(routing: Listed, number: int) -> Any:
+    """Return a register with one of the ends of loops."""
+    end = nisa.register_alloc()
+    nisa.register_load(end, routing.ends[number])
+    return end
 
 
 def ask_first(config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, routing: Listed) -> None:

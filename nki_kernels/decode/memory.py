@@ -14,10 +14,10 @@ from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.memory import Tiles, tiles
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.decode.config import (
-    DIRECT_IN,
     DecodeConfig,
     group_size,
     is_direct,
+    is_direct_in,
     is_direct_out,
     keeps_scales,
     list_width,
@@ -42,7 +42,7 @@ def token_table(config: DecodeConfig) -> TokenTable:
     """Return the buffers of tokens and sums."""
     rows, count, T = config.h_axis.rows, config.h_axis.count, config.T
     shape = (rows, count, T)
-    if config.h_axis.is_strided and config.T <= DIRECT_IN:
+    if is_direct_in(config):
         shape = (rows, T, count)
     return TokenTable(tiles(1, shape, nl.bfloat16), tiles(1, (rows, count, T), nl.float32))
 

@@ -124,10 +124,11 @@ def _load_part_in(
     """Load tiles of H of the gate and up columns from `first` on; a whole row is one run."""
     h_axis, I, columns = config.h_axis, config.I, config.i_axis.size  # noqa: E741
     begin, end = tiles_of_part(h_axis, config, part)
-    pieces = [[I, 2], [1, columns]] if columns < I else [[1, 2 * I]]
-    rows = [[h_axis.count * 2 * I, h_axis.rows], [2 * I, end - begin]]
+    pattern = [[h_axis.count * 2 * I, h_axis.rows], [2 * I, end - begin], [I, 2], [1, columns]]
+    if columns == I:
+        pattern = [[h_axis.count * 2 * I, h_axis.rows], [1, (end - begin) * 2 * I]]
     part_sb = dst_sb[0 : h_axis.rows, 0 : (end - begin) * 2 * columns]
-    load_pattern(part_sb, gate_up, rows + pieces, begin * 2 * I + first)
+    load_pattern(part_sb, gate_up, pattern, begin * 2 * I + first)
 
 
 def _load_part_out(

@@ -43,6 +43,7 @@ from nki_kernels.decode.stages import (
 )
 
 _FAR_AHEAD = 4  # entries of a trip
+_LOOK_UP_AHEAD = 2  # items
 
 
 @dataclass
@@ -299,17 +300,30 @@ def _look_up_entries(
     experts: list[nl.NkiTensor],
     item: int,
 ) -> None:
-    """Look up what follows the entries whose last load took the buffer of an item (-1: none's).
+    """Look up what follows the entries for which it is time after an item (-1: before the first).
 
     GpSimd does it where there are entries enough to look ahead; it may be a few behind with sums.
     """
     engine = nisa.engine.gpsimd if config.unroll >= _FAR_AHEAD else nisa.engine.scalar
     stride = entry_stride(config)
     for entry in range(pipeline.size):
-        last = (entry + 1) * len(pipeline.own) - 1
-        if max(-1, last - config.weight_buffers) == item:
+        if _look_up_time(config, pipeline, entry) == item:
             number = pipeline.first + (pipeline.size + entry) * stride
             _copy_number(experts[entry], routing.pairs_sb, pipeline.position, number, engine)
+
+
+def _look_up_time(config: DecodeConfig, pipeline: Pipeline, entry: int) -> int:
+    """Return the item after which to look up what follows an entry.
+
+    Its last load must have been asked for, or the engine that looks up waits; and what is looked
+    up is soon used: the first load of what follows takes the buffer of the item `need`.
+    """
+    count, buffers, items = len(pipeline.own), config.weight_buffers, pipeline.end
+    first = entry * count
+    need = items - buffers + (first - items) % buffers
+    if first >= buffers:
+        need = items
+    return max(-1, first + count - 1 - buffers, min(items - 1, need - _LOOK_UP_AHEAD))
 
 
 def _copy_number(
