@@ -96,8 +96,7 @@ def decode_moe(
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
     sums = make_sums(config)
     affinity_tiles = _load_per_token(config, expert_affinities)
-    row_tiles = load_tokens(config, hidden)
-    _add_experts(config, sums, x, row_tiles, index_tiles, affinity_tiles, first_sb, core)
+    _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
     finish(config, sums, output, core, [])
     return output
 
@@ -106,7 +105,7 @@ def _add_experts(
     config: DecodeConfig,
     sums: SumBuffers,
     x: DecodeOperands,
-    row_tiles: list[nl.NkiTensor],
+    hidden: nl.NkiTensor,
     index_tiles: list[nl.NkiTensor],
     affinity_tiles: list[nl.NkiTensor],
     first_sb: Any,
@@ -118,7 +117,7 @@ def _add_experts(
     asks = _has_loop(config) and config.T <= ASKING_TOKENS
     if asks:
         ask_first(config, b, x, routing)
-    turned_sb = turn_tokens(config, sums, row_tiles)
+    turned_sb = turn_tokens(config, sums, load_tokens(config, hidden))
     start_sums(config, sums)
     run_experts(config, b, x, turned_sb, routing, asks)
 
