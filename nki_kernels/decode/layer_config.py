@@ -101,7 +101,7 @@ def make_layer_config(
     check_router_formula(router, sizes.num_experts)
     if sizes.K != router.top_k:
         raise ValueError(f"K={sizes.K}: must be top_k={router.top_k} of the router.")
-    front_ns = (_FRONT_NS + _FRONT_TOKEN_NS * sizes.T) * core().steps
+    front_ns = (_FRONT_NS + _FRONT_TOKEN_NS * sizes.T) * core(request.chip).steps
     routed = make_decode_config(sizes, formula, weights, replace(request, front_ns=front_ns))
     weight_bytes = 4 if form.router_dtype == "float32" else 2
     parts = router_parts(routed.num_experts, routed.H, weight_bytes, routed.num_cores)
