@@ -67,6 +67,11 @@ def chip_in_force(name: str = "trn2") -> Hardware:
     return hardware.CHIPS[name]
 
 
+def fitted_sbuf_bytes(name: str = "trn2") -> int:
+    """Return the bytes per partition that buffers may be fitted into, in whole KiB."""
+    return hardware.CHIPS[name].sbuf_usable_bytes_per_partition // 1024 * 1024
+
+
 def core(name: str = "trn2") -> Core:
     """Return a core of a chip, by the coefficients in force."""
     chip = chip_in_force(name)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_in_fours
-from nki_kernels.common.chip import BANK_FLOATS, FITTED_SBUF_BYTES, PARTITIONS, core
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, core, fitted_sbuf_bytes
 from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.common.weight_formats import MX_GROUP
 from nki_kernels.decode.config import (
@@ -141,7 +141,7 @@ def _first_that_fits(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfi
     for chunks in _chunk_counts(draft, request.chunks):
         for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
             candidate = _with_chunks(draft, chunks, buffers)
-            if sbuf_bytes(candidate) <= FITTED_SBUF_BYTES:
+            if sbuf_bytes(candidate) <= fitted_sbuf_bytes(draft.chip):
                 return candidate
     return None
 
