@@ -107,7 +107,9 @@ def pair_lift(trace: RoutingTrace, layer: int) -> Floats:
     without_repeats = (top_k - 1) * experts / (top_k * max(1, experts - 1))
     by_chance = np.outer(load_E, load_E) / tokens * without_repeats
     np.fill_diagonal(by_chance, 0.0)
-    return np.divide(together, by_chance, out=np.full_like(together, np.nan), where=by_chance > 0)
+    lift: Floats = np.full_like(together, np.nan)
+    np.divide(together, by_chance, out=lift, where=by_chance > 0)
+    return lift
 
 
 @dataclass(frozen=True, slots=True)
