@@ -24,7 +24,7 @@ from neuron_moe.plan import Step
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
 from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
 from neuron_moe.tools.bench.comparison.sources import write_result
-from neuron_moe.tools.commands.inspect import read_model
+from neuron_moe.tools.models import MODEL_HELP, read_model
 from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.tune.page import tune_page
 from neuron_moe.tools.tune.picture import draw
@@ -171,7 +171,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="a shipped configuration, or a path")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--tp", type=int, default=1, help="ranks that split an expert")
     parser.add_argument("--ep", type=int, default=1, help="ranks that split the experts")
     parser.add_argument("--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2")
