@@ -66,13 +66,8 @@ class _Tuner:
         for tokens in sorted(set(self._args.buckets)):
             problem = Problem.of(self._layer, tokens, self._routing(tokens), self._args.weights)
             points = problem.points(self._args.block_sizes)
-            untuned, default = problem.untuned(), problem.default()
-            asked = [*points[: self._args.simulate], *_best_of_each_size(points), untuned, default]
-            alike = {repr(p.config) + str(p.block_size): p for p in asked}
-            untuned, default = (
-                alike[repr(p.config) + str(p.block_size)] for p in (untuned, default)
-            )
-            work = PrefillWork(problem, list(alike.values()), self._kept)
+            asked, untuned, default = points_to_simulate(problem, points, self._args.simulate)
+            work = PrefillWork(problem, asked, self._kept)
             self._ends[work] = untuned, default
             self._sure[work] = SureWork(work, self._kept)
         for tokens in sorted(set(self._args.decode)):
@@ -155,6 +150,25 @@ def main(argv: list[str] | None = None) -> int:
         raise
     tuner.write(tuner.report())
     return 0
+
+
+def points_to_simulate(
+    problem: Problem, points: Sequence[Point], count: int
+) -> tuple[list[Point], Point, Point]:
+    """Return the points that are simulated, and which of them run untuned and by default.
+
+    Args:
+        problem: what is tuned.
+        points: by estimate, the fastest first.
+        count: so many of the fastest; the best of each block size are simulated too.
+    """
+    untuned, default = problem.untuned(), problem.default()
+    asked = [*points[:count], *_best_of_each_size(points), untuned, default]
+    alike = {repr(point.config) + str(point.block_size): point for point in asked}
+    untuned, default = (
+        alike[repr(point.config) + str(point.block_size)] for point in (untuned, default)
+    )
+    return list(alike.values()), untuned, default
 
 
 def _best_of_each_size(points: Sequence[Point]) -> list[Point]:
