@@ -67,8 +67,14 @@ EQUIVALENT = (
     ),
     Equivalent(
         "neuron_moe/quantize/recode.py",
-        "step = max(1, _CHUNK_VALUES // max(1, num_groups * 32))",
-        "step = max(1, _CHUNK_VALUES * max(1, num_groups * 32))",
-        "how many rows are worked on at once; the result is the same, its time is not",
+        "relative = relative.clamp(0, E8M0_NAN - 1).to(torch.uint8)",
+        "relative = relative.clamp(1, E8M0_NAN - 1).to(torch.uint8)",
+        "only groups of zeros lie outside the window, whatever the exponent they are given",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/recode.py",
+        "relative = relative.clamp(0, E8M0_NAN - 1).to(torch.uint8)",
+        "relative = relative.clamp(0, E8M0_NAN - 2).to(torch.uint8)",
+        "only groups of zeros lie outside the window, whatever the exponent they are given",
     ),
 )
