@@ -141,6 +141,27 @@ def test_jitter_only_while_training() -> None:
     assert torch.equal(router(hidden).router_logits_TE, calm)
 
 
+def test_jitter_multiplies_each_input_by_up_to_eps_more_or_less() -> None:
+    router = RouterTopK(16, 2, 16, jitter_eps=0.3)
+    torch.nn.init.eye_(router.linear_router.weight)
+    logits = router.get_router_logits(torch.ones(400, 16)).detach()
+    assert 0.7 <= float(logits.min()) < 0.71
+    assert 1.29 < float(logits.max()) <= 1.3001
+
+
+@pytest.mark.parametrize("jitter_eps", [1.0, -0.1, float("nan")])
+def test_jitter_that_may_turn_an_input_around_is_refused(jitter_eps: float) -> None:
+    with pytest.raises(ValueError, match="jitter_eps="):
+        RouterTopK(8, 2, 16, jitter_eps=jitter_eps)
+
+
+def test_selection_bias_is_not_trained_by_gradients() -> None:
+    router = RouterTopK(8, 2, 16, act_fn="sigmoid", selection_bias=True)
+    assert [name for name, value in router.named_parameters() if not value.requires_grad] == [
+        "e_score_correction_bias"
+    ]
+
+
 def test_selection_bias_stays_float32_when_the_layer_is_cast() -> None:
     router = GroupLimitedRouter(8, 2, 16, n_group=4, topk_group=2)
     with torch.no_grad():
