@@ -40,7 +40,8 @@ PRICES = (
     "stage_prices.py", "times.py", "trip_time.py", "host_memory.py", "host_threads.py",
     "huge_pages.py",
 )  # fmt: skip
-AT_ONCE = re.compile("CHUNK|of_chunk|POOL|_MAX_GEOMETRIES")  # constants: how much is worked on, or kept
+# How much is worked on, or kept.
+AT_ONCE = re.compile("CHUNK|of_chunk|POOL|_MAX_GEOMETRIES")
 # Calls and functions that only time or tell.
 SILENT = re.compile(
     "facts|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
