@@ -181,7 +181,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[32, 64, 128], metavar="B")
     parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="in HBM; default: auto")
     parser.add_argument("--routing", default="balanced", help=", ".join(ROUTINGS))
-    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe trace)")
+    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)")
     parser.add_argument("--simulate", type=int, default=6, help="points a bucket (default: 6)")
     parser.add_argument("--quick", action="store_true", help="do not ask how sure the choice is")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
