@@ -360,6 +360,28 @@ FP8_REFUSALS = {
         ValueError,
         r"scale \[3, 1\]: must broadcast against codes \[4, 6\].*block_shape",
     ),
+    "scale-axes": (
+        lambda: quantized_of((4, 6), (1, 4, 6)),
+        ValueError,
+        r"scale \[1, 4, 6\]: must broadcast against codes \[4, 6\]",
+    ),
+    "one-axis": (
+        lambda: quantized_of((6,), (1,)),
+        ValueError,
+        r"codes \[6\]: must have at least two axes",
+    ),
+    "infinite-factor": (
+        lambda: rescale_ocp_to_neuron(quantized_of((2, 2), (1,)), float("inf")),
+        ValueError,
+        r"factor=inf: must be at least 448/240",
+    ),
+    "nan-codes": (
+        lambda: rescale_ocp_to_neuron(
+            QuantizedWeight(torch.tensor([[1.0, float("nan")]]).to(E4M3_OCP.dtype), torch.ones(1))
+        ),
+        ValueError,
+        r"codes \[1, 2\] hold NaN: .*Repair",
+    ),
     "grid-shape": (
         lambda: quantized_of((256, 130), (2, 1), (128, 128)),
         ValueError,
@@ -393,6 +415,8 @@ def test_weights_that_are_no_floats_are_refused(convert):
 
 
 def test_blocks_may_have_more_rows_than_columns():
+    usual = quantize_fp8(torch.ones(257, 257), scheme="blockwise_symmetric")
+    assert (usual.block_shape, tuple(usual.scale.shape)) == ((128, 128), (3, 3))
     weight = torch.arange(1.0, 1 + 130 * 70).view(130, 70)
     quantized = quantize_fp8(weight, scheme="blockwise_symmetric", block_shape=(128, 64))
     assert quantized.scale.shape == (2, 2)
