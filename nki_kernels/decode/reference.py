@@ -18,7 +18,6 @@ def decode_moe_ref(
     expert_index_TK: Array,
     affinities_TK: Array,
     formula: ExpertFormula,
-    first_expert: int = 0,
     *,
     scaling: str = "post",
     gate_up_bias_E2I: Array | None = None,
@@ -31,10 +30,9 @@ def decode_moe_ref(
         hidden_TH: [T, H] tokens; the result has their precision.
         gate_up_EH2I: [E, H, 2I] weights, gate columns first, scales applied.
         down_EIH: [E, I, H] weights, scales applied.
-        expert_index_TK: [T, K] global expert of each choice.
+        expert_index_TK: [T, K] local expert of each choice; others' experts add nothing.
         affinities_TK: [T, K].
         formula: what an expert computes; it has a gate.
-        first_expert: global number of local expert 0; others' experts add nothing.
         scaling: whether the affinity multiplies the expert's output (post), its input (pre), or
             nothing (none).
         gate_up_bias_E2I, down_bias_EH: biases, or None.
@@ -44,7 +42,7 @@ def decode_moe_ref(
         hidden_TH = quantized_words(hidden_TH)
     output_TH = np.zeros((len(hidden_TH), down_EIH.shape[2]), hidden_TH.dtype)
     for expert in range(len(down_EIH)):
-        chosen_TK = expert_index_TK == first_expert + expert
+        chosen_TK = expert_index_TK == expert
         tokens = np.flatnonzero(chosen_TK.any(axis=1))
         if not len(tokens):
             continue

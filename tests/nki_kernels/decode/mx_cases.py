@@ -74,8 +74,8 @@ class MxDecode(Decode):
         has = self.gate_up_bias is not None
         formula, _, request = self.records()
         return decode_moe_ref(
-            self.hidden_TH.astype(np.float64), self.gate_up, self.down, self.index_TK,
-            self.affinities_TK.astype(np.float64), formula, self.first, scaling=request.scaling,
+            self.hidden_TH.astype(np.float64), self.gate_up, self.down, self.index_TK - self.first,
+            self.affinities_TK.astype(np.float64), formula, scaling=request.scaling,
             gate_up_bias_E2I=self.gate_up_bias.astype(np.float64) if has else None,
             down_bias_EH=self.down_bias.astype(np.float64) if has else None, in_words=True,
         )  # fmt: skip

@@ -36,7 +36,7 @@ class Words:
         """Return [X, n] float64 of one expert."""
         elements = mx.unpack(self.words[expert], name).astype(np.float64)
         powers = np.exp2(self.scales[expert].astype(np.float64) - 127)
-        return elements * np.repeat(powers, MX_GROUP, axis=-1)
+        return np.asarray(elements * np.repeat(powers, MX_GROUP, axis=-1))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
