@@ -110,8 +110,9 @@ def test_drift_is_taken_out_and_times_are_those_at_the_start() -> None:
     assert np.all((found.error > 0.001) & (found.error < 0.003))
 
 
+@pytest.mark.long
 def test_the_bar_of_what_others_hide_holds_all_of_it() -> None:
-    model = ProbeModel([timed(job) for job in probe_jobs() if job.name == "tiles at once, narrow"])
+    model = ProbeModel([timed(job) for job in probe_jobs() if job.name == "tiles at once"])
     # Loads of stationary tiles take so long that the gap between tiles hides behind them.
     truth = {**start_values(), "stationary_load_floor_cycles": 28.0, "tile_issue_cycles": 8.2}
     times = Times(ns=model.ns(truth, {}), error=np.full(len(model), 1e-3), drift=np.zeros(1))
