@@ -27,10 +27,7 @@ SUBCOMMANDS = {
         "commands.evaluate",
         "held-out loss by weight format, ours and transformers",
     ),
-    "trace": (
-        "commands.trace",
-        "which experts a text chooses; skew and padding that follow",
-    ),
+    "routing": ("commands.routing", "which experts a text chooses; what follows for blocks, EPLB"),
     "prepare_corpus": ("train.prepare_corpus", "fetch and tokenise the corpus of the small model"),
     "train": ("train.train", "go on training a checkpoint, experts over ranks; resumes"),
     "train_tiny": ("train.train_tiny", "train the small GPT-OSS model"),

@@ -394,7 +394,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, help="positions of a sequence (default: + 1024)")
     parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="to rank layouts by")
     parser.add_argument("--table", action="store_true", help="print all layouts and coefficients")
-    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe trace)")
+    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)")
     parser.add_argument("--weights", choices=list(WEIGHT_BYTES), help="default: as the checkpoint")
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="compute with what `chip calibrate` measured"

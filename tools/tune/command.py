@@ -25,6 +25,9 @@ from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
 from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
 from neuron_moe.tools.bench.comparison.sources import write_result
 from neuron_moe.tools.commands.inspect import read_model
+from neuron_moe.tools.pages import add_report_option, write_page
+from neuron_moe.tools.tune.page import tune_page
+from neuron_moe.tools.tune.picture import draw
 from neuron_moe.tools.tune.problem import (
     ROUTINGS,
     WEIGHTS,
@@ -34,7 +37,7 @@ from neuron_moe.tools.tune.problem import (
     decode_configs,
     draw_routing,
 )
-from neuron_moe.tools.tune.results import bucket_report, decode_report, draw, table
+from neuron_moe.tools.tune.results import bucket_report, decode_report, table
 from neuron_moe.tools.tune.work import DecodeWork, Kept, PrefillWork, SureWork, cache_folder
 from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans, TunedPrefill
 
@@ -134,6 +137,8 @@ class _Tuner:
             print(f"plans: {args.out}")
         if args.picture is not None and report["buckets"]:
             print(f"picture: {draw(report['buckets'], where, args.picture)}")
+        if args.report is not None:
+            print(f"report: {write_page(tune_page(report, where), args.report)}")
         if args.json is not None:
             write_result(args.json, report)
 
@@ -176,7 +181,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[32, 64, 128], metavar="B")
     parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="in HBM; default: auto")
     parser.add_argument("--routing", default="balanced", help=", ".join(ROUTINGS))
-    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe trace)")
+    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)")
     parser.add_argument("--simulate", type=int, default=6, help="points a bucket (default: 6)")
     parser.add_argument("--quick", action="store_true", help="do not ask how sure the choice is")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
@@ -184,6 +189,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="plans, for a model to load")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was found")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")
+    add_report_option(parser)
     args = parser.parse_args(argv)
     for tokens in (*args.buckets, *args.decode):
         check_positive_int("--buckets and --decode", tokens)
