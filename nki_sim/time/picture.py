@@ -14,10 +14,11 @@ from nki_sim.time.lines import LineTable, LineTime
 _MAX_SEPARATE_BOXES: Final = 120
 _LANES: Final = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma", "exchange")
 _LINE_COLORS: Final = (
-    "#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8c6d31",
+    "#c8501e", "#2a6fb0", "#3a8f3a", "#6f4fb0", "#d9a441", "#4fb0b0", "#c06090",
 )  # fmt: skip
-_OTHER: Final = "#b9b9b9"
+_OTHER: Final = "#cccccc"
 _LEGEND_COLUMNS: Final = 185
+_PIXELS: Final = 1500  # across; what lies closer is joined
 _HEIGHT: Final = 0.76  # of a lane, whose neighbour is 1 away
 
 Group = tuple[str, int, str]
@@ -27,7 +28,19 @@ Group = tuple[str, int, str]
 def save_picture(
     timeline: Drawable, path: str | Path, title: str, start_ns: float = 0.0, end_ns: float = 0.0
 ) -> Path:
-    """Draw the lanes of every core over time into a PNG file.
+    """Draw the lanes of every core over time into a PNG file; see `lanes_figure`.
+
+    Raises:
+        ValueError: the window is empty.
+    """
+    figure = lanes_figure(timeline, title, start_ns, end_ns)
+    target = Path(path)
+    figure.savefig(target, format="png")
+    return target
+
+
+def lanes_figure(timeline: Drawable, title: str, start_ns: float = 0.0, end_ns: float = 0.0) -> Any:
+    """Draw the lanes of every core over time; return matplotlib's Figure.
 
     The lines that hold up the whole longest have colours, and stand below with their source.
     Where a lane holds many boxes, those less than a pixel apart are joined, so that the picture of
@@ -36,7 +49,6 @@ def save_picture(
     Raises:
         ValueError: the window is empty.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     end_ns = end_ns or timeline.total_ns
@@ -49,15 +61,14 @@ def save_picture(
     lanes = _lanes(timeline.intervals(), start_ns, end_ns)
     inches = 1.2 + 0.45 * max(1, len(lanes)) + 0.2 * (len(hot) + 1)
     figure = Figure(figsize=(14, inches), dpi=120)
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     colors = dict(zip(map(_group_of, hot), _LINE_COLORS, strict=False))
     for row, boxes in enumerate(lanes.values()):
-        _draw_lane(axes, row, boxes, colors, (end_ns - start_ns) / 3000)
+        _draw_lane(axes, row, boxes, colors, (end_ns - start_ns) / _PIXELS)
     many = len(timeline.result.graph.cores) > 1
     labels = [f"{core_name(lane[:2])} {lane[2]}" if many else lane[2] for lane in lanes]
     axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
+    axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlim(start_ns / 1e3, end_ns / 1e3)
     axes.set_xlabel("time, us (simulated)")
     axes.set_title(title, fontsize=10)
@@ -65,9 +76,7 @@ def save_picture(
         axes.spines[side].set_visible(False)
     _add_legend(figure, hot, timeline.total_ns)
     figure.tight_layout(rect=(0.0, 0.2 * (len(hot) + 1) / inches, 1.0, 1.0))
-    target = Path(path)
-    figure.savefig(target, format="png")
-    return target
+    return figure
 
 
 def _lanes(

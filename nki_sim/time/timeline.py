@@ -318,11 +318,14 @@ class Timeline:
             start_ns: left edge.
             end_ns: right edge; 0 means the end of the run.
         """
-        title = (
+        return save_picture(self, path, self.headline(), start_ns, end_ns)
+
+    def headline(self) -> str:
+        """Return the run in one line: time, what was reached of the peaks."""
+        return (
             f"{self.chip.name}: {self.total_us:,.1f} us, PE {self.pe_utilisation:.0%}, "
             f"HBM {self.hbm_bytes_per_s / 1e9:,.0f} GB/s, {self.roofline_share:.0%} of the roofline"
         )
-        return save_picture(self, path, title, start_ns, end_ns)
 
     def save_perfetto(self, path: str | Path) -> Path:
         """Write a trace file in the Chrome JSON format, for ui.perfetto.dev or chrome://tracing."""

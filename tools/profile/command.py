@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,19 @@ from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
 from neuron_moe.tools.bench.comparison.sources import write_result
 from neuron_moe.tools.commands.inspect import read_model
 from neuron_moe.tools.console import format_table
+from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.profile.own_kernel import load_kernel, read_arguments, simulate
-from neuron_moe.tools.profile.roofline import draw_roofline, roofline_point, roofline_text
+from neuron_moe.tools.profile.page import Launch, launch_rows, profile_page
+from neuron_moe.tools.profile.roofline import roofline_figure, roofline_point, roofline_text
 from neuron_moe.tools.profile.what_if import (
     changed_chip,
     sensitivity,
-    sensitivity_text,
+    sensitivity_rows,
     what_if,
     what_if_text,
 )
 from nki_sim.hardware import find
 from nki_sim.hardware_file import use_hardware
-from nki_sim.time.timeline import Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A kernel that was simulated.
-
-    Attributes:
-        name: of the kernel.
-        run: its timeline.
-    """
-
-    name: str
-    run: Timeline
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,14 +48,16 @@ def main(argv: list[str] | None = None) -> int:
     launches = list(_layer(args) if args.kernel is None else _own(args))
     chosen = _choose(launches, args.launch)
     if len(launches) > 1:
-        print(_table(launches))
-    report = _tell(chosen, args)
+        print(f"{format_table(launch_rows(launches))}\n")
+    beside = _tell(chosen, args)
     if args.out is not None:
         _write(launches, args.out)
+    if args.report is not None:
+        what = args.kernel or f"{args.model}, {args.phase} of {args.tokens} tokens, TP {args.tp}"
+        print(f"report: {write_page(profile_page(what, launches, beside), args.report)}")
     if args.json is not None:
-        write_result(
-            args.json, {"kind": "simulated", "launches": [*map(_record, launches)]} | report
-        )
+        records = [_record(launch) for launch in launches]
+        write_result(args.json, {"kind": "simulated", "launches": records, **beside})
     return 0
 
 
@@ -102,34 +91,21 @@ def _choose(launches: list[Launch], name: str | None) -> Launch:
     raise ValueError(f"--launch {name}: must be one of {names}.")
 
 
-def _table(launches: list[Launch]) -> str:
-    total = sum(launch.run.total_us for launch in launches)
-    rows = [["launch", "us", "share", "of the roofline"]]
-    rows += [
-        [
-            one.name, f"{one.run.total_us:,.2f}", f"{one.run.total_us / total:.0%}",
-            f"{one.run.roofline_share:.0%}",
-        ]
-        for one in launches
-    ]  # fmt: skip
-    rows.append(["all, one after the other", f"{total:,.2f}", "", ""])
-    return f"{format_table(rows)}\n"
-
-
 def _tell(launch: Launch, args: argparse.Namespace) -> dict[str, Any]:
     """Print what is to be known of a launch; return what was asked beside its times."""
-    run, report = launch.run, dict[str, Any]()
+    run, beside = launch.run, dict[str, Any](launch=launch.name)
     print(f"{launch.name} on {run.totals()}")
     print(roofline_text(roofline_point(run)))
     print(f"\n{run.line_times()}")
     if args.sensitivity:
-        report["sensitivity"] = sensitivity(run)
-        print(f"\n{sensitivity_text(report['sensitivity'])}")
+        beside["sensitivity"] = sensitivity(run)
+        print(f"\n{format_table(sensitivity_rows(beside['sensitivity']))}")
     if args.set:
         other = what_if(run, args.set)
-        report["what_if"] = {"set": args.set, "launch": launch.name, "us": other.total_us}
-        print(f"\n{what_if_text(run, other)}")
-    return report
+        beside["what_if"] = {"set": args.set, "us": other.total_us}
+        beside["what_if_text"] = what_if_text(run, other)
+        print(f"\n{beside['what_if_text']}")
+    return beside
 
 
 def _write(launches: list[Launch], folder: Path) -> None:
@@ -141,8 +117,11 @@ def _write(launches: list[Launch], folder: Path) -> None:
         written.append(one.run.save_perfetto(folder / f"{one.name}.perfetto.json"))
     points = {one.name: roofline_point(one.run) for one in launches}
     chip = launches[0].run.chip.name
-    drawn = draw_roofline(points, folder / "roofline.png", f"{chip}: launches under the roofline")
-    print("\nwritten:", *(path for path in (*written, drawn) if path is not None), sep="\n  ")
+    figure = roofline_figure(points, f"{chip}: launches under the roofline")
+    if figure is not None:
+        written.append(folder / "roofline.png")
+        figure.savefig(written[-1])
+    print("\nwritten:", *written, sep="\n  ")
 
 
 def _record(launch: Launch) -> dict[str, Any]:
@@ -190,6 +169,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sensitivity", action="store_true", help="which coefficients matter")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="pictures and traces")
+    add_report_option(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="all of it, for programs")
     args = parser.parse_args(argv)
     if args.model is not None:

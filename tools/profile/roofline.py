@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from nki_sim.time.timeline import Timeline
+
+_COLORS: Final = ("#2a6fb0", "#c8501e", "#3a8f3a", "#6f4fb0")
 
 
 def roofline_point(run: Timeline) -> dict[str, Any]:
@@ -55,12 +56,11 @@ def roofline_text(point: Mapping[str, Any]) -> str:
     )
 
 
-def draw_roofline(points: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> Path | None:
+def roofline_figure(points: Mapping[str, Mapping[str, Any]], title: str) -> Figure | None:
     """Draw launches under their roofs; None without a matmul, which has no point there.
 
     Args:
         points: by name of the launch.
-        path: PNG to write.
         title: says what was run.
     """
     shown = {name: point for name, point in points.items() if point["flops"] and point["hbm_bytes"]}
@@ -70,20 +70,18 @@ def draw_roofline(points: Mapping[str, Mapping[str, Any]], path: Path, title: st
     axes = figure.add_subplot()
     places = [point["flops_per_byte"] for point in shown.values()]
     intensity = np.geomspace(min(0.1, min(places) / 3), max(10_000.0, max(places) * 3), 200)
-    for number, (name, point) in enumerate(shown.items()):
-        color = f"C{number}"
+    for color, (name, point) in zip(_COLORS, shown.items(), strict=False):
         roof = np.minimum(point["peak_tflops_per_s"], intensity * point["peak_hbm_gb_per_s"] / 1e3)
         axes.plot(intensity, roof, color=color, linewidth=1.2, alpha=0.6)
         axes.plot(
             point["flops_per_byte"], point["tflops_per_s"], "o", color=color,
-            label=f"{name}: {point['share']:.0%} of the roof",
+            label=f"{name}: {point['share']:.0%} of its roof",
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("floating-point operations per byte of HBM")
     axes.set_ylabel("TFLOP/s (simulated)")
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     axes.set_title(title, fontsize=10, loc="left")
-    figure.savefig(path)
-    return path
+    return figure

@@ -93,8 +93,8 @@ def sensitivity(run: Timeline) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: -max(abs(one["halved"] - 1), abs(one["doubled"] - 1)))
 
 
-def sensitivity_text(found: Sequence[dict[str, Any]]) -> str:
-    """Return the largest of them as a table."""
+def sensitivity_rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the largest of them, a heading first."""
     rows = [["coefficient", "is", "time if halved", "if doubled", "source"]]
     rows += [
         [
@@ -103,4 +103,4 @@ def sensitivity_text(found: Sequence[dict[str, Any]]) -> str:
         ]
         for one in found[:MOST]
     ]  # fmt: skip
-    return format_table(rows)
+    return rows

@@ -16,6 +16,7 @@ from neuron_moe.tools.profile.what_if import changed_chip, sensitivity
 from nki_sim import TensorSpec
 from nki_sim.hardware import TRN2
 from nki_sim.time.timeline import Timeline
+from tests.tools.pages.asks import check_page
 
 KERNEL = """
 import nki, nki.isa as nisa, nki.language as nl
@@ -171,6 +172,17 @@ def test_the_json_file_has_what_is_printed(
     assert f"{told['what_if']['us']:,.2f} us instead" in text
     assert told["what_if"]["us"] > launch["us"]
     assert {line["source"] for line in launch["lines"]} >= {"nisa.dma_copy(dst=tile, src=x)"}
+
+
+def test_the_page_has_the_lanes_the_lines_and_what_was_asked(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "profile.html"
+    words = ["--kernel", f"{file}:copy", "--args", "128x512:bfloat16", "--report", str(path)]
+    assert main([*words, "--set", "dma_first_byte_ns=x2", "--sensitivity"]) == 0
+    page = path.read_text()
+    check_page(page)
+    assert page.count("<svg") == 1  # no roofline without a matmul
+    for words_of_it in ("own.py:9", "nisa.dma_copy(dst=y, src=tile)", "instead of", "if doubled"):
+        assert words_of_it in page, words_of_it
 
 
 def test_help_is_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
