@@ -16,6 +16,7 @@ from neuron_moe.tools.check.kernel_cases.decode_models import decode_model_cases
 from neuron_moe.tools.check.kernel_cases.models import LAYERS, model_cases
 from neuron_moe.tools.check.outcomes import Outcome, print_table, run_in_turn, tell, write_outcomes
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped
+from neuron_moe.tools.models import model_among
 
 NO_LIMITS = Limits(macs=math.inf, input_bytes=math.inf)  # models' cases are made to fit
 PACKAGES = ("nki_kernels", "nki_sim", "kernel_cases")
@@ -49,6 +50,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="*",
+        type=model_among(LAYERS),
         metavar="NAME",
         help="run every split and routing of these models instead of a file; without names of all:"
         f" {', '.join(LAYERS)}",

@@ -1,6 +1,6 @@
 """neuron-moe compile: from a model and a deployment to a program for the chip, as far as one gets.
 
-    neuron-moe compile --config gpt-oss-120b --out plan
+    neuron-moe compile --config gpt_oss_120b --out plan
     neuron-moe compile --model DIR --config trn2.48xlarge --out build --set batch=16
 
 Says whether the model fits, what each step takes and why; cuts the weights for the ranks where DIR

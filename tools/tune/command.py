@@ -24,7 +24,7 @@ from neuron_moe.plan import Step
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
 from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
 from neuron_moe.tools.bench.comparison.sources import write_result
-from neuron_moe.tools.commands.inspect import read_model
+from neuron_moe.tools.models import MODEL_HELP, read_model
 from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.tune.page import tune_page
 from neuron_moe.tools.tune.picture import draw
@@ -66,13 +66,8 @@ class _Tuner:
         for tokens in sorted(set(self._args.buckets)):
             problem = Problem.of(self._layer, tokens, self._routing(tokens), self._args.weights)
             points = problem.points(self._args.block_sizes)
-            untuned, default = problem.untuned(), problem.default()
-            asked = [*points[: self._args.simulate], *_best_of_each_size(points), untuned, default]
-            alike = {repr(p.config) + str(p.block_size): p for p in asked}
-            untuned, default = (
-                alike[repr(p.config) + str(p.block_size)] for p in (untuned, default)
-            )
-            work = PrefillWork(problem, list(alike.values()), self._kept)
+            asked, untuned, default = points_to_simulate(problem, points, self._args.simulate)
+            work = PrefillWork(problem, asked, self._kept)
             self._ends[work] = untuned, default
             self._sure[work] = SureWork(work, self._kept)
         for tokens in sorted(set(self._args.decode)):
@@ -157,6 +152,25 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def points_to_simulate(
+    problem: Problem, points: Sequence[Point], count: int
+) -> tuple[list[Point], Point, Point]:
+    """Return the points that are simulated, and which of them run untuned and by default.
+
+    Args:
+        problem: what is tuned.
+        points: by estimate, the fastest first.
+        count: so many of the fastest; the best of each block size are simulated too.
+    """
+    untuned, default = problem.untuned(), problem.default()
+    asked = [*points[:count], *_best_of_each_size(points), untuned, default]
+    alike = {repr(point.config) + str(point.block_size): point for point in asked}
+    untuned, default = (
+        alike[repr(point.config) + str(point.block_size)] for point in (untuned, default)
+    )
+    return list(alike.values()), untuned, default
+
+
 def _best_of_each_size(points: Sequence[Point]) -> list[Point]:
     """Return the best point of each block size, for the picture."""
     best: dict[int, Point] = {}
@@ -171,7 +185,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="a shipped configuration, or a path")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--tp", type=int, default=1, help="ranks that split an expert")
     parser.add_argument("--ep", type=int, default=1, help="ranks that split the experts")
     parser.add_argument("--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2")
