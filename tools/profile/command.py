@@ -22,8 +22,8 @@ from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.paths import PHASES
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
 from neuron_moe.tools.bench.comparison.sources import write_result
-from neuron_moe.tools.commands.inspect import read_model
 from neuron_moe.tools.console import format_table
+from neuron_moe.tools.models import read_model
 from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.profile.own_kernel import load_kernel, read_arguments, simulate
 from neuron_moe.tools.profile.page import Launch, launch_rows, profile_page
@@ -70,7 +70,7 @@ def _own(args: argparse.Namespace) -> Iterator[Launch]:
 
 def _layer(args: argparse.Namespace) -> Iterator[Launch]:
     """Simulate the launches of one layer of a model on one rank."""
-    raw_config, _ = read_model(Path(args.model))
+    raw_config, _ = read_model(args.model)
     tuning = Tuning(num_cores=args.lnc or DEFAULT_LNC_SIZE)
     layer = RankLayer(raw_config, args.model, tp=args.tp, ep=args.ep, backend="nki", tuning=tuning)
     plan = layer.plan(args.phase, args.tokens)
@@ -149,7 +149,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--kernel", metavar="FILE.py:NAME", help="a kernel of your own")
-    what.add_argument("--model", metavar="M", help="a layer of a configuration, or of a path")
+    what.add_argument("--model", metavar="M", help="a layer of a model, by name or path")
     parser.add_argument(
         "--args", nargs="*", default=[], metavar="A",
         help="of the kernel: [NAME=]128x512:float32, FILE.npy, or a value",
