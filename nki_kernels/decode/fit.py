@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.axes import tile_axis
-from nki_kernels.common.chip import BANK_FLOATS, FITTED_SBUF_BYTES, PARTITIONS, core
+from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_in_fours
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, core, fitted_sbuf_bytes
 from nki_kernels.common.memory import table_bytes, tiles_bytes
+from nki_kernels.common.weight_formats import MX_GROUP
 from nki_kernels.decode.config import (
     ASKING_TOKENS,
     DecodeConfig,
@@ -21,6 +22,7 @@ from nki_kernels.decode.config import (
     core_chunks,
     extra_floats,
     is_direct,
+    is_mx,
     item_bytes,
     joins_projections,
     list_width,
@@ -31,7 +33,14 @@ from nki_kernels.decode.config import (
     tiles_beside_columns,
     weighs_inner,
 )
-from nki_kernels.decode.memory import ends_table, expert_table, routing_table, token_table
+from nki_kernels.decode.items import packed_shapes
+from nki_kernels.decode.memory import (
+    ends_table,
+    expert_table,
+    mx_table,
+    routing_table,
+    token_table,
+)
 
 # Simulated with these kernels.
 _ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
@@ -73,6 +82,7 @@ def sbuf_bytes(config: DecodeConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel take (computed)."""
     tokens, ends, routing = token_table(config), ends_table(config), routing_table(config)
     experts = table_bytes(tokens) + table_bytes(expert_table(config))
+    experts += table_bytes(mx_table(config))
     if config.weights.layout == "ehi":
         # What lies beside the weights has tiles of its own there, small ones.
         experts += config.weight_buffers * 4 * extra_floats(config)
@@ -140,7 +150,7 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
             f" chunks={request.chunks}: no chunk of an expert fits SBUF, or the chunks do not"
             " divide by the cores. Leave shard and chunks open, or use fewer tokens."
         )
-    return replace(best, reason=_reason(best, _list_ns() + request.front_ns))
+    return replace(best, reason=_reason(best, _list_ns(best) + request.front_ns))
 
 
 def _best_that_fits(
@@ -181,7 +191,7 @@ def _first_that_fits(
                 continue
             if parts > 1 and not _holds_projections(placed):
                 continue
-            if sbuf_bytes(placed) <= FITTED_SBUF_BYTES:
+            if sbuf_bytes(placed) <= fitted_sbuf_bytes(draft.chip):
                 return placed
     return None
 
@@ -202,7 +212,14 @@ def _with_chunks(
     unroll = 2
     while unroll * core_chunks(trial) * parts < weight_buffers:
         unroll *= 2
-    return replace(trial, unroll=unroll, i_axis=tile_axis(-(-config.I // chunks)))
+    return replace(trial, unroll=unroll, i_axis=_chunk_axis(config, chunks))
+
+
+def _chunk_axis(config: DecodeConfig, chunks: int) -> AxisTiles:
+    """Cut a chunk of the intermediate axis; one of MX words has whole groups."""
+    if is_mx(config):
+        return tile_axis_in_fours(-(-config.I // (chunks * MX_GROUP)) * MX_GROUP)
+    return tile_axis(-(-config.I // chunks))
 
 
 def _part_counts(draft: DecodeConfig, chunks: int, parts: int) -> Iterator[int]:
@@ -251,8 +268,8 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     """
     experts = float(config.E) if config.mode == "all" else max(1.0, touched)
     items = experts * config.chunks / config.num_cores
-    load, compute, chip = _load_ns(config), _compute_ns(config), core()
-    start = _list_ns() if config.mode == "selective" and not is_direct(config) else 0.0
+    load, compute, chip = _load_ns(config), _compute_ns(config), core(config.chip)
+    start = _list_ns(config) if config.mode == "selective" and not is_direct(config) else 0.0
     if shares_halves(config):
         start += _odd_share(config) * _EXCHANGE_NS * chip.exchanges
     elif config.shard == "experts" and config.chunks % config.num_cores:
@@ -273,19 +290,21 @@ def _odd_share(config: DecodeConfig) -> float:
     return 0.5
 
 
-def _list_ns() -> float:
+def _list_ns(config: DecodeConfig) -> float:
     """Return the time to list the touched experts: engines in turn, then the first transfer."""
-    chip = core()
+    chip = core(config.chip)
     return _LIST_NS * (chip.steps + chip.transfers) / 2
 
 
 def _load_ns(config: DecodeConfig) -> float:
     """Return the time to load a chunk, both cores loading."""
-    i_axis, item, H, chip = config.i_axis, item_bytes(config), config.H, core()
+    i_axis, item, H, chip = config.i_axis, item_bytes(config), config.H, core(config.chip)
     runs = config.parts * (config.h_axis.rows + i_axis.rows)
+    size = 3 * H * i_axis.size * item
+    if is_mx(config):
+        size = sum(rows * run for rows, run in packed_shapes(config))
     if config.weights.layout == "ehi" and config.chunks > 1:
         runs = 2 * H + config.parts * i_axis.rows
-    size = 3 * H * i_axis.size * item
     engines = (
         runs / chip.dma_engines * chip.dma_run_ns + size / chip.dma_engines / chip.dma_bytes_per_ns
     )
@@ -294,11 +313,14 @@ def _load_ns(config: DecodeConfig) -> float:
 
 def _compute_ns(config: DecodeConfig) -> float:
     """Return the time to compute a chunk."""
-    T, chip = config.T, core()
+    T, chip = config.T, core(config.chip)
     columns = max(T, chip.matmul_floor_columns)
     tiles = config.i_axis.count
     passes = 2 if joins_projections(config) else 3
-    matmuls = passes * config.h_axis.count * tiles * columns / chip.tensor_cycles_per_ns
+    products = passes * config.h_axis.count * tiles
+    if is_mx(config):
+        products = config.h_axis.count * (2 * tiles // config.h_axis.group + 1)
+    matmuls = products * columns / chip.tensor_cycles_per_ns
     vector = tiles * 4 * (T + chip.vector_overhead_cycles) / chip.vector_cycles_per_ns
     if not config.sums_in_psum:
         banks = accumulator_banks(config)

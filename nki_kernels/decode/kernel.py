@@ -66,11 +66,13 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     entry_stride,
     is_direct,
+    is_mx,
     list_width,
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
 from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
+from nki_kernels.decode.mx_stages import quantize_tokens
 from nki_kernels.decode.trips import load_first, make_first_pipeline, make_pipeline, run_trip
 
 
@@ -186,6 +188,8 @@ def run_experts(
         routing: touched experts and weights of the tokens.
         is_asked: whether `ask_first` was called, if `_has_loop`.
     """
+    if is_mx(config):
+        quantize_tokens(config, b, turned_sb)
     if _has_loop(config) and not is_asked:
         ask_first(config, b, x, routing)
     if config.is_unrolled and config.mode == "selective":

@@ -22,12 +22,14 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
     holds_expert,
+    is_mx,
     keeps_scales,
     most_tiles,
     out_banks,
     tiles_of_part,
     tiles_per_bank,
 )
+from nki_kernels.decode.mx_stages import multiply_words_out
 
 _TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no more than one per bank
 
@@ -133,6 +135,10 @@ def _multiply_out(
 ) -> None:
     """Multiply an item's inner activations with a tile of H of its down weights."""
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    if is_mx(config):
+        dst_ps = bank_ps[0 : rows_of(h_axis, tile), begin : begin + T]
+        multiply_words_out(config, b, dst_ps, item, tile, adds)
+        return
     down_sb = b.down[item % config.weight_buffers]
     most = most_tiles(i_axis, config)
     weights_sb = down_sb.reshape_dim(1, (most, down_sb.shape[1] // most))

@@ -1,9 +1,9 @@
 """Stages of the decode kernels: load an item of weights, project into I.
 
-A chunk is a piece of one expert's intermediate axis, an item is a chunk or a part of one: some rows
-of H of its gate and up weights, and some rows of I of its down weights. Whole rows of a part are one
-run of memory per partition where the chunk is the whole axis. The projections of a chunk are added
-up in PSUM over its parts. Weights are stationary, all tokens move:
+A chunk is a piece of one expert's intermediate axis, an item is a chunk or a part of one: some
+rows of H of its gate and up weights, and some rows of I of its down weights. Where the chunk is the
+whole axis, a part is one run of memory per partition. The projections of a chunk are added up in
+PSUM over its parts. Weights are stationary, all tokens move:
 
     projections  [i, 2, T]    = gate_up[h, i]^T  x^T[h, T]      in PSUM
     inner        [i, T]       = act(gate) * up * weight of the token
@@ -34,10 +34,12 @@ from nki_kernels.common.tiles import (
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode.config import (
     DecodeConfig,
+    is_mx,
     joins_projections,
     tiles_of_part,
     weighs_inner,
 )
+from nki_kernels.decode.mx_stages import project_words, quantize_inner
 
 
 def load_in(
@@ -215,6 +217,9 @@ def project_in(
         ring: buffers of the expert's column.
         is_first, is_last: whether it is the first and the last one of its chunk.
     """
+    if is_mx(config):
+        _project_words_in(config, b, buffer, item, ring)
+        return
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
     begin, end = tiles_of_part(h_axis, config, item % config.parts)
     run = (end - begin) * 2 * i_axis.size
@@ -288,6 +293,20 @@ def project_half(
         nisa.tensor_tensor(dst=sum_sb, data1=own_ps, data2=sum_sb, op=nl.add)
         gate, up = sum_sb[0:rows, 0:T], sum_sb[0:rows, T : 2 * T]
         _activate(config, b, gate, up, buffer, item, ring, tile)
+
+
+def _project_words_in(
+    config: DecodeConfig, b: DecodeBuffers, buffer: int, item: int, ring: int
+) -> None:
+    """Compute the inner activations of an item of MX words, and make words of them."""
+    rows, T = config.i_axis.rows, config.T
+    for tile in range(config.i_axis.count):
+        bank_ps = b.banks.inner_ps[(item * config.i_axis.count + tile) % len(b.banks.inner_ps)]
+        gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
+        project_words(config, b, gate, buffer, 0, tile)
+        project_words(config, b, up, buffer, 1, tile)
+        _activate(config, b, gate, up, buffer, item, ring, tile)
+    quantize_inner(config, b, item)
 
 
 def _project(
