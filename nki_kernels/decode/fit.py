@@ -201,7 +201,8 @@ def _waits_for_memory(config: DecodeConfig) -> bool:
 
     What is asked for ahead of the end of a list, and is not there, holds up what the cores share.
     """
-    return _compute_ns(config) < _load_ns(config) / 2
+    computing = _compute_ns(config) - _ACTIVATE_NS * core(config.chip).steps
+    return computing < _load_ns(config) / 2
 
 
 def _with_chunks(

@@ -236,6 +236,12 @@ PLANS = {
         20, 128, 64, 15, 2, num_cores=1, options={**SELECTIVE, "weight_buffers": 4}
     ),
     "trips-of-four-all": Decode(9, 128, 64, 21, 2, options={**ALL, "weight_buffers": 4}),
+    "trips-whose-chunks-change-buffers": Decode(
+        20, 128, 96, 13, 2, options={**SELECTIVE, "chunks": 3, "weight_buffers": 4}
+    ),
+    "trips-whose-parts-change-buffers": Decode(
+        20, 384, 384, 13, 2, options={**SELECTIVE, "chunks": 1, "parts": 3, "weight_buffers": 4}
+    ),
     "parts-halves": Decode(
         20, 256, 256, 11, 2, options={**SELECTIVE, "chunks": 1, "parts": 2, "weight_buffers": 2}
     ),
