@@ -79,6 +79,9 @@ def test_texts_of_both_kinds_are_read(tmp_path: Path) -> None:
     plain.write_text("whole text")
     assert read_texts(lines) == {"x": ["1"], "y": ["2"]}
     assert read_texts(plain) == {"mine": ["whole text"]}
+    lines.write_text('{"domain": "a"}\n')
+    with pytest.raises(ValueError, match="line 1: must be a JSON object with domain and text"):
+        read_texts(lines)
 
     class Codec:
         def encode(self, text: str) -> list[int]:
