@@ -77,9 +77,6 @@ def load_matrix(
     pieces = runs[1]
     if axis.is_strided:
         pattern = [[axis.count * row, axis.rows], [row, axis.count], runs, [1, column]]
-        if pieces * column == row:
-            # Whole rows, which lie after each other: one descriptor per partition, present or not.
-            pattern = [[axis.count * row, axis.rows], [1, axis.count * row]]
         load_pattern(dst_sb[0 : axis.rows], entry, pattern, base)
         return
     full = axis.count if axis.tail == axis.rows else axis.count - 1

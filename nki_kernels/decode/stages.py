@@ -66,10 +66,10 @@ def load_in(
     I, i_axis = config.I, config.i_axis  # noqa: E741
     first = item // config.parts * i_axis.size
     gate_up = _entry(config, x.gate_up, expert)
-    if config.parts == 1:
-        load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
-    else:
+    if config.h_axis.is_strided:
         _load_part_in(config, b.gate_up[buffer], gate_up, first, item % config.parts)
+    else:
+        load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
     if not is_last:
         return
     if config.formula.has_gate_up_bias:
@@ -99,10 +99,10 @@ def load_out(
     first = item // config.parts * i_axis.size
     if config.weights.layout == "packed":
         _load_run(b.down[buffer], down, item)
-    elif config.parts == 1:
-        load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
-    else:
+    elif i_axis.is_strided:
         _load_part_out(config, b.down[buffer], down, first, item % config.parts)
+    else:
+        load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
     if config.formula.has_down_bias and item == 0:
         load_rows(b.down_bias[buffer], _entry(config, x.down_bias, expert), H, 0, H)
 
@@ -123,7 +123,11 @@ def load_item(
 def _load_part_in(
     config: DecodeConfig, dst_sb: nl.NkiTensor, gate_up: Entry, first: int, part: int
 ) -> None:
-    """Load tiles of H of the gate and up columns from `first` on; a whole row is one run."""
+    """Load tiles of H of the gate and up columns from `first` on.
+
+    Whole rows lie after each other: one descriptor per partition, whether the expert is there or
+    is left out.
+    """
     h_axis, I, columns = config.h_axis, config.I, config.i_axis.size  # noqa: E741
     begin, end = tiles_of_part(h_axis, config, part)
     pattern = [[h_axis.count * 2 * I, h_axis.rows], [2 * I, end - begin], [I, 2], [1, columns]]
