@@ -57,13 +57,22 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed piece of a line; columns count bytes, as `ast` does."""
+    """One changed piece of one line; columns count bytes, as `ast` does.
+
+    Attributes:
+        path: of the file, in the tree.
+        line: its number.
+        begin, end: columns of what is replaced.
+        text: what stands there instead.
+        runs_once: the line runs while its file is imported.
+    """
 
     path: Path
     line: int
     begin: int
     end: int
     text: str
+    runs_once: bool = False
 
     def source(self) -> str:
         """Return the file with the change."""
@@ -86,10 +95,16 @@ class Mutant:
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Give the mutants of a file: each an operator, condition, call or constant of one line."""
     source = (ROOT / path).read_bytes()
-    lines = source.splitlines()
-    for node in _nodes(ast.parse(source)):
+    lines, tree = source.splitlines(), ast.parse(source)
+    inside = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+    }
+    for node in _nodes(tree):
         for place, text in _changes(node, lines):
-            yield Mutant(path, *place, text)
+            yield Mutant(path, *place, text, place[0] not in inside)
 
 
 def all_mutants() -> list[Mutant]:
