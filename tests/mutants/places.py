@@ -45,7 +45,7 @@ AT_ONCE = re.compile("CHUNK|of_chunk|POOL|_MAX_GEOMETRIES")
 # Calls and functions that only time or tell.
 SILENT = re.compile(
     "facts|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
-    "__str__|__repr__|notes|explain", re.IGNORECASE
+    "__str__|__repr__|notes|explain|_ns$", re.IGNORECASE
 )  # fmt: skip
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
