@@ -102,12 +102,6 @@ EQUIVALENT = (
         "one group of all experts is always among the chosen ones",
     ),
     Equivalent(
-        "nki_kernels/common/tiles.py",
-        "pattern = [[row, axis.tail], [1, 1], runs, [1, column]]",
-        "pattern = [[row, axis.tail], [2, 1], runs, [1, column]]",
-        "an axis of one element has no step",
-    ),
-    Equivalent(
         "nki_kernels/prefill/kernel.py",
         "buffer = (s * parts + part) % buffers",
         "buffer = (s * parts - part) % buffers",
@@ -130,12 +124,6 @@ EQUIVALENT = (
         "if min(experts) >= 0:",
         "if min(experts) > 0:",
         "the way for any number of tokens gives the same; this one is faster",
-    ),
-    Equivalent(
-        "nki_sim/machine/scheduler.py",
-        "target=context.run, args=(self._body, core, program, results), daemon=True",
-        "target=context.run, args=(self._body, core, program, results), daemon=False",
-        "every thread is joined",
     ),
     Equivalent(
         "neuron_moe/moe.py",
@@ -172,11 +160,5 @@ EQUIVALENT = (
         'if where.type == "cpu" and num_bytes > _LARGEST_DRAWN_BYTES:',
         'if where.type == "cpu" and num_bytes >= _LARGEST_DRAWN_BYTES:',
         "how large a matrix must be to be left undrawn, to the byte",
-    ),
-    Equivalent(
-        "nki_kernels/prefill/buffers.py",
-        "nisa.iota(dst=number_sb, pattern=[[1, 1]], offset=1, channel_multiplier=1)",
-        "nisa.iota(dst=number_sb, pattern=[[2, 1]], offset=1, channel_multiplier=1)",
-        "an axis of one element has no step",
     ),
 )

@@ -121,8 +121,9 @@ def all_mutants() -> list[Mutant]:
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
-    That is decorators, what messages are made of, facts for the clock, how strict a zip is, how
-    much is worked on at once, and -1 where it stands for the rest.
+    That is decorators, what messages are made of, facts for the clock, how strict a zip is, how a
+    thread ends, how a file is indented, how much is worked on at once, -1 where it stands for the
+    rest, and the step of an axis of one element.
     """
     if isinstance(node, ast.FunctionDef) and SILENT.search(node.name):
         return
@@ -130,14 +131,20 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     decorators = getattr(node, "decorator_list", [])
     for child in ast.iter_child_nodes(node):
         is_silent = isinstance(child, ast.Call) and SILENT.search(ast.unparse(child.func))
-        is_strict = isinstance(child, ast.keyword) and child.arg == "strict"
+        is_strict = isinstance(child, ast.keyword) and child.arg in ("strict", "daemon", "indent")
+        is_step = isinstance(node, ast.List) and node.elts[:1] == [child] and _ends_in_one(node)
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
         is_text = isinstance(child, ast.JoinedStr | ast.Raise)
         is_size = isinstance(child, ast.Assign) and AT_ONCE.search(ast.unparse(child.targets[0]))
-        if is_silent or is_strict or is_rest or is_text or is_size:
+        if is_silent or is_strict or is_step or is_rest or is_text or is_size:
             continue
         if child not in decorators:
             yield from _nodes(child)
+
+
+def _ends_in_one(pattern: ast.List) -> bool:
+    """Say whether it is [step, 1], an axis of an access pattern."""
+    return len(pattern.elts) == 2 and ast.unparse(pattern.elts[1]) == "1"
 
 
 def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[tuple[int, int, int], str]]:
