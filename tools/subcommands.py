@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "bench": ("commands.bench", f"benchmarks: {', '.join(bench.MENU.entries)}"),
     "explain": ("commands.explain", "how a MoE layer computes a step, and how to change that"),
     "tune": ("commands.tune", "the fastest block sizes and plans of a layer, as a file to load"),
+    "profile": ("commands.profile", "where the time of a kernel or layer goes, by source line"),
     "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
     "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
     "compile": (
