@@ -461,6 +461,25 @@ def scatter_to_the_only_row(writers: int) -> Kernel:
     return kernel
 
 
+def scatter_into_row_3(row_of_other: int) -> Kernel:
+    """One core writes a row through an index, the other the second half of a row."""
+
+    def kernel(x: Any) -> Any:
+        out = nl.ndarray((8, 64), nl.float32, buffer=nl.shared_hbm)
+        core = nl.program_id(0)
+        if core == 0:
+            isa.dma_copy(out, _tile(0.0, (8, 64)))
+        isa.core_barrier(out, (0, 1))
+        if core == 0:
+            target = out.ap([[64, 1], [1, 64]], vector_offset=_tile(3, (1, 1), nl.int32))
+            isa.dma_copy(target, _tile(1.0, (1, 64)))
+        else:
+            isa.dma_copy(out[row_of_other : row_of_other + 1, 32:64], _tile(2.0, (1, 32)))
+        return out
+
+    return kernel
+
+
 def loop_trips(trips: tuple[int, int]) -> Kernel:
     def kernel(x: Any) -> Any:
         core = nl.program_id(0)
@@ -638,6 +657,9 @@ PLANTS: dict[str, Plant] = {
     "race-two-writes": Plant(both_write(False), both_write(True), E.RaceError, "tensor", lnc=2),
     "race-scatter-add": Plant(
         scatter_by_both(False), scatter_by_both(True), E.RaceError, "tensor", lnc=2
+    ),
+    "race-scatter-and-half-a-row": Plant(
+        scatter_into_row_3(3), scatter_into_row_3(2), E.RaceError, "tensor", lnc=2
     ),
     "race-scatter-to-one-row": Plant(
         scatter_to_the_only_row(2), scatter_to_the_only_row(1), E.RaceError, "tensor", lnc=2
