@@ -12,6 +12,8 @@ NAME.perfetto.json (for ui.perfetto.dev), and roofline.png for all.
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,8 +78,11 @@ def _layer(args: argparse.Namespace) -> Iterator[Launch]:
     plan = layer.plan(args.phase, args.tokens)
     spec = plan.parts.spec
     chosen_TK = draw_choices(args.tokens, spec.num_experts, spec.top_k)
+    begun = time.monotonic()
     for name, run in plan_runs(plan, chosen_TK):
         yield Launch(name, run.timeline)
+        print(f"simulated {name} [{time.monotonic() - begun:.1f} s]", file=sys.stderr, flush=True)
+        begun = time.monotonic()
 
 
 def _choose(launches: list[Launch], name: str | None) -> Launch:

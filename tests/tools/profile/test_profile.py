@@ -201,13 +201,18 @@ def test_help_is_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("kernel", "words", "hottest"),
     [
-        ("core/cumsum/cumsum.py:cumsum", ["256x4096:bfloat16"], "nisa.tensor_tensor_scan("),
+        ("cumsum/cumsum.py:cumsum", ["256x4096:bfloat16"], "nisa.tensor_tensor_scan("),
+        (
+            "output_projection/output_projection_cte/output_projection_cte.py:output_projection_cte",
+            ["1x8x128x1024:bfloat16", "1024x2048:bfloat16"],
+            "nisa.nc_matmul(",
+        ),
     ],
 )
 def test_a_kernel_of_the_vendors_library(
     kernel: str, words: list[str], hottest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    library = Path(os.environ[LIBRARY_VARIABLE]) / "src" / "nkilib_src" / "nkilib"
+    library = Path(os.environ[LIBRARY_VARIABLE]) / "src" / "nkilib_src" / "nkilib" / "core"
     assert main(["--kernel", f"{library / kernel}", "--args", *words]) == 0
     lines: list[Any] = capsys.readouterr().out.split("count  line\n")[1].splitlines()
     assert lines[1].strip().startswith(hottest)
