@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, overload
 
 _WIDTH: Final = 80
+_PLACE: Final = 32  # of it for file and line
 _MOST_LINES: Final = 12
 
 
@@ -79,11 +80,16 @@ class LineTable(Sequence[LineTime]):
             share = one.path_ns / self.total_ns if self.total_ns else 0.0
             rows.append(
                 f"{one.path_ns / 1e3:>7,.2f} us {share:>6.1%} {one.busy_ns / 1e3:>7,.2f} us"
-                f" {one.lane:>8} {one.instructions:>7,}  {one.place}"
+                f" {one.lane:>8} {one.instructions:>7,}  {_tail(one.place)}"
             )
             rows.append(_cut(f"{'':>12}{one.source or one.op}"))
         left = len(self) - _MOST_LINES
         return "\n".join([*rows, f"{left} more lines"] if left > 0 else rows)
+
+
+def _tail(place: str) -> str:
+    """Return a place, the file's name cut in front to what is left beside the numbers."""
+    return place if len(place) <= _PLACE else f"...{place[3 - _PLACE :]}"
 
 
 def _cut(text: str) -> str:

@@ -216,3 +216,4 @@ def test_a_kernel_of_the_vendors_library(
     assert main(["--kernel", f"{library / kernel}", "--args", *words]) == 0
     lines: list[Any] = capsys.readouterr().out.split("count  line\n")[1].splitlines()
     assert lines[1].strip().startswith(hottest)
+    assert max(map(len, lines)) <= 80
