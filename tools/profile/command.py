@@ -15,10 +15,11 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from neuron_moe.backends.nki.times import draw_choices, plan_runs
+from neuron_moe.backends.nki.times import TIMES_ONLY, draw_choices, plan_runs
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.paths import PHASES
@@ -79,7 +80,7 @@ def _layer(args: argparse.Namespace) -> Iterator[Launch]:
     spec = plan.parts.spec
     chosen_TK = draw_choices(args.tokens, spec.num_experts, spec.top_k)
     begun = time.monotonic()
-    for name, run in plan_runs(plan, chosen_TK):
+    for name, run in plan_runs(plan, chosen_TK, options=replace(TIMES_ONLY, callers=True)):
         yield Launch(name, run.timeline)
         print(f"simulated {name} [{time.monotonic() - begun:.1f} s]", file=sys.stderr, flush=True)
         begun = time.monotonic()
