@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from pathlib import Path
 from typing import Any
 
 _MOST_LINES = 12  # of what stands above the options
@@ -18,21 +19,24 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, **{"max_help_position": 26, **options})
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        name = str(action.metavar or action.dest.upper())
+        kinds: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+        name = str(action.metavar or kinds.get(action.type, "NAME"))
         if action.choices is not None and action.metavar is None and not self._are_many(action):
             name = f"{{{','.join(map(str, action.choices))}}}"
         if action.nargs in ("+", "*"):
             return f"{name} ..."
         return f"[{name}]" if action.nargs == "?" else name
 
+    def _format_action(self, action: argparse.Action) -> str:
+        if action.choices is not None and self._are_many(action):
+            action.help = action.help or "one or more"
+        return super()._format_action(action)
+
     def _expand_help(self, action: argparse.Action) -> str:
         told = super()._expand_help(action)
         if action.choices is not None and self._are_many(action):
-            told = "; ".join(filter(None, (told, "of " + ", ".join(map(str, action.choices)))))
+            told = f"{told}: {', '.join(map(str, action.choices))}"
         return told
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help or ""
 
     @staticmethod
     def _are_many(action: argparse.Action) -> bool:
@@ -66,6 +70,8 @@ class Parser(argparse.ArgumentParser):
         prog = f"neuron-moe {command}"
         text = (description or "").removeprefix(f"{prog}: ")
         super().__init__(prog=prog, description=text, epilog=exits, formatter_class=_Formatter)
+        if command.startswith("bench "):  # written by the menu, see tools/commands/bench.py
+            self.add_argument("--report", type=Path, metavar="FILE.html", help="write a page")
 
     def format_usage(self) -> str:
         """Return the command with what it must be given."""

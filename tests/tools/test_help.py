@@ -14,7 +14,7 @@ from neuron_moe.tools.subcommands import SUBCOMMANDS
 MENUS = {"bench": bench.MENU, "check": check.MENU, "chip": chip.MENU}
 COMMANDS = [name for name in SUBCOMMANDS if name not in MENUS]
 COMMANDS += [f"{menu} {name}" for menu, found in MENUS.items() for name in found.entries]
-SCREEN, COLUMNS = 46, 80
+SCREEN, COLUMNS = 50, 80
 
 
 def told(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:

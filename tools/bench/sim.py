@@ -244,7 +244,9 @@ def _in_one_thread(args: argparse.Namespace) -> int:
     command += ["--count", str(args.count), "--repeats", str(args.repeats)]
     if args.library is not None:
         command += ["--library", str(args.library)]
-    done = subprocess.run(command, env=os.environ | {_ONE_THREAD: "1"}, check=False)
+    environment = os.environ | {_ONE_THREAD: "1"}
+    done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="")
     return done.returncode
 
 
