@@ -56,6 +56,7 @@ from nki_kernels.decode import (
     WeightForm,
     decode_moe,
     make_decode_config,
+    mx_form,
     pack_down,
     pack_gate_up,
 )
@@ -290,7 +291,7 @@ def operands_of(weights: Weights, config: Any) -> tuple[np.ndarray, np.ndarray, 
     """Return gate_up, down, and the optional operands by name."""
     found: dict[str, Any] = {}
     if isinstance(weights, MxWeights):
-        gate_up, down = weights.packed(config)
+        gate_up, down = weights.packed(mx_form(config))
         if weights.down_bias is not None:
             found["down_bias"] = weights.down_bias
         return gate_up, down, found
