@@ -119,8 +119,8 @@ def pack_mx_down(form: MxForm, words_EXW: Array, scales_EXG: Array) -> Array:
 def _checked(values: Array, name: str, shape: tuple[int, ...]) -> Array:
     if values.shape[1:] != shape:
         raise ValueError(
-            f"{name}: shape {list(values.shape)} must be [E, {shape[0]}, {shape[1]}]. Give the weights of these"
-            " sizes, output channels before what is summed over."
+            f"{name}: shape {list(values.shape)} must be [E, {shape[0]}, {shape[1]}]. Give the"
+            " weights of these sizes, output channels before what is summed over."
         )
     return values
 

@@ -58,10 +58,9 @@ def words_copy(weights: ExpertWeights, make_config: Callable[[WeightForm], Any])
     bias = weights.gate_up_bias_EI
     gate_up_bias = None if bias is None else to_numpy(bias.detach().float())
     device = weights.gate_up_proj_EHI.device if weights.packed_down is None else torch.device("cpu")
-    first = torch.from_numpy(pack_mx_gate_up(mx_form(config), *gate_up, gate_up_bias))
-    return LaidOut(
-        first.to(device), torch.from_numpy(pack_mx_down(mx_form(config), *down)).to(device)
-    )
+    form = mx_form(config)
+    first = torch.from_numpy(pack_mx_gate_up(form, *gate_up, gate_up_bias)).to(device)
+    return LaidOut(first, torch.from_numpy(pack_mx_down(form, *down)).to(device))
 
 
 def _words(packed: Packed | None, plain_Ekn: Tensor) -> Words | None:
