@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 import nki_sim
-from nki_kernels.common.expert_reference import inner
 from nki_kernels.common.mx_layout import pack_mx_down, pack_mx_gate_up
-from nki_kernels.common.mx_reference import quantized_words
 from nki_kernels.prefill import blockwise_moe
 from nki_kernels.prefill.config import mx_form
 from tests.nki_kernels.decode.mx_cases import draw_words
@@ -53,19 +51,4 @@ class MxPrefill(Prefill):
 
     def quantized_slots(self) -> Any:
         """Return [N*B, H] float64, the formula with activations in words as the kernel has them."""
-        formula, scaling = self.records()[0], self.options.get("scaling", "none")
-        expected = np.zeros((len(self.slots), self.H))
-        expert_of_slot = np.repeat(self.block_to_expert, self.B)
-        scale = self.slot_scale().astype(np.float64)
-        for slot in np.flatnonzero(self.slots >= 0):
-            expert, row = expert_of_slot[slot], self.hidden_TH[self.slots[slot]].astype(np.float64)
-            if scaling == "pre":
-                row = row * scale[slot]
-            projected = quantized_words(row) @ self.gate_up[expert]
-            if self.gate_up_bias is not None:
-                projected = projected + self.gate_up_bias[expert]
-            output = quantized_words(inner(formula, projected)) @ self.down[expert]
-            if self.down_bias is not None:
-                output = output + self.down_bias[expert].astype(np.float64)
-            expected[slot] = output * scale[slot] if scaling == "post" else output
-        return expected
+        return self.expected_slots(in_words=True)

@@ -7,17 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from neuron_moe.tools.check.kernel_cases.prefill_weights import BF16, Weights
+from neuron_moe.tools.check.kernel_cases.prefill_weights import BF16, Weights, draw_weights
 from neuron_moe.tools.check.kernel_cases.verdict import NO_WORSE, rms
+from neuron_moe.tools.check.launcher import chip
 from neuron_moe.tools.check.vendor_cases import mx
 from neuron_moe.tools.check.vendor_cases.case import Case, difference
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.mx import MxForm
 from nki_kernels.common.mx_layout import pack_mx_down, pack_mx_gate_up
-from nki_kernels.common.weight_formats import MX_GROUP
+from nki_kernels.common.weight_formats import MX_GROUP, MX_WORD_BYTES
 from nki_kernels.decode import decode_moe_ref
 
+MX_CHIP = "trn3"  # which multiplies words
 GROUP_WORDS = MX_GROUP // mx.PACK
 
 
@@ -80,6 +82,24 @@ class MxWeights(Weights):
             for stack, part in zip(stacks, parts, strict=True):
                 stack[expert] = part[0]
         return stacks[0], stacks[1]
+
+
+def is_native(case: Case) -> bool:
+    """Whether the chip that the check is about multiplies the weights of a case as stored."""
+    return chip() == MX_CHIP and case.get("weight_dtype") in MX_WORD_BYTES
+
+
+def draw_for_chip(
+    case: Case,
+    draw: Draw,
+    num_experts: int,
+    H: int,
+    I: int,  # noqa: E741  the axis letter
+    touched: Sequence[int],
+) -> tuple[Weights, str]:
+    """Draw the weights of a case; words of MX formats stay what they are if the chip has them."""
+    drawer = draw_mx_weights if is_native(case) else draw_weights
+    return drawer(case, draw, num_experts, H, I, touched)
 
 
 def draw_mx_weights(
