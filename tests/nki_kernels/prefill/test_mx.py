@@ -20,10 +20,6 @@ RMS_FACTOR = 1.05  # against the formula without
 
 FOUR, EIGHT = {"weight_format": MXFP4}, {"weight_format": MXFP8}
 WIDE = {"weight_format": MXFP8_WIDE}
-    {"weight_format": MXFP4},
-    {"weight_format": MXFP8},
-    {"weight_format": MXFP8_WIDE},
-)
 CASES = {
     "T40-H128-I64": MxPrefill(40, 128, 64, 4, 2, B=32, options=FOUR),
     "T60-H576-I90-gpt-oss-post": MxPrefill(
