@@ -297,11 +297,11 @@ def _beside_weights(
             allocate(table.down_scale),
         ]
     if is_mx(config):
-        biases = []
+        views = []
         if config.formula.has_gate_up_bias:
             for run_sb in gate_up:
-                biases.append(bias_tile(mx_form(config), run_sb))
-        return [biases, [], []]
+                views.append(bias_tile(mx_form(config), run_sb))
+        return [views, [], []]
     biases = 2 * int(config.formula.has_gate_up_bias)
     scales = 2 * int(config.weights.has_scales)
     rest = extra_floats(config) - biases - scales
