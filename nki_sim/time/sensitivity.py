@@ -102,14 +102,16 @@ PEAKS: Final = frozenset({"matmul_calibration_factor", "hbm_bytes_per_ns"})
 WINDOW: Final = "compiler window"
 """The knob of `ScheduleModel.window`."""
 
-TRIED_NODES: Final = 12_000
+TRIED_NODES: Final = 6_000
 """Of a run, on which a knob is tried of which the critical path does not tell."""
 
-ROUNDS: Final = 3
-"""How often the paths of two runs are asked for the combination that moves their ratio furthest."""
+ROUNDS: Final = 4
+LONG_NODES, LONG_ROUNDS = 20_000, 2
+"""How often the paths of two runs are asked what moves their ratio furthest; and of long runs."""
 
 _TRIED: Final = (WINDOW, "stationary_reuse_skips_load")
 _LEAST_GAIN: Final = 1e-3
+_LEAST_PROMISE: Final = 0.01  # of the ratio: for less no run is played again
 
 
 class Variation(NamedTuple):
@@ -362,7 +364,7 @@ class Knobs:
         """Return the least and the largest ratio of their time over ours that is found.
 
         All knobs are turned to where the paths say that the ratio moves furthest; both runs are
-        played, and their new paths asked again, `ROUNDS` times at most.
+        played, and their new paths asked again, until these promise little, `ROUNDS` times at most.
         """
         return Spread(self._extreme(theirs, -1.0), self._extreme(theirs, 1.0))
 
@@ -378,27 +380,32 @@ class Knobs:
     def _extreme(self, theirs: Knobs, sign: float) -> Extreme:
         """Follow the paths of both runs to a small or a large ratio."""
         found = [Extreme(self.run.total_ns, theirs.run.total_ns, {})]
-        for _ in range(ROUNDS):
-            factors = self._furthest(theirs, found[-1].factors, sign)
-            if any(one.factors == factors for one in found):
+        nodes = max(len(knobs.run.result.start) for knobs in (self, theirs))
+        for _ in range(ROUNDS if nodes < LONG_NODES else LONG_ROUNDS):
+            factors, promise = self._furthest(theirs, found[-1], sign)
+            if promise < _LEAST_PROMISE * found[-1].ratio or factors in [f.factors for f in found]:
                 break
             found.append(Extreme(self.total_ns(factors), theirs.total_ns(factors), factors))
         return max(found, key=lambda one: sign * one.ratio)
 
-    def _furthest(self, theirs: Knobs, at: Mapping[str, float], sign: float) -> dict[str, float]:
-        """Return every knob where it moves the ratio furthest by the paths of both runs."""
-        least = _LEAST_GAIN * theirs.total_ns(at) / self.total_ns(at)
-        factors = dict(at)
+    def _furthest(self, theirs: Knobs, at: Extreme, sign: float) -> tuple[dict[str, float], float]:
+        """Return every knob where it moves the ratio furthest by the paths of both runs.
+
+        The second value is by how much they move it alone, summed.
+        """
+        factors, promise = dict(at.factors), 0.0
         for knob, choices in (self.choices | theirs.choices).items():
-            now = at.get(knob, 1.0)
-            moved = dict[float, float]()
-            for factor in (1.0, *choices):
-                ratio = theirs.estimated_ns(at, knob, factor) / self.estimated_ns(at, knob, factor)
-                moved[factor] = sign * ratio
+            moved = {
+                factor: sign
+                * theirs.estimated_ns(at.factors, knob, factor)
+                / self.estimated_ns(at.factors, knob, factor)
+                for factor in (1.0, *choices)
+            }
             best = max(moved, key=moved.__getitem__)
-            if moved[best] > moved[now] + least:
-                factors = _turned(factors, knob, best)
-        return factors
+            gain = moved[best] - moved[at.factors.get(knob, 1.0)]
+            if gain > _LEAST_GAIN * at.ratio:
+                factors, promise = _turned(factors, knob, best), promise + gain
+        return factors, promise
 
 
 def worst_case(

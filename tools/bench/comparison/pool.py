@@ -294,6 +294,7 @@ def _child(task: Task, pipe: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)  # others do not come along, which crashes whoever needs them
     gc.freeze()  # what was there before the fork is shared with the others as long as untouched
+    gc.set_threshold(100_000)  # a tenth of the time of a long run goes to looking for circles
     try:
         answer = ForkingPickler.dumps((task.compute(), ""))
     except Exception as error:  # noqa: BLE001  told to and raised by the one who waits
