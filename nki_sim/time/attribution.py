@@ -84,13 +84,14 @@ class CriticalPath:
                 self.limited[kind, name] = count + share, sum_ns + share * moving_ns
 
     def _sum_ns(self, chip: Hardware) -> float:
-        kinds, total = self.prepared.kinds, 0.0
+        kinds = self.prepared.kinds
+        total: float = sum(getattr(chip, name) * count for name, count in self.waits.items())
         prices = {kind: queue_and_price(*kinds[kind], chip)[1] for kind, _ in self.parts}
         for (kind, part), count in self.parts.items():
             price = getattr(prices[kind], part)
             limited, sum_ns = self.limited.get((kind, part), (0.0, 0.0))
             total += (count - limited) * price + max(limited * price, sum_ns)
-        return total + sum(getattr(chip, name) * count for name, count in self.waits.items())
+        return total
 
 
 def _chain(result: Schedule) -> Iterator[tuple[int, int, float]]:
