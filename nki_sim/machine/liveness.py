@@ -4,7 +4,8 @@ A tensor is alive from the first instruction that touches it to the last one tha
 what an allocator needs at least, in program order. A tensor that nobody reads is alive until the
 kernel drops it. With `reorder`, what could wait does not count as the first: loads from HBM and
 fills depend on nothing on chip, and sums in PSUM on SBUF alone, so that a scheduler may put them
-right before their first use.
+right before their first use; a tensor that nobody reads then needs its place while it is written
+only, whenever Python drops it.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def _live_peak(
         return 0, -1
     drops = dropped or {}
     until_drop = np.array([drops.get(int(index), length) - 1 for index in used], dtype=np.int64)
-    end = np.where(last_read[used] >= 0, last_read[used], until_drop)
-    end = np.maximum(end, last_touch[used])
+    end = last_touch[used]
+    if not reorder:
+        end = np.maximum(end, np.where(last_read[used] >= 0, last_read[used], until_drop))
     sizes = np.array([trace.storages[int(index)].size_bytes for index in used], dtype=np.int64)
     change = np.zeros(length + 1, dtype=np.int64)
     np.add.at(change, begin[used], sizes)
