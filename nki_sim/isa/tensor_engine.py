@@ -83,10 +83,7 @@ def nc_matmul(
     pairs = 2 if double else 1
     m, n = held.elements // pairs, streamed.elements // pairs
     result = _check_shapes(core, dst, held, streamed, m, n)
-    types = (core.target.name, dst.dtype, stationary.dtype, moving.dtype, is_transpose)
-    if types not in _TYPES:
-        _check_types(core, dst, stationary, moving, is_transpose)
-        _TYPES.add(types)
+    _check_types(core, dst, stationary, moving, is_transpose)
     if double:
         _check_double_row(core, stationary, moving, is_transpose)
     tile = _check_tile(core, k, m, stationary, moving, result, tile_position, tile_size, double)
@@ -247,13 +244,18 @@ def _check_bank(core: Core, result: NkiTensor) -> None:
 
 
 def _check_types(
-    core: Core,
-    dst: NkiTensor,
-    stationary: NkiTensor,
-    moving: NkiTensor,
-    is_transpose: bool,
+    core: Core, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
 ) -> None:
-    """Check element types."""
+    """Check element types, once for each combination."""
+    types = (core.target.name, dst.dtype, stationary.dtype, moving.dtype, is_transpose)
+    if types not in _TYPES:
+        _check_new_types(core, dst, stationary, moving, is_transpose)
+        _TYPES.add(types)
+
+
+def _check_new_types(
+    core: Core, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
+) -> None:
     for operand, value in (("stationary", stationary), ("moving", moving)):
         if is_transpose:
             continue
