@@ -79,8 +79,7 @@ def nc_matmul(
     _check_operand("stationary", stationary)
     _check_operand("moving", moving)
     held, streamed = stationary.geometry, moving.geometry
-    k = held.partitions
-    pairs = 2 if double else 1
+    k, pairs = held.partitions, 2 if double else 1
     m, n = held.elements // pairs, streamed.elements // pairs
     result = _check_shapes(core, dst, held, streamed, m, n)
     _check_types(core, dst, stationary, moving, is_transpose)
