@@ -106,8 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     print(_table(rows))
     for miss in result["misses"]:
         print(
-            f"misses {miss['target']}: {miss['row']}, {miss['corner']}, {miss['layout']}:"
-            f" {miss['value']:.2f} ({miss['bottleneck']})"
+            f"misses {miss['target']}: {miss['row']}, {runs.corner_name(miss['corner'])},"
+            f" {miss['layout']}: {miss['value']:.2f} ({miss['bottleneck']})"
         )
     print(corner_lines(result["by_corner"]))
     if result["expected"]:
@@ -276,7 +276,10 @@ def _line(book: Book, side: Work, task: Task, pace: Pace, seconds: float) -> str
     cells = []
     if isinstance(side, OurSide):
         rows = [book.rows[key] for key in side.rows]
-        cells += [f"{row.layout} {row.corner} {_text(row.ours_us, '.1f')}" for row in rows]
+        cells += [
+            f"{row.layout} {runs.corner_name(row.corner)} {_text(row.ours_us, '.1f')}"
+            for row in rows
+        ]
     elif isinstance(side, VendorSide):
         for corner, attempts in side.attempts().items():
             times = (_text(a.us, ".1f") for a in attempts if a.name == task.name)
@@ -302,7 +305,8 @@ def _cells(row: Row) -> list[str]:
         speedup = range_in_words(row.speedup, row.speedup_low, row.speedup_high)
     return [
         row.kernel, f"{row.model} TP{row.tp}", str(row.B), row.routing, row.format,
-        row.layout, row.corner, f"{row.hbm_bound_us:,.1f}", _text(row.ours_us, ",.1f"),
+        row.layout, runs.corner_name(row.corner), f"{row.hbm_bound_us:,.1f}",
+        _text(row.ours_us, ",.1f"),
         row.ours_mode, _text(row.bound_share, ".0%"), _text(row.vendor_us, ",.1f"),
         speedup, _text(row.fp8_gain, ".2f"), _text(row.deployed_us, ",.1f"),
     ]  # fmt: skip

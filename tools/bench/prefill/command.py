@@ -77,8 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     print(_table(_sorted(rows)))
     for miss in result["misses"]:
         print(
-            f"misses {miss['target']}: {miss['row']}, {miss['corner']}, {miss['layout']}:"
-            f" {miss['value']:.2f} ({miss['bottleneck']})"
+            f"misses {miss['target']}: {miss['row']}, {runs.corner_name(miss['corner'])},"
+            f" {miss['layout']}: {miss['value']:.2f} ({miss['bottleneck']})"
         )
     print(corner_lines(result["by_corner"]))
     if result["expected"]:
@@ -160,7 +160,7 @@ def _line(work: Work, task: Task, pace: Pace, seconds: float) -> str:
     for row in work.rows() if isinstance(work, Case) else ():
         ours = "-" if row.ours_us is None else f"{row.ours_us:.0f}"
         vendor = "-" if row.vendor_us is None else f"{row.vendor_us:.0f}"
-        cells.append(f"{row.layout} {row.corner} {ours} / {vendor}")
+        cells.append(f"{row.layout} {runs.corner_name(row.corner)} {ours} / {vendor}")
     found = f": ours / vendor us: {', '.join(cells)}" if cells else ""
     return f"{work.name}, {task.name} [{seconds:.1f} s]{found}; {pace.text()}"
 
@@ -175,7 +175,8 @@ def _table(rows: list[Row]) -> str:
             speedup = range_in_words(row.speedup, row.speedup_low, row.speedup_high)
         lines.append(
             [
-                f"{row.model} TP{row.tp}", str(row.T), row.routing, row.layout, row.corner,
+                f"{row.model} TP{row.tp}", str(row.T), row.routing, row.layout,
+                runs.corner_name(row.corner),
                 f"{row.roofline_us:,.0f}", _text(row.ours_us, ",.0f"),
                 _text(row.roofline_share, ".0%"), _text(row.vendor_us, ",.0f"), speedup,
                 _text(row.deployed_us, ",.0f"),
