@@ -12,11 +12,14 @@ NAME.perfetto.json (for ui.perfetto.dev), and roofline.png for all.
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from neuron_moe.backends.nki.times import draw_choices, plan_runs
+from neuron_moe.backends.nki.times import TIMES_ONLY, draw_choices, plan_runs
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.paths import PHASES
@@ -25,6 +28,7 @@ from neuron_moe.tools.bench.comparison.sources import write_result
 from neuron_moe.tools.console import format_table
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.pages import add_report_option, write_page
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.profile.own_kernel import load_kernel, read_arguments, simulate
 from neuron_moe.tools.profile.page import Launch, launch_rows, profile_page
 from neuron_moe.tools.profile.roofline import roofline_figure, roofline_point, roofline_text
@@ -76,8 +80,11 @@ def _layer(args: argparse.Namespace) -> Iterator[Launch]:
     plan = layer.plan(args.phase, args.tokens)
     spec = plan.parts.spec
     chosen_TK = draw_choices(args.tokens, spec.num_experts, spec.top_k)
-    for name, run in plan_runs(plan, chosen_TK):
+    begun = time.monotonic()
+    for name, run in plan_runs(plan, chosen_TK, options=replace(TIMES_ONLY, callers=True)):
         yield Launch(name, run.timeline)
+        print(f"simulated {name} [{time.monotonic() - begun:.1f} s]", file=sys.stderr, flush=True)
+        begun = time.monotonic()
 
 
 def _choose(launches: list[Launch], name: str | None) -> Launch:
@@ -141,12 +148,7 @@ def _record(launch: Launch) -> dict[str, Any]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s (--kernel FILE.py:NAME | --model M --tokens T) ...",
-    )
+    parser = Parser("profile", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--kernel", metavar="FILE.py:NAME", help="a kernel of your own")
     what.add_argument("--model", metavar="M", help="a layer of a model, by name or path")
