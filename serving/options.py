@@ -29,16 +29,23 @@ class ServingOptions:
         backend: of the MoE layers.
         product_form: how a CPU multiplies with weights, see `models.loader.load_model`.
         metrics: count expert load and paths.
+        graph_tokens: decode steps of up to so many tokens run their MoE layers as static graphs,
+            captured at the start, in which load is not counted; None for no graphs.
+        graph_compiler: backend of torch.compile for these.
     """
 
     expert_parallel_size: int | None = None
     backend: str = "torch"
     product_form: str = MEASURED
     metrics: bool = False
+    graph_tokens: int | None = None
+    graph_compiler: str = "inductor"
 
     def __post_init__(self) -> None:
         if self.expert_parallel_size is not None:
             check_positive_int("expert_parallel_size", self.expert_parallel_size)
+        if self.graph_tokens is not None:
+            check_positive_int("graph_tokens", self.graph_tokens)
         check_choice("backend", self.backend, BACKENDS)
         check_choice("product_form", self.product_form, (MEASURED, *FORMS))
 

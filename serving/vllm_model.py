@@ -22,6 +22,7 @@ from neuron_moe.models.loader import build_model, fill_model
 from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.metrics import ServingCounters
 from neuron_moe.serving.options import ServingOptions
+from neuron_moe.serving.static_decode import capture_decode
 from neuron_moe.serving.vllm_attention import put_cores
 
 
@@ -86,9 +87,13 @@ class NeuronMoeForCausalLM(nn.Module):
         Args:
             weights: what vLLM would read; stays unread.
         """
-        form = None if self.options.backend == "nki" else self.options.product_form
+        takes_plain = self.options.backend == "nki" or self.options.graph_tokens is not None
+        form = None if takes_plain else self.options.product_form
         with set_default_torch_dtype(torch.float32):
             fill_model(self.model, self.folder, product_form=form)
+            if self.options.graph_tokens is not None:
+                graphs = self.options.graph_tokens, self.options.graph_compiler
+                capture_decode(self.model, *graphs)
         for core, attention in zip(self._cores, self.model.attentions, strict=True):
             core.settle(attention)
         # Every rank routes all tokens: one of them counts.
