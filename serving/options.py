@@ -15,6 +15,7 @@ from neuron_moe.weights.product_forms import FORMS, MEASURED
 ARCHITECTURE = "NeuronMoeForCausalLM"
 NATIVE_ARCHITECTURE = "NeuronMoeNativeForCausalLM"
 OPTIONS_KEY = "neuron_moe"
+VLLM_FORM = "vllm"  # of products: through its compiled kernel for experts
 BACKENDS = ("torch", "nki")
 BLOCK_SIZES = (128, 64, 32)  # tokens of a block of the cache that vLLM's attention on a CPU takes
 
@@ -27,7 +28,8 @@ class ServingOptions:
         expert_parallel_size: ranks that split the experts; the others split each expert. None
             leaves it to the server's own switch.
         backend: of the MoE layers.
-        product_form: how a CPU multiplies with weights, see `models.loader.load_model`.
+        product_form: how a CPU multiplies with weights, see `models.loader.load_model`; VLLM_FORM
+            is one more form here, of experts that its kernel computes.
         metrics: count expert load and paths.
         graph_tokens: decode steps of up to so many tokens run their MoE layers as static graphs,
             captured at the start, in which load is not counted; None for no graphs.
@@ -47,7 +49,7 @@ class ServingOptions:
         if self.graph_tokens is not None:
             check_positive_int("graph_tokens", self.graph_tokens)
         check_choice("backend", self.backend, BACKENDS)
-        check_choice("product_form", self.product_form, (MEASURED, *FORMS))
+        check_choice("product_form", self.product_form, (MEASURED, *FORMS, VLLM_FORM))
 
     @classmethod
     def read(cls, additional_config: Mapping[str, Any]) -> "ServingOptions":

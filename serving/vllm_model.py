@@ -17,6 +17,7 @@ from vllm.distributed import (
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from neuron_moe.backends.brought_kernels import bring
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, fill_model
 from neuron_moe.parallel import parallel_state
@@ -24,6 +25,7 @@ from neuron_moe.serving.metrics import ServingCounters
 from neuron_moe.serving.options import ServingOptions
 from neuron_moe.serving.static_decode import capture_decode
 from neuron_moe.serving.vllm_attention import put_cores
+from neuron_moe.serving.vllm_kernel import VllmKernel
 
 
 class NeuronMoeForCausalLM(nn.Module):
@@ -89,6 +91,7 @@ class NeuronMoeForCausalLM(nn.Module):
         """
         takes_plain = self.options.backend == "nki" or self.options.graph_tokens is not None
         form = None if takes_plain else self.options.product_form
+        bring(VllmKernel())
         with set_default_torch_dtype(torch.float32):
             fill_model(self.model, self.folder, product_form=form)
             if self.options.graph_tokens is not None:

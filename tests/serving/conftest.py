@@ -20,6 +20,7 @@ from tests.models.families import FAMILIES, write_checkpoint
 
 # vLLM's attention on a CPU has few head sizes, and chunks must be whole blocks of its cache.
 SIZES = {"head_dim": 32, "attention_chunk_size": 64, "max_position_embeddings": 4096}
+HEADS = {"dbrx": {"num_attention_heads": 2}}  # its heads are what that divides
 OFFLINE = Path(__file__).with_name("offline.py")
 MAX_TOKENS = 12  # of an answer
 LONGEST_S = 1200  # where others use the machine
@@ -39,7 +40,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("served")
             sizes = {key: size for key, size in SIZES.items() if key in FAMILIES[name].config()}
-            write_checkpoint(FAMILIES[name].config(**sizes), made[name], seed=len(name))
+            config = FAMILIES[name].config(**sizes, **HEADS.get(name, {}))
+            write_checkpoint(config, made[name], seed=len(name))
         return made[name]
 
     return make

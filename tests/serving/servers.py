@@ -36,7 +36,7 @@ class ServeCommand:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "neuron_moe.tools.cli", "serve", "--model", str(folder),
-             "--dtype", "float32", "--port", str(port), *more],
+             "--dtype", "float32", "--product-form", "plain", "--port", str(port), *more],
             stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read)

@@ -32,13 +32,15 @@ ON_ONE_RANK = (
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 EP2: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 IN_GRAPHS = (TINY_NAME, "qwen3_moe")
-GRAPHS = {"neuron_moe": {"graph_tokens": 8, "graph_compiler": "eager"}}
+PLAIN = {"product_form": "plain"}  # nothing is measured first
+GRAPHS = {"graph_tokens": 8, "graph_compiler": "eager"}
 MEASURED, STALE, UNKNOWN = "bfloat16, forms measured", "stale sinks", "unknown architecture"
 Run = Callable[..., Any]
 Answers = dict[str, dict[str, Any]]
 
 
-def _request(folder: Path, **settings: Any) -> dict[str, Any]:
+def _request(folder: Path, options: dict[str, Any] = PLAIN, **settings: Any) -> dict[str, Any]:
+    """Return a request; `options` are those of our model, `settings` of vLLM."""
     return {
         "model": str(folder),
         "prompts": asked(folder)[0],
@@ -47,6 +49,7 @@ def _request(folder: Path, **settings: Any) -> dict[str, Any]:
         "settings": {
             "dtype": "float32",
             "max_num_batched_tokens": 64,
+            "additional_config": {"neuron_moe": options},
             "block_size": block_size_of(build_model(folder)),
             **settings,
         },
@@ -66,9 +69,8 @@ def answers(folder_of: Folders, run_vllm: Run, cache_folder: Path) -> Answers:
     tiny = folder_of(TINY_NAME)
     requests = {name: _request(folder_of(name)) for name in ON_ONE_RANK}
     for name in IN_GRAPHS:
-        settings = {"max_num_seqs": 8, "additional_config": GRAPHS}
-        requests[f"{name} in graphs"] = _request(folder_of(name), **settings)
-    requests[MEASURED] = _request(folder_of("qwen3_moe"), dtype="bfloat16") | {"passes": 1}
+        requests[f"{name} in graphs"] = _request(folder_of(name), GRAPHS, max_num_seqs=8)
+    requests[MEASURED] = _request(folder_of("qwen3_moe"), {}, dtype="bfloat16") | {"passes": 1}
     requests[STALE] = _request(tiny) | {"passes": 1, "stale_sinks": True}
     requests[UNKNOWN] = _request(tiny, hf_overrides=unknown) | {"registrations": 2}
     made = run_vllm([*requests.values()], XDG_CACHE_HOME=str(cache_folder))

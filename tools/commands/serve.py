@@ -17,7 +17,7 @@ from types import FrameType
 
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.serving.client import Server, complete
-from neuron_moe.serving.options import BACKENDS, ServingOptions
+from neuron_moe.serving.options import BACKENDS, VLLM_FORM, ServingOptions
 from neuron_moe.serving.server import (
     DTYPES,
     ServerSettings,
@@ -152,7 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--product-form",
         default=MEASURED,
-        help=f"how a CPU multiplies with experts: {MEASURED} (default) or {', '.join(FORMS)}",
+        help=f"how a CPU multiplies with experts: {MEASURED} (default), {VLLM_FORM} or"
+        f" {', '.join(FORMS)}",
     )
     parser.add_argument("--ask", metavar="TEXT", help="stream one continuation of it, then end")
     parser.add_argument("--verbose", action="store_true", help="show all of vLLM's messages")
