@@ -31,6 +31,7 @@ class ServingOptions:
         product_form: how a CPU multiplies with weights, see `models.loader.load_model`; VLLM_FORM
             is one more form here, of experts that its kernel computes.
         metrics: count expert load and paths.
+        joins: compile what lies between attention and experts; `joined.join`.
         graph_tokens: decode steps of up to so many tokens run their MoE layers as static graphs,
             captured at the start, in which load is not counted; None for no graphs.
         graph_compiler: backend of torch.compile for these.
@@ -40,6 +41,7 @@ class ServingOptions:
     backend: str = "torch"
     product_form: str = MEASURED
     metrics: bool = False
+    joins: bool = False
     graph_tokens: int | None = None
     graph_compiler: str = "inductor"
 

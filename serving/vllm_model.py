@@ -14,13 +14,14 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from neuron_moe.backends.brought_kernels import bring
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, fill_model
 from neuron_moe.parallel import parallel_state
+from neuron_moe.serving.joined import join
 from neuron_moe.serving.metrics import ServingCounters
 from neuron_moe.serving.options import ServingOptions
 from neuron_moe.serving.static_decode import capture_decode
@@ -53,6 +54,7 @@ class NeuronMoeForCausalLM(nn.Module):
             self.model = cast(DecoderModel, build_model(self.folder, dtype=dtype, backend=backend))
         self._cores = put_cores(self.model, vllm_config, prefix)
         self._counters: ServingCounters | None = None
+        self._config = vllm_config
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return [T, H]."""
@@ -102,7 +104,18 @@ class NeuronMoeForCausalLM(nn.Module):
         # Every rank routes all tokens: one of them counts.
         if self.options.metrics and get_tensor_model_parallel_rank() == 0:
             self._counters = ServingCounters(self.model)
+        if self.options.joins:
+            self._join()
         return {name for name, _ in self.named_parameters()}
+
+    def _join(self) -> None:
+        """Compile the model as graphs, of one token and of several in each phase."""
+        join(self.model)
+        with set_forward_context(None, self._config), set_default_torch_dtype(torch.float32):
+            for phase in ("prefill", "decode"):
+                for tokens in (1, 2, 3):
+                    places_T = torch.zeros(tokens, dtype=torch.int64)
+                    self.model.forward_tokens(places_T.int(), places_T, phase=phase)
 
 
 def _join_ranks(config: VllmConfig, options: ServingOptions) -> None:
