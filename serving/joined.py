@@ -1,64 +1,132 @@
-"""A model as one graph of torch.compile: what lies between attention and experts is joined.
+"""A model as one graph of torch.compile: what lies around attention and experts is joined.
 
-Attention is vLLM's operator already. Experts and packed projections, which the graph calls by name,
-choose their form at run time; norms, rotary embedding and residuals around them become few kernels.
-One graph serves prefill and one decode, for any number of tokens, and one of each for one token.
+Attention is vLLM's operator already. Experts and packed projections become operators that a graph
+calls by number: they choose their form at run time. Norms, rotary embedding, routers and residuals
+around them become few kernels. There is a graph for prefill and one for decode, for any number of
+tokens, and one of each for a single token.
 
-Letters: U sequences, S tokens of each, H hidden.
+Letters: T tokens, H hidden, K choices.
 """
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuron_moe import MoE
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import PackedLinear
+from neuron_moe.plan import Plan, Step
+from neuron_moe.router import Routing
+from neuron_moe.weights.expert_weights import LocalRouting
 
-_LIBRARY = torch.library.Library("neuron_moe", "FRAGMENT")
-_hidden: dict[int, Callable[[Tensor], Tensor]] = {}
+_library = torch.library.Library("neuron_moe", "FRAGMENT")
+_library.define("linear(Tensor rows, int number, int size) -> Tensor")
+_library.define("experts(Tensor rows, Tensor affinities, Tensor index, int number) -> Tensor")
+_hidden: dict[int, Callable[..., Tensor]] = {}
 _numbers = itertools.count()
 
 
-def _call(hidden: Tensor, number: int, size: int) -> Tensor:
-    return _hidden[number](hidden)
-
-
-def _shape_of(hidden: Tensor, number: int, size: int) -> Tensor:
-    return hidden.new_empty((*hidden.shape[:-1], size))
-
-
-_LIBRARY.define("call(Tensor hidden, int number, int size) -> Tensor")
-_LIBRARY.impl("call", _call, "CPU")
-_LIBRARY._register_fake("call", _shape_of)
-
-
-def _hide(module: nn.Module, size: int, call: Callable[[Tensor], Tensor]) -> None:
-    """Let a graph call a module without looking into it; its output has `size` columns."""
+def _hide(call: Callable[..., Tensor]) -> int:
+    """Return the number by which graphs call something that they do not look into."""
     number = next(_numbers)
     _hidden[number] = call
-
-    def forward(hidden: Tensor, **_more: Any) -> Any:
-        output: Tensor = torch.ops.neuron_moe.call(hidden, number, size)
-        return (output,) if isinstance(module, MoE) else output
-
-    module.forward = forward  # type: ignore[method-assign]
+    return number
 
 
-def join(model: DecoderModel) -> None:
-    """Let `forward_tokens` of a model run as graphs; it is compiled when it is first called.
+def _linear(rows: Tensor, number: int, size: int) -> Tensor:
+    return _hidden[number](rows)
+
+
+def _experts(rows: Tensor, affinities: Tensor, index: Tensor, number: int) -> Tensor:
+    return _hidden[number](rows, affinities, index)
+
+
+_library.impl("linear", _linear, "CPU")
+_library.impl("experts", _experts, "CPU")
+_library._register_fake("linear", lambda rows, _, size: rows.new_empty((*rows.shape[:-1], size)))
+_library._register_fake("experts", lambda rows, *_: torch.empty_like(rows, dtype=torch.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedPlan(Plan):
+    """A step of any number of tokens in a graph: the experts look for their plan when they run.
+
+    Attributes:
+        number: of the experts.
+    """
+
+    number: int
+
+    @property
+    def path(self) -> str:
+        """Chosen at run time."""
+        return "at run time"
+
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Route T tokens."""
+        assert self.parts.router is not None
+        routing: Routing = self.parts.router(hidden_TH)
+        return routing
+
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Return [N, H] float32."""
+        chosen = routing.expert_affinities_TK, routing.expert_index_TK
+        output_NH: Tensor = torch.ops.neuron_moe.experts(hidden_NH, *chosen, self.number)
+        return output_NH
+
+
+def _join_experts(moe: MoE) -> None:
+    """Let graphs compute a layer but its experts, and count their load."""
+    plan_of, experts = moe.plan, moe.expert_mlps
+    plans: dict[tuple[str, int], Plan] = {}
+    joined: dict[str, Plan] = {}
+    scales_input = experts.spec.scales_input
+
+    for phase in ("prefill", "decode"):
+
+        def compute(rows: Tensor, affinities: Tensor, index: Tensor, phase: str = phase) -> Tensor:
+            key = phase, rows.shape[0]
+            if key not in plans:
+                plans[key] = plan_of(Step(*key))
+            experts.record_load(index)
+            return plans[key].experts(rows, LocalRouting(index, affinities, scales_input)).float()
+
+        any_plan = plan_of(Step(phase, 1))
+        joined[phase] = JoinedPlan(any_plan.step, any_plan.decision, any_plan.parts, _hide(compute))
+
+    def plan(step: Step) -> Plan:
+        return joined[step.phase] if torch.compiler.is_compiling() else plan_of(step)
+
+    moe.plan = plan  # type: ignore[method-assign]
+
+
+def _hide_linear(linear: PackedLinear) -> None:
+    number, size = _hide(linear.forward), linear.out_features
+
+    def forward(hidden: Tensor) -> Tensor:
+        output: Tensor = torch.ops.neuron_moe.linear(hidden, number, size)
+        return output
+
+    linear.forward = forward  # type: ignore[method-assign]
+
+
+def join(model: DecoderModel, compiler: str) -> Callable[..., Tensor]:
+    """Return `forward_tokens` of a model as graphs; each is captured when it is first called.
 
     Args:
-        model: filled, for inference, its attention a server's operator.
+        model: filled, for inference on one rank, its attention a server's operator.
+        compiler: backend of torch.compile.
     """
     for module in list(model.modules()):
         if isinstance(module, MoE):
-            eager = module.forward
-            _hide(module, model.config.hidden_size, lambda hidden, run=eager: run(hidden)[0])
+            _join_experts(module)
         elif isinstance(module, PackedLinear):
-            _hide(module, module.out_features, module.forward)
-    compiled = torch.compile(model.forward_tokens, fullgraph=True, dynamic=True)
-    model.forward_tokens = compiled  # type: ignore[method-assign]
+            _hide_linear(module)
+    joined: Any = torch.compile(
+        model.forward_tokens, backend=compiler, fullgraph=True, dynamic=True
+    )
+    return joined  # type: ignore[no-any-return]

@@ -34,7 +34,7 @@ class ServingOptions:
         joins: compile what lies between attention and experts; `joined.join`.
         graph_tokens: decode steps of up to so many tokens run their MoE layers as static graphs,
             captured at the start, in which load is not counted; None for no graphs.
-        graph_compiler: backend of torch.compile for these.
+        graph_compiler: backend of torch.compile for both.
     """
 
     expert_parallel_size: int | None = None

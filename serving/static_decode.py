@@ -14,6 +14,8 @@ from torch.nn import functional
 from neuron_moe import MoE
 from neuron_moe.models.decoder import DecoderModel
 
+_MOST_GRAPHS = 4096
+
 
 class StaticDecode:
     """Takes the place of a MoE layer's `forward`; other steps run as before.
@@ -53,7 +55,7 @@ class StaticDecode:
             self._graph(example_TH.new_zeros(size, 1, example_TH.shape[-1]))
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def capture_decode(model: DecoderModel, most_tokens: int, compiler: str) -> int:
     """Let the MoE layers of a model run decode steps as static graphs; return how many there are.
 
@@ -67,8 +69,8 @@ def capture_decode(model: DecoderModel, most_tokens: int, compiler: str) -> int:
     for moe in layers:
         static = StaticDecode(moe, most_tokens, compiler)
         graphs += len(static.sizes)
-        # All layers share their code, and so the limits of graphs of one piece of code.
-        limits = {"recompile_limit": graphs, "accumulated_recompile_limit": graphs}
+        # All layers, and all models of a process, share their code and its number of graphs.
+        limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_GRAPHS)
         with torch._dynamo.config.patch(limits):  # type: ignore[no-untyped-call]
             static.capture(model.embed_tokens.weight)
         moe.forward = static  # type: ignore[method-assign]

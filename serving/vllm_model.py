@@ -3,7 +3,7 @@
 Letters: T tokens of all sequences in a step, H hidden, V vocabulary, n sequences.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +55,7 @@ class NeuronMoeForCausalLM(nn.Module):
         self._cores = put_cores(self.model, vllm_config, prefix)
         self._counters: ServingCounters | None = None
         self._config = vllm_config
+        self._forward_tokens: Callable[..., Tensor] = self.model.forward_tokens
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return [T, H]."""
@@ -79,7 +80,7 @@ class NeuronMoeForCausalLM(nn.Module):
         phase = _phase()
         if self._counters is not None:
             self._counters.count_step(phase, input_ids.shape[0])
-        return self.model.forward_tokens(input_ids, positions, phase=phase)
+        return self._forward_tokens(input_ids, positions, phase=phase)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return [n, V] of the last token of each sequence, [n, H]."""
@@ -110,12 +111,15 @@ class NeuronMoeForCausalLM(nn.Module):
 
     def _join(self) -> None:
         """Compile the model as graphs, of one token and of several in each phase."""
-        join(self.model)
-        with set_forward_context(None, self._config), set_default_torch_dtype(torch.float32):
-            for phase in ("prefill", "decode"):
-                for tokens in (1, 2, 3):
-                    places_T = torch.zeros(tokens, dtype=torch.int64)
-                    self.model.forward_tokens(places_T.int(), places_T, phase=phase)
+        self._forward_tokens = join(self.model, self.options.graph_compiler)
+        # As steps come, or other graphs would be captured for them: inputs that vLLM allocated.
+        for tokens in (2, 1):
+            places_T = torch.zeros(tokens, dtype=torch.int64)
+            ids_T = torch.zeros(tokens, dtype=torch.int32)
+            context = set_forward_context(None, self._config)
+            with context, set_default_torch_dtype(torch.float32), torch.inference_mode():
+                for phase in ("prefill", "decode"):
+                    self._forward_tokens(ids_T, places_T, phase=phase)
 
 
 def _join_ranks(config: VllmConfig, options: ServingOptions) -> None:

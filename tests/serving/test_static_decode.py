@@ -17,7 +17,7 @@ def model() -> DecoderModel:
     return loaded
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def test_graphs_compute_what_the_layers_do(model: DecoderModel) -> None:
     inputs = [torch.randn(tokens, 1, model.config.hidden_size) for tokens in (1, 3, 4, 5)]
     expected = [[layer.moe(each)[0] for each in inputs] for layer in model.layers]
@@ -28,7 +28,7 @@ def test_graphs_compute_what_the_layers_do(model: DecoderModel) -> None:
             torch.testing.assert_close(layer.moe(each)[0], output)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def test_a_graph_that_would_be_captured_late_is_refused(model: DecoderModel) -> None:
     torch._dynamo.reset()
     capture_decode(model, 2, "eager")
