@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from nki_sim.hardware import Hardware
+from nki_sim.time.lines import LineTable
 from nki_sim.time.playback import Schedule
 
 
@@ -35,6 +36,9 @@ class Drawable(Protocol):
 
     def intervals(self) -> Iterator[Interval]:
         """Yield every instruction as a box on a lane, in order of the trace."""
+
+    def line_times(self) -> LineTable:
+        """Return what every source line costs, first those that hold up the whole."""
 
 
 def core_name(core: tuple[int, int]) -> str:

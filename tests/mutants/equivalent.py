@@ -67,8 +67,32 @@ EQUIVALENT = (
     ),
     Equivalent(
         "neuron_moe/quantize/recode.py",
-        "step = max(1, _CHUNK_VALUES // max(1, num_groups * 32))",
-        "step = max(1, _CHUNK_VALUES * max(1, num_groups * 32))",
-        "how many rows are worked on at once; the result is the same, its time is not",
+        "relative = relative.clamp(0, E8M0_NAN - 1).to(torch.uint8)",
+        "relative = relative.clamp(1, E8M0_NAN - 1).to(torch.uint8)",
+        "only groups of zeros lie outside the window, whatever the exponent they are given",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/recode.py",
+        "relative = relative.clamp(0, E8M0_NAN - 1).to(torch.uint8)",
+        "relative = relative.clamp(0, E8M0_NAN - 2).to(torch.uint8)",
+        "only groups of zeros lie outside the window, whatever the exponent they are given",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/recode.py",
+        "highest.append(torch.where(is_zero, -256, field).amax(0, keepdim=True))",
+        "highest.append(torch.where(is_zero, -257, field).amax(0, keepdim=True))",
+        "both lie below every exponent",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/recode.py",
+        "lowest.append(torch.where(is_zero, 256, field).amin(0, keepdim=True))",
+        "lowest.append(torch.where(is_zero, 257, field).amin(0, keepdim=True))",
+        "both lie above every exponent",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/mxfp4.py",
+        "codes += ((scaled.clamp(4, 6) - 4) / 2).round_()",
+        "codes += ((scaled.clamp(5, 6) - 4) / 2).round_()",
+        "up to 5, half a step rounds to the even code, which is that of 4",
     ),
 )

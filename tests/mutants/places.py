@@ -36,10 +36,12 @@ ROOMS = (
 )
 # What estimates time, and how the host serves memory and threads.
 PRICES = (
-    "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "host_memory.py",
-    "host_threads.py", "huge_pages.py",
+    "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "stage_play.py",
+    "stage_prices.py", "times.py", "trip_time.py", "host_memory.py", "host_threads.py",
+    "huge_pages.py",
 )  # fmt: skip
-AT_ONCE = re.compile("CHUNK|POOL|_MAX_GEOMETRIES")  # constants: how much is worked on, or kept
+# How much is worked on, or kept.
+AT_ONCE = re.compile("CHUNK|of_chunk|POOL|_MAX_GEOMETRIES")
 # Calls and functions that only time or tell.
 SILENT = re.compile(
     "facts|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
@@ -84,8 +86,9 @@ class Mutant:
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Give the mutants of a file: each an operator, condition, call or constant of one line."""
     source = (ROOT / path).read_bytes()
+    lines = source.splitlines()
     for node in _nodes(ast.parse(source)):
-        for place, text in _changes(node, source.splitlines()):
+        for place, text in _changes(node, lines):
             yield Mutant(path, *place, text)
 
 

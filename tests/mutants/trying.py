@@ -8,29 +8,64 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 SLOWER, START_S = 3, 30  # a change may make tests so much slower before they count as stuck
 HEAVY = ["numpy", "ml_dtypes", "torch", "transformers", "safetensors.torch"]
 OURS = ("tests", "neuron_moe", "nki_kernels", "nki_sim", "nki", "neuronxcc")
+_BEGUN = ".begun"  # where a run of tests writes down which it has begun
 _server = multiprocessing.get_context("forkserver")
 
 
-def fails(tests: dict[str, float], tree: Path) -> bool:
-    """Run tests, given with their seconds, in a copy of the tree.
+class OutOfTimeError(Exception):
+    """No time is left for mutants."""
 
-    Say whether one failed, or they did not end in time.
+
+class Outcome(NamedTuple):
+    """What became of tests.
+
+    Attributes:
+        passed: whether all passed, in time.
+        begun: those that began, in order: if not all passed, the last one did not.
     """
+
+    passed: bool
+    begun: list[str]
+
+
+def run_tests(tests: dict[str, float], tree: Path, deadline: float) -> Outcome:
+    """Run tests, given with their seconds, in a copy of the tree, up to the first that fails.
+
+    Raises OutOfTimeError where they are still running at the deadline of the monotonic clock.
+    """
+    (tree / _BEGUN).write_text("")
     _server.set_forkserver_preload(HEAVY)
     process = _server.Process(target=_run, args=(list(tests), str(tree)))
     process.start()
-    process.join(SLOWER * sum(tests.values()) + START_S)
+    limit_s, left_s = SLOWER * sum(tests.values()) + START_S, deadline - time.monotonic()
+    process.join(max(0.0, min(limit_s, left_s)))
     is_stuck = process.is_alive()
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError):  # ranks that the tests left behind, too
             os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    return is_stuck or process.exitcode != 0
+    if is_stuck and left_s < limit_s:
+        raise OutOfTimeError
+    begun = (tree / _BEGUN).read_text().splitlines()
+    return Outcome(not is_stuck and process.exitcode == 0, begun)
+
+
+class _Begun:
+    """A pytest plugin: write down each test that begins."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        with self.file.open("a") as file:
+            file.write(nodeid + "\n")
 
 
 def _run(tests: list[str], tree: str) -> None:
@@ -47,4 +82,5 @@ def _run(tests: list[str], tree: str) -> None:
         os.dup2(silence, number)
     import pytest
 
-    os._exit(pytest.main(["-x", "--tb=no", "-W", "ignore:Module already imported", *tests]))
+    options = ["-x", "--tb=no", "-W", "ignore:Module already imported", "-m", ""]
+    os._exit(pytest.main([*options, *tests], plugins=[_Begun(Path(tree) / _BEGUN)]))

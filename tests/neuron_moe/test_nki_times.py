@@ -17,6 +17,7 @@ from neuron_moe.backends.nki.times import (
     draw_choices,
     simulate_plan,
 )
+from neuron_moe.models.layers import RMSNorm
 from neuron_moe.parallel.topology import INSTANCES
 from neuron_moe.plan import Step
 from nki_kernels.common.formula import ExpertFormula
@@ -95,6 +96,16 @@ def test_a_router_of_fewer_tokens_is_faster() -> None:
     plan, chosen = layer("meta").plan(Step("prefill", 1024)), draw_choices(1024, E, K)
     whole, part = (simulate_plan(plan, chosen, own)[0].us for own in (1024, 64))
     assert part < 0.6 * whole
+
+
+def test_a_layer_that_adds_its_input_is_timed() -> None:
+    plain, adding = layer("meta"), layer("meta")
+    with torch.device("meta"):
+        adding.take_frame(RMSNorm(H, 1e-6, dtype=torch.bfloat16))
+    (without,), (with_input,) = (
+        simulate_plan(moe.plan(Step("decode", 4)), draw_choices(4, E, K)) for moe in (plain, adding)
+    )
+    assert with_input.executed > without.executed
 
 
 def test_choices_are_different_and_all_experts_alike() -> None:

@@ -46,9 +46,9 @@ from neuron_moe.quantize import (
     quantize_fp8,
     recode_mxfp4_to_fp8,
 )
-from neuron_moe.tools.commands.trace import HELD_OUT_FILE, read_texts
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.reference import check_installed
+from neuron_moe.tools.routing.texts import HELD_OUT_FILE, read_texts
 
 RECORD_FILE = "evaluation.json"
 _BATCH = 8

@@ -2,8 +2,8 @@
 
     neuron-moe place --trace trace.npz --ranks 8 --extra-experts 4 --output placement.json
 
-Places the experts of each layer by the first half of a trace (see neuron-moe trace) and reports how
-evenly the second half then loads the ranks, before and after. The file holds NxD's
+Places the experts of each layer by the first half of a trace (see neuron-moe routing) and reports
+how evenly the second half then loads the ranks, before and after. The file holds NxD's
 `expert_distribution` for each layer; `neuron_moe.parallel.placement.load_placements` reads it.
 """
 

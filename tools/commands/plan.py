@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe.configs import config_names, load_config
-from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import parse_config
 from neuron_moe.models.routing_trace import RoutingTrace
-from neuron_moe.models.shipped import checkpoint_folder, shipped_checkpoint
+from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.models.whole_model import (
     TARGETS,
     Serving,
@@ -56,6 +54,7 @@ from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
 from neuron_moe.parallel.topology import INSTANCES, instance
 from neuron_moe.tools.commands.plan_pictures import draw_plan
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
+from neuron_moe.tools.models import MODEL_HELP, read_model
 from nki_sim.hardware_file import use_hardware
 
 _MOST_TOKENS = 1 << 20  # of a step; routings are drawn token by token
@@ -178,12 +177,7 @@ def read_sizes(name: str) -> dict[str, Any]:
     """
     if "=" in name:
         return _sizes_of(name)
-    if name in config_names():
-        return load_config(name)
-    path = Path(name)
-    if not path.is_file():
-        path = checkpoint_folder(name) / "config.json"
-    return read_json_object(path)
+    return read_model(name)[0]
 
 
 def _sizes_of(text: str) -> dict[str, Any]:
@@ -383,9 +377,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model", required=True, help=f"one of {', '.join(config_names())}; a path; sizes"
-    )
+    parser.add_argument("--model", required=True, help=f"{MODEL_HELP}; or sizes")
     parser.add_argument("--instance", default="trn2.48xlarge", help=", ".join(INSTANCES))
     parser.add_argument("--nodes", type=int, default=1, help="nodes of an UltraServer (default: 1)")
     parser.add_argument("--lnc", type=int, default=2, help="physical cores a rank (default: 2)")
@@ -394,7 +386,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, help="positions of a sequence (default: + 1024)")
     parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="to rank layouts by")
     parser.add_argument("--table", action="store_true", help="print all layouts and coefficients")
-    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe trace)")
+    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)")
     parser.add_argument("--weights", choices=list(WEIGHT_BYTES), help="default: as the checkpoint")
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="compute with what `chip calibrate` measured"

@@ -13,12 +13,12 @@ import pytest
 from neuron_moe.tools.chip.calibrate import ROUNDS, conclude, main
 from neuron_moe.tools.chip.coefficients import COEFFICIENTS, LAUNCH, chip_with, start_values
 from neuron_moe.tools.chip.device import Job
-from neuron_moe.tools.chip.fit import CLOCK_ERROR, find_switches
+from neuron_moe.tools.chip.fit import CLOCK_ERROR, _Problem, find_switches
 from neuron_moe.tools.chip.model import ProbeModel
 from neuron_moe.tools.chip.observe import Observed, observe, probe_jobs, read_observed
 from neuron_moe.tools.chip.probes.listing import PROBES, SWITCH_PROBES
 from neuron_moe.tools.chip.rehearse import summarise
-from neuron_moe.tools.chip.series import measure, without_drift
+from neuron_moe.tools.chip.series import Times, measure, without_drift
 from neuron_moe.tools.chip.stand_in import StandIn, timed
 from nki_sim.hardware import SWITCHES, TRN2, Hardware
 from nki_sim.lint.linter import lint_file
@@ -108,6 +108,24 @@ def test_drift_is_taken_out_and_times_are_those_at_the_start() -> None:
     assert np.abs(found.ns / true_ns - 1.0).max() < 0.012
     assert np.abs(found.drift - drift).max() < 3 * CLOCK_ERROR
     assert np.all((found.error > 0.001) & (found.error < 0.003))
+
+
+@pytest.mark.long
+def test_the_bar_of_what_others_hide_holds_all_of_it() -> None:
+    model = ProbeModel([timed(job) for job in probe_jobs() if job.name == "tiles at once"])
+    # Loads of stationary tiles take so long that the gap between tiles hides behind them.
+    truth = {**start_values(), "stationary_load_floor_cycles": 28.0, "tile_issue_cycles": 8.2}
+    times = Times(ns=model.ns(truth, {}), error=np.full(len(model), 1e-3), drift=np.zeros(1))
+    problem = _Problem(model, times, {})
+    theta = np.zeros(len(COEFFICIENTS) + 1)
+    number = COEFFICIENTS.index("tile_issue_cycles")
+    theta[COEFFICIENTS.index("stationary_load_floor_cycles")] = np.log(
+        28.0 / TRN2.stationary_load_floor_cycles
+    )
+    theta[number] = np.log(27.0 / TRN2.tile_issue_cycles)
+    state = problem.at(theta)
+    assert 27.0 * np.exp(-problem.reach(state, number, -1.0)) < 8.2
+    assert 27.0 * np.exp(problem.reach(state, number, 1.0)) < 60.0
 
 
 @pytest.mark.parametrize("seed", range(4))

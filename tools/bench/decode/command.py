@@ -60,6 +60,7 @@ from neuron_moe.tools.bench.decode.work import (
 )
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.models import model_among
 
 OUR_SOURCES = ("decode/*.py", "common/*.py")
 
@@ -119,7 +120,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="neuron-moe bench decode", description=__doc__.split("\n")[0]
     )
     names = [model.name for model in MODELS]
-    parser.add_argument("--models", nargs="*", choices=names, default=names)
+    parser.add_argument(
+        "--models", nargs="*", type=model_among(names), choices=names, default=names
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))

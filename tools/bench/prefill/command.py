@@ -33,6 +33,7 @@ from neuron_moe.tools.bench.prefill.vendor import KERNEL_NAMES
 from neuron_moe.tools.bench.prefill.work import Case
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.models import model_among
 from nki_sim.time.schedule_model import CORNERS
 
 OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py")
@@ -88,7 +89,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="neuron-moe bench prefill", description=__doc__.split("\n")[0]
     )
     names = [model.name for model in MODELS]
-    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--models", nargs="+", type=model_among(names), choices=names, default=names
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument(
