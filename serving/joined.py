@@ -21,6 +21,7 @@ from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import PackedLinear
 from neuron_moe.plan import Plan, Step
 from neuron_moe.router import Routing
+from neuron_moe.serving.static_decode import many_graphs
 from neuron_moe.weights.expert_weights import LocalRouting
 
 _library = torch.library.Library("neuron_moe", "FRAGMENT")
@@ -114,8 +115,35 @@ def _hide_linear(linear: PackedLinear) -> None:
     linear.forward = forward  # type: ignore[method-assign]
 
 
-def join(model: DecoderModel, compiler: str) -> Callable[..., Tensor]:
-    """Return `forward_tokens` of a model as graphs; each is captured when it is first called.
+class Joined:
+    """`forward_tokens` of a model as graphs, all of which `capture` captures; else as it was."""
+
+    def __init__(self, forward_tokens: Callable[..., Tensor], compiler: str) -> None:
+        self._graphs: Any = torch.compile(
+            forward_tokens, backend=compiler, fullgraph=True, dynamic=True
+        )
+
+    def capture(self) -> None:
+        """Capture the graphs of one token and of several in each phase.
+
+        Inputs are as a server's: allocated outside of inference mode, which graphs tell apart.
+        """
+        for tokens in (2, 1):
+            ids_T = torch.zeros(tokens, dtype=torch.int32)
+            places_T = torch.zeros(tokens, dtype=torch.int64)
+            for phase in ("prefill", "decode"):
+                with torch.inference_mode(), many_graphs():
+                    self._graphs(ids_T, places_T, phase=phase)
+
+    def __call__(self, *arguments: Any, **more: Any) -> Tensor:
+        """Return [T, H]; arguments as of `forward_tokens`."""
+        with torch.compiler.set_stance("eager_on_recompile"):
+            hidden_TH: Tensor = self._graphs(*arguments, **more)
+        return hidden_TH
+
+
+def join(model: DecoderModel, compiler: str) -> Joined:
+    """Return `forward_tokens` of a model as graphs, not captured yet.
 
     Args:
         model: filled, for inference on one rank, its attention a server's operator.
@@ -126,7 +154,4 @@ def join(model: DecoderModel, compiler: str) -> Callable[..., Tensor]:
             _join_experts(module)
         elif isinstance(module, PackedLinear):
             _hide_linear(module)
-    joined: Any = torch.compile(
-        model.forward_tokens, backend=compiler, fullgraph=True, dynamic=True
-    )
-    return joined  # type: ignore[no-any-return]
+    return Joined(model.forward_tokens, compiler)

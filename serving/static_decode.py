@@ -5,6 +5,7 @@ A step of T tokens is padded to the next power of two, for which a graph was cap
 Letters: T tokens of a step, H hidden.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -55,6 +56,14 @@ class StaticDecode:
             self._graph(example_TH.new_zeros(size, 1, example_TH.shape[-1]))
 
 
+def many_graphs() -> contextlib.AbstractContextManager[None]:
+    """Let torch.compile capture what all layers, and all models of a process, need of one code."""
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_GRAPHS)
+    patched: contextlib.AbstractContextManager[None]
+    patched = torch._dynamo.config.patch(limits)  # type: ignore[no-untyped-call]
+    return patched
+
+
 @torch.inference_mode()
 def capture_decode(model: DecoderModel, most_tokens: int, compiler: str) -> int:
     """Let the MoE layers of a model run decode steps as static graphs; return how many there are.
@@ -69,9 +78,7 @@ def capture_decode(model: DecoderModel, most_tokens: int, compiler: str) -> int:
     for moe in layers:
         static = StaticDecode(moe, most_tokens, compiler)
         graphs += len(static.sizes)
-        # All layers, and all models of a process, share their code and its number of graphs.
-        limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_GRAPHS)
-        with torch._dynamo.config.patch(limits):  # type: ignore[no-untyped-call]
+        with many_graphs():
             static.capture(model.embed_tokens.weight)
         moe.forward = static  # type: ignore[method-assign]
     return graphs

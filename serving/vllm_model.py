@@ -111,15 +111,10 @@ class NeuronMoeForCausalLM(nn.Module):
 
     def _join(self) -> None:
         """Compile the model as graphs, of one token and of several in each phase."""
-        self._forward_tokens = join(self.model, self.options.graph_compiler)
-        # As steps come, or other graphs would be captured for them: inputs that vLLM allocated.
-        for tokens in (2, 1):
-            places_T = torch.zeros(tokens, dtype=torch.int64)
-            ids_T = torch.zeros(tokens, dtype=torch.int32)
-            context = set_forward_context(None, self._config)
-            with context, set_default_torch_dtype(torch.float32), torch.inference_mode():
-                for phase in ("prefill", "decode"):
-                    self._forward_tokens(ids_T, places_T, phase=phase)
+        joined = join(self.model, self.options.graph_compiler)
+        with set_forward_context(None, self._config), set_default_torch_dtype(torch.float32):
+            joined.capture()
+        self._forward_tokens = joined
 
 
 def _join_ranks(config: VllmConfig, options: ServingOptions) -> None:

@@ -250,7 +250,7 @@ class Crossing:
         self, strategy: Strategy, lengths: tuple[int, ...], phase: str, batch: TokenBatch
     ) -> None:
         gather = strategy.spread.gather
-        own = strategy.own_range(batch.hidden_TH.shape[0])
+        own = strategy.own_slice(batch.hidden_TH.shape[0])
         self._strategy = strategy
         self._lengths = lengths
         self._batch_size = batch.batch_size if strategy.spread.is_sequence else 1
@@ -259,7 +259,7 @@ class Crossing:
         self.phase = phase
         self.is_part = batch.is_sequence_part
         self.num_tokens = sum(lengths)
-        self.own = slice(own.start, own.stop)
+        self.own = own
         self.first_token = self._before + own.start
 
     def own_mask(self, mask: Tensor | None) -> Tensor | None:

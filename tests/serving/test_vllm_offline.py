@@ -31,9 +31,12 @@ ON_ONE_RANK = (
 )
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 EP2: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-IN_GRAPHS = (TINY_NAME, "qwen3_moe")
+IN_GRAPHS = (TINY_NAME, "qwen3_moe", "llama4-scout")
 PLAIN = {"product_form": "plain"}  # nothing is measured first
-GRAPHS = {"graph_tokens": 8, "graph_compiler": "eager"}
+GRAPHS = {
+    "in graphs": PLAIN | {"graph_tokens": 8, "graph_compiler": "eager"},
+    "joined": PLAIN | {"joins": True, "graph_compiler": "eager"},
+}
 MEASURED, STALE, UNKNOWN = "bfloat16, forms measured", "stale sinks", "unknown architecture"
 Run = Callable[..., Any]
 Answers = dict[str, dict[str, Any]]
@@ -69,7 +72,8 @@ def answers(folder_of: Folders, run_vllm: Run, cache_folder: Path) -> Answers:
     tiny = folder_of(TINY_NAME)
     requests = {name: _request(folder_of(name)) for name in ON_ONE_RANK}
     for name in IN_GRAPHS:
-        requests[f"{name} in graphs"] = _request(folder_of(name), GRAPHS, max_num_seqs=8)
+        for how, options in GRAPHS.items():
+            requests[f"{name} {how}"] = _request(folder_of(name), options, max_num_seqs=8)
     requests[MEASURED] = _request(folder_of("qwen3_moe"), {}, dtype="bfloat16") | {"passes": 1}
     requests[STALE] = _request(tiny) | {"passes": 1, "stale_sinks": True}
     requests[UNKNOWN] = _request(tiny, hf_overrides=unknown) | {"registrations": 2}
@@ -83,12 +87,13 @@ def test_tokens_equal_our_own(name: str, answers: Answers, folder_of: Folders) -
     assert answers[name] == {"tokens": [expected, expected]}
 
 
+@pytest.mark.parametrize("how", GRAPHS)
 @pytest.mark.parametrize("name", IN_GRAPHS)
-def test_static_graphs_give_the_same_tokens_and_none_is_captured_late(
-    name: str, answers: Answers, folder_of: Folders
+def test_graphs_give_the_same_tokens_and_none_is_captured_late(
+    name: str, how: str, answers: Answers, folder_of: Folders
 ) -> None:
     _, expected = asked(folder_of(name))
-    assert answers[f"{name} in graphs"] == {"tokens": [expected, expected]}
+    assert answers[f"{name} {how}"] == {"tokens": [expected, expected]}
 
 
 def _cases() -> list[Any]:

@@ -1,7 +1,7 @@
 """neuron-moe bench serve: `neuron-moe serve` beside vLLM's own implementation of the same model.
 
-Two servers of one checkpoint on this CPU: vLLM with our class, and vLLM with its own, each as it is
-started without further settings. Both are up all the time and are asked in turns, so that load
+Two servers of one checkpoint on this CPU: vLLM with our class, as `serve --compile` starts it, and
+vLLM with its own, which compiles by itself. Both are up all the time and are asked in turns, so that load
 from outside hits them alike. Each client asks for one answer after the other; rates are answer
 tokens a second of all clients together. Without --model it is a random Qwen3-MoE of 1.2 GB.
 """
@@ -23,6 +23,7 @@ from neuron_moe.errors import check_positive_int
 from neuron_moe.models.loader import read_config
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.serving.client import Server, complete
+from neuron_moe.serving.options import ServingOptions
 from neuron_moe.serving.server import (
     DTYPES,
     ServerSettings,
@@ -100,6 +101,7 @@ def _rates(folder: Path, args: argparse.Namespace) -> dict[int, dict[str, list[f
         threads=args.threads,
         max_model_len=2 * (args.prompt_tokens + args.new_tokens),
         cache_mib=args.cache_mib,
+        options=ServingOptions(joins=not args.eager),
         more=args.more,
     )
     theirs = replace(ours, port=free_port(HOST, 0), uses_our_class=False)
@@ -173,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="of each server (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--cache-mib", type=int, default=512, help="of each server")
+    parser.add_argument("--eager", action="store_true", help="ours without --compile")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
     parser.add_argument("more", nargs="*", help="behind --: passed to both servers")
     return parser

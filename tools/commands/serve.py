@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             backend=args.backend,
             product_form=args.product_form,
             metrics=True,
+            joins=args.compile,
         ),
         more=given[split + 1 :],
     )
@@ -154,6 +155,11 @@ def _parser() -> argparse.ArgumentParser:
         default=MEASURED,
         help=f"how a CPU multiplies with experts: {MEASURED} (default), {VLLM_FORM} or"
         f" {', '.join(FORMS)}",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="join norms, routers and the like by torch.compile: starts later, then runs faster",
     )
     parser.add_argument("--ask", metavar="TEXT", help="stream one continuation of it, then end")
     parser.add_argument("--verbose", action="store_true", help="show all of vLLM's messages")
