@@ -366,7 +366,7 @@ class Crossing:
             rows = split_evenly(num_rows, model.size // shared.group.size)
             mine = rows[copy_of(shared.group, model)]
             start = mine.start
-            result = shared(sent.rows.hidden_TH[mine.start : mine.stop])
+            result = shared(sent.rows.hidden_TH[mine])
         return partial_NH + functional.pad(
             result, (0, 0, start, num_rows - start - result.shape[0])
         )

@@ -245,8 +245,7 @@ class AllToAll:
 
     def own_slice(self, num_tokens: int) -> slice:
         """Return this rank's share of the tokens that it holds in common with others."""
-        own = split_evenly(num_tokens, self.spread.replica.size)[self.spread.replica.rank]
-        return slice(own.start, own.stop)
+        return split_evenly(num_tokens, self.spread.replica.size)[self.spread.replica.rank]
 
     def dispatch(self, own: Rows, lengths: tuple[int, ...]) -> Dispatched:
         """Send each token to the ranks of its experts."""
@@ -316,11 +315,11 @@ class AllToAll:
         return [[tuple(row) for row in matrix] for matrix in counts]
 
 
-def split_evenly(num_tokens: int, parts: int) -> list[range]:
+def split_evenly(num_tokens: int, parts: int) -> list[slice]:
     """Split tokens in contiguous parts whose sizes differ by one at most, larger ones first."""
-    size, rest = divmod(num_tokens, parts)
+    size, rest = num_tokens // parts, num_tokens % parts
     starts = [part * size + min(part, rest) for part in range(parts + 1)]
-    return [range(starts[part], starts[part + 1]) for part in range(parts)]
+    return [slice(starts[part], starts[part + 1]) for part in range(parts)]
 
 
 def destinations(index_TK: Tensor, num_per_rank: int, num_ranks: int) -> Tensor:

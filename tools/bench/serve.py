@@ -1,9 +1,9 @@
 """neuron-moe bench serve: `neuron-moe serve` beside vLLM's own implementation of the same model.
 
 Two servers of one checkpoint on this CPU: vLLM with our class, as `serve --compile` starts it, and
-vLLM with its own, which compiles by itself. Both are up all the time and are asked in turns, so that load
-from outside hits them alike. Each client asks for one answer after the other; rates are answer
-tokens a second of all clients together. Without --model it is a random Qwen3-MoE of 1.2 GB.
+vLLM with its own, which compiles by itself. Both are up all the time and are asked in turns, so
+that load from outside hits them alike. Each client asks for one answer after the other; rates are
+answer tokens a second of all clients together. Without --model it is a random Qwen3-MoE of 1.2 GB.
 """
 
 import argparse
