@@ -24,7 +24,7 @@ from neuron_moe.router import Routing
 from neuron_moe.serving.static_decode import many_graphs
 from neuron_moe.weights.expert_weights import LocalRouting
 
-_library = torch.library.Library("neuron_moe", "FRAGMENT")
+_library: Any = torch.library.Library("neuron_moe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("linear(Tensor rows, int number, int size) -> Tensor")
 _library.define("experts(Tensor rows, Tensor affinities, Tensor index, int number) -> Tensor")
 _hidden: dict[int, Callable[..., Tensor]] = {}

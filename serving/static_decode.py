@@ -32,7 +32,7 @@ class StaticDecode:
         self._graph = torch.compile(self._eager, backend=compiler, fullgraph=True, dynamic=False)
         self.sizes = [1 << power for power in range((most_tokens - 1).bit_length() + 1)]
 
-    def __call__(self, hidden_states: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, ...]:
+    def __call__(self, hidden_states: Tensor, *arguments: Any, **more: Any) -> Any:
         """Return a tuple with the layer's output, [T, 1, H] in decode; arguments as of the MoE.
 
         Raises:
@@ -60,7 +60,7 @@ def many_graphs() -> contextlib.AbstractContextManager[None]:
     """Let torch.compile capture what all layers, and all models of a process, need of one code."""
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_GRAPHS)
     patched: contextlib.AbstractContextManager[None]
-    patched = torch._dynamo.config.patch(limits)  # type: ignore[no-untyped-call]
+    patched = torch._dynamo.config.patch(limits)
     return patched
 
 
@@ -76,7 +76,7 @@ def capture_decode(model: DecoderModel, most_tokens: int, compiler: str) -> int:
     layers = [moe for layer in model.layers if isinstance(moe := getattr(layer, "moe", None), MoE)]
     graphs = 0
     for moe in layers:
-        static = StaticDecode(moe, most_tokens, compiler)
+        static: Any = StaticDecode(moe, most_tokens, compiler)
         graphs += len(static.sizes)
         with many_graphs():
             static.capture(model.embed_tokens.weight)

@@ -1,5 +1,7 @@
 """vLLM's compiled kernel for experts on a CPU, as one more form of our products."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
@@ -53,7 +55,7 @@ class VllmKernel:
         return compute
 
 
-def _form_of(dtype: torch.dtype) -> type[CPUUnquantizedExperts]:
+def _form_of(dtype: torch.dtype) -> Any:
     """Return vLLM's choice for this machine."""
     if dtype == torch.bfloat16:
         for form in (X86CPUUnquantizedExperts, ArmCPUUnquantizedExperts):
