@@ -3,7 +3,7 @@
 Attention is vLLM's operator already. Experts and packed projections become operators that a graph
 calls by number: they choose their form at run time. Norms, rotary embedding, routers and residuals
 around them become few kernels. There is a graph for prefill and one for decode, for any number of
-tokens, and one of each for a single token.
+tokens, and one for a single token.
 
 Letters: T tokens, H hidden, K choices.
 """
@@ -124,16 +124,15 @@ class Joined:
         )
 
     def capture(self) -> None:
-        """Capture the graphs of one token and of several in each phase.
+        """Capture the graphs of several tokens in each phase, and of one token, always decode.
 
         Inputs are as a server's: allocated outside of inference mode, which graphs tell apart.
         """
-        for tokens in (2, 1):
+        for tokens, phase in ((2, "prefill"), (2, "decode"), (1, "decode")):
             ids_T = torch.zeros(tokens, dtype=torch.int32)
             places_T = torch.zeros(tokens, dtype=torch.int64)
-            for phase in ("prefill", "decode"):
-                with torch.inference_mode(), many_graphs():
-                    self._graphs(ids_T, places_T, phase=phase)
+            with torch.inference_mode(), many_graphs():
+                self._graphs(ids_T, places_T, phase=phase)
 
     def __call__(self, *arguments: Any, **more: Any) -> Tensor:
         """Return [T, H]; arguments as of `forward_tokens`."""
