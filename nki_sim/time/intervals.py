@@ -11,7 +11,7 @@ from nki_sim.time.playback import Schedule
 
 
 class Interval(NamedTuple):
-    """One box of the picture: an instruction on a lane of a core."""
+    """One box of the picture: an instruction on a lane of a core; callers as of the trace."""
 
     rank: int
     core: int
@@ -22,6 +22,7 @@ class Interval(NamedTuple):
     file: str
     line: int
     instruction: int
+    callers: int = 0
 
 
 class Drawable(Protocol):

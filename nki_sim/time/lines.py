@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, overload
 
+from nki_sim.trace import Callers
+
 _WIDTH: Final = 80
+_PLACE: Final = 32  # of it for file and line
 _MOST_LINES: Final = 12
 
 
@@ -25,6 +28,8 @@ class LineTime(NamedTuple):
         instructions: how many.
         busy_ns: time they keep their lane at work.
         path_ns: time by which they hold up the whole; over all lines it sums to the total time.
+        callers: from where the line was called, nearest first, if the simulation kept that.
+        callers_id: their position in the trace's `callers`.
     """
 
     file: str
@@ -34,11 +39,19 @@ class LineTime(NamedTuple):
     instructions: int
     busy_ns: float
     path_ns: float
+    callers: Callers = ()
+    callers_id: int = 0
 
     @property
     def place(self) -> str:
         """File and line, without folders."""
-        return f"{Path(self.file).name}:{self.line}"
+        return _place(self.file, self.line)
+
+    @property
+    def origin(self) -> str:
+        """The nearest callers in words; '' where there are none."""
+        places = ", ".join(_place(*one) for one in self.callers)
+        return places and f"from {places}"
 
     @property
     def source(self) -> str:
@@ -79,11 +92,22 @@ class LineTable(Sequence[LineTime]):
             share = one.path_ns / self.total_ns if self.total_ns else 0.0
             rows.append(
                 f"{one.path_ns / 1e3:>7,.2f} us {share:>6.1%} {one.busy_ns / 1e3:>7,.2f} us"
-                f" {one.lane:>8} {one.instructions:>7,}  {one.place}"
+                f" {one.lane:>8} {one.instructions:>7,}  {_tail(one.place)}"
             )
             rows.append(_cut(f"{'':>12}{one.source or one.op}"))
+            if one.callers:
+                rows.append(_cut(f"{'':>12}{one.origin}"))
         left = len(self) - _MOST_LINES
         return "\n".join([*rows, f"{left} more lines"] if left > 0 else rows)
+
+
+def _place(file: str, line: int) -> str:
+    return f"{Path(file).name}:{line}"
+
+
+def _tail(place: str) -> str:
+    """Return a place, the file's name cut in front to what is left beside the numbers."""
+    return place if len(place) <= _PLACE else f"...{place[3 - _PLACE :]}"
 
 
 def _cut(text: str) -> str:

@@ -21,8 +21,8 @@ _LEGEND_COLUMNS: Final = 185
 _PIXELS: Final = 1500  # across; what lies closer is joined
 _HEIGHT: Final = 0.76  # of a lane, whose neighbour is 1 away
 
-Group = tuple[str, int, str]
-"""File, line and operation: the boxes of one colour."""
+Group = tuple[str, int, str, int]
+"""File, line, operation and callers: the boxes of one colour."""
 
 
 def save_picture(
@@ -135,12 +135,15 @@ def _add_legend(figure: Any, hot: LineTable, total_ns: float) -> None:
 def _in_words(line: LineTime, total_ns: float, width: int) -> str:
     share = line.path_ns / total_ns if total_ns else 0.0
     text = f"{share:>4.0%} of the time  {line.place:<{width}}  {line.source or line.op}"
+    if line.callers:
+        text = f"{text[: _LEGEND_COLUMNS - len(line.origin) - 2]}  {line.origin}"
     # A dollar sign would begin a formula.
     return text[:_LEGEND_COLUMNS].replace("$", r"\$")
 
 
 def _group_of(one: Interval | LineTime) -> Group:
-    return one.file, one.line, one.op
+    callers = one.callers if isinstance(one, Interval) else one.callers_id
+    return one.file, one.line, one.op, callers
 
 
 def _are_wide(pieces: Sequence[tuple[float, float]], least_ns: float) -> bool:

@@ -238,7 +238,9 @@ class Timeline:
         Printed it is a table with the source of each line.
         """
         columns = self.trace.columns().astype(np.int64)
+        callers = self.trace.callers_of()
         key = (columns[:, tr.LINE] * 8 + columns[:, tr.ENGINE]) * 4096 + columns[:, tr.OP]
+        key = key * len(self.trace.callers) + callers
         keys, line_of = np.unique(key, return_inverse=True)
         counts = np.bincount(line_of, minlength=len(keys)).tolist()
         held = np.zeros(len(keys))
@@ -249,11 +251,12 @@ class Timeline:
         starts = np.where(data_end > 0.0, self.result.data_start, self.result.start)
         np.add.at(busy, line_of[list(self.result.graph.instruction)], ends - starts)
         lines = []
-        for number, one in enumerate(keys.tolist()):
+        for number, both in enumerate(keys.tolist()):
+            one, called = divmod(both, len(self.trace.callers))
             file, line = self.trace.lines[one // 4096 // 8]
             op, lane = self.trace.ops[one % 4096], tr.ENGINE_NAMES[one // 4096 % 8]
             times = counts[number], float(busy[number]), float(held[number])
-            lines.append(LineTime(file, line, op, lane, *times))
+            lines.append(LineTime(file, line, op, lane, *times, self.trace.callers[called], called))
         lines.sort(key=lambda one: (-one.path_ns, -one.busy_ns))
         return LineTable(tuple(lines), self.total_ns)
 
@@ -266,6 +269,7 @@ class Timeline:
         result, trace = self.result, self.trace
         columns = trace.columns()
         op_of, line_of = columns[:, tr.OP].tolist(), columns[:, tr.LINE].tolist()
+        callers = trace.callers_of().tolist()
         for node, index in enumerate(result.graph.instruction):
             queue = result.graph.queues[result.graph.queue[node]]
             rank, core = result.graph.cores[queue.core]
@@ -275,7 +279,8 @@ class Timeline:
             elif lane not in LANES and lane != "exchange":
                 continue
             file, line = trace.lines[line_of[index]]
-            yield Interval(rank, core, lane, start, end, trace.ops[op_of[index]], file, line, index)
+            op = trace.ops[op_of[index]]
+            yield Interval(rank, core, lane, start, end, op, file, line, index, callers[index])
 
     def summary(self) -> str:
         """Return a table of the totals, the engines and the critical path."""

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -194,7 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         ]
         data = args.coverage or Path(folder) / "coverage"
         if not data.exists():
-            learn([file for file in test_files() if args.tests in file], data, trees, deadline)
+            files = [file for file in test_files() if re.search(args.tests, file)]
+            learn(files, data, trees, deadline)
         covering = Covering(data.iterdir(), chosen)
         say(f"{len(covering.seconds)} tests pass, {len(covering.failed)} do not")
         for test in covering.failed:
@@ -215,7 +217,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=30, help="mutants to try (default: 30)")
     parser.add_argument("--seed", type=int, help="of the sample; default: a fresh one, printed")
     parser.add_argument("--only", default="", help="files whose path contains this")
-    parser.add_argument("--tests", default="", help="files of tests whose path contains this")
+    parser.add_argument("--tests", default="", help="files of tests whose path this finds")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="tests at a time")
     parser.add_argument("--coverage", type=Path, help="keep what tests run here, or read it")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop then, and count")

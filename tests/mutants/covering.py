@@ -1,16 +1,14 @@
 """Which tests run a line, and how long they take: the suite once, under `coverage`."""
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from coverage import CoverageData
 
 from tests.mutants.places import ROOMS, ROOT, Mutant
+from tests.mutants.trying import QUIET, in_fork, settle_in
 
 # `_exit` saves what forked ranks ran, under the name of the test that forked them.
 OPTIONS = "[run]\nparallel = true\npatch = _exit\nrelative_files = true\nsource = {rooms}\n"
@@ -40,19 +38,17 @@ def run_under_coverage(file: str, tree: Path, folder: Path, limit_s: float) -> N
     folder.mkdir(parents=True)
     rooms = ",".join(sorted({room.split("/")[0] for room in ROOMS}))
     (folder / "options").write_text(OPTIONS.format(rooms=rooms))
-    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={folder / 'options'}",
-               f"--data-file={folder / 'data'}", "-m", "pytest", "-p", "tests.mutants.contexts",
-               "-m", CHOSEN, f"--outcomes={folder / 'outcomes'}", file]  # fmt: skip
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(
-            command, cwd=tree, env=environment(tree), capture_output=True, check=False,
-            timeout=min(FILE_LIMIT_S, limit_s),
-        )  # fmt: skip
+    in_fork(_run_under_coverage, (file, str(tree), str(folder)), min(FILE_LIMIT_S, limit_s))
 
 
-def environment(tree: Path) -> dict[str, str]:
-    """Return the variables under which a copy of the tree is tested."""
-    return os.environ | {"PYTHONPATH": str(tree), "OPENBLAS_NUM_THREADS": "1"}
+def _run_under_coverage(file: str, tree: str, folder: str) -> None:
+    settle_in(tree)
+    import coverage
+    import pytest
+
+    coverage.Coverage(data_file=f"{folder}/data", config_file=f"{folder}/options").start()
+    options = ["-p", "tests.mutants.contexts", f"--outcomes={folder}/outcomes", *QUIET]
+    os._exit(pytest.main([*options, "-m", CHOSEN, file]))
 
 
 class Covering:
@@ -90,12 +86,12 @@ class Covering:
     def order(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
         """Give tests that pass without the mutant, with their seconds.
 
-        They run its line. A line that runs while its file is imported belongs to no test: then
-        they run its file. Those of its own folder and of tests/golden, which see most, come first;
+        They run its line; its file, where the line runs while that is imported, which is in some
+        test or in none. Those of its own folder and of tests/golden, which see most, come first;
         they end where they would take `budget_s`, all but the first.
         """
-        found = self._lines[str(mutant.path), mutant.line] & self.seconds.keys()
-        found = found or self._files[str(mutant.path)] & self.seconds.keys()
+        found = set() if mutant.runs_once else self._lines[str(mutant.path), mutant.line]
+        found = found & self.seconds.keys() or self._files[str(mutant.path)] & self.seconds.keys()
         chosen: dict[str, float] = {}
         spent = 0.0
         folders = (f"tests/{mutant.path.parent}/", "tests/golden/")

@@ -9,12 +9,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 SLOWER, START_S = 3, 30  # a change may make tests so much slower before they count as stuck
 HEAVY = ["numpy", "ml_dtypes", "torch", "transformers", "safetensors.torch"]
 OURS = ("tests", "neuron_moe", "nki_kernels", "nki_sim", "nki", "neuronxcc")
+QUIET = ("-W", "ignore:Module already imported")  # of what the fork brings along
 _BEGUN = ".begun"  # where a run of tests writes down which it has begun
 _server = multiprocessing.get_context("forkserver")
 
@@ -41,20 +43,39 @@ def run_tests(tests: dict[str, float], tree: Path, deadline: float) -> Outcome:
     Raises OutOfTimeError where they are still running at the deadline of the monotonic clock.
     """
     (tree / _BEGUN).write_text("")
-    _server.set_forkserver_preload(HEAVY)
-    process = _server.Process(target=_run, args=(list(tests), str(tree)))
-    process.start()
     limit_s, left_s = SLOWER * sum(tests.values()) + START_S, deadline - time.monotonic()
-    process.join(max(0.0, min(limit_s, left_s)))
+    status = in_fork(_run, (list(tests), str(tree)), max(0.0, min(limit_s, left_s)))
+    if status is None and left_s < limit_s:
+        raise OutOfTimeError
+    return Outcome(status == 0, (tree / _BEGUN).read_text().splitlines())
+
+
+def in_fork(work: Callable[..., None], arguments: tuple[object, ...], limit_s: float) -> int | None:
+    """Call a function that ends its process; return the status, None if it did not end in time."""
+    _server.set_forkserver_preload(HEAVY)
+    process = _server.Process(target=work, args=arguments)
+    process.start()
+    process.join(limit_s)
     is_stuck = process.is_alive()
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError):  # ranks that the tests left behind, too
             os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    if is_stuck and left_s < limit_s:
-        raise OutOfTimeError
-    begun = (tree / _BEGUN).read_text().splitlines()
-    return Outcome(not is_stuck and process.exitcode == 0, begun)
+    return None if is_stuck else process.exitcode
+
+
+def settle_in(tree: str) -> None:
+    """Make this process one that runs tests of a copy of the tree, and is silent."""
+    os.setsid()
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": tree, "OPENBLAS_NUM_THREADS": "1"}
+    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+        del sys.modules[name]
+    sys.path[:] = [tree, *sys.path]
+    sys.dont_write_bytecode = True
+    silence = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(silence, number)
 
 
 class _Begun:
@@ -69,18 +90,8 @@ class _Begun:
 
 
 def _run(tests: list[str], tree: str) -> None:
-    """Become a process that runs tests in a copy of the tree, and nothing else."""
-    os.setsid()
-    os.chdir(tree)
-    os.environ |= {"PYTHONPATH": tree, "OPENBLAS_NUM_THREADS": "1"}
-    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
-        del sys.modules[name]
-    sys.path[:] = [tree, *sys.path]
-    sys.dont_write_bytecode = True
-    silence = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(silence, number)
+    settle_in(tree)
     import pytest
 
-    options = ["-x", "--tb=no", "-W", "ignore:Module already imported", "-m", ""]
+    options = ["-x", "--tb=no", *QUIET, "-m", ""]
     os._exit(pytest.main([*options, *tests], plugins=[_Begun(Path(tree) / _BEGUN)]))

@@ -139,7 +139,7 @@ def test_the_torch_backend_has_no_kernels() -> None:
 
 
 def test_trn1_lacks_what_is_said_of_it() -> None:
-    options = replace(times._OPTIONS, target="trn1")
+    options = replace(times.TIMES_ONLY, target="trn1")
     sizes = DecodeSizes(T=4, H=H, I=I, E=E, K=K, num_experts=E, num_cores=2)
     config = make_decode_config(sizes, ExpertFormula("silu"), WeightForm())
     reasons = " ".join(INSTANCES["trn1.32xlarge"].refuses)

@@ -7,7 +7,7 @@ comes back. `launching_with` puts a chip, or anything else, behind that call for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ def simulate(kernel: Any, *arguments: Any, lnc: int, **options: Any) -> Launched
     given = options.pop("options", nki_sim.SimOptions())
     target = dataclasses.replace(given, target=given.target or chip())
     run = nki_sim.run(kernel, *arguments, lnc=lnc, options=target, **options)
+    show(run)
     return Launched(outputs=run.outputs, us=run.timeline.total_us)
 
 
@@ -48,6 +49,26 @@ _LAUNCHER: ContextVar[Launcher] = ContextVar("launcher", default=simulate)
 
 
 _CHIP: ContextVar[str] = ContextVar("chip", default="trn2")
+
+
+_WATCHER: ContextVar[Callable[[nki_sim.Run], None] | None] = ContextVar("watcher", default=None)
+
+
+def show(run: nki_sim.Run) -> None:
+    """Let whoever watches see a run of the simulator."""
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        watcher(run)
+
+
+@contextmanager
+def watching(watcher: Callable[[nki_sim.Run], None]) -> Iterator[None]:
+    """Let a function see each run of the simulator while the context lasts."""
+    token = _WATCHER.set(watcher)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
 
 
 def chip() -> str:

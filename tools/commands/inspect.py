@@ -190,7 +190,7 @@ def _print_report(report: dict[str, Any]) -> None:
     print(f"KV cache    {format_bytes(memory['kv_cache_bytes_per_token'])} a token, in bf16")
     if memory["state_bytes_per_sequence"]:
         print(f"state       {format_bytes(memory['state_bytes_per_sequence'])} a sequence")
-    print("\nwhich path an MoE layer of one rank takes  [computed]")
+    print("\nwhich path an MoE layer of one rank takes on the torch back end  [computed]")
     table = [["phase", "tokens", "path", "blocks", "expected padding"]]
     for row in report["paths"]:
         in_blocks = row["path"] == "blockwise"
@@ -198,6 +198,7 @@ def _print_report(report: dict[str, Any]) -> None:
         padding = f"{row['padding_expected']:.1%}" if in_blocks else "-"
         table.append([row["phase"], str(row["tokens"]), row["path"], blocks, padding])
     print(format_table(table))
+    print("\nneuron-moe explain --tokens T --phase prefill|decode tells what the kernels (nki) do")
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -52,9 +52,16 @@ from neuron_moe.parallel.planner.search import (
 )
 from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
 from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.tools.commands.plan_page import (
+    coefficient_rows,
+    layout_rows,
+    plan_page,
+    serving_rows,
+)
 from neuron_moe.tools.commands.plan_pictures import draw_plan
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
 from neuron_moe.tools.models import MODEL_HELP, read_model
+from neuron_moe.tools.pages import add_report_option, write_page
 from nki_sim.hardware_file import use_hardware
 
 _MOST_TOKENS = 1 << 20  # of a step; routings are drawn token by token
@@ -101,6 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.picture is not None:
         draw_plan(costs, args.picture)
         print(f"\npicture: {args.picture}")
+    if args.report is not None:
+        page = plan_page(costs, served, args.target, source)
+        print(f"report: {write_page(page, args.report)}")
     if args.json:
         layouts = [each.to_dict() for each in served]
         serving = {"target": args.target, "layouts": layouts, "not_served": why_not_served}
@@ -118,7 +128,7 @@ def _serve(
         return [], {"whole model": str(error)}
     with torch.device("meta"):
         model = model_file.Model(config)
-    expert_format = {"bf16": "bf16", "fp8": "e5m2", "mxfp4": "mxfp4"}[sizes.weight_format]
+    expert_format = "e5m2" if sizes.weight_format == "fp8" else sizes.weight_format
     serving = Serving(
         prompt=args.prefill_tokens,
         context=args.context or args.prefill_tokens + _ANSWER_TOKENS,
@@ -154,15 +164,7 @@ def _print_serving(
         more = f"; and {len(same) - _MOST_TIES} more" if len(same) > _MOST_TIES else ""
         print(f"  as good within {AS_GOOD - 1:.0%}: {names}{more}")
     if args.table:
-        rows = [("layout", "TTFT ms", "TPOT ms", "tokens/s", "most sequences", "weights a rank")]
-        rows += [
-            (
-                str(each), f"{each.ttft_ms:.1f}", f"{each.tpot_ms:.2f}",
-                f"{each.tokens_per_s:,.0f}", str(each.max_batch), format_bytes(each.weight_bytes),
-            )
-            for each in served
-        ]  # fmt: skip
-        print(f"\n{format_table(rows)}")
+        print(f"\n{format_table(serving_rows(served))}")
         for layout, reason in why_not.items():
             print(f"not {layout}: {reason}")
     print()
@@ -229,13 +231,14 @@ def _print_plan(
     print(
         f"{model.name}: {model.num_experts} experts of {model.hidden_size} x"
         f" {model.intermediate_size}, top {model.top_k}, {model.num_moe_layers} MoE layers,"
-        f" {model.weight_format}\n{machine.instance.name} x {machine.nodes}, LNC{machine.lnc}:"
-        f" {machine.ranks} ranks of {format_bytes(machine.hbm_bytes)}\nrecorded routing: {source}\n"
+        f" experts in {model.weight_format}\n{machine.instance.name} x {machine.nodes},"
+        f" LNC{machine.lnc}: {machine.ranks} ranks of {format_bytes(machine.hbm_bytes)}\n"
+        f"recorded routing: {source}\n"
     )
     for phase in PHASES:
         print(f"{phase}, {costs.tokens[phase]} tokens: us a layer on the busiest rank  [computed]")
         if with_tables:
-            print(f"{format_table(_rows(costs, phase))}\n")
+            print(f"{format_table(layout_rows(costs, phase))}\n")
         best = costs.ranking(phase)[0]
         print(f"  best under {costs.decisive} routing: {best.layout}: {best.cost.total_us:.0f} us")
         for line in explain(costs, phase):
@@ -256,9 +259,7 @@ def _print_plan(
     for layout, reason in costs.rejected.items():
         print(f"not {layout}: {reason}")
     print("\ncoefficients")
-    rows = [("name", "value", "unit", "kind", "source")]
-    rows += [(name, f"{c.value:.4g}", c.unit, c.kind, c.source) for name, c in COEFFICIENTS.items()]
-    print(format_table(rows, numbers_from=9))
+    print(format_table(coefficient_rows(), numbers_from=9))
 
 
 def _print_choice(costs: LayoutCosts) -> None:
@@ -283,19 +284,6 @@ def _print_choice(costs: LayoutCosts) -> None:
             f"  {write_config(config_of(best['prefill'].layout, best['decode'].layout))}"
         )
     print()
-
-
-def _rows(costs: LayoutCosts, phase: str) -> list[tuple[str, ...]]:
-    routings = list(dict.fromkeys(entry.routing for entry in costs.entries))
-    header = ("layout", *(name for routing in routings for name in (routing, "busiest")))
-    rows = [header]
-    for layout in dict.fromkeys(entry.layout for entry in costs.entries):
-        cells = []
-        for routing in routings:
-            cost = costs.find(layout, phase, routing).cost
-            cells += [f"{cost.total_us:.0f}", f"{cost.busiest_over_mean:.2f} x"]
-        rows.append((str(layout), *cells))
-    return rows
 
 
 def _report(
@@ -392,5 +380,6 @@ def _parser() -> argparse.ArgumentParser:
         "--hardware", type=Path, metavar="FILE", help="compute with what `chip calibrate` measured"
     )
     parser.add_argument("--picture", type=Path, help="PNG to write: times and bytes against EP")
+    add_report_option(parser)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser

@@ -12,11 +12,14 @@ NAME.perfetto.json (for ui.perfetto.dev), and roofline.png for all.
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from neuron_moe.backends.nki.times import draw_choices, plan_runs
+from neuron_moe.backends.nki.times import TIMES_ONLY, draw_choices, plan_runs
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.paths import PHASES
@@ -76,8 +79,11 @@ def _layer(args: argparse.Namespace) -> Iterator[Launch]:
     plan = layer.plan(args.phase, args.tokens)
     spec = plan.parts.spec
     chosen_TK = draw_choices(args.tokens, spec.num_experts, spec.top_k)
-    for name, run in plan_runs(plan, chosen_TK):
+    begun = time.monotonic()
+    for name, run in plan_runs(plan, chosen_TK, options=replace(TIMES_ONLY, callers=True)):
         yield Launch(name, run.timeline)
+        print(f"simulated {name} [{time.monotonic() - begun:.1f} s]", file=sys.stderr, flush=True)
+        begun = time.monotonic()
 
 
 def _choose(launches: list[Launch], name: str | None) -> Launch:

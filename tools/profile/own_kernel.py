@@ -24,11 +24,12 @@ from nki_sim import SimOptions, TensorSpec
 from nki_sim.dtypes import as_dtype
 from nki_sim.errors import NkiValidationError, UnknownValue
 from nki_sim.launch import Kernel
-from nki_sim.machine.program import PACKAGE_DIR
+from nki_sim.machine.system import PACKAGE_DIR
 
-TIMES_ONLY: Final = SimOptions(
-    mode="indices", uninitialized="off", races="off", capacity="reorder", accumulate="off"
-)
+_TIMES_ONLY: Final = SimOptions(
+    mode="indices", uninitialized="off", races="off", capacity="reorder", accumulate="off",
+    callers=True,
+)  # fmt: skip
 _TENSOR: Final = re.compile(r"(\d+(?:x\d+)*):([a-z]\w*)")
 _NAMED: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -154,7 +155,7 @@ def simulate(
     Raises:
         ValueError: arguments that the kernel does not take, or whatever goes wrong in it.
     """
-    options = replace(TIMES_ONLY, target=target)
+    options = replace(_TIMES_ONLY, target=target)
     by_position, by_name = arguments
     function = getattr(kernel, "func", kernel)
     signature = inspect.signature(function)

@@ -77,7 +77,7 @@ def _section(launch: Launch) -> Section:
     rows = [["line", "source", "lane", "held up, us", "share", "busy, us", "count"]]
     rows += [
         [
-            one.place, _short(one), one.lane, f"{one.path_ns / 1e3:,.2f}",
+            " ".join([one.place, one.origin]), _short(one), one.lane, f"{one.path_ns / 1e3:,.2f}",
             f"{one.path_ns / run.total_ns:.1%}", f"{one.busy_ns / 1e3:,.2f}",
             f"{one.instructions:,}",
         ]

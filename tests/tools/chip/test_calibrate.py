@@ -26,6 +26,7 @@ from nki_sim.time.costs import price_matmul, price_meeting
 from nki_sim.trace import MatmulFacts, SyncFacts
 
 CHIP = Path(__file__).parents[3] / "tools" / "chip"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +201,18 @@ def test_a_summary_names_what_was_not_recovered() -> None:
     assert "sim:0: a" not in summarise([draw(1.2, barely_visible=True)])["wrong"]
     outside = draw(1.2, barely_visible=True, truth=1.2)
     assert "sim:0: a" in summarise([outside])["wrong"]
+
+
+def test_the_published_rehearsal_recovers_every_coefficient_there_is() -> None:
+    published = json.loads((DOCS / "results" / "chip_rehearsal.json").read_text())
+    found, page = summarise(published["draws"]), (DOCS / "chip_day.md").read_text()
+    assert found == published
+    assert (found["wrong"], len(found["draws"])) == ([], 20)
+    assert set(found["coefficients"]) == {*COEFFICIENTS, *SWITCHES}
+    assert f"all {len(found['coefficients'])} coefficients" in page
+    error = max(one["largest_error"] for one in found["coefficients"].values())
+    for worst in (error, max(found["kernels"].values())):
+        assert f"within {np.ceil(1000 * worst) / 10:g} %" in page
 
 
 @pytest.mark.slow

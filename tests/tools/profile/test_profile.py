@@ -45,6 +45,21 @@ def gather(table, rows):
     y = nl.ndarray(found.shape, dtype=table.dtype, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=y, src=found)
     return y
+
+def touch(tile):
+    nisa.tensor_copy(dst=tile, src=tile)
+
+def middle(tile):
+    touch(tile)
+
+@nki.jit
+def twice(x):
+    tile, y = nl.ndarray(x.shape, DTYPE, nl.sbuf), nl.ndarray(x.shape, DTYPE, nl.shared_hbm)
+    nisa.dma_copy(dst=tile, src=x)
+    for _time in range(2): middle(tile)
+    middle(tile)
+    nisa.dma_copy(dst=y, src=tile)
+    return y
 """
 
 
@@ -79,6 +94,19 @@ def test_lines_have_their_source_and_sum_to_the_time(run: Timeline) -> None:
     assert "LineTime" not in printed
     assert max(map(len, printed.splitlines())) <= 80
     assert f"{lines[:1]}".count("own.py") == 1
+
+
+def test_a_line_that_several_call_is_told_apart_by_its_callers(file: Path) -> None:
+    kernel = load_kernel(f"{file}:twice")
+    lines = simulate(
+        kernel, read_arguments(["128x512:bfloat16"]), None, "trn2"
+    ).timeline.line_times()
+    shared = [one for one in lines if one.op == "tensor_copy"]
+    assert sorted((one.instructions, one.origin) for one in shared) == [
+        (1, "from own.py:33, own.py:40"), (2, "from own.py:33, own.py:39"),
+    ]  # fmt: skip
+    assert "from own.py:33, own.py:40" in f"{lines}"
+    assert {one.origin for one in lines if one.op == "dma_copy"} == {""}
 
 
 def test_words_become_arguments(tmp_path: Path) -> None:
@@ -201,13 +229,19 @@ def test_help_is_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("kernel", "words", "hottest"),
     [
-        ("core/cumsum/cumsum.py:cumsum", ["256x4096:bfloat16"], "nisa.tensor_tensor_scan("),
+        ("cumsum/cumsum.py:cumsum", ["256x4096:bfloat16"], "nisa.tensor_tensor_scan("),
+        (
+            "output_projection/output_projection_cte/output_projection_cte.py:output_projection_cte",
+            ["1x8x128x1024:bfloat16", "1024x2048:bfloat16"],
+            "nisa.nc_matmul(",
+        ),
     ],
 )
 def test_a_kernel_of_the_vendors_library(
     kernel: str, words: list[str], hottest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    library = Path(os.environ[LIBRARY_VARIABLE]) / "src" / "nkilib_src" / "nkilib"
+    library = Path(os.environ[LIBRARY_VARIABLE]) / "src" / "nkilib_src" / "nkilib" / "core"
     assert main(["--kernel", f"{library / kernel}", "--args", *words]) == 0
     lines: list[Any] = capsys.readouterr().out.split("count  line\n")[1].splitlines()
     assert lines[1].strip().startswith(hottest)
+    assert max(map(len, lines)) <= 80
