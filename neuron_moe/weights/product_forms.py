@@ -43,7 +43,7 @@ TURNED_FORMS = (
 STRAIGHT_FORMS = ("straight", f"{PARALLEL}straight")
 FORMS = PACKED_FORMS + TURNED_FORMS + STRAIGHT_FORMS
 MEASURED = "measured"
-BUCKETS = (1, 4, 16, 128, 512)
+BUCKETS = (1, 4, 16, 32, 128, 512)
 """Most tokens of a step for which a form is chosen together; the last one holds beyond, too."""
 
 Compute = Callable[[Tensor, Any], Tensor]
