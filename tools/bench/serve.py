@@ -1,5 +1,7 @@
 """neuron-moe bench serve: `neuron-moe serve` beside vLLM's own implementation of the same model.
 
+    neuron-moe bench serve --clients 1 4
+
 Two servers of one checkpoint on this CPU: vLLM with our class, as `serve --compile` starts it, and
 vLLM with its own, which compiles by itself. Both are up all the time and are asked in turns, so
 that load from outside hits them alike. Each client asks for one answer after the other; rates are
@@ -36,6 +38,7 @@ from neuron_moe.serving.server import (
 from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.bench.serve_sample import make_qwen3_moe
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 
 OURS, THEIRS = "ours", "vllm"
 SAMPLE = "qwen3_moe_sample"
@@ -166,7 +169,7 @@ def _print_table(rows: Sequence[dict[str, float]]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neuron-moe bench serve", description=__doc__)
+    parser = Parser("bench serve", __doc__)
     parser.add_argument("--model", type=Path, help="checkpoint (default: a random one)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="at once")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default: 128")
