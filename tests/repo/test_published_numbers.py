@@ -169,7 +169,8 @@ def test_the_decode_page_states_what_the_mx_result_says() -> None:
     page = " ".join((ROOT / "docs" / "decode.md").read_text().split())
     stated = (
         f"geometric mean {kind['geometric_mean']:.2f} times as fast in the vendor's corner and"
-        f" {order['geometric_mean']:.2f} in order, over {kind['compared']} cases of {kind['cases']}",
+        f" {order['geometric_mean']:.2f} in order, over {kind['compared']} cases of"
+        f" {kind['cases']}",
         f"least {min(kind['least'], order['least']):.2f}",
         f"{kinds['assumed']} of {sum(kinds.values())} coefficients are assumed",
     )
