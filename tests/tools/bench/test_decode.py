@@ -172,7 +172,7 @@ def test_the_file_keeps_the_vendors_times(tmp_path: Path) -> None:
 def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     path = tmp_path / "decode.json"
-    arguments = ["--models", "gpt-oss-20b", "--batches", "1", "--kernels", "decode_moe"]
+    arguments = ["--models", "llama4-scout", "--batches", "1", "--kernels", "decode_moe"]
     arguments += ["--corner", "in-order", "--layout", "packed"]
     assert bench_decode.main([*arguments, "--routings", "uniform", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
