@@ -11,8 +11,15 @@ import torch
 import triton
 from torch import Tensor
 
-from neuron_moe.backends.cuda import kernels
-from neuron_moe.backends.cuda.tiles import Tile, product_tile, rows_of_tile, turned_tile
+from neuron_moe.backends.cuda import decode, hopper_launch, kernels
+from neuron_moe.backends.cuda.tiles import (
+    MOST_PAIRS_UNSORTED,
+    HopperTile,
+    Tile,
+    product_tile,
+    rows_of_tile,
+    turned_tile,
+)
 from neuron_moe.blocks import num_blocks
 from nki_kernels.common.formula import ExpertFormula, Limits
 
@@ -105,10 +112,14 @@ def forward(
     hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor, weights: Matrices,
     formula: ExpertFormula, save_percent: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output, [T, H] float32, and the kept rows of the first product."""
+    """Return the output [T, H] and the kept rows of the first product."""
     num_experts, H, width = weights.first_EHI.shape
     num_tokens, top_k = index_TK.shape
     keeps = kept_tiles(num_tokens, top_k, num_experts, save_percent)
+    if keeps == 0 and num_tokens * top_k <= MOST_PAIRS_UNSORTED:
+        constants = _constants(formula)
+        output_TH = decode.forward(hidden_TH, affinities_TK, index_TK, weights, constants)
+        return output_TH, hidden_TH.new_empty((0, width))
     rows = sort_rows(index_TK, num_experts)
     num_rows = rows.pair_R.shape[0]
     kept = hidden_TH.new_empty((keeps * rows.rows, width))
@@ -117,7 +128,7 @@ def forward(
              bias=weights.first_bias_EI, kept=kept)  # fmt: skip
     output_RH = hidden_TH.new_empty((num_rows, H))
     _project(rows, middle_RI, weights.down_EIH, output_RH, bias=weights.down_bias_EH)
-    output_TH = torch.empty((num_tokens, H), dtype=torch.float32, device=hidden_TH.device)
+    output_TH = torch.empty_like(hidden_TH)
     _combine(rows, output_RH, output_TH, affinities_TK)
     return output_TH, kept
 
@@ -176,6 +187,13 @@ def _project(
     first_tile: int = 0, formula: ExpertFormula | None = None, bias: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> None:  # fmt: skip
+    if hopper_launch.fits(rows, source, matrix, out):
+        hopper_launch.project(
+            rows, source, matrix, out, tile=HopperTile(), gathers=gathers, first_tile=first_tile,
+            bias=bias, kept=kept, constants=_constants(formula or ExpertFormula()),
+            activates=formula is not None,
+        )  # fmt: skip
+        return
     _, depth, width = matrix.shape
     tile = product_tile(rows.rows, source.element_size())
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
@@ -211,9 +229,13 @@ def _combine(rows: SortedRows, rows_RH: Tensor, out: Tensor, weights_TK: Tensor 
 def _turned(
     rows: SortedRows, left: Tensor, right: Tensor, num_experts: int, *, gathers: tuple[bool, bool]
 ) -> Tensor:
-    tile = turned_tile(rows.rows, left.element_size())
     widths = left.shape[1], right.shape[1]
     out = left.new_empty((num_experts, *widths))
+    if hopper_launch.fits(rows, left, right, out):
+        hopper_launch.turned(rows, left, right, out, tile=HopperTile(), gathers=gathers,
+                             constants=_constants(ExpertFormula()))  # fmt: skip
+        return out
+    tile = turned_tile(rows.rows, left.element_size())
     programs = _programs(left.device) * (_MOST_WARPS // tile.warps)
     kernels.multiply_turned[(programs,)](
         left, right, rows.pair_R, rows.first_tile_E, rows.total_E, out, LEFT=widths[0],
