@@ -1,10 +1,12 @@
-"""Triton kernels of the experts for few tokens, without a sort: bound by the weights, which are read once.
+"""Triton kernels of the experts for few tokens, without a sort.
 
-A program takes up to ROWS pairs (token, choice) of one expert, some columns and a part of the depth. The
-first of these pairs leads: its programs look through all choices for the others. Sums over parts of the
-depth are left to the next kernel, which adds them in order: nothing is added atomically.
+The weights, read once, set the time. A program takes up to ROWS pairs (token, choice) of one
+expert, some columns and a part of the depth. The first of these pairs leads: its programs look
+through all choices for the others. Sums over parts of the depth are left to the next kernel, which
+adds them in order: nothing is added atomically.
 
-Axes: T tokens, K choices, P = T * K pairs, E experts, S parts of the depth, H hidden, I intermediate.
+Axes: T tokens, K choices, P = T * K pairs, E experts, S parts of the depth, H hidden,
+I intermediate.
 """
 
 # fmt: off
@@ -29,11 +31,12 @@ def _pairs_of_tile(index_ptr, leader, num_pairs, ROWS: tl.constexpr, PAIRS: tl.c
 
 
 @jit
-def project_pairs(source_ptr, index_ptr, matrix_ptr, parts_ptr, num_pairs, expert_stride, depth_stride,
-                   width_stride, DEPTH: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-                   DEPTH_PART: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-                   BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr):
-    """Multiply each pair's row, one for TOP_K pairs, with its expert's matrix: parts [S, P, WIDTH]."""
+def project_pairs(source_ptr, index_ptr, matrix_ptr, parts_ptr, num_pairs, expert_stride,
+                  depth_stride, width_stride, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+                  TOP_K: tl.constexpr, DEPTH_PART: tl.constexpr, ROWS: tl.constexpr,
+                  PAIRS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    """Multiply pairs' rows, one for TOP_K pairs, with experts' matrices: parts [S, P, WIDTH]."""
     part = tl.program_id(2)
     expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
     if expert >= 0:
@@ -42,12 +45,14 @@ def project_pairs(source_ptr, index_ptr, matrix_ptr, parts_ptr, num_pairs, exper
         column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
         sums = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
         base = matrix_ptr + expert.to(tl.int64) * expert_stride
-        for start in range(part * DEPTH_PART, tl.minimum(DEPTH, (part + 1) * DEPTH_PART), BLOCK_DEPTH):
+        end = tl.minimum(DEPTH, (part + 1) * DEPTH_PART)
+        for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
             depth = start + tl.arange(0, BLOCK_DEPTH)
             rows = tl.load(source_ptr + token * DEPTH + depth[None, :],
                            mask=is_row & (depth < DEPTH)[None, :], other=0.0)
             place = depth[:, None] * depth_stride + column * width_stride
-            matrix = tl.load(base + place, mask=(depth < DEPTH)[:, None] & (column < WIDTH), other=0.0)
+            inside = (depth < DEPTH)[:, None] & (column < WIDTH)
+            matrix = tl.load(base + place, mask=inside, other=0.0)
             sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
         place = (part * num_pairs + pair).to(tl.int64)[:, None]
         tl.store(parts_ptr + place * WIDTH + column, sums, mask=is_row & (column < WIDTH))
@@ -64,7 +69,7 @@ def activate_pairs(parts_ptr, bias_ptr, index_ptr, out_ptr, num_pairs, I: tl.con
     pair = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(index_ptr + pair)
-    inside = (column < I) & (expert >= 0)
+    inside = column < tl.where(expert >= 0, I, 0)
     gate = tl.zeros((BLOCK,), tl.float32)
     up = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
@@ -90,7 +95,8 @@ def activate_pairs(parts_ptr, bias_ptr, index_ptr, out_ptr, num_pairs, I: tl.con
         UP_HIGH,
         UP_OFFSET,
     )
-    tl.store(out_ptr + pair.to(tl.int64) * I + column, value.to(out_ptr.dtype.element_ty), mask=column < I)
+    value = value.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + pair.to(tl.int64) * I + column, value, mask=column < I)
 
 
 @jit
@@ -104,7 +110,7 @@ def combine_choices(parts_ptr, index_ptr, weight_ptr, bias_ptr, out_ptr, num_pai
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         expert = tl.load(index_ptr + pair)
-        inside = (column < H) & (expert >= 0)
+        inside = column < tl.where(expert >= 0, H, 0)
         row = tl.zeros((BLOCK,), tl.float32)
         for part in tl.static_range(PARTS):
             place = (part * num_pairs + pair).to(tl.int64) * H + column
@@ -113,4 +119,5 @@ def combine_choices(parts_ptr, index_ptr, weight_ptr, bias_ptr, out_ptr, num_pai
             place = expert.to(tl.int64) * H + column
             row += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
         sums += row * tl.load(weight_ptr + pair).to(tl.float32)
-    tl.store(out_ptr + token.to(tl.int64) * H + column, sums.to(out_ptr.dtype.element_ty), mask=column < H)
+    sums = sums.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token.to(tl.int64) * H + column, sums, mask=column < H)

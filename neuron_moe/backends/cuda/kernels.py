@@ -248,7 +248,8 @@ def copy_rows(source_ptr, pair_ptr, num_tiles_ptr, out_ptr, H: tl.constexpr, TOP
         token = (tl.where(pair >= 0, pair, 0) // TOP_K).to(tl.int64)[:, None]
         column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
         inside = column < H
-        value = tl.load(source_ptr + token * H + column, mask=inside & (pair >= 0)[:, None], other=0.0)
+        is_read = inside & (pair >= 0)[:, None]
+        value = tl.load(source_ptr + token * H + column, mask=is_read, other=0.0)
         tl.store(out_ptr + row.to(tl.int64)[:, None] * H + column, value, mask=inside)
 
 
