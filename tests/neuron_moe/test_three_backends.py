@@ -30,15 +30,21 @@ def build(case: Case, backend: str, dtype: torch.dtype) -> MoE:
 @torch.no_grad()
 def test_three_backends_agree(name: str) -> None:
     drawn = draw_case(name)
-    case = replace(drawn, weights="plain", pack={}, counts=False, layer={}, steps=(Step("prefill", (1, 24)),))
+    case = replace(
+        drawn, weights="plain", pack={}, counts=False, layer={}, steps=(Step("prefill", (1, 24)),)
+    )
     nki = build(case, "nki", torch.bfloat16)
     state = nki.state_dict()
-    hidden = torch.randn(1, 24, case.sizes["H"], generator=torch.Generator().manual_seed(7)).bfloat16()
+    hidden = torch.randn(
+        1, 24, case.sizes["H"], generator=torch.Generator().manual_seed(7)
+    ).bfloat16()
     outputs = {"nki": nki(hidden)[0]}
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     for backend, kind, device in (("torch", torch.float32, "cpu"), ("cuda", dtype, DEVICE)):
         layer = build(case, backend, kind)
-        layer.load_state_dict({key: value.to(layer.state_dict()[key].dtype) for key, value in state.items()})
+        layer.load_state_dict(
+            {key: value.to(layer.state_dict()[key].dtype) for key, value in state.items()}
+        )
         outputs[backend] = layer.to(device)(hidden.to(device, kind))[0].cpu()
     exact = outputs["torch"].double()
     for backend in ("nki", "cuda"):

@@ -3,9 +3,9 @@
 Two kinds of product over rows sorted as in `kernels`: rows with their experts' matrices, and, for
 each expert, its rows of one buffer, turned, with its rows of another. One program runs on each
 multiprocessor and walks over tiles of 128 x `tile.width`. Its parts: a warpgroup that fills a ring
-of stages, by TMA, or by asynchronous copies of each row where rows are gathered by token; and
+of stages, by TMA, or by asynchronous copies of each row where rows are gathered by token; and two
 warpgroups that multiply 64 of the 128 rows each, apply bias and activation in registers, and store
-by TMA. Barriers in shared memory say when a stage is filled and when all have read it.
+by TMA. Barriers in shared memory say when a stage is filled and when both have read it.
 
 Rows of padding are computed and stored: they are rows of the expert's last tile. Depths are
 multiples of 64; widths may end inside a tile, where TMA reads zeros and stores nothing.
@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from neuron_moe.backends.cuda.kernels import _expert_act, _tile_of
 
 BLOCK_ROWS = gl.constexpr(128)  # of a tile
+PART_ROWS = gl.constexpr(64)  # of a consumer
 BLOCK_DEPTH = gl.constexpr(64)  # of a step
 HAS_NEW_NAMES = gl.constexpr(hasattr(tma, "async_load"))  # Triton 3.9 renamed what 3.6 has
 _load_tile = tma.async_load if HAS_NEW_NAMES.value else tma.async_copy_global_to_shared
@@ -74,7 +75,8 @@ def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, til
     mbarrier.expect(bar, P.loaded_bytes)
     if P.sums_rows:
         if P.gathers != "left":
-            _load_tile(left_desc, [first_row + depth, tile * BLOCK_ROWS], bar, left_ring.index(stage))
+            place = [first_row + depth, tile * BLOCK_ROWS]
+            _load_tile(left_desc, place, bar, left_ring.index(stage))
         if P.gathers != "right":
             place = [first_row + depth, column * P.tile.width]
             _load_tile(right_desc, place, bar, right_ring.index(stage))
@@ -98,15 +100,15 @@ def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, til
 def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled, emptied,
              tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              P: gl.constexpr):
-    """Fill stage after stage. Gathered rows are complete P.tile.lag steps after they were asked for."""
+    """Fill stage after stage. Gathered rows are complete P.tile.lag steps after the request."""
     row_tiles, count = _count_tiles(num_tiles_ptr, first_tile, P)
     step = 0
     for number in range(gl.program_id(0), count, P.programs):
         tile, column, expert, first_row, steps = _locate(
             number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
         if P.gathers != "none":
-            layout: gl.constexpr = gl.BlockedLayout(
-                [1, 8], [256 // P.gathered_columns, P.gathered_columns // 8], [gl.num_warps(), 1], [1, 0])
+            lanes: gl.constexpr = [256 // P.gathered_columns, P.gathered_columns // 8]
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], lanes, [gl.num_warps(), 1], [1, 0])
             line = gl.arange(0, P.gathered_rows, gl.SliceLayout(1, layout))
             wide = gl.arange(0, P.gathered_columns, gl.SliceLayout(0, layout))
             if P.sums_rows:
@@ -155,12 +157,11 @@ def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, f
 
 
 @gluon.jit
-def _put_piece(out_desc, staging, value, first, row, column, AXES: gl.constexpr,
-               PENDING: gl.constexpr):
-    """Store a piece of a tile by TMA, once PENDING stores at most still read the staging memory."""
+def _put_piece(out_desc, staging, value, first, row, column, AXES: gl.constexpr):
+    """Store a piece of a tile by TMA, once the one before the last has left its staging memory."""
     ROWS: gl.constexpr = staging.shape[0]
     COLUMNS: gl.constexpr = staging.shape[1]
-    tma.store_wait(PENDING)
+    tma.store_wait(1)
     _meet()
     staging.store(value.to(out_desc.dtype))
     fence_async_shared()
@@ -182,16 +183,12 @@ def _halve(value):
 
 
 @gluon.jit
-def _put(out_desc, staging, value, first, row, column, AXES: gl.constexpr, PART: gl.constexpr,
-         P: gl.constexpr):
-    """Store half a tile in pieces side by side, each through a staging memory of its own."""
-    if P.tile.pieces == 1:
-        _put_piece(out_desc, staging.index(PART), value, first, row, column, AXES, 0)
-    else:
-        one, two = _halve(value)
-        _put_piece(out_desc, staging.index(2 * PART), one, first, row, column, AXES, 1)
-        column += value.shape[1] // 2
-        _put_piece(out_desc, staging.index(2 * PART + 1), two, first, row, column, AXES, 1)
+def _put(out_desc, staging, value, first, row, column, AXES: gl.constexpr, PART: gl.constexpr):
+    """Store half a tile in two pieces, each through a staging memory of its own."""
+    one, two = _halve(value)
+    _put_piece(out_desc, staging.index(2 * PART), one, first, row, column, AXES)
+    column += value.shape[1] // 2
+    _put_piece(out_desc, staging.index(2 * PART + 1), two, first, row, column, AXES)
 
 
 @gluon.jit
@@ -216,29 +213,29 @@ def _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles
             PART: gl.constexpr, P: gl.constexpr):
     """Activate and store a tile's sums."""
     one, two = _halve(sums)
-    row = tile * BLOCK_ROWS + PART * P.part_rows
+    row = tile * BLOCK_ROWS + PART * PART_ROWS
     place = column * P.span
     if P.sums_rows:
-        _put(out_desc, staging, one, expert, row, place, "first, row, column", PART, P)
+        _put(out_desc, staging, one, expert, row, place, "first, row, column", PART)
         place += P.tile.width // 2
-        _put(out_desc, staging, two, expert, row, place, "first, row, column", PART, P)
+        _put(out_desc, staging, two, expert, row, place, "first, row, column", PART)
     elif P.is_paired:
         if P.keeps:
             if tile < kept_tiles:
-                _put(kept_desc, staging, one, 0, row, place, "row, first, column", PART, P)
-                _put(kept_desc, staging, two, 1, row, place, "row, first, column", PART, P)
-        _put(out_desc, staging, _activate(one, two, P), 0, row, place, "row, column", PART, P)
+                _put(kept_desc, staging, one, 0, row, place, "row, first, column", PART)
+                _put(kept_desc, staging, two, 1, row, place, "row, first, column", PART)
+        _put(out_desc, staging, _activate(one, two, P), 0, row, place, "row, column", PART)
     else:
         next_place = place + P.tile.width // 2
         if P.keeps:
             if tile < kept_tiles:
-                _put(kept_desc, staging, one, 0, row, place, "row, column", PART, P)
-                _put(kept_desc, staging, two, 0, row, next_place, "row, column", PART, P)
+                _put(kept_desc, staging, one, 0, row, place, "row, column", PART)
+                _put(kept_desc, staging, two, 0, row, next_place, "row, column", PART)
         if P.activates:
             one = _activate(one, one, P)
             two = _activate(two, two, P)
-        _put(out_desc, staging, one, 0, row, place, "row, column", PART, P)
-        _put(out_desc, staging, two, 0, row, next_place, "row, column", PART, P)
+        _put(out_desc, staging, one, 0, row, place, "row, column", PART)
+        _put(out_desc, staging, two, 0, row, next_place, "row, column", PART)
 
 
 @gluon.jit
@@ -246,14 +243,10 @@ def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, fill
              tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile, kept_tiles,
              PART: gl.constexpr, P: gl.constexpr):
     """Multiply the PART-th rows of each tile."""
-    PART_ROWS: gl.constexpr = P.part_rows
     BLOCK_WIDTH: gl.constexpr = P.tile.width
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_WIDTH, 16])
     row_tiles, count = _count_tiles(num_tiles_ptr, first_tile, P)
-    if PART * P.tile.skew > 0:
-        if gl.program_id(0) < count:  # one part ends later, and multiplies while the other stores
-            mbarrier.wait(filled.index(P.tile.skew), 0)
     step = 0
     for number in range(gl.program_id(0), count, P.programs):
         tile, column, expert, _, steps = _locate(
@@ -266,8 +259,7 @@ def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, fill
             right = right_ring.index(stage)
             if P.sums_rows:
                 left = left.permute([1, 0])
-            if PART_ROWS != BLOCK_ROWS:
-                left = left.slice(PART * PART_ROWS, PART_ROWS, 0)
+            left = left.slice(PART * PART_ROWS, PART_ROWS, 0)
             if P.right_is_turned:
                 right = right.permute([1, 0])
             sums = warpgroup_mma(left, right, sums, is_async=True)
@@ -312,32 +304,22 @@ def multiply(left_desc, right_desc, out_desc, kept_desc, rows_ptr, pair_ptr, bia
             whole_ring = right_ring.reinterpret(kind, whole, right_desc.layout)
         else:
             whole_ring = right_ring._reinterpret(kind, whole, right_desc.layout)
-    staging = gl.allocate_shared_memory(
-        kind, [P.tile.consumers * P.tile.pieces, P.part_rows, P.piece_width], gl.NVMMASharedLayout(128, 16, 2))
+    staging_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    staging = gl.allocate_shared_memory(kind, [4, PART_ROWS, P.piece_width], staging_layout)
     filled = gl.allocate_shared_memory(gl.int64, [P.tile.stages, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [P.tile.stages, 1], mbarrier.MBarrierLayout())
     STAGES: gl.constexpr = P.tile.stages
     for stage in gl.static_range(STAGES):
         mbarrier.init(filled.index(stage), 1 if P.gathers == "none" else 2)
-        mbarrier.init(emptied.index(stage), P.tile.consumers)
-    if P.tile.consumers == 2:
-        gl.warp_specialize([
-            (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                        tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
-                        kept_tiles, 0, P)),
-            (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                        tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
-                        kept_tiles, 1, P)),
-            (_produce, (left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled,
-                        emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
-                        first_tile, P)),
-        ], [4, P.tile.producer_warps], [P.consumer_registers, P.producer_registers])
-    else:
-        gl.warp_specialize([
-            (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                        tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
-                        kept_tiles, 0, P)),
-            (_produce, (left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled,
-                        emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
-                        first_tile, P)),
-        ], [P.tile.producer_warps], [P.producer_registers])
+        mbarrier.init(emptied.index(stage), 2)
+    gl.warp_specialize([
+        (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
+                    tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
+                    kept_tiles, 0, P)),
+        (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
+                    tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
+                    kept_tiles, 1, P)),
+        (_produce, (left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled,
+                    emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
+                    first_tile, P)),
+    ], [4, P.producer_warps], [P.consumer_registers, P.producer_registers])

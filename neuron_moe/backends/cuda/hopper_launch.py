@@ -54,7 +54,7 @@ def project(
     is_turned = matrix.stride(2) != 1
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
     product = Product(
-        tile, num_experts, 0, depth, width, rows.top_k, _programs(source), **constants,
+        tile, num_experts, 0, depth, width, rows.top_k, _programs(source.device), **constants,
         gathers="left" if gathers else "none", right_is_turned=is_turned,
         has_bias=bias is not None, activates=activates, keeps=keeps > 0,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def turned(
     """Multiply each expert's rows of `left`, turned, with its rows of `right`: out [E, ., .]."""
     num_experts, height, width = out.shape
     product = Product(
-        tile, num_experts, height, 0, width, rows.top_k, _programs(left), **constants,
+        tile, num_experts, height, 0, width, rows.top_k, _programs(left.device), **constants,
         gathers="left" if gathers[0] else "right" if gathers[1] else "none", sums_rows=True,
     )  # fmt: skip
     out_desc = _describe(out, [1, *product.stored_block])
@@ -96,21 +96,28 @@ def _multiply(
     hopper.multiply[(product.programs,)](
         *described, gathered, rows.pair_R, bias, rows.tile_expert, rows.num_tiles,
         rows.first_tile_E, rows.total_E, first_tile, kept_tiles, P=product,
-        num_warps=8 // product.tile.consumers,
+        num_warps=4,
     )  # fmt: skip
 
 
-def _programs(tensor: Tensor) -> int:
-    count: int = torch.cuda.get_device_properties(tensor.device).multi_processor_count
+@cache
+def _programs(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 
 
 def _describe(tensor: Tensor, block: list[int]) -> Any:
     """Return a tensor as TMA reads it, in blocks."""
-    import triton.language as tl
-    from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    kind = tl.bfloat16 if tensor.dtype == torch.bfloat16 else tl.float16
-    layout = NVMMASharedLayout.get_default_for(block, kind)
+    layout = _layout(tuple(block), tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    import triton.language as tl
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    return NVMMASharedLayout.get_default_for(list(block), kind)

@@ -16,6 +16,7 @@ from neuron_moe.backends.cuda.tiles import (
     MOST_PAIRS_UNSORTED,
     HopperTile,
     Tile,
+    hopper_tile,
     product_tile,
     rows_of_tile,
     turned_tile,
@@ -24,7 +25,8 @@ from neuron_moe.blocks import num_blocks
 from nki_kernels.common.formula import ExpertFormula, Limits
 
 _CHUNK = 128  # pairs that one program sorts
-_ELEMENTWISE_ROWS, _ELEMENTWISE_COLUMNS = 4, 512
+_ELEMENTWISE_ROWS, _ELEMENTWISE_COLUMNS = 8, 256
+_COPIED_ROWS, _COPIED_COLUMNS = 8, 512
 _INTERPRETED_PROGRAMS = 3
 _MOST_WARPS = 8  # of a program; with fewer, several run on a multiprocessor
 
@@ -114,6 +116,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output [T, H] and the kept rows of the first product."""
     num_experts, H, width = weights.first_EHI.shape
+    I = weights.down_EIH.shape[1]  # noqa: E741  the axis
     num_tokens, top_k = index_TK.shape
     keeps = kept_tiles(num_tokens, top_k, num_experts, save_percent)
     if keeps == 0 and num_tokens * top_k <= MOST_PAIRS_UNSORTED:
@@ -123,11 +126,12 @@ def forward(
     rows = sort_rows(index_TK, num_experts)
     num_rows = rows.pair_R.shape[0]
     kept = hidden_TH.new_empty((keeps * rows.rows, width))
-    middle_RI = hidden_TH.new_empty((num_rows, weights.down_EIH.shape[1]))
-    _project(rows, hidden_TH, weights.first_EHI, middle_RI, gathers=True, formula=formula,
-             bias=weights.first_bias_EI, kept=kept)  # fmt: skip
+    middle_RI = hidden_TH.new_empty((num_rows, I))
+    _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI, middle_RI,
+             gathers=True, formula=formula, bias=weights.first_bias_EI, kept=kept)  # fmt: skip
     output_RH = hidden_TH.new_empty((num_rows, H))
-    _project(rows, middle_RI, weights.down_EIH, output_RH, bias=weights.down_bias_EH)
+    _project(hopper_tile("second", H, I), rows, middle_RI, weights.down_EIH, output_RH,
+             bias=weights.down_bias_EH)  # fmt: skip
     output_TH = torch.empty_like(hidden_TH)
     _combine(rows, output_RH, output_TH, affinities_TK)
     return output_TH, kept
@@ -148,6 +152,7 @@ def backward(
     """
     hidden_TH, affinities_TK, index_TK, kept = inputs
     num_experts, H, width = weights.first_EHI.shape
+    I = weights.down_EIH.shape[1]  # noqa: E741  the axis
     num_tokens, top_k = index_TK.shape
     keeps = kept_tiles(num_tokens, top_k, num_experts, save_percent)
     rows = sort_rows(index_TK, num_experts)
@@ -155,46 +160,51 @@ def backward(
     gradient_TH = gradient_TH.to(hidden_TH.dtype).contiguous()
     fresh = hidden_TH.new_empty((num_rows - kept.shape[0], width))
     if fresh.shape[0]:
-        _project(rows, hidden_TH, weights.first_EHI, fresh, gathers=True, first_tile=keeps,
-                 bias=weights.first_bias_EI)  # fmt: skip
-    back_RI = hidden_TH.new_empty((num_rows, weights.down_EIH.shape[1]))
-    _project(rows, gradient_TH, weights.down_EIH.transpose(1, 2), back_RI, gathers=True)
+        _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI, fresh,
+                 gathers=True, first_tile=keeps, bias=weights.first_bias_EI)  # fmt: skip
+    back_RI = hidden_TH.new_empty((num_rows, I))
+    first_EIH, down_EHI = weights.first_EHI.transpose(1, 2), weights.down_EIH.transpose(1, 2)
+    _project(hopper_tile("second_back", H, I), rows, gradient_TH, down_EHI, back_RI, gathers=True)
     product_RI, middle_RI = hidden_TH.new_empty((num_rows, width)), torch.empty_like(back_RI)
     affinity_TK = torch.zeros_like(affinities_TK)
     grid = (num_rows // _ELEMENTWISE_ROWS,)
     kernels.differentiate[grid](
         back_RI, kept, fresh, rows.pair_R, affinities_TK, gradient_TH, weights.down_bias_EH,
         rows.tile_expert, rows.num_tiles, product_RI, middle_RI, affinity_TK, keeps,
-        H=H, I=back_RI.shape[1], TOP_K=top_k, HAS_BIAS=weights.down_bias_EH is not None,
+        H=H, I=I, TOP_K=top_k, HAS_BIAS=weights.down_bias_EH is not None,
         **_constants(formula), BLOCK_ROWS=rows.rows, ROWS=_ELEMENTWISE_ROWS,
-        BLOCK=min(_ELEMENTWISE_COLUMNS, triton.next_power_of_2(max(H, back_RI.shape[1]))),
+        BLOCK=min(_ELEMENTWISE_COLUMNS, triton.next_power_of_2(max(H, I))),
     )  # fmt: skip
     del back_RI, fresh
-    down = _turned(rows, middle_RI, gradient_TH, num_experts, gathers=(False, True))
-    down_bias = _sums(rows, gradient_TH, weights.down_bias_EH, affinities_TK)
-    del middle_RI
-    first = _turned(rows, hidden_TH, product_RI, num_experts, gathers=(True, False))
-    first_bias = _sums(rows, product_RI, weights.first_bias_EI, None)
+    # In this order, so that rows of H are freed before gradients of weights are there.
     rows_RH = hidden_TH.new_empty((num_rows, H))
-    _project(rows, product_RI, weights.first_EHI.transpose(1, 2), rows_RH)
+    _project(hopper_tile("first_back", H, I), rows, product_RI, first_EIH, rows_RH)
     hidden = torch.empty_like(hidden_TH)
     _combine(rows, rows_RH, hidden, None)
+    del rows_RH
+    tile = hopper_tile("first_weights", H, I)
+    first = _turned(tile, rows, (hidden_TH, product_RI), num_experts, gathered=0)
+    first_bias = _sums(rows, product_RI, weights.first_bias_EI, None)
+    del product_RI
+    tile = hopper_tile("second_weights", H, I)
+    down = _turned(tile, rows, (middle_RI, gradient_TH), num_experts, gathered=1)
+    down_bias = _sums(rows, gradient_TH, weights.down_bias_EH, affinities_TK)
     return hidden, affinity_TK, first, first_bias, down, down_bias
 
 
 def _project(
-    rows: SortedRows, source: Tensor, matrix: Tensor, out: Tensor, *, gathers: bool = False,
-    first_tile: int = 0, formula: ExpertFormula | None = None, bias: Tensor | None = None,
-    kept: Tensor | None = None,
+    hopper: HopperTile, rows: SortedRows, source: Tensor, matrix: Tensor, out: Tensor, *,
+    gathers: bool = False, first_tile: int = 0, formula: ExpertFormula | None = None,
+    bias: Tensor | None = None, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
+    _, depth, width = matrix.shape
     if hopper_launch.fits(rows, source, matrix, out):
         hopper_launch.project(
-            rows, source, matrix, out, tile=HopperTile(), gathers=gathers, first_tile=first_tile,
-            bias=bias, kept=kept, constants=_constants(formula or ExpertFormula()),
-            activates=formula is not None,
+            rows, source, matrix, out, tile=hopper, gathers=gathers,
+            first_tile=first_tile, bias=bias, kept=kept, activates=formula is not None,
+            constants=_constants(formula or ExpertFormula()),
         )  # fmt: skip
         return
-    _, depth, width = matrix.shape
     tile = product_tile(rows.rows, source.element_size())
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
     programs = _programs(source.device) * (_MOST_WARPS // tile.warps)
@@ -227,12 +237,24 @@ def _combine(rows: SortedRows, rows_RH: Tensor, out: Tensor, weights_TK: Tensor 
 
 
 def _turned(
-    rows: SortedRows, left: Tensor, right: Tensor, num_experts: int, *, gathers: tuple[bool, bool]
+    hopper: HopperTile,
+    rows: SortedRows,
+    sides: tuple[Tensor, Tensor],
+    num_experts: int,
+    *,
+    gathered: int,
 ) -> Tensor:
+    """Return each expert's left rows, turned, times its right rows; one side is read by token."""
+    left, right = sides
     widths = left.shape[1], right.shape[1]
     out = left.new_empty((num_experts, *widths))
+    gathers = (gathered == 0, gathered == 1)
     if hopper_launch.fits(rows, left, right, out):
-        hopper_launch.turned(rows, left, right, out, tile=HopperTile(), gathers=gathers,
+        if not hopper.gathers:
+            left, right = (copy_rows(rows, side) if has else side
+                           for side, has in zip(sides, gathers, strict=True))  # fmt: skip
+            gathers = (False, False)
+        hopper_launch.turned(rows, left, right, out, tile=hopper, gathers=gathers,
                              constants=_constants(ExpertFormula()))  # fmt: skip
         return out
     tile = turned_tile(rows.rows, left.element_size())
@@ -243,6 +265,18 @@ def _turned(
         GATHERS_RIGHT=gathers[1], ROWS_PER_TILE=rows.rows, BLOCK_LEFT=tile.rows,
         BLOCK_RIGHT=tile.width, BLOCK_ROWS=tile.depth, GROUP=tile.group, PROGRAMS=programs,
         PRECISION=_precision(left), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def copy_rows(rows: SortedRows, source: Tensor) -> Tensor:
+    """Return the tokens of the rows, [R, H]; padding is zeros where its tile is in use."""
+    num_rows, H = rows.pair_R.shape[0], source.shape[1]
+    out = source.new_empty((num_rows, H))
+    block = min(_COPIED_COLUMNS, triton.next_power_of_2(H))
+    kernels.copy_rows[(num_rows // _COPIED_ROWS, triton.cdiv(H, block))](
+        source, rows.pair_R, rows.num_tiles, out, H=H, TOP_K=rows.top_k, BLOCK_ROWS=rows.rows,
+        ROWS=_COPIED_ROWS, BLOCK=block,
     )  # fmt: skip
     return out
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from neuron_moe.backends.cuda.tiles import HopperTile
 
-BLOCK_ROWS, BLOCK_DEPTH = 128, 64  # of a tile, and of a step
+BLOCK_ROWS, PART_ROWS, BLOCK_DEPTH = 128, 64, 64  # of a tile, of a consumer, of a step
 _ELEMENT_BYTES = 2
 
 
@@ -78,14 +78,14 @@ class Product:
         return math.ceil(self.columns / self.span)
 
     @property
-    def part_rows(self) -> int:
-        """Rows of a tile that one consumer multiplies."""
-        return BLOCK_ROWS // self.tile.consumers
-
-    @property
     def piece_width(self) -> int:
         """Columns that one store takes."""
-        return self.tile.width // 2 // self.tile.pieces
+        return self.tile.width // 4
+
+    @property
+    def producer_warps(self) -> int:
+        """Warps that load; gathers take them all."""
+        return self.tile.producer_warps if self.gathers == "none" else 4
 
     @property
     def loaded_bytes(self) -> int:
@@ -138,4 +138,4 @@ class Product:
     @property
     def stored_block(self) -> list[int]:
         """Elements that one store takes."""
-        return [self.part_rows, self.piece_width]
+        return [PART_ROWS, self.piece_width]

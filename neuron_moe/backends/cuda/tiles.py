@@ -3,8 +3,11 @@
 import math
 from dataclasses import dataclass
 
+from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
+
 ROW_TILES = (16, 32, 64, 128)
 MOST_PAIRS_UNSORTED = 512
+_WIDE = 2560  # hidden sizes from which a copy of the rows pays for sums over rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +31,41 @@ class Tile:
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HopperTile:
-    """One product's tile in `hopper`, 128 rows by 64 of depth.
+    """How a product runs in `hopper`, in tiles of 128 rows.
 
     Attributes:
-        width: columns of the result.
         group: row tiles side by side that share columns.
-        stages: steps loaded ahead.
-        skew: steps by which one of two consumers starts later.
-        pieces: of a half tile, stored one after the other.
-        consumers: 2, a warpgroup each, or one of two warpgroups.
-        producer_warps: of the warps that load.
+        producer_warps: that load, where no rows are gathered.
         lag: steps between asking for gathered rows and handing them on, at most stages - 2.
+        gathers: reads rows by token; else a copy of them in their order, made before.
+        width: columns of the result.
+        stages: steps loaded ahead.
     """
 
-    width: int = 256
     group: int = 8
-    stages: int = 4
-    skew: int = 0
-    pieces: int = 1
-    consumers: int = 2
     producer_warps: int = 4
     lag: int = 2
+    gathers: bool = True
+    width: int = 256
+    stages: int = 4
+
+
+def hopper_tile(product: str, hidden_size: int, intermediate_size: int) -> HopperTile:
+    """Return how a product of a layer's experts runs on a Hopper GPU.
+
+    Args:
+        product: 'first', 'second', gradients of their rows 'first_back' and 'second_back', or of
+            their weights, 'first_weights' and 'second_weights'.
+        hidden_size: H.
+        intermediate_size: I.
+    """
+    measured = HOPPER_TILES.get((product, hidden_size, intermediate_size))
+    if measured is not None:
+        return HopperTile(*measured)
+    is_wide = hidden_size >= _WIDE
+    return HopperTile(gathers=not (is_wide and product.endswith("weights")))
 
 
 def rows_of_tile(num_pairs: int, num_experts: int) -> int:
@@ -110,7 +125,7 @@ class DecodeTile:
 
 
 _DECODE_PROGRAMS = 400  # about three on each multiprocessor
-_DECODE_WIDTH, _DECODE_DEPTH, _LEAST_STEPS = 128, 64, 4
+_DECODE_WIDTH, _DECODE_DEPTH, _LEAST_STEPS = 128, 128, 2
 
 
 def decode_tile(experts: int, depth: int, width: int) -> DecodeTile:
@@ -124,4 +139,4 @@ def decode_tile(experts: int, depth: int, width: int) -> DecodeTile:
     programs = experts * math.ceil(width / _DECODE_WIDTH)
     parts = max(1, min(_DECODE_PROGRAMS // programs, depth // (_LEAST_STEPS * _DECODE_DEPTH)))
     steps = math.ceil(depth / parts / _DECODE_DEPTH)
-    return DecodeTile(16, _DECODE_WIDTH, _DECODE_DEPTH, steps * _DECODE_DEPTH)
+    return DecodeTile(16, _DECODE_WIDTH, _DECODE_DEPTH, steps * _DECODE_DEPTH, stages=3)
