@@ -7,8 +7,9 @@ of stages, by TMA, or by asynchronous copies of each row where rows are gathered
 warpgroups that multiply 64 of the 128 rows each, apply bias and activation in registers, and store
 by TMA. Barriers in shared memory say when a stage is filled and when both have read it.
 
-Rows of padding are computed and stored: they are rows of the expert's last tile. Depths are
-multiples of 64; widths may end inside a tile, where TMA reads zeros and stores nothing.
+An expert's last tile is padded: where at most 64 of its rows are real, one of the two warpgroups
+skips it, and leaves its half of the result as it was. Depths are multiples of 64; widths may end
+inside a tile, where TMA reads zeros and stores nothing.
 """
 
 # fmt: off
@@ -239,54 +240,73 @@ def _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles
 
 
 @gluon.jit
-def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, filled, emptied,
-             tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile, kept_tiles,
-             PART: gl.constexpr, P: gl.constexpr):
-    """Multiply the PART-th rows of each tile."""
+def _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout: gl.constexpr,
+                    PART: gl.constexpr, P: gl.constexpr):
+    """Return the sums of a tile, and the number of the step after it."""
     BLOCK_WIDTH: gl.constexpr = P.tile.width
+    sums = gl.zeros([PART_ROWS, BLOCK_WIDTH], gl.float32, layout)
+    for depth_step in range(steps):
+        stage = step % P.tile.stages
+        mbarrier.wait(filled.index(stage), step // P.tile.stages & 1)
+        left = left_ring.index(stage)
+        right = right_ring.index(stage)
+        if P.sums_rows:
+            left = left.permute([1, 0])
+        left = left.slice(PART * PART_ROWS, PART_ROWS, 0)
+        if P.right_is_turned:
+            right = right.permute([1, 0])
+        sums = warpgroup_mma(left, right, sums, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=(sums,))
+        if depth_step > 0:
+            _meet()
+            mbarrier.arrive(emptied.index((step - 1) % P.tile.stages), count=1)
+        step += 1
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    if steps > 0:
+        _meet()
+        mbarrier.arrive(emptied.index((step - 1) % P.tile.stages), count=1)
+    return sums, step
+
+
+@gluon.jit
+def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, filled, emptied,
+             tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
+             kept_tiles, PART: gl.constexpr, P: gl.constexpr):
+    """Multiply the PART-th rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, BLOCK_WIDTH, 16])
+        [3, 0], [gl.num_warps(), 1], [16, P.tile.width, 16])
     row_tiles, count = _count_tiles(num_tiles_ptr, first_tile, P)
     step = 0
     for number in range(gl.program_id(0), count, P.programs):
         tile, column, expert, _, steps = _locate(
             number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
-        sums = gl.zeros([PART_ROWS, BLOCK_WIDTH], gl.float32, layout)
-        for depth_step in range(steps):
-            stage = step % P.tile.stages
-            mbarrier.wait(filled.index(stage), step // P.tile.stages & 1)
-            left = left_ring.index(stage)
-            right = right_ring.index(stage)
-            if P.sums_rows:
-                left = left.permute([1, 0])
-            left = left.slice(PART * PART_ROWS, PART_ROWS, 0)
-            if P.right_is_turned:
-                right = right.permute([1, 0])
-            sums = warpgroup_mma(left, right, sums, is_async=True)
-            sums = warpgroup_mma_wait(1, deps=(sums,))
-            if depth_step > 0:
+        has_rows = True
+        if not P.sums_rows:
+            has_rows = gl.load(tile_rows_ptr + first_tile + tile) > PART * PART_ROWS
+        if has_rows:
+            sums, step = _multiply_steps(left_ring, right_ring, filled, emptied, step, steps,
+                                         layout, PART, P)
+            if P.has_bias:
+                within = gl.arange(0, P.tile.width, gl.SliceLayout(0, layout))
+                narrow = column * P.span + within % P.span
+                wide = narrow + within // P.span * (P.width // 2)
+                inside = narrow < P.columns
+                bias = gl.load(bias_ptr + expert * P.width + wide, mask=inside, other=0.0)
+                sums = sums + bias.to(gl.float32)[None, :]
+            _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles, PART, P)
+        else:  # padding alone: nobody reads these rows
+            for _ in range(steps):
+                mbarrier.wait(filled.index(step % P.tile.stages), step // P.tile.stages & 1)
                 _meet()
-                mbarrier.arrive(emptied.index((step - 1) % P.tile.stages), count=1)
-            step += 1
-        sums = warpgroup_mma_wait(0, deps=(sums,))
-        if steps > 0:
-            _meet()
-            mbarrier.arrive(emptied.index((step - 1) % P.tile.stages), count=1)
-        if P.has_bias:
-            within = gl.arange(0, P.tile.width, gl.SliceLayout(0, layout))
-            narrow = column * P.span + within % P.span
-            wide = narrow + within // P.span * (P.width // 2)
-            inside = narrow < P.columns
-            bias = gl.load(bias_ptr + expert * P.width + wide, mask=inside, other=0.0)
-            sums = sums + bias.to(gl.float32)[None, :]
-        _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles, PART, P)
+                mbarrier.arrive(emptied.index(step % P.tile.stages), count=1)
+                step += 1
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["first_tile", "kept_tiles"])
 def multiply(left_desc, right_desc, out_desc, kept_desc, rows_ptr, pair_ptr, bias_ptr,
-             tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile, kept_tiles,
-             P: gl.constexpr, num_warps: gl.constexpr):
+             tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
+             kept_tiles, P: gl.constexpr, num_warps: gl.constexpr):
     """Compute the product that P describes, a `products.Product`.
 
     Rows of `out` count from first_tile; kept_tiles of them keep the product before activation.
@@ -314,11 +334,11 @@ def multiply(left_desc, right_desc, out_desc, kept_desc, rows_ptr, pair_ptr, bia
         mbarrier.init(emptied.index(stage), 2)
     gl.warp_specialize([
         (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                    tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
-                    kept_tiles, 0, P)),
+                    tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
+                    first_tile, kept_tiles, 0, P)),
         (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                    tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
-                    kept_tiles, 1, P)),
+                    tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
+                    first_tile, kept_tiles, 1, P)),
         (_produce, (left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled,
                     emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
                     first_tile, P)),
