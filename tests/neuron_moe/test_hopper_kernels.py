@@ -19,8 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from neuron_moe.backends.cuda import hopper
-from neuron_moe.backends.cuda.launch import _constants
 from neuron_moe.backends.cuda.products import Product
+from neuron_moe.backends.cuda.records import constants_of
 from neuron_moe.backends.cuda.tiles import HopperTile
 from nki_kernels.common.formula import ExpertFormula
 
@@ -40,7 +40,9 @@ def describe(block: list[int]) -> str:
 
 def compile_product(**fields: Any) -> Any:
     sizes = {"num_experts": 8, "height": 512, "depth": 768, "width": 2048, "top_k": 4}
-    product = Product(HopperTile(), programs=132, **sizes, **_constants(ExpertFormula()), **fields)
+    product = Product(
+        HopperTile(), programs=132, **sizes, **constants_of(ExpertFormula()), **fields
+    )
     stored = product.stored_block
     blocks = {
         "left_desc": product.left_block,

@@ -92,8 +92,8 @@ class CudaPlan(Plan):
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute this rank's experts; return [N, H]."""
-        from neuron_moe.backends.cuda.launch import Matrices
         from neuron_moe.backends.cuda.operators import experts
+        from neuron_moe.backends.cuda.records import Matrices
 
         weights = self.parts.weights
         bias_EH = weights.down_bias_EH

@@ -3,24 +3,21 @@
 Axes: T tokens, K choices, P pairs, E experts, S parts of the depth, H hidden, I intermediate.
 """
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import decode_kernels
+from neuron_moe.backends.cuda.records import Matrices, constants_of
 from neuron_moe.backends.cuda.tiles import DecodeTile, decode_tile
-
-if TYPE_CHECKING:
-    from neuron_moe.backends.cuda.launch import Matrices
+from nki_kernels.common.formula import ExpertFormula
 
 _COLUMNS = 256
 
 
 def forward(
-    hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor, weights: "Matrices",
-    constants: dict[str, Any], tiles: tuple[DecodeTile, DecodeTile] | None = None,
+    hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor, weights: Matrices,
+    formula: ExpertFormula, tiles: tuple[DecodeTile, DecodeTile] | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the output [T, H].
 
@@ -29,7 +26,7 @@ def forward(
         affinities_TK: contiguous.
         index_TK: [T, K] int32, -1 for none.
         weights: of the experts.
-        constants: of their formula, as the kernels take them.
+        formula: of the experts.
         tiles: of both products; by default those of `tiles.decode_tile`.
     """
     num_tokens, top_k = index_TK.shape
@@ -44,7 +41,7 @@ def forward(
     block = min(_COLUMNS, triton.next_power_of_2(I))
     decode_kernels.activate_pairs[(num_pairs, triton.cdiv(I, block))](
         first_SPI, bias_EI, index_P, middle_PI, num_pairs, I=I, PARTS=first_SPI.shape[0],
-        HAS_BIAS=bias_EI is not None, **constants, BLOCK=block, num_warps=2,
+        HAS_BIAS=bias_EI is not None, **constants_of(formula), BLOCK=block, num_warps=2,
     )  # fmt: skip
     down_SPH = _project(middle_PI, index_P, weights.down_EIH, 1, two)
     output_TH = torch.empty_like(hidden_TH)

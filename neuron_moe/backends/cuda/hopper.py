@@ -13,7 +13,7 @@ inside a tile, where TMA reads zeros and stores nothing.
 """
 
 # fmt: off
-from triton.experimental import gluon
+from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
@@ -38,7 +38,7 @@ _load_rows = (
 _meet = gl.barrier if HAS_NEW_NAMES.value else gl.thread_barrier
 
 
-@gluon.jit
+@jit
 def _locate(number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr,
             P: gl.constexpr):
     """Return a tile's row and column, expert, the first row it sums over, and its steps."""
@@ -56,7 +56,7 @@ def _locate(number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, tota
     return tile, column, expert, first_row, steps
 
 
-@gluon.jit
+@jit
 def _count_tiles(num_tiles_ptr, first_tile, P: gl.constexpr):
     """Return the row tiles, of one expert if rows are summed, and all tiles."""
     if P.sums_rows:
@@ -68,7 +68,7 @@ def _count_tiles(num_tiles_ptr, first_tile, P: gl.constexpr):
     return row_tiles, count
 
 
-@gluon.jit
+@jit
 def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, tile, column, expert,
                 first_row, depth, P: gl.constexpr):
     """Ask for the operands of a step that TMA loads."""
@@ -97,7 +97,7 @@ def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, til
             _load_tile(right_desc, place, bar, right_ring.index(stage))
 
 
-@gluon.jit
+@jit
 def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled, emptied,
              tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              P: gl.constexpr):
@@ -157,7 +157,7 @@ def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, f
                 mbarrier.arrive(filled.index((step - P.tile.lag + late) % P.tile.stages), count=1)
 
 
-@gluon.jit
+@jit
 def _put_piece(out_desc, staging, value, first, row, column, AXES: gl.constexpr):
     """Store a piece of a tile by TMA, once the one before the last has left its staging memory."""
     ROWS: gl.constexpr = staging.shape[0]
@@ -175,7 +175,7 @@ def _put_piece(out_desc, staging, value, first, row, column, AXES: gl.constexpr)
         _store_tile(out_desc, [row, first, column], staging.reshape([ROWS, 1, COLUMNS]))
 
 
-@gluon.jit
+@jit
 def _halve(value):
     """Return the left and the right half of a tile's columns."""
     ROWS: gl.constexpr = value.shape[0]
@@ -183,7 +183,7 @@ def _halve(value):
     return gl.split(gl.permute(gl.reshape(value, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
 
 
-@gluon.jit
+@jit
 def _put(out_desc, staging, value, first, row, column, AXES: gl.constexpr, PART: gl.constexpr):
     """Store half a tile in two pieces, each through a staging memory of its own."""
     one, two = _halve(value)
@@ -192,7 +192,7 @@ def _put(out_desc, staging, value, first, row, column, AXES: gl.constexpr, PART:
     _put_piece(out_desc, staging.index(2 * PART + 1), two, first, row, column, AXES)
 
 
-@gluon.jit
+@jit
 def _activate(gate, up, P: gl.constexpr):
     """Return what the down projection takes."""
     ACT: gl.constexpr = P.ACT
@@ -209,7 +209,7 @@ def _activate(gate, up, P: gl.constexpr):
     return value
 
 
-@gluon.jit
+@jit
 def _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles,
             PART: gl.constexpr, P: gl.constexpr):
     """Activate and store a tile's sums."""
@@ -239,7 +239,7 @@ def _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles
         _put(out_desc, staging, two, 0, row, next_place, "row, column", PART)
 
 
-@gluon.jit
+@jit
 def _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout: gl.constexpr,
                     PART: gl.constexpr, P: gl.constexpr):
     """Return the sums of a tile, and the number of the step after it."""
@@ -268,7 +268,7 @@ def _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout:
     return sums, step
 
 
-@gluon.jit
+@jit
 def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, filled, emptied,
              tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              kept_tiles, PART: gl.constexpr, P: gl.constexpr):
@@ -303,7 +303,7 @@ def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, fill
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["first_tile", "kept_tiles"])
+@jit(do_not_specialize=["first_tile", "kept_tiles"])
 def multiply(left_desc, right_desc, out_desc, kept_desc, rows_ptr, pair_ptr, bias_ptr,
              tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              kept_tiles, P: gl.constexpr, num_warps: gl.constexpr):

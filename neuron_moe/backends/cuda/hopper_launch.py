@@ -5,16 +5,15 @@ Axes: T tokens, K choices, E experts, R rows, H hidden, I intermediate.
 
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from neuron_moe.backends.cuda.products import BLOCK_DEPTH, BLOCK_ROWS, Product
+from neuron_moe.backends.cuda.records import SortedRows, constants_of
 from neuron_moe.backends.cuda.tiles import HopperTile
-
-if TYPE_CHECKING:
-    from neuron_moe.backends.cuda.launch import SortedRows
+from nki_kernels.common.formula import ExpertFormula
 
 
 @cache
@@ -25,7 +24,7 @@ def has_hopper_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def fits(rows: "SortedRows", *operands: Tensor) -> bool:
+def fits(rows: SortedRows, *operands: Tensor) -> bool:
     """Tell whether operands of a product are ones that the kernels take."""
     if rows.rows != BLOCK_ROWS or not has_hopper_kernels(operands[0].device):
         return False
@@ -45,18 +44,19 @@ def _is_tiled(operand: Tensor) -> bool:
 
 
 def project(
-    rows: "SortedRows", source: Tensor, matrix: Tensor, out: Tensor, *, tile: HopperTile,
+    rows: SortedRows, source: Tensor, matrix: Tensor, out: Tensor, *, tile: HopperTile,
     gathers: bool, first_tile: int, bias: Tensor | None, kept: Tensor | None,
-    constants: dict[str, Any], activates: bool,
+    formula: ExpertFormula | None,
 ) -> None:  # fmt: skip
     """Multiply rows with their experts' matrices; see `hopper.multiply`."""
     num_experts, depth, width = matrix.shape
     is_turned = matrix.stride(2) != 1
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
     product = Product(
-        tile, num_experts, 0, depth, width, rows.top_k, _programs(source.device), **constants,
+        tile, num_experts, 0, depth, width, rows.top_k, _programs(source.device),
+        **constants_of(formula or ExpertFormula()),
         gathers="left" if gathers else "none", right_is_turned=is_turned,
-        has_bias=bias is not None, activates=activates, keeps=keeps > 0,
+        has_bias=bias is not None, activates=formula is not None, keeps=keeps > 0,
     )  # fmt: skip
     whole = matrix.transpose(1, 2).reshape(-1, depth) if is_turned else matrix.reshape(-1, width)
     kept_desc = out_desc = _describe(out, product.stored_block)
@@ -72,13 +72,14 @@ def project(
 
 
 def turned(
-    rows: "SortedRows", left: Tensor, right: Tensor, out: Tensor, *, tile: HopperTile,
-    gathers: tuple[bool, bool], constants: dict[str, Any],
+    rows: SortedRows, left: Tensor, right: Tensor, out: Tensor, *, tile: HopperTile,
+    gathers: tuple[bool, bool],
 ) -> None:  # fmt: skip
     """Multiply each expert's rows of `left`, turned, with its rows of `right`: out [E, ., .]."""
     num_experts, height, width = out.shape
     product = Product(
-        tile, num_experts, height, 0, width, rows.top_k, _programs(left.device), **constants,
+        tile, num_experts, height, 0, width, rows.top_k, _programs(left.device),
+        **constants_of(ExpertFormula()),
         gathers="left" if gathers[0] else "right" if gathers[1] else "none", sums_rows=True,
     )  # fmt: skip
     out_desc = _describe(out, [1, *product.stored_block])
@@ -88,7 +89,7 @@ def turned(
 
 
 def _multiply(
-    rows: "SortedRows", product: Product, described: tuple[Any, ...], gathered: Tensor,
+    rows: SortedRows, product: Product, described: tuple[Any, ...], gathered: Tensor,
     bias: Tensor | None, first_tile: int, kept_tiles: int,
 ) -> None:  # fmt: skip
     from neuron_moe.backends.cuda import hopper

@@ -3,15 +3,14 @@
 Axes: T tokens, K choices, P pairs, E experts, R rows, H hidden, I intermediate.
 """
 
-import math
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import decode, hopper_launch, kernels
+from neuron_moe.backends.cuda.records import Matrices, SortedRows, constants_of
 from neuron_moe.backends.cuda.tiles import (
     MOST_PAIRS_UNSORTED,
     HopperTile,
@@ -22,48 +21,13 @@ from neuron_moe.backends.cuda.tiles import (
     turned_tile,
 )
 from neuron_moe.blocks import num_blocks
-from nki_kernels.common.formula import ExpertFormula, Limits
+from nki_kernels.common.formula import ExpertFormula
 
 _CHUNK = 128  # pairs that one program sorts
 _ELEMENTWISE_ROWS, _ELEMENTWISE_COLUMNS = 8, 256
 _COPIED_ROWS, _COPIED_COLUMNS = 8, 512
 _INTERPRETED_PROGRAMS = 3
 _MOST_WARPS = 8  # of a program; with fewer, several run on a multiprocessor
-
-
-class SortedRows(NamedTuple):
-    """Where the pairs of a routing lie, in tiles of one expert each.
-
-    Attributes:
-        pair_R: [R] int32 pair (token * K + choice) of each row, -1 for padding.
-        slot_P: [P] int32 row of each pair, -1 for none.
-        tile_expert: [tiles] int32.
-        tile_rows: [tiles] int32 rows of each tile in use, without padding.
-        first_tile_E: [E] int32.
-        total_E: [E] int32 rows, without padding.
-        num_tiles: [1] int32 tiles in use.
-        rows: of a tile.
-        top_k: K.
-    """
-
-    pair_R: Tensor
-    slot_P: Tensor
-    tile_expert: Tensor
-    tile_rows: Tensor
-    first_tile_E: Tensor
-    total_E: Tensor
-    num_tiles: Tensor
-    rows: int
-    top_k: int
-
-
-class Matrices(NamedTuple):
-    """Weights of the experts, biases as they are added; also their gradients."""
-
-    first_EHI: Tensor
-    first_bias_EI: Tensor | None
-    down_EIH: Tensor
-    down_bias_EH: Tensor | None
 
 
 def most_tiles(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
@@ -124,8 +88,7 @@ def forward(
     num_tokens, top_k = index_TK.shape
     keeps = kept_tiles(num_tokens, top_k, num_experts, save_percent)
     if keeps == 0 and num_tokens * top_k <= MOST_PAIRS_UNSORTED:
-        constants = _constants(formula)
-        output_TH = decode.forward(hidden_TH, affinities_TK, index_TK, weights, constants)
+        output_TH = decode.forward(hidden_TH, affinities_TK, index_TK, weights, formula)
         return output_TH, hidden_TH.new_empty((0, width))
     rows = sort_rows(index_TK, num_experts)
     num_rows = rows.pair_R.shape[0]
@@ -176,7 +139,7 @@ def backward(
         back_RI, kept, fresh, rows.pair_R, affinities_TK, gradient_TH, weights.down_bias_EH,
         rows.tile_expert, rows.num_tiles, product_RI, middle_RI, affinity_TK, keeps,
         H=H, I=I, TOP_K=top_k, HAS_BIAS=weights.down_bias_EH is not None,
-        **_constants(formula), BLOCK_ROWS=rows.rows, ROWS=_ELEMENTWISE_ROWS,
+        **constants_of(formula), BLOCK_ROWS=rows.rows, ROWS=_ELEMENTWISE_ROWS,
         BLOCK=min(_ELEMENTWISE_COLUMNS, triton.next_power_of_2(max(H, I))),
     )  # fmt: skip
     del back_RI, fresh
@@ -205,8 +168,7 @@ def _project(
     if hopper_launch.fits(rows, source, matrix, out):
         hopper_launch.project(
             rows, source, matrix, out, tile=hopper, gathers=gathers,
-            first_tile=first_tile, bias=bias, kept=kept, activates=formula is not None,
-            constants=_constants(formula or ExpertFormula()),
+            first_tile=first_tile, bias=bias, kept=kept, formula=formula,
         )  # fmt: skip
         return
     tile = product_tile(rows.rows, source.element_size())
@@ -216,7 +178,7 @@ def _project(
         source, rows.pair_R, matrix, bias, out, kept, rows.tile_expert, rows.num_tiles, first_tile,
         keeps, *matrix.stride(), DEPTH=depth, WIDTH=width, TOP_K=rows.top_k, GATHERS=gathers,
         HAS_BIAS=bias is not None, ACTIVATES=formula is not None, KEEPS=keeps > 0,
-        **_constants(formula or ExpertFormula()), BLOCK_ROWS=rows.rows,
+        **constants_of(formula or ExpertFormula()), BLOCK_ROWS=rows.rows,
         **_fitted(tile, depth, width), PROGRAMS=programs, PRECISION=_precision(source),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -258,8 +220,7 @@ def _turned(
             left, right = (copy_rows(rows, side) if has else side
                            for side, has in zip(sides, gathers, strict=True))  # fmt: skip
             gathers = (False, False)
-        hopper_launch.turned(rows, left, right, out, tile=hopper, gathers=gathers,
-                             constants=_constants(ExpertFormula()))  # fmt: skip
+        hopper_launch.turned(rows, left, right, out, tile=hopper, gathers=gathers)
         return out
     tile = turned_tile(rows.rows, left.element_size())
     programs = _programs(left.device) * (_MOST_WARPS // tile.warps)
@@ -299,21 +260,6 @@ def _sums(
         BLOCK_ROWS=min(32, rows.rows), BLOCK=block,
     )  # fmt: skip
     return out
-
-
-def _constants(formula: ExpertFormula) -> dict[str, Any]:
-    gate_low, gate_high = _bounds(formula.gate_limits)
-    up_low, up_high = _bounds(formula.up_limits)
-    return {
-        "ACT": formula.activation, "SCALE": formula.scale, "HAS_GATE": formula.has_gate,
-        "GATES_ITSELF": formula.gates_itself, "GATE_LOW": gate_low, "GATE_HIGH": gate_high,
-        "UP_LOW": up_low, "UP_HIGH": up_high, "UP_OFFSET": formula.up_offset,
-    }  # fmt: skip
-
-
-def _bounds(limits: Limits) -> tuple[float, float]:
-    lower = limits.lower if limits.has_lower else -math.inf
-    return lower, limits.upper if limits.has_upper else math.inf
 
 
 def _precision(source: Tensor) -> str:

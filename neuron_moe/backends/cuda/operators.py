@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends.cuda import launch
-from neuron_moe.backends.cuda.launch import Matrices
+from neuron_moe.backends.cuda.records import Matrices
 from nki_kernels.common.formula import ExpertFormula
 
 _FORMULAS: dict[str, ExpertFormula] = {}
