@@ -14,6 +14,7 @@ import gc
 import statistics
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from neuron_moe.backends.chosen_experts import grouped_mm
 from neuron_moe.errors import check_choice
 from neuron_moe.plan import Step
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.pictures import draw_save_percent
 
 GIB = 1 << 30
 _FLUSHED_BYTES = 256 << 20
@@ -67,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 8, 64, 256], help="T, graphs")
     parser.add_argument("--save-percents", nargs="*", type=int, default=[0, 100])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--picture", type=Path, help="PNG of time and memory by save_percent")
     args = parser.parse_args(argv)
     for name in args.shapes:
         check_choice("--shapes", name, SHAPES)
@@ -80,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
             rows += _measure_shape(name, args)
             advance(number, len(args.shapes))
     print(format_table([[*rows[0]], *([*map(_text, row.values())] for row in rows)]))
+    if args.picture is not None:
+        title = f"{rows[0]['device']}, T = {args.tokens[0]}, {args.routings[0]}, measured"
+        draw_save_percent(rows, args.picture, title=title)
     print_json_line("bench gpu", kind="measured", torch=torch.__version__, rows=rows)
     return 0
 
@@ -222,16 +228,16 @@ def _measure(experts: Experts, inputs: Inputs, repeats: int) -> dict[str, float]
 
 def _median_ms(run: Callable[[], object], repeats: int) -> float:
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(repeats + 2):
+    events = []
+    for _ in range(repeats + 2):  # without waiting, so that the device never waits for the host
         flushed.zero_()
         start, end = _event(), _event()
         start.record()
         run()
         end.record()
-        torch.cuda.synchronize()
-        times.append(float(start.elapsed_time(end)))
-    return statistics.median(times[2:])
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(float(start.elapsed_time(end)) for start, end in events[2:])
 
 
 def _event() -> torch.cuda.Event:
