@@ -14,6 +14,9 @@ DEV_STAMP := $(VENV)/.installed-dev
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
+# What one process of the tests compiles, the others read: commands that tests start, and the long run.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-long check serve-demo test-vllm bench mutants clean
 
 $(BIN)/python:

@@ -59,6 +59,7 @@ class RankLayer:
             weights=_share_of(whole.weights, self._tp, self._ep),
             tuning=self._tuning,
             shared=_shared_share(layer.shared_experts, self._tp * self._ep),
+            adds_input=whole.adds_input and self._tp * self._ep == 1,
         )
 
     def plan(self, phase: str, tokens: int) -> Plan:

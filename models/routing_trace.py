@@ -6,6 +6,7 @@ as one .npz file of small integers, without pickle:
     expert_index_LTK  uint8 [L, T, K]  the choice, highest score first
     sequence_starts   int32 [U]        the first token of each sequence; tokens follow in order
     num_experts       int64 []         E
+    margin_LT         float16 [L, T]   how clear each choice was (`selection_margin`); optional
 
 Letters: U sequences, L MoE layers, T tokens of all sequences, E experts, K experts per token.
 """
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 
 from neuron_moe import Routing
 from neuron_moe.models.expert_load import moe_layers
+from neuron_moe.router import Router, selection_margin, selection_scores
 
-_MAKE = "Make it with neuron-moe trace."
+_MAKE = "Make it with neuron-moe routing."
 _MOST_EXPERTS = 256  # of a uint8
 
 
@@ -39,11 +41,14 @@ class RoutingTrace:
         expert_index_LTK: [L, T, K] uint8.
         sequence_starts: [U] int32, ascending from 0.
         num_experts: E.
+        margin_LT: [L, T] float16, the last chosen score above the first that was not; None in a
+            trace that was recorded without.
     """
 
     expert_index_LTK: NDArray[np.uint8]
     sequence_starts: NDArray[np.int32]
     num_experts: int
+    margin_LT: NDArray[np.float16] | None = None
 
     def __post_init__(self) -> None:
         index, starts = self.expert_index_LTK, self.sequence_starts
@@ -63,6 +68,37 @@ class RoutingTrace:
                 f"sequence_starts={starts.tolist()}: must ascend from 0 and stay below the"
                 f" {index.shape[1]} tokens of the trace. Use record_routing() to make a trace."
             )
+        if self.margin_LT is not None and self.margin_LT.shape != index.shape[:2]:
+            raise ValueError(
+                f"margin_LT {list(self.margin_LT.shape)}: must be {list(index.shape[:2])}, as the"
+                " choices. Use record_routing() to make a trace."
+            )
+
+    @classmethod
+    def joined(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
+        """Return the tokens of several traces of one model, one behind the other.
+
+        Raises:
+            ValueError: traces of different models.
+        """
+        sizes = {(t.num_experts, *t.expert_index_LTK.shape[::2]) for t in traces}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"traces: are of {len(sizes)} different models (experts, layers, choices:"
+                f" {', '.join(map(str, sorted(sizes)))}). Join those of one."
+            )
+        margins = [trace.margin_LT for trace in traces]
+        known = [each for each in margins if each is not None]
+        before = np.cumsum([0, *(trace.num_tokens for trace in traces[:-1])])
+        starts = [
+            first + trace.sequence_starts for first, trace in zip(before, traces, strict=True)
+        ]
+        return cls(
+            expert_index_LTK=np.concatenate([t.expert_index_LTK for t in traces], axis=1),
+            sequence_starts=np.concatenate(starts).astype(np.int32),
+            num_experts=traces[0].num_experts,
+            margin_LT=np.concatenate(known, axis=1) if len(known) == len(margins) else None,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -77,11 +113,13 @@ class RoutingTrace:
 
     def save(self, path: Path | str) -> None:
         """Write the trace as a compressed .npz file."""
+        margins: dict[str, Any] = {} if self.margin_LT is None else {"margin_LT": self.margin_LT}
         np.savez_compressed(
             path,
             expert_index_LTK=self.expert_index_LTK,
             sequence_starts=self.sequence_starts,
             num_experts=np.int64(self.num_experts),
+            **margins,
         )
 
     @classmethod
@@ -107,7 +145,7 @@ class RoutingTrace:
     @classmethod
     def _from_arrays(cls, path: Path | str, arrays: Mapping[str, Any]) -> RoutingTrace:
         names = {"expert_index_LTK", "sequence_starts", "num_experts"}
-        if set(arrays) != names:
+        if set(arrays) - {"margin_LT"} != names:
             raise ValueError(
                 f"{path}: must hold {', '.join(sorted(names))}, but has"
                 f" {', '.join(sorted(arrays))}. {_MAKE}"
@@ -116,6 +154,7 @@ class RoutingTrace:
             expert_index_LTK=arrays["expert_index_LTK"],
             sequence_starts=arrays["sequence_starts"],
             num_experts=int(arrays["num_experts"]),
+            margin_LT=arrays.get("margin_LT"),
         )
 
 
@@ -147,12 +186,18 @@ def record_routing(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Rout
             " Record fewer, or widen the format."
         )
     chosen: list[list[Tensor]] = [[] for _ in layers]
+    margins: list[list[Tensor]] = [[] for _ in layers]
 
-    def keep(layer: int, routing: Routing) -> None:
+    def keep(layer: int, router: Router, routing: Routing) -> None:
+        formula, bias = router.spec.formula, router.e_score_correction_bias
+        scores_TE = selection_scores(routing.router_logits_TE, formula, bias)
+        margins[layer].append(selection_margin(scores_TE, formula.top_k).half().cpu())
         chosen[layer].append(routing.expert_index_TK.to(torch.uint8).cpu())
 
     hooks = [
-        moe.router.register_forward_hook(lambda _m, _a, routing, layer=layer: keep(layer, routing))
+        moe.router.register_forward_hook(
+            lambda router, _, routing, layer=layer: keep(layer, router, routing)
+        )
         for layer, moe in enumerate(layers)
     ]
     try:
@@ -163,4 +208,9 @@ def record_routing(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Rout
             hook.remove()
     starts = np.cumsum([0, *(len(tokens) for tokens in sequences[:-1])], dtype=np.int32)
     index_LTK = torch.stack([torch.cat(parts) for parts in chosen]).numpy()
-    return RoutingTrace(expert_index_LTK=index_LTK, sequence_starts=starts, num_experts=num_experts)
+    return RoutingTrace(
+        expert_index_LTK=index_LTK,
+        sequence_starts=starts,
+        num_experts=num_experts,
+        margin_LT=torch.stack([torch.cat(parts) for parts in margins]).numpy(),
+    )

@@ -171,7 +171,9 @@ class MoE(nn.Module):
             phase: 'decode' tells a sequence parallel layer that these are tokens of a decode step,
                 not its part of a prompt; None decides by S.
         """
-        hidden_states, residual = _add_residual(hidden_states, residual)
+        hidden_states, residual = _add_residual(
+            hidden_states, residual, self.router.spec.hidden_size
+        )
         phase = "speculation" if is_speculative_decoding else phase
         batch = self._batch(hidden_states, padding_mask, phase)
         crossing = self.parallel.enter(batch, self._settings)
@@ -440,13 +442,17 @@ def _digest(module: nn.Module) -> str:
     return f"crc32 {checksum:08x}"
 
 
-def _add_residual(hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _add_residual(
+    hidden_states: Tensor, residual: Tensor | None, hidden_size: int
+) -> tuple[Tensor, Tensor | None]:
     """Check the input; return it with the residual added, and a copy of that sum to return."""
     check_instance("hidden_states", hidden_states, Tensor)
-    if hidden_states.ndim != 3:
+    shape = tuple(hidden_states.shape)
+    if len(shape) != 3 or shape[-1] != hidden_size:
+        way_out = "Add the batch axis" if shape[-1:] == (hidden_size,) else "Check what comes in"
         raise ValueError(
-            f"hidden_states: shape {tuple(hidden_states.shape)} must be [B, S, H]. Add the"
-            " batch axis."
+            f"hidden_states: shape {shape} must be [B, S, H] with"
+            f" hidden_size={hidden_size}. {way_out}."
         )
     if residual is None:
         return hidden_states, None

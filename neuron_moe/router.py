@@ -120,6 +120,19 @@ def selection_scores(
     return _rank(logits_TE, _activate(logits_TE, formula.act_fn), formula, selection_bias_E)
 
 
+def selection_margin(scores_TE: Tensor, top_k: int) -> Tensor:
+    """Return how clear a choice was, [T]: the last chosen score above the first that was not.
+
+    Args:
+        scores_TE: of `selection_scores`.
+        top_k: K; where every expert is chosen, the margin is infinite.
+    """
+    if top_k == scores_TE.shape[-1]:
+        return torch.full_like(scores_TE[:, 0], torch.inf)
+    values = scores_TE.topk(top_k + 1, dim=-1).values
+    return values[:, -2] - values[:, -1]
+
+
 def _rank(
     logits_TE: Tensor, scores_TE: Tensor, formula: RouterFormula, selection_bias_E: Tensor | None
 ) -> Tensor:

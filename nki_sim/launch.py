@@ -24,9 +24,9 @@ from nki_sim.machine.ambient import on_core
 from nki_sim.machine.host_memory import keep_freed_memory
 from nki_sim.machine.host_threads import one_blas_thread
 from nki_sim.machine.liveness import check_capacity
-from nki_sim.machine.program import PACKAGE_DIR
 from nki_sim.machine.races import check_flow, check_races
 from nki_sim.machine.scheduler import Scheduler
+from nki_sim.machine.system import PACKAGE_DIR
 from nki_sim.options import SimOptions
 from nki_sim.trace import CORE, RANK, Trace
 

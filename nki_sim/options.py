@@ -39,6 +39,7 @@ class SimOptions:
         start_core: the core that runs first; results must not depend on it.
         preempt: probability of a switch to another core before an instruction.
         seed: of the preemption.
+        callers: keep with each instruction the three calls that led to its line; takes longer.
     """
 
     target: str | None = None
@@ -56,6 +57,7 @@ class SimOptions:
     start_core: int = 0
     preempt: float = 0.0
     seed: int = 0
+    callers: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("full", "indices"):

@@ -230,6 +230,10 @@ NUM_WRITES: Final = 8
 _NUM_COLUMNS: Final = 9
 
 
+Callers = tuple[tuple[str, int], ...]
+"""File and line of calls that lead to a line, the nearest first."""
+
+
 class Trace:
     """The instructions of one launch, all cores and ranks.
 
@@ -238,6 +242,8 @@ class Trace:
     """
 
     __slots__ = (
+        "_callers_id",
+        "_callers_of",
         "_facts_id",
         "_line_id",
         "_op_id",
@@ -245,6 +251,7 @@ class Trace:
         "_range_id",
         "_rows",
         "after",
+        "callers",
         "digests",
         "facts",
         "lines",
@@ -263,6 +270,9 @@ class Trace:
         self._range_id: dict[MemoryRange, int] = {}
         self.ops: list[str] = []
         self.lines: list[tuple[str, int]] = []
+        self._callers_id: dict[Callers, int] = {(): 0}
+        self._callers_of = array("i")
+        self.callers: list[Callers] = [()]
         self.facts: list[Facts] = []
         self.ranges: list[MemoryRange] = []
         self.storages: list[Storage] = []
@@ -306,6 +316,21 @@ class Trace:
         if found is None:
             found = self._op_id[op] = len(self.ops)
             self.ops.append(sys.intern(op))
+        return found
+
+    def note_callers(self, index: int, callers: Callers) -> None:
+        """Keep the calls that led to the line of an instruction, nearest first."""
+        found = self._callers_id.get(callers)
+        if found is None:
+            found = self._callers_id[callers] = len(self.callers)
+            self.callers.append(callers)
+        missing = index - len(self._callers_of)
+        self._callers_of.extend((*(0,) * missing, found))
+
+    def callers_of(self) -> NDArray[np.int64]:
+        """Return for every instruction the position of its callers in `callers`; 0: not known."""
+        found = np.zeros(len(self), np.int64)
+        found[: len(self._callers_of)] = self._callers_of
         return found
 
     def emit(

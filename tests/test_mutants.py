@@ -1,9 +1,16 @@
-"""The sampler of mutants changes one piece of one line, and the result is Python."""
+"""A mutant is one changed piece of one line, and what counts is what tests say of that change."""
 
 import ast
+import json
 import random
+import shutil
+import time
 from pathlib import Path
 
+import pytest
+
+from tests.mutants import places
+from tests.mutants.__main__ import Attack, survivors
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.places import ROOMS, ROOT, all_mutants, mutants_of
 
@@ -25,3 +32,48 @@ def test_every_mutant_that_is_called_equivalent_exists() -> None:
     files = {Path(path) for path, *_ in EQUIVALENT}
     found = {(str(m.path), *m.lines) for file in files for m in mutants_of(file)}
     assert [entry for entry in EQUIVALENT if entry[:3] not in found] == []
+
+
+SOURCE = "def double(x):\n    return x * 2\n"
+TESTS = """
+import double
+
+def test_it_runs():
+    double.double(3)
+
+def test_six():
+    assert double.double(3) == 6
+
+def test_it_runs_alone(request):
+    assert len(request.session.items) == 1
+"""
+
+
+@pytest.mark.long
+def test_what_fails_without_a_mutant_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "double.py").write_text(SOURCE)
+    (tree / "test_double.py").write_text(TESTS)
+    monkeypatch.setattr(places, "ROOT", Path(shutil.copytree(tree, tmp_path / "root")))
+    by_two, by_three = mutants_of(Path("double.py"))
+    runs, six, alone = (
+        f"test_double.py::test_{name}" for name in ("it_runs", "six", "it_runs_alone")
+    )
+    attack = Attack({by_two: {runs: 0.1, alone: 0.1}, by_three: {six: 0.1}}, time.monotonic() + 60)
+    attack.run([tree])
+    assert attack.unsound == {alone}
+    assert attack.survived == [by_two]
+    assert attack.noticed == [by_three]
+    attack.save(7, tmp_path / "results.json")
+    assert json.loads((tmp_path / "results.json").read_text())["survived"][0]["tests"] == [runs]
+    assert survivors([by_two, by_three], tmp_path / "results.json") == [by_two]
+
+
+def test_no_mutant_is_tried_after_the_deadline(tmp_path: Path) -> None:
+    mutant = next(mutants_of(Path("nki_sim/isa/query.py")))
+    attack = Attack({mutant: {"tests/test_mutants.py": 0.1}}, time.monotonic() - 1)
+    attack.run([tmp_path])
+    assert attack.tried == 0

@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "bench": ("commands.bench", f"benchmarks: {', '.join(bench.MENU.entries)}"),
     "explain": ("commands.explain", "how a MoE layer computes a step, and how to change that"),
     "tune": ("commands.tune", "the fastest block sizes and plans of a layer, as a file to load"),
+    "profile": ("commands.profile", "where the time of a kernel or layer goes, by source line"),
     "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
     "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
     "compile": (
@@ -26,10 +27,7 @@ SUBCOMMANDS = {
         "commands.evaluate",
         "held-out loss by weight format, ours and transformers",
     ),
-    "trace": (
-        "commands.trace",
-        "which experts a text chooses; skew and padding that follow",
-    ),
+    "routing": ("commands.routing", "which experts a text chooses; what follows for blocks, EPLB"),
     "prepare_corpus": ("train.prepare_corpus", "fetch and tokenise the corpus of the small model"),
     "train": ("train.train", "go on training a checkpoint, experts over ranks; resumes"),
     "train_tiny": ("train.train_tiny", "train the small GPT-OSS model"),

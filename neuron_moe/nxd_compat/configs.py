@@ -143,28 +143,50 @@ class BlockwiseMatmulConfig:
     """Tuning of the blockwise prefill path; build it with `default()` or `from_kwargs(...)`.
 
     What is left out is 512 slots in a block, or, with backend='nki', what its cost model prefers.
+    `explain()` names each switch that changes nothing for the plan it prints.
+
+    Attributes:
+        block_size: token slots of a block, which share one expert.
+        use_block_parallel: the two cores share the blocks, every block of the static list.
+        block_sharding_strategy: HI_LO gives each core a half of the blocks, PING_PONG every other.
+        skip_dma_token: padding slots move no bytes; so in every plan of ours.
+        skip_dma_weight: the next block of the same expert reuses its weights; where blocks are
+            sharded, other plans load them once for several tiles anyway.
+        logical_nc_config: physical cores of a rank, 1 or 2.
+        blockwise_nki_autograd_cls: NxD's class with the backward pass; refused by backend='nki'.
+        use_torch_block_wise: NxD's torch form; refused by backend='nki', which names other code.
+        parallelize_token_to_block_mapping: changes nothing, both cores compute the mapping.
+        optimized_block_to_token_mapping: changes nothing, the mapping is k-wide in any case.
+        always_augment_inputs_for_blockwise_matmul: padding slots read a row and are not skipped.
+        use_shard_on_intermediate_dynamic_while: the cores halve the intermediate axis, and the loop
+            ends after the blocks in use.
+        use_shard_on_block_dynamic_while: the cores share the blocks, and the loop ends after those
+            in use.
+        num_static_blocks: changes nothing, no kernel has a static part before a dynamic one.
+        pad_num_blocks_to_even: one block more where their number is odd.
+        decode_mode: beyond NxD's: 'selective' (a list of the chosen experts), 'all_experts', or
+            'auto', the cost model's choice.
+        tuned: beyond NxD's: plans of `neuron-moe tune` as plain values; `from_tuned` reads a file.
 
     Raises:
         ValueError: a value outside its range, or two settings that exclude each other.
     """
 
-    block_size: int = DEFAULT_BLOCK_SIZE  # token slots per block
+    block_size: int = DEFAULT_BLOCK_SIZE
     use_block_parallel: bool = False
     block_sharding_strategy: BlockShardStrategy | str = BlockShardStrategy.HI_LO
-    skip_dma_token: bool = False  # padding slots move no bytes
-    skip_dma_weight: bool = False  # the next block of the same expert reuses its weights
-    logical_nc_config: int = DEFAULT_LNC_SIZE  # physical cores per logical core
+    skip_dma_token: bool = False
+    skip_dma_weight: bool = False
+    logical_nc_config: int = DEFAULT_LNC_SIZE
     blockwise_nki_autograd_cls: Any = None
     use_torch_block_wise: bool = False
     parallelize_token_to_block_mapping: bool = True
     optimized_block_to_token_mapping: bool = True
-    always_augment_inputs_for_blockwise_matmul: bool = False  # padding reads a row, is not skipped
+    always_augment_inputs_for_blockwise_matmul: bool = False
     use_shard_on_intermediate_dynamic_while: bool = False
     use_shard_on_block_dynamic_while: bool = False
     num_static_blocks: int | None = None
     pad_num_blocks_to_even: bool = False
-    # Beyond NxD's: selective, all_experts, or the cost model's choice; and plans of
-    # `neuron-moe tune` as plain values, see `from_tuned`.
     decode_mode: str = dataclasses.field(default="auto", kw_only=True)
     tuned: Any = dataclasses.field(default=None, kw_only=True)
 

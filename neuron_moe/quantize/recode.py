@@ -159,9 +159,9 @@ def recode_mxfp4_to_fp8(
     rows_of_base = base_R.expand(scales.shape[:-1]).reshape(-1, 1)
     blocks_RG16 = blocks.reshape(-1, num_groups, blocks.shape[-1])
     scales_RG, codes_RC = scales.reshape(-1, num_groups), codes.view(-1, num_groups * 32)
-    step = max(1, _CHUNK_VALUES // max(1, num_groups * 32))
-    for start in range(0, len(scales_RG), step):
-        rows = slice(start, start + step)
+    rows_of_chunk = max(1, _CHUNK_VALUES // max(1, num_groups * 32))
+    for start in range(0, len(scales_RG), rows_of_chunk):
+        rows = slice(start, start + rows_of_chunk)
         relative = scales_RG[rows].int() - rows_of_base[rows]
         # Groups of zeros may carry any exponent, also one outside the window: their value does not
         # depend on it.
@@ -232,28 +232,41 @@ def _is_exact(codes: Tensor, matrix: Tensor, factor: float, fmt: Fp8Format) -> b
 
 
 def _recode_by_exponents(weight: Tensor, fmt: Fp8Format) -> QuantizedWeight:
-    """Find the scales that fit, of matrices or columns; say what does not."""
+    """Find the scales of columns that fit; say what does not."""
     lowest_E1C, highest_E1C = _value_exponents(weight, fmt)
     window = fmt.max_exponent - fmt.min_exponent
-    lowest, highest = lowest_E1C.amin(2, keepdim=True), highest_E1C.amax(2, keepdim=True)
-    if bool((highest - lowest > window).any()):
-        lowest, highest = lowest_E1C, highest_E1C
-        too_wide = (highest - lowest > window).nonzero()
-        if len(too_wide):
-            expert, _, column = too_wide[0].tolist()
-            spread = int((highest - lowest)[expert, 0, column])
-            raise ValueError(
-                f"weight {list(weight.shape)}: magnitudes of expert {expert}, column {column}"
-                f" spread over {spread + 1} powers of two ({len(too_wide)} columns too wide):"
-                f" {fmt.name} holds {window + 1}. Keep bfloat16."
-            )
+    too_wide = (highest_E1C - lowest_E1C > window).nonzero()
+    if len(too_wide):
+        expert, _, column = too_wide[0].tolist()
+        spread = int((highest_E1C - lowest_E1C)[expert, 0, column])
+        raise ValueError(
+            f"weight {list(weight.shape)}: magnitudes of expert {expert}, column {column}"
+            f" spread over {spread + 1} powers of two ({len(too_wide)} columns too wide):"
+            f" {fmt.name} holds {window + 1}. Keep bfloat16."
+        )
     # The largest magnitude gets the exponent of FP4's, unless the smallest would leave the format.
-    base = torch.minimum(highest - FP4_MAX_EXPONENT, lowest - fmt.min_exponent)
-    base = torch.where(highest < lowest, 0, base).clamp(min=_MIN_SCALE_EXPONENT)
+    base_E1C = torch.minimum(highest_E1C - FP4_MAX_EXPONENT, lowest_E1C - fmt.min_exponent)
+    base_E1C = torch.where(highest_E1C < lowest_E1C, 0, base_E1C).clamp(min=_MIN_SCALE_EXPONENT)
     codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
-    for matrix, exponent, place in zip(weight, base, codes, strict=True):
-        place.copy_(torch.ldexp(matrix.float(), -exponent).to(fmt.dtype))
-    return QuantizedWeight(codes, torch.ldexp(torch.ones(base.shape, device=weight.device), base))
+    for expert, (matrix, base, place) in enumerate(zip(weight, base_E1C, codes, strict=True)):
+        scaled = torch.ldexp(matrix.float(), -base)
+        place.copy_(scaled.to(fmt.dtype))
+        # The largest exponent may lack the largest mantissas, as that of e4m3 in the OCP range.
+        _refuse_lost(weight, expert, place.float() != scaled, fmt)
+    scale = torch.ldexp(torch.ones(base_E1C.shape, device=weight.device), base_E1C)
+    return QuantizedWeight(codes, scale)
+
+
+def _refuse_lost(weight: Tensor, expert: int, is_lost: Tensor, fmt: Fp8Format) -> None:
+    """Raise ValueError if a weight of an expert loses bits."""
+    if not bool(is_lost.any()):
+        return
+    row, column = is_lost.nonzero()[0].tolist()
+    raise ValueError(
+        f"weight {list(weight.shape)}: {float(weight[expert, row, column])!r} at"
+        f" [{expert}, {row}, {column}] has no exact {fmt.name} form"
+        f" ({int(is_lost.sum())} of {is_lost.numel()} in that matrix). Keep bfloat16."
+    )
 
 
 def _value_exponents(weight: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
@@ -269,13 +282,7 @@ def _value_exponents(weight: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
         field = (bits >> _BF16_MANTISSA_BITS) & 0xFF
         is_zero = (bits & 0x7FFF) == 0
         is_odd = ((bits & surplus) != 0) | (field == 0xFF) | ((field == 0) & ~is_zero)
-        if bool(is_odd.any()):
-            row, column = is_odd.nonzero()[0].tolist()
-            raise ValueError(
-                f"weight {list(weight.shape)}: {float(matrix[row, column])!r} at"
-                f" [{expert}, {row}, {column}] has no exact {fmt.name} form"
-                f" ({int(is_odd.sum())} of {is_odd.numel()} in that matrix). Keep bfloat16."
-            )
+        _refuse_lost(weight, expert, is_odd, fmt)
         lowest.append(torch.where(is_zero, 256, field).amin(0, keepdim=True))
         highest.append(torch.where(is_zero, -256, field).amax(0, keepdim=True))
     return torch.stack(lowest).int() - E8M0_BIAS, torch.stack(highest).int() - E8M0_BIAS
@@ -306,10 +313,11 @@ def _scope_exponents(blocks: Tensor, scales: Tensor, scope: str) -> tuple[Tensor
         )
     has_value = torch.empty(scales.shape, dtype=torch.bool, device=scales.device)
     flat_has_value, flat_blocks = has_value.view(-1), blocks.reshape(-1, blocks.shape[-1])
-    step = _CHUNK_VALUES // 32
-    for start in range(0, len(flat_blocks), step):
-        magnitudes = flat_blocks[start : start + step] & 0x77  # without the two sign bits
-        flat_has_value[start : start + step] = (magnitudes != 0).any(dim=-1)
+    groups_of_chunk = _CHUNK_VALUES // 32
+    for start in range(0, len(flat_blocks), groups_of_chunk):
+        chunk = slice(start, start + groups_of_chunk)
+        magnitudes = flat_blocks[chunk] & 0x77  # without the two sign bits
+        flat_has_value[chunk] = (magnitudes != 0).any(dim=-1)
     axes = (-1,) if scope == "channel" else (-2, -1)
     exponents = scales.to(torch.int16) - E8M0_BIAS
     lowest = torch.where(has_value, exponents, 256).amin(axes)

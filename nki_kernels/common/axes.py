@@ -14,7 +14,9 @@ class AxisTiles(NKIObject):
     """An axis spread over partitions in `count` tiles of `rows` (the last one of `tail`).
 
     With `is_strided`, row p of tile t is element p * count + t: a partition owns consecutive
-    elements, so that its part of a matrix is one contiguous run. Otherwise it is t * rows + p.
+    elements, so that its part of a matrix is one contiguous run. Otherwise `group` tiles at a time
+    alternate: it is (t // group) * group * rows + p * group + t % group, and the last group has
+    `tail` rows a tile.
     """
 
     size: int
@@ -22,6 +24,7 @@ class AxisTiles(NKIObject):
     count: int
     tail: int
     is_strided: bool
+    group: int = 1
 
 
 def tile_axis(size: int) -> AxisTiles:
@@ -46,6 +49,19 @@ def tile_axis_evenly(size: int) -> AxisTiles:
     """Cut an axis into equal tiles of consecutive elements; see `is_even` for whether one can."""
     axis = tile_axis(size)
     return AxisTiles(size, axis.rows, axis.count, axis.rows, False)
+
+
+def tile_axis_in_fours(size: int, most_rows: int = PARTITIONS) -> AxisTiles:
+    """Cut an axis into tiles of which four alternate: 4 consecutive elements are one MX word.
+
+    Args:
+        size: a multiple of 4.
+        most_rows: words of a tile, if there are more of them.
+    """
+    words = size // 4
+    fours = -(-words // most_rows)
+    rows = min(words, most_rows)
+    return AxisTiles(size, rows, 4 * fours, words - (fours - 1) * rows, False, 4)
 
 
 def is_even(size: int) -> bool:

@@ -62,14 +62,19 @@ class Core:
     exchanges: float
 
 
-def chip_in_force() -> Hardware:
-    """Return the coefficients of the Trainium 2 in force."""
-    return hardware.CHIPS["trn2"]
+def chip_in_force(name: str = "trn2") -> Hardware:
+    """Return the coefficients in force of a chip."""
+    return hardware.CHIPS[name]
 
 
-def core() -> Core:
-    """Return a core of the Trainium 2 in force."""
-    chip = chip_in_force()
+def fitted_sbuf_bytes(name: str = "trn2") -> int:
+    """Return the bytes per partition that buffers may be fitted into, in whole KiB."""
+    return hardware.CHIPS[name].sbuf_usable_bytes_per_partition // 1024 * 1024
+
+
+def core(name: str = "trn2") -> Core:
+    """Return a core of a chip, by the coefficients in force."""
+    chip = chip_in_force(name)
     known = _CORES.get(id(chip))
     if known is None:
         known = _CORES[id(chip)] = (chip, _core_of(chip))

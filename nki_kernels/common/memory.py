@@ -71,4 +71,6 @@ def tiles_bytes(buffers: Tiles) -> int:
 def _item_bytes(dtype: Any) -> int:
     if dtype == nl.float32 or dtype == nl.int32 or dtype == nl.uint32:
         return 4
+    if dtype == nl.float8_e4m3fn_x4:
+        return 4
     return 2 if dtype == nl.bfloat16 or dtype == nl.float16 else 1

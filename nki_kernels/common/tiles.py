@@ -42,14 +42,16 @@ def rows_of(axis: AxisTiles, tile: int) -> int:
     """Return the rows of a tile of an axis."""
     if axis.is_strided:
         return (axis.size - tile + axis.count - 1) // axis.count
-    return axis.tail if tile == axis.count - 1 else axis.rows
+    return axis.tail if tile >= axis.count - axis.group else axis.rows
 
 
 def elements_of(axis: AxisTiles, tile: int) -> slice:
     """Return the elements of an axis that a tile holds, as a slice of a free axis."""
     if axis.is_strided:
         return slice(tile, axis.size, axis.count)
-    return slice(tile * axis.rows, tile * axis.rows + rows_of(axis, tile))
+    group = axis.group
+    first = tile // group * group * axis.rows + tile % group
+    return slice(first, first + (rows_of(axis, tile) - 1) * group + 1, group)
 
 
 def load_matrix(
@@ -132,7 +134,9 @@ def make_tiles(
 
 
 def weight_dtype(weight_format: str) -> Any:
-    """Return the element type of weights on chip."""
+    """Return the element type of weights on chip; words of MX formats lie among other bytes."""
+    if weight_format.endswith("_x4"):
+        return nl.uint8
     if weight_format == "float8_e4m3":
         return nl.float8_e4m3
     if weight_format == "float8_e5m2":

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 WEIGHT_FORMATS = ("bfloat16", "float8_e4m3", "float8_e5m2")
 ITEM_BYTES = {"bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+# Four elements a word, a power of two for each 8 words of 8 partitions: Trainium 3 and later.
+MX_WORD_BYTES = {"float4_e2m1fn_x4": 2, "float8_e4m3fn_x4": 4, "float8_e5m2_x4": 4}
+MX_GROUP = 32  # elements that share a power of two
 _SMALLEST = 2.0**-100  # of a number whose three terms are normal bfloat16 numbers
 
 

@@ -31,6 +31,7 @@ from nki_kernels.decode.layer_cost import cost_decode_layer
 from nki_kernels.decode.layer_kernel import decode_layer
 from nki_kernels.decode.layer_reference import LayerArrays, LayerResult, decode_layer_ref
 from nki_kernels.decode.layout import pack_down, pack_gate_up, weight_shapes
+from nki_kernels.decode.mx_layout import pack_mx_down, pack_mx_gate_up
 from nki_kernels.decode.options import make_decode_config, why_not_decoded
 from nki_kernels.decode.reference import decode_moe_ref
 from nki_kernels.decode.router import pack_router_weight
@@ -58,6 +59,8 @@ __all__ = [
     "make_layer_config",
     "pack_down",
     "pack_gate_up",
+    "pack_mx_down",
+    "pack_mx_gate_up",
     "pack_router_weight",
     "pack_shared_experts",
     "weight_shapes",

@@ -18,11 +18,12 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
     extra_floats,
+    is_mx,
     item_bytes,
-    packed_run,
     weighs_inner,
 )
-from nki_kernels.decode.memory import ExpertTable, expert_table, token_table
+from nki_kernels.decode.items import packed_shapes
+from nki_kernels.decode.memory import ExpertTable, expert_table, mx_table, token_table
 
 
 @dataclass
@@ -72,6 +73,25 @@ class ExpertBanks(NKIObject):
 
 
 @dataclass
+class MxBuffers(NKIObject):
+    """Activations as words; empty lists where the weights are no MX words.
+
+    Attributes:
+        fours: x^T with four elements of a token side by side, [h, H/4h, T, 4].
+        tokens, token_scales: the same as words [h, H/4h, T], and their scales.
+        inner_fours: inner activations of the items under way, [i, T, 4].
+        inner, inner_scales: the same as words [i, T], and their scales.
+    """
+
+    fours: list[nl.NkiTensor]
+    tokens: list[nl.NkiTensor]
+    token_scales: list[nl.NkiTensor]
+    inner_fours: list[nl.NkiTensor]
+    inner: list[nl.NkiTensor]
+    inner_scales: list[nl.NkiTensor]
+
+
+@dataclass
 class DecodeBuffers(NKIObject):
     """What computing experts takes; sizes are those of `expert_table`.
 
@@ -88,6 +108,7 @@ class DecodeBuffers(NKIObject):
         weights, inputs: columns of the trip's experts, per 128 tokens [tokens, unroll].
         scratch: banks of y^T on their way to sums in SBUF.
         ones: [128, 128].
+        mx: quantised activations.
     """
 
     sums: SumBuffers
@@ -111,6 +132,7 @@ class DecodeBuffers(NKIObject):
     inputs: list[nl.NkiTensor]
     scratch: list[nl.NkiTensor]
     ones: nl.NkiTensor
+    mx: MxBuffers
 
 
 def make_sums(config: DecodeConfig) -> SumBuffers:
@@ -156,7 +178,7 @@ def _extras(
     views = []
     if count > 0:
         words = 4 // item_bytes(config)
-        begin = packed_run(config) - (extra_floats(config) - position) * words
+        begin = packed_shapes(config)[0][1] - (extra_floats(config) - position) * words
         for run_sb in gate_up:
             extra_sb = run_sb[0 : run_sb.shape[0], begin : begin + count * words]
             views.append(extra_sb.view(nl.float32).expand_dim(2))
@@ -188,17 +210,19 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     nisa.memset(dst=ones_sb, value=1.0, engine=nisa.engine.gpsimd)
     gate_up = allocate(table.gate_up)
     beside = _beside_weights(config, table, gate_up)
+    down, down_bias = allocate(table.down), allocate(table.down_bias)
+    kept_scale, inner = allocate(table.kept_scale), allocate(table.inner)
     return DecodeBuffers(
         sums=sums,
         banks=banks,
         gate_up=gate_up,
-        down=allocate(table.down),
+        down=down,
         gate_up_bias=beside[0],
         gate_up_scale=beside[1],
-        down_bias=allocate(table.down_bias),
+        down_bias=down_bias,
         down_scale=beside[2],
-        kept_scale=allocate(table.kept_scale),
-        inner=allocate(table.inner),
+        kept_scale=kept_scale,
+        inner=_by_tile(inner) if is_mx(config) else inner,
         gate=allocate(table.gate),
         up=allocate(table.up),
         column_row=allocate(table.column_row),
@@ -210,7 +234,32 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         inputs=_per_token(config, table.inputs),
         scratch=allocate(table.scratch),
         ones=ones_sb,
+        mx=_make_mx_buffers(config, inner),
     )
+
+
+def _make_mx_buffers(config: DecodeConfig, inner: list[nl.NkiTensor]) -> MxBuffers:
+    """Allocate what quantised activations take; words that no row fills are zeros."""
+    table = mx_table(config)
+    if is_mx(config) and config.i_axis.rows < table.inner.shape[0]:
+        for inner_sb in inner:
+            nisa.memset(dst=inner_sb, value=0.0, engine=nisa.engine.gpsimd)
+    return MxBuffers(
+        fours=allocate(table.fours),
+        tokens=allocate(table.tokens),
+        token_scales=allocate(table.token_scales),
+        inner_fours=inner,
+        inner=allocate(table.inner),
+        inner_scales=allocate(table.inner_scales),
+    )
+
+
+def _by_tile(inner: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
+    """Return views [i, 4, T] of tiles whose four elements lie side by side."""
+    views = []
+    for inner_sb in inner:
+        views.append(inner_sb.permute((0, 2, 1)))
+    return views
 
 
 def _share_banks(config: DecodeConfig, sums: SumBuffers) -> ExpertBanks:
@@ -246,6 +295,13 @@ def _beside_weights(
             allocate(table.gate_up_scale),
             allocate(table.down_scale),
         ]
+    biases = extra_floats(config)
+    if is_mx(config):
+        per_row = (2, config.i_axis.count)
+        views = []
+        for floats_sb in _extras(config, gate_up, 0, biases):
+            views.append(floats_sb.squeeze_dim(2).reshape_dim(1, per_row))
+        return [views, [], []]
     biases = 2 * int(config.formula.has_gate_up_bias)
     scales = 2 * int(config.weights.has_scales)
     rest = extra_floats(config) - biases - scales

@@ -14,7 +14,7 @@ from nki.language import NKIObject
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.weight_formats import ITEM_BYTES
+from nki_kernels.common.weight_formats import ITEM_BYTES, MX_GROUP, MX_WORD_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
@@ -54,16 +54,19 @@ class WeightForm(NKIObject):
     """How the experts' weights lie in HBM.
 
     Attributes:
-        format: bfloat16, float8_e4m3 or float8_e5m2.
-        layout: ehi ([E, H, 2I] and [E, I, H]) or packed, see layout.py.
+        format: bfloat16, float8_e4m3, float8_e5m2, or one of MX: float4_e2m1fn_x4,
+            float8_e4m3fn_x4, float8_e5m2_x4, which have scales of their own.
+        layout: ehi ([E, H, 2I] and [E, I, H]) or packed, see layout.py and, for MX, mx_layout.py.
         has_scales: the gate and up weights have a scale per output channel.
         down_scale: what scales of the down weights belong to: expert, (output) channel or none.
+        in_fours: the hidden axis lies on chip as MX words need it, whatever the format; packed.
     """
 
     format: str = "bfloat16"
     layout: str = "ehi"
     has_scales: bool = False
     down_scale: str = "none"
+    in_fours: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class DecodeRequest(NKIObject):
         missing: what stands for no expert in a list: a number out of range, of which nothing is
             loaded (skip), or expert 0, whose output then counts for nothing, for a compiler or
             chip that cannot leave out a load (spare).
+        chip: what the launch is for; MX weights need a trn3.
     """
 
     mode: str = "auto"
@@ -98,6 +102,7 @@ class DecodeRequest(NKIObject):
     sums: str = "auto"
     loops: str = "dynamic"
     missing: str = "skip"
+    chip: str = "trn2"
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class DecodeConfig(NKIObject):
         reason: why mode and shard are what they are, in a sentence.
         is_unrolled: whether there is no loop at run time; entries past the end of a list load
             what `missing` says and count for nothing.
+        chip: what its choices were made for.
     """
 
     T: int
@@ -140,6 +146,17 @@ class DecodeConfig(NKIObject):
     reason: str = ""
     is_unrolled: bool = False
     missing: str = "skip"
+    chip: str = "trn2"
+
+
+def is_mx(config: DecodeConfig) -> bool:
+    """Whether the weights are words of an MX format."""
+    return is_mx_format(config.weights.format)
+
+
+def is_mx_format(weight_format: str) -> bool:
+    """Whether a format has words of four elements and scales of its own."""
+    return weight_format.endswith("_x4")
 
 
 def output_dtype(config: DecodeConfig) -> nl.DType:
@@ -200,6 +217,8 @@ def packed_chunks(config: DecodeConfig) -> int:
     A chunk is a tile of I, less where the hidden axis is long. With one choice a token, a step may
     touch a single expert, which both cores should have a part of.
     """
+    if is_mx(config):
+        return _mx_chunks(config)
     chunks = -(-config.I // PARTITIONS)
     if chunks == 1 and config.K == 1 and config.I // 2 in _JOINED:
         return 2
@@ -212,13 +231,34 @@ def packed_chunks(config: DecodeConfig) -> int:
     return chunks
 
 
+def _mx_chunks(config: DecodeConfig) -> int:
+    """Return the chunks of an expert in MX words: up to 128 words of I each, few bytes.
+
+    An even number, so that the cores can share an expert, but where there are experts enough.
+    """
+    chunks = -(-config.I // (4 * PARTITIONS))
+    is_alone = config.E == 1 or config.K == 1
+    if chunks > 1 or (is_alone and config.I > MX_GROUP):
+        chunks = -(-chunks // 2) * 2
+    bytes_each = MX_WORD_BYTES[config.weights.format] / 4
+    while bytes_each * config.H * (2 * config.I / chunks / PARTITIONS + 1) > _MAX_CHUNK_BYTES:
+        if config.I <= MX_GROUP * chunks:
+            return chunks
+        chunks = 2 * chunks
+    return chunks
+
+
 def joins_projections(config: DecodeConfig) -> bool:
     """Whether gate and up columns of a chunk are one stationary tile, up in its second half."""
+    if is_mx(config):
+        return False
     return config.weights.layout == "packed" and config.i_axis.size in _JOINED
 
 
 def extra_floats(config: DecodeConfig) -> int:
     """Return the float32 numbers that follow the weights of a packed gate and up run."""
+    if is_mx(config):
+        return 2 * config.i_axis.count * int(config.formula.has_gate_up_bias)
     per_row = 2 * int(config.formula.has_gate_up_bias) + 2 * int(config.weights.has_scales)
     by_channel = config.h_axis.count if config.weights.down_scale == "channel" else 0
     return per_row + by_channel + int(config.weights.down_scale == "expert")
@@ -280,5 +320,5 @@ def group_size(config: DecodeConfig) -> int:
 
 
 def item_bytes(config: DecodeConfig) -> int:
-    """Return the bytes of one weight."""
-    return ITEM_BYTES[config.weights.format]
+    """Return the bytes of an element as weights are stored: MX words are bytes among others."""
+    return 1 if is_mx(config) else ITEM_BYTES[config.weights.format]

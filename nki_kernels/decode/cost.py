@@ -10,13 +10,13 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
     is_direct,
+    is_mx,
     item_bytes,
     joins_projections,
     list_width,
-    packed_rows,
-    packed_run,
     weighs_inner,
 )
+from nki_kernels.decode.items import packed_shapes
 
 _WORD_BYTES, _BFLOAT16_BYTES = 4, 2
 
@@ -45,8 +45,7 @@ def cost_decode_moe(config: DecodeConfig, touched: int) -> KernelCost:
         if not is_direct(config):
             read += min(T, PARTITIONS) * _WORD_BYTES
         columns += entries * _columns_of_entry(config) + _columns_of_ends(config, core)
-        passes = 2 if joins_projections(config) else 3
-        columns += items * passes * config.h_axis.count * config.i_axis.count * T
+        columns += items * _products_of_item(config) * T
     written = T * H * (4 if config.output_dtype == "float32" else 2)
     return KernelCost(read, written, columns)
 
@@ -69,14 +68,21 @@ def _item_bytes(config: DecodeConfig) -> int:
     """Return the bytes of an item but for the down bias."""
     H, size, item = config.H, config.i_axis.size, item_bytes(config)
     if config.weights.layout == "packed":
-        down = size * config.h_axis.count * config.h_axis.rows
-        return (packed_rows(config) * packed_run(config) + down) * item
+        return sum(rows * run for rows, run in packed_shapes(config)) * item
     words = 2 * size * (int(config.formula.has_gate_up_bias) + int(config.weights.has_scales))
     if config.weights.down_scale == "channel":
         words += H
     elif config.weights.down_scale == "expert":
         words += PARTITIONS
     return 3 * H * size * item + words * _WORD_BYTES
+
+
+def _products_of_item(config: DecodeConfig) -> int:
+    """Return the matmuls of an item."""
+    depth, tiles = config.h_axis.count, config.i_axis.count
+    if is_mx(config):  # four tiles at once, of the tokens and of what comes in between
+        return 2 * tiles * depth // config.h_axis.group + depth
+    return (2 if joins_projections(config) else 3) * depth * tiles
 
 
 def _columns_of_entry(config: DecodeConfig) -> int:

@@ -264,10 +264,14 @@ def _turn_sums(
         source = [[BANK_FLOATS, tokens], [PARTITIONS, number], [1, rows]]
         target = [[width, tokens], [rows, number], [1, rows]]
         offset = tile * rows
-        if axis.is_strided:
+        if axis.is_strided or axis.group > 1:
             source = [[BANK_FLOATS, tokens], [1, rows], [PARTITIONS, number]]
-            target = [[width, tokens], [count, rows], [1, number]]
-            offset = tile
+            target = [
+                [width, tokens],
+                [count if axis.is_strided else axis.group, rows],
+                [1, number],
+            ]
+            offset = tile if axis.is_strided else tile * rows
         to_sb, turned_ps = rows_sb.ap(target, offset=offset), bank_ps.ap(source)
         if len(residual_tiles) == 0:
             copy_alternating(to_sb, turned_ps, tile // tiles)

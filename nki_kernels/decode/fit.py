@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.axes import tile_axis
-from nki_kernels.common.chip import BANK_FLOATS, FITTED_SBUF_BYTES, PARTITIONS, core
+from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_in_fours
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, core, fitted_sbuf_bytes
 from nki_kernels.common.memory import table_bytes, tiles_bytes
+from nki_kernels.common.weight_formats import MX_GROUP
 from nki_kernels.decode.config import (
     DecodeConfig,
     DecodeRequest,
@@ -20,13 +21,21 @@ from nki_kernels.decode.config import (
     core_chunks,
     extra_floats,
     is_direct,
+    is_mx,
     item_bytes,
     joins_projections,
     list_width,
     packed_chunks,
     read_ahead,
 )
-from nki_kernels.decode.memory import ends_table, expert_table, routing_table, token_table
+from nki_kernels.decode.items import packed_shapes
+from nki_kernels.decode.memory import (
+    ends_table,
+    expert_table,
+    mx_table,
+    routing_table,
+    token_table,
+)
 
 # Simulated with these kernels.
 _ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
@@ -66,6 +75,7 @@ def sbuf_bytes(config: DecodeConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel take (computed)."""
     tokens, ends, routing = token_table(config), ends_table(config), routing_table(config)
     experts = table_bytes(tokens) + table_bytes(expert_table(config))
+    experts += table_bytes(mx_table(config))
     if config.weights.layout == "ehi":
         # What lies beside the weights has tiles of its own there, small ones.
         experts += config.weight_buffers * 4 * extra_floats(config)
@@ -123,7 +133,7 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
             f" chunks={request.chunks}: no chunk of an expert fits SBUF, or the chunks do not"
             " divide by the cores. Leave shard and chunks open, or use fewer tokens."
         )
-    return replace(best, reason=_reason(best, _list_ns() + request.front_ns))
+    return replace(best, reason=_reason(best, _list_ns(best) + request.front_ns))
 
 
 def _first_that_fits(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig | None:
@@ -131,7 +141,7 @@ def _first_that_fits(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfi
     for chunks in _chunk_counts(draft, request.chunks):
         for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
             candidate = _with_chunks(draft, chunks, buffers)
-            if sbuf_bytes(candidate) <= FITTED_SBUF_BYTES:
+            if sbuf_bytes(candidate) <= fitted_sbuf_bytes(draft.chip):
                 return candidate
     return None
 
@@ -142,7 +152,14 @@ def _with_chunks(config: DecodeConfig, chunks: int, weight_buffers: int) -> Deco
     unroll = 2
     while unroll * core_chunks(trial) < weight_buffers:
         unroll *= 2
-    return replace(trial, unroll=unroll, i_axis=tile_axis(-(-config.I // chunks)))
+    return replace(trial, unroll=unroll, i_axis=_chunk_axis(config, chunks))
+
+
+def _chunk_axis(config: DecodeConfig, chunks: int) -> AxisTiles:
+    """Cut a chunk of the intermediate axis; one of MX words has whole groups."""
+    if is_mx(config):
+        return tile_axis_in_fours(-(-config.I // (chunks * MX_GROUP)) * MX_GROUP)
+    return tile_axis(-(-config.I // chunks))
 
 
 def _reason(config: DecodeConfig, list_ns: float) -> str:
@@ -182,23 +199,25 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     if config.shard == "experts" and config.chunks % config.num_cores:
         # An odd expert is shared as well as its chunks allow; every other list has one.
         items += 0.5 / config.num_cores
-    start = _list_ns() if config.mode == "selective" and not is_direct(config) else 0.0
+    start = _list_ns(config) if config.mode == "selective" and not is_direct(config) else 0.0
     return start + items * max(_load_ns(config), _compute_ns(config)) + _compute_ns(config)
 
 
-def _list_ns() -> float:
+def _list_ns(config: DecodeConfig) -> float:
     """Return the time to list the touched experts: engines in turn, then the first transfer."""
-    chip = core()
+    chip = core(config.chip)
     return _LIST_NS * (chip.steps + chip.transfers) / 2
 
 
 def _load_ns(config: DecodeConfig) -> float:
     """Return the time to load an item, both cores loading."""
-    i_axis, item, H, chip = config.i_axis, item_bytes(config), config.H, core()
+    i_axis, item, H, chip = config.i_axis, item_bytes(config), config.H, core(config.chip)
     runs = config.h_axis.rows + i_axis.rows
+    size = 3 * H * i_axis.size * item
+    if is_mx(config):
+        size = sum(rows * run for rows, run in packed_shapes(config))
     if config.weights.layout == "ehi" and config.chunks > 1:
         runs = 2 * H + i_axis.rows
-    size = 3 * H * i_axis.size * item
     engines = (
         runs / chip.dma_engines * chip.dma_run_ns + size / chip.dma_engines / chip.dma_bytes_per_ns
     )
@@ -207,11 +226,14 @@ def _load_ns(config: DecodeConfig) -> float:
 
 def _compute_ns(config: DecodeConfig) -> float:
     """Return the time to compute an item."""
-    T, chip = config.T, core()
+    T, chip = config.T, core(config.chip)
     columns = max(T, chip.matmul_floor_columns)
     tiles = config.i_axis.count
     passes = 2 if joins_projections(config) else 3
-    matmuls = passes * config.h_axis.count * tiles * columns / chip.tensor_cycles_per_ns
+    products = passes * config.h_axis.count * tiles
+    if is_mx(config):
+        products = config.h_axis.count * (2 * tiles // config.h_axis.group + 1)
+    matmuls = products * columns / chip.tensor_cycles_per_ns
     vector = tiles * 4 * (T + chip.vector_overhead_cycles) / chip.vector_cycles_per_ns
     if not config.sums_in_psum:
         banks = accumulator_banks(config)

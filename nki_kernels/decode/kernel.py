@@ -65,11 +65,13 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     entry_stride,
     is_direct,
+    is_mx,
     list_width,
     output_dtype,
 )
 from nki_kernels.decode.ends import finish, load_tokens
 from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
+from nki_kernels.decode.mx_stages import quantize_tokens
 from nki_kernels.decode.trips import look_up_first, run_trip
 
 
@@ -170,6 +172,8 @@ def run_experts(
         routing: touched experts and weights of the tokens.
         is_looked_up: whether `look_up_first` was called, if `_has_loop`.
     """
+    if is_mx(config):
+        quantize_tokens(config, b, turned_sb)
     if _has_loop(config) and not is_looked_up:
         look_up_first(config, b, routing)
     if config.is_unrolled and config.mode == "selective":

@@ -8,7 +8,7 @@ from typing import Any
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.chip import FITTED_SBUF_BYTES, PARTITIONS, core
+from nki_kernels.common.chip import PARTITIONS, core, fitted_sbuf_bytes
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.common.router_choice import check_router_formula
@@ -101,22 +101,23 @@ def make_layer_config(
     check_router_formula(router, sizes.num_experts)
     if sizes.K != router.top_k:
         raise ValueError(f"K={sizes.K}: must be top_k={router.top_k} of the router.")
-    front_ns = (_FRONT_NS + _FRONT_TOKEN_NS * sizes.T) * core().steps
+    front_ns = (_FRONT_NS + _FRONT_TOKEN_NS * sizes.T) * core(request.chip).steps
     routed = make_decode_config(sizes, formula, weights, replace(request, front_ns=front_ns))
     weight_bytes = 4 if form.router_dtype == "float32" else 2
     parts = router_parts(routed.num_experts, routed.H, weight_bytes, routed.num_cores)
     config = LayerConfig(routed, router, form, routed, parts)
     needed = _front_bytes(config)
+    most = fitted_sbuf_bytes(request.chip)
     if form.shared_width:
-        room = FITTED_SBUF_BYTES - needed
+        room = most - needed
         shared = make_shared_config(routed, form.shared_width, form.shared_formula, room)
         config = replace(config, shared=shared)
         needed += shared_bytes(shared)
-    if needed > FITTED_SBUF_BYTES:
+    if needed > most:
         raise ValueError(
             f"T={routed.T}, H={routed.H}, num_experts={routed.num_experts}: norm, router and shared"
             f" experts need {needed} bytes of SBUF per partition, must be at most"
-            f" {FITTED_SBUF_BYTES}. Use fewer tokens, a bfloat16 router, or router_topk and"
+            f" {most}. Use fewer tokens, a bfloat16 router, or router_topk and"
             " decode_moe one after the other."
         )
     return config

@@ -23,10 +23,9 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     extra_floats,
     item_bytes,
-    packed_rows,
-    packed_run,
     packed_weights,
 )
+from nki_kernels.decode.items import packed_shapes
 
 Array = NDArray[Any]
 
@@ -34,10 +33,8 @@ Array = NDArray[Any]
 def weight_shapes(config: DecodeConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of gate and up, and of down weights in HBM."""
     if config.weights.layout == "packed":
-        return (
-            (config.E, config.chunks, packed_rows(config), packed_run(config)),
-            (config.E, config.chunks, config.i_axis.size, config.h_axis.count * config.h_axis.rows),
-        )
+        gate_up, down = packed_shapes(config)
+        return (config.E, config.chunks, *gate_up), (config.E, config.chunks, *down)
     return (config.E, config.H, 2 * config.I), (config.E, config.I, config.H)
 
 

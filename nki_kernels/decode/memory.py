@@ -19,13 +19,13 @@ from nki_kernels.decode.config import (
     group_size,
     is_direct,
     is_direct_out,
+    is_mx,
     keeps_scales,
     list_width,
     output_dtype,
-    packed_rows,
-    packed_run,
     read_ahead,
 )
+from nki_kernels.decode.items import packed_shapes, whole_quadrants
 
 
 class TokenTable(NamedTuple):
@@ -72,10 +72,14 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     formula, form, weights = config.formula, config.weights, weight_dtype(config.weights.format)
     is_packed, by_channel = form.layout == "packed", form.down_scale == "channel"
     gate_up = (h_axis.rows, h_axis.count * 2 * i_axis.size)
-    columns = config.H
-    if is_packed:
-        gate_up = (packed_rows(config), packed_run(config))
-        columns = h_axis.count * h_axis.rows
+    down = (i_axis.rows, i_axis.count * config.H)
+    inner = (i_axis.rows, i_axis.count, T)
+    if is_mx(config):
+        gate_up, down = packed_shapes(config)
+        inner = (whole_quadrants(i_axis.rows), T, i_axis.count)
+    elif is_packed:
+        gate_up = packed_shapes(config)[0]
+        down = (i_axis.rows, i_axis.count * h_axis.count * h_axis.rows)
     # A packed run has biases and scales in it.
     apart = 0 if is_packed else count
     per_row = (i_axis.rows, 2, i_axis.count)
@@ -84,7 +88,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     row_tiles = -(-T // PARTITIONS)
     return ExpertTable(
         gate_up=tiles(count, gate_up, weights),
-        down=tiles(count, (i_axis.rows, i_axis.count * columns), weights),
+        down=tiles(count, down, weights),
         gate_up_bias=Tiles(apart if formula.has_gate_up_bias else 0, per_row, nl.float32, count),
         gate_up_scale=Tiles(apart if form.has_scales else 0, per_row, nl.float32, count),
         down_scale=Tiles(
@@ -97,7 +101,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         kept_scale=Tiles(
             2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
         ),
-        inner=tiles(2 * group_size(config), (i_axis.rows, i_axis.count, T), nl.bfloat16),
+        inner=tiles(2 * group_size(config), inner, nl.bfloat16),
         gate=tiles(2, (i_axis.rows, T), nl.float32),
         up=tiles(2, (i_axis.rows, T), nl.float32),
         column_row=Tiles(2 if formula.has_down_bias else 0, (1, T), nl.bfloat16, 2),
@@ -107,6 +111,31 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         weights=tiles(row_tiles, numbers, nl.float32),
         inputs=tiles(row_tiles, numbers, nl.float32),
         scratch=tiles(_scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
+    )
+
+
+class MxTable(NamedTuple):
+    """What quantised activations take; the names are those of `MxBuffers`."""
+
+    fours: Tiles
+    tokens: Tiles
+    token_scales: Tiles
+    inner: Tiles
+    inner_scales: Tiles
+
+
+def mx_table(config: DecodeConfig) -> MxTable:
+    """Return the buffers of quantised activations, none where weights are no MX words."""
+    is_used, T = int(is_mx(config)), config.T
+    count = is_used * expert_table(config).inner.number
+    shape = (whole_quadrants(config.h_axis.rows), config.h_axis.count // 4, T)
+    inner = (whole_quadrants(config.i_axis.rows), T)
+    return MxTable(
+        fours=tiles(is_used, (*shape, 4), nl.bfloat16),
+        tokens=tiles(is_used, shape, nl.float8_e4m3fn_x4),
+        token_scales=tiles(is_used, shape, nl.uint8),
+        inner=tiles(count, inner, nl.float8_e4m3fn_x4),
+        inner_scales=tiles(count, inner, nl.uint8),
     )
 
 

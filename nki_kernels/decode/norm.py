@@ -207,10 +207,11 @@ def _load_weight(weight_sb: nl.ndarray, norm_weight_1H: nl.ndarray, h_axis: Axis
         _spread(weight_sb.expand_dim(1), norm_weight_1H, h_axis)
         return
     nisa.memset(dst=weight_sb, value=0.0)
-    for tile in range(h_axis.count):
+    group = h_axis.group
+    for tile in range(0, h_axis.count, group):
         rows = rows_of(h_axis, tile)
-        source = norm_weight_1H.ap([[1, rows], [1, 1]], offset=tile * h_axis.rows)
-        target = weight_sb[0:rows, tile : tile + 1]
+        source = norm_weight_1H.ap([[group, rows], [1, group]], offset=tile * h_axis.rows)
+        target = weight_sb[0:rows, tile : tile + group]
         nisa.dma_copy(dst=target, src=source, dge_mode=nisa.dge_mode.none)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nki_kernels.common.axes import AxisTiles, tile_axis
+from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_in_fours
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.weight_formats import WEIGHT_FORMATS
+from nki_kernels.common.weight_formats import MX_GROUP, MX_WORD_BYTES, WEIGHT_FORMATS
 from nki_kernels.decode.config import (
     MAX_EXPERTS,
     MAX_TOKENS,
@@ -14,6 +14,7 @@ from nki_kernels.decode.config import (
     DecodeRequest,
     DecodeSizes,
     WeightForm,
+    is_mx_format,
 )
 from nki_kernels.decode.fit import fit_decode
 
@@ -24,13 +25,14 @@ _ALLOWED = {
     "mode": ("auto", "selective", "all"),
     "shard": ("auto", "experts", "intermediate"),
     "layout": ("ehi", "packed"),
-    "format": WEIGHT_FORMATS,
+    "format": (*WEIGHT_FORMATS, *MX_WORD_BYTES),
     "scaling": ("post", "pre", "none"),
     "down_scale": ("none", "expert", "channel"),
     "output_dtype": ("float32", "bfloat16"),
     "sums": ("auto", "sbuf"),
     "loops": ("dynamic", "unrolled"),
     "missing": ("skip", "spare"),
+    "chip": ("trn2", "trn3"),
 }
 
 
@@ -60,6 +62,7 @@ def make_decode_config(
     _check_formula(formula)
     _check_names(mode=request.mode, shard=request.shard)
     _check_names(sums=request.sums, loops=request.loops, missing=request.missing)
+    _check_names(chip=request.chip)
     _check_names(layout=weights.layout, format=weights.format, down_scale=weights.down_scale)
     _check_names(scaling=request.scaling, output_dtype=request.output_dtype)
     if weights.format == "bfloat16" and (weights.has_scales or weights.down_scale != "none"):
@@ -67,13 +70,15 @@ def make_decode_config(
             f"has_scales={weights.has_scales}, down_scale={weights.down_scale!r}: bfloat16 weights"
             " have none. Use a float8 format."
         )
+    if is_mx_format(weights.format):
+        _check_mx(sizes, weights, request)
     H, I = sizes.H, sizes.I  # noqa: E741
     draft = DecodeConfig(
         sizes.T, H, I, sizes.E, sizes.K, sizes.num_experts, sizes.num_cores, formula, weights,
         request.mode, request.shard, request.scaling, request.output_dtype,
         chunks=1, weight_buffers=2, unroll=2, sums_in_psum=False,
-        h_axis=_packed_axis(H) if weights.layout == "packed" else tile_axis(H),
-        i_axis=tile_axis(I), is_unrolled=request.loops == "unrolled", missing=request.missing,
+        h_axis=_hidden_axis(H, weights), i_axis=tile_axis(I),
+        is_unrolled=request.loops == "unrolled", missing=request.missing, chip=request.chip,
     )  # fmt: skip
     return fit_decode(draft, request)
 
@@ -99,6 +104,13 @@ def _check_formula(formula: ExpertFormula) -> None:
         raise ValueError(f"{reason} Compute other experts with blockwise_moe or in torch.")
 
 
+def _hidden_axis(size: int, weights: WeightForm) -> AxisTiles:
+    """Cut the hidden axis as the weights lie."""
+    if is_mx_format(weights.format) or weights.in_fours:
+        return tile_axis_in_fours(size)
+    return _packed_axis(size) if weights.layout == "packed" else tile_axis(size)
+
+
 def _packed_axis(size: int) -> AxisTiles:
     """Cut an axis into the fewest tiles, a partition owning consecutive elements.
 
@@ -106,6 +118,23 @@ def _packed_axis(size: int) -> AxisTiles:
     """
     count = -(-size // PARTITIONS)
     return AxisTiles(size, -(-size // count), count, size // count, True)
+
+
+def _check_mx(sizes: DecodeSizes, weights: WeightForm, request: DecodeRequest) -> None:
+    """Raise ValueError unless the kernel takes MX weights so."""
+    if request.chip != "trn3":
+        raise ValueError(
+            f"format={weights.format!r}: {request.chip} multiplies no MX words. Set chip='trn3', or"
+            " re-code the weights as float8_e5m2, which loses nothing of MXFP4."
+        )
+    if weights.layout != "packed" or weights.has_scales or weights.down_scale != "none":
+        raise ValueError(
+            f"layout={weights.layout!r}, has_scales={weights.has_scales},"
+            f" down_scale={weights.down_scale!r}: MX words have scales of their own and are packed."
+            " Set layout='packed', and leave the others."
+        )
+    if sizes.H % MX_GROUP:
+        raise ValueError(f"H={sizes.H}: must be a multiple of {MX_GROUP}, the group of MX formats.")
 
 
 def _check_sizes(sizes: DecodeSizes) -> None:

@@ -23,9 +23,11 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
     holds_expert,
+    is_mx,
     keeps_scales,
     tiles_per_bank,
 )
+from nki_kernels.decode.mx_stages import multiply_words_out
 
 _TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no more than one per bank
 
@@ -129,6 +131,10 @@ def _multiply_out(
 ) -> None:
     """Multiply an item's inner activations with a tile of H of its down weights."""
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    if is_mx(config):
+        dst_ps = bank_ps[0 : rows_of(h_axis, tile), begin : begin + T]
+        multiply_words_out(config, b, dst_ps, item, tile, adds)
+        return
     down_sb = b.down[item % config.weight_buffers]
     weights_sb = down_sb.reshape_dim(1, (i_axis.count, down_sb.shape[1] // i_axis.count))
     rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)

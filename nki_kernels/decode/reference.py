@@ -8,6 +8,7 @@ import numpy as np
 
 from nki_kernels.common.expert_reference import Array, inner
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.mx_reference import quantized_words
 
 
 def decode_moe_ref(
@@ -17,11 +18,11 @@ def decode_moe_ref(
     expert_index_TK: Array,
     affinities_TK: Array,
     formula: ExpertFormula,
-    first_expert: int = 0,
     *,
     scaling: str = "post",
     gate_up_bias_E2I: Array | None = None,
     down_bias_EH: Array | None = None,
+    in_words: bool = False,
 ) -> Array:
     """Return [T, H], the sum over each token's choices among the experts of this rank.
 
@@ -29,17 +30,19 @@ def decode_moe_ref(
         hidden_TH: [T, H] tokens; the result has their precision.
         gate_up_EH2I: [E, H, 2I] weights, gate columns first, scales applied.
         down_EIH: [E, I, H] weights, scales applied.
-        expert_index_TK: [T, K] global expert of each choice.
+        expert_index_TK: [T, K] local expert of each choice; others' experts add nothing.
         affinities_TK: [T, K].
         formula: what an expert computes; it has a gate.
-        first_expert: global number of local expert 0; others' experts add nothing.
         scaling: whether the affinity multiplies the expert's output (post), its input (pre), or
             nothing (none).
         gate_up_bias_E2I, down_bias_EH: biases, or None.
+        in_words: tokens, and inner activations times the affinity, become MX words on the way.
     """
+    if in_words:
+        hidden_TH = quantized_words(hidden_TH)
     output_TH = np.zeros((len(hidden_TH), down_EIH.shape[2]), hidden_TH.dtype)
     for expert in range(len(down_EIH)):
-        chosen_TK = expert_index_TK == first_expert + expert
+        chosen_TK = expert_index_TK == expert
         tokens = np.flatnonzero(chosen_TK.any(axis=1))
         if not len(tokens):
             continue
@@ -50,8 +53,10 @@ def decode_moe_ref(
         projected = rows @ gate_up_EH2I[expert]
         if gate_up_bias_E2I is not None:
             projected = projected + gate_up_bias_E2I[expert]
-        output = inner(formula, projected) @ down_EIH[expert]
+        factor: Any = affinity if scaling == "post" else 1.0
+        weighed = inner(formula, projected) * factor
+        output = (quantized_words(weighed) if in_words else weighed) @ down_EIH[expert]
         if down_bias_EH is not None:
-            output = output + down_bias_EH[expert]
-        output_TH[tokens] += output * affinity if scaling == "post" else output
+            output = output + down_bias_EH[expert] * factor
+        output_TH[tokens] += output
     return output_TH

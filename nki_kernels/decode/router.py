@@ -79,11 +79,10 @@ def pack_router_weight(
     num_experts, hidden_size = weight_NH.shape
     padded = np.zeros((axis.rows * axis.count, num_experts), weight_NH.dtype)
     padded[:hidden_size] = weight_NH.T
-    if axis.is_strided:
-        packed = padded.reshape(axis.rows, axis.count, num_parts, -1).transpose(2, 0, 1, 3)
-    else:
-        packed = padded.reshape(axis.count, axis.rows, num_parts, -1).transpose(2, 1, 0, 3)
-    return np.ascontiguousarray(packed)
+    group = axis.count if axis.is_strided else axis.group
+    grouped = padded.reshape(axis.count // group, axis.rows, group, num_parts, -1)
+    packed = grouped.transpose(3, 1, 0, 2, 4)
+    return np.ascontiguousarray(packed).reshape(num_parts, axis.rows, axis.count, -1)
 
 
 class RouterTable(NamedTuple):

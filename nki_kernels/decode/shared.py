@@ -75,7 +75,7 @@ def make_shared_config(
             config.T, config.H, -(-width // parts), parts, min(2, parts), parts, config.num_cores
         ),
         formula,
-        WeightForm(layout=layout),
+        WeightForm(layout=layout, in_fours=config.h_axis.group > 1),
         DecodeRequest(
             mode="all", shard="experts", chunks=0 if layout == "packed" else 1, weight_buffers=1
         ),

@@ -30,9 +30,11 @@ from nki_kernels.common.tiles import (
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode.config import (
     DecodeConfig,
+    is_mx,
     joins_projections,
     weighs_inner,
 )
+from nki_kernels.decode.mx_stages import project_words, quantize_inner
 
 
 def load_in(
@@ -173,6 +175,9 @@ def project_in(
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
     """
+    if is_mx(config):
+        _project_words_in(config, b, buffer, item, ring)
+        return
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
     run = h_axis.count * 2 * i_axis.size
     weights_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run].reshape_dim(
@@ -191,6 +196,20 @@ def project_in(
             _project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
             _project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
         _activate(config, b, gate, up, buffer, item, ring, tile)
+
+
+def _project_words_in(
+    config: DecodeConfig, b: DecodeBuffers, buffer: int, item: int, ring: int
+) -> None:
+    """Compute the inner activations of an item of MX words, and make words of them."""
+    rows, T = config.i_axis.rows, config.T
+    for tile in range(config.i_axis.count):
+        bank_ps = b.banks.inner_ps[(item * config.i_axis.count + tile) % len(b.banks.inner_ps)]
+        gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
+        project_words(config, b, gate, buffer, 0, tile)
+        project_words(config, b, up, buffer, 1, tile)
+        _activate(config, b, gate, up, buffer, item, ring, tile)
+    quantize_inner(config, b, item)
 
 
 def _project(

@@ -259,9 +259,8 @@ def rows_at(core: Core, operand: str, value: NkiTensor, indices: Any, mode: Any)
         sum((c - 1) * s for c, s in zip(access.inner_shape, access.inner_strides, strict=True)) + 1
     )
     if core.options.out_of_bounds == "clamp":
-        highest = (min(limit, dynamic.limit + dynamic.base) - span - dynamic.static) // max(
-            1, dynamic.multiplier
-        )
+        last = min(dynamic.limit - 1, limit - span - dynamic.base - dynamic.static)
+        highest = last // max(1, dynamic.multiplier)
         indices = np.clip(indices, 0, max(0, highest))
     shifts = indices * dynamic.multiplier
     starts = dynamic.base + dynamic.static + shifts

@@ -18,8 +18,7 @@ from nki_sim.machine.ambient import current as _current
 from nki_sim.machine.ambient import running as _running
 from nki_sim.machine.geometry import share_bytes
 from nki_sim.machine.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN, Box
-from nki_sim.machine.program import PACKAGE_DIR
-from nki_sim.machine.system import System
+from nki_sim.machine.system import PACKAGE_DIR, System
 from nki_sim.machine.tensor import NkiTensor
 from nki_sim.machine.undefined import read_undefined
 from nki_sim.options import SimOptions
@@ -172,6 +171,8 @@ class Core(Allocator):
         )
         if name:
             self.trace.names[index] = name
+        if machine.options.callers:
+            self.trace.note_callers(index, machine.callers_of(frame))
         return index
 
     def plan_indices(

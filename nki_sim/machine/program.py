@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -18,11 +17,10 @@ from typing import Any, Final
 from nki_sim import trace as tr
 from nki_sim.errors import LanguageError, NkiValidationError
 from nki_sim.machine.registers import VirtualRegister
-from nki_sim.machine.system import System
+from nki_sim.machine.system import PACKAGE_DIR, System
 from nki_sim.machine.tensor import NkiTensor
 from nki_sim.machine.trips import Body, changing_names, describe, sign
 
-PACKAGE_DIR: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STUCK_TRIPS: Final = 10_000
 _PLAIN: Final = (int, float, str, bool, type(None))
 _BEGIN: Final = tr.ControlFacts("loop_begin")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from nki_sim import trace as tr
 from nki_sim.errors import NkiValidationError
@@ -12,6 +13,10 @@ from nki_sim.machine.memory import Allocation
 from nki_sim.machine.shared_log import SharedLog
 from nki_sim.options import SimOptions
 from nki_sim.targets import Target, find_target
+
+PACKAGE_DIR: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LAUNCH: Final = f"{PACKAGE_DIR}launch.py"
+_MOST_CALLERS: Final = 3
 
 
 class Finding(NamedTuple):
@@ -61,6 +66,7 @@ class System:
         self.random = random.Random(options.seed)
         self.preempt = options.preempt if lnc * ranks > 1 else 0.0
         self._lines: dict[tuple[int, int], int] = {}
+        self._callers: dict[tuple[tuple[int, int], ...], tr.Callers] = {}
         self._codes: list[Any] = []
         self.dropped: dict[int, int] = {}
 
@@ -83,6 +89,22 @@ class System:
         if found is None:
             self._codes.append(code)  # keeps the id from being reused
             found = self._lines[key] = self.trace.line_id(code.co_filename, frame.f_lineno)
+        return found
+
+    def callers_of(self, frame: Any) -> tr.Callers:
+        """Return the three nearest calls of the kernel that led to a frame, nearest first."""
+        steps = []
+        step = frame.f_back
+        while step.f_code.co_filename != _LAUNCH and len(steps) < _MOST_CALLERS:
+            if not step.f_code.co_filename.startswith(PACKAGE_DIR):
+                steps.append(step)
+            step = step.f_back
+        key = tuple((id(step.f_code), step.f_lasti) for step in steps)
+        found = self._callers.get(key)
+        if found is None:
+            self._codes.extend(step.f_code for step in steps)
+            found = tuple((step.f_code.co_filename, step.f_lineno) for step in steps)
+            self._callers[key] = found
         return found
 
     def location(self, line: int) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from nki_sim.hardware import Hardware
+from nki_sim.time.lines import LineTable
 from nki_sim.time.playback import Schedule
 
 
 class Interval(NamedTuple):
-    """One box of the picture: an instruction on a lane of a core."""
+    """One box of the picture: an instruction on a lane of a core; callers as of the trace."""
 
     rank: int
     core: int
@@ -21,6 +22,7 @@ class Interval(NamedTuple):
     file: str
     line: int
     instruction: int
+    callers: int = 0
 
 
 class Drawable(Protocol):
@@ -35,6 +37,9 @@ class Drawable(Protocol):
 
     def intervals(self) -> Iterator[Interval]:
         """Yield every instruction as a box on a lane, in order of the trace."""
+
+    def line_times(self) -> LineTable:
+        """Return what every source line costs, first those that hold up the whole."""
 
 
 def core_name(core: tuple[int, int]) -> str:

@@ -20,6 +20,7 @@ from nki_sim import trace as tr
 from nki_sim.hardware import TRN2, Hardware
 from nki_sim.time.costs import DmaPrice, MatmulPrice
 from nki_sim.time.intervals import Interval, core_name
+from nki_sim.time.lines import LineTable, LineTime
 from nki_sim.time.perfetto import save_perfetto
 from nki_sim.time.picture import save_picture
 from nki_sim.time.playback import Schedule
@@ -41,16 +42,6 @@ class PathStep(NamedTuple):
     ns: float
     share: float
     instructions: int
-
-
-class LineTime(NamedTuple):
-    """What the instructions of one source line cost, summed over cores."""
-
-    file: str
-    line: int
-    op: str
-    instructions: int
-    busy_ns: float
 
 
 def schedule(
@@ -241,24 +232,33 @@ class Timeline:
         """Return the source lines of the critical path, the largest part first."""
         return _by_line(self.trace, self.path_ns, self.total_ns)
 
-    def line_times(self) -> list[LineTime]:
-        """Return what every source line keeps its engines busy, the largest first."""
-        columns = self.trace.columns()
-        instruction = np.array(self.result.graph.instruction, dtype=np.int64)
-        ends = np.maximum(np.array(self.result.busy_end), np.array(self.result.data_end))
-        starts = np.where(
-            np.array(self.result.data_end) > 0.0, self.result.data_start, self.result.start
-        )
-        key = columns[:, tr.LINE].astype(np.int64) * 4096 + columns[:, tr.OP]
-        keys, inverse = np.unique(key[instruction], return_inverse=True)
-        busy = np.bincount(inverse, weights=ends - starts)
-        counts = np.bincount(inverse[: len(columns)], minlength=len(keys))
-        found = []
-        for position, number in enumerate(keys.tolist()):
-            file, line = self.trace.lines[number // 4096]
-            op = self.trace.ops[number % 4096]
-            found.append(LineTime(file, line, op, int(counts[position]), float(busy[position])))
-        return sorted(found, key=lambda entry: -entry.busy_ns)
+    def line_times(self) -> LineTable:
+        """Return what every source line costs: first those that hold up the whole, then the busy.
+
+        Printed it is a table with the source of each line.
+        """
+        columns = self.trace.columns().astype(np.int64)
+        callers = self.trace.callers_of()
+        key = (columns[:, tr.LINE] * 8 + columns[:, tr.ENGINE]) * 4096 + columns[:, tr.OP]
+        key = key * len(self.trace.callers) + callers
+        keys, line_of = np.unique(key, return_inverse=True)
+        counts = np.bincount(line_of, minlength=len(keys)).tolist()
+        held = np.zeros(len(keys))
+        np.add.at(held, line_of[list(self.path_ns)], list(self.path_ns.values()))
+        busy = np.zeros(len(keys))
+        data_end = np.array(self.result.data_end)
+        ends = np.maximum(np.array(self.result.busy_end), data_end)
+        starts = np.where(data_end > 0.0, self.result.data_start, self.result.start)
+        np.add.at(busy, line_of[list(self.result.graph.instruction)], ends - starts)
+        lines = []
+        for number, both in enumerate(keys.tolist()):
+            one, called = divmod(both, len(self.trace.callers))
+            file, line = self.trace.lines[one // 4096 // 8]
+            op, lane = self.trace.ops[one % 4096], tr.ENGINE_NAMES[one // 4096 % 8]
+            times = counts[number], float(busy[number]), float(held[number])
+            lines.append(LineTime(file, line, op, lane, *times, self.trace.callers[called], called))
+        lines.sort(key=lambda one: (-one.path_ns, -one.busy_ns))
+        return LineTable(tuple(lines), self.total_ns)
 
     def intervals(self) -> Iterator[Interval]:
         """Yield every instruction as a box on a lane, in order of the trace.
@@ -269,6 +269,7 @@ class Timeline:
         result, trace = self.result, self.trace
         columns = trace.columns()
         op_of, line_of = columns[:, tr.OP].tolist(), columns[:, tr.LINE].tolist()
+        callers = trace.callers_of().tolist()
         for node, index in enumerate(result.graph.instruction):
             queue = result.graph.queues[result.graph.queue[node]]
             rank, core = result.graph.cores[queue.core]
@@ -278,10 +279,19 @@ class Timeline:
             elif lane not in LANES and lane != "exchange":
                 continue
             file, line = trace.lines[line_of[index]]
-            yield Interval(rank, core, lane, start, end, trace.ops[op_of[index]], file, line, index)
+            op = trace.ops[op_of[index]]
+            yield Interval(rank, core, lane, start, end, op, file, line, index, callers[index])
 
     def summary(self) -> str:
         """Return a table of the totals, the engines and the critical path."""
+        lines = [self.totals(), "  critical path"]
+        for step in self.critical_path()[:_MAX_PATH_LINES]:
+            where = f"{Path(step.file).name}:{step.line}"
+            lines.append(f"    {step.share:>6.1%} {step.ns / 1e3:>12,.2f} us  {where}  {step.op}")
+        return "\n".join(lines)
+
+    def totals(self) -> str:
+        """Return a table of the totals and the engines."""
         rows = [
             ("total time", f"{self.total_us:,.2f} us"),
             ("instructions", f"{len(self.trace):,} on {self.num_cores} core(s)"),
@@ -303,10 +313,6 @@ class Timeline:
                 for entry in busy
             ]
             lines.append(f"    {lane:<17}" + "".join(cells))
-        lines.append("  critical path")
-        for step in self.critical_path()[:_MAX_PATH_LINES]:
-            where = f"{Path(step.file).name}:{step.line}"
-            lines.append(f"    {step.share:>6.1%} {step.ns / 1e3:>12,.2f} us  {where}  {step.op}")
         return "\n".join(lines)
 
     def save_picture(self, path: str | Path, start_ns: float = 0.0, end_ns: float = 0.0) -> Path:
@@ -317,11 +323,14 @@ class Timeline:
             start_ns: left edge.
             end_ns: right edge; 0 means the end of the run.
         """
-        title = (
+        return save_picture(self, path, self.headline(), start_ns, end_ns)
+
+    def headline(self) -> str:
+        """Return the run in one line: time, what was reached of the peaks."""
+        return (
             f"{self.chip.name}: {self.total_us:,.1f} us, PE {self.pe_utilisation:.0%}, "
             f"HBM {self.hbm_bytes_per_s / 1e9:,.0f} GB/s, {self.roofline_share:.0%} of the roofline"
         )
-        return save_picture(self, path, title, start_ns, end_ns)
 
     def save_perfetto(self, path: str | Path) -> Path:
         """Write a trace file in the Chrome JSON format, for ui.perfetto.dev or chrome://tracing."""

@@ -59,7 +59,7 @@ FAULTS = {
     "load-too-short": Fault(
         "project",
         "nisa.dma_copy(x_sb[0:rows], x_HT[128 * tile : 128 * tile + rows])",
-        "nisa.dma_copy(x_sb[0 : rows - 1], x_HT[128 * tile : 128 * tile + rows - 1])",
+        "nisa.dma_copy(x_sb[0:rows, 1:T], x_HT[128 * tile : 128 * tile + rows, 1:T])",
         "nisa.nc_matmul",
         E,
     ),

@@ -10,15 +10,20 @@ from tests.fuzz.attacks import ATTACKS
 from tests.fuzz.kernels import FAULTS
 
 FEW = {
-    "torch": range(60),
-    "nki": range(3),
-    "checkpoints": range(20),
-    "configs": range(12),
-    "commands": range(20),
-    "ranks": (2, 4, 7, 12, 20, 24),  # without a time out
-    "kernels": range(0, len(FAULTS), 5),
-    "own_kernels": range(0, len(own_kernels.FAULTS), 4),
+    "torch": range(20),
+    "nki": range(2),
+    "checkpoints": range(8),
+    "configs": range(2),
+    "commands": range(10),
+    "ranks": (2, 7, 20),  # without a time out
+    "kernels": range(0, len(FAULTS), 10),
+    "own_kernels": range(0, len(own_kernels.FAULTS), 8),
 }
+MORE = {
+    "torch": range(20, 60), "nki": range(2, 3), "checkpoints": range(8, 20),
+    "configs": range(2, 12), "commands": range(10, 20), "ranks": (4, 12, 24),
+    "kernels": range(5, len(FAULTS), 10), "own_kernels": range(4, len(own_kernels.FAULTS), 8),
+}  # fmt: skip
 MANY = {"torch": 10_000, "nki": 150, "checkpoints": 500, "configs": 300, "commands": 300,
         "ranks": 40, "kernels": len(FAULTS), "own_kernels": 110}  # fmt: skip
 
@@ -30,6 +35,12 @@ def problems(name: str, seeds: range | tuple[int, ...], scratch: Path) -> list[s
 @pytest.mark.parametrize("name", FEW)
 def test_known_seeds_find_nothing(name: str, tmp_path: Path) -> None:
     assert problems(name, FEW[name], tmp_path) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE)
+def test_more_known_seeds_find_nothing(name: str, tmp_path: Path) -> None:
+    assert problems(name, MORE[name], tmp_path) == []
 
 
 @pytest.mark.slow

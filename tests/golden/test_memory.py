@@ -10,18 +10,29 @@ from pathlib import Path
 import pytest
 
 from neuron_moe.blocks import num_blocks
+from nki_kernels.common.visits import VisitDims
 from nki_kernels.decode.fit import sbuf_bytes as decode_bytes
+from nki_kernels.decode.layer_config import _front_bytes as front_bytes
+from nki_kernels.decode.shared import shared_bytes
 from nki_kernels.index import BlockDims
 from nki_kernels.index.memory import sbuf_bytes as index_bytes
+from nki_kernels.index.visits import visit_bytes
 from nki_kernels.prefill.memory import sbuf_bytes as prefill_bytes
 from nki_kernels.route.memory import router_table
 from nki_kernels.route.memory import sbuf_bytes as router_bytes
 from tests.nki_kernels.decode import test_kernel as decode
+from tests.nki_kernels.decode import test_layer_kernel as decode_layer
 from tests.nki_kernels.index import test_kernel as index
 from tests.nki_kernels.prefill import test_kernel as prefill
 from tests.nki_kernels.route import test_kernel as route
 
 FILE = Path(__file__).with_name("memory.json")
+# T, K, E, B: those where counts, lists or the inverse of the slots take most.
+LARGE = {"experts": (1, 1, 512, 128), "tokens": (8192, 4, 512, 32), "pairs": (4096, 16, 2, 256)}
+VISITS = {
+    "one-row": VisitDims(1, 1, 1, 32, False, 0), "lanes": VisitDims(2, 3, 128, 32, False, 2),
+    "halves": VisitDims(2, 5, 700, 128, True, 0),
+}  # fmt: skip
 
 
 def counted() -> Iterator[tuple[str, int]]:
@@ -30,14 +41,21 @@ def counted() -> Iterator[tuple[str, int]]:
         for in_flight in (1, 2):
             table = router_table(route.config_of(case), case[0], in_flight)
             yield f"route-{name}-{in_flight}", router_bytes(table)
-    for name, (T, K, E, B, _) in index.CASES.items():
+    sizes = {name: case[:4] for name, case in index.CASES.items()} | LARGE
+    for name, (T, K, E, B) in sizes.items():
         for cores in (1, 2):
             dims = BlockDims(E, B, num_blocks(T, K, E, B))
             yield f"index-{name}-{cores}", index_bytes(T, K, dims, cores)
+    for name, visits in VISITS.items():
+        yield f"index-visits-{name}", visit_bytes(visits, 40)
     for name, problem in prefill.CASES.items():
         yield f"prefill-{name}", prefill_bytes(problem.config())
     for name, decoded in decode.CASES.items():
         yield f"decode-{name}", decode_bytes(decoded.config())
+    for name, layer in decode_layer.CASES.items():
+        config = layer.config()
+        yield f"decode-front-{name}", front_bytes(config)
+        yield f"decode-shared-{name}", shared_bytes(config.shared)
 
 
 WRITTEN = json.loads(FILE.read_text()) if FILE.exists() else {}

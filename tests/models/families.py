@@ -278,10 +278,11 @@ FAMILIES |= {
 SLOW = {"qwen3_5_moe-alternating"}  # with transformers' recurrence, token by token
 
 
-def names(slow: Collection[str] = SLOW) -> list[Any]:
+def names(slow: Collection[str] = SLOW, *, is_long: bool = False) -> list[Any]:
     """Return the names of FAMILIES as parameters of a test.
 
-    Some are for the long run only, and those that transformers does not have yet are skipped.
+    Some are slow, and those that transformers does not have yet are skipped. Of a test that is long
+    for each, variants of a family are left to the long run.
     """
     parameters = []
     for name, family in FAMILIES.items():
@@ -289,6 +290,7 @@ def names(slow: Collection[str] = SLOW) -> list[Any]:
         reason = f"transformers {transformers.__version__} has no {family.model_type}"
         marks = [pytest.mark.skipif(not is_known, reason=reason)]
         marks += [pytest.mark.slow] if name in slow else []
+        marks += [pytest.mark.long] if is_long and name != family.model_type else []
         parameters.append(pytest.param(name, marks=marks))
     return parameters
 

@@ -68,7 +68,7 @@ def test_logits_are_those_of_transformers(name: str, made: Checkpoints) -> None:
         assert relative_error(ours(PROMPT), expected) < 1e-4
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names(is_long=True))
 def test_greedy_tokens_are_those_of_transformers(name: str, made: Checkpoints) -> None:
     folder = made(name)
     exact = reference_of(folder)

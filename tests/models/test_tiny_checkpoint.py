@@ -15,7 +15,7 @@ from neuron_moe.models.routing_trace import RoutingTrace, record_routing
 from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.models.text import TextCodec
 from neuron_moe.quantize import E5M2, mxfp4_exponent_spread
-from neuron_moe.tools.commands.trace import padding_rows, skew
+from neuron_moe.tools.routing.analysis import padding_rows, skew
 
 FOLDER = Path(neuron_moe.models.__file__).parent / "tiny_gpt_oss"
 DOMAINS = ("scripture", "novel", "dictionary", "manual", "code")

@@ -4,19 +4,24 @@
 
 Runs the suite once to learn which tests run which line. Then samples places where one operator,
 condition, call or constant can be changed, makes each change in a copy of the tree, runs the
-tests of that line, quickest first, and prints the survivors. Tests that run out of time count as
-ones that noticed.
+tests of that line, quickest first, and prints the survivors as they come. Tests that run out of
+time count as ones that noticed. A test that fails without the change, too, is named and left out.
 """
 
 import argparse
+import contextlib
 import itertools
+import json
+import math
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 from typing import TypeVar
@@ -24,29 +29,99 @@ from typing import TypeVar
 from tests.mutants.covering import Covering, run_under_coverage, test_files
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.places import ROOT, Mutant, all_mutants
-from tests.mutants.trying import fails
+from tests.mutants.trying import OutOfTimeError, run_tests
 
 BUDGET_S = 40.0  # of tests for one mutant, as long as they take without it
 FIRST_S = 6.0  # of them, run on their own: most mutants end here
 TOLD = 20  # mutants between two lines that say how far it is
+SLOWEST = 5  # files of tests that are named with their times
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "out")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def is_noticed(mutant: Mutant, tests: dict[str, float], tree: Path) -> bool:
-    """Run tests, given with their seconds, in a copy of the tree; say whether one failed."""
-    target = tree / mutant.path
-    before = target.read_bytes()
-    target.write_text(mutant.source(), encoding="utf-8")
-    first = quick(tests)
-    rest = {test: tests[test] for test in tests if test not in first}
-    try:
-        failing = next((part for part in (first, rest) if part and fails(part, tree)), None)
-    finally:
-        target.write_bytes(before)
-    # Tests that fail together without the mutant, too, tell nothing.
-    return failing is not None and not fails(failing, tree)
+@dataclass
+class Attack:
+    """Mutants that are tried, and what came of them.
+
+    Attributes:
+        tests: of each mutant, with their seconds.
+        deadline: of the monotonic clock.
+        unsound: tests that failed without a mutant, alone or after others.
+        noticed, survived: the mutants that were tried.
+    """
+
+    tests: dict[Mutant, dict[str, float]]
+    deadline: float
+    unsound: set[str] = field(default_factory=set)
+    noticed: list[Mutant] = field(default_factory=list)
+    survived: list[Mutant] = field(default_factory=list)
+
+    def run(self, trees: list[Path]) -> None:
+        """Try the mutants until the deadline and print those that survive."""
+        for mutant, noticed in in_copies(self._is_noticed, self.tests, trees):
+            if noticed is None:
+                continue
+            (self.noticed if noticed else self.survived).append(mutant)
+            if not noticed:
+                say(f"survived {len(self._sound(mutant))} tests: {mutant}")
+            if self.tried % TOLD == 0:
+                say(f"{self.tried} of {len(self.tests)} tried, {len(self.noticed)} noticed")
+
+    @property
+    def tried(self) -> int:
+        """How many mutants were tried."""
+        return len(self.noticed) + len(self.survived)
+
+    def save(self, seed: int, file: Path) -> None:
+        """Write what came of the mutants."""
+        survived = [
+            {"path": str(mutant.path), "line": mutant.line, "old": mutant.lines[0],
+             "new": mutant.lines[1], "tests": self._sound(mutant)}
+            for mutant in self.survived
+        ]  # fmt: skip
+        result = {
+            "seed": seed, "tried": self.tried, "noticed": len(self.noticed),
+            "unsound": sorted(self.unsound), "survived": survived,
+            "noticed_mutants": [str(mutant) for mutant in self.noticed],
+        }  # fmt: skip
+        file.write_text(json.dumps(result, indent=1) + "\n")
+
+    def _sound(self, mutant: Mutant) -> list[str]:
+        return [test for test in self.tests[mutant] if test not in self.unsound]
+
+    def _is_noticed(self, mutant: Mutant, tree: Path) -> bool | None:
+        """Say whether a test fails with the mutant and not without it; None if time is up."""
+        if time.monotonic() > self.deadline:
+            return None
+        with contextlib.suppress(OutOfTimeError):
+            while failing := self._failing(mutant, tree):
+                without = run_tests(failing, tree, self.deadline)
+                if without.passed:
+                    return True
+                unsound = without.begun[-1:] or list(failing)
+                self.unsound.update(unsound)
+                say(f"fails without a mutant after {len(without.begun) - 1} others: {unsound}")
+            return False
+        return None
+
+    def _failing(self, mutant: Mutant, tree: Path) -> dict[str, float]:
+        """Return the tests up to the first that fails with the mutant, none if all pass."""
+        target = tree / mutant.path
+        before = target.read_bytes()
+        target.write_text(mutant.source(), encoding="utf-8")
+        seconds = self.tests[mutant]
+        sound = {test: seconds[test] for test in self._sound(mutant)}
+        first = quick(sound)
+        rest = {test: sound[test] for test in sound if test not in first}
+        try:
+            for part in [part for part in (first, rest) if part]:
+                outcome = run_tests(part, tree, self.deadline)
+                if not outcome.passed:
+                    return {test: seconds[test] for test in outcome.begun} or part
+        finally:
+            target.write_bytes(before)
+        return {}
 
 
 def quick(tests: dict[str, float]) -> dict[str, float]:
@@ -79,16 +154,22 @@ def in_copies(
             yield done.result()
 
 
-def learn(files: list[str], data: Path, trees: list[Path]) -> None:
+def learn(files: list[str], data: Path, trees: list[Path], deadline: float) -> None:
     """Run files of tests under `coverage` into a new folder."""
     started = time.monotonic()
+    seconds: dict[str, float] = {}
 
     def work(file: str, tree: Path) -> None:
-        run_under_coverage(file, tree, data / file.replace("/", "-"))
+        begun = time.monotonic()
+        if begun < deadline:
+            run_under_coverage(file, tree, data / file.replace("/", "-"), deadline - begun)
+        seconds[file] = time.monotonic() - begun
 
     for _ in in_copies(work, files, trees):
         pass
     say(f"{len(files)} files of tests run in {time.monotonic() - started:.0f} s")
+    for file in sorted(files, key=seconds.__getitem__)[-SLOWEST:]:
+        say(f"    {seconds[file]:4.0f} s {file}")
 
 
 def say(text: str) -> None:
@@ -98,17 +179,14 @@ def say(text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Try mutants, print the survivors; return 1 if more than one in twenty survives."""
-    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("--count", type=int, default=30, help="mutants to try (default: 30)")
-    parser.add_argument("--seed", type=int, help="of the sample; default: a fresh one, printed")
-    parser.add_argument("--only", default="", help="files whose path contains this")
-    parser.add_argument("--tests", default="", help="files of tests whose path contains this")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="tests at a time")
-    parser.add_argument("--coverage", type=Path, help="keep what tests run here, or read it")
-    args = parser.parse_args(argv)
+    args = parse(argv)
+    deadline = time.monotonic() + args.seconds
     seed = random.SystemRandom().randrange(1 << 30) if args.seed is None else args.seed
     places = [mutant for mutant in all_mutants() if args.only in str(mutant.path)]
-    chosen = sample(places, args.count, random.Random(seed))
+    if args.again:
+        chosen = survivors(places, args.again)
+    else:
+        chosen = sample(places, args.count, random.Random(seed))
     say(f"seed {seed}: {len(chosen)} of {len(places)} mutants")
     with tempfile.TemporaryDirectory() as folder:
         trees = [
@@ -117,14 +195,35 @@ def main(argv: list[str] | None = None) -> int:
         ]
         data = args.coverage or Path(folder) / "coverage"
         if not data.exists():
-            learn([file for file in test_files() if args.tests in file], data, trees)
+            files = [file for file in test_files() if re.search(args.tests, file)]
+            learn(files, data, trees, deadline)
         covering = Covering(data.iterdir(), chosen)
         say(f"{len(covering.seconds)} tests pass, {len(covering.failed)} do not")
         for test in covering.failed:
             say(f"fails without a mutant: {test}")
-        killed = attack(chosen, covering, trees)
-    say(f"{killed} of {len(chosen)} mutants noticed ({killed / max(1, len(chosen)):.1%})")
-    return int((len(chosen) - killed) * 20 > len(chosen))
+        tests = {mutant: covering.order(mutant, BUDGET_S) for mutant in chosen}
+        attack = Attack(tests, deadline, set(covering.failed))
+        attack.run(trees)
+    if args.results:
+        attack.save(seed, args.results)
+    noticed, tried = len(attack.noticed), attack.tried
+    say(f"{noticed} of {tried} mutants noticed ({noticed / max(1, tried):.1%})")
+    return int((tried - noticed) * 20 > tried)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument("--count", type=int, default=30, help="mutants to try (default: 30)")
+    parser.add_argument("--seed", type=int, help="of the sample; default: a fresh one, printed")
+    parser.add_argument("--only", default="", help="files whose path contains this")
+    parser.add_argument("--tests", default="", help="files of tests whose path this finds")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="tests at a time")
+    parser.add_argument("--coverage", type=Path, help="keep what tests run here, or read it")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop then, and count")
+    parser.add_argument("--results", type=Path, help="write what came of the mutants here")
+    parser.add_argument("--again", type=Path, help="try the survivors of such results instead")
+    return parser.parse_args(argv)
 
 
 def sample(places: list[Mutant], count: int, rng: random.Random) -> list[Mutant]:
@@ -135,21 +234,12 @@ def sample(places: list[Mutant], count: int, rng: random.Random) -> list[Mutant]
     return list(itertools.islice(kept, count))
 
 
-def attack(chosen: list[Mutant], covering: Covering, trees: list[Path]) -> int:
-    """Try each mutant and print those that survive; return how many were noticed."""
-    tests = {mutant: covering.order(mutant, BUDGET_S) for mutant in chosen}
-    killed = 0
-
-    def work(mutant: Mutant, tree: Path) -> bool:
-        return bool(tests[mutant]) and is_noticed(mutant, tests[mutant], tree)
-
-    for number, (mutant, noticed) in enumerate(in_copies(work, chosen, trees), 1):
-        killed += noticed
-        if not noticed:
-            say(f"survived {len(tests[mutant])} tests: {mutant}")
-        if number % TOLD == 0:
-            say(f"{number} of {len(chosen)} tried, {killed} noticed")
-    return killed
+def survivors(places: list[Mutant], results: Path) -> list[Mutant]:
+    """Return the mutants that survived before, wherever their lines are now."""
+    entries = json.loads(results.read_text())["survived"]
+    wanted = {(entry["path"], entry["old"], entry["new"]) for entry in entries}
+    known = {(path, old, new) for path, old, new, _ in EQUIVALENT}
+    return [mutant for mutant in places if (str(mutant.path), *mutant.lines) in wanted - known]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """Which tests run a line, and how long they take: the suite once, under `coverage`."""
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from coverage import CoverageData
 
 from tests.mutants.places import ROOMS, ROOT, Mutant
+from tests.mutants.trying import QUIET, in_fork, settle_in
 
 # `_exit` saves what forked ranks ran, under the name of the test that forked them.
 OPTIONS = "[run]\nparallel = true\npatch = _exit\nrelative_files = true\nsource = {rooms}\n"
@@ -18,9 +16,11 @@ OPTIONS = "[run]\nparallel = true\npatch = _exit\nrelative_files = true\nsource 
 LEFT_OUT = (
     "tests/mutants", "tests/repo", "tests/tools", "tests/nki_kernels/decode/test_fit",
     "tests/nki_kernels/prefill/test_fit", "tests/nki_kernels/prefill/test_candidates",
-    "tests/models/test_family_configs", "tests/nki_sim/timing",
+    "tests/models/test_family_configs", "tests/models/whole_model",
+    "tests/neuron_moe/test_cuda_backend", "tests/nki_sim/timing", "tests/serving",
 )  # fmt: skip
-FILE_LIMIT_S = 240
+CHOSEN = "not slow and not device and not vllm"
+FILE_LIMIT_S = 240.0
 
 
 def test_files() -> list[str]:
@@ -30,27 +30,25 @@ def test_files() -> list[str]:
     return [str(file) for file in sorted(kept, key=lambda file: -(ROOT / file).stat().st_size)]
 
 
-def run_under_coverage(file: str, tree: Path, folder: Path) -> None:
+def run_under_coverage(file: str, tree: Path, folder: Path, limit_s: float) -> None:
     """Run a file of tests in a copy of the tree; leave data and outcomes in a new folder.
 
-    Nothing is learned from a file that runs out of time.
+    These are the tests that CI runs. Nothing is learned from a file that runs out of time.
     """
     folder.mkdir(parents=True)
     rooms = ",".join(sorted({room.split("/")[0] for room in ROOMS}))
     (folder / "options").write_text(OPTIONS.format(rooms=rooms))
-    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={folder / 'options'}",
-               f"--data-file={folder / 'data'}", "-m", "pytest", "-p", "tests.mutants.contexts",
-               f"--outcomes={folder / 'outcomes'}", file]  # fmt: skip
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(
-            command, cwd=tree, env=environment(tree), capture_output=True, check=False,
-            timeout=FILE_LIMIT_S,
-        )  # fmt: skip
+    in_fork(_run_under_coverage, (file, str(tree), str(folder)), min(FILE_LIMIT_S, limit_s))
 
 
-def environment(tree: Path) -> dict[str, str]:
-    """Return the variables under which a copy of the tree is tested."""
-    return os.environ | {"PYTHONPATH": str(tree), "OPENBLAS_NUM_THREADS": "1"}
+def _run_under_coverage(file: str, tree: str, folder: str) -> None:
+    settle_in(tree)
+    import coverage
+    import pytest
+
+    coverage.Coverage(data_file=f"{folder}/data", config_file=f"{folder}/options").start()
+    options = ["-p", "tests.mutants.contexts", f"--outcomes={folder}/outcomes", *QUIET]
+    os._exit(pytest.main([*options, "-m", CHOSEN, file]))
 
 
 class Covering:
@@ -88,12 +86,12 @@ class Covering:
     def order(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
         """Give tests that pass without the mutant, with their seconds.
 
-        They run its line. A line that runs while its file is imported belongs to no test: then
-        they run its file. Those of its own folder and of tests/golden, which see most, come first;
+        They run its line; its file, where the line runs while that is imported, which is in some
+        test or in none. Those of its own folder and of tests/golden, which see most, come first;
         they end where they would take `budget_s`, all but the first.
         """
-        found = self._lines[str(mutant.path), mutant.line] & self.seconds.keys()
-        found = found or self._files[str(mutant.path)] & self.seconds.keys()
+        found = set() if mutant.runs_once else self._lines[str(mutant.path), mutant.line]
+        found = found & self.seconds.keys() or self._files[str(mutant.path)] & self.seconds.keys()
         chosen: dict[str, float] = {}
         spent = 0.0
         folders = (f"tests/{mutant.path.parent}/", "tests/golden/")

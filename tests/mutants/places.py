@@ -36,14 +36,16 @@ ROOMS = (
 )
 # What estimates time, and how the host serves memory and threads.
 PRICES = (
-    "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "host_memory.py",
-    "host_threads.py", "huge_pages.py",
+    "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "stage_play.py",
+    "stage_prices.py", "times.py", "trip_time.py", "host_memory.py", "host_threads.py",
+    "huge_pages.py",
 )  # fmt: skip
-AT_ONCE = re.compile("CHUNK|POOL|_MAX_GEOMETRIES")  # constants: how much is worked on, or kept
+# How much is worked on, or kept.
+AT_ONCE = re.compile("CHUNK|of_chunk|POOL|_MAX_GEOMETRIES")
 # Calls and functions that only time or tell.
 SILENT = re.compile(
     "facts|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
-    "__str__|__repr__|notes|explain", re.IGNORECASE
+    "__str__|__repr__|notes|explain|_ns$", re.IGNORECASE
 )  # fmt: skip
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
@@ -55,13 +57,22 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed piece of a line; columns count bytes, as `ast` does."""
+    """One changed piece of one line; columns count bytes, as `ast` does.
+
+    Attributes:
+        path: of the file, in the tree.
+        line: its number.
+        begin, end: columns of what is replaced.
+        text: what stands there instead.
+        runs_once: the line runs while its file is imported.
+    """
 
     path: Path
     line: int
     begin: int
     end: int
     text: str
+    runs_once: bool = False
 
     def source(self) -> str:
         """Return the file with the change."""
@@ -84,9 +95,16 @@ class Mutant:
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Give the mutants of a file: each an operator, condition, call or constant of one line."""
     source = (ROOT / path).read_bytes()
-    for node in _nodes(ast.parse(source)):
-        for place, text in _changes(node, source.splitlines()):
-            yield Mutant(path, *place, text)
+    lines, tree = source.splitlines(), ast.parse(source)
+    inside = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+    }
+    for node in _nodes(tree):
+        for place, text in _changes(node, lines):
+            yield Mutant(path, *place, text, place[0] not in inside)
 
 
 def all_mutants() -> list[Mutant]:
@@ -103,8 +121,9 @@ def all_mutants() -> list[Mutant]:
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
-    That is decorators, what messages are made of, facts for the clock, how strict a zip is, how
-    much is worked on at once, and -1 where it stands for the rest.
+    That is decorators, what messages are made of, facts for the clock, how strict a zip is, how a
+    thread ends, how a file is indented, how much is worked on at once, -1 where it stands for the
+    rest, and the step of an axis of one element.
     """
     if isinstance(node, ast.FunctionDef) and SILENT.search(node.name):
         return
@@ -112,14 +131,20 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     decorators = getattr(node, "decorator_list", [])
     for child in ast.iter_child_nodes(node):
         is_silent = isinstance(child, ast.Call) and SILENT.search(ast.unparse(child.func))
-        is_strict = isinstance(child, ast.keyword) and child.arg == "strict"
+        is_strict = isinstance(child, ast.keyword) and child.arg in ("strict", "daemon", "indent")
+        is_step = isinstance(node, ast.List) and node.elts[:1] == [child] and _ends_in_one(node)
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
         is_text = isinstance(child, ast.JoinedStr | ast.Raise)
         is_size = isinstance(child, ast.Assign) and AT_ONCE.search(ast.unparse(child.targets[0]))
-        if is_silent or is_strict or is_rest or is_text or is_size:
+        if is_silent or is_strict or is_step or is_rest or is_text or is_size:
             continue
         if child not in decorators:
             yield from _nodes(child)
+
+
+def _ends_in_one(pattern: ast.List) -> bool:
+    """Say whether it is [step, 1], an axis of an access pattern."""
+    return len(pattern.elts) == 2 and ast.unparse(pattern.elts[1]) == "1"
 
 
 def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[tuple[int, int, int], str]]:

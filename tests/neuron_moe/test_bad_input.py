@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "hidden states of the wrong width": (
         lambda: moe()(torch.zeros(1, 3, 20)),
-        ["(3, 20)", "hidden_size=16"],
+        ["(1, 3, 20)", "hidden_size=16"],
     ),
     "hidden states without a batch": (
         lambda: moe()(torch.zeros(3, 16)),

@@ -1,6 +1,7 @@
 """Token-to-block mapping: every pair in one slot, as few blocks as always suffice."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -148,6 +149,35 @@ def test_expected_blocks_match_a_simulation(block_size: int) -> None:
         total += int(((load + block_size - 1) // block_size).sum())
     expected = expected_valid_blocks(tokens, top_k, experts, block_size)
     assert expected == pytest.approx(total / trials, rel=0.02)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_expected_blocks_are_the_mean_over_binomial_loads(tokens: int) -> None:
+    chances = [math.comb(tokens, h) * 0.25**h * 0.75 ** (tokens - h) for h in range(tokens + 1)]
+    mean = sum(chance * math.ceil(hits / 2) for hits, chance in enumerate(chances))
+    assert expected_valid_blocks(tokens, 2, 4, 2, num_routed=8) == pytest.approx(4 * mean)
+    assert expected_valid_blocks(tokens, 2, 8, 2) == pytest.approx(8 * mean)
+    overhead = padding_overhead(tokens, 2, 4, 2, num_routed=8)
+    assert overhead.pairs == tokens
+    assert overhead.expected == pytest.approx(4 * mean * 2 / tokens - 1)
+    assert overhead.worst == num_blocks(tokens, 2, 4, 2) * 2 / tokens - 1
+
+
+def test_every_expert_gets_every_token_where_all_are_chosen() -> None:
+    assert expected_valid_blocks(10, 4, 4, 4) == 4 * 3
+    assert expected_valid_blocks(10, 4, 2, 4, num_routed=4) == 2 * 3
+
+
+def test_a_load_of_nothing_has_no_overhead_and_of_one_pair_has() -> None:
+    assert padding_overhead(4, 1, 2, 4, tokens_per_expert=[0, 0]).actual is None
+    assert padding_overhead(4, 1, 2, 4, tokens_per_expert=[1, 0]).actual == 0.0
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "top_k", "num_experts", "block_size"])
+def test_sizes_that_are_no_counts_are_refused_by_name(name: str) -> None:
+    sizes = {"num_tokens": 4, "top_k": 1, "num_experts": 2, "block_size": 4, name: -1}
+    with pytest.raises(ValueError, match=f"{name}=-1"):
+        num_blocks(**sizes)
 
 
 def test_overhead_of_the_guide_example() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import pickle
 import re
 
@@ -224,6 +225,49 @@ def refused(change: str) -> dict[str, Tensor]:
 def test_codes_that_cannot_be_multiplied_are_refused(change: str, message: str) -> None:
     with pytest.raises(WeightError, match=message):
         build().load_state_dict(refused(change))
+
+
+SMALL = (2, 3, 5)  # experts, in, out
+
+
+def narrow_of(
+    scale: Tensor, largest: int = 0, dtype: torch.dtype = torch.float8_e4m3fn
+) -> NarrowMatrices:
+    codes = torch.zeros(SMALL, dtype=torch.uint8)
+    codes[1, 2, 4] = largest
+    return NarrowMatrices.from_codes("w", codes.view(dtype), scale, SMALL, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1, 5), (2, 1, 1), (2, 1, 5)])
+def test_every_shape_of_scales_multiplies_each_channel(shape: tuple[int, ...]) -> None:
+    scale = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    narrow = narrow_of(scale)
+    wanted = (torch.ones(SMALL) * scale)[:, 0]
+    assert torch.equal(narrow.scale_per_channel_En, wanted)
+    assert torch.equal(narrow[1], narrow.unpack()[1])
+    assert narrow.is_quantized
+    assert len(narrow) == 2
+    assert torch.equal(narrow.run(slice(1, 2)).scale_per_channel_En, wanted[1:])
+
+
+@pytest.mark.parametrize(
+    "shape", [(2,), (5,), (1, 2, 1), (3, 1, 1), (2, 3, 1), (1, 3, 5), (1, 1, 3)]
+)
+def test_other_shapes_of_scales_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(WeightError, match=r"w: scale .* must be float32 \[1\]"):
+        narrow_of(torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [(torch.float8_e4m3fn, 0x77), (torch.float8_e5m2, 0x7B)],
+    ids=["e4m3", "e5m2"],
+)
+@pytest.mark.parametrize("sign", [0, 0x80])
+def test_codes_are_taken_up_to_the_largest(dtype: torch.dtype, largest: int, sign: int) -> None:
+    assert abs(float(narrow_of(torch.ones(1), largest | sign, dtype)[1][2, 4])) in (240, 57344)
+    with pytest.raises(WeightError, match="w: holds codes above 240"):
+        narrow_of(torch.ones(1), (largest + 1) | sign, dtype)
 
 
 def test_formats_that_differ_are_refused() -> None:

@@ -9,13 +9,15 @@ import torch
 
 from neuron_moe import (
     BlockwiseMatmulConfig,
+    ExpertMLPsV2,
     GroupLimitedRouter,
     MoE,
+    RoutedExpertsMLPOpsConfig,
     RouterTopK,
     build_block_mapping,
 )
 from neuron_moe.backends.nki import NkiBackend
-from neuron_moe.backends.nki.prefill import map_blocks, rank
+from neuron_moe.backends.nki.prefill import compile_for, map_blocks, rank
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.nxd_compat.tuning import tuning_of
 from neuron_moe.paths import choose_path
@@ -311,6 +313,13 @@ def test_what_kernels_cannot_do_is_refused() -> None:
     wants_gradient = hidden_1TH.bfloat16().requires_grad_()
     with pytest.raises(ValueError, match="has no gradient"):
         build("nki", SILU, {}, torch.bfloat16)(wants_gradient)
+
+
+def test_more_experts_than_an_index_has_are_refused_before_a_launch() -> None:
+    config = RoutedExpertsMLPOpsConfig(513, 64, 16, 1, "silu", True)
+    experts = ExpertMLPsV2(config, dtype=torch.bfloat16, backend="nki").eval()
+    with pytest.raises(ValueError, match="num_experts=513: must be 1 to 512"):
+        compile_for(experts.plan(Step("prefill", 64)))
 
 
 def test_a_jittering_router_in_training_is_refused() -> None:

@@ -17,6 +17,7 @@ from neuron_moe.backends.nki.times import (
     draw_choices,
     simulate_plan,
 )
+from neuron_moe.models.layers import RMSNorm
 from neuron_moe.parallel.topology import INSTANCES
 from neuron_moe.plan import Step
 from nki_kernels.common.formula import ExpertFormula
@@ -97,6 +98,16 @@ def test_a_router_of_fewer_tokens_is_faster() -> None:
     assert part < 0.6 * whole
 
 
+def test_a_layer_that_adds_its_input_is_timed() -> None:
+    plain, adding = layer("meta"), layer("meta")
+    with torch.device("meta"):
+        adding.take_frame(RMSNorm(H, 1e-6, dtype=torch.bfloat16))
+    (without,), (with_input,) = (
+        simulate_plan(moe.plan(Step("decode", 4)), draw_choices(4, E, K)) for moe in (plain, adding)
+    )
+    assert with_input.executed > without.executed
+
+
 def test_choices_are_different_and_all_experts_alike() -> None:
     chosen_TK = draw_choices(4096, E, K)
     assert all(len(set(row)) == K for row in chosen_TK.tolist())
@@ -128,7 +139,7 @@ def test_the_torch_backend_has_no_kernels() -> None:
 
 
 def test_trn1_lacks_what_is_said_of_it() -> None:
-    options = replace(times._OPTIONS, target="trn1")
+    options = replace(times.TIMES_ONLY, target="trn1")
     sizes = DecodeSizes(T=4, H=H, I=I, E=E, K=K, num_experts=E, num_cores=2)
     config = make_decode_config(sizes, ExpertFormula("silu"), WeightForm())
     reasons = " ".join(INSTANCES["trn1.32xlarge"].refuses)

@@ -27,7 +27,7 @@ from neuron_moe.quantize import (
     rescale_ocp_to_neuron,
     round_to_bf16,
 )
-from neuron_moe.quantize.recode import spread_limit
+from neuron_moe.quantize.recode import _is_exact, spread_limit
 
 FORMATS = [
     pytest.param(fmt, id=name)
@@ -360,6 +360,28 @@ FP8_REFUSALS = {
         ValueError,
         r"scale \[3, 1\]: must broadcast against codes \[4, 6\].*block_shape",
     ),
+    "scale-axes": (
+        lambda: quantized_of((4, 6), (1, 4, 6)),
+        ValueError,
+        r"scale \[1, 4, 6\]: must broadcast against codes \[4, 6\]",
+    ),
+    "one-axis": (
+        lambda: quantized_of((6,), (1,)),
+        ValueError,
+        r"codes \[6\]: must have at least two axes",
+    ),
+    "infinite-factor": (
+        lambda: rescale_ocp_to_neuron(quantized_of((2, 2), (1,)), float("inf")),
+        ValueError,
+        r"factor=inf: must be at least 448/240",
+    ),
+    "nan-codes": (
+        lambda: rescale_ocp_to_neuron(
+            QuantizedWeight(torch.tensor([[1.0, float("nan")]]).to(E4M3_OCP.dtype), torch.ones(1))
+        ),
+        ValueError,
+        r"codes \[1, 2\] hold NaN: .*Repair",
+    ),
     "grid-shape": (
         lambda: quantized_of((256, 130), (2, 1), (128, 128)),
         ValueError,
@@ -393,6 +415,8 @@ def test_weights_that_are_no_floats_are_refused(convert):
 
 
 def test_blocks_may_have_more_rows_than_columns():
+    usual = quantize_fp8(torch.ones(257, 257), scheme="blockwise_symmetric")
+    assert (usual.block_shape, tuple(usual.scale.shape)) == ((128, 128), (3, 3))
     weight = torch.arange(1.0, 1 + 130 * 70).view(130, 70)
     quantized = quantize_fp8(weight, scheme="blockwise_symmetric", block_shape=(128, 64))
     assert quantized.scale.shape == (2, 2)
@@ -473,6 +497,9 @@ def test_recoding_reports_and_refuses_a_spread_that_is_too_wide():
     assert (spread.widest, spread.limit, spread.num_too_wide) == (27, 26, 1)
     assert spread.first_too_wide == (1, 2)
     assert not spread.is_lossless
+    assert mxfp4_exponent_spread(blocks[0], scales[0]).widest == 0
+    nothing = mxfp4_exponent_spread(blocks[:0], scales[:0])
+    assert (nothing.widest, nothing.num_scopes, nothing.first_too_wide) == (0, 0, None)
     message = r"channel \(1, 2\) spread over more than 26 \(widest 27; 1 of 6 .*decode_mxfp4\(\)"
     with pytest.raises(ValueError, match=message):
         recode_mxfp4_to_fp8(blocks, scales)
@@ -566,4 +593,46 @@ def test_columns_of_zeros_and_one_wide_matrix_fit_with_scales_of_columns() -> No
     weight[1, 1, 3] = 7.0
     recoded = recode_bf16_to_fp8(weight)
     assert recoded.scale.shape == (2, 1, 4)
+    assert (recoded.scale[weight.abs().amax(1, keepdim=True) == 0] == 1).all()
+    assert torch.equal(dequantize_fp8(recoded), weight)
+
+
+@pytest.fixture
+def _nan_in_new_memory():
+    torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN, then
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_nan_in_new_memory")
+@pytest.mark.parametrize(("largest", "scale"), [(0.0, 1.0), (1.0, 2.0**-2), (2.0**-130, 2.0**-126)])
+def test_each_matrix_has_a_scale_for_its_own_largest_magnitude(largest, scale):
+    weight = torch.zeros(2, 3, 2).bfloat16()
+    weight[0, 0, 0] = 12.0
+    weight[1, 2, 1] = -largest
+    recoded = recode_bf16_to_fp8(weight)
+    assert recoded.scale.flatten().tolist() == [2.0, scale]
+    assert torch.equal(dequantize_fp8(recoded), weight)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_matrix_is_exact_in_normal_codes_alone(fmt):
+    every = torch.arange(256).to(torch.uint8).view(fmt.dtype)
+    for code in every[torch.isfinite(every.float())]:
+        codes, magnitude = code.view(1, 1), abs(float(code))
+        is_normal = magnitude == 0 or magnitude >= 2.0**fmt.min_exponent
+        matrix = codes.bfloat16() * 4
+        assert _is_exact(codes, matrix, 4.0, fmt) == is_normal
+        other = -matrix if magnitude else matrix + 1
+        assert not _is_exact(codes, other, 4.0, fmt)
+
+
+def test_a_mantissa_that_the_largest_exponent_lacks_is_refused():
+    # 1.875 * 2^8 is no number of OCP's e4m3, 448 = 1.75 * 2^8 is.
+    weight = torch.tensor([480.0, 2.0**-6]).bfloat16().view(1, 2, 1)
+    with pytest.raises(ValueError, match=r"480\.0 at \[0, 0, 0\] has no exact e4m3 .*\(1 of 2 in"):
+        recode_bf16_to_fp8(weight, E4M3_OCP)
+    weight[0, 0] = 448.0
+    recoded = recode_bf16_to_fp8(weight, E4M3_OCP)
+    assert recoded.scale.item() == 1
     assert torch.equal(dequantize_fp8(recoded), weight)

@@ -1,11 +1,13 @@
 """Routers: who is chosen, how they weigh, and what breaks ties."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from neuron_moe import GroupLimitedRouter, RouterTopK
-from neuron_moe.router import route
+from neuron_moe.router import route, selection_scores
 from neuron_moe.spec import RouterFormula
 
 
@@ -74,6 +76,43 @@ def test_groups_limit_the_choice(fill: float) -> None:
         assert is_inside.all()
 
 
+def test_two_groups_limit_the_choice_and_one_does_not() -> None:
+    logits_TE = torch.tensor([[3.0, -3.0, 2.0, 1.9], [1.0, 2.0, 4.0, -4.0]])
+    pair = RouterFormula(top_k=2, act_fn="sigmoid", n_group=2, topk_group=1)
+    # 0.95 + 0.05 against 0.88 + 0.87, then 0.73 + 0.88 against 0.98 + 0.02
+    assert route(logits_TE, pair).expert_index_TK.tolist() == [[2, 3], [1, 0]]
+    bias_E = torch.tensor([0.0, 0.5, 0.0, 0.0])
+    single = RouterFormula(top_k=2, act_fn="sigmoid", has_selection_bias=True)
+    assert route(logits_TE, single, bias_E).expert_index_TK.tolist() == [[0, 2], [1, 2]]
+
+
+def test_eps_adds_to_the_sum_of_the_affinities() -> None:
+    formula = RouterFormula(top_k=2, act_fn="sigmoid", renormalize=True, renormalize_eps=0.5)
+    routing = route(torch.tensor([[0.0, 0.0, -9.0]]), formula)
+    torch.testing.assert_close(routing.expert_affinities_TK, torch.full((1, 2), 0.5 / 1.5))
+
+
+@pytest.mark.parametrize("act_over_topk", [False, True])
+def test_experts_are_ranked_by_the_scores_that_a_caller_can_ask_for(act_over_topk: bool) -> None:
+    logits_TE = _logits()
+    formula = RouterFormula(top_k=16, act_fn="sigmoid", act_over_topk=act_over_topk)
+    assert torch.equal(selection_scores(logits_TE, formula), logits_TE)
+    bias_E = None if act_over_topk else torch.randn(16)
+    formula = replace(formula, has_selection_bias=not act_over_topk)
+    scores_TE = selection_scores(logits_TE, formula, bias_E)
+    index_TK = route(logits_TE, formula, bias_E).expert_index_TK
+    assert bool((scores_TE.gather(1, index_TK.long()).diff(dim=1) <= 0).all())
+    if bias_E is not None:
+        torch.testing.assert_close(scores_TE, logits_TE.sigmoid() + bias_E)
+
+
+def test_a_router_is_calm_unless_told() -> None:
+    router = RouterTopK(8, 2, 16).train()
+    hidden = torch.randn(6, 16)
+    trained = router(hidden)
+    torch.testing.assert_close(router.eval()(hidden), trained, rtol=0, atol=0)
+
+
 def test_lower_expert_wins_a_tie() -> None:
     formula = RouterFormula(
         top_k=3,
@@ -139,6 +178,27 @@ def test_jitter_only_while_training() -> None:
     assert not torch.equal(router(hidden).router_logits_TE, calm)
     router.eval()
     assert torch.equal(router(hidden).router_logits_TE, calm)
+
+
+def test_jitter_multiplies_each_input_by_up_to_eps_more_or_less() -> None:
+    router = RouterTopK(16, 2, 16, jitter_eps=0.3)
+    torch.nn.init.eye_(router.linear_router.weight)
+    logits = router.get_router_logits(torch.ones(400, 16)).detach()
+    assert 0.7 <= float(logits.min()) < 0.71
+    assert 1.29 < float(logits.max()) <= 1.3001
+
+
+@pytest.mark.parametrize("jitter_eps", [1.0, -0.1, float("nan")])
+def test_jitter_that_may_turn_an_input_around_is_refused(jitter_eps: float) -> None:
+    with pytest.raises(ValueError, match="jitter_eps="):
+        RouterTopK(8, 2, 16, jitter_eps=jitter_eps)
+
+
+def test_selection_bias_is_not_trained_by_gradients() -> None:
+    router = RouterTopK(8, 2, 16, act_fn="sigmoid", selection_bias=True)
+    assert [name for name, value in router.named_parameters() if not value.requires_grad] == [
+        "e_score_correction_bias"
+    ]
 
 
 def test_selection_bias_stays_float32_when_the_layer_is_cast() -> None:

@@ -60,7 +60,7 @@ def test_all_reduce_combines_the_ranks_of_a_group(
     for rank, found in enumerate(run(kernel, data, lnc)):
         group = next(g for g in groups.groups if rank in g)
         expected = formula(np.stack([data[r] for r in group]).astype(np.float64), axis=0)
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
 def test_integer_sums_are_exact_and_bfloat16_sums_round_once() -> None:
@@ -581,6 +581,11 @@ def test_chunks_outside_their_buffers_are_refused() -> None:
 
     with pytest.raises(OutOfBounds, match="chunks that end before element 6 of dsts"):
         nki_sim.run_ranks(kernel, [(X23, metadata.copy())] * 2)
+    metadata[0], metadata[1] = 2, (0, X23.size - 1)  # begins inside and ends outside
+    with pytest.raises(OutOfBounds, match=rf"chunks inside the {X23.size} elements of srcs"):
+        nki_sim.run_ranks(kernel, [(X23, metadata.copy())] * 2)
+    metadata[1] = (0, X23.size - 2)  # and ends with the source
+    nki_sim.run_ranks(kernel, [(X23, metadata.copy())] * 2)
 
 
 def test_ranks_may_be_in_one_group_only() -> None:

@@ -289,8 +289,9 @@ def test_cores_must_make_the_same_number_of_shared_tensors() -> None:
             nl.ndarray((1, 4), nl.float32, buffer=nl.shared_hbm)
         return out
 
-    with pytest.raises(nki_sim.DivergenceError, match="same shared_hbm allocations"):
+    with pytest.raises(nki_sim.DivergenceError, match="same shared_hbm allocations") as caught:
         nki_sim.run(kernel, lnc=2)
+    assert f"{__file__}:{kernel.__code__.co_firstlineno + 3}" in str(caught.value)
 
 
 def test_a_failure_on_one_core_ends_the_launch() -> None:

@@ -461,6 +461,25 @@ def scatter_to_the_only_row(writers: int) -> Kernel:
     return kernel
 
 
+def scatter_into_row_3(row_of_other: int) -> Kernel:
+    """One core writes a row through an index, the other the second half of a row."""
+
+    def kernel(x: Any) -> Any:
+        out = nl.ndarray((8, 64), nl.float32, buffer=nl.shared_hbm)
+        core = nl.program_id(0)
+        if core == 0:
+            isa.dma_copy(out, _tile(0.0, (8, 64)))
+        isa.core_barrier(out, (0, 1))
+        if core == 0:
+            target = out.ap([[64, 1], [1, 64]], vector_offset=_tile(3, (1, 1), nl.int32))
+            isa.dma_copy(target, _tile(1.0, (1, 64)))
+        else:
+            isa.dma_copy(out[row_of_other : row_of_other + 1, 32:64], _tile(2.0, (1, 32)))
+        return out
+
+    return kernel
+
+
 def loop_trips(trips: tuple[int, int]) -> Kernel:
     def kernel(x: Any) -> Any:
         core = nl.program_id(0)
@@ -639,6 +658,9 @@ PLANTS: dict[str, Plant] = {
     "race-scatter-add": Plant(
         scatter_by_both(False), scatter_by_both(True), E.RaceError, "tensor", lnc=2
     ),
+    "race-scatter-and-half-a-row": Plant(
+        scatter_into_row_3(3), scatter_into_row_3(2), E.RaceError, "tensor", lnc=2
+    ),
     "race-scatter-to-one-row": Plant(
         scatter_to_the_only_row(2), scatter_to_the_only_row(1), E.RaceError, "tensor", lnc=2
     ),
@@ -737,6 +759,18 @@ def test_a_policy_of_report_keeps_a_finding_instead(name: str, kind: str) -> Non
 def test_with_reorder_what_can_wait_does_not_count_before_its_first_use(name: str) -> None:
     options = SimOptions(capacity="reorder")
     assert nki_sim.run(PLANTS[name].fault, rows(), options=options).findings == []
+
+
+def test_with_reorder_what_nobody_reads_counts_all_the_same() -> None:
+    def kernel(x: Any) -> Any:
+        kept = [nl.ndarray((128, 25_600), nl.float32) for _ in range(3)]
+        for tile in kept:
+            isa.dma_copy(tile, x)
+        return x
+
+    x = np.zeros((128, 25_600), np.float32)  # 100 KiB of a partition
+    with pytest.raises(E.CapacityError):
+        nki_sim.run(kernel, x, options=SimOptions(capacity="reorder"))
 
 
 @pytest.mark.parametrize("name", ["sbuf-one-byte-too-many", "sbuf-one-tile-one-byte-too-large"])

@@ -48,7 +48,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("parallel.gradients", "parallel.distributed_state", "parallel.handlers"),
     ("parallel.invariant", "parallel.wire", "parallel.rank_files"),
     ("nxd_compat",),
-    ("routing", "moe_configs", "expert_mlps_v2", "parallel_layers"),  # NxD's module paths
+    (
+        "routing",
+        "moe_configs",
+        "expert_mlps_v2",
+        "parallel_layers",
+        "modules",
+    ),  # NxD's module paths
     ("public",),
 )
 

@@ -23,6 +23,7 @@ from neuron_moe.backends.form_times import processor
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.models import model_among
 from neuron_moe.weights.product_forms import MEASURED
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,7 +51,9 @@ SHAPES = {
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table and one JSON line; return the exit status."""
     parser = argparse.ArgumentParser(prog="neuron-moe bench cpu", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(SHAPES), help="default: all")
+    parser.add_argument(
+        "--models", nargs="+", type=model_among(SHAPES), default=list(SHAPES), help="default: all"
+    )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), help="fp32 bf16")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 512])
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each layer and case")

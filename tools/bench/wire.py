@@ -137,21 +137,26 @@ def draw_wire(results: list[Measurement], ranks: int, tokens: int, path: Path) -
     """
     figure = Figure(figsize=(7.0, 4.6), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    for way, colour in _COLOURS.items():
+    for number, (way, colour) in enumerate(_COLOURS.items()):
         rows = [r for r in results if r.way == way]
         degrees = [r.ep for r in rows]
         formula = [r.formula_bytes / 2**20 for r in rows]
         counted = [r.counted_bytes / 2**20 for r in rows]
-        axes.plot(degrees, formula, "-", color=colour, label=f"{way}, formula [computed]")
-        axes.plot(degrees, counted, "o", color=colour, label=f"{way} [measured]")
+        # Ways with the same bytes lie on each other: the first ones are drawn wider.
+        width = len(_COLOURS) - number
+        axes.plot(degrees, formula, "-", color=colour, linewidth=1.2 * width, alpha=0.8)
+        axes.plot(
+            degrees, counted, "o", color=colour, markersize=4 + 2.5 * width,
+            markeredgecolor="#ffffff", label=way,
+        )  # fmt: skip
     degrees = sorted({r.ep for r in results})
     axes.set_xscale("log", base=2)
     axes.set_xticks(degrees, [f"{ep} x {ranks // ep}" for ep in degrees])
     axes.set_xlabel("EP x TP")
-    axes.set_ylabel("MiB into a rank")
+    axes.set_ylabel("MiB into a rank: points measured, lines computed")
     axes.set_ylim(bottom=0)
     axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize=7, ncols=2)
+    axes.legend(fontsize=8, loc="lower left")
     title = f"One MoE layer (H {HIDDEN}, E {EXPERTS}, K {TOP_K}), {tokens} tokens, {ranks} ranks"
     axes.set_title(title, fontsize=10, loc="left")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,10 @@ from neuron_moe.tools.check.case_file import add_case_options, read_cases
 from neuron_moe.tools.check.kernel_cases.adapters import ADAPTERS, run
 from neuron_moe.tools.check.kernel_cases.decode_models import decode_model_cases
 from neuron_moe.tools.check.kernel_cases.models import LAYERS, model_cases
+from neuron_moe.tools.check.launcher import checking_for
 from neuron_moe.tools.check.outcomes import Outcome, print_table, run_in_turn, tell, write_outcomes
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped
+from neuron_moe.tools.models import model_among
 
 NO_LIMITS = Limits(macs=math.inf, input_bytes=math.inf)  # models' cases are made to fit
 PACKAGES = ("nki_kernels", "nki_sim", "kernel_cases")
@@ -35,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
             known += decode_model_cases(options.models)
         cases = [case for case in known if options.match in f"{case.id} {case.variant}"]
         limits = NO_LIMITS
-    outcomes = run_cases(cases, options.max_seconds, limits)
+    with checking_for(options.chip):
+        outcomes = run_cases(cases, options.max_seconds, limits)
     print_table(outcomes, "our kernels on nki_sim")
     write_outcomes(options.json, outcomes)
     return 1 if any(outcome.outcome == "failed" for outcome in outcomes) else 0
@@ -49,6 +52,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="*",
+        type=model_among(LAYERS),
         metavar="NAME",
         help="run every split and routing of these models instead of a file; without names of all:"
         f" {', '.join(LAYERS)}",
@@ -58,6 +62,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         choices=("prefill", "decode", "both"),
         default="both",
         help="which kernels of --models (default: both)",
+    )
+    parser.add_argument(
+        "--chip",
+        choices=("trn2", "trn3"),
+        default="trn2",
+        help="which chip is simulated (default: trn2); on trn3 MX words are multiplied as stored",
     )
     options = parser.parse_args(argv)
     unknown = [name for name in options.models or () if name not in LAYERS]

@@ -6,7 +6,8 @@ comes back. `launching_with` puts a chip, or anything else, behind that call for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -37,11 +38,52 @@ class Launcher(Protocol):
 
 def simulate(kernel: Any, *arguments: Any, lnc: int, **options: Any) -> Launched:
     """Run a kernel on the simulator; `options` of the simulation go by that name."""
-    run = nki_sim.run(kernel, *arguments, lnc=lnc, **options)
+    given = options.pop("options", nki_sim.SimOptions())
+    target = dataclasses.replace(given, target=given.target or chip())
+    run = nki_sim.run(kernel, *arguments, lnc=lnc, options=target, **options)
+    show(run)
     return Launched(outputs=run.outputs, us=run.timeline.total_us)
 
 
 _LAUNCHER: ContextVar[Launcher] = ContextVar("launcher", default=simulate)
+
+
+_CHIP: ContextVar[str] = ContextVar("chip", default="trn2")
+
+
+_WATCHER: ContextVar[Callable[[nki_sim.Run], None] | None] = ContextVar("watcher", default=None)
+
+
+def show(run: nki_sim.Run) -> None:
+    """Let whoever watches see a run of the simulator."""
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        watcher(run)
+
+
+@contextmanager
+def watching(watcher: Callable[[nki_sim.Run], None]) -> Iterator[None]:
+    """Let a function see each run of the simulator while the context lasts."""
+    token = _WATCHER.set(watcher)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
+def chip() -> str:
+    """Return the chip that this check is about."""
+    return _CHIP.get()
+
+
+@contextmanager
+def checking_for(name: str) -> Iterator[None]:
+    """Let a check be about a chip while the context lasts."""
+    token = _CHIP.set(name)
+    try:
+        yield
+    finally:
+        _CHIP.reset(token)
 
 
 def launch(kernel: Any, *arguments: Any, lnc: int, **options: Any) -> Launched:

@@ -37,6 +37,7 @@ _MOST_STEP: Final = 0.5
 _ROUNDS: Final = 12
 _CLOSE: Final = 1e-3
 _LINE: Final = (-0.8, -0.5, -0.3, -0.15, -0.05, 0.05, 0.15, 0.3, 0.5, 0.8)
+_FAR: Final = 0.3  # further steps along it
 
 _SHARE, _RAMP = COEFFICIENTS.index("ramp_start_share"), COEFFICIENTS.index("ramp_ns")
 _MOST_SHARE: Final = math.log(0.995 / start_values()["ramp_start_share"])
@@ -199,15 +200,16 @@ class _Problem:
         return best
 
     def reach(self, state: _State, number: int, sign: float) -> float:
-        """Return how far a factor can go one way until the times speak against it.
+        """Return how far a factor can go one way until times or the assumption speak against it.
 
-        0 if they do at the first step; then slopes tell.
+        0 if they do at the first step; then slopes tell. What other bounds hide can go far: the
+        best value may lie at the end of what is hidden, and the truth at the other one.
         """
         steps = [step for step in _LINE if step > 0.0]
-        for step in steps:
+        for step in itertools.chain(steps, itertools.count(steps[-1] + _FAR, _FAR)):
             if self.along(state, number, sign * step).cost > state.cost + BARS**2:
                 return 0.0 if step == steps[0] else step
-        return steps[-1]
+        raise AssertionError("a factor has no end")
 
 
 def fit(model: ProbeModel, times: Times, names: Sequence[str]) -> Fit:

@@ -1,6 +1,6 @@
 """neuron-moe compile: from a model and a deployment to a program for the chip, as far as one gets.
 
-    neuron-moe compile --config gpt-oss-120b --out plan
+    neuron-moe compile --config gpt_oss_120b --out plan
     neuron-moe compile --model DIR --config trn2.48xlarge --out build --set batch=16
 
 Says whether the model fits, what each step takes and why; cuts the weights for the ranks where DIR
@@ -27,7 +27,7 @@ from neuron_moe import __version__
 from neuron_moe.models.conversion import ConversionOptions, convert
 from neuron_moe.models.deployment import DoesNotFit
 from neuron_moe.tools.compile import nxdi
-from neuron_moe.tools.compile.page import render
+from neuron_moe.tools.compile.page import plan_page
 from neuron_moe.tools.compile.request import Request, find_request
 from neuron_moe.tools.compile.steps import MOST_INSTRUCTIONS, BucketPlan, plan_buckets
 from neuron_moe.tools.compile.store import (
@@ -36,9 +36,9 @@ from neuron_moe.tools.compile.store import (
     digest_sources,
     read_json,
     write_json,
-    write_text,
 )
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line, progress_bar
+from neuron_moe.tools.pages import add_report_option, write_page
 
 SDK_IS_MISSING = 3
 _WEIGHTS, _MANIFEST = "weights", "manifest.json"
@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         raise
     report = compile_request(request, args.out)
     _print_report(report, args.out)
+    if args.report is not None:
+        print(f"report: {write_page(plan_page(report), args.report)}")
     status = SDK_IS_MISSING
     if not report["missing"] and not args.plan_only:
         assert request.folder is not None
@@ -89,7 +91,7 @@ def compile_request(request: Request, out: Path) -> dict[str, Any]:
     report = _report(request, buckets, reused, weights)
     write_json(out / "neuron_config.json", nxdi.neuron_settings(request.deployment))
     write_json(out / "plan.json", report)
-    write_text(out / "index.html", render(report))
+    write_page(plan_page(report), out / "index.html")
     write_json(out / _MANIFEST, {"inputs": inputs, "outputs": _outputs(out, before)})
     return report
 
@@ -241,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="NAME=VALUE",
         help="change a setting: lnc, tp, ep, sp, quantization, batch, max_length, buckets",
     )  # fmt: skip
+    add_report_option(parser)
     parser.add_argument("--plan-only", action="store_true", help="stop before the hand-over")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from safetensors.torch import save_file
@@ -46,12 +47,13 @@ from neuron_moe.quantize import (
     quantize_fp8,
     recode_mxfp4_to_fp8,
 )
-from neuron_moe.tools.commands.trace import HELD_OUT_FILE, read_texts
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.reference import check_installed
+from neuron_moe.tools.routing.texts import HELD_OUT_FILE, read_texts
 
 RECORD_FILE = "evaluation.json"
 _BATCH = 8
+_COLOURS = ("#2a6fb0", "#c8501e", "#3a8f3a", "#6f4fb0")
 Logits = Callable[[Tensor], Tensor]
 
 
@@ -161,27 +163,42 @@ def their_logits(folder: Path) -> Logits:
 def draw_differences(
     differences: Mapping[str, NDArray[np.float64]], path: Path, *, title: str
 ) -> None:
-    """Draw the distribution of per-sample loss differences, one histogram each.
+    """Draw the distribution of per-sample loss differences: of formats, and of implementations.
 
     Args:
         differences: by name, [samples] bits per byte.
         path: PNG to write.
         title: says what was measured.
     """
-    figure = Figure(figsize=(7.5, 1.0 + 1.6 * len(differences)), dpi=110, layout="constrained")
-    panels = figure.subplots(len(differences), 1, squeeze=False)[:, 0]
-    for axes, (name, values) in zip(panels, differences.items(), strict=True):
-        widest = max(float(np.abs(values).max()), 1e-12)
-        axes.hist(values, bins=41, range=(-widest, widest), color="#4c72b0")
-        axes.axvline(0, color="#888888", linewidth=0.8)
-        axes.axvline(values.mean(), color="#c44e52", linewidth=1.2)
-        axes.set_title(f"{name}: mean {values.mean():+.2e}", fontsize=9, loc="left")
-        axes.set_ylabel("samples", fontsize=8)
-        axes.tick_params(labelsize=7)
-    panels[-1].set_xlabel("difference of the loss, bits per byte [measured]")
+    figure = Figure(figsize=(7.5, 6.4), dpi=110, layout="constrained")
+    above, below = figure.subplots(2, 1)
+    ours = {name: values for name, values in differences.items() if "transformers" not in name}
+    widest = max((float(np.abs(values).max()) for values in ours.values()), default=1e-12)
+    for values, colour, name in zip(ours.values(), _COLOURS, ours, strict=False):
+        label = f"{name}: mean {values.mean():+.1e}"
+        above.hist(
+            values, bins=41, range=(-widest, widest), histtype="step", linewidth=1.5, color=colour,
+            label=label,
+        )  # fmt: skip
+    above.axvline(0, color="#333333", linewidth=0.8)
+    above.set_xlabel("difference of the loss, bits per byte [measured]")
+    _draw_distances(below, {n: v for n, v in differences.items() if n not in ours})
+    for axes in (above, below):
+        axes.set_ylabel("samples")
+        axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _draw_distances(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> None:
+    """Draw how large differences are, whatever their sign, on a logarithmic axis."""
+    bins = np.geomspace(1e-10, 1e-2, 41).tolist()
+    for (name, values), colour in zip(differences.items(), _COLOURS, strict=False):
+        sizes = np.clip(np.abs(values), bins[0], bins[-1])
+        axes.hist(sizes, bins=bins, histtype="step", linewidth=1.5, color=colour, label=name)
+    axes.set_xscale("log")
+    axes.set_xlabel("size of the difference, bits per byte [measured]")
 
 
 def summarise(

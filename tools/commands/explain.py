@@ -15,8 +15,8 @@ from neuron_moe.errors import check_positive_int
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.paths import PHASES
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
-from neuron_moe.tools.commands.inspect import read_model
 from neuron_moe.tools.console import print_json_line
+from neuron_moe.tools.models import MODEL_HELP, read_model
 from neuron_moe.tuned import DECODE_MODES, TunedPlans, read_tuned
 
 
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="a shipped configuration, or a path")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--phase", choices=PHASES, default="prefill", help="default: prefill")
     parser.add_argument("--tokens", type=int, required=True, help="of a step")
     parser.add_argument("--backend", choices=("nki", "torch"), default="nki", help="default: nki")

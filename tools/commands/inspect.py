@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_moe.checkpoint import Checkpoint, match_parameters, open_checkpoint
-from neuron_moe.configs import config_names, load_config
+from neuron_moe.checkpoint import Checkpoint, match_parameters
 from neuron_moe.explain import explain_path
 from neuron_moe.models.expert_load import moe_layers
-from neuron_moe.models.hf_config import read_json_object
-from neuron_moe.models.loader import model_types, parse_config, read_config
-from neuron_moe.models.shipped import checkpoint_folder
+from neuron_moe.models.loader import parse_config
 from neuron_moe.models.sizes import (
     GROUPS,
     Spread,
@@ -32,6 +29,7 @@ from neuron_moe.models.sizes import (
 from neuron_moe.paths import choose_path
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE, RouterSpec
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
+from neuron_moe.tools.models import MODEL_HELP, read_model
 from nki_sim.hardware import TRN2
 
 PATH_EXAMPLES = (
@@ -79,25 +77,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print_json_line("inspect", **report)
     return 0
-
-
-def read_model(name: Path) -> tuple[dict[str, Any], Checkpoint | None]:
-    """Return config.json and, where weights lie beside it, the checkpoint.
-
-    Args:
-        name: a checkpoint's folder, a config.json, or the name of a shipped configuration.
-
-    Raises:
-        FileNotFoundError: there is nothing of that name.
-        ValueError: a file that is not as it must be.
-    """
-    if str(name) in config_names():
-        return load_config(str(name)), None
-    if name.is_file():
-        return read_json_object(name), None
-    folder = checkpoint_folder(name)
-    has_weights = any(folder.glob("*.safetensors"))
-    return read_config(folder), open_checkpoint(folder) if has_weights else None
 
 
 def describe_router(spec: RouterSpec) -> str:
@@ -211,7 +190,7 @@ def _print_report(report: dict[str, Any]) -> None:
     print(f"KV cache    {format_bytes(memory['kv_cache_bytes_per_token'])} a token, in bf16")
     if memory["state_bytes_per_sequence"]:
         print(f"state       {format_bytes(memory['state_bytes_per_sequence'])} a sequence")
-    print("\nwhich path an MoE layer of one rank takes  [computed]")
+    print("\nwhich path an MoE layer of one rank takes on the torch back end  [computed]")
     table = [["phase", "tokens", "path", "blocks", "expected padding"]]
     for row in report["paths"]:
         in_blocks = row["path"] == "blockwise"
@@ -219,6 +198,7 @@ def _print_report(report: dict[str, Any]) -> None:
         padding = f"{row['padding_expected']:.1%}" if in_blocks else "-"
         table.append([row["phase"], str(row["tokens"]), row["path"], blocks, padding])
     print(format_table(table))
+    print("\nneuron-moe explain --tokens T --phase prefill|decode tells what the kernels (nki) do")
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -237,19 +217,13 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def _known_configs() -> list[str]:
-    """Return the shipped configurations whose architecture is a whole model here."""
-    known = set(model_types())
-    return [name for name in config_names() if load_config(name)["model_type"] in known]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="neuron-moe inspect", description=__doc__)
     parser.add_argument(
         "--model",
         type=Path,
         required=True,
-        help=f"folder of a checkpoint, a config.json, or one of: {', '.join(_known_configs())}",
+        help=MODEL_HELP,
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel groups (default: 1)")

@@ -2,8 +2,8 @@
 
     neuron-moe place --trace trace.npz --ranks 8 --extra-experts 4 --output placement.json
 
-Places the experts of each layer by the first half of a trace (see neuron-moe trace) and reports how
-evenly the second half then loads the ranks, before and after. The file holds NxD's
+Places the experts of each layer by the first half of a trace (see neuron-moe routing) and reports
+how evenly the second half then loads the ranks, before and after. The file holds NxD's
 `expert_distribution` for each layer; `neuron_moe.parallel.placement.load_placements` reads it.
 """
 
@@ -52,8 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         )
     results = place_layers(trace, args.ranks, args.extra_experts)
     _print_results(results, args)
-    save_placements(args.output, [result.placement for result in results])
-    print(f"\nplacement: {args.output}")
+    if args.output is None:
+        print("\nnothing was written: --output FILE.json keeps the placement")
+    else:
+        save_placements(args.output, [result.placement for result in results])
+        print(f"\nplacement: {args.output}")
     if args.picture is not None:
         draw_balance(results, args.picture)
         print(f"picture: {args.picture}")
@@ -147,7 +150,7 @@ def _report(results: list[LayerResult], args: argparse.Namespace) -> dict[str, A
         "ranks": args.ranks,
         "extra_experts": args.extra_experts,
         "extra_share": results[0].placement.extra_share,
-        "output": str(args.output),
+        "output": None if args.output is None else str(args.output),
         "layers": [
             {"before": result.before.to_dict(), "after": result.after.to_dict()}
             for result in results
@@ -164,7 +167,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, required=True, help="routing trace (.npz)")
     parser.add_argument("--ranks", type=int, required=True, help="expert-parallel ranks")
     parser.add_argument("--extra-experts", type=int, default=0, help="replicas (default: 0)")
-    parser.add_argument("--output", type=Path, default=Path("placement.json"), help="JSON to write")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="write the placement there"
+    )
     parser.add_argument("--picture", type=Path, help="PNG to write: balance before and after")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser

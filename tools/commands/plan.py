@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_moe.configs import config_names, load_config
-from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import parse_config
 from neuron_moe.models.routing_trace import RoutingTrace
-from neuron_moe.models.shipped import checkpoint_folder, shipped_checkpoint
+from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.models.whole_model import (
     TARGETS,
     Serving,
@@ -54,8 +52,16 @@ from neuron_moe.parallel.planner.search import (
 )
 from neuron_moe.parallel.planner.sizes import WEIGHT_BYTES, ModelSizes
 from neuron_moe.parallel.topology import INSTANCES, instance
+from neuron_moe.tools.commands.plan_page import (
+    coefficient_rows,
+    layout_rows,
+    plan_page,
+    serving_rows,
+)
 from neuron_moe.tools.commands.plan_pictures import draw_plan
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
+from neuron_moe.tools.models import MODEL_HELP, read_model
+from neuron_moe.tools.pages import add_report_option, write_page
 from nki_sim.hardware_file import use_hardware
 
 _MOST_TOKENS = 1 << 20  # of a step; routings are drawn token by token
@@ -102,6 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.picture is not None:
         draw_plan(costs, args.picture)
         print(f"\npicture: {args.picture}")
+    if args.report is not None:
+        page = plan_page(costs, served, args.target, source)
+        print(f"report: {write_page(page, args.report)}")
     if args.json:
         layouts = [each.to_dict() for each in served]
         serving = {"target": args.target, "layouts": layouts, "not_served": why_not_served}
@@ -119,7 +128,7 @@ def _serve(
         return [], {"whole model": str(error)}
     with torch.device("meta"):
         model = model_file.Model(config)
-    expert_format = {"bf16": "bf16", "fp8": "e5m2", "mxfp4": "mxfp4"}[sizes.weight_format]
+    expert_format = "e5m2" if sizes.weight_format == "fp8" else sizes.weight_format
     serving = Serving(
         prompt=args.prefill_tokens,
         context=args.context or args.prefill_tokens + _ANSWER_TOKENS,
@@ -155,15 +164,7 @@ def _print_serving(
         more = f"; and {len(same) - _MOST_TIES} more" if len(same) > _MOST_TIES else ""
         print(f"  as good within {AS_GOOD - 1:.0%}: {names}{more}")
     if args.table:
-        rows = [("layout", "TTFT ms", "TPOT ms", "tokens/s", "most sequences", "weights a rank")]
-        rows += [
-            (
-                str(each), f"{each.ttft_ms:.1f}", f"{each.tpot_ms:.2f}",
-                f"{each.tokens_per_s:,.0f}", str(each.max_batch), format_bytes(each.weight_bytes),
-            )
-            for each in served
-        ]  # fmt: skip
-        print(f"\n{format_table(rows)}")
+        print(f"\n{format_table(serving_rows(served))}")
         for layout, reason in why_not.items():
             print(f"not {layout}: {reason}")
     print()
@@ -178,12 +179,7 @@ def read_sizes(name: str) -> dict[str, Any]:
     """
     if "=" in name:
         return _sizes_of(name)
-    if name in config_names():
-        return load_config(name)
-    path = Path(name)
-    if not path.is_file():
-        path = checkpoint_folder(name) / "config.json"
-    return read_json_object(path)
+    return read_model(name)[0]
 
 
 def _sizes_of(text: str) -> dict[str, Any]:
@@ -235,13 +231,14 @@ def _print_plan(
     print(
         f"{model.name}: {model.num_experts} experts of {model.hidden_size} x"
         f" {model.intermediate_size}, top {model.top_k}, {model.num_moe_layers} MoE layers,"
-        f" {model.weight_format}\n{machine.instance.name} x {machine.nodes}, LNC{machine.lnc}:"
-        f" {machine.ranks} ranks of {format_bytes(machine.hbm_bytes)}\nrecorded routing: {source}\n"
+        f" experts in {model.weight_format}\n{machine.instance.name} x {machine.nodes},"
+        f" LNC{machine.lnc}: {machine.ranks} ranks of {format_bytes(machine.hbm_bytes)}\n"
+        f"recorded routing: {source}\n"
     )
     for phase in PHASES:
         print(f"{phase}, {costs.tokens[phase]} tokens: us a layer on the busiest rank  [computed]")
         if with_tables:
-            print(f"{format_table(_rows(costs, phase))}\n")
+            print(f"{format_table(layout_rows(costs, phase))}\n")
         best = costs.ranking(phase)[0]
         print(f"  best under {costs.decisive} routing: {best.layout}: {best.cost.total_us:.0f} us")
         for line in explain(costs, phase):
@@ -262,9 +259,7 @@ def _print_plan(
     for layout, reason in costs.rejected.items():
         print(f"not {layout}: {reason}")
     print("\ncoefficients")
-    rows = [("name", "value", "unit", "kind", "source")]
-    rows += [(name, f"{c.value:.4g}", c.unit, c.kind, c.source) for name, c in COEFFICIENTS.items()]
-    print(format_table(rows, numbers_from=9))
+    print(format_table(coefficient_rows(), numbers_from=9))
 
 
 def _print_choice(costs: LayoutCosts) -> None:
@@ -289,19 +284,6 @@ def _print_choice(costs: LayoutCosts) -> None:
             f"  {write_config(config_of(best['prefill'].layout, best['decode'].layout))}"
         )
     print()
-
-
-def _rows(costs: LayoutCosts, phase: str) -> list[tuple[str, ...]]:
-    routings = list(dict.fromkeys(entry.routing for entry in costs.entries))
-    header = ("layout", *(name for routing in routings for name in (routing, "busiest")))
-    rows = [header]
-    for layout in dict.fromkeys(entry.layout for entry in costs.entries):
-        cells = []
-        for routing in routings:
-            cost = costs.find(layout, phase, routing).cost
-            cells += [f"{cost.total_us:.0f}", f"{cost.busiest_over_mean:.2f} x"]
-        rows.append((str(layout), *cells))
-    return rows
 
 
 def _report(
@@ -383,9 +365,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model", required=True, help=f"one of {', '.join(config_names())}; a path; sizes"
-    )
+    parser.add_argument("--model", required=True, help=f"{MODEL_HELP}; or sizes")
     parser.add_argument("--instance", default="trn2.48xlarge", help=", ".join(INSTANCES))
     parser.add_argument("--nodes", type=int, default=1, help="nodes of an UltraServer (default: 1)")
     parser.add_argument("--lnc", type=int, default=2, help="physical cores a rank (default: 2)")
@@ -394,11 +374,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, help="positions of a sequence (default: + 1024)")
     parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="to rank layouts by")
     parser.add_argument("--table", action="store_true", help="print all layouts and coefficients")
-    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe trace)")
+    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)")
     parser.add_argument("--weights", choices=list(WEIGHT_BYTES), help="default: as the checkpoint")
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="compute with what `chip calibrate` measured"
     )
     parser.add_argument("--picture", type=Path, help="PNG to write: times and bytes against EP")
+    add_report_option(parser)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser

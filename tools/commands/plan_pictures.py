@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from neuron_moe.parallel.planner.search import PHASES, LayoutCosts
 from neuron_moe.parallel.wire import FORMULAS, WireSizes
+from neuron_moe.tools.pages import Picture, picture_of
 
 _COLOURS = {"uniform": "#9a9a9a", "zipf": "#c8501e", "recorded": "#2a6fb0"}
 _WIRE_STYLES = {
@@ -26,11 +30,15 @@ def draw_plan(costs: LayoutCosts, path: Path) -> Path:
         costs: the numbers.
         path: PNG to write.
     """
-    figure = Figure(figsize=(15.0, 4.6), dpi=120, layout="constrained")
-    *time_axes, wire_axes = figure.subplots(1, 3)
-    for axes, phase in zip(time_axes, PHASES, strict=True):
-        _draw_times(axes, costs, phase)
-    _draw_bytes(wire_axes, costs)
+    figure = Figure(figsize=(10.0, 8.0), dpi=120, layout="constrained")
+    panels = figure.subplots(2, 2).flat
+    for axes, draw in zip(panels, _drawings(costs).values(), strict=False):
+        draw(axes)
+    panels[3].axis("off")
+    handles, labels = panels[0].get_legend_handles_labels()
+    panels[3].legend(handles, labels, loc="upper left", title="times", title_fontsize=9)
+    panels[0].get_legend().remove()
+    panels[1].get_legend().remove()
     machine = costs.machine
     figure.suptitle(
         f"{costs.model.name} on {machine.nodes} x {machine.instance.name}, {machine.ranks} ranks:"
@@ -42,9 +50,30 @@ def draw_plan(costs: LayoutCosts, path: Path) -> Path:
     return path
 
 
+def pictures_of_plan(costs: LayoutCosts) -> list[Picture]:
+    """Return the same as pictures of a page."""
+    found = []
+    for caption, draw in _drawings(costs).items():
+        figure = Figure(figsize=(4.8, 4.0), layout="constrained")
+        draw(figure.add_subplot())
+        found.append(picture_of(figure, f"{caption} [computed]"))
+    return found
+
+
+def _drawings(costs: LayoutCosts) -> dict[str, Callable[[Axes], None]]:
+    times: dict[str, Callable[[Axes], None]] = {
+        f"{phase}, {costs.tokens[phase]} tokens, better strategy": partial(
+            _draw_times, costs=costs, phase=phase
+        )
+        for phase in PHASES
+    }
+    caption = f"bytes into a rank, prefill, {costs.tokens['prefill']} tokens"
+    return {**times, caption: partial(_draw_bytes, costs=costs)}
+
+
 def _draw_times(axes: Axes, costs: LayoutCosts, phase: str) -> None:
     routings = dict.fromkeys(entry.routing for entry in costs.entries)
-    for routing in routings:
+    for number, routing in enumerate(routings):
         for is_balanced, style in ((False, "--"), (True, "-")):
             best: dict[int, float] = {}
             for entry in costs.ranking(phase, routing):
@@ -53,7 +82,12 @@ def _draw_times(axes: Axes, costs: LayoutCosts, phase: str) -> None:
             degrees = sorted(best)
             label = f"{routing}, {'EPLB' if is_balanced else 'equal runs'}"
             times = [best[ep] for ep in degrees]
-            axes.plot(degrees, times, style, marker="o", color=_COLOURS[routing], label=label)
+            # Lines may lie on each other: the first ones are drawn wider.
+            width = len(routings) - number
+            axes.plot(
+                degrees, times, style, marker="o", color=_COLOURS[routing], label=label,
+                linewidth=1.5 * width, markersize=3 + 2 * width, alpha=0.85,
+            )  # fmt: skip
     axes.set_ylim(bottom=0)
     _finish(axes, costs, f"{phase}, {costs.tokens[phase]} tokens, better strategy")
     axes.set_ylabel("us a layer, busiest rank")
@@ -62,7 +96,7 @@ def _draw_times(axes: Axes, costs: LayoutCosts, phase: str) -> None:
 def _draw_bytes(axes: Axes, costs: LayoutCosts) -> None:
     model, ranks = costs.model, costs.machine.ranks
     degrees = sorted({entry.layout.ep for entry in costs.entries})
-    for name, formula in FORMULAS.items():
+    for number, (name, formula) in enumerate(FORMULAS.items()):
         values = [
             formula(
                 WireSizes(
@@ -78,8 +112,15 @@ def _draw_bytes(axes: Axes, costs: LayoutCosts) -> None:
             for ep in degrees
         ]
         colour, style = _WIRE_STYLES[name]
-        axes.plot(degrees, values, style, marker="o", color=colour, label=name)
+        width = len(FORMULAS) - number
+        axes.plot(
+            degrees, values, style, marker="o", color=colour, label=name,
+            linewidth=1.2 * width, markersize=3 + 2 * width, alpha=0.85,
+        )  # fmt: skip
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     _finish(axes, costs, f"bytes into a rank, prefill, {costs.tokens['prefill']} tokens")
     axes.set_ylabel("MiB a layer")
 

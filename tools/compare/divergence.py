@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.models.layerwise import LayerRun
-from neuron_moe.router import Router, selection_scores
+from neuron_moe.router import Router, selection_margin, selection_scores, top_k_lowest_first
 
 ALLOWED = 1.5  # times the reference's own error in bfloat16
 FLOOR = 1e-6  # relative: below it, float32 itself rounds
@@ -203,13 +203,8 @@ def _choose(router: Router, hidden_USH: Tensor) -> _Choice:
     """Return the experts of each token."""
     formula, logits_TE = router.spec.formula, router.get_router_logits(hidden_USH)
     ranked_TE = selection_scores(logits_TE, formula, router.e_score_correction_bias)
-    count = min(formula.top_k + 1, router.num_experts)
-    values, index = ranked_TE.sort(dim=-1, descending=True, stable=True)
-    if count == formula.top_k:  # every expert is chosen
-        margin_T = torch.full_like(values[:, 0], torch.inf)
-    else:
-        margin_T = values[:, count - 2] - values[:, count - 1]
-    return _Choice(index[:, : formula.top_k].sort(dim=-1).values, margin_T)
+    _, index_TK = top_k_lowest_first(ranked_TE, formula.top_k)
+    return _Choice(index_TK.sort(dim=-1).values, selection_margin(ranked_TE, formula.top_k))
 
 
 def _row(name: str, whole: _Streams, alone: _Streams, choices: list[_Choice | None]) -> Row:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuron_moe.configs import config_names, load_config
+from neuron_moe.configs import config_names, find_config, load_config
 from neuron_moe.configs.deployments import deployment_names, load_deployments
 from neuron_moe.errors import check_choice
 from neuron_moe.models.deployment import Deployment
@@ -85,10 +85,7 @@ def _plain(name: str) -> str:
 
 def _known_model(name: str) -> str | None:
     """Return the shipped configuration that a name means, or None."""
-    if Path(name).is_dir():
-        return None
-    names = {_plain(known): known for known in config_names()}
-    return names.get(_plain(name.rpartition("/")[2]))
+    return None if Path(name).is_dir() else find_config(name)
 
 
 def _read_config_option(config: str | None) -> tuple[str, str | None, dict[str, Any]]:
@@ -108,8 +105,8 @@ def _read_config_option(config: str | None) -> tuple[str, str | None, dict[str, 
     if found := re.search(r"lnc_?(\d)", rest):
         rest, settings["lnc"] = rest.replace(found[0], ""), int(found[1])
     rest = rest.strip("_")
-    names = {_plain(known): known for known in config_names()}
-    return machine, names[check_choice("config", rest, names)] if rest else None, settings
+    named = find_config(rest) or check_choice("config", rest, config_names()) if rest else None
+    return machine, named, settings
 
 
 def _refuse_machine(machine: str) -> None:

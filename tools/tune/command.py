@@ -24,7 +24,10 @@ from neuron_moe.plan import Step
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
 from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
 from neuron_moe.tools.bench.comparison.sources import write_result
-from neuron_moe.tools.commands.inspect import read_model
+from neuron_moe.tools.models import MODEL_HELP, read_model
+from neuron_moe.tools.pages import add_report_option, write_page
+from neuron_moe.tools.tune.page import tune_page
+from neuron_moe.tools.tune.picture import draw
 from neuron_moe.tools.tune.problem import (
     ROUTINGS,
     WEIGHTS,
@@ -34,7 +37,7 @@ from neuron_moe.tools.tune.problem import (
     decode_configs,
     draw_routing,
 )
-from neuron_moe.tools.tune.results import bucket_report, decode_report, draw, table
+from neuron_moe.tools.tune.results import bucket_report, decode_report, table
 from neuron_moe.tools.tune.work import DecodeWork, Kept, PrefillWork, SureWork, cache_folder
 from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans, TunedPrefill
 
@@ -63,13 +66,8 @@ class _Tuner:
         for tokens in sorted(set(self._args.buckets)):
             problem = Problem.of(self._layer, tokens, self._routing(tokens), self._args.weights)
             points = problem.points(self._args.block_sizes)
-            untuned, default = problem.untuned(), problem.default()
-            asked = [*points[: self._args.simulate], *_best_of_each_size(points), untuned, default]
-            alike = {repr(p.config) + str(p.block_size): p for p in asked}
-            untuned, default = (
-                alike[repr(p.config) + str(p.block_size)] for p in (untuned, default)
-            )
-            work = PrefillWork(problem, list(alike.values()), self._kept)
+            asked, untuned, default = points_to_simulate(problem, points, self._args.simulate)
+            work = PrefillWork(problem, asked, self._kept)
             self._ends[work] = untuned, default
             self._sure[work] = SureWork(work, self._kept)
         for tokens in sorted(set(self._args.decode)):
@@ -134,6 +132,8 @@ class _Tuner:
             print(f"plans: {args.out}")
         if args.picture is not None and report["buckets"]:
             print(f"picture: {draw(report['buckets'], where, args.picture)}")
+        if args.report is not None:
+            print(f"report: {write_page(tune_page(report, where), args.report)}")
         if args.json is not None:
             write_result(args.json, report)
 
@@ -152,6 +152,25 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def points_to_simulate(
+    problem: Problem, points: Sequence[Point], count: int
+) -> tuple[list[Point], Point, Point]:
+    """Return the points that are simulated, and which of them run untuned and by default.
+
+    Args:
+        problem: what is tuned.
+        points: by estimate, the fastest first.
+        count: so many of the fastest; the best of each block size are simulated too.
+    """
+    untuned, default = problem.untuned(), problem.default()
+    asked = [*points[:count], *_best_of_each_size(points), untuned, default]
+    alike = {repr(point.config) + str(point.block_size): point for point in asked}
+    untuned, default = (
+        alike[repr(point.config) + str(point.block_size)] for point in (untuned, default)
+    )
+    return list(alike.values()), untuned, default
+
+
 def _best_of_each_size(points: Sequence[Point]) -> list[Point]:
     """Return the best point of each block size, for the picture."""
     best: dict[int, Point] = {}
@@ -166,7 +185,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="a shipped configuration, or a path")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--tp", type=int, default=1, help="ranks that split an expert")
     parser.add_argument("--ep", type=int, default=1, help="ranks that split the experts")
     parser.add_argument("--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2")
@@ -176,7 +195,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[32, 64, 128], metavar="B")
     parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="in HBM; default: auto")
     parser.add_argument("--routing", default="balanced", help=", ".join(ROUTINGS))
-    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe trace)")
+    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)")
     parser.add_argument("--simulate", type=int, default=6, help="points a bucket (default: 6)")
     parser.add_argument("--quick", action="store_true", help="do not ask how sure the choice is")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
@@ -184,6 +203,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="plans, for a model to load")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was found")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")
+    add_report_option(parser)
     args = parser.parse_args(argv)
     for tokens in (*args.buckets, *args.decode):
         check_positive_int("--buckets and --decode", tokens)

@@ -238,7 +238,7 @@ def _recorded(trace: RoutingTrace, tokens: int, num_experts: int, top_k: int) ->
     if (trace.num_experts, recorded_k) != (num_experts, top_k):
         raise ValueError(
             f"--trace: is of a model with {trace.num_experts} experts, {recorded_k} a token; this"
-            f" one has {num_experts}, {top_k}. Record it with neuron-moe trace."
+            f" one has {num_experts}, {top_k}. Record it with neuron-moe routing."
         )
     load_LE = trace.load_LE()
     layer = int((load_LE.max(1) / load_LE.mean(1)).argmax())

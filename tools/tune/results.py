@@ -1,12 +1,9 @@
-"""What tune tells: a table, JSON and a picture."""
+"""What tune tells, as a table and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from neuron_moe.tools.bench.prefill.cases import roofline_us
 from neuron_moe.tools.console import format_table
@@ -82,33 +79,45 @@ def decode_report(work: DecodeWork) -> dict[str, Any]:
 
 def table(buckets: Sequence[dict[str, Any]], decode: Sequence[dict[str, Any]]) -> str:
     """Return what was found, for people."""
-    head = ["tokens", "block", "plan", "weights", "us", "untuned", "block of 512", "roofline"]
-    rows = [head]
-    for bucket in buckets:
-        chosen = bucket["chosen"]
-        parts = chosen["loaded_parts"]
-        rows.append(
-            [
-                str(bucket["tokens"]), str(chosen["block_size"]),
-                f"{chosen['shard_plan']}, {chosen['loop_plan']}, visits of {chosen['visit']}",
-                f"{chosen['weights']}, {parts[0]}+{parts[1]} x {chosen['weight_buffers']}",
-                f"{bucket['chosen_us']:,.0f}", _text(bucket["untuned_us"]),
-                _text(bucket["default_512_us"]), f"{bucket['roofline_us']:,.0f}",
-            ]
-        )  # fmt: skip
-    lines = [format_table(rows, numbers_from=4)] if buckets else []
-    lines += [_sure_in_words(bucket) for bucket in buckets]
+    lines = [format_table(choice_rows(buckets), numbers_from=4)] if buckets else []
+    lines += [sure_in_words(bucket) for bucket in buckets]
     for step in decode:
         times = ", ".join(f"{mode} {us:,.0f} us" for mode, us in step["us"].items())
         lines.append(f"decode of {step['tokens']} tokens: {step['mode']} ({times})")
     return "\n".join(lines)
 
 
+def choice_rows(buckets: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the choice for each length of prompts, a heading first."""
+    rows = [["tokens", "block", "plan", "weights", "us", "untuned", "block of 512", "roofline"]]
+    for bucket in buckets:
+        chosen = bucket["chosen"]
+        rows.append(
+            [
+                str(bucket["tokens"]), *plan_cells(chosen),
+                f"{bucket['chosen_us']:,.0f}", _text(bucket["untuned_us"]),
+                _text(bucket["default_512_us"]), f"{bucket['roofline_us']:,.0f}",
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def plan_cells(plan: dict[str, Any]) -> list[str]:
+    """Return block size, plan and weights of one point."""
+    gate_up, down = plan["loaded_parts"]
+    return [
+        str(plan["block_size"]),
+        f"{plan['shard_plan']}, {plan['loop_plan']}, visits of {plan['visit']}",
+        f"{plan['weights']}, {gate_up}+{down} x {plan['weight_buffers']}",
+    ]
+
+
 def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _sure_in_words(bucket: dict[str, Any]) -> str:
+def sure_in_words(bucket: dict[str, Any]) -> str:
+    """Say which change of the clock's coefficients would change the choice."""
     tokens, flips = bucket["tokens"], bucket["sure"]
     if not bucket["looked_at"]:
         return f"{tokens} tokens: nothing else simulated comes close"
@@ -119,50 +128,5 @@ def _sure_in_words(bucket: dict[str, Any]) -> str:
     return (
         f"{tokens} tokens: with {first['turned']} a block of {instead['block_size']},"
         f" {instead['shard_plan']}, would take {first['ratio']:.2f} times as long;"
-        f" {len(flips)} such changes"
+        f" {len(flips)} such change{'s' if len(flips) > 1 else ''}"
     )
-
-
-def draw(buckets: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
-    """Draw time and padding against the block size, a panel for each length of prompts.
-
-    Args:
-        buckets: of `bucket_report`.
-        title: above all.
-        path: PNG or SVG to write.
-    """
-    figure = Figure(figsize=(4.2 * len(buckets), 3.8), dpi=120, layout="constrained")
-    figure.suptitle(f"{title}  [simulated; roofline and padding computed]", fontsize=10)
-    for number, bucket in enumerate(buckets):
-        axes = figure.add_subplot(1, len(buckets), number + 1)
-        fastest: dict[int, dict[str, Any]] = {}
-        for tried in bucket["tried"]:
-            fastest.setdefault(tried["block_size"], tried)
-        sizes = sorted(fastest)
-        places = range(len(sizes))
-        times = [fastest[size]["us"] for size in sizes]
-        axes.plot(places, times, "o-", color="#2a6fb0", label="fastest simulated")
-        axes.axhline(bucket["roofline_us"], color="#c0392b", linestyle="--", label="roofline")
-        chosen = bucket["chosen"]["block_size"]
-        axes.plot(
-            sizes.index(chosen), bucket["chosen_us"], "*", color="#d68910", markersize=16,
-            label=f"chosen: {chosen}",
-        )  # fmt: skip
-        axes.set_xticks(list(places), [str(size) for size in sizes])
-        axes.set_ylim(bottom=0)
-        axes.set_title(f"{bucket['tokens']} tokens", fontsize=9)
-        axes.set_xlabel("block size")
-        if number == 0:
-            axes.set_ylabel("us")
-        right = axes.twinx()
-        padding = [100 * fastest[size]["padding"] for size in sizes]
-        right.bar(places, padding, 0.5, color="#9a9a9a", alpha=0.3, label="padding of blocks")
-        right.set_ylim(bottom=0)
-        if number + 1 == len(buckets):
-            right.set_ylabel("padding, %")
-        axes.set_zorder(right.get_zorder() + 1)
-        axes.patch.set_visible(False)
-        axes.legend(fontsize=7, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuron_moe.backends.nki import words
 from neuron_moe.backends.nki.launch import check_call, launch
 from neuron_moe.backends.nki.operands import (
     Operands,
@@ -194,27 +195,28 @@ def decode_config(parts: LayerParts, num_tokens: int, path: str | None = None) -
     """
     sizes, formula, form, request = config_records(parts, num_tokens, path)
     return with_layout(
-        parts.weights,
-        lambda layout: _decode_config(sizes, formula, replace(form, layout=layout), request),
+        parts.weights, form, lambda form: _decode_config(sizes, formula, form, request)
     )
 
 
-def with_layout(weights: ExpertWeights, make: Callable[[str], Any]) -> Any:
+def with_layout(weights: ExpertWeights, form: WeightForm, make: Callable[[WeightForm], Any]) -> Any:
     """Return what `make` makes for the weights' copy for decode, else for plain weights.
 
     Chunks of the copy are fixed; where they leave no room for the tokens, plain weights do.
 
     Args:
         weights: of this rank.
-        make: makes a configuration for a layout of the weights.
+        form: of the plain weights.
+        make: makes a configuration for a form of the weights.
     """
-    if weights.decode_copy is not None:
+    copy = weights.decode_copy
+    if copy is not None:
         with contextlib.suppress(ValueError):
-            config = make("packed")
+            config = make(words.FORM if words.is_words(copy) else replace(form, layout="packed"))
             wanted = weight_shapes(getattr(config, "moe", config))[0]
-            if tuple(weights.decode_copy.gate_up.shape) == wanted:
+            if tuple(copy.gate_up.shape) == wanted:
                 return config
-    return make("ehi")
+    return make(form)
 
 
 def config_records(
@@ -240,6 +242,7 @@ def config_records(
         mode="auto" if path is None else MODES[path],
         scaling="pre" if parts.spec.scales_input else "post",
         missing=parts.tuning.missing,
+        chip=words.chip_name(),
     )
     return sizes, kernel_formula(weights), form, request
 
@@ -249,15 +252,21 @@ _decode_config = cached_by_chip(make_decode_config)
 
 
 def lay_out(parts: LayerParts) -> LaidOut:
-    """Return experts in the packed layout of decode_moe, which does not depend on the tokens."""
+    """Return experts in the packed layout of decode_moe, which does not depend on the tokens.
+
+    On a trn3 those of an MXFP4 checkpoint are its words.
+    """
     weights = parts.weights
     operands = operands_of(parts)
     whole = replace(parts, num_experts=max(weights.num_experts, parts.spec.top_k))
     sizes, formula, form, request = config_records(whole, 1, None)
+    request = replace(request, scaling="post")
+    if request.chip == words.CHIP:
+        copy = words.words_copy(weights, lambda form: _decode_config(sizes, formula, form, request))
+        if copy is not None:
+            return copy
     try:
-        config = _decode_config(
-            sizes, formula, replace(form, layout="packed"), replace(request, scaling="post")
-        )
+        config = _decode_config(sizes, formula, replace(form, layout="packed"), request)
     except ValueError as error:
         raise ValueError(
             f"for_decode=True: the decode kernel cannot take these experts: {error}"
@@ -287,5 +296,7 @@ def describe(config: Any) -> str:
     if config.num_cores == 1:
         cores = "one core"
     layout = "laid out for decode" if config.weights.layout == "packed" else "plain layout"
+    if config.weights == words.FORM:
+        layout = "MXFP4 words as in the checkpoint (trn3), activations quantised to 8 bits on chip"
     how = f"{parts}, {config.weight_buffers} on chip at once; {layout}"
     return f"plan: {config.mode} mode, {cores}; {how}"

@@ -4,7 +4,7 @@ Norm, router, routed and shared experts; nothing passes through HBM between them
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -187,9 +187,8 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
     router = parts.router.spec.formula
     return with_layout(
         parts.weights,
-        lambda layout: _layer_config(
-            sizes, router, formula, form, replace(weights, layout=layout), request
-        ),
+        weights,
+        lambda weights: _layer_config(sizes, router, formula, form, weights, request),
     )
 
 

@@ -38,10 +38,11 @@ from nki_kernels.route import router_topk
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.trace import CORE, FACTS, ControlFacts, Trace
 
-_OPTIONS = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
+TIMES_ONLY = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
 _ROUTER_ELEMENTS = 1 << 22  # of hidden states and router that choose experts in a launch
 _NAMES = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 _SEED = 11
+_Launch = tuple[str, nki_sim.Run]  # name of the kernel, and its run
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +66,40 @@ class KernelTime:
 def simulate_plan(
     plan: Plan, index_TK: NDArray[np.int32], own_tokens: int | None = None
 ) -> list[KernelTime]:
-    """Return the launches of a plan with their simulated times.
+    """Return the launches of a plan with their simulated times; see `plan_runs`."""
+    return [_time(name, run) for name, run in plan_runs(plan, index_TK, own_tokens)]
+
+
+def plan_runs(
+    plan: Plan,
+    index_TK: NDArray[np.int32],
+    own_tokens: int | None = None,
+    options: SimOptions = TIMES_ONLY,
+) -> Iterator[tuple[str, nki_sim.Run]]:
+    """Simulate the launches of a plan; yield the name of each kernel, and its run.
 
     Args:
         plan: of the nki backend; weights may be on the meta device.
         index_TK: [T, K] int32 experts of the model that the tokens choose. A plan that routes in
             its launch draws its own choices, as many, all experts alike.
         own_tokens: that this rank routes, where others route theirs; default: all.
+        options: of the simulations.
 
     Raises:
         ValueError: a plan of another backend, or weights the kernels do not take.
     """
     if isinstance(plan, PrefillPlan):
-        return [_route(plan.parts, own_tokens or len(index_TK)), *_prefill(plan, index_TK)]
-    if isinstance(plan, DecodePlan):
-        return [_route(plan.parts, plan.step.tokens), _decode(plan, index_TK)]
-    if isinstance(plan, LayerPlan):
-        return [_layer(plan)]
-    raise ValueError(f"plan of {plan.decision.kernel}: no kernels to simulate. Use backend='nki'.")
+        yield _route(plan.parts, own_tokens or len(index_TK), options)
+        yield from _prefill(plan, index_TK, options)
+    elif isinstance(plan, DecodePlan):
+        yield _route(plan.parts, plan.step.tokens, options)
+        yield _decode(plan, index_TK, options)
+    elif isinstance(plan, LayerPlan):
+        yield _layer(plan, options)
+    else:
+        raise ValueError(
+            f"plan of {plan.decision.kernel}: no kernels to simulate. Use backend='nki'."
+        )
 
 
 def draw_choices(
@@ -93,41 +110,55 @@ def draw_choices(
     return np.argpartition(keys, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
-def _prefill(plan: PrefillPlan, index_TK: NDArray[np.int32]) -> Iterator[KernelTime]:
+def _prefill(
+    plan: PrefillPlan, index_TK: NDArray[np.int32], options: SimOptions
+) -> Iterator[_Launch]:
     parts, made = plan.parts, compile_for(plan)
     num_tokens, top_k = index_TK.shape
     num_cores, H = parts.tuning.num_cores, made.config.H
     local_TK = index_TK - parts.first_expert
     is_here = (local_TK >= 0) & (local_TK < parts.weights.num_experts)
     local_TK = np.where(is_here, local_TK, NO_EXPERT).astype(np.int32)
-    run = _run(index_blocks, num_cores, local_TK, made.dims, made.visits)
-    yield _time(index_blocks, run)
+    run = _run(options, index_blocks, num_cores, local_TK, made.dims, made.visits)
+    yield _name_of(index_blocks), run
     tokens, _, _, _, _, slot_of_pair_TK, *lists = run.outputs
     gate_up, down = map(_spec_of, matrices_of(parts.weights))
     beside = _prefill_beside(parts, H)
     if made.config.scaling == "pre":
         beside["slot_scale"] = TensorSpec(tokens.shape, "float32")
     rows = TensorSpec((num_tokens, H), "bfloat16")
-    run = _run(blockwise_moe, num_cores, rows, gate_up, down, tokens, *lists, made.config, **beside)
-    yield _time(blockwise_moe, run)
+    run = _run(
+        options,
+        blockwise_moe,
+        num_cores,
+        rows,
+        gate_up,
+        down,
+        tokens,
+        *lists,
+        made.config,
+        **beside,
+    )
+    yield _name_of(blockwise_moe), run
     slots = TensorSpec((num_partials(made.config), len(tokens), H), "bfloat16")
     affinities = TensorSpec((num_tokens, top_k), "float32")
-    yield _time(combine, _run(combine, num_cores, slots, slot_of_pair_TK, affinities, made.out))
+    run = _run(options, combine, num_cores, slots, slot_of_pair_TK, affinities, made.out)
+    yield _name_of(combine), run
 
 
-def _decode(plan: DecodePlan, index_TK: NDArray[np.int32]) -> KernelTime:
+def _decode(plan: DecodePlan, index_TK: NDArray[np.int32], options: SimOptions) -> _Launch:
     parts, config = plan.parts, plan.config
     hidden = TensorSpec((config.T, config.H), "bfloat16")
     affinities = TensorSpec(index_TK.shape, "float32")
     matrices = map(_spec_of, matrices_of(parts.weights))
     run = _run(
-        decode_moe, parts.tuning.num_cores, hidden, *matrices, index_TK, affinities,
+        options, decode_moe, parts.tuning.num_cores, hidden, *matrices, index_TK, affinities,
         _first_expert(parts), config, **_decode_beside(parts, config.H),
     )  # fmt: skip
-    return _time(decode_moe, run)
+    return _name_of(decode_moe), run
 
 
-def _layer(plan: LayerPlan) -> KernelTime:
+def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
     """Time a fused layer; hidden states and router are drawn, and with them the choices."""
     parts, config = plan.parts, plan.config
     moe, router, rng = config.moe, parts.router, np.random.default_rng(_SEED)
@@ -143,6 +174,8 @@ def _layer(plan: LayerPlan) -> KernelTime:
             named[name] = np.zeros((1, parts.num_experts), np.float32)
     if config.form.has_norm:
         named["norm_weight"] = torch.ones((1, moe.H), dtype=torch.bfloat16)
+    if config.form.has_residual:
+        named["residual"] = hidden_TH
     if config.form.shared_width:
         gate_up, down = weight_shapes(config.shared)
         named["shared_gate_up"] = TensorSpec(gate_up, "bfloat16")
@@ -151,13 +184,13 @@ def _layer(plan: LayerPlan) -> KernelTime:
         gate = pack_router_weight(np.zeros((1, moe.H), np.float32), moe.h_axis)
         named["shared_gate"] = TensorSpec(gate.shape, "bfloat16")
     run = _run(
-        decode_layer, parts.tuning.num_cores, hidden_TH, from_numpy(packed, dtype),
+        options, decode_layer, parts.tuning.num_cores, hidden_TH, from_numpy(packed, dtype),
         *map(_spec_of, matrices_of(parts.weights)), _first_expert(parts), config, **named,
     )  # fmt: skip
-    return _time(decode_layer, run)
+    return _name_of(decode_layer), run
 
 
-def _route(parts: LayerParts, num_tokens: int) -> KernelTime:
+def _route(parts: LayerParts, num_tokens: int, options: SimOptions) -> _Launch:
     router, num_cores = parts.router, parts.tuning.num_cores
     assert router is not None
     weight = router.linear_router.weight
@@ -167,12 +200,23 @@ def _route(parts: LayerParts, num_tokens: int) -> KernelTime:
         for values in (router.linear_router.bias, router.e_score_correction_bias)
     )
     hidden = TensorSpec((num_tokens, config.hidden_size), "bfloat16")
-    run = _run(router_topk, num_cores, hidden, _spec_of(weight), bias, selection_bias, None, config)
-    return _time(router_topk, run)
+    run = _run(
+        options,
+        router_topk,
+        num_cores,
+        hidden,
+        _spec_of(weight),
+        bias,
+        selection_bias,
+        None,
+        config,
+    )
+    return _name_of(router_topk), run
 
 
-def _run(kernel: Any, num_cores: int, *operands: Any, **named: Any) -> nki_sim.Run:
-    options = _OPTIONS
+def _run(
+    options: SimOptions, kernel: Any, num_cores: int, *operands: Any, **named: Any
+) -> nki_sim.Run:
     if kernel is decode_layer:
         options = replace(options, small_elements=_ROUTER_ELEMENTS)
     elif kernel is index_blocks:  # its lists are wanted, of which it adds up some in float32
@@ -180,9 +224,12 @@ def _run(kernel: Any, num_cores: int, *operands: Any, **named: Any) -> nki_sim.R
     return nki_sim.run(kernel, *operands, lnc=num_cores, options=options, **named)
 
 
-def _time(kernel: Any, run: nki_sim.Run) -> KernelTime:
+def _name_of(kernel: Any) -> str:
+    return str(getattr(kernel, "__name__", None) or kernel.func.__name__)
+
+
+def _time(name: str, run: nki_sim.Run) -> KernelTime:
     us = float(run.timeline.total_ns) / 1e3
-    name = getattr(kernel, "__name__", None) or kernel.func.__name__
     return KernelTime(name, us, compiled_instructions(run.trace), len(run.trace))
 
 

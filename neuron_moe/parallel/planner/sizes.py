@@ -10,7 +10,9 @@ from typing import Any
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.spec import check_top_k
 
-WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 17 / 32}  # mxfp4: 32 codes and one scale
+# mxfp4: 32 codes and one scale
+WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "e5m2": 1.0, "mxfp4": 17 / 32}
+_FORMATS = {"mxfp4": "e5m2", "fp8": "fp8"}  # by what a checkpoint is quantised with
 
 _KEYS = {
     "hidden_size": ("hidden_size", "d_model"),
@@ -75,8 +77,8 @@ class ModelSizes:
         Args:
             name: what reports call the model.
             config: the keys of config.json.
-            weight_format: overrides the one that follows from `quantization_config`: fp8 for fp8
-                and for MXFP4 (which Trn2 computes as fp8 e5m2, without loss), else bf16.
+            weight_format: overrides the one that follows from `quantization_config`: fp8 for fp8,
+                e5m2 for MXFP4 (which Trn2 computes so, without loss), else bf16.
 
         Raises:
             ValueError: a size is missing.
@@ -97,7 +99,7 @@ class ModelSizes:
             num_moe_layers=found["num_layers"] - dense_layers,
             shared_size=_shared_size(config, inner),
             dense_parameters=_dense_parameters(config, found, dense_layers),
-            weight_format=weight_format or ("fp8" if quantised in ("mxfp4", "fp8") else "bf16"),
+            weight_format=weight_format or _FORMATS.get(str(quantised), "bf16"),
         )
 
     @property

@@ -1,5 +1,6 @@
 """Placement evens out skewed loads, replicas take turns, biases move against the load."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,49 @@ def test_neighbours_and_strided_tokens_both_reach_all_replicas() -> None:
         assert set(physical[::stride].tolist()) == {0, 2}
 
 
+def test_turns_go_on_where_another_rank_has_the_tokens_before() -> None:
+    placement = ExpertPlacement((0, 1, 2, 0, 1, 0), 2, 3)
+    index = torch.randint(-1, 3, (90, 2))
+    whole = placement.to_physical(index)
+    parts = [placement.to_physical(index[:40]), placement.to_physical(index[40:], 40)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert whole.dtype == index.dtype
+    without = ExpertPlacement((2, 0, 1), 3, 3)
+    physical = torch.tensor([-1, 1, 2, 0])  # of no expert, and of each
+    assert torch.equal(without.to_physical(index), physical[index + 1])
+
+
+def lightest(loads: list[int], num_ranks: int) -> int:
+    """Return the load of the busiest rank of the best placement without replicas, by trying all."""
+    size = len(loads) // num_ranks
+    return min(
+        max(sum(order[start : start + size]) for start in range(0, len(loads), size))
+        for order in itertools.permutations(loads)
+    )
+
+
+# Heaviest first is not enough for the first four.
+FEW = [([12, 6, 13, 0, 16, 7], 2), ([20, 9, 3, 10, 16, 13], 2), ([16, 17, 6, 13, 1, 15], 2),
+       ([8, 6, 5, 9, 4, 17], 2), ([9, 7, 5, 4, 2, 1], 3), ([4, 0, 0, 1], 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loads", "ranks"), FEW)
+def test_few_experts_are_placed_as_well_as_can_be(loads: list[int], ranks: int) -> None:
+    load_E = torch.tensor(loads)
+    assert float(place_experts(load_E, ranks).rank_load(load_E).max()) == lightest(loads, ranks)
+
+
 @pytest.mark.parametrize(
     ("physical", "ranks", "experts", "message"),
     [
         ((0, 1, 2), 2, 3, "must divide by num_ranks=2"),
         ((0, 1, 5, 2), 2, 3, r"5 must be an expert in \[0, 3\)"),
+        ((0, 1, 3, 2), 2, 3, r"3 must be an expert in \[0, 3\)"),
         ((0, 1, 1, 0), 2, 3, "expert 2 must be among them"),
+        ((0, 1), 0, 2, "num_ranks=0"),
+        ((0, 1), 1, 0, "num_experts=0"),
     ],
-    ids=["uneven", "unknown expert", "expert nowhere"],
+    ids=["uneven", "unknown expert", "one too many", "expert nowhere", "no rank", "no expert"],
 )
 def test_a_wrong_placement_is_refused(
     physical: tuple[int, ...], ranks: int, experts: int, message: str
@@ -115,8 +151,13 @@ def test_a_wrong_placement_is_refused(
 
 
 def test_extra_experts_that_do_not_divide_are_refused_with_a_number_that_does() -> None:
-    with pytest.raises(ValueError, match=r"Use extra_experts=64\."):
-        place_experts(torch.ones(128), 64, extra_experts=16)
+    for experts, ranks, extra, wanted in ((128, 64, 16, 64), (5, 4, 2, 3), (5, 4, -1, 3)):
+        with pytest.raises(ValueError, match=rf"Use extra_experts={wanted}\."):
+            place_experts(torch.ones(experts), ranks, extra_experts=extra)
+    with pytest.raises(ValueError, match="num_ranks=0"):
+        place_experts(torch.ones(4), 0)
+    with pytest.raises(ValueError, match=r"load_E: -1\.0 must not be negative"):
+        place_experts(torch.tensor([2, -1]), 1)
 
 
 def test_a_layer_refuses_a_placement_of_other_experts_or_ranks() -> None:
@@ -161,9 +202,26 @@ def test_placements_survive_a_file(tmp_path: Path) -> None:
     ]
     save_placements(tmp_path / "p.json", placements)
     assert load_placements(tmp_path / "p.json") == placements
-    (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(ValueError, match="must be a JSON object with a list 'layers'"):
-        load_placements(tmp_path / "bad.json")
+    for text in ("[]", "{}", '{"layers": 3}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="must be a JSON object with a list 'layers'"):
+            load_placements(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "must hold 'expert_distribution', a list of lists"),
+        ({"expert_distribution": [[0, 1], [2]]}, r"ranks hold \[1, 2\] experts; must be equally"),
+        ({"expert_distribution": [[0], [1]], "num_experts": 3}, "num_experts=3 must be 2"),
+    ],
+    ids=["nothing", "uneven", "other experts"],
+)
+def test_a_wrong_entry_of_a_file_of_placements_is_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExpertPlacement.from_dict(values)
 
 
 def test_the_selection_bias_balances_a_skewed_router_and_keeps_mean_zero() -> None:

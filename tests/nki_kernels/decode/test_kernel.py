@@ -168,6 +168,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scaling": ({"scaling": "late"}, r"scaling='late': must be one of post"),
     "chunks": ({"layout": "packed", "chunks": 3}, r"chunks=3: packed weights have 1"),
     "scales": ({"down_scale": "channel"}, r"bfloat16 weights have none"),
+    "scales-up": ({"has_scales": True}, r"bfloat16 weights have none"),
+    "sums": ({"sums": "hbm"}, r"sums='hbm': must be one of auto"),
+    "loops": ({"loops": "static"}, r"loops='static': must be one of dynamic"),
+    "missing": ({"missing": "zero"}, r"missing='zero': must be one of skip"),
+    "down_scale": ({"down_scale": "row"}, r"down_scale='row': must be one of none"),
+    "output": ({"output_dtype": "float16"}, r"output_dtype='float16': must be one of float32"),
 }
 
 
@@ -179,6 +185,28 @@ def test_what_cannot_run_is_refused_by_name(name: str) -> None:
     sizes |= {key: value for key, value in change.items() if key in sizes}
     with pytest.raises(ValueError, match=message):
         make_decode_config(DecodeSizes(**sizes), *records(options))
+
+
+# T, H, I, E, K, experts of all ranks, cores: the least, the largest, and what lies just outside.
+REACHED = [(1, 64, 1, 1, 1, 1, 1), (256, 64, 1, 1, 1, 1, 2), (1, 80, 1, 1, 1, 1, 2),
+           (1, 64, 1, 512, 1, 512, 2), (1, 64, 1, 1, 16, 16, 2)]  # fmt: skip
+PAST = [(0, 64, 1, 1, 1, 1, 1), (257, 64, 1, 1, 1, 1, 1), (1, 48, 1, 1, 1, 1, 1),
+        (1, 72, 1, 1, 1, 1, 1), (1, 64, 0, 1, 1, 1, 1), (1, 64, 1, 0, 1, 1, 1),
+        (1, 64, 1, 513, 1, 513, 1), (1, 64, 1, 2, 1, 1, 1), (1, 64, 1, 1, 0, 1, 1),
+        (1, 64, 1, 1, 2, 1, 1), (1, 64, 1, 1, 17, 17, 1), (1, 64, 1, 1, 1, 1, 0),
+        (1, 64, 1, 1, 1, 1, 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", REACHED)
+def test_limits_are_reached(sizes: tuple[int, ...]) -> None:
+    config = make_decode_config(DecodeSizes(*sizes), *records({}))
+    assert sizes[:5] == (config.T, config.H, config.I, config.E, config.K)
+
+
+@pytest.mark.parametrize("sizes", PAST)
+def test_what_is_past_a_limit_is_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        make_decode_config(DecodeSizes(*sizes), *records({}))
 
 
 E4M3 = {"format": "float8_e4m3", "has_scales": True}

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
-from nki_kernels.common.formula import limits
+from nki_kernels.common.formula import Limits, limits
 from nki_kernels.common.weight_formats import split_parts
 from nki_kernels.prefill import (
+    BLOCK_SIZES,
     best_parts,
     check_blockwise_moe,
     cost_blockwise_moe,
@@ -332,6 +333,32 @@ REFUSED = {
     ),
     "turns": ({"turns": "dma", "H": 320}, r"turns='dma': needs H in equal tiles"),
     "tiles": ({"largest_visit": 0}, r"largest_visit=0: must be at least 1"),
+    "no-H": ({"H": 0}, r"H=0: must be a positive multiple of 64"),
+    "H-65": ({"H": 65}, r"H=65: must be a positive multiple of 64"),
+    "no-slots": ({"num_slots": 0}, r"num_slots=0: must be a positive multiple of block_size"),
+    "few-slots": ({"num_slots": 64}, r"num_slots=64: must be a positive multiple of block_size"),
+    "no-core": ({"num_cores": 0}, r"num_cores=0: must be 1 or 2"),
+    "turns-word": ({"turns": "vector"}, r"turns='vector': must be one of auto"),
+    "fetches": ({"fetches": "load"}, r"fetches='load': must be one of copy"),
+    "missing": ({"missing": "zero"}, r"missing='zero': must be one of skip"),
+    "clamps-without-gate": (
+        {"has_gate": False, "gate_limits": Limits(has_upper=True, upper=7.0)},
+        r"has_gate=False: there is no gate to clamp \(\(None, 7.0\)\)",
+    ),
+    "no-parts": ({"weight_parts": (0, 1)}, r"weight_parts=\(0, 1\): must be positive"),
+    "no-out-parts": ({"weight_parts": (1, 0)}, r"weight_parts=\(1, 0\): must be positive"),
+    "parts-of-hidden": (
+        {"weight_parts": (2, 1), "shard_plan": "hidden"},
+        r"weight_parts=\(2, 1\): must be positive, .*\(1, 1\) with 'hidden'",
+    ),
+    "spare-skips-weights": (
+        {"missing": "spare", "skip_weights": True, "H": 4096, "I": 4096},
+        r"missing='spare', skip_weights=True, stores='rows': weights",
+    ),
+    "spare-tokens": (
+        {"missing": "spare", "stores": "tokens"},
+        r"missing='spare', skip_weights=False, stores='tokens': weights",
+    ),
 }
 
 
@@ -341,6 +368,21 @@ def test_what_cannot_run_is_refused_by_name(name: str) -> None:
     change, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         config_of(**{**sizes, **change})
+
+
+def test_limits_are_reached() -> None:
+    least = config_of(
+        H=64, I=1, E=1, block_size=BLOCK_SIZES[0], num_slots=BLOCK_SIZES[0], num_tokens=1,
+        num_cores=1, largest_visit=1,
+    )  # fmt: skip
+    assert (least.H, least.I, least.E, least.num_tiles, least.num_cores) == (64, 1, 1, 1, 1)
+    sizes = {"H": 128, "I": 45, "E": 4, "block_size": 128, "num_slots": 512, "num_tokens": 128}
+    halves = config_of(**{**sizes, "I": 46, "shard_plan": "intermediate"})
+    assert halves.shard.splits_i
+    alone = config_of(**sizes, shard_plan="intermediate", num_cores=1)  # nothing to split
+    assert not alone.shard.splits_i
+    assert config_of(**sizes, shard_plan="block", in_halves=True).loop.in_halves
+    assert config_of(**sizes, turns="dma").loop.turns == "dma"
 
 
 def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:

@@ -19,6 +19,7 @@ from nki_kernels.route import (
     cost_router_topk,
     router_topk,
 )
+from nki_kernels.route.memory import router_table, sbuf_bytes
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.traces import measured_cost
 
@@ -242,3 +243,44 @@ def test_what_the_check_accepts_fits_in_memory(case: str) -> None:
     ]  # fmt: skip
     run = nki_sim.run(router_topk, *shapes, config, lnc=2, options=SimOptions(mode="indices"))
     assert 0 < run.sbuf_peak_bytes <= SBUF_BYTES
+
+
+# The least and the largest that is taken, and what lies just outside: T, H, E, values, cores.
+GROUPS = {"act_fn": "sigmoid", "n_group": 4, "topk_group": 1}
+REACHED: list[tuple[int, int, int, dict[str, Any], int]] = [
+    (1, 64, 2, {"top_k": 1}, 2), (32768, 64, 8, {"top_k": 2}, 2), (16384, 64, 8, {"top_k": 2}, 1),
+    (4, 128, 512, {"top_k": 16}, 2), (4, 64, 8, {"top_k": 8}, 2),
+    (4, 64, 8, {"top_k": 2, **GROUPS}, 2),
+    (4, 64, 8, {"top_k": 8, **GROUPS, "topk_group": 4, "out_of_group_fill": 0.0}, 2),
+    (4, 64, 8, {"top_k": 2, "act_over_topk": True, "has_bias": True}, 2),
+]  # fmt: skip
+PAST: list[tuple[int, int, int, dict[str, Any], int]] = [
+    (0, 64, 8, {"top_k": 2}, 2), (32769, 64, 8, {"top_k": 2}, 2), (16385, 64, 8, {"top_k": 2}, 1),
+    (4, 0, 8, {"top_k": 2}, 2), (4, 65, 8, {"top_k": 2}, 2), (4, 64, 1, {"top_k": 1}, 2),
+    (4, 64, 513, {"top_k": 2}, 2), (4, 64, 8, {"top_k": 0}, 2), (4, 64, 8, {"top_k": 9}, 2),
+    (4, 64, 64, {"top_k": 17}, 2), (4, 64, 4, {"top_k": 1, **GROUPS}, 2),
+    (4, 64, 10, {"top_k": 2, **GROUPS}, 2), (4, 64, 8, {"top_k": 2, **GROUPS, "topk_group": 0}, 2),
+    (4, 64, 8, {"top_k": 2, **GROUPS, "topk_group": 5}, 2), (4, 64, 8, {"top_k": 3, **GROUPS}, 2),
+    (4, 64, 8, {"top_k": 2, **GROUPS, "act_over_topk": True}, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REACHED)
+def test_limits_are_reached(case: tuple[int, int, int, dict[str, Any], int]) -> None:
+    T, H, E, values, num_cores = case
+    check_router_topk(config_for(E, H, num_cores=num_cores, **values), T)
+
+
+@pytest.mark.parametrize("case", PAST)
+def test_what_is_past_a_limit_is_refused(case: tuple[int, int, int, dict[str, Any], int]) -> None:
+    T, H, E, values, num_cores = case
+    with pytest.raises(ValueError, match=r"must be|must split|offer only|do not apply"):
+        check_router_topk(config_for(E, H, num_cores=num_cores, **values), T)
+
+
+def test_the_bytes_that_are_too_many_are_those_of_one_core() -> None:
+    config = config_for(512, 16384, top_k=2, weight_dtype="float32")
+    for num_tokens, tokens_of_core in ((4, 2), (5, 3), (32768, 16384)):
+        needed = sbuf_bytes(router_table(config, tokens_of_core, 1))
+        with pytest.raises(ValueError, match=f"need {needed} bytes of SBUF per partition"):
+            check_router_topk(config, num_tokens)

@@ -61,6 +61,16 @@ def test_iota_counts_partitions_from_its_destination_and_saturates_small_integer
     assert result["dst"][:, 0].tolist() == [250, 252, 254, 255, 255, 255, 255, 255]
 
 
+def test_without_an_offset_patterns_count_from_zero() -> None:
+    counted = execute(lambda dst: isa.iota(dst, [[3, 4]]), dst=out("int32", (2, 4)))["dst"]
+    assert counted.tolist() == [[0, 3, 6, 9]] * 2
+    kept = execute(
+        lambda dst, x: isa.affine_select(dst, [[1, 4]], 1, x, 0.0, cmp_op=nl.equal),
+        dst=out(shape=(2, 4)), x=Tile(np.ones((2, 4), np.float32)),
+    )["dst"]  # fmt: skip
+    assert kept.tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
+
+
 def test_iota_takes_its_offset_from_a_register() -> None:
     def body(dst: Any) -> None:
         isa.iota(dst, [[1, 4]], isa.register_alloc(7))

@@ -274,6 +274,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     ),
     "column-tile": (tiled((0, 32), (128, 32)), MATMUL, "tile_size: expected all 128 columns"),
     "tile-rows": (tiled((0, 0), (32, 128)), MATMUL, "tile_position: expected 32, 64 or 128 rows"),
+    "tile-between": (tiled((32, 0), (64, 128)), MATMUL, "tile_position: expected 32, 64 or 128"),
     "tile-start": (tiled((64, 0), (64, 128)), MATMUL, "stationary: expected start partition 64"),
     "src-type": (
         isa.quantize_mx, QUANTISE | {"src": Tile(np.zeros((64, 16), np.float32))},

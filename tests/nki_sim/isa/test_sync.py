@@ -158,6 +158,22 @@ def test_cores_that_do_not_meet_are_told_where(name: str) -> None:
             nki_sim.run(kernel, lnc=2, options=options)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(nl.float32, 256), (nl.bfloat16, 256), (nl.uint8, 256)]
+)
+def test_gpsimd_exchanges_as_many_bytes_as_it_has_room_for(dtype: Any, most: int) -> None:
+    def kernel(width: int) -> Any:
+        tiles = [filled(1, (16, width), dtype) for _ in range(2)]
+        exchange(*tiles, dma_engine=isa.dma_engine.gpsimd_dma)
+        return None
+
+    nki_sim.run(kernel, most, lnc=2)
+    with pytest.raises(
+        IllegalOperand, match=f"at most {most * nl.DType(str(dtype)).itemsize} bytes"
+    ):
+        nki_sim.run(kernel, most + 1, lnc=2)
+
+
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "shapes": (lambda: exchange(filled(1.0), filled(1.0, (16, 4))), "shape"),
     "types": (lambda: exchange(filled(1.0), filled(1, dtype=nl.int32)), "like src"),

@@ -290,6 +290,18 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "dst-rows": (matmul(), MM | {"dst": psum((31, 64))}, "dst"),
     "dst-bfloat16": (matmul(), MM | {"dst": psum((32, 64), "bfloat16")}, "gen4"),
     "operand-in-psum": (matmul(), MM | {"a": Tile(BF, space="psum")}, "SBUF"),
+    "double-row-of-three": (
+        matmul(perf_mode="double_row"),
+        MM | {"a": Tile(normal((64, 3, 32), ml_dtypes.float8_e4m3)),
+              "b": Tile(normal((64, 3, 64), ml_dtypes.float8_e4m3)), "dst": psum((48, 96))},
+        r"shape \[K, 2, \.\.\] with double_row",
+    ),
+    "double-row-of-none": (
+        matmul(perf_mode="double_row"),
+        MM | {"a": Tile(normal((64, 2), ml_dtypes.float8_e4m3)),
+              "b": Tile(normal((64, 2), ml_dtypes.float8_e4m3)), "dst": psum((1, 1))},
+        r"shape \[K, 2, \.\.\] with double_row",
+    ),
     "e4m3fn-before-generation-4": (
         matmul(), MM | {"a": Tile(normal((64, 32), ml_dtypes.float8_e4m3fn))}, "gen4",
     ),

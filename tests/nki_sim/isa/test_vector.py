@@ -404,6 +404,15 @@ def test_exponential_subtracts_the_maximum_and_sums() -> None:
     np.testing.assert_allclose(result["total"][:, 0], 1.0 + expected.sum(axis=1), rtol=1e-5)
 
 
+def test_generation_4_keeps_the_smaller_magnitude() -> None:
+    result = execute(
+        lambda dst, x, y: isa.tensor_tensor(dst, x, y, nl.abs_min),
+        dst=out(), x=Tile(X), y=Tile(X[::-1].copy()), options=SimOptions(target="trn3"),
+    )  # fmt: skip
+    other = X[::-1]
+    np.testing.assert_array_equal(result["dst"], np.where(np.abs(X) < np.abs(other), X, other))
+
+
 # Rounding: each destination type against a rule written out here.
 
 

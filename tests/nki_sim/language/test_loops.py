@@ -221,6 +221,14 @@ def escaping() -> Any:
     return saved(tile)
 
 
+def escaping_in_hbm() -> Any:
+    for _ in nl.dynamic_range(2):
+        shared = nl.ndarray((1, 1), nl.float32, buffer=nl.shared_hbm)
+    tile = counter(1)
+    isa.dma_copy(shared, tile)
+    return shared
+
+
 def breaking() -> Any:
     total = counter()
     for _ in nl.dynamic_range(3):
@@ -242,11 +250,21 @@ def returning() -> Any:
     ("kernel", "message"),
     [
         (escaping, r"dma_copy: src: expected a tensor that exists outside"),
+        (
+            escaping_in_hbm,
+            rf"at \S+test_loops.py:{escaping_in_hbm.__code__.co_firstlineno + 2}\b",
+        ),
         (breaking, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (returning, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (lambda: isa.register_alloc(1) < 2, r"test_loops.py:\d+: register: expected a number"),
     ],
-    ids=["tensor-of-the-body-used-outside", "break", "return", "comparison"],
+    ids=[
+        "tensor-of-the-body-used-outside",
+        "shared-tensor-of-the-body",
+        "break",
+        "return",
+        "comparison",
+    ],
 )
 def test_what_no_dynamic_loop_can_do_is_refused_with_its_line(
     kernel: Callable[[], Any], message: str

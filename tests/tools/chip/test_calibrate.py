@@ -13,12 +13,12 @@ import pytest
 from neuron_moe.tools.chip.calibrate import ROUNDS, conclude, main
 from neuron_moe.tools.chip.coefficients import COEFFICIENTS, LAUNCH, chip_with, start_values
 from neuron_moe.tools.chip.device import Job
-from neuron_moe.tools.chip.fit import CLOCK_ERROR, find_switches
+from neuron_moe.tools.chip.fit import CLOCK_ERROR, _Problem, find_switches
 from neuron_moe.tools.chip.model import ProbeModel
 from neuron_moe.tools.chip.observe import Observed, observe, probe_jobs, read_observed
 from neuron_moe.tools.chip.probes.listing import PROBES, SWITCH_PROBES
 from neuron_moe.tools.chip.rehearse import summarise
-from neuron_moe.tools.chip.series import measure, without_drift
+from neuron_moe.tools.chip.series import Times, measure, without_drift
 from neuron_moe.tools.chip.stand_in import StandIn, timed
 from nki_sim.hardware import SWITCHES, TRN2, Hardware
 from nki_sim.lint.linter import lint_file
@@ -26,6 +26,7 @@ from nki_sim.time.costs import price_matmul, price_meeting
 from nki_sim.trace import MatmulFacts, SyncFacts
 
 CHIP = Path(__file__).parents[3] / "tools" / "chip"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,24 @@ def test_drift_is_taken_out_and_times_are_those_at_the_start() -> None:
     assert np.all((found.error > 0.001) & (found.error < 0.003))
 
 
+@pytest.mark.long
+def test_the_bar_of_what_others_hide_holds_all_of_it() -> None:
+    model = ProbeModel([timed(job) for job in probe_jobs() if job.name == "tiles at once"])
+    # Loads of stationary tiles take so long that the gap between tiles hides behind them.
+    truth = {**start_values(), "stationary_load_floor_cycles": 28.0, "tile_issue_cycles": 8.2}
+    times = Times(ns=model.ns(truth, {}), error=np.full(len(model), 1e-3), drift=np.zeros(1))
+    problem = _Problem(model, times, {})
+    theta = np.zeros(len(COEFFICIENTS) + 1)
+    number = COEFFICIENTS.index("tile_issue_cycles")
+    theta[COEFFICIENTS.index("stationary_load_floor_cycles")] = np.log(
+        28.0 / TRN2.stationary_load_floor_cycles
+    )
+    theta[number] = np.log(27.0 / TRN2.tile_issue_cycles)
+    state = problem.at(theta)
+    assert 27.0 * np.exp(-problem.reach(state, number, -1.0)) < 8.2
+    assert 27.0 * np.exp(problem.reach(state, number, 1.0)) < 60.0
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_switches_are_found_from_two_probes_each(seed: int) -> None:
     device = StandIn(seed)
@@ -182,6 +201,18 @@ def test_a_summary_names_what_was_not_recovered() -> None:
     assert "sim:0: a" not in summarise([draw(1.2, barely_visible=True)])["wrong"]
     outside = draw(1.2, barely_visible=True, truth=1.2)
     assert "sim:0: a" in summarise([outside])["wrong"]
+
+
+def test_the_published_rehearsal_recovers_every_coefficient_there_is() -> None:
+    published = json.loads((DOCS / "results" / "chip_rehearsal.json").read_text())
+    found, page = summarise(published["draws"]), (DOCS / "chip_day.md").read_text()
+    assert found == published
+    assert (found["wrong"], len(found["draws"])) == ([], 20)
+    assert set(found["coefficients"]) == {*COEFFICIENTS, *SWITCHES}
+    assert f"all {len(found['coefficients'])} coefficients" in page
+    error = max(one["largest_error"] for one in found["coefficients"].values())
+    for worst in (error, max(found["kernels"].values())):
+        assert f"within {np.ceil(1000 * worst) / 10:g} %" in page
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 from neuron_moe.models.shipped import shipped_checkpoint
 from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
-from neuron_moe.tools.commands import evaluate, trace
+from neuron_moe.tools.commands import evaluate
 from neuron_moe.tools.commands.evaluate import expert_values, losses_of, summarise
 
 
@@ -41,18 +41,6 @@ def test_a_folder_without_a_record_has_none(tmp_path):
     assert evaluate.read_recorded_bf16(tmp_path) is None
 
 
-def test_trace_records_each_domain_and_explains(tmp_path, capsys):
-    arguments = ["--tokens", "200", "--longest", "100", "--out", str(tmp_path)]
-    assert trace.main(arguments) == 0
-    printed = capsys.readouterr().out
-    final = json.loads(printed.splitlines()[-1])
-    assert set(final["tokens"].values()) == {200}
-    assert (tmp_path / "scripture.npz").exists()
-    assert (tmp_path / "load.png").exists()
-    assert "prefill, 200 tokens: blockwise" in printed
-    assert set(final["prefill_padding"]["code"]) == {"32", "64", "128", "256", "512", "1024"}
-
-
 def test_e5m2_holds_the_very_values_and_e4m3_holds_close_ones():
     torch.manual_seed(0)
     blocks, scales = encode_mxfp4(torch.randn(2, 48, 64))
@@ -73,10 +61,3 @@ def test_a_summary_weighs_samples_by_their_bytes():
     row = summarise(bits, ["a", "b"], np.array([10, 20]))["mxfp4"]
     assert row["ours"] == pytest.approx(50 / 30)
     assert row["by_domain"] == {"a": 1.0, "b": 2.0}
-
-
-def test_a_line_without_text_is_refused(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    path.write_text('{"domain": "a"}\n')
-    with pytest.raises(ValueError, match="line 1: must be a JSON object with domain and text"):
-        trace.read_texts(path)

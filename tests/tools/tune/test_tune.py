@@ -16,6 +16,7 @@ from neuron_moe.tools.tune import main
 from neuron_moe.tools.tune import work as tune_work
 from neuron_moe.tools.tune.problem import draw_routing
 from neuron_moe.tuned import read_tuned
+from tests.tools.pages.asks import check_page
 
 
 @pytest.fixture
@@ -41,13 +42,15 @@ def run(model: str, folder: Path, *args: str) -> dict[str, Any]:
 def test_a_model_started_with_the_file_reports_the_tuned_plan(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = run(model, tmp_path, "--decode", "4", "--picture", str(tmp_path / "t.png"))
+    report = run(model, tmp_path, "--decode", "4", "--picture", str(tmp_path / "t.png"),
+                 "--report", str(tmp_path / "t.html"))  # fmt: skip
     (bucket,) = report["buckets"]
     times = [tried["us"] for tried in bucket["tried"]]
     assert bucket["chosen_us"] == min(times)
     assert bucket["chosen_us"] <= min(bucket["untuned_us"], bucket["default_512_us"])
     assert {tried["block_size"] for tried in bucket["tried"]} >= {32, 64, 128, 512}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    check_page((tmp_path / "t.html").read_text())
     tuned = read_tuned(tmp_path / "t.yaml")
     config = json.loads(Path(model).read_text())
     layer = RankLayer(config, "m", tp=2, backend="nki", tuning=Tuning(tuned=tuned.plans))

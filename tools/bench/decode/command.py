@@ -23,6 +23,7 @@ import nki_sim
 from neuron_moe.tools.bench.comparison import runs
 from neuron_moe.tools.bench.comparison.corners import corner_lines
 from neuron_moe.tools.bench.comparison.layers import MODELS
+from neuron_moe.tools.bench.comparison.mx import CHIP, add_chip_options, compare_mx
 from neuron_moe.tools.bench.comparison.options import (
     add_comparison_options,
     check_comparison_options,
@@ -60,13 +61,17 @@ from neuron_moe.tools.bench.decode.work import (
 )
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.models import model_among
 
+MX_KERNELS = ("moe_tkg", "moe_block_tkg")  # the vendor's names of cases
 OUR_SOURCES = ("decode/*.py", "common/*.py")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
+    if options.chip == CHIP:
+        return compare_mx(options, MX_KERNELS)
     sources = Sources.now(nki_sim.hardware.find("trn2"), options.library, OUR_SOURCES)
     book = _earlier(options, sources)
     ours, theirs = _sides(options, sources, book)
@@ -119,7 +124,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="neuron-moe bench decode", description=__doc__.split("\n")[0]
     )
     names = [model.name for model in MODELS]
-    parser.add_argument("--models", nargs="*", choices=names, default=names)
+    parser.add_argument(
+        "--models", nargs="*", type=model_among(names), choices=names, default=names
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
@@ -133,6 +140,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--picture-models", nargs="+", choices=names, default=list(PICTURE_MODELS))
     add_comparison_options(parser)
+    add_chip_options(parser)
     options = parser.parse_args(argv)
     if any(not 1 <= B <= 256 for B in options.batches):
         raise ValueError(f"--batches {options.batches}: must be 1 to 256.")

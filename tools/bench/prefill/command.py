@@ -19,6 +19,7 @@ import nki_sim
 from neuron_moe.tools.bench.comparison import runs
 from neuron_moe.tools.bench.comparison.corners import corner_lines
 from neuron_moe.tools.bench.comparison.layers import MODELS
+from neuron_moe.tools.bench.comparison.mx import CHIP, add_chip_options, compare_mx
 from neuron_moe.tools.bench.comparison.options import (
     LAYOUTS,
     add_comparison_options,
@@ -33,14 +34,18 @@ from neuron_moe.tools.bench.prefill.vendor import KERNEL_NAMES
 from neuron_moe.tools.bench.prefill.work import Case
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.models import model_among
 from nki_sim.time.schedule_model import CORNERS
 
+MX_KERNELS = ("moe_cte",)  # the vendor's names of cases
 OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
+    if options.chip == CHIP:
+        return compare_mx(options, MX_KERNELS)
     chip = nki_sim.hardware.find("trn2")
     sources = Sources.now(chip, options.library, OUR_SOURCES)
     earlier = _earlier_rows(options, sources)
@@ -88,7 +93,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="neuron-moe bench prefill", description=__doc__.split("\n")[0]
     )
     names = [model.name for model in MODELS]
-    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--models", nargs="+", type=model_among(names), choices=names, default=names
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument(
@@ -99,6 +106,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="of the vendor's kernels run only these; the others can follow with --resume",
     )
     add_comparison_options(parser)
+    add_chip_options(parser)
     options = parser.parse_args(argv)
     if any(tokens < 1 for tokens in options.tokens):
         raise ValueError(f"--tokens {options.tokens}: must be positive.")

@@ -26,6 +26,12 @@ from neuron_moe.tools.check.kernel_cases.decode_weights import (
     narrow_down_scale,
     weights_case,
 )
+from neuron_moe.tools.check.kernel_cases.mx_weights import (
+    MxWeights,
+    draw_mx_weights,
+    judge_quantized,
+    quantized_formula,
+)
 from neuron_moe.tools.check.kernel_cases.prefill import (
     ACTIVATIONS,
     BF16,
@@ -35,11 +41,13 @@ from neuron_moe.tools.check.kernel_cases.prefill import (
 from neuron_moe.tools.check.kernel_cases.prefill_weights import Weights, draw_weights
 from neuron_moe.tools.check.kernel_cases.routings import draw_routing
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
+from neuron_moe.tools.check.launcher import chip
 from neuron_moe.tools.check.launcher import launch as launch_kernel
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula, limits
+from nki_kernels.common.weight_formats import MX_WORD_BYTES
 from nki_kernels.decode import (
     MAX_TOKENS,
     MAX_TOP_K,
@@ -55,6 +63,7 @@ from nki_sim import SimOptions
 
 DEFAULT_OPTIONS = SimOptions()
 H_MULTIPLE = 16
+MX_CHIP = "trn3"  # which multiplies words
 # Reading weights is most of a case's cost here too: arithmetic counts for a quarter.
 MACS_SHARE = 0.25
 SCALINGS = {"POST_SCALE": "post", "PRE_SCALE": "pre", "NO_SCALE": "none"}
@@ -91,7 +100,13 @@ def run(case: Case, limits: Limits) -> Verdict:
     """Compute a decode case."""
     problem, rank, note = build(case, limits)
     actual, simulated_us, mode = launch(problem, rank)
-    failure = judge("output", actual, formula(problem), torch_path(problem, rank.out_dtype), case)
+    if isinstance(problem.weights, MxWeights):
+        quantized = quantized_formula(problem)
+        failure, how = judge_quantized("output", actual, quantized, formula(problem), case)
+        note = join(note, how)
+    else:
+        peer = torch_path(problem, rank.out_dtype)
+        failure = judge("output", actual, formula(problem), peer, case)
     if not failure and case.get("core_orders") == 2:
         other, _, _ = launch(problem, rank, SimOptions(start_core=1))
         wrong = int(np.count_nonzero(other != actual))
@@ -116,7 +131,7 @@ def build(case: Case, limits: Limits) -> tuple[Problem, Rank, str]:
     index_TK = draw_choices(case, draw, T, num_experts, K, first, E)
     local_TK = np.where((index_TK >= first) & (index_TK < first + E), index_TK - first, -1)
     touched = np.unique(local_TK[local_TK >= 0]).tolist()
-    weights, how = draw_weights(weights_case(case), draw, E, H, I, touched)
+    weights, how = draw_for_chip(weights_case(case), draw, E, H, I, touched)
     notes.append(how)
     affinities_TK = draw.uniform((T, K), 0.0, 1.0, np.float32)
     affinities_TK[int(T * case.get("routed_token_ratio", 1.0)) :] = 0
@@ -207,6 +222,21 @@ def formula_of(case: Case, weights: Weights) -> ExpertFormula:
     )
 
 
+def draw_for_chip(
+    case: Case,
+    draw: Draw,
+    num_experts: int,
+    H: int,
+    I: int,  # noqa: E741  the axis letter
+    touched: list[int],
+) -> tuple[Weights, str]:
+    """Draw the weights of a case; words of MX formats stay what they are if the chip has them."""
+    drawer = draw_weights
+    if chip() == MX_CHIP and case.get("weight_dtype") in MX_WORD_BYTES:
+        drawer = draw_mx_weights
+    return drawer(case, draw, num_experts, H, I, touched)
+
+
 def mode_of(case: Case) -> str:
     """Return the kernel's mode that a case asks for."""
     if "mode" in case.params:
@@ -238,6 +268,7 @@ def launch(
             sums=rank.sums,
             loops=rank.loops,
             missing=rank.missing,
+            chip=chip(),
         ),
     )
     gate_up, down, optional = operands_of(weights, config)
@@ -250,12 +281,19 @@ def launch(
 
 def weight_form(weights: Weights, layout: str, down_scale: str) -> WeightForm:
     """Return how the kernel takes the weights."""
+    if isinstance(weights, MxWeights):
+        return WeightForm(weights.format, "packed")
     return WeightForm(weights.format, layout, weights.gate_up_scale is not None, down_scale)
 
 
 def operands_of(weights: Weights, config: Any) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Return gate_up, down, and the optional operands by name."""
     found: dict[str, Any] = {}
+    if isinstance(weights, MxWeights):
+        gate_up, down = weights.packed(config)
+        if weights.down_bias is not None:
+            found["down_bias"] = weights.down_bias
+        return gate_up, down, found
     if weights.gate_up_bias is not None:
         found["gate_up_bias"] = weights.gate_up_bias.astype(np.float32)
     if weights.gate_up_scale is not None:

@@ -23,6 +23,7 @@ from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.router import route as route_with_torch
 from neuron_moe.tools.check.kernel_cases.decode import (
     SCALINGS,
+    draw_for_chip,
     fitting_tokens,
     formula_of,
     mode_of,
@@ -31,10 +32,14 @@ from neuron_moe.tools.check.kernel_cases.decode import (
     weight_form,
 )
 from neuron_moe.tools.check.kernel_cases.decode_weights import narrow_down_scale, weights_case
+from neuron_moe.tools.check.kernel_cases.mx_weights import (
+    MxWeights,
+    judge_quantized,
+    quantized_formula,
+)
 from neuron_moe.tools.check.kernel_cases.prefill import BF16, Problem, formula
-from neuron_moe.tools.check.kernel_cases.prefill_weights import draw_weights
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
-from neuron_moe.tools.check.launcher import launch
+from neuron_moe.tools.check.launcher import chip, launch
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.check.vendor_cases.router import separate_logits
@@ -110,7 +115,7 @@ def run(case: Case, limits: Limits) -> Verdict:
     touched = np.unique(local_TK[is_local]).tolist()
     draw = Draw(seed_of(case) + 1)
     H = front.hidden_TH.shape[1]
-    weights, how = draw_weights(
+    weights, how = draw_for_chip(
         weights_case(case), draw, here, H, case.need("intermediate"), touched
     )
     down_scale = narrow_down_scale(weights, str(case.get("down_scale", "channel")))
@@ -122,10 +127,15 @@ def run(case: Case, limits: Limits) -> Verdict:
     if problem.scaling not in SCALINGS:
         raise Skipped(f"affinity_scaling_mode {problem.scaling!r}: known are {', '.join(SCALINGS)}")
     output, index, simulated_us, mode = _launch(case, front, problem, first, E, down_scale)
-    exact = formula(problem) + _beside(front, problem.hidden_TH)
+    beside = _beside(front, problem.hidden_TH)
+    exact = formula(problem) + beside
     wrong = int(np.count_nonzero((index != index_TK).any(1)))
     failure = f"index: {wrong} of {len(index)} tokens choose other experts" if wrong else ""
-    if not failure:
+    if not failure and isinstance(weights, MxWeights):
+        quantized = quantized_formula(problem) + beside
+        failure, error = judge_quantized("output", output, quantized, exact, case)
+        notes.append(error)
+    elif not failure:
         peer = _torch_path(front, problem, first, here)
         failure = judge("output", output, exact, peer, case)
     return Verdict(
@@ -221,7 +231,9 @@ def _launch(
         p.formula,
         form,
         weight_form(weights, str(case.get("layout", "ehi")), down_scale),
-        DecodeRequest(mode=mode_of(case), scaling=SCALINGS[p.scaling], output_dtype="bfloat16"),
+        DecodeRequest(
+            mode=mode_of(case), scaling=SCALINGS[p.scaling], output_dtype="bfloat16", chip=chip()
+        ),
     )
     gate_up, down, optional = operands_of(weights, config.moe)
     axis = config.moe.h_axis

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import nki_sim
+from neuron_moe.tools.check.launcher import show
 from neuron_moe.tools.check.vendor_cases.case import Job
 
 
@@ -66,6 +67,7 @@ def launch(
         mx_headroom=job.mx_headroom,
     )
     run = nki_sim.run(job.kernel, lnc=job.cores, options=options, **job.inputs)
+    show(run)
     return Launched(outputs=list(_flat(run.outputs)), simulated_us=run.timeline.total_us, run=run)
 
 

@@ -1,0 +1,1 @@
+"""NxD's package name, so that import lines carry over."""
