@@ -7,9 +7,8 @@ of stages, by TMA, or by asynchronous copies of each row where rows are gathered
 warpgroups that multiply 64 of the 128 rows each, apply bias and activation in registers, and store
 by TMA. Barriers in shared memory say when a stage is filled and when both have read it.
 
-An expert's last tile is padded: where at most 64 of its rows are real, one of the two warpgroups
-skips it, and leaves its half of the result as it was. Depths are multiples of 64; widths may end
-inside a tile, where TMA reads zeros and stores nothing.
+Rows of padding are computed and stored: they are rows of the expert's last tile. Depths are
+multiples of 64; widths may end inside a tile, where TMA reads zeros and stores nothing.
 """
 
 # fmt: off
@@ -270,7 +269,7 @@ def _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout:
 
 @jit
 def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, filled, emptied,
-             tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
+             tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              kept_tiles, PART: gl.constexpr, P: gl.constexpr):
     """Multiply the PART-th rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -280,32 +279,22 @@ def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, fill
     for number in range(gl.program_id(0), count, P.programs):
         tile, column, expert, _, steps = _locate(
             number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
-        has_rows = True
-        if not P.sums_rows:
-            has_rows = gl.load(tile_rows_ptr + first_tile + tile) > PART * PART_ROWS
-        if has_rows:
-            sums, step = _multiply_steps(left_ring, right_ring, filled, emptied, step, steps,
-                                         layout, PART, P)
-            if P.has_bias:
-                within = gl.arange(0, P.tile.width, gl.SliceLayout(0, layout))
-                narrow = column * P.span + within % P.span
-                wide = narrow + within // P.span * (P.width // 2)
-                inside = narrow < P.columns
-                bias = gl.load(bias_ptr + expert * P.width + wide, mask=inside, other=0.0)
-                sums = sums + bias.to(gl.float32)[None, :]
-            _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles, PART, P)
-        else:  # padding alone: nobody reads these rows
-            for _ in range(steps):
-                mbarrier.wait(filled.index(step % P.tile.stages), step // P.tile.stages & 1)
-                _meet()
-                mbarrier.arrive(emptied.index(step % P.tile.stages), count=1)
-                step += 1
+        sums, step = _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout,
+                                     PART, P)
+        if P.has_bias:
+            within = gl.arange(0, P.tile.width, gl.SliceLayout(0, layout))
+            narrow = column * P.span + within % P.span
+            wide = narrow + within // P.span * (P.width // 2)
+            inside = narrow < P.columns
+            bias = gl.load(bias_ptr + expert * P.width + wide, mask=inside, other=0.0)
+            sums = sums + bias.to(gl.float32)[None, :]
+        _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles, PART, P)
     tma.store_wait(0)
 
 
 @jit(do_not_specialize=["first_tile", "kept_tiles"])
 def multiply(left_desc, right_desc, out_desc, kept_desc, rows_ptr, pair_ptr, bias_ptr,
-             tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
+             tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              kept_tiles, P: gl.constexpr, num_warps: gl.constexpr):
     """Compute the product that P describes, a `products.Product`.
 
@@ -334,10 +323,10 @@ def multiply(left_desc, right_desc, out_desc, kept_desc, rows_ptr, pair_ptr, bia
         mbarrier.init(emptied.index(stage), 2)
     gl.warp_specialize([
         (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                    tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
+                    tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
                     first_tile, kept_tiles, 0, P)),
         (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                    tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
+                    tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
                     first_tile, kept_tiles, 1, P)),
         (_produce, (left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled,
                     emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,

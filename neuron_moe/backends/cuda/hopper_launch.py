@@ -95,7 +95,7 @@ def _multiply(
     from neuron_moe.backends.cuda import hopper
 
     hopper.multiply[(product.programs,)](
-        *described, gathered, rows.pair_R, bias, rows.tile_expert, rows.tile_rows, rows.num_tiles,
+        *described, gathered, rows.pair_R, bias, rows.tile_expert, rows.num_tiles,
         rows.first_tile_E, rows.total_E, first_tile, kept_tiles, P=product,
         num_warps=4,
     )  # fmt: skip

@@ -45,10 +45,10 @@ def sum_chunks(counts_ptr, offset_ptr, total_ptr, num_chunks, num_experts, CHUNK
 
 @jit
 def place_pairs(index_ptr, rank_ptr, offset_ptr, total_ptr, pair_ptr, slot_ptr, tile_expert_ptr,
-                tile_rows_ptr, first_tile_ptr, num_tiles_ptr, num_pairs, num_experts, most_tiles,
+                first_tile_ptr, num_tiles_ptr, num_pairs, num_experts, most_tiles,
                 CHUNK: tl.constexpr, BINS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                 TILES: tl.constexpr):
-    """Give each pair its row, and each row tile its expert and its rows without padding."""
+    """Give each pair its row, and each row tile its expert."""
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.load(total_ptr + bins, mask=bins < num_experts, other=0)
@@ -62,9 +62,6 @@ def place_pairs(index_ptr, rank_ptr, offset_ptr, total_ptr, pair_ptr, slot_ptr, 
     expert_of_tile = tl.sum(is_past.to(tl.int32), axis=1)
     expert_of_tile = tl.minimum(expert_of_tile, num_experts - 1)
     tl.store(tile_expert_ptr + tile, expert_of_tile, mask=tile < most_tiles)
-    left = total[None, :] - (tile[:, None] - (end - tiles)[None, :]) * BLOCK_ROWS
-    rows = tl.sum(tl.where(bins[None, :] == expert_of_tile[:, None], left, 0), axis=1)
-    tl.store(tile_rows_ptr + tile, tl.minimum(rows, BLOCK_ROWS), mask=tile < most_tiles)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     is_pair = pair < num_pairs
     expert = tl.load(index_ptr + pair, mask=is_pair, other=-1)

@@ -56,8 +56,8 @@ def sort_rows(index_TK: Tensor, num_experts: int) -> SortedRows:
         make(num_pairs), make(num_pairs), make(num_chunks, num_experts),
         make(num_chunks, num_experts),
     )  # fmt: skip
-    total_E, first_tile_E, tile_expert, tile_rows, used = (
-        make(num_experts), make(num_experts), make(tiles), make(tiles), make(1),
+    total_E, first_tile_E, tile_expert, used = (
+        make(num_experts), make(num_experts), make(tiles), make(1),
     )  # fmt: skip
     pair_R = make(tiles * rows).fill_(-1)
     index_P = index_TK.reshape(-1).contiguous()
@@ -69,13 +69,11 @@ def sort_rows(index_TK: Tensor, num_experts: int) -> SortedRows:
         CHUNKS=triton.next_power_of_2(num_chunks),
     )  # fmt: skip
     kernels.place_pairs[(num_chunks,)](
-        index_P, rank_P, offset_CE, total_E, pair_R, slot_P, tile_expert, tile_rows,
+        index_P, rank_P, offset_CE, total_E, pair_R, slot_P, tile_expert,
         first_tile_E, used, num_pairs, num_experts, tiles, CHUNK=_CHUNK, BINS=bins, BLOCK_ROWS=rows,
         TILES=triton.next_power_of_2(triton.cdiv(tiles, num_chunks)),
     )  # fmt: skip
-    return SortedRows(
-        pair_R, slot_P, tile_expert, tile_rows, first_tile_E, total_E, used, rows, top_k
-    )
+    return SortedRows(pair_R, slot_P, tile_expert, first_tile_E, total_E, used, rows, top_k)
 
 
 def forward(

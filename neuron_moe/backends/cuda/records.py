@@ -18,7 +18,6 @@ class SortedRows(NamedTuple):
         pair_R: [R] int32 pair (token * K + choice) of each row, -1 for padding.
         slot_P: [P] int32 row of each pair, -1 for none.
         tile_expert: [tiles] int32.
-        tile_rows: [tiles] int32 rows of each tile in use, without padding.
         first_tile_E: [E] int32.
         total_E: [E] int32 rows, without padding.
         num_tiles: [1] int32 tiles in use.
@@ -29,7 +28,6 @@ class SortedRows(NamedTuple):
     pair_R: Tensor
     slot_P: Tensor
     tile_expert: Tensor
-    tile_rows: Tensor
     first_tile_E: Tensor
     total_E: Tensor
     num_tiles: Tensor
