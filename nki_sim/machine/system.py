@@ -93,7 +93,7 @@ class System:
 
     def callers_of(self, frame: Any) -> tr.Callers:
         """Return the three nearest calls of the kernel that led to a frame, nearest first."""
-        steps = []
+        steps: list[Any] = []
         step = frame.f_back
         while step.f_code.co_filename != _LAUNCH and len(steps) < _MOST_CALLERS:
             if not step.f_code.co_filename.startswith(PACKAGE_DIR):

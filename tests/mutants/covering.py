@@ -65,7 +65,7 @@ class Covering:
         self._lines: dict[tuple[str, int], set[str]] = {
             (str(mutant.path), mutant.line): set() for mutant in mutants
         }
-        self._files: dict[str, set[str]] = {path: set() for path, _ in self._lines}
+        self._rooms: dict[Path, set[str]] = {Path(path).parent: set() for path, _ in self._lines}
         for folder in folders:
             if (folder / "outcomes").exists():
                 outcomes = json.loads((folder / "outcomes").read_text())
@@ -77,21 +77,23 @@ class Covering:
     def _add(self, file: Path) -> None:
         data = CoverageData(file)
         data.read()
-        for path in set(data.measured_files()) & set(self._files):
-            for line, tests in data.contexts_by_lineno(path).items():
-                self._files[path].update(tests)
-                if (path, line) in self._lines:
-                    self._lines[path, line].update(tests)
+        for path in data.measured_files():
+            room = self._rooms.get(Path(path).parent)
+            if room is not None:
+                for line, tests in data.contexts_by_lineno(path).items():
+                    room.update(tests)
+                    if (path, line) in self._lines:
+                        self._lines[path, line].update(tests)
 
     def order(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
         """Give tests that pass without the mutant, with their seconds.
 
-        They run its line; its file, where the line runs while that is imported, which is in some
-        test or in none. Those of its own folder and of tests/golden, which see most, come first;
-        they end where they would take `budget_s`, all but the first.
+        They run its line; or a line of its folder, where its own runs while the file is imported,
+        which is in some test or in none. Those of its own folder and of tests/golden, which see
+        most, come first; they end where they would take `budget_s`, all but the first.
         """
         found = set() if mutant.runs_once else self._lines[str(mutant.path), mutant.line]
-        found = found & self.seconds.keys() or self._files[str(mutant.path)] & self.seconds.keys()
+        found = found & self.seconds.keys() or self._rooms[mutant.path.parent] & self.seconds.keys()
         chosen: dict[str, float] = {}
         spent = 0.0
         folders = (f"tests/{mutant.path.parent}/", "tests/golden/")
