@@ -18,6 +18,7 @@ profile examples of neuron-agentic-development, KLR = leanprover/KLR, LIB = nki-
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -170,16 +171,25 @@ class Hardware:
 
         A 0/1 switch is flipped instead, whatever the factor.
         """
-        value = getattr(self, field)
-        if not isinstance(value, int | float):
-            raise ValueError(f"field={field!r}: holds {value!r}. Vary a number.")
-        changed: int | float = value * factor
-        if field in SWITCHES:
-            changed = 1 - int(value)
-        elif isinstance(value, int):
-            changed = max(1, round(changed))
-        change: dict[str, Any] = {field: changed}
-        return dataclasses.replace(self, **change)
+        return self.varied_together({field: factor})
+
+    def varied_together(self, factors: Mapping[str, float]) -> Hardware:
+        """Return a copy with several numbers multiplied, each as `varied` does.
+
+        Args:
+            factors: by field.
+        """
+        changes: dict[str, Any] = {}
+        for field, factor in factors.items():
+            value = getattr(self, field)
+            if not isinstance(value, int | float):
+                raise ValueError(f"field={field!r}: holds {value!r}. Vary a number.")
+            changes[field] = value * factor
+            if field in SWITCHES:
+                changes[field] = 1 - int(value)
+            elif isinstance(value, int):
+                changes[field] = max(1, round(value * factor))
+        return dataclasses.replace(self, **changes)
 
     @property
     def bf16_flops_per_ns(self) -> float:

@@ -11,7 +11,9 @@ import sys
 from neuron_moe.tools.interrupts import ends_at_once
 
 # By name, so that `--help` need not import what raises them.
-_NOT_BUGS = ("CollectiveError", "RankError", "ServerError", "CalledProcessError")
+_NOT_BUGS = (
+    "CollectiveError", "RankError", "ServerError", "CalledProcessError", "TaskFailedError",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -40,12 +40,14 @@ from nki_sim.isa._checks import (
 )
 from nki_sim.isa._instruction import instruction
 from nki_sim.machine import Core, NkiInstruction, NkiTensor
+from nki_sim.machine.geometry import Geometry
 
 _WIDE: Final = frozenset((float32, tfloat32))
 _OPERANDS: Final = FP8 | _WIDE | {bfloat16, float16}
 _STATIONARY_MAX: Final = 128
 _VECTOR_BLOCK: Final = 32
 _FACTS: dict[Any, tr.MatmulFacts] = {}
+_TYPES: set[tuple[Any, ...]] = set()  # combinations that keep the rules
 
 
 @instruction
@@ -76,11 +78,11 @@ def nc_matmul(
         raise IllegalOperand("perf_mode", "none or double_row", str(perf_mode))
     _check_operand("stationary", stationary)
     _check_operand("moving", moving)
-    k = stationary.geometry.partitions
-    pairs = 2 if double else 1
-    m, n = stationary.geometry.elements // pairs, moving.geometry.elements // pairs
-    result = _check_shapes(core, dst, stationary, moving, m, n)
-    _check_types(core, dst, stationary, moving, is_transpose, double)
+    held, streamed = stationary.geometry, moving.geometry
+    k, pairs = held.partitions, 2 if double else 1
+    m, n = held.elements // pairs, streamed.elements // pairs
+    result = _check_shapes(core, dst, held, streamed, m, n)
+    _check_types(core, dst, stationary, moving, is_transpose)
     if double:
         _check_double_row(core, stationary, moving, is_transpose)
     tile = _check_tile(core, k, m, stationary, moving, result, tile_position, tile_size, double)
@@ -93,8 +95,8 @@ def nc_matmul(
         adds, mask = accumulation(core, result, accumulate, (stationary, moving))
 
     # Cost.
-    key = (stationary.geometry.profile, moving.geometry.profile, result.dtype, is_transpose, mode,
-           tile, is_stationary_onezero, is_moving_onezero, adds)  # fmt: skip
+    key = (held.profile, streamed.profile, result.dtype, is_transpose, mode, tile,
+           is_stationary_onezero, is_moving_onezero, adds)  # fmt: skip
     facts = _FACTS.get(key)
     if facts is None:
         facts = _FACTS[key] = tr.MatmulFacts(
@@ -185,7 +187,8 @@ def nc_transpose(
 def _check_operand(operand: str, value: Any) -> None:
     if type(value) is not NkiTensor:
         raise IllegalOperand(operand, "a tensor", repr(value))
-    check_memory(operand, value, (tr.SBUF,))
+    if value._alloc.space != tr.SBUF:
+        check_memory(operand, value, (tr.SBUF,))
     check_partitions(operand, value)
 
 
@@ -197,21 +200,19 @@ def first_rows(dst: NkiTensor, rows: int) -> NkiTensor:
 
 
 def _check_shapes(
-    core: Core, dst: Any, stationary: NkiTensor, moving: NkiTensor, m: int, n: int
+    core: Core, dst: Any, stationary: Geometry, moving: Geometry, m: int, n: int
 ) -> NkiTensor:
     """Check sizes; return the part of the destination that is written."""
     if type(dst) is not NkiTensor:
         raise IllegalOperand("dst", "a tensor", repr(dst))
     check_memory("dst", dst, (tr.PSUM,))
-    k = stationary.geometry.partitions
-    if moving.geometry.partitions != k:
+    k = stationary.partitions
+    if moving.partitions != k:
+        raise IllegalOperand("moving", f"{k} partitions like stationary", str(moving.partitions))
+    if stationary.start_partition != moving.start_partition:
         raise IllegalOperand(
-            "moving", f"{k} partitions like stationary", str(moving.geometry.partitions)
-        )
-    if stationary.geometry.start_partition != moving.geometry.start_partition:
-        raise IllegalOperand(
-            "moving", f"start partition {stationary.geometry.start_partition} like stationary",
-            str(moving.geometry.start_partition),
+            "moving", f"start partition {stationary.start_partition} like stationary",
+            str(moving.start_partition),
         )  # fmt: skip
     if m > _STATIONARY_MAX:
         raise IllegalOperand("stationary", f"at most {_STATIONARY_MAX} columns", str(m))
@@ -219,7 +220,8 @@ def _check_shapes(
     limit = target.moving_max_bf16 if dst.dtype is bfloat16 else target.moving_max
     if n > limit:
         raise IllegalOperand("moving", f"at most {limit} columns", str(n))
-    if dst.geometry.elements != n or dst.geometry.partitions < m:
+    into = dst.geometry
+    if into.elements != n or into.partitions < m:
         raise IllegalOperand("dst", f"shape [{m}, {n}]", f"{list(dst.shape)}")
     result = first_rows(dst, m)
     check_partitions("dst", result)
@@ -241,14 +243,18 @@ def _check_bank(core: Core, result: NkiTensor) -> None:
 
 
 def _check_types(
-    core: Core,
-    dst: NkiTensor,
-    stationary: NkiTensor,
-    moving: NkiTensor,
-    is_transpose: bool,
-    double: bool,
+    core: Core, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
 ) -> None:
-    """Check element types."""
+    """Check element types, once for each combination."""
+    types = (core.target.name, dst.dtype, stationary.dtype, moving.dtype, is_transpose)
+    if types not in _TYPES:
+        _check_new_types(core, dst, stationary, moving, is_transpose)
+        _TYPES.add(types)
+
+
+def _check_new_types(
+    core: Core, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, is_transpose: bool
+) -> None:
     for operand, value in (("stationary", stationary), ("moving", moving)):
         if is_transpose:
             continue

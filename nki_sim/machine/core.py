@@ -111,7 +111,8 @@ class Core(Allocator):
             if alloc.loop_depth > self.loop_depth:
                 self.refuse_escaped(tensor)
             if alloc.unread:
-                for box in [box for box in alloc.unread if _meet(box, tensor.geometry.box)]:
+                read = tensor.geometry.box
+                for box in [box for box in alloc.unread if box is read or _meet(box, read)]:
                     del alloc.unread[box]
             if writes and alloc is writes[0]._alloc:
                 self._check_shift(tensor, writes[0])

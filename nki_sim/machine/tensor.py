@@ -195,12 +195,11 @@ class NkiTensor(Views):
 
     def range_id(self, trace: Trace) -> int:
         """Return the id of the memory range in the trace."""
-        geometry = self.geometry
-        alloc = self._alloc
-        found = alloc.views.get(geometry)
+        geometry, alloc = self._geometry or self.geometry, self._alloc
+        found: int | None = alloc.views.get(geometry)
         if found is None:
             found = alloc.views[geometry] = trace.range_id(memory_range(alloc, geometry))
-        return int(found)
+        return found
 
     def array(self) -> Array:
         """Return the elements as a writable NumPy view of the simulated memory."""

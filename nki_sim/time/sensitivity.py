@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from nki_sim.hardware import SWITCHES, Hardware, Kind
+from nki_sim.time.attribution import CriticalPath
 from nki_sim.time.prepare import Prepared, TimelineOptions, prices_of
 from nki_sim.time.reorder import play
 from nki_sim.time.timeline import Timeline, schedule
@@ -101,7 +102,16 @@ PEAKS: Final = frozenset({"matmul_calibration_factor", "hbm_bytes_per_ns"})
 WINDOW: Final = "compiler window"
 """The knob of `ScheduleModel.window`."""
 
-_LEAST_GAIN: Final = 1e-4
+TRIED_NODES: Final = 6_000
+"""Of a run, on which a knob is tried of which the critical path does not tell."""
+
+ROUNDS: Final = 4
+LONG_NODES, LONG_ROUNDS = 20_000, 2
+"""How often the paths of two runs are asked what moves their ratio furthest; and of long runs."""
+
+_TRIED: Final = (WINDOW, "stationary_reuse_skips_load")
+_LEAST_GAIN: Final = 1e-3
+_LEAST_PROMISE: Final = 0.01  # of the ratio: for less no run is played again
 
 
 class Variation(NamedTuple):
@@ -268,8 +278,7 @@ class Extreme:
     """The combination of factors that moves the ratio of two runs furthest, as far as was found.
 
     `factors` holds what each knob is multiplied with, those left alone excluded; 0 marks a flipped
-    switch. The search takes what each knob does by itself, then all of these together, so that a
-    more extreme combination may exist. Times in ns, with these factors.
+    switch. A more extreme combination may exist. Times in ns, played with these factors.
     """
 
     ours_ns: float
@@ -301,85 +310,102 @@ def in_words(factors: Mapping[str, float]) -> str:
     return ", ".join(f"{knob} x{by:g}" if by else f"{knob} flipped" for knob, by in factors.items())
 
 
-@dataclass(slots=True)
 class Knobs:
-    """A run with each knob turned: a group of `GROUPS`, a switch, or the compiler's window.
+    """A run whose knobs can be turned: a group of `GROUPS`, a switch, or the compiler's window.
 
-    Attributes:
+    What a knob does is read off the critical path (attribution.py), but for those that act by the
+    order in which things happen: these are tried on the nodes that start first.
+
+    Args:
         run: the run as it is.
-        times_ns: by knob and factor (0: flipped), of those that can move the run; total times, or
-            those of the first nodes.
-        base_ns: the same with nothing turned.
-        nodes: how many were played, None for all.
+        factors: what a knob may be multiplied with, beside 1.
+        nodes: so many are played for each knob that has to be tried.
     """
 
-    run: Timeline
-    times_ns: dict[tuple[str, float], float]
-    base_ns: float
-    nodes: int | None = None
+    def __init__(
+        self, run: Timeline, factors: Sequence[float] = (0.5, 2.0), nodes: int = TRIED_NODES
+    ) -> None:
+        self.run = run
+        self.choices = _choices(run, factors)
+        self._paths = {
+            frozenset[tuple[str, float]](): CriticalPath.of(run.prepared, run.result, run.chip)
+        }
+        self._tried = self._try(nodes)
 
-    @classmethod
-    def of(
-        cls, run: Timeline, factors: Sequence[float] = (0.5, 2.0), nodes: int | None = None
-    ) -> Knobs:
-        """Play a run once for every knob and factor that can move it.
+    def path(self, factors: Mapping[str, float]) -> CriticalPath:
+        """Return the critical path with some knobs turned, of the whole run, played once."""
+        key = frozenset(factors.items())
+        if key not in self._paths:
+            chip, options = with_factors(self.run, factors)
+            result = play(self.run.prepared, chip, options)
+            self._paths[key] = CriticalPath.of(self.run.prepared, result, chip)
+        return self._paths[key]
+
+    def total_ns(self, factors: Mapping[str, float]) -> float:
+        """Return the total time with some knobs turned, played."""
+        return self.path(factors).total_ns
+
+    def estimated_ns(self, at: Mapping[str, float], knob: str, factor: float) -> float:
+        """Return the total time with one more knob turned, by the path with those before.
 
         Args:
-            run: the run.
-            factors: what a knob is multiplied with.
-            nodes: of a long run, play only so many, those that start first; None plays all. Some 20
-                plays, each a third of the time that the timeline of the run took.
+            at: knobs and factors that were played.
+            knob: one of `choices`.
+            factor: what it is multiplied with instead; 1 leaves it alone.
         """
-        if nodes is not None and nodes >= len(run.result.start):
-            nodes = None
-        times = {
-            (knob, factor): with_factors_ns(run, {knob: factor}, nodes)
-            for knob, choices in _choices(run, factors).items()
-            for factor in choices
-            if _can_move(run, knob, factor)
-        }
-        base_ns = run.total_ns if nodes is None else with_factors_ns(run, {}, nodes)
-        return cls(run, times, base_ns, nodes)
-
-    def ratio(self, theirs: Knobs, knob: str, factor: float) -> float:
-        """Return their time over ours with one knob turned on both sides."""
-        return theirs._alone_ns(knob, factor) / self._alone_ns(knob, factor)
+        path = self.path(at)
+        if knob in _TRIED:
+            now = self._tried.get((knob, at.get(knob, 1.0)), 1.0)
+            return path.total_ns * self._tried.get((knob, factor), 1.0) / now
+        chip, _ = with_factors(self.run, _turned(at, knob, factor))
+        return path.total_on_ns(chip)
 
     def spread(self, theirs: Knobs) -> Spread:
         """Return the least and the largest ratio of their time over ours that is found.
 
-        The ratios found are those of the whole runs, however many nodes the search looked at.
+        All knobs are turned to where the paths say that the ratio moves furthest; both runs are
+        played, and their new paths asked again, until these promise little, `ROUNDS` times at most.
         """
         return Spread(self._extreme(theirs, -1.0), self._extreme(theirs, 1.0))
 
-    def _alone_ns(self, knob: str, factor: float) -> float:
-        """Return the total time with one knob turned, by what the nodes that were played say."""
-        moved = self.times_ns.get((knob, factor), self.base_ns)
-        return moved if self.nodes is None else self.run.total_ns * (moved / self.base_ns)
-
-    def _whole_ns(self, factors: Mapping[str, float]) -> float:
-        """Return the total time of all nodes."""
-        if self.nodes is None and len(factors) == 1:
-            ((knob, factor),) = factors.items()
-            return self._alone_ns(knob, factor)
-        return with_factors_ns(self.run, factors)
+    def _try(self, nodes: int) -> dict[tuple[str, float], float]:
+        """Return what knobs that no path tells of do to the time of the first nodes, as factors."""
+        asked = {(knob, by): {knob: by} for knob in _TRIED for by in self.choices.get(knob, ())}
+        if not asked:
+            return {}
+        base_ns = with_factors_ns(self.run, {}, nodes)
+        times = {key: with_factors_ns(self.run, factors, nodes) for key, factors in asked.items()}
+        return {key: time / base_ns for key, time in times.items()} if base_ns else {}
 
     def _extreme(self, theirs: Knobs, sign: float) -> Extreme:
-        """Turn every knob to where it moves the ratio furthest, then all of them together."""
-        base = sign * theirs.run.total_ns / self.run.total_ns
-        found = dict[str, tuple[float, float]]()
-        for knob, factor in {**self.times_ns, **theirs.times_ns}:
-            moved = sign * self.ratio(theirs, knob, factor)
-            if moved > max(base, found.get(knob, (base, 0.0))[0]) + _LEAST_GAIN * abs(base):
-                found[knob] = moved, factor
-        tries = [Extreme(self.run.total_ns, theirs.run.total_ns, {})]
-        if found:
-            furthest = max(found, key=lambda name: found[name][0])
-            together = {knob: factor for knob, (_, factor) in found.items()}
-            for factors in (together, {furthest: together[furthest]}):
-                times = self._whole_ns(factors), theirs._whole_ns(factors)
-                tries.append(Extreme(*times, factors))
-        return max(tries, key=lambda one: sign * one.ratio)
+        """Follow the paths of both runs to a small or a large ratio."""
+        found = [Extreme(self.run.total_ns, theirs.run.total_ns, {})]
+        nodes = max(len(knobs.run.result.start) for knobs in (self, theirs))
+        for _ in range(ROUNDS if nodes < LONG_NODES else LONG_ROUNDS):
+            factors, promise = self._furthest(theirs, found[-1], sign)
+            if promise < _LEAST_PROMISE * found[-1].ratio or factors in [f.factors for f in found]:
+                break
+            found.append(Extreme(self.total_ns(factors), theirs.total_ns(factors), factors))
+        return max(found, key=lambda one: sign * one.ratio)
+
+    def _furthest(self, theirs: Knobs, at: Extreme, sign: float) -> tuple[dict[str, float], float]:
+        """Return every knob where it moves the ratio furthest by the paths of both runs.
+
+        The second value is by how much they move it alone, summed.
+        """
+        factors, promise = dict(at.factors), 0.0
+        for knob, choices in (self.choices | theirs.choices).items():
+            moved = {
+                factor: sign
+                * theirs.estimated_ns(at.factors, knob, factor)
+                / self.estimated_ns(at.factors, knob, factor)
+                for factor in (1.0, *choices)
+            }
+            best = max(moved, key=moved.__getitem__)
+            gain = moved[best] - moved[at.factors.get(knob, 1.0)]
+            if gain > _LEAST_GAIN * at.ratio:
+                factors, promise = _turned(factors, knob, best), promise + gain
+        return factors, promise
 
 
 def worst_case(
@@ -396,15 +422,14 @@ def worst_case(
         factors: what a knob may be multiplied with, beside 1.
         rounds: at most so many times through all knobs.
     """
-    best = Knobs.of(ours, factors).spread(Knobs.of(theirs, factors)).low
-    choices = _choices(ours, factors) | _choices(theirs, factors)
+    own, other = Knobs(ours, factors), Knobs(theirs, factors)
+    best = own.spread(other).low
+    choices = own.choices | other.choices
     for _ in range(rounds):
         before = best
-        for knob, own in choices.items():
-            for factor in (*own, None):
-                trial = {name: by for name, by in best.factors.items() if name != knob}
-                if factor is not None:
-                    trial[knob] = factor
+        for knob, choice in choices.items():
+            for factor in (*choice, 1.0):
+                trial = _turned(best.factors, knob, factor)
                 if trial != best.factors:
                     found = _both(ours, theirs, trial)
                     if found.ratio < best.ratio * (1.0 - _LEAST_GAIN):
@@ -414,6 +439,21 @@ def worst_case(
     return best
 
 
+def alone_ns(
+    run: Timeline, factors: Sequence[float] = (0.5, 2.0)
+) -> dict[tuple[str, float], float]:
+    """Return the total time of a run by knob and factor, of each that can move it, one at a time.
+
+    A flipped switch has the factor 0.
+    """
+    return {
+        (knob, factor): with_factors_ns(run, {knob: factor})
+        for knob, choices in _choices(run, factors).items()
+        for factor in choices
+        if _can_move(run, knob, factor)
+    }
+
+
 def with_factors(run: Timeline, factors: Mapping[str, float]) -> tuple[Hardware, TimelineOptions]:
     """Return the chip and the options of a run with some knobs turned.
 
@@ -421,16 +461,15 @@ def with_factors(run: Timeline, factors: Mapping[str, float]) -> tuple[Hardware,
         run: the run.
         factors: by knob, of `GROUPS`, `WINDOW`, or a field of the chip; a switch is flipped.
     """
-    chip, options = run.chip, run.options
+    options, fields = run.options, dict[str, float]()
     for knob, factor in factors.items():
         if knob == WINDOW:
             window = max(1, round(options.model.window * factor))
             model = dataclasses.replace(options.model, window=window)
             options = dataclasses.replace(options, model=model)
-            continue
-        for name in GROUPS.get(knob, (knob,)):
-            chip = chip.varied(name, factor)
-    return chip, options
+        else:
+            fields |= dict.fromkeys(GROUPS.get(knob, (knob,)), factor)
+    return run.chip.varied_together(fields), options
 
 
 def with_factors_ns(run: Timeline, factors: Mapping[str, float], nodes: int | None = None) -> float:
@@ -446,6 +485,12 @@ def _choices(run: Timeline, factors: Sequence[float]) -> dict[str, Sequence[floa
     if run.options.model.order == "list":
         found[WINDOW] = factors
     return found
+
+
+def _turned(factors: Mapping[str, float], knob: str, factor: float) -> dict[str, float]:
+    """Return factors with that of one knob changed; 1 leaves it alone."""
+    others = {name: by for name, by in factors.items() if name != knob}
+    return others if factor == 1.0 else {**others, knob: factor}
 
 
 def _can_move(run: Timeline, knob: str, factor: float) -> bool:

@@ -755,7 +755,9 @@ def test_a_policy_of_report_keeps_a_finding_instead(name: str, kind: str) -> Non
     assert kind in {finding.kind for finding in run.findings}
 
 
-@pytest.mark.parametrize("name", ["sbuf-tiles-kept", "psum-nine-banks"])
+@pytest.mark.parametrize(
+    "name", ["sbuf-tiles-kept", "sbuf-tiles-that-nobody-reads", "psum-nine-banks"]
+)
 def test_with_reorder_what_can_wait_does_not_count_before_its_first_use(name: str) -> None:
     options = SimOptions(capacity="reorder")
     assert nki_sim.run(PLANTS[name].fault, rows(), options=options).findings == []

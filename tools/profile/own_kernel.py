@@ -20,16 +20,14 @@ from typing import Any, Final
 import numpy as np
 
 import nki_sim
-from nki_sim import SimOptions, TensorSpec
+from neuron_moe.backends.nki.times import TIMES_ONLY
+from nki_sim import TensorSpec
 from nki_sim.dtypes import as_dtype
 from nki_sim.errors import NkiValidationError, UnknownValue
 from nki_sim.launch import Kernel
 from nki_sim.machine.system import PACKAGE_DIR
 
-_TIMES_ONLY: Final = SimOptions(
-    mode="indices", uninitialized="off", races="off", capacity="reorder", accumulate="off",
-    callers=True,
-)  # fmt: skip
+_OPTIONS: Final = replace(TIMES_ONLY, accumulate="off", callers=True)
 _TENSOR: Final = re.compile(r"(\d+(?:x\d+)*):([a-z]\w*)")
 _NAMED: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -155,7 +153,7 @@ def simulate(
     Raises:
         ValueError: arguments that the kernel does not take, or whatever goes wrong in it.
     """
-    options = replace(_TIMES_ONLY, target=target)
+    options = replace(_OPTIONS, target=target)
     by_position, by_name = arguments
     function = getattr(kernel, "func", kernel)
     signature = inspect.signature(function)

@@ -23,7 +23,7 @@ from neuron_moe.tools.tune.problem import Ints, Point, Problem, layer_record
 from nki_kernels.decode import decode_moe
 from nki_sim import TensorSpec
 from nki_sim.time.schedule_model import CORNERS
-from nki_sim.time.sensitivity import Knobs
+from nki_sim.time.sensitivity import alone_ns
 
 OUR_SOURCES = ("prefill/*.py", "decode/*.py", "combine/*.py", "common/*.py")
 CLOSE_RIVAL = 1.15  # how much slower a point is that may win under other coefficients
@@ -238,8 +238,8 @@ def _turn(problem: Problem, point: Point) -> dict[str, float]:
     """Return the time of a point as it is, and with every coefficient that can move it turned."""
     run = launch_ours(problem.model, problem.index_TK, point.config, point.block_size)
     ((_, timeline),) = corner_timelines(run, ["vendor"])
-    knobs = Knobs.of(timeline)
-    found = {f"{knob} x{factor:g}": ns for (knob, factor), ns in knobs.times_ns.items() if factor}
+    turned = alone_ns(timeline)
+    found = {f"{knob} x{factor:g}": ns for (knob, factor), ns in turned.items() if factor}
     return {"": timeline.total_ns, **found}
 
 

@@ -13,6 +13,7 @@ from nki_sim.time.sensitivity import (
     PEAKS,
     WINDOW,
     Knobs,
+    alone_ns,
     compare,
     with_factors,
     with_factors_ns,
@@ -135,9 +136,12 @@ def test_the_worst_case_turns_every_knob_that_hurts(make_builder: Make) -> None:
 
 def test_the_spread_holds_every_knob_alone_and_all_that_matter_together(make_builder: Make) -> None:
     ours, theirs = with_exchange(make_builder, 3), in_tiles(make_builder, 4)
-    own, other = Knobs.of(ours), Knobs.of(theirs)
-    low, high = own.spread(other)
-    alone = [own.ratio(other, *key) for key in {**own.times_ns, **other.times_ns}]
+    low, high = Knobs(ours).spread(Knobs(theirs))
+    own, other = alone_ns(ours), alone_ns(theirs)
+    alone = [
+        other.get(turned, theirs.total_ns) / own.get(turned, ours.total_ns)
+        for turned in {**own, **other}
+    ]
     assert low.ratio < min(alone) < theirs.total_ns / ours.total_ns < max(alone) < high.ratio
     assert {"exchange", "DMA ends"} <= set(low.factors)
     for one in (low, high):
@@ -147,25 +151,12 @@ def test_the_spread_holds_every_knob_alone_and_all_that_matter_together(make_bui
     assert worst_case(ours, theirs).ratio <= low.ratio
 
 
-def test_a_search_on_the_first_nodes_finds_ratios_of_the_whole_runs(make_builder: Make) -> None:
-    ours, theirs = in_tiles(make_builder, 4), in_tiles(make_builder, 16)
-    own, other = (Knobs.of(run, nodes=24) for run in (ours, theirs))
-    assert other.base_ns < theirs.total_ns
-    found = dict[str, float]()
-    for one in own.spread(other):
-        found |= one.factors
-        assert one.ours_ns == with_factors_ns(ours, one.factors)
-        assert one.theirs_ns == with_factors_ns(theirs, one.factors)
-    assert found
-    assert own.ratio(other, "collectives", 2.0) == theirs.total_ns / ours.total_ns
-    assert Knobs.of(ours, nodes=10**6).base_ns == ours.total_ns
-
-
-def test_a_knob_that_cannot_move_a_run_is_not_played(make_builder: Make) -> None:
-    knobs = Knobs.of(in_tiles(make_builder, 4))
-    assert "exchange" not in {knob for knob, _ in knobs.times_ns}
-    assert ("DMA runs", 2.0) in knobs.times_ns
-    assert knobs.ratio(knobs, "exchange", 2.0) == 1.0
+def test_a_knob_that_moves_neither_run_stays_as_it_is(make_builder: Make) -> None:
+    run = in_tiles(make_builder, 4)
+    knobs = Knobs(run)
+    assert knobs.estimated_ns({}, "exchange", 2.0) == pytest.approx(run.total_ns)
+    assert ("exchange", 2.0) not in alone_ns(run)
+    assert ("DMA runs", 2.0) in alone_ns(run)
     assert knobs.spread(knobs).low.factors == {}
     assert "nothing changed" in knobs.spread(knobs).low.text()
 
@@ -183,7 +174,7 @@ def test_the_window_of_the_compiler_is_a_knob(make_builder: Make) -> None:
     run = schedule(trace, options=TimelineOptions(model=VENDOR))
     _, options = with_factors(run, {WINDOW: 0.5})
     assert options.model.window == VENDOR.window // 2
-    assert {(WINDOW, 0.5), (WINDOW, 2.0)} <= set(Knobs.of(run).times_ns)
+    assert {(WINDOW, 0.5), (WINDOW, 2.0)} <= set(alone_ns(run))
     assert worst_case(run, run).ratio == pytest.approx(1.0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from neuron_moe.tools.bench.comparison.pool import (
     Pace,
     Task,
-    WorkerLostError,
+    TaskFailedError,
     run_phases,
     run_works,
 )
@@ -126,11 +126,28 @@ def test_a_phase_without_time_for_its_last_tasks_leaves_time_to_the_next() -> No
 
 def test_an_error_of_a_task_is_raised() -> None:
     with pytest.raises(ValueError, match="too large"):
-        run([Failing("a", 1)], 2)
+        run([Failing("a", 1)], 1)
+
+
+def test_tasks_that_fail_are_named_and_the_others_run() -> None:
+    other, following = Chain("b", 3), Chain("d", 2)
+    phases = [lambda: [Failing("a", 1), other, Failing("c", 1)], lambda: [following]]
+    with pytest.raises(TaskFailedError, match="a, a0: ValueError: too large; c, c0: ValueError"):
+        run_phases(phases, lambda *_: None, jobs=2)
+    assert [len(work.results) for work in (other, following)] == [3, 2]
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_of_its_task() -> None:
+    class Unsendable(Chain):
+        def compute(self, number: int) -> Any:
+            return lambda: number
+
+    with pytest.raises(TaskFailedError, match=r"a, a0: .*pickle"):
+        run([Unsendable("a", 1)], 2)
 
 
 def test_a_lost_process_is_named() -> None:
-    with pytest.raises(WorkerLostError, match="a, a0: its process ended with status 9"):
+    with pytest.raises(TaskFailedError, match="a, a0: its process ended with status 9"):
         run([Dying("a", 1)], 2)
 
 
@@ -147,6 +164,6 @@ def test_a_task_that_loses_its_process_runs_once_more_and_spares_the_others(tmp_
     assert run([once, other], 2)
     assert [len(work.results) for work in (once, other)] == [2, 3]
     other = Chain("b", 3)
-    with pytest.raises(WorkerLostError, match="a, a0"):
+    with pytest.raises(TaskFailedError, match="a, a0"):
         run([Dying("a", 1), other], 2)
     assert len(other.results) == 3

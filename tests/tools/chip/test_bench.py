@@ -19,7 +19,9 @@ needs_library = pytest.mark.skipif(
 )
 
 
-def test_a_table_has_times_of_the_device(tmp_path: Path) -> None:
+def test_a_table_has_times_of_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "decode.json"
     argv = ["decode", "--against", "sim:2", "--models", "qwen3-30b", "--batches", "1"]
     argv += ["--kernels", "decode_moe", "--formats", "bf16", "--routings", "uniform"]
@@ -27,6 +29,9 @@ def test_a_table_has_times_of_the_device(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert (content["kind"], content["device"]) == ("simulated", "sim:2")
     assert {row["corner"] for row in content["rows"]} == {"measured"}
+    table = capsys.readouterr().out.split("\n{")[0]
+    assert "  device  " in table
+    assert "in-order" not in table
     for row in content["rows"]:
         assert row["hbm_bound_us"] / 2 < row["ours_us"] < 200.0
         assert row["ours_mode"]

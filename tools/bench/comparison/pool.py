@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
@@ -54,8 +55,8 @@ class Work(Protocol):
         """Keep the result of a task."""
 
 
-class WorkerLostError(RuntimeError):
-    """A process ended without a result."""
+class TaskFailedError(RuntimeError):
+    """Tasks failed, or their processes ended without a result; all others were run."""
 
 
 @dataclass(slots=True)
@@ -115,7 +116,8 @@ def run_works(
         Whether all tasks were run.
 
     Raises:
-        WorkerLostError: a task lost two processes; all others were run.
+        TaskFailedError: tasks failed or lost two processes, in processes of their own; all others
+            were run. A task in this process ends the run with its own error.
     """
     pace = Pace(works, jobs)
     if jobs == 1 and minutes is None:
@@ -147,10 +149,10 @@ def run_phases(
         Whether all tasks of all phases were run.
 
     Raises:
-        WorkerLostError: a task lost two processes; all others were run.
+        TaskFailedError: as for `run_works`, after all phases.
     """
     started, is_complete = time.monotonic(), True
-    lost: WorkerLostError | None = None
+    failed = list[str]()
     for phase in phases:
         left = None if minutes is None else minutes - (time.monotonic() - started) / 60
         if left is not None and left <= 0.0:
@@ -158,10 +160,10 @@ def run_phases(
             break
         try:
             is_complete = run_works(phase(), on_taken, jobs, left) and is_complete
-        except WorkerLostError as error:
-            lost = lost or error
-    if lost is not None:
-        raise lost
+        except TaskFailedError as error:
+            failed.append(str(error))
+    if failed:
+        raise TaskFailedError("; ".join(failed))
     return is_complete
 
 
@@ -186,25 +188,29 @@ class _Forked:
     running: dict[Connection, _Running] = field(default_factory=dict)
     refused: list[tuple[Work, Task]] = field(default_factory=list)
     again: list[tuple[Work, Task]] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)
+    lost_once: set[int] = field(default_factory=set)
+    failed: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     def run(self) -> bool:
         """Run everything that fits into the time; return whether that was all."""
         try:
-            while self._fill():
-                ready = wait(list(self.running), self._left_s())
-                if not ready:
-                    return False
-                for pipe in ready:
-                    assert isinstance(pipe, Connection)
-                    self._take(pipe)
-            twice = [why for why in self.lost.values() if why]
-            if twice:
-                raise WorkerLostError(twice[0])
-            return not self.refused
+            is_complete = self._run()
         finally:
             self._stop()
+        if self.failed:
+            raise TaskFailedError("; ".join(self.failed))
+        return is_complete
+
+    def _run(self) -> bool:
+        while self._fill():
+            ready = wait(list(self.running), self._left_s())
+            if not ready:
+                return False
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                self._take(pipe)
+        return not self.refused
 
     def _left_s(self) -> float | None:
         if self.limit_s is None:
@@ -254,8 +260,9 @@ class _Forked:
         finally:
             pipe.close()
         entry.process.join()
-        if error is not None:
-            raise error
+        if error:
+            self.failed.append(f"{entry.work.name}, {entry.task.name}: {error}")
+            return
         seconds = time.monotonic() - entry.since
         entry.work.take(entry.task, result)
         _count(self.pace, entry.task, seconds)
@@ -265,11 +272,11 @@ class _Forked:
     def _note_loss(self, entry: _Running) -> None:
         """Let a task whose process ended without a result run once more, and no more."""
         entry.process.join()
-        if id(entry.task) not in self.lost:
-            self.lost[id(entry.task)] = ""
+        if id(entry.task) not in self.lost_once:
+            self.lost_once.add(id(entry.task))
             self.again.append((entry.work, entry.task))
             return
-        self.lost[id(entry.task)] = (
+        self.failed.append(
             f"{entry.work.name}, {entry.task.name}: its process ended with status"
             f" {entry.process.exitcode} and no result, twice. Give it more memory, or use fewer"
             " --jobs."
@@ -283,15 +290,14 @@ class _Forked:
 
 
 def _child(task: Task, pipe: Connection) -> None:
+    """Send the result of a task and "", or None and what went wrong in words."""
     faulthandler.enable()
-    torch.set_num_threads(
-        1
-    )  # threads of OpenMP do not come along, which crashes whoever needs them
+    torch.set_num_threads(1)  # others do not come along, which crashes whoever needs them
     gc.freeze()  # what was there before the fork is shared with the others as long as untouched
-    answer: tuple[Any, Exception | None]
+    gc.set_threshold(100_000)  # a tenth of the time of a long run goes to looking for circles
     try:
-        answer = (task.compute(), None)
+        answer = ForkingPickler.dumps((task.compute(), ""))
     except Exception as error:  # noqa: BLE001  told to and raised by the one who waits
-        answer = (None, error)
-    pipe.send(answer)
+        answer = ForkingPickler.dumps((None, f"{type(error).__name__}: {error}"))
+    pipe.send_bytes(answer)
     pipe.close()

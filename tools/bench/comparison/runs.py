@@ -49,6 +49,11 @@ def kind() -> str:
     return "simulated" if runner is None else runner.kind
 
 
+def corner_name(corner: str) -> str:
+    """Return what tables call a corner of the clock; a device has none."""
+    return corner if _RUNNER.get() is None else "device"
+
+
 @contextmanager
 def running_with(runner: Runner) -> Iterator[None]:
     """Let a device run the kernels while the context lasts."""

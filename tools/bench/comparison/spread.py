@@ -21,7 +21,6 @@ from nki_sim.time.timeline import Timeline
 Launch = Callable[[], nki_sim.Run]
 DIGITS = 4
 PLAYS = 2.0  # seconds of a task over those of simulating its sides
-SEARCHED_NODES = 12_000  # of a run, on which each knob is tried; what is found is played whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +139,9 @@ class SpreadWork:
             return {}  # an earlier simulator took the vendor's kernel, this one does not: no range
         found = dict[Hashable, SpeedupRange]()
         for pairing in self._pairings:
-            theirs = Knobs.of(timelines.pop((pairing.corner, pairing.theirs)), nodes=SEARCHED_NODES)
+            theirs = Knobs(timelines.pop((pairing.corner, pairing.theirs)))
             for keys, side in pairing.ours:
-                ours = Knobs.of(timelines.pop((pairing.corner, side)), nodes=SEARCHED_NODES)
+                ours = Knobs(timelines.pop((pairing.corner, side)))
                 found |= dict.fromkeys(keys, speedup_range(ours, theirs))
         return found
 

@@ -1,5 +1,7 @@
 """neuron-moe bench decode: simulated time of a MoE layer's decode, beside the vendor's kernels.
 
+    neuron-moe bench decode --models gpt_oss_20b --batches 1 64
+
 decode_moe stands beside the vendor's moe_tkg, decode_block (norm and router in front) beside
 moe_block_tkg, each in the faster of its two modes, on the same simulated chip; the vendor's come
 from the user's checkout. The HBM bound (weights of the touched experts, tokens in and out) is
@@ -62,6 +64,7 @@ from neuron_moe.tools.bench.decode.work import (
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
+from neuron_moe.tools.parsers import Parser
 
 MX_KERNELS = ("moe_tkg", "moe_block_tkg")  # the vendor's names of cases
 OUR_SOURCES = ("decode/*.py", "common/*.py")
@@ -103,8 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     print(_table(rows))
     for miss in result["misses"]:
         print(
-            f"misses {miss['target']}: {miss['row']}, {miss['corner']}, {miss['layout']}:"
-            f" {miss['value']:.2f} ({miss['bottleneck']})"
+            f"misses {miss['target']}: {miss['row']}, {runs.corner_name(miss['corner'])},"
+            f" {miss['layout']}: {miss['value']:.2f} ({miss['bottleneck']})"
         )
     print(corner_lines(result["by_corner"]))
     if result["expected"]:
@@ -120,9 +123,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe bench decode", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("bench decode", __doc__)
     names = [model.name for model in MODELS]
     parser.add_argument(
         "--models", nargs="*", type=model_among(names), choices=names, default=names
@@ -275,7 +276,10 @@ def _line(book: Book, side: Work, task: Task, pace: Pace, seconds: float) -> str
     cells = []
     if isinstance(side, OurSide):
         rows = [book.rows[key] for key in side.rows]
-        cells += [f"{row.layout} {row.corner} {_text(row.ours_us, '.1f')}" for row in rows]
+        cells += [
+            f"{row.layout} {runs.corner_name(row.corner)} {_text(row.ours_us, '.1f')}"
+            for row in rows
+        ]
     elif isinstance(side, VendorSide):
         for corner, attempts in side.attempts().items():
             times = (_text(a.us, ".1f") for a in attempts if a.name == task.name)
@@ -301,7 +305,8 @@ def _cells(row: Row) -> list[str]:
         speedup = range_in_words(row.speedup, row.speedup_low, row.speedup_high)
     return [
         row.kernel, f"{row.model} TP{row.tp}", str(row.B), row.routing, row.format,
-        row.layout, row.corner, f"{row.hbm_bound_us:,.1f}", _text(row.ours_us, ",.1f"),
+        row.layout, runs.corner_name(row.corner), f"{row.hbm_bound_us:,.1f}",
+        _text(row.ours_us, ",.1f"),
         row.ours_mode, _text(row.bound_share, ".0%"), _text(row.vendor_us, ",.1f"),
         speedup, _text(row.fp8_gain, ".2f"), _text(row.deployed_us, ",.1f"),
     ]  # fmt: skip

@@ -1,5 +1,7 @@
 """neuron-moe bench prefill: simulated time of a MoE layer's prefill, beside the vendor's kernels.
 
+    neuron-moe bench prefill --models gpt_oss_20b --tokens 1024
+
 Ours is one launch: the blockwise kernel, a barrier, the weighted sum over a token's experts (left
 out with one expert per token), by the plan of our cost model. The vendor's kernels run on the same
 simulated chip, from the user's checkout, with the token blocks ready as for ours; the fastest of
@@ -35,6 +37,7 @@ from neuron_moe.tools.bench.prefill.work import Case
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
+from neuron_moe.tools.parsers import Parser
 from nki_sim.time.schedule_model import CORNERS
 
 MX_KERNELS = ("moe_cte",)  # the vendor's names of cases
@@ -74,8 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     print(_table(_sorted(rows)))
     for miss in result["misses"]:
         print(
-            f"misses {miss['target']}: {miss['row']}, {miss['corner']}, {miss['layout']}:"
-            f" {miss['value']:.2f} ({miss['bottleneck']})"
+            f"misses {miss['target']}: {miss['row']}, {runs.corner_name(miss['corner'])},"
+            f" {miss['layout']}: {miss['value']:.2f} ({miss['bottleneck']})"
         )
     print(corner_lines(result["by_corner"]))
     if result["expected"]:
@@ -89,9 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe bench prefill", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("bench prefill", __doc__)
     names = [model.name for model in MODELS]
     parser.add_argument(
         "--models", nargs="+", type=model_among(names), choices=names, default=names
@@ -159,7 +160,7 @@ def _line(work: Work, task: Task, pace: Pace, seconds: float) -> str:
     for row in work.rows() if isinstance(work, Case) else ():
         ours = "-" if row.ours_us is None else f"{row.ours_us:.0f}"
         vendor = "-" if row.vendor_us is None else f"{row.vendor_us:.0f}"
-        cells.append(f"{row.layout} {row.corner} {ours} / {vendor}")
+        cells.append(f"{row.layout} {runs.corner_name(row.corner)} {ours} / {vendor}")
     found = f": ours / vendor us: {', '.join(cells)}" if cells else ""
     return f"{work.name}, {task.name} [{seconds:.1f} s]{found}; {pace.text()}"
 
@@ -174,7 +175,8 @@ def _table(rows: list[Row]) -> str:
             speedup = range_in_words(row.speedup, row.speedup_low, row.speedup_high)
         lines.append(
             [
-                f"{row.model} TP{row.tp}", str(row.T), row.routing, row.layout, row.corner,
+                f"{row.model} TP{row.tp}", str(row.T), row.routing, row.layout,
+                runs.corner_name(row.corner),
                 f"{row.roofline_us:,.0f}", _text(row.ours_us, ",.0f"),
                 _text(row.roofline_share, ".0%"), _text(row.vendor_us, ",.0f"), speedup,
                 _text(row.deployed_us, ",.0f"),

@@ -35,6 +35,7 @@ from neuron_moe.tools.bench.prefill.results import Key, Row, case_of, check_case
 from neuron_moe.tools.bench.prefill.vendor import (
     DEPLOYED,
     VARIANTS,
+    Variant,
     VendorSide,
     launch_vendor,
     seconds_of,
@@ -226,9 +227,9 @@ class Case:
 
     def _seconds(self, side: Side) -> float:
         """Return what simulating a side of a ratio takes, about."""
-        variant = VARIANTS[0] if isinstance(side.name, PrefillConfig) else side.name
-        share = 0.5 if isinstance(side.name, PrefillConfig) else 1.0
-        return share * seconds_of(self._model, self._index_TK, variant)
+        if isinstance(side.name, Variant):
+            return seconds_of(self._model, self._index_TK, side.name)
+        return 0.5 * seconds_of(self._model, self._index_TK, VARIANTS[0])
 
     def _pairings(self, corner: str) -> Iterator[Pairing]:
         """Yield our plans in a corner, of rows without a range, and the vendor's best variant."""
@@ -240,17 +241,20 @@ class Case:
         ]
         if library is None or best is None or not missing:
             return
-        keys = dict[PrefillConfig, list[Key]]()
+        plans = dict[str, list[Row]]()  # layouts may come to the same one
         for row in missing:
-            config, _ = configure_case(self._model, self._index_TK, row.layout)
-            keys.setdefault(config, []).append(row.key)
+            plans.setdefault(row.ours_plan, []).append(row)
         ours = [
-            (found, Side(config, partial(launch_ours, self._model, self._index_TK, config)))
-            for config, found in keys.items()
+            ([row.key for row in rows], Side(plan, partial(self._launch, rows[0].layout)))
+            for plan, rows in plans.items()
         ]
         variant = next(variant for variant in VARIANTS if variant.name == best.name)
         launch = partial(launch_vendor, library, self._model, self._index_TK, variant, OPTIONS)
         yield Pairing(corner, ours, Side(variant, launch))
+
+    def _launch(self, layout: str) -> nki_sim.Run:
+        config, _ = configure_case(self._model, self._index_TK, layout)
+        return launch_ours(self._model, self._index_TK, config)
 
     def _keep_ranges(self, found: Mapping[Key, SpeedupRange]) -> None:
         """Keep the ranges of rows of this case."""
