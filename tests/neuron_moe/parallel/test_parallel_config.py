@@ -17,6 +17,7 @@ from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.collectives import SingleRank
 from neuron_moe.parallel.exchange import _phase_of
 from neuron_moe.parallel.groups import ExpertGroups, Offline, expert_ranks
+from neuron_moe.parallel.shuffle import build_shuffle
 from neuron_moe.parallel.strategy import TokenSpread
 from neuron_moe.parallel.topology import INSTANCES, instance
 
@@ -243,3 +244,17 @@ def test_tokens_are_parts_of_sequences_only_where_that_is_said() -> None:
     here = SingleRank()
     spreads = TokenSpread(here, here), TokenSpread.replicated(here), TokenSpread.sequence(here)
     assert [spread.is_sequence for spread in spreads] == [False, False, True]
+
+
+def test_each_rank_shuffles_by_the_seed_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SingleRank()
+    group.rank, group.size = 1, 2
+    monkeypatch.setattr(parallel_state, "get_token_shuffle_group", lambda: group)
+    seeds = []
+    for seed in (None, 0, 5):
+        shuffle = build_shuffle(2, seed)
+        assert shuffle is not None
+        seeds.append(shuffle.generator.initial_seed())
+    assert seeds[1:] == [seeds[0], seeds[0] + 5]
+    group.rank = 0
+    assert build_shuffle(2, 5).generator.initial_seed() == 5
