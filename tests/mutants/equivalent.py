@@ -176,7 +176,7 @@ EQUIVALENT = (
     Equivalent(
         "neuron_moe/weights/linear.py",
         'def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLinear":',
-        'def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = False) -> "ExpertLinear":',
+        'def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = False) -> "ExpertLinear":',  # noqa: E501
         "the module has no modules in it",
     ),
     Equivalent(
