@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
+from neuron_moe.backends.cuda.hopper_launch import SWITCH
 from neuron_moe.backends.cuda.launch import sort_rows
 from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
@@ -105,6 +106,7 @@ def test_sixteen_bits_are_as_near_to_float32_as_torch_is() -> None:
 def test_warpgroups_multiply_as_near_to_float32_as_torch_does(
     case: str, save_percent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SWITCH, "1")
     if save_percent == 60:  # rows are copied for the sums over rows, and loaded by one warp
         for product in ("first_weights", "second_weights"):
             monkeypatch.setitem(HOPPER_TILES, (product, 320, 192), (16, 1, 2, False))

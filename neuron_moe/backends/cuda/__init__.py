@@ -81,8 +81,22 @@ class CudaPlan(Plan):
     """A step computed by the kernels of this room."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return what training keeps, if that was asked for."""
-        return kept_note(self.parts.tuning)
+        """Return what training keeps, if that was asked for, and which kernels could be faster."""
+        return (*kept_note(self.parts.tuning), *self._kernel_notes())
+
+    def _kernel_notes(self) -> tuple[str, ...]:
+        from neuron_moe.backends.cuda import hopper_launch
+
+        if hopper_launch.is_on() or not hopper_launch.has_hopper_kernels(self._device):
+            return ()
+        return (
+            f"the products for Hopper GPUs are off: {hopper_launch.SWITCH}=1 takes them, faster"
+            " but not yet held against float32 on a GPU in this form",
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return self.parts.weights.down_proj_EIH.device
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Route T tokens."""

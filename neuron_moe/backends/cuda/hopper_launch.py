@@ -4,6 +4,7 @@ Axes: T tokens, K choices, E experts, R rows, H hidden, I intermediate.
 """
 
 import importlib.util
+import os
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,14 @@ from neuron_moe.backends.cuda.products import BLOCK_DEPTH, BLOCK_ROWS, Product
 from neuron_moe.backends.cuda.records import SortedRows, constants_of
 from neuron_moe.backends.cuda.tiles import HopperTile
 from nki_kernels.common.formula import ExpertFormula
+
+SWITCH = "NEURON_MOE_HOPPER"
+"""The environment variable that turns these kernels on, with the value 1."""
+
+
+def is_on() -> bool:
+    """Tell whether the kernels are asked for: in this form no GPU has run their tests yet."""
+    return os.environ.get(SWITCH) == "1"
 
 
 @cache
@@ -26,7 +35,8 @@ def has_hopper_kernels(device: torch.device) -> bool:
 
 def fits(rows: SortedRows, *operands: Tensor) -> bool:
     """Tell whether operands of a product are ones that the kernels take."""
-    if rows.rows != BLOCK_ROWS or not has_hopper_kernels(operands[0].device):
+    device = operands[0].device
+    if rows.rows != BLOCK_ROWS or not is_on() or not has_hopper_kernels(device):
         return False
     return all(_is_tiled(operand) for operand in operands)
 
