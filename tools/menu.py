@@ -2,11 +2,16 @@
 
 import difflib
 import importlib
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from neuron_moe.tools.interrupts import ends_at_once
+from neuron_moe.tools.parsers import EXIT_STATUS
+
+_MOST_COLUMNS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +31,17 @@ class Menu:
     def usage(self) -> str:
         """Return the overview of all names."""
         width = max(len(name) for name in self.entries)
-        rows = [f"  {name:<{width}}  {text}" for name, (_, text) in self.entries.items()]
+        columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+        rows = [
+            textwrap.fill(
+                text, columns, initial_indent=f"  {name:<{width}}  ",
+                subsequent_indent=" " * (width + 4),
+            )
+            for name, (_, text) in self.entries.items()
+        ]  # fmt: skip
         head = f"usage: {self.program} {self.noun.upper()} [options]"
-        return "\n".join([head, "", *rows, "", f"{self.noun.upper()} --help tells its options."])
+        tail = f"{self.noun.upper()} --help tells its options.\n{EXIT_STATUS}"
+        return "\n".join([head, "", *rows, "", tail])
 
     def main(self, argv: list[str] | None = None) -> int:
         """Run what the first argument names with the others; return its exit status.

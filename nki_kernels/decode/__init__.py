@@ -11,6 +11,7 @@ at load time.
     output = decode_moe[2](hidden, gate_up, down, index, affinities, first_expert, config)
 """
 
+from nki_kernels.common.mx_layout import pack_mx_down, pack_mx_gate_up
 from nki_kernels.decode.config import (
     MAX_TOKENS,
     MAX_TOP_K,
@@ -20,6 +21,7 @@ from nki_kernels.decode.config import (
     WeightForm,
 )
 from nki_kernels.decode.cost import cost_decode_moe
+from nki_kernels.decode.items import mx_form
 from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layer_config import (
     LayerConfig,
@@ -31,7 +33,6 @@ from nki_kernels.decode.layer_cost import cost_decode_layer
 from nki_kernels.decode.layer_kernel import decode_layer
 from nki_kernels.decode.layer_reference import LayerArrays, LayerResult, decode_layer_ref
 from nki_kernels.decode.layout import pack_down, pack_gate_up, weight_shapes
-from nki_kernels.decode.mx_layout import pack_mx_down, pack_mx_gate_up
 from nki_kernels.decode.options import make_decode_config, why_not_decoded
 from nki_kernels.decode.reference import decode_moe_ref
 from nki_kernels.decode.router import pack_router_weight
@@ -57,6 +58,7 @@ __all__ = [
     "decode_moe_ref",
     "make_decode_config",
     "make_layer_config",
+    "mx_form",
     "pack_down",
     "pack_gate_up",
     "pack_mx_down",

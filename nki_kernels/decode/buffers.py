@@ -12,6 +12,7 @@ from nki.language import NKIObject
 
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.memory import Tiles, allocate, allocate_rows
+from nki_kernels.common.mx import bias_tile
 from nki_kernels.common.tiles import make_tiles
 from nki_kernels.decode.config import (
     OUT_BANKS,
@@ -22,7 +23,7 @@ from nki_kernels.decode.config import (
     item_bytes,
     weighs_inner,
 )
-from nki_kernels.decode.items import packed_shapes
+from nki_kernels.decode.items import mx_form, packed_shapes
 from nki_kernels.decode.memory import ExpertTable, expert_table, mx_table, token_table
 
 
@@ -295,12 +296,11 @@ def _beside_weights(
             allocate(table.gate_up_scale),
             allocate(table.down_scale),
         ]
-    biases = extra_floats(config)
     if is_mx(config):
-        per_row = (2, config.i_axis.count)
         views = []
-        for floats_sb in _extras(config, gate_up, 0, biases):
-            views.append(floats_sb.squeeze_dim(2).reshape_dim(1, per_row))
+        if config.formula.has_gate_up_bias:
+            for run_sb in gate_up:
+                views.append(bias_tile(mx_form(config), run_sb))
         return [views, [], []]
     biases = 2 * int(config.formula.has_gate_up_bias)
     scales = 2 * int(config.weights.has_scales)

@@ -14,7 +14,8 @@ from nki.language import NKIObject
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.weight_formats import ITEM_BYTES, MX_GROUP, MX_WORD_BYTES
+from nki_kernels.common.mx import is_mx_format, mx_chunks
+from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
@@ -154,11 +155,6 @@ def is_mx(config: DecodeConfig) -> bool:
     return is_mx_format(config.weights.format)
 
 
-def is_mx_format(weight_format: str) -> bool:
-    """Whether a format has words of four elements and scales of its own."""
-    return weight_format.endswith("_x4")
-
-
 def output_dtype(config: DecodeConfig) -> nl.DType:
     """Return the element type of the output."""
     return nl.float32 if config.output_dtype == "float32" else nl.bfloat16
@@ -218,7 +214,8 @@ def packed_chunks(config: DecodeConfig) -> int:
     touch a single expert, which both cores should have a part of.
     """
     if is_mx(config):
-        return _mx_chunks(config)
+        is_alone = config.E == 1 or config.K == 1
+        return mx_chunks(config.weights.format, config.H, config.I, is_alone)
     chunks = -(-config.I // PARTITIONS)
     if chunks == 1 and config.K == 1 and config.I // 2 in _JOINED:
         return 2
@@ -231,23 +228,6 @@ def packed_chunks(config: DecodeConfig) -> int:
     return chunks
 
 
-def _mx_chunks(config: DecodeConfig) -> int:
-    """Return the chunks of an expert in MX words: up to 128 words of I each, few bytes.
-
-    An even number, so that the cores can share an expert, but where there are experts enough.
-    """
-    chunks = -(-config.I // (4 * PARTITIONS))
-    is_alone = config.E == 1 or config.K == 1
-    if chunks > 1 or (is_alone and config.I > MX_GROUP):
-        chunks = -(-chunks // 2) * 2
-    bytes_each = MX_WORD_BYTES[config.weights.format] / 4
-    while bytes_each * config.H * (2 * config.I / chunks / PARTITIONS + 1) > _MAX_CHUNK_BYTES:
-        if config.I <= MX_GROUP * chunks:
-            return chunks
-        chunks = 2 * chunks
-    return chunks
-
-
 def joins_projections(config: DecodeConfig) -> bool:
     """Whether gate and up columns of a chunk are one stationary tile, up in its second half."""
     if is_mx(config):
@@ -257,8 +237,6 @@ def joins_projections(config: DecodeConfig) -> bool:
 
 def extra_floats(config: DecodeConfig) -> int:
     """Return the float32 numbers that follow the weights of a packed gate and up run."""
-    if is_mx(config):
-        return 2 * config.i_axis.count * int(config.formula.has_gate_up_bias)
     per_row = 2 * int(config.formula.has_gate_up_bias) + 2 * int(config.weights.has_scales)
     by_channel = config.h_axis.count if config.weights.down_scale == "channel" else 0
     return per_row + by_channel + int(config.weights.down_scale == "expert")

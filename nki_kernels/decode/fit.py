@@ -10,10 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_in_fours
+from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, core, fitted_sbuf_bytes
 from nki_kernels.common.memory import table_bytes, tiles_bytes
-from nki_kernels.common.weight_formats import MX_GROUP
 from nki_kernels.decode.config import (
     DecodeConfig,
     DecodeRequest,
@@ -28,7 +27,7 @@ from nki_kernels.decode.config import (
     packed_chunks,
     read_ahead,
 )
-from nki_kernels.decode.items import packed_shapes
+from nki_kernels.decode.items import mx_form, packed_shapes
 from nki_kernels.decode.memory import (
     ends_table,
     expert_table,
@@ -158,7 +157,7 @@ def _with_chunks(config: DecodeConfig, chunks: int, weight_buffers: int) -> Deco
 def _chunk_axis(config: DecodeConfig, chunks: int) -> AxisTiles:
     """Cut a chunk of the intermediate axis; one of MX words has whole groups."""
     if is_mx(config):
-        return tile_axis_in_fours(-(-config.I // (chunks * MX_GROUP)) * MX_GROUP)
+        return mx_form(replace(config, chunks=chunks)).i_axis
     return tile_axis(-(-config.I // chunks))
 
 

@@ -12,6 +12,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.memory import Tiles, tiles
+from nki_kernels.common.mx import whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.decode.config import (
     DIRECT_IN,
@@ -25,7 +26,7 @@ from nki_kernels.decode.config import (
     output_dtype,
     read_ahead,
 )
-from nki_kernels.decode.items import packed_shapes, whole_quadrants
+from nki_kernels.decode.items import packed_shapes
 
 
 class TokenTable(NamedTuple):

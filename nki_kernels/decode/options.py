@@ -5,6 +5,7 @@ from __future__ import annotations
 from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_in_fours
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.mx import is_mx_format
 from nki_kernels.common.weight_formats import MX_GROUP, MX_WORD_BYTES, WEIGHT_FORMATS
 from nki_kernels.decode.config import (
     MAX_EXPERTS,
@@ -14,7 +15,6 @@ from nki_kernels.decode.config import (
     DecodeRequest,
     DecodeSizes,
     WeightForm,
-    is_mx_format,
 )
 from nki_kernels.decode.fit import fit_decode
 

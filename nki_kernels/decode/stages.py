@@ -34,7 +34,7 @@ from nki_kernels.decode.config import (
     joins_projections,
     weighs_inner,
 )
-from nki_kernels.decode.mx_stages import project_words, quantize_inner
+from nki_kernels.decode.mx_stages import project_words_in, quantize_inner
 
 
 def load_in(
@@ -206,10 +206,10 @@ def _project_words_in(
     for tile in range(config.i_axis.count):
         bank_ps = b.banks.inner_ps[(item * config.i_axis.count + tile) % len(b.banks.inner_ps)]
         gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
-        project_words(config, b, gate, buffer, 0, tile)
-        project_words(config, b, up, buffer, 1, tile)
+        project_words_in(config, b, gate, buffer, 0, tile)
+        project_words_in(config, b, up, buffer, 1, tile)
         _activate(config, b, gate, up, buffer, item, ring, tile)
-    quantize_inner(config, b, item)
+    quantize_inner(b, item)
 
 
 def _project(

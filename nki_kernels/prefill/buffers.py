@@ -16,12 +16,15 @@ from nki.language import NKIObject
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
+from nki_kernels.common.mx import bias_tile
 from nki_kernels.common.tiles import keep_below, load_table, make_tiles, when_missing
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
     has_scale_table,
+    is_mx,
     largest_visit_of,
+    mx_form,
     scales_late,
 )
 from nki_kernels.prefill.memory import row_table, visit_table, weight_table
@@ -62,6 +65,10 @@ class Buffers(NKIObject):
     own: list[nl.NkiTensor]
     other: list[nl.NkiTensor]
     inner: list[nl.NkiTensor]
+    words: list[nl.NkiTensor]
+    word_scales: list[nl.NkiTensor]
+    inner_words: list[nl.NkiTensor]
+    inner_scales: list[nl.NkiTensor]
     outer: list[nl.NkiTensor]
     gate: list[nl.NkiTensor]
     up: list[nl.NkiTensor]
@@ -98,10 +105,15 @@ def make_buffers(config: PrefillConfig) -> Buffers:
     turn_ps = []
     for bank_ps in outer_ps:
         turn_ps.append(bank_ps.view(nl.bfloat16))
+    gate_up, down = allocate(w.gate_up), allocate(w.down)
+    biases = allocate(w.gate_up_bias)
+    if is_mx(config) and config.formula.has_gate_up_bias:
+        for run_sb in gate_up:
+            biases.append(bias_tile(mx_form(config), run_sb))
     return Buffers(
-        gate_up=allocate(w.gate_up),
-        down=allocate(w.down),
-        gate_up_bias=allocate(w.gate_up_bias),
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=biases,
         up_bias=allocate(w.up_bias),
         gate_up_scale=allocate(w.gate_up_scale),
         down_bias=allocate(w.down_bias),
@@ -112,6 +124,10 @@ def make_buffers(config: PrefillConfig) -> Buffers:
         own=allocate(r.own),
         other=allocate(r.other),
         inner=allocate(r.inner),
+        words=allocate(r.words),
+        word_scales=allocate(r.word_scales),
+        inner_words=allocate(r.inner_words),
+        inner_scales=allocate(r.inner_scales),
         outer=allocate(r.outer),
         gate=allocate(r.gate),
         up=allocate(r.up),
@@ -188,10 +204,22 @@ def fill_tables(
     gathered = b.turned if config.loop.turns == "dma" else b.rows
     for j in range(len(gathered)):
         nisa.memset(dst=gathered[j], value=0.0, engine=nisa.engine.vector)
+    if is_mx(config):
+        _clear_fours(config, b)
     for j in range(len(b.inner)):
         if bias_is_inside(config):
             spare = config.i_axis.rows
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
+
+
+def _clear_fours(config: PrefillConfig, b: Buffers) -> None:
+    """Set places of words that no element fills to zero, where there are such."""
+    if config.h_axis.tail < b.turned[0].shape[0]:
+        for fours_sb in b.turned:
+            nisa.memset(dst=fours_sb, value=0.0, engine=nisa.engine.vector)
+    if config.i_axis.rows < b.inner[0].shape[0]:
+        for fours_sb in b.inner:
+            nisa.memset(dst=fours_sb, value=0.0, engine=nisa.engine.vector)
 
 
 def _fill_row_table(

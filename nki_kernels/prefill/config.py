@@ -13,6 +13,7 @@ from nki.language import NKIObject
 from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
 from nki_kernels.common.visits import VisitDims, max_steps, max_visits
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
@@ -27,7 +28,8 @@ class ExpertSizes(NKIObject):
         H: hidden size, a multiple of 64.
         I: intermediate size of this rank.
         E: experts of this rank.
-        weight_format: one of weight_formats.WEIGHT_FORMATS.
+        weight_format: one of weight_formats.WEIGHT_FORMATS, or an MX format of MX_WORD_BYTES, whose
+            words lie as in common/mx.py.
         has_scales: weights have a scale per output channel; only those of 8 bits do.
     """
 
@@ -96,6 +98,7 @@ class PlanRequest(NKIObject):
         missing: what stands for no token, tile or expert: a number out of range, which transfers
             leave out (skip), or a spare row, tile or expert, for a compiler or chip on which they
             do not (spare). Then whole row tiles are stored.
+        chip: what the launch is for; MX weights need a trn3.
     """
 
     shard_plan: str = "balanced"
@@ -109,6 +112,7 @@ class PlanRequest(NKIObject):
     fetches: str = "copy"
     fit: LoopFit | None = None
     missing: str = "skip"
+    chip: str = "trn2"
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,18 @@ class PrefillConfig(NKIObject):
     loop: LoopPlan
     h_axis: AxisTiles
     i_axis: AxisTiles
+    chip: str = "trn2"
+
+
+def is_mx(config: PrefillConfig) -> bool:
+    """Whether the weights are words of an MX format."""
+    return is_mx_format(config.weight_format)
+
+
+def mx_form(config: PrefillConfig) -> MxForm:
+    """Return how experts of an MX format lie."""
+    has_bias = config.formula.has_gate_up_bias
+    return make_mx_form(config.weight_format, config.H, config.I, config.loop.in_parts, has_bias)
 
 
 def largest_visit_of(config: PrefillConfig) -> int:
@@ -306,6 +322,9 @@ def visit_dims(config: PrefillConfig) -> VisitDims:
 
 def with_loop(config: PrefillConfig, loop: LoopPlan) -> PrefillConfig:
     """Return the configuration with another loop plan, and the intermediate axis cut to match."""
+    if is_mx(config):
+        form = mx_form(replace(config, loop=loop))
+        return replace(config, loop=loop, h_axis=form.h_axis, i_axis=form.i_axis)
     width, depth = core_width(config), core_depth(config) // loop.in_parts
     h_axis = tile_axis_evenly(width) if loop.turns == "dma" else tile_axis(width)
     return replace(config, loop=loop, h_axis=h_axis, i_axis=tile_axis(depth))

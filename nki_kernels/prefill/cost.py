@@ -6,6 +6,7 @@ import numpy as np
 
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import num_projections
+from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.visits import Ints, VisitLists, loops_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
@@ -15,7 +16,9 @@ from nki_kernels.prefill.config import (
     core_depth,
     core_width,
     has_scale_table,
+    is_mx,
     largest_visit_of,
+    mx_form,
     scales_late,
     share_of,
 )
@@ -59,6 +62,11 @@ def cost_blockwise_moe(config: PrefillConfig, lists: VisitLists, slots: Ints) ->
 def _expert_bytes(config: PrefillConfig) -> int:
     """Return the bytes that one visit loads of its expert, on one core."""
     H, i_core = core_width(config), core_depth(config)
+    if is_mx(config):
+        form = mx_form(config)
+        runs = (in_shape(form), out_shape(form))
+        bias = H * _BFLOAT16_BYTES if config.formula.has_down_bias else 0
+        return form.chunks * sum(rows * run for rows, run in runs) + bias
     halves = num_projections(config.formula)
     size = (halves + 1) * H * i_core * ITEM_BYTES[config.weight_format]
     if config.formula.has_gate_up_bias:
@@ -89,7 +97,9 @@ def _columns(config: PrefillConfig, lists: VisitLists, core: int) -> int:
     R, H, loop = config.tile_rows, core_width(config), config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
     turn = 0 if loop.turns == "dma" else depth * R
-    tile = depth * num_projections(config.formula) * i_count * R + turn + i_count * H
+    deep = config.h_axis.group  # elements that a matmul adds up on a partition
+    tile = depth * num_projections(config.formula) * i_count * R + i_count * H
+    tile = tile // deep + turn
     adds_bias = config.formula.has_down_bias and share_of(config, core).adds_bias
     if adds_bias and not bias_is_inside(config):
         tile += H

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nki_kernels.common.axes import is_even
-from nki_kernels.common.chip import FITTED_SBUF_BYTES, core
+from nki_kernels.common.chip import core, fitted_sbuf_bytes
 from nki_kernels.common.formula import num_projections
+from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
     LoopPlan,
@@ -20,7 +21,9 @@ from nki_kernels.prefill.config import (
     core_depth,
     core_width,
     fit_of,
+    is_mx,
     largest_visit_of,
+    mx_form,
     with_loop,
 )
 from nki_kernels.prefill.memory import sbuf_bytes
@@ -44,15 +47,16 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
         num_tiles: row tiles of the visit.
         live_rows: rows of a tile that hold a token; 0 takes all.
     """
-    loop, H, chip = config.loop, core_width(config), core()
+    loop, H, chip = config.loop, core_width(config), core(config.chip)
     columns = max(config.tile_rows, chip.matmul_floor_columns)
     i_count = config.i_axis.count * loop.in_parts
     halves = num_projections(config.formula)
     depth = config.h_axis.count * columns / chip.tensor_cycles_per_ns
-    into = i_count * max(halves * depth, _INNER_NS * chip.steps) + (
+    deep = config.h_axis.group  # elements that a matmul adds up on a partition
+    into = i_count * max(halves * depth / deep, _INNER_NS * chip.steps) + (
         0.0 if loop.turns == "dma" else depth
     )
-    into, out = num_tiles * into, num_tiles * i_count * H / chip.tensor_cycles_per_ns
+    into, out = num_tiles * into, num_tiles * i_count * H / deep / chip.tensor_cycles_per_ns
     load_in, load_out = _weights_ns(config)
     rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / chip.hbm_bytes_per_ns
     load = load_in + load_out + rows
@@ -79,16 +83,22 @@ def _all_but_one(parts: int, work_ns: float, load_ns: float) -> float:
 
 def _weights_ns(config: PrefillConfig) -> tuple[float, float]:
     """Return the time to load an expert's gate and up weights, and its down weights."""
+    if is_mx(config):
+        form = mx_form(config)
+        loads = []
+        for rows, run in (in_shape(form), out_shape(form)):
+            loads.append(_load_ns(form.chunks * rows, form.chunks * rows * run, config.chip))
+        return loads[0], loads[1]
     loop, item, H = config.loop, ITEM_BYTES[config.weight_format], core_width(config)
     halves, i_size = num_projections(config.formula), config.i_axis.size * loop.in_parts
     runs = config.h_axis.rows * loop.in_parts if loop.turns == "tensor" else H
     if (loop.in_parts > 1 or config.shard.splits_i) and not loop.by_parts:
         runs = halves * H * loop.in_parts
-    load_in = _load_ns(runs, halves * H * i_size * item)
+    load_in = _load_ns(runs, halves * H * i_size * item, config.chip)
     runs = config.i_axis.rows * loop.in_parts * loop.out_parts
     if (loop.out_parts > 1 or config.shard.splits_h) and not loop.by_parts:
         runs = i_size * loop.out_parts
-    return load_in, _load_ns(runs, H * i_size * item)
+    return load_in, _load_ns(runs, H * i_size * item, config.chip)
 
 
 def _evict_ns(config: PrefillConfig) -> float:
@@ -97,12 +107,12 @@ def _evict_ns(config: PrefillConfig) -> float:
     turned = 0 if config.loop.turns == "dma" else config.h_axis.count * R
     columns = turned + H + 3 * i_count * R
     instructions = -(-turned // 1024) + -(-H // 512) + 3 * i_count
-    chip = core()
+    chip = core(config.chip)
     return (columns + instructions * chip.vector_overhead_cycles) / 2 / chip.vector_cycles_per_ns
 
 
-def _load_ns(runs: int, size_bytes: int) -> float:
-    chip = core()
+def _load_ns(runs: int, size_bytes: int, name: str) -> float:
+    chip = core(name)
     engines = (
         runs / chip.dma_engines * chip.dma_run_ns
         + size_bytes / chip.dma_engines / chip.dma_bytes_per_ns
@@ -164,7 +174,7 @@ def find_loops(
         if request.fit not in (None, fit_of(loop)):
             continue
         trial = with_loop(config, loop)
-        if sbuf_bytes(trial) <= FITTED_SBUF_BYTES:
+        if sbuf_bytes(trial) <= fitted_sbuf_bytes(config.chip):
             found.append((_experts_ns(trial, tiles), len(found), trial))
     return [_more_buffers(trial) for _, _, trial in sorted(found)[:count]]
 
@@ -189,8 +199,13 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
     Weights that stay for the next visit are in the only buffer; two visits in flight have one each.
     """
     skips, is_whole = config.loop.skips_weights, _needs_whole_experts(config)
-    for in_parts in (1,) if is_whole else _divisors(core_depth(config), _LEAST_I_PART):
-        for out_parts in (1,) if in_parts == 1 else _divisors(core_width(config), _LEAST_H_PART):
+    in_choices = (1,) if is_whole else _divisors(core_depth(config), _LEAST_I_PART)
+    if is_mx(config):  # words lie in parts of I, and each part in its own transfers
+        in_choices = (config.loop.in_parts,)
+    for in_parts in in_choices:
+        for out_parts in (
+            (1,) if in_parts == 1 or is_mx(config) else _divisors(core_width(config), _LEAST_H_PART)
+        ):
             for buffers in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
                     yield replace(
@@ -224,6 +239,7 @@ def _divisors(size: int, least: int) -> list[int]:
 def _more_buffers(config: PrefillConfig) -> LoopPlan:
     """Spend what is left of SBUF on output tiles and gathered rows in turn, up to two visits."""
     loop, size = config.loop, largest_visit_of(config)
+    most = fitted_sbuf_bytes(config.chip)
     caps = {"outer_buffers": min(_MAX_OUTER_BUFFERS, 2 * size), "row_buffers": size}
     grows = True
     while grows:
@@ -231,6 +247,6 @@ def _more_buffers(config: PrefillConfig) -> LoopPlan:
         for name, cap in caps.items():
             count = getattr(loop, name)
             more = replace(loop, **{name: count + 1})
-            if count < cap and sbuf_bytes(replace(config, loop=more)) <= FITTED_SBUF_BYTES:
+            if count < cap and sbuf_bytes(replace(config, loop=more)) <= most:
                 loop, grows = more, True
     return loop

@@ -22,6 +22,7 @@ from nki_kernels.prefill.config import (
     adds_offset,
     bias_is_inside,
     core_width,
+    is_mx,
     stored_parts,
 )
 
@@ -100,6 +101,9 @@ def load_gate_up(
     part: int,
 ) -> None:
     """Load one part of the gate and up weights of an expert."""
+    if is_mx(config):
+        _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), part)
+        return
     h_axis, i_axis = config.h_axis, config.i_axis
     halves = num_projections(config.formula)
     width = config.I // stored_parts(config)[0]
@@ -123,7 +127,7 @@ def load_beside(
 ) -> None:
     """Load biases and scales of one part of the gate and up projections."""
     first = share.i_first + part * config.i_axis.size
-    if config.formula.has_gate_up_bias:
+    if config.formula.has_gate_up_bias and not is_mx(config):
         bias = _entry(config, x.gate_up_bias, expert)
         load_halves(b.gate_up_bias[buffer], bias, config.i_axis, config.I, first)
     if config.has_scales:
@@ -134,6 +138,12 @@ def load_beside(
 def _entry(config: PrefillConfig, stack: nl.NkiTensor, expert: nl.NkiTensor) -> Entry:
     """Return an expert's part of an operand."""
     return Entry(stack, expert, config.loop.missing == "skip")
+
+
+def _load_run(dst_sb: nl.NkiTensor, entry: Entry, part: int) -> None:
+    """Load a part of MX words, a run per partition."""
+    rows, run = dst_sb.shape
+    load_rows(dst_sb, entry, run, part * rows * run, run)
 
 
 def prepare_part(config: PrefillConfig, b: Buffers, buffer: int) -> None:
@@ -185,6 +195,11 @@ def load_down(
         if bias_is_inside(config):
             bias_sb = b.down[buffer][i_axis.rows : i_axis.rows + 1, 0, 0:columns]
         load_rows(bias_sb, _entry(config, x.down_bias, expert), H, begin, columns)
+    if is_mx(config):
+        rows, _, run = b.down[buffer].shape
+        for k in range(in_parts):
+            _load_run(b.down[buffer][0:rows, k, 0:run], _entry(config, x.down, expert), k)
+        return
     flat = b.down[buffer].reshape((b.down[buffer].shape[0], in_parts * i_axis.count * columns))
     size, entry = i_axis.count * columns, _entry(config, x.down, expert)
     for k in range(in_parts):

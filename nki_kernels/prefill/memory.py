@@ -12,6 +12,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
+from nki_kernels.common.mx import fours_of, in_shape, out_shape, whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.config import (
@@ -21,7 +22,9 @@ from nki_kernels.prefill.config import (
     bias_terms,
     core_width,
     has_scale_table,
+    is_mx,
     largest_visit_of,
+    mx_form,
     num_visits,
     scales_late,
 )
@@ -52,6 +55,10 @@ class _RowTable(NamedTuple):
     own: Tiles  # this core's part of the projections, where the hidden axis is split
     other: Tiles  # the other core's
     inner: Tiles  # what the down projection takes
+    words: Tiles  # turned rows as MX words, if the weights are such
+    word_scales: Tiles
+    inner_words: Tiles  # what the down projection takes, then
+    inner_scales: Tiles
     outer: Tiles  # what waits to be stored
     gate: Tiles  # scratch of the projections
     up: Tiles
@@ -92,9 +99,14 @@ def weight_table(config: PrefillConfig) -> _WeightTable:
     biases = count if formula.has_gate_up_bias else 0
     offsets = count if adds_offset(config) else 0
     down_biases = count if formula.has_down_bias else 0
+    gate_up: tuple[int, ...] = (h_axis.rows, h_axis.count, halves, i_axis.size)
+    down = (i_rows, i_axis.count * loop.in_parts, columns)
+    if is_mx(config):  # biases of the projections lie in the run
+        gate_up, out = in_shape(mx_form(config)), out_shape(mx_form(config))
+        down, biases = (out[0], loop.in_parts, out[1]), 0
     return _WeightTable(
-        gate_up=tiles(count, (h_axis.rows, h_axis.count, halves, i_axis.size), weights),
-        down=tiles(count, (i_rows, i_axis.count * loop.in_parts, columns), weights),
+        gate_up=tiles(count, gate_up, weights),
+        down=tiles(count, down, weights),
         gate_up_bias=small_tiles(biases, i_tile, nl.float32),
         up_bias=small_tiles(offsets, (i_axis.rows, i_axis.count), nl.float32),
         gate_up_scale=small_tiles(scales, i_tile, nl.float32),
@@ -120,12 +132,25 @@ def row_table(config: PrefillConfig) -> _RowTable:
     exchanged = (i_axis.rows, i_axis.count, num_projections(config.formula), R)
     late = largest if scales_late(config) else 0
     gathered = 0 if loop.turns == "dma" else loop.row_buffers
+    inner: tuple[int, ...] = (i_rows, i_count, R)
+    turned, words = _turned(config, (h_axis.rows, h_axis.count, R)), tiles(0, (1, 1), nl.uint8)
+    inner_words = words
+    if is_mx(config):
+        fours = (whole_quadrants(h_axis.rows), fours_of(h_axis), R)
+        words = turned._replace(shape=fours)
+        turned = tiles(2, (*fours, h_axis.group), nl.bfloat16)
+        halfway = (whole_quadrants(i_axis.rows), loop.in_parts, R)
+        inner, inner_words = (*halfway, i_axis.group), tiles(largest, halfway, nl.uint8)
     return _RowTable(
         rows=tiles(gathered, (R, width), nl.bfloat16),
-        turned=_turned(config, (h_axis.rows, h_axis.count, R)),
+        turned=turned,
         own=tiles(apart, exchanged, nl.float32),
         other=tiles(apart, exchanged, nl.float32),
-        inner=tiles(max(largest, apart), (i_rows, i_count, R), nl.bfloat16),
+        inner=tiles(max(largest, apart), inner, nl.bfloat16),
+        words=words._replace(dtype=nl.float8_e4m3fn_x4),
+        word_scales=words._replace(dtype=nl.uint8),
+        inner_words=inner_words._replace(dtype=nl.float8_e4m3fn_x4),
+        inner_scales=inner_words,
         outer=tiles(loop.outer_buffers, (R, width), nl.bfloat16),
         gate=tiles(2, (i_axis.rows, R), nl.float32),
         up=tiles(2, (i_axis.rows, R), nl.float32),

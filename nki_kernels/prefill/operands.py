@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from nki_kernels.common.formula import num_projections
+from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.visits import VisitLists
 from nki_kernels.prefill.config import (
     PrefillConfig,
+    is_mx,
     largest_visit_of,
+    mx_form,
     num_visits,
     stored_parts,
 )
@@ -68,13 +71,18 @@ def _operands(config: PrefillConfig) -> _Expected:
         in_parts, out_parts = stored_parts(config)
         gate_up_shape = (E, in_parts, H, width // in_parts)
         down_shape = (E, out_parts, I, H // out_parts)
+    stored = config.weight_format
+    if is_mx(config):
+        form, stored = mx_form(config), "uint8"
+        gate_up_shape = (E, form.chunks, *in_shape(form))
+        down_shape = (E, form.chunks, *out_shape(form))
     found: _Expected = {
         "hidden": ((config.num_tokens, H), "bfloat16"),
-        "gate_up": (gate_up_shape, config.weight_format),
-        "down": (down_shape, config.weight_format),
+        "gate_up": (gate_up_shape, stored),
+        "down": (down_shape, stored),
         "slots": ((num_slots,), "int32"),
     }
-    if config.formula.has_gate_up_bias:
+    if config.formula.has_gate_up_bias and not is_mx(config):
         found["gate_up_bias"] = ((E, width), "float32")
     if config.formula.has_down_bias:
         found["down_bias"] = ((E, 3, H) if config.has_scales else (E, H), "bfloat16")

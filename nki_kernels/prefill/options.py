@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from nki_kernels.common.axes import is_even, tile_axis
 from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of
+from nki_kernels.common.mx import is_mx_format, mx_chunks
 from nki_kernels.common.visits import Ints, VisitLists, list_visits, live_tiles
-from nki_kernels.common.weight_formats import WEIGHT_FORMATS
+from nki_kernels.common.weight_formats import MX_WORD_BYTES, WEIGHT_FORMATS
 from nki_kernels.prefill.config import (
     BLOCK_SIZES,
     MOST_TILES,
@@ -30,7 +31,8 @@ _EVEN_TILES = 2
 _CLOSE_LOOPS = 12  # how many are looked at closely
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
 _ALLOWED = {
-    "weight_format": WEIGHT_FORMATS,
+    "weight_format": (*WEIGHT_FORMATS, *MX_WORD_BYTES),
+    "chip": ("trn2", "trn3"),
     "activation": _ACTIVATIONS,
     "scaling": ("none", "pre", "post"),
     "stores": ("tiles", "rows", "tokens"),
@@ -64,6 +66,8 @@ def make_config(
     _check_names(formula, sizes, work, request)
     _check_formula(formula)
     _check_plan(sizes, work, request)
+    if is_mx_format(sizes.weight_format):
+        request = _request_of_words(formula, sizes, request)
     draft = _draft(formula, sizes, work, request)
     expected = request.tiles_per_expert or draft.num_tiles / sizes.E
     return with_loop(draft, fit_loop(draft, request, expected))
@@ -148,8 +152,39 @@ def _draft(
     return PrefillConfig(
         formula, sizes.H, sizes.I, sizes.E, sizes.weight_format, sizes.has_scales, tile_rows,
         work.num_slots // tile_rows, work.num_tokens, work.num_cores, work.scaling, stores,
-        shard, loop, tile_axis(sizes.H), tile_axis(sizes.I),
+        shard, loop, tile_axis(sizes.H), tile_axis(sizes.I), request.chip,
     )  # fmt: skip
+
+
+def _request_of_words(
+    formula: ExpertFormula, sizes: ExpertSizes, request: PlanRequest
+) -> PlanRequest:
+    """Return a request with the parts that MX words lie in.
+
+    Raises:
+        ValueError: what words are not computed for.
+    """
+    name = f"weight_format={sizes.weight_format!r}"
+    if request.chip != "trn3":
+        raise ValueError(
+            f"{name}: {request.chip} multiplies no MX words. Set chip='trn3', or re-code the"
+            " weights as float8_e5m2, which loses nothing of MXFP4."
+        )
+    if request.shard_plan not in ("balanced", "block") or request.turns == "dma":
+        raise ValueError(
+            f"{name}, shard_plan={request.shard_plan!r}, turns={request.turns!r}: words are"
+            " multiplied with whole experts, turned by the tensor engine. Use"
+            " shard_plan='balanced' and turns='auto'."
+        )
+    if not formula.has_gate or sizes.has_scales:
+        raise ValueError(
+            f"{name}, has_gate={formula.has_gate}, has_scales={sizes.has_scales}: words have scales"
+            " of their own, and their experts a gate. Compute other experts in torch."
+        )
+    parts = request.weight_parts
+    if parts is None:
+        parts = (mx_chunks(sizes.weight_format, sizes.H, sizes.I, sizes.E == 1), 1)
+    return replace(request, weight_parts=parts, turns="tensor")
 
 
 def _classes(largest: int) -> tuple[int, ...]:

@@ -29,9 +29,16 @@ from nki_kernels.prefill.config import (
     bias_is_inside,
     bias_terms,
     core_width,
+    is_mx,
     scales_late,
 )
 from nki_kernels.prefill.loads import row_buffer, turned_buffer
+from nki_kernels.prefill.mx_stages import (
+    multiply_words_in,
+    project_words_out,
+    quantize_inner,
+    turn_into_words,
+)
 
 
 def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
@@ -47,6 +54,9 @@ def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
             op0=nl.multiply,
             operand0=b.scale[s][0:R, j : j + 1],
         )
+    if is_mx(config):
+        turn_into_words(config, b, rows_sb, turned_buffer(config, s, j), j)
+        return
     transpose_rows(b.turned[turned_buffer(config, s, j)], rows_sb, config.h_axis, b.turn_ps, R)
 
 
@@ -77,6 +87,8 @@ def project_in(
     bank_ps = b.inner_ps[tile % 2]
     multiply_in(config, b, buffer, s, j, tile, bank_ps)
     finish_in(config, b, buffer, s, j, part, tile, bank_ps[0 : rows_of(config.i_axis, tile)])
+    if is_mx(config) and tile == config.i_axis.count - 1:
+        quantize_inner(config, b, inner_buffer(config, s, j), part)
 
 
 def multiply_in(
@@ -89,6 +101,9 @@ def multiply_in(
     bank_ps: nl.NkiTensor,
 ) -> None:
     """Multiply a row tile with one tile of the gate and up weights, this core's share of H."""
+    if is_mx(config):
+        multiply_words_in(config, b, buffer, turned_buffer(config, s, j), tile, bank_ps)
+        return
     h_axis, R = config.h_axis, config.tile_rows
     rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
     turned_sb = b.turned[turned_buffer(config, s, j)]
@@ -119,7 +134,11 @@ def finish_in(
     rows, R = rows_of(config.i_axis, tile), config.tile_rows
     gate_sb = b.gate[tile % 2][0:rows, 0:R]
     up_sb = b.up[tile % 2][0:rows, 0:R]
-    inner_sb = b.inner[inner_buffer(config, s, j)][0:rows, part * config.i_axis.count + tile, 0:R]
+    inner_sb = b.inner[inner_buffer(config, s, j)]
+    if is_mx(config):
+        inner_sb = inner_sb[0:rows, part, 0:R, tile]
+    else:
+        inner_sb = inner_sb[0:rows, part * config.i_axis.count + tile, 0:R]
     gate, up = projected[0:rows, 0, 0:R], projected[0:rows, projected.shape[1] - 1, 0:R]
     if scales_late(config):
         scale_sb = b.wide_scale[j][0:rows, 0:R]
@@ -217,6 +236,9 @@ def project_out(
     outer: int,
 ) -> None:
     """Multiply with one part of the columns of the down weights; leave the rows in `outer`."""
+    if is_mx(config):
+        project_words_out(config, b, buffer, s, j, adds_bias, outer)
+        return
     i_axis, R = config.i_axis, config.tile_rows
     columns = core_width(config) // config.loop.out_parts
     width = -(-columns // -(-columns // BANK_FLOATS))

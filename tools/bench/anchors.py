@@ -1,5 +1,7 @@
 """neuron-moe bench anchors: published times of the chip beside what the simulator says.
 
+    neuron-moe bench anchors --library CHECKOUT
+
 An anchor is a time that somebody published for Trainium 2 with what was run. The vendor's own
 kernels run at those sizes, from the user's checkout, and are timed in both corners of what is left
 open about order and loops (nki_sim/time/schedule_model.py). What of a model is not such a kernel is
@@ -13,7 +15,6 @@ least they can have touched and the in-order corner with the most.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from neuron_moe.tools.bench.decode.vendor import launch_vendor as launch_decode
 from neuron_moe.tools.bench.prefill.vendor import DEPLOYED, Variant, launch_vendor
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import TRN2
 from nki_sim.time.costs import price_meeting
@@ -389,9 +391,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; return 0, or 1 where a corner is contradicted without a reason."""
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe bench anchors", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("bench anchors", __doc__)
     default = os.environ.get(LIBRARY_VARIABLE)
     parser.add_argument("--library", type=Path, default=default and Path(default))
     parser.add_argument("--only", nargs="+", help="anchors with one of these words in their name")

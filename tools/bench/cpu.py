@@ -1,12 +1,13 @@
 """neuron-moe bench cpu: one MoE layer on this CPU, ours beside that of transformers.
 
+    neuron-moe bench cpu --models qwen3_30b_a3b --tokens 1 512
+
 Both layers have the same sizes and random weights of the same distribution; both run in this
 process, in turns, so that load from outside hits them alike. Two ratios: to the layer as
 transformers builds it (eager experts), and to the fastest of its implementations in each case. Ours
 multiplies with the experts in the forms that were measured to be the fastest on this machine.
 """
 
-import argparse
 import functools
 import platform
 import statistics
@@ -24,6 +25,7 @@ from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
 from neuron_moe.tools.models import model_among
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.weights.product_forms import MEASURED
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,7 +52,7 @@ SHAPES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table and one JSON line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="neuron-moe bench cpu", description=__doc__)
+    parser = Parser("bench cpu", __doc__)
     parser.add_argument(
         "--models", nargs="+", type=model_among(SHAPES), default=list(SHAPES), help="default: all"
     )

@@ -1,5 +1,7 @@
 """neuron-moe bench generate: a whole checkpoint on this CPU, ours beside transformers' generate.
 
+    neuron-moe bench generate --make
+
 Both continue the same random prompt greedily, in this process and in turns, so that load from
 outside hits them alike. Prefill is the time to the first token, decode from the first to the last;
 transformers counts as the fastest of its implementations of experts, in each phase by itself.
@@ -24,6 +26,7 @@ from neuron_moe.models.generation import Decoder, GenerationOptions, generate
 from neuron_moe.models.loader import build_model, find_model_file, load_model, read_config
 from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.reference import Reference
 from neuron_moe.weights.product_forms import MEASURED
 
@@ -226,7 +229,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neuron-moe bench generate", description=__doc__)
+    parser = Parser("bench generate", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
     parser.add_argument(
         "--make",

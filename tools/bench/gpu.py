@@ -1,5 +1,7 @@
 """neuron-moe bench gpu: the experts of one layer on this GPU, beside torch's grouped products.
 
+    neuron-moe bench gpu
+
 From (hidden states, choices, affinities) to the output, sort and combine included; the backward
 pass gives the gradients of hidden states, affinities and both weights. Times are medians between
 CUDA events, with the L2 cache overwritten before each. Memory is beside inputs, weights and, after
@@ -25,6 +27,7 @@ from neuron_moe.backends.chosen_experts import grouped_mm
 from neuron_moe.errors import check_choice
 from neuron_moe.plan import Step
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.parsers import Parser
 
 GIB = 1 << 30
 _FLUSHED_BYTES = 256 << 20
@@ -60,7 +63,7 @@ class Inputs(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table and one JSON line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="neuron-moe bench gpu", description=__doc__)
+    parser = Parser("bench gpu", __doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="default: all")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
     parser.add_argument("--routings", nargs="+", default=["random"], help="/".join(ROUTINGS))

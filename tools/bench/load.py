@@ -46,6 +46,7 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.parallel.load import file_name, stream_shard
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 
 MODEL = "qwen3_30b_a3b"
 FILE_BYTES = 4 << 30
@@ -299,11 +300,7 @@ def _print_rows(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> No
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe bench load",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("bench load", __doc__)
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of weights (default: 2)")
     parser.add_argument("--tp", type=int, default=8, help="tensor-parallel ranks (default: 8)")
     parser.add_argument("--ep", type=int, default=4, help="expert-parallel ranks (default: 4)")

@@ -1,5 +1,7 @@
 """neuron-moe bench serve: `neuron-moe serve` beside vLLM's own implementation of the same model.
 
+    neuron-moe bench serve --clients 1 4
+
 Two servers of one checkpoint on this CPU: vLLM with our class, and vLLM with its own, each as it is
 started without further settings. Both are up all the time and are asked in turns, so that load
 from outside hits them alike. Each client asks for one answer after the other; rates are answer
@@ -33,6 +35,7 @@ from neuron_moe.serving.server import (
 )
 from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 
 OURS, THEIRS = "ours", "vllm"
 HOST = "127.0.0.1"
@@ -152,7 +155,7 @@ def _print_table(rows: Sequence[dict[str, float]]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neuron-moe bench serve", description=__doc__)
+    parser = Parser("bench serve", __doc__)
     parser.add_argument("--model", type=Path, default=Path("tiny_gpt_oss"), help="checkpoint")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="at once")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default: 128")

@@ -1,5 +1,7 @@
 """neuron-moe bench sim: what the simulator costs per instruction on [128, 512] tiles.
 
+    neuron-moe bench sim
+
 Each kernel repeats one instruction on tiles that stay in place. The overhead in mode "full" is what
 is left of the time per instruction when the NumPy work of its meaning is taken off, measured on
 equal arrays; in mode "indices" there is no such work. Processor time is counted, the best of
@@ -31,6 +33,7 @@ from neuron_moe.tools.check.vendor_cases.adapters import build_job
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware import TRN2
 from nki_sim.time.prepare import TimelineOptions
 from nki_sim.time.schedule_model import ScheduleModel
@@ -241,13 +244,15 @@ def _in_one_thread(args: argparse.Namespace) -> int:
     command += ["--count", str(args.count), "--repeats", str(args.repeats)]
     if args.library is not None:
         command += ["--library", str(args.library)]
-    done = subprocess.run(command, env=os.environ | {_ONE_THREAD: "1"}, check=False)
+    environment = os.environ | {_ONE_THREAD: "1"}
+    done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="")
     return done.returncode
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table and one JSON line; return 1 where a limit is missed."""
-    parser = argparse.ArgumentParser(prog="neuron-moe bench sim", description=__doc__)
+    parser = Parser("bench sim", __doc__)
     parser.add_argument("--count", type=int, default=2000, help="instructions of each kernel")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each; the best counts")
     parser.add_argument("--library", type=Path, help="checkout of the vendor's kernel library")

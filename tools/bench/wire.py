@@ -29,6 +29,7 @@ from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.config import divisors
 from neuron_moe.parallel.wire import FORMULAS, WireSizes, count_wire, socket_bytes
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 
 HIDDEN, EXPERTS, TOP_K = 2880, 128, 4  # GPT-OSS-120B
 _WIDTH = 16  # of an expert's slice
@@ -242,11 +243,7 @@ def _plain(result: Measurement) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe bench wire",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("bench wire", __doc__)
     parser.add_argument("--ranks", type=int, default=8, help="processes (default: 8)")
     parser.add_argument("--tokens", type=int, default=1024, help="of all ranks (default: 1024)")
     parser.add_argument("--picture", type=Path, help="PNG to write")

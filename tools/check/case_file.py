@@ -35,6 +35,7 @@ def add_case_options(
         default=max_gmacs,
         help="reduce T above these billion MACs per case",
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--json", type=Path, help="write the outcome of every case to this file")
 
 

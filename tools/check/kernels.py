@@ -1,5 +1,7 @@
 """neuron-moe check kernels: our kernels on the simulator, each against the formula in float64.
 
+    neuron-moe check kernels --models gpt_oss_20b
+
 A case passes if every element of its output is within atol + rtol * max|expected| of the formula
 and the root mean square error is no larger than that of the torch path. Times are simulated.
 """
@@ -18,8 +20,10 @@ from neuron_moe.tools.check.launcher import checking_for
 from neuron_moe.tools.check.outcomes import Outcome, print_table, run_in_turn, tell, write_outcomes
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped
 from neuron_moe.tools.models import model_among
+from neuron_moe.tools.parsers import Parser
 
 NO_LIMITS = Limits(macs=math.inf, input_bytes=math.inf)  # models' cases are made to fit
+QUICK = 40  # cases of models that run without --all
 PACKAGES = ("nki_kernels", "nki_sim", "kernel_cases")
 
 
@@ -35,19 +39,20 @@ def main(argv: list[str] | None = None) -> int:
             known += model_cases(options.models, limits.macs)
         if options.phase != "prefill":
             known += decode_model_cases(options.models)
-        cases = [case for case in known if options.match in f"{case.id} {case.variant}"]
+        matched = [case for case in known if options.match in f"{case.id} {case.variant}"]
+        cases = matched if options.all else sample(matched)
+        if len(cases) < len(matched):
+            print(f"{len(cases)} of {len(matched)} cases, evenly taken; --all runs every one")
         limits = NO_LIMITS
     with checking_for(options.chip):
-        outcomes = run_cases(cases, options.max_seconds, limits)
+        outcomes = run_cases(cases, options.max_seconds, limits, options.jobs)
     print_table(outcomes, "our kernels on nki_sim")
     write_outcomes(options.json, outcomes)
     return 1 if any(outcome.outcome == "failed" for outcome in outcomes) else 0
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe check kernels", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("check kernels", __doc__)
     add_case_options(parser, status="any", max_gmacs=5.0, is_file_required=False)
     parser.add_argument(
         "--models",
@@ -56,6 +61,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="run every split and routing of these models instead of a file; without names of all:"
         f" {', '.join(LAYERS)}",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help=f"every case of --models; default: {QUICK} of them"
     )
     parser.add_argument(
         "--phase",
@@ -78,8 +86,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def sample(cases: Sequence[Case]) -> list[Case]:
+    """Return at most QUICK cases, as far apart as they can be."""
+    count = min(QUICK, len(cases))
+    return [cases[number * len(cases) // count] for number in range(count)]
+
+
 def run_cases(
-    cases: Sequence[Case], max_seconds: float = math.inf, limits: Limits | None = None
+    cases: Sequence[Case],
+    max_seconds: float = math.inf,
+    limits: Limits | None = None,
+    jobs: int = 1,
 ) -> list[Outcome]:
     """Run cases with a progress bar; return outcomes in the order of the cases.
 
@@ -90,6 +107,7 @@ def run_cases(
         lambda case: run_case(case, limits or Limits()),
         max_seconds,
         is_free=lambda case: case.kernel not in ADAPTERS,
+        jobs=jobs,
     )
 
 

@@ -1,17 +1,26 @@
 """Running cases one after the other, and reporting what became of them."""
 
 import dataclasses
+import itertools
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
+
 from neuron_moe.tools.check.vendor_cases.case import Case
+
+_LINE_EVERY_S = 30.0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -45,36 +54,115 @@ def run_in_turn(
     run_case: Callable[[Case], Outcome],
     max_seconds: float = math.inf,
     is_free: Callable[[Case], bool] = lambda case: False,
+    jobs: int = 1,
 ) -> list[Outcome]:
-    """Run cases with a progress bar; return outcomes in the order of the cases.
+    """Run cases and say how much time is left; return outcomes in the order of the cases.
 
     Args:
         cases: to run.
         run_case: runs one; must not raise.
         max_seconds: no case starts after this time.
         is_free: whether a case costs nothing, however little time there is.
+        jobs: processes; with one, cases run in this process.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     start, why = time.monotonic(), f"time budget of {max_seconds:g} s used up"
     done: dict[str, Outcome] = {}
     free = [case for case in cases if is_free(case)]
-    text = TextColumn("{task.description}")
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in (*free, *in_turn([case for case in cases if not is_free(case)])):
-            progress.update(task, description=f"{case.id} {case.kernel} {case.variant}")
+    waiting = iter((*free, *in_turn([case for case in cases if not is_free(case)])))
+
+    def in_time() -> Iterator[Case]:
+        for case in waiting:
             if time.monotonic() - start > max_seconds and not is_free(case):
-                break
-            try:
-                done[case.id] = run_case(case)
-            except KeyboardInterrupt:
-                why = "interrupted"
-                break
-            progress.advance(task)
+                return
+            yield case
+
+    with _tell_progress(len(cases)) as tell_done:
+        try:
+            for case, outcome in _run_each(in_time(), run_case, jobs):
+                done[case.id] = outcome
+                tell_done(f"{case.id} {case.kernel} {case.variant}")
+        except KeyboardInterrupt:
+            why = "interrupted"
     return [done.get(case.id) or Outcome.of(case, "skipped", why) for case in cases]
+
+
+def _run_each(
+    cases: Iterator[Case], run_case: Callable[[Case], Outcome], jobs: int
+) -> Iterator[tuple[Case, Outcome]]:
+    """Yield cases with their outcomes as they end, at most `jobs` at work."""
+    if jobs == 1:
+        for case in cases:
+            yield case, run_case(case)
+        return
+    context = multiprocessing.get_context("fork")
+    running: dict[Connection, tuple[Case, BaseProcess]] = {}
+    try:
+        while True:
+            for case in itertools.islice(cases, jobs - len(running)):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_send, args=(theirs, run_case, case), daemon=True)
+                process.start()
+                theirs.close()
+                running[ours] = case, process
+            if not running:
+                return
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                ended, its_process = running.pop(pipe)
+                yield ended, _receive(pipe, ended, its_process)
+    finally:
+        for _, left in running.values():
+            left.kill()
+
+
+def _send(pipe: Connection, run_case: Callable[[Case], Outcome], case: Case) -> None:
+    torch.set_num_threads(1)  # threads of OpenMP do not come along with a fork
+    pipe.send(run_case(case))
+
+
+def _receive(pipe: Connection, case: Case, process: BaseProcess) -> Outcome:
+    try:
+        found: Outcome = pipe.recv()
+    except EOFError:
+        process.join()
+        return Outcome.of(case, "failed", f"its process ended with status {process.exitcode}")
+    process.join()
+    return found
+
+
+@contextmanager
+def _tell_progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar with the time left on a terminal, elsewhere a line every half minute."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console, start, last = Console(file=sys.stderr), time.monotonic(), time.monotonic()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+               TimeRemainingColumn(), TextColumn("{task.description}"))  # fmt: skip
+    count = 0
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=total)
+
+        def tell_done(name: str) -> None:
+            nonlocal count, last
+            count += 1
+            progress.update(task, advance=1, description=name)
+            now = time.monotonic()
+            if not console.is_terminal and now - last > _LINE_EVERY_S:
+                left = (now - start) / count * (total - count) / 60
+                print(f"{count} of {total} cases, about {left:.1f} min left", file=sys.stderr)
+                last = now
+
+        yield tell_done
 
 
 def in_turn(cases: Sequence[Case]) -> Iterator[Case]:

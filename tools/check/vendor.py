@@ -1,5 +1,7 @@
 """neuron-moe check vendor: the vendor's kernels on the simulator, each against its own reference.
 
+    neuron-moe check vendor --library CHECKOUT --cases cases.json
+
 Kernels and references come from the user's checkout; nothing of it is part of this project. A
 case passes if every element of every output is within atol + rtol * max|expected| of the
 reference. Times are simulated.
@@ -24,6 +26,7 @@ from neuron_moe.tools.check.vendor_cases.case import Case, Job, Limits, Skipped,
 from neuron_moe.tools.check.vendor_cases.known_faults import explain
 from neuron_moe.tools.check.vendor_cases.launch import FORGIVABLE, Launched, launch
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
+from neuron_moe.tools.parsers import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = read_cases(options.cases, options.status, options.match)
     library = VendorLibrary(options.library)
     limits = Limits(macs=options.max_gmacs * 1e9)
-    outcomes = run_cases(cases, library, options.max_seconds, limits)
+    outcomes = run_cases(cases, library, options.max_seconds, limits, options.jobs)
     print_table(outcomes, "vendor's kernels on nki_sim")
     write_outcomes(options.json, outcomes)
     return (
@@ -45,9 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe check vendor", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("check vendor", __doc__)
     default = os.environ.get(LIBRARY_VARIABLE)
     parser.add_argument(
         "--library",
@@ -69,9 +70,12 @@ def run_cases(
     library: VendorLibrary,
     max_seconds: float = math.inf,
     limits: Limits | None = None,
+    jobs: int = 1,
 ) -> list[Outcome]:
     """Run cases with a progress bar; return outcomes in the order of the cases."""
-    return run_in_turn(cases, lambda case: run_case(case, library, limits or Limits()), max_seconds)
+    return run_in_turn(
+        cases, lambda case: run_case(case, library, limits or Limits()), max_seconds, jobs=jobs
+    )
 
 
 def run_case(case: Case, library: VendorLibrary, limits: Limits) -> Outcome:

@@ -1,5 +1,7 @@
 """neuron-moe chip bench prefill|decode: the benchmarks' tables with times of the chip.
 
+    neuron-moe chip bench decode --models qwen3_30b_a3b --json measured.json
+
 The same cases, plans and result file as `neuron-moe bench`, ours and, with --library, the vendor's
 kernels: launched on the chip (or, with `--against sim:SEED`, on one that is simulated) instead of
 simulated by the coefficients we know. Times are medians without the launch. Whatever else is given
@@ -9,7 +11,6 @@ row for both corners, called measured.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -24,6 +25,7 @@ from neuron_moe.tools.bench.prefill import main as bench_prefill
 from neuron_moe.tools.chip.device import Device, Job
 from neuron_moe.tools.chip.devices import find_device
 from neuron_moe.tools.chip.probes.dma import nothing
+from neuron_moe.tools.parsers import Parser
 from nki_sim import TensorSpec
 from nki_sim.dtypes import as_dtype
 
@@ -34,10 +36,10 @@ _CORNER: Final = "in-order"  # under which the benchmark keeps a time that has n
 
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark on the chip; return its status."""
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe chip bench",
-        description=__doc__.split("\n")[0],
-        epilog="Further options (--models, --library, ...) are those of neuron-moe bench.",
+    parser = Parser(
+        "chip bench",
+        __doc__,
+        "Further options (--models, --library) are those of neuron-moe bench.",
     )
     parser.add_argument("bench", choices=list(BENCHES))
     parser.add_argument("--against", metavar="sim:SEED", help="a simulated chip; default: the chip")

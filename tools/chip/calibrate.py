@@ -1,5 +1,7 @@
 """neuron-moe chip calibrate: measure the coefficients of the simulator on a chip.
 
+    neuron-moe chip calibrate --against sim:7 --json measured.json
+
 Runs micro-kernels in turn for some thousand rounds, takes the drift of the clock out, and finds the
 coefficients that explain all times; then times ten kernels of ours that played no part, beside what
 the simulator says with the new coefficients, and says which of our conclusions turn. The result
@@ -32,6 +34,7 @@ from neuron_moe.tools.chip.model import ProbeModel
 from neuron_moe.tools.chip.observe import Observed, observe, probe_jobs, read_observed
 from neuron_moe.tools.chip.stand_in import StandIn, timed
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 from nki_sim.time.timeline import schedule
 
 ROUNDS: Final = 2000
@@ -123,11 +126,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe chip calibrate",
-        description=__doc__.split("\n")[0],
-        epilog=f"On a chip: {calibrate_sum()}.",
-    )
+    parser = Parser("chip calibrate", __doc__, exits=f"On a chip: {calibrate_sum()}.")
     parser.add_argument(
         "--against",
         metavar="sim:SEED",

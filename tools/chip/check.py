@@ -1,5 +1,7 @@
 """neuron-moe chip check: does every kernel of ours compile, compute and keep its time on this chip?
 
+    neuron-moe chip check --json report.json
+
 First the machine in words, then every kernel on small shapes, then on those of models: compiled,
 right (against the formula in float64), measured time without the launch, simulated time, and their
 ratio. Every step is a process of its own with a time limit: a hang or a crash costs one row. Rows
@@ -34,6 +36,7 @@ from neuron_moe.tools.chip.environment import (
 from neuron_moe.tools.chip.planted import PLANTS
 from neuron_moe.tools.chip.worker import SIMULATOR
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.parsers import Parser
 
 LIMIT_S: Final = 300.0
 ON_MACHINE: Final = ("no-device", "wrong-lnc")
@@ -87,11 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe chip check",
-        description=__doc__.split("\n")[0],
-        epilog=f"On a chip: {check_sum()}.",
-    )
+    parser = Parser("chip check", __doc__, exits=f"On a chip: {check_sum()}.")
     parser.add_argument("--against", metavar="sim:SEED", help="a simulated chip; default: the chip")
     parser.add_argument("--only", choices=("small", "full"), help="only these shapes")
     parser.add_argument("--match", default="", help="only cases whose name contains this")

@@ -1,5 +1,7 @@
 """neuron-moe chip fallbacks: what NKI leaves open, settled one by one, and what each would cost.
 
+    neuron-moe chip fallbacks
+
 Each open feature has a kernel of some twenty lines that needs nothing else: right, wrong, or not
 compiled. Beside it stands the switch that makes our kernels do without, whether their results are
 right with it (against the formula in float64), and its cost: simulated time with the switch over
@@ -8,7 +10,6 @@ without.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -25,15 +26,14 @@ from neuron_moe.tools.chip.device import Device, Job
 from neuron_moe.tools.chip.devices import find_device
 from neuron_moe.tools.chip.open_features.listing import OPEN_FEATURES, Fallback, OpenFeature
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 
 _LIMITS = Limits(macs=math.inf, input_bytes=math.inf)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Settle all; return 0 if every feature works or every fallback is right."""
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe chip fallbacks", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("chip fallbacks", __doc__)
     parser.add_argument("--against", metavar="sim:SEED", help="a simulated chip; default: the chip")
     parser.add_argument("--full", action="store_true", help="tell costs on the shapes of models")
     parser.add_argument("--json", type=Path, help="write the result to this file")

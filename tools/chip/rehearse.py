@@ -1,5 +1,7 @@
 """neuron-moe chip rehearse: calibrate against many simulated chips that nobody knows.
 
+    neuron-moe chip rehearse --draws 2
+
 Each draw is a `chip calibrate --against sim:SEED`. What is told of a coefficient is the largest
 error over the draws in which the probes show it, and how often they do not; of the kernels that
 played no part, the largest error of the prediction.
@@ -18,6 +20,7 @@ from neuron_moe.tools.chip.calibrate import ROUNDS, conclude
 from neuron_moe.tools.chip.observe import observe
 from neuron_moe.tools.chip.stand_in import StandIn
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware import SWITCHES
 
 LIMIT, KERNEL_LIMIT = 0.10, 0.05  # of a coefficient that shows, and of a kernel's time
@@ -42,9 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe chip rehearse", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("chip rehearse", __doc__)
     parser.add_argument("--draws", type=int, default=20, help="simulated chips")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="launches of every kernel")

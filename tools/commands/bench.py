@@ -1,4 +1,9 @@
-"""neuron-moe bench TARGET: benchmarks, one module of `tools/bench` each."""
+"""neuron-moe bench TARGET: benchmarks, one module of `tools/bench` each; all take --report."""
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
 
 from neuron_moe.tools.menu import Menu
 
@@ -6,6 +11,7 @@ MENU = Menu(
     "neuron-moe bench",
     "target",
     {
+        "all": ("bench.everything", "ceiling, cpu, sim, host, prefill, decode; what moved since"),
         "cpu": ("bench.cpu", "one MoE layer on this CPU beside that of transformers (measured)"),
         "generate": (
             "bench.generate",
@@ -31,4 +37,22 @@ MENU = Menu(
         ),
     },
 )
-main = MENU.main
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a benchmark; with --report, write what it printed as a page."""
+    args = sys.argv[1:] if argv is None else argv
+    option = argparse.ArgumentParser(add_help=False)
+    option.add_argument("--report", type=Path)
+    report = option.parse_known_args(args)[0].report
+    if report is None:
+        return MENU.main(args)
+    from neuron_moe.tools.pages import write_page
+    from neuron_moe.tools.pages.printed import Tee, page_of_text
+
+    tee = Tee(sys.stdout)
+    with contextlib.redirect_stdout(tee):
+        status = MENU.main(args)
+    page = page_of_text(f"neuron-moe bench {args[0]}", tee.text)
+    print(f"report: {write_page(page, report)}")
+    return status

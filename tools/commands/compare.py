@@ -1,6 +1,6 @@
 """neuron-moe compare: where a model parts from a reference, layer by layer.
 
-    neuron-moe compare --model FOLDER --reference FOLDER|transformers [--picture FILE.png] [--json]
+    neuron-moe compare --model FOLDER --reference transformers --picture far.png
 
 The reference is another checkpoint of the same sizes, such as the one that was converted, or
 `transformers`, which reads the same files. It runs in float32, which is taken as exact, and in
@@ -25,6 +25,7 @@ from neuron_moe.tools.compare.divergence import Models, Row, compare_layers, fir
 from neuron_moe.tools.compare.picture import draw_divergence
 from neuron_moe.tools.compare.transformers_model import TransformersModel
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.parsers import Parser
 
 TRANSFORMERS = "transformers"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("neuron-moe compare", description=__doc__.splitlines()[0])
+    parser = Parser("compare", __doc__)
     parser.add_argument("--model", required=True, help="folder of the checkpoint in question")
     parser.add_argument(
         "--reference", required=True, help=f"folder of another checkpoint, or {TRANSFORMERS}"

@@ -1,7 +1,7 @@
 """neuron-moe compile: from a model and a deployment to a program for the chip, as far as one gets.
 
     neuron-moe compile --config gpt_oss_120b --out plan
-    neuron-moe compile --model DIR --config trn2.48xlarge --out build --set batch=16
+    neuron-moe compile --model DIR --config trn2.48xlarge --out build
 
 Says whether the model fits, what each step takes and why; cuts the weights for the ranks where DIR
 has any; writes plan.json, index.html and manifest.json. Where the Neuron SDK is installed NxDI then
@@ -39,6 +39,7 @@ from neuron_moe.tools.compile.store import (
 )
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line, progress_bar
 from neuron_moe.tools.pages import add_report_option, write_page
+from neuron_moe.tools.parsers import Parser
 
 SDK_IS_MISSING = 3
 _WEIGHTS, _MANIFEST = "weights", "manifest.json"
@@ -229,11 +230,7 @@ def _step_row(bucket: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe compile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("compile", __doc__)
     parser.add_argument("--model", help="folder of a checkpoint, or name of a configuration")
     parser.add_argument(
         "--config", help="machine, model, both (gpt-oss-120b@trn2.3xlarge), or a JSON file"

@@ -24,6 +24,7 @@ from neuron_moe.tools.console import (
     progress_bar,
     weight_file_bytes,
 )
+from neuron_moe.tools.parsers import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,11 +109,7 @@ def _report(result: Conversion, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("convert", __doc__)
     parser.add_argument(
         "--model", type=Path, required=True, help="folder of the checkpoint to read"
     )

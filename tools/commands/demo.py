@@ -1,5 +1,7 @@
 """neuron-moe demo: the main job on a small GPT-OSS checkpoint, checked against transformers.
 
+    neuron-moe demo
+
 Takes the checkpoint that ships with the package, or makes one with random weights in the published
 format, MXFP4 experts and tokenizer included. Generates from a batch of prompts, says which path ran
 in each phase and why, compares tokens and logits with transformers on the same files, and draws
@@ -29,6 +31,7 @@ from neuron_moe.tools.console import (
     progress_bar,
     weight_file_bytes,
 )
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.pictures import draw_expert_load, draw_padding
 from neuron_moe.tools.reference import (
     Deviation,
@@ -267,7 +270,7 @@ def _table(outcome: Outcome, pictures: list[Path], seconds: float) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neuron-moe demo", description=__doc__)
+    parser = Parser("demo", __doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("out/demo"), help="folder to write to (default: out/demo)"
     )

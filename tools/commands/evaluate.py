@@ -48,6 +48,7 @@ from neuron_moe.quantize import (
     recode_mxfp4_to_fp8,
 )
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.reference import check_installed
 from neuron_moe.tools.routing.texts import HELD_OUT_FILE, read_texts
 
@@ -336,7 +337,7 @@ def _print_table(summary: Mapping[str, Mapping[str, Any]], e5m2_is_mxfp4: bool) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neuron-moe evaluate", description=__doc__)
+    parser = Parser("evaluate", __doc__)
     parser.add_argument("--model", default=TINY_NAME, help="MXFP4 checkpoint, or tiny_gpt_oss")
     parser.add_argument("--bf16", type=Path, help="the checkpoint before quantisation")
     parser.add_argument("--texts", type=Path, help="JSON lines; default: the checkpoint's held-out")

@@ -1,6 +1,6 @@
 """neuron-moe explain: how a MoE layer computes a step, why, and how to change that.
 
-    neuron-moe explain --model qwen3_30b_a3b --phase prefill --tokens 1024 --backend nki --tp 8
+    neuron-moe explain --model qwen3_30b_a3b --tp 8 --phase decode --tokens 64
 
 Reads no weights: a config.json says what the layer is. The plan is the one that the layer would run
 on a rank of --tp x --ep; with --tuned, the one of a file of `neuron-moe tune`.
@@ -17,6 +17,7 @@ from neuron_moe.paths import PHASES
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
 from neuron_moe.tools.console import print_json_line
 from neuron_moe.tools.models import MODEL_HELP, read_model
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tuned import DECODE_MODES, TunedPlans, read_tuned
 
 
@@ -43,11 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("explain", __doc__)
     parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--phase", choices=PHASES, default="prefill", help="default: prefill")
     parser.add_argument("--tokens", type=int, required=True, help="of a step")

@@ -1,5 +1,8 @@
 """neuron-moe generate: continue one prompt or several with a checkpoint.
 
+    neuron-moe generate --model tiny_gpt_oss --prompt "1 And it came to pass"
+    neuron-moe generate --model DIR --prompt-file question.txt --chat --explain
+
 With --ep or --tp the experts are split over that many ranks, processes of this machine.
 """
 
@@ -22,7 +25,10 @@ from neuron_moe.models.text import TextStream
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.parallel.failure import DEFAULT_TIMEOUT_S, START_TIMEOUT_S
+from neuron_moe.plan import Step
+from neuron_moe.spec import Tuning
 from neuron_moe.tools.console import fitting_threads, print_json_line, progress_bar
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.prompts import (
     Prompts,
     add_prompt_options,
@@ -30,6 +36,7 @@ from neuron_moe.tools.prompts import (
     read_texts,
 )
 from neuron_moe.tools.ranks import check_num_processes, run_on_ranks
+from neuron_moe.tuned import DECODE_MODES
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -83,6 +90,7 @@ def _generate(
             backend=args.backend,
             progress=progress,
             product_form=None if args.backend == "nki" else args.product_form,
+            tuning=None if args.decode_mode == "auto" else Tuning(decode_mode=args.decode_mode),
         )
     if args.backend == "nki":
         _warn_of_simulator()
@@ -95,7 +103,8 @@ def _generate(
         else:
             result = generate(cast(Decoder, model), prompt_ids, options, printer.push)
     printer.finish(result)
-    _report(args, folder, prompts, result, explanations)
+    device = device_times(model, prompt_ids, result) if args.backend == "nki" else {}
+    _report(args, folder, prompts, result, explanations, device)
 
 
 def _report(
@@ -104,6 +113,7 @@ def _report(
     prompts: Prompts,
     result: Generation,
     explanations: list[Explanation],
+    device: dict[str, float],
 ) -> None:
     summary = summarize([prompt.token_ids for prompt in prompts.prompts], result)
     for phase in ("prefill", "decode"):
@@ -111,6 +121,8 @@ def _report(
             f"{phase:<8} {summary[f'{phase}_tokens']} tokens in {summary[f'{phase}_s']:.3f} s,"
             f" {summary[f'{phase}_tokens_per_s']:.1f} tokens/s  [measured]"
         )
+    for phase, us in device.items():
+        print(f"{phase:<8} MoE kernels of a step on the device: {us:,.0f} us  [simulated]")
     for explanation in explanations:
         print(f"\n{explanation}")
     if not args.json:
@@ -134,8 +146,35 @@ def _report(
         config={name: getattr(args, name) for name in (*names, "chat", "product_form")},
         answers=answers,
         times={"kind": "measured", **summary},
+        device_us={"kind": "simulated", **device},
         explain=[explanation.to_dict() for explanation in explanations],
     )
+
+
+def device_times(
+    model: torch.nn.Module, prompts: list[list[int]], result: Generation
+) -> dict[str, float]:
+    """Return the simulated microseconds of the MoE kernels of a step on this rank, by phase.
+
+    Choices are drawn, all experts alike; layers of the same plan are timed once. On a chip, and for
+    weights that the simulator does not time, there is nothing.
+    """
+    from neuron_moe.backends.nki.times import draw_choices, simulate_plan
+    from nki_kernels import IS_SIMULATED
+
+    steps = {"prefill": len(prompts) * max(map(len, prompts))}
+    if result.num_decode_steps:
+        steps["decode"] = len(prompts)
+    layers = moe_layers(model)
+    if not IS_SIMULATED or not layers:
+        return {}
+    found = {}
+    for phase, tokens in steps.items():
+        plan = layers[0].plan(Step(phase, tokens))
+        router = layers[0].router
+        index_TK = draw_choices(tokens, router.num_experts, router.top_k)
+        found[phase] = len(layers) * sum(each.us for each in simulate_plan(plan, index_TK))
+    return found
 
 
 def _warn_of_simulator() -> None:
@@ -260,7 +299,7 @@ class _Printer:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neuron-moe generate", description=__doc__)
+    parser = Parser("generate", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     add_prompt_options(parser)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="default: 64")
@@ -270,6 +309,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0, help="default: 1, all tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--backend", default="torch", help="torch (default) or nki")
+    parser.add_argument(
+        "--decode-mode",
+        choices=("auto", *DECODE_MODES),
+        default="auto",
+        help="experts that decode reads with --backend nki (default: auto, by the cost model)",
+    )
     parser.add_argument(
         "--ep", type=int, default=1, help="ranks that split the experts (default: 1)"
     )

@@ -1,5 +1,7 @@
 """neuron-moe inspect: architecture, sizes, router and memory per rank of a checkpoint.
 
+    neuron-moe inspect --model gpt_oss_120b --tp 8 --ep 4
+
 Weights are not read: shapes come from config.json, and from the headers of the files where there
 are any. A rank is a logical core of Trn2 (two physical cores).
 """
@@ -30,6 +32,7 @@ from neuron_moe.paths import choose_path
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE, RouterSpec
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
 from neuron_moe.tools.models import MODEL_HELP, read_model
+from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware import TRN2
 
 PATH_EXAMPLES = (
@@ -218,7 +221,7 @@ def _short(value: Any) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neuron-moe inspect", description=__doc__)
+    parser = Parser("inspect", __doc__)
     parser.add_argument(
         "--model",
         type=Path,

@@ -1,6 +1,6 @@
 """neuron-moe place: place experts on ranks by recorded load (EPLB), with replicas of hot ones.
 
-    neuron-moe place --trace trace.npz --ranks 8 --extra-experts 4 --output placement.json
+    neuron-moe place --trace traces/all.npz --ranks 8 --output placement.json
 
 Places the experts of each layer by the first half of a trace (see neuron-moe routing) and reports
 how evenly the second half then loads the ranks, before and after. The file holds NxD's
@@ -23,6 +23,7 @@ from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.parallel.balance import BalanceStats, expert_load, rank_rows
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts, save_placements
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +160,7 @@ def _report(results: list[LayerResult], args: argparse.Namespace) -> dict[str, A
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe place",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("place", __doc__)
     parser.add_argument("--trace", type=Path, required=True, help="routing trace (.npz)")
     parser.add_argument("--ranks", type=int, required=True, help="expert-parallel ranks")
     parser.add_argument("--extra-experts", type=int, default=0, help="replicas (default: 0)")

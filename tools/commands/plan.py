@@ -62,6 +62,7 @@ from neuron_moe.tools.commands.plan_pictures import draw_plan
 from neuron_moe.tools.console import format_bytes, format_table, print_json_line
 from neuron_moe.tools.models import MODEL_HELP, read_model
 from neuron_moe.tools.pages import add_report_option, write_page
+from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware_file import use_hardware
 
 _MOST_TOKENS = 1 << 20  # of a step; routings are drawn token by token
@@ -360,11 +361,7 @@ def _placement_report(costs: LayoutCosts) -> list[dict[str, object]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("plan", __doc__)
     parser.add_argument("--model", required=True, help=f"{MODEL_HELP}; or sizes")
     parser.add_argument("--instance", default="trn2.48xlarge", help=", ".join(INSTANCES))
     parser.add_argument("--nodes", type=int, default=1, help="nodes of an UltraServer (default: 1)")

@@ -1,5 +1,7 @@
 """neuron-moe serve: an OpenAI-compatible server for a checkpoint, vLLM with our model in it.
 
+    neuron-moe serve --model tiny_gpt_oss --port 8000
+
 Loopback alone unless --host says otherwise. Everything behind `--` goes to vLLM as it stands. Our
 counters (expert load, paths) are among those at /metrics. With --ask it streams an answer and ends.
 """
@@ -28,6 +30,7 @@ from neuron_moe.serving.server import (
     server_command,
     wait_until_ready,
 )
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.weights.product_forms import FORMS, MEASURED
 
 ANSWER_TOKENS = 48
@@ -125,7 +128,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neuron-moe serve", description=__doc__)
+    parser = Parser("serve", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--name", help="what requests call it (default: the folder's name)")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")

@@ -28,6 +28,7 @@ from neuron_moe.tools.bench.comparison.sources import write_result
 from neuron_moe.tools.console import format_table
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.pages import add_report_option, write_page
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.profile.own_kernel import load_kernel, read_arguments, simulate
 from neuron_moe.tools.profile.page import Launch, launch_rows, profile_page
 from neuron_moe.tools.profile.roofline import roofline_figure, roofline_point, roofline_text
@@ -147,12 +148,7 @@ def _record(launch: Launch) -> dict[str, Any]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s (--kernel FILE.py:NAME | --model M --tokens T) ...",
-    )
+    parser = Parser("profile", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--kernel", metavar="FILE.py:NAME", help="a kernel of your own")
     what.add_argument("--model", metavar="M", help="a layer of a model, by name or path")

@@ -2,7 +2,7 @@
 
     neuron-moe routing --model tiny_gpt_oss --report routing.html
     neuron-moe routing --model DIR --texts mine.txt --out traces
-    neuron-moe routing --trace traces/code.npz          # look at what was recorded
+    neuron-moe routing --trace traces/code.npz  # what was recorded before
 
 Runs texts through a model in prefill. Says how uneven the experts are loaded, which are chosen
 together and how clear the choices are, by layer and domain. Writes a trace (.npz) a domain, and
@@ -24,6 +24,7 @@ from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
 from neuron_moe.models.text import TextCodec
 from neuron_moe.tools.console import fitting_threads, print_json_line, progress_bar
 from neuron_moe.tools.pages import add_report_option, write_page
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.routing.analysis import estimate_block_sizes, padding_rows
 from neuron_moe.tools.routing.findings import Findings
 from neuron_moe.tools.routing.picture import draw_domains
@@ -99,11 +100,7 @@ def _write(found: Findings, folder: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe routing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("routing", __doc__)
     parser.add_argument("--model", default=TINY_NAME, help="checkpoint folder, or tiny_gpt_oss")
     parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE",
                         help="text, or .jsonl with domain and text a line; default: the"

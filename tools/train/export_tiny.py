@@ -1,6 +1,6 @@
 """Turn a training run into the shipped checkpoint: MXFP4 experts, tokenizer, samples, model card.
 
-    neuron-moe export_tiny --run out/tiny --corpus .corpus --out models/tiny_gpt_oss
+    neuron-moe export_tiny --run out/tiny --corpus .corpus --out exported
 
 The run's bf16 checkpoint goes through our own model and weight map, which quantise the experts.
 What else is written: held-out samples (for evaluate), prompts (for the demo), the licences of the
@@ -10,7 +10,6 @@ loss.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -24,6 +23,7 @@ from neuron_moe.checkpoint import save_checkpoint, unique_parameters
 from neuron_moe.models.gpt_oss import Config, weight_map
 from neuron_moe.models.loader import load_model, read_config
 from neuron_moe.tools.console import format_bytes, print_json_line
+from neuron_moe.tools.parsers import Parser
 
 SHARD_MIB = 12
 SAMPLES_PER_DOMAIN, _SAMPLE_CHARACTERS = 40, 600
@@ -217,7 +217,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="neuron-moe export_tiny", description=__doc__)
+    parser = Parser("export_tiny", __doc__)
     parser.add_argument("--run", type=Path, default=Path("out/tiny"), help="the training run")
     parser.add_argument("--corpus", type=Path, default=Path(".corpus"), help="prepared corpus")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")

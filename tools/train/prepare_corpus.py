@@ -17,7 +17,6 @@ The split is by a digest of the document's name, so it does not move when a sour
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import subprocess
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from neuron_moe.errors import check_positive_int
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.train.corpus_sources import DOMAINS, SOURCES, Document, Source
 
 BOS, EOS, PAD = "<|startoftext|>", "<|endoftext|>", "<|pad|>"
@@ -219,7 +219,7 @@ def prepare(out: Path, vocab_size: int, model_max_length: int) -> dict[str, Any]
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="neuron-moe prepare_corpus", description=__doc__)
+    parser = Parser("prepare_corpus", __doc__)
     parser.add_argument("--out", type=Path, default=Path(".corpus"), help="folder to write")
     parser.add_argument("--vocab-size", type=int, default=4096, help="entries of the tokenizer")
     parser.add_argument("--max-length", type=int, default=1024, help="longest context, in tokens")

@@ -1,6 +1,6 @@
 """neuron-moe train: go on training a checkpoint, experts over several ranks, on a CPU or a GPU.
 
-    neuron-moe train --model tiny_gpt_oss --steps 20 --ep 4 --out out/more --save-every 5
+    neuron-moe train --model tiny_gpt_oss --steps 20 --ep 4 --out out/more
 
 Every rank reads the same tokens and holds its part of the experts; attention and the rest are
 computed on each. The model is that of `generate`, in float32, so what is trained is what is served.
@@ -13,7 +13,6 @@ What it writes to --out:
     step-00005/          weights and optimiser, with --save-every; torch.distributed.checkpoint
 """
 
-import argparse
 import json
 import shutil
 import warnings
@@ -40,6 +39,7 @@ from neuron_moe.parallel.distributed_state import distributed_state
 from neuron_moe.parallel.gradients import sum_shared_gradients
 from neuron_moe.router_losses import RouterLosses
 from neuron_moe.tools.console import print_json_line
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.ranks import run_on_ranks
 
 _LENGTH = 96  # tokens of a sequence
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> tuple[Run, int]:
-    parser = argparse.ArgumentParser(prog="neuron-moe train", description=__doc__)
+    parser = Parser("train", __doc__)
     parser.add_argument("--model", default=TINY_NAME, help="folder of a checkpoint")
     parser.add_argument("--texts", type=Path, help=".jsonl; default: heldout.jsonl of the model")
     parser.add_argument("--out", type=Path, required=True)

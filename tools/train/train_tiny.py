@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.train.train_tiny_model import TinyConfig, TinyModel, export_state_dict
 
 # Shares of a batch. The corpus holds 1 million tokens of scripture and 4 of code: sampled by size,
@@ -367,7 +368,7 @@ def _apportion(batch: int) -> dict[str, int]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="neuron-moe train_tiny", description=__doc__)
+    parser = Parser("train_tiny", __doc__)
     parser.add_argument("--corpus", type=Path, default=Path(".corpus"), help="prepared corpus")
     parser.add_argument("--out", type=Path, default=Path("out/tiny"), help="folder to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -26,6 +26,7 @@ from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
 from neuron_moe.tools.bench.comparison.sources import write_result
 from neuron_moe.tools.models import MODEL_HELP, read_model
 from neuron_moe.tools.pages import add_report_option, write_page
+from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.tune.page import tune_page
 from neuron_moe.tools.tune.picture import draw
 from neuron_moe.tools.tune.problem import (
@@ -180,11 +181,7 @@ def _best_of_each_size(points: Sequence[Point]) -> list[Point]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("tune", __doc__)
     parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--tp", type=int, default=1, help="ranks that split an expert")
     parser.add_argument("--ep", type=int, default=1, help="ranks that split the experts")

@@ -19,7 +19,7 @@ from neuron_moe.quantize import MXFP4_GROUP_SIZE, decode_mxfp4, encode_mxfp4
 from neuron_moe.weights.expert_weights import ExpertWeights, Packed
 from neuron_moe.weights.laid_out import LaidOut, to_numpy
 from neuron_moe.weights.narrow import NarrowMatrices
-from nki_kernels.decode import WeightForm, pack_mx_down, pack_mx_gate_up
+from nki_kernels.decode import WeightForm, mx_form, pack_mx_down, pack_mx_gate_up
 from nki_sim.targets import find_target
 
 CHIP = "trn3"  # which multiplies words
@@ -58,8 +58,9 @@ def words_copy(weights: ExpertWeights, make_config: Callable[[WeightForm], Any])
     bias = weights.gate_up_bias_EI
     gate_up_bias = None if bias is None else to_numpy(bias.detach().float())
     device = weights.gate_up_proj_EHI.device if weights.packed_down is None else torch.device("cpu")
-    first = torch.from_numpy(pack_mx_gate_up(config, *gate_up, gate_up_bias))
-    return LaidOut(first.to(device), torch.from_numpy(pack_mx_down(config, *down)).to(device))
+    form = mx_form(config)
+    first = torch.from_numpy(pack_mx_gate_up(form, *gate_up, gate_up_bias)).to(device)
+    return LaidOut(first, torch.from_numpy(pack_mx_down(form, *down)).to(device))
 
 
 def _words(packed: Packed | None, plain_Ekn: Tensor) -> Words | None:

@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 
 import nki_sim
+from nki_kernels.common.mx_layout import pack_mx_down, pack_mx_gate_up
+from nki_kernels.decode.items import mx_form
 from nki_kernels.decode.kernel import decode_moe
-from nki_kernels.decode.mx_layout import pack_mx_down, pack_mx_gate_up
 from nki_kernels.decode.reference import decode_moe_ref
 from tests.nki_kernels.decode.cases import Decode
 
@@ -63,8 +64,8 @@ class MxDecode(Decode):
         options = replace(sim_options or nki_sim.SimOptions(), target="trn3")
         return nki_sim.run(
             decode_moe, self.hidden_TH,
-            pack_mx_gate_up(config, *self.in_words[:2], self.gate_up_bias),
-            pack_mx_down(config, *self.out_words[:2]), self.index_TK, self.affinities_TK,
+            pack_mx_gate_up(mx_form(config), *self.in_words[:2], self.gate_up_bias),
+            pack_mx_down(mx_form(config), *self.out_words[:2]), self.index_TK, self.affinities_TK,
             np.array([[self.first]], np.int32), config, lnc=config.num_cores, options=options,
             down_bias=self.down_bias,
         )  # fmt: skip

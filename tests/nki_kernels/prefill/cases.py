@@ -166,7 +166,7 @@ class Prefill:
         flat = self.affinities_TK.reshape(-1)[np.maximum(self.pair_of_slot, 0)]
         return np.where(self.pair_of_slot >= 0, flat, 0).astype(np.float32)
 
-    def expected_slots(self) -> Any:
+    def expected_slots(self, *, in_words: bool = False) -> Any:
         """Return [N*B, H] float64, what every slot should hold (0 for padding)."""
         live = self.slots >= 0
         rows = self.hidden_TH.astype(np.float64)[np.maximum(self.slots, 0)]
@@ -183,6 +183,7 @@ class Prefill:
             self.records()[0],
             gate_up_bias_E2I=self.gate_up_bias.astype(np.float64) if has else None,
             down_bias_EH=self.down_bias.astype(np.float64) if has else None,
+            in_words=in_words,
         )
         if scaling == "post":
             result = result * scale

@@ -1,6 +1,7 @@
 """neuron-moe check kernels: small cases of every family, and faults it must see."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from neuron_moe.tools.check.kernel_cases import combine, prefill, router
 from neuron_moe.tools.check.kernel_cases.models import LAYERS, model_cases, rank_case
 from neuron_moe.tools.check.kernel_cases.models import ROUTINGS as MODEL_ROUTINGS
 from neuron_moe.tools.check.kernel_cases.routings import ROUTINGS, draw_routing
-from neuron_moe.tools.check.outcomes import Outcome
+from neuron_moe.tools.check.outcomes import Outcome, run_in_turn
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.commands import check
@@ -258,3 +259,33 @@ def test_outputs_that_depend_on_the_order_of_cores_are_seen(
     assert outcome("block", core_orders=2).reason.startswith(
         "output: 1 elements differ with the other core first"
     )
+
+
+def test_cases_of_models_are_a_sample_of_all() -> None:
+    known = model_cases(["gpt-oss-20b"], 1e9)
+    few = check_kernels.sample(known)
+    assert len(few) == check_kernels.QUICK < len(known)
+    assert len({case.id for case in few}) == len(few)
+    assert {case.kernel for case in few} == {case.kernel for case in known}
+    assert check_kernels.sample(few[:3]) == few[:3]
+
+
+def test_several_processes_find_the_same(tmp_path: Path) -> None:
+    cases = [
+        Case.from_json({"id": str(count), "kernel": "router_topk", "variant": "unit",
+                        "params": ROUTER | {"T": count}})
+        for count in (3, 9)
+    ]  # fmt: skip
+    alone, together = (check_kernels.run_cases(cases, jobs=jobs) for jobs in (1, 2))
+    assert alone == together
+    assert [outcome.outcome for outcome in alone] == ["passed", "passed"]
+
+
+def test_a_lost_process_is_a_failed_case() -> None:
+    case = Case.from_json({"id": "a", "kernel": "k", "variant": "v", "params": {}})
+
+    def die(case: Case) -> Outcome:
+        os._exit(9)
+
+    (outcome,) = run_in_turn([case], die, jobs=2)
+    assert (outcome.outcome, outcome.reason) == ("failed", "its process ended with status 9")

@@ -17,6 +17,7 @@ from neuron_moe.tools.check.outcomes import Outcome
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.commands import check
 from tests.tools.check.test_decode_cases import BLOCK, DECODE
+from tests.tools.check.test_kernels import PREFILL
 
 FOUR = {"quant_dtype": "float4_e2m1fn_x4", "quant_type": "MX"}
 EIGHT = {"weight_dtype": "float8_e4m3fn_x4"}
@@ -32,6 +33,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "block-all": (
         "moe_block_tkg", "all_expert_mx",
         BLOCK | EIGHT | {"is_all_expert": True, "num_local_experts": 3},
+    ),
+    "prefill": ("moe_cte", "shard_on_block_mx", PREFILL | {"weight_dtype": "float8_e5m2_x4"}),
+    "prefill-on-i": (
+        "moe_cte", "shard_on_i_mx_hybrid",
+        PREFILL | {"weight_dtype": "float4_e2m1fn_x4", "is_dynamic": True},
     ),
 }  # fmt: skip
 

@@ -48,6 +48,10 @@ def test_a_tiny_model_generates_the_same_tokens(
     assert (prefill["path"], prefill["kernel"]) == ("blockwise", "nki.blockwise_moe")
     assert "weights: float8_e5m2, re-coded without loss, a scale per expert" in prefill["notes"]
     assert decode["kernel"] == "nki.decode_layer"
+    assert "device_us" not in wanted or set(wanted["device_us"]) == {"kind"}
+    assert got["device_us"]["kind"] == "simulated"
+    assert 0 < got["device_us"]["decode"] < got["device_us"]["prefill"]
+    assert "of a step on the device" in text
     assert "cost model of decode_layer" in text
 
 
@@ -92,3 +96,13 @@ def test_experts_that_cannot_be_split_evenly_are_refused(
     assert "num_experts=32: must divide by the expert-parallel size 3" in capsys.readouterr().err
     assert cli.main([*arguments, "--ep", "0"]) == 2
     assert "--ep=0: must be" in capsys.readouterr().err
+
+
+def test_the_decode_mode_is_the_one_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(tmp_path, {**sample_config(), **SMALL}, seed=1)
+    asked = ["--prompt-ids", "1,2", "--max-new-tokens", "2", "--explain"]
+    for mode in ("selective", "all_experts"):
+        _, got = run(folder, capsys, "nki", *asked, "--decode-mode", mode)
+        assert got["explain"][-1]["path"] == mode

@@ -18,16 +18,14 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(CORNERS),
         default=list(CORNERS),
-        help="what is assumed of the compiler's order and of loops: kind to the vendor's unrolled"
-        " kernels, or the order of the source; default: both, from one simulation",
+        help="order that the clock assumes (default: both)",
     )
     parser.add_argument(
         "--layout",
         nargs="+",
         choices=LAYOUTS,
         default=list(LAYOUTS),
-        help="our weights: as the checkpoint's modules have them, or packed when they are loaded"
-        " where that is the faster by estimate; default: both",
+        help="how our weights lie in HBM (default: both)",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="simulate in so many processes"
@@ -48,14 +46,12 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sensitivity",
         action="store_true",
-        help="also turn every assumed and measured coefficient by 0.5 and 2, in the groups that err"
-        " together, and state the range of each ratio",
+        help="state ranges with coefficients halved and doubled",
     )
     parser.add_argument(
         "--deployed",
         action="store_true",
-        help="also time what NxD runs by default at that shape: simulated where it is a kernel of"
-        " the library, else a bound from bytes and multiplications",
+        help="also time what NxD runs by default",
     )
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="time by what `chip calibrate` measured"

@@ -1,5 +1,7 @@
 """neuron-moe bench decode: simulated time of a MoE layer's decode, beside the vendor's kernels.
 
+    neuron-moe bench decode --models gpt_oss_20b --batches 1 64
+
 decode_moe stands beside the vendor's moe_tkg, decode_block (norm and router in front) beside
 moe_block_tkg, each in the faster of its two modes, on the same simulated chip; the vendor's come
 from the user's checkout. The HBM bound (weights of the touched experts, tokens in and out) is
@@ -62,6 +64,7 @@ from neuron_moe.tools.bench.decode.work import (
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
+from neuron_moe.tools.parsers import Parser
 
 MX_KERNELS = ("moe_tkg", "moe_block_tkg")  # the vendor's names of cases
 OUR_SOURCES = ("decode/*.py", "common/*.py")
@@ -120,9 +123,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe bench decode", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("bench decode", __doc__)
     names = [model.name for model in MODELS]
     parser.add_argument(
         "--models", nargs="*", type=model_among(names), choices=names, default=names

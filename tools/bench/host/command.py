@@ -1,5 +1,7 @@
 """neuron-moe bench host: time of the host in one layer call, kernel launches stubbed out.
 
+    neuron-moe bench host --before CHECKOUT
+
 A layer on backend nki runs in a process of its own whose launches return at once what the simulator
 gave the first time, so that what remains is the host's: planning, preparing operands, launching.
 With --before, a second process runs the same calls on another checkout, in turns with this one.
@@ -20,6 +22,7 @@ from neuron_moe.errors import check_positive_int
 from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.bench.host.worker import ROOT, Worker
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import Parser
 
 CASES = ("prefill", "prefill 8-bit", "fused decode", "decode")
 TARGETS_MS = {"prefill": 0.4, "fused decode": 0.05}
@@ -78,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="neuron-moe bench host", description=__doc__)
+    parser = Parser("bench host", __doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default: all")
     parser.add_argument("--repeats", type=int, default=200, help="calls of each case (default 200)")
     parser.add_argument(

@@ -1,5 +1,7 @@
 """neuron-moe bench prefill: simulated time of a MoE layer's prefill, beside the vendor's kernels.
 
+    neuron-moe bench prefill --models gpt_oss_20b --tokens 1024
+
 Ours is one launch: the blockwise kernel, a barrier, the weighted sum over a token's experts (left
 out with one expert per token), by the plan of our cost model. The vendor's kernels run on the same
 simulated chip, from the user's checkout, with the token blocks ready as for ours; the fastest of
@@ -35,6 +37,7 @@ from neuron_moe.tools.bench.prefill.work import Case
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
+from neuron_moe.tools.parsers import Parser
 from nki_sim.time.schedule_model import CORNERS
 
 MX_KERNELS = ("moe_cte",)  # the vendor's names of cases
@@ -89,9 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="neuron-moe bench prefill", description=__doc__.split("\n")[0]
-    )
+    parser = Parser("bench prefill", __doc__)
     names = [model.name for model in MODELS]
     parser.add_argument(
         "--models", nargs="+", type=model_among(names), choices=names, default=names

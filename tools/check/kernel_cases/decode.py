@@ -28,7 +28,7 @@ from neuron_moe.tools.check.kernel_cases.decode_weights import (
 )
 from neuron_moe.tools.check.kernel_cases.mx_weights import (
     MxWeights,
-    draw_mx_weights,
+    draw_for_chip,
     judge_quantized,
     quantized_formula,
 )
@@ -38,7 +38,7 @@ from neuron_moe.tools.check.kernel_cases.prefill import (
     Problem,
     formula,
 )
-from neuron_moe.tools.check.kernel_cases.prefill_weights import Weights, draw_weights
+from neuron_moe.tools.check.kernel_cases.prefill_weights import Weights
 from neuron_moe.tools.check.kernel_cases.routings import draw_routing
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
 from neuron_moe.tools.check.launcher import chip
@@ -47,7 +47,6 @@ from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scal
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula, limits
-from nki_kernels.common.weight_formats import MX_WORD_BYTES
 from nki_kernels.decode import (
     MAX_TOKENS,
     MAX_TOP_K,
@@ -56,6 +55,7 @@ from nki_kernels.decode import (
     WeightForm,
     decode_moe,
     make_decode_config,
+    mx_form,
     pack_down,
     pack_gate_up,
 )
@@ -63,7 +63,6 @@ from nki_sim import SimOptions
 
 DEFAULT_OPTIONS = SimOptions()
 H_MULTIPLE = 16
-MX_CHIP = "trn3"  # which multiplies words
 # Reading weights is most of a case's cost here too: arithmetic counts for a quarter.
 MACS_SHARE = 0.25
 SCALINGS = {"POST_SCALE": "post", "PRE_SCALE": "pre", "NO_SCALE": "none"}
@@ -222,21 +221,6 @@ def formula_of(case: Case, weights: Weights) -> ExpertFormula:
     )
 
 
-def draw_for_chip(
-    case: Case,
-    draw: Draw,
-    num_experts: int,
-    H: int,
-    I: int,  # noqa: E741  the axis letter
-    touched: list[int],
-) -> tuple[Weights, str]:
-    """Draw the weights of a case; words of MX formats stay what they are if the chip has them."""
-    drawer = draw_weights
-    if chip() == MX_CHIP and case.get("weight_dtype") in MX_WORD_BYTES:
-        drawer = draw_mx_weights
-    return drawer(case, draw, num_experts, H, I, touched)
-
-
 def mode_of(case: Case) -> str:
     """Return the kernel's mode that a case asks for."""
     if "mode" in case.params:
@@ -290,7 +274,7 @@ def operands_of(weights: Weights, config: Any) -> tuple[np.ndarray, np.ndarray, 
     """Return gate_up, down, and the optional operands by name."""
     found: dict[str, Any] = {}
     if isinstance(weights, MxWeights):
-        gate_up, down = weights.packed(config)
+        gate_up, down = weights.packed(mx_form(config))
         if weights.down_bias is not None:
             found["down_bias"] = weights.down_bias
         return gate_up, down, found

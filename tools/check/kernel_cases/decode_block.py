@@ -23,7 +23,6 @@ from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.router import route as route_with_torch
 from neuron_moe.tools.check.kernel_cases.decode import (
     SCALINGS,
-    draw_for_chip,
     fitting_tokens,
     formula_of,
     mode_of,
@@ -34,6 +33,7 @@ from neuron_moe.tools.check.kernel_cases.decode import (
 from neuron_moe.tools.check.kernel_cases.decode_weights import narrow_down_scale, weights_case
 from neuron_moe.tools.check.kernel_cases.mx_weights import (
     MxWeights,
+    draw_for_chip,
     judge_quantized,
     quantized_formula,
 )

@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from neuron_moe.tools.check.kernel_cases.prefill_weights import BF16, Weights
+from neuron_moe.tools.check.kernel_cases.prefill_weights import BF16, Weights, draw_weights
 from neuron_moe.tools.check.kernel_cases.verdict import NO_WORSE, rms
+from neuron_moe.tools.check.launcher import chip
 from neuron_moe.tools.check.vendor_cases import mx
 from neuron_moe.tools.check.vendor_cases.case import Case, difference
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.weight_formats import MX_GROUP
-from nki_kernels.decode import decode_moe_ref, pack_mx_down, pack_mx_gate_up
-from nki_kernels.decode.config import DecodeConfig
+from nki_kernels.common.mx import MxForm
+from nki_kernels.common.mx_layout import pack_mx_down, pack_mx_gate_up
+from nki_kernels.common.weight_formats import MX_GROUP, MX_WORD_BYTES
+from nki_kernels.decode import decode_moe_ref
 
+MX_CHIP = "trn3"  # which multiplies words
 GROUP_WORDS = MX_GROUP // mx.PACK
 
 
@@ -61,9 +64,8 @@ class MxWeights(Weights):
         first, second = (None if b is None else b[expert].astype(np.float64) for b in biases)
         return gate_up, down, first, second
 
-    def packed(self, config: DecodeConfig) -> tuple[np.ndarray, np.ndarray]:
-        """Return gate_up and down as the decode kernels take them; experts nobody chose are 0."""
-        one = dataclasses.replace(config, E=1)
+    def packed(self, form: MxForm) -> tuple[np.ndarray, np.ndarray]:
+        """Return gate_up and down as the kernels take them; experts nobody chose are 0."""
         stacks: list[np.ndarray] = []
         for expert in self.touched:
             own = slice(expert, expert + 1)
@@ -72,13 +74,32 @@ class MxWeights(Weights):
                 bias = self.gate_up_bias[own].astype(np.float32)
             first, second = self.gate_up_words, self.down_words
             parts = (
-                pack_mx_gate_up(one, first.words[own], first.scales[own], bias),
-                pack_mx_down(one, second.words[own], second.scales[own]),
+                pack_mx_gate_up(form, first.words[own], first.scales[own], bias),
+                pack_mx_down(form, second.words[own], second.scales[own]),
             )
-            stacks = stacks or [np.zeros((config.E, *part.shape[1:]), part.dtype) for part in parts]
+            E = len(self.gate_up)
+            stacks = stacks or [np.zeros((E, *part.shape[1:]), part.dtype) for part in parts]
             for stack, part in zip(stacks, parts, strict=True):
                 stack[expert] = part[0]
         return stacks[0], stacks[1]
+
+
+def is_native(case: Case) -> bool:
+    """Whether the chip that the check is about multiplies the weights of a case as stored."""
+    return chip() == MX_CHIP and case.get("weight_dtype") in MX_WORD_BYTES
+
+
+def draw_for_chip(
+    case: Case,
+    draw: Draw,
+    num_experts: int,
+    H: int,
+    I: int,  # noqa: E741  the axis letter
+    touched: Sequence[int],
+) -> tuple[Weights, str]:
+    """Draw the weights of a case; words of MX formats stay what they are if the chip has them."""
+    drawer = draw_mx_weights if is_native(case) else draw_weights
+    return drawer(case, draw, num_experts, H, I, touched)
 
 
 def draw_mx_weights(

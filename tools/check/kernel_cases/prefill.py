@@ -10,9 +10,16 @@ import torch
 
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.blocks import num_blocks
-from neuron_moe.tools.check.kernel_cases.prefill_weights import Weights, draw_weights
+from neuron_moe.tools.check.kernel_cases.mx_weights import (
+    MxWeights,
+    draw_for_chip,
+    is_native,
+    judge_quantized,
+)
+from neuron_moe.tools.check.kernel_cases.prefill_weights import Weights
 from neuron_moe.tools.check.kernel_cases.routings import draw_routing
 from neuron_moe.tools.check.kernel_cases.verdict import Verdict, join, judge
+from neuron_moe.tools.check.launcher import chip
 from neuron_moe.tools.check.launcher import launch as launch_kernel
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped, scaled_note, seed_of
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
@@ -28,6 +35,7 @@ from nki_kernels.prefill import (
     blockwise_moe,
     blockwise_moe_ref,
     make_config,
+    mx_form,
     visits_of,
 )
 from nki_sim import SimOptions
@@ -87,7 +95,12 @@ def run(case: Case, limits: Limits) -> Verdict:
     problem, note = build(case, limits)
     options = SimOptions(start_core=case.get("start_core", 0))
     actual, simulated_us = launch(problem, _request(case), options)
-    failure = judge("output", actual, formula(problem), torch_path(problem), case)
+    if isinstance(problem.weights, MxWeights):
+        quantized = formula(problem, in_words=True)
+        failure, how = judge_quantized("output", actual, quantized, formula(problem), case)
+        note = join(note, how)
+    else:
+        failure = judge("output", actual, formula(problem), torch_path(problem), case)
     if not failure and case.get("core_orders") == CORES:
         other, _ = launch(problem, _request(case), SimOptions(start_core=1))
         wrong = int(np.count_nonzero(other.view(np.int32) != actual.view(np.int32)))
@@ -121,7 +134,7 @@ def build(case: Case, limits: Limits) -> tuple[Problem, str]:
     index_TK = _choices(case, draw, T, E, K) - first
     index_TK = np.where((index_TK >= 0) & (index_TK < here), index_TK, -1).astype(np.int32)
     touched = np.unique(index_TK[index_TK >= 0]).tolist()
-    weights, how = draw_weights(case, draw, here, H, I, touched)
+    weights, how = draw_for_chip(case, draw, here, H, I, touched)
     notes.append(how)
     if case.get("training") or case.get("checkpoint_activation"):
         notes.append("activations are not kept for training")
@@ -171,7 +184,10 @@ def _clamp(case: Case, side: str) -> tuple[float | None, float | None]:
 def _request(case: Case) -> PlanRequest:
     """Return how to go through a case: as its parameters say, else closest to its variant."""
     shard_plan, loop_plan = _plans(case)
+    if is_native(case) and shard_plan == "intermediate":
+        shard_plan = "balanced"  # words are multiplied with whole experts
     return PlanRequest(
+        chip=chip(),
         shard_plan=case.get("shard_plan", shard_plan),
         loop_plan=case.get("loop_plan", loop_plan),
         turns=case.get("turns", "auto"),
@@ -216,12 +232,15 @@ def launch(
         request,
     )
     visits = visits_of(config, token_of_slot, block_to_expert)
-    optional = weights.operands()
+    gate_up, down, optional = weights.gate_up, weights.down, weights.operands()
+    if isinstance(weights, MxWeights):
+        gate_up, down = weights.packed(mx_form(config))
+        optional = {} if weights.down_bias is None else {"down_bias": weights.down_bias}
     if p.scaling == "PRE_SCALE":
         scale = p.affinities_TK.reshape(-1)[np.maximum(pair_of_slot, 0)]
         optional["slot_scale"] = np.where(pair_of_slot >= 0, scale, 0).astype(np.float32)
     experts = launch_kernel(
-        blockwise_moe, p.hidden_TH, weights.gate_up, weights.down, token_of_slot, *visits, config,
+        blockwise_moe, p.hidden_TH, gate_up, down, token_of_slot, *visits, config,
         lnc=p.num_cores, options=options, **optional,
     )  # fmt: skip
     check_combine(T, K, H, experts.outputs.shape[1], experts.outputs.shape[0])
@@ -233,8 +252,8 @@ def launch(
     return total.outputs, index.us + experts.us + total.us
 
 
-def formula(problem: Problem) -> np.ndarray:
-    """Return [T, H] float64."""
+def formula(problem: Problem, *, in_words: bool = False) -> np.ndarray:
+    """Return [T, H] float64; with activations quantised where the kernel does it, if asked."""
     p, weights = problem, problem.weights
     token, choice = np.nonzero(p.index_TK >= 0)
     rows = p.hidden_TH.astype(np.float64)[token]
@@ -254,6 +273,7 @@ def formula(problem: Problem) -> np.ndarray:
             p.formula,
             gate_up_bias_E2I=None if gate_up_bias is None else gate_up_bias[None],
             down_bias_EH=None if down_bias is None else down_bias[None],
+            in_words=in_words,
         )
         factor = p.output_weights_TK[token[mine], choice[mine], None].astype(np.float64)
         np.add.at(output, token[mine], result * factor)

@@ -1,4 +1,4 @@
-"""MX weights from the order of checkpoints into that of items.py: bytes move, none changes.
+"""MX weights from the order of checkpoints into that of mx.py: bytes move, none changes.
 
     words   [E, X, W]    four consecutive elements of the axis that is summed over, W words of it;
                          uint16 (the first element in the lowest bits) or uint32
@@ -19,27 +19,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.weight_formats import MX_GROUP
-from nki_kernels.decode.config import DecodeConfig
-from nki_kernels.decode.items import (
+from nki_kernels.common.mx import (
     GROUP_WORDS,
     PLACES,
     QUADRANT,
-    in_extras,
+    MxForm,
+    fours_of,
+    in_biases,
     in_scales,
     in_shape,
     in_words,
     out_shape,
     out_words,
     scale_place,
-    word_bytes,
 )
+from nki_kernels.common.weight_formats import MX_GROUP, MX_WORD_BYTES
 
 Array = NDArray[Any]
 
 
 def pack_mx_gate_up(
-    config: DecodeConfig,
+    form: MxForm,
     words_EXW: Array,
     scales_EXG: Array,
     gate_up_bias_E2I: Array | None = None,
@@ -47,65 +47,65 @@ def pack_mx_gate_up(
     """Return the packed gate and up weights, [E, C, h, run] bytes.
 
     Args:
-        config: a configuration with weights of an MX format.
+        form: how the experts are to lie.
         words_EXW: [E, 2I, H/4] words, gate channels first.
         scales_EXG: [E, 2I, H/32] uint8.
-        gate_up_bias_E2I: [E, 2I] float32, if the configuration has biases.
+        gate_up_bias_E2I: [E, 2I] float32, if the form has biases.
 
     Raises:
-        ValueError: shapes that are not those of the configuration.
+        ValueError: shapes that are not those of the form.
     """
-    words_EXW = _checked(words_EXW, "words_EXW", (config.E, 2 * config.I, config.H // 4))
-    scales_EXG = _checked(scales_EXG, "scales_EXG", (config.E, 2 * config.I, config.H // MX_GROUP))
-    axis, E, C = config.h_axis, config.E, config.chunks
-    fours = axis.count // axis.group
-    packed = np.zeros((E, C, *in_shape(config)), np.uint8)
+    words_EXW = _checked(words_EXW, "words_EXW", (2 * form.I, form.H // 4))
+    scales_EXG = _checked(scales_EXG, "scales_EXG", (2 * form.I, form.H // MX_GROUP))
+    axis, E, C = form.h_axis, len(words_EXW), form.chunks
+    fours = fours_of(axis)
+    packed = np.zeros((E, C, *in_shape(form)), np.uint8)
     # To h, tile of H, half, slot of I, word of I inside a chunk.
-    words = _by_chunk(config, _filled(words_EXW, fours * axis.rows))
+    words = _by_chunk(form, _filled(words_EXW, fours * axis.rows))
     words = words.reshape(*words.shape[:5], fours, axis.rows).transpose(0, 2, 6, 5, 1, 4, 3)
-    size = in_words(config) * word_bytes(config)
+    size = in_words(form) * MX_WORD_BYTES[form.format]
     as_bytes = np.ascontiguousarray(words).reshape(E, C, axis.rows, -1).view(np.uint8)
     packed[:, :, : axis.rows, :size] = as_bytes
     # To group of H in its tile, tile of H, columns.
     groups = _groups(axis)
-    scales = _by_chunk(config, _filled(scales_EXG, fours * groups))
+    scales = _by_chunk(form, _filled(scales_EXG, fours * groups))
     scales = scales.reshape(*scales.shape[:5], fours, groups).transpose(0, 2, 6, 5, 1, 4, 3)
     scales = np.ascontiguousarray(scales).reshape(E, C, groups, fours, -1)
-    begin, end = in_scales(config)
+    begin, end = in_scales(form)
     room = np.zeros((E, C, packed.shape[2], -(-fours // PLACES), scales.shape[-1]), np.uint8)
     for tile in range(fours):
         room[:, :, _scale_rows(groups, tile), tile // PLACES] = scales[:, :, :, tile]
     packed[..., begin:end] = room.reshape(*room.shape[:3], -1)
     if gate_up_bias_E2I is not None:
         bias = np.asarray(gate_up_bias_E2I, np.float32)[..., None]
-        biases = _by_chunk(config, bias)[..., 0].transpose(0, 2, 3, 1, 4)  # [E, C, i, 2, slot]
-        biases = np.ascontiguousarray(biases).reshape(E, C, config.i_axis.rows, -1)
-        packed[:, :, : config.i_axis.rows, in_extras(config) :] = biases.view(np.uint8)
+        biases = _by_chunk(form, bias)[..., 0].transpose(0, 2, 3, 1, 4)  # [E, C, i, 2, slot]
+        biases = np.ascontiguousarray(biases).reshape(E, C, form.i_axis.rows, -1)
+        packed[:, :, : form.i_axis.rows, in_biases(form) :] = biases.view(np.uint8)
     return packed
 
 
-def pack_mx_down(config: DecodeConfig, words_EXW: Array, scales_EXG: Array) -> Array:
+def pack_mx_down(form: MxForm, words_EXW: Array, scales_EXG: Array) -> Array:
     """Return the packed down weights, [E, C, i, run] bytes.
 
     Args:
-        config: a configuration with weights of an MX format.
+        form: how the experts are to lie.
         words_EXW: [E, H, 8 ceil(I/32)] words.
         scales_EXG: [E, H, ceil(I/32)] uint8.
 
     Raises:
-        ValueError: shapes that are not those of the configuration.
+        ValueError: shapes that are not those of the form.
     """
-    groups = -(-config.I // MX_GROUP)
-    words_EXW = _checked(words_EXW, "words_EXW", (config.E, config.H, groups * GROUP_WORDS))
-    scales_EXG = _checked(scales_EXG, "scales_EXG", (config.E, config.H, groups))
-    E, C, rows = config.E, config.chunks, config.i_axis.rows
-    packed = np.zeros((E, C, *out_shape(config)), np.uint8)
-    words = _columns_in_tiles(config.h_axis, _filled(words_EXW, C * rows))
+    groups = -(-form.I // MX_GROUP)
+    words_EXW = _checked(words_EXW, "words_EXW", (form.H, groups * GROUP_WORDS))
+    scales_EXG = _checked(scales_EXG, "scales_EXG", (form.H, groups))
+    E, C, rows = len(words_EXW), form.chunks, form.i_axis.rows
+    packed = np.zeros((E, C, *out_shape(form)), np.uint8)
+    words = _columns_in_tiles(form.h_axis, _filled(words_EXW, C * rows))
     words = np.ascontiguousarray(words).reshape(E, C, rows, -1)
-    size = out_words(config) * word_bytes(config)
+    size = out_words(form) * MX_WORD_BYTES[form.format]
     packed[:, :, :rows, :size] = words.view(np.uint8)
     own = rows // GROUP_WORDS
-    scales = _columns_in_tiles(config.h_axis, _filled(scales_EXG, C * own))
+    scales = _columns_in_tiles(form.h_axis, _filled(scales_EXG, C * own))
     tiles, width = scales.shape[2:]
     scales = scales.reshape(E, C, own, tiles, width)
     room = np.zeros((E, C, packed.shape[2], -(-tiles // PLACES), width), np.uint8)
@@ -117,10 +117,10 @@ def pack_mx_down(config: DecodeConfig, words_EXW: Array, scales_EXG: Array) -> A
 
 
 def _checked(values: Array, name: str, shape: tuple[int, ...]) -> Array:
-    if values.shape != shape:
+    if values.shape[1:] != shape:
         raise ValueError(
-            f"{name}: shape {list(values.shape)} must be {list(shape)}. Give the weights of this"
-            " configuration, output channels before what is summed over."
+            f"{name}: shape {list(values.shape)} must be [E, {shape[0]}, {shape[1]}]. Give the"
+            " weights of these sizes, output channels before what is summed over."
         )
     return values
 
@@ -131,12 +131,12 @@ def _filled(values: Array, width: int) -> Array:
     return np.pad(values, ((0, 0),) * (values.ndim - 1) + ((0, missing),)) if missing else values
 
 
-def _by_chunk(config: DecodeConfig, values: Array) -> Array:
+def _by_chunk(form: MxForm, values: Array) -> Array:
     """Return [E, 2I, n] values as [E, 2, C, word of I, slot, n], zeros past the end of I."""
-    C, rows = config.chunks, config.i_axis.rows
-    padded = np.zeros((config.E, 2, C * rows * 4, values.shape[-1]), values.dtype)
-    padded[:, :, : config.I] = values.reshape(config.E, 2, config.I, -1)
-    return padded.reshape(config.E, 2, C, rows, 4, -1)
+    E, C, rows = len(values), form.chunks, form.i_axis.rows
+    padded = np.zeros((E, 2, C * rows * 4, values.shape[-1]), values.dtype)
+    padded[:, :, : form.I] = values.reshape(E, 2, form.I, -1)
+    return padded.reshape(E, 2, C, rows, 4, -1)
 
 
 def _columns_in_tiles(axis: AxisTiles, values: Array) -> Array:

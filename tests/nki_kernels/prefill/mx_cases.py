@@ -1,0 +1,54 @@
+"""Inputs, launch and references of a prefill with MX weights, for the tests of `blockwise_moe`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+import nki_sim
+from nki_kernels.common.mx_layout import pack_mx_down, pack_mx_gate_up
+from nki_kernels.prefill import blockwise_moe
+from nki_kernels.prefill.config import mx_form
+from tests.nki_kernels.decode.mx_cases import draw_words
+from tests.nki_kernels.prefill.cases import Prefill
+
+
+@dataclass
+class MxPrefill(Prefill):
+    """A problem whose weights are words; `weight_format` is one of its options."""
+
+    def _quantise(self) -> None:
+        name, E, H, I = self.options["weight_format"], self.E, self.H, self.I  # noqa: E741
+        rng = np.random.default_rng(self.seed + 1)
+        self.in_words = draw_words(rng, (E, 2 * I, H), name, H**-0.5)
+        self.out_words = draw_words(rng, (E, H, I), name, I**-0.5)
+        self.gate_up_scale = self.down_scale = None
+        self.gate_up = self.in_words[2].transpose(0, 2, 1)
+        self.down = self.out_words[2].transpose(0, 2, 1)
+        self.options = {"chip": "trn3", **self.options}
+
+    def weights(self, config: Any) -> tuple[Any, Any]:
+        """Return the words as the kernel wants them in HBM."""
+        form = mx_form(config)
+        gate_up = pack_mx_gate_up(form, *self.in_words[:2], self.gate_up_bias)
+        return gate_up, pack_mx_down(form, *self.out_words[:2])
+
+    def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
+        """Run the kernel on the simulator of a trn3; return the run."""
+        config = self.config()
+        options = replace(sim_options or nki_sim.SimOptions(), target="trn3")
+        optional: dict[str, Any] = {}
+        if self.has_bias:
+            optional["down_bias"] = self.down_bias
+        if config.scaling != "none":
+            optional["slot_scale"] = self.slot_scale()
+        return nki_sim.run(
+            blockwise_moe, self.hidden_TH, *self.weights(config), self.slots,
+            *self.visits(config), config, lnc=config.num_cores, options=options, **optional,
+        )  # fmt: skip
+
+    def quantized_slots(self) -> Any:
+        """Return [N*B, H] float64, the formula with activations in words as the kernel has them."""
+        return self.expected_slots(in_words=True)

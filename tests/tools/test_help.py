@@ -1,0 +1,68 @@
+"""The help of every command: one screen of 80 columns, an example that is right, exit statuses."""
+
+import contextlib
+import io
+import re
+import shlex
+
+import pytest
+
+from neuron_moe.tools.cli import main
+from neuron_moe.tools.commands import bench, check, chip
+from neuron_moe.tools.subcommands import SUBCOMMANDS
+
+MENUS = {"bench": bench.MENU, "check": check.MENU, "chip": chip.MENU}
+COMMANDS = [name for name in SUBCOMMANDS if name not in MENUS]
+COMMANDS += [f"{menu} {name}" for menu, found in MENUS.items() for name in found.entries]
+SCREEN, COLUMNS = 50, 80
+
+
+def told(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            status = main([*words, "--help"])
+        except SystemExit as end:
+            status = int(end.code or 0)
+    assert status == 0
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("command", ["", *MENUS, *COMMANDS])
+def test_help_fits_a_screen_without_colour(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = told(command.split(), monkeypatch)
+    lines = text.splitlines()
+    assert len(lines) <= SCREEN
+    assert max(map(len, lines)) <= COLUMNS, max(lines, key=len)
+    assert "\x1b" not in text
+    assert lines[0].startswith(f"usage: neuron-moe {command}".rstrip())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_whose_options_exist(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = told(command.split(), monkeypatch)
+    examples = re.findall(rf"^    neuron-moe {command}\b.*", text, flags=re.MULTILINE)
+    assert examples
+    listed = text[text.index("options:") :]
+    for example in examples:
+        words = shlex.split(example, comments=True)
+        assert [each for each in words if each.startswith("--") and each not in listed] == []
+
+
+@pytest.mark.parametrize("command", ["", *MENUS, *COMMANDS])
+def test_help_documents_exit_statuses(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = told(command.split(), monkeypatch)
+    if command not in ("compile", "chip check", "chip calibrate", "chip bench"):  # have their own
+        assert "exit status: 0 " in text
+
+
+@pytest.mark.parametrize("menu", MENUS)
+def test_the_list_of_commands_names_every_target_of_a_menu(
+    menu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = told([], monkeypatch)
+    (line,) = re.findall(rf"^  {menu} .*(?:\n {{8,}}.*)*", text, flags=re.MULTILINE)
+    assert [name for name in MENUS[menu].entries if name not in line] == []

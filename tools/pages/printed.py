@@ -1,0 +1,88 @@
+"""What a benchmark printed, as a page: its tables, its lines, and a picture of its rows."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, TextIO
+
+from matplotlib.figure import Figure
+
+from neuron_moe.tools.pages.page import Block, Listing, Page, Picture, Section, Table
+from neuron_moe.tools.pages.pictures import picture_of
+
+_BOUNDS = ("roofline_us", "hbm_bound_us")
+
+
+class Tee(io.TextIOBase):
+    """Writes on, and keeps what was written in `text`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        """Write and keep."""
+        self.text += text
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+
+def page_of_text(title: str, text: str) -> Page:
+    """Return a page of printed text.
+
+    Args:
+        title: of the page.
+        text: lines; those in columns become tables, a last line of JSON gives the picture.
+    """
+    lines = text.strip().splitlines()
+    result: dict[str, Any] = {}
+    if lines and lines[-1].startswith("{"):
+        result = json.loads(lines.pop())
+    sections = [Section("", blocks_of(lines))]
+    picture = picture_of_times(result.get("rows", ()))
+    if picture is not None:
+        sections.insert(0, Section("Times against their bound", [picture]))
+    remarks = [f"{result['kind']} times" if "kind" in result else "kinds stand beside the numbers"]
+    return Page(title, "", sections, remarks)
+
+
+def blocks_of(lines: Sequence[str]) -> list[Block]:
+    """Return runs of lines with as many cells as tables, all others as they are."""
+    found: list[Block] = []
+    cells = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    for count, group in groupby(zip(cells, lines, strict=True), key=lambda each: len(each[0])):
+        rows, texts = zip(*group, strict=True)
+        if count > 2 and len(rows) > 1:
+            found.append(Table(rows))
+        elif found and isinstance(found[-1], Listing):
+            found[-1] = Listing("\n".join([found[-1].text, *texts]))
+        elif any(text.strip() for text in texts):
+            found.append(Listing("\n".join(texts)))
+    return found
+
+
+def picture_of_times(rows: Sequence[dict[str, Any]]) -> Picture | None:
+    """Return times of ours and the vendor's against the bound; None where rows have no bound."""
+    name = next((name for name in _BOUNDS if rows and name in rows[0]), None)
+    if name is None:
+        return None
+    figure = Figure(figsize=(6.0, 4.4), layout="constrained")
+    axes = figure.add_subplot()
+    for key, colour, label in (("vendor_us", "#9a9a9a", "vendor"), ("ours_us", "#2a6fb0", "ours")):
+        points = [(row[name], row[key]) for row in rows if row.get(key)]
+        if points:
+            axes.loglog(*zip(*points, strict=True), "o", color=colour, markersize=4, label=label)
+    ends = [min(row[name] for row in rows), max(row[name] for row in rows)]
+    axes.loglog(ends, ends, "-", color="#333333", linewidth=1, label="the bound itself")
+    axes.set_xlabel(f"{name.removesuffix('_us').replace('_', ' ')}, us [computed]")
+    axes.set_ylabel("us")
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.legend(fontsize=8)
+    return picture_of(figure, "each point is a row of the table")
