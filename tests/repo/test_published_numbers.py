@@ -35,7 +35,7 @@ def of_both(result: dict[str, Any]) -> Iterator[str]:
         f"expected about {kind['geometric_mean_speedup']:.1f} x as fast, range {least:.2f} to"
         f" {largest:.1f}; geometric mean {kind['geometric_mean_speedup']:.2f} in"
     )
-    yield f"({kind['rows_below_1']} cases below 1"
+    yield f"({kind['rows_below_1'] or 'no'} cases below 1"
     yield f"{order['geometric_mean_speedup']:.2f} in order"
     kind, order = (figures(result, corner, "packed") for corner in ("vendor", "in-order"))
     yield (
