@@ -117,7 +117,7 @@ def make_checkpoint(
         folder / "generation_config.json",
         {"eos_token_id": stops, "pad_token_id": values["pad_token_id"]},
     )
-    _write_tokenizer(folder, tokenizer)
+    write_tokenizer(folder, tokenizer)
     tensors = dict(_encoded(random_tensors(values, seed), expert_format))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -208,7 +208,8 @@ def _encoded(
             yield name, tensor
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer and what transformers wants to know of it."""
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": START, "eos_token": STOP, "pad_token": PAD}
     _write_json(

@@ -95,7 +95,7 @@ def register_experts(
 
 def _weights_of(module: Any) -> _Weights:
     """Return the weights as [E, in, out], gates before ups; views where the layout allows it."""
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 does not know it
         raise ValueError(
             f"{type(module).__name__}: normalises each expert's output, which no backend here"
             " does. Use another experts_implementation for this model."

@@ -15,6 +15,7 @@ from neuron_moe.weights.product_forms import FORMS, MEASURED
 ARCHITECTURE = "NeuronMoeForCausalLM"
 NATIVE_ARCHITECTURE = "NeuronMoeNativeForCausalLM"
 OPTIONS_KEY = "neuron_moe"
+VLLM_FORM = "vllm"  # of products: through its compiled kernel for experts
 BACKENDS = ("torch", "nki")
 BLOCK_SIZES = (128, 64, 32)  # tokens of a block of the cache that vLLM's attention on a CPU takes
 
@@ -27,20 +28,35 @@ class ServingOptions:
         expert_parallel_size: ranks that split the experts; the others split each expert. None
             leaves it to the server's own switch.
         backend: of the MoE layers.
-        product_form: how a CPU multiplies with weights, see `models.loader.load_model`.
+        product_form: how a CPU multiplies with weights, see `models.loader.load_model`; VLLM_FORM
+            is one more form here, of experts that its kernel computes.
         metrics: count expert load and paths.
+        joins: compile all but attention and experts, see `joined`; on one rank.
+        graph_tokens: decode steps of up to so many tokens run their MoE layers as static graphs,
+            captured at the start, in which load is not counted; None for no graphs.
+        graph_compiler: backend of torch.compile for both.
     """
 
     expert_parallel_size: int | None = None
     backend: str = "torch"
     product_form: str = MEASURED
     metrics: bool = False
+    joins: bool = False
+    graph_tokens: int | None = None
+    graph_compiler: str = "inductor"
 
     def __post_init__(self) -> None:
         if self.expert_parallel_size is not None:
             check_positive_int("expert_parallel_size", self.expert_parallel_size)
+        if self.graph_tokens is not None:
+            check_positive_int("graph_tokens", self.graph_tokens)
         check_choice("backend", self.backend, BACKENDS)
-        check_choice("product_form", self.product_form, (MEASURED, *FORMS))
+        if self.joins and self.backend != BACKENDS[0]:
+            raise ValueError(
+                f"backend={self.backend!r}: must be {BACKENDS[0]!r} with joins=True (--compile)."
+                " Leave one of them off."
+            )
+        check_choice("product_form", self.product_form, (MEASURED, *FORMS, VLLM_FORM))
 
     @classmethod
     def read(cls, additional_config: Mapping[str, Any]) -> "ServingOptions":
@@ -71,6 +87,10 @@ class ServingOptions:
         Raises:
             ValueError: the ranks cannot be split so.
         """
+        if self.joins and num_ranks > 1:
+            raise ValueError(
+                f"joins=True (--compile): needs one rank, the server has {num_ranks}. Leave it off."
+            )
         expert_ranks = self.expert_parallel_size or (num_ranks if splits_experts else 1)
         if num_ranks % expert_ranks:
             raise ValueError(

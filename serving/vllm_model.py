@@ -3,7 +3,7 @@
 Letters: T tokens of all sequences in a step, H hidden, V vocabulary, n sequences.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,15 +14,19 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from neuron_moe.backends.brought_kernels import bring
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.loader import build_model, fill_model
 from neuron_moe.parallel import parallel_state
+from neuron_moe.serving.joined import join
 from neuron_moe.serving.metrics import ServingCounters
 from neuron_moe.serving.options import ServingOptions
+from neuron_moe.serving.static_decode import capture_decode
 from neuron_moe.serving.vllm_attention import put_cores
+from neuron_moe.serving.vllm_kernel import VllmKernel
 
 
 class NeuronMoeForCausalLM(nn.Module):
@@ -50,6 +54,8 @@ class NeuronMoeForCausalLM(nn.Module):
             self.model = cast(DecoderModel, build_model(self.folder, dtype=dtype, backend=backend))
         self._cores = put_cores(self.model, vllm_config, prefix)
         self._counters: ServingCounters | None = None
+        self._config = vllm_config
+        self._forward_tokens: Callable[..., Tensor] = self.model.forward_tokens
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return [T, H]."""
@@ -74,7 +80,7 @@ class NeuronMoeForCausalLM(nn.Module):
         phase = _phase()
         if self._counters is not None:
             self._counters.count_step(phase, input_ids.shape[0])
-        return self.model.forward_tokens(input_ids, positions, phase=phase)
+        return self._forward_tokens(input_ids, positions, phase=phase)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return [n, V] of the last token of each sequence, [n, H]."""
@@ -86,15 +92,29 @@ class NeuronMoeForCausalLM(nn.Module):
         Args:
             weights: what vLLM would read; stays unread.
         """
-        form = None if self.options.backend == "nki" else self.options.product_form
+        takes_plain = self.options.backend == "nki" or self.options.graph_tokens is not None
+        form = None if takes_plain else self.options.product_form
+        bring(VllmKernel())
         with set_default_torch_dtype(torch.float32):
             fill_model(self.model, self.folder, product_form=form)
+            if self.options.graph_tokens is not None:
+                graphs = self.options.graph_tokens, self.options.graph_compiler
+                capture_decode(self.model, *graphs)
         for core, attention in zip(self._cores, self.model.attentions, strict=True):
             core.settle(attention)
         # Every rank routes all tokens: one of them counts.
         if self.options.metrics and get_tensor_model_parallel_rank() == 0:
             self._counters = ServingCounters(self.model)
+        if self.options.joins:
+            self._join()
         return {name for name, _ in self.named_parameters()}
+
+    def _join(self) -> None:
+        """Compile the model as graphs, of one token and of several in each phase."""
+        joined = join(self.model, self.options.graph_compiler)
+        with set_forward_context(None, self._config), set_default_torch_dtype(torch.float32):
+            joined.capture()
+        self._forward_tokens = joined
 
 
 def _join_ranks(config: VllmConfig, options: ServingOptions) -> None:

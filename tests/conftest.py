@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+os.environ.setdefault(
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+)  # to ask must not start CUDA: ranks fork
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # it counts when triton is imported, which torch may do
 

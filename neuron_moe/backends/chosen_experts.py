@@ -18,7 +18,7 @@ from neuron_moe.blocks import sort_pairs
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.huge_pages import ask_for_huge_pages
 from neuron_moe.weights.packed import FEWEST_ROWS, PackedMatrices
-from neuron_moe.weights.product_forms import PACKED_FORMS, PARALLEL
+from neuron_moe.weights.product_forms import FORMS, PACKED_FORMS, PARALLEL
 
 grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", torch._grouped_mm)
 _ROWS_PER_RUN = 256  # rows whose activations are computed in one call; keeps them in the cache
@@ -75,12 +75,18 @@ def chosen_experts(
         hidden_TH: [T, H].
         routing: in the numbering of this rank.
         weights: of this rank.
-        form: one of `product_forms.FORMS`; None: what was settled for T tokens.
+        form: one of `product_forms.FORMS`, or of a brought kernel; None: what was settled for T
+            tokens.
     """
+    form = form or weights.product_form(hidden_TH.shape[0])
+    if form not in FORMS:
+        compute = weights.product_forms.compute if weights.product_forms else None
+        if compute is not None and not routing.scales_input and _all_are_here(routing):
+            return compute(hidden_TH, routing)
+        form = "plain" if weights.packed_down is None else "padded"
     run, order_P = _sort(routing, weights.num_experts)
     if not run.experts:
         return hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(hidden_TH))
-    form = form or weights.product_form(hidden_TH.shape[0])
     is_parallel, base = form.startswith(PARALLEL), form.removeprefix(PARALLEL)
     step = _Step(hidden_TH, routing, order_P, weights, form)
     joined = JoinedRows(run.num_rows, hidden_TH)
@@ -98,6 +104,11 @@ def chosen_experts(
         for task in tasks:
             task()
     return combine(joined, order_P, routing)
+
+
+def _all_are_here(routing: LocalRouting) -> bool:
+    """Say whether every choice is an expert of this rank."""
+    return int(routing.expert_index_TK.min()) >= 0
 
 
 class _Step:

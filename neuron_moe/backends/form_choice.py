@@ -3,10 +3,12 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
+from neuron_moe.backends.brought_kernels import brought_for
 from neuron_moe.backends.form_times import Times, form_times, linear_times, machine
 from neuron_moe.errors import check_choice
 from neuron_moe.plan import LayerParts
@@ -40,10 +42,13 @@ def settle_forms(parts: LayerParts, form: str) -> ProductForms | None:
     Raises:
         ValueError: an unknown form, or one that cannot be here.
     """
-    check_choice("form", form, (MEASURED, *FORMS))
     weights = parts.weights
+    brought = {kernel.name: kernel for kernel in brought_for(weights, parts.num_experts)}
+    check_choice("form", form, (MEASURED, *FORMS, *brought))
     if weights.packed_down is not None or weights.down_proj_EIH.device.type != "cpu":
         return None
+    if form in brought:
+        return ProductForms.brought(form, brought[form].prepare(weights))
     if form != MEASURED:
         if form in PACKED_FORMS:
             PackedMatrices(weights.down_proj_EIH[:1])  # refuses what cannot be packed
@@ -51,17 +56,23 @@ def settle_forms(parts: LayerParts, form: str) -> ProductForms | None:
     times = form_times(weights, parts.spec.top_k, parts.num_experts)
     matrices = (weights.gate_up_proj_EHI, weights.down_proj_EIH)
     second_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
-    return choose(times, lambda: _leaves_enough(second_bytes))
+    forms = choose(times, lambda: _leaves_enough(second_bytes))
+    chosen = brought.keys() & set(forms.by_bucket.values())
+    return replace(forms, compute=brought[chosen.pop()].prepare(weights)) if chosen else forms
 
 
 def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:
     """Return the fastest form of each bucket.
 
     Two layouts at once cost memory: where one alone loses little in every bucket, or both may not
-    be kept, the one with the least loss in the mean is taken.
+    be kept, the one with the least loss in the mean is taken. A brought kernel's is always the
+    second.
     """
-    allowed = _best_of(times, (PACKED_FORMS, TURNED_FORMS, STRAIGHT_FORMS))
-    pair = _best_of(times, (PACKED_FORMS + TURNED_FORMS, PACKED_FORMS + STRAIGHT_FORMS))
+    alone = (PACKED_FORMS, TURNED_FORMS, STRAIGHT_FORMS)
+    brought = sorted({form for each in times.values() for form in each}.difference(FORMS))
+    pairs = [PACKED_FORMS + TURNED_FORMS, PACKED_FORMS + STRAIGHT_FORMS]
+    pairs += [(*forms, kernel) for forms in alone for kernel in brought]
+    allowed, pair = _best_of(times, alone), _best_of(times, pairs)
     losses = [
         _fastest_time(times, bucket, allowed) / _fastest_time(times, bucket, pair)
         for bucket in BUCKETS

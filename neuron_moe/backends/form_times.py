@@ -26,11 +26,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuron_moe.backends.brought_kernels import brought_for
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.linear import laid
 from neuron_moe.weights.packed import PackedMatrices, is_packing_available
-from neuron_moe.weights.product_forms import BUCKETS, FORMS, PACKED_FORMS, STRAIGHT_FORMS
+from neuron_moe.weights.product_forms import (
+    BUCKETS,
+    FORMS,
+    PACKED_FORMS,
+    STRAIGHT_FORMS,
+    ProductForms,
+)
 
 MOST_SECONDS = 5.0
 CACHE_FILE = "product_forms.json"
@@ -151,7 +158,13 @@ def measure(weights: ExpertWeights, top_k: int, num_experts: int) -> dict[int, d
     """Return seconds by bucket and form; a form that cannot run here is left out."""
     times = {}
     with torch.inference_mode():
-        layouts = _layouts(weights.run(slice(0, _sampled_experts(weights))))
+        run = weights.run(slice(0, _sampled_experts(weights)))
+        layouts = _layouts(run) | {
+            kernel.name: replace(
+                run, product_forms=ProductForms.brought(kernel.name, kernel.prepare(run))
+            )
+            for kernel in brought_for(weights, num_experts)
+        }
         deadline = time.perf_counter() + MOST_SECONDS
         for number, bucket in enumerate(BUCKETS):
             left = (deadline - time.perf_counter()) / (len(BUCKETS) - number)
@@ -312,7 +325,8 @@ def _key(weights: ExpertWeights, top_k: int, num_experts: int) -> str:
     biases = "with" if weights.down_bias_EH is not None else "without"
     dtype = _name(weights.down_proj_EIH.dtype)
     layer = f"{projections} {dtype} {biases} bias, {top_k} of {num_experts}"
-    return f"{machine()}; {layer}; {' '.join(FORMS)}"
+    forms = [*FORMS, *(kernel.name for kernel in brought_for(weights, num_experts))]
+    return f"{machine()}; {layer}; {' '.join(forms)}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -250,7 +250,7 @@ class Crossing:
         self, strategy: Strategy, lengths: tuple[int, ...], phase: str, batch: TokenBatch
     ) -> None:
         gather = strategy.spread.gather
-        own = strategy.own_range(batch.hidden_TH.shape[0])
+        own = strategy.own_slice(batch.hidden_TH.shape[0])
         self._strategy = strategy
         self._lengths = lengths
         self._batch_size = batch.batch_size if strategy.spread.is_sequence else 1
@@ -259,7 +259,7 @@ class Crossing:
         self.phase = phase
         self.is_part = batch.is_sequence_part
         self.num_tokens = sum(lengths)
-        self.own = slice(own.start, own.stop)
+        self.own = own
         self.first_token = self._before + own.start
 
     def own_mask(self, mask: Tensor | None) -> Tensor | None:
@@ -366,7 +366,7 @@ class Crossing:
             rows = split_evenly(num_rows, model.size // shared.group.size)
             mine = rows[copy_of(shared.group, model)]
             start = mine.start
-            result = shared(sent.rows.hidden_TH[mine.start : mine.stop])
+            result = shared(sent.rows.hidden_TH[mine])
         return partial_NH + functional.pad(
             result, (0, 0, start, num_rows - start - result.shape[0])
         )

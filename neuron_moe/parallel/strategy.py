@@ -101,7 +101,7 @@ class Strategy(Protocol):
     groups: ExpertGroups
     spread: TokenSpread
 
-    def own_range(self, num_tokens: int) -> range:
+    def own_slice(self, num_tokens: int) -> slice:
         """Return which of the tokens this rank was given it is responsible for."""
 
     def dispatch(self, own: Rows, lengths: tuple[int, ...]) -> Dispatched:
@@ -139,9 +139,9 @@ class ReplicateAndReduce:
         self.spread = spread
         self.reduce_dtype = reduce_dtype
 
-    def own_range(self, num_tokens: int) -> range:
+    def own_slice(self, num_tokens: int) -> slice:
         """Return all: ranks with the same tokens do the same."""
-        return range(num_tokens)
+        return slice(0, num_tokens)
 
     def dispatch(self, own: Rows, lengths: tuple[int, ...]) -> Dispatched:
         """Gather routings, k-wide, then rows."""
@@ -243,10 +243,9 @@ class AllToAll:
         self.num_per_rank = num_per_rank
         self.reduce_dtype = reduce_dtype
 
-    def own_range(self, num_tokens: int) -> range:
+    def own_slice(self, num_tokens: int) -> slice:
         """Return this rank's share of the tokens that it holds in common with others."""
-        bounds = split_evenly(num_tokens, self.spread.replica.size)
-        return bounds[self.spread.replica.rank]
+        return split_evenly(num_tokens, self.spread.replica.size)[self.spread.replica.rank]
 
     def dispatch(self, own: Rows, lengths: tuple[int, ...]) -> Dispatched:
         """Send each token to the ranks of its experts."""
@@ -289,7 +288,8 @@ class AllToAll:
         rows = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
         rows = reduce_scatter_rows(self.groups.tp, rows, trip.tensor_lengths)
         rows = all_to_all_rows(self.groups.ep, rows, trip.receive_counts, trip.send_counts)
-        num_own = len(self.own_range(sent.lengths[self.spread.gather.rank]))
+        own = self.own_slice(sent.lengths[self.spread.gather.rank])
+        num_own = own.stop - own.start
         places = rows.new_zeros((num_own * trip.num_places, rows.shape[1]), dtype=sum_dtype(rows))
         places = places.index_copy(0, trip.place_of_row, at_least_float32(rows))
         return places.view(num_own, trip.num_places, rows.shape[1]).sum(1).to(dtype)
@@ -315,11 +315,11 @@ class AllToAll:
         return [[tuple(row) for row in matrix] for matrix in counts]
 
 
-def split_evenly(num_tokens: int, parts: int) -> list[range]:
+def split_evenly(num_tokens: int, parts: int) -> list[slice]:
     """Split tokens in contiguous parts whose sizes differ by one at most, larger ones first."""
-    size, rest = divmod(num_tokens, parts)
+    size, rest = num_tokens // parts, num_tokens % parts
     starts = [part * size + min(part, rest) for part in range(parts + 1)]
-    return [range(starts[part], starts[part + 1]) for part in range(parts)]
+    return [slice(starts[part], starts[part + 1]) for part in range(parts)]
 
 
 def destinations(index_TK: Tensor, num_per_rank: int, num_ranks: int) -> Tensor:

@@ -135,10 +135,12 @@ class Experts(nn.Module):
                 linear.lay(is_turned=forms.wants_turned)
         if first is not None and down is not None:
             if forms.wants_plain:
-                forms = replace(forms, packed=(first, down), made_from=Stamp(self._sources()))
+                forms = replace(forms, packed=(first, down))
             else:
                 self.first.keep_packed(first)
                 self.down_proj.keep_packed(down)
+        if forms.packed is not None or forms.compute is not None:
+            forms = replace(forms, made_from=Stamp(self._sources()))
         self.product_forms = forms
 
     def unsettle_forms(self) -> None:

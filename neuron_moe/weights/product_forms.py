@@ -16,10 +16,15 @@ the dtype and the number of tokens.
 
 All matrices have the shape [in, out]. Straight ones lie in memory so, turned ones as [out, in];
 which of the two a matrix library reads faster hangs on machine and dtype (measured).
+
+A server may bring kernels of its own, forms besides; see `backends.brought_kernels`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
 
 from neuron_moe.weights.packed import PackedMatrices
 from neuron_moe.weights.stamps import Stamp
@@ -38,8 +43,11 @@ TURNED_FORMS = (
 STRAIGHT_FORMS = ("straight", f"{PARALLEL}straight")
 FORMS = PACKED_FORMS + TURNED_FORMS + STRAIGHT_FORMS
 MEASURED = "measured"
-BUCKETS = (1, 4, 16, 128, 512)
+BUCKETS = (1, 4, 16, 32, 128, 512)
 """Most tokens of a step for which a form is chosen together; the last one holds beyond, too."""
+
+Compute = Callable[[Tensor, Any], Tensor]
+"""Returns [T, H] of hidden states [T, H] and a `LocalRouting` in which no choice is missing."""
 
 
 def bucket_of(tokens: int) -> int:
@@ -52,21 +60,28 @@ class ProductForms:
     """The form of each step, by its number of tokens.
 
     Attributes:
-        by_bucket: one of FORMS for each of BUCKETS.
+        by_bucket: one of FORMS, or of a brought kernel, for each of BUCKETS.
         reasons: why, one sentence for each of BUCKETS.
         packed: a second copy of the matrices, where some steps take them packed and some not.
-        made_from: the weights of that copy, by which one sees whether they changed since.
+        compute: a brought kernel with its copy of the matrices, where some steps take it.
+        made_from: the weights of these copies, by which one sees whether they changed since.
     """
 
     by_bucket: Mapping[int, str]
     reasons: Mapping[int, str]
     packed: tuple[PackedMatrices, PackedMatrices] | None = None
+    compute: Compute | None = field(default=None, repr=False)
     made_from: Stamp | None = field(default=None, repr=False)
 
     @classmethod
     def fixed(cls, form: str) -> "ProductForms":
         """Return one form for every step."""
         return cls(dict.fromkeys(BUCKETS, form), dict.fromkeys(BUCKETS, "fixed by an option"))
+
+    @classmethod
+    def brought(cls, name: str, compute: Compute) -> "ProductForms":
+        """Return a brought kernel for every step."""
+        return replace(cls.fixed(name), compute=compute)
 
     @property
     def wants_packed(self) -> bool:
@@ -76,7 +91,7 @@ class ProductForms:
     @property
     def wants_plain(self) -> bool:
         """Whether some step takes matrices that are not packed."""
-        return any(form not in PACKED_FORMS for form in self.by_bucket.values())
+        return any(form in TURNED_FORMS + STRAIGHT_FORMS for form in self.by_bucket.values())
 
     @property
     def wants_turned(self) -> bool:
@@ -92,8 +107,8 @@ class ProductForms:
         return self.reasons[bucket_of(tokens)]
 
     def run(self, experts: slice) -> "ProductForms":
-        """Return the same for a run of the experts."""
+        """Return the same for a run of the experts, which a brought kernel does not compute."""
         if self.packed is None:
-            return self
+            return replace(self, compute=None)
         first, down = (matrices.run(experts) for matrices in self.packed)
-        return replace(self, packed=(first, down))
+        return replace(self, packed=(first, down), compute=None)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from neuron_moe import ExpertMLPsV2, RoutedExpertsMLPOpsConfig
-from neuron_moe.backends import form_choice, form_times
+from neuron_moe.backends import brought_kernels, form_choice, form_times
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.plan import Step
-from neuron_moe.weights.expert_weights import LocalRouting
-from neuron_moe.weights.product_forms import BUCKETS, FORMS, bucket_of
+from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
+from neuron_moe.weights.product_forms import BUCKETS, FORMS, Compute, bucket_of
 
 EXPERTS, TOP_K, HIDDEN, INNER = 16, 4, 64, 48
 
@@ -280,3 +280,74 @@ def test_the_state_dict_and_copies_are_those_of_plain_weights(
     layer.settle_forms("plain")
     assert layer.weights().packed_matrices(is_wanted=True) == (None, None)
     assert torch.equal(layer.mlp_op.down_proj.weight, before["mlp_op.down_proj.weight"])
+
+
+class Doubler:
+    """A brought kernel that is told apart from all forms: it gives twice the right numbers."""
+
+    name = "doubler"
+
+    def __init__(self, *, can: bool = True) -> None:
+        self.can = can
+
+    def computes(self, weights: ExpertWeights) -> bool:
+        return self.can and weights.packed_down is None
+
+    def prepare(self, weights: ExpertWeights) -> Compute:
+        return lambda hidden_TH, chosen: 2 * chosen_experts(hidden_TH, chosen, weights, "plain")
+
+
+@pytest.fixture
+def doubler(monkeypatch: pytest.MonkeyPatch) -> Doubler:
+    kernel = Doubler()
+    monkeypatch.setattr(brought_kernels, "_kernels", {})
+    brought_kernels.bring(kernel)
+    return kernel
+
+
+def test_a_brought_kernel_computes_steps_in_which_no_choice_is_missing(doubler: Doubler) -> None:
+    layer, hidden_TH, chosen = build(), torch.randn(5, HIDDEN), routing(5)
+    expected_TH = chosen_experts(hidden_TH, chosen, layer.weights())
+    layer.settle_forms("doubler")
+    out_TH = chosen_experts(hidden_TH, chosen, layer.weights())
+    torch.testing.assert_close(out_TH, 2 * expected_TH)
+    for other in (routing(5, missing=True), routing(5, scales_input=True)):
+        fallen_back = chosen_experts(hidden_TH, other, layer.weights())
+        torch.testing.assert_close(
+            fallen_back, chosen_experts(hidden_TH, other, layer.weights(), "plain")
+        )
+
+
+def test_a_brought_kernel_that_cannot_compute_a_layer_is_no_form(doubler: Doubler) -> None:
+    doubler.can = False
+    with pytest.raises(ValueError, match="form='doubler'"):
+        build().settle_forms("doubler")
+
+
+def test_a_brought_kernel_is_measured_beside_the_forms(
+    doubler: Doubler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = form_times.measure(build().weights(), TOP_K, EXPERTS)
+    assert all("doubler" in times for times in measured.values())
+    times = {bucket: times_of(2, 3) | {"doubler": 1.0} for bucket in BUCKETS}
+    times[BUCKETS[-1]] = times_of(1, 2) | {"doubler": 3.0}
+    monkeypatch.setattr(form_choice, "form_times", lambda *_: times)
+    monkeypatch.setattr(form_choice, "_leaves_enough", lambda _: True)
+    layer = build()
+    layer.settle_forms()
+    assert [layer.weights().product_form(n) for n in (1, 9, 600)] == ["doubler"] * 2 + ["packed"]
+    assert "doubler 1e+03 ms" in layer.weights().product_forms.why(1)
+    hidden_TH, chosen = torch.randn(5, HIDDEN), routing(5)
+    out_TH = chosen_experts(hidden_TH, chosen, layer.weights())
+    torch.testing.assert_close(
+        out_TH, 2 * chosen_experts(hidden_TH, chosen, layer.weights(), "padded")
+    )
+
+
+def test_changed_weights_put_a_brought_kernel_away(doubler: Doubler) -> None:
+    layer, hidden_TH, chosen = build(), torch.randn(5, HIDDEN), routing(5)
+    layer.settle_forms("doubler")
+    with torch.no_grad():
+        layer.mlp_op.down_proj.weight.mul_(2.0)
+    out_TH = chosen_experts(hidden_TH, chosen, layer.weights())
+    torch.testing.assert_close(out_TH, chosen_experts(hidden_TH, chosen, layer.weights(), "plain"))

@@ -160,3 +160,18 @@ def test_the_results_are_complete() -> None:
             if row["speedup_low"] is not None:
                 assert row["speedup_low"] <= row["speedup"] + 1e-4, where
                 assert row["speedup_high"] >= row["speedup"] - 1e-4, where
+
+
+def test_the_decode_page_states_what_the_mx_result_says() -> None:
+    result = json.loads((RESULTS / "mx_decode_trn3.json").read_text())
+    kind, order = (result["by_corner"][corner] for corner in ("vendor", "in-order"))
+    kinds = {name: len(fields) for name, fields in result["coefficients"].items()}
+    page = " ".join((ROOT / "docs" / "decode.md").read_text().split())
+    stated = (
+        f"geometric mean {kind['geometric_mean']:.2f} times as fast in the vendor's corner and"
+        f" {order['geometric_mean']:.2f} in order, over {kind['compared']} cases of"
+        f" {kind['cases']}",
+        f"least {min(kind['least'], order['least']):.2f}",
+        f"{kinds['assumed']} of {sum(kinds.values())} coefficients are assumed",
+    )
+    assert [text for text in stated if text not in page] == []

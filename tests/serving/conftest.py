@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from neuron_moe.serving.environment import server_environment
 from tests.models.families import FAMILIES, write_checkpoint
 
 # vLLM's attention on a CPU has few head sizes, and chunks must be whole blocks of its cache.
-SIZES = {"head_dim": 32, "attention_chunk_size": 64}
+SIZES = {"head_dim": 32, "attention_chunk_size": 64, "max_position_embeddings": 4096}
+HEADS = {"dbrx": {"num_attention_heads": 2}}  # its heads are what that divides
 OFFLINE = Path(__file__).with_name("offline.py")
+MAX_TOKENS = 12  # of an answer
+LONGEST_S = 1200  # where others use the machine
 
 Folders = Callable[[str], Path]
 Tokens = list[list[int]]
@@ -36,7 +40,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("served")
             sizes = {key: size for key, size in SIZES.items() if key in FAMILIES[name].config()}
-            write_checkpoint(FAMILIES[name].config(**sizes), made[name], seed=len(name))
+            config = FAMILIES[name].config(**sizes, **HEADS.get(name, {}))
+            write_checkpoint(config, made[name], seed=len(name))
         return made[name]
 
     return make
@@ -55,6 +60,13 @@ def prompts_of(folder: Path, alone: int = 20, sharing: int = 12) -> Tokens:
     return [draw(5, 231) for _ in range(alone)] + [prefix + draw(3, 61) for _ in range(sharing)]
 
 
+@cache
+def asked(folder: Path) -> tuple[Tokens, Tokens]:
+    """Return prompts and what our own `generate` answers to each."""
+    prompts = prompts_of(folder)
+    return prompts, own_tokens(folder, prompts, MAX_TOKENS)
+
+
 @torch.inference_mode()
 def own_tokens(folder: Path, prompts: Tokens, max_tokens: int) -> Tokens:
     """Return the greedy tokens of our own `generate` in float32."""
@@ -62,19 +74,20 @@ def own_tokens(folder: Path, prompts: Tokens, max_tokens: int) -> Tokens:
     return generate(model, prompts, GenerationOptions(max_new_tokens=max_tokens)).token_ids
 
 
-@pytest.fixture
-def run_vllm(tmp_path: Path) -> Callable[..., Any]:
-    """Return what calls tests/serving/offline.py."""
+@pytest.fixture(scope="session")
+def run_vllm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Return what calls tests/serving/offline.py: requests to answers, in one process."""
 
-    def run(request: dict[str, Any], *, ranks: int = 1) -> list[Tokens]:
-        ask, answer = tmp_path / "request.json", tmp_path / "answer.json"
-        ask.write_text(json.dumps(request))
-        environment = {**os.environ, **server_environment(ranks)}
-        if ranks == 1:  # the engine in the same process starts several seconds sooner
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    def run(requests: list[dict[str, Any]], *, ranks: int = 1, **variables: str) -> Any:
+        folder = tmp_path_factory.mktemp("vllm")
+        ask, answer = folder / "requests.json", folder / "answers.json"
+        ask.write_text(json.dumps(requests))
+        # The engine in the process itself starts several seconds sooner.
+        environment = {**os.environ, **server_environment(ranks), **variables}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         command = [sys.executable, str(OFFLINE), str(ask), str(answer)]
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=600
+            command, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST_S
         )
         assert done.returncode == 0, done.stderr[-6000:]
         return json.loads(answer.read_text())

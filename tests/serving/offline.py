@@ -1,12 +1,16 @@
-"""A run of vLLM in a process of its own: `python offline.py REQUEST.json` prints the tokens.
+"""Runs of vLLM in a process of its own: `python offline.py REQUESTS.json ANSWERS.json`.
 
-The request has `model`, `prompts` (token ids), `max_tokens`, `settings` (of vLLM's LLM), `passes`,
-how often the prompts are sent, and perhaps `registrations` (of the plugin, one by one beside
-vLLM's own) and `stale_sinks`. TP needs a main guard, for the workers are spawned.
+Each request has `model`, `prompts` (token ids), `max_tokens`, `settings` (of vLLM's LLM), `passes`,
+how often the prompts are sent, and perhaps `registrations` (of the plugin, beside vLLM's own one)
+and `stale_sinks`. Each answer has the `tokens` of each pass, or the `error`. Workers of several
+ranks are spawned, which needs the main guard.
 """
 
+import contextlib
+import gc
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,24 @@ from neuron_moe.serving.options import hf_overrides
 from neuron_moe.serving.plugin import register
 
 
-def run(request: dict[str, Any]) -> list[list[list[int]]]:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what became of a request."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    for _ in range(request.get("registrations", 0)):
+        register()
+    sinks = _sinks_of_the_constructor() if request.get("stale_sinks") else contextlib.nullcontext()
+    try:
+        with sinks:
+            return {"tokens": _generate(request)}
+    except Exception as error:  # noqa: BLE001  the test judges
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _generate(request: dict[str, Any]) -> list[list[list[int]]]:
     """Return the new tokens of each prompt of each pass."""
     from vllm import LLM, SamplingParams
 
@@ -28,10 +49,6 @@ def run(request: dict[str, Any]) -> list[list[list[int]]]:
         "hf_overrides": hf_overrides(),
         **request["settings"],
     }
-    for _ in range(request.get("registrations", 0)):
-        register()
-    if request.get("stale_sinks"):
-        _keep_sinks_of_the_constructor()
     llm = LLM(request["model"], **settings)
     options = SamplingParams(
         temperature=0, ignore_eos=True, detokenize=False, max_tokens=request["max_tokens"]
@@ -41,22 +58,28 @@ def run(request: dict[str, Any]) -> list[list[list[int]]]:
     for _ in range(request["passes"]):
         outputs = llm.generate(prompts, options, use_tqdm=False)
         passes.append([list(output.outputs[0].token_ids) for output in outputs])
+    llm.llm_engine.engine_core.shutdown()
     return passes
 
 
-def _keep_sinks_of_the_constructor() -> None:
+@contextlib.contextmanager
+def _sinks_of_the_constructor() -> Iterator[None]:
     """Let attention go on with what parameters were before weights were loaded: zeros."""
-    from neuron_moe.serving import vllm_attention
+    from neuron_moe.serving.vllm_attention import PagedCore
 
-    settle = vllm_attention.PagedCore.settle
+    settle = PagedCore.settle
 
     def stale(self: Any, attention: Any) -> None:
         settle(self, attention)
         self.paged.impl.sinks = self.paged.impl.sinks.clone().zero_()
 
-    vllm_attention.PagedCore.settle = stale  # type: ignore[method-assign]
+    PagedCore.settle = stale  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PagedCore.settle = settle  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     asked = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps(run(asked)))
+    Path(sys.argv[2]).write_text(json.dumps([answer(request) for request in asked]))

@@ -1,92 +1,78 @@
 """`neuron-moe serve` as a user runs it: tokens, bad requests, its end; `make test-vllm`."""
 
-import contextlib
 import http.client
 import importlib.util
 import json
-import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
-from neuron_moe.serving.client import (
-    RequestError,
-    Server,
-    complete,
-    completion_body,
-    post,
-)
-from neuron_moe.serving.server import free_port
-from tests.serving.conftest import own_tokens, prompts_of
+from neuron_moe.serving.client import RequestError, complete, completion_body, post
+from tests.serving.conftest import MAX_TOKENS, Folders, asked
+from tests.serving.servers import END_S, ServeCommand, metrics, total
 from tests.serving.soak import soak
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
-MAX_TOKENS = 12
-HOST = "127.0.0.1"
-START_S = 600  # where others use the machine
-END_S = 10
+LONG_ANSWER = 3000  # tokens; takes much longer than a test
+TINY = checkpoint_folder(TINY_NAME)
+CHUNKED = ("--", "--max-num-batched-tokens=64")
+PATIENCE_S = 120
+PERIOD_S = 1.0  # of telling load
+LAYERS, TOP_K = 6, 4  # of the shipped model
 
-
-@dataclass
-class Running:
-    process: subprocess.Popen[str]
-    at: Server
-
-
-@contextlib.contextmanager
-def started(*more: str) -> Iterator[Running]:
-    """Start the command and wait for its line; kill what is left at the end."""
-    port = free_port(HOST, 0)
-    command = [sys.executable, "-m", "neuron_moe.tools.cli", "serve", "--model", TINY_NAME]
-    command += ["--dtype", "float32", "--port", str(port), *more]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
-    )
-    try:
-        assert process.stdout is not None
-        deadline = time.monotonic() + START_S
-        for line in process.stdout:
-            if f"ready at http://{HOST}:{port}/v1" in line:
-                break
-            assert time.monotonic() < deadline
-        assert process.poll() is None
-        yield Running(process, Server(HOST, port, TINY_NAME))
-    finally:
-        process.terminate()
-        process.wait(2 * END_S)
+Serve = Callable[..., ServeCommand]
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with started("--", "--max-num-batched-tokens=64") as found:
-        yield found
+def serve() -> Iterator[Serve]:
+    """Return what starts a server; the one before goes on if it is the same."""
+    servers: list[ServeCommand] = []
+
+    def start(folder: Path, *more: str) -> ServeCommand:
+        if servers and servers[-1].is_alive and servers[-1].arguments == (folder, *more):
+            return servers[-1]
+        end()
+        servers.append(ServeCommand(folder, *more))
+        servers[-1].wait_until_ready()
+        return servers[-1]
+
+    def end() -> None:
+        while servers:
+            servers.pop().end()
+
+    yield start
+    end()
 
 
-@pytest.fixture(scope="module")
-def asked() -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts and what our own `generate` answers."""
-    folder = checkpoint_folder(TINY_NAME)
-    prompts = prompts_of(folder)
-    return prompts, own_tokens(folder, prompts, MAX_TOKENS)
+@pytest.fixture
+def running(serve: Serve) -> ServeCommand:
+    """Return the server of the shipped model, on one rank."""
+    return serve(TINY, *CHUNKED)
 
 
-def test_tokens_over_http_equal_our_own(running: Running, asked: Any) -> None:
-    prompts, expected = asked
+def assert_tokens_are_our_own(running: ServeCommand, folder: Path) -> None:
+    """Ask for all prompts twice, eight at once; the second time prefixes are in the cache."""
+    prompts, expected = asked(folder)
     with ThreadPoolExecutor(8) as pool:
-        for _ in range(2):  # the second pass finds prefixes in the cache
+        for _ in range(2):
             answers = pool.map(lambda prompt: complete(running.at, prompt, MAX_TOKENS), prompts)
             assert [answer.token_ids for answer in answers] == expected
+
+
+def test_tokens_over_http_equal_our_own(running: ServeCommand) -> None:
+    assert_tokens_are_our_own(running, TINY)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +89,7 @@ def test_tokens_over_http_equal_our_own(running: Running, asked: Any) -> None:
     ids=["model", "max_tokens", "too_long", "empty", "vocabulary", "type", "json"],
 )
 def test_a_bad_request_is_refused_and_the_server_lives(
-    change: dict[str, Any] | None, status: int, running: Running, asked: Any
+    change: dict[str, Any] | None, status: int, running: ServeCommand
 ) -> None:
     body = b"{no json"
     if change is not None:
@@ -112,83 +98,156 @@ def test_a_bad_request_is_refused_and_the_server_lives(
     found, answer = post(running.at, "/v1/completions", body)
     assert found == status
     assert "error" in json.loads(answer)
-    prompts, expected = asked
+    prompts, expected = asked(TINY)
     assert complete(running.at, prompts[0], MAX_TOKENS).token_ids == expected[0]
 
 
-def test_a_client_that_leaves_disturbs_nobody(running: Running, asked: Any) -> None:
-    prompts, expected = asked
+def test_a_client_that_leaves_disturbs_nobody(running: ServeCommand) -> None:
+    prompts, expected = asked(TINY)
     for _ in range(4):
-        connection = http.client.HTTPConnection(HOST, running.at.port, timeout=60)
+        connection = http.client.HTTPConnection(running.at.host, running.at.port, timeout=60)
         connection.request(
             "POST",
             "/v1/completions",
-            completion_body(running.at, prompts[1], 2000),
+            completion_body(running.at, prompts[1], LONG_ANSWER),
             {"Content-Type": "application/json"},
         )
         connection.getresponse().readline()
         connection.close()
     assert complete(running.at, prompts[0], MAX_TOKENS).token_ids == expected[0]
-    deadline = time.monotonic() + 60
-    while _metrics(running.at)["vllm:num_requests_running"] > 0:  # the four were given up
+    _wait(lambda: total(metrics(running.at), "vllm:num_requests_running") == 0)  # four gave up
+
+
+def test_expert_load_and_paths_stand_beside_vllms_metrics(running: ServeCommand) -> None:
+    prompts, _ = asked(TINY)
+    before = _settled_counts(running)
+    for prompt in prompts[:2]:
+        complete(running.at, prompt, MAX_TOKENS)
+    after = _settled_counts(running)
+    # Each token that vLLM computed went to four experts in each of six layers.
+    new = after.expert_tokens - before.expert_tokens
+    assert new == LAYERS * TOP_K * (after.computed - before.computed)
+    assert new >= LAYERS * TOP_K * 2 * MAX_TOKENS
+    found = metrics(running.at)
+    layers = {_labels(each)["layer"] for each in found["neuron_moe_expert_tokens_total"]}
+    assert layers == {str(layer) for layer in range(LAYERS)}
+    steps = [_labels(each) for each in found["neuron_moe_steps_total"]]
+    assert {each["phase"] for each in steps} == {"prefill", "decode"}
+    assert all(each["path"] and each["kernel"] for each in steps)
+
+
+class Counts(NamedTuple):
+    expert_tokens: float  # by our own counters
+    computed: float  # tokens that went through the model, by vLLM's
+
+
+def _settled_counts(running: ServeCommand) -> Counts:
+    """Return the counters of an idle server when they stand still; load is told once a second."""
+    looks: list[Counts] = []
+
+    def look() -> bool:
+        found = metrics(running.at)
+        asked_for = total(found, "vllm:prompt_tokens_total")
+        cached = total(found, "vllm:prefix_cache_hits_total")
+        made = total(found, "vllm:generation_tokens_total")
+        answers = total(found, "vllm:request_success_total")  # none computes with its last token
+        computed = asked_for - cached + made - answers
+        looks.append(Counts(total(found, "neuron_moe_expert_tokens_total"), computed))
+        time.sleep(1.5 * PERIOD_S)
+        return len(looks) > 1 and looks[-1] == looks[-2]
+
+    _wait(look)
+    return looks[-1]
+
+
+def _labels(written: str) -> dict[str, str]:
+    return {
+        name: value.strip('"')
+        for name, value in (each.split("=") for each in written.split(",") if each)
+    }
+
+
+def _wait(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.5)
 
 
-def test_expert_load_and_paths_are_among_the_metrics(running: Running, asked: Any) -> None:
-    prompts, _ = asked
-    complete(running.at, prompts[0], MAX_TOKENS)
-    time.sleep(2)  # load is told once a second
-    before = _metrics(running.at)
-    complete(running.at, prompts[0], MAX_TOKENS)
-    time.sleep(2)
-    after = _metrics(running.at)
-    new = {name: after[name] - before[name] for name in after}
-    # One token of prefill is fresh at least; each goes to four experts in each of six layers.
-    assert new["neuron_moe_expert_tokens_total"] >= 4 * 6 * MAX_TOKENS
-    assert new["neuron_moe_expert_tokens_total"] % (4 * 6) == 0
-    assert new["neuron_moe_steps_total"] >= MAX_TOKENS
-
-
-def _metrics(at: Server) -> dict[str, float]:
-    """Return the sum of each metric over its labels."""
-    connection = http.client.HTTPConnection(at.host, at.port, timeout=60)
-    connection.request("GET", "/metrics")
-    found: dict[str, float] = {}
-    for line in connection.getresponse().read().decode().splitlines():
-        if not line.startswith("#"):
-            name, value = line.split("{")[0].split(" ")[0], line.rsplit(" ", 1)[1]
-            found[name] = found.get(name, 0.0) + float(value)
-    connection.close()
-    return found
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "interrupt"])
-def test_a_signal_under_load_ends_it_in_ten_seconds(number: signal.Signals, asked: Any) -> None:
-    prompts, _ = asked
-
-    def ask(prompt: list[int]) -> None:
-        with contextlib.suppress(OSError, RequestError, http.client.HTTPException, ValueError):
-            complete(found.at, prompt, 3000)
-
-    with started() as found, ThreadPoolExecutor(16) as pool:
-        for prompt in prompts[:16]:
-            pool.submit(ask, prompt)
-        time.sleep(3)
-        begun = time.monotonic()
-        found.process.send_signal(number)
-        assert found.process.wait(2 * END_S) == 0
-        assert time.monotonic() - begun < END_S
-        with pytest.raises(OSError, match="refused"):
-            complete(found.at, prompts[0], 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("clients", [8, 32])
-def test_five_minutes_of_clients(clients: int, running: Running, asked: Any) -> None:
-    prompts, expected = asked
+def test_five_minutes_of_clients(clients: int, running: ServeCommand) -> None:
+    prompts, expected = asked(TINY)
     result = soak(running.at, running.process.pid, prompts, expected, clients=clients, seconds=300)
     assert not result.problems
     assert result.answers > clients
     half = len(result.memory_mib) // 2
     assert max(result.memory_mib[half:]) < 1.02 * max(result.memory_mib[:half])
+
+
+def test_terminated_under_load_it_ends_in_ten_seconds(running: ServeCommand) -> None:
+    _end_under_load(running, signal.SIGTERM)
+
+
+def _end_under_load(running: ServeCommand, number: signal.Signals) -> None:
+    """Signal a server that streams sixteen long answers; all of it is over soon."""
+    left: list[str] = []
+
+    def ask(prompt: list[int]) -> None:
+        try:
+            complete(running.at, prompt, LONG_ANSWER)
+        except (OSError, RequestError, http.client.HTTPException, ValueError) as error:
+            left.append(str(error))
+
+    with ThreadPoolExecutor(16) as pool:
+        for start in range(16):
+            pool.submit(ask, [start + 5, 6, 7])
+        _wait(lambda: total(metrics(running.at), "vllm:num_requests_running") >= 8)
+        processes = running.processes()
+        begun = time.monotonic()
+        running.process.send_signal(number)
+        _, alive = psutil.wait_procs(processes, END_S)
+        assert not alive
+        assert time.monotonic() - begun < END_S
+        assert running.process.wait() == 0
+    assert len(left) == 16  # none was answered to its end
+    with pytest.raises(OSError, match="refused"):
+        complete(running.at, [5], 1)
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(
+    folder_of: Folders, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return a family's checkpoint beside a tokenizer, which a server wants."""
+
+    @cache
+    def make(name: str) -> Path:
+        if name == TINY_NAME:
+            return TINY
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copytree(folder_of(name), folder, dirs_exist_ok=True)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TINY / file, folder)
+        return folder
+
+    return make
+
+
+def test_two_ranks_serve_the_same_tokens_and_end_when_interrupted(
+    serve: Serve, with_tokenizer: Callable[[str], Path]
+) -> None:
+    folder = with_tokenizer("glm4_moe")
+    running = serve(folder, "--ep", "2", *CHUNKED)
+    assert_tokens_are_our_own(running, folder)
+    _end_under_load(running, signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(), ("--tp", "2"), ("--ep", "2")], ids=["tp1", "tp2", "ep2"])
+@pytest.mark.parametrize("name", [TINY_NAME, "qwen3_moe", "glm4_moe", "llama4-scout"])
+def test_every_family_serves_the_tokens_of_our_own(
+    name: str, ranks: tuple[str, ...], serve: Serve, with_tokenizer: Callable[[str], Path]
+) -> None:
+    folder = with_tokenizer(name)
+    assert_tokens_are_our_own(serve(folder, *ranks, *CHUNKED), folder)

@@ -2,14 +2,15 @@
 
     neuron-moe bench serve --clients 1 4
 
-Two servers of one checkpoint on this CPU: vLLM with our class, and vLLM with its own, each as it is
-started without further settings. Both are up all the time and are asked in turns, so that load
-from outside hits them alike. Each client asks for one answer after the other; rates are answer
-tokens a second of all clients together.
+Two servers of one checkpoint on this CPU: vLLM with our class, as `serve --compile` starts it, and
+vLLM with its own, which compiles by itself. Both are up all the time and are asked in turns, so
+that load from outside hits them alike. Each client asks for one answer after the other; rates are
+answer tokens a second of all clients together. Without --model it is a random Qwen3-MoE of 1.2 GB.
 """
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from neuron_moe.errors import check_positive_int
 from neuron_moe.models.loader import read_config
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.serving.client import Server, complete
+from neuron_moe.serving.options import ServingOptions
 from neuron_moe.serving.server import (
     DTYPES,
     ServerSettings,
@@ -34,11 +36,14 @@ from neuron_moe.serving.server import (
     wait_until_ready,
 )
 from neuron_moe.tools.bench.averages import half_quartile_range
+from neuron_moe.tools.bench.serve_sample import make_qwen3_moe
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.parsers import Parser
 
 OURS, THEIRS = "ours", "vllm"
+SAMPLE = "qwen3_moe_sample"
 HOST = "127.0.0.1"
+_IDLE_S = 1.5  # after which a server that has nothing to do no longer looks for work all the time
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,27 @@ def main(argv: list[str] | None = None) -> int:
         check_positive_int(f"--{name.replace('_', '-')}", getattr(args, name))
     for clients in args.clients:
         check_positive_int("--clients", clients)
-    folder = checkpoint_folder(args.model)
+    check_vllm()
+    with tempfile.TemporaryDirectory(prefix="neuron-moe-bench-") as made:
+        folder = (
+            checkpoint_folder(args.model) if args.model else make_qwen3_moe(Path(made) / SAMPLE)
+        )
+        rows = [_row(clients, each) for clients, each in _rates(folder, args).items()]
+    _print_table(rows)
+    print_json_line(
+        "bench serve",
+        kind="measured",
+        model=str(args.model or SAMPLE),
+        processor=processor(),
+        dtype=args.dtype,
+        **{name: getattr(args, name) for name in names},
+        rows=rows,
+    )
+    return 0
+
+
+def _rates(folder: Path, args: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
+    """Return the rates of each server by number of clients."""
     ours = ServerSettings(
         folder=folder,
         name=folder.name,
@@ -79,23 +104,11 @@ def main(argv: list[str] | None = None) -> int:
         threads=args.threads,
         max_model_len=2 * (args.prompt_tokens + args.new_tokens),
         cache_mib=args.cache_mib,
+        options=ServingOptions(joins=not args.eager),
         more=args.more,
     )
-    check_vllm()
     theirs = replace(ours, port=free_port(HOST, 0), uses_our_class=False)
-    rates = _measure({OURS: ours, THEIRS: theirs}, args, int(read_config(folder)["vocab_size"]))
-    rows = [_row(clients, by_server) for clients, by_server in rates.items()]
-    _print_table(rows)
-    print_json_line(
-        "bench serve",
-        kind="measured",
-        model=str(folder),
-        processor=processor(),
-        dtype=args.dtype,
-        **{name: getattr(args, name) for name in names},
-        rows=rows,
-    )
-    return 0
+    return _measure({OURS: ours, THEIRS: theirs}, args, int(read_config(folder)["vocab_size"]))
 
 
 def _measure(
@@ -120,6 +133,7 @@ def _measure(
                 drawn = torch.randint(3, vocab_size, (clients, args.prompt_tokens), generator=draws)
                 load = Load(drawn.tolist(), args.new_tokens)
                 for name, each in settings.items():
+                    time.sleep(_IDLE_S)
                     rate = load.rate(Server(each.host, each.port, each.name))
                     if number:
                         rates[clients][name].append(rate)
@@ -156,14 +170,15 @@ def _print_table(rows: Sequence[dict[str, float]]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("bench serve", __doc__)
-    parser.add_argument("--model", type=Path, default=Path("tiny_gpt_oss"), help="checkpoint")
+    parser.add_argument("--model", type=Path, help="checkpoint (default: a random one)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="at once")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default: 128")
-    parser.add_argument("--new-tokens", type=int, default=64, help="default: 64")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds (default: 5)")
+    parser.add_argument("--new-tokens", type=int, default=32, help="default: 32")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--threads", type=int, default=1, help="of each server (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--cache-mib", type=int, default=512, help="of each server")
+    parser.add_argument("--eager", action="store_true", help="ours without --compile")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
     parser.add_argument("more", nargs="*", help="behind --: passed to both servers")
     return parser

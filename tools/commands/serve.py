@@ -19,7 +19,7 @@ from types import FrameType
 
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.serving.client import Server, complete
-from neuron_moe.serving.options import BACKENDS, ServingOptions
+from neuron_moe.serving.options import BACKENDS, VLLM_FORM, ServingOptions
 from neuron_moe.serving.server import (
     DTYPES,
     ServerSettings,
@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             backend=args.backend,
             product_form=args.product_form,
             metrics=True,
+            joins=args.compile,
         ),
         more=given[split + 1 :],
     )
@@ -155,7 +156,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--product-form",
         default=MEASURED,
-        help=f"how a CPU multiplies with experts: {MEASURED} (default) or {', '.join(FORMS)}",
+        help=f"how a CPU multiplies with experts: {MEASURED} (default), {VLLM_FORM} or"
+        f" {', '.join(FORMS)}",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="join norms, routers and the like by torch.compile: starts later, then runs faster",
     )
     parser.add_argument("--ask", metavar="TEXT", help="stream one continuation of it, then end")
     parser.add_argument("--verbose", action="store_true", help="show all of vLLM's messages")

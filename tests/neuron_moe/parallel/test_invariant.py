@@ -41,7 +41,7 @@ def undivided_down_bias() -> Any:
 
 def shared_experts_on_every_copy() -> Any:
     return mock.patch.object(
-        exchange_module, "split_evenly", lambda tokens, parts: [range(tokens)] * parts
+        exchange_module, "split_evenly", lambda tokens, parts: [slice(0, tokens)] * parts
     )
 
 

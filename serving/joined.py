@@ -1,0 +1,156 @@
+"""A model as one graph of torch.compile: what lies around attention and experts is joined.
+
+Attention is vLLM's operator already. Experts and packed projections become operators that a graph
+calls by number: they choose their form at run time. Norms, rotary embedding, routers and residuals
+around them become few kernels. There is a graph for prefill and one for decode, for any number of
+tokens, and one for a single token.
+
+Letters: T tokens, H hidden, K choices.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe import MoE
+from neuron_moe.models.decoder import DecoderModel
+from neuron_moe.models.dense_forms import PackedLinear
+from neuron_moe.plan import Plan, Step
+from neuron_moe.router import Routing
+from neuron_moe.serving.static_decode import many_graphs
+from neuron_moe.weights.expert_weights import LocalRouting
+
+_library: Any = torch.library.Library("neuron_moe", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("linear(Tensor rows, int number, int size) -> Tensor")
+_library.define("experts(Tensor rows, Tensor affinities, Tensor index, int number) -> Tensor")
+_hidden: dict[int, Callable[..., Tensor]] = {}
+_numbers = itertools.count()
+
+
+def _hide(call: Callable[..., Tensor]) -> int:
+    """Return the number by which graphs call something that they do not look into."""
+    number = next(_numbers)
+    _hidden[number] = call
+    return number
+
+
+def _linear(rows: Tensor, number: int, size: int) -> Tensor:
+    return _hidden[number](rows)
+
+
+def _experts(rows: Tensor, affinities: Tensor, index: Tensor, number: int) -> Tensor:
+    return _hidden[number](rows, affinities, index)
+
+
+_library.impl("linear", _linear, "CPU")
+_library.impl("experts", _experts, "CPU")
+_library._register_fake("linear", lambda rows, _, size: rows.new_empty((*rows.shape[:-1], size)))
+_library._register_fake("experts", lambda rows, *_: torch.empty_like(rows, dtype=torch.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedPlan(Plan):
+    """A step of any number of tokens in a graph: the experts look for their plan when they run.
+
+    Attributes:
+        number: of the experts.
+    """
+
+    number: int
+
+    @property
+    def path(self) -> str:
+        """Chosen at run time."""
+        return "at run time"
+
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Route T tokens."""
+        assert self.parts.router is not None
+        routing: Routing = self.parts.router(hidden_TH)
+        return routing
+
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Return [N, H] float32."""
+        chosen = routing.expert_affinities_TK, routing.expert_index_TK
+        output_NH: Tensor = torch.ops.neuron_moe.experts(hidden_NH, *chosen, self.number)
+        return output_NH
+
+
+def _join_experts(moe: MoE) -> None:
+    """Let graphs compute a layer but its experts, and count their load."""
+    plan_of, experts = moe.plan, moe.expert_mlps
+    plans: dict[tuple[str, int], Plan] = {}
+    joined: dict[str, Plan] = {}
+    scales_input = experts.spec.scales_input
+
+    for phase in ("prefill", "decode"):
+
+        def compute(rows: Tensor, affinities: Tensor, index: Tensor, phase: str = phase) -> Tensor:
+            key = phase, rows.shape[0]
+            if key not in plans:
+                plans[key] = plan_of(Step(*key))
+            experts.record_load(index)
+            return plans[key].experts(rows, LocalRouting(index, affinities, scales_input)).float()
+
+        any_plan = plan_of(Step(phase, 1))
+        joined[phase] = JoinedPlan(any_plan.step, any_plan.decision, any_plan.parts, _hide(compute))
+
+    def plan(step: Step) -> Plan:
+        return joined[step.phase] if torch.compiler.is_compiling() else plan_of(step)
+
+    moe.plan = plan  # type: ignore[method-assign]
+
+
+def _hide_linear(linear: PackedLinear) -> None:
+    number, size = _hide(linear.forward), linear.out_features
+
+    def forward(hidden: Tensor) -> Tensor:
+        output: Tensor = torch.ops.neuron_moe.linear(hidden, number, size)
+        return output
+
+    linear.forward = forward  # type: ignore[method-assign]
+
+
+class Joined:
+    """`forward_tokens` of a model as graphs, all of which `capture` captures; else as it was."""
+
+    def __init__(self, forward_tokens: Callable[..., Tensor], compiler: str) -> None:
+        self._graphs: Any = torch.compile(
+            forward_tokens, backend=compiler, fullgraph=True, dynamic=True
+        )
+
+    def capture(self) -> None:
+        """Capture the graphs of several tokens in each phase, and of one token, always decode.
+
+        Inputs are as a server's: allocated outside of inference mode, which graphs tell apart.
+        """
+        for tokens, phase in ((2, "prefill"), (2, "decode"), (1, "decode")):
+            ids_T = torch.zeros(tokens, dtype=torch.int32)
+            places_T = torch.zeros(tokens, dtype=torch.int64)
+            with torch.inference_mode(), many_graphs():
+                self._graphs(ids_T, places_T, phase=phase)
+
+    def __call__(self, *arguments: Any, **more: Any) -> Tensor:
+        """Return [T, H]; arguments as of `forward_tokens`."""
+        with torch.compiler.set_stance("eager_on_recompile"):
+            hidden_TH: Tensor = self._graphs(*arguments, **more)
+        return hidden_TH
+
+
+def join(model: DecoderModel, compiler: str) -> Joined:
+    """Return `forward_tokens` of a model as graphs, not captured yet.
+
+    Args:
+        model: filled, for inference on one rank, its attention a server's operator.
+        compiler: backend of torch.compile.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, MoE):
+            _join_experts(module)
+        elif isinstance(module, PackedLinear):
+            _hide_linear(module)
+    return Joined(model.forward_tokens, compiler)
