@@ -5,6 +5,7 @@ Letters: L MoE layers, E experts.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -75,6 +76,39 @@ def draw_padding(
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.legend(fontsize=8)
     axes.set_title(title, fontsize=10, loc="left")
+    return _save(figure, path)
+
+
+def draw_save_percent(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
+    """Draw time and memory of training against save_percent, a line for each shape.
+
+    Args:
+        rows: of `bench gpu`; taken are ours, at the tokens and the routing of the first.
+        path: PNG to write.
+        title: says on which machine.
+    """
+    where = [rows[0][field] for field in ("T", "routing")]
+    mine = [
+        row
+        for row in rows
+        if "save_percent=" in row["peer"] and [row["T"], row["routing"]] == where
+    ]
+    figure = Figure(figsize=(9.0, 3.6), dpi=120)
+    numbers = (("fwd_bwd_ms", "forward and backward, ms"), ("peak_gib", "peak memory, GiB"))
+    for number, (field, label) in enumerate(numbers, 1):
+        axes = figure.add_subplot(1, 2, number)
+        for shape in dict.fromkeys(row["shape"] for row in mine):
+            points = sorted(
+                (int(row["peer"].split("=")[1]), row[field])
+                for row in mine
+                if row["shape"] == shape
+            )
+            axes.plot(*zip(*points, strict=True), marker="o", label=shape)
+        axes.set_xlabel("save_percent")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    figure.suptitle(title, fontsize=10)
     return _save(figure, path)
 
 

@@ -161,4 +161,40 @@ EQUIVALENT = (
         'if where.type == "cpu" and num_bytes >= _LARGEST_DRAWN_BYTES:',
         "how large a matrix must be to be left undrawn, to the byte",
     ),
+    Equivalent(
+        "nki_sim/machine/allocator.py",
+        "found.line = self.here(3)",
+        "found.line = self.here(4)",
+        "frames of the simulator are passed over in any case",
+    ),
+    Equivalent(
+        "nki_sim/isa/functions.py",
+        "_ERF_LIMIT: Final = 6  # erf(6) rounds to 1 in float64",
+        "_ERF_LIMIT: Final = 7  # erf(6) rounds to 1 in float64",
+        "beyond 6 the function is 1 in float32 either way",
+    ),
+    Equivalent(
+        "neuron_moe/weights/linear.py",
+        'def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLinear":',
+        'def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = False) -> "ExpertLinear":',  # noqa: E501
+        "the module has no modules in it",
+    ),
+    Equivalent(
+        "nki_kernels/combine/kernel.py",
+        "_NO_ROW = -(1 << 30)  # stays negative whatever the number of the part adds",
+        "_NO_ROW = -(1 << 31)  # stays negative whatever the number of the part adds",
+        "stays negative whatever the number of the part adds, too",
+    ),
+    Equivalent(
+        "nki_sim/machine/tensor.py",
+        "if len(key) < len(shape) or any(item is Ellipsis for item in key):",
+        "if len(key) <= len(shape) or any(item is Ellipsis for item in key):",
+        "filling up an index that is complete adds nothing",
+    ),
+    Equivalent(
+        "nki_sim/machine/scheduler.py",
+        "number = self._counts[index].get(key, 0)",
+        "number = self._counts[index].get(key, 1)",
+        "counts from another number, for other random orders",
+    ),
 )

@@ -4,6 +4,7 @@ Without a GPU, tests/conftest.py chooses the interpreter; a GPU runs the compile
 """
 
 from itertools import starmap
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.backends.cuda.launch import sort_rows
+from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,23 +25,26 @@ E, K, H, I, T = 5, 2, 48, 40, 37  # noqa: E741  the axis letters of the project;
 def build(backend: str, save_percent: int | None = None, **config: object) -> MoE:
     torch.manual_seed(0)
     sizes = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}
-    settings = {"hidden_act": "silu", "glu_mlp": True, **sizes, **config}
+    settings: dict[str, Any] = {"hidden_act": "silu", "glu_mlp": True, **sizes, **config}
     experts = ExpertMLPsV2(
-        RoutedExpertsMLPOpsConfig(**settings),  # type: ignore[arg-type]
+        RoutedExpertsMLPOpsConfig(**settings),
         backend=backend,
         save_percent=save_percent,
     )
-    layer = MoE(RouterTopK(E, K, H, act_fn="sigmoid", renormalize=True), experts).train()
+    hidden = settings["hidden_size"]
+    layer = MoE(RouterTopK(E, K, hidden, act_fn="sigmoid", renormalize=True), experts).train()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
     return layer.to(DEVICE)
 
 
-def run(layer: MoE, dtype: torch.dtype = torch.float32, tokens: int = T) -> list[Tensor]:
+def run(
+    layer: MoE, dtype: torch.dtype = torch.float32, tokens: int = T, width: int = H
+) -> list[Tensor]:
     layer = layer.to(dtype)
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(1, tokens, H, generator=generator).to(DEVICE, dtype).requires_grad_()
+    hidden = torch.randn(1, tokens, width, generator=generator).to(DEVICE, dtype).requires_grad_()
     mask = torch.ones(1, tokens, device=DEVICE)
     mask[0, tokens // 2] = 0
     output = layer(hidden, mask)[0]
@@ -92,6 +97,27 @@ def test_sixteen_bits_are_as_near_to_float32_as_torch_is() -> None:
         assert apart(value, reference) < 1.15 * apart(other, reference) + 1e-3
 
 
+@pytest.mark.skipif(
+    DEVICE == "cpu" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("save_percent", [0, 60, 100])
+@pytest.mark.parametrize("case", CASES)
+def test_warpgroups_multiply_as_near_to_float32_as_torch_does(
+    case: str, save_percent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if save_percent == 60:  # rows are copied for the sums over rows, and loaded by one warp
+        for product in ("first_weights", "second_weights"):
+            monkeypatch.setitem(HOPPER_TILES, (product, 320, 192), (16, 1, 2, False))
+    sizes = {"hidden_size": 320, "intermediate_size": 192, **CASES[case]}
+    exact = run(build("torch", **sizes), tokens=400, width=320)
+    theirs = run(build("torch", **sizes), torch.bfloat16, 400, 320)
+    mine = run(build("cuda", save_percent, **sizes), torch.bfloat16, 400, 320)
+    again = run(build("cuda", save_percent, **sizes), torch.bfloat16, 400, 320)
+    assert all(map(torch.equal, mine, again))
+    for value, other, reference in zip(mine, theirs, exact, strict=True):
+        assert apart(value, reference) < 1.15 * apart(other, reference) + 1e-3
+
+
 def test_rows_are_sorted_as_torch_sorts_them() -> None:
     generator = torch.Generator().manual_seed(2)
     index_TK = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(200)])
@@ -122,6 +148,16 @@ def test_few_tokens_decode(tokens: int) -> None:
     expected, found = (
         build(name).eval()(torch.ones(tokens, 1, H, device=DEVICE).cumsum(0) / 9)[0]
         for name in ("torch", "cuda")
+    )
+    assert apart(found, expected) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_an_expert_of_more_pairs_than_a_tile_decodes(case: str) -> None:
+    found, expected = (
+        build(name, **CASES[case]).eval()(torch.ones(40, 1, H, device=DEVICE).cumsum(0) / 40)[0]
+        for name in ("cuda", "torch")
     )
     assert apart(found, expected) < 1e-5
 

@@ -309,6 +309,11 @@ def test_dense_affinities_stay_dense_where_every_expert_is_chosen() -> None:
         )
 
 
+def test_expert_0_out_of_order_is_enough_to_refuse_what_may_be_dense() -> None:
+    with pytest.raises(ValueError, match="choices in the order 0 to 1"):
+        make_experts(2, 2)(torch.randn(1, 12), torch.rand(1, 2), torch.tensor([[-1, 0]]), 9)
+
+
 def test_affinities_that_may_be_dense_or_not_are_refused() -> None:
     experts = make_experts(2, 2)
     hidden_TH, wide = torch.randn(2, 12), torch.tensor([[0.1, 0.9], [0.4, 0.6]])

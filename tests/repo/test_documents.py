@@ -47,7 +47,7 @@ def _code(text: str) -> list[str]:
     return lines + re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)
 
 
-def _commands(text: str) -> list[list[str]]:
+def commands_of(text: str) -> list[list[str]]:
     """Return the words behind each `neuron-moe` in code."""
     found = []
     for piece in _code(text):
@@ -72,7 +72,7 @@ def _help(words: tuple[str, ...]) -> str | None:
 
 def test_documents_are_found() -> None:
     assert len(DOCUMENTS) > 5
-    assert _commands("`neuron-moe bench wire --json x`") == [["bench", "wire", "--json", "x"]]
+    assert commands_of("`neuron-moe bench wire --json x`") == [["bench", "wire", "--json", "x"]]
     assert _help(("bench", "wires")) is None
     assert _help(("brew",)) is None
 
@@ -80,7 +80,7 @@ def test_documents_are_found() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_commands_exist(path: Path) -> None:
     wrong = []
-    for words in _commands(path.read_text()):
+    for words in commands_of(path.read_text()):
         has_target = len(words) > 1 and re.fullmatch("[a-z_]+", words[1]) is not None
         called = tuple(words[:2]) if has_target and words[0] in _MENUS else (words[0],)
         told = _help(called)

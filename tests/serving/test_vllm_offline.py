@@ -31,7 +31,7 @@ ON_ONE_RANK = (
 )
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 EP2: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-IN_GRAPHS = (TINY_NAME, "qwen3_moe", "llama4-scout")
+IN_GRAPHS = (TINY_NAME, "qwen3_moe")
 PLAIN = {"product_form": "plain"}  # nothing is measured first
 GRAPHS = {
     "in graphs": PLAIN | {"graph_tokens": 8, "graph_compiler": "eager"},

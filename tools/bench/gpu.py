@@ -4,8 +4,8 @@
 
 From (hidden states, choices, affinities) to the output, sort and combine included; the backward
 pass gives the gradients of hidden states, affinities and both weights. Times are medians between
-CUDA events, with the L2 cache overwritten before each. Memory is beside inputs, weights and, after
-the forward pass, the output.
+CUDA events around replays of a CUDA graph, with the L2 cache overwritten before each. Memory is
+beside inputs, weights and, after the forward pass, the output.
 
 `grouped_mm` is the plain pipeline of torch operations: argsort, gather, `torch._grouped_mm`,
 SwiGLU, `torch._grouped_mm`, back and sum. The ceiling is cuBLAS: the same products, dense.
@@ -16,6 +16,7 @@ import gc
 import statistics
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from neuron_moe.errors import check_choice
 from neuron_moe.plan import Step
 from neuron_moe.tools.console import format_table, print_json_line, progress_bar
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.pictures import draw_save_percent
 
 GIB = 1 << 30
 _FLUSHED_BYTES = 256 << 20
@@ -70,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 8, 64, 256], help="T, graphs")
     parser.add_argument("--save-percents", nargs="*", type=int, default=[0, 100])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--picture", type=Path, help="PNG of time and memory by save_percent")
     args = parser.parse_args(argv)
     for name in args.shapes:
         check_choice("--shapes", name, SHAPES)
@@ -83,6 +86,9 @@ def main(argv: list[str] | None = None) -> int:
             rows += _measure_shape(name, args)
             advance(number, len(args.shapes))
     print(format_table([[*rows[0]], *([*map(_text, row.values())] for row in rows)]))
+    if args.picture is not None:
+        title = f"{rows[0]['device']}, T = {args.tokens[0]}, {args.routings[0]}, measured"
+        draw_save_percent(rows, args.picture, title=title)
     print_json_line("bench gpu", kind="measured", torch=torch.__version__, rows=rows)
     return 0
 
@@ -216,8 +222,8 @@ def _measure(experts: Experts, inputs: Inputs, repeats: int) -> dict[str, float]
     peak = torch.cuda.max_memory_allocated() - before
     del output, found
     return {
-        "fwd_ms": _median_ms(lambda: experts(*inputs), repeats),
-        "fwd_bwd_ms": _median_ms(both, repeats),
+        "fwd_ms": _median_ms(_captured(lambda: experts(*inputs)), repeats),
+        "fwd_bwd_ms": _median_ms(_captured(both), repeats),
         "saved_gib": saved / GIB,
         "peak_gib": peak / GIB,
     }
@@ -225,30 +231,35 @@ def _measure(experts: Experts, inputs: Inputs, repeats: int) -> dict[str, float]
 
 def _median_ms(run: Callable[[], object], repeats: int) -> float:
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(repeats + 2):
+    events = []
+    for _ in range(repeats + 2):  # without waiting, so that the device never waits for the host
         flushed.zero_()
         start, end = _event(), _event()
         start.record()
         run()
         end.record()
-        torch.cuda.synchronize()
-        times.append(float(start.elapsed_time(end)))
-    return statistics.median(times[2:])
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(float(start.elapsed_time(end)) for start, end in events[2:])
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+def _captured(run: Callable[[], object]) -> Callable[[], object]:
+    """Return the replay of a run as a CUDA graph: the host's time does not count."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def _graph_ms(experts: Experts, inputs: Inputs, repeats: int) -> float:
     with torch.no_grad():
-        experts(*inputs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            experts(*inputs)
-    return _median_ms(graph.replay, 2 * repeats)
+        return _median_ms(_captured(lambda: experts(*inputs)), 2 * repeats)
 
 
 def _weight_floor_ms(experts: Experts, shape: Shape, tokens: int) -> float:

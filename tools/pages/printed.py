@@ -69,9 +69,9 @@ def blocks_of(lines: Sequence[str]) -> list[Block]:
 
 
 def picture_of_times(rows: Sequence[dict[str, Any]]) -> Picture | None:
-    """Return times of ours and the vendor's against the bound; None where rows have no bound."""
+    """Return times of ours and the vendor's against the bound; None without different bounds."""
     name = next((name for name in _BOUNDS if rows and name in rows[0]), None)
-    if name is None:
+    if name is None or len({row[name] for row in rows}) < 2:
         return None
     figure = Figure(figsize=(6.0, 4.4), layout="constrained")
     axes = figure.add_subplot()

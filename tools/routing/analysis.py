@@ -177,7 +177,8 @@ class RankBalance:
         ranks: expert-parallel ranks.
         before: equal runs of experts.
         packed: placed by load, without replicas.
-        replicated: placed by load with an eighth more experts.
+        replicated: placed by load with replicas.
+        replicas: how many, about an eighth of the experts.
         ranks_a_token: ranks on which the experts of a token lie, mean, equal runs.
     """
 
@@ -185,6 +186,7 @@ class RankBalance:
     before: float
     packed: float
     replicated: float
+    replicas: int
     ranks_a_token: float
 
 
@@ -201,5 +203,6 @@ def balance_of(trace: RoutingTrace, ranks: int) -> RankBalance:
         before=float(np.mean([layer.before.busiest_over_mean for layer in packed])),
         packed=float(np.mean([layer.after.busiest_over_mean for layer in packed])),
         replicated=float(np.mean([layer.after.busiest_over_mean for layer in replicated])),
+        replicas=extra,
         ranks_a_token=float(touched.sum(2).mean()),
     )

@@ -124,14 +124,17 @@ class Findings:
         if found.before / min(found.packed, found.replicated) < _WORTH_PLACING:
             advice = "placing by load gains little"
         elif found.packed / found.replicated > _WORTH_REPLICAS:
-            advice = "place with replicas: neuron-moe place --trace all.npz --extra-experts"
+            advice = f"{self._place()} --extra-experts {found.replicas}"
         else:
-            advice = "place without replicas: neuron-moe place --trace all.npz"
+            advice = self._place()
         return (
             f"EPLB on {self.ranks} ranks, {worst}: the busiest rank carries {found.before:.2f} x"
-            f" the mean, {found.packed:.2f} placed by load, {found.replicated:.2f} with an eighth"
-            f" more experts; {advice}"
+            f" the mean, {found.packed:.2f} placed by load, {found.replicated:.2f} with"
+            f" {found.replicas} replicas; {advice}"
         )
+
+    def _place(self) -> str:
+        return f"neuron-moe place --trace all.npz --ranks {self.ranks}"
 
     def screen(self) -> str:
         """Return what fits one screen: skew, margins, pairs, and what follows."""
@@ -203,7 +206,7 @@ class Findings:
         return rows
 
     def _balance_rows(self) -> list[list[str]]:
-        head = ["domain", "equal runs", "placed by load", "an eighth more experts", "ranks a token"]
+        head = ["domain", "equal runs", "placed by load", "with replicas", "ranks a token"]
         return [
             head,
             *(

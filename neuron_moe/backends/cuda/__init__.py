@@ -91,9 +91,9 @@ class CudaPlan(Plan):
         return routing
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
-        """Compute this rank's experts; return [N, H] float32."""
-        from neuron_moe.backends.cuda.launch import Matrices
+        """Compute this rank's experts; return [N, H]."""
         from neuron_moe.backends.cuda.operators import experts
+        from neuron_moe.backends.cuda.records import Matrices
 
         weights = self.parts.weights
         bias_EH = weights.down_bias_EH
@@ -119,4 +119,4 @@ class CudaPlan(Plan):
         output_PH = experts(
             scaled_PH, ones_P1, index_TK.reshape(-1, 1), matrices, weights.formula, save_percent
         )
-        return output_PH.view(num_tokens, top_k, -1).sum(1)
+        return output_PH.view(num_tokens, top_k, -1).sum(1, dtype=torch.float32)

@@ -227,7 +227,7 @@ def combine_rows(rows_ptr, slot_ptr, weight_ptr, out_ptr, H: tl.constexpr, TOP_K
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(TOP_K):
+    for choice in tl.static_range(TOP_K):
         slot = tl.load(slot_ptr + token * TOP_K + choice).to(tl.int64)
         place = slot * H + column
         row = tl.load(rows_ptr + place, mask=(column < H) & (place >= 0), other=0.0)
@@ -236,6 +236,21 @@ def combine_rows(rows_ptr, slot_ptr, weight_ptr, out_ptr, H: tl.constexpr, TOP_K
             row = row * tl.load(weight_ptr + token * TOP_K + choice)
         sums += row
     tl.store(out_ptr + token * H + column, sums.to(out_ptr.dtype.element_ty), mask=column < H)
+
+
+@jit
+def copy_rows(source_ptr, pair_ptr, num_tiles_ptr, out_ptr, H: tl.constexpr, TOP_K: tl.constexpr,
+              BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy the tokens of the rows; padding becomes zeros."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS < tl.load(num_tiles_ptr) * BLOCK_ROWS:
+        pair = tl.load(pair_ptr + row)
+        token = (tl.where(pair >= 0, pair, 0) // TOP_K).to(tl.int64)[:, None]
+        column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        inside = column < H
+        is_read = inside & (pair >= 0)[:, None]
+        value = tl.load(source_ptr + token * H + column, mask=is_read, other=0.0)
+        tl.store(out_ptr + row.to(tl.int64)[:, None] * H + column, value, mask=inside)
 
 
 @jit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends.cuda import launch
-from neuron_moe.backends.cuda.launch import Matrices
+from neuron_moe.backends.cuda.records import Matrices
 from nki_kernels.common.formula import ExpertFormula
 
 _FORMULAS: dict[str, ExpertFormula] = {}
@@ -23,7 +23,7 @@ def experts(
     formula: ExpertFormula,
     save_percent: int,
 ) -> Tensor:
-    """Return [T, H] float32; differentiable by hidden states, affinities and weights.
+    """Return [T, H]; differentiable by hidden states, affinities and weights.
 
     Args:
         hidden_TH: [T, H].
@@ -80,7 +80,7 @@ def _(
     num_tokens, top_k = index.shape
     _, tile_rows = launch.most_tiles(num_tokens, top_k, num_experts)
     rows = launch.kept_tiles(num_tokens, top_k, num_experts, save_percent) * tile_rows
-    return hidden.new_empty(hidden.shape, dtype=torch.float32), hidden.new_empty((rows, width))
+    return torch.empty_like(hidden), hidden.new_empty((rows, width))
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts_backward", mutates_args=())

@@ -1,8 +1,13 @@
 """How large the tiles of the cuda kernels are, by the rows an expert has."""
 
+import math
 from dataclasses import dataclass
 
+from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
+
 ROW_TILES = (16, 32, 64, 128)
+MOST_PAIRS_UNSORTED = 512
+_WIDE = 2560  # hidden sizes from which a copy of the rows pays for sums over rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,43 @@ class Tile:
     group: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a product runs in `hopper`, in tiles of 128 rows.
+
+    Attributes:
+        group: row tiles side by side that share columns.
+        producer_warps: that load, where no rows are gathered.
+        lag: steps between asking for gathered rows and handing them on, at most stages - 2.
+        gathers: reads rows by token; else a copy of them in their order, made before.
+        width: columns of the result.
+        stages: steps loaded ahead.
+    """
+
+    group: int = 8
+    producer_warps: int = 4
+    lag: int = 2
+    gathers: bool = True
+    width: int = 256
+    stages: int = 4
+
+
+def hopper_tile(product: str, hidden_size: int, intermediate_size: int) -> HopperTile:
+    """Return how a product of a layer's experts runs on a Hopper GPU.
+
+    Args:
+        product: 'first', 'second', gradients of their rows 'first_back' and 'second_back', or of
+            their weights, 'first_weights' and 'second_weights'.
+        hidden_size: H.
+        intermediate_size: I.
+    """
+    measured = HOPPER_TILES.get((product, hidden_size, intermediate_size))
+    if measured is not None:
+        return HopperTile(*measured)
+    is_wide = hidden_size >= _WIDE
+    return HopperTile(gathers=not (is_wide and product.endswith("weights")))
 
 
 def rows_of_tile(num_pairs: int, num_experts: int) -> int:
@@ -59,3 +101,42 @@ def turned_tile(rows: int, element_bytes: int) -> Tile:
     if element_bytes > 2:
         return Tile(64, 64, min(rows, 32), 8, 4, 2)
     return Tile(128, 256, min(rows, 64), 8, 8, 5)  # row numbers loaded ahead take two stages
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """One product's tile for few tokens.
+
+    Attributes:
+        rows: pairs of one expert.
+        width: columns of the result.
+        depth: of one step.
+        depth_part: of one program, a multiple of `depth`.
+        warps: of a program.
+        stages: steps loaded ahead.
+    """
+
+    rows: int
+    width: int
+    depth: int
+    depth_part: int
+    warps: int = 4
+    stages: int = 4
+
+
+_DECODE_PROGRAMS = 400  # about three on each multiprocessor
+_DECODE_WIDTH, _DECODE_DEPTH, _LEAST_STEPS = 128, 128, 2
+
+
+def decode_tile(experts: int, depth: int, width: int) -> DecodeTile:
+    """Return the tile that spreads the weights of some experts evenly over the GPU.
+
+    Args:
+        experts: whose weights are read, at most.
+        depth: of the product.
+        width: of the product.
+    """
+    programs = experts * math.ceil(width / _DECODE_WIDTH)
+    parts = max(1, min(_DECODE_PROGRAMS // programs, depth // (_LEAST_STEPS * _DECODE_DEPTH)))
+    steps = math.ceil(depth / parts / _DECODE_DEPTH)
+    return DecodeTile(16, _DECODE_WIDTH, _DECODE_DEPTH, steps * _DECODE_DEPTH, stages=3)

@@ -14,7 +14,11 @@ from neuron_moe import (
     SharedExperts,
 )
 from neuron_moe.parallel import ParallelConfig, parallel_state
+from neuron_moe.parallel.collectives import SingleRank
+from neuron_moe.parallel.exchange import _phase_of
 from neuron_moe.parallel.groups import ExpertGroups, Offline, expert_ranks
+from neuron_moe.parallel.shuffle import build_shuffle
+from neuron_moe.parallel.strategy import TokenSpread
 from neuron_moe.parallel.topology import INSTANCES, instance
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -228,3 +232,29 @@ def test_shared_experts_over_more_ranks_than_are_summed_are_refused() -> None:
 def test_shuffling_needs_groups_of_its_size() -> None:
     with pytest.raises(ValueError, match=r"none were built\. Call parallel_state.initialize_token"):
         MoE(RouterTopK(128, 8, 64), ExpertMLPsV2(experts_config()), token_shuffle_group_size=2)
+
+
+def test_sequences_of_one_token_are_decoded() -> None:
+    assert [_phase_of(*sizes) for sizes in ((4, 4), (8, 4), (1, 1), (0, 0))] == [
+        "decode", "prefill", "decode", "prefill",
+    ]  # fmt: skip
+
+
+def test_tokens_are_parts_of_sequences_only_where_that_is_said() -> None:
+    here = SingleRank()
+    spreads = TokenSpread(here, here), TokenSpread.replicated(here), TokenSpread.sequence(here)
+    assert [spread.is_sequence for spread in spreads] == [False, False, True]
+
+
+def test_each_rank_shuffles_by_the_seed_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SingleRank()
+    group.rank, group.size = 1, 2
+    monkeypatch.setattr(parallel_state, "get_token_shuffle_group", lambda: group)
+    seeds = []
+    for seed in (None, 0, 5):
+        shuffle = build_shuffle(2, seed)
+        assert shuffle is not None
+        seeds.append(shuffle.generator.initial_seed())
+    assert seeds[1:] == [seeds[0], seeds[0] + 5]
+    group.rank = 0
+    assert build_shuffle(2, 5).generator.initial_seed() == 5

@@ -284,3 +284,9 @@ def test_the_bytes_that_are_too_many_are_those_of_one_core() -> None:
         needed = sbuf_bytes(router_table(config, tokens_of_core, 1))
         with pytest.raises(ValueError, match=f"need {needed} bytes of SBUF per partition"):
             check_router_topk(config, num_tokens)
+
+
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (127, 1), (128, 1), (129, 2), (256, 2)])
+def test_each_tile_of_tokens_has_its_columns(tokens: int, tiles: int) -> None:
+    table = router_table(config_for(8, 64, top_k=3), tokens, 1)
+    assert table.affinities.shape == table.chosen.shape == (128, 3 * tiles)

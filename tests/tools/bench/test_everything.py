@@ -37,7 +37,7 @@ def test_printed_columns_become_tables() -> None:
 
 
 def test_rows_with_a_bound_become_a_picture() -> None:
-    rows = [{"roofline_us": 10.0, "ours_us": 12.0, "vendor_us": None}]
+    rows = [{"roofline_us": us, "ours_us": 12.0, "vendor_us": None} for us in (8.0, 10.0)]
     page = page_of_text("bench", "a table\n" + json.dumps({"kind": "simulated", "rows": rows}))
     assert page.sections[0].title == "Times against their bound"
 

@@ -1,0 +1,123 @@
+"""Triton kernels of the experts for few tokens, without a sort.
+
+The weights, read once, set the time. A program takes up to ROWS pairs (token, choice) of one
+expert, some columns and a part of the depth. The first of these pairs leads: its programs look
+through all choices for the others. Sums over parts of the depth are left to the next kernel, which
+adds them in order: nothing is added atomically.
+
+Axes: T tokens, K choices, P = T * K pairs, E experts, S parts of the depth, H hidden,
+I intermediate.
+"""
+
+# fmt: off
+import triton.language as tl
+from triton import jit
+
+from neuron_moe.backends.cuda.kernels import _expert_act
+
+
+@jit
+def _pairs_of_tile(index_ptr, leader, num_pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Return the leader's expert (-1: it leads nothing), and the tile's pairs (-1: none)."""
+    pairs = tl.arange(0, PAIRS)
+    experts = tl.load(index_ptr + pairs, mask=pairs < num_pairs, other=-1)
+    expert = tl.load(index_ptr + leader)
+    is_same = experts == expert
+    before = tl.sum((is_same & (pairs < leader)).to(tl.int32), axis=0)
+    rank = tl.cumsum(is_same.to(tl.int32), axis=0) - 1 - before
+    is_row = is_same[None, :] & (rank[None, :] == tl.arange(0, ROWS)[:, None])
+    pair = tl.sum(tl.where(is_row, pairs[None, :] + 1, 0), axis=1) - 1
+    return tl.where(before % ROWS == 0, expert, -1), pair
+
+
+@jit
+def project_pairs(source_ptr, index_ptr, matrix_ptr, parts_ptr, num_pairs, expert_stride,
+                  depth_stride, width_stride, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+                  TOP_K: tl.constexpr, DEPTH_PART: tl.constexpr, ROWS: tl.constexpr,
+                  PAIRS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    """Multiply pairs' rows, one for TOP_K pairs, with experts' matrices: parts [S, P, WIDTH]."""
+    part = tl.program_id(2)
+    expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
+    if expert >= 0:
+        is_row = (pair >= 0)[:, None]
+        token = (tl.maximum(pair, 0) // TOP_K).to(tl.int64)[:, None]
+        column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
+        sums = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
+        base = matrix_ptr + expert.to(tl.int64) * expert_stride
+        end = tl.minimum(DEPTH, (part + 1) * DEPTH_PART)
+        for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
+            depth = start + tl.arange(0, BLOCK_DEPTH)
+            rows = tl.load(source_ptr + token * DEPTH + depth[None, :],
+                           mask=is_row & (depth < DEPTH)[None, :], other=0.0)
+            place = depth[:, None] * depth_stride + column * width_stride
+            inside = (depth < DEPTH)[:, None] & (column < WIDTH)
+            matrix = tl.load(base + place, mask=inside, other=0.0)
+            sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
+        place = (part * num_pairs + pair).to(tl.int64)[:, None]
+        tl.store(parts_ptr + place * WIDTH + column, sums, mask=is_row & (column < WIDTH))
+
+
+@jit
+def activate_pairs(parts_ptr, bias_ptr, index_ptr, out_ptr, num_pairs, I: tl.constexpr,
+                   PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
+                   SCALE: tl.constexpr, HAS_GATE: tl.constexpr, GATES_ITSELF: tl.constexpr,
+                   GATE_LOW: tl.constexpr, GATE_HIGH: tl.constexpr, UP_LOW: tl.constexpr,
+                   UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the PARTS of a pair's first product, and store its activation: out [P, I]."""
+    WIDTH: tl.constexpr = 2 * I if HAS_GATE else I
+    pair = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index_ptr + pair)
+    inside = column < tl.where(expert >= 0, I, 0)
+    gate = tl.zeros((BLOCK,), tl.float32)
+    up = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        place = (part * num_pairs + pair).to(tl.int64) * WIDTH + column
+        up += tl.load(parts_ptr + place + (WIDTH - I), mask=inside, other=0.0)
+        if HAS_GATE:
+            gate += tl.load(parts_ptr + place, mask=inside, other=0.0)
+    if HAS_BIAS:
+        place = expert.to(tl.int64) * WIDTH + column
+        up += tl.load(bias_ptr + place + (WIDTH - I), mask=inside, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            gate += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    value, _, _ = _expert_act(
+        gate,
+        up,
+        ACT,
+        SCALE,
+        HAS_GATE,
+        GATES_ITSELF,
+        GATE_LOW,
+        GATE_HIGH,
+        UP_LOW,
+        UP_HIGH,
+        UP_OFFSET,
+    )
+    value = value.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + pair.to(tl.int64) * I + column, value, mask=column < I)
+
+
+@jit
+def combine_choices(parts_ptr, index_ptr, weight_ptr, bias_ptr, out_ptr, num_pairs, H: tl.constexpr,
+                    TOP_K: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+                    BLOCK: tl.constexpr):
+    """Weigh and add a token's choices, each the sum of PARTS, in the order of both."""
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        expert = tl.load(index_ptr + pair)
+        inside = column < tl.where(expert >= 0, H, 0)
+        row = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(PARTS):
+            place = (part * num_pairs + pair).to(tl.int64) * H + column
+            row += tl.load(parts_ptr + place, mask=inside, other=0.0)
+        if HAS_BIAS:
+            place = expert.to(tl.int64) * H + column
+            row += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        sums += row * tl.load(weight_ptr + pair).to(tl.float32)
+    sums = sums.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token.to(tl.int64) * H + column, sums, mask=column < H)

@@ -1,0 +1,124 @@
+"""Launches of the products for Hopper GPUs.
+
+Axes: T tokens, K choices, E experts, R rows, H hidden, I intermediate.
+"""
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_moe.backends.cuda.products import BLOCK_DEPTH, BLOCK_ROWS, Product
+from neuron_moe.backends.cuda.records import SortedRows, constants_of
+from neuron_moe.backends.cuda.tiles import HopperTile
+from nki_kernels.common.formula import ExpertFormula
+
+
+@cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Tell whether a device multiplies by warpgroups, and Triton has the language for it."""
+    if device.type != "cuda" or importlib.util.find_spec("triton.experimental.gluon") is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def fits(rows: SortedRows, *operands: Tensor) -> bool:
+    """Tell whether operands of a product are ones that the kernels take."""
+    if rows.rows != BLOCK_ROWS or not has_hopper_kernels(operands[0].device):
+        return False
+    return all(_is_tiled(operand) for operand in operands)
+
+
+def _is_tiled(operand: Tensor) -> bool:
+    """Tell whether all but rows are whole steps, 16 bits wide, and lie side by side."""
+    sizes = operand.shape[1:]
+    whole = operand if operand.is_contiguous() else operand.transpose(-1, -2)
+    return (
+        operand.element_size() == 2
+        and all(size % BLOCK_DEPTH == 0 for size in sizes)
+        and whole.is_contiguous()
+        and operand.data_ptr() % 16 == 0
+    )
+
+
+def project(
+    rows: SortedRows, source: Tensor, matrix: Tensor, out: Tensor, *, tile: HopperTile,
+    gathers: bool, first_tile: int, bias: Tensor | None, kept: Tensor | None,
+    formula: ExpertFormula | None,
+) -> None:  # fmt: skip
+    """Multiply rows with their experts' matrices; see `hopper.multiply`."""
+    num_experts, depth, width = matrix.shape
+    is_turned = matrix.stride(2) != 1
+    keeps = 0 if kept is None else kept.shape[0] // rows.rows
+    product = Product(
+        tile, num_experts, 0, depth, width, rows.top_k, _programs(source.device),
+        **constants_of(formula or ExpertFormula()),
+        gathers="left" if gathers else "none", right_is_turned=is_turned,
+        has_bias=bias is not None, activates=formula is not None, keeps=keeps > 0,
+    )  # fmt: skip
+    whole = matrix.transpose(1, 2).reshape(-1, depth) if is_turned else matrix.reshape(-1, width)
+    kept_desc = out_desc = _describe(out, product.stored_block)
+    if kept is not None and keeps:
+        kept_rows, kept_columns = product.stored_block
+        kept_desc = (
+            _describe(kept.view(-1, 2, width // 2), [kept_rows, 1, kept_columns])
+            if product.is_paired
+            else _describe(kept, product.stored_block)
+        )
+    operands = (_describe(source, product.left_block), _describe(whole, product.right_block))
+    _multiply(rows, product, (*operands, out_desc, kept_desc), source, bias, first_tile, keeps)
+
+
+def turned(
+    rows: SortedRows, left: Tensor, right: Tensor, out: Tensor, *, tile: HopperTile,
+    gathers: tuple[bool, bool],
+) -> None:  # fmt: skip
+    """Multiply each expert's rows of `left`, turned, with its rows of `right`: out [E, ., .]."""
+    num_experts, height, width = out.shape
+    product = Product(
+        tile, num_experts, height, 0, width, rows.top_k, _programs(left.device),
+        **constants_of(ExpertFormula()),
+        gathers="left" if gathers[0] else "right" if gathers[1] else "none", sums_rows=True,
+    )  # fmt: skip
+    out_desc = _describe(out, [1, *product.stored_block])
+    operands = (_describe(left, product.left_block), _describe(right, product.right_block))
+    gathered = right if gathers[1] else left
+    _multiply(rows, product, (*operands, out_desc, out_desc), gathered, None, 0, 0)
+
+
+def _multiply(
+    rows: SortedRows, product: Product, described: tuple[Any, ...], gathered: Tensor,
+    bias: Tensor | None, first_tile: int, kept_tiles: int,
+) -> None:  # fmt: skip
+    from neuron_moe.backends.cuda import hopper
+
+    hopper.multiply[(product.programs,)](
+        *described, gathered, rows.pair_R, bias, rows.tile_expert, rows.num_tiles,
+        rows.first_tile_E, rows.total_E, first_tile, kept_tiles, P=product,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _describe(tensor: Tensor, block: list[int]) -> Any:
+    """Return a tensor as TMA reads it, in blocks."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = _layout(tuple(block), tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    import triton.language as tl
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    return NVMMASharedLayout.get_default_for(list(block), kind)

@@ -1,0 +1,60 @@
+"""What launches hand to each other.
+
+Axes: T tokens, K choices, P pairs, E experts, R rows, H hidden, I intermediate.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nki_kernels.common.formula import ExpertFormula, Limits
+
+
+class SortedRows(NamedTuple):
+    """Where the pairs of a routing lie, in tiles of one expert each.
+
+    Attributes:
+        pair_R: [R] int32 pair (token * K + choice) of each row, -1 for padding.
+        slot_P: [P] int32 row of each pair, -1 for none.
+        tile_expert: [tiles] int32.
+        first_tile_E: [E] int32.
+        total_E: [E] int32 rows, without padding.
+        num_tiles: [1] int32 tiles in use.
+        rows: of a tile.
+        top_k: K.
+    """
+
+    pair_R: Tensor
+    slot_P: Tensor
+    tile_expert: Tensor
+    first_tile_E: Tensor
+    total_E: Tensor
+    num_tiles: Tensor
+    rows: int
+    top_k: int
+
+
+class Matrices(NamedTuple):
+    """Weights of the experts, biases as they are added; also their gradients."""
+
+    first_EHI: Tensor
+    first_bias_EI: Tensor | None
+    down_EIH: Tensor
+    down_bias_EH: Tensor | None
+
+
+def constants_of(formula: ExpertFormula) -> dict[str, Any]:
+    """Return a formula as the kernels take it."""
+    gate_low, gate_high = _bounds(formula.gate_limits)
+    up_low, up_high = _bounds(formula.up_limits)
+    return {
+        "ACT": formula.activation, "SCALE": formula.scale, "HAS_GATE": formula.has_gate,
+        "GATES_ITSELF": formula.gates_itself, "GATE_LOW": gate_low, "GATE_HIGH": gate_high,
+        "UP_LOW": up_low, "UP_HIGH": up_high, "UP_OFFSET": formula.up_offset,
+    }  # fmt: skip
+
+
+def _bounds(limits: Limits) -> tuple[float, float]:
+    lower = limits.lower if limits.has_lower else -math.inf
+    return lower, limits.upper if limits.has_upper else math.inf

@@ -1,0 +1,28 @@
+"""Measured on one H200, T = 16384: (product, H, I) to the first fields of a HopperTile."""
+
+HOPPER_TILES: dict[tuple[str, int, int], tuple[int, int, int, bool]] = {
+    ("first", 2048, 768): (8, 4, 2, True),
+    ("second", 2048, 768): (8, 4, 2, True),
+    ("first_back", 2048, 768): (8, 4, 2, True),
+    ("second_back", 2048, 768): (8, 4, 2, True),
+    ("first_weights", 2048, 768): (8, 4, 2, True),
+    ("second_weights", 2048, 768): (8, 4, 2, False),
+    ("first", 7168, 2048): (8, 4, 2, True),
+    ("second", 7168, 2048): (16, 1, 2, True),
+    ("first_back", 7168, 2048): (16, 1, 2, True),
+    ("second_back", 7168, 2048): (16, 4, 2, True),
+    ("first_weights", 7168, 2048): (8, 1, 2, False),
+    ("second_weights", 7168, 2048): (8, 4, 2, False),
+    ("first", 2880, 2880): (8, 4, 2, True),
+    ("second", 2880, 2880): (8, 4, 2, True),
+    ("first_back", 2880, 2880): (8, 4, 2, True),
+    ("second_back", 2880, 2880): (16, 4, 2, True),
+    ("first_weights", 2880, 2880): (8, 4, 2, False),
+    ("second_weights", 2880, 2880): (8, 4, 2, False),
+    ("first", 2048, 1024): (8, 4, 2, True),
+    ("second", 2048, 1024): (8, 4, 2, True),
+    ("first_back", 2048, 1024): (8, 4, 2, True),
+    ("second_back", 2048, 1024): (8, 4, 2, True),
+    ("first_weights", 2048, 1024): (8, 1, 2, False),
+    ("second_weights", 2048, 1024): (8, 1, 2, False),
+}

@@ -1,0 +1,124 @@
+"""The products for Hopper GPUs compile without one: warpgroup products, no spilled registers."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from neuron_moe.backends.cuda import hopper
+from neuron_moe.backends.cuda.products import Product
+from neuron_moe.backends.cuda.records import constants_of
+from neuron_moe.backends.cuda.tiles import HopperTile
+from nki_kernels.common.formula import ExpertFormula
+
+MOST_SHARED_BYTES = 232448  # of a multiprocessor of an H100 or H200
+WORDS = ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor", "cp.async.cg")
+PRODUCTS = {
+    "first, gathered": {"gathers": "left", "activates": True, "keeps": True, "has_bias": True},
+    "rows back": {"right_is_turned": True},
+    "weights": {"gathers": "right", "sums_rows": True},
+}
+
+
+def describe(block: list[int]) -> str:
+    layout = NVMMASharedLayout.get_default_for(block, triton.language.bfloat16)
+    return f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
+
+
+def compile_product(**fields: Any) -> Any:
+    sizes = {"num_experts": 8, "height": 512, "depth": 768, "width": 2048, "top_k": 4}
+    product = Product(
+        HopperTile(), programs=132, **sizes, **constants_of(ExpertFormula()), **fields
+    )
+    stored = product.stored_block
+    blocks = {
+        "left_desc": product.left_block,
+        "right_desc": product.right_block,
+        "out_desc": [1, *stored] if product.sums_rows else stored,
+        "kept_desc": [stored[0], 1, stored[1]] if product.is_paired else stored,
+    }
+    known = {"P": product, "num_warps": 4}
+    kinds = {"rows_ptr": "*bf16", "bias_ptr": "*bf16", "first_tile": "i32", "kept_tiles": "i32"}
+    signature = {
+        name: "constexpr"
+        if name in known
+        else describe(blocks[name])
+        if name in blocks
+        else kinds.get(name, "*i32")
+        for name in inspect.signature(hopper.multiply.fn).parameters
+    }
+    names = [*signature]
+    constants = {(names.index(name),): value for name, value in known.items()}
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    source = GluonASTSource(hopper.multiply, signature, constants, aligned)
+    options = {"num_warps": known["num_warps"], "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> set[int]:
+    """Return what functions keep on the stack, which are spilled registers."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    told = subprocess.run(
+        [tools / "cuobjdump", "-res-usage", folder / "kernel.cubin"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {int(size) for size in re.findall(r"STACK:(\d+)", told.stdout)}
+
+
+def report(folder: Path) -> dict[str, dict[str, Any]]:
+    """Compile every product, and return what is in it."""
+    found = {}
+    for name, fields in PRODUCTS.items():
+        compiled = compile_product(**fields)
+        found[name] = {
+            "code": [word for word in WORDS if word in compiled.asm["ptx"]],
+            "shared": compiled.metadata.shared,
+            "stack": sorted(stack_bytes(compiled.asm["cubin"], folder)),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    # A process of its own: in this one Triton may be the interpreter.
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("cubin"))]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, dict[str, Any]] = json.loads(told.stdout)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_compile_to_warpgroups_that_fit(
+    name: str, compiled: dict[str, dict[str, Any]]
+) -> None:
+    found = compiled[name]
+    expected = [*WORDS] if "gathers" in PRODUCTS[name] else [*WORDS][:-1]
+    assert found["code"] == expected
+    assert found["shared"] <= MOST_SHARED_BYTES
+    assert found["stack"] == [0]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(report(Path(sys.argv[1]))))

@@ -1,0 +1,60 @@
+"""What the documents tell one to type ends with 0, where it needs no files of the reader."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from neuron_moe.tools import cli
+from tests.repo.test_documents import DOCUMENTS, commands_of
+
+_RUN = ("explain", "inspect", "plan", "routing", "place", "generate")
+# Files of the reader, pieces of a call, and what takes minutes.
+_LEFT_OUT = re.compile(
+    r"[A-Z]{3,}|<|\.\.\.|\||nowhere|tuned\.yaml|\.corpus|trn2u|backend nki|^generate(?!.*--prompt)"
+)
+
+
+def documented() -> list[tuple[str, ...]]:
+    found = dict.fromkeys(
+        tuple(words)
+        for path in DOCUMENTS
+        for words in commands_of(path.read_text())
+        if words[0] in _RUN and len(words) > 1 and not _LEFT_OUT.search(" ".join(words))
+    )
+    return list(found)
+
+
+def test_commands_are_found() -> None:
+    assert {words[0] for words in documented()} >= {"explain", "inspect", "plan", "routing"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", documented(), ids=" ".join)
+def test_a_documented_command_runs(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").symlink_to(root / "models")
+    (tmp_path / "traces").mkdir()
+    recorded = root / "models" / "tiny_gpt_oss" / "traces" / "code.npz"
+    (tmp_path / "traces" / "all.npz").symlink_to(recorded)
+    assert cli.main([*words]) == 0
+
+
+@pytest.mark.slow
+def test_the_page_about_tuning_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = next(path for path in DOCUMENTS if path.name == "tuning.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    asked = [words for words in commands_of(page) if words[0] in ("tune", "explain")]
+    assert asked[0][0] == "tune"
+    for words in asked:
+        if len(words) > 1 and "..." not in words:
+            assert cli.main(words) == 0
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    found: dict[str, object] = {}
+    exec(code, found)
+    assert "config" in found
