@@ -21,6 +21,7 @@ SBUF_BYTES: Final = TRN2.sbuf_usable_bytes_per_partition
 BANKS: Final = TRN2.psum_banks
 BANK_BYTES: Final = TRN2.psum_bank_bytes  # per partition
 BANK_FLOATS: Final = BANK_BYTES // 4
+GPSIMD_BYTES: Final = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 
 # The compiler aligns what it places: where SBUF is filled to the brim, whole KiB are counted on.
 FITTED_SBUF_BYTES: Final = SBUF_BYTES // 1024 * 1024

@@ -15,12 +15,14 @@ from nki_kernels.common.memory import Tiles, allocate, allocate_rows
 from nki_kernels.common.mx import bias_tile
 from nki_kernels.common.tiles import make_tiles
 from nki_kernels.decode.config import (
-    OUT_BANKS,
     DecodeConfig,
     accumulator_banks,
     extra_floats,
     is_mx,
     item_bytes,
+    out_banks,
+    tiles_beside_columns,
+    tiles_in_bank,
     weighs_inner,
 )
 from nki_kernels.decode.items import mx_form, packed_shapes
@@ -108,6 +110,7 @@ class DecodeBuffers(NKIObject):
             next, (1, 1) each.
         weights, inputs: columns of the trip's experts, per 128 tokens [tokens, unroll].
         scratch: banks of y^T on their way to sums in SBUF.
+        halves: projections for the other core, and from it; none if no expert is shared by halves.
         ones: [128, 128].
         mx: quantised activations.
     """
@@ -132,6 +135,7 @@ class DecodeBuffers(NKIObject):
     weights: list[nl.NkiTensor]
     inputs: list[nl.NkiTensor]
     scratch: list[nl.NkiTensor]
+    halves: list[nl.NkiTensor]
     ones: nl.NkiTensor
     mx: MxBuffers
 
@@ -234,6 +238,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         weights=_per_token(config, table.weights),
         inputs=_per_token(config, table.inputs),
         scratch=allocate(table.scratch),
+        halves=allocate(table.halves),
         ones=ones_sb,
         mx=_make_mx_buffers(config, inner),
     )
@@ -266,24 +271,29 @@ def _by_tile(inner: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
 def _share_banks(config: DecodeConfig, sums: SumBuffers) -> ExpertBanks:
     """Return who works in which of the banks that `sums` leaves.
 
-    Columns [128, T] in the last bank; projections [128, 2 T] in it too if there is no other.
+    Columns [128, T] in the last bank; projections [128, 2 T] in it too if the others do not do.
     """
     T, work_ps = config.T, sums.work_ps
     last_ps = work_ps[len(work_ps) - 1 : len(work_ps)]
-    inner_banks, out_ps = last_ps, work_ps[0:0]
+    banks_ps, out_ps = last_ps, work_ps[0:0]
     if not config.sums_in_psum:
-        inner_banks, out_ps = work_ps[OUT_BANKS : BANKS - 1], work_ps[0:OUT_BANKS]
+        banks_ps, out_ps = work_ps[out_banks(config) : BANKS - 1], work_ps[0 : out_banks(config)]
     elif len(work_ps) > 1:
-        inner_banks = work_ps[0 : len(work_ps) - 1]
-    count = 2 if len(inner_banks) == 1 and 4 * T <= BANK_FLOATS else 1
+        banks_ps = work_ps[0 : len(work_ps) - 1]
+    count = 2 if len(banks_ps) == 1 and 4 * T <= BANK_FLOATS else 1
+    inner_ps = _parts(banks_ps, 2 * T, count)
+    used = 4 * T if len(work_ps) == 1 else 0
+    if config.parts > 1:
+        # All tiles of a chunk are under way at once.
+        beside = tiles_beside_columns(config)
+        apart = _parts(banks_ps, 2 * T, tiles_in_bank(config)) if len(work_ps) > 1 else []
+        inner_ps = apart + _parts(last_ps, 2 * T, beside)
+        used = beside * 2 * T
     column_ps = _from_end(last_ps[0], T, 0)
     input_ps = column_ps
-    used = 4 * T if len(work_ps) == 1 else 0
     if config.scaling == "pre" and weighs_inner(config) and used + 4 * T <= BANK_FLOATS:
         input_ps = _from_end(last_ps[0], T, 2)
-    return ExpertBanks(
-        _parts(inner_banks, 2 * T, count), column_ps, input_ps, out_ps, inner_banks[0]
-    )
+    return ExpertBanks(inner_ps, column_ps, input_ps, out_ps, banks_ps[0])
 
 
 def _beside_weights(

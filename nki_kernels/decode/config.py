@@ -12,16 +12,17 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.mx import is_mx_format, mx_chunks
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
-OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF
+_OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF, at most
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
+ASKING_TOKENS = 128  # up to here rows of tokens and the first weights are on chip together
 UNROLLED_ENTRIES = 8  # entries of a core that are written out rather than looped over
 _MAX_GROUP = 4  # chunks
 _MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
@@ -80,7 +81,9 @@ class DecodeRequest(NKIObject):
         scaling: what the affinity multiplies: the expert's output (post), its input (pre), nothing
             (none).
         output_dtype: float32 or bfloat16.
-        chunks: parts of an expert's intermediate axis, each loaded and used as one item; 0: auto.
+        chunks: equal pieces of an expert's intermediate axis, computed in turn; 0: auto.
+        parts: of a chunk, loaded in turn: gate and up by rows of the hidden axis, down by rows of
+            the chunk; 0: auto.
         weight_buffers: items whose weights fit on chip at once, a power of two; 0: auto.
         front_ns: time until the choices are on chip, where the same launch makes them.
         sums: where y is added up: PSUM if it fits (auto), or float32 in SBUF, for a compiler that
@@ -98,6 +101,7 @@ class DecodeRequest(NKIObject):
     scaling: str = "post"
     output_dtype: str = "float32"
     chunks: int = 0
+    parts: int = 0
     weight_buffers: int = 0
     front_ns: float = 0.0
     sums: str = "auto"
@@ -122,6 +126,7 @@ class DecodeConfig(NKIObject):
         reason: why mode and shard are what they are, in a sentence.
         is_unrolled: whether there is no loop at run time; entries past the end of a list load
             what `missing` says and count for nothing.
+        parts: of a chunk; an item is one of them.
         chip: what its choices were made for.
     """
 
@@ -147,6 +152,7 @@ class DecodeConfig(NKIObject):
     reason: str = ""
     is_unrolled: bool = False
     missing: str = "skip"
+    parts: int = 1
     chip: str = "trn2"
 
 
@@ -190,6 +196,11 @@ def list_width(config: DecodeConfig) -> int:
     if config.mode == "all":
         return config.E
     return min(config.E, config.T * config.K)
+
+
+def is_direct_in(config: DecodeConfig) -> bool:
+    """Whether tokens are loaded as x^T, without turning them."""
+    return config.h_axis.is_strided and config.T <= DIRECT_IN
 
 
 def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
@@ -276,9 +287,51 @@ def weighs_inner(config: DecodeConfig) -> bool:
     return config.scaling != "pre" or formula.has_gate_up_bias or not zero_stays
 
 
+def shares_halves(config: DecodeConfig) -> bool:
+    """Whether an expert that the cores share is cut by rows, not by chunks.
+
+    Each core projects half of the hidden axis in; they exchange and add the projections, and each
+    projects half of the intermediate axis out.
+    """
+    return splits_experts(config) and config.chunks == 1 and config.parts % 2 == 0
+
+
+def tiles_in_bank(config: DecodeConfig) -> int:
+    """Return the tiles of gate and up projections that a PSUM bank holds."""
+    return BANK_FLOATS // (2 * config.T)
+
+
+def out_banks(config: DecodeConfig) -> int:
+    """Return the PSUM banks for an expert's y^T where it is added up in SBUF."""
+    if config.parts == 1:
+        return _OUT_BANKS
+    return min(_OUT_BANKS, BANKS - 1 - -(-config.i_axis.count // tiles_in_bank(config)))
+
+
+def tiles_beside_columns(config: DecodeConfig) -> int:
+    """Return the tiles of projections of a chunk in parts for which only the last bank is left."""
+    held = accumulator_banks(config) if config.sums_in_psum else out_banks(config)
+    return max(0, config.i_axis.count - (BANKS - 1 - held) * tiles_in_bank(config))
+
+
 def holds_expert(config: DecodeConfig) -> bool:
     """Whether an expert's part of y^T is added up in PSUM before it goes to the sums in SBUF."""
-    return not config.sums_in_psum and accumulator_banks(config) <= OUT_BANKS
+    return not config.sums_in_psum and accumulator_banks(config) <= out_banks(config)
+
+
+def most_exchanged(config: DecodeConfig) -> int:
+    """Return the most tiles of I that a core has of an expert shared by halves."""
+    return -(-config.i_axis.count // 2)
+
+
+def most_tiles(axis: AxisTiles, config: DecodeConfig) -> int:
+    """Return the tiles of an axis in the largest part of a chunk."""
+    return -(-axis.count // config.parts)
+
+
+def tiles_of_part(axis: AxisTiles, config: DecodeConfig, part: int) -> tuple[int, int]:
+    """Return the first tile of an axis in a part of a chunk, and the first behind it."""
+    return axis.count * part // config.parts, axis.count * (part + 1) // config.parts
 
 
 def keeps_scales(config: DecodeConfig) -> bool:
@@ -286,15 +339,15 @@ def keeps_scales(config: DecodeConfig) -> bool:
 
     They lie in the buffer of its first chunk, and the sums are made after its last.
     """
-    items = config.unroll * config.chunks
-    return config.weights.down_scale == "channel" and items > config.weight_buffers
+    return config.weights.down_scale == "channel"
 
 
 def group_size(config: DecodeConfig) -> int:
     """Return the most chunks of an expert whose down projections go to the sums at once."""
     if config.sums_in_psum or holds_expert(config):
         return 1
-    return max(1, min(config.chunks, config.weight_buffers // 2, _MAX_GROUP))
+    together = config.chunks if config.parts == 1 else config.parts
+    return max(1, min(together, config.weight_buffers // 2, _MAX_GROUP))
 
 
 def item_bytes(config: DecodeConfig) -> int:

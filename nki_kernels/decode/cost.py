@@ -5,15 +5,16 @@ from __future__ import annotations
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.decode.config import (
-    DIRECT_IN,
     DIRECT_OUT,
     DecodeConfig,
     accumulator_banks,
     is_direct,
+    is_direct_in,
     is_mx,
     item_bytes,
     joins_projections,
     list_width,
+    shares_halves,
     weighs_inner,
 )
 from nki_kernels.decode.items import packed_shapes
@@ -38,6 +39,8 @@ def cost_decode_moe(config: DecodeConfig, touched: int) -> KernelCost:
     for core in range(config.num_cores):
         entries, items, biases = _share(config, experts, core)
         read += items * _item_bytes(config)
+        if core > 0 and shares_halves(config):
+            read += experts % 2 * _extra_bytes(config)
         if config.formula.has_down_bias:
             read += biases * H * _BFLOAT16_BYTES
             columns += biases * config.h_axis.count * T
@@ -51,7 +54,10 @@ def cost_decode_moe(config: DecodeConfig, touched: int) -> KernelCost:
 
 
 def _share(config: DecodeConfig, experts: int, core: int) -> tuple[int, int, int]:
-    """Return list entries, items and first chunks of experts that a core computes."""
+    """Return list entries, chunks and first chunks of experts that a core computes.
+
+    What is shared by halves counts as core 0's.
+    """
     chunks = config.chunks
     if config.num_cores == 1:
         return experts, experts * chunks, experts
@@ -60,21 +66,27 @@ def _share(config: DecodeConfig, experts: int, core: int) -> tuple[int, int, int
     if config.shard == "intermediate":
         return experts, experts * half, experts * has_first
     pairs, odd = experts // 2, experts % 2
-    shared = odd if half > 0 else 0
+    shared = odd if half > 0 or shares_halves(config) else 0
     return pairs + shared, pairs * chunks + odd * half, pairs + odd * has_first
 
 
 def _item_bytes(config: DecodeConfig) -> int:
-    """Return the bytes of an item but for the down bias."""
+    """Return the bytes of a chunk but for the down bias."""
     H, size, item = config.H, config.i_axis.size, item_bytes(config)
     if config.weights.layout == "packed":
         return sum(rows * run for rows, run in packed_shapes(config)) * item
-    words = 2 * size * (int(config.formula.has_gate_up_bias) + int(config.weights.has_scales))
-    if config.weights.down_scale == "channel":
-        words += H
-    elif config.weights.down_scale == "expert":
+    return 3 * H * size * item + _extra_bytes(config)
+
+
+def _extra_bytes(config: DecodeConfig) -> int:
+    """Return the bytes that are loaded beside the plain weights of a chunk."""
+    formula, weights = config.formula, config.weights
+    words = 2 * config.i_axis.size * (int(formula.has_gate_up_bias) + int(weights.has_scales))
+    if weights.down_scale == "channel":
+        words += config.H
+    elif weights.down_scale == "expert":
         words += PARTITIONS
-    return 3 * H * size * item + words * _WORD_BYTES
+    return words * _WORD_BYTES
 
 
 def _products_of_item(config: DecodeConfig) -> int:
@@ -102,7 +114,7 @@ def _columns_of_ends(config: DecodeConfig, core: int) -> int:
         columns += tiles * config.E
     if not is_direct(config):
         columns += list_width(config)
-    if not (axis.is_strided and T <= DIRECT_IN):
+    if not is_direct_in(config):
         columns += axis.count * T
     if config.sums_in_psum:
         columns += accumulator_banks(config) * BANK_FLOATS

@@ -8,23 +8,20 @@ other halves of their partial sums.
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
-from nki_kernels.decode.config import DIRECT_IN, DecodeConfig, is_direct_out, tiles_per_bank
+from nki_kernels.decode.config import DecodeConfig, is_direct_in, is_direct_out, tiles_per_bank
 from nki_kernels.decode.memory import ends_table, token_table
 
-_GPSIMD_BYTES = 512  # a partition may exchange through GpSimd (nki.isa.sendrecv)
 
-
-def load_tokens(config: DecodeConfig, sums: SumBuffers, hidden: nl.NkiTensor) -> nl.NkiTensor:
-    """Load [T, H] tokens from HBM; return x^T as a [h, H/h, T] view."""
-    h_axis = config.h_axis
-    if h_axis.is_strided and config.T <= DIRECT_IN:
-        turned_sb = allocate(token_table(config).turned)[0]
-        _load_directly(config, turned_sb, hidden, 0)
-        return turned_sb.permute((0, 2, 1))
+def load_tokens(config: DecodeConfig, hidden: nl.NkiTensor) -> list[nl.NkiTensor]:
+    """Load [T, H] tokens from HBM, in tiles of at most 128; a few directly as [h, T, H/h]."""
+    if is_direct_in(config):
+        spread_sb = allocate(token_table(config).turned)[0]
+        _load_directly(config, spread_sb, hidden, 0)
+        return [spread_sb]
     tiles = []
     for first in range(0, config.T, PARTITIONS):
         size = min(PARTITIONS, config.T - first)
@@ -35,14 +32,16 @@ def load_tokens(config: DecodeConfig, sums: SumBuffers, hidden: nl.NkiTensor) ->
             dge_mode=nisa.dge_mode.none,
         )
         tiles.append(rows_sb)
-    return _turn_tokens(config, sums, tiles)
+    return tiles
 
 
-def _turn_tokens(
+def turn_tokens(
     config: DecodeConfig, sums: SumBuffers, row_tiles: list[nl.NkiTensor]
 ) -> nl.NkiTensor:
-    """Return x^T [h, H/h, T] of rows [tokens, H] in tiles of at most 128 tokens."""
+    """Return x^T as a [h, H/h, T] view of what `load_tokens` gives."""
     h_axis = config.h_axis
+    if is_direct_in(config):
+        return row_tiles[0].permute((0, 2, 1))
     turned_sb = allocate(token_table(config).turned)[0]
     banks = []
     # The last bank is left to the routing, which goes on at the same time.
@@ -127,7 +126,7 @@ def _add_other_half(
     # Both sides of an exchange have the same layout, with the same gaps.
     apart_sb = allocate(ends_table(config).received)[0]
     received_sb = apart_sb[0:rows, 0:count, 0:size]
-    by_gpsimd = count * size * 4 <= _GPSIMD_BYTES
+    by_gpsimd = count * size * 4 <= GPSIMD_BYTES
     nisa.sendrecv(
         src=sums.total_sb[0:rows, 0:count, theirs : theirs + size],
         dst=received_sb,

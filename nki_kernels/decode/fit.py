@@ -14,6 +14,7 @@ from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, core, fitted_sbuf_bytes
 from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.decode.config import (
+    ASKING_TOKENS,
     DecodeConfig,
     DecodeRequest,
     accumulator_banks,
@@ -24,8 +25,12 @@ from nki_kernels.decode.config import (
     item_bytes,
     joins_projections,
     list_width,
+    out_banks,
     packed_chunks,
     read_ahead,
+    shares_halves,
+    tiles_beside_columns,
+    weighs_inner,
 )
 from nki_kernels.decode.items import mx_form, packed_shapes
 from nki_kernels.decode.memory import (
@@ -39,10 +44,12 @@ from nki_kernels.decode.memory import (
 # Simulated with these kernels.
 _ACTIVATE_NS = 1500.0  # from the last projection to the inner activations
 _LIST_NS = 4500.0  # from the index to the first transfer of weights
+_EXCHANGE_NS = 4000.0  # for the projections of an expert that the cores share by halves
 _ALL_MARGIN = 1.025  # where a list costs less than that, a rare skew wins more
 
 SMALL_TILES_BYTES = 4 * 1024  # identities, constants, counters
 _MAX_CHUNKS = 512
+_BUFFERS = 4  # that keep the memory busy over the edge of a loop
 _MAX_ACCUMULATOR_BANKS = 7  # one bank is left for the projections into I
 
 
@@ -79,6 +86,8 @@ def sbuf_bytes(config: DecodeConfig) -> int:
         # What lies beside the weights has tiles of its own there, small ones.
         experts += config.weight_buffers * 4 * extra_floats(config)
     at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.turned)
+    if config.T <= ASKING_TOKENS:
+        experts += tiles_bytes(ends.loaded)
     at_last = table_bytes(ends) - tiles_bytes(ends.loaded) + tiles_bytes(tokens.total)
     passing = _passing_floats(config) * 4
     return max(experts, at_first, at_last) + SMALL_TILES_BYTES + table_bytes(routing) + passing
@@ -87,7 +96,9 @@ def sbuf_bytes(config: DecodeConfig) -> int:
 def _passing_floats(config: DecodeConfig) -> int:
     """Return the numbers that listing and weighing experts hold for a moment."""
     width, E = list_width(config), config.E
-    return 3 * width + 2 * read_ahead(config) + E + -(-config.T // PARTITIONS) * (2 * E + 32)
+    rules = 3 * (config.unroll + 2) + 2 * (width + read_ahead(config))
+    passing = 3 * width + 2 * read_ahead(config) + E + rules
+    return passing + -(-config.T // PARTITIONS) * (2 * E + 32)
 
 
 def _fits_psum(config: DecodeConfig) -> bool:
@@ -96,6 +107,13 @@ def _fits_psum(config: DecodeConfig) -> bool:
     if config.weights.down_scale == "channel" or banks > _MAX_ACCUMULATOR_BANKS:
         return False
     return banks < _MAX_ACCUMULATOR_BANKS or 6 * config.T <= BANK_FLOATS
+
+
+def _holds_projections(config: DecodeConfig) -> bool:
+    """Whether PSUM holds all projections of a chunk in parts beside what else is in it."""
+    columns = 2 * int(config.scaling == "pre" and weighs_inner(config)) + 2
+    beside = 2 * tiles_beside_columns(config)
+    return out_banks(config) > 0 and (columns + beside) * config.T <= BANK_FLOATS
 
 
 def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
@@ -108,7 +126,6 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     Raises:
         ValueError: nothing fits.
     """
-    draft = replace(draft, sums_in_psum=request.sums == "auto" and _fits_psum(draft))
     modes = ("selective", "all") if draft.mode == "auto" else (draft.mode,)
     shards = ("experts", "intermediate") if draft.shard == "auto" else (draft.shard,)
     touched = skewed_experts(draft) if draft.mode == "auto" else expected_experts(draft)
@@ -116,7 +133,7 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     best_ns = float("inf")
     for mode in modes:
         for shard in shards:
-            found = _first_that_fits(replace(draft, mode=mode, shard=shard), request)
+            found = _best_that_fits(replace(draft, mode=mode, shard=shard), request, touched)
             if found is None:
                 continue
             found_ns = decode_ns(found, touched)
@@ -135,21 +152,65 @@ def fit_decode(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig:
     return replace(best, reason=_reason(best, _list_ns(best) + request.front_ns))
 
 
-def _first_that_fits(draft: DecodeConfig, request: DecodeRequest) -> DecodeConfig | None:
-    """Return the configuration with the fewest chunks that fits, and then the most buffers."""
+def _best_that_fits(
+    draft: DecodeConfig, request: DecodeRequest, touched: float
+) -> DecodeConfig | None:
+    """Return the configuration with the least estimated time among those that fit.
+
+    Of equal ones it is that with the fewest chunks and parts, and then the most buffers.
+    """
+    best: DecodeConfig | None = None
+    best_ns = float("inf")
     for chunks in _chunk_counts(draft, request.chunks):
-        for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
-            candidate = _with_chunks(draft, chunks, buffers)
-            if sbuf_bytes(candidate) <= fitted_sbuf_bytes(draft.chip):
-                return candidate
+        found = False
+        for parts in _part_counts(draft, chunks, request.parts):
+            candidate = _first_that_fits(draft, request, chunks, parts)
+            if candidate is None:
+                continue
+            found = True
+            candidate_ns = decode_ns(candidate, touched)
+            if candidate_ns < best_ns:
+                best, best_ns = candidate, candidate_ns
+        if found and chunks > 1:
+            break
+    return best
+
+
+def _first_that_fits(
+    draft: DecodeConfig, request: DecodeRequest, chunks: int, parts: int
+) -> DecodeConfig | None:
+    """Return the configuration with the most buffers that fits."""
+    for buffers in (request.weight_buffers,) if request.weight_buffers else (8, 4, 2):
+        candidate = _with_chunks(draft, chunks, parts, buffers)
+        if buffers > _BUFFERS and not request.weight_buffers and _waits_for_memory(candidate):
+            continue
+        for in_psum in (True, False):
+            placed = replace(candidate, sums_in_psum=in_psum)
+            if in_psum and (request.sums == "sbuf" or not _fits_psum(placed)):
+                continue
+            if parts > 1 and not _holds_projections(placed):
+                continue
+            if sbuf_bytes(placed) <= fitted_sbuf_bytes(draft.chip):
+                return placed
     return None
 
 
-def _with_chunks(config: DecodeConfig, chunks: int, weight_buffers: int) -> DecodeConfig:
+def _waits_for_memory(config: DecodeConfig) -> bool:
+    """Whether computing takes so little that longer trips of the loop gain nothing.
+
+    What is asked for ahead of the end of a list, and is not there, holds up what the cores share.
+    """
+    computing = _compute_ns(config) - _ACTIVATE_NS * core(config.chip).steps
+    return computing < _load_ns(config) / 2
+
+
+def _with_chunks(
+    config: DecodeConfig, chunks: int, parts: int, weight_buffers: int
+) -> DecodeConfig:
     """Return the configuration with other chunks; the intermediate axis is cut to match."""
-    trial = replace(config, chunks=chunks, weight_buffers=weight_buffers)
+    trial = replace(config, chunks=chunks, parts=parts, weight_buffers=weight_buffers)
     unroll = 2
-    while unroll * core_chunks(trial) < weight_buffers:
+    while unroll * core_chunks(trial) * parts < weight_buffers:
         unroll *= 2
     return replace(trial, unroll=unroll, i_axis=_chunk_axis(config, chunks))
 
@@ -159,6 +220,18 @@ def _chunk_axis(config: DecodeConfig, chunks: int) -> AxisTiles:
     if is_mx(config):
         return mx_form(replace(config, chunks=chunks)).i_axis
     return tile_axis(-(-config.I // chunks))
+
+
+def _part_counts(draft: DecodeConfig, chunks: int, parts: int) -> Iterator[int]:
+    """Yield the numbers of parts to load a chunk in, few first."""
+    i_axis = tile_axis(-(-draft.I // chunks))
+    is_even = draft.h_axis.is_strided and i_axis.is_strided
+    biases_apart = draft.weights.down_scale == "channel" and draft.formula.has_down_bias
+    can_part = draft.weights.layout == "ehi" and is_even and not biases_apart
+    most = min(draft.h_axis.count, i_axis.count) if can_part else 1
+    for count in range(1, most + 1):
+        if parts in (0, count):
+            yield count
 
 
 def _reason(config: DecodeConfig, list_ns: float) -> str:
@@ -195,11 +268,26 @@ def decode_ns(config: DecodeConfig, touched: float) -> float:
     """
     experts = float(config.E) if config.mode == "all" else max(1.0, touched)
     items = experts * config.chunks / config.num_cores
-    if config.shard == "experts" and config.chunks % config.num_cores:
-        # An odd expert is shared as well as its chunks allow; every other list has one.
-        items += 0.5 / config.num_cores
+    load, compute, chip = _load_ns(config), _compute_ns(config), core(config.chip)
     start = _list_ns(config) if config.mode == "selective" and not is_direct(config) else 0.0
-    return start + items * max(_load_ns(config), _compute_ns(config)) + _compute_ns(config)
+    if shares_halves(config):
+        start += _odd_share(config) * _EXCHANGE_NS * chip.exchanges
+    elif config.shard == "experts" and config.chunks % config.num_cores:
+        # An odd expert is shared as well as its chunks allow.
+        items += _odd_share(config) / config.num_cores
+    if not is_direct(config) and config.mode == "selective":
+        # At the end of a trip nothing is computed while the last chunk is activated.
+        compute += _ACTIVATE_NS * chip.steps / (config.unroll * core_chunks(config))
+    if config.weight_buffers < 2 * config.parts:
+        load += _ACTIVATE_NS * chip.steps  # the next chunk is not on chip before this one is done
+    return start + items * max(load, compute) + compute / config.parts
+
+
+def _odd_share(config: DecodeConfig) -> float:
+    """Return how often the cores share an expert: where it is not known, for every other list."""
+    if config.mode == "all" or is_direct(config):
+        return float(list_width(config) % config.num_cores)
+    return 0.5
 
 
 def _list_ns(config: DecodeConfig) -> float:
@@ -209,22 +297,22 @@ def _list_ns(config: DecodeConfig) -> float:
 
 
 def _load_ns(config: DecodeConfig) -> float:
-    """Return the time to load an item, both cores loading."""
+    """Return the time to load a chunk, both cores loading."""
     i_axis, item, H, chip = config.i_axis, item_bytes(config), config.H, core(config.chip)
-    runs = config.h_axis.rows + i_axis.rows
+    runs = config.parts * (config.h_axis.rows + i_axis.rows)
     size = 3 * H * i_axis.size * item
     if is_mx(config):
         size = sum(rows * run for rows, run in packed_shapes(config))
     if config.weights.layout == "ehi" and config.chunks > 1:
-        runs = 2 * H + i_axis.rows
+        runs = 2 * H + config.parts * i_axis.rows
     engines = (
         runs / chip.dma_engines * chip.dma_run_ns + size / chip.dma_engines / chip.dma_bytes_per_ns
     )
-    return max(engines, size / chip.hbm_bytes_per_ns, 2 * chip.dge_ns)
+    return max(engines, size / chip.hbm_bytes_per_ns, 2 * config.parts * chip.dge_ns)
 
 
 def _compute_ns(config: DecodeConfig) -> float:
-    """Return the time to compute an item."""
+    """Return the time to compute a chunk."""
     T, chip = config.T, core(config.chip)
     columns = max(T, chip.matmul_floor_columns)
     tiles = config.i_axis.count

@@ -61,6 +61,7 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import (
+    ASKING_TOKENS,
     UNROLLED_ENTRIES,
     DecodeConfig,
     entry_stride,
@@ -69,10 +70,10 @@ from nki_kernels.decode.config import (
     list_width,
     output_dtype,
 )
-from nki_kernels.decode.ends import finish, load_tokens
+from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
 from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
-from nki_kernels.decode.trips import look_up_first, run_trip
+from nki_kernels.decode.trips import load_first, make_first_pipeline, make_pipeline, run_trip
 
 
 @nki.jit
@@ -96,16 +97,31 @@ def decode_moe(
     index_tiles = _load_per_token(config, expert_index)
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
     sums = make_sums(config)
-    b = make_buffers(config, sums)
     affinity_tiles = _load_per_token(config, expert_affinities)
-    routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
-    if _has_loop(config):
-        look_up_first(config, b, routing)
-    turned_sb = load_tokens(config, sums, hidden)
-    start_sums(config, sums)
-    run_experts(config, b, x, turned_sb, routing, True)
+    _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
     finish(config, sums, output, core, [])
     return output
+
+
+def _add_experts(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    x: DecodeOperands,
+    hidden: nl.NkiTensor,
+    index_tiles: list[nl.NkiTensor],
+    affinity_tiles: list[nl.NkiTensor],
+    first_sb: Any,
+    core: int,
+) -> None:
+    """Make y^T of this core; all that takes place on chip but for `sums` is free again then."""
+    b = make_buffers(config, sums)
+    routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
+    asks = _has_loop(config) and config.T <= ASKING_TOKENS
+    if asks:
+        ask_first(config, b, x, routing)
+    turned_sb = turn_tokens(config, sums, load_tokens(config, hidden))
+    start_sums(config, sums)
+    run_experts(config, b, x, turned_sb, routing, asks)
 
 
 def _load_per_token(config: DecodeConfig, values: nl.NkiTensor) -> list[nl.NkiTensor]:
@@ -160,7 +176,7 @@ def run_experts(
     x: DecodeOperands,
     turned_sb: nl.NkiTensor,
     routing: Listed,
-    is_looked_up: bool = False,
+    is_asked: bool = False,
 ) -> None:
     """Add what this core computes of this rank's experts to y^T.
 
@@ -170,12 +186,12 @@ def run_experts(
         x: the experts in HBM.
         turned_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.
-        is_looked_up: whether `look_up_first` was called, if `_has_loop`.
+        is_asked: whether `ask_first` was called, if `_has_loop`.
     """
     if is_mx(config):
         quantize_tokens(config, b, turned_sb)
-    if _has_loop(config) and not is_looked_up:
-        look_up_first(config, b, routing)
+    if _has_loop(config) and not is_asked:
+        ask_first(config, b, x, routing)
     if config.is_unrolled and config.mode == "selective":
         if config.missing == "spare":
             name_an_expert(routing)
@@ -184,14 +200,30 @@ def run_experts(
     if len(routing.ends) == 0:
         _run_known(config, b, x, turned_sb, routing)
         return
-    begin: Any = 0
-    size = config.unroll
-    for end_sb in routing.ends:
-        end = nisa.register_alloc()
-        nisa.register_load(end, end_sb)
+    # A loop waits for the registers before it: each is loaded where it is needed.
+    unroll = config.unroll
+    begin = _load_end(routing, 0)
+    _loop_over(config, b, x, turned_sb, routing, 0, begin, unroll)
+    for size in range(1, unroll):
+        end = _load_end(routing, size)
         _loop_over(config, b, x, turned_sb, routing, begin, end, size)
-        begin = end
-        size = size // 2
+    if entry_stride(config) > 1:
+        begin, end = _load_end(routing, unroll), _load_end(routing, unroll + 1)
+        _loop_over(config, b, x, turned_sb, routing, begin, end, 0)
+
+
+def _load_end(routing: Listed, number: int) -> Any:
+    """Return a register with one of the ends of loops."""
+    end = nisa.register_alloc()
+    nisa.register_load(end, routing.ends[number])
+    return end
+
+
+def ask_first(config: DecodeConfig, b: DecodeBuffers, x: DecodeOperands, routing: Listed) -> None:
+    """Look up the experts of the first trip of a loop, and ask for their weights."""
+    pipeline = make_first_pipeline(config, b, routing)
+    if config.missing == "skip":
+        load_first(config, b, x, pipeline)
 
 
 def _has_loop(config: DecodeConfig) -> bool:
@@ -217,10 +249,13 @@ def _run_known(
     if _has_loop(config):
         looped = width // step * step
         _loop_over(config, b, x, turned_sb, routing, 0, looped, config.unroll)
-    for begin in range(looped, whole, step):
-        run_trip(config, b, x, turned_sb, routing, begin, min(whole - begin, step) // stride)
+    if looped < whole:
+        pipeline = make_pipeline(config, b, routing, looped, (whole - looped) // stride)
+        pipeline.is_ahead = looped > 0 and config.missing == "skip"
+        run_trip(config, b, x, turned_sb, routing, pipeline)
     for begin in range(whole, width):
-        run_trip(config, b, x, turned_sb, routing, begin, 0)
+        shared = make_pipeline(config, b, routing, begin, 0)
+        run_trip(config, b, x, turned_sb, routing, shared)
 
 
 def _loop_over(
@@ -235,10 +270,13 @@ def _loop_over(
 ) -> None:
     """Loop over trips of `size` entries of every core, from list position `begin` to `end`.
 
-    Size 0 is for an entry that the cores share.
+    Size 0 is for an entry that the cores share. What another trip follows is of the full size.
     """
 
     def one_trip(position: Any) -> None:
-        run_trip(config, b, x, turned_sb, routing, position, size)
+        pipeline = make_pipeline(config, b, routing, position, size)
+        pipeline.is_followed = size == config.unroll
+        pipeline.is_ahead = size > 0 and config.missing == "skip"
+        run_trip(config, b, x, turned_sb, routing, pipeline)
 
     nl.fori_loop(begin, end, one_trip, step=max(1, entry_stride(config) * size))

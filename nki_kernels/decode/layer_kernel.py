@@ -54,6 +54,7 @@ from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
+    SumBuffers,
     make_buffers,
     make_sums,
     routing_bank,
@@ -135,15 +136,8 @@ def decode_layer(
     )
     first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
     sums = make_sums(moe)
-    b = make_buffers(moe, sums)
-    shared_tiles = []
-    if config.form.shared_width > 0:
-        shared_tiles.append(load_shared(config.shared, sums, shared_gate_up, shared_down, core))
-    routed = _route(config, front, b, first_sb, core)
-    start_sums(moe, sums)
-    for part_tiles in shared_tiles:
-        run_shared(config.shared, part_tiles, routed.x_sb, routed.gate_rows, core)
-    run_experts(moe, b, x, routed.x_sb, routed.routing)
+    shared = [shared_gate_up, shared_down]
+    routed = _add_experts(config, front, sums, x, shared, first_sb, core)
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
@@ -153,6 +147,29 @@ def decode_layer(
     affinities = _store_routing(config, routed.affinity_tiles, nl.float32, core)
     index = _store_routing(config, routed.index_tiles, nl.int32, core)
     return output, affinities, index
+
+
+def _add_experts(
+    config: LayerConfig,
+    front: Front,
+    sums: SumBuffers,
+    x: DecodeOperands,
+    shared: list[Any],
+    first_sb: Any,
+    core: int,
+) -> RoutedTokens:
+    """Route the tokens and make y^T of this core; the experts' place is free again then."""
+    moe = config.moe
+    b = make_buffers(moe, sums)
+    shared_tiles = []
+    if config.form.shared_width > 0:
+        shared_tiles.append(load_shared(config.shared, sums, shared[0], shared[1], core))
+    routed = _route(config, front, b, first_sb, core)
+    start_sums(moe, sums)
+    for part_tiles in shared_tiles:
+        run_shared(config.shared, part_tiles, routed.x_sb, routed.gate_rows, core)
+    run_experts(moe, b, x, routed.x_sb, routed.routing)
+    return routed
 
 
 def _load_front(

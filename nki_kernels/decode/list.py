@@ -22,6 +22,7 @@ from nki_kernels.decode.config import (
     entry_stride,
     is_direct,
     list_width,
+    read_ahead,
 )
 from nki_kernels.decode.memory import routing_table
 
@@ -36,9 +37,11 @@ class Listed(NKIObject):
 
     Attributes:
         list_sb: on partition 0 int32, expert of each entry, and more that no loop comes to.
-        ends: (1, 1) int32 tiles, list positions where trips of `unroll` entries end, then trips
-            of half as many, and so on, then the list; empty if its length is known, or no loop is
-            to stop there.
+        pairs_sb: the same without an entry that the cores share.
+        ends: (1, 1) int32 tiles: list positions where trips of `unroll` entries of each core end;
+            the same or, if 1, 2 .. `unroll` - 1 entries of each are left, a number behind it;
+            where what is shared begins and ends, if anything may be. Empty if the length is known,
+            or no loop is to stop there.
         local: per 128 tokens [tokens, K or more] float32, local number of each choice, from 1 on;
             the index itself if `is_direct`.
         core: number of this core.
@@ -48,6 +51,7 @@ class Listed(NKIObject):
     """
 
     list_sb: nl.NkiTensor
+    pairs_sb: nl.NkiTensor
     ends: list[nl.NkiTensor]
     local: list[nl.NkiTensor]
     core: int
@@ -84,19 +88,26 @@ def list_experts(
         nisa.tensor_scalar(
             dst=list_sb[0:1, 0:width], data=index_tiles[0], op0=nl.maximum, operand0=0.0
         )
-        return Listed(list_sb, ends, index_tiles, core, [], [])
+        return Listed(list_sb, list_sb, ends, index_tiles, core, [], [])
     if config.mode == "all":
         list_sb = allocate(routing_table(config).listed)[0]
         nisa.iota(dst=list_sb, pattern=[[1, list_sb.shape[1]]], offset=0, channel_multiplier=0)
+        pairs_sb = nl.ndarray(list_sb.shape, dtype=nl.int32, buffer=nl.sbuf)
+        nisa.iota(dst=pairs_sb, pattern=[[1, pairs_sb.shape[1]]], offset=0, channel_multiplier=0)
+        whole = width // entry_stride(config) * entry_stride(config)
+        rest_sb = pairs_sb[0:1, whole : pairs_sb.shape[1]]
+        nisa.memset(dst=rest_sb, value=_NO_ENTRY, engine=nisa.engine.gpsimd)
         local = _local_experts(config, index_tiles, first_sb)
-        return Listed(list_sb, ends, local, core, [], [])
+        return Listed(list_sb, pairs_sb, ends, local, core, [], [])
     if config.is_unrolled:
         local = _local_experts(config, index_tiles, first_sb)
-        return Listed(_find_touched(config, local, bank_ps), ends, local, core, [], [])
-    mask_sb = _loop_masks(config)
+        list_sb = _find_touched(config, local, bank_ps)
+        return Listed(list_sb, list_sb, ends, local, core, [], [])
+    rules = _loop_rules(config)
     local = _local_experts(config, index_tiles, first_sb)
     list_sb = _find_touched(config, local, bank_ps)
-    return Listed(list_sb, _loop_ends(config, list_sb, mask_sb), local, core, [], [])
+    pairs_sb = _leave_out_odd(config, list_sb, rules)
+    return Listed(list_sb, pairs_sb, _loop_ends(config, list_sb, rules), local, core, [], [])
 
 
 def _local_experts(
@@ -186,33 +197,78 @@ def _mark_chosen(expert_sb: nl.NkiTensor, local_sb: nl.NkiTensor, dtype: Any) ->
     return marked_sb
 
 
-def _loop_masks(config: DecodeConfig) -> nl.NkiTensor:
-    """Return [1, n] int32: bits of the list's length that say where the loops over trips end.
+@dataclass
+class LoopRules(NKIObject):
+    """Where loops over the list end: (length & mask) + ((length & rest) == left), [1, n] int32.
 
-    Cores that take alternate entries do so up to an even position; the last end is the list's.
+    Attributes:
+        mask_sb, rest_sb, left_sb: of every end; see `Listed`.
+        place_sb: [1, W] int32, positions of the list.
     """
-    stride = entry_stride(config)
-    masks = []
-    size = config.unroll
-    while size > 0:
-        masks.append(-(stride * size))
-        size = size // 2
+
+    mask_sb: nl.NkiTensor
+    rest_sb: nl.NkiTensor
+    left_sb: nl.NkiTensor
+    place_sb: nl.NkiTensor
+
+
+def _loop_rules(config: DecodeConfig) -> LoopRules:
+    """Return where the loops over trips end; whole pairs of entries and trips are powers of two."""
+    stride, unroll = entry_stride(config), config.unroll
+    masks, lefts = [-stride * unroll] * unroll + [-stride], list(range(unroll)) + [0]
     if stride > 1:
-        masks.append(-1)
-    mask_sb = nl.ndarray((1, len(masks)), dtype=nl.int32, buffer=nl.sbuf)
+        masks, lefts = masks + [-1], lefts + [0]
+    shape = (1, len(masks))
+    mask_sb = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
+    rest_sb = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
+    left_sb = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
+    nisa.memset(dst=rest_sb, value=stride * (unroll - 1), engine=nisa.engine.gpsimd)
     for k in range(len(masks)):
+        # No length has -1 for a rest.
+        left = stride * lefts[k] if lefts[k] > 0 else -1
         nisa.memset(dst=mask_sb[0:1, k : k + 1], value=masks[k], engine=nisa.engine.gpsimd)
-    return mask_sb
+        nisa.memset(dst=left_sb[0:1, k : k + 1], value=left, engine=nisa.engine.gpsimd)
+    wide = list_width(config) + read_ahead(config)
+    place_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.iota(dst=place_sb, pattern=[[1, wide]], offset=0, channel_multiplier=0)
+    return LoopRules(mask_sb, rest_sb, left_sb, place_sb)
+
+
+def _leave_out_odd(
+    config: DecodeConfig, touched_sb: nl.NkiTensor, rules: LoopRules
+) -> nl.NkiTensor:
+    """Return the list without an entry that the cores share: what loops ask for ahead of need."""
+    wide = rules.place_sb.shape[1]
+    length_sb = touched_sb[0:1, config.E : config.E + 1]
+    whole_sb = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    mask_sb = rules.mask_sb[0:1, config.unroll : config.unroll + 1]
+    nisa.tensor_tensor(dst=whole_sb, data1=length_sb, data2=mask_sb, op=nl.bitwise_and)
+    pairs_sb = nl.ndarray((1, wide), dtype=nl.int32, buffer=nl.sbuf)
+    end_sb = whole_sb.broadcast(1, wide)
+    nisa.tensor_tensor(dst=pairs_sb, data1=rules.place_sb, data2=end_sb, op=nl.greater_equal)
+    nisa.scalar_tensor_tensor(
+        dst=pairs_sb,
+        data=pairs_sb,
+        op0=nl.multiply,
+        operand0=float(_NO_ENTRY),
+        op1=nl.add,
+        operand1=touched_sb[0:1, 0:wide],
+    )
+    return pairs_sb
 
 
 def _loop_ends(
-    config: DecodeConfig, touched_sb: nl.NkiTensor, mask_sb: nl.NkiTensor
+    config: DecodeConfig, touched_sb: nl.NkiTensor, rules: LoopRules
 ) -> list[nl.NkiTensor]:
     """Return (1, 1) tiles with the list positions at which the loops over trips end."""
-    count = mask_sb.shape[1]
+    count = rules.mask_sb.shape[1]
     end_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
+    left_sb = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
     length_sb = touched_sb[0:1, config.E : config.E + 1].broadcast(1, count)
-    nisa.tensor_tensor(dst=end_sb, data1=length_sb, data2=mask_sb, op=nl.bitwise_and)
+    nisa.tensor_tensor(dst=left_sb, data1=length_sb, data2=rules.rest_sb, op=nl.bitwise_and)
+    nisa.tensor_tensor(dst=left_sb, data1=left_sb, data2=rules.left_sb, op=nl.equal)
+    nisa.tensor_tensor(dst=end_sb, data1=length_sb, data2=rules.mask_sb, op=nl.bitwise_and)
+    nisa.tensor_tensor(dst=end_sb, data1=end_sb, data2=left_sb, op=nl.add)
     ends = []
     for k in range(count):
         ends.append(end_sb[0:1, k : k + 1])

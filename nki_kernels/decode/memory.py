@@ -15,16 +15,19 @@ from nki_kernels.common.memory import Tiles, tiles
 from nki_kernels.common.mx import whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.decode.config import (
-    DIRECT_IN,
     DecodeConfig,
     group_size,
     is_direct,
+    is_direct_in,
     is_direct_out,
     is_mx,
     keeps_scales,
     list_width,
+    most_exchanged,
+    most_tiles,
     output_dtype,
     read_ahead,
+    shares_halves,
 )
 from nki_kernels.decode.items import packed_shapes
 
@@ -40,7 +43,7 @@ def token_table(config: DecodeConfig) -> TokenTable:
     """Return the buffers of tokens and sums."""
     rows, count, T = config.h_axis.rows, config.h_axis.count, config.T
     shape = (rows, count, T)
-    if config.h_axis.is_strided and config.T <= DIRECT_IN:
+    if is_direct_in(config):
         shape = (rows, T, count)
     return TokenTable(tiles(1, shape, nl.bfloat16), tiles(1, (rows, count, T), nl.float32))
 
@@ -65,6 +68,7 @@ class ExpertTable(NamedTuple):
     weights: Tiles
     inputs: Tiles
     scratch: Tiles
+    halves: Tiles  # projections of the other core's tiles, and those from it
 
 
 def expert_table(config: DecodeConfig) -> ExpertTable:
@@ -72,8 +76,8 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     T, count, h_axis, i_axis = config.T, config.weight_buffers, config.h_axis, config.i_axis
     formula, form, weights = config.formula, config.weights, weight_dtype(config.weights.format)
     is_packed, by_channel = form.layout == "packed", form.down_scale == "channel"
-    gate_up = (h_axis.rows, h_axis.count * 2 * i_axis.size)
-    down = (i_axis.rows, i_axis.count * config.H)
+    gate_up = (h_axis.rows, most_tiles(h_axis, config) * 2 * i_axis.size)
+    down = (i_axis.rows, most_tiles(i_axis, config) * config.H)
     inner = (i_axis.rows, i_axis.count, T)
     if is_mx(config):
         gate_up, down = packed_shapes(config)
@@ -87,6 +91,8 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     scales = (PARTITIONS, h_axis.count if by_channel else 1, 1)
     numbers = (min(T, PARTITIONS), config.unroll)
     row_tiles = -(-T // PARTITIONS)
+    halves = (i_axis.rows, most_exchanged(config), 2 * T)
+    chunks = 2 * group_size(config) if config.parts == 1 else 2
     return ExpertTable(
         gate_up=tiles(count, gate_up, weights),
         down=tiles(count, down, weights),
@@ -102,7 +108,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         kept_scale=Tiles(
             2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
         ),
-        inner=tiles(2 * group_size(config), inner, nl.bfloat16),
+        inner=tiles(chunks, inner, nl.bfloat16),
         gate=tiles(2, (i_axis.rows, T), nl.float32),
         up=tiles(2, (i_axis.rows, T), nl.float32),
         column_row=Tiles(2 if formula.has_down_bias else 0, (1, T), nl.bfloat16, 2),
@@ -112,6 +118,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
         weights=tiles(row_tiles, numbers, nl.float32),
         inputs=tiles(row_tiles, numbers, nl.float32),
         scratch=tiles(_scratch_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32),
+        halves=tiles(2 * int(shares_halves(config)), halves, nl.float32),
     )
 
 

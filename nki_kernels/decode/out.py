@@ -5,7 +5,7 @@
    scaled by channel.
 3. What does not stay in PSUM goes to the sums in SBUF (`_add_bank`).
 
-A *group* is one or more chunks of an expert that are added up in PSUM before they go to the sums.
+A *group* is one or more items of an expert that are added up in PSUM before they go to the sums.
 Where the sums are in PSUM too, or an expert's part of y^T stays there until its last chunk, a group
 is one chunk.
 """
@@ -19,12 +19,14 @@ from nki.language import NKIObject
 from nki_kernels.common.tiles import elements_of, rows_of
 from nki_kernels.decode.buffers import DecodeBuffers
 from nki_kernels.decode.config import (
-    OUT_BANKS,
     DecodeConfig,
     accumulator_banks,
     holds_expert,
     is_mx,
     keeps_scales,
+    most_tiles,
+    out_banks,
+    tiles_of_part,
     tiles_per_bank,
 )
 from nki_kernels.decode.mx_stages import multiply_words_out
@@ -34,7 +36,7 @@ _TILEWISE_TOKENS = 64  # from here on an instruction per tile of y^T costs no mo
 
 @dataclass(frozen=True)
 class Group(NKIObject):
-    """Chunks of an expert that are projected out together.
+    """Items of an expert that are projected out together.
 
     Attributes:
         item: number of the first one, for the rings.
@@ -42,6 +44,7 @@ class Group(NKIObject):
         ring: buffers of the expert's column.
         adds_bias: whether this group adds the expert's down bias.
         is_first, is_last: whether it is the first and the last group of its expert on this core.
+        after: item of the trip after whose projections in this group is projected out.
     """
 
     item: int
@@ -50,6 +53,7 @@ class Group(NKIObject):
     adds_bias: bool
     is_first: bool
     is_last: bool
+    after: int
 
 
 def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
@@ -117,7 +121,7 @@ def _out_turn(config: DecodeConfig, group: Group, number: int) -> int:
         return number
     if not holds_expert(config):
         return group.item * banks + number
-    return (group.ring * banks if 2 * banks <= OUT_BANKS else 0) + number
+    return (group.ring * banks if 2 * banks <= out_banks(config) else 0) + number
 
 
 def _multiply_out(
@@ -136,17 +140,20 @@ def _multiply_out(
         multiply_words_out(config, b, dst_ps, item, tile, adds)
         return
     down_sb = b.down[item % config.weight_buffers]
-    weights_sb = down_sb.reshape_dim(1, (i_axis.count, down_sb.shape[1] // i_axis.count))
+    most = most_tiles(i_axis, config)
+    weights_sb = down_sb.reshape_dim(1, (most, down_sb.shape[1] // most))
+    first, end = tiles_of_part(i_axis, config, item % config.parts)
+    inner_sb = b.inner[item // config.parts % len(b.inner)]
     rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
     if config.weights.layout == "packed":
         columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
-    for t in range(i_axis.count):
+    for t in range(first, end):
         depth = rows_of(i_axis, t)
         nisa.nc_matmul(
             dst=bank_ps[0:rows, begin : begin + T],
-            stationary=weights_sb[0:depth, t, columns],
-            moving=b.inner[item % len(b.inner)][0:depth, t, 0:T],
-            accumulate=t > 0 or adds,
+            stationary=weights_sb[0:depth, t - first, columns],
+            moving=inner_sb[0:depth, t, 0:T],
+            accumulate=t > first or adds,
         )
 
 

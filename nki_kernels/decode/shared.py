@@ -171,7 +171,7 @@ def run_shared(
     items = _num_items(config)
     for item in range(items):
         buffer = item % config.weight_buffers
-        project_in(config, b, turned_sb, buffer, item, 0)
-        project_out(config, b, Group(item, 1, 0, False, True, True))
+        project_in(config, b, turned_sb, buffer, item, 0, True, True)
+        project_out(config, b, Group(item, 1, 0, False, True, True, item))
         if item + config.weight_buffers < items:
             _load_item(config, tiles, item + config.weight_buffers, core)

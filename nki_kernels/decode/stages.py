@@ -1,6 +1,9 @@
 """Stages of the decode kernels: load an item of weights, project into I.
 
-An item is one chunk of one expert's intermediate axis. Its weights are stationary, all tokens move:
+A chunk is a piece of one expert's intermediate axis, an item is a chunk or a part of one: some
+rows of H of its gate and up weights, and some rows of I of its down weights. Where the chunk is the
+whole axis, a part is one run of memory per partition. The projections of a chunk are added up in
+PSUM over its parts. Weights are stationary, all tokens move:
 
     projections  [i, 2, T]    = gate_up[h, i]^T  x^T[h, T]      in PSUM
     inner        [i, T]       = act(gate) * up * weight of the token
@@ -14,10 +17,11 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.tiles import (
     Entry,
     apply_chain,
+    copy_alternating,
     elements_of,
     gate_function,
     load_halves,
@@ -32,6 +36,7 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     is_mx,
     joins_projections,
+    tiles_of_part,
     weighs_inner,
 )
 from nki_kernels.decode.mx_stages import project_words_in, quantize_inner
@@ -43,23 +48,30 @@ def load_in(
     x: DecodeOperands,
     expert: nl.NkiTensor,
     buffer: int,
-    chunk: int,
+    item: int,
+    is_last: bool,
 ) -> None:
-    """Load gate and up weights of a chunk of an expert, with what its activation needs.
+    """Load gate and up weights of an item, with the last of a chunk what its activation needs.
 
     Args:
         config, b, x: sizes, buffers, operands in HBM.
         expert: (1, 1) int32 tile.
         buffer: the weight buffer to fill.
-        chunk: part of the intermediate axis.
+        item: which of the expert's.
+        is_last: whether it is the last one of its chunk on this core.
     """
     if config.weights.layout == "packed":
-        _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), chunk)
+        _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), item)
         return
     I, i_axis = config.I, config.i_axis  # noqa: E741
-    first = chunk * i_axis.size
+    first = item // config.parts * i_axis.size
     gate_up = _entry(config, x.gate_up, expert)
-    load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
+    if config.h_axis.is_strided:
+        _load_part_in(config, b.gate_up[buffer], gate_up, first, item % config.parts)
+    else:
+        load_matrix(b.gate_up[buffer], gate_up, config.h_axis, first, 2 * I, [I, 2], i_axis.size)
+    if not is_last:
+        return
     if config.formula.has_gate_up_bias:
         bias = _entry(config, x.gate_up_bias, expert)
         load_halves(b.gate_up_bias[buffer], bias, i_axis, I, first)
@@ -80,15 +92,18 @@ def load_out(
     x: DecodeOperands,
     expert: nl.NkiTensor,
     buffer: int,
-    chunk: int,
+    item: int,
 ) -> None:
-    """Load down weights of a chunk of an expert; beside the first chunk the expert's bias."""
+    """Load down weights of an item; beside the first one the expert's bias."""
     H, i_axis, down = config.H, config.i_axis, _entry(config, x.down, expert)
+    first = item // config.parts * i_axis.size
     if config.weights.layout == "packed":
-        _load_run(b.down[buffer], down, chunk)
+        _load_run(b.down[buffer], down, item)
+    elif i_axis.is_strided:
+        _load_part_out(config, b.down[buffer], down, first, item % config.parts)
     else:
-        load_matrix(b.down[buffer], down, i_axis, chunk * i_axis.size * H, H, [1, 1], H)
-    if config.formula.has_down_bias and chunk == 0:
+        load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
+    if config.formula.has_down_bias and item == 0:
         load_rows(b.down_bias[buffer], _entry(config, x.down_bias, expert), H, 0, H)
 
 
@@ -98,11 +113,39 @@ def load_item(
     x: DecodeOperands,
     expert: nl.NkiTensor,
     buffer: int,
-    chunk: int,
+    item: int,
 ) -> None:
-    """Load all of a chunk of an expert; see `load_in`."""
-    load_in(config, b, x, expert, buffer, chunk)
-    load_out(config, b, x, expert, buffer, chunk)
+    """Load all of an item, a whole chunk; see `load_in`."""
+    load_in(config, b, x, expert, buffer, item, True)
+    load_out(config, b, x, expert, buffer, item)
+
+
+def _load_part_in(
+    config: DecodeConfig, dst_sb: nl.NkiTensor, gate_up: Entry, first: int, part: int
+) -> None:
+    """Load tiles of H of the gate and up columns from `first` on.
+
+    Whole rows lie after each other: one descriptor per partition, whether the expert is there or
+    is left out.
+    """
+    h_axis, I, columns = config.h_axis, config.I, config.i_axis.size  # noqa: E741
+    begin, end = tiles_of_part(h_axis, config, part)
+    pattern = [[h_axis.count * 2 * I, h_axis.rows], [2 * I, end - begin], [I, 2], [1, columns]]
+    if columns == I:
+        pattern = [[h_axis.count * 2 * I, h_axis.rows], [1, (end - begin) * 2 * I]]
+    part_sb = dst_sb[0 : h_axis.rows, 0 : (end - begin) * 2 * columns]
+    load_pattern(part_sb, gate_up, pattern, begin * 2 * I + first)
+
+
+def _load_part_out(
+    config: DecodeConfig, dst_sb: nl.NkiTensor, down: Entry, first: int, part: int
+) -> None:
+    """Load tiles of I of the down rows from `first` on; a partition has consecutive ones."""
+    i_axis, H = config.i_axis, config.H
+    begin, end = tiles_of_part(i_axis, config, part)
+    part_sb = dst_sb[0 : i_axis.rows, 0 : (end - begin) * H]
+    pattern = [[i_axis.count * H, i_axis.rows], [1, (end - begin) * H]]
+    load_pattern(part_sb, down, pattern, (first + begin) * H)
 
 
 def _entry(config: DecodeConfig, stack: nl.NkiTensor, expert: nl.NkiTensor) -> Entry:
@@ -165,8 +208,10 @@ def project_in(
     buffer: int,
     item: int,
     ring: int,
+    is_first: bool,
+    is_last: bool,
 ) -> None:
-    """Compute the inner activations of an item.
+    """Add an item to the projections of its chunk, and after the last one activate them.
 
     Args:
         config, b: sizes and buffers.
@@ -174,27 +219,83 @@ def project_in(
         buffer: the weight buffer.
         item: number of the item, for the rings.
         ring: buffers of the expert's column.
+        is_first, is_last: whether it is the first and the last one of its chunk.
     """
     if is_mx(config):
         _project_words_in(config, b, buffer, item, ring)
         return
     h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
-    run = h_axis.count * 2 * i_axis.size
+    begin, end = tiles_of_part(h_axis, config, item % config.parts)
+    run = (end - begin) * 2 * i_axis.size
     weights_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run].reshape_dim(
-        1, (h_axis.count, 2, i_axis.size)
+        1, (end - begin, 2, i_axis.size)
     )
+    first = item // config.parts * i_axis.count
     for tile in range(i_axis.count):
         rows, columns = rows_of(i_axis, tile), elements_of(i_axis, tile)
-        bank_ps = b.banks.inner_ps[(item * i_axis.count + tile) % len(b.banks.inner_ps)]
+        bank_ps = b.banks.inner_ps[(first + tile) % len(b.banks.inner_ps)]
         if joins_projections(config):
             gate_up_sb = b.gate_up[buffer][0 : h_axis.rows, 0:run]
             joined_sb = gate_up_sb.reshape_dim(1, (h_axis.count, 2 * rows))
-            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb)
+            _project(config, bank_ps[0 : 2 * rows, 0:T], joined_sb, turned_sb, 0, True)
             gate, up = bank_ps[0:rows, 0:T], bank_ps[rows : 2 * rows, 0:T]
         else:
             gate, up = bank_ps[0:rows, 0:T], bank_ps[0:rows, T : 2 * T]
-            _project(config, gate, weights_sb[0 : h_axis.rows, :, 0, columns], turned_sb)
-            _project(config, up, weights_sb[0 : h_axis.rows, :, 1, columns], turned_sb)
+            gate_sb = weights_sb[0 : h_axis.rows, :, 0, columns]
+            up_sb = weights_sb[0 : h_axis.rows, :, 1, columns]
+            _project(config, gate, gate_sb, turned_sb, begin, is_first)
+            _project(config, up, up_sb, turned_sb, begin, is_first)
+        if is_last:
+            _activate(config, b, gate, up, buffer, item, ring, tile)
+
+
+def project_half(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    turned_sb: nl.NkiTensor,
+    buffer: int,
+    item: int,
+    ring: int,
+    core: int,
+) -> None:
+    """Add an item to the projections of an expert that the cores share by halves.
+
+    After the last one the cores exchange projections of each other's tiles of I, add them to their
+    own and activate those.
+
+    Args:
+        config, b: sizes and buffers.
+        turned_sb: x^T, [h, H/h, T] view.
+        buffer: the weight buffer.
+        item: number of the item, from that of this core's first part on.
+        ring: buffers of the expert's column.
+        core: number of this core.
+    """
+    half = config.parts // 2
+    first = core * half
+    project_in(config, b, turned_sb, buffer, item, ring, item == first, False)
+    if item < first + half - 1:
+        return
+    T, rows, middle = config.T, config.i_axis.rows, tiles_of_part(config.i_axis, config, half)[0]
+    begin, end = (0, middle) if core == 0 else (middle, config.i_axis.count)
+    theirs = middle if core == 0 else 0
+    sent_sb, received_sb = b.halves[0], b.halves[1]
+    for k in range(config.i_axis.count - (end - begin)):
+        copy_alternating(sent_sb[0:rows, k], b.banks.inner_ps[theirs + k][0:rows, 0 : 2 * T], k)
+    by_gpsimd = sent_sb.shape[1] * 2 * T * 4 <= GPSIMD_BYTES
+    nisa.sendrecv(
+        src=sent_sb,
+        dst=received_sb,
+        send_to_rank=1 - core,
+        recv_from_rank=1 - core,
+        pipe_id=0,
+        dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
+    )
+    for tile in range(begin, end):
+        sum_sb = received_sb[0:rows, tile - begin]
+        own_ps = b.banks.inner_ps[tile][0:rows, 0 : 2 * T]
+        nisa.tensor_tensor(dst=sum_sb, data1=own_ps, data2=sum_sb, op=nl.add)
+        gate, up = sum_sb[0:rows, 0:T], sum_sb[0:rows, T : 2 * T]
         _activate(config, b, gate, up, buffer, item, ring, tile)
 
 
@@ -213,17 +314,22 @@ def _project_words_in(
 
 
 def _project(
-    config: DecodeConfig, dst_ps: nl.NkiTensor, weights_sb: nl.NkiTensor, turned_sb: nl.NkiTensor
+    config: DecodeConfig,
+    dst_ps: nl.NkiTensor,
+    weights_sb: nl.NkiTensor,
+    turned_sb: nl.NkiTensor,
+    first: int,
+    is_first: bool,
 ) -> None:
-    """Multiply [h, H/h, i] weights with the tokens, [i, T]."""
-    h_axis, columns = config.h_axis, weights_sb.shape[2]
-    for t in range(h_axis.count):
-        depth = rows_of(h_axis, t)
+    """Multiply [h, n, i] weights of the tiles of H from `first` on with the tokens, [i, T]."""
+    count, columns = weights_sb.shape[1], weights_sb.shape[2]
+    for t in range(count):
+        depth = rows_of(config.h_axis, first + t)
         nisa.nc_matmul(
             dst=dst_ps,
             stationary=weights_sb[0:depth, t, 0:columns],
-            moving=turned_sb[0:depth, t, 0 : config.T],
-            accumulate=t > 0,
+            moving=turned_sb[0:depth, first + t, 0 : config.T],
+            accumulate=t > 0 or not is_first,
         )
 
 
@@ -239,7 +345,8 @@ def _activate(
 ) -> None:
     """Turn the projections of one tile into inner activations, times the tokens' weights."""
     T, rows = config.T, rows_of(config.i_axis, tile)
-    turn = (item * config.i_axis.count + tile) % 2
+    chunk = item // config.parts
+    turn = (chunk * config.i_axis.count + tile) % 2
     gate_sb, up_sb = b.gate[turn][0:rows, 0:T], b.up[turn][0:rows, 0:T]
     if config.scaling == "pre":
         _scale_input(config, b, gate_sb, gate, buffer, ring, tile, 0)
@@ -247,7 +354,7 @@ def _activate(
         gate, up = gate_sb, up_sb
     _activate_gate(config, b, gate_sb, gate, buffer, tile)
     operators, operands = _chain(config, b, buffer, tile, 1)
-    inner_sb = b.inner[item % len(b.inner)][0:rows, tile, 0:T]
+    inner_sb = b.inner[chunk % len(b.inner)][0:rows, tile, 0:T]
     if config.weights.down_scale == "expert":
         operators.append(nl.multiply)
         operands.append(b.down_scale[buffer][0:rows, 0, 0:1])

@@ -74,7 +74,7 @@ def prefill(rng: random.Random, **given: Any) -> Trial:
 def decode(rng: random.Random, **given: Any) -> Trial:
     """Return a decode of random size."""
     tokens = rng.choice((6, 16, 33))
-    case = Decode(tokens, 192, 60, 7, 2, seed=rng.randrange(99), **given)
+    case = Decode(tokens, 192, given.pop("width", 60), 7, 2, seed=rng.randrange(99), **given)
     return case.launch, lambda run: run.outputs.astype(np.float64), case.expected(), TOLERANCE
 
 
@@ -121,6 +121,10 @@ TRIALS: dict[str, Callable[[random.Random], Trial]] = {
     "decode": lambda rng: decode(rng, options={"mode": "selective"}),
     "decode with biases": lambda rng: decode(
         rng, has_bias=True, options={**GPT_OSS, "mode": "selective"}
+    ),
+    "decode in trips": lambda rng: decode(rng, options={"mode": "selective", "weight_buffers": 2}),
+    "decode by halves": lambda rng: decode(
+        rng, width=192, options={"mode": "selective", "chunks": 1, "parts": 2}
     ),
     "decode of all": lambda rng: decode(rng, options={"mode": "all"}),
     "index": index,
@@ -402,7 +406,11 @@ FAULTS: dict[str, Fault] = {
         "                operand0=0.0,\n            )\n        return local",
     ),
     "down-weights-not-loaded": Fault(
-        "decode", TRIPS, "    _load_item_out(config, b, x, pipeline, ahead - 1)\n", "", E
+        "decode",
+        TRIPS,
+        "            _load_item_out(config, b, x, pipeline, begin + turn - config.parts)",
+        "            pass",
+        E,
     ),
     "column-of-the-first-entry": Fault(
         "decode",
@@ -413,12 +421,22 @@ FAULTS: dict[str, Fault] = {
         "nisa.",
     ),
     "experts-not-looked-up": Fault(
-        "decode",
+        "decode in trips",
         TRIPS,
-        "        _look_up(config, b.expert_in[entry], routing, position, entry, size)",
+        "        _look_up_entries(config, b, routing, pipeline, b.expert_in, -1)",
         "        pass",
-        E,
-        "nisa.",
+    ),
+    "next-weights-not-asked-for": Fault(
+        "decode in trips",
+        TRIPS,
+        "        return item % config.weight_buffers\n    return -1",
+        "        return -1\n    return -1",
+    ),
+    "parts-not-exchanged-between-cores": Fault(
+        "decode by halves",
+        "decode/stages.py",
+        "        nisa.tensor_tensor(dst=sum_sb, data1=own_ps, data2=sum_sb, op=nl.add)",
+        "        nisa.tensor_copy(dst=sum_sb, src=own_ps)",
     ),
     "sums-of-one-core": Fault(
         "decode",

@@ -56,11 +56,11 @@ ROWS = (
     Row("prefill", "llama4-scout", 1024, "skewed", (461.308,)),
     Row("prefill", "qwen3-30b", 1024, "skewed", (517.867,)),
     Row("prefill", "mixtral-8x7b", 1024, "skewed", (1045.395,)),
-    Row("decode", "gpt-oss-120b", 4, "uniform", (147.163, 152.751)),
-    Row("decode", "gpt-oss-20b", 64, "zipf", (165.538, 176.340), "fp8"),
+    Row("decode", "gpt-oss-120b", 4, "uniform", (150.900, 157.398)),
+    Row("decode", "gpt-oss-20b", 64, "zipf", (172.918, 179.343), "fp8"),
     Row("decode", "llama4-maverick", 1, "uniform", (11.709, 17.217), "fp8"),
-    Row("decode", "qwen3-30b", 16, "zipf", (126.583, 133.232)),
-    Row("decode", "deepseek-v3", 4, "uniform", (134.055, 144.051), "fp8"),
+    Row("decode", "qwen3-30b", 16, "zipf", (127.472, 133.767)),
+    Row("decode", "deepseek-v3", 4, "uniform", (132.186, 142.291), "fp8"),
     Row("decode", "mixtral-8x7b", 1, "uniform", (131.021, 134.822)),
 )
 SHORT = (ROWS[2], ROWS[12])

@@ -290,7 +290,8 @@ def path_of(config: Any) -> str:
 
 def describe(config: Any) -> str:
     """Return a line for `MoE.explain` about how the kernel goes through the experts."""
-    parts = "whole experts" if config.chunks == 1 else f"experts in {config.chunks} parts"
+    count = config.chunks * config.parts
+    parts = "whole experts" if count == 1 else f"experts in {count} parts"
     split = {"experts": "take alternate experts", "intermediate": "split each expert"}
     cores = f"{config.num_cores} cores {split[config.shard]}"
     if config.num_cores == 1:

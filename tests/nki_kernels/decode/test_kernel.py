@@ -125,9 +125,11 @@ def test_a_rank_without_a_hit_writes_zeros(T: int) -> None:
 
 
 @pytest.mark.parametrize("start_core", [0, 1])
-@pytest.mark.parametrize("name", ["T16-H128-I64-E11-K4-selective", "T8-H128-I64-E9-K2-all"])
+@pytest.mark.parametrize(
+    "name", ["T16-H128-I64-E11-K4-selective", "T8-H128-I64-E9-K2-all", "parts-halves"]
+)
 def test_the_order_of_the_cores_does_not_matter(name: str, start_core: int) -> None:
-    check(CASES[name], SimOptions(start_core=start_core, preempt=0.2, seed=3))
+    check((CASES | PLANS)[name], SimOptions(start_core=start_core, preempt=0.2, seed=3))
 
 
 @pytest.mark.parametrize("E", [1, 2, 3, 5])
@@ -229,6 +231,49 @@ PLANS = {
     "intermediate-one-rank-of-two": Decode(
         5, 128, 96, 7, 2, ranks=2, options={**SELECTIVE, "shard": "intermediate"}
     ),
+    "trips-of-two": Decode(20, 128, 64, 15, 2, options={**SELECTIVE, "weight_buffers": 2}),
+    "trips-of-four-one-core": Decode(
+        20, 128, 64, 15, 2, num_cores=1, options={**SELECTIVE, "weight_buffers": 4}
+    ),
+    "trips-of-four-all": Decode(9, 128, 64, 21, 2, options={**ALL, "weight_buffers": 4}),
+    "trips-whose-chunks-change-buffers": Decode(
+        20, 128, 96, 13, 2, options={**SELECTIVE, "chunks": 3, "weight_buffers": 4}
+    ),
+    "trips-whose-parts-change-buffers": Decode(
+        20, 384, 384, 13, 2, options={**SELECTIVE, "chunks": 1, "parts": 3, "weight_buffers": 4}
+    ),
+    "parts-halves": Decode(
+        20, 256, 256, 11, 2, options={**SELECTIVE, "chunks": 1, "parts": 2, "weight_buffers": 2}
+    ),
+    "parts-one-token-halves": Decode(
+        1, 512, 512, 8, 1, has_bias=True, options={**GPT_OSS, "chunks": 1, "parts": 4}
+    ),
+    "parts-uneven-halves-bias": Decode(
+        20, 640, 640, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE, "chunks": 1, "parts": 2}
+    ),
+    "parts-odd": Decode(
+        20, 640, 384, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE, "chunks": 1, "parts": 3}
+    ),
+    "parts-of-chunks": Decode(
+        9, 512, 512, 7, 2, options={**SELECTIVE, "chunks": 2, "parts": 2, "weight_buffers": 4}
+    ),
+    "parts-intermediate": Decode(
+        6, 256, 512, 5, 2, options={**SELECTIVE, "shard": "intermediate", "chunks": 2, "parts": 2}
+    ),
+    "parts-all-e4m3-channel": Decode(
+        20, 256, 256, 5, 2,
+        options={**E4M3, "down_scale": "channel", **ALL, "chunks": 1, "parts": 2},
+    ),
+    "parts-e5m2-expert-pre": Decode(
+        20, 512, 512, 5, 2, has_bias=True,
+        options={
+            **GPT_OSS, **E5M2, "down_scale": "expert", "scaling": "pre", **SELECTIVE,
+            "chunks": 1, "parts": 4,
+        },
+    ),
+    "parts-sums-in-sbuf": Decode(
+        130, 2048, 256, 3, 2, options={**SELECTIVE, "chunks": 1, "parts": 2}
+    ),
     "e4m3-channel": Decode(
         20, 256, 96, 5, 2, options={**E4M3, "down_scale": "channel", **SELECTIVE}
     ),
@@ -309,6 +354,9 @@ def recode(
 UNROLLED = {"loops": "unrolled", "mode": "selective"}
 SPARE = {
     "dynamic": Decode(5, 192, 60, 8, 3, ranks=2, rank=1, options=SELECTIVE),
+    "dynamic-parts": Decode(
+        20, 256, 256, 9, 3, ranks=2, options={**SELECTIVE, "chunks": 1, "parts": 2}
+    ),
     "unrolled": Decode(6, 128, 64, 8, 3, ranks=2, options=UNROLLED),
     "unrolled-gpt-oss-packed": Decode(
         3, 192, 60, 8, 2, has_bias=True, options={**GPT_OSS, **UNROLLED, "layout": "packed"}

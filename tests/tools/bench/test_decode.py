@@ -225,7 +225,7 @@ def test_one_run_gives_both_corners_and_every_layout(
 ) -> None:
     monkeypatch.delenv("NKI_LIBRARY_PATH", raising=False)
     path = tmp_path / "decode.json"
-    arguments = ["--models", "llama4-scout", "--batches", "1", "--kernels", "decode_moe"]
+    arguments = ["--models", "gpt-oss-20b", "--batches", "1", "--kernels", "decode_moe"]
     arguments += ["--routings", "uniform", "--formats", "bf16", "--json", str(path)]
     assert bench_decode.main([*arguments, "--jobs", "2"]) == 0
     rows = {(r["layout"], r["corner"]): r for r in json.loads(path.read_text())["rows"]}
