@@ -4,8 +4,8 @@ A tensor is alive from the first instruction that touches it to the last one tha
 what an allocator needs at least, in program order. A tensor that nobody reads is alive until the
 kernel drops it. With `reorder`, what could wait does not count as the first: loads from HBM and
 fills depend on nothing on chip, and sums in PSUM on SBUF alone, so that a scheduler may put them
-right before their first use. Nobody needs the fill of a tensor that nobody reads, so that it takes
-no place then, whenever Python drops it.
+right before their first use; a tensor that nobody reads then takes its place while it is written,
+whenever Python drops it.
 """
 
 from __future__ import annotations
@@ -78,12 +78,9 @@ def _live_peak(
         return 0, -1
     drops = dropped or {}
     until_drop = np.array([drops.get(int(index), length) - 1 for index in used], dtype=np.int64)
-    end = np.maximum(last_touch[used], np.where(last_read[used] >= 0, last_read[used], until_drop))
-    if reorder:
-        fills = _is_fill(trace, columns)
-        is_filled_only = np.ones(count, dtype=bool)
-        is_filled_only[storages[~fills[positions]]] = False
-        end = np.where(is_filled_only[used], last_touch[used], end)
+    end = last_touch[used]
+    if not reorder:
+        end = np.maximum(end, np.where(last_read[used] >= 0, last_read[used], until_drop))
     sizes = np.array([trace.storages[int(index)].size_bytes for index in used], dtype=np.int64)
     change = np.zeros(length + 1, dtype=np.int64)
     np.add.at(change, begin[used], sizes)
@@ -93,23 +90,16 @@ def _live_peak(
     return int(total[peak]), peak
 
 
-def _is_fill(trace: tr.Trace, columns: Array) -> NDArray[np.bool_]:
-    """Return, per instruction, whether it fills a tile from nothing."""
-    fills: NDArray[np.bool_] = np.isin(
-        columns[:, tr.OP], [trace.op_id(op) for op in ("memset", "iota")]
-    )
-    return fills
-
-
 def _is_movable(
     trace: tr.Trace, columns: Array, operand_ids: Array, first: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Return, per instruction, whether it only fills a tile or loads it from HBM."""
+    fills = np.isin(columns[:, tr.OP], [trace.op_id(op) for op in ("memset", "iota")])
     loads = (columns[:, tr.ENGINE] == tr.DMA) & (columns[:, tr.NUM_READS] > 0)
     spaces = np.array([trace.storages[memory.storage].space for memory in trace.ranges])
     source = np.minimum(first[:-1], max(len(operand_ids) - 1, 0))
     from_hbm = spaces[operand_ids[source]] == tr.HBM if len(operand_ids) else loads
-    movable: NDArray[np.bool_] = _is_fill(trace, columns) | (loads & from_hbm)
+    movable: NDArray[np.bool_] = fills | (loads & from_hbm)
     return movable
 
 
