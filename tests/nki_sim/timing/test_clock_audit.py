@@ -2,7 +2,9 @@
 
 The audit timed the traces of both sides in the order of the source, with a window of 512
 instructions, and with Vector work that overlaps besides; and loops of ours with a barrier or a
-drain at each trip. Its times are in microseconds. It needs a checkout of the vendor's library.
+drain at each trip. Its times are in microseconds. It needs a checkout of the vendor's library. Its
+row of decode is gone, for that kernel makes fewer trips today: 143 us, and 195 with a barrier, were
+of the audit; 151 and 173 are of today's.
 """
 
 import os
@@ -15,9 +17,7 @@ import pytest
 
 import nki_sim
 from neuron_moe.tools.bench.comparison.layers import Model, choose_experts
-from neuron_moe.tools.bench.decode.cases import DecodeCase, find_model
-from neuron_moe.tools.bench.decode.ours import launch_ours as launch_decode
-from neuron_moe.tools.bench.decode.work import OPTIONS as DECODE_OPTIONS
+from neuron_moe.tools.bench.decode.cases import find_model
 from neuron_moe.tools.bench.prefill.ours import OPTIONS, configure_case, launch_ours
 from neuron_moe.tools.bench.prefill.vendor import VARIANTS, launch_vendor
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
@@ -135,15 +135,7 @@ def prefill(name: str, T: int) -> Callable[[], nki_sim.Run]:
     return launch
 
 
-def decode() -> nki_sim.Run:
-    case = DecodeCase(
-        kernel="decode_moe", model=find_model("qwen3-30b"), B=64, routing="uniform", format="fp8"
-    )
-    return launch_decode(case, DECODE_OPTIONS)[0]
-
-
 LOOPS = (
-    Loop("decode-qwen3-30b-B64-fp8", decode, 143, engines=195),
     Loop("qwen3-30b-T128", prefill("qwen3-30b", 128), 365, drain=513),
     Loop("llama4-maverick-T128", prefill("llama4-maverick", 128), 786, engines=983),
     Loop("deepseek-v3-T128", prefill("deepseek-v3", 128), 2132, engines=2536),
