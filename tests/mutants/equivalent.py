@@ -197,4 +197,28 @@ EQUIVALENT = (
         "number = self._counts[index].get(key, 1)",
         "counts from another number, for other random orders",
     ),
+    Equivalent(
+        "nki_sim/machine/trips.py",
+        "_born(bodies, alloc.birth) if alloc.birth >= 0 else _shared(alloc),",
+        "_born(bodies, alloc.birth) if alloc.birth > 0 else _shared(alloc),",
+        "a loop makes its register first, so tensor 0 was made before it and has either name alone",
+    ),
+    Equivalent(
+        "nki_sim/machine/trips.py",
+        "late = (1 << 30, 0)",
+        "late = (1 << 30, 1)",
+        "either lies behind every line of a file",
+    ),
+    Equivalent(
+        "nki_sim/isa/operators.py",
+        '"divide": 2, "fmod": 2, "mod": 2, "logical_not": 1, "cos": 1, "tan": 1, "ceil": 1, "floor": 1,',  # noqa: E501
+        '"divide": 3, "fmod": 2, "mod": 2, "logical_not": 1, "cos": 1, "tan": 1, "ceil": 1, "floor": 1,',  # noqa: E501
+        "the number cuts the list of the names x and y, and no engine divides",
+    ),
+    Equivalent(
+        "neuron_moe/weights/experts.py",
+        "if first is not None and down is not None:",
+        "if first is not None or down is not None:",
+        "either both are packed or neither",
+    ),
 )

@@ -220,10 +220,14 @@ def configs_of(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[PrefillConfi
 def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build("nki", GPT_OSS, {"block_size": None}, torch.bfloat16)
     told = layer.explain("prefill", T)
-    best = rank(layer.expert_mlps.parts("prefill"), T)[0]
+    best, *_ = rank(layer.expert_mlps.parts("prefill"), T)
+    of_that_size = rank(layer.expert_mlps.parts("prefill"), T, best.block_size)
+    plan = best.request.shard_plan
+    other = next(each for each in of_that_size if each.request.shard_plan != plan)
     assert told.block_size == best.block_size != 512
     assert f"{best.request.shard_plan} shards" in str(told)
     assert "the cost model's choice" in str(told)
+    assert f", {other.request.shard_plan} {other.estimated_us:.0f} us [estimated]" in str(told)
     (config,) = configs_of(layer, monkeypatch)
     assert config.tile_rows == min(128, best.block_size)
     assert (config.shard.splits_i, config.shard.splits_h) == (

@@ -11,7 +11,9 @@ from torch import nn
 
 from neuron_moe import GroupLimitedRouter, MoE, MoEFusedTKGConfig, RouterTopK
 from neuron_moe.backends.nki.decode import MODES
+from neuron_moe.backends.nki.layer import norm_of
 from neuron_moe.models.layers import RMSNorm
+from neuron_moe.plan import Forms
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,
     LLAMA4,
@@ -276,6 +278,36 @@ def test_a_frame_is_no_part_of_the_state_dict() -> None:
     names = set(layer.state_dict())
     layer.take_frame(RMSNorm(H, 1e-5, torch.bfloat16))
     assert set(layer.state_dict()) == names
+
+
+class OnlyWeight(RMSNorm):
+    """Multiplies with its weight and leaves the row as long as it is."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden
+
+
+class WithLength(RMSNorm):
+    """Returns the row and its length."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(hidden), hidden.norm()
+
+
+class OneOfEachRow(RMSNorm):
+    """Returns rows without their last axis."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden)[..., 0]
+
+
+@pytest.mark.parametrize("kind", [OnlyWeight, WithLength, OneOfEachRow])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_that_returns_something_else_is_none(
+    kind: type[RMSNorm], dtype: torch.dtype
+) -> None:
+    assert norm_of(RMSNorm(4096, 1e-5, dtype), Forms()) is not None
+    assert norm_of(kind(4096, 1e-5, dtype), Forms()) is None
 
 
 class ThreeAxesNorm(RMSNorm):

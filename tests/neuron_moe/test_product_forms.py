@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from neuron_moe.backends import brought_kernels, form_choice, form_times
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.plan import Step
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
-from neuron_moe.weights.product_forms import BUCKETS, FORMS, Compute, bucket_of
+from neuron_moe.weights.packed import PackedMatrices
+from neuron_moe.weights.product_forms import BUCKETS, FORMS, Compute, ProductForms, bucket_of
 
 EXPERTS, TOP_K, HIDDEN, INNER = 16, 4, 64, 48
 
@@ -110,6 +112,25 @@ def test_an_unknown_form_is_refused() -> None:
         build().settle_forms("packt")
     with pytest.raises(ValueError, match="must be float32 or bfloat16 on the CPU"):
         build(torch.float16).settle_forms("packed")
+
+
+def test_a_run_of_experts_keeps_their_packed_matrices() -> None:
+    assert ProductForms.fixed("plain").run(slice(1, 3)).packed is None
+    first, down = torch.randn(4, 8, 6), torch.randn(4, 6, 8)
+    packed = (PackedMatrices(first), PackedMatrices(down))
+    part = replace(ProductForms.fixed("packed"), packed=packed).run(slice(1, 3)).packed
+    assert part is not None
+    assert torch.equal(part[0].unpack(), first[1:3])
+    assert torch.equal(part[1].unpack(), down[1:3])
+
+
+def test_a_share_of_a_bias_that_is_not_there_changes_nothing() -> None:
+    layer = build(bias=False)
+    hidden_TH, chosen = torch.randn(3, HIDDEN), routing(3)
+    whole, part = layer.weights(), replace(layer.weights(), down_bias_scale=0.5)
+    assert torch.equal(
+        chosen_experts(hidden_TH, chosen, whole), chosen_experts(hidden_TH, chosen, part)
+    )
 
 
 def test_a_bucket_holds_its_steps() -> None:

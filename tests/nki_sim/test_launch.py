@@ -17,6 +17,7 @@ import torch
 import nki_sim
 from nki_sim import SimOptions, TensorSpec, isa
 from nki_sim.language import api as nl
+from nki_sim.machine.system import System
 
 X = np.arange(512, dtype=np.float32).reshape(8, 64)
 
@@ -386,6 +387,27 @@ def test_indices_mode_refuses_an_address_made_of_unknown_floats() -> None:
     unknown = TensorSpec((1, 1), "float32")
     with pytest.raises(nki_sim.UnknownValue, match="mode='full'"):
         nki_sim.run(kernel, X, unknown, options=SimOptions(mode="indices"))
+
+
+def test_indices_mode_knows_what_overwrites_the_unknown() -> None:
+    def kernel(x: Any, weights: Any, rows: Any) -> Any:
+        where = nl.ndarray((1, 1), nl.int32)
+        value = nl.ndarray((1, 1), nl.float32)
+        isa.dma_copy(value, weights)
+        isa.tensor_copy(where, value)
+        isa.dma_copy(where, rows)
+        out = nl.ndarray((1, 64), nl.float32, buffer=nl.shared_hbm)
+        isa.dma_copy(out, x.ap([[64, 1], [1, 64]], scalar_offset=where))
+        return out
+
+    unknown, rows = TensorSpec((1, 1), "float32"), np.array([[3]], np.int32)
+    found = nki_sim.run(kernel, X, unknown, rows, options=SimOptions(mode="indices"))
+    assert np.array_equal(found.outputs, X[3:4])
+
+
+@pytest.mark.parametrize(("lnc", "ranks", "preempt"), [(1, 1, 0.0), (1, 2, 0.5), (2, 2, 0.5)])
+def test_only_cores_side_by_side_interrupt_each_other(lnc: int, ranks: int, preempt: float) -> None:
+    assert System(SimOptions(preempt=0.5), lnc, ranks).preempt == preempt
 
 
 @pytest.mark.parametrize("fill", [0xFF, 0x00, 0x7F])

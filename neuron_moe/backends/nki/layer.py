@@ -226,7 +226,7 @@ def norm_of(rmsnorm: nn.Module | None, forms: Forms) -> tuple[Tensor, float] | N
 
 def _is_rms(rmsnorm: nn.Module, weight: Tensor, eps: float) -> bool:
     """Say whether a norm does what an RMSNorm does, within the rounding of its dtype."""
-    row = torch.linspace(-1.0, 2.0, weight.shape[0], device=weight.device).to(weight.dtype)
+    row = torch.linspace(-1.0, 3.0, weight.shape[0], device=weight.device).to(weight.dtype)
     with torch.no_grad():
         found = rmsnorm(row.clone().view(1, 1, -1))  # as the layer calls it
         wide = row.float()

@@ -235,6 +235,10 @@ PLANS = {
     "trips-of-four-one-core": Decode(
         20, 128, 64, 15, 2, num_cores=1, options={**SELECTIVE, "weight_buffers": 4}
     ),
+    "trips-of-four-e4m3-channel": Decode(
+        20, 128, 64, 13, 2, num_cores=1,
+        options={**E4M3, "down_scale": "channel", **SELECTIVE, "weight_buffers": 4},
+    ),
     "trips-of-four-all": Decode(9, 128, 64, 21, 2, options={**ALL, "weight_buffers": 4}),
     "trips-whose-chunks-change-buffers": Decode(
         20, 128, 96, 13, 2, options={**SELECTIVE, "chunks": 3, "weight_buffers": 4}

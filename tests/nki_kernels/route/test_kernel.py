@@ -13,6 +13,7 @@ from neuron_moe.router import route as route_with_torch
 from nki_kernels.common import router_reference as reference
 from nki_kernels.common.chip import SBUF_BYTES
 from nki_kernels.common.formula import RouterFormula
+from nki_kernels.common.token_tiles import split_tokens, tile_rows, used_partitions
 from nki_kernels.route import (
     RouterConfig,
     check_router_topk,
@@ -284,6 +285,12 @@ def test_the_bytes_that_are_too_many_are_those_of_one_core() -> None:
         needed = sbuf_bytes(router_table(config, tokens_of_core, 1))
         with pytest.raises(ValueError, match=f"need {needed} bytes of SBUF per partition"):
             check_router_topk(config, num_tokens)
+
+
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 200, 256])
+def test_the_used_partitions_are_those_of_the_fullest_tile(count: int) -> None:
+    tokens = split_tokens(count, 0, 1)
+    assert used_partitions(tokens) == max(tile_rows(tokens, n) for n in range(tokens.count))
 
 
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (127, 1), (128, 1), (129, 2), (256, 2)])

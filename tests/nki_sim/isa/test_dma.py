@@ -300,6 +300,25 @@ def test_a_scatter_leaves_other_rows_unwritten() -> None:
     assert np.array_equal(~result.unwritten["dst"].all(axis=1), [1, 0, 1, 0, 0, 1, 0, 0])
 
 
+@pytest.mark.parametrize("last", [3, 4], ids=["written", "unwritten"])
+def test_a_gather_reads_the_rows_that_were_written(last: int) -> None:
+    def kernel(x: Any, rows: Any) -> Any:
+        index = nl.ndarray((2, 1), nl.int32)
+        isa.dma_copy(index, rows)
+        half = nl.ndarray((8, 64), nl.float32, buffer=nl.private_hbm)
+        isa.dma_copy(half[0:4], x[0:4])
+        out = nl.ndarray((2, 64), nl.float32, buffer=nl.shared_hbm)
+        isa.dma_copy(out, half.vector_select(0, index))
+        return out
+
+    rows = np.array([[0], [last]], np.int32)
+    if last < 4:
+        assert np.array_equal(nki_sim.run(kernel, X, rows).outputs, X[[0, last]])
+        return
+    with pytest.raises(nki_sim.UninitializedRead):
+        nki_sim.run(kernel, X, rows)
+
+
 def test_vector_select_chooses_rows() -> None:
     rows = np.array([[6], [2]], np.int32)
     result = execute(
@@ -325,6 +344,15 @@ def test_a_scalar_offset_counts_rows_of_the_base(kind: str) -> None:
     expert = Tile(np.array([[3]], np.int32))
     result = execute(body, dst=Tile(shape=(16, 8)), w=hbm(weights), e=expert)
     assert np.array_equal(result["dst"], weights[3, :, 1])
+
+
+def test_a_register_past_its_axis_is_refused_though_the_tensor_goes_on() -> None:
+    with pytest.raises(OutOfBounds, match="inside 48 elements"):
+        execute(
+            lambda dst, x: isa.dma_copy(dst, x[0:2].select(1, isa.register_alloc(6))),
+            dst=Tile(shape=(2, 8)),
+            x=hbm(np.zeros((4, 6, 8), np.float32)),
+        )
 
 
 def test_indirect_dim_chooses_the_axis_of_the_base() -> None:
@@ -420,6 +448,16 @@ def test_a_transpose_reverses_the_axes(shape: tuple[int, ...], order: Any, dtype
         x=hbm(values),
     )
     assert result["dst"].tobytes() == expected.tobytes()
+
+
+def test_the_hardware_transposes_three_axes_of_16_rows_in_all() -> None:
+    values = RANDOM.normal(size=(8, 2, 100)).astype(BF16)
+    result = execute(
+        lambda dst, x: isa.dma_transpose(dst, x, dge_mode=isa.dge_mode.hwdge),
+        dst=Tile(shape=(100, 2, 8), dtype="bfloat16", space="hbm"),
+        x=hbm(values),
+    )
+    assert np.array_equal(result["dst"], values.transpose(2, 1, 0))
 
 
 @pytest.mark.parametrize("columns", [1, 2], ids=["one-column", "two-columns"])

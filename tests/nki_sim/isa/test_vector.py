@@ -126,6 +126,13 @@ MEANINGS: dict[str, tuple[Callable[..., Any], dict[str, Tile], Array]] = {
         {"dst": out("int32"), "x": Tile(np.full((P, F), (1 << 24) + 1, np.int32))},
         np.full((P, F), 1 << 24),
     ),
+    "tensor_scalar-int32-maximum-is-float32": (
+        lambda dst, x: isa.tensor_scalar(
+            dst, x, nl.maximum, 1, op1=nl.subtract, operand1=1 << 24
+        ),
+        {"dst": out("int32"), "x": Tile(np.full((P, F), (1 << 24) + 1, np.int32))},
+        np.zeros((P, F)),
+    ),
     "tensor_scalar-uint32-equal-fp32-operand": (
         lambda dst, x, v: isa.tensor_scalar(dst, x, nl.equal, v),
         {

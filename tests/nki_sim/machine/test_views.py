@@ -116,6 +116,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "slice-method-past-the-end": (lambda t: t.slice(1, 0, 7), OutOfBounds),
     "slice-method-empty": (lambda t: t.slice(1, 3, 3), OutOfBounds),
     "select-past-the-end": (lambda t: t.select(1, 6), OutOfBounds),
+    "axis-past-the-last": (lambda t: t.select(3, 0), LanguageError),
     "index-past-the-end": (lambda t: t[:, 6], OutOfBounds),
     "start-past-the-end": (lambda t: t[:, 6:8], OutOfBounds),
     "too-many-indices": (lambda t: t[0, 0, 0, 0], LanguageError),
@@ -279,3 +280,14 @@ def test_views_of_chosen_rows_keep_the_rows() -> None:
 
     found = nki_sim.run(kernel, X, rows).outputs
     assert np.array_equal(found, X[rows[:, 0], 3, 1:5])
+
+
+@pytest.mark.parametrize(("rows", "is_dense"), [(4, True), (3, False)])
+def test_a_whole_tensor_walked_twice_is_dense(rows: int, is_dense: bool) -> None:
+    walked = []
+    count = rows * 64 + (0 if is_dense else 1)
+    execute(
+        lambda x: walked.append(x.ap([[0, 2], [1, count]]).geometry.box),
+        x=Tile(np.zeros((4, 64), np.float32), space="hbm"),
+    )
+    assert walked[0].dense is is_dense

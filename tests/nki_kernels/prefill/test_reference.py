@@ -1,0 +1,23 @@
+"""The NumPy reference of prefill against the formula, expert by expert."""
+
+import numpy as np
+
+from nki_kernels.common.expert_reference import inner
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.prefill import blockwise_moe_ref
+
+
+def test_biases_are_added() -> None:
+    random = np.random.default_rng(0)
+    hidden_SH, expert_S = random.normal(size=(6, 8)), np.array([0, 1, 1, 2, 0, 1])
+    first, down = random.normal(size=(3, 8, 10)), random.normal(size=(3, 5, 8))
+    first_bias, down_bias = random.normal(size=(3, 10)), random.normal(size=(3, 8))
+    formula = ExpertFormula()
+    found = blockwise_moe_ref(
+        hidden_SH, expert_S, first, down, formula,
+        gate_up_bias_E2I=first_bias, down_bias_EH=down_bias,
+    )  # fmt: skip
+    for row, expert in enumerate(expert_S):
+        projected = hidden_SH[row] @ first[expert] + first_bias[expert]
+        expected = inner(formula, projected) @ down[expert] + down_bias[expert]
+        np.testing.assert_allclose(found[row], expected, rtol=1e-12)
