@@ -76,6 +76,31 @@ class _RouterConstants(nl.NKIObject):
     norm_weight_sb: nl.ndarray  # [128, H]
 
 
+@dataclass
+class RouterOperands(nl.NKIObject):
+    """Tensors in HBM; those the configuration does not use may be None or any other."""
+
+    hidden_TH: nl.ndarray
+    router_weight_EH: nl.ndarray
+    bias_1E: Any
+    selection_bias_1E: Any
+    norm_weight_1H: Any
+    normed_TH: nl.ndarray  # written, if there is a norm
+    logits_TE: nl.ndarray  # written, if they are returned
+
+
+@dataclass
+class RoutedTiles(nl.NKIObject):
+    """What the tokens of a core chose, on the partitions of token_tiles.py.
+
+    Where broken tokens are marked, partitions without a token hold an index of -1 and zeros.
+    """
+
+    affinities_sb: nl.ndarray  # [128, tiles * K] float32
+    index_sb: nl.ndarray  # [128, tiles * K] int32
+    spoils_sb: nl.ndarray  # [128, tiles] float32, 0, or NaN for a token with a logit that is none
+
+
 @nki.jit
 def router_topk(
     hidden_TH: nl.ndarray,
@@ -102,48 +127,76 @@ def router_topk(
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
     if tokens.count == 0:
         return tuple(outputs)
-    table = router_table(config, tokens.rows, 2)
-    ahead = 1 if sbuf_bytes(table) <= SBUF_BYTES else 0
-    constants = _load_constants(
-        router_weight_EH, bias_1E, selection_bias_1E, norm_weight_1H, config, table, tokens
+    operands = RouterOperands(
+        hidden_TH,
+        router_weight_EH,
+        bias_1E,
+        selection_bias_1E,
+        norm_weight_1H,
+        normed_TH,
+        logits_TE,
     )
+    routed = route_tiles(operands, config, tokens)
+    store_per_token(affinities_TK, routed.affinities_sb, tokens)
+    store_per_token(index_TK, routed.index_sb, tokens)
+    return tuple(outputs)
+
+
+def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> RoutedTiles:
+    """Route the tokens of this core, at least one; logits and normalised tokens go to HBM."""
+    table, top_k = router_table(config, tokens.rows, 2), config.formula.top_k
+    ahead = 1 if sbuf_bytes(table) <= SBUF_BYTES else 0
+    constants = _load_constants(x, config, table, tokens)
     affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
+    routed = RoutedTiles(affinities_sb, index_sb, affinities_sb)
+    if config.marks_broken:
+        routed.spoils_sb = allocate(table.spoils)[0]
+    if config.marks_broken and tokens.rows < tokens.count * PARTITIONS:
+        nisa.memset(dst=routed.index_sb, value=-1)
+        nisa.memset(dst=routed.affinities_sb, value=0.0)
+        nisa.memset(dst=routed.spoils_sb, value=0.0)
     turned = []
     for tile in range(min(ahead, tokens.count)):
-        turned.append(_turn_hidden(hidden_TH, normed_TH, constants, config, table, tokens, tile))
+        turned.append(_turn_hidden(x, constants, config, table, tokens, tile))
     for tile in range(tokens.count):
         # The tensor engine works in order: it turns the next tile while this one is copied.
         if tile + ahead < tokens.count:
-            turned.append(
-                _turn_hidden(hidden_TH, normed_TH, constants, config, table, tokens, tile + ahead)
-            )
+            turned.append(_turn_hidden(x, constants, config, table, tokens, tile + ahead))
         rows, logits_sb = tile_rows(tokens, tile), _multiply(turned.pop(0), constants, config)
         if config.returns_logits:
-            target = token_rows(logits_TE, tokens, tile, 0, config.num_experts)
+            target = token_rows(x.logits_TE, tokens, tile, 0, config.num_experts)
             nisa.dma_copy(dst=target, src=logits_sb[:, 0 : config.num_experts])
         choose(
-            affinities_sb[0:rows, tile * top_k : (tile + 1) * top_k],
-            index_sb[0:rows, tile * top_k : (tile + 1) * top_k],
+            routed.affinities_sb[0:rows, tile * top_k : (tile + 1) * top_k],
+            routed.index_sb[0:rows, tile * top_k : (tile + 1) * top_k],
             logits_sb,
             constants.selection_bias_sb,
             config.num_experts,
             config.formula,
         )
-    store_per_token(affinities_TK, affinities_sb, tokens)
-    store_per_token(index_TK, index_sb, tokens)
-    return tuple(outputs)
+        if config.marks_broken:
+            _mark_broken(routed.spoils_sb[0:rows, tile : tile + 1], logits_sb, config.num_experts)
+    return routed
+
+
+def _mark_broken(spoils: nl.ndarray, logits_sb: nl.ndarray, num_experts: int) -> None:
+    """Write 0 for a token whose logits are numbers, else NaN: 0 times what is none is none."""
+    nothing_sb = nl.ndarray((logits_sb.shape[0], num_experts), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar_reduce(
+        dst=nothing_sb,
+        data=logits_sb[:, 0:num_experts],
+        op0=nl.multiply,
+        operand0=0.0,
+        reduce_op=nl.add,
+        reduce_res=spoils,
+    )
 
 
 def _load_constants(
-    router_weight_EH: nl.ndarray,
-    bias_1E: Any,
-    selection_bias_1E: Any,
-    norm_weight_1H: Any,
-    config: RouterConfig,
-    table: RouterTable,
-    tokens: TokenTiles,
+    x: RouterOperands, config: RouterConfig, table: RouterTable, tokens: TokenTiles
 ) -> _RouterConstants:
     """Load and transpose the router's weight; repeat the row vectors on the partitions in use."""
+    router_weight_EH = x.router_weight_EH
     num_experts, hidden_size = router_weight_EH.shape
     weight_sb = allocate(table.weight)[0]
     for expert in range(0, num_experts, PARTITIONS):
@@ -158,13 +211,13 @@ def _load_constants(
     used = used_partitions(tokens)
     constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb)
     if config.formula.has_bias:
-        constants.bias_sb = _repeat_row(bias_1E, allocate_rows(table.bias, used))
+        constants.bias_sb = _repeat_row(x.bias_1E, allocate_rows(table.bias, used))
     if config.formula.has_selection_bias:
         selection_bias_sb = allocate_rows(table.selection_bias, used)
-        constants.selection_bias_sb = _repeat_row(selection_bias_1E, selection_bias_sb)
+        constants.selection_bias_sb = _repeat_row(x.selection_bias_1E, selection_bias_sb)
     if config.has_norm:
-        norm_sb = nl.ndarray((used, hidden_size), norm_weight_1H.dtype, buffer=nl.sbuf)
-        constants.norm_weight_sb = _repeat_row(norm_weight_1H, norm_sb)
+        norm_sb = nl.ndarray((used, hidden_size), x.norm_weight_1H.dtype, buffer=nl.sbuf)
+        constants.norm_weight_sb = _repeat_row(x.norm_weight_1H, norm_sb)
     return constants
 
 
@@ -203,8 +256,7 @@ def _transpose_columns(target_sb: nl.ndarray, source_sb: nl.ndarray, first_chunk
 
 
 def _turn_hidden(
-    hidden_TH: nl.ndarray,
-    normed_TH: nl.ndarray,
+    x: RouterOperands,
     constants: _RouterConstants,
     config: RouterConfig,
     table: RouterTable,
@@ -212,7 +264,7 @@ def _turn_hidden(
     tile: int,
 ) -> nl.ndarray:
     """Return a tile's tokens, normalised if asked, as [128 of H, H / 128, rows]."""
-    hidden_sb = _load_hidden(hidden_TH, normed_TH, constants, config, table, tokens, tile)
+    hidden_sb = _load_hidden(x, constants, config, table, tokens, tile)
     rows, hidden_size = hidden_sb.shape
     chunks = constants.weight_sb.shape[1]
     turned_sb = nl.ndarray((PARTITIONS, chunks, rows), table.turned.dtype, buffer=nl.sbuf)
@@ -223,8 +275,7 @@ def _turn_hidden(
 
 
 def _load_hidden(
-    hidden_TH: nl.ndarray,
-    normed_TH: nl.ndarray,
+    x: RouterOperands,
     constants: _RouterConstants,
     config: RouterConfig,
     table: RouterTable,
@@ -232,14 +283,14 @@ def _load_hidden(
     tile: int,
 ) -> nl.ndarray:
     """Load the rows of a tile, [rows, H]; with a norm, normalise them and store them too."""
-    hidden_size = hidden_TH.shape[1]
+    hidden_size = x.hidden_TH.shape[1]
     rows = tile_rows(tokens, tile)
     hidden_sb = allocate_rows(table.hidden, rows)
-    nisa.dma_copy(dst=hidden_sb, src=token_rows(hidden_TH, tokens, tile, 0, hidden_size))
+    nisa.dma_copy(dst=hidden_sb, src=token_rows(x.hidden_TH, tokens, tile, 0, hidden_size))
     if not config.has_norm:
         return hidden_sb
     normed_sb = _normalize(allocate_rows(table.normed, rows), hidden_sb, constants, config)
-    nisa.dma_copy(dst=token_rows(normed_TH, tokens, tile, 0, hidden_size), src=normed_sb)
+    nisa.dma_copy(dst=token_rows(x.normed_TH, tokens, tile, 0, hidden_size), src=normed_sb)
     return normed_sb
 
 

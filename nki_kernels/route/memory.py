@@ -27,6 +27,7 @@ class RouterTable(NamedTuple):
     scores: Tiles  # [128, E or more], temporaries of the choice, biases included
     affinities: Tiles  # [128, tiles * K]
     chosen: Tiles
+    spoils: Tiles  # [128, tiles], of tokens that hold no numbers
 
 
 def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> RouterTable:
@@ -57,6 +58,9 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         scores=Tiles(0, (PARTITIONS, max(AT_ONCE, E)), nl.float32, scores),
         affinities=tiles(1, (PARTITIONS, columns), nl.float32),
         chosen=tiles(1, (PARTITIONS, columns), nl.int32),
+        spoils=small_tiles(
+            int(config.marks_broken), (PARTITIONS, columns // formula.top_k), nl.float32
+        ),
     )
 
 
