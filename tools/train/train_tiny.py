@@ -15,6 +15,9 @@ What it writes to --out:
     model-*.safetensors, config.json   the bf16 checkpoint in the Hugging Face GPT-OSS layout
     train.jsonl, train.json            a line each 50 steps, held-out losses; the final record
     state.pt                           with --save-every: weights, optimiser and step, for --resume
+
+With `--backend cuda` (or torch) the library's own layers are trained, balanced by the bias for
+selection that GPT-OSS does not have; then no checkpoint is written.
 """
 
 from __future__ import annotations
@@ -284,7 +287,7 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     corpus = Corpus(options.corpus, device)
-    model = TinyModel(config, dropout=recipe.dropout)
+    model = TinyModel(config, dropout=recipe.dropout, backend=options.backend)
     model.initialise(recipe.seed)
     model.to(device)
     optimizer = make_optimizer(model, recipe)
@@ -318,8 +321,10 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
     seconds = time.perf_counter() - started
     losses = _log_held_out(log, "end", model, corpus, recipe, most_windows)
     log.close()
-    write_checkpoint(model, options.out)
+    if options.backend is None:
+        write_checkpoint(model, options.out)
     final = {
+        "backend": options.backend,
         "recipe": asdict(recipe),
         "config": asdict(config),
         "torch": torch.__version__,
@@ -374,6 +379,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--recipe", type=json.loads, default={}, help="JSON: fields of Recipe")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON: fields of TinyConfig")
+    parser.add_argument("--backend", choices=("torch", "cuda"), help="train the library's layers")
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--held-out-windows", type=int, help="most windows a domain; default all")
     parser.add_argument("--save-every", type=int, default=0, help="steps between saved states")
