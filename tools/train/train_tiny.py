@@ -38,6 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.pictures import draw_training
 from neuron_moe.tools.train.train_tiny_model import TinyConfig, TinyModel, export_state_dict
 
 # Shares of a batch. The corpus holds 1 million tokens of scripture and 4 of code: sampled by size,
@@ -334,6 +335,10 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
         "kind": "measured",
     }
     (options.out / "train.json").write_text(json.dumps(final, indent=2) + "\n")
+    if options.picture is not None:
+        lines = (options.out / "train.jsonl").read_text().splitlines()
+        title = f"{options.backend or 'layers made for training'}, {final['device']}, measured"
+        draw_training([json.loads(line) for line in lines], options.picture, title=title)
     return final
 
 
@@ -380,6 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipe", type=json.loads, default={}, help="JSON: fields of Recipe")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON: fields of TinyConfig")
     parser.add_argument("--backend", choices=("torch", "cuda"), help="train the library's layers")
+    parser.add_argument("--picture", type=Path, help="PNG of loss and load over the steps")
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--held-out-windows", type=int, help="most windows a domain; default all")
     parser.add_argument("--save-every", type=int, default=0, help="steps between saved states")

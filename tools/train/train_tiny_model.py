@@ -287,7 +287,7 @@ class LibraryMoE(nn.Module):
         for each in self.multiplied:
             each.fake_mxfp4 = is_fake
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """Return the experts' weighted sum, [T, H] float32."""
         self.layer.weights_changed()
@@ -453,7 +453,11 @@ class TinyModel(nn.Module):
 
 
 def export_state_dict(model: TinyModel) -> dict[str, Tensor]:
-    """Return bf16 weights under the names and in the layouts of a GPT-OSS checkpoint."""
+    """Return bf16 weights under the names and in the layouts of a GPT-OSS checkpoint.
+
+    Raises:
+        ValueError: the layers are the library's.
+    """
     tensors: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed.weight,
         "model.norm.weight": model.norm.weight,
@@ -461,6 +465,11 @@ def export_state_dict(model: TinyModel) -> dict[str, Tensor]:
     }
     for index, layer in enumerate(model.decoder_layers()):
         prefix, moe = f"model.layers.{index}.", layer.moe
+        if not isinstance(moe, TinyMoE):
+            raise ValueError(
+                f"layer {index}: a {type(moe).__name__}, whose selection bias a GPT-OSS checkpoint"
+                " cannot hold. Train without a backend."
+            )
         tensors[prefix + "input_layernorm.weight"] = layer.input_norm.weight
         tensors[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm.weight
         tensors[prefix + "self_attn.sinks"] = layer.attention.sinks

@@ -178,11 +178,13 @@ def test_the_command_writes_a_checkpoint_and_its_losses(corpus, tmp_path, capsys
     out = tmp_path / "run"
     arguments = ["--corpus", str(corpus), "--out", str(out), "--device", "cpu"]
     arguments += ["--recipe", json.dumps(recipe), "--config", json.dumps(config)]
+    arguments += ["--picture", str(out / "run.png")]
     arguments += [] if backend is None else ["--backend", backend]
     assert train_tiny.main(arguments) == 0
     final = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert final["kind"] == "measured"
     assert set(final["held_out_bits_per_byte"]["mxfp4"]) == {*DOMAIN_SHARES, "mean"}
+    assert (out / "run.png").stat().st_size > 10_000
     assert (out / "model.safetensors.index.json").exists() == (backend is None)
 
 
