@@ -105,8 +105,8 @@ class Ours(Peer):
         self.layer = ExpertMLPsV2(
             config, dtype=first.dtype, device="meta", backend="cuda", save_percent=save_percent
         )
-        self.layer.mlp_op.gate_up_proj.weight = first
-        self.layer.mlp_op.down_proj.weight = down
+        self.layer.get_submodule("mlp_op.gate_up_proj").weight = first
+        self.layer.get_submodule("mlp_op.down_proj").weight = down
 
     def compute(self, hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor) -> Tensor:
         """Return [T, H]."""
@@ -248,7 +248,8 @@ class SonicMoE(Peer):
         super().__init__(shape, weights)
         if self.on_quack:
             _narrow_quack()
-        self.functional = importlib.import_module(self.needs)
+        self.functional: Any = importlib.import_module(self.needs)
+        self.switches: Any = importlib.import_module("sonicmoe.functional.utils")
         self.activation = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
 
     def lay_out(self, weights: Weights) -> list[Tensor]:
@@ -260,7 +261,7 @@ class SonicMoE(Peer):
     def compute(self, hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor) -> Tensor:
         """Return [T, H]."""
         library, (num_tokens, top_k) = self.functional, index_TK.shape
-        importlib.import_module("sonicmoe.functional.utils")._IS_USING_QUACK_GEMM = self.on_quack
+        self.switches._IS_USING_QUACK_GEMM = self.on_quack
         stream = torch.cuda.current_stream().cuda_stream
         first, down = (each.permute(1, 2, 0) for each in self.parameters)
         _, ends_E = library.count_cumsum(index_TK.view(-1), self.shape.num_experts, do_cumsum=True)
@@ -284,7 +285,7 @@ class SonicMoEOnQuACK(SonicMoE):
 
 def _narrow_quack() -> None:
     """Let QuACK choose of two tiles; of all it would choose for minutes a shape."""
-    configs = importlib.import_module("quack.gemm_config")
+    configs: Any = importlib.import_module("quack.gemm_config")
     tiles = [
         configs.GemmConfig(128, 192, True, 2, 1),
         configs.GemmConfig(128, 256, False, 2, 1),

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def swiglu(pairs):  # type: ignore[no-untyped-def]
     """Return silu(gate) * up of gates and ups in turn."""
     gate, up = tl.split(tl.reshape(pairs, (pairs.shape[0], pairs.shape[1] // 2, 2)))
