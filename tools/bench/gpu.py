@@ -109,11 +109,7 @@ def _measure_shape(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         take_turn()
         for peer, make in makers.items():
             with _reported(peer, name):
-                experts = make()
-                for tokens, routing in itertools.product(args.tokens, args.routings):
-                    found = _measure(experts, make_inputs(shape, tokens, routing), args.repeats)
-                    rows.append(_row(name, tokens, routing, peer, found))
-            experts = None
+                rows += _measure_peer(name, peer, make(), args)
             torch.cuda.empty_cache()
         for tokens in args.tokens:
             found = _dense(shape, tokens, args.repeats)
@@ -136,11 +132,23 @@ def _compile(makers: dict[str, Callable[[], Peer]], shape: Shape, args: argparse
     """Run everything once, so that nothing is compiled or tuned while it is this one's turn."""
     for peer, make in makers.items():
         with _reported(peer, "compiling"):
-            experts = make()
-            for tokens in args.tokens:
-                _run_once(experts.bind(make_inputs(shape, tokens, "random")))
-        experts = None
+            _run_all(make(), shape, args)
         torch.cuda.empty_cache()
+
+
+def _run_all(experts: Peer, shape: Shape, args: argparse.Namespace) -> None:
+    for tokens in args.tokens:
+        _run_once(experts.bind(make_inputs(shape, tokens, "random")))
+
+
+def _measure_peer(
+    name: str, peer: str, experts: Peer, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    rows = []
+    for tokens, routing in itertools.product(args.tokens, args.routings):
+        inputs = make_inputs(SHAPES[name], tokens, routing)
+        rows.append(_row(name, tokens, routing, peer, _measure(experts, inputs, args.repeats)))
+    return rows
 
 
 @contextmanager
