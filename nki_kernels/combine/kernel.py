@@ -92,15 +92,26 @@ def combine(
     spoils = _load_spoils(spoils_T1, tokens, dims)
     identity_sb = _identity(slots_PSH.dtype)
     piece = piece_size(hidden_size, top_k * num_parts, 4 if slots_PSH.dtype == nl.float32 else 2)
-    for tile in range(tokens.count):
-        diagonals = _spread_weights(weights, identity_sb, tokens, tile, top_k)
-        for start in range(0, hidden_size, piece):
+    pieces = (hidden_size + piece - 1) // piece
+    gathered, beside, diagonals = [], [], []
+    # Rows are asked for, and diagonals made, before those of the step before are summed: what
+    # clears their place would otherwise wait behind the copies of that sum.
+    for step in range(tokens.count * pieces + 1):
+        if step < tokens.count * pieces:
+            tile, start = step // pieces, step % pieces * piece
             width = min(piece, hidden_size - start)
-            gathered = _gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims)
-            beside = _load_beside(spoils, residual_TH, tokens, tile, start, width, dims)
-            total_sb = _weigh(gathered, diagonals, num_parts, dims, beside)
+            gathered.append(_gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims))
+            beside.append(_load_beside(spoils, residual_TH, tokens, tile, start, width, dims))
+            if start == 0:
+                diagonals.append(_spread_weights(weights, identity_sb, tokens, tile, top_k))
+        if step > 0:
+            tile, start = (step - 1) // pieces, (step - 1) % pieces * piece
+            width = min(piece, hidden_size - start)
+            total_sb = _weigh(gathered.pop(0), diagonals[0], num_parts, dims, beside.pop(0))
             target = token_rows(output_TH, tokens, tile, start, width)
             nisa.dma_copy(dst=target, src=total_sb)
+            if start + width == hidden_size:
+                diagonals.pop(0)
     return output_TH
 
 
