@@ -86,7 +86,7 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
         ValueError: one launch was asked for and cannot be, or quantised weights and they are not.
     """
     if step.phase not in DECODE_PHASES:
-        return _BLOCKS
+        return "moe_fused_kernel_enabled=False" if parts.fuses_decode is False else _BLOCKS
     if parts.needs_quantized and parts.weights.packed_down is None:
         raise ValueError(
             "quantized=True: the expert weights are plain. Load fp8 codes with their scale,"

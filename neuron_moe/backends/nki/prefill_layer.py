@@ -79,6 +79,18 @@ class PrefillLayerPlan(PrefillPlan):
         return config
 
     @cached_property
+    def _matrices(self) -> tuple[Tensor, ...]:
+        """Router, experts, and the number of the first of these."""
+        parts, operands = self.parts, self._launches.operands
+        assert parts.router is not None
+        return (
+            router_form(parts.router, parts.forms),
+            operands.gate_up_EHI,
+            operands.down_EIH,
+            first_expert_of(parts, operands),
+        )
+
+    @cached_property
     def _beside(self) -> dict[str, Any]:
         """Operands beside the matrices, by name."""
         parts = self.parts
@@ -95,22 +107,18 @@ class PrefillLayerPlan(PrefillPlan):
     def prepare(self) -> None:
         """Put weights in the form that runs."""
         super().prepare()
-        _ = self.config, self._beside
+        _ = self.config, self._matrices, self._beside
 
     def layer(self, hidden_TH: Tensor) -> FusedOutput:
         """Compute the layer for T tokens, [T, H] bfloat16."""
-        parts, made = self.parts, self._launches
+        parts = self.parts
         check_call(hidden_TH)
         check_router(parts.router)
-        assert parts.router is not None
         found = launch(
             parts.tuning.num_cores,
             prefill_layer,
             hidden_TH,
-            router_form(parts.router, parts.forms),
-            made.operands.gate_up_EHI,
-            made.operands.down_EIH,
-            first_expert_of(parts, made.operands),
+            *self._matrices,
             self.config,
             **self._beside,
             residual=hidden_TH if self.adds_input else None,
@@ -142,6 +150,11 @@ class PrefillLayerPlan(PrefillPlan):
         except ValueError as error:
             return str(error)
         return ""
+
+    def changes(self) -> tuple[str, ...]:
+        """Say how to get another plan, or several launches."""
+        apart = "one launch: moe_fused_kernel_enabled=False of MoEFusedTKGConfig"
+        return (*super().changes(), apart)
 
     def _around(self) -> tuple[str, ...]:
         stages = {
