@@ -18,7 +18,7 @@ from nki_kernels.common.token_tiles import TokenTiles
 GROUP = 2048  # columns of the inverse summed at once: half of PSUM, and exact in float16
 _DIGIT_BITS = 11  # of a float16 significand
 _SPAN = 1 << _DIGIT_BITS  # float16 has all integers up to it, of either sign
-_WEIGHT_TERMS = 3  # bfloat16 numbers that add up to any float32 one
+WEIGHT_TERMS = 3  # bfloat16 numbers that add up to any float32 one
 
 
 def invert(
@@ -76,7 +76,7 @@ def invert_tokens(token_of_slot: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenT
 def invert_weights(weight_of_slot: nl.ndarray, weights_sb: nl.ndarray, slot_sb: nl.ndarray) -> None:
     """Store the weight of the pair in every slot, 0 for none; weights are [128, pairs] float32."""
     terms, rest_sb = [], weights_sb
-    for _term in range(_WEIGHT_TERMS):
+    for _term in range(WEIGHT_TERMS):
         short_sb = nl.ndarray(weights_sb.shape, nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_copy(dst=short_sb, src=rest_sb)
         term_sb = nl.ndarray(weights_sb.shape, nl.float32, buffer=nl.sbuf)
@@ -101,9 +101,8 @@ def num_digits(largest: int) -> int:
 
 def num_token_terms(rows: int) -> int:
     """Return the matmuls of a pair for `rows` tokens of a core."""
-    if rows <= 2 * _SPAN:
-        return 1
-    return num_digits(rows)
+    terms: int = 1 if rows <= 2 * _SPAN else num_digits(rows)
+    return terms
 
 
 def _row_size(of_slot: nl.ndarray) -> int:

@@ -10,7 +10,7 @@ from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import Ints, VisitLists
 from nki_kernels.index.cost import place_columns, visit_list_bytes
-from nki_kernels.index.slot_inverse import num_token_terms
+from nki_kernels.index.slot_inverse import WEIGHT_TERMS, num_token_terms
 from nki_kernels.layer.config import PrefillLayerConfig
 from nki_kernels.prefill import cost_blockwise_moe
 from nki_kernels.prefill.config import num_partials
@@ -60,10 +60,15 @@ def _front_cost(config: PrefillLayerConfig) -> KernelCost:
     # What broken tokens add, and the slots of pairs.
     written = num_tokens * (1 + top_k) * _WORD_BYTES - kept
     written += config.dims.num_blocks * config.dims.block_size * _WORD_BYTES
+    scales = config.experts.scaling == "pre"
+    if scales:  # of slots, and ones
+        num_slots = config.dims.num_blocks * config.dims.block_size
+        written += (num_slots + num_tokens * top_k) * _WORD_BYTES
     read = columns = 0
     for core in range(cores):
         tokens = split_tokens(num_tokens, core, cores)
         read += PARTITIONS * _WORD_BYTES if tokens.count else 0
-        columns += place_columns(tokens, top_k, config.dims, num_token_terms(tokens.rows))
+        terms = num_token_terms(tokens.rows) + (WEIGHT_TERMS if scales else 0)
+        columns += place_columns(tokens, top_k, config.dims, terms)
     index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
     return cost_router_topk(config.router, num_tokens) + index

@@ -3,7 +3,8 @@
     x = rms_norm(hidden), rounded to bfloat16            (hidden itself without a norm)
     logits = x W^T (+ bias); index, a = the router's choice        (route/kernel.py)
     slots, visits = places of this rank's choices                  (index/kernel.py)
-    y = this rank's experts on the slots                           (prefill/kernel.py)
+    y = this rank's experts on the slots                           (prefill/kernel.py),
+        whose inputs are scaled by a, and the sum weighs by 1, if config.experts.scaling is pre
     output[t] = sum over k of a[t, k] * y[slot of (t, k)] (+ residual[t])  (combine/kernel.py)
 
 Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
@@ -51,7 +52,7 @@ from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
 from nki_kernels.index.kernel import list_visits, place_pairs, store_slots
-from nki_kernels.index.slot_inverse import invert_tokens
+from nki_kernels.index.slot_inverse import invert_tokens, invert_weights
 from nki_kernels.layer.config import PrefillLayerConfig
 from nki_kernels.prefill.kernel import blockwise_moe
 from nki_kernels.route.kernel import RoutedTiles, RouterOperands, route_tiles
@@ -67,8 +68,20 @@ class LayerIndex(nl.NKIObject):
     visits: tuple[nl.NkiTensor, nl.NkiTensor, nl.NkiTensor]
     slot_of_pair_TK: nl.NkiTensor  # int32, -1 for no expert here
     affinities_TK: nl.NkiTensor  # float32, 0 of broken tokens
+    weights_TK: nl.NkiTensor  # float32, of the sum: affinities, or ones where inputs are scaled
+    slot_scale: nl.NkiTensor  # [N * B] float32, where inputs are scaled
     spoils_T1: nl.NkiTensor  # float32, 0, or NaN of broken tokens
     index_TK: nl.NkiTensor  # int32, of all ranks
+
+
+@dataclass
+class LocalPairs(nl.NKIObject):
+    """What this core's tokens chose here, [128, max(1, tiles) * K]."""
+
+    index_sb: (
+        nl.NkiTensor
+    )  # int32; any number that is no expert here is another rank's; no token -1
+    affinities_sb: nl.NkiTensor  # float32, 0 of broken tokens
 
 
 @nki.jit
@@ -109,10 +122,11 @@ def prefill_layer(
         down_bias=down_bias,
         gate_up_scale=gate_up_scale,
         down_scale=down_scale,
+        slot_scale=index.slot_scale,
     )
     nisa.core_barrier(slots_PSH, _BOTH)
     output = combine(
-        slots_PSH, index.slot_of_pair_TK, index.affinities_TK, config.out, index.spoils_T1, residual
+        slots_PSH, index.slot_of_pair_TK, index.weights_TK, config.out, index.spoils_T1, residual
     )
     if not config.returns_routing:
         return output
@@ -126,13 +140,16 @@ def _index_tokens(
     num_tokens, top_k = x.hidden_TH.shape[0], config.router.formula.top_k
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
     index = _allocate_index(num_tokens, top_k, config)
-    local_sb = _route(x, first_expert, index, config, tokens)
+    local = _route(x, first_expert, index, config, tokens)
     if config.router.has_norm:
         nisa.core_barrier(x.normed_TH, _BOTH)
-    placed = place_pairs(local_sb, tokens, config.dims, top_k)
+    placed = place_pairs(local.index_sb, tokens, config.dims, top_k)
     store_slots(index.slot_of_pair_TK, placed.slot_sb, tokens)
     index.visits = list_visits(placed, config.visits, config.dims)
     invert_tokens(index.token_of_slot, placed.slot_sb, tokens)
+    if config.experts.scaling == "pre":
+        invert_weights(index.slot_scale, local.affinities_sb, placed.slot_sb)
+        nisa.core_barrier(index.slot_scale, _BOTH)
     nisa.core_barrier(index.visits[2], _BOTH)
     nisa.core_barrier(index.token_of_slot, _BOTH)
     return index
@@ -147,7 +164,14 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
     spoils_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
     index_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
     visits = (token_of_slot, token_of_slot, token_of_slot)  # until they are listed
-    return LayerIndex(token_of_slot, visits, slot_of_pair_TK, affinities_TK, spoils_T1, index_TK)
+    weights_TK, slot_scale = affinities_TK, token_of_slot
+    if config.experts.scaling == "pre":
+        weights_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
+        slot_scale = nl.ndarray((num_slots,), nl.float32, buffer=nl.shared_hbm)
+    return LayerIndex(
+        token_of_slot, visits, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
+        index_TK,
+    )  # fmt: skip
 
 
 def _route(
@@ -156,37 +180,37 @@ def _route(
     index: LayerIndex,
     config: PrefillLayerConfig,
     tokens: TokenTiles,
-) -> nl.NkiTensor:
-    """Return the local experts of this core's pairs, [128, max(1, tiles) * K] int32.
-
-    Choices of other ranks' experts are any number that is none here; no token: -1.
-    """
+) -> LocalPairs:
+    """Return the choices of this core's tokens in this rank's numbers; store what others need."""
     top_k = config.router.formula.top_k
+    shape = (PARTITIONS, max(1, tokens.count), top_k)
+    local_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    nisa.memset(dst=local_sb, value=-1)
+    kept_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=kept_sb, value=0.0)
+    flat = (PARTITIONS, shape[1] * top_k)
+    local = LocalPairs(local_sb.reshape(flat), kept_sb.reshape(flat))
     if tokens.count == 0:
-        none_sb = nl.ndarray((PARTITIONS, top_k), nl.int32, buffer=nl.sbuf)
-        nisa.memset(dst=none_sb, value=-1)
-        return none_sb
+        return local
     routed = route_tiles(x, config.router, tokens)
     if config.returns_routing:
         store_per_token(index.index_TK, routed.index_sb, tokens)
     store_per_token(index.spoils_T1, routed.spoils_sb, tokens)
     is_whole_sb = nl.ndarray(routed.spoils_sb.shape, nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
-    shape = (PARTITIONS, tokens.count, top_k)
     is_whole = is_whole_sb.expand_dim(2).broadcast(2, top_k)
-    kept_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=kept_sb, value=0.0)
     nisa.tensor_copy_predicated(
         dst=kept_sb, src=routed.affinities_sb.reshape(shape), predicate=is_whole
     )
-    flat = (PARTITIONS, tokens.count * top_k)
-    store_per_token(index.affinities_TK, kept_sb.reshape(flat), tokens)
-    local_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-    nisa.memset(dst=local_sb, value=-1)
+    store_per_token(index.affinities_TK, local.affinities_sb, tokens)
+    if config.experts.scaling == "pre":
+        ones_sb = nl.ndarray(flat, nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=ones_sb, value=1.0)
+        store_per_token(index.weights_TK, ones_sb, tokens)
     nisa.tensor_copy_predicated(
         dst=local_sb, src=_local_numbers(routed, first_expert, shape), predicate=is_whole
     )
-    return local_sb.reshape(flat)
+    return local
 
 
 def _local_numbers(

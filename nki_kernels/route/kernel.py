@@ -265,7 +265,8 @@ def _load_constants(
 
 def _norm_columns(norm_sb: nl.ndarray) -> int:
     """Return how many columns of the norm's weight fit into half of PSUM."""
-    return min(norm_sb.shape[1], _NORM_PSUM_BYTES // (4 if norm_sb.dtype == nl.float32 else 2))
+    columns: int = norm_sb.shape[1]
+    return min(columns, _NORM_PSUM_BYTES // (4 if norm_sb.dtype == nl.float32 else 2))
 
 
 def _repeat_row(row_1X: nl.ndarray, repeated_sb: nl.ndarray) -> nl.ndarray:

@@ -143,8 +143,6 @@ class PrefillLayerPlan(PrefillPlan):
             return parts.why_apart
         if parts.shared is not None:
             return "shared experts of a prefill are computed beside it"
-        if parts.spec.scales_input:
-            return "affinities scale inputs of experts"
         try:
             _ = self.config
         except ValueError as error:

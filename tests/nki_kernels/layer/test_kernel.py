@@ -56,12 +56,13 @@ class Case:
     has_residual: bool = False
     returns_routing: bool = True
     num_cores: int = 2
+    scaling: str = "none"
     broken: tuple[int, ...] = ()
 
     def config(self) -> PrefillLayerConfig:
         """Return what the kernel is compiled for."""
         blocks = -(-self.T * self.router.top_k // self.B) + self.E
-        work = PrefillWork(self.B, blocks * self.B, self.T, self.num_cores)
+        work = PrefillWork(self.B, blocks * self.B, self.T, self.num_cores, self.scaling)
         experts = make_config(ExpertFormula(), ExpertSizes(self.H, self.I, self.E), work)
         router = RouterConfig(
             self.router, self.N, self.H, has_norm=self.has_norm, num_cores=self.num_cores,
@@ -84,6 +85,9 @@ CASES = {
     "rank-of-four": Case(N=16, E=4, first=8, T=90),
     "groups": Case(router=GROUPED, N=16, E=16, T=33),
     "one-choice": Case(router=RouterFormula(top_k=1, act_fn="sigmoid"), T=130),
+    "scaled-inputs": Case(
+        router=RouterFormula(top_k=1, act_fn="sigmoid"), T=200, scaling="pre", broken=(7,)
+    ),
     "broken-tokens": Case(T=130, N=16, E=8, first=4, broken=(0, 64, 129), has_residual=True),
     "all-broken": Case(T=3, broken=(0, 1, 2)),
     "no-routing-returned": Case(returns_routing=False),
@@ -133,6 +137,7 @@ def _expected(case: Case, arrays: LayerArrays) -> Any:
     return decode_layer_ref(
         LayerArrays(**wide), case.router, ExpertFormula(), LayerForm(case.has_norm),
         first_expert=case.first, rounds_to=BF16,
+        scaling="pre" if case.scaling == "pre" else "post",
     )  # fmt: skip
 
 
@@ -185,7 +190,9 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
     np.testing.assert_array_equal(after[others], before[others])
 
 
-@pytest.mark.parametrize("name", ["one-tile", "residual", "one-core", "rank-of-four", "no-norm"])
+@pytest.mark.parametrize(
+    "name", ["one-tile", "residual", "one-core", "rank-of-four", "no-norm", "one-choice"]
+)
 def test_cost_is_that_of_the_trace(name: str) -> None:
     case = CASES[name]
     arrays, config = _arrays(case), case.config()
