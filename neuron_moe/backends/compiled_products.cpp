@@ -11,6 +11,8 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+#include <type_traits>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -18,19 +20,24 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr ptrdiff_t VECTOR_BYTES = 64, TILE_ROWS = 4;
+constexpr ptrdiff_t VECTOR_BYTES = 64, REGISTERS = 32;
 #elif defined(__AVX__)
-constexpr ptrdiff_t VECTOR_BYTES = 32, TILE_ROWS = 2;  // 16 registers
+constexpr ptrdiff_t VECTOR_BYTES = 32, REGISTERS = 16;
 #else
-constexpr ptrdiff_t VECTOR_BYTES = 16, TILE_ROWS = 4;
+constexpr ptrdiff_t VECTOR_BYTES = 16, REGISTERS = 16;
 #endif
-constexpr ptrdiff_t TILE_COLUMNS = 4;
-constexpr ptrdiff_t PIECE = 64;         // columns
-constexpr ptrdiff_t CACHED_ROWS = 96;   // that stay in the cache while the columns of a piece pass
-constexpr int SECOND_LEVEL = 2;         // of the caches, where what is read ahead goes
+constexpr int TILE_COLUMNS = 4;
+constexpr ptrdiff_t PIECE = 128;       // columns
+constexpr ptrdiff_t CACHED_ROWS = 96;  // that stay in the cache while the columns of a piece pass
+constexpr int SECOND_LEVEL = 2;        // of the caches, where what is read ahead goes
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef float Four __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+
+// Rows of a tile: as many as leave registers for the operands; which is fastest was measured.
+template <class Number>
+constexpr int TILE_ROWS = REGISTERS == 16 ? 2 : sizeof(Number) == 4 ? 6 : 4;
 
 float widen(float value) { return value; }
 
@@ -61,12 +68,20 @@ inline void multiply_add(Floats& sum, const uint16_t* left, const uint16_t* righ
 #endif
 }
 
-inline float add_up(Floats sum) {
+// The sum of the lanes of each.
+inline Four add_up(const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)sum);
+  const auto half = [](const Floats& sum) {
+    return _mm256_add_ps(_mm512_castps512_ps256((__m512)sum),
+                         _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)sum, 1)));
+  };
+  const __m256 quarters = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)),
+                                         _mm256_hadd_ps(half(c), half(d)));
+  return (Four)_mm_add_ps(_mm256_castps256_ps128(quarters), _mm256_extractf128_ps(quarters, 1));
 #else
-  float total = 0;
-  for (size_t lane = 0; lane < sizeof sum / sizeof total; lane++) total += sum[lane];
+  Four total = {};
+  for (size_t lane = 0; lane < sizeof a / sizeof(float); lane++)
+    total += Four{a[lane], b[lane], c[lane], d[lane]};
   return total;
 #endif
 }
@@ -100,19 +115,19 @@ inline __attribute__((always_inline)) void multiply_tile(
     for (int n = 0; n < TILE_COLUMNS; n++) {
       const Number* place = matrix + n * num_inputs + k;
       __builtin_prefetch(place + TILE_COLUMNS * num_inputs, 0, SECOND_LEVEL);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int r = 0; r < ROWS; r++) multiply_add(sums[n][r], place, rows + r * num_inputs + k);
     }
   }
-#pragma GCC unroll 4
-  for (int n = 0; n < TILE_COLUMNS; n++) {
-    const float added = bias ? widen(bias[n]) : 0.0f;
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      const float rest =
-          dot(rows + r * num_inputs, matrix + n * num_inputs, whole, num_inputs);
-      out[r * num_outputs + n] = add_up(sums[n][r]) + rest + added;
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++) {
+    Four total = add_up(sums[0][r], sums[1][r], sums[2][r], sums[3][r]);
+    for (int n = 0; n < TILE_COLUMNS; n++) {
+      if (whole < num_inputs)
+        total[n] += dot(rows + r * num_inputs, matrix + n * num_inputs, whole, num_inputs);
+      if (bias) total[n] += widen(bias[n]);
     }
+    memcpy(out + r * num_outputs, &total, sizeof total);
   }
 }
 
@@ -121,23 +136,24 @@ template <class Number>
 void multiply_piece(const Step<Number>& step, ptrdiff_t expert, ptrdiff_t first_row,
                     ptrdiff_t end_row, ptrdiff_t column, ptrdiff_t end) {
   const ptrdiff_t inputs = step.num_inputs, outputs = step.num_outputs;
-  const Number* rows = step.rows + first_row * inputs;
-  const ptrdiff_t num_rows = end_row - first_row;
   for (; column < end; column += TILE_COLUMNS) {
     const bool is_whole = column + TILE_COLUMNS <= end;
     const Number* matrix = step.matrices + (expert * outputs + column) * inputs;
     const Number* bias = step.bias ? step.bias + expert * outputs + column : nullptr;
+    const Number* rows = step.rows + first_row * inputs;
     float* out = step.out + first_row * outputs + column;
-    ptrdiff_t r = 0;
-    for (; is_whole && r + TILE_ROWS <= num_rows; r += TILE_ROWS)
-      multiply_tile<Number, TILE_ROWS>(rows + r * inputs, matrix, bias, out + r * outputs, inputs,
-                                       outputs);
-    for (; is_whole && r < num_rows; r++)
-      multiply_tile<Number, 1>(rows + r * inputs, matrix, bias, out + r * outputs, inputs, outputs);
-    for (; r < num_rows; r++)
+    ptrdiff_t left = end_row - first_row;
+    const auto tiles_of = [&](auto size) {
+      constexpr int ROWS = decltype(size)::value;
+      for (; is_whole && left >= ROWS; left -= ROWS, rows += ROWS * inputs, out += ROWS * outputs)
+        multiply_tile<Number, ROWS>(rows, matrix, bias, out, inputs, outputs);
+    };
+    tiles_of(std::integral_constant<int, TILE_ROWS<Number>>());
+    tiles_of(std::integral_constant<int, 2>());
+    tiles_of(std::integral_constant<int, 1>());
+    for (; left > 0; left--, rows += inputs, out += outputs)
       for (ptrdiff_t n = 0; n < end - column; n++)
-        out[r * outputs + n] = dot(rows + r * inputs, matrix + n * inputs, 0, inputs) +
-                               (bias ? widen(bias[n]) : 0.0f);
+        out[n] = dot(rows, matrix + n * inputs, 0, inputs) + (bias ? widen(bias[n]) : 0.0f);
   }
 }
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)
-_COMPILE = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
+_COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
 _LINK = ("-shared",)  # without -fopenmp: a second OpenMP would bring threads of its own
 _MOST_SECONDS = 120.0
 _LOG = logging.getLogger(__name__)
