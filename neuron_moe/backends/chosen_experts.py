@@ -141,7 +141,7 @@ def _compute_part(step: _Step, part: "Run", start: int, joined: "JoinedRows") ->
     rows_nH = take_rows(step.hidden_TH, step.routing, order_n, slice(start, end))
     projected = multiply(rows_nH, step.first, part, step.form)
     inner_nI = activate(projected, step.formula, in_place=not torch.is_grad_enabled())
-    joined.put(start, multiply(inner_nI, step.down, part, step.form))
+    joined.put(start, multiply(inner_nI, step.down, part, step.form, joined.place(start, end)))
 
 
 def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
@@ -195,8 +195,14 @@ class JoinedRows:
         self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=sum_dtype(like_TH)))
         self._recorded: list[Tensor] = []
 
+    def place(self, start: int, end: int) -> Tensor:
+        """Return the memory of some rows, to be written and then `put`."""
+        return self._rows[start:end]
+
     def put(self, start: int, output_nH: Tensor) -> None:
-        """Write rows to their place, from row `start` on."""
+        """Write rows to their place, from row `start` on, if they are not there yet."""
+        if output_nH.data_ptr() == self._rows[start:].data_ptr():
+            return
         if torch.is_grad_enabled() and output_nH.requires_grad:
             self._recorded.append(at_least_float32(output_nH))
             return
@@ -267,15 +273,17 @@ def _split(whole: Run, most_experts: int) -> list[Run]:
     return [*parts, Run(whole.experts[first:], whole.counts[first:])]
 
 
-def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor:
+def multiply(
+    rows_nk: Tensor, matrices: Matrices, run: Run, form: str, place_nk: Tensor | None = None
+) -> Tensor:
     """Return rows [n, in] times the matrices of their experts, [n, out], in one of the forms.
 
     Matrices that are kept packed alone are multiplied packed whatever the form. Compiled products
-    are float32, others of the dtype of the rows.
+    are float32, and lie in `place_nk` if there is one; others have the dtype of the rows.
     """
     if form == COMPILED and _is_compiled(rows_nk, matrices):
-        counts = (run.experts, run.counts)
-        return compiled_products.multiply(rows_nk, matrices.plain_Ekn, matrices.bias_En, *counts)
+        operands = (rows_nk, matrices.plain_Ekn, matrices.bias_En, *run)
+        return compiled_products.multiply(*operands, place_nk)
     if matrices.packed is not None:
         product = _packed(rows_nk, matrices.packed, run, pads=form != "packed")
     elif form == "grouped":

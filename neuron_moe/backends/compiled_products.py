@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from neuron_moe.weights.huge_pages import ask_for_huge_pages
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
@@ -61,6 +63,7 @@ def can_multiply(rows_nk: Tensor, matrices_Ekn: Tensor) -> bool:
     num_inputs, num_outputs = matrices_Ekn.shape[1:]
     return (
         matrices_Ekn.dtype in DTYPES
+        and rows_nk.dtype in DTYPES
         and rows_nk.device.type == matrices_Ekn.device.type == "cpu"
         and matrices_Ekn.stride() == (num_inputs * num_outputs, 1, num_inputs)
         and not why_not()
@@ -73,6 +76,7 @@ def multiply(
     bias_En: Tensor | None,
     experts: Sequence[int],
     counts: Sequence[int],
+    out_nk: Tensor | None = None,
 ) -> Tensor:
     """Return rows [n, in] times the matrices of their experts, and their biases, [n, out] float32.
 
@@ -84,14 +88,17 @@ def multiply(
         bias_En: [E, out] or None.
         experts: number of each.
         counts: rows of each.
+        out_nk: [n, out] float32 without gaps, where the result is to be; None makes one.
     """
     rows_nk = rows_nk.detach().to(matrices_Ekn.dtype).contiguous()
     bias_En = None if bias_En is None else bias_En.detach().to(matrices_Ekn.dtype).contiguous()
     num_inputs, num_outputs = matrices_Ekn.shape[1:]
-    product_nk = rows_nk.new_empty((rows_nk.shape[0], num_outputs), dtype=torch.float32)
+    if out_nk is None:
+        shape = (rows_nk.shape[0], num_outputs)
+        out_nk = ask_for_huge_pages(rows_nk.new_empty(shape, dtype=torch.float32))
     starts = torch.tensor([0, *counts]).cumsum(0)
     numbers = torch.tensor(experts)
-    operands = (rows_nk, matrices_Ekn.detach(), bias_En, product_nk, numbers, starts)
+    operands = (rows_nk, matrices_Ekn.detach(), bias_En, out_nk, numbers, starts)
     name = str(matrices_Ekn.dtype).removeprefix("torch.")
     function = getattr(_library(), f"multiply_{name}")
     sizes = (len(experts), num_inputs, num_outputs)
@@ -100,7 +107,7 @@ def multiply(
         *(ctypes.c_int64(size) for size in sizes),
         ctypes.c_int(torch.get_num_threads()),
     )
-    return product_nk
+    return out_nk
 
 
 @functools.cache
