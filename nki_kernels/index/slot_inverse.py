@@ -93,7 +93,7 @@ def invert_weights(weight_of_slot: nl.ndarray, weights_sb: nl.ndarray, slot_sb: 
 
 def num_digits(largest: int) -> int:
     """Return how many digits the numbers 1 to `largest` need."""
-    digits = 1
+    digits: int = 1
     while (1 << (_DIGIT_BITS * digits)) <= largest:
         digits += 1
     return digits
@@ -101,12 +101,14 @@ def num_digits(largest: int) -> int:
 
 def num_token_terms(rows: int) -> int:
     """Return the matmuls of a pair for `rows` tokens of a core."""
-    terms: int = 1 if rows <= 2 * _SPAN else num_digits(rows)
-    return terms
+    if rows <= 2 * _SPAN:
+        return 1
+    return num_digits(rows)
 
 
 def _row_size(of_slot: nl.ndarray) -> int:
-    return (of_slot.shape[0] + PARTITIONS - 1) // PARTITIONS
+    num_slots: int = of_slot.shape[0]
+    return (num_slots + PARTITIONS - 1) // PARTITIONS
 
 
 def _split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:

@@ -141,6 +141,8 @@ class PrefillLayerPlan(PrefillPlan):
         parts = self.parts
         if parts.why_apart:
             return parts.why_apart
+        if self.path == "capacity":
+            return "choices beyond the capacity are dropped between router and experts"
         if parts.shared is not None:
             return "shared experts of a prefill are computed beside it"
         try:
