@@ -143,6 +143,8 @@ class LoopPlan(NKIObject):
     see weight_formats.split_parts, which makes their runs long. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
     reverse. `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
+    With two `first_buffers` the first tile of a visit has one by the parity of the visit, and is
+    gathered two visits ahead.
     `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
     rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
     further apart. `fetches` is who copies entries of tables, `missing` what stands for nothing.
@@ -162,6 +164,7 @@ class LoopPlan(NKIObject):
     turns: str
     fetches: str = "copy"
     missing: str = "skip"
+    first_buffers: int = 1
 
 
 @dataclass(frozen=True)

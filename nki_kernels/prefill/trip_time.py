@@ -105,12 +105,13 @@ class _Writer:
         """See `_run_visit` of kernel.py."""
         size, next_size = sizes[s], sizes[1 - s]
         self._look_at_outputs(s)
+        self._gather_early(s)
         for j in range(size, min(next_size, self._config.loop.row_buffers)):
             self._gather(1 - s, j)
         self._go_in(s, size, next_size)
         self._turn(1 - s, 0)
         self._look_ahead(s)
-        self._gather(s, 0)
+        self._gather_late(s)
         self._go_out(s, size, s * sizes[0])
 
     def two_visits(self, sizes: tuple[int, int]) -> None:
@@ -118,6 +119,7 @@ class _Writer:
         prices = self._prices
         for s in range(2):
             size, next_size = sizes[s], sizes[1 - s]
+            self._gather_early(s)
             for j in range(size, min(next_size, self._config.loop.row_buffers)):
                 self._gather(1 - s, j)
             for j in range(size):
@@ -128,7 +130,7 @@ class _Writer:
                 self._add(LINK, prices.exchange_ns, [("own", s, j)], [("other", s, j)])
             self._turn(1 - s, 0)
             self._look_ahead(s)
-            self._gather(s, 0)
+            self._gather_late(s)
             self._load("gate up", s, ("expert", s), prices.load_in)
         for s in range(2):
             self._look_at_outputs(s)
@@ -168,8 +170,9 @@ class _Writer:
     def _inner(self, s: int, j: int) -> object:
         return ("inner", s if self._config.shard.splits_h else 0, j)
 
-    def _row(self, j: int) -> object:
-        return ("rows", 0 if j == 0 else 1 + (j - 1) % (self._config.loop.row_buffers - 1))
+    def _row(self, s: int, j: int) -> object:
+        loop = self._config.loop
+        return ("rows", s % loop.first_buffers if j == 0 else 2 + (j - 1) % (loop.row_buffers - 1))
 
     def _turned(self, s: int, j: int) -> object:
         loop = self._config.loop
@@ -179,8 +182,17 @@ class _Writer:
 
     def _gather(self, s: int, j: int) -> None:
         transfer = self._prices.gather
-        into = self._turned(s, j) if self._config.loop.turns == "dma" else self._row(j)
+        into = self._turned(s, j) if self._config.loop.turns == "dma" else self._row(s, j)
         self._move(GPSIMD, transfer, [("ids", s)], [into])
+
+    def _gather_early(self, s: int) -> None:
+        if self._config.loop.first_buffers == 2:
+            self._add(GPSIMD, self._prices.lists_ns / 3, [], [("first ids", s)])
+            self._move(GPSIMD, self._prices.gather, [("first ids", s)], [self._row(s, 0)])
+
+    def _gather_late(self, s: int) -> None:
+        if self._config.loop.first_buffers == 1:
+            self._gather(s, 0)
 
     def _gather_after(self, s: int, j: int, size: int, next_size: int) -> None:
         ring = self._config.loop.row_buffers - 1
@@ -191,7 +203,7 @@ class _Writer:
 
     def _turn(self, s: int, j: int) -> None:
         if self._config.loop.turns == "tensor":
-            self._add(TENSOR, self._prices.turn_ns, [self._row(j)], [("turn ps",)])
+            self._add(TENSOR, self._prices.turn_ns, [self._row(s, j)], [("turn ps",)])
             prices = self._prices
             self._copy(prices.turned, 1, 0.0, ("turn ps",), self._turned(s, j))
 
