@@ -21,6 +21,7 @@ from nki_kernels.common.tiles import keep_below, load_table, make_tiles, when_mi
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
+    first_entries,
     has_scale_table,
     is_mx,
     largest_visit_of,
@@ -179,7 +180,7 @@ def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
 
     What is asked for after the first weights waits for these, so the ids come before.
     """
-    num_visits, stop = b.expert_table.shape[1], _first_entries(b)
+    num_visits, stop = b.expert_table.shape[1], first_entries(config)
     _fill_ids(config, b, lists, 0, stop)
     nisa.dma_copy(
         dst=b.expert_table, src=lists.visit_expert[lists.lane : lists.lane + 1, 0:num_visits]
@@ -203,7 +204,7 @@ def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     """Bring on chip what later visits need, beside the first weights."""
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    entries, first, lane = num_visits * largest, _first_entries(b), lists.lane
+    entries, first, lane = num_visits * largest, first_entries(config), lists.lane
     if first < entries:
         _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
@@ -222,12 +223,6 @@ def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
             spare = config.i_axis.rows
             R = config.tile_rows
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
-
-
-def _first_entries(b: Buffers) -> int:
-    """Return the entries of the tables that two gathers bring: more than two visits."""
-    entries: int = b.id_table.shape[1] * b.id_table.shape[2]
-    return min(2 * PARTITIONS, entries)
 
 
 def _fill_ids(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:

@@ -12,11 +12,14 @@ from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
 from nki_kernels.common.visits import VisitDims, max_steps, max_visits
+from nki_kernels.common.weight_formats import ITEM_BYTES
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+_FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
+_FIRST_ENTRIES = 256  # of the lists of visits: two gathers
 MOST_TILES = 4  # of a visit, unless more are asked for: 512 columns
 
 
@@ -299,6 +302,21 @@ def scales_late(config: PrefillConfig) -> bool:
 def has_scale_table(config: PrefillConfig) -> bool:
     """Whether the scales of a row tile are kept as one number per partition."""
     return config.scaling != "none" and not scales_late(config)
+
+
+def first_entries(config: PrefillConfig) -> int:
+    """Return the entries of the lists of visits that come on chip first, for several visits."""
+    return min(_FIRST_ENTRIES, num_visits(config) * largest_visit_of(config))
+
+
+def first_tiles(config: PrefillConfig) -> int:
+    """Return how many tiles of the first gate and up weights load while token ids are looked up."""
+    h_axis = config.h_axis
+    if is_mx(config) or config.shard.splits_h or h_axis.tail < h_axis.rows:
+        return 0
+    item = ITEM_BYTES[config.weight_format]
+    tile_bytes = h_axis.rows * num_projections(config.formula) * config.i_axis.size * item
+    return min(h_axis.count, -(-_FIRST_BYTES // tile_bytes))
 
 
 def num_visits(config: PrefillConfig) -> int:

@@ -72,6 +72,7 @@ from nki_kernels.prefill.buffers import (
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
+    first_tiles,
     num_partials,
     output_tiles,
     scales_late,
@@ -79,7 +80,6 @@ from nki_kernels.prefill.config import (
 )
 from nki_kernels.prefill.exchange import run_two_visits, start_apart
 from nki_kernels.prefill.loads import (
-    first_tiles,
     gather_after,
     gather_early,
     gather_late,

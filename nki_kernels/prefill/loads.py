@@ -16,7 +16,6 @@ from nki_kernels.common.tiles import (
     load_rows,
     when_missing,
 )
-from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.buffers import Buffers, Operands, look_at_first_rows
 from nki_kernels.prefill.config import (
     PrefillConfig,
@@ -27,8 +26,6 @@ from nki_kernels.prefill.config import (
     is_mx,
     stored_parts,
 )
-
-_FIRST_BYTES = 1 << 21  # the memory gives them while token ids are looked up: about 6 us
 
 
 def gather_rows(
@@ -177,16 +174,6 @@ def _gate_up_place(config: PrefillConfig, share: Share, part: int) -> tuple[int,
     first = column // width * config.H * halves * width
     first = first + share.h_first * halves * width + column % width
     return first, halves * width, [width, halves]
-
-
-def first_tiles(config: PrefillConfig) -> int:
-    """Return how many tiles of the first gate and up weights load while token ids are looked up."""
-    h_axis = config.h_axis
-    if is_mx(config) or config.shard.splits_h or h_axis.tail < h_axis.rows:
-        return 0
-    item = ITEM_BYTES[config.weight_format]
-    tile_bytes = h_axis.rows * num_projections(config.formula) * config.i_axis.size * item
-    return min(h_axis.count, -(-_FIRST_BYTES // tile_bytes))
 
 
 def load_beside(

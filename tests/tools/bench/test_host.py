@@ -67,7 +67,7 @@ def test_switches_are_calls_into_another_file_of_the_package(stub: host_probe.St
 
 @pytest.mark.long
 def test_the_command_compares_two_checkouts(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cases", "decode", "--repeats", "2", "--walk", "--before", str(ROOT)]
+    arguments = ["--cases", "decode", "--repeats", "2", "--walk", "--before", str(ROOT), "--json"]
     assert host.main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
     record: dict[str, Any] = json.loads(printed[-1])

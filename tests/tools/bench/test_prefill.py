@@ -75,8 +75,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) 
     assert (row["format"], row["corner"], row["layout"]) == ("bf16", "in-order", "packed")
     assert row["vendor_us"] is None
     assert 0.3 < row["roofline_us"] / row["ours_us"] < 1.0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["kind"] == "simulated"
+    assert not capsys.readouterr().out.splitlines()[-1].startswith("{")
     assert " busy " in row["bottleneck"]
 
 

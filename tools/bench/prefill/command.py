@@ -39,7 +39,7 @@ from neuron_moe.tools.bench.prefill.work import Case
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
-from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.parsers import PRINTED, Parser
 from nki_sim.time.schedule_model import CORNERS
 
 MX_KERNELS = ("moe_cte",)  # the vendor's names of cases
@@ -87,9 +87,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"weights as in the checkpoint: {result['expected']} ({runs.kind()})")
     if not is_complete:
         print("stopped before all was run: the same command with --resume goes on")
-    if options.json is not None:
+    if options.json == PRINTED:
+        print_json_line("bench prefill", complete=is_complete, **result)
+    elif options.json is not None:
         write_result(options.json, result)
-    print_json_line("bench prefill", complete=is_complete, **result)
     return 0
 
 
@@ -100,8 +101,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--models", nargs="+", type=model_among(names), choices=names, default=names
     )
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
-    parser.add_argument(
+    parser.more.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
+    parser.more.add_argument(
         "--vendor-kernels",
         nargs="+",
         choices=KERNEL_NAMES,
