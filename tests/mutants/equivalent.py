@@ -48,12 +48,6 @@ EQUIVALENT = (
         "an axis of one element has no step",
     ),
     Equivalent(
-        "nki_sim/isa/gpsimd.py",
-        "wrapped.setflags(write=False)",
-        "pass",
-        "nothing writes it: the flag is there for those who change the file",
-    ),
-    Equivalent(
         "neuron_moe/quantize/recode.py",
         "highest = torch.where(has_value, exponents, -256).amax(axes)",
         "highest = torch.where(has_value, exponents, -257).amax(axes)",
