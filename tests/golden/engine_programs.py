@@ -298,6 +298,7 @@ def shared(rng: random.Random) -> list[str]:
         for _ in range(rng.randint(3, 10))
     ]  # fmt: skip
     columns, numbers = 16, [rng.randrange(5) for _ in range(2)]
+    lnc = rng.choice((1, 2, 2, 2, 2))
 
     def kernel() -> Any:
         core = nl.program_id(0)
@@ -307,7 +308,7 @@ def shared(rng: random.Random) -> list[str]:
         isa.iota(index, [[0, 1]], numbers[0], numbers[1])
         isa.memset(own, 1.0 + core)
         for what, row, begin, width, who in plan:
-            if who != 2 and who != core:
+            if who not in (2, core):
                 continue
             part = rows[row : row + 2, begin : begin + width]
             picked = rows.ap([[columns, 2], [1, width]], vector_offset=index)
@@ -326,16 +327,16 @@ def shared(rng: random.Random) -> list[str]:
             elif what == "load":
                 isa.register_load(register, rows[row, begin : begin + 1])
             else:
-                isa.core_barrier(rows, (0, 1))
+                isa.core_barrier(rows, tuple(range(lnc)))
         return rows
 
     rng_free = rng.choice((nl.int32, nl.float32, nl.bfloat16))
     options = SimOptions(
         uninitialized="report", scatter="report", races=rng.choice(("report", "report", "error")),
-        start_core=rng.randrange(2), preempt=rng.choice((0.0, 0.3)), seed=rng.randrange(9),
+        start_core=rng.randrange(lnc), preempt=rng.choice((0.0, 0.3)), seed=rng.randrange(9),
         mode=rng.choice(("full", "full", "indices")), callers=rng.random() < 0.2,
     )  # fmt: skip
-    return end_of(lambda: nki_sim.run(kernel, lnc=2, options=options))
+    return end_of(lambda: nki_sim.run(kernel, lnc=lnc, options=options))
 
 
 def ranks(rng: random.Random) -> list[str]:
@@ -349,13 +350,18 @@ def ranks(rng: random.Random) -> list[str]:
         rng.choice((nl.add, nl.maximum)),
     )
     what = rng.choice(
-        ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "ring")
+        ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "ring", "parts")
     )
     written, region = rng.choice((1.0, 0.7)), rng.choice((nl.shared_hbm, nl.private_hbm, nl.sbuf))
     dtype, slack = rng.choice((nl.float32, nl.bfloat16, nl.int32)), rng.choice((0, 0, 0, 1))
     rows, columns = len(group[0]) * size, len(group[0]) * rng.choice((1, 3))
 
-    def kernel(x: Any) -> Any:
+    # Counts and places of what is sent, then of what is received.
+    numbers = [
+        [rng.choice((0, 1, 2, columns)) for _ in group[0]] for _ in range(rng.choice((3, 4)))
+    ]
+
+    def kernel(x: Any, counts: Any) -> Any:
         part = nl.ndarray((rows, columns), dtype, buffer=region)
         filled = max(1, int(rows * written))
         isa.dma_copy(part[0:filled], x[0:filled])
@@ -367,7 +373,11 @@ def ranks(rng: random.Random) -> list[str]:
         shape[1] += slack
         result = nl.ndarray(tuple(shape), dtype, buffer=region)
         lists = [part], [result]
-        if what == "permute":
+        if what == "parts":
+            table = nl.ndarray(counts.shape, nl.uint32, buffer=region)
+            isa.dma_copy(table, counts)
+            collectives.all_to_all_v(*lists, groups, table, has_rdispls=len(numbers) == 4)
+        elif what == "permute":
             pairs = list(itertools.pairwise(group[0]))
             collectives.collective_permute(*lists, pairs)
         elif what == "all_reduce":
@@ -382,8 +392,8 @@ def ranks(rng: random.Random) -> list[str]:
         isa.dma_copy(out, result)
         return out
 
-    data = [(np.arange(rows * columns).reshape(rows, columns).astype(np.int32) + 9 * n,)
-            for n in range(count)]  # fmt: skip
+    values = np.arange(rows * columns).reshape(rows, columns).astype(np.int32)
+    data = [(values + 9 * rank, np.array(numbers, np.uint32)) for rank in range(count)]
     options = replace(REPORTS, mode=rng.choice(("full", "full", "indices")),
                       start_core=rng.randrange(lnc))  # fmt: skip
     return end_of(lambda: nki_sim.run_ranks(kernel, data, lnc=lnc, options=options))

@@ -8,7 +8,6 @@ from tests.golden.layer_cases import BACKENDS, case_names
 GOLDEN = layers.read()
 IS_EXACT = GOLDEN["machine"] == layers.machine()
 EVERY = {"torch": 5, "nki": 8}  # cases of the default run
-PARTS = 5  # of the long run
 
 
 def wrong(names: list[str]) -> list[str]:
@@ -27,11 +26,10 @@ def test_a_sample_of_layers_gives_what_it_gave(backend: str) -> None:
     assert wrong(case_names(backend)[:: EVERY[backend]]) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_layers_give_what_they_gave(backend: str, part: int) -> None:
-    assert wrong(case_names(backend)[part::PARTS]) == []
+def test_all_layers_give_what_they_gave(backend: str) -> None:
+    assert wrong(case_names(backend)) == []
 
 
 def test_a_change_is_found() -> None:

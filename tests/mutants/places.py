@@ -41,7 +41,9 @@ PRICES = (
     "huge_pages.py",
 )  # fmt: skip
 # How much is worked on, or kept.
-AT_ONCE = re.compile("CHUNK|of_chunk|POOL|_MAX_GEOMETRIES|_MAX_BOXES")
+AT_ONCE = re.compile(
+    "CHUNK|of_chunk|POOL|_MAX_GEOMETRIES|_MAX_BOXES|_FEW_ROWS|_LARGEST_DRAWN|parts_per_thread"
+)
 # Calls and functions that only time, tell, or guard what nobody writes.
 SILENT = re.compile(
     "facts|setflags|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
@@ -137,11 +139,15 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
         is_text = isinstance(child, ast.JoinedStr | ast.Raise)
         is_size = isinstance(child, ast.Assign) and AT_ONCE.search(ast.unparse(child.targets[0]))
-        is_bound = isinstance(child, ast.Compare) and AT_ONCE.search(ast.unparse(child))
-        if is_silent or is_strict or is_step or is_rest or is_text or is_size or is_bound:
+        if is_silent or is_strict or is_step or is_rest or is_text or is_size or _is_bound(child):
             continue
         if child not in decorators:
             yield from _nodes(child)
+
+
+def _is_bound(node: ast.AST) -> bool:
+    """Say whether it compares something with how much is worked on at once."""
+    return isinstance(node, ast.Compare) and bool(AT_ONCE.search(ast.unparse(node)))
 
 
 def _ends_in_one(pattern: ast.List) -> bool:
@@ -156,7 +162,7 @@ def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[tuple[int, int
         yield from _whole(node, str(new))
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield from _whole(node, "pass")
-    elif isinstance(node, ast.If | ast.IfExp):
+    elif isinstance(node, ast.If | ast.IfExp) and not _is_bound(node.test):
         for place, _ in _whole(node.test, ""):
             line, begin, end = place
             yield place, f"(not ({lines[line - 1][begin:end].decode()}))"
