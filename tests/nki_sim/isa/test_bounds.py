@@ -15,6 +15,7 @@ from nki_sim.testing import Tile, execute
 STARTS = (0, 16, 32, 48, 64, 80, 96)
 COUNTS = (1, 16, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128)
 REACHED = {0: 128, 32: 32, 64: 64, 96: 32}  # partitions from a start, of the architecture guides
+FITTING = {(0, 32), (32, 32), (64, 32), (96, 32), (0, 64), (64, 64), (0, 128)}  # row, rows
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
 
@@ -48,11 +49,7 @@ def test_a_tile_of_the_array_lies_on_a_multiple_of_its_size(row: int, rows: int)
     start = row if row in (32, 64, 96) else 0
     tiles = {"held": Tile(ones, start=start), "moving": Tile(ones, start=start)}
     taken = is_taken(body, out=Tile(shape=(8, 8), space="psum"), **tiles)
-    assert taken == (row < 128 and row % rows == 0 and rows != 32 or (row, rows) in FITTING)
-
-
-# Trainium 2 has tiles of 64 rows at least on version 2 of the core, of 32 from version 3 on.
-FITTING = {(0, 32), (32, 32), (64, 32), (96, 32)}
+    assert taken == ((row, rows) in FITTING)
 
 
 @pytest.mark.parametrize("columns", [127, 128, 129])
@@ -143,7 +140,8 @@ def test_a_product_has_as_many_columns_as_the_target_takes(
 
     for columns in (most, most + 2):
         tiles = {
-            "held": Tile(shape=(32, 16), dtype=word), "moving": Tile(shape=(32, columns), dtype=word),
+            "held": Tile(shape=(32, 16), dtype=word),
+            "moving": Tile(shape=(32, columns), dtype=word),
             "one": Tile(np.full((32, 16), 127), "uint8"),
             "other": Tile(np.full((32, columns), 127), "uint8"),
         }  # fmt: skip
