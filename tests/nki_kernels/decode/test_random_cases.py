@@ -1,4 +1,4 @@
-"""Random steps of decode: the formula, the bytes as counted, and the instructions as recorded."""
+"""Random steps of decode, and whole layers: the formula, the bytes as counted, and the instructions as recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from nki_kernels.common.formula import limits
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from tests.nki_kernels.decode.cases import GPT_OSS, Decode
+from tests.nki_kernels.decode.layer_cases import (
+    BF16,
+    FAMILIES,
+    Case,
+    draw,
+    expected,
+    operands_of,
+    run,
+)
 from tests.nki_kernels.decode.test_kernel import ROUTINGS
+from tests.nki_kernels.decode.test_layer_kernel import E4M3, assert_close
 from tests.nki_kernels.traces import measured_cost
 
 TOLERANCE = 0.02  # of the largest element: bfloat16 inside
@@ -68,3 +78,52 @@ def test_a_random_step_is_the_formula(seed: int) -> None:
     ):  # written out, experts that no token chose are multiplied, too
         assert measured_cost(run.trace) == cost_decode_moe(config, problem.touched()), problem
     assert run.sbuf_peak_bytes <= sbuf_bytes(config), problem
+
+
+def drawn_layer(rng: random.Random) -> Case:
+    """Return a layer that the kernel takes."""
+    while True:
+        N, returns = rng.choice((16, 24, 32, 40)), rng.random() < 0.5
+        first = rng.randrange(N)
+        options: dict[str, Any] = {
+            "layout": rng.choice(("ehi", "packed")), "has_residual": rng.random() < 0.5,
+            "mode": rng.choice(("auto", "selective", "all")), "returns_routing": returns,
+            "shared_width": rng.choice((0, 0, 16, 45, 128, 200)),
+            "output_dtype": rng.choice(("float32", "bfloat16")),
+            "sums": rng.choice(("auto", "auto", "sbuf")),
+            "loops": rng.choice(("dynamic", "dynamic", "unrolled")),
+            "missing": rng.choice(("skip", "skip", "spare")),
+        }  # fmt: skip
+        options["has_shared_gate"] = options["shared_width"] > 0 and rng.random() < 0.5
+        if rng.random() < 0.3:
+            options |= {**E4M3, "down_scale": rng.choice(("channel", "expert"))}
+        case = Case(
+            rng.choice(list(FAMILIES)), rng.choice((1, 1, 2, 5, 9, 33, 129, 200)), N,
+            rng.randint(1, N - first), first, rng.choice((64, 128, 144, 320, 512)),
+            rng.choice((8, 24, 100, 300)), rng.choice((BF16, np.float32)), rng.random() < 0.7,
+            rng.choice((1, 2, 2)), options,
+        )  # fmt: skip
+        try:
+            case.config()
+        except ValueError:
+            continue
+        return case
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100))
+def test_a_random_layer_is_the_formula(seed: int) -> None:
+    case = drawn_layer(random.Random(seed))
+    arrays, config = draw(case), case.config()
+    outputs = run(config, operands_of(config, arrays, case.first)).outputs
+    wanted = expected(case, arrays)
+    output, same = outputs, np.ones(case.T, np.bool_)
+    if isinstance(outputs, tuple):
+        output, _, index = outputs
+        # float32 may round an element of x the other way than float64 does, and turn a choice.
+        same = (index == wanted.index_TK).all(axis=1)
+        assert same.mean() > 0.9
+        assert_close(output[same], wanted.output_TH[same])
+    else:
+        error = np.abs(output.astype(np.float64) - wanted.output_TH).max(axis=1)
+        assert (error <= TOLERANCE * np.abs(wanted.output_TH).max()).mean() > 0.9
