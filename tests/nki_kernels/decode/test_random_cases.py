@@ -1,4 +1,4 @@
-"""Random steps of decode, and whole layers: the formula, the bytes as counted, and the instructions as recorded."""
+"""Random steps of decode, and whole layers: the formula, bytes and instructions as recorded."""
 
 from __future__ import annotations
 
