@@ -8,7 +8,6 @@ from neuron_moe.backends.nki import decode, layer, prefill, prefill_layer
 from neuron_moe.backends.nki.launch import check_capture
 from neuron_moe.backends.nki.operands import narrow_weights
 from neuron_moe.paths import (
-    DECODE_KERNEL_TOKENS,
     DECODE_PHASES,
     FEW_TOKEN_PATHS,
     Decision,
@@ -37,8 +36,12 @@ class NkiBackend:
             ValueError: what the kernels cannot compute, or a layer that was to be fused cannot.
         """
         check_capture()
-        in_blocks = decode.why_in_blocks(parts) if step.phase in DECODE_PHASES else ""
-        decision = decide(_workload(parts, step, in_blocks), self.name, parts.compat)
+        decision = decide(parts.workload(step), self.name, parts.compat)
+        in_blocks = ""
+        if decision.path in FEW_TOKEN_PATHS:
+            in_blocks = _why_in_blocks(parts, step)
+        if in_blocks or decision.path not in FEW_TOKEN_PATHS:
+            decision = decide(_in_blocks(parts, step), self.name, parts.compat)
         if in_blocks and decision.path in FEW_TOKEN_PATHS:
             decision = settle_mode(decision, "blockwise", in_blocks, "nki.blockwise_moe")
         apart = "experts on their own"
@@ -47,7 +50,7 @@ class NkiBackend:
         if not apart:
             return _fused(parts, step, decision)
         if decision.path not in FEW_TOKEN_PATHS:
-            return _in_blocks(step, decision, parts, apart)
+            return _plan_in_blocks(step, decision, parts, apart)
         return _few_tokens(parts, step, decision, apart)
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
@@ -63,13 +66,30 @@ class NkiBackend:
         return decode.lay_out(parts) if phase == "decode" else prefill.lay_out(parts)
 
 
-def _workload(parts: LayerParts, step: Step, in_blocks: str) -> Workload:
+def _why_in_blocks(parts: LayerParts, step: Step) -> str:
+    """Say why few tokens go through blockwise_moe; '' if they go through the decode kernels.
+
+    Raises:
+        ValueError: no kernel has the formula.
+    """
+    why = decode.why_in_blocks(parts)
+    if why or step.phase in DECODE_PHASES:
+        return why
+    tuning = parts.tuning
+    is_asked = tuning.block_size is not None or tuning.shard_plan != "auto"
+    if is_asked or tuning.tuned.for_prefill(step.tokens) is not None:
+        return "blocks were asked for"
+    try:
+        decode.decode_config(parts, step.rows or step.tokens)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _in_blocks(parts: LayerParts, step: Step) -> Workload:
     """Return the sizes of a step, with the block size that runs."""
     tuning = parts.tuning
     work = parts.workload(step)
-    is_long = step.phase not in DECODE_PHASES or step.tokens > DECODE_KERNEL_TOKENS
-    if not (is_long or in_blocks):
-        return work
     tuned = tuning.tuned.for_prefill(step.tokens)
     if tuned is not None:
         return replace(work, block_size=tuned.block_size)
@@ -85,9 +105,8 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
     Raises:
         ValueError: one launch was asked for and cannot be, or quantised weights and they are not.
     """
-    if step.phase not in DECODE_PHASES:
-        return "moe_fused_kernel_enabled=False" if parts.fuses_decode is False else _BLOCKS
-    if parts.needs_quantized and parts.weights.packed_down is None:
+    is_decode = step.phase in DECODE_PHASES
+    if is_decode and parts.needs_quantized and parts.weights.packed_down is None:
         raise ValueError(
             "quantized=True: the expert weights are plain. Load fp8 codes with their scale,"
             " call pack_weights() for those of an MXFP4 checkpoint, or set quantized=False."
@@ -97,7 +116,7 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
     reason = in_blocks or _BLOCKS
     if decision.path in FEW_TOKEN_PATHS:
         reason = layer.why_apart(parts, step.tokens)
-    if reason and parts.fuses_decode:
+    if reason and parts.fuses_decode and is_decode:
         raise ValueError(
             f"moe_fused_kernel_enabled=True: {reason.rstrip('.')}. Leave it None, which takes the"
             " fused kernel where it can run."
@@ -105,7 +124,7 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
     return reason
 
 
-def _in_blocks(step: Step, decision: Decision, parts: LayerParts, apart: str) -> Plan:
+def _plan_in_blocks(step: Step, decision: Decision, parts: LayerParts, apart: str) -> Plan:
     """Return the plan of a step in blocks: of one launch where that can be."""
     if parts.router is None or parts.fuses_decode is False:
         return prefill.PrefillPlan(step, decision, parts, "" if parts.router is None else apart)
