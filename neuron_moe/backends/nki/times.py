@@ -36,7 +36,7 @@ from nki_kernels.index import index_blocks
 from nki_kernels.layer import prefill_layer
 from nki_kernels.prefill import blockwise_moe
 from nki_kernels.prefill.config import num_partials
-from nki_kernels.route import router_topk
+from nki_kernels.route import route, router_topk
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.trace import CORE, FACTS, ControlFacts, Trace
 
@@ -208,12 +208,33 @@ def _prefill_layer(plan: PrefillLayerPlan, options: SimOptions) -> _Launch:
 
 
 def _routed_inputs(parts: LayerParts, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return a router's weight [N, H] and hidden states [T, H], drawn."""
+    """Return a router's weight [N, H] and hidden states [T, H], drawn; logits are about one.
+
+    Larger ones would make ties of sigmoids, which all go to the first experts.
+    """
     assert parts.router is not None
     weight, rng = parts.router.linear_router.weight, np.random.default_rng(_SEED)
-    weight_NH = torch.from_numpy(rng.standard_normal(tuple(weight.shape))).to(weight.dtype)
+    drawn_NH = rng.standard_normal(tuple(weight.shape)) / weight.shape[1] ** 0.5
+    weight_NH = torch.from_numpy(drawn_NH).to(weight.dtype)
     drawn_TH = rng.standard_normal((num_tokens, weight.shape[1]), np.float32)
     return weight_NH, torch.from_numpy(drawn_TH).to(torch.bfloat16)
+
+
+def routed_choices(plan: Plan) -> NDArray[np.int32]:
+    """Return [T, K] the experts of the model that a launch which routes itself is simulated with.
+
+    Given to the plan of the same layer in several launches, both compute the same.
+
+    Args:
+        plan: of the nki backend.
+    """
+    parts = plan.parts
+    assert parts.router is not None
+    weight_NH, hidden_TH = _routed_inputs(parts, plan.step.tokens)
+    logits_TN = (hidden_TH.float() @ weight_NH.float().t()).numpy()
+    spec = parts.router.spec
+    none_N = np.zeros(spec.num_experts, np.float32) if spec.formula.has_selection_bias else None
+    return route(logits_TN, spec.formula, none_N)[1].astype(np.int32)
 
 
 def _router_biases(router: Router) -> dict[str, Any]:
