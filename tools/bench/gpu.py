@@ -40,7 +40,7 @@ from neuron_moe.tools.bench.gpu_peers import (
     Weights,
     is_installed,
 )
-from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.pictures import draw_save_percent
 
@@ -58,8 +58,9 @@ ROUTINGS = ("balanced", "random", "skewed")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and one JSON line; return the exit status."""
+    """Measure and print a table; return the exit status."""
     parser = Parser("bench gpu", __doc__)
+    parser.add_json_option()
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="default: all")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
     parser.add_argument("--routings", nargs="+", default=["random"], help="/".join(ROUTINGS))
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.picture is not None:
         title = f"{rows[0]['device']}, T = {args.tokens[0]}, {args.routings[0]}, measured"
         draw_save_percent(rows, args.picture, title=title)
-    print_json_line("bench gpu", kind="measured", torch=torch.__version__, rows=rows)
+    tell_json(args.json, "bench gpu", kind="measured", torch=torch.__version__, rows=rows)
     return 0
 
 
