@@ -17,10 +17,15 @@ from triton import jit
 
 
 @jit
-def rank_pairs(index_ptr, rank_ptr, counts_ptr, num_pairs, num_experts, CHUNK: tl.constexpr,
-               BINS: tl.constexpr):
-    """Number the pairs of each expert within a chunk, and count them: rank [P], counts [C, E]."""
+def rank_pairs(index_ptr, rank_ptr, counts_ptr, pair_ptr, num_pairs, num_experts, num_rows,
+               CHUNK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Number the pairs of each expert within a chunk, and count them: rank [P], counts [C, E].
+
+    Rows are given no pair, ROWS by each program.
+    """
     chunk = tl.program_id(0)
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    tl.store(pair_ptr + row, tl.full((ROWS,), -1, tl.int32), mask=row < num_rows)
     place = tl.arange(0, CHUNK)
     pair = chunk * CHUNK + place
     expert = tl.load(index_ptr + pair, mask=pair < num_pairs, other=-1)
@@ -76,11 +81,11 @@ def place_pairs(index_ptr, rank_ptr, offset_ptr, total_ptr, pair_ptr, slot_ptr, 
 
 
 @jit
-def _tile_of(number, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
+def _tile_of(number, num_row_tiles, num_column_tiles, group):
     """Return row and column tile of a number; a group of row tiles shares matrices in the cache."""
-    in_group = GROUP * num_column_tiles
-    first = number // in_group * GROUP
-    size = tl.minimum(num_row_tiles - first, GROUP)
+    in_group = group * num_column_tiles
+    first = number // in_group * group
+    size = tl.minimum(num_row_tiles - first, group)
     rest = number % in_group
     return first + rest % size, rest // size
 
@@ -239,18 +244,29 @@ def combine_rows(rows_ptr, slot_ptr, weight_ptr, out_ptr, H: tl.constexpr, TOP_K
 
 
 @jit
-def copy_rows(source_ptr, pair_ptr, num_tiles_ptr, out_ptr, H: tl.constexpr, TOP_K: tl.constexpr,
-              BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy the tokens of the rows; padding becomes zeros."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if tl.program_id(0) * ROWS < tl.load(num_tiles_ptr) * BLOCK_ROWS:
-        pair = tl.load(pair_ptr + row)
-        token = (tl.where(pair >= 0, pair, 0) // TOP_K).to(tl.int64)[:, None]
-        column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        inside = column < H
-        is_read = inside & (pair >= 0)[:, None]
-        value = tl.load(source_ptr + token * H + column, mask=is_read, other=0.0)
-        tl.store(out_ptr + row.to(tl.int64)[:, None] * H + column, value, mask=inside)
+def copy_rows(source_ptr, slot_ptr, pair_ptr, num_tiles_ptr, out_ptr, num_tokens, H: tl.constexpr,
+              TOP_K: tl.constexpr, BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr,
+              BLOCK: tl.constexpr):
+    """Copy each token, read once, to its rows; programs after these fill padding with zeros."""
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if program < num_tokens:
+        value = tl.load(source_ptr + program.to(tl.int64) * H + column, mask=column < H, other=0.0)
+        for choice in tl.static_range(TOP_K):
+            slot = tl.load(slot_ptr + program * TOP_K + choice).to(tl.int64)
+            place = slot * H + column
+            tl.store(out_ptr + place, value, mask=(column < H) & (place >= 0))
+    else:
+        tile = program - num_tokens
+        if tile < tl.load(num_tiles_ptr):
+            of_tile = tl.load(pair_ptr + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
+            if tl.min(of_tile, axis=0) < 0:
+                for part in range(0, BLOCK_ROWS, ROWS):
+                    row = tile * BLOCK_ROWS + part + tl.arange(0, ROWS)
+                    is_filled = (tl.load(pair_ptr + row) < 0)[:, None] & (column < H)[None, :]
+                    place = row.to(tl.int64)[:, None] * H + column[None, :]
+                    zeros = tl.zeros((ROWS, BLOCK), out_ptr.dtype.element_ty)
+                    tl.store(out_ptr + place, zeros, mask=is_filled)
 
 
 @jit

@@ -68,6 +68,15 @@ def hopper_tile(product: str, hidden_size: int, intermediate_size: int) -> Hoppe
     return HopperTile(gathers=not (is_wide and product.endswith("weights")))
 
 
+def elementwise_tile(columns: int) -> tuple[int, int, int]:
+    """Return the columns, rows and warps of a program that works element by element.
+
+    Args:
+        columns: of all.
+    """
+    return min(256, 1 << (columns - 1).bit_length()), 4, 4
+
+
 def rows_of_tile(num_pairs: int, num_experts: int) -> int:
     """Return the rows of a tile: the smallest that a mean expert fills at most once."""
     mean = num_pairs / num_experts
