@@ -12,8 +12,13 @@ is [R, depth] @ [E, depth, width].
 """
 
 # fmt: off
+import os
+
 import triton.language as tl
 from triton import jit
+
+IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+MOST_NEGATIVE = tl.constexpr(-3e38)  # less is no limit
 
 
 @jit
@@ -91,17 +96,37 @@ def _tile_of(number, num_row_tiles, num_column_tiles, group):
 
 
 @jit
+def _sigmoid(z):
+    """Return 1 / (1 + exp(-z)), on a GPU by approximations of 2^x and 1/x, good to a few ulp.
+
+    The constants are -log2(e) and 1.
+    """
+    if IS_INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-z))
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 t;
+        mul.f32 t, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 t, t;
+        add.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 $0, t;
+        }
+        """, "=f,f", [z], tl.float32, is_pure=True, pack=1)
+
+
+@jit
 def _act(z, ACT: tl.constexpr):
     """Return an activation's value and derivative."""
     if ACT == "silu":
-        gate = 1.0 / (1.0 + tl.exp(-z))
+        gate = _sigmoid(z)
         value = z * gate
         slope = gate * (1.0 + z * (1.0 - gate))
     elif ACT == "sigmoid":
-        value = 1.0 / (1.0 + tl.exp(-z))
+        value = _sigmoid(z)
         slope = value * (1.0 - value)
     elif ACT == "tanh":
-        value = 2.0 / (1.0 + tl.exp(-2.0 * z)) - 1.0
+        value = 2.0 * _sigmoid(2.0 * z) - 1.0
         slope = 1.0 - value * value
     elif ACT == "relu":
         slope = tl.where(z > 0, 1.0, 0.0)
@@ -115,7 +140,7 @@ def _act(z, ACT: tl.constexpr):
         slope = half + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     else:
         inner = 0.7978845608028654 * (z + 0.044715 * z * z * z)
-        bend = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
+        bend = 2.0 * _sigmoid(2.0 * inner) - 1.0
         value = 0.5 * z * (1.0 + bend)
         inner_slope = 0.7978845608028654 * (1.0 + 0.134145 * z * z)
         slope = 0.5 * (1.0 + bend) + 0.5 * z * (1.0 - bend * bend) * inner_slope
@@ -123,17 +148,26 @@ def _act(z, ACT: tl.constexpr):
 
 
 @jit
+def _clamp(value, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Return a value within limits, and 1 where it was inside, else 0."""
+    inside = tl.where((value >= LOW) & (value <= HIGH), 1.0, 0.0)
+    if LOW > MOST_NEGATIVE:
+        value = tl.maximum(value, LOW)
+    if HIGH < -MOST_NEGATIVE:
+        value = tl.minimum(value, HIGH)
+    return value, inside
+
+
+@jit
 def _expert_act(gate, up, ACT: tl.constexpr, SCALE: tl.constexpr, HAS_GATE: tl.constexpr,
                 GATES_ITSELF: tl.constexpr, GATE_LOW: tl.constexpr, GATE_HIGH: tl.constexpr,
                 UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr):
     """Return what the down projection takes, and its derivatives by gate and up."""
-    up_inside = tl.where((up >= UP_LOW) & (up <= UP_HIGH), 1.0, 0.0)
-    up = tl.minimum(tl.maximum(up, UP_LOW), UP_HIGH)
+    up, up_inside = _clamp(up, UP_LOW, UP_HIGH)
     if not HAS_GATE:
         value, slope = _act(up * SCALE, ACT)
         return value, up_inside, slope * SCALE * up_inside
-    gate_inside = tl.where((gate >= GATE_LOW) & (gate <= GATE_HIGH), 1.0, 0.0)
-    gate = tl.minimum(tl.maximum(gate, GATE_LOW), GATE_HIGH)
+    gate, gate_inside = _clamp(gate, GATE_LOW, GATE_HIGH)
     value, slope = _act(gate * SCALE, ACT)
     slope = slope * SCALE
     if GATES_ITSELF:
