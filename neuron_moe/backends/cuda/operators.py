@@ -138,6 +138,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.rest = rest
     _, *kept = output
     ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)  # of what is kept: zeros as large
     ctx.save_for_backward(hidden, affinities, index, *kept, first, first_bias, down, down_bias)
 
 
