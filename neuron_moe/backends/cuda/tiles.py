@@ -124,7 +124,7 @@ class DecodeTile:
         rows: pairs of one expert.
         width: columns of the result.
         depth: of one step.
-        depth_part: of one program, a multiple of `depth`; 0 for all.
+        depth_part: of one program, a multiple of `depth`.
         warps: of a program.
         stages: steps loaded ahead.
     """
@@ -141,20 +141,8 @@ _DECODE_PROGRAMS = 400  # about three on each multiprocessor
 _DECODE_WIDTH, _DECODE_DEPTH, _LEAST_STEPS = 128, 128, 2
 
 
-def first_decode_tile(experts: int, width: int) -> DecodeTile:
-    """Return the tile of the first product: narrow where wide ones are too few for the GPU.
-
-    Args:
-        experts: whose weights are read, at most.
-        width: of the product.
-    """
-    if experts * math.ceil(width / _DECODE_WIDTH) >= _DECODE_PROGRAMS:
-        return DecodeTile(16, _DECODE_WIDTH, _DECODE_DEPTH, 0, stages=3)
-    return DecodeTile(16, _DECODE_WIDTH // 2, _DECODE_DEPTH, 0, stages=5)
-
-
-def second_decode_tile(experts: int, depth: int, width: int) -> DecodeTile:
-    """Return the tile of the second product, which spreads its depth where columns are too few.
+def decode_tile(experts: int, depth: int, width: int) -> DecodeTile:
+    """Return the tile that spreads the weights of some experts evenly over the GPU.
 
     Args:
         experts: whose weights are read, at most.
