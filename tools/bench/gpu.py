@@ -40,7 +40,7 @@ from neuron_moe.tools.bench.gpu_peers import (
     Weights,
     is_installed,
 )
-from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.pictures import draw_save_percent
 
@@ -58,8 +58,9 @@ ROUTINGS = ("balanced", "random", "skewed")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and one JSON line; return the exit status."""
+    """Measure and print a table; return the exit status."""
     parser = Parser("bench gpu", __doc__)
+    parser.add_json_option()
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="default: all")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
     parser.add_argument("--routings", nargs="+", default=["random"], help="/".join(ROUTINGS))
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.picture is not None:
         title = f"{rows[0]['device']}, T = {args.tokens[0]}, {args.routings[0]}, measured"
         draw_save_percent(rows, args.picture, title=title)
-    print_json_line("bench gpu", kind="measured", torch=torch.__version__, rows=rows)
+    tell_json(args.json, "bench gpu", kind="measured", torch=torch.__version__, rows=rows)
     return 0
 
 
@@ -105,7 +106,7 @@ def _measure_shape(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     makers = _makers(shape, weights, args)
     with _turns(args.turns) as take_turn:
         if args.turns is not None:
-            _compile(makers, shape, args)
+            _compile(makers, shape, args.tokens[0])
         take_turn()
         for peer, make in makers.items():
             with _reported(peer, name):
@@ -128,17 +129,12 @@ def _makers(
     return makers | {name: partial(PEERS[name], shape, weights) for name in args.peers}
 
 
-def _compile(makers: dict[str, Callable[[], Peer]], shape: Shape, args: argparse.Namespace) -> None:
-    """Run everything once, so that nothing is compiled or tuned while it is this one's turn."""
+def _compile(makers: dict[str, Callable[[], Peer]], shape: Shape, tokens: int) -> None:
+    """Run everything once, so that little is compiled or tuned while it is this one's turn."""
     for peer, make in makers.items():
         with _reported(peer, "compiling"):
-            _run_all(make(), shape, args)
+            _run_once(make().bind(make_inputs(shape, tokens, "random")))
         torch.cuda.empty_cache()
-
-
-def _run_all(experts: Peer, shape: Shape, args: argparse.Namespace) -> None:
-    for tokens in args.tokens:
-        _run_once(experts.bind(make_inputs(shape, tokens, "random")))
 
 
 def _measure_peer(

@@ -314,7 +314,7 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
             log.write(json.dumps(line) + "\n")
             log.flush()
             if done % (10 * _LOG_EVERY) == 0:
-                print(json.dumps(line), flush=True)
+                print(f"step {done}: loss {loss:.4f}, {line['ms_per_step']} ms a step", flush=True)
         if options.save_every and done % options.save_every == 0:
             save_state(state, model, optimizer, done)
         if done % _HELD_OUT_EVERY == 0 and done < recipe.steps:
@@ -356,9 +356,10 @@ def _log_held_out(
             model, corpus, recipe, fake_mxfp4=fake, most_windows=most_windows
         )
         losses[name] = {domain: round(value, 5) for domain, value in bits.items()}
-    line = json.dumps({"held_out_bits_per_byte": losses, "when": when})
-    log.write(line + "\n")
-    print(line, flush=True)
+    log.write(json.dumps({"held_out_bits_per_byte": losses, "when": when}) + "\n")
+    for name, bits in losses.items():
+        told = ", ".join(f"{domain} {value:.3f}" for domain, value in bits.items())
+        print(f"held out, {when}, {name}: {told} bits per byte", flush=True)
     return losses
 
 
@@ -393,8 +394,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     recipe = _from_json(Recipe, "--recipe", options.recipe)
     config = _from_json(TinyConfig, "--config", options.config)
-    final = run(options, recipe, config)
-    print(json.dumps(final))
+    run(options, recipe, config)
+    print(f"{options.out}: trained; the run in numbers is train.json")
     return 0
 
 

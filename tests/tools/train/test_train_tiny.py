@@ -181,7 +181,8 @@ def test_the_command_writes_a_checkpoint_and_its_losses(corpus, tmp_path, capsys
     arguments += ["--picture", str(out / "run.png")]
     arguments += [] if backend is None else ["--backend", backend]
     assert train_tiny.main(arguments) == 0
-    final = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "held out, " in capsys.readouterr().out
+    final = json.loads((out / "train.json").read_text())
     assert final["kind"] == "measured"
     assert set(final["held_out_bits_per_byte"]["mxfp4"]) == {*DOMAIN_SHARES, "mean"}
     assert (out / "run.png").stat().st_size > 10_000
