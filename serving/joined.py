@@ -201,7 +201,7 @@ def join(model: DecoderModel, compiler: str) -> Joined:
     """Return `forward_tokens` of a model as graphs, not captured yet.
 
     Args:
-        model: filled, for inference on one rank, its attention a server's operator.
+        model: filled, for inference, its attention a server's operator.
         compiler: backend of torch.compile.
     """
     for module in list(model.modules()):

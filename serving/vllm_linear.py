@@ -84,9 +84,9 @@ def take_linears(model: DecoderModel) -> None:
 
 def _has_three_products(attention: nn.Module) -> bool:
     """Say whether it projects as `GroupedAttention` does, in plain products."""
-    kind, base = type(attention), GroupedAttention
+    base = GroupedAttention
     return (
         isinstance(attention, base)
-        and kind.forward is base.forward
-        and kind.products is base.products
+        and type(attention).forward is base.forward
+        and type(attention).products is base.products
     )

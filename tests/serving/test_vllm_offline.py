@@ -150,8 +150,9 @@ def test_two_ranks_give_the_same_tokens(
 ) -> None:
     folder = folder_of(name)
     _, expected = asked(folder)
-    (answer,) = run_vllm([_request(folder, **ranks)], ranks=2)
-    assert answer == {"tokens": [expected, expected]}
+    forms = (PLAIN, FORMS["joined"])
+    for answer in run_vllm([_request(folder, form, **ranks) for form in forms], ranks=2):
+        assert answer == {"tokens": [expected, expected]}
 
 
 def test_bfloat16_measures_the_forms_of_its_products(answers: Answers, cache_folder: Path) -> None:
