@@ -1,4 +1,4 @@
-"""What the subcommands share: progress bars on standard error, tables, the JSON line at the end."""
+"""What the subcommands share: progress bars on standard error, tables, JSON if asked for."""
 
 import json
 import sys
@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from neuron_moe import __version__
+from neuron_moe.tools.parsers import PRINTED
 
 SMALL_CHECKPOINT_BYTES = 256 << 20
 
@@ -69,8 +70,24 @@ def weight_file_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+def tell_json(asked: Path | None, command: str, **values: Any) -> None:
+    """End a command with its results for programs, where that was asked for.
+
+    Args:
+        asked: of `add_json_option`: PRINTED for a line, a file, or None for nothing.
+        command: its name.
+        values: the results.
+    """
+    if asked == PRINTED:
+        print_json_line(command, **values)
+    elif asked is not None:
+        record = {"command": command, "version": __version__, **values}
+        asked.write_text(json.dumps(record, allow_nan=False, indent=1) + "\n")
+        print(f"written: {asked}")
+
+
 def print_json_line(command: str, **values: Any) -> None:
-    """Print one JSON object on one line, for machines; it is the last line of a command."""
+    """Print one JSON object on one line, for programs; it is the last line of a command."""
     record = {"command": command, "version": __version__, **values}
     sys.stdout.write(json.dumps(record, allow_nan=False) + "\n")
     sys.stdout.flush()

@@ -9,8 +9,12 @@ from neuron_moe.configs import config_names, find_config, load_config
 from neuron_moe.models.hf_config import read_json_object
 from neuron_moe.models.loader import read_config
 from neuron_moe.models.shipped import checkpoint_folder
+from neuron_moe.tools.parsers import DETAILS
 
-MODEL_HELP = f"folder, config.json or, in any spelling, one of {', '.join(config_names())}"
+MODEL_HELP = (
+    "folder, config.json or the name of a published model"
+    f"{DETAILS}, in any spelling: {', '.join(config_names())}"
+)
 
 
 def read_model(name: Path | str) -> tuple[dict[str, Any], Checkpoint | None]:

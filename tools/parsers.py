@@ -7,13 +7,18 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+PRINTED = Path("-")  # what --json without a file means
+DETAILS = "\v"  # in a help text: what follows is told by --help-all alone
 _MOST_LINES = 12  # of what stands above the options
+_MANY_CHOICES = 60  # characters; longer lists are told by --help-all alone
 _LONG_CHOICES = 20  # characters; longer lists stand behind the help, not in front of it
 EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted"
 
 
 class _Formatter(argparse.HelpFormatter):
     """Fills paragraphs, keeps examples as they are, and leaves long details to docs/."""
+
+    tells_all = False
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": 26, **options})
@@ -33,10 +38,13 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action(action)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        told = super()._expand_help(action)
+        told, _, details = super()._expand_help(action).partition(DETAILS)
         if action.choices is not None and self._are_many(action):
-            told = f"{told}: {', '.join(map(str, action.choices))}"
-        return told
+            told, details = f"{told}: ", ", ".join(map(str, action.choices))
+            if not self.tells_all and len(details) > _MANY_CHOICES:
+                details = "see --help-all"
+            return told + details
+        return told + details if self.tells_all else told
 
     @staticmethod
     def _are_many(action: argparse.Action) -> bool:
@@ -49,7 +57,7 @@ class _Formatter(argparse.HelpFormatter):
             is_example = paragraph.startswith("    neuron-moe ")
             if not is_example and paragraph.startswith("    "):
                 continue
-            filled = paragraph if is_example else textwrap.fill(" ".join(paragraph.split()), width)
+            filled = paragraph if is_example else _filled(paragraph, width)
             lines += filled.count("\n") + 2
             if number and not is_example and lines > _MOST_LINES:
                 continue
@@ -57,8 +65,28 @@ class _Formatter(argparse.HelpFormatter):
         return "\n\n".join(parts)
 
 
+def _filled(text: str, width: int) -> str:
+    return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class _AllFormatter(_Formatter):
+    tells_all = True
+
+
+class _HelpAll(argparse.Action):
+    """Tells every option."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser.formatter_class = _AllFormatter
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose help fits a screen of 80 columns.
+
+    Options of the group `more` are named in --help and explained in --help-all.
 
     Args:
         command: e.g. "bench cpu".
@@ -70,8 +98,15 @@ class Parser(argparse.ArgumentParser):
         prog = f"neuron-moe {command}"
         text = (description or "").removeprefix(f"{prog}: ")
         super().__init__(prog=prog, description=text, epilog=exits, formatter_class=_Formatter)
+        self.more = self.add_argument_group("more options")
+        self.more.add_argument("--help-all", action=_HelpAll, nargs=0, help="tell every option")
         if command.startswith("bench "):  # written by the menu, see tools/commands/bench.py
             self.add_argument("--report", type=Path, metavar="FILE.html", help="write a page")
+
+    def add_json_option(self, more: str = "") -> None:
+        """Add --json [FILE]; `tell_json` of console.py obeys it."""
+        told = f"end with one line of JSON, or write it to a file{more}"
+        self.add_argument("--json", nargs="?", type=Path, const=PRINTED, metavar="FILE", help=told)
 
     def format_usage(self) -> str:
         """Return the command with what it must be given."""
@@ -80,7 +115,18 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return everything; options that may be left out are not listed twice."""
         self.usage = self._short_usage()
-        return super().format_help()
+        if self.formatter_class is _AllFormatter:
+            return super().format_help()
+        # argparse has no public way to leave a group out of the help.
+        groups, exits = self._action_groups, self.epilog
+        self._action_groups = [group for group in groups if group is not self.more]
+        names = [action.option_strings[-1] for action in self.more._group_actions[1:]]
+        if names or any(DETAILS in (action.help or "") for action in self._actions):
+            self.epilog = f"--help-all: more on these{''.join(f', {n}' for n in names)}\n\n{exits}"
+        try:
+            return super().format_help()
+        finally:
+            self._action_groups, self.epilog = groups, exits
 
     def _short_usage(self) -> str:
         needed = [

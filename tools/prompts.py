@@ -8,6 +8,7 @@ from pathlib import Path
 
 from neuron_moe.models.chat import ChatTemplate
 from neuron_moe.models.text import TextCodec, special_tokens
+from neuron_moe.tools.parsers import Parser
 
 STANDARD_INPUT = "-"
 
@@ -50,7 +51,7 @@ class Prompts:
         return self.codec.decode(token_ids)
 
 
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+def add_prompt_options(parser: Parser) -> None:
     """Add the options that `read_prompts` reads."""
     parser.add_argument(
         "--prompt",
@@ -65,7 +66,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a file with text to continue; may be given again",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--prompt-ids",
         action="append",
         metavar="1,2,3",
@@ -76,7 +77,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="each prompt is a message of a user: put it into the checkpoint's chat template",
     )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: message of the system")
+    parser.more.add_argument("--system", metavar="TEXT", help="with --chat: message of the system")
 
 
 def read_texts(args: argparse.Namespace) -> list[str]:

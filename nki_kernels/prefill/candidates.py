@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.chip import core
+from nki_kernels.common.chip import PARTITIONS, chip_in_force, core
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.visits import list_visits, loops_of
 from nki_kernels.prefill.config import (
@@ -25,6 +25,7 @@ from nki_kernels.prefill.config import (
     PrefillWork,
     fit_of,
     num_partials,
+    num_visits,
     visit_dims,
     with_loop,
 )
@@ -32,13 +33,12 @@ from nki_kernels.prefill.fit import find_loops, visit_ns
 from nki_kernels.prefill.options import make_config, shard_plan_of
 from nki_kernels.prefill.trip_time import CORNERS, pace_of
 
-_START_NS = 20_000.0  # simulated: tables and lists, before the first weights
+_COMBINE_NS = 7_000.0  # simulated: of a combine, before its first gather and after its last
 _SEED = 7
 _HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the choices they get
 _CLOSE_LOOPS = 12  # by the coarse estimate, of a shard plan at a block size
 _CLOSE_PLANS = 16  # beside the best of each shard plan
 _COARSE = 1.4  # what is slower by so much, by the coarse estimate, is not looked at closely
-_AS_GOOD = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,23 +163,14 @@ def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
 
 
 def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates by their larger loss against the best of each routing expected.
-
-    Among those that are as good as the estimate can tell, one with fewer weight buffers stands
-    first: the second one lets weights run ahead of the rows that are waited for.
-    """
+    """Return candidates by their larger loss against the best of each routing expected."""
     best: list[float] = [min(each) for each in zip(*map(_means_us, candidates), strict=True)]
 
     def loss(candidate: Candidate) -> float:
         means = zip(_means_us(candidate), best, strict=True)
         return max(mean / least for mean, least in means)
 
-    ordered = sorted(candidates, key=lambda each: (loss(each), each.estimated_us))
-    as_good = [each for each in ordered if loss(each) <= _AS_GOOD * loss(ordered[0])]
-    as_good.sort(
-        key=lambda each: 2 if each.request.fit is None else each.request.fit.weight_buffers
-    )
-    return [*as_good, *ordered[len(as_good) :]]
+    return sorted(candidates, key=lambda each: (loss(each), each.estimated_us))
 
 
 def _means_us(candidate: Candidate) -> list[float]:
@@ -302,9 +293,13 @@ def _trips(
     tile = np.arange(len(expert), dtype=np.int32)
     if not len(tile):
         return [], 0.0
+    live_rows = tokens_E.sum() / len(tile)
+    if not config.loop.is_dynamic:  # every trip there may be, most without a tile
+        trips = num_visits(config) // 2
+        return [((1, 1), trips)], tokens_E.sum() / (2 * trips * config.shard.num_lanes)
     lists = list_visits(tile, expert, visit_dims(config), num_tiles=len(tile), num_experts=config.E)
     loops = zip(loops_of(config.loop.classes), lists.class_trips_1L[0].tolist(), strict=True)
-    return [(sizes, trips) for sizes, trips in loops if trips], tokens_E.sum() / len(tile)
+    return [(sizes, trips) for sizes, trips in loops if trips], live_rows
 
 
 def _coarse_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
@@ -324,11 +319,7 @@ def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> tuple[flo
         tokens_E: [E] tokens of each expert.
     """
     loops, live_rows = _trips(config, tokens_E)
-    # The combine reads what the experts stored: each partial sum once more.
-    combined_bytes = num_partials(config) * tokens_E.sum() * config.H * 2
-    chip = core()
-    combined_ns = combined_bytes / chip.hbm_bytes_per_ns / config.num_cores
-    shared_ns = _START_NS * chip.transfers + combined_ns
+    shared_ns = _combine_ns(config, int(tokens_E.sum()))
     found = []
     for corner in CORNERS:
         total_ns = shared_ns
@@ -337,5 +328,17 @@ def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> tuple[flo
             total_ns += trips * pace.next_ns
             if number == 0:
                 total_ns += pace.first_ns - pace.next_ns
-        found.append(float(total_ns) / 1e3)
+        found.append(total_ns / 1e3)
     return tuple(found)
+
+
+def _combine_ns(config: PrefillConfig, pairs: int) -> float:
+    """Return the time to add up the slots of tokens: bytes of HBM, or descriptors of gathers."""
+    if config.stores == "tokens":
+        return 0.0
+    chip = chip_in_force()
+    rows = num_partials(config) * pairs
+    moved_ns = (rows + config.num_tokens) * config.H * 2 / chip.hbm_bytes_per_ns
+    gathers = -(-rows // PARTITIONS) / config.num_cores
+    named_ns = gathers * (chip.swdge_ns + PARTITIONS * chip.swdge_index_ns)
+    return _COMBINE_NS * core().transfers + max(moved_ns, named_ns)

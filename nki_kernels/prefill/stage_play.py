@@ -1,14 +1,17 @@
-"""Stages played on the engines of a core, by the rules of either corner of the clock."""
+"""Stages played on the engines of a launch, by the rules of either corner of the clock.
+
+All cores do the same stages. They share the HBM stack: what one leaves, the other takes.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from nki_kernels.common.chip import chip_in_force
-from nki_kernels.prefill.stage_prices import QUEUES, TENSOR
+from nki_kernels.prefill.stage_prices import QUEUES, TENSOR, VECTOR, Copies
 from nki_sim.time.costs import DmaPrice, MatmulPrice
 from nki_sim.time.engines import Array, DmaEngines, HbmStack
 
@@ -27,105 +30,158 @@ class Stage(NamedTuple):
     trip: int
 
 
-def play_stages(stages: Sequence[Stage], *, is_list: bool) -> list[float]:
-    """Return when each trip ends, in ns.
+class StageList:
+    """Stages in the order of the source; what is added belongs to `trip`."""
+
+    def __init__(self) -> None:
+        self.stages: list[Stage] = []
+        self.trip = 0
+
+    def add(self, queue: int, ns: float, reads: list[object], writes: list[object]) -> None:
+        """Add work whose result is there when its queue is free again."""
+        self.stages.append(Stage(queue, ns, ns, reads, writes, None, self.trip))
+
+    def compute(self, work: Copies, reads: list[object], writes: list[object]) -> None:
+        """Add work of the Vector and the Scalar engine."""
+        self.stages.append(
+            Stage(VECTOR, work.busy_ns, work.latency_ns, reads, writes, None, self.trip)
+        )
+
+    def move(self, queue: int, price: DmaPrice, reads: list[object], writes: list[object]) -> None:
+        """Add a transfer."""
+        ns = price.generator_ns
+        self.stages.append(Stage(queue, ns, ns, reads, writes, price, self.trip))
+
+
+def play_stages(stages: Sequence[Stage], *, num_cores: int, is_list: bool) -> list[float]:
+    """Return when each trip ends on the last core, in ns.
 
     Args:
-        stages: in the order of the source; trip 0 is what comes before the loop.
+        stages: of each core, in the order of the source; trip 0 is what comes before the loop.
+        num_cores: that share the HBM stack.
         is_list: queues take what is ready, and wait for one another at the end of a trip; else
             they keep the order and pass by themselves.
     """
-    return _Play(stages, is_list).run()
+    return _Play(stages, num_cores, is_list).run()
+
+
+@dataclass(slots=True)
+class _Core:
+    """What a core is doing.
+
+    Attributes:
+        array, dma: its engines.
+        free: when each queue takes the next stage.
+        ready: when each stage may start, by those that ended.
+        waits: how many each stage still waits for.
+        ends: of trips, so far.
+        left: stages of each trip that have not started.
+        trip: the last one that may start.
+    """
+
+    array: Array
+    dma: DmaEngines
+    free: list[float]
+    ready: list[float]
+    waits: list[int]
+    ends: list[float]
+    left: list[int]
+    trip: int
 
 
 class _Play:
     """One pass over the stages, in the order of time."""
 
-    def __init__(self, stages: Sequence[Stage], is_list: bool) -> None:
+    def __init__(self, stages: Sequence[Stage], num_cores: int, is_list: bool) -> None:
         self._stages, self._is_list = stages, is_list
-        self._waits, self._targets = _dependencies(stages)
-        chip = chip_in_force()
-        half = replace(chip, hbm_bytes_per_ns=chip.hbm_bytes_per_ns / 2)
-        self._chip = chip
-        self._array = Array(half, warms_up=True)
-        self._dma = DmaEngines(half, HbmStack(half))
-        self._free = [0.0] * QUEUES
-        self._ready = [0.0] * len(stages)
-        self._ends = [0.0] * (stages[-1].trip + 1)
-        self._left = [0] * len(self._ends)
+        self._chip = chip = chip_in_force()
+        waits, self._targets = _dependencies(stages)
         self._next = [-1] * len(stages)  # on its queue
-        self._heap: list[tuple[float, int]] = []
-        self._trip = 0 if is_list else len(self._ends)
+        trips = stages[-1].trip + 1
+        left, last = [0] * trips, [-1] * QUEUES
+        for number, stage in enumerate(stages):
+            left[stage.trip] += 1
+            if not is_list and last[stage.queue] >= 0:
+                self._next[last[stage.queue]] = number
+                waits[number] += 1
+            last[stage.queue] = number
+        stack = HbmStack(chip) if num_cores > 1 else None
+        self._cores = [
+            _Core(
+                Array(chip, warms_up=True), DmaEngines(chip, stack), [0.0] * QUEUES,
+                [0.0] * len(stages), list(waits), [0.0] * trips, list(left),
+                0 if is_list else trips,
+            )
+            for _ in range(num_cores)
+        ]  # fmt: skip
+        self._heap: list[tuple[float, int, int]] = []
 
     def run(self) -> list[float]:
         """Play all; return when each trip ends."""
-        last = [-1] * QUEUES
-        for number, stage in enumerate(self._stages):
-            self._left[stage.trip] += 1
-            if not self._is_list and last[stage.queue] >= 0:
-                self._next[last[stage.queue]] = number
-                self._waits[number] += 1
-            last[stage.queue] = number
-        for number, stage in enumerate(self._stages):
-            if not self._waits[number] and stage.trip <= self._trip:
-                self._offer(number)
+        for core, state in enumerate(self._cores):
+            for number, stage in enumerate(self._stages):
+                if not state.waits[number] and stage.trip <= state.trip:
+                    self._offer(core, number)
         while self._heap:
-            now, number = heapq.heappop(self._heap)
-            if now < self._free[self._stages[number].queue]:
-                self._offer(number)
+            now, number, core = heapq.heappop(self._heap)
+            if now < self._cores[core].free[self._stages[number].queue]:
+                self._offer(core, number)
             else:
-                self._take(now, number)
-        return self._ends
+                self._take(now, core, number)
+        return [float(max(ends)) for ends in zip(*(core.ends for core in self._cores), strict=True)]
 
-    def _offer(self, number: int) -> None:
-        free = self._free[self._stages[number].queue]
-        heapq.heappush(self._heap, (max(self._ready[number], free), number))
+    def _offer(self, core: int, number: int) -> None:
+        state = self._cores[core]
+        free = state.free[self._stages[number].queue]
+        heapq.heappush(self._heap, (max(state.ready[number], free), number, core))
 
-    def _take(self, now: float, number: int) -> None:
+    def _take(self, now: float, core: int, number: int) -> None:
         """Run a stage, and let those go on that waited for it."""
-        stage = self._stages[number]
-        seen = self._run(stage, now)
-        free = self._free[stage.queue]
-        self._ends[stage.trip] = max(
-            self._ends[stage.trip], free if stage.transfer is not None else seen
-        )
+        stage, state = self._stages[number], self._cores[core]
+        seen = self._run(stage, now, state)
+        free = state.free[stage.queue]
+        # A trip does not wait for transfers, once they are triggered.
+        end = now if stage.transfer is not None else seen
+        state.ends[stage.trip] = max(state.ends[stage.trip], end)
         for target, needs_result in self._targets[number]:
             at = (seen if needs_result else free) + self._chip.semaphore_ns
-            self._ready[target] = max(self._ready[target], at)
-            self._let_go(target)
+            state.ready[target] = max(state.ready[target], at)
+            self._let_go(core, target)
         following = self._next[number]
         if following >= 0:
             if self._stages[following].trip != stage.trip:
-                self._free[stage.queue] += self._chip.loop_trip_ns
-            self._let_go(following)
-        self._left[stage.trip] -= 1
-        if self._is_list and not self._left[stage.trip]:
-            self._start_next_trip()
+                state.free[stage.queue] += self._chip.loop_trip_ns
+            self._let_go(core, following)
+        state.left[stage.trip] -= 1
+        if self._is_list and not state.left[stage.trip]:
+            self._start_next_trip(core)
 
-    def _let_go(self, target: int) -> None:
-        self._waits[target] -= 1
-        if not self._waits[target] and self._stages[target].trip <= self._trip:
-            self._offer(target)
+    def _let_go(self, core: int, target: int) -> None:
+        state = self._cores[core]
+        state.waits[target] -= 1
+        if not state.waits[target] and self._stages[target].trip <= state.trip:
+            self._offer(core, target)
 
-    def _start_next_trip(self) -> None:
-        edge = self._ends[self._trip] + self._chip.loop_trip_ns
-        self._free = [max(free, edge) for free in self._free]
-        self._trip += 1
+    def _start_next_trip(self, core: int) -> None:
+        state = self._cores[core]
+        edge = state.ends[state.trip] + self._chip.loop_trip_ns
+        state.free = [max(free, edge) for free in state.free]
+        state.trip += 1
         for number, stage in enumerate(self._stages):
-            if stage.trip == self._trip and not self._waits[number]:
-                self._offer(number)
+            if stage.trip == state.trip and not state.waits[number]:
+                self._offer(core, number)
 
-    def _run(self, stage: Stage, now: float) -> float:
+    def _run(self, stage: Stage, now: float, state: _Core) -> float:
         """Return when the result of a stage is seen."""
         if stage.queue == TENSOR:
             price = MatmulPrice(0.0, stage.busy_ns, 0.0, 0.0, 0, ())
-            _, self._free[TENSOR] = self._array.run(now, price, loads=False)
-            return self._free[TENSOR] + self._chip.matmul_drain_ns
-        self._free[stage.queue] = now + stage.busy_ns
+            _, state.free[TENSOR] = state.array.run(now, price, loads=False)
+            return state.free[TENSOR] + self._chip.matmul_drain_ns
+        state.free[stage.queue] = now + stage.busy_ns
         if stage.transfer is None:
             return now + stage.latency_ns
         first = now + self._chip.dma_first_byte_ns + stage.transfer.extra_ns
-        _, end, _ = self._dma.run(0, first, stage.transfer.engine_ns, stage.transfer)
+        _, end, _ = state.dma.run(0, first, stage.transfer.engine_ns, stage.transfer)
         return end + self._chip.dma_done_ns
 
 
@@ -143,13 +199,14 @@ def _dependencies(stages: Sequence[Stage]) -> tuple[list[int], list[list[tuple[i
         for name in stage.reads:
             if name in writer:
                 before[writer[name]] = True
-            readers.setdefault(name, []).append(number)
         for name in stage.writes:
             for reader in readers.get(name, ()):
                 before.setdefault(reader, stages[reader].transfer is not None)
             if name in writer:
                 before[writer[name]] = True
             writer[name], readers[name] = number, []
+        for name in stage.reads:
+            readers.setdefault(name, []).append(number)
         for other, needs_result in before.items():
             waits[number] += 1
             targets[other].append((number, needs_result))

@@ -15,8 +15,8 @@ from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import PrefillConfig, core_depth, core_width
 from nki_sim.time.costs import DmaPrice
 
-QUEUES: Final = 6
-TENSOR, VECTOR, GPSIMD, LOADS, STORES, LINK = range(QUEUES)
+QUEUES: Final = 7
+TENSOR, VECTOR, GPSIMD, LOADS, STORES, TABLES, LINK = range(QUEUES)
 
 
 class Copies(NamedTuple):
@@ -33,6 +33,7 @@ class StagePrices:
 
     Attributes:
         turn_ns, turned: transpose a row tile; copy it to SBUF.
+        scaled: multiply a row tile with the affinities of its tokens, before it is transposed.
         in_ns, activated: one tile of the intermediate axis, gate and up; what follows it.
         copied, exchange_ns, added_up: the same where the hidden axis is split.
         out_ns: one part of the down weights.
@@ -40,9 +41,11 @@ class StagePrices:
         lists_ns: fetch two entries of the lists, step a counter.
         gather, store: rows of a tile.
         load_in, load_out: transfers of one part of the weights.
+        overlaps: the Vector engine takes an instruction before the last one's result is there.
     """
 
     turn_ns: float
+    scaled: Copies | None
     turned: Copies
     in_ns: float
     activated: Copies
@@ -57,6 +60,7 @@ class StagePrices:
     store: DmaPrice
     load_in: DmaPrice
     load_out: DmaPrice
+    overlaps: bool
 
     @classmethod
     def of(cls, config: PrefillConfig, live_rows: float, *, overlaps: bool) -> StagePrices:
@@ -80,6 +84,7 @@ class StagePrices:
         sum_ns = halves * R / chip.two_input_share / chip.vector_clock_ghz
         return cls(
             turn_ns=depth * columns * column_ns,
+            scaled=_scaling(config, overlaps),
             turned=_copies(turns, depth * R / turns, chip.fast_copy_speedup, overlaps),
             in_ns=halves * depth * columns * column_ns,
             activated=activated,
@@ -94,10 +99,11 @@ class StagePrices:
             store=_rows_price(config, live_rows, stores=True),
             load_in=_gate_up_price(config),
             load_out=_down_price(config),
+            overlaps=overlaps,
         )
 
 
-def _vector(columns: float, overlaps: bool) -> Copies:
+def vector_work(columns: float, overlaps: bool) -> Copies:
     """Return what the Vector engine takes for so many columns."""
     chip = chip_in_force()
     cycles = columns + chip.vector_overhead_cycles
@@ -115,17 +121,25 @@ def _scalar(columns: float) -> Copies:
 
 def _copies(count: int, columns: float, speedup: float, overlaps: bool) -> Copies:
     """Return what copies take that the Vector and the Scalar engine do in turn."""
-    vector, scalar = _vector(columns / speedup, overlaps), _scalar(columns)
+    vector, scalar = vector_work(columns / speedup, overlaps), _scalar(columns)
     busy = count * max(vector.busy_ns, scalar.busy_ns) / 2
     last = (vector.latency_ns + scalar.latency_ns) / 2
     return Copies(busy, last + busy * (count - 1) / count)
+
+
+def _scaling(config: PrefillConfig, overlaps: bool) -> Copies | None:
+    """Return what it takes to scale a row tile before its projections, if that is done."""
+    if config.scaling != "pre" or config.loop.turns == "dma":
+        return None
+    speedup = chip_in_force().fast_copy_contiguous_speedup
+    return vector_work(core_width(config) / speedup, overlaps)
 
 
 def _activation(config: PrefillConfig, overlaps: bool) -> Copies:
     """Return what lies between the projections of a tile and the down projection."""
     R, formula = config.tile_rows, config.formula
     chain = int(formula.has_gate_up_bias) + int(formula.gate_limits.has_upper) + config.has_scales
-    vector, scalar = _vector(R, overlaps), _scalar(R)
+    vector, scalar = vector_work(R, overlaps), _scalar(R)
     busy = max((1 + chain) * vector.busy_ns, scalar.busy_ns)
     return Copies(busy, (1 + chain) * vector.latency_ns + scalar.latency_ns)
 
@@ -136,6 +150,21 @@ def _lists_ns() -> float:
     copies = 2 * (chip.gpsimd_simple_overhead_cycles + 1)
     added = chip.gpsimd_overhead_cycles + chip.gpsimd_two_input_cycles_per_element
     return (copies + added) / chip.gpsimd_clock_ghz
+
+
+def table_price(rows: int, size_bytes: int, swdge_ns: float = 0.0) -> DmaPrice:
+    """Return the price of a small table in HBM.
+
+    Args:
+        rows: on as many partitions.
+        size_bytes: of all.
+        swdge_ns: to make descriptors of indices; 0 where there are none.
+    """
+    chip = chip_in_force()
+    engines = min(chip.dma_engines, -(-rows // chip.dma_rows_per_engine))
+    each_ns = _engine_ns(rows, size_bytes, engines)
+    made_by, ns = ("swdge", swdge_ns) if swdge_ns else ("auto", chip.dma_auto_issue_ns)
+    return DmaPrice(engines, each_ns, each_ns, made_by, ns, 0.0, size_bytes)
 
 
 def _rows_price(config: PrefillConfig, live_rows: float, *, stores: bool) -> DmaPrice:

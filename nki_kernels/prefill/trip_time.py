@@ -15,25 +15,31 @@ Legend: s parity of a visit, j row tile of a visit, part of the intermediate or 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
-from nki_kernels.prefill.config import PrefillConfig
-from nki_kernels.prefill.stage_play import Stage, play_stages
+from nki_kernels.prefill.config import PrefillConfig, first_tiles
+from nki_kernels.prefill.stage_play import StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
     GPSIMD,
     LINK,
     LOADS,
     STORES,
     TENSOR,
-    VECTOR,
     Copies,
     StagePrices,
+)
+from nki_kernels.prefill.table_stages import (
+    write_first_tables,
+    write_loops,
+    write_other_tables,
 )
 from nki_sim.time.costs import DmaPrice
 
 CORNERS: Final = ("vendor", "in-order")
-_TRIPS: Final = 5  # played after the start; the last two count
+_FIRST_BANK: Final = ("outer ps", 0)  # turned rows and output rows share the banks of PSUM
+_LEAST_TRIPS, _SHORT_TRIPS = 4, 8  # played after the start; more where they are short
 _STEPS: Final = 8  # numbers of live rows that are told apart
 
 
@@ -64,53 +70,69 @@ def _pace_of(
     _core: Core, config: PrefillConfig, sizes: tuple[int, int], live_rows: float
 ) -> dict[str, Pace]:
     found = {}
+    num_trips = _LEAST_TRIPS + _SHORT_TRIPS // sum(sizes)
     for corner in CORNERS:
         is_list = corner == "vendor"
         writer = _Writer(config, StagePrices.of(config, live_rows, overlaps=is_list))
         writer.start()
-        for trip in range(1, _TRIPS + 1):
+        for trip in range(1, num_trips + 1):
             writer.trip = trip
             if config.shard.splits_h:
                 writer.two_visits(sizes)
             else:
                 writer.visit(0, sizes)
                 writer.visit(1, sizes)
-        ends = play_stages(writer.stages, is_list=is_list)
-        found[corner] = Pace(ends[1], (ends[-1] - ends[-3]) / 2)
+        ends = play_stages(writer.stages, num_cores=config.num_cores, is_list=is_list)
+        found[corner] = Pace(ends[1], (ends[-1] - ends[2]) / (num_trips - 2))
     return found
 
 
-class _Writer:
+class _Writer(StageList):
     """Writes down the stages of visits, in the order of the kernel."""
 
     def __init__(self, config: PrefillConfig, prices: StagePrices) -> None:
-        self.stages: list[Stage] = []
-        self.trip = 0
+        super().__init__()
         self._config, self._prices = config, prices
 
     def start(self) -> None:
         """See `_start_pipeline` of kernel.py."""
-        self._look_ahead(0)
-        self._look_ahead(1)
+        config, prices = self._config, self._prices
+        write_first_tables(self, config, prices.overlaps)
+        early = first_tiles(config) / config.h_axis.count
+        if early > 0.0:
+            self._load("gate up", 0, "experts", _share_of(prices.load_in, early))
+        for s in range(2):
+            self.add(GPSIMD, prices.lists_ns / 3, ["first ids"], [("ids", s)])
         self._gather(0, 0)
-        for s in range(2 if self._config.shard.splits_h else 1):
-            self._load("gate up", s, ("expert", s), self._prices.load_in)
-            self._load("down", s, ("expert", s), self._prices.load_out)
-        self._turn(0, 0)
-        self._gather(1, 0)
-        for j in range(1, self._config.loop.row_buffers):
+        for s in range(2):
+            reads: list[object] = [("ids", 0), "experts"]
+            self.add(GPSIMD, prices.lists_ns / 3, reads, [("expert", s)])
+        waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
+        if not waits:
+            self._gather(1, 0)
+        for s in range(2 if config.shard.splits_h else 1):
+            if early < 1.0:
+                self._load("gate up", s, ("expert", s), _share_of(prices.load_in, 1.0 - early))
+            self._load("down", s, ("expert", s), prices.load_out)
+        for j in range(1, config.loop.row_buffers):
             self._gather(0, j)
+        write_other_tables(self, config, prices.overlaps)
+        self._turn(0, 0)
+        if waits:
+            self._gather(1, 0)
+        write_loops(self, config)
 
     def visit(self, s: int, sizes: tuple[int, int]) -> None:
         """See `_run_visit` of kernel.py."""
         size, next_size = sizes[s], sizes[1 - s]
         self._look_at_outputs(s)
+        self._gather_early(s)
         for j in range(size, min(next_size, self._config.loop.row_buffers)):
             self._gather(1 - s, j)
         self._go_in(s, size, next_size)
         self._turn(1 - s, 0)
         self._look_ahead(s)
-        self._gather(s, 0)
+        self._gather_late(s)
         self._go_out(s, size, s * sizes[0])
 
     def two_visits(self, sizes: tuple[int, int]) -> None:
@@ -118,6 +140,7 @@ class _Writer:
         prices = self._prices
         for s in range(2):
             size, next_size = sizes[s], sizes[1 - s]
+            self._gather_early(s)
             for j in range(size, min(next_size, self._config.loop.row_buffers)):
                 self._gather(1 - s, j)
             for j in range(size):
@@ -125,10 +148,10 @@ class _Writer:
                 if j + 1 < size:
                     self._turn(s, j + 1)
                     self._gather_after(s, j + 1, size, next_size)
-                self._add(LINK, prices.exchange_ns, [("own", s, j)], [("other", s, j)])
+                self.add(LINK, prices.exchange_ns, [("own", s, j)], [("other", s, j)])
             self._turn(1 - s, 0)
             self._look_ahead(s)
-            self._gather(s, 0)
+            self._gather_late(s)
             self._load("gate up", s, ("expert", s), prices.load_in)
         for s in range(2):
             self._look_at_outputs(s)
@@ -140,36 +163,30 @@ class _Writer:
     def _multiply_apart(self, s: int, j: int) -> None:
         prices, count = self._prices, self._config.i_axis.count
         reads = [self._turned(s, j), ("gate up", s)]
-        self._add(TENSOR, count * prices.in_ns, reads, [("inner ps",)])
+        self.add(TENSOR, count * prices.in_ns, reads, [("inner ps",)])
         self._copy(prices.copied, count, count * prices.in_ns, ("inner ps",), ("own", s, j))
-
-    def _add(self, queue: int, ns: float, reads: list[object], writes: list[object]) -> None:
-        self.stages.append(Stage(queue, ns, ns, reads, writes, None, self.trip))
-
-    def _move(self, queue: int, price: DmaPrice, reads: list[object], writes: list[object]) -> None:
-        ns = price.generator_ns
-        self.stages.append(Stage(queue, ns, ns, reads, writes, price, self.trip))
 
     def _copy(
         self, copies: Copies, count: int, product_ns: float, read: object, write: object
     ) -> None:
         """Add what follows a product in as many pieces; all but the last one run beside it."""
         behind_ns = max(0.0, (count - 1) * copies.busy_ns - (count - 1) * product_ns / count)
-        busy_ns = copies.busy_ns + behind_ns
-        latency_ns = copies.latency_ns + behind_ns
-        self.stages.append(Stage(VECTOR, busy_ns, latency_ns, [read], [write], None, self.trip))
+        work = Copies(copies.busy_ns + behind_ns, copies.latency_ns + behind_ns)
+        self.compute(work, [read], [write])
 
     def _look_ahead(self, s: int) -> None:
-        self._add(GPSIMD, self._prices.lists_ns, [], [("expert", s), ("ids", s)])
+        self.add(GPSIMD, self._prices.lists_ns, ["ids", "scales"], [("expert", s), ("ids", s)])
 
     def _look_at_outputs(self, s: int) -> None:
-        self._add(GPSIMD, self._prices.lists_ns, [], [("out", s), ("expert out", 1 - s)])
+        names: list[object] = [("out", s), ("expert out", 1 - s)]
+        self.add(GPSIMD, self._prices.lists_ns, ["slots"], names)
 
     def _inner(self, s: int, j: int) -> object:
         return ("inner", s if self._config.shard.splits_h else 0, j)
 
-    def _row(self, j: int) -> object:
-        return ("rows", 0 if j == 0 else 1 + (j - 1) % (self._config.loop.row_buffers - 1))
+    def _row(self, s: int, j: int) -> object:
+        loop = self._config.loop
+        return ("rows", s % loop.first_buffers if j == 0 else 2 + (j - 1) % (loop.row_buffers - 1))
 
     def _turned(self, s: int, j: int) -> object:
         loop = self._config.loop
@@ -179,8 +196,17 @@ class _Writer:
 
     def _gather(self, s: int, j: int) -> None:
         transfer = self._prices.gather
-        into = self._turned(s, j) if self._config.loop.turns == "dma" else self._row(j)
-        self._move(GPSIMD, transfer, [("ids", s)], [into])
+        into = self._turned(s, j) if self._config.loop.turns == "dma" else self._row(s, j)
+        self.move(GPSIMD, transfer, [("ids", s)], [into])
+
+    def _gather_early(self, s: int) -> None:
+        if self._config.loop.first_buffers == 2:
+            self.add(GPSIMD, self._prices.lists_ns / 3, ["ids"], [("first ids", s)])
+            self.move(GPSIMD, self._prices.gather, [("first ids", s)], [self._row(s, 0)])
+
+    def _gather_late(self, s: int) -> None:
+        if self._config.loop.first_buffers == 1:
+            self._gather(s, 0)
 
     def _gather_after(self, s: int, j: int, size: int, next_size: int) -> None:
         ring = self._config.loop.row_buffers - 1
@@ -191,9 +217,12 @@ class _Writer:
 
     def _turn(self, s: int, j: int) -> None:
         if self._config.loop.turns == "tensor":
-            self._add(TENSOR, self._prices.turn_ns, [self._row(j)], [("turn ps",)])
+            if self._prices.scaled is not None:
+                row = self._row(s, j)
+                self.compute(self._prices.scaled, [row, "first scales"], [row])
+            self.add(TENSOR, self._prices.turn_ns, [self._row(s, j)], [_FIRST_BANK])
             prices = self._prices
-            self._copy(prices.turned, 1, 0.0, ("turn ps",), self._turned(s, j))
+            self._copy(prices.turned, 1, 0.0, _FIRST_BANK, self._turned(s, j))
 
     def _go_in(self, s: int, size: int, next_size: int) -> None:
         loop = self._config.loop
@@ -223,7 +252,7 @@ class _Writer:
         """
         prices = self._prices
         reads = [self._turned(s, j), ("gate up", buffer)]
-        self._add(TENSOR, tiles * prices.in_ns, reads, [("inner ps",)])
+        self.add(TENSOR, tiles * prices.in_ns, reads, [("inner ps",)])
         product_ns = tiles * prices.in_ns
         self._copy(prices.activated, tiles, product_ns, ("inner ps",), self._inner(s, j))
 
@@ -235,7 +264,7 @@ class _Writer:
             for j in range(size):
                 outer = ("outer", (first_outer + j) % loop.outer_buffers)
                 reads = [("down", buffer), self._inner(s, j)]
-                self._add(TENSOR, prices.out_ns, reads, [("outer ps", j % 2)])
+                self.add(TENSOR, prices.out_ns, reads, [("outer ps", j % 2)])
                 self._copy(prices.evicted, prices.banks, prices.out_ns, ("outer ps", j % 2), outer)
                 if is_last:
                     self._store(s, outer)
@@ -245,7 +274,17 @@ class _Writer:
 
     def _store(self, s: int, outer: object) -> None:
         transfer = self._prices.store
-        self._move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, [("out", s), outer], [])
+        self.move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, [("out", s), outer], [])
 
     def _load(self, name: str, buffer: int, expert: object, transfer: DmaPrice) -> None:
-        self._move(LOADS, transfer, [expert], [(name, buffer)])
+        self.move(LOADS, transfer, [expert], [(name, buffer)])
+
+
+def _share_of(price: DmaPrice, share: float) -> DmaPrice:
+    """Return the price of a part of a transfer."""
+    return replace(
+        price,
+        engine_ns=share * price.engine_ns,
+        single_queue_ns=share * price.single_queue_ns,
+        hbm_bytes=int(share * price.hbm_bytes),
+    )

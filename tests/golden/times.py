@@ -71,7 +71,7 @@ def simulated_us(row: Row) -> tuple[float, ...]:
     size = "--tokens" if row.bench == "prefill" else "--batches"
     arguments = ["bench", row.bench, "--only", "ours", "--models", row.model]
     arguments += [size, str(row.size), "--routings", row.routing]
-    arguments += ["--corner", "in-order", "--layout", "packed"]
+    arguments += ["--corner", "in-order", "--layout", "packed", "--json"]
     if row.bench == "decode":
         arguments += ["--formats", row.format]
     printed = io.StringIO()

@@ -1,10 +1,11 @@
 """The constructor calls of the public MoE guide run as they stand, at their real sizes."""
 
 import torch
+from neuron_moe.modules.moe.expert_mlps_v2 import ExpertMLPsV2
+from neuron_moe.modules.moe.moe_configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
+from neuron_moe.modules.moe.shared_experts import SharedExperts
 
-from neuron_moe import MoE, routing
-from neuron_moe.expert_mlps_v2 import ExpertMLPsV2
-from neuron_moe.moe_configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
+from neuron_moe.modules.moe import MoE, routing
 from neuron_moe.parallel_layers import parallel_state
 
 
@@ -86,3 +87,29 @@ def test_parallel_state_of_one_rank() -> None:
     )
     assert parallel_state.model_parallel_is_initialized()
     parallel_state.destroy_model_parallel()
+
+
+def test_shared_experts_beside_routed_ones() -> None:
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
+    shared = SharedExperts(
+        hidden_size=64,
+        intermediate_size=96,
+        num_shared_experts=1,
+        hidden_act="silu",
+        sequence_parallel_enabled=True,
+        fused_gate_up_projection=True,
+    )
+    experts_config = RoutedExpertsMLPOpsConfig(
+        **sizes, intermediate_size=96, hidden_act="silu", glu_mlp=True
+    )
+    layer = MoE(
+        router=routing.RouterTopK(**sizes),
+        expert_mlps=ExpertMLPsV2(
+            routed_experts_mlp_config=experts_config,
+            blockwise_matmul_config=BlockwiseMatmulConfig.from_kwargs(block_size=512),
+            sequence_parallel_enabled=True,
+        ),
+        shared_experts=shared,
+        sequence_parallel_enabled=True,
+    )
+    assert layer(torch.randn(1, 4, 64))[0].shape == (1, 4, 64)

@@ -64,7 +64,7 @@ def _help(words: tuple[str, ...]) -> str | None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         try:
-            status = main([*words, "--help"])
+            status = main([*words, "--help" if words[-1] in _MENUS else "--help-all"])
         except SystemExit as end:
             status = int(end.code or 0)
     return printed.getvalue() if status == 0 else None

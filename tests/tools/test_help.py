@@ -14,15 +14,15 @@ from neuron_moe.tools.subcommands import SUBCOMMANDS
 MENUS = {"bench": bench.MENU, "check": check.MENU, "chip": chip.MENU}
 COMMANDS = [name for name in SUBCOMMANDS if name not in MENUS]
 COMMANDS += [f"{menu} {name}" for menu, found in MENUS.items() for name in found.entries]
-SCREEN, COLUMNS = 50, 80
+SCREEN, COLUMNS = 30, 80
 
 
-def told(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def told(words: list[str], monkeypatch: pytest.MonkeyPatch, option: str = "--help") -> str:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:
-            status = main([*words, "--help"])
+            status = main([*words, option])
         except SystemExit as end:
             status = int(end.code or 0)
     assert status == 0
@@ -40,10 +40,21 @@ def test_help_fits_a_screen_without_colour(command: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_all_options_are_named_in_the_help_and_told_in_that_of_all(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, whole = (told(command.split(), monkeypatch, name) for name in ("--help", "--help-all"))
+    assert max(map(len, whole.splitlines())) <= COLUMNS
+    options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", whole, flags=re.MULTILINE))
+    assert options >= {"--help", "--help-all"}
+    assert options - {"--help-all"} <= set(re.findall(r"--[a-z-]+", text))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_whose_options_exist(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = told(command.split(), monkeypatch)
+    text = told(command.split(), monkeypatch, "--help-all")
     examples = re.findall(rf"^    neuron-moe {command}\b.*", text, flags=re.MULTILINE)
     assert examples
     listed = text[text.index("options:") :]

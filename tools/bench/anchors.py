@@ -33,7 +33,7 @@ from neuron_moe.tools.bench.decode.cases import DecodeCase
 from neuron_moe.tools.bench.decode.vendor import launch_vendor as launch_decode
 from neuron_moe.tools.bench.prefill.vendor import DEPLOYED, Variant, launch_vendor
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE, VendorLibrary
-from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import TRN2
@@ -392,6 +392,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print the table; return 0, or 1 where a corner is contradicted without a reason."""
     parser = Parser("bench anchors", __doc__)
+    parser.add_json_option()
     default = os.environ.get(LIBRARY_VARIABLE)
     parser.add_argument("--library", type=Path, default=default and Path(default))
     parser.add_argument("--only", nargs="+", help="anchors with one of these words in their name")
@@ -403,7 +404,8 @@ def main(argv: list[str] | None = None) -> int:
     outcomes = [measure(anchor, library) for anchor in chosen]
     print("trn2; kernels simulated, the rest of a layer computed")
     print(table(outcomes))
-    print_json_line(
+    tell_json(
+        options.json,
         "bench anchors",
         chip="trn2",
         kind="simulated",

@@ -23,7 +23,7 @@ from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.backends.form_times import processor
 from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.tools.bench.averages import half_quartile_range
-from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.models import model_among
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.weights.product_forms import MEASURED
@@ -51,8 +51,9 @@ SHAPES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and one JSON line; return the exit status."""
+    """Measure and print a table; return the exit status."""
     parser = Parser("bench cpu", __doc__)
+    parser.add_json_option()
     parser.add_argument(
         "--models", nargs="+", type=model_among(SHAPES), default=list(SHAPES), help="default: all"
     )
@@ -86,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
             f"against {peer}: median {statistics.median(values):.2f}, least {min(values):.2f}"
             "  [measured]"
         )
-    print_json_line(
+    tell_json(
+        args.json,
         "bench cpu",
         kind="measured",
         machine=platform.machine(),

@@ -25,8 +25,8 @@ import torch
 from neuron_moe.backends.form_times import processor
 from neuron_moe.tools.bench.comparison.layers import HBM_BYTES_PER_US, PE_CYCLES_PER_US
 from neuron_moe.tools.bench.comparison.sources import write_result
-from neuron_moe.tools.console import format_table
-from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import PRINTED, Parser
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 COMMITTED = {"prefill": "prefill_trn2.json", "decode": "decode_trn2.json"}
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             code, found[name] = run_step(name, args.quick, args.jobs)
             status = max(status, code)
     finally:  # Ctrl-C keeps what is done
-        if args.json is not None:
+        if args.json not in (None, PRINTED):
             write_result(args.json, found)
     print("\n== what moved")
     same = before.get("processor") == found["processor"]
@@ -67,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     print(format_table(rows) if len(rows) > 1 else "nothing beyond noise")
     if before and not same:
         print(f"--against is of {before.get('processor')}: its measured times were not compared")
+    if args.json == PRINTED:
+        print_json_line("bench all", **found)
     return status
 
 
@@ -79,7 +81,7 @@ def run_step(name: str, is_quick: bool, jobs: int) -> tuple[int, dict[str, Any]]
     module = importlib.import_module(f"neuron_moe.tools.bench.{target}")
     kept = io.StringIO()
     with contextlib.redirect_stdout(kept):
-        status = int(module.main(options))
+        status = int(module.main([*options, "--json"]))
     *lines, last = kept.getvalue().strip().splitlines()
     print("\n".join(lines))
     result: dict[str, Any] = json.loads(last)
@@ -155,5 +157,5 @@ def _parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--only", nargs="+", choices=list(_STEPS), help="these, in this order")
     parser.add_argument("--jobs", type=int, default=2, help="processes of simulations (default: 2)")
     parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
+    parser.add_json_option()
     return parser.parse_args(sys.argv[1:] if argv is None else argv)

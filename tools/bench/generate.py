@@ -25,7 +25,7 @@ from neuron_moe.errors import check_choice, check_positive_int
 from neuron_moe.models.generation import Decoder, GenerationOptions, generate
 from neuron_moe.models.loader import build_model, find_model_file, load_model, read_config
 from neuron_moe.tools.bench.averages import half_quartile_range
-from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.reference import Reference
 from neuron_moe.weights.product_forms import MEASURED
@@ -87,7 +87,7 @@ class Task:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and one JSON line; return the exit status."""
+    """Measure and print a table; return the exit status."""
     args = _parser().parse_args(argv)
     check_choice("--dtype", args.dtype, DTYPES)
     for name in ("layers", "prompt_tokens", "new_tokens", "repeats"):
@@ -106,7 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = [row_of(task, speeds, phase) for phase in ("prefill", "decode")]
     _print_table(rows)
     same = speeds["ours"][0].token_ids == speeds[args.implementations[0]][0].token_ids
-    print_json_line(
+    tell_json(
+        args.json,
         "bench generate",
         kind="measured",
         model=str(folder),
@@ -230,6 +231,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("bench generate", __doc__)
+    parser.add_json_option()
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
     parser.add_argument(
         "--make",

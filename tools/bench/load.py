@@ -45,7 +45,7 @@ from neuron_moe.models.loader import CONFIG_FILE, build_model, find_model_file, 
 from neuron_moe.parallel import parallel_state
 from neuron_moe.parallel.config import ParallelConfig
 from neuron_moe.parallel.load import file_name, stream_shard
-from neuron_moe.tools.console import format_bytes, format_table, print_json_line
+from neuron_moe.tools.console import format_bytes, format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 
 MODEL = "qwen3_30b_a3b"
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = {kind: _run_worker(path, args) for kind, path in folders.items()}
     _print_rows(rows, args)
     is_good = _holds(rows)
-    print_json_line("bench load", kind="measured", gib=args.gib, tp=args.tp, ep=args.ep,
+    tell_json(args.json, "bench load", kind="measured", gib=args.gib, tp=args.tp, ep=args.ep,
                     holds=is_good, rows=rows)  # fmt: skip
     return 0 if is_good else 1
 
@@ -301,6 +301,7 @@ def _print_rows(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> No
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("bench load", __doc__)
+    parser.add_json_option()
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of weights (default: 2)")
     parser.add_argument("--tp", type=int, default=8, help="tensor-parallel ranks (default: 8)")
     parser.add_argument("--ep", type=int, default=4, help="expert-parallel ranks (default: 4)")

@@ -37,7 +37,7 @@ from neuron_moe.serving.server import (
 )
 from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.bench.serve_sample import make_qwen3_moe
-from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 
 OURS, THEIRS = "ours", "vllm"
@@ -68,7 +68,7 @@ class Load:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and one JSON line; return the exit status."""
+    """Measure and print a table; return the exit status."""
     args = _parser().parse_args(argv)
     names = ("prompt_tokens", "new_tokens", "repeats", "threads")
     for name in names:
@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         rows = [_row(clients, each) for clients, each in _rates(folder, args).items()]
     _print_table(rows)
-    print_json_line(
+    tell_json(
+        args.json,
         "bench serve",
         kind="measured",
         model=str(args.model or SAMPLE),
@@ -170,15 +171,16 @@ def _print_table(rows: Sequence[dict[str, float]]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("bench serve", __doc__)
+    parser.add_json_option()
     parser.add_argument("--model", type=Path, help="checkpoint (default: a random one)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="at once")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--new-tokens", type=int, default=32, help="default: 32")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
-    parser.add_argument("--threads", type=int, default=1, help="of each server (default: 1)")
+    parser.more.add_argument("--threads", type=int, default=1, help="of each server (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--cache-mib", type=int, default=512, help="of each server")
-    parser.add_argument("--eager", action="store_true", help="ours without --compile")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.more.add_argument("--cache-mib", type=int, default=512, help="of each server")
+    parser.more.add_argument("--eager", action="store_true", help="ours without --compile")
+    parser.more.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
     parser.add_argument("more", nargs="*", help="behind --: passed to both servers")
     return parser

@@ -32,7 +32,7 @@ from neuron_moe.errors import check_positive_int
 from neuron_moe.tools.check.vendor_cases.adapters import build_job
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
-from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware import TRN2
 from nki_sim.time.prepare import TimelineOptions
@@ -244,6 +244,8 @@ def _in_one_thread(args: argparse.Namespace) -> int:
     command += ["--count", str(args.count), "--repeats", str(args.repeats)]
     if args.library is not None:
         command += ["--library", str(args.library)]
+    if args.json is not None:
+        command += ["--json", str(args.json)]
     environment = os.environ | {_ONE_THREAD: "1"}
     done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE, text=True)
     print(done.stdout, end="")
@@ -251,8 +253,9 @@ def _in_one_thread(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table and one JSON line; return 1 where a limit is missed."""
+    """Measure and print a table; return 1 where a limit is missed."""
     parser = Parser("bench sim", __doc__)
+    parser.add_json_option()
     parser.add_argument("--count", type=int, default=2000, help="instructions of each kernel")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each; the best counts")
     parser.add_argument("--library", type=Path, help="checkout of the vendor's kernel library")
@@ -265,7 +268,8 @@ def main(argv: list[str] | None = None) -> int:
     prefill = {} if args.library is None else measure_prefill(args.library, args.repeats)
     verdict = judge(rows, prefill)
     print(_table(rows, verdict, prefill))
-    print_json_line(
+    tell_json(
+        args.json,
         "bench sim",
         kind="measured",
         count=args.count,

@@ -28,7 +28,7 @@ from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.config import divisors
 from neuron_moe.parallel.wire import FORMULAS, WireSizes, count_wire, socket_bytes
-from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 
 HIDDEN, EXPERTS, TOP_K = 2880, 128, 4  # GPT-OSS-120B
@@ -81,10 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.picture is not None:
         draw_wire(results, args.ranks, args.tokens, args.picture)
         print(f"\npicture: {args.picture}")
-    if args.json:
-        print_json_line("bench wire", kind="measured", ranks=args.ranks, tokens=args.tokens,
-                        hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K,
-                        rows=[_plain(r) for r in results])  # fmt: skip
+    tell_json(args.json, "bench wire", kind="measured", ranks=args.ranks, tokens=args.tokens,
+              hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K,
+              rows=[_plain(r) for r in results])  # fmt: skip
     return 0
 
 
@@ -247,5 +246,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=8, help="processes (default: 8)")
     parser.add_argument("--tokens", type=int, default=1024, help="of all ranks (default: 1024)")
     parser.add_argument("--picture", type=Path, help="PNG to write")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_json_option()
     return parser

@@ -1,15 +1,15 @@
 """Files of cases, and the options that say which of them a check runs."""
 
-import argparse
 import json
 import math
 from pathlib import Path
 
 from neuron_moe.tools.check.vendor_cases.case import Case
+from neuron_moe.tools.parsers import Parser
 
 
 def add_case_options(
-    parser: argparse.ArgumentParser, *, status: str, max_gmacs: float, is_file_required: bool = True
+    parser: Parser, *, status: str, max_gmacs: float, is_file_required: bool = True
 ) -> None:
     """Add the options every check of a case file has, with the defaults of this one."""
     parser.add_argument(
@@ -18,7 +18,7 @@ def add_case_options(
         required=is_file_required,
         help="JSON file: an object with a list `cases`",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--status", default=status, help=f"run cases of this status, or `any` (default: {status})"
     )
     parser.add_argument(
@@ -26,10 +26,10 @@ def add_case_options(
         default="",
         help="run only cases whose id, kernel/variant or platform contains this",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--max-seconds", type=float, default=math.inf, help="start no case after this wall time"
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--max-gmacs",
         type=float,
         default=max_gmacs,

@@ -33,7 +33,7 @@ from neuron_moe.tools.chip.held_out import held_out_jobs
 from neuron_moe.tools.chip.model import ProbeModel
 from neuron_moe.tools.chip.observe import Observed, observe, probe_jobs, read_observed
 from neuron_moe.tools.chip.stand_in import StandIn, timed
-from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.console import format_table
 from neuron_moe.tools.parsers import Parser
 from nki_sim.time.timeline import schedule
 
@@ -121,7 +121,6 @@ def main(argv: list[str] | None = None) -> int:
     print(_conclusions_table(content["conclusions"]))
     print(_choices_table(content["choices_that_turn"]))
     print(f"{options.json}: for --hardware of bench and plan")
-    print_json_line("chip calibrate", **content)
     return 0
 
 

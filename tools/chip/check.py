@@ -35,7 +35,7 @@ from neuron_moe.tools.chip.environment import (
 )
 from neuron_moe.tools.chip.planted import PLANTS
 from neuron_moe.tools.chip.worker import SIMULATOR
-from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
 
 LIMIT_S: Final = 300.0
@@ -83,9 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         "device": where, "environment": [asdict(fact) for fact in facts],
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
-    if options.json is not None:
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
-    print_json_line("chip check", **content)
+    tell_json(options.json, "chip check", **content)
     return 0 if can_run and all(row.right for row in rows) else 1
 
 
@@ -101,7 +99,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--state", type=Path, default=Path("chip_check"), help="folder of rows and compiler logs"
     )
     parser.add_argument("--again", action="store_true", help="run also what is known to be right")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_json_option()
     parser.add_argument(
         "--plant",
         action="append",

@@ -11,9 +11,7 @@ without.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from neuron_moe.tools.chip.cases import CASES
 from neuron_moe.tools.chip.device import Device, Job
 from neuron_moe.tools.chip.devices import find_device
 from neuron_moe.tools.chip.open_features.listing import OPEN_FEATURES, Fallback, OpenFeature
-from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 
 _LIMITS = Limits(macs=math.inf, input_bytes=math.inf)
@@ -36,14 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser("chip fallbacks", __doc__)
     parser.add_argument("--against", metavar="sim:SEED", help="a simulated chip; default: the chip")
     parser.add_argument("--full", action="store_true", help="tell costs on the shapes of models")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_json_option()
     options = parser.parse_args(argv)
     device = find_device(options.against)
     rows = [settle(feature, device, options.full) for feature in OPEN_FEATURES]
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(_table(rows))
-    print_json_line("chip fallbacks", device=device.name, features=rows)
+    tell_json(options.json, "chip fallbacks", device=device.name, features=rows)
     return 0 if all(row["works"] or _is_safe(row) for row in rows) else 1
 
 

@@ -10,16 +10,14 @@ played no part, the largest error of the prediction.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from neuron_moe.tools.chip.calibrate import ROUNDS, conclude
 from neuron_moe.tools.chip.observe import observe
 from neuron_moe.tools.chip.stand_in import StandIn
-from neuron_moe.tools.console import format_table, print_json_line, progress_bar
+from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
 from nki_sim.hardware import SWITCHES
 
@@ -37,10 +35,8 @@ def main(argv: list[str] | None = None) -> int:
             found.append(draw)
             tell(number + 1, len(tasks))
     content = summarise(found)
-    if options.json is not None:
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
     print(_table(content))
-    print_json_line("chip rehearse", **{k: v for k, v in content.items() if k != "draws"})
+    tell_json(options.json, "chip rehearse", **content)
     return 0 if content["wrong"] == [] else 1
 
 
@@ -50,7 +46,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the seed of the first")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="launches of every kernel")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time")
-    parser.add_argument("--json", type=Path, help="write all draws to this file")
+    parser.add_json_option()
     options = parser.parse_args(argv)
     for name in ("draws", "jobs"):
         if getattr(options, name) < 1:

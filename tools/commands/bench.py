@@ -1,11 +1,13 @@
-"""neuron-moe bench TARGET: benchmarks, one module of `tools/bench` each; all take --report."""
+"""neuron-moe bench TARGET: one module of `tools/bench` each; all take --report and --json."""
 
 import argparse
 import contextlib
+import json
 import sys
 from pathlib import Path
 
 from neuron_moe.tools.menu import Menu
+from neuron_moe.tools.parsers import PRINTED
 
 MENU = Menu(
     "neuron-moe bench",
@@ -31,6 +33,10 @@ MENU = Menu(
             "bench.decode",
             "MoE decode kernels beside the vendor's and the HBM bound (simulated)",
         ),
+        "layer": (
+            "bench.layer",
+            "a whole MoE layer in one launch, beside its experts alone (simulated)",
+        ),
         "anchors": (
             "bench.anchors",
             "published times of the chip beside both corners of the clock (simulated)",
@@ -44,15 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else argv
     option = argparse.ArgumentParser(add_help=False)
     option.add_argument("--report", type=Path)
-    report = option.parse_known_args(args)[0].report
-    if report is None:
+    option.add_argument("--json", nargs="?", type=Path, const=PRINTED)
+    asked = option.parse_known_args(args)[0]
+    if asked.report is None:
         return MENU.main(args)
     from neuron_moe.tools.pages import write_page
     from neuron_moe.tools.pages.printed import Tee, page_of_text
 
-    tee = Tee(sys.stdout)
+    tee = Tee(sys.stdout, keeps_json=asked.json is None)
     with contextlib.redirect_stdout(tee):
-        status = MENU.main(args)
-    page = page_of_text(f"neuron-moe bench {args[0]}", tee.text)
-    print(f"report: {write_page(page, report)}")
+        status = MENU.main(args if asked.json is not None else [*args, "--json"])
+    text = tee.text
+    if asked.json not in (None, PRINTED):
+        text += json.dumps(json.loads(asked.json.read_text()))
+    page = page_of_text(f"neuron-moe bench {args[0]}", text)
+    print(f"report: {write_page(page, asked.report)}")
     return status

@@ -44,10 +44,12 @@ def main(argv: list[str] | None = None) -> int:
     title = f"{args.model} in {args.dtype} against {args.reference}"
     if args.picture is not None:
         draw_divergence(rows, args.picture, title=f"{title}, {ids_US.numel()} tokens [measured]")
+    status = 0 if over is None else 1
     if not args.json:
         print(f"{title}, {ids_US.numel()} tokens  [measured]\n")
         print(format_table(_table(rows)))
         print(f"\n{_verdict(over)}")
+        return status
     print_json_line(
         "compare",
         model=str(args.model),
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         layers=[_as_json(row) for row in rows],
         picture=None if args.picture is None else str(args.picture),
     )
-    return 0 if over is None else 1
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", type=int, default=32, help=f"of each of {NUM_SEQUENCES} random sequences"
     )
     parser.add_argument("--picture", type=Path, help="PNG to draw the distances into")
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     return parser
 
 

@@ -47,7 +47,7 @@ from neuron_moe.quantize import (
     quantize_fp8,
     recode_mxfp4_to_fp8,
 )
-from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.reference import check_installed
 from neuron_moe.tools.routing.texts import HELD_OUT_FILE, read_texts
@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
             f"bf16, recorded on {recorded['samples']} samples, not measured now:"
             f" {recorded['ours']:.5f} (mxfp4 on the same: {recorded['mxfp4']:.5f})"
         )
-    print_json_line("evaluate", **record, recorded_bf16=recorded, picture=str(picture))
+    tell_json(args.json, "evaluate", **record, recorded_bf16=recorded, picture=str(picture))
     return 0 if agrees and e5m2_is_mxfp4 else 1
 
 
@@ -344,4 +344,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, help="samples a domain; default: all")
     parser.add_argument("--check", action="store_true", help="compare with transformers")
     parser.add_argument("--out", type=Path, default=Path("out/evaluate"), help="for the picture")
+    parser.add_json_option()
     return parser

@@ -306,10 +306,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)"
     )
-    parser.add_argument("--top-p", type=float, default=1.0, help="default: 1, all tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.more.add_argument("--top-p", type=float, default=1.0, help="default: 1, all tokens")
+    parser.more.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--backend", default="torch", help="torch (default) or nki")
-    parser.add_argument(
+    parser.more.add_argument(
         "--decode-mode",
         choices=("auto", *DECODE_MODES),
         default="auto",
@@ -321,8 +321,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tp", type=int, default=1, help="ranks that split each expert (default: 1)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    parser.add_argument(
+    parser.more.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16"
+    )
+    parser.more.add_argument(
         "--product-form",
         default=MEASURED,
         help=f"how a CPU multiplies with experts: {MEASURED} (default) or {', '.join(FORMS)}",

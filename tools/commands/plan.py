@@ -362,21 +362,33 @@ def _placement_report(costs: LayoutCosts) -> list[dict[str, object]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("plan", __doc__)
-    parser.add_argument("--model", required=True, help=f"{MODEL_HELP}; or sizes")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--instance", default="trn2.48xlarge", help=", ".join(INSTANCES))
-    parser.add_argument("--nodes", type=int, default=1, help="nodes of an UltraServer (default: 1)")
-    parser.add_argument("--lnc", type=int, default=2, help="physical cores a rank (default: 2)")
+    parser.more.add_argument(
+        "--nodes", type=int, default=1, help="nodes of an UltraServer (default: 1)"
+    )
+    parser.more.add_argument(
+        "--lnc", type=int, default=2, help="physical cores a rank (default: 2)"
+    )
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="default: 8192")
     parser.add_argument("--decode-tokens", type=int, default=64, help="default: 64")
-    parser.add_argument("--context", type=int, help="positions of a sequence (default: + 1024)")
+    parser.more.add_argument(
+        "--context", type=int, help="positions of a sequence (default: + 1024)"
+    )
     parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="to rank layouts by")
     parser.add_argument("--table", action="store_true", help="print all layouts and coefficients")
-    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)")
-    parser.add_argument("--weights", choices=list(WEIGHT_BYTES), help="default: as the checkpoint")
-    parser.add_argument(
+    parser.more.add_argument(
+        "--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)"
+    )
+    parser.more.add_argument(
+        "--weights", choices=list(WEIGHT_BYTES), help="default: as the checkpoint"
+    )
+    parser.more.add_argument(
         "--hardware", type=Path, metavar="FILE", help="compute with what `chip calibrate` measured"
     )
-    parser.add_argument("--picture", type=Path, help="PNG to write: times and bytes against EP")
+    parser.more.add_argument(
+        "--picture", type=Path, help="PNG to write: times and bytes against EP"
+    )
     add_report_option(parser)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser

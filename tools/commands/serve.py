@@ -131,8 +131,10 @@ def _signals_raise() -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("serve", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--name", help="what requests call it (default: the folder's name)")
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
+    parser.more.add_argument("--name", help="what requests call it (default: the folder's name)")
+    parser.more.add_argument(
+        "--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only"
+    )
     parser.add_argument("--port", type=int, default=8000, help="0 for any (default: 8000)")
     parser.add_argument(
         "--tp", type=int, default=1, help="ranks that split each expert (default: 1)"
@@ -140,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ep", type=int, default=1, help="ranks that split the experts (default: 1)"
     )
-    parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
+    parser.more.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
     parser.add_argument("--backend", choices=BACKENDS, default="torch", help="default: torch")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument(
@@ -148,12 +150,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="longest prompt and answer together (default: the model's own, at most 4096)",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--cache-mib",
         type=int,
         help="MiB of the cache in each rank (default: for eight of the longest sequences)",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--product-form",
         default=MEASURED,
         help=f"how a CPU multiplies with experts: {MEASURED} (default), {VLLM_FORM} or"
@@ -165,5 +167,5 @@ def _parser() -> argparse.ArgumentParser:
         help="join norms, routers and the like by torch.compile: starts later, then runs faster",
     )
     parser.add_argument("--ask", metavar="TEXT", help="stream one continuation of it, then end")
-    parser.add_argument("--verbose", action="store_true", help="show all of vLLM's messages")
+    parser.more.add_argument("--verbose", action="store_true", help="show all of vLLM's messages")
     return parser

@@ -18,15 +18,22 @@ _BOUNDS = ("roofline_us", "hbm_bound_us")
 
 
 class Tee(io.TextIOBase):
-    """Writes on, and keeps what was written in `text`."""
+    """Writes on, and keeps what was written in `text`.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    Args:
+        stream: to write to.
+        keeps_json: lines of JSON are kept alone, as nobody asked for them.
+    """
+
+    def __init__(self, stream: TextIO, *, keeps_json: bool = False) -> None:
+        self._stream, self._keeps_json = stream, keeps_json
         self.text = ""
 
     def write(self, text: str) -> int:
         """Write and keep."""
         self.text += text
+        if self._keeps_json and text.startswith('{"command"'):
+            return len(text)
         return self._stream.write(text)
 
     def flush(self) -> None:

@@ -161,15 +161,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tp", type=int, default=1, metavar="N", help="ranks an expert is split on"
     )
-    parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks the experts are on")
-    parser.add_argument("--launch", metavar="NAME", help="of a layer; default: the longest")
-    parser.add_argument("--lnc", type=int, choices=(1, 2), help="cores of a launch")
-    parser.add_argument("--target", default="trn2", metavar="CHIP", help="default: trn2")
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help="of chip calibrate")
+    parser.more.add_argument(
+        "--ep", type=int, default=1, metavar="N", help="ranks the experts are on"
+    )
+    parser.more.add_argument("--launch", metavar="NAME", help="of a layer; default: the longest")
+    parser.more.add_argument("--lnc", type=int, choices=(1, 2), help="cores of a launch")
+    parser.more.add_argument("--target", default="trn2", metavar="CHIP", help="default: trn2")
+    parser.more.add_argument("--hardware", type=Path, metavar="FILE", help="of chip calibrate")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="C=V", help="what if a coefficient were V, or xV"
     )
-    parser.add_argument("--sensitivity", action="store_true", help="which coefficients matter")
+    parser.more.add_argument("--sensitivity", action="store_true", help="which coefficients matter")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="pictures and traces")
     add_report_option(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="all of it, for programs")

@@ -22,7 +22,7 @@ import torch
 from neuron_moe.checkpoint import save_checkpoint, unique_parameters
 from neuron_moe.models.gpt_oss import Config, weight_map
 from neuron_moe.models.loader import load_model, read_config
-from neuron_moe.tools.console import format_bytes, print_json_line
+from neuron_moe.tools.console import format_bytes
 from neuron_moe.tools.parsers import Parser
 
 SHARD_MIB = 12
@@ -224,5 +224,4 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     size = export(args.run, args.corpus, args.out)
     print(f"{args.out}: {format_bytes(size)}")
-    print_json_line("export_tiny", out=str(args.out), bytes=size, kind="measured")
     return 0

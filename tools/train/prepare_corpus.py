@@ -239,7 +239,5 @@ def main(argv: list[str] | None = None) -> int:
             f"{counts['bytes'] / counts['tokens']:5.2f} bytes/token, held out "
             f"{held_out / 1e6:.2f} MB"
         )
-    print(
-        json.dumps({"out": str(options.out), "vocab_size": record["vocab_size"], "kind": "counted"})
-    )
+    print(f"{options.out}: a vocabulary of {record['vocab_size']} tokens")
     return 0

@@ -38,7 +38,6 @@ from neuron_moe.parallel.balance import step_selection_biases
 from neuron_moe.parallel.distributed_state import distributed_state
 from neuron_moe.parallel.gradients import sum_shared_gradients
 from neuron_moe.router_losses import RouterLosses
-from neuron_moe.tools.console import print_json_line
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.ranks import run_on_ranks
 
@@ -85,7 +84,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{run.out}: holds all {run.steps} steps already. Raise --steps to go on.")
         return 0
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
-    print_json_line("train", kind="measured", ranks=num_ranks, losses=losses)
     return 0
 
 

@@ -15,6 +15,9 @@ What it writes to --out:
     model-*.safetensors, config.json   the bf16 checkpoint in the Hugging Face GPT-OSS layout
     train.jsonl, train.json            a line each 50 steps, held-out losses; the final record
     state.pt                           with --save-every: weights, optimiser and step, for --resume
+
+With `--backend cuda` (or torch) the library's own layers are trained, balanced by the bias for
+selection that GPT-OSS does not have; then no checkpoint is written.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.pictures import draw_training
 from neuron_moe.tools.train.train_tiny_model import TinyConfig, TinyModel, export_state_dict
 
 # Shares of a batch. The corpus holds 1 million tokens of scripture and 4 of code: sampled by size,
@@ -284,7 +288,7 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     corpus = Corpus(options.corpus, device)
-    model = TinyModel(config, dropout=recipe.dropout)
+    model = TinyModel(config, dropout=recipe.dropout, backend=options.backend)
     model.initialise(recipe.seed)
     model.to(device)
     optimizer = make_optimizer(model, recipe)
@@ -310,7 +314,7 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
             log.write(json.dumps(line) + "\n")
             log.flush()
             if done % (10 * _LOG_EVERY) == 0:
-                print(json.dumps(line), flush=True)
+                print(f"step {done}: loss {loss:.4f}, {line['ms_per_step']} ms a step", flush=True)
         if options.save_every and done % options.save_every == 0:
             save_state(state, model, optimizer, done)
         if done % _HELD_OUT_EVERY == 0 and done < recipe.steps:
@@ -318,8 +322,10 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
     seconds = time.perf_counter() - started
     losses = _log_held_out(log, "end", model, corpus, recipe, most_windows)
     log.close()
-    write_checkpoint(model, options.out)
+    if options.backend is None:
+        write_checkpoint(model, options.out)
     final = {
+        "backend": options.backend,
         "recipe": asdict(recipe),
         "config": asdict(config),
         "torch": torch.__version__,
@@ -329,6 +335,10 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
         "kind": "measured",
     }
     (options.out / "train.json").write_text(json.dumps(final, indent=2) + "\n")
+    if options.picture is not None:
+        lines = (options.out / "train.jsonl").read_text().splitlines()
+        title = f"{options.backend or 'layers made for training'}, {final['device']}, measured"
+        draw_training([json.loads(line) for line in lines], options.picture, title=title)
     return final
 
 
@@ -346,9 +356,10 @@ def _log_held_out(
             model, corpus, recipe, fake_mxfp4=fake, most_windows=most_windows
         )
         losses[name] = {domain: round(value, 5) for domain, value in bits.items()}
-    line = json.dumps({"held_out_bits_per_byte": losses, "when": when})
-    log.write(line + "\n")
-    print(line, flush=True)
+    log.write(json.dumps({"held_out_bits_per_byte": losses, "when": when}) + "\n")
+    for name, bits in losses.items():
+        told = ", ".join(f"{domain} {value:.3f}" for domain, value in bits.items())
+        print(f"held out, {when}, {name}: {told} bits per byte", flush=True)
     return losses
 
 
@@ -374,6 +385,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--recipe", type=json.loads, default={}, help="JSON: fields of Recipe")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON: fields of TinyConfig")
+    parser.add_argument("--backend", choices=("torch", "cuda"), help="train the library's layers")
+    parser.add_argument("--picture", type=Path, help="PNG of loss and load over the steps")
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--held-out-windows", type=int, help="most windows a domain; default all")
     parser.add_argument("--save-every", type=int, default=0, help="steps between saved states")
@@ -381,8 +394,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     recipe = _from_json(Recipe, "--recipe", options.recipe)
     config = _from_json(TinyConfig, "--config", options.config)
-    final = run(options, recipe, config)
-    print(json.dumps(final))
+    run(options, recipe, config)
+    print(f"{options.out}: trained; the run in numbers is train.json")
     return 0
 
 

@@ -184,19 +184,27 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("tune", __doc__)
     parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--tp", type=int, default=1, help="ranks that split an expert")
-    parser.add_argument("--ep", type=int, default=1, help="ranks that split the experts")
-    parser.add_argument("--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2")
+    parser.more.add_argument("--ep", type=int, default=1, help="ranks that split the experts")
+    parser.more.add_argument(
+        "--lnc", type=int, default=DEFAULT_LNC_SIZE, help="cores a rank, 1 or 2"
+    )
     parser.add_argument("--buckets", type=int, nargs="+", default=list(_BUCKETS), metavar="T")
     parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="T",
                         help="decode steps whose mode is tuned, of up to 256 tokens")  # fmt: skip
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=[32, 64, 128], metavar="B")
-    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="in HBM; default: auto")
+    parser.more.add_argument(
+        "--block-sizes", type=int, nargs="+", default=[32, 64, 128], metavar="B"
+    )
+    parser.more.add_argument(
+        "--weights", choices=WEIGHTS, default="auto", help="in HBM; default: auto"
+    )
     parser.add_argument("--routing", default="balanced", help=", ".join(ROUTINGS))
-    parser.add_argument("--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)")
-    parser.add_argument("--simulate", type=int, default=6, help="points a bucket (default: 6)")
+    parser.more.add_argument(
+        "--trace", type=Path, help="recorded routing (.npz of neuron-moe routing)"
+    )
+    parser.more.add_argument("--simulate", type=int, default=6, help="points a bucket (default: 6)")
     parser.add_argument("--quick", action="store_true", help="do not ask how sure the choice is")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder of results")
+    parser.more.add_argument("--cache", type=Path, default=cache_folder(), help="folder of results")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="plans, for a model to load")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was found")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")

@@ -9,6 +9,9 @@ import sys
 from types import ModuleType
 
 from neuron_moe import expert_mlps_v2, moe_configs, nxd_compat, routing
+from neuron_moe.nxd_compat import ACT2FN, ExpertMLPs, MoE, RouterTopK, load_balancing_loss_func
+
+__all__ = ["ACT2FN", "MODULES", "ExpertMLPs", "MoE", "RouterTopK", "load_balancing_loss_func"]
 
 _ALL = nxd_compat  # every name of NxD's that is ours
 MODULES: dict[str, ModuleType] = {

@@ -53,7 +53,10 @@ def test_a_published_time_lies_inside_or_just_above_the_corners(anchor: Anchor) 
 
 @NEEDS_LIBRARY
 def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["bench", "anchors", "--library", LIBRARY, "--only", "160 x 16384"]) == 0
+    assert (
+        run_command(["bench", "anchors", "--library", LIBRARY, "--only", "160 x 16384", "--json"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "quantising norm 160 x 16384" in printed
     last = json.loads(printed.splitlines()[-1])

@@ -185,8 +185,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) 
         assert found["ours_mode"] == "selective"
         assert 0.3 < found["hbm_bound_us"] / found["ours_us"] < 1.0
     assert rows[1]["fp8_gain"] > 1.0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["kind"] == "simulated"
+    assert not capsys.readouterr().out.splitlines()[-1].startswith("{")
 
 
 @pytest.mark.long

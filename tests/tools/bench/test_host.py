@@ -20,7 +20,7 @@ from neuron_moe.tools.bench.host.worker import ROOT
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[host_probe.Stub]:
     for name, size in {"HIDDEN": 128, "INTERMEDIATE": 64, "EXPERTS": 4, "TOP_K": 2}.items():
         monkeypatch.setattr(host_probe, name, size)
-    monkeypatch.setattr(host_probe, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(host_probe, "PREFILL_TOKENS", 160)
     stub = host_probe.Stub(nki_sim.run)
     monkeypatch.setattr(nki_sim, "run", stub)
     return stub
@@ -67,7 +67,7 @@ def test_switches_are_calls_into_another_file_of_the_package(stub: host_probe.St
 
 @pytest.mark.long
 def test_the_command_compares_two_checkouts(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cases", "decode", "--repeats", "2", "--walk", "--before", str(ROOT)]
+    arguments = ["--cases", "decode", "--repeats", "2", "--walk", "--before", str(ROOT), "--json"]
     assert host.main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
     record: dict[str, Any] = json.loads(printed[-1])

@@ -64,7 +64,7 @@ def test_pages_are_those_of_every_element_asked_for(
 def test_a_rank_reads_its_share_and_holds_a_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", "load", "--gib", "1.5", "--folder", str(tmp_path)]) == 0
+    assert cli.main(["bench", "load", "--gib", "1.5", "--folder", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["holds"]
     for row in report["rows"].values():

@@ -32,14 +32,14 @@ def _in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bench(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any], str]:
     """Return exit status, JSON record and table of the command."""
-    status = sim.main(list(options))
+    status = sim.main([*options, "--json"])
     table, last = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     return status, json.loads(last), table
 
 
 def bench_apart(*options: str) -> tuple[int, dict[str, Any], str]:
     """Return the same of the command in a process of its own, which starts another one."""
-    command = [sys.executable, "-m", "neuron_moe.tools.cli", "bench", "sim", *options]
+    command = [sys.executable, "-m", "neuron_moe.tools.cli", "bench", "sim", *options, "--json"]
     env = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     table, last = done.stdout.rstrip().rsplit("\n", 1)

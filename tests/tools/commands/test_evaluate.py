@@ -13,7 +13,7 @@ from neuron_moe.tools.commands.evaluate import expert_values, losses_of, summari
 
 
 def test_formats_agree_with_transformers_within_a_thousandth(tmp_path, capsys):
-    status = evaluate.main(["--samples", "1", "--check", "--out", str(tmp_path)])
+    status = evaluate.main(["--samples", "1", "--check", "--out", str(tmp_path), "--json"])
     final = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert status == 0
     assert final["kind"] == "measured"

@@ -61,7 +61,7 @@ def scale_head(tensors: dict[str, Any]) -> None:
 
 def compare(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
     """Run the command; return its status and its JSON line."""
-    status = main(["compare", *args])
+    status = main(["compare", *args, "--json"])
     record: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return status, record
 
@@ -80,7 +80,7 @@ def test_a_planted_fault_is_found_in_its_layer(
 ) -> None:
     plant, where = FAULTS[fault]
     bad = broken(good, tmp_path / "bad", plant)
-    status, record = compare(capsys, "--model", str(bad), "--reference", str(good), "--json")
+    status, record = compare(capsys, "--model", str(bad), "--reference", str(good))
     assert (status, record["first_over"], record["within_rule"]) == (1, where, False)
     over = [row["name"] for row in record["layers"] if row["exceeds"]]
     assert over == [where]  # each layer is judged by itself

@@ -28,6 +28,7 @@ from neuron_moe.tools.check.outcomes import Outcome
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.parsers import PRINTED, Parser
 
 CHIP = "trn3"
 CHIPS = ("trn2", CHIP)
@@ -57,18 +58,20 @@ class Row:
     note: str
 
 
-def add_chip_options(parser: argparse.ArgumentParser) -> None:
+def add_chip_options(parser: Parser) -> None:
     """Add what chooses the chip, and the cases of a trn3."""
-    parser.add_argument(
+    parser.more.add_argument(
         "--chip",
         choices=CHIPS,
         default="trn2",
         help="trn3 compares the MX kernels over --cases instead of the models (default: trn2)",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--cases", type=Path, help="with --chip trn3: JSON file of cases, as for `check kernels`"
     )
-    parser.add_argument("--match", default="", help="with --chip trn3: cases that contain this")
+    parser.more.add_argument(
+        "--match", default="", help="with --chip trn3: cases that contain this"
+    )
 
 
 def compare_mx(options: argparse.Namespace, names: Sequence[str]) -> int:
@@ -91,7 +94,7 @@ def compare_mx(options: argparse.Namespace, names: Sequence[str]) -> int:
         rows += done
         for row in done:
             print(_line(row), file=sys.stderr, flush=True)
-        if options.json is not None:
+        if options.json not in (None, PRINTED):
             write_result(options.json, summarise(rows))
     result = summarise(rows)
     print(f"{CHIP}, simulated, both held against their references\n" + _table(rows))
@@ -100,7 +103,8 @@ def compare_mx(options: argparse.Namespace, names: Sequence[str]) -> int:
         f"{CHIP} has no published times: {counts['assumed']} of its coefficients are assumed,"
         f" {counts['documented']} documented; nki_sim/hardware.py names their sources"
     )
-    print_json_line("bench mx", **{name: result[name] for name in ("chip", "by_corner")})
+    if options.json == PRINTED:
+        print_json_line("bench mx", **{name: result[name] for name in ("chip", "by_corner")})
     return 0
 
 

@@ -5,22 +5,23 @@ import os
 from pathlib import Path
 
 from neuron_moe.tools.check.vendor_cases.library import LIBRARY_VARIABLE
+from neuron_moe.tools.parsers import PRINTED, Parser
 from nki_sim.hardware_file import use_hardware
 from nki_sim.time.schedule_model import CORNERS
 
 LAYOUTS = ("plain", "packed")
 
 
-def add_comparison_options(parser: argparse.ArgumentParser) -> None:
+def add_comparison_options(parser: Parser) -> None:
     """Add what says which sides run and how, and what an earlier result spares."""
-    parser.add_argument(
+    parser.more.add_argument(
         "--corner",
         nargs="+",
         choices=list(CORNERS),
         default=list(CORNERS),
         help="order that the clock assumes (default: both)",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--layout",
         nargs="+",
         choices=LAYOUTS,
@@ -30,7 +31,7 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="simulate in so many processes"
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--minutes",
         type=float,
         metavar="M",
@@ -43,29 +44,27 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
         default=default and Path(default),
         help=f"checkout of the vendor's library ({LIBRARY_VARIABLE}); without it only ours runs",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--sensitivity",
         action="store_true",
         help="state ranges with coefficients halved and doubled",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--deployed",
         action="store_true",
         help="also time what NxD runs by default",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--hardware", type=Path, metavar="FILE", help="time by what `chip calibrate` measured"
     )
-    parser.add_argument("--only", choices=("ours", "vendor"), help="run only this side")
-    parser.add_argument(
-        "--json", type=Path, help="write the result to this file too, after every row"
-    )
+    parser.more.add_argument("--only", choices=("ours", "vendor"), help="run only this side")
+    parser.add_json_option(", after every row")
     parser.add_argument(
         "--resume",
         action="store_true",
         help="keep what the --json file of an earlier run has and still holds",
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--vendor-from",
         type=Path,
         metavar="FILE",
@@ -86,7 +85,7 @@ def check_comparison_options(options: argparse.Namespace) -> None:
             f"--only vendor: needs a checkout of the vendor's library. Give --library, or set"
             f" {LIBRARY_VARIABLE}."
         )
-    if options.resume and options.json is None:
+    if options.resume and options.json in (None, PRINTED):
         raise ValueError("--resume: continues a result file. Name it with --json.")
     if options.resume and options.vendor_from:
         raise ValueError("--resume: contradicts --vendor-from. Give one of them.")

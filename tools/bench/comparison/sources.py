@@ -12,6 +12,7 @@ from typing import Any
 
 import nki_kernels
 import nki_sim
+from neuron_moe.tools.parsers import PRINTED
 from nki_sim.hardware import NEUTRAL, Hardware
 
 DIGITS = 16
@@ -89,12 +90,13 @@ class Writer:
     """Writes a growing result file after every step, but for a tenth of the time at most.
 
     Args:
-        path: of the file; None writes nothing.
+        path: of the file; None and PRINTED write nothing.
         result: returns its content.
     """
 
     def __init__(self, path: Path | None, result: Callable[[], dict[str, Any]]) -> None:
-        self._path, self._result = path, result
+        self._path = None if path == PRINTED else path
+        self._result = result
         self._next_s = 0.0
 
     def write(self, at_once: bool = False) -> None:

@@ -64,7 +64,7 @@ from neuron_moe.tools.bench.decode.work import (
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
-from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.parsers import PRINTED, Parser
 
 MX_KERNELS = ("moe_tkg", "moe_block_tkg")  # the vendor's names of cases
 OUR_SOURCES = ("decode/*.py", "common/*.py")
@@ -114,11 +114,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"weights as in the checkpoint: {result['expected']} ({runs.kind()})")
     if not is_complete:
         print("stopped before all was run: the same command with --resume goes on")
-    if options.json is not None:
+    if options.json == PRINTED:
+        # What a file keeps for later runs is too long to print.
+        told = {name: value for name, value in result.items() if name != "vendor"}
+        print_json_line("bench decode", complete=is_complete, **told)
+    elif options.json is not None:
         write_result(options.json, result)
-    told = {name: value for name, value in result.items() if name != "vendor"}
-    # What a file keeps for later runs is too long to print.
-    print_json_line("bench decode", complete=is_complete, **told)
     return 0
 
 
@@ -129,17 +130,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--models", nargs="*", type=model_among(names), choices=names, default=names
     )
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
+    parser.more.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument(
+    parser.more.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.more.add_argument(
         "--picture",
         type=Path,
         metavar="PNG",
         help="draw both of our modes over B, the chosen one marked; --models without a name draws"
         " without the table",
     )
-    parser.add_argument("--picture-models", nargs="+", choices=names, default=list(PICTURE_MODELS))
+    parser.more.add_argument(
+        "--picture-models", nargs="+", choices=names, default=list(PICTURE_MODELS)
+    )
     add_comparison_options(parser)
     add_chip_options(parser)
     options = parser.parse_args(argv)
@@ -245,7 +248,7 @@ def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -
             layout = "packed" if "packed" in options.layout else KERNEL_LAYOUTS["plain"]
             point = known.get((name, B)) or switch_point(case, sources, layout)
             book.switch.append(point)
-            if options.json is not None:
+            if options.json not in (None, PRINTED):
                 write_result(options.json, summarise(with_gains(book.rows), book, sources))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from neuron_moe.errors import check_positive_int
 from neuron_moe.tools.bench.averages import half_quartile_range
 from neuron_moe.tools.bench.host.worker import ROOT, Worker
-from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 
 CASES = ("prefill", "prefill 8-bit", "fused decode", "decode")
@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     missed = list(misses({case: sides[0] for case, sides in rows.items()}))
     for miss in missed:
         print(f"misses {miss['target']} of {miss['limit']:g}: {miss['case']}: {miss['value']:.3g}")
-    print_json_line(
+    tell_json(
+        options.json,
         "bench host",
         kind="measured",
         repeats=options.repeats,
@@ -82,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("bench host", __doc__)
+    parser.add_json_option()
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default: all")
     parser.add_argument("--repeats", type=int, default=200, help="calls of each case (default 200)")
     parser.add_argument(

@@ -2,11 +2,13 @@
 
     neuron-moe bench prefill --models gpt_oss_20b --tokens 1024
 
-Ours is one launch: the blockwise kernel, a barrier, the weighted sum over a token's experts (left
-out with one expert per token), by the plan of our cost model. The vendor's kernels run on the same
-simulated chip, from the user's checkout, with the token blocks ready as for ours; the fastest of
-their variants and block sizes counts, row by row. Every run is timed in both corners of the clock
-(nki_sim/time/schedule_model.py), ours with plain and with packed weights. The roofline is computed.
+Ours is one launch, as a layer chooses it: up to 128 tokens the decode kernel, which reads each
+expert once; then the blockwise kernel, a barrier, the weighted sum over a token's experts (left out
+with one expert per token), by the plan of our cost model. The vendor's prefill kernels run on the
+same simulated chip, from the user's checkout, with the token blocks ready as for ours; the fastest
+of their variants and block sizes counts, row by row. Every run is timed in both corners of the
+clock (nki_sim/time/schedule_model.py), ours with plain and with packed weights. The roofline is
+computed.
 The result file is written after every run, so that `--resume` can go on where one was stopped, and
 keeps the vendor's times for when only our kernels have changed.
 """
@@ -37,11 +39,11 @@ from neuron_moe.tools.bench.prefill.work import Case
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
-from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.parsers import PRINTED, Parser
 from nki_sim.time.schedule_model import CORNERS
 
 MX_KERNELS = ("moe_cte",)  # the vendor's names of cases
-OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py")
+OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py", "decode/*.py")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,9 +87,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"weights as in the checkpoint: {result['expected']} ({runs.kind()})")
     if not is_complete:
         print("stopped before all was run: the same command with --resume goes on")
-    if options.json is not None:
+    if options.json == PRINTED:
+        print_json_line("bench prefill", complete=is_complete, **result)
+    elif options.json is not None:
         write_result(options.json, result)
-    print_json_line("bench prefill", complete=is_complete, **result)
     return 0
 
 
@@ -98,8 +101,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--models", nargs="+", type=model_among(names), choices=names, default=names
     )
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
-    parser.add_argument(
+    parser.more.add_argument("--routings", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
+    parser.more.add_argument(
         "--vendor-kernels",
         nargs="+",
         choices=KERNEL_NAMES,
