@@ -12,8 +12,8 @@ import pytest
 import nki_sim
 from nki_sim import AccumulateError, LanguageError, SimOptions, UninitializedRead, isa
 from nki_sim.language import api as nl
-from nki_sim.machine.trips import changing_names
 from nki_sim.machine import VirtualRegister
+from nki_sim.machine.trips import changing_names
 
 
 def counter(value: int = 0) -> Any:
