@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
 from nki_kernels.prefill.config import PrefillConfig
-from nki_kernels.prefill.stage_play import StageList, play_stages
+from nki_kernels.prefill.stage_play import Stage, StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
     GPSIMD,
     LINK,
@@ -33,7 +33,7 @@ from nki_kernels.prefill.table_stages import write_loops, write_tables
 from nki_sim.time.costs import DmaPrice
 
 CORNERS: Final = ("vendor", "in-order")
-_FIRST_BANK: Final = ("outer ps", 0)  # turned rows and output rows share the banks of PSUM
+_FIRST_BANK: Final = ("outer ps", 0, 0)  # turned rows and output rows share the banks of PSUM
 _LEAST_TRIPS, _SHORT_TRIPS = 4, 8  # played after the start; more where they are short
 _STEPS: Final = 8  # numbers of live rows that are told apart
 
@@ -93,8 +93,7 @@ class _Writer(StageList):
         """See `fill_tables` and `_start_pipeline` of kernel.py."""
         write_tables(self, self._config, self._prices.overlaps)
         for s in range(2):
-            self.add(GPSIMD, self._prices.lists_ns, ["experts"], [("expert", s)])
-            self.add(GPSIMD, self._prices.lists_ns, ["ids"], [("ids", s)])
+            self._look_ahead(s)
         self._gather(0, 0)
         for s in range(2 if self._config.shard.splits_h else 1):
             self._load("gate up", s, ("expert", s), self._prices.load_in)
@@ -129,7 +128,7 @@ class _Writer(StageList):
                 if j + 1 < size:
                     self._turn(s, j + 1)
                     self._gather_after(s, j + 1, size, next_size)
-                self.add(LINK, prices.exchange_ns, [("own", s, j)], [("other", s, j)])
+                self._exchange(s, j)
             self._turn(1 - s, 0)
             self._look_ahead(s)
             self._gather(s, 0)
@@ -140,6 +139,12 @@ class _Writer(StageList):
                 count = self._config.i_axis.count
                 self._copy(prices.added_up, count, 0.0, ("other", s, j), self._inner(s, j))
             self._go_out(s, sizes[s], s * sizes[0])
+
+    def _exchange(self, s: int, j: int) -> None:
+        taken = self._prices.exchanged
+        names: tuple[list[object], list[object]] = [("own", s, j)], [("other", s, j)]
+        stage = Stage(LINK, taken.busy_ns, taken.latency_ns, *names, None, self.trip)
+        self.stages.append(stage)
 
     def _multiply_apart(self, s: int, j: int) -> None:
         prices, count = self._prices, self._config.i_axis.count
@@ -156,11 +161,13 @@ class _Writer(StageList):
         self.compute(work, [read], [write])
 
     def _look_ahead(self, s: int) -> None:
-        self.add(GPSIMD, self._prices.lists_ns, [], [("expert", s), ("ids", s)])
+        prices = self._prices
+        self.add(GPSIMD, prices.fetch_ns, ["experts"], [("expert", s)])
+        self.add(GPSIMD, prices.fetch_ns + prices.step_ns, ["ids"], [("ids", s)])
 
     def _look_at_outputs(self, s: int) -> None:
         names: list[object] = [("out", s), ("expert out", 1 - s)]
-        self.add(GPSIMD, self._prices.lists_ns, ["slots"], names)
+        self.add(GPSIMD, 2 * self._prices.fetch_ns + self._prices.step_ns, ["slots"], names)
 
     def _inner(self, s: int, j: int) -> object:
         return ("inner", s if self._config.shard.splits_h else 0, j)
@@ -232,19 +239,29 @@ class _Writer(StageList):
             buffer = (s * loop.out_parts + part) % loop.weight_buffers
             is_last = part + 1 == loop.out_parts
             for j in range(size):
-                outer = ("outer", (first_outer + j) % loop.outer_buffers)
-                reads = [("down", buffer), self._inner(s, j)]
-                self.add(TENSOR, prices.out_ns, reads, [("outer ps", j % 2)])
-                self._copy(prices.evicted, prices.banks, prices.out_ns, ("outer ps", j % 2), outer)
+                outer = (first_outer + j) % loop.outer_buffers
+                self._project_out(s, j, buffer, outer)
                 if is_last:
                     self._store(s, outer)
             expert = ("expert out", 1 - s if is_last else s)
             following = s if self._config.shard.splits_h else (buffer + 1) % loop.weight_buffers
             self._load("down", following, expert, prices.load_out)
 
-    def _store(self, s: int, outer: object) -> None:
+    def _project_out(self, s: int, j: int, buffer: int, outer: int) -> None:
+        """Multiply into the banks that turned rows use, and into the others."""
+        prices, reads = self._prices, [("down", buffer), self._inner(s, j)]
+        first = min(prices.turn_banks, prices.banks)
+        for half, banks in enumerate((first, prices.banks - first)):
+            if banks:
+                out_ns = prices.out_ns * banks / prices.banks
+                bank = ("outer ps", j % 2, half)
+                self.add(TENSOR, out_ns, reads, [bank])
+                self._copy(prices.evicted, banks, out_ns, bank, ("outer", outer, half))
+
+    def _store(self, s: int, outer: int) -> None:
         transfer = self._prices.store
-        self.move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, [("out", s), outer], [])
+        reads = [("out", s), ("outer", outer, 0), ("outer", outer, 1)]
+        self.move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, reads, [])
 
     def _load(self, name: str, buffer: int, expert: object, transfer: DmaPrice) -> None:
         self.move(LOADS, transfer, [expert], [(name, buffer)])
