@@ -154,7 +154,8 @@ def rank_candidates(
 
 def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
     """Return the best draft of each shard plan, and the others that may be as good as the best."""
-    ordered = sorted(drafts, key=lambda draft: draft.coarse_ns)
+    # Of loops that do the same, the one of smaller visits has shorter tables.
+    ordered = sorted(drafts, key=lambda draft: (draft.coarse_ns, draft.request.largest_visit))
     most_ns = _COARSE * ordered[0].coarse_ns
     best = dict[str, _Draft]()
     others = dict[tuple[int, str, float], _Draft]()  # loops that do the same have the same time

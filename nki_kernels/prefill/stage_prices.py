@@ -12,7 +12,7 @@ from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, chip_in_force
 from nki_kernels.common.formula import Limits, num_projections
 from nki_kernels.common.weight_formats import ITEM_BYTES
-from nki_kernels.prefill.config import PrefillConfig, core_depth, core_width
+from nki_kernels.prefill.config import PrefillConfig, bias_terms, core_depth, core_width
 from nki_sim.time.costs import DmaPrice
 
 QUEUES: Final = 7
@@ -42,6 +42,7 @@ class StagePrices:
         fetch_ns, step_ns: fetch an entry of the lists, step a counter.
         gather, store: rows of a tile.
         load_in, load_out: transfers of one part of the weights.
+        beside_in, beside_out: transfers of its biases and scales.
         overlaps: the Vector engine takes an instruction before the last one's result is there.
     """
 
@@ -63,6 +64,8 @@ class StagePrices:
     store: DmaPrice
     load_in: DmaPrice
     load_out: DmaPrice
+    beside_in: tuple[DmaPrice, ...]
+    beside_out: tuple[DmaPrice, ...]
     overlaps: bool
 
     @classmethod
@@ -105,6 +108,8 @@ class StagePrices:
             store=_rows_price(config, live_rows, stores=True),
             load_in=_gate_up_price(config),
             load_out=_down_price(config),
+            beside_in=_beside_in(config),
+            beside_out=_beside_out(config),
             overlaps=overlaps,
         )
 
@@ -234,6 +239,26 @@ def _down_price(config: PrefillConfig) -> DmaPrice:
     follows = loop.by_parts or not (loop.out_parts > 1 or config.shard.splits_h)
     one = _matrix_price(config.i_axis, columns * item, 1, follows=follows)
     return _together(one, loop.in_parts)
+
+
+def _beside_in(config: PrefillConfig) -> tuple[DmaPrice, ...]:
+    """Return the prices of biases and scales of the gate and up projections."""
+    halves, axis = num_projections(config.formula), config.i_axis
+    count = int(config.formula.has_gate_up_bias) + int(config.has_scales)
+    return (_small_price(axis.rows, axis.size * 4),) * halves * count
+
+
+def _beside_out(config: PrefillConfig) -> tuple[DmaPrice, ...]:
+    """Return the prices of biases and scales of the down projection."""
+    row_bytes = core_width(config) // config.loop.out_parts * 2
+    scales = (_small_price(3, 3 * row_bytes),) if config.has_scales else ()
+    terms = bias_terms(config) if config.formula.has_down_bias else 0
+    return (*scales, *((_small_price(terms, terms * row_bytes),) if terms else ()))
+
+
+def _small_price(rows: int, size_bytes: int) -> DmaPrice:
+    engines = -(-rows // chip_in_force().dma_rows_per_engine)
+    return _hwdge(engines, _engine_ns(rows, size_bytes, engines), size_bytes)
 
 
 def _matrix_price(axis: AxisTiles, piece_bytes: int, pieces: int, *, follows: bool) -> DmaPrice:

@@ -30,7 +30,6 @@ from nki_kernels.prefill.stage_prices import (
     StagePrices,
 )
 from nki_kernels.prefill.table_stages import write_loops, write_tables
-from nki_sim.time.costs import DmaPrice
 
 CORNERS: Final = ("vendor", "in-order")
 _FIRST_BANK: Final = ("outer ps", 0, 0)  # turned rows and output rows share the banks of PSUM
@@ -96,8 +95,8 @@ class _Writer(StageList):
             self._look_ahead(s)
         self._gather(0, 0)
         for s in range(2 if self._config.shard.splits_h else 1):
-            self._load("gate up", s, ("expert", s), self._prices.load_in)
-            self._load("down", s, ("expert", s), self._prices.load_out)
+            self._load_in(s, ("expert", s))
+            self._load_out(s, ("expert", s))
         self._turn(0, 0)
         self._gather(1, 0)
         for j in range(1, self._config.loop.row_buffers):
@@ -132,12 +131,13 @@ class _Writer(StageList):
             self._turn(1 - s, 0)
             self._look_ahead(s)
             self._gather(s, 0)
-            self._load("gate up", s, ("expert", s), prices.load_in)
+            self._load_in(s, ("expert", s))
         for s in range(2):
             self._look_at_outputs(s)
             for j in range(sizes[s]):
                 count = self._config.i_axis.count
                 self._copy(prices.added_up, count, 0.0, ("other", s, j), self._inner(s, j))
+            self._load_beside(s, ("expert", s))
             self._go_out(s, sizes[s], s * sizes[0])
 
     def _exchange(self, s: int, j: int) -> None:
@@ -148,7 +148,7 @@ class _Writer(StageList):
 
     def _multiply_apart(self, s: int, j: int) -> None:
         prices, count = self._prices, self._config.i_axis.count
-        reads = [self._turned(s, j), ("gate up", s)]
+        reads = [self._turned(s, j), ("gate up", s, 0)]
         self.add(TENSOR, count * prices.in_ns, reads, [("inner ps",)])
         self._copy(prices.copied, count, count * prices.in_ns, ("inner ps",), ("own", s, j))
 
@@ -221,20 +221,20 @@ class _Writer(StageList):
                 if by_dma and j > 0:
                     self._gather_after(s, j, size, next_size)
             expert = ("expert", s if part + 1 < loop.in_parts else 1 - s)
-            self._load("gate up", (buffer + 1) % loop.weight_buffers, expert, self._prices.load_in)
+            self._load_in((buffer + 1) % loop.weight_buffers, expert)
 
     def _project_in(self, s: int, j: int, buffer: int, tiles: int) -> None:
         """Multiply with tiles of the gate and up weights; all but the last one's activations run
         beside the products.
         """
         prices = self._prices
-        reads = [self._turned(s, j), ("gate up", buffer)]
+        reads = [self._turned(s, j), ("gate up", buffer, 0)]
         self.add(TENSOR, tiles * prices.in_ns, reads, [("inner ps",)])
         product_ns = tiles * prices.in_ns
         self._copy(prices.activated, tiles, product_ns, ("inner ps",), self._inner(s, j))
 
     def _go_out(self, s: int, size: int, first_outer: int) -> None:
-        loop, prices = self._config.loop, self._prices
+        loop = self._config.loop
         for part in range(loop.out_parts):
             buffer = (s * loop.out_parts + part) % loop.weight_buffers
             is_last = part + 1 == loop.out_parts
@@ -245,11 +245,11 @@ class _Writer(StageList):
                     self._store(s, outer)
             expert = ("expert out", 1 - s if is_last else s)
             following = s if self._config.shard.splits_h else (buffer + 1) % loop.weight_buffers
-            self._load("down", following, expert, prices.load_out)
+            self._load_out(following, expert)
 
     def _project_out(self, s: int, j: int, buffer: int, outer: int) -> None:
         """Multiply into the banks that turned rows use, and into the others."""
-        prices, reads = self._prices, [("down", buffer), self._inner(s, j)]
+        prices, reads = self._prices, [("down", buffer, 0), self._inner(s, j)]
         first = min(prices.turn_banks, prices.banks)
         for half, banks in enumerate((first, prices.banks - first)):
             if banks:
@@ -263,5 +263,16 @@ class _Writer(StageList):
         reads = [("out", s), ("outer", outer, 0), ("outer", outer, 1)]
         self.move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, reads, [])
 
-    def _load(self, name: str, buffer: int, expert: object, transfer: DmaPrice) -> None:
-        self.move(LOADS, transfer, [expert], [(name, buffer)])
+    def _load_in(self, buffer: int, expert: object) -> None:
+        if not self._config.shard.splits_h:
+            self._load_beside(buffer, expert)
+        self.move(LOADS, self._prices.load_in, [expert], [("gate up", buffer, 0)])
+
+    def _load_beside(self, buffer: int, expert: object) -> None:
+        for number, price in enumerate(self._prices.beside_in, start=1):
+            self.move(LOADS, price, [expert], [("gate up", buffer, number)])
+
+    def _load_out(self, buffer: int, expert: object) -> None:
+        for number, price in enumerate(self._prices.beside_out, start=1):
+            self.move(LOADS, price, [expert], [("down", buffer, number)])
+        self.move(LOADS, self._prices.load_out, [expert], [("down", buffer, 0)])
