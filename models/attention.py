@@ -9,7 +9,7 @@ same positions, so decode needs no index per sequence. A token's place is counte
 sequence; rotary embedding turns by it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -20,6 +20,8 @@ from neuron_moe.errors import check_positive_int
 
 # Attention logits held at once (64 MiB in float32); longer prompts go in chunks of queries.
 MAX_LOGITS = 1 << 24
+# Queries of one fused operation: each part leaves out the keys that none of its queries sees.
+_FUSED_QUERIES = 128
 
 CacheShape = tuple[tuple[int, int], ...]
 """Heads and size of each tensor that a layer keeps of a token."""
@@ -301,7 +303,8 @@ def _attend_fused(
 ) -> Tensor:
     """Attention as torch has it in one operation, which knows no sinks: [U, S, Q * D].
 
-    It reads the cache as it is, several times as fast as the separate steps below (measured).
+    It reads the cache as it is, several times as fast as the separate steps below (measured). Long
+    prompts go in runs of queries: torch multiplies with the keys behind a query as well.
     """
     num_sequences, num_queries, num_heads, head_size = query_USQD.shape
     mask_U1SC = mask_USC.unsqueeze(1)
@@ -311,15 +314,32 @@ def _attend_fused(
             query_USQD.reshape(rows), key_UJCD, value_UJCD, attn_mask=mask_U1SC, scale=scale
         )
     else:
-        out = functional.scaled_dot_product_attention(
-            query_USQD.transpose(1, 2),
-            key_UJCD,
-            value_UJCD,
-            attn_mask=mask_U1SC,
-            scale=scale,
-            enable_gqa=key_UJCD.shape[1] != num_heads,
-        ).transpose(1, 2)
+        parts = [
+            functional.scaled_dot_product_attention(
+                query_USQD[:, queries].transpose(1, 2),
+                key_UJCD[:, :, keys],
+                value_UJCD[:, :, keys],
+                attn_mask=mask_U1SC[:, :, queries, keys],
+                scale=scale,
+                enable_gqa=key_UJCD.shape[1] != num_heads,
+            )
+            for queries, keys in _parts_of(mask_USC)
+        ]
+        out = torch.cat(parts, dim=2).transpose(1, 2)
     return out.reshape(num_sequences, num_queries, -1)
+
+
+def _parts_of(mask_USC: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield runs of queries, and the run of keys that they see: all of both in a graph."""
+    num_queries, num_keys = mask_USC.shape[1:]
+    if num_queries <= _FUSED_QUERIES or torch.compiler.is_compiling():
+        yield slice(num_queries), slice(num_keys)
+        return
+    for first in range(0, num_queries, _FUSED_QUERIES):
+        queries = slice(first, min(first + _FUSED_QUERIES, num_queries))
+        seen = mask_USC[:, queries].any(dim=1).any(dim=0).nonzero()
+        is_any = seen.numel() > 0  # padding sees nothing, and gives numbers that nobody reads
+        yield queries, slice(int(seen[0]), int(seen[-1]) + 1) if is_any else slice(1)
 
 
 def _attend_rows(

@@ -62,10 +62,19 @@ class RankLayer:
             adds_input=whole.adds_input and self._tp * self._ep == 1,
         )
 
-    def plan(self, phase: str, tokens: int) -> Plan:
-        """Return how a step is computed; it has no weights to run with."""
+    def plan(self, phase: str, tokens: int, *, in_one: bool = True) -> Plan:
+        """Return how a step is computed; it has no weights to run with.
+
+        Args:
+            phase: one of paths.PHASES.
+            tokens: T.
+            in_one: whether the layer may be one launch.
+        """
         step = Step(phase, tokens)
-        return self._layer.expert_mlps.backend.plan(self.parts(step), step)
+        parts = self.parts(step)
+        if not in_one:
+            parts = replace(parts, why_apart="several launches were asked for")
+        return self._layer.expert_mlps.backend.plan(parts, step)
 
 
 def _share_of(weights: Any, tp: int, ep: int) -> Any:

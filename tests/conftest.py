@@ -2,7 +2,10 @@
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,37 @@ os.environ.setdefault(
 )  # to ask must not start CUDA: ranks fork
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # it counts when triton is imported, which torch may do
+
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))  # asking torch would start CUDA
+ALONE = "NEURON_MOE_TEST_ALONE"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Where there is a GPU, run a test that forks ranks in a process of its own.
+
+    A backward pass of an earlier test starts CUDA and autograd's threads: no fork takes them along.
+    """
+    if not HAS_GPU or ALONE in os.environ or "run_ranks" not in pyfuncitem.fixturenames:
+        return None
+    run_alone(pyfuncitem.nodeid, pyfuncitem.config.rootpath)
+    return True
+
+
+def run_alone(node: str, folder: Path) -> None:
+    """Run one test in a process of its own; fail as it fails."""
+    plugins = ["-p", "no:xdist", "-p", "no:benchmark"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, "-m", "", node],
+        cwd=folder,
+        env={**os.environ, ALONE: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.fail(done.stdout, pytrace=False)
 
 
 @pytest.fixture(autouse=True)

@@ -112,6 +112,32 @@ def draw_save_percent(rows: Sequence[Mapping[str, Any]], path: Path, *, title: s
     return _save(figure, path)
 
 
+def draw_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
+    """Draw the loss of a run and the busiest expert of each layer, over its steps.
+
+    Args:
+        records: lines of train.jsonl; those without a step are left out.
+        path: PNG to write.
+        title: says what was trained, and on which machine.
+    """
+    lines = [record for record in records if "step" in record]
+    steps = [line["step"] for line in lines]
+    figure = Figure(figsize=(9.0, 3.6), dpi=120)
+    axes = figure.add_subplot(1, 2, 1)
+    axes.plot(steps, [line["loss_nats"] for line in lines])
+    axes.set_ylabel("loss of the batch, nats a token")
+    axes.set_xlabel("step")
+    axes = figure.add_subplot(1, 2, 2)
+    for layer, shares in enumerate(zip(*(line["busiest_expert"] for line in lines), strict=True)):
+        axes.plot(steps, shares, label=f"layer {layer}", linewidth=1.0)
+    axes.set_ylabel("busiest expert / mean")
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
 def _save(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight")

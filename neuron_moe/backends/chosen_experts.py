@@ -13,12 +13,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuron_moe.activations import activate, at_least_float32, sum_dtype
+from neuron_moe.backends import compiled_products
 from neuron_moe.backends.expert_threads import run_side_by_side
 from neuron_moe.blocks import sort_pairs
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, Packed
 from neuron_moe.weights.huge_pages import ask_for_huge_pages
 from neuron_moe.weights.packed import FEWEST_ROWS, PackedMatrices
-from neuron_moe.weights.product_forms import FORMS, PACKED_FORMS, PARALLEL
+from neuron_moe.weights.product_forms import (
+    AT_ONCE_FORMS,
+    COMPILED,
+    FORMS,
+    PACKED_FORMS,
+    PARALLEL,
+)
 
 grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", torch._grouped_mm)
 _ROWS_PER_RUN = 256  # rows whose activations are computed in one call; keeps them in the cache
@@ -93,7 +100,7 @@ def chosen_experts(
     if is_parallel:
         parts = _split_for_threads(run, 1 if base == "grouped" else _PARTS_PER_THREAD)
     else:
-        parts = [run] if base in ("grouped", "batched") else _split(run, len(run.experts))
+        parts = [run] if base in AT_ONCE_FORMS else _split(run, len(run.experts))
     tasks, start = [], 0
     for part in parts:
         tasks.append(partial(_compute_part, step, part, start, joined))
@@ -134,7 +141,7 @@ def _compute_part(step: _Step, part: "Run", start: int, joined: "JoinedRows") ->
     rows_nH = take_rows(step.hidden_TH, step.routing, order_n, slice(start, end))
     projected = multiply(rows_nH, step.first, part, step.form)
     inner_nI = activate(projected, step.formula, in_place=not torch.is_grad_enabled())
-    joined.put(start, multiply(inner_nI, step.down, part, step.form))
+    joined.put(start, multiply(inner_nI, step.down, part, step.form, joined.place(start, end)))
 
 
 def _sort(routing: LocalRouting, num_experts: int) -> tuple[Run, Tensor | None]:
@@ -188,8 +195,14 @@ class JoinedRows:
         self._rows = ask_for_huge_pages(like_TH.new_empty(shape, dtype=sum_dtype(like_TH)))
         self._recorded: list[Tensor] = []
 
+    def place(self, start: int, end: int) -> Tensor:
+        """Return the memory of some rows, to be written and then `put`."""
+        return self._rows[start:end]
+
     def put(self, start: int, output_nH: Tensor) -> None:
-        """Write rows to their place, from row `start` on."""
+        """Write rows to their place, from row `start` on, if they are not there yet."""
+        if output_nH.data_ptr() == self._rows[start:].data_ptr():
+            return
         if torch.is_grad_enabled() and output_nH.requires_grad:
             self._recorded.append(at_least_float32(output_nH))
             return
@@ -260,11 +273,17 @@ def _split(whole: Run, most_experts: int) -> list[Run]:
     return [*parts, Run(whole.experts[first:], whole.counts[first:])]
 
 
-def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor:
+def multiply(
+    rows_nk: Tensor, matrices: Matrices, run: Run, form: str, place_nk: Tensor | None = None
+) -> Tensor:
     """Return rows [n, in] times the matrices of their experts, [n, out], in one of the forms.
 
-    Matrices that are kept packed alone are multiplied packed whatever the form.
+    Matrices that are kept packed alone are multiplied packed whatever the form. Compiled products
+    are float32, and lie in `place_nk` if there is one; others have the dtype of the rows.
     """
+    if form == COMPILED and _is_compiled(rows_nk, matrices):
+        operands = (rows_nk, matrices.plain_Ekn, matrices.bias_En, *run)
+        return compiled_products.multiply(*operands, place_nk)
     if matrices.packed is not None:
         product = _packed(rows_nk, matrices.packed, run, pads=form != "packed")
     elif form == "grouped":
@@ -280,6 +299,13 @@ def multiply(rows_nk: Tensor, matrices: Matrices, run: Run, form: str) -> Tensor
     else:
         product = _plain(rows_nk, matrices, run)
     return product if matrices.bias_En is None else _add_bias(product, matrices.bias_En, run)
+
+
+def _is_compiled(rows_nk: Tensor, matrices: Matrices) -> bool:
+    """Say whether compiled products can be taken: no gradient, and matrices as they need them."""
+    if torch.is_grad_enabled() and (rows_nk.requires_grad or matrices.plain_Ekn.requires_grad):
+        return False
+    return matrices.packed is None and compiled_products.can_multiply(rows_nk, matrices.plain_Ekn)
 
 
 def _add_bias(product_nk: Tensor, bias_En: Tensor, run: Run) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from neuron_moe.backends import compiled_products
 from neuron_moe.backends.brought_kernels import brought_for
 from neuron_moe.backends.form_times import Times, form_times, linear_times, machine
 from neuron_moe.errors import check_choice
@@ -15,6 +16,7 @@ from neuron_moe.plan import LayerParts
 from neuron_moe.weights.packed import PackedMatrices, is_packing_available
 from neuron_moe.weights.product_forms import (
     BUCKETS,
+    COMPILED,
     FORMS,
     MEASURED,
     PACKED_FORMS,
@@ -52,6 +54,8 @@ def settle_forms(parts: LayerParts, form: str) -> ProductForms | None:
     if form != MEASURED:
         if form in PACKED_FORMS:
             PackedMatrices(weights.down_proj_EIH[:1])  # refuses what cannot be packed
+        if form == COMPILED:
+            compiled_products.refuse_if_missing()
         return ProductForms.fixed(form)
     times = form_times(weights, parts.spec.top_k, parts.num_experts)
     matrices = (weights.gate_up_proj_EHI, weights.down_proj_EIH)

@@ -12,7 +12,6 @@ kept.
 import contextlib
 import json
 import logging
-import os
 import platform
 import secrets
 import statistics
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuron_moe.backends import compiled_products
 from neuron_moe.backends.brought_kernels import brought_for
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
@@ -33,6 +33,7 @@ from neuron_moe.weights.linear import laid
 from neuron_moe.weights.packed import PackedMatrices, is_packing_available
 from neuron_moe.weights.product_forms import (
     BUCKETS,
+    COMPILED,
     FORMS,
     PACKED_FORMS,
     STRAIGHT_FORMS,
@@ -185,10 +186,15 @@ def _layouts(run: ExpertWeights) -> dict[str, ExpertWeights]:
         for is_turned in (False, True)
     )
     packed = _packed(turned)
-    layouts = {form: straight if form in STRAIGHT_FORMS else turned for form in FORMS}
+    layouts = {form: straight if form in STRAIGHT_FORMS else turned for form in _forms_here()}
     if packed is None:
-        return {form: layouts[form] for form in FORMS if form not in PACKED_FORMS}
+        return {form: each for form, each in layouts.items() if form not in PACKED_FORMS}
     return layouts | dict.fromkeys(PACKED_FORMS, packed)
+
+
+def _forms_here() -> list[str]:
+    """Return the forms of this machine: all, or all but the compiled one."""
+    return [form for form in FORMS if form != COMPILED or not compiled_products.why_not()]
 
 
 def _packed(plain: ExpertWeights) -> ExpertWeights | None:
@@ -267,8 +273,7 @@ def _routings(num_experts: int, sample: Sample) -> Iterator[LocalRouting]:
 
 def cache_path() -> Path:
     """Return the file, in the folder that the system keeps for caches of this user."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "neuron-moe" / CACHE_FILE
+    return compiled_products.cache_folder() / CACHE_FILE
 
 
 def read_times(path: Path) -> dict[str, Times]:
@@ -325,7 +330,7 @@ def _key(weights: ExpertWeights, top_k: int, num_experts: int) -> str:
     biases = "with" if weights.down_bias_EH is not None else "without"
     dtype = _name(weights.down_proj_EIH.dtype)
     layer = f"{projections} {dtype} {biases} bias, {top_k} of {num_experts}"
-    forms = [*FORMS, *(kernel.name for kernel in brought_for(weights, num_experts))]
+    forms = [*_forms_here(), *(kernel.name for kernel in brought_for(weights, num_experts))]
     return f"{machine()}; {layer}; {' '.join(forms)}"
 
 

@@ -11,6 +11,7 @@ the dtype and the number of tokens.
 | turned | matrix times rows, expert by expert | turned |
 | grouped | torch's grouped_mm over all experts at once | turned |
 | batched | a batched product of one row each, with gathered matrices | turned |
+| compiled | a C++ function over all experts at once, where there is a compiler | turned |
 | straight | rows times matrix, expert by expert | straight |
 | parallel_X | as form X, experts side by side, each on threads of its own | as form X |
 
@@ -30,12 +31,15 @@ from neuron_moe.weights.packed import PackedMatrices
 from neuron_moe.weights.stamps import Stamp
 
 PARALLEL = "parallel_"
+COMPILED = "compiled"
+AT_ONCE_FORMS = ("grouped", "batched", COMPILED)  # one call for all experts
 PACKED_FORMS = ("packed", "padded", f"{PARALLEL}packed")
 TURNED_FORMS = (
     "plain",
     "turned",
     "grouped",
     "batched",
+    COMPILED,
     f"{PARALLEL}plain",
     f"{PARALLEL}turned",
     f"{PARALLEL}grouped",

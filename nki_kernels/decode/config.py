@@ -14,7 +14,7 @@ from nki.language import NKIObject
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.mx import is_mx_format, mx_chunks
+from nki_kernels.common.mx import QUADRANT, is_mx_format, mx_chunks
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
@@ -22,10 +22,12 @@ _JOINED = (32, 64)  # rows of I that start the second half of a tile where engin
 _OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF, at most
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
-ASKING_TOKENS = 128  # up to here rows of tokens and the first weights are on chip together
+_ASKING_TOKENS = 128  # up to here rows of tokens and the first weights are on chip together
 UNROLLED_ENTRIES = 8  # entries of a core that are written out rather than looped over
 _MAX_GROUP = 4  # chunks
 _MAX_CHUNK_BYTES = 48 * 1024  # per partition, of a packed chunk
+_MAX_ROW = 16 * 1024  # hidden size up to which whole rows lie beside weights on a partition
+_QUADRANTS = PARTITIONS // QUADRANT
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,25 @@ def weighs_inner(config: DecodeConfig) -> bool:
     is_zero_at_zero = formula.activation != "sigmoid" or formula.gates_itself
     zero_stays = is_zero_at_zero and not moves_zero
     return config.scaling != "pre" or formula.has_gate_up_bias or not zero_stays
+
+
+def asks_early(config: DecodeConfig) -> bool:
+    """Whether the first weights are asked for while rows of tokens are still on chip."""
+    return config.T <= _ASKING_TOKENS and config.H <= _MAX_ROW
+
+
+def bias_quadrants(config: DecodeConfig) -> int:
+    """Return the quadrants that hold an expert's down bias, as many tiles each, on a partition.
+
+    A long hidden axis on one partition would leave no room for weights on that one.
+    """
+    is_even = config.h_axis.is_strided and config.h_axis.count % _QUADRANTS == 0
+    return _QUADRANTS if config.H > _MAX_ROW and is_even else 1
+
+
+def bias_partitions(config: DecodeConfig) -> int:
+    """Return the partitions that a down bias spans, and the tokens' weights beside it."""
+    return (bias_quadrants(config) - 1) * QUADRANT + 1
 
 
 def shares_halves(config: DecodeConfig) -> bool:

@@ -14,10 +14,10 @@ from nki_kernels.common.axes import AxisTiles, tile_axis
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, core, fitted_sbuf_bytes
 from nki_kernels.common.memory import table_bytes, tiles_bytes
 from nki_kernels.decode.config import (
-    ASKING_TOKENS,
     DecodeConfig,
     DecodeRequest,
     accumulator_banks,
+    asks_early,
     core_chunks,
     extra_floats,
     is_direct,
@@ -86,7 +86,7 @@ def sbuf_bytes(config: DecodeConfig) -> int:
         # What lies beside the weights has tiles of its own there, small ones.
         experts += config.weight_buffers * 4 * extra_floats(config)
     at_first = tiles_bytes(ends.loaded) + tiles_bytes(tokens.turned)
-    if config.T <= ASKING_TOKENS:
+    if asks_early(config):
         experts += tiles_bytes(ends.loaded)
     at_last = table_bytes(ends) - tiles_bytes(ends.loaded) + tiles_bytes(tokens.total)
     passing = _passing_floats(config) * 4

@@ -61,9 +61,9 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import (
-    ASKING_TOKENS,
     UNROLLED_ENTRIES,
     DecodeConfig,
+    asks_early,
     entry_stride,
     is_direct,
     is_mx,
@@ -116,7 +116,7 @@ def _add_experts(
     """Make y^T of this core; all that takes place on chip but for `sums` is free again then."""
     b = make_buffers(config, sums)
     routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
-    asks = _has_loop(config) and config.T <= ASKING_TOKENS
+    asks = _has_loop(config) and asks_early(config)
     if asks:
         ask_first(config, b, x, routing)
     turned_sb = turn_tokens(config, sums, load_tokens(config, hidden))

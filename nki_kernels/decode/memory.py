@@ -16,6 +16,8 @@ from nki_kernels.common.mx import whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.decode.config import (
     DecodeConfig,
+    bias_partitions,
+    bias_quadrants,
     group_size,
     is_direct,
     is_direct_in,
@@ -92,6 +94,7 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     numbers = (min(T, PARTITIONS), config.unroll)
     row_tiles = -(-T // PARTITIONS)
     halves = (i_axis.rows, most_exchanged(config), 2 * T)
+    down_bias = (bias_partitions(config), config.H // bias_quadrants(config))
     chunks = 2 * group_size(config) if config.parts == 1 else 2
     return ExpertTable(
         gate_up=tiles(count, gate_up, weights),
@@ -104,14 +107,16 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
             nl.float32,
             count if by_channel else 0,
         ),
-        down_bias=tiles(count if formula.has_down_bias else 0, (1, config.H), nl.bfloat16),
+        down_bias=tiles(count if formula.has_down_bias else 0, down_bias, nl.bfloat16),
         kept_scale=Tiles(
             2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
         ),
         inner=tiles(chunks, inner, nl.bfloat16),
         gate=tiles(2, (i_axis.rows, T), nl.float32),
         up=tiles(2, (i_axis.rows, T), nl.float32),
-        column_row=Tiles(2 if formula.has_down_bias else 0, (1, T), nl.bfloat16, 2),
+        column_row=Tiles(
+            2 if formula.has_down_bias else 0, (bias_partitions(config), T), nl.bfloat16, 2
+        ),
         input_scale=Tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32, 2),
         expert_in=tiles(config.unroll, (1, 1), nl.int32),
         expert_out=tiles(config.unroll, (1, 1), nl.int32),

@@ -16,11 +16,13 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
+from nki_kernels.common.mx import QUADRANT
 from nki_kernels.common.tiles import elements_of, rows_of
 from nki_kernels.decode.buffers import DecodeBuffers
 from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
+    bias_quadrants,
     holds_expert,
     is_mx,
     keeps_scales,
@@ -167,11 +169,15 @@ def _multiply_bias(
     accumulate: bool,
 ) -> None:
     """Add, or write, the down bias of a tile of H times the tokens' weights."""
-    bias_sb = b.down_bias[group.item % config.weight_buffers]
+    bias_sb, quadrants = b.down_bias[group.item % config.weight_buffers], bias_quadrants(config)
+    row, columns = 0, elements_of(config.h_axis, tile)
+    if quadrants > 1:
+        count = config.h_axis.count // quadrants
+        row, columns = tile // count * QUADRANT, slice(tile % count, bias_sb.shape[1], count)
     nisa.nc_matmul(
         dst=bank_ps[0 : rows_of(config.h_axis, tile), begin : begin + config.T],
-        stationary=bias_sb[0:1, elements_of(config.h_axis, tile)],
-        moving=b.column_row[group.ring],
+        stationary=bias_sb[row : row + 1, columns],
+        moving=b.column_row[group.ring][row : row + 1],
         accumulate=accumulate,
     )
 

@@ -18,6 +18,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from nki_kernels.common.chip import GPSIMD_BYTES, PARTITIONS
+from nki_kernels.common.mx import QUADRANT
 from nki_kernels.common.tiles import (
     Entry,
     apply_chain,
@@ -34,6 +35,8 @@ from nki_kernels.common.tiles import (
 from nki_kernels.decode.buffers import DecodeBuffers, DecodeOperands
 from nki_kernels.decode.config import (
     DecodeConfig,
+    bias_partitions,
+    bias_quadrants,
     is_mx,
     joins_projections,
     tiles_of_part,
@@ -104,7 +107,18 @@ def load_out(
     else:
         load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
     if config.formula.has_down_bias and item == 0:
-        load_rows(b.down_bias[buffer], _entry(config, x.down_bias, expert), H, 0, H)
+        _load_down_bias(config, b.down_bias[buffer], _entry(config, x.down_bias, expert))
+
+
+def _load_down_bias(config: DecodeConfig, dst_sb: nl.NkiTensor, down_bias: Entry) -> None:
+    """Load an expert's down bias, the same number of tiles of H to each quadrant it lies in."""
+    h_axis, quadrants = config.h_axis, bias_quadrants(config)
+    size = dst_sb.shape[1]
+    for quadrant in range(quadrants):
+        row = quadrant * QUADRANT
+        tiles = h_axis.count // quadrants
+        pattern = [[1, size]] if quadrants == 1 else [[h_axis.count, h_axis.rows], [1, tiles]]
+        load_pattern(dst_sb[row : row + 1], down_bias, pattern, quadrant * tiles)
 
 
 def load_item(
@@ -185,7 +199,9 @@ def spread_column(
     if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
     if config.formula.has_down_bias:
-        nisa.tensor_copy(dst=b.column_row[ring], src=column_ps[0:1, 0 : config.T])
+        nisa.tensor_copy(
+            dst=b.column_row[ring], src=column_ps[0 : bias_partitions(config), 0 : config.T]
+        )
 
 
 def _spread(column_ps: nl.NkiTensor, tables: list[nl.NkiTensor], column: int) -> None:

@@ -62,6 +62,30 @@ def test_attention_does_not_depend_on_the_chunk_of_queries(monkeypatch: pytest.M
     assert torch.allclose(whole, chunked, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 2], ids=["full", "window"])
+@pytest.mark.parametrize("padding", [0, 5], ids=["whole", "padded"])
+def test_fused_attention_does_not_depend_on_its_parts(
+    window: int | None, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (
+        torch.randn(2, 9, 4, 8),
+        torch.randn(2, 2, 11, 8),
+        torch.randn(2, 2, 11, 8),
+    )
+    real = torch.ones(2, 11, dtype=torch.bool)
+    real[:, :padding] = False
+    mask = attention_mask(real, torch.arange(2, 11), 0, Reach(window))
+    whole = attend(query, key, value, mask)
+    monkeypatch.setattr(attention, "_FUSED_QUERIES", 2)
+    keys = [part[1] for part in attention._parts_of(mask)]
+    assert keys[-1] == slice(padding if window is None else 9, 11)
+    assert keys[0] == (slice(1) if padding else slice(0 if window is None else 1, 4))
+    parts = attend(query, key, value, mask)
+    seen = mask.any(dim=2)
+    assert torch.allclose(whole[seen], parts[seen], rtol=1e-5, atol=1e-6)
+    assert parts.isfinite().all()
+
+
 def test_a_large_sink_silences_a_head() -> None:
     query, key, value = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
     mask = torch.ones(1, 1, 3, dtype=torch.bool)

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
-from neuron_moe.backends.cuda.hopper_launch import SWITCH
+from neuron_moe.backends.cuda import hopper_launch
 from neuron_moe.backends.cuda.launch import sort_rows
 from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
@@ -106,7 +106,6 @@ def test_sixteen_bits_are_as_near_to_float32_as_torch_is() -> None:
 def test_warpgroups_multiply_as_near_to_float32_as_torch_does(
     case: str, save_percent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SWITCH, "1")
     if save_percent == 60:  # rows are copied for the sums over rows, and loaded by one warp
         for product in ("first_weights", "second_weights"):
             monkeypatch.setitem(HOPPER_TILES, (product, 320, 192), (16, 1, 2, False))
@@ -183,5 +182,10 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
     )
 
 
-def test_explain_tells_the_kernel() -> None:
+def test_explain_tells_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda" in str(build("cuda").explain("decode", 4))
+    monkeypatch.setattr(hopper_launch, "has_hopper_kernels", lambda device: True)
+    wide = build("cuda", hidden_size=128, intermediate_size=64)
+    slower = "without the products for Hopper GPUs"
+    assert "H=128, I=64: " + slower in str(wide.explain("prefill", 4))
+    assert slower not in str(wide.to(torch.bfloat16).explain("prefill", 4))

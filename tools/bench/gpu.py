@@ -1,4 +1,4 @@
-"""neuron-moe bench gpu: the experts of one layer on this GPU, beside torch's grouped products.
+"""neuron-moe bench gpu: the experts of one layer on this GPU, beside those of other people.
 
     neuron-moe bench gpu
 
@@ -8,40 +8,44 @@ CUDA events around replays of a CUDA graph, with the L2 cache overwritten before
 beside inputs, weights and, after the forward pass, the output.
 
 `grouped_mm` is the plain pipeline of torch operations: argsort, gather, `torch._grouped_mm`,
-SwiGLU, `torch._grouped_mm`, back and sum. The ceiling is cuBLAS: the same products, dense.
+SwiGLU, `torch._grouped_mm`, back and sum. The ceiling is cuBLAS: the same products, dense. Peers of
+other people run where they are installed (see gpu_peers.py); those that wait for the device cannot
+be captured and are timed with the host's calls, queued without waits.
 """
 
 import argparse
+import fcntl
 import gc
+import itertools
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from neuron_moe import ExpertMLPsV2, RoutedExpertsMLPOpsConfig
-from neuron_moe.backends.chosen_experts import grouped_mm
 from neuron_moe.errors import check_choice
-from neuron_moe.plan import Step
+from neuron_moe.tools.bench.gpu_peers import (
+    PEERS,
+    Bound,
+    Inputs,
+    Ours,
+    Peer,
+    Shape,
+    Weights,
+    is_installed,
+)
 from neuron_moe.tools.console import format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.pictures import draw_save_percent
 
 GIB = 1 << 30
 _FLUSHED_BYTES = 256 << 20
-
-
-class Shape(NamedTuple):
-    """One layer's experts."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    top_k: int
 
 
 SHAPES = {
@@ -51,16 +55,6 @@ SHAPES = {
     "d": Shape(7168, 2048, 64, 8),
 }
 ROUTINGS = ("balanced", "random", "skewed")
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Returns [T, H] of hidden states, affinities and choices."""
-
-
-class Inputs(NamedTuple):
-    """What a layer's experts get."""
-
-    hidden_TH: Tensor
-    affinities_TK: Tensor
-    index_TK: Tensor
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,6 +66,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--routings", nargs="+", default=["random"], help="/".join(ROUTINGS))
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 8, 64, 256], help="T, graphs")
     parser.add_argument("--save-percents", nargs="*", type=int, default=[0, 100])
+    parser.add_argument(
+        "--peers", nargs="*", help=f"of {', '.join(PEERS)}; default: those that are installed"
+    )
+    parser.add_argument("--turns", type=Path, help="file that processes on one GPU take turns by")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--picture", type=Path, help="PNG of time and memory by save_percent")
     args = parser.parse_args(argv)
@@ -79,8 +77,12 @@ def main(argv: list[str] | None = None) -> int:
         check_choice("--shapes", name, SHAPES)
     for name in args.routings:
         check_choice("--routings", name, ROUTINGS)
+    for name in args.peers or ():
+        check_choice("--peers", name, PEERS)
     if not torch.cuda.is_available():
         parser.error("no CUDA device: run this on a machine with an NVIDIA GPU")
+    if args.peers is None:
+        args.peers = [name for name in PEERS if is_installed(name)]
     rows: list[dict[str, Any]] = []
     with progress_bar("shapes") as advance:
         for number, name in enumerate(args.shapes, 1):
@@ -100,20 +102,83 @@ def _text(value: object) -> str:
 
 def _measure_shape(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     shape, rows = SHAPES[name], []
-    for tokens in args.tokens:
-        for routing in args.routings:
-            inputs = make_inputs(shape, tokens, routing)
-            peers = {f"ours, save_percent={p}": _ours(shape, p) for p in args.save_percents}
-            peers["grouped_mm"] = _grouped(next(iter(peers.values())))
-            for peer, experts in peers.items():
-                found = _measure(experts, inputs, args.repeats)
-                rows.append(_row(name, tokens, routing, peer, found))
-            rows.append(_row(name, tokens, routing, "dense", _dense(shape, tokens, args.repeats)))
-            del peers, inputs
+    weights = make_weights(shape)
+    makers = _makers(shape, weights, args)
+    with _turns(args.turns) as take_turn:
+        if args.turns is not None:
+            _compile(makers, shape, args)
+        take_turn()
+        for peer, make in makers.items():
+            with _reported(peer, name):
+                rows += _measure_peer(name, peer, make(), args)
             torch.cuda.empty_cache()
-    experts = _ours(shape, None)
+        for tokens in args.tokens:
+            found = _dense(shape, tokens, args.repeats)
+            rows.append(_row(name, tokens, "random", "dense", found))
+        rows += _measure_decode(name, weights, args)
+    return rows
+
+
+def _makers(
+    shape: Shape, weights: Weights, args: argparse.Namespace
+) -> dict[str, Callable[[], Peer]]:
+    makers: dict[str, Callable[[], Peer]] = {
+        f"ours, save_percent={each}": partial(Ours, shape, weights, each)
+        for each in args.save_percents
+    }
+    return makers | {name: partial(PEERS[name], shape, weights) for name in args.peers}
+
+
+def _compile(makers: dict[str, Callable[[], Peer]], shape: Shape, args: argparse.Namespace) -> None:
+    """Run everything once, so that nothing is compiled or tuned while it is this one's turn."""
+    for peer, make in makers.items():
+        with _reported(peer, "compiling"):
+            _run_all(make(), shape, args)
+        torch.cuda.empty_cache()
+
+
+def _run_all(experts: Peer, shape: Shape, args: argparse.Namespace) -> None:
+    for tokens in args.tokens:
+        _run_once(experts.bind(make_inputs(shape, tokens, "random")))
+
+
+def _measure_peer(
+    name: str, peer: str, experts: Peer, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    rows = []
+    for tokens, routing in itertools.product(args.tokens, args.routings):
+        inputs = make_inputs(SHAPES[name], tokens, routing)
+        rows.append(_row(name, tokens, routing, peer, _measure(experts, inputs, args.repeats)))
+    return rows
+
+
+@contextmanager
+def _reported(peer: str, where: str) -> Iterator[None]:
+    """Go on without a peer that fails; say why."""
+    try:
+        yield
+    except Exception as error:  # other people's code may raise anything
+        if peer not in PEERS or peer == "grouped_mm":
+            raise
+        print(f"{peer}, {where}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+
+
+@contextmanager
+def _turns(path: Path | None) -> Iterator[Callable[[], None]]:
+    """Share a lock while compiling; give what waits until all have compiled, and holds it alone."""
+    if path is None:
+        yield lambda: None
+        return
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield lambda: fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _measure_decode(name: str, weights: Weights, args: argparse.Namespace) -> list[dict[str, Any]]:
+    shape, rows = SHAPES[name], []
+    experts = Ours(shape, weights, None)
     for tokens in args.decode:
-        found = {"fwd_ms": _graph_ms(experts, make_inputs(shape, tokens, "random"), args.repeats)}
+        found = {"fwd_ms": _decode_ms(experts, make_inputs(shape, tokens, "random"), args.repeats)}
         rows.append(_row(name, tokens, "random", "ours, graph", found))
         floor = {"fwd_ms": _weight_floor_ms(experts, shape, tokens)}
         rows.append(_row(name, tokens, "random", "weights at copy speed", floor))
@@ -158,73 +223,51 @@ def make_inputs(shape: Shape, tokens: int, routing: str) -> Inputs:
     )
 
 
-def _ours(shape: Shape, save_percent: int | None) -> Experts:
-    config = RoutedExpertsMLPOpsConfig(
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        hidden_act="silu",
-        glu_mlp=True,
-    )
-    torch.manual_seed(0)
-    layer = ExpertMLPsV2(
-        config, dtype=torch.bfloat16, device="cuda", backend="cuda", save_percent=save_percent
-    )
-    plan_of = layer.plan
+def make_weights(shape: Shape) -> Weights:
+    """Return random weights, of a size that keeps the output's."""
+    E, H, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    generator = torch.Generator("cuda").manual_seed(1)
 
-    def experts(hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor) -> Tensor:
-        step = Step("prefill", hidden_TH.shape[0])
-        return layer.compute(plan_of(step), hidden_TH, index_TK, affinities_TK)
+    def draw(*size: int) -> Tensor:
+        drawn = torch.randn(*size, dtype=torch.bfloat16, device="cuda", generator=generator)
+        return drawn.mul_(size[1] ** -0.5)
 
-    experts.layer = layer  # type: ignore[attr-defined]
-    return experts
+    return Weights(draw(E, H, 2 * I), draw(E, I, H))
 
 
-def _grouped(ours: Experts) -> Experts:
-    """Return the plain pipeline over the same weights."""
-    weights = ours.layer.weights()  # type: ignore[attr-defined]
-    first_EHI, down_EIH = weights.gate_up_proj_EHI, weights.down_proj_EIH
-
-    def experts(hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor) -> Tensor:
-        top_k = index_TK.shape[1]
-        order_P = index_TK.flatten().argsort(stable=True)
-        counts = torch.zeros(first_EHI.shape[0], dtype=torch.int32, device="cuda")
-        ones_P = torch.ones_like(index_TK).flatten()
-        ends_E = counts.scatter_add(0, index_TK.flatten().long(), ones_P).cumsum(0).int()
-        gate_up = grouped_mm(hidden_TH[order_P // top_k], first_EHI, offs=ends_E)
-        gate, up = gate_up.chunk(2, dim=-1)
-        rows_PH = grouped_mm(functional.silu(gate) * up, down_EIH, offs=ends_E)
-        home_PH = torch.empty_like(rows_PH).index_copy(0, order_P, rows_PH)
-        return torch.bmm(
-            affinities_TK.unsqueeze(1).to(rows_PH.dtype), home_PH.view(*index_TK.shape, -1)
-        ).squeeze(1)
-
-    experts.layer = ours.layer  # type: ignore[attr-defined]
-    return experts
+def _run_once(bound: Bound) -> None:
+    if bound.wanted:
+        output = bound.run()
+        torch.autograd.grad(output, bound.wanted, torch.ones_like(output))
+    else:
+        with torch.no_grad():
+            bound.run()
 
 
-def _measure(experts: Experts, inputs: Inputs, repeats: int) -> dict[str, float]:
-    weights = [*experts.layer.parameters()]  # type: ignore[attr-defined]
-    wanted = [inputs.hidden_TH, inputs.affinities_TK, *weights]
+def _measure(experts: Peer, inputs: Inputs, repeats: int) -> dict[str, float]:
+    bound = experts.bind(inputs)
     gradient = torch.randn_like(inputs.hidden_TH)
 
     def both() -> None:
-        torch.autograd.grad(experts(*inputs), wanted, gradient)
+        torch.autograd.grad(bound.run(), bound.wanted, gradient)
 
-    both()
+    _run_once(bound)
     torch.cuda.synchronize()
+    captured = (lambda run: run) if experts.waits else _captured
+    if not bound.wanted:
+        with torch.no_grad():
+            return {"fwd_ms": _median_ms(captured(bound.run), repeats)}
     gc.collect()  # what earlier runs left must not be freed while this one is measured
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    output = experts(*inputs)
+    output = bound.run()
     saved = torch.cuda.memory_allocated() - before - output.nbytes
-    found = torch.autograd.grad(output, wanted, gradient)
+    found = torch.autograd.grad(output, bound.wanted, gradient)
     peak = torch.cuda.max_memory_allocated() - before
     del output, found
     return {
-        "fwd_ms": _median_ms(_captured(lambda: experts(*inputs)), repeats),
-        "fwd_bwd_ms": _median_ms(_captured(both), repeats),
+        "fwd_ms": _median_ms(captured(bound.run), repeats),
+        "fwd_bwd_ms": _median_ms(captured(both), repeats),
         "saved_gib": saved / GIB,
         "peak_gib": peak / GIB,
     }
@@ -258,19 +301,19 @@ def _captured(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _graph_ms(experts: Experts, inputs: Inputs, repeats: int) -> float:
+def _decode_ms(experts: Peer, inputs: Inputs, repeats: int) -> float:
     with torch.no_grad():
-        return _median_ms(_captured(lambda: experts(*inputs)), 2 * repeats)
+        return _median_ms(_captured(experts.bind(inputs).run), 2 * repeats)
 
 
-def _weight_floor_ms(experts: Experts, shape: Shape, tokens: int) -> float:
+def _weight_floor_ms(experts: Peer, shape: Shape, tokens: int) -> float:
     """Return the time to read the weights of the chosen experts once, at the speed of a copy."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_ms = _median_ms(lambda: target.copy_(source), 5)
     index_TK = make_inputs(shape, tokens, "random").index_TK
     chosen = len(set(index_TK.flatten().tolist()))
-    each = sum(weight.nbytes for weight in experts.layer.parameters())  # type: ignore[attr-defined]
+    each = sum(weight.nbytes for weight in experts.parameters)
     return copy_ms * float(chosen * each / shape.num_experts / (2 * source.nbytes))
 
 

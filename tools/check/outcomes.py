@@ -227,9 +227,11 @@ def print_table(outcomes: Sequence[Outcome], title: str) -> None:
     table.add_row("all", "", *_row(list(outcomes)))
     console = Console()
     console.print(table)
-    scaled = sum(o.outcome == "passed" and "->" in o.reason for o in outcomes)
-    if scaled:
-        console.print(f"{scaled} cases ran with fewer tokens than listed (see their reason).")
+    changed = sum(o.outcome == "passed" and "->" in o.reason for o in outcomes)
+    if changed:
+        console.print(
+            f"{changed} cases ran in another type or size than listed (--json: see their reason)."
+        )
     for outcome in outcomes:
         if outcome.outcome == "failed":
             console.print(

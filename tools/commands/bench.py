@@ -33,6 +33,10 @@ MENU = Menu(
             "bench.decode",
             "MoE decode kernels beside the vendor's and the HBM bound (simulated)",
         ),
+        "layer": (
+            "bench.layer",
+            "a whole MoE layer in one launch, beside its experts alone (simulated)",
+        ),
         "anchors": (
             "bench.anchors",
             "published times of the chip beside both corners of the clock (simulated)",

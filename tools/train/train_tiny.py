@@ -15,6 +15,9 @@ What it writes to --out:
     model-*.safetensors, config.json   the bf16 checkpoint in the Hugging Face GPT-OSS layout
     train.jsonl, train.json            a line each 50 steps, held-out losses; the final record
     state.pt                           with --save-every: weights, optimiser and step, for --resume
+
+With `--backend cuda` (or torch) the library's own layers are trained, balanced by the bias for
+selection that GPT-OSS does not have; then no checkpoint is written.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.pictures import draw_training
 from neuron_moe.tools.train.train_tiny_model import TinyConfig, TinyModel, export_state_dict
 
 # Shares of a batch. The corpus holds 1 million tokens of scripture and 4 of code: sampled by size,
@@ -284,7 +288,7 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     corpus = Corpus(options.corpus, device)
-    model = TinyModel(config, dropout=recipe.dropout)
+    model = TinyModel(config, dropout=recipe.dropout, backend=options.backend)
     model.initialise(recipe.seed)
     model.to(device)
     optimizer = make_optimizer(model, recipe)
@@ -318,8 +322,10 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
     seconds = time.perf_counter() - started
     losses = _log_held_out(log, "end", model, corpus, recipe, most_windows)
     log.close()
-    write_checkpoint(model, options.out)
+    if options.backend is None:
+        write_checkpoint(model, options.out)
     final = {
+        "backend": options.backend,
         "recipe": asdict(recipe),
         "config": asdict(config),
         "torch": torch.__version__,
@@ -329,6 +335,10 @@ def run(options: argparse.Namespace, recipe: Recipe, config: TinyConfig) -> dict
         "kind": "measured",
     }
     (options.out / "train.json").write_text(json.dumps(final, indent=2) + "\n")
+    if options.picture is not None:
+        lines = (options.out / "train.jsonl").read_text().splitlines()
+        title = f"{options.backend or 'layers made for training'}, {final['device']}, measured"
+        draw_training([json.loads(line) for line in lines], options.picture, title=title)
     return final
 
 
@@ -375,6 +385,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--recipe", type=json.loads, default={}, help="JSON: fields of Recipe")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON: fields of TinyConfig")
+    parser.add_argument("--backend", choices=("torch", "cuda"), help="train the library's layers")
+    parser.add_argument("--picture", type=Path, help="PNG of loss and load over the steps")
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--held-out-windows", type=int, help="most windows a domain; default all")
     parser.add_argument("--save-every", type=int, default=0, help="steps between saved states")

@@ -13,6 +13,8 @@ Two things exist only here:
   arXiv 2408.15664). There the bias only selects and is not part of the weights; GPT-OSS has no
   such bias, so here it is the checkpoint's own router bias, which selects and weighs. Training
   sees exactly what inference computes, and nothing is lost in the export.
+  With `backend` given, the layers are the library's own instead, computed by that back end: there
+  the router has a bias for selection alone, as DeepSeek-V3's, and nothing is exported.
 * Straight-through MXFP4. With `fake_mxfp4` set, the experts multiply by what their weights will be
   after quantisation, and the gradient passes to the float32 weights unchanged.
 
@@ -28,8 +30,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.models.rope import RopeConfig, apply_rope, rope_tables
+from neuron_moe.parallel.balance import gather_expert_load, step_selection_biases
 
 _YARN: dict[str, Any] = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN_CONTEXT = 4096
@@ -235,6 +240,77 @@ class TinyMoE(nn.Module):
         return share_E
 
 
+class _Multiplied(nn.Module):
+    """What a layer multiplies by, made of a float32 weight in every step."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.fake_mxfp4 = dtype, False
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the weight or its MXFP4 value in the compute dtype."""
+        if self.fake_mxfp4 and weight.dim() == 3:
+            weight = fake_quantize(weight)
+        return weight.to(self.dtype)
+
+
+class LibraryMoE(nn.Module):
+    """The library's layer in the place of `TinyMoE`: float32 weights, arithmetic in `dtype`."""
+
+    def __init__(self, config: TinyConfig, backend: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        E, K, H = config.num_experts, config.top_k, config.hidden_size
+        router = RouterTopK(E, K, H, act_fn="sigmoid", selection_bias=True, renormalize=True)
+        sizes = RoutedExpertsMLPOpsConfig(
+            num_experts=E,
+            top_k=K,
+            hidden_size=H,
+            intermediate_size=config.intermediate_size,
+            hidden_act="swiglu",
+            glu_mlp=True,
+            bias=True,
+        )
+        self.layer = MoE(router, ExpertMLPsV2(sizes, backend=backend))
+        self.multiplied = [_Multiplied(dtype) for _ in range(4)]
+        experts = self.layer.expert_mlps.mlp_op
+        names = [(each, name) for each in experts.children() for name in ("weight", "bias")]
+        for (linear, name), multiplied in zip(names, self.multiplied, strict=True):
+            parametrize.register_parametrization(linear, name, multiplied, unsafe=True)
+
+    @property
+    def fake_mxfp4(self) -> bool:
+        """Whether experts multiply by the MXFP4 values of their weights."""
+        return self.multiplied[0].fake_mxfp4
+
+    @fake_mxfp4.setter
+    def fake_mxfp4(self, is_fake: bool) -> None:
+        for each in self.multiplied:
+            each.fake_mxfp4 = is_fake
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        """Return the experts' weighted sum, [T, H] float32."""
+        self.layer.weights_changed()
+        self.layer.enable_load_counters(self.training)
+        with parametrize.cached():
+            output: Tensor = self.layer(hidden_TH[None])[0]
+        return output[0].float()
+
+    @torch.no_grad()
+    def balance(self, step_size: float) -> Tensor:
+        """Move the selection bias towards equal load.
+
+        Args:
+            step_size: how far each expert's bias moves, in units of a score.
+
+        Returns:
+            The load of the last step as a share of the mean, [E] float32.
+        """
+        load_E = gather_expert_load(self.layer).float()
+        step_selection_biases(self.layer, step_size)
+        return load_E / load_E.mean().clamp(min=1)
+
+
 class TinyAttention(nn.Module):
     """Grouped-query attention with a learned sink logit per head."""
 
@@ -280,13 +356,15 @@ class TinyAttention(nn.Module):
 class TinyLayer(nn.Module):
     """One decoder layer; the residual stream is float32."""
 
-    def __init__(self, config: TinyConfig, layer: int, dropout: float) -> None:
+    def __init__(
+        self, config: TinyConfig, layer: int, dropout: float, moe: TinyMoE | LibraryMoE
+    ) -> None:
         super().__init__()
         self.dropout = dropout
         self.input_norm = nn.RMSNorm(config.hidden_size, eps=_NORM_EPS)
         self.attention = TinyAttention(config, config.window(layer))
         self.post_attention_norm = nn.RMSNorm(config.hidden_size, eps=_NORM_EPS)
-        self.moe = TinyMoE(config)
+        self.moe = moe
 
     def forward(
         self, stream_USH: Tensor, cos_USd: Tensor, sin_USd: Tensor, dtype: torch.dtype
@@ -308,6 +386,7 @@ class TinyModel(nn.Module):
         compute_dtype: dtype of the activations and matmuls; the router, the softmax, the norms and
             the residual stream stay in float32.
         dropout: share of the embedding's and of each sub-layer's output that training drops.
+        backend: of the library's layer, which takes the place of `TinyMoE`; None leaves that.
     """
 
     cos_USd: Tensor
@@ -318,12 +397,17 @@ class TinyModel(nn.Module):
         config: TinyConfig,
         compute_dtype: torch.dtype = torch.bfloat16,
         dropout: float = 0.0,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.dropout = config, compute_dtype, dropout
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+
+        def build_moe() -> TinyMoE | LibraryMoE:
+            return LibraryMoE(config, backend, compute_dtype) if backend else TinyMoE(config)
+
         self.layers = nn.ModuleList(
-            TinyLayer(config, layer, dropout) for layer in range(config.num_layers)
+            TinyLayer(config, layer, dropout, build_moe()) for layer in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=_NORM_EPS)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -363,13 +447,17 @@ class TinyModel(nn.Module):
         """Return the layers, first to last."""
         return [module for module in self.modules() if isinstance(module, TinyLayer)]
 
-    def moes(self) -> list[TinyMoE]:
+    def moes(self) -> list[TinyMoE | LibraryMoE]:
         """Return the MoE of each layer."""
         return [layer.moe for layer in self.decoder_layers()]
 
 
 def export_state_dict(model: TinyModel) -> dict[str, Tensor]:
-    """Return bf16 weights under the names and in the layouts of a GPT-OSS checkpoint."""
+    """Return bf16 weights under the names and in the layouts of a GPT-OSS checkpoint.
+
+    Raises:
+        ValueError: the layers are the library's.
+    """
     tensors: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed.weight,
         "model.norm.weight": model.norm.weight,
@@ -377,6 +465,11 @@ def export_state_dict(model: TinyModel) -> dict[str, Tensor]:
     }
     for index, layer in enumerate(model.decoder_layers()):
         prefix, moe = f"model.layers.{index}.", layer.moe
+        if not isinstance(moe, TinyMoE):
+            raise ValueError(
+                f"layer {index}: a {type(moe).__name__}, whose selection bias a GPT-OSS checkpoint"
+                " cannot hold. Train without a backend."
+            )
         tensors[prefix + "input_layernorm.weight"] = layer.input_norm.weight
         tensors[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm.weight
         tensors[prefix + "self_attn.sinks"] = layer.attention.sinks

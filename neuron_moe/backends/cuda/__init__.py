@@ -81,22 +81,21 @@ class CudaPlan(Plan):
     """A step computed by the kernels of this room."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return what training keeps, if that was asked for, and which kernels could be faster."""
+        """Return what training keeps, if that was asked for, and which products are slower."""
         return (*kept_note(self.parts.tuning), *self._kernel_notes())
 
     def _kernel_notes(self) -> tuple[str, ...]:
         from neuron_moe.backends.cuda import hopper_launch
 
-        if hopper_launch.is_on() or not hopper_launch.has_hopper_kernels(self._device):
+        down_EIH = self.parts.weights.down_proj_EIH
+        _, I, H = down_EIH.shape  # noqa: E741  the axis
+        is_hopper = hopper_launch.has_hopper_kernels(down_EIH.device)
+        if not is_hopper or hopper_launch.takes(down_EIH.dtype, I, H):
             return ()
         return (
-            f"the products for Hopper GPUs are off: {hopper_launch.SWITCH}=1 takes them, faster"
-            " but not yet held against float32 on a GPU in this form",
+            f"{down_EIH.dtype}, H={H}, I={I}: without the products for Hopper GPUs, which take"
+            " bfloat16 and float16 and multiples of 64",
         )
-
-    @property
-    def _device(self) -> torch.device:
-        return self.parts.weights.down_proj_EIH.device
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Route T tokens."""

@@ -4,7 +4,6 @@ Axes: T tokens, K choices, E experts, R rows, H hidden, I intermediate.
 """
 
 import importlib.util
-import os
 from functools import cache
 from typing import Any
 
@@ -15,14 +14,6 @@ from neuron_moe.backends.cuda.products import BLOCK_DEPTH, BLOCK_ROWS, Product
 from neuron_moe.backends.cuda.records import SortedRows, constants_of
 from neuron_moe.backends.cuda.tiles import HopperTile
 from nki_kernels.common.formula import ExpertFormula
-
-SWITCH = "NEURON_MOE_HOPPER"
-"""The environment variable that turns these kernels on, with the value 1."""
-
-
-def is_on() -> bool:
-    """Tell whether the kernels are asked for: in this form no GPU has run their tests yet."""
-    return os.environ.get(SWITCH) == "1"
 
 
 @cache
@@ -36,21 +27,21 @@ def has_hopper_kernels(device: torch.device) -> bool:
 def fits(rows: SortedRows, *operands: Tensor) -> bool:
     """Tell whether operands of a product are ones that the kernels take."""
     device = operands[0].device
-    if rows.rows != BLOCK_ROWS or not is_on() or not has_hopper_kernels(device):
+    if rows.rows != BLOCK_ROWS or not has_hopper_kernels(device):
         return False
     return all(_is_tiled(operand) for operand in operands)
 
 
 def _is_tiled(operand: Tensor) -> bool:
     """Tell whether all but rows are whole steps, 16 bits wide, and lie side by side."""
-    sizes = operand.shape[1:]
     whole = operand if operand.is_contiguous() else operand.transpose(-1, -2)
-    return (
-        operand.element_size() == 2
-        and all(size % BLOCK_DEPTH == 0 for size in sizes)
-        and whole.is_contiguous()
-        and operand.data_ptr() % 16 == 0
-    )
+    is_whole = whole.is_contiguous() and operand.data_ptr() % 16 == 0
+    return is_whole and takes(operand.dtype, *operand.shape[1:])
+
+
+def takes(dtype: torch.dtype, *sizes: int) -> bool:
+    """Tell whether the kernels multiply a dtype, and axes of these sizes."""
+    return dtype.itemsize == 2 and all(size % BLOCK_DEPTH == 0 for size in sizes)
 
 
 def project(

@@ -12,7 +12,7 @@ import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
 from nki_kernels.common.formula import limits
-from nki_kernels.decode.config import DecodeSizes
+from nki_kernels.decode.config import DecodeSizes, bias_quadrants
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
@@ -97,6 +97,26 @@ def check(problem: Decode, options: SimOptions | None = None) -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_every_token_is_as_exact_as_the_torch_backend(name: str) -> None:
     check(CASES[name])
+
+
+@pytest.mark.parametrize(
+    "options", [SELECTIVE, ALL, {"sums": "sbuf"}], ids=["selective", "all", "sums"]
+)
+def test_a_long_bias_lies_on_several_partitions(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Decode(5, 1024, 32, 5, 2, has_bias=True, options=options)
+    whole = problem.launch()
+    monkeypatch.setattr("nki_kernels.decode.config._MAX_ROW", 512)
+    assert bias_quadrants(problem.config()) == 4
+    check(problem)
+    assert np.array_equal(problem.launch().outputs, whole.outputs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["selective", "all"])
+def test_a_hidden_axis_of_32768_with_biases_fits(mode: str) -> None:
+    check(Decode(2, 32768, 32, 2, 1, has_bias=True, options={"mode": mode}))
 
 
 @pytest.mark.parametrize("mode", ["selective", "all"])

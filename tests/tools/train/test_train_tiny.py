@@ -18,7 +18,12 @@ from neuron_moe.tools.train.train_tiny import (
     train,
     write_checkpoint,
 )
-from neuron_moe.tools.train.train_tiny_model import TinyConfig, TinyModel, fake_quantize
+from neuron_moe.tools.train.train_tiny_model import (
+    LibraryMoE,
+    TinyConfig,
+    TinyModel,
+    fake_quantize,
+)
 
 SMALL = TinyConfig(
     vocab_size=96,
@@ -104,9 +109,33 @@ def test_balance_steers_an_overloaded_router_back():
     assert after.max() < 1.6
 
 
-def test_loss_falls_and_the_run_is_a_function_of_its_seed(corpus):
+def test_the_librarys_layer_is_balanced_by_its_selection_bias():
+    torch.manual_seed(0)
+    moe = LibraryMoE(SMALL, "torch", torch.bfloat16)
+    with torch.no_grad():  # scores of two experts stand out
+        moe.layer.router.linear_router.weight.normal_(std=0.02)[:2, 0] += 1.0
+    hidden = torch.randn(400, SMALL.hidden_size).bfloat16()
+    hidden[:, 0] = 2.0
+    shares = []
+    for _ in range(100):
+        moe(hidden)
+        shares.append(moe.balance(0.01).max())
+    assert shares[0] > 3.5
+    assert shares[-1] < 1.6
+    moe.eval()
+    plain = moe(hidden)
+    moe.fake_mxfp4 = True
+    assert moe.fake_mxfp4
+    assert not torch.equal(moe(hidden), plain)
+
+
+BACKENDS = [None, "torch"]  # the layers made for training, and the library's
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loss_falls_and_the_run_is_a_function_of_its_seed(corpus, backend):
     def losses():
-        model = TinyModel(SMALL, torch.float32)
+        model = TinyModel(SMALL, torch.float32, backend=backend)
         model.initialise(seed=3)
         recipe = Recipe(steps=30, batch=8, length=24, warmup_steps=2, seed=3)
         data = Corpus(corpus, torch.device("cpu"))
@@ -118,11 +147,12 @@ def test_loss_falls_and_the_run_is_a_function_of_its_seed(corpus):
     assert losses() == first
 
 
-def test_a_resumed_run_ends_where_the_unbroken_one_does(corpus, tmp_path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_resumed_run_ends_where_the_unbroken_one_does(corpus, tmp_path, backend):
     data = Corpus(corpus, torch.device("cpu"))
 
     def fresh():
-        model = TinyModel(SMALL, torch.float32, dropout=SHORT.dropout)
+        model = TinyModel(SMALL, torch.float32, dropout=SHORT.dropout, backend=backend)
         model.initialise(SHORT.seed)
         return model, make_optimizer(model, SHORT)
 
@@ -141,18 +171,22 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(corpus, tmp_path):
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
-def test_the_command_writes_a_checkpoint_and_its_losses(corpus, tmp_path, capsys):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_command_writes_a_checkpoint_and_its_losses(corpus, tmp_path, capsys, backend):
     config = {name: getattr(SMALL, name) for name in SMALL.__slots__}
     recipe = {"steps": 4, "batch": 8, "length": 24, "warmup_steps": 2}
     out = tmp_path / "run"
     arguments = ["--corpus", str(corpus), "--out", str(out), "--device", "cpu"]
     arguments += ["--recipe", json.dumps(recipe), "--config", json.dumps(config)]
+    arguments += ["--picture", str(out / "run.png")]
+    arguments += [] if backend is None else ["--backend", backend]
     assert train_tiny.main(arguments) == 0
     assert "held out, " in capsys.readouterr().out
     final = json.loads((out / "train.json").read_text())
     assert final["kind"] == "measured"
     assert set(final["held_out_bits_per_byte"]["mxfp4"]) == {*DOMAIN_SHARES, "mean"}
-    assert (out / "model.safetensors.index.json").exists()
+    assert (out / "run.png").stat().st_size > 10_000
+    assert (out / "model.safetensors.index.json").exists() == (backend is None)
 
 
 def test_an_unknown_recipe_field_is_refused():

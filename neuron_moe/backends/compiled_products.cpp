@@ -1,0 +1,194 @@
+// Rows times the matrices of their experts, all experts of a step in one call.
+//
+// out[r, n] = sum over k of rows[r, k] * matrices[e, n, k], plus bias[e, n]; sums in float32.
+//
+// A thread takes PIECE columns of one expert at a time, whoever is free the next ones, and reads
+// each matrix once, the rows of the next tile ahead. So a step with few rows goes at the speed of
+// the memory, and meets one barrier where a product for each expert meets one each.
+//
+// Letters: r row, n column (output), k input; a run is the rows of one expert.
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <type_traits>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr ptrdiff_t VECTOR_BYTES = 64, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr ptrdiff_t VECTOR_BYTES = 32, REGISTERS = 16;
+#else
+constexpr ptrdiff_t VECTOR_BYTES = 16, REGISTERS = 16;
+#endif
+constexpr int TILE_COLUMNS = 4;
+constexpr ptrdiff_t PIECE = 128;       // columns
+constexpr ptrdiff_t CACHED_ROWS = 96;  // that stay in the cache while the columns of a piece pass
+constexpr int SECOND_LEVEL = 2;        // of the caches, where what is read ahead goes
+
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef float Four __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+
+// Rows of a tile: as many as leave registers for the operands; which is fastest was measured.
+template <class Number>
+constexpr int TILE_ROWS = REGISTERS == 16 ? 2 : sizeof(Number) == 4 ? 6 : 4;
+
+float widen(float value) { return value; }
+
+float widen(uint16_t bfloat16) {
+  uint32_t word = (uint32_t)bfloat16 << 16;
+  float value;
+  memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+inline void multiply_add(Floats& sum, const float* left, const float* right) {
+  Floats a, b;
+  memcpy(&a, left, sizeof a);
+  memcpy(&b, right, sizeof b);
+  sum += a * b;
+}
+
+inline void multiply_add(Floats& sum, const uint16_t* left, const uint16_t* right) {
+#if defined(__AVX512BF16__)
+  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(left),
+                                 (__m512bh)_mm512_loadu_si512(right));
+#else
+  Words a, b;  // two bfloat16 each
+  memcpy(&a, left, sizeof a);
+  memcpy(&b, right, sizeof b);
+  sum += (Floats)(a << 16) * (Floats)(b << 16);
+  sum += (Floats)(a & 0xffff0000u) * (Floats)(b & 0xffff0000u);
+#endif
+}
+
+// The sum of the lanes of each.
+inline Four add_up(const Floats& a, const Floats& b, const Floats& c, const Floats& d) {
+#if defined(__AVX512F__)
+  const auto half = [](const Floats& sum) {
+    return _mm256_add_ps(_mm512_castps512_ps256((__m512)sum),
+                         _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)sum, 1)));
+  };
+  const __m256 quarters = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)),
+                                         _mm256_hadd_ps(half(c), half(d)));
+  return (Four)_mm_add_ps(_mm256_castps256_ps128(quarters), _mm256_extractf128_ps(quarters, 1));
+#else
+  Four total = {};
+  for (size_t lane = 0; lane < sizeof a / sizeof(float); lane++)
+    total += Four{a[lane], b[lane], c[lane], d[lane]};
+  return total;
+#endif
+}
+
+// What one call has in common.
+template <class Number>
+struct Step {
+  const Number *rows, *matrices, *bias;
+  float* out;
+  const int64_t *experts, *starts;
+  ptrdiff_t num_runs, num_inputs, num_outputs;
+};
+
+template <class Number>
+float dot(const Number* left, const Number* right, ptrdiff_t first, ptrdiff_t end) {
+  float total = 0;
+  for (ptrdiff_t k = first; k < end; k++) total += widen(left[k]) * widen(right[k]);
+  return total;
+}
+
+// ROWS rows times TILE_COLUMNS columns of a matrix.
+template <class Number, int ROWS>
+inline __attribute__((always_inline)) void multiply_tile(
+    const Number* rows, const Number* matrix, const Number* bias, float* out,
+    ptrdiff_t num_inputs, ptrdiff_t num_outputs) {
+  constexpr ptrdiff_t LANES = VECTOR_BYTES / sizeof(Number);
+  Floats sums[TILE_COLUMNS][ROWS] = {};
+  const ptrdiff_t whole = num_inputs / LANES * LANES;
+  for (ptrdiff_t k = 0; k < whole; k += LANES) {
+#pragma GCC unroll 4
+    for (int n = 0; n < TILE_COLUMNS; n++) {
+      const Number* place = matrix + n * num_inputs + k;
+      __builtin_prefetch(place + TILE_COLUMNS * num_inputs, 0, SECOND_LEVEL);
+#pragma GCC unroll 6
+      for (int r = 0; r < ROWS; r++) multiply_add(sums[n][r], place, rows + r * num_inputs + k);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++) {
+    Four total = add_up(sums[0][r], sums[1][r], sums[2][r], sums[3][r]);
+    for (int n = 0; n < TILE_COLUMNS; n++) {
+      if (whole < num_inputs)
+        total[n] += dot(rows + r * num_inputs, matrix + n * num_inputs, whole, num_inputs);
+      if (bias) total[n] += widen(bias[n]);
+    }
+    memcpy(out + r * num_outputs, &total, sizeof total);
+  }
+}
+
+// Some rows of one run times the columns from `column` to `end`.
+template <class Number>
+void multiply_piece(const Step<Number>& step, ptrdiff_t expert, ptrdiff_t first_row,
+                    ptrdiff_t end_row, ptrdiff_t column, ptrdiff_t end) {
+  const ptrdiff_t inputs = step.num_inputs, outputs = step.num_outputs;
+  for (; column < end; column += TILE_COLUMNS) {
+    const bool is_whole = column + TILE_COLUMNS <= end;
+    const Number* matrix = step.matrices + (expert * outputs + column) * inputs;
+    const Number* bias = step.bias ? step.bias + expert * outputs + column : nullptr;
+    const Number* rows = step.rows + first_row * inputs;
+    float* out = step.out + first_row * outputs + column;
+    ptrdiff_t left = end_row - first_row;
+    const auto tiles_of = [&](auto size) {
+      constexpr int ROWS = decltype(size)::value;
+      for (; is_whole && left >= ROWS; left -= ROWS, rows += ROWS * inputs, out += ROWS * outputs)
+        multiply_tile<Number, ROWS>(rows, matrix, bias, out, inputs, outputs);
+    };
+    tiles_of(std::integral_constant<int, TILE_ROWS<Number>>());
+    tiles_of(std::integral_constant<int, 2>());
+    tiles_of(std::integral_constant<int, 1>());
+    for (; left > 0; left--, rows += inputs, out += outputs)
+      for (ptrdiff_t n = 0; n < end - column; n++)
+        out[n] = dot(rows, matrix + n * inputs, 0, inputs) + (bias ? widen(bias[n]) : 0.0f);
+  }
+}
+
+template <class Number>
+void multiply(const Step<Number>& step, int num_threads) {
+  const ptrdiff_t pieces = (step.num_outputs + PIECE - 1) / PIECE;
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
+  for (ptrdiff_t task = 0; task < step.num_runs * pieces; task++) {
+    const ptrdiff_t run = task / pieces, column = task % pieces * PIECE;
+    const ptrdiff_t end = column + PIECE < step.num_outputs ? column + PIECE : step.num_outputs;
+    const ptrdiff_t end_row = step.starts[run + 1];
+    for (ptrdiff_t row = step.starts[run]; row < end_row; row += CACHED_ROWS) {
+      const ptrdiff_t last = row + CACHED_ROWS < end_row ? row + CACHED_ROWS : end_row;
+      multiply_piece(step, step.experts[run], row, last, column, end);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void multiply_float32(const float* rows, const float* matrices, const float* bias, float* out,
+                      const int64_t* experts, const int64_t* starts, int64_t num_runs,
+                      int64_t num_inputs, int64_t num_outputs, int num_threads) {
+  multiply<float>({rows, matrices, bias, out, experts, starts, num_runs, num_inputs, num_outputs},
+                  num_threads);
+}
+
+void multiply_bfloat16(const uint16_t* rows, const uint16_t* matrices, const uint16_t* bias,
+                       float* out, const int64_t* experts, const int64_t* starts, int64_t num_runs,
+                       int64_t num_inputs, int64_t num_outputs, int num_threads) {
+  multiply<uint16_t>(
+      {rows, matrices, bias, out, experts, starts, num_runs, num_inputs, num_outputs},
+      num_threads);
+}
+
+}

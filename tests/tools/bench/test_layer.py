@@ -1,0 +1,81 @@
+"""`neuron-moe bench layer`: rows of both phases and splits, what lies outside, the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuron_moe.configs import load_config
+from neuron_moe.tools.bench.layer import main
+from neuron_moe.tools.bench.layer import work as layer_work
+
+SMALL = {
+    "hidden_size": 256, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+    "num_hidden_layers": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_small(name: str) -> tuple[dict[str, Any], None]:
+        return {**load_config(name), **SMALL}, None
+
+    monkeypatch.setattr(layer_work, "read_model", read_small)
+
+
+def _run(path: Path, *more: str) -> dict[str, Any]:
+    options = ["--models", "qwen3_30b_a3b", "--json", str(path), *more]
+    assert main(options) == 0
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+@pytest.mark.long
+def test_each_row_is_timed_and_adds_up(tmp_path: Path) -> None:
+    picture = tmp_path / "layer.png"
+    rows = _run(tmp_path / "rows.json", "--tokens", "64", "--picture", str(picture))["rows"]
+    assert len(rows) == 8  # two splits, two phases, two corners
+    for row in rows:
+        assert 0 < row["experts_us"] < row["layer_us"]
+        assert row["outside"] == pytest.approx(1 - row["experts_us"] / row["layer_us"])
+        assert row["apart_us"] == pytest.approx(sum(row["parts"].values()))
+        assert "router_topk" in row["parts"]
+        assert not row["why"]
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_miss_is_named(tmp_path: Path) -> None:
+    result = _run(
+        tmp_path / "rows.json", "--tokens", "128", "--splits", "TP8", "--phases", "prefill"
+    )
+    expected = [row["outside"] for row in result["rows"] if row["outside"] > 0.15]
+    assert [miss["value"] for miss in result["misses"]] == expected
+    assert expected  # two experts of so small a layer take less than their router
+
+
+def test_resuming_runs_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    options = ("--tokens", "32", "--splits", "TP8", "--phases", "decode")
+    first = _run(path, *options)
+
+    def fail(*_arguments: Any) -> None:
+        raise AssertionError("simulated again")
+
+    monkeypatch.setattr(layer_work, "times_of", fail)
+    assert _run(path, *options, "--resume") == first
+
+
+@pytest.mark.long
+def test_what_does_not_fit_says_why(tmp_path: Path) -> None:
+    rows = _run(tmp_path / "r.json", "--tokens", "99999", "--splits", "TP8", "--phases", "prefill")
+    assert all(row["layer_us"] is None and "Route longer" in row["why"] for row in rows["rows"])
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        main(["--tokens", "0"])
+    with pytest.raises(ValueError, match="Name it with --json"):
+        main(["--resume"])

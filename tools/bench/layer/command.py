@@ -1,0 +1,183 @@
+"""neuron-moe bench layer: simulated time of a whole MoE layer on one rank, both phases.
+
+    neuron-moe bench layer --models gpt_oss_20b --phases prefill --tokens 1024
+
+The layer of the model's configuration, planned as `MoE` plans it, on one of 8 ranks that split each
+expert (TP8) or the experts (EP8). layer us: all launches of the plan; experts us: experts and the
+sum over a token's experts alone, as `bench prefill` times them; outside: the share of the layer
+beyond them (norm, router, index, shared experts); apart us: the layer in several launches.
+
+Every run is timed in both corners of the clock (nki_sim/time/schedule_model.py), experts drawn
+alike. What a launch itself takes is not published and not counted, which favours several launches.
+Not in the times: sums over ranks, and what several launches leave to the framework (in prefill the
+norm and shared experts); `computes` of --json says what the kernels of a plan do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import nki_sim
+from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
+from neuron_moe.tools.bench.comparison.sources import (
+    Sources,
+    Writer,
+    read_result,
+    write_result,
+)
+from neuron_moe.tools.bench.layer.picture import draw_layers
+from neuron_moe.tools.bench.layer.work import SPLITS, Case, Key, Row
+from neuron_moe.tools.console import format_table, print_json_line
+from neuron_moe.tools.models import model_among
+from neuron_moe.tools.parsers import PRINTED, Parser
+from nki_sim.time.schedule_model import CORNERS
+
+MODELS = (
+    "gpt_oss_120b", "gpt_oss_20b", "llama4_scout", "llama4_maverick", "qwen3_30b_a3b",
+    "deepseek_v3", "mixtral_8x7b",
+)  # fmt: skip
+TOKENS = {"prefill": (128, 1024, 8192), "decode": (1, 16, 128)}
+MOST_OUTSIDE = {8192: 0.08, 128: 0.15}  # targets of a prefill
+OUR_SOURCES = ("**/*.py",)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return 0."""
+    options = _parse(argv)
+    sources = Sources.now(nki_sim.hardware.find("trn2"), None, OUR_SOURCES)
+    rows = _earlier(options.json, sources) if options.resume and options.json.exists() else {}
+    cases = [case for case in _cases(options) if any(row.key not in rows for row in case.rows)]
+    writer = Writer(options.json, lambda: summarise(_sorted(rows), sources))
+
+    def on_taken(work: Work, task: Task, pace: Pace, seconds: float) -> None:
+        assert isinstance(work, Case)
+        rows.update({row.key: row for row in work.rows})
+        print(_line(work, pace, seconds), file=sys.stderr, flush=True)
+        writer.write()
+
+    try:
+        is_complete = run_works(cases, on_taken, options.jobs, options.minutes)
+    finally:
+        writer.write(at_once=True)
+    result = summarise(_sorted(rows), sources)
+    print(_table(_sorted(rows)))
+    for miss in result["misses"]:
+        print(f"misses {miss['target']:.0%} outside: {miss['row']}: {miss['value']:.1%}")
+    if not is_complete:
+        print("stopped before all was run: the same command with --resume goes on")
+    if options.json not in (None, PRINTED):
+        write_result(options.json, result)
+    if options.picture is not None:
+        print(f"picture: {draw_layers(_sorted(rows), options.picture)}")
+    if options.json == PRINTED:
+        print_json_line("bench layer", complete=is_complete, **result)
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser("bench layer", __doc__)
+    parser.add_argument(
+        "--models", nargs="+", type=model_among(MODELS), choices=MODELS, default=list(MODELS)
+    )
+    parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=list(SPLITS))
+    parser.add_argument("--phases", nargs="+", choices=list(TOKENS), default=list(TOKENS))
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
+    )
+    parser.add_argument(
+        "--corner", nargs="+", choices=list(CORNERS), default=list(CORNERS),
+        help="order that the clock assumes (default: both)",
+    )  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
+    parser.add_argument("--minutes", type=float, metavar="M", help="stop after so many minutes")
+    parser.add_json_option()
+    parser.add_argument("--resume", action="store_true", help="keep what the --json file has")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what lies outside")
+    options = parser.parse_args(argv)
+    if options.tokens is not None and min(options.tokens) < 1:
+        raise ValueError(f"--tokens {options.tokens}: must be positive.")
+    if options.resume and options.json in (None, PRINTED):
+        raise ValueError("--resume: continues a result file. Name it with --json.")
+    return options
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    """Return the cases, the cheap ones first."""
+    cases = [
+        Case(model, split, phase, tokens, options.corner)
+        for model in options.models
+        for split in options.splits
+        for phase in options.phases
+        for tokens in sorted(set(options.tokens or TOKENS[phase]))
+    ]
+    return sorted(cases, key=lambda case: case.size)
+
+
+def _earlier(path: Path, sources: Sources) -> dict[Key, Row]:
+    """Return the rows of an earlier run that were simulated with what is here now."""
+    content = read_result(path, "--resume", ("rows", "sources"))
+    if content["sources"] != asdict(sources):
+        return {}
+    rows = [Row(**{**entry, "launches": tuple(entry["launches"])}) for entry in content["rows"]]
+    return {row.key: row for row in rows}
+
+
+def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
+    """Return the whole result: what misses a target, then the rows."""
+    misses = [
+        {"row": row.name, "target": MOST_OUTSIDE[row.T], "value": row.outside}
+        for row in rows
+        if row.phase == "prefill" and (row.outside or 0.0) > MOST_OUTSIDE.get(row.T, 1.0)
+    ]
+    return {
+        "chip": "trn2",
+        "kind": "simulated",
+        "rows_timed": sum(row.layer_us is not None for row in rows),
+        "misses": misses,
+        "sources": asdict(sources),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _sorted(rows: dict[Key, Row]) -> list[Row]:
+    def place(row: Row) -> tuple[int, ...]:
+        names = (MODELS, list(SPLITS), list(TOKENS), list(CORNERS))
+        model, split, phase, tokens, corner = row.key
+        where = [
+            each.index(name)
+            for each, name in zip(names, (model, split, phase, corner), strict=True)
+        ]
+        return (*where[:3], tokens, where[3])
+
+    return sorted(rows.values(), key=place)
+
+
+def _line(case: Case, pace: Pace, seconds: float) -> str:
+    """Say what a case gave and how far the run is."""
+    cells = (f"{row.corner} {_us(row.layer_us)} us, {row.why}".rstrip(", ") for row in case.rows)
+    return f"{case.name} [{seconds:.1f} s]: {'; '.join(cells)}; {pace.text()}"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    head = ["model", "split", "phase", "T", "corner", "launches"]
+    head += ["layer us", "experts us", "outside", "apart us", "gain"]
+    lines = [head]
+    for row in rows:
+        times = [_us(row.layer_us), _us(row.experts_us)]
+        shares = ["-", _us(row.apart_us), "-"]
+        if row.layer_us and row.apart_us and row.outside is not None:
+            gain = row.apart_us / row.layer_us
+            shares = [f"{row.outside:.1%}", _us(row.apart_us), f"{gain:.2f}"]
+        place = [row.model, row.split, row.phase, str(row.T), row.corner, str(len(row.launches))]
+        lines.append([*place, *times, *shares])
+    title = "trn2, one layer on one rank of 8, simulated; apart: in several launches\n"
+    return title + format_table(lines, numbers_from=5)
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"

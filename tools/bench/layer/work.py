@@ -1,0 +1,163 @@
+"""One case of the layer benchmark: a layer's plans, simulated, and the rows that come of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from neuron_moe.backends.nki.times import TIMES_ONLY, draw_choices, plan_runs
+from neuron_moe.models.rank_layer import RankLayer
+from neuron_moe.plan import Plan
+from neuron_moe.tools.bench.comparison.pool import Task
+from neuron_moe.tools.bench.comparison.timelines import corner_timelines
+from neuron_moe.tools.models import read_model
+
+AROUND = ("router_topk", "index_blocks")  # launches that are not the experts
+COMPUTES = ("one kernel", "kernels")  # how the notes of a plan begin that say what it computes
+RANKS = 8
+Key = tuple[str, str, str, int, str]
+SPLITS = {f"TP{RANKS}": (RANKS, 1), f"EP{RANKS}": (1, RANKS)}  # tp, ep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the benchmark; times are simulated.
+
+    Attributes:
+        model, split, phase, T: the layer, the ranks it is on, and the tokens of a step.
+        corner: order that the clock assumes.
+        layer_us: of the plan that runs.
+        experts_us: of the launches of experts and of the sum over a token's experts, on their own.
+        outside: share of layer_us beyond experts_us.
+        apart_us: of the layer in several launches.
+        launches: kernels of the plan that runs.
+        parts: time of each launch of the layer in several.
+        computes: what the launches of the plan compute.
+        why: why there is no time, "" if there is one.
+    """
+
+    model: str
+    split: str
+    phase: str
+    T: int
+    corner: str
+    layer_us: float | None = None
+    experts_us: float | None = None
+    outside: float | None = None
+    apart_us: float | None = None
+    launches: tuple[str, ...] = ()
+    parts: dict[str, float] | None = None
+    computes: str = ""
+    why: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What tells rows apart."""
+        return (self.model, self.split, self.phase, self.T, self.corner)
+
+    @property
+    def name(self) -> str:
+        """The same in words."""
+        return f"{self.model} {self.split} {self.phase} T={self.T}, {self.corner}"
+
+
+class Case:
+    """A layer on a rank with a step: one task, and a row in each corner.
+
+    Args:
+        model: name of a shipped configuration.
+        split: one of SPLITS.
+        phase: prefill or decode.
+        tokens: T.
+        corners: of the clock.
+    """
+
+    def __init__(
+        self, model: str, split: str, phase: str, tokens: int, corners: Sequence[str]
+    ) -> None:
+        self.name = f"{model} {split} {phase} T={tokens}"
+        self._blank = [
+            Row(model=model, split=split, phase=phase, T=tokens, corner=corner)
+            for corner in corners
+        ]
+        self.rows = list(self._blank)
+        self._waits = True
+
+    @property
+    def size(self) -> float:
+        """The seconds of what still waits, about (measured on one machine)."""
+        return self._seconds if self._waits else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        row = self._blank[0]
+        return 6.0 + 0.01 * row.T * (2.0 if row.split.startswith("TP") else 1.0)
+
+    def next_task(self) -> Task | None:
+        """Hand out the only task."""
+        if not self._waits:
+            return None
+        self._waits = False
+        return Task("layer", self._seconds, lambda: times_of(self._blank))
+
+    def take(self, task: Task, result: Sequence[Row]) -> None:
+        """Keep the rows."""
+        self.rows = list(result)
+
+
+def times_of(blank: Sequence[Row]) -> list[Row]:
+    """Simulate a layer as it is planned and in several launches; return its rows.
+
+    Args:
+        blank: a row for each corner, of one case.
+    """
+    first, corners = blank[0], [row.corner for row in blank]
+    try:
+        together, apart = _plans(first)
+        parts = _simulate(apart, corners)
+        whole = parts if together is apart else _simulate(together, corners)
+    except ValueError as error:  # sizes that the kernels do not take
+        return [replace(row, why=str(error)) for row in blank]
+    computes = "; ".join(note for note in together.notes() if note.startswith(COMPUTES))
+    return [
+        _filled(replace(row, computes=computes), whole[row.corner], parts[row.corner])
+        for row in blank
+    ]
+
+
+def _plans(row: Row) -> tuple[Plan, Plan]:
+    """Return the plan of a step, and one in several launches: the same if that is the plan."""
+    raw_config, _ = read_model(row.model)
+    tp, ep = SPLITS[row.split]
+    layer = RankLayer(raw_config, row.model, tp=tp, ep=ep, backend="nki")
+    together = layer.plan(row.phase, row.T)
+    if not together.is_fused:
+        return together, together
+    return together, layer.plan(row.phase, row.T, in_one=False)
+
+
+def _simulate(plan: Plan, corners: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return for each corner the microseconds of each launch of a plan."""
+    spec = plan.parts.spec
+    chosen_TK = draw_choices(plan.step.tokens, spec.num_experts, spec.top_k)
+    found: dict[str, dict[str, float]] = {corner: {} for corner in corners}
+    for name, run in plan_runs(plan, chosen_TK, options=TIMES_ONLY):
+        for corner, timeline in corner_timelines(run, corners):
+            found[corner][name] = timeline.total_us
+        gc.collect()
+    return found
+
+
+def _filled(row: Row, whole: dict[str, float], parts: dict[str, float]) -> Row:
+    layer_us = sum(whole.values())
+    experts_us = sum(us for name, us in parts.items() if name not in AROUND)
+    return replace(
+        row,
+        layer_us=layer_us,
+        experts_us=experts_us,
+        outside=1.0 - experts_us / layer_us,
+        apart_us=sum(parts.values()),
+        launches=tuple(whole),
+        parts=parts,
+    )
