@@ -40,7 +40,6 @@ _HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the ch
 _CLOSE_LOOPS = 12  # by the coarse estimate, of a shard plan at a block size
 _CLOSE_PLANS = 16  # beside the best of each shard plan
 _COARSE = 1.4  # what is slower by so much, by the coarse estimate, is not looked at closely
-_AS_GOOD = 1.02
 _ALIKE = 0.25  # of a row tile: visits whose live rows differ by less
 
 
@@ -167,23 +166,14 @@ def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
 
 
 def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates by their larger loss against the best of each routing expected.
-
-    Among those that are as good as the estimate can tell, one with fewer weight buffers stands
-    first: the second one lets weights run ahead of the rows that are waited for.
-    """
+    """Return candidates by their larger loss against the best of each routing expected."""
     best: list[float] = [min(each) for each in zip(*map(_means_us, candidates), strict=True)]
 
     def loss(candidate: Candidate) -> float:
         means = zip(_means_us(candidate), best, strict=True)
         return max(mean / least for mean, least in means)
 
-    ordered = sorted(candidates, key=lambda each: (loss(each), each.estimated_us))
-    as_good = [each for each in ordered if loss(each) <= _AS_GOOD * loss(ordered[0])]
-    as_good.sort(
-        key=lambda each: 2 if each.request.fit is None else each.request.fit.weight_buffers
-    )
-    return [*as_good, *ordered[len(as_good) :]]
+    return sorted(candidates, key=lambda each: (loss(each), each.estimated_us))
 
 
 def _means_us(candidate: Candidate) -> list[float]:

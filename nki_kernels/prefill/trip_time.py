@@ -136,7 +136,10 @@ class _Writer(StageList):
             self._look_at_outputs(s)
             for j in range(sizes[s]):
                 count = self._config.i_axis.count
-                self._copy(prices.added_up, count, 0.0, ("other", s, j), self._inner(s, j))
+                self._copy(
+                    prices.added_up, count, 0.0, ("other", s, j), self._inner(s, j),
+                    ("gate up", s, 1),
+                )  # fmt: skip
             self._load_beside(s, ("expert", s))
             self._go_out(s, sizes[s], s * sizes[0])
 
@@ -153,12 +156,13 @@ class _Writer(StageList):
         self._copy(prices.copied, count, count * prices.in_ns, ("inner ps",), ("own", s, j))
 
     def _copy(
-        self, copies: Copies, count: int, product_ns: float, read: object, write: object
-    ) -> None:
+        self, copies: Copies, count: int, product_ns: float, read: object, write: object,
+        *others: object,
+    ) -> None:  # fmt: skip
         """Add what follows a product in as many pieces; all but the last one run beside it."""
         behind_ns = max(0.0, (count - 1) * copies.busy_ns - (count - 1) * product_ns / count)
         work = Copies(copies.busy_ns + behind_ns, copies.latency_ns + behind_ns)
-        self.compute(work, [read], [write])
+        self.compute(work, [read, *others], [write])
 
     def _look_ahead(self, s: int) -> None:
         prices = self._prices
@@ -231,7 +235,8 @@ class _Writer(StageList):
         reads = [self._turned(s, j), ("gate up", buffer, 0)]
         self.add(TENSOR, tiles * prices.in_ns, reads, [("inner ps",)])
         product_ns = tiles * prices.in_ns
-        self._copy(prices.activated, tiles, product_ns, ("inner ps",), self._inner(s, j))
+        bias = ("gate up", buffer, 1)
+        self._copy(prices.activated, tiles, product_ns, ("inner ps",), self._inner(s, j), bias)
 
     def _go_out(self, s: int, size: int, first_outer: int) -> None:
         loop = self._config.loop
@@ -249,7 +254,8 @@ class _Writer(StageList):
 
     def _project_out(self, s: int, j: int, buffer: int, outer: int) -> None:
         """Multiply into the banks that turned rows use, and into the others."""
-        prices, reads = self._prices, [("down", buffer, 0), self._inner(s, j)]
+        prices = self._prices
+        reads = [("down", buffer, 0), ("down", buffer, 1), self._inner(s, j)]
         first = min(prices.turn_banks, prices.banks)
         for half, banks in enumerate((first, prices.banks - first)):
             if banks:
