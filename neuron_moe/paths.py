@@ -4,8 +4,9 @@
 (`compat="nxd"`), which is
 reproduced line by line, its errors included, for people who compare the two.
 
-The nki backend's kernels are two: blockwise_moe for any prefill, decode_moe for steps of up to 256
-tokens, whose mode its cost model settles with what this table does not know: sizes and formats.
+The nki backend's kernels are two: decode_moe where few tokens read each weight once, up to 256 of
+them, in prefill as in decode; blockwise_moe for more, and where blocks are asked for. The mode of
+the first is settled by its cost model, which knows sizes and formats.
 
 Ours, first match wins (P = pairs of this rank in the mean = T * K * E_local / E):
 
@@ -116,7 +117,10 @@ class Decision:
         """(path, why not) for every other path."""
         others = [path for path in PATHS if path != self.path]
         if self.kernel == _kernel_name("blockwise", "nki"):
-            few = f"is for decode steps of up to {DECODE_KERNEL_TOKENS} tokens"
+            few = (
+                f"is for up to {DENSE_STREAM_TOKENS} tokens of a prefill, unless blocks are asked"
+                f" for, and {DECODE_KERNEL_TOKENS} of a decode step"
+            )
             return tuple(
                 (other, few if other in FEW_TOKEN_PATHS else _why_not(other, self.path, self.work))
                 for other in others
@@ -146,8 +150,8 @@ def choose_path(
         num_local_experts: experts of this rank (default: E).
         block_size: B of the blockwise path.
         capacity_factor: None (dropless) or the factor of the dropping path.
-        backend: 'torch', 'nki' or 'cuda'; names the kernel. nki prefill takes blocks at any T, and
-            so do decode steps too long for its decode kernel; cuda takes sorted rows in any phase.
+        backend: 'torch', 'nki' or 'cuda'; names the kernel. nki takes blocks for what is too long
+            for its decode kernel; cuda takes sorted rows in any phase.
         compat: None for our rules, 'nxd' for NxD's.
 
     Returns:
@@ -174,12 +178,9 @@ def choose_path(
 def decide(work: Workload, backend: str, compat: str | None = None) -> Decision:
     """Decide how a workload is computed; see `choose_path`."""
     path, why = _rules_nxd(work) if compat == "nxd" else _rules(work)
-    if backend == "nki" and path in FEW_TOKEN_PATHS:
-        if work.phase == "prefill":
-            path, why = "blockwise", lambda: ("the nki kernels compute any prefill in blocks",)
-        elif work.tokens > DECODE_KERNEL_TOKENS:
-            most = f"T={work.tokens} > {DECODE_KERNEL_TOKENS}, the most of decode_moe: in blocks"
-            path, why = "blockwise", lambda: (most,)
+    if backend == "nki" and path in FEW_TOKEN_PATHS and work.tokens > DECODE_KERNEL_TOKENS:
+        most = f"T={work.tokens} > {DECODE_KERNEL_TOKENS}, the most of decode_moe: in blocks"
+        path, why = "blockwise", lambda: (most,)
     if backend == "cuda" and path in FEW_TOKEN_PATHS:
         path, why = "blockwise", lambda: ("the cuda kernels take sorted rows at any T",)
     return Decision(path, _kernel_name(path, backend), work, why)

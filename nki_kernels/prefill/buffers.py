@@ -21,6 +21,7 @@ from nki_kernels.common.tiles import keep_below, load_table, make_tiles, when_mi
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
+    first_entries,
     has_scale_table,
     is_mx,
     largest_visit_of,
@@ -79,6 +80,7 @@ class Buffers(NKIObject):
     expert: list[nl.NkiTensor]
     expert_out: list[nl.NkiTensor]
     ids: list[nl.NkiTensor]
+    first_ids: list[nl.NkiTensor]
     scale: list[nl.NkiTensor]
     wide_scale: list[nl.NkiTensor]
     in_tile: list[nl.NkiTensor]
@@ -138,6 +140,7 @@ def make_buffers(config: PrefillConfig) -> Buffers:
         expert=allocate(v.expert),
         expert_out=allocate(v.expert_out),
         ids=allocate(v.ids),
+        first_ids=allocate(v.first_ids),
         scale=allocate(v.scale),
         wide_scale=allocate(r.wide_scale),
         in_tile=allocate(v.in_tile),
@@ -156,48 +159,38 @@ def make_buffers(config: PrefillConfig) -> Buffers:
     )
 
 
-def fill_tables(
-    config: PrefillConfig,
-    b: Buffers,
-    slots: nl.NkiTensor,
-    slot_scale: nl.NkiTensor,
-    lists: list[nl.NkiTensor],
-    lane: int,
-) -> None:
-    """Bring the visits of this core on chip: experts, tiles, token ids, scales; reset counters.
+@dataclass
+class Lists(NKIObject):
+    """What says which visits there are, in HBM; `lane` is the row of the lists.
 
-    Args:
-        slots: [num_slots] int32 token ids.
-        slot_scale: [num_slots] float32, read if the configuration scales.
-        lists: visit_expert, visit_tile, class_trips.
-        lane: row of the lists.
+    `slots`: [num_slots] int32 token ids; `slot_scale`: [num_slots] float32, read if the
+    configuration scales.
     """
-    R, largest = config.tile_rows, largest_visit_of(config)
-    num_visits = b.expert_table.shape[1]
-    entries = num_visits * largest
-    nisa.dma_copy(dst=b.expert_table, src=lists[0][lane : lane + 1, 0:num_visits])
-    nisa.dma_copy(dst=b.tile_table, src=lists[1][lane : lane + 1, 0:num_visits, 0:largest])
-    nisa.dma_copy(dst=b.trips, src=lists[2])
-    bank_ps = b.outer_ps[0]
-    ids_sb = b.id_table.reshape((R, entries))
-    by_tile = slots.reshape((config.num_tiles, R))
-    may_miss = config.loop.missing == "skip"
-    load_table(ids_sb, by_tile, lists[1], lane * entries, -1, bank_ps, may_miss)
-    if not may_miss:
-        # Any expert, any token, and the lane's spare tile of the output.
+
+    slots: nl.NkiTensor
+    slot_scale: nl.NkiTensor
+    visit_expert: nl.NkiTensor
+    visit_tile: nl.NkiTensor
+    class_trips: nl.NkiTensor
+    lane: int
+
+
+def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+    """Bring on chip what the first visits need: token ids, scales, experts; reset counters.
+
+    What is asked for after the first weights waits for these, so the ids come before.
+    """
+    num_visits, stop = b.expert_table.shape[1], first_entries(config)
+    _fill_ids(config, b, lists, 0, stop)
+    nisa.dma_copy(
+        dst=b.expert_table, src=lists.visit_expert[lists.lane : lists.lane + 1, 0:num_visits]
+    )
+    if config.loop.missing == "spare":
         keep_below(b.expert_table, config.E)
-        nisa.tensor_scalar(dst=b.id_table, data=b.id_table, op0=nl.maximum, operand0=0.0)
-        keep_below(b.tile_table, config.num_tiles + lane + 1)
-    if config.stores == "rows":
-        _fill_row_table(config, b, lists[1], lane * entries)
-    elif config.stores == "tokens":
-        nisa.tensor_copy(dst=b.row_table[0], src=b.id_table)
     if has_scale_table(config):
-        scales_sb = b.scale_table[0].reshape((R, entries))
-        by_tile = slot_scale.reshape((config.num_tiles, R))
-        load_table(scales_sb, by_tile, lists[1], lane * entries, 0.0, bank_ps, may_miss)
+        _fill_scales(config, b, lists, 0, stop)
     nisa.memset(dst=b.counter, value=0)
-    nisa.memset(dst=b.ahead, value=0)
+    nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
     # Rows of padding keep what they had; it must be a number, though no one reads the result.
@@ -206,10 +199,82 @@ def fill_tables(
         nisa.memset(dst=gathered[j], value=0.0, engine=nisa.engine.vector)
     if is_mx(config):
         _clear_fours(config, b)
+
+
+def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+    """Bring on chip what later visits need, beside the first weights."""
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+    entries, first, lane = num_visits * largest, first_entries(config), lists.lane
+    if first < entries:
+        _fill_ids(config, b, lists, first, entries)
+        if has_scale_table(config):
+            _fill_scales(config, b, lists, first, entries)
+    nisa.dma_copy(dst=b.trips, src=lists.class_trips)
+    nisa.dma_copy(dst=b.tile_table, src=lists.visit_tile[lane : lane + 1, 0:num_visits, 0:largest])
+    if config.loop.missing == "spare":
+        # The lane's spare tile of the output stands for none.
+        keep_below(b.tile_table, config.num_tiles + lane + 1)
+    if config.stores == "rows":
+        _fill_row_table(config, b, lists.visit_tile, lane * entries)
+    elif config.stores == "tokens":
+        nisa.tensor_copy(dst=b.row_table[0], src=b.id_table)
     for j in range(len(b.inner)):
         if bias_is_inside(config):
             spare = config.i_axis.rows
+            R = config.tile_rows
             nisa.dma_copy(dst=b.inner[j][spare : spare + 1, 0, 0:R], src=b.ones[0:1, 0:R])
+
+
+def _fill_ids(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:
+    """Bring token ids of some entries on chip."""
+    R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
+    ids_sb = b.id_table.reshape((R, entries))[0:R, first:stop]
+    values, may_miss = lists.slots.reshape((config.num_tiles, R)), config.loop.missing == "skip"
+    offset = lists.lane * entries + first
+    load_table(ids_sb, values, lists.visit_tile, offset, -1, b.outer_ps[0], may_miss)
+    if not may_miss:  # any token
+        nisa.tensor_scalar(dst=ids_sb, data=ids_sb, op0=nl.maximum, operand0=0.0)
+
+
+def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop: int) -> None:
+    """Bring scales of some entries on chip."""
+    R, entries = config.tile_rows, b.id_table.shape[1] * b.id_table.shape[2]
+    scales_sb = b.scale_table[0].reshape((R, entries))[0:R, first:stop]
+    values, may_miss = (
+        lists.slot_scale.reshape((config.num_tiles, R)),
+        config.loop.missing == "skip",
+    )
+    offset = lists.lane * entries + first
+    load_table(scales_sb, values, lists.visit_tile, offset, 0.0, b.outer_ps[1], may_miss)
+
+
+def start_visits(config: PrefillConfig, b: Buffers) -> None:
+    """Take ids and scales of visits 0 and 1 from the tables, whose rest may still be on its way."""
+    R, G = config.tile_rows, largest_visit_of(config)
+    for s in range(2):
+        nisa.tensor_copy(dst=b.ids[s], src=b.id_table[0:R, s, 0:G], engine=nisa.engine.gpsimd)
+        if config.scaling == "pre" and not scales_late(config):
+            nisa.tensor_copy(
+                dst=b.scale[s], src=b.scale_table[0][0:R, s, 0:G], engine=nisa.engine.gpsimd
+            )
+
+
+def start_experts(b: Buffers) -> None:
+    """Take the experts of visits 0 and 1, once the ids are there.
+
+    Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
+    """
+    nothing = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    id_sb = b.ids[0][0:1, 0:1]
+    nisa.tensor_tensor(
+        dst=nothing, data1=id_sb, data2=id_sb, op=nl.subtract, engine=nisa.engine.gpsimd
+    )
+    for s in range(2):
+        nisa.tensor_tensor(
+            dst=b.expert[s], data1=b.expert_table[0:1, s : s + 1], data2=nothing, op=nl.add,
+            engine=nisa.engine.gpsimd,
+        )  # fmt: skip
+    nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
 
 
 def _clear_fours(config: PrefillConfig, b: Buffers) -> None:
@@ -255,6 +320,13 @@ def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
     if config.scaling == "pre" and not scales_late(config):
         _fetch(config, b.scale[s], b.scale_table[0], wide, b.ahead)
     nisa.tensor_tensor(dst=b.ahead, data1=b.ahead, data2=b.one, op=nl.add)
+
+
+def look_at_first_rows(config: PrefillConfig, b: Buffers, s: int) -> None:
+    """Fetch the token ids of the first tile of the visit two ahead, before `look_ahead` does."""
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+    first = [[num_visits * largest, config.tile_rows], [1, 1]]
+    _fetch(config, b.first_ids[s], b.id_table, first, b.ahead)
 
 
 def load_late_scales(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int) -> None:

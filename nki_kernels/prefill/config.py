@@ -12,11 +12,14 @@ from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
 from nki_kernels.common.visits import VisitDims, max_steps, max_visits
+from nki_kernels.common.weight_formats import ITEM_BYTES
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+_FIRST_BYTES = 1 << 21  # what memory gives while token ids are looked up: about 6 us
+_FIRST_ENTRIES = 256  # of the lists of visits: two gathers
 MOST_TILES = 4  # of a visit, unless more are asked for: 512 columns
 
 
@@ -143,6 +146,8 @@ class LoopPlan(NKIObject):
     see weight_formats.split_parts, which makes their runs long. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
     reverse. `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
+    With two `first_buffers` the first tile of a visit has one by the parity of the visit, and is
+    gathered two visits ahead.
     `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
     rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
     further apart. `fetches` is who copies entries of tables, `missing` what stands for nothing.
@@ -162,6 +167,7 @@ class LoopPlan(NKIObject):
     turns: str
     fetches: str = "copy"
     missing: str = "skip"
+    first_buffers: int = 1
 
 
 @dataclass(frozen=True)
@@ -296,6 +302,21 @@ def scales_late(config: PrefillConfig) -> bool:
 def has_scale_table(config: PrefillConfig) -> bool:
     """Whether the scales of a row tile are kept as one number per partition."""
     return config.scaling != "none" and not scales_late(config)
+
+
+def first_entries(config: PrefillConfig) -> int:
+    """Return the entries of the lists of visits that come on chip first, for several visits."""
+    return min(_FIRST_ENTRIES, num_visits(config) * largest_visit_of(config))
+
+
+def first_tiles(config: PrefillConfig) -> int:
+    """Return how many tiles of the first gate and up weights load while token ids are looked up."""
+    h_axis = config.h_axis
+    if is_mx(config) or config.shard.splits_h or h_axis.tail < h_axis.rows:
+        return 0
+    item = ITEM_BYTES[config.weight_format]
+    tile_bytes = h_axis.rows * num_projections(config.formula) * config.i_axis.size * item
+    return min(h_axis.count, -(-_FIRST_BYTES // tile_bytes))
 
 
 def num_visits(config: PrefillConfig) -> int:

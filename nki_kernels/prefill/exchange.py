@@ -30,6 +30,8 @@ from nki_kernels.prefill.buffers import (
 from nki_kernels.prefill.config import PrefillConfig, Share, scales_late
 from nki_kernels.prefill.loads import (
     gather_after,
+    gather_early,
+    gather_late,
     gather_rows,
     load_beside,
     load_down,
@@ -96,6 +98,7 @@ def _go_in_apart(
     size, next_size = sizes[s], sizes[1 - s]
     last = config.i_axis.count - 1
     by_dma = config.loop.turns == "dma"
+    gather_early(config, b, x, share, s)
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, 1 - s, j)
     for j in range(size):
@@ -111,7 +114,7 @@ def _go_in_apart(
         _exchange(config, b, s, j)
     turn_rows(config, b, 1 - s, 0)
     look_ahead(config, b, s)
-    gather_rows(config, b, x, share, s, 0)
+    gather_late(config, b, x, share, s)
     load_gate_up(config, b, x, share, b.expert[s], s, 0)
 
 

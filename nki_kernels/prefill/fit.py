@@ -241,6 +241,8 @@ def _more_buffers(config: PrefillConfig) -> LoopPlan:
     loop, size = config.loop, largest_visit_of(config)
     most = fitted_sbuf_bytes(config.chip)
     caps = {"outer_buffers": min(_MAX_OUTER_BUFFERS, 2 * size), "row_buffers": size}
+    if loop.turns == "tensor":
+        caps["first_buffers"] = 2
     grows = True
     while grows:
         grows = False

@@ -58,16 +58,21 @@ from nki_kernels.common.tiles import keep_below
 from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.buffers import (
     Buffers,
+    Lists,
     Operands,
-    fill_tables,
+    fill_first,
+    fill_rest,
     load_late_scales,
     look_ahead,
     look_at_outputs,
     make_buffers,
+    start_experts,
+    start_visits,
 )
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
+    first_tiles,
     num_partials,
     output_tiles,
     scales_late,
@@ -76,10 +81,13 @@ from nki_kernels.prefill.config import (
 from nki_kernels.prefill.exchange import run_two_visits, start_apart
 from nki_kernels.prefill.loads import (
     gather_after,
+    gather_early,
+    gather_late,
     gather_rows,
     load_beside,
     load_down,
     load_gate_up,
+    load_tiles,
     prepare_part,
 )
 from nki_kernels.prefill.stages import (
@@ -130,10 +138,10 @@ def blockwise_moe(
     b = make_buffers(config)
     lane = 0 if config.shard.num_lanes == 1 else core
     share = share_of(config, core)
-    fill_tables(config, b, slots, slot_scale, [visit_expert, visit_tile, class_trips], lane)
+    lists = Lists(slots, slot_scale, visit_expert, visit_tile, class_trips, lane)
     if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
         store_zeros(config, b, x, share)
-    _start_pipeline(config, b, x, share)
+    _start_pipeline(config, b, x, lists, share)
     for position in range(len(loops_of(config.loop.classes))):
         _run_class(config, b, x, position, share)
     return output
@@ -159,31 +167,48 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
             two_visits(_trip)
 
 
-def _start_pipeline(config: PrefillConfig, b: Buffers, x: Operands, share: Share) -> None:
-    """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1."""
-    # Lists first: every load below asks for an expert or for tokens of visits 0 and 1.
-    look_ahead(config, b, 0)
-    look_ahead(config, b, 1)
-    nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
+def _start_pipeline(
+    config: PrefillConfig, b: Buffers, x: Operands, lists: Lists, share: Share
+) -> None:
+    """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1.
+
+    A part of the weights, then the first rows, then the other weights: the memory has work while
+    ids are looked up, and the tensor engine its rows when the weights have come.
+    """
+    fill_first(config, b, lists)
+    early, count = first_tiles(config), config.h_axis.count
+    if early > 0:
+        expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1])
+        load_tiles(config, b, x, share, expert, 0, early)
+    start_visits(config, b)
+    gather_rows(config, b, x, share, 0, 0)
+    start_experts(b)
+    # Once turned, a single buffer of first tiles is free for that of visit 1.
+    waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
+    if not waits:
+        gather_rows(config, b, x, share, 1, 0)
+    if config.shard.splits_h:
+        start_apart(config, b, x, share)
+    else:
+        load_beside(config, b, x, share, b.expert[0], 0, 0)
+        if early == 0:
+            load_gate_up(config, b, x, share, b.expert[0], 0, 0)
+        elif early < count:
+            load_tiles(config, b, x, share, b.expert[0], early, count)
+        load_down(config, b, x, share, b.expert[0], 0, 0, 0)
+    for j in range(1, config.loop.row_buffers):
+        gather_rows(config, b, x, share, 0, j)
+    fill_rest(config, b, lists)
     if scales_late(config):
         nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
         if config.loop.missing == "spare":
             keep_below(b.in_tile[0], config.num_tiles)
         for j in range(config.loop.classes[0]):
             nisa.memset(dst=b.wide_scale[j], value=0.0)
-    # The first rows travel beside the first weights: both are needed to begin.
-    gather_rows(config, b, x, share, 0, 0)
-    if config.shard.splits_h:
-        start_apart(config, b, x, share)
-    else:
-        load_beside(config, b, x, share, b.expert[0], 0, 0)
-        load_gate_up(config, b, x, share, b.expert[0], 0, 0)
-        load_down(config, b, x, share, b.expert[0], 0, 0, 0)
-    # Once turned, the buffer of first tiles is free for that of visit 1.
     turn_rows(config, b, 0, 0)
-    gather_rows(config, b, x, share, 1, 0)
-    for j in range(1, config.loop.row_buffers):
-        gather_rows(config, b, x, share, 0, j)
+    if waits:
+        gather_rows(config, b, x, share, 1, 0)
 
 
 def _run_visit(
@@ -196,6 +221,7 @@ def _run_visit(
     """
     size, next_size = sizes[s], sizes[1 - s]
     look_at_outputs(config, b, s)
+    gather_early(config, b, x, share, s)
     # A smaller visit leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, 1 - s, j)
@@ -206,7 +232,7 @@ def _run_visit(
     # This visit has used its expert and ids: they become those of the visit two ahead, whose first
     # rows take the buffer that was just turned.
     look_ahead(config, b, s)
-    gather_rows(config, b, x, share, s, 0)
+    gather_late(config, b, x, share, s)
     if config.has_scales:
         spread_down_scale(config, b, s)
     _go_out(config, b, x, s, size, s * sizes[0], share)

@@ -12,10 +12,11 @@ from nki_kernels.common.tiles import (
     Entry,
     load_halves,
     load_matrix,
+    load_pattern,
     load_rows,
     when_missing,
 )
-from nki_kernels.prefill.buffers import Buffers, Operands
+from nki_kernels.prefill.buffers import Buffers, Operands, look_at_first_rows
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
@@ -31,6 +32,35 @@ def gather_rows(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, j: int
 ) -> None:
     """Gather this core's share of the token rows of a row tile; padding moves no data."""
+    _gather(config, b, x, share, b.ids[s][0 : config.tile_rows, j : j + 1], s, j)
+
+
+def gather_early(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int) -> None:
+    """Gather the first rows of the visit two ahead, if the buffer of this visit's is free for them.
+
+    They then reach the memory before the weights of the next visits, and nobody waits for them.
+    """
+    if config.loop.first_buffers == 2:
+        look_at_first_rows(config, b, s)
+        _gather(config, b, x, share, b.first_ids[s], s, 0)
+
+
+def gather_late(config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int) -> None:
+    """Gather the first rows of the visit two ahead, if the next visit's were in their buffer."""
+    if config.loop.first_buffers == 1:
+        gather_rows(config, b, x, share, s, 0)
+
+
+def _gather(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    ids_sb: nl.NkiTensor,
+    s: int,
+    j: int,
+) -> None:
+    """Gather the rows of a row tile by their [R, 1] ids."""
     R, H, width = config.tile_rows, config.H, core_width(config)
     if config.loop.turns == "dma":
         rows, count = config.h_axis.rows, config.h_axis.count
@@ -39,27 +69,29 @@ def gather_rows(
             src=x.hidden.ap(
                 [[H, R], [rows, count], [rows, 1], [1, rows]],
                 offset=share.h_first,
-                vector_offset=b.ids[s][0:R, j : j + 1],
+                vector_offset=ids_sb,
             ),
             oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.swdge,
         )
         return
     nisa.dma_copy(
-        dst=b.rows[row_buffer(config, j)],
-        src=x.hidden.ap(
-            [[H, R], [1, width]],
-            offset=share.h_first,
-            vector_offset=b.ids[s][0:R, j : j + 1],
-        ),
+        dst=b.rows[row_buffer(config, s, j)],
+        src=x.hidden.ap([[H, R], [1, width]], offset=share.h_first, vector_offset=ids_sb),
         oob_mode=when_missing(config.loop.missing == "skip"),
         dge_mode=nisa.dge_mode.swdge,
     )
 
 
-def row_buffer(config: PrefillConfig, j: int) -> int:
+def row_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer the gathered rows of tile j use: the first its own, the rest a ring."""
-    return 0 if j == 0 else 1 + (j - 1) % (config.loop.row_buffers - 1)
+    first = config.loop.first_buffers
+    return s % first if j == 0 else first + ring_place(config, j)
+
+
+def ring_place(config: PrefillConfig, j: int) -> int:
+    """Return the place of tile j, not the first of a visit, in the ring of buffers."""
+    return (j - 1) % (config.loop.row_buffers - 1)
 
 
 def gather_after(
@@ -76,8 +108,8 @@ def gather_after(
     ring = config.loop.row_buffers - 1
     if j + ring < size:
         gather_rows(config, b, x, share, s, j + ring)
-    elif 1 + (j - 1) % ring < next_size:
-        gather_rows(config, b, x, share, 1 - s, 1 + (j - 1) % ring)
+    elif 1 + ring_place(config, j) < next_size:
+        gather_rows(config, b, x, share, 1 - s, 1 + ring_place(config, j))
 
 
 def turned_buffer(config: PrefillConfig, s: int, j: int) -> int:
@@ -87,7 +119,7 @@ def turned_buffer(config: PrefillConfig, s: int, j: int) -> int:
     first tile of two visits and a ring of the others, which are loaded ahead.
     """
     if config.loop.turns == "dma":
-        return s if j == 0 else 1 + row_buffer(config, j)
+        return s if j == 0 else 2 + ring_place(config, j)
     return j if config.loop.in_parts > 1 else j % 2
 
 
@@ -101,19 +133,47 @@ def load_gate_up(
     part: int,
 ) -> None:
     """Load one part of the gate and up weights of an expert."""
+    entry = _entry(config, x.gate_up, expert)
     if is_mx(config):
-        _load_run(b.gate_up[buffer], _entry(config, x.gate_up, expert), part)
+        _load_run(b.gate_up[buffer], entry, part)
         return
-    h_axis, i_axis = config.h_axis, config.i_axis
+    h_axis, column = config.h_axis, config.i_axis.size
+    first, row, runs = _gate_up_place(config, share, part)
+    flat = b.gate_up[buffer].reshape((h_axis.rows, h_axis.count * runs[1] * column))
+    load_matrix(flat, entry, h_axis, first, row, runs, column)
+
+
+def load_tiles(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    expert: nl.NkiTensor,
+    begin: int,
+    stop: int,
+) -> None:
+    """Load the tiles of H from `begin` to `stop` of the first part into the first buffer."""
+    h_axis, column = config.h_axis, config.i_axis.size
+    first, row, runs = _gate_up_place(config, share, 0)
+    apart, step = row, h_axis.rows * row
+    if h_axis.is_strided:
+        apart, step = h_axis.count * row, row
+    size = runs[1] * column
+    flat = b.gate_up[0].reshape((h_axis.rows, h_axis.count * size))
+    pattern = [[apart, h_axis.rows], [step, stop - begin], runs, [1, column]]
+    tiles_sb = flat[0 : h_axis.rows, begin * size : stop * size]
+    load_pattern(tiles_sb, _entry(config, x.gate_up, expert), pattern, first + begin * step)
+
+
+def _gate_up_place(config: PrefillConfig, share: Share, part: int) -> tuple[int, int, list[int]]:
+    """Return the first element of a part in an expert, the elements of a row, and its pieces."""
     halves = num_projections(config.formula)
     width = config.I // stored_parts(config)[0]
-    column = share.i_first + part * i_axis.size
+    column = share.i_first + part * config.i_axis.size
     # Parts before this one, rows of other cores, columns of other parts.
     first = column // width * config.H * halves * width
     first = first + share.h_first * halves * width + column % width
-    flat = b.gate_up[buffer].reshape((h_axis.rows, h_axis.count * halves * i_axis.size))
-    entry = _entry(config, x.gate_up, expert)
-    load_matrix(flat, entry, h_axis, first, halves * width, [width, halves], i_axis.size)
+    return first, halves * width, [width, halves]
 
 
 def load_beside(

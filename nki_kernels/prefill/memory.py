@@ -77,6 +77,7 @@ class _VisitTable(NamedTuple):
     expert: Tiles  # one visit; by parity
     expert_out: Tiles
     ids: Tiles
+    first_ids: Tiles  # of the first row tile of the visit two ahead
     scale: Tiles
     in_tile: Tiles
     out_tile: Tiles
@@ -131,7 +132,7 @@ def row_table(config: PrefillConfig) -> _RowTable:
     apart = 2 * largest if config.shard.splits_h else 0
     exchanged = (i_axis.rows, i_axis.count, num_projections(config.formula), R)
     late = largest if scales_late(config) else 0
-    gathered = 0 if loop.turns == "dma" else loop.row_buffers
+    gathered = 0 if loop.turns == "dma" else loop.row_buffers - 1 + loop.first_buffers
     inner: tuple[int, ...] = (i_rows, i_count, R)
     turned, words = _turned(config, (h_axis.rows, h_axis.count, R)), tiles(0, (1, 1), nl.uint8)
     inner_words = words
@@ -187,6 +188,7 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
         expert=small_tiles(2, one, nl.int32),
         expert_out=small_tiles(2, one, nl.int32),
         ids=small_tiles(2, (R, G), nl.int32),
+        first_ids=small_tiles(2 * (config.loop.first_buffers - 1), (R, 1), nl.int32),
         scale=small_tiles(2 * scaled, (R, G), nl.float32),
         in_tile=small_tiles(2 * late, (1, G), nl.int32),
         out_tile=small_tiles(2, (1, G), nl.int32),

@@ -46,7 +46,7 @@ def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
     if config.loop.turns == "dma":
         return
     R = config.tile_rows
-    rows_sb = b.rows[row_buffer(config, j)]
+    rows_sb = b.rows[row_buffer(config, s, j)]
     if config.scaling == "pre":
         nisa.tensor_scalar(
             dst=rows_sb,

@@ -1,6 +1,7 @@
-"""What stands before the first visit: the stages of `fill_tables` of buffers.py, and empty loops.
+"""What stands before the first visit: the tables of buffers.py, and empty loops.
 
-They write "experts", "ids", "slots" and "scales", which the stages of visits read.
+Stages of visits read "experts", "slots", and what was looked up: "ids" and "scales",
+the first of them apart.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     core_width,
+    first_entries,
     has_scale_table,
     largest_visit_of,
     num_visits,
@@ -29,23 +31,36 @@ from nki_kernels.prefill.stage_prices import (
 _LOOKED_UP: Final = 128  # indices of one transfer
 
 
-def write_tables(stages: StageList, config: PrefillConfig, overlaps: bool) -> None:
-    """Write the stages that bring the visits of a core on chip.
+def write_first_tables(stages: StageList, config: PrefillConfig, overlaps: bool) -> None:
+    """Write the stages that bring the first visits of a core on chip; see `fill_first`.
 
     Args:
         stages: to add to.
         config: what the kernel is compiled for.
         overlaps: the Vector engine takes an instruction before the last one's result is there.
     """
-    entries = num_visits(config) * largest_visit_of(config)
-    for name in ("experts", "tiles", "trips"):
-        stages.move(TABLES, table_price(1, entries * 4), [], [name])
-    _look_up(stages, config, "ids", entries, overlaps)
-    if config.stores == "rows":
-        _number_slots(stages, config, entries, overlaps)
+    first = range(min(first_entries(config), _entries(config)))
+    _look_up(stages, config, "first ids", first, overlaps)
+    stages.move(TABLES, table_price(1, num_visits(config) * 4), [], ["experts"])
     if has_scale_table(config):
-        _look_up(stages, config, "scales", entries, overlaps)
+        _look_up(stages, config, "first scales", first, overlaps)
     _clear_rows(stages, config, overlaps)
+
+
+def write_other_tables(stages: StageList, config: PrefillConfig, overlaps: bool) -> None:
+    """Write the stages that bring the other visits of a core on chip; see `fill_rest`."""
+    others = range(first_entries(config), _entries(config))
+    _look_up(stages, config, "ids", others, overlaps)
+    if has_scale_table(config):
+        _look_up(stages, config, "scales", others, overlaps)
+    for name in ("trips", "tiles"):
+        stages.move(TABLES, table_price(1, _entries(config) * 4), [], [name])
+    if config.stores == "rows":
+        _number_slots(stages, config, _entries(config), overlaps)
+
+
+def _entries(config: PrefillConfig) -> int:
+    return num_visits(config) * largest_visit_of(config)
 
 
 def write_loops(stages: StageList, config: PrefillConfig) -> None:
@@ -58,12 +73,12 @@ def write_loops(stages: StageList, config: PrefillConfig) -> None:
 
 
 def _look_up(
-    stages: StageList, config: PrefillConfig, name: str, entries: int, overlaps: bool
+    stages: StageList, config: PrefillConfig, name: str, entries: range, overlaps: bool
 ) -> None:
     """See `load_table` of tiles.py."""
     chip, R = chip_in_force(), config.tile_rows
-    for begin in range(0, entries, _LOOKED_UP):
-        size = min(_LOOKED_UP, entries - begin)
+    for begin in entries[::_LOOKED_UP]:
+        size = min(_LOOKED_UP, entries.stop - begin)
         tile = (name, begin)
         stages.move(TABLES, table_price(size, size * 4), [], [tile])
         names_ns = chip.swdge_ns + size * chip.swdge_index_ns
@@ -87,5 +102,5 @@ def _clear_rows(stages: StageList, config: PrefillConfig, overlaps: bool) -> Non
     is_turned = config.loop.turns == "dma"
     columns = config.h_axis.count * config.tile_rows if is_turned else core_width(config)
     work = vector_work(columns / chip_in_force().fast_memset_speedup, overlaps)
-    for j in range(config.loop.row_buffers):
+    for j in range(config.loop.row_buffers - 1 + config.loop.first_buffers):
         stages.compute(work, [], [("turned" if is_turned else "rows", j)])

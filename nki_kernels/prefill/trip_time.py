@@ -15,10 +15,11 @@ Legend: s parity of a visit, j row tile of a visit, part of the intermediate or 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
-from nki_kernels.prefill.config import PrefillConfig
+from nki_kernels.prefill.config import PrefillConfig, first_tiles
 from nki_kernels.prefill.stage_play import Stage, StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
     GPSIMD,
@@ -29,7 +30,12 @@ from nki_kernels.prefill.stage_prices import (
     Copies,
     StagePrices,
 )
-from nki_kernels.prefill.table_stages import write_loops, write_tables
+from nki_kernels.prefill.table_stages import (
+    write_first_tables,
+    write_loops,
+    write_other_tables,
+)
+from nki_sim.time.costs import DmaPrice
 
 CORNERS: Final = ("vendor", "in-order")
 _FIRST_BANK: Final = ("outer ps", 0, 0)  # turned rows and output rows share the banks of PSUM
@@ -89,30 +95,45 @@ class _Writer(StageList):
         self._config, self._prices = config, prices
 
     def start(self) -> None:
-        """See `fill_tables` and `_start_pipeline` of kernel.py."""
-        write_tables(self, self._config, self._prices.overlaps)
+        """See `_start_pipeline` of kernel.py."""
+        config, prices = self._config, self._prices
+        write_first_tables(self, config, prices.overlaps)
+        early = first_tiles(config) / config.h_axis.count
+        if early > 0.0:
+            self._load_gate_up(0, "experts", _share_of(prices.load_in, early))
         for s in range(2):
-            self._look_ahead(s)
+            self.add(GPSIMD, prices.fetch_ns, ["first ids"], [("ids", s)])
         self._gather(0, 0)
-        for s in range(2 if self._config.shard.splits_h else 1):
-            self._load_in(s, ("expert", s))
+        for s in range(2):
+            reads: list[object] = [("ids", 0), "experts"]
+            self.add(GPSIMD, prices.fetch_ns, reads, [("expert", s)])
+        waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
+        if not waits:
+            self._gather(1, 0)
+        for s in range(2 if config.shard.splits_h else 1):
+            self._load_beside(s, ("expert", s))
+            if early < 1.0:
+                self._load_gate_up(s, ("expert", s), _share_of(prices.load_in, 1.0 - early))
             self._load_out(s, ("expert", s))
-        self._turn(0, 0)
-        self._gather(1, 0)
-        for j in range(1, self._config.loop.row_buffers):
+        for j in range(1, config.loop.row_buffers):
             self._gather(0, j)
-        write_loops(self, self._config)
+        write_other_tables(self, config, prices.overlaps)
+        self._turn(0, 0)
+        if waits:
+            self._gather(1, 0)
+        write_loops(self, config)
 
     def visit(self, s: int, sizes: tuple[int, int]) -> None:
         """See `_run_visit` of kernel.py."""
         size, next_size = sizes[s], sizes[1 - s]
         self._look_at_outputs(s)
+        self._gather_early(s)
         for j in range(size, min(next_size, self._config.loop.row_buffers)):
             self._gather(1 - s, j)
         self._go_in(s, size, next_size)
         self._turn(1 - s, 0)
         self._look_ahead(s)
-        self._gather(s, 0)
+        self._gather_late(s)
         self._go_out(s, size, s * sizes[0])
 
     def two_visits(self, sizes: tuple[int, int]) -> None:
@@ -120,6 +141,7 @@ class _Writer(StageList):
         prices = self._prices
         for s in range(2):
             size, next_size = sizes[s], sizes[1 - s]
+            self._gather_early(s)
             for j in range(size, min(next_size, self._config.loop.row_buffers)):
                 self._gather(1 - s, j)
             for j in range(size):
@@ -130,7 +152,7 @@ class _Writer(StageList):
                 self._exchange(s, j)
             self._turn(1 - s, 0)
             self._look_ahead(s)
-            self._gather(s, 0)
+            self._gather_late(s)
             self._load_in(s, ("expert", s))
         for s in range(2):
             self._look_at_outputs(s)
@@ -167,7 +189,7 @@ class _Writer(StageList):
     def _look_ahead(self, s: int) -> None:
         prices = self._prices
         self.add(GPSIMD, prices.fetch_ns, ["experts"], [("expert", s)])
-        self.add(GPSIMD, prices.fetch_ns + prices.step_ns, ["ids"], [("ids", s)])
+        self.add(GPSIMD, prices.fetch_ns + prices.step_ns, ["ids", "scales"], [("ids", s)])
 
     def _look_at_outputs(self, s: int) -> None:
         names: list[object] = [("out", s), ("expert out", 1 - s)]
@@ -176,8 +198,9 @@ class _Writer(StageList):
     def _inner(self, s: int, j: int) -> object:
         return ("inner", s if self._config.shard.splits_h else 0, j)
 
-    def _row(self, j: int) -> object:
-        return ("rows", 0 if j == 0 else 1 + (j - 1) % (self._config.loop.row_buffers - 1))
+    def _row(self, s: int, j: int) -> object:
+        loop = self._config.loop
+        return ("rows", s % loop.first_buffers if j == 0 else 2 + (j - 1) % (loop.row_buffers - 1))
 
     def _turned(self, s: int, j: int) -> object:
         loop = self._config.loop
@@ -187,8 +210,17 @@ class _Writer(StageList):
 
     def _gather(self, s: int, j: int) -> None:
         transfer = self._prices.gather
-        into = self._turned(s, j) if self._config.loop.turns == "dma" else self._row(j)
+        into = self._turned(s, j) if self._config.loop.turns == "dma" else self._row(s, j)
         self.move(GPSIMD, transfer, [("ids", s)], [into])
+
+    def _gather_early(self, s: int) -> None:
+        if self._config.loop.first_buffers == 2:
+            self.add(GPSIMD, self._prices.lists_ns / 3, ["ids"], [("first ids", s)])
+            self.move(GPSIMD, self._prices.gather, [("first ids", s)], [self._row(s, 0)])
+
+    def _gather_late(self, s: int) -> None:
+        if self._config.loop.first_buffers == 1:
+            self._gather(s, 0)
 
     def _gather_after(self, s: int, j: int, size: int, next_size: int) -> None:
         ring = self._config.loop.row_buffers - 1
@@ -200,8 +232,9 @@ class _Writer(StageList):
     def _turn(self, s: int, j: int) -> None:
         if self._config.loop.turns == "tensor":
             if self._prices.scaled is not None:
-                self.compute(self._prices.scaled, [self._row(j), "scales"], [self._row(j)])
-            self.add(TENSOR, self._prices.turn_ns, [self._row(j)], [_FIRST_BANK])
+                row = self._row(s, j)
+                self.compute(self._prices.scaled, [row, "first scales"], [row])
+            self.add(TENSOR, self._prices.turn_ns, [self._row(s, j)], [_FIRST_BANK])
             prices = self._prices
             self._copy(prices.turned, 1, 0.0, _FIRST_BANK, self._turned(s, j))
 
@@ -272,7 +305,10 @@ class _Writer(StageList):
     def _load_in(self, buffer: int, expert: object) -> None:
         if not self._config.shard.splits_h:
             self._load_beside(buffer, expert)
-        self.move(LOADS, self._prices.load_in, [expert], [("gate up", buffer, 0)])
+        self._load_gate_up(buffer, expert, self._prices.load_in)
+
+    def _load_gate_up(self, buffer: int, expert: object, price: DmaPrice) -> None:
+        self.move(LOADS, price, [expert], [("gate up", buffer, 0)])
 
     def _load_beside(self, buffer: int, expert: object) -> None:
         for number, price in enumerate(self._prices.beside_in, start=1):
@@ -282,3 +318,13 @@ class _Writer(StageList):
         for number, price in enumerate(self._prices.beside_out, start=1):
             self.move(LOADS, price, [expert], [("down", buffer, number)])
         self.move(LOADS, self._prices.load_out, [expert], [("down", buffer, 0)])
+
+
+def _share_of(price: DmaPrice, share: float) -> DmaPrice:
+    """Return the price of a part of a transfer."""
+    return replace(
+        price,
+        engine_ns=share * price.engine_ns,
+        single_queue_ns=share * price.single_queue_ns,
+        hbm_bytes=int(share * price.hbm_bytes),
+    )

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from neuron_moe.models.decoder import DecoderLayer, DecoderModel
 from neuron_moe.models.generation import pad_left
 from neuron_moe.models.loader import load_model
+from neuron_moe.spec import Tuning
 from tests.models.families import write_checkpoint
 from tests.models.test_families_nki import ALL, PROMPTS, SIZES
 
@@ -43,7 +44,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Cas
         write_checkpoint({**ALL[name].config(**SIZES), "num_hidden_layers": 2}, folder, seed=0)
         seen: list[tuple[Any, ...]] = []
         run_model(load_model(folder), seen)
-        layer = first_sparse(load_model(folder, backend="nki"))
+        layer = first_sparse(load_model(folder, backend="nki", tuning=Tuning(block_size=32)))
         for phase, inputs in zip(("prefill", "decode"), seen, strict=True):
             found[name, phase] = Case(layer, inputs)
     return found

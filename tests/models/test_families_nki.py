@@ -18,6 +18,7 @@ from neuron_moe.models.generation import pad_left
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.models.loader import load_model
 from neuron_moe.router import Router
+from neuron_moe.spec import Tuning
 from tests.models.families import FAMILIES, Family, names, write_checkpoint
 from tests.tolerances import BFLOAT16_FACTOR, rms_error
 
@@ -120,7 +121,8 @@ def follow_all(name: str, folder: Path) -> tuple[Run, Run, Run]:
     """Return runs in float32, in bfloat16, and in bfloat16 through the kernels, of one text."""
     write_checkpoint(ALL[name].config(**SIZES), folder, seed=0)
     exact = Run(folder, dtype=torch.float32)
-    plain, kernels = Run(folder), Run(folder, backend="nki")
+    in_blocks = Tuning(block_size=32)  # prompts as short as these would be decoded
+    plain, kernels = Run(folder), Run(folder, backend="nki", tuning=in_blocks)
     tokens = exact.follow()
     plain.follow(tokens)
     kernels.follow(tokens)

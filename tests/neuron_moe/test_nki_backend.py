@@ -40,7 +40,7 @@ from tests.neuron_moe.nki_cases import (
 )
 from tests.tolerances import rms_error
 
-T = 70
+T = 140  # more than the decode kernel takes of a prefill
 # NxD's switches of the blockwise path, and the plan they mean here
 BLOCKS = {"shard_plan": "block", "loop_plan": "dynamic"}
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -250,11 +250,42 @@ def test_a_block_size_that_is_given_stays(size: int, monkeypatch: pytest.MonkeyP
     assert not BlockwiseMatmulConfig(block_size=512).leaves_block_size
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 1000])
-def test_prefill_of_any_length_takes_the_kernels(tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "path", "kernel"),
+    [(1, "selective", "decode_moe"), (100, "all_experts", "decode_moe"),
+     (128, "all_experts", "decode_moe"), (129, "blockwise", "blockwise_moe"),
+     (1000, "blockwise", "blockwise_moe")],
+)  # fmt: skip
+def test_prefill_of_any_length_takes_the_kernels(tokens: int, path: str, kernel: str) -> None:
     decision = choose_path("prefill", tokens, 4, 128, backend="nki")
-    assert (decision.path, decision.kernel) == ("blockwise", "nki.blockwise_moe")
+    assert (decision.path, decision.kernel) == (path, f"nki.{kernel}")
     assert choose_path("prefill", tokens, 4, 128).kernel.startswith("torch.")
+
+
+@pytest.mark.parametrize("blocks", [{"block_size": 32}, {"use_shard_on_block_dynamic_while": True}])
+def test_a_short_prefill_is_decoded_unless_blocks_are_asked_for(blocks: dict[str, Any]) -> None:
+    free = {"block_size": None}
+    told = build("nki", GPT_OSS, free, torch.bfloat16).explain("prefill", 30)
+    assert told.decision.kernel == "nki.decode_moe"
+    told = build("nki", GPT_OSS, {**free, **blocks}, torch.bfloat16).explain("prefill", 30)
+    assert told.decision.kernel == "nki.blockwise_moe"
+    assert "blocks were asked for" in str(told)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 128])
+def test_a_short_prefill_is_as_right_as_torch(tokens: int) -> None:
+    hidden_1TH = torch.randn(1, tokens, H).bfloat16()
+    mask_1T = (torch.arange(tokens) % 5 != 1)[None]
+    with torch.no_grad():
+        nki, bf16, exact = (
+            build(backend, GPT_OSS, {"block_size": None}, dtype)(
+                hidden_1TH.to(dtype), mask_1T, phase="prefill"
+            ).output.float()
+            for backend, dtype in (
+                ("nki", torch.bfloat16), ("torch", torch.bfloat16), ("torch", torch.float32)
+            )
+        )  # fmt: skip
+    assert rms_error(nki, exact) <= 1.05 * rms_error(bf16, exact)
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {

@@ -85,8 +85,12 @@ def test_the_second_builder_reads_the_neuron_configuration() -> None:
     assert found[-2] is found.expert_index
 
 
-@pytest.mark.parametrize("shape", [(1, 48), (4, 1)], ids=["prefill", "decode"])
-def test_nxdis_defaults_run_through_the_kernels(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((1, 160), "blockwise_moe"), ((1, 48), "decode_moe"), ((4, 1), "decode_layer")],
+    ids=["prefill", "short-prefill", "decode"],
+)
+def test_nxdis_defaults_run_through_the_kernels(shape: tuple[int, int], kernel: str) -> None:
     given = inference_config(torch_dtype=torch.bfloat16)
     given.hidden_size, given.intermediate_size = 128, 64
     nki = initialize_moe_module(given, backend="nki")
@@ -95,7 +99,7 @@ def test_nxdis_defaults_run_through_the_kernels(shape: tuple[int, int]) -> None:
     x = torch.randn(*shape, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     phase = "decode" if shape[1] == 1 else "prefill"
     told = nki.explain(phase, shape[0] * shape[1])
-    assert told.decision.kernel == {"decode": "nki.decode_layer"}.get(phase, "nki.blockwise_moe")
+    assert told.decision.kernel == f"nki.{kernel}"
     assert "use_index_calc_kernel=False" in str(told)
     with torch.no_grad():
         found, wanted = nki(x)[0].float(), exact(x)[0].float()

@@ -77,7 +77,7 @@ def _as_page(walk: list[Switch]) -> str:
 def stub(monkeypatch: pytest.MonkeyPatch) -> host_probe.Stub:
     for name, size in {"HIDDEN": 128, "INTERMEDIATE": 64, "EXPERTS": 4, "TOP_K": 2}.items():
         monkeypatch.setattr(host_probe, name, size)
-    monkeypatch.setattr(host_probe, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(host_probe, "PREFILL_TOKENS", 160)
     stub = host_probe.Stub(nki_sim.run)
     monkeypatch.setattr(nki_sim, "run", stub)
     return stub

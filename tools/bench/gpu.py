@@ -106,7 +106,7 @@ def _measure_shape(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     makers = _makers(shape, weights, args)
     with _turns(args.turns) as take_turn:
         if args.turns is not None:
-            _compile(makers, shape, args)
+            _compile(makers, shape, args.tokens[0])
         take_turn()
         for peer, make in makers.items():
             with _reported(peer, name):
@@ -129,17 +129,12 @@ def _makers(
     return makers | {name: partial(PEERS[name], shape, weights) for name in args.peers}
 
 
-def _compile(makers: dict[str, Callable[[], Peer]], shape: Shape, args: argparse.Namespace) -> None:
-    """Run everything once, so that nothing is compiled or tuned while it is this one's turn."""
+def _compile(makers: dict[str, Callable[[], Peer]], shape: Shape, tokens: int) -> None:
+    """Run everything once, so that little is compiled or tuned while it is this one's turn."""
     for peer, make in makers.items():
         with _reported(peer, "compiling"):
-            _run_all(make(), shape, args)
+            _run_once(make().bind(make_inputs(shape, tokens, "random")))
         torch.cuda.empty_cache()
-
-
-def _run_all(experts: Peer, shape: Shape, args: argparse.Namespace) -> None:
-    for tokens in args.tokens:
-        _run_once(experts.bind(make_inputs(shape, tokens, "random")))
 
 
 def _measure_peer(

@@ -17,7 +17,7 @@ from nki_kernels.prefill import Expected, ExpertSizes, best_candidate
 from nki_sim.hardware import TRN2, Hardware
 from nki_sim.hardware_file import using
 
-PREFILL_TOKENS: Final = (128, 1024, 8192)
+PREFILL_TOKENS: Final = (256, 1024, 8192)  # up to 128 take the decode kernel
 DECODE_TOKENS: Final = (4, 64)
 
 

@@ -8,7 +8,6 @@ from neuron_moe.backends.nki import decode, layer, prefill
 from neuron_moe.backends.nki.launch import check_capture
 from neuron_moe.backends.nki.operands import narrow_weights
 from neuron_moe.paths import (
-    DECODE_KERNEL_TOKENS,
     DECODE_PHASES,
     FEW_TOKEN_PATHS,
     Decision,
@@ -35,8 +34,12 @@ class NkiBackend:
             ValueError: what the kernels cannot compute, or a layer that was to be fused cannot.
         """
         check_capture()
-        in_blocks = decode.why_in_blocks(parts) if step.phase in DECODE_PHASES else ""
-        decision = decide(_workload(parts, step, in_blocks), self.name, parts.compat)
+        decision = decide(parts.workload(step), self.name, parts.compat)
+        in_blocks = ""
+        if decision.path in FEW_TOKEN_PATHS:
+            in_blocks = _why_in_blocks(parts, step)
+        if in_blocks or decision.path not in FEW_TOKEN_PATHS:
+            decision = decide(_in_blocks(parts, step), self.name, parts.compat)
         if in_blocks and decision.path in FEW_TOKEN_PATHS:
             decision = settle_mode(decision, "blockwise", in_blocks, "nki.blockwise_moe")
         apart = "experts on their own"
@@ -61,13 +64,30 @@ class NkiBackend:
         return decode.lay_out(parts) if phase == "decode" else prefill.lay_out(parts)
 
 
-def _workload(parts: LayerParts, step: Step, in_blocks: str) -> Workload:
+def _why_in_blocks(parts: LayerParts, step: Step) -> str:
+    """Say why few tokens go through blockwise_moe; '' if they go through the decode kernels.
+
+    Raises:
+        ValueError: no kernel has the formula.
+    """
+    why = decode.why_in_blocks(parts)
+    if why or step.phase in DECODE_PHASES:
+        return why
+    tuning = parts.tuning
+    is_asked = tuning.block_size is not None or tuning.shard_plan != "auto"
+    if is_asked or tuning.tuned.for_prefill(step.tokens) is not None:
+        return "blocks were asked for"
+    try:
+        decode.decode_config(parts, step.rows or step.tokens)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _in_blocks(parts: LayerParts, step: Step) -> Workload:
     """Return the sizes of a step, with the block size that runs."""
     tuning = parts.tuning
     work = parts.workload(step)
-    is_long = step.phase not in DECODE_PHASES or step.tokens > DECODE_KERNEL_TOKENS
-    if not (is_long or in_blocks):
-        return work
     tuned = tuning.tuned.for_prefill(step.tokens)
     if tuned is not None:
         return replace(work, block_size=tuned.block_size)
@@ -84,7 +104,7 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
         ValueError: one launch was asked for and cannot be, or quantised weights and they are not.
     """
     if step.phase not in DECODE_PHASES:
-        return f"{step.phase} is computed in blocks"
+        return f"{step.phase} is routed by a launch of its own"
     if parts.needs_quantized and parts.weights.packed_down is None:
         raise ValueError(
             "quantized=True: the expert weights are plain. Load fp8 codes with their scale,"

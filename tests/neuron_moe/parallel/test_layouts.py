@@ -346,9 +346,10 @@ CUDA_DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))  # asking torch woul
 
 
 @pytest.mark.skipif(CUDA_DEVICES < 2, reason="needs two CUDA devices")
-def test_nccl_ranks_equal_one_process(run_ranks: Any) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_nccl_ranks_equal_one_process(run_ranks: Any, part: int) -> None:
     size = 4 if CUDA_DEVICES >= 4 else 2
-    cases = [*core_cases(size), *(replace_size(case, size) for case in EXTRA_CASES)]
+    cases = [*core_cases(size), *(replace_size(case, size) for case in EXTRA_CASES)][part::4]
 
     def run(rank: int) -> list[str]:
         torch.cuda.set_device(rank)

@@ -39,7 +39,7 @@ SHAPES = {  # hidden, intermediate, experts, tokens, choices
     "one-token": (2880, 360, 4, 1, 1),
     "two-experts": (2880, 180, 2, 400, 1),
     "short-rows": (512, 512, 8, 300, 2),
-    "mixtral-32-ranks": (4096, 448, 4, 128, 2),
+    "mixtral-32-ranks": (4096, 448, 4, 256, 2),
 }
 
 

@@ -253,6 +253,10 @@ PARTS = {
         150, 128, 512, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 3},
         options={"shard_plan": "intermediate"},
     ),
+    "one-buffer-of-first-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"first_buffers": 1}),
+    "one-buffer-of-first-rows-in-halves": Prefill(
+        300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}
+    ),
 }  # fmt: skip
 
 

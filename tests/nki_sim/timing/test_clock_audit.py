@@ -18,7 +18,7 @@ import pytest
 import nki_sim
 from neuron_moe.tools.bench.comparison.layers import Model, choose_experts
 from neuron_moe.tools.bench.decode.cases import find_model
-from neuron_moe.tools.bench.prefill.ours import OPTIONS, configure_case, launch_ours
+from neuron_moe.tools.bench.prefill.ours import BLOCK_SIZE, OPTIONS, configure, launch_ours
 from neuron_moe.tools.bench.prefill.vendor import VARIANTS, launch_vendor
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from nki_kernels.prefill.config import LoopFit, PrefillConfig, with_loop
@@ -80,11 +80,11 @@ ROWS = (
 
 def configured(model: Model, choices: Any) -> PrefillConfig:
     """Return the plan that the audit timed, which need not be the one that is chosen now."""
-    config, candidate = configure_case(model, choices, "packed")
+    config, candidate = configure(model, len(choices), "packed", (BLOCK_SIZE,))
     if candidate.request.weight_parts is not None:
         return config
     asked = replace(candidate.request, largest_visit=AUDITED.visit, fit=AUDITED)
-    return with_loop(config, fit_loop(config, asked, 1.0))
+    return with_loop(config, replace(fit_loop(config, asked, 1.0), first_buffers=1))
 
 
 def times_us(run: nki_sim.Run, *models: ScheduleModel) -> Iterator[float]:
@@ -100,7 +100,7 @@ def test_the_ratios_of_the_audit_are_found_again(row: Row) -> None:
     choices = choose_experts(row.routing, row.T, model.E, model.K)
     config = configured(model, choices)
     models = IN_ORDER, WINDOW, OVERLAP
-    ours = list(times_us(launch_ours(model, choices, config), *models))
+    ours = list(times_us(launch_ours(model, choices, config, BLOCK_SIZE), *models))
     library = VendorLibrary(Path(LIBRARY))
     runs = (
         launch_vendor(library, model, choices, variant, OPTIONS)
@@ -130,7 +130,7 @@ def prefill(name: str, T: int) -> Callable[[], nki_sim.Run]:
     def launch() -> nki_sim.Run:
         model = find_model(name)
         choices = choose_experts("balanced", T, model.E, model.K)
-        return launch_ours(model, choices, configured(model, choices))
+        return launch_ours(model, choices, configured(model, choices), BLOCK_SIZE)
 
     return launch
 

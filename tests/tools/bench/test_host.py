@@ -20,7 +20,7 @@ from neuron_moe.tools.bench.host.worker import ROOT
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[host_probe.Stub]:
     for name, size in {"HIDDEN": 128, "INTERMEDIATE": 64, "EXPERTS": 4, "TOP_K": 2}.items():
         monkeypatch.setattr(host_probe, name, size)
-    monkeypatch.setattr(host_probe, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(host_probe, "PREFILL_TOKENS", 160)
     stub = host_probe.Stub(nki_sim.run)
     monkeypatch.setattr(nki_sim, "run", stub)
     return stub

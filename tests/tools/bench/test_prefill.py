@@ -57,7 +57,7 @@ def test_a_token_chooses_different_experts(routing: str) -> None:
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama4-scout", "gpt-oss-20b"])
 def test_the_plan_is_the_cost_models_and_knows_no_routing(name: str) -> None:
     model = next(model for model in MODELS if model.name == name)
-    config, candidate = configure(model, 256, 128 * (model.E + 256 * model.K // 128))
+    config, candidate = configure(model, 256)
     assert candidate.request.shard_plan in ("balanced", "hidden", "intermediate")
     assert config.stores == ("tokens" if model.K == 1 else "rows")  # few rows for each expert
     # Mixtral's experts do not fit SBUF whole, so their weights lie by parts.
@@ -202,7 +202,7 @@ def test_vendor_times_are_taken_from_an_earlier_result(
     assert vendor.asked == []
     assert row["speedup"] == pytest.approx(SLOW_US / row["ours_us"])
     assert result["vendor_rows_by_another_simulator"] == 0
-    monkeypatch.setattr(prefill_work, "launch_ours", None)  # kept, so not called
+    monkeypatch.setattr(prefill_work, "launch_plan", None)  # kept, so not called
     assert run_command(second, *library, "--resume")["rows"] == result["rows"]
 
 

@@ -2,11 +2,13 @@
 
     neuron-moe bench prefill --models gpt_oss_20b --tokens 1024
 
-Ours is one launch: the blockwise kernel, a barrier, the weighted sum over a token's experts (left
-out with one expert per token), by the plan of our cost model. The vendor's kernels run on the same
-simulated chip, from the user's checkout, with the token blocks ready as for ours; the fastest of
-their variants and block sizes counts, row by row. Every run is timed in both corners of the clock
-(nki_sim/time/schedule_model.py), ours with plain and with packed weights. The roofline is computed.
+Ours is one launch, as a layer chooses it: up to 128 tokens the decode kernel, which reads each
+expert once; then the blockwise kernel, a barrier, the weighted sum over a token's experts (left out
+with one expert per token), by the plan of our cost model. The vendor's prefill kernels run on the
+same simulated chip, from the user's checkout, with the token blocks ready as for ours; the fastest
+of their variants and block sizes counts, row by row. Every run is timed in both corners of the
+clock (nki_sim/time/schedule_model.py), ours with plain and with packed weights. The roofline is
+computed.
 The result file is written after every run, so that `--resume` can go on where one was stopped, and
 keeps the vendor's times for when only our kernels have changed.
 """
@@ -41,7 +43,7 @@ from neuron_moe.tools.parsers import PRINTED, Parser
 from nki_sim.time.schedule_model import CORNERS
 
 MX_KERNELS = ("moe_cte",)  # the vendor's names of cases
-OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py")
+OUR_SOURCES = ("prefill/*.py", "combine/*.py", "common/*.py", "decode/*.py")
 
 
 def main(argv: list[str] | None = None) -> int:

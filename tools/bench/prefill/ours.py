@@ -1,22 +1,34 @@
-"""Our prefill kernels on a benchmark's case: one launch, with the plan a compiled graph would have.
+"""Our kernels on a benchmark's prefill: one launch, with the plan a compiled graph would have.
 
-The plan is the cost model's, from the sizes and the number of tokens alone, as if experts were
-chosen alike: the same for every routing. The visits are given, as the vendor's block lists are.
+The plan is the layer's, from the sizes and the number of tokens alone: the same for every routing.
+Few tokens go through the decode kernel, others in blocks, whose size and plan are the cost model's,
+as if experts were chosen alike. The visits are given, as the vendor's block lists are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 import nki_sim
-from neuron_moe.blocks import build_block_mapping
+from neuron_moe.blocks import build_block_mapping, num_blocks
+from neuron_moe.paths import FEW_TOKEN_PATHS, choose_path
 from neuron_moe.tools.bench.comparison import runs
 from neuron_moe.tools.bench.comparison.layers import Model
+from neuron_moe.tools.bench.decode.ours import CORES, expert_specs
 from nki_kernels.combine import CombineDims, combine
 from nki_kernels.common.formula import ExpertFormula, limits
+from nki_kernels.decode import (
+    DecodeConfig,
+    DecodeRequest,
+    DecodeSizes,
+    WeightForm,
+    decode_moe,
+    make_decode_config,
+)
 from nki_kernels.prefill import (
     Candidate,
     Expected,
@@ -56,36 +68,90 @@ def _layer(
     return combine(slots_PSH, slot_of_pair_TK, affinities_TK, dims)
 
 
-def configure(
-    model: Model, num_tokens: int, num_slots: int, layout: str = "packed"
-) -> tuple[PrefillConfig, Candidate]:
-    """Return what the kernel is compiled for: the fastest by estimate, and that estimate.
+@dataclass(frozen=True, slots=True)
+class OurPlan:
+    """What a kernel of ours is compiled for, the size of its blocks or 0, and both in words."""
+
+    config: PrefillConfig | DecodeConfig
+    block_size: int
+    words: str
+
+
+def plan_of(model: Model, num_tokens: int, layout: str) -> OurPlan:
+    """Return the plan of a prefill, by the rules of a layer.
 
     Args:
         model: the layer.
         num_tokens: T.
-        num_slots: N*B, enough for every routing.
+        layout: of the weights, plain or packed for the kernel.
+    """
+    decision = choose_path("prefill", num_tokens, model.K, model.E, backend="nki")
+    if decision.path not in FEW_TOKEN_PATHS:
+        config, candidate = configure(model, num_tokens, layout)
+        return OurPlan(config, candidate.block_size, plan_in_words(config, candidate))
+    decode = make_decode_config(
+        DecodeSizes(num_tokens, model.H, model.I, model.E, model.K, model.E, CORES),
+        formula_of(model),
+        WeightForm(layout="ehi" if layout == "plain" else "packed"),
+        DecodeRequest(scaling=model.options.get("scaling", "post"), output_dtype="bfloat16"),
+    )
+    cut = f"{decode.chunks} chunks of {decode.parts} parts, {decode.weight_buffers} weight buffers"
+    return OurPlan(decode, 0, f"decode kernel, {decode.mode}, {cut}, weights {layout}")
+
+
+def launch_plan(model: Model, expert_index_TK: Any, plan: OurPlan) -> nki_sim.Run:
+    """Simulate our layer by its plan; an expert of -1 is another rank's."""
+    if isinstance(plan.config, PrefillConfig):
+        return launch_ours(model, expert_index_TK, plan.config, plan.block_size)
+    operands = expert_specs(model, plan.config)
+    return runs.run(
+        decode_moe, TensorSpec((len(expert_index_TK), model.H), "bfloat16"),
+        operands.pop("gate_up"), operands.pop("down"), expert_index_TK,
+        TensorSpec(expert_index_TK.shape, "float32"), np.zeros((1, 1), np.int32), plan.config,
+        lnc=CORES, options=OPTIONS, **operands,
+    )  # fmt: skip
+
+
+def configure(
+    model: Model,
+    num_tokens: int,
+    layout: str = "packed",
+    block_sizes: tuple[int, ...] = Search().block_sizes,
+) -> tuple[PrefillConfig, Candidate]:
+    """Return what the blockwise kernel is compiled for: the fastest by estimate, and the estimate.
+
+    Args:
+        model: the layer.
+        num_tokens: T.
         layout: of the weights: plain ([E, H, 2I] and [E, I, H]), or packed: by the parts in which
             they are loaded fastest, where that is faster.
+        block_sizes: to choose from.
     """
     formula, sizes = formula_of(model), ExpertSizes(model.H, model.I, model.E)
     tokens_E = expect_tokens(num_tokens * model.K, model.E, "uniform")
     rows = int(np.ceil(tokens_E / BLOCK_SIZE).sum()) * BLOCK_SIZE
     stores = "tiles" if num_tokens * model.K >= FULL_TILES * rows else "rows"
-    search = Search(block_sizes=(BLOCK_SIZE,))
+    search = Search(block_sizes=block_sizes)
     if model.K == 1:  # the rows are the output, so there is nothing to add them in
-        stores, search = "tokens", Search(block_sizes=(BLOCK_SIZE,), shard_plans=("balanced",))
+        stores, search = "tokens", replace(search, shard_plans=("balanced",))
     scaling = model.options.get("scaling", "none")
-    work = PrefillWork(BLOCK_SIZE, num_slots, num_tokens, scaling=scaling, stores=stores)
+
+    def work(block_size: int) -> PrefillWork:
+        num_slots = num_blocks(num_tokens, model.K, model.E, block_size) * block_size
+        return PrefillWork(block_size, num_slots, num_tokens, scaling=scaling, stores=stores)
+
     expected = Expected(num_tokens=num_tokens, top_k=model.K, scaling=scaling, stores=stores)
-    parts = (1, 1) if layout == "plain" else best_parts(make_config(formula, sizes, work))
+    parts = (
+        (1, 1) if layout == "plain" else best_parts(make_config(formula, sizes, work(BLOCK_SIZE)))
+    )
     found = [
         best_candidate(formula, sizes, expected, PlanRequest(weight_parts=lie), search)
         for lie in (None, parts)
         if lie != (1, 1)
     ]
     candidate = min(found, key=lambda candidate: candidate.estimated_us)
-    return make_config(formula, sizes, work, candidate.request), candidate
+    config = make_config(formula, sizes, work(candidate.block_size), candidate.request)
+    return config, candidate
 
 
 def formula_of(model: Model) -> ExpertFormula:
@@ -99,24 +165,12 @@ def formula_of(model: Model) -> ExpertFormula:
     return ExpertFormula(**options)
 
 
-def configure_case(
-    model: Model, expert_index_TK: Any, layout: str
-) -> tuple[PrefillConfig, Candidate]:
-    """Return what the kernel is compiled for on a case, and its estimate."""
-    mapping = _mapping(model, expert_index_TK)
-    return configure(model, len(expert_index_TK), len(mapping.token_position_to_id), layout)
-
-
-def _mapping(model: Model, expert_index_TK: Any, block_size: int = BLOCK_SIZE) -> Any:
-    return build_block_mapping(torch.from_numpy(expert_index_TK), model.E, block_size)
-
-
 def launch_ours(
-    model: Model, expert_index_TK: Any, config: PrefillConfig, block_size: int = BLOCK_SIZE
+    model: Model, expert_index_TK: Any, config: PrefillConfig, block_size: int
 ) -> nki_sim.Run:
-    """Simulate our layer; an expert of -1 is another rank's."""
+    """Simulate our blockwise layer; an expert of -1 is another rank's."""
     T, K = expert_index_TK.shape
-    mapping = _mapping(model, expert_index_TK, block_size)
+    mapping = build_block_mapping(torch.from_numpy(expert_index_TK), model.E, block_size)
     slots = mapping.token_position_to_id.numpy()
     visits = visits_of(config, slots, mapping.block_to_expert.numpy())
     pair = mapping.pair_of_slot.numpy()
@@ -132,11 +186,12 @@ def launch_ours(
 def plan_in_words(config: PrefillConfig, candidate: Candidate) -> str:
     """Return the plan of a launch in words."""
     loop = config.loop
+    blocks = "" if candidate.block_size == BLOCK_SIZE else f"blocks of {candidate.block_size}, "
     lie = "stored in" if loop.by_parts else "loaded in"
     return (
-        f"{candidate.request.shard_plan}, visits of {loop.classes[0]}, {loop.weight_buffers} weight"
-        f" buffers, {lie} {loop.in_parts}+{loop.out_parts} parts, turned by {loop.turns}, stores"
-        f" {config.stores}"
+        f"{candidate.request.shard_plan}, {blocks}visits of {loop.classes[0]}, "
+        f"{loop.weight_buffers} weight buffers, {lie} {loop.in_parts}+{loop.out_parts} parts, "
+        f"turned by {loop.turns}, stores {config.stores}"
     )
 
 

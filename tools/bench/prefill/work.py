@@ -27,9 +27,9 @@ from neuron_moe.tools.bench.comparison.timelines import bottleneck, corner_timel
 from neuron_moe.tools.bench.prefill.cases import roofline_us
 from neuron_moe.tools.bench.prefill.ours import (
     OPTIONS,
-    configure_case,
-    launch_ours,
-    plan_in_words,
+    OurPlan,
+    launch_plan,
+    plan_of,
 )
 from neuron_moe.tools.bench.prefill.results import Key, Row, case_of, check_case, compared
 from neuron_moe.tools.bench.prefill.vendor import (
@@ -41,7 +41,6 @@ from neuron_moe.tools.bench.prefill.vendor import (
     seconds_of,
 )
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
-from nki_kernels.prefill import PrefillConfig
 from nki_sim.time.schedule_model import CORNERS
 
 OURS, DEFAULT = "ours", "deployed"
@@ -189,14 +188,14 @@ class Case:
     def _run_ours(self) -> dict[Key, OurTime]:
         """Simulate our kernels once for every plan, and time it in all corners."""
         found: dict[Key, OurTime] = {}
-        times = dict[PrefillConfig, dict[str, OurTime]]()  # layouts may come to the same plan
+        times = dict[OurPlan, dict[str, OurTime]]()  # layouts may come to the same plan
         for layout in dict.fromkeys(row.layout for row in self._asked):
-            config, candidate = configure_case(self._model, self._index_TK, layout)
-            if config not in times:
-                times[config] = self._time(config, plan_in_words(config, candidate))
+            plan = plan_of(self._model, len(self._index_TK), layout)
+            if plan not in times:
+                times[plan] = self._time(plan)
             for row in self._asked:
                 if row.layout == layout:
-                    found[row.key] = times[config][row.corner]
+                    found[row.key] = times[plan][row.corner]
         return found
 
     def _run_deployed(self) -> dict[str, float]:
@@ -206,12 +205,12 @@ class Case:
         corners = dict.fromkeys(row.corner for row in self._asked)
         return {corner: timed.total_us for corner, timed in corner_timelines(run, corners)}
 
-    def _time(self, config: PrefillConfig, plan: str) -> dict[str, OurTime]:
-        run = launch_ours(self._model, self._index_TK, config)
+    def _time(self, plan: OurPlan) -> dict[str, OurTime]:
+        run = launch_plan(self._model, self._index_TK, plan)
         return {
             corner: OurTime(
                 ours_us=timeline.total_us,
-                ours_plan=plan,
+                ours_plan=plan.words,
                 bottleneck=bottleneck(timeline),
             )
             for corner, timeline in corner_timelines(
@@ -253,8 +252,8 @@ class Case:
         yield Pairing(corner, ours, Side(variant, launch))
 
     def _launch(self, layout: str) -> nki_sim.Run:
-        config, _ = configure_case(self._model, self._index_TK, layout)
-        return launch_ours(self._model, self._index_TK, config)
+        plan = plan_of(self._model, len(self._index_TK), layout)
+        return launch_plan(self._model, self._index_TK, plan)
 
     def _keep_ranges(self, found: Mapping[Key, SpeedupRange]) -> None:
         """Keep the ranges of rows of this case."""
