@@ -215,7 +215,7 @@ class _Writer(StageList):
 
     def _gather_early(self, s: int) -> None:
         if self._config.loop.first_buffers == 2:
-            self.add(GPSIMD, self._prices.lists_ns / 3, ["ids"], [("first ids", s)])
+            self.add(GPSIMD, self._prices.fetch_ns, ["ids"], [("first ids", s)])
             self.move(GPSIMD, self._prices.gather, [("first ids", s)], [self._row(s, 0)])
 
     def _gather_late(self, s: int) -> None:
