@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 import nki_sim
+from neuron_moe.backends.nki.decode import DecodePlan
+from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.tools.bench.comparison import runs
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources, digest
@@ -285,6 +287,21 @@ class DecodeWork:
         """Keep a time."""
         self._kept.write(self._name_of(task.name), result)
         self.times[task.name] = Time(result)
+
+
+def few_tokens_work(layer: RankLayer, tokens: int, index_TK: Ints, kept: Kept) -> DecodeWork | None:
+    """Return the decode kernel on a prompt so short that it runs untuned; None for others.
+
+    Args:
+        layer: of the rank.
+        tokens: T.
+        index_TK: choices of the prompt's tokens.
+        kept: results of earlier runs.
+    """
+    plan = layer.plan("prefill", tokens)
+    if not isinstance(plan, DecodePlan):
+        return None
+    return DecodeWork(plan.parts, {plan.path: plan.config}, index_TK, kept)
 
 
 def _simulate_decode(parts: Any, config: Any, index_TK: Ints) -> dict[str, float]:
