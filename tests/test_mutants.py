@@ -34,6 +34,29 @@ def test_every_mutant_that_is_called_equivalent_exists() -> None:
     assert [entry for entry in EQUIVALENT if entry[:3] not in found] == []
 
 
+SILENT = """
+@cached(maxsize=8)
+def grown(boxes, array, x):
+    array.setflags(write=False)
+    if len(boxes) > _MAX_BOXES:
+        boxes.merge()
+    _CHUNK = 8
+    _check_facts(x, 3)
+    raise ValueError(x + 1)
+"""
+
+
+def test_what_changes_no_result_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grown.py").write_text(SILENT)
+    monkeypatch.setattr(places, "ROOT", tmp_path)
+    changed = [mutant.lines for mutant in mutants_of(Path("grown.py"))]
+    assert changed == [
+        ("boxes.merge()", "pass"),
+    ]
+
+
 SOURCE = "def double(x):\n    return x * 2\n"
 TESTS = """
 import double

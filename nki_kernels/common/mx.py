@@ -170,7 +170,7 @@ def out_shape(form: MxForm) -> Shape:
 def bias_tile(form: MxForm, run_sb: nl.NkiTensor) -> nl.NkiTensor:
     """Return the biases [i, 2, 4] float32 of a run of gate and up."""
     begin = in_biases(form)
-    part_sb = run_sb[0 : run_sb.shape[0], begin : begin + 4 * num_biases(form)]
+    part_sb = run_sb[0 : run_sb.shape[0], begin:]
     return part_sb.view(nl.float32).reshape_dim(1, (2, form.i_axis.count))
 
 

@@ -77,7 +77,7 @@ def pack_gate_up(
             position += 2
     if config.weights.down_scale == "expert" and down_scale is not None:
         extras[..., position] = down_scale[:, :, None]
-    elif config.weights.down_scale == "channel" and down_scale is not None:
+    elif down_scale is not None:
         for tile in range(h_axis.count):
             rows = rows_of(h_axis, tile)
             extras[:, :, :rows, position + tile] = down_scale[:, None, elements_of(h_axis, tile)]

@@ -25,13 +25,6 @@ _FACTS: dict[tuple[Any, ...], tr.ComputeFacts] = {}
 # Operand checks. Each raises IllegalOperand with the operand's name.
 
 
-def tensor(operand: str, value: Any) -> NkiTensor:
-    """Return `value` if it is a tensor."""
-    if type(value) is not NkiTensor:
-        raise IllegalOperand(operand, "a tensor", repr(value))
-    return value
-
-
 def check_memory(operand: str, value: NkiTensor, spaces: tuple[int, ...]) -> None:
     """The tensor is in one of the memories."""
     if value._alloc.space not in spaces:

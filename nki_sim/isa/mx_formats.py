@@ -125,7 +125,7 @@ def quantize(values_PF: Array, dtype: str, headroom: int = 1) -> tuple[Array, Ar
     largest = magnitudes.reshape(-1, GROUP_PARTITIONS, columns).max(axis=1)
     _, exponent = np.frexp(largest)  # largest = m * 2^exponent with 0.5 <= m < 1
     shared = exponent - 1 - (_LARGEST_EXPONENT[dtype] - headroom)
-    scale = np.clip(shared + _SCALE_BIAS, 0, _SCALE_NAN - 1)
+    scale = np.maximum(shared + _SCALE_BIAS, 0)  # far below NaN: no float32 is so large
     scale = np.where(largest == 0, 0, scale)
     is_finite = np.isfinite(largest)
     factors = np.ldexp(np.float32(1), _SCALE_BIAS - scale).astype(np.float32)  # exact

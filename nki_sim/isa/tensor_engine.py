@@ -187,8 +187,7 @@ def nc_transpose(
 def _check_operand(operand: str, value: Any) -> None:
     if type(value) is not NkiTensor:
         raise IllegalOperand(operand, "a tensor", repr(value))
-    if value._alloc.space != tr.SBUF:
-        check_memory(operand, value, (tr.SBUF,))
+    check_memory(operand, value, (tr.SBUF,))
     check_partitions(operand, value)
 
 
@@ -318,7 +317,7 @@ def _check_tile(
     allowed = (64, 128) if core.target.version is nc_version.gen2 else (32, 64, 128)
     if rows not in allowed or columns not in allowed:
         raise IllegalOperand("tile_size", f"rows and columns among {allowed}", f"{(rows, columns)}")
-    if row % rows or column % columns or row + rows > 128 or column + columns > 128:
+    if row not in range(0, 128, rows) or column not in range(0, 128, columns):
         raise IllegalOperand("tile_position", f"multiples of {(rows, columns)} inside the array",
                              f"{(row, column)}")  # fmt: skip
     if k > rows or m > columns:

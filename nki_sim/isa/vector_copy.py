@@ -93,7 +93,7 @@ def memset(
         raise IllegalOperand("value", f"0 for the packed type {dtype}", repr(value))
     if dtype.is_integer:
         bounds = np.iinfo(dtype.numpy)
-        if value != int(value) or not bounds.min <= value <= bounds.max:
+        if not bounds.min <= value <= bounds.max or value != int(value):
             raise IllegalOperand("value", f"an int that {dtype} can hold", repr(value))
         if isinstance(value, float):
             core.machine.find(

@@ -5,6 +5,7 @@ Tensors are created with their capacity and address checked, and those that core
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -94,6 +95,7 @@ class Allocator(Program):
         """Do not keep a mask of a big tensor in HBM that nobody asks for."""
         if self.options.uninitialized == "off":
             alloc.defined.full = True
+            alloc.pending = functools.partial(_fill, alloc, self.options.fill)
 
     def _allocate_shared(self, shape: tuple[int, ...], dtype: DType, name: str) -> NkiTensor:
         """All cores of a rank name one tensor by its name, else by the order of allocation."""
@@ -242,3 +244,8 @@ class Allocator(Program):
                 other.clobbered_by = (
                     f"{alloc.name or 'a tensor'} written at {self.machine.location(self.line)}"
                 )
+
+
+def _fill(alloc: Allocation, byte: int) -> None:
+    """Let what nobody wrote hold the bytes that the options name."""
+    alloc.data[...] = byte

@@ -125,9 +125,6 @@ class Views:
         """Whether it lives in SBUF or PSUM."""
         return self._alloc.space != HBM
 
-    def _alloc_elements(self) -> int:
-        return self._alloc.size_bytes // self.dtype.itemsize
-
     def permute(self, dims: Sequence[int]) -> Self:
         """Return the view with its axes in the order `dims`."""
         order = tuple(dims)

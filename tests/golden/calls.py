@@ -10,7 +10,6 @@ bits of functions that differ from one processor to the next are left out.
 import argparse
 import hashlib
 import inspect
-import json
 import random
 import re
 from collections.abc import Callable
@@ -25,12 +24,17 @@ from nki_sim.constants import dma_engine, matmul_perf_mode, nc_version, reduce_c
 from nki_sim.errors import NkiValidationError
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
+from tests.golden import digests
 from tests.golden.traces import digest, plain, told
 
 FILE = Path(__file__).with_suffix(".json")
-CALLS_EACH = 100
+CALLS_EACH = 100  # and LONGER times as many in the long run
+LONGER = 8
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "uint8", "uint16", "int8",
           "float8_e4m3")  # fmt: skip
+HELD = ("small", "steps", "ones", "rows", "quarters", "quarters", "wide", "nothing")
+WIDE = (0.0, -0.0, 1.5, -3.0, 127.5, -128.5, 239.0, 256.0, -449.0, 65_535.0, -70_000.0, 1e10, -3e38,
+        1e-40, np.inf, -np.inf, np.nan)  # fmt: skip
 # Not the same bits on every processor.
 INEXACT = {"activation", "activation_reduce", "activate2", "exponential", "rand2",
            "bn_stats", "bn_aggr"}  # fmt: skip
@@ -43,7 +47,8 @@ class Operand:
 
     Attributes:
         shape, dtype, space, start: as of `Tile`.
-        holds: small, steps, ones, rows (0, 1, .. downward) or nothing.
+        holds: small, steps, ones, quarters, wide (what does not fit most types), rows (0, 1, ..
+            downward) or nothing.
         view: what part of it is passed: all, even (columns), turned (two free axes), deep or none.
     """
 
@@ -62,6 +67,7 @@ class Operand:
         steps = np.arange(count).reshape(self.shape)
         values = {
             "small": steps * 7 % 11, "steps": steps % 120, "ones": np.ones(self.shape),
+            "quarters": steps * 7 % 23 / 4 - 2.5, "wide": np.resize(WIDE, self.shape),
             "rows": np.broadcast_to(
                 np.arange(self.shape[0]).reshape(-1, *[1] * (len(self.shape) - 1)), self.shape
             ),
@@ -160,7 +166,84 @@ RIGHT: dict[str, dict[str, Any]] = {
     "rand_set_state": {"src_seeds": Operand((32, 6), "uint32")},
     "rand_get_state": {"dst": made((32, 6), "uint32")},
 }  # fmt: skip
+# Changes of a right call that are right, too, or nearly.
+DEEP = Operand((32, 2, 8))
+MORE: dict[str, tuple[dict[str, Any], ...]] = {
+    "tensor_tensor": ({"data1": Operand(space="psum")}, {"dst": made(dtype="bfloat16")},
+                      {"data1": Operand(dtype="int32"), "data2": Operand(dtype="int32"),
+                       "dst": made(dtype="int32"), "op": nl.bitwise_xor}),
+    "tensor_scalar": ({"operand0": 3.0, "op0": nl.subtract, "reverse0": True, "op1": None},
+                      {"data": Operand(holds="quarters"), "op0": nl.maximum, "op1": nl.minimum},
+                      {"data": Operand(dtype="int32"), "dst": made(dtype="int32"),
+                       "op0": nl.left_shift, "operand0": 3, "op1": nl.bitwise_and, "operand1": 8}),
+    "scalar_tensor_tensor": ({"reverse0": True, "op0": nl.subtract}, {"operand0": 2.0},
+                             {"reverse1": True}),
+    "tensor_reduce": ({"data": DEEP, "axis": (1, 2)}, {"op": nl.maximum, "negate": True},
+                      {"data": DEEP, "axis": 2, "dst": made((32, 2))},
+                      {"data": Operand(dtype="int32"), "dst": made((32, 1), "int32")}),
+    "tensor_copy": ({"src": Operand(holds="wide"), "dst": made(dtype="int32")},
+                    {"src": Operand(holds="wide"), "dst": made(dtype="float8_e4m3")},
+                    {"src": Operand(holds="wide"), "dst": made(dtype="uint8")},
+                    {"src": Operand(holds="wide"), "dst": made(dtype="bfloat16")},
+                    {"src": Operand(holds="quarters"), "dst": made(dtype="int8")},
+                    {"src": Operand(space="psum"), "engine": isa.engine.scalar}),
+    "memset": ({"value": 2.5, "dst": made(dtype="bfloat16")},
+               {"value": -1, "dst": made(dtype="int8")}),
+    "tensor_tensor_scan": ({"op0": nl.maximum}, {"initial": ONE}, {"initial": -2.5},
+                           {"op1": nl.subtract, "data1": Operand(holds="quarters")}),
+    "select_reduce": ({"reduce_op": nl.maximum}, {"on_false": 1.0, "reverse_pred": True},
+                      {"reduce_cmd": reduce_cmd.reduce}, {"on_true": Operand(holds="quarters")}),
+    "range_select": ({"comp_op0": nl.equal, "comp_op1": nl.not_equal}, {"range_start": 3.0},
+                     {"reduce_cmd": reduce_cmd.reset_reduce, "reduce_op": nl.maximum}),
+    "iota": ({"pattern": ((1, 4), (10, 4))}, {"pattern": ((-2, 2), (3, 8)), "offset": -5},
+             {"dst": made(dtype="uint8")}, {"dst": made(), "channel_multiplier": -3}),
+    "affine_select": ({"pattern": ((1, 4), (-1, 4))}, {"cmp_op": nl.equal, "offset": 0},
+                      {"channel_multiplier": -1, "on_false_value": -9.0}),
+    "local_gather": ({"src_buffer": Operand((32, 32)), "num_elem_per_idx": 2,
+                      "dst": made((32, 64))},
+                     {"num_valid_indices": 16}, {"num_valid_indices": 31},
+                     {"index": Operand((32, 2), "uint16", holds="rows")}),
+    "nonzero_with_count": ({"src": Operand(holds="quarters")},
+                           {"index_offset": 0, "padding_val": 7},
+                           {"src": Operand(dtype="int32"), "dst": made((32, 9), "int32")}),
+    "nc_n_gather": ({"indices": Operand(dtype="uint32", holds="rows")},
+                    {"indices": Operand((32, 8), "uint32"), "dst": made((32, 8))}),
+    "sequence_bounds": ({"segment_ids": Operand((1, 16), holds="ones")},
+                        {"segment_ids": Operand((1, 16), "int32"),
+                         "dst": made((1, 2, 16), "int32")}),
+    "topk": ({"n": 64}, {"n": 512}, {"src": Operand(dtype="bfloat16", holds="quarters")}),
+    "max8": ({"src": Operand((32, 8))}, {"src": Operand(holds="quarters")},
+             {"src": Operand((2, 16_384)), "dst": made((2, 8))},
+             {"src": Operand((1, 16_385)), "dst": made((1, 8))}),
+    "nc_find_index8": ({"data": Operand(holds="quarters")}, {"data": Operand((32, 8))},
+                       {"data": Operand((1, 16_384)), "vals": Operand((1, 8)),
+                        "dst": made((1, 8), "uint32")}),
+    "nc_stream_shuffle": ({"shuffle_mask": (255,) * 16 + tuple(range(16))},
+                          {"src": Operand((64, 16)), "dst": made((64, 16))},
+                          {"src": Operand((128, 8)), "dst": made((128, 8))}),
+    "tensor_partition_reduce": ({"op": nl.maximum}, {"data": Operand(holds="quarters")},
+                                {"data": Operand(dtype="bfloat16")}),
+    "nc_matmul": ({"stationary": BF16, "moving": BF16}, {"accumulate": False},
+                  {"stationary": BF16, "moving": BF16, "tile_position": (0, 32),
+                   "tile_size": (32, 32), "dst": Operand((16, 16), space="psum", start=32)}),
+    "nc_matmul_mx": ({"stationary": Operand(dtype="float4_e2m1fn_x4", holds="nothing")},
+                     {"stationary_scale": Operand(dtype="uint8", holds="steps")},
+                     {"dst": made((16, 16), "bfloat16", "psum")}),
+    "quantize_mx": ({"src": Operand(dtype="bfloat16", holds="wide")},
+                    {"src": Operand(dtype="bfloat16", holds="quarters")},
+                    {"src": Operand(dtype="float16", holds="quarters")},
+                    {"dst": made((32, 4), "float8_e5m2_x4")}),
+    "dma_copy": ({"dst": made(dtype="bfloat16")}, {"src": Operand(space="hbm", holds="wide"),
+                                                   "dst": made(dtype="int32")},
+                 {"dst": made(space="hbm"), "src": X}),
+    "dma_transpose": ({"src": Operand((16, 3, 8), "bfloat16", "hbm"),
+                       "dst": made((8, 3, 16), "bfloat16")},
+                      {"src": Operand((16, 2, 3, 8), "bfloat16", "hbm"),
+                       "dst": made((8, 2, 3, 16), "bfloat16")}),
+}  # fmt: skip
 ENGINES = tuple(isa.engine)
+ROWS = (1, 2, 16, 31, 33, 63, 64, 65, 96, 127, 128)
+WIDTHS = (1, 2, 4, 7, 8, 9, 15, 17, 32, 33, 64, 127, 128, 129, 511, 512, 513)
 OPS = (nl.add, nl.subtract, nl.multiply, nl.maximum, nl.minimum, nl.equal, nl.not_equal, nl.less,
        nl.less_equal, nl.greater, nl.greater_equal, nl.logical_and, nl.logical_or, nl.bitwise_and,
        nl.bitwise_or, nl.bitwise_xor, nl.left_shift, nl.right_shift, nl.divide, nl.rsqrt, nl.power,
@@ -207,12 +290,12 @@ def another_operand(operand: Operand, rng: random.Random) -> Operand:
     rows, *columns = operand.shape
     what = rng.choice(("rows", "columns", "dtype", "dtype", "space", "start", "view", "holds"))
     if what == "rows":
-        return replace(operand, shape=(rng.choice((1, 16, 31, 33, 64, 127, 128)), *columns))
+        return replace(operand, shape=(rng.choice(ROWS), *columns))
     if what == "columns":
-        width = rng.choice((1, 2, 7, 8, 15, 17, 32, 64, 511, 512, 513))
+        width = rng.choice(WIDTHS)
         return replace(operand, shape=(rows, *columns[:-1], width))
     if what == "holds":
-        return replace(operand, holds=rng.choice(("small", "steps", "ones", "rows", "nothing")))
+        return replace(operand, holds=rng.choice(HELD))
     choices: dict[str, tuple[Any, ...]] = {
         "dtype": DTYPES, "space": ("sbuf", "psum", "hbm"), "start": (16, 32, 64, 96),
         "view": ("even", "turned", "deep"),
@@ -224,6 +307,8 @@ def drawn(name: str, number: int) -> tuple[dict[str, Any], SimOptions]:
     """Return the arguments and options of a call: the right one, or one with a few changes."""
     rng = random.Random(f"{name} {number}")
     arguments = dict(RIGHT[name])
+    if number > 0 and rng.random() < 0.6:
+        arguments |= rng.choice(MORE.get(name, ({},)))
     signature = inspect.signature(getattr(isa, name)).parameters
     if number > 0 and rng.random() < 0.4:
         arguments = resized(arguments, rng)
@@ -239,7 +324,7 @@ def drawn(name: str, number: int) -> tuple[dict[str, Any], SimOptions]:
 def resized(arguments: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Return a call whose operands all have other rows, another dtype or another place."""
     what = rng.choice(("rows", "dtype", "start", "columns"))
-    rows, width = rng.choice((1, 16, 31, 33, 64, 127, 128)), rng.choice((8, 7, 1, 33, 512, 513))
+    rows, width = rng.choice(ROWS), rng.choice(WIDTHS)
     dtype, start = rng.choice(DTYPES), rng.choice((32, 64, 96))
 
     def other(value: Any) -> Any:
@@ -287,18 +372,24 @@ def outcome(name: str, number: int) -> str:
         map(_hashable, arguments.values())
     )
     for operand in sorted(result.tiles) if exact else ():
-        bits.update(np.where(result.unwritten[operand], 0, result.tiles[operand]).tobytes())
+        bits.update(_comparable(result.tiles[operand], result.unwritten[operand]))
     return f"{digest([result.run.trace])} {bits.hexdigest()[:8]} {findings}"
+
+
+def _comparable(values: Any, unwritten: Any) -> bytes:
+    """Return the bits of values, but for those that are unwritten or NaN, of which many are."""
+    kept = np.where(unwritten, np.zeros((), values.dtype), values)
+    is_nan = np.zeros(kept.shape, np.bool_) if kept.dtype.kind in "iub" else np.isnan(kept)
+    return np.where(is_nan, np.zeros((), kept.dtype), kept).tobytes()
 
 
 def _hashable(value: Any) -> Any:
     return value if isinstance(value, nc_version) or value.__hash__ else None
 
 
-def short(name: str) -> list[str]:
-    """Return the outcomes of all calls of an instruction, eight characters of each."""
-    outcomes = (outcome(name, number) for number in range(CALLS_EACH))
-    return [hashlib.sha256(text.encode()).hexdigest()[:8] for text in outcomes]
+def short(name: str, numbers: range) -> list[str]:
+    """Return some digits of the outcome of each call of an instruction."""
+    return [digests.digits(outcome(name, number)) for number in numbers]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -311,7 +402,8 @@ def main(argv: list[str] | None = None) -> int:
         name, number = options.show[0], int(options.show[1])
         print(*drawn(name, number), outcome(name, number), sep="\n")  # noqa: T201  a tool
     if options.write:
-        FILE.write_text(json.dumps({name: short(name) for name in RIGHT}, indent=0) + "\n")
+        numbers = range(CALLS_EACH * LONGER)
+        digests.write(FILE, {name: short(name, numbers) for name in RIGHT})
     return 0
 
 

@@ -6,7 +6,6 @@ python -m tests.golden.programs --show KIND NUMBER   what comes of a program, st
 
 import argparse
 import hashlib
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +18,17 @@ from nki_sim import SimOptions, isa
 from nki_sim.errors import NkiValidationError
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
-from tests.golden.traces import digest, plain, told
+from tests.golden import digests, engine_programs
+from tests.golden.engine_programs import REPORTS, end_of
+from tests.golden.traces import told
 
 FILE = Path(__file__).with_suffix(".json")
-EACH = {"views": 1500, "memory": 400, "cores": 400, "loops": 600}
+# How many of each kind; the long run has LONGER times as many.
+EACH = {"views": 1500, "memory": 400, "cores": 400, "loops": 600, "transfers": 500, "products": 200,
+        "registers": 300, "shared": 150, "ranks": 100}  # fmt: skip
+LONGER = 5
 SIZES = (1, 2, 3, 4, 6, 8, 12)
 DTYPES = (nl.float32, nl.bfloat16, nl.uint8, nl.int32)
-REPORTS = SimOptions(
-    uninitialized="report", capacity="report", overlap="report", races="report",
-    accumulate="report", scatter="report",
-)  # fmt: skip
 
 
 def views(rng: random.Random) -> list[str]:
@@ -239,18 +239,12 @@ def loops(rng: random.Random) -> list[str]:
     return end_of(lambda: execute(body, x=x, count=count, options=REPORTS).run)
 
 
-KINDS = {"views": views, "memory": memory, "cores": cores, "loops": loops}
-
-
-def end_of(run: Callable[[], nki_sim.Run]) -> list[str]:
-    """Return what a run ends with: its instructions and findings, or why it did not."""
-    try:
-        done = run()
-    except NkiValidationError as error:
-        return [told(error)]
-    findings = sorted(f"{found.kind} {found.text}" for found in done.findings)
-    outputs = "" if done.outputs is None else np.nan_to_num(done.outputs, nan=-1).tolist()
-    return [digest([done.trace]), f"{done.sbuf_peak_bytes}", f"{outputs}", *map(plain, findings)]
+KINDS = {
+    "views": views, "memory": memory, "cores": cores, "loops": loops,
+    "transfers": engine_programs.transfers, "products": engine_programs.products,
+    "registers": engine_programs.registers, "shared": engine_programs.shared,
+    "ranks": engine_programs.ranks,
+}  # fmt: skip
 
 
 def outcome(kind: str, number: int) -> list[str]:
@@ -259,10 +253,9 @@ def outcome(kind: str, number: int) -> list[str]:
         return KINDS[kind](random.Random(f"{kind} {number}"))
 
 
-def short(kind: str) -> list[str]:
-    """Return the outcomes of all programs of a kind, eight characters of each."""
-    texts = ("\n".join(outcome(kind, number)) for number in range(EACH[kind]))
-    return [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
+def short(kind: str, numbers: range) -> list[str]:
+    """Return some digits of the outcome of each program of a kind."""
+    return [digests.digits("\n".join(outcome(kind, number))) for number in numbers]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -274,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.show:
         print(*outcome(options.show[0], int(options.show[1])), sep="\n")  # noqa: T201  a tool
     if options.write:
-        FILE.write_text(json.dumps({kind: short(kind) for kind in KINDS}, indent=0) + "\n")
+        digests.write(FILE, {kind: short(kind, range(EACH[kind] * LONGER)) for kind in KINDS})
     return 0
 
 

@@ -48,12 +48,6 @@ EQUIVALENT = (
         "an axis of one element has no step",
     ),
     Equivalent(
-        "nki_sim/isa/gpsimd.py",
-        "wrapped.setflags(write=False)",
-        "pass",
-        "nothing writes it: the flag is there for those who change the file",
-    ),
-    Equivalent(
         "neuron_moe/quantize/recode.py",
         "highest = torch.where(has_value, exponents, -256).amax(axes)",
         "highest = torch.where(has_value, exponents, -257).amax(axes)",
@@ -156,12 +150,6 @@ EQUIVALENT = (
         "any step beyond the last one is none",
     ),
     Equivalent(
-        "neuron_moe/weights/linear.py",
-        'if where.type == "cpu" and num_bytes > _LARGEST_DRAWN_BYTES:',
-        'if where.type == "cpu" and num_bytes >= _LARGEST_DRAWN_BYTES:',
-        "how large a matrix must be to be left undrawn, to the byte",
-    ),
-    Equivalent(
         "nki_sim/machine/allocator.py",
         "found.line = self.here(3)",
         "found.line = self.here(4)",
@@ -220,5 +208,47 @@ EQUIVALENT = (
         "if first is not None and down is not None:",
         "if first is not None or down is not None:",
         "either both are packed or neither",
+    ),
+    Equivalent(
+        "nki_sim/isa/tensor_engine.py",
+        "_TYPES.add(types)",
+        "pass",
+        "the types are then checked each time",
+    ),
+    Equivalent(
+        "nki_kernels/index/config.py",
+        "NO_VISITS = VisitDims(0, 1, 0, 1, False, 0)",
+        "NO_VISITS = VisitDims(0, 1, 0, 1, False, 1)",
+        "without lanes no visit is made, so nothing is loaded once or twice",
+    ),
+    Equivalent(
+        "neuron_moe/moe.py",
+        "for count in range(len(_OPTIONAL) + 1)",
+        "for count in range(len(_OPTIONAL) + 2)",
+        "there is no way to choose more outputs than there are",
+    ),
+    Equivalent(
+        "nki_kernels/common/visits.py",
+        "mixed += (len(mine) - mixed) % 2",
+        "mixed += (len(mine) + mixed) % 2",
+        "sum and difference leave the same rest",
+    ),
+    Equivalent(
+        "nki_kernels/prefill/options.py",
+        "row_buffers=1,",
+        "row_buffers=2,",
+        "the draft's number of buffers is replaced by the fit",
+    ),
+    Equivalent(
+        "nki_sim/machine/liveness.py",
+        "source = np.minimum(first[:-1], max(len(operand_ids) - 1, 0))",
+        "source = np.minimum(first[:-1], max(len(operand_ids) - 1, 1))",
+        "a trace with one operand in all has nothing to wait for",
+    ),
+    Equivalent(
+        "nki_sim/machine/liveness.py",
+        "loads = (columns[:, tr.ENGINE] == tr.DMA) & (columns[:, tr.NUM_READS] > 0)",
+        "loads = (columns[:, tr.ENGINE] == tr.DMA) & (columns[:, tr.NUM_READS] >= 0)",
+        "every DMA on chip reads something",
     ),
 )

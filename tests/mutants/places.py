@@ -41,10 +41,12 @@ PRICES = (
     "huge_pages.py",
 )  # fmt: skip
 # How much is worked on, or kept.
-AT_ONCE = re.compile("CHUNK|of_chunk|POOL|_MAX_GEOMETRIES")
-# Calls and functions that only time or tell.
+AT_ONCE = re.compile(
+    "CHUNK|of_chunk|POOL|_MAX_GEOMETRIES|_MAX_BOXES|_FEW_ROWS|_LARGEST_DRAWN|parts_per_thread"
+)
+# Calls and functions that only time, tell, or guard what nobody writes.
 SILENT = re.compile(
-    "facts|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
+    "facts|setflags|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
     "__str__|__repr__|notes|explain|_ns$", re.IGNORECASE
 )  # fmt: skip
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
@@ -122,24 +124,30 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
     That is decorators, what messages are made of, facts for the clock, how strict a zip is, how a
-    thread ends, how a file is indented, how much is worked on at once, -1 where it stands for the
-    rest, and the step of an axis of one element.
+    thread ends, how a file is indented, how much is worked on at once and the bound of it, -1 where
+    it stands for the rest, and the step of an axis of one element.
     """
     if isinstance(node, ast.FunctionDef) and SILENT.search(node.name):
         return
     yield node
     decorators = getattr(node, "decorator_list", [])
     for child in ast.iter_child_nodes(node):
-        is_silent = isinstance(child, ast.Call) and SILENT.search(ast.unparse(child.func))
+        call = child.value if isinstance(child, ast.Expr) else child
+        is_silent = isinstance(call, ast.Call) and SILENT.search(ast.unparse(call.func))
         is_strict = isinstance(child, ast.keyword) and child.arg in ("strict", "daemon", "indent")
         is_step = isinstance(node, ast.List) and node.elts[:1] == [child] and _ends_in_one(node)
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
         is_text = isinstance(child, ast.JoinedStr | ast.Raise)
         is_size = isinstance(child, ast.Assign) and AT_ONCE.search(ast.unparse(child.targets[0]))
-        if is_silent or is_strict or is_step or is_rest or is_text or is_size:
+        if is_silent or is_strict or is_step or is_rest or is_text or is_size or _is_bound(child):
             continue
         if child not in decorators:
             yield from _nodes(child)
+
+
+def _is_bound(node: ast.AST) -> bool:
+    """Say whether it compares something with how much is worked on at once."""
+    return isinstance(node, ast.Compare) and bool(AT_ONCE.search(ast.unparse(node)))
 
 
 def _ends_in_one(pattern: ast.List) -> bool:
@@ -154,7 +162,7 @@ def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[tuple[int, int
         yield from _whole(node, str(new))
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield from _whole(node, "pass")
-    elif isinstance(node, ast.If | ast.IfExp):
+    elif isinstance(node, ast.If | ast.IfExp) and not _is_bound(node.test):
         for place, _ in _whole(node.test, ""):
             line, begin, end = place
             yield place, f"(not ({lines[line - 1][begin:end].decode()}))"

@@ -192,3 +192,12 @@ def test_actual_overhead_scales_a_longer_record_to_the_tokens_at_hand() -> None:
     long = padding_overhead(100, 2, 4, 32, tokens_per_expert=[8000, 6000, 4000, 2000])
     assert short == long
     assert long.actual <= long.worst
+
+
+def test_blocks_are_padded_to_an_even_number_if_asked() -> None:
+    index_TK = torch.tensor([[0], [1], [2]])
+    numbers = [
+        len(build_block_mapping(index_TK, 3, 1, **more).block_to_expert)
+        for more in ({}, {"pad_to_even": False}, {"pad_to_even": True})
+    ]
+    assert numbers == [3, 3, 4]

@@ -310,6 +310,23 @@ def test_a_norm_that_returns_something_else_is_none(
     assert norm_of(kind(4096, 1e-5, dtype), Forms()) is None
 
 
+class WithoutNumbers(nn.Module):
+    """Has a weight or an epsilon, but not both."""
+
+    def __init__(self, weight: torch.Tensor | None, eps: float | None) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+
+@pytest.mark.parametrize(
+    ("weight", "eps"), [(torch.ones(4), None), (None, 1e-5), (torch.ones(2, 2), 1e-5)]
+)
+def test_a_norm_without_weight_or_epsilon_is_none(
+    weight: torch.Tensor | None, eps: float | None
+) -> None:
+    assert norm_of(WithoutNumbers(weight, eps), Forms()) is None
+
+
 class ThreeAxesNorm(RMSNorm):
     """A norm that takes [B, S, H] only, as NxDI's GPT-OSS has one."""
 

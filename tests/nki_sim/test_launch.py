@@ -451,3 +451,35 @@ def test_named_instructions_may_be_ordered_by_hand() -> None:
 def test_bfloat16_inputs_keep_their_bits() -> None:
     x = np.arange(512).reshape(8, 64).astype(ml_dtypes.bfloat16)
     assert np.array_equal(nki_sim.run(double, x).outputs, (x + x))
+
+
+def test_unwritten_memory_holds_the_fill_where_nobody_asks_for_it() -> None:
+    def kernel() -> Any:
+        part = nl.ndarray((4, 8), nl.uint8, buffer=nl.private_hbm)
+        out = nl.ndarray((4, 8), nl.uint8, buffer=nl.shared_hbm)
+        isa.dma_compute(out, [part, part], nl.add)
+        return out
+
+    options = SimOptions(uninitialized="off", fill=3)
+    assert nki_sim.run(kernel, options=options).outputs.tolist() == [[6] * 8] * 4
+
+
+def test_three_calls_that_led_to_a_line_are_kept() -> None:
+    def fill(x: Any) -> None:
+        isa.memset(x, 0.0)
+
+    def second(x: Any) -> None:
+        fill(x)
+
+    def third(x: Any) -> None:
+        second(x)
+
+    def fourth(x: Any) -> None:
+        third(x)
+
+    def kernel(is_deep: bool) -> None:
+        (fourth if is_deep else fill)(nl.ndarray((4, 8), nl.float32))
+
+    for is_deep, count in ((True, 3), (False, 1)):
+        done = nki_sim.run(kernel, is_deep, options=SimOptions(callers=True))
+        assert [len(calls) for calls in done.trace.callers if calls] == [count]

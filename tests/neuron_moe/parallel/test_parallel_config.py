@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from neuron_moe import (
     ExpertMLPsV2,
@@ -18,7 +19,7 @@ from neuron_moe.parallel.collectives import SingleRank
 from neuron_moe.parallel.exchange import _phase_of
 from neuron_moe.parallel.groups import ExpertGroups, Offline, expert_ranks
 from neuron_moe.parallel.shuffle import build_shuffle
-from neuron_moe.parallel.strategy import TokenSpread
+from neuron_moe.parallel.strategy import TokenSpread, gather_routing
 from neuron_moe.parallel.topology import INSTANCES, instance
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -258,3 +259,15 @@ def test_each_rank_shuffles_by_the_seed_it_is_given(monkeypatch: pytest.MonkeyPa
     assert seeds[1:] == [seeds[0], seeds[0] + 5]
     group.rank = 0
     assert build_shuffle(2, 5).generator.initial_seed() == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_choices_travel_as_they_are(dtype: torch.dtype, has_gradient: bool) -> None:
+    index_TK = torch.tensor([[0, 3], [2, 1], [-1, 5]], dtype=torch.int32)
+    affinities_TK = torch.tensor([[0.5, 0.25], [1.0, -2.0], [0.0, 0.75]], dtype=dtype)
+    affinities_TK.requires_grad_(has_gradient)
+    index, affinities = gather_routing(SingleRank("tokens"), index_TK, affinities_TK, (3,))
+    assert torch.equal(index, index_TK)
+    assert torch.equal(affinities, affinities_TK)
+    assert affinities.requires_grad == has_gradient

@@ -421,3 +421,12 @@ def test_packing_shared_experts_keeps_every_weight(width: int) -> None:
     np.testing.assert_array_equal(parts[:, :width], [gate, up])
     assert not parts[:, width:].any()
     np.testing.assert_array_equal(np.concatenate(down)[:width], gate)
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [("bfloat16", 1), ("float32", 2)])
+def test_the_cores_share_a_router_of_a_mebibyte(dtype: str, parts: int) -> None:
+    sizes = DecodeSizes(T=1, H=2048, I=64, E=8, K=2, num_experts=192)
+    config = make_layer_config(
+        sizes, RouterFormula(top_k=2), ExpertFormula(), LayerForm(router_dtype=dtype)
+    )
+    assert config.router_parts == parts

@@ -96,6 +96,16 @@ def test_skewed_routings_are_placed_as_by_torch(routing: str) -> None:
     assert_equal_to_torch(index, dims, nki_sim.run(index_blocks, index, dims, lnc=2).outputs)
 
 
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_an_inverse_of_several_groups_of_columns(
+    num_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nki_kernels.index.slot_inverse.GROUP", 8)
+    index, dims = draw(301, 3, 7, 0.1), BlockDims(7, 48, 60)
+    run = nki_sim.run(index_blocks, index, dims, lnc=num_cores)
+    assert_equal_to_torch(index, dims, run.outputs)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_neither_unset_memory_nor_the_order_of_the_cores_matters(option: str) -> None:
     index, dims = draw(301, 3, 7, 0.1), BlockDims(7, 48, 30)

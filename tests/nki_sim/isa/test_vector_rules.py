@@ -180,6 +180,12 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "memset-float-into-int": (
         lambda dst: isa.memset(dst, 1.5), {"dst": out("int32")}, "value: expected an int",
     ),
+    "memset-nan-into-int": (
+        lambda dst: isa.memset(dst, float("nan")), {"dst": out("int32")}, "value: expected an int",
+    ),
+    "memset-infinity-into-int": (
+        lambda dst: isa.memset(dst, float("inf")), {"dst": out("int32")}, "value: expected an int",
+    ),
     "memset-out-of-range": (
         lambda dst: isa.memset(dst, 256), {"dst": out("uint8")}, "value: expected an int",
     ),
