@@ -299,7 +299,7 @@ class _Writer(StageList):
 
     def _store(self, s: int, outer: int) -> None:
         transfer = self._prices.store
-        reads = [("out", s), ("outer", outer, 0), ("outer", outer, 1)]
+        reads: list[object] = [("out", s), ("outer", outer, 0), ("outer", outer, 1)]
         self.move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, reads, [])
 
     def _load_in(self, buffer: int, expert: object) -> None:
