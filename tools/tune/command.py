@@ -99,6 +99,7 @@ class _Tuner:
         works: list[Work] = [*self._decode, *few, *self._ends]
         run_works(works, self._on_taken, self._args.jobs)
         if not self._args.quick:
+            print("chosen; now how sure that is (--quick leaves this out)", file=sys.stderr)
             run_works(list(self._sure.values()), self._on_taken, self._args.jobs)
 
     def _on_taken(self, work: Work, task: Task, pace: Pace, seconds: float) -> None:
