@@ -79,7 +79,7 @@ class _Tuner:
             work = PrefillWork(problem, asked, self._kept)
             self._ends[work] = untuned, default
             self._sure[work] = SureWork(work, self._kept)
-            self._few[work] = few_tokens_work(self._layer, tokens, problem.index_TK, self._kept)
+            self._few[work] = few_tokens_work(problem, self._kept)
         for tokens in sorted(set(self._args.decode)):
             parts = self._layer.parts(Step("decode", tokens))
             configs = decode_configs(self._layer, tokens)

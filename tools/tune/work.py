@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 import nki_sim
+from neuron_moe.backends.nki.backend import NkiBackend
 from neuron_moe.backends.nki.decode import DecodePlan
-from neuron_moe.models.rank_layer import RankLayer
+from neuron_moe.plan import Step
 from neuron_moe.tools.bench.comparison import runs
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources, digest
@@ -289,19 +290,12 @@ class DecodeWork:
         self.times[task.name] = Time(result)
 
 
-def few_tokens_work(layer: RankLayer, tokens: int, index_TK: Ints, kept: Kept) -> DecodeWork | None:
-    """Return the decode kernel on a prompt so short that it runs untuned; None for others.
-
-    Args:
-        layer: of the rank.
-        tokens: T.
-        index_TK: choices of the prompt's tokens.
-        kept: results of earlier runs.
-    """
-    plan = layer.plan("prefill", tokens)
+def few_tokens_work(problem: Problem, kept: Kept) -> DecodeWork | None:
+    """Return the decode kernel on a prompt so short that it runs untuned; None for others."""
+    plan = NkiBackend().plan(problem.parts[-1], Step("prefill", problem.tokens))
     if not isinstance(plan, DecodePlan):
         return None
-    return DecodeWork(plan.parts, {plan.path: plan.config}, index_TK, kept)
+    return DecodeWork(plan.parts, {plan.decision.path: plan.config}, problem.index_TK, kept)
 
 
 def _simulate_decode(parts: Any, config: Any, index_TK: Ints) -> dict[str, float]:

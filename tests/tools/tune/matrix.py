@@ -69,8 +69,7 @@ def main() -> int:
     problems = {case: problem_of(case) for case in cases}
     kept = Kept(args.cache)
     tuned = {case: PrefillWork(problems[case], planned[case][0], kept) for case in cases}
-    few = {case: few_tokens_work(problems[case].layer, case[1], problems[case].index_TK, kept)
-           for case in cases}  # fmt: skip
+    few = {case: few_tokens_work(problems[case], kept) for case in cases}
     rest = {case: PrefillWork(problems[case], others(planned[case], args.factor), kept)
             for case in cases}  # fmt: skip
     seconds = dict.fromkeys(cases, 0.0)
