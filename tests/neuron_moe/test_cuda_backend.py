@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.backends.cuda import hopper_launch
-from neuron_moe.backends.cuda.launch import sort_rows
+from neuron_moe.backends.cuda.launch import copy_rows, sort_rows
 from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
 
@@ -106,9 +106,9 @@ def test_sixteen_bits_are_as_near_to_float32_as_torch_is() -> None:
 def test_warpgroups_multiply_as_near_to_float32_as_torch_does(
     case: str, save_percent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if save_percent == 60:  # rows are copied for the sums over rows, and loaded by one warp
-        for product in ("first_weights", "second_weights"):
-            monkeypatch.setitem(HOPPER_TILES, (product, 320, 192), (16, 1, 2, False))
+    if save_percent == 60:  # groups of a row tile, one warp that loads, rows copied for sums
+        for product in {product for product, *_ in HOPPER_TILES}:
+            monkeypatch.setitem(HOPPER_TILES, (product, 320, 192), (1, 1, 1, False))
     sizes = {"hidden_size": 320, "intermediate_size": 192, **CASES[case]}
     exact = run(build("torch", **sizes), tokens=400, width=320)
     theirs = run(build("torch", **sizes), torch.bfloat16, 400, 320)
@@ -137,6 +137,19 @@ def test_rows_are_sorted_as_torch_sorts_them() -> None:
     of_tile = rows.pair_R.view(-1, rows.rows).max(1).values[: int(rows.num_tiles)]
     flat = index_TK.reshape(-1)
     assert rows.tile_expert[: int(rows.num_tiles)].tolist() == flat[of_tile.cpu()].tolist()
+
+
+def test_rows_are_copied_in_their_order() -> None:
+    generator = torch.Generator().manual_seed(3)
+    index_TK = torch.rand(9, E, generator=generator).topk(K).indices.to(DEVICE, torch.int32)
+    index_TK[4] = -1
+    hidden_TH = torch.randn(9, H, generator=generator).to(DEVICE)
+    rows = sort_rows(index_TK, E)
+    copied_RH = copy_rows(rows, hidden_TH)
+    used = int(rows.num_tiles) * rows.rows
+    pair_R = rows.pair_R[:used].long()
+    expected_RH = hidden_TH[pair_R.clamp(min=0) // K] * (pair_R >= 0).unsqueeze(1)
+    assert torch.equal(copied_RH[:used], expected_RH)
 
 
 @pytest.mark.long

@@ -29,6 +29,11 @@ WORDS = ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor", "cp.async.cg")
 PRODUCTS = {
     "first, gathered": {"gathers": "left", "activates": True, "keeps": True, "has_bias": True},
     "rows back": {"right_is_turned": True},
+    "rows back, gathered and copied": {
+        "gathers": "left",
+        "right_is_turned": True,
+        "copies": True,
+    },
     "weights": {"gathers": "right", "sums_rows": True},
 }
 
@@ -49,6 +54,7 @@ def compile_product(**fields: Any) -> Any:
         "right_desc": product.right_block,
         "out_desc": [1, *stored] if product.sums_rows else stored,
         "kept_desc": [stored[0], 1, stored[1]] if product.is_paired else stored,
+        "copy_desc": product.left_block,
     }
     known = {"P": product, "num_warps": 4}
     kinds = {"rows_ptr": "*bf16", "bias_ptr": "*bf16", "first_tile": "i32", "kept_tiles": "i32"}

@@ -14,7 +14,6 @@ be captured and are timed with the host's calls, queued without waits.
 """
 
 import argparse
-import fcntl
 import gc
 import itertools
 import statistics
@@ -69,7 +68,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--peers", nargs="*", help=f"of {', '.join(PEERS)}; default: those that are installed"
     )
-    parser.add_argument("--turns", type=Path, help="file that processes on one GPU take turns by")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--picture", type=Path, help="PNG of time and memory by save_percent")
     args = parser.parse_args(argv)
@@ -104,19 +102,14 @@ def _measure_shape(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     shape, rows = SHAPES[name], []
     weights = make_weights(shape)
     makers = _makers(shape, weights, args)
-    with _turns(args.turns) as take_turn:
-        if args.turns is not None:
-            _compile(makers, shape, args.tokens[0])
-        take_turn()
-        for peer, make in makers.items():
-            with _reported(peer, name):
-                rows += _measure_peer(name, peer, make(), args)
-            torch.cuda.empty_cache()
-        for tokens in args.tokens:
-            found = _dense(shape, tokens, args.repeats)
-            rows.append(_row(name, tokens, "random", "dense", found))
-        rows += _measure_decode(name, weights, args)
-    return rows
+    for peer, make in makers.items():
+        with _reported(peer, name):
+            rows += _measure_peer(name, peer, make(), args)
+        torch.cuda.empty_cache()
+    for tokens in args.tokens:
+        found = _dense(shape, tokens, args.repeats)
+        rows.append(_row(name, tokens, "random", "dense", found))
+    return rows + _measure_decode(name, weights, args)
 
 
 def _makers(
@@ -127,14 +120,6 @@ def _makers(
         for each in args.save_percents
     }
     return makers | {name: partial(PEERS[name], shape, weights) for name in args.peers}
-
-
-def _compile(makers: dict[str, Callable[[], Peer]], shape: Shape, tokens: int) -> None:
-    """Run everything once, so that little is compiled or tuned while it is this one's turn."""
-    for peer, make in makers.items():
-        with _reported(peer, "compiling"):
-            _run_once(make().bind(make_inputs(shape, tokens, "random")))
-        torch.cuda.empty_cache()
 
 
 def _measure_peer(
@@ -156,17 +141,6 @@ def _reported(peer: str, where: str) -> Iterator[None]:
         if peer not in PEERS or peer == "grouped_mm":
             raise
         print(f"{peer}, {where}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-
-
-@contextmanager
-def _turns(path: Path | None) -> Iterator[Callable[[], None]]:
-    """Share a lock while compiling; give what waits until all have compiled, and holds it alone."""
-    if path is None:
-        yield lambda: None
-        return
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield lambda: fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _measure_decode(name: str, weights: Weights, args: argparse.Namespace) -> list[dict[str, Any]]:

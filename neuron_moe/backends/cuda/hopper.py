@@ -5,7 +5,8 @@ each expert, its rows of one buffer, turned, with its rows of another. One progr
 multiprocessor and walks over tiles of 128 x `tile.width`. Its parts: a warpgroup that fills a ring
 of stages, by TMA, or by asynchronous copies of each row where rows are gathered by token; and two
 warpgroups that multiply 64 of the 128 rows each, apply bias and activation in registers, and store
-by TMA. Barriers in shared memory say when a stage is filled and when both have read it.
+by TMA. Barriers in shared memory say when a stage is filled and when both have read it. Gathered
+rows can be stored in their order as well, from the ring: a copy for a later product.
 
 Rows of padding are computed and stored: they are rows of the expert's last tile. Depths are
 multiples of 64; widths may end inside a tile, where TMA reads zeros and stores nothing.
@@ -40,16 +41,28 @@ _meet = gl.barrier if HAS_NEW_NAMES.value else gl.thread_barrier
 @jit
 def _locate(number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr,
             P: gl.constexpr):
-    """Return a tile's row and column, expert, the first row it sums over, and its steps."""
+    """Return a tile's row and column, expert, the first row it sums over, and its steps.
+
+    Row tiles of an expert follow each other, in groups as equal as can be, so that its matrices are
+    read once for each group.
+    """
     if P.sums_rows:
         expert = number // (row_tiles * P.column_tiles)
         within = number % (row_tiles * P.column_tiles)
-        tile, column = _tile_of(within, row_tiles, P.column_tiles, P.tile.group)
+        GROUP: gl.constexpr = P.tile.group
+        tile, column = _tile_of(within, row_tiles, P.column_tiles, GROUP)
         first_row = gl.load(first_tile_ptr + expert) * BLOCK_ROWS
         steps = (gl.load(total_ptr + expert) + BLOCK_DEPTH - 1) // BLOCK_DEPTH
     else:
-        tile, column = _tile_of(number, row_tiles, P.column_tiles, P.tile.group)
-        expert = gl.load(tile_expert_ptr + first_tile + tile)
+        expert = gl.load(tile_expert_ptr + first_tile + number // P.column_tiles)
+        before = gl.load(first_tile_ptr + expert) - first_tile
+        end = before + (gl.load(total_ptr + expert) + BLOCK_ROWS - 1) // BLOCK_ROWS
+        before = gl.maximum(before, 0)
+        groups = (end - before + P.tile.group - 1) // P.tile.group
+        group = (end - before + groups - 1) // groups
+        within = number - before * P.column_tiles
+        tile, column = _tile_of(within, end - before, P.column_tiles, group)
+        tile += before
         first_row = 0
         steps = P.depth // BLOCK_DEPTH
     return tile, column, expert, first_row, steps
@@ -239,10 +252,11 @@ def _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles
 
 
 @jit
-def _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout: gl.constexpr,
-                    PART: gl.constexpr, P: gl.constexpr):
+def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile, column, step, steps,
+                    layout: gl.constexpr, PART: gl.constexpr, P: gl.constexpr):
     """Return the sums of a tile, and the number of the step after it."""
     BLOCK_WIDTH: gl.constexpr = P.tile.width
+    COPIES: gl.constexpr = P.copies and PART == 0
     sums = gl.zeros([PART_ROWS, BLOCK_WIDTH], gl.float32, layout)
     for depth_step in range(steps):
         stage = step % P.tile.stages
@@ -254,13 +268,21 @@ def _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout:
         left = left.slice(PART * PART_ROWS, PART_ROWS, 0)
         if P.right_is_turned:
             right = right.permute([1, 0])
+        if COPIES:
+            if column == 0:
+                place = [tile * BLOCK_ROWS, depth_step * BLOCK_DEPTH]
+                _store_tile(copy_desc, place, left_ring.index(stage))
         sums = warpgroup_mma(left, right, sums, is_async=True)
         sums = warpgroup_mma_wait(1, deps=(sums,))
+        if COPIES:
+            tma.store_wait(1)  # the step before is read
         if depth_step > 0:
             _meet()
             mbarrier.arrive(emptied.index((step - 1) % P.tile.stages), count=1)
         step += 1
     sums = warpgroup_mma_wait(0, deps=(sums,))
+    if COPIES:
+        tma.store_wait(0)
     if steps > 0:
         _meet()
         mbarrier.arrive(emptied.index((step - 1) % P.tile.stages), count=1)
@@ -268,8 +290,8 @@ def _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout:
 
 
 @jit
-def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, filled, emptied,
-             tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
+def _consume(out_desc, kept_desc, copy_desc, bias_ptr, left_ring, right_ring, staging, filled,
+             emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              kept_tiles, PART: gl.constexpr, P: gl.constexpr):
     """Multiply the PART-th rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -279,8 +301,8 @@ def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, fill
     for number in range(gl.program_id(0), count, P.programs):
         tile, column, expert, _, steps = _locate(
             number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
-        sums, step = _multiply_steps(left_ring, right_ring, filled, emptied, step, steps, layout,
-                                     PART, P)
+        sums, step = _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile,
+                                     column, step, steps, layout, PART, P)
         if P.has_bias:
             within = gl.arange(0, P.tile.width, gl.SliceLayout(0, layout))
             narrow = column * P.span + within % P.span
@@ -293,7 +315,7 @@ def _consume(out_desc, kept_desc, bias_ptr, left_ring, right_ring, staging, fill
 
 
 @jit(do_not_specialize=["first_tile", "kept_tiles"])
-def multiply(left_desc, right_desc, out_desc, kept_desc, rows_ptr, pair_ptr, bias_ptr,
+def multiply(left_desc, right_desc, out_desc, kept_desc, copy_desc, rows_ptr, pair_ptr, bias_ptr,
              tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              kept_tiles, P: gl.constexpr, num_warps: gl.constexpr):
     """Compute the product that P describes, a `products.Product`.
@@ -322,11 +344,11 @@ def multiply(left_desc, right_desc, out_desc, kept_desc, rows_ptr, pair_ptr, bia
         mbarrier.init(filled.index(stage), 1 if P.gathers == "none" else 2)
         mbarrier.init(emptied.index(stage), 2)
     gl.warp_specialize([
-        (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                    tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
+        (_consume, (out_desc, kept_desc, copy_desc, bias_ptr, left_ring, whole_ring, staging,
+                    filled, emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
                     first_tile, kept_tiles, 0, P)),
-        (_consume, (out_desc, kept_desc, bias_ptr, left_ring, whole_ring, staging, filled, emptied,
-                    tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
+        (_consume, (out_desc, kept_desc, copy_desc, bias_ptr, left_ring, whole_ring, staging,
+                    filled, emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,
                     first_tile, kept_tiles, 1, P)),
         (_produce, (left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled,
                     emptied, tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends.cuda.products import BLOCK_DEPTH, BLOCK_ROWS, Product
-from neuron_moe.backends.cuda.records import SortedRows, constants_of
+from neuron_moe.backends.cuda.records import Results, SortedRows, constants_of
 from neuron_moe.backends.cuda.tiles import HopperTile
 from nki_kernels.common.formula import ExpertFormula
 
@@ -45,11 +45,11 @@ def takes(dtype: torch.dtype, *sizes: int) -> bool:
 
 
 def project(
-    rows: SortedRows, source: Tensor, matrix: Tensor, out: Tensor, *, tile: HopperTile,
-    gathers: bool, first_tile: int, bias: Tensor | None, kept: Tensor | None,
-    formula: ExpertFormula | None,
+    rows: SortedRows, source: Tensor, matrix: Tensor, results: Results, *, tile: HopperTile,
+    gathers: bool, first_tile: int, bias: Tensor | None, formula: ExpertFormula | None,
 ) -> None:  # fmt: skip
     """Multiply rows with their experts' matrices; see `hopper.multiply`."""
+    out, kept, copied = results
     num_experts, depth, width = matrix.shape
     is_turned = matrix.stride(2) != 1
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
@@ -58,6 +58,7 @@ def project(
         **constants_of(formula or ExpertFormula()),
         gathers="left" if gathers else "none", right_is_turned=is_turned,
         has_bias=bias is not None, activates=formula is not None, keeps=keeps > 0,
+        copies=copied is not None,
     )  # fmt: skip
     whole = matrix.transpose(1, 2).reshape(-1, depth) if is_turned else matrix.reshape(-1, width)
     kept_desc = out_desc = _describe(out, product.stored_block)
@@ -68,8 +69,11 @@ def project(
             if product.is_paired
             else _describe(kept, product.stored_block)
         )
-    operands = (_describe(source, product.left_block), _describe(whole, product.right_block))
-    _multiply(rows, product, (*operands, out_desc, kept_desc), source, bias, first_tile, keeps)
+    described = (
+        _describe(source, product.left_block), _describe(whole, product.right_block), out_desc,
+        kept_desc, _describe(source if copied is None else copied, product.left_block),
+    )  # fmt: skip
+    _multiply(rows, product, described, source, bias, first_tile, keeps)
 
 
 def turned(
@@ -86,7 +90,7 @@ def turned(
     out_desc = _describe(out, [1, *product.stored_block])
     operands = (_describe(left, product.left_block), _describe(right, product.right_block))
     gathered = right if gathers[1] else left
-    _multiply(rows, product, (*operands, out_desc, out_desc), gathered, None, 0, 0)
+    _multiply(rows, product, (*operands, out_desc, out_desc, out_desc), gathered, None, 0, 0)
 
 
 def _multiply(

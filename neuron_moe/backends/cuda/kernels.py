@@ -12,20 +12,30 @@ is [R, depth] @ [E, depth, width].
 """
 
 # fmt: off
+import os
+
 import triton.language as tl
 from triton import jit
 
+IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+MOST_NEGATIVE = tl.constexpr(-3e38)  # less is no limit
+
 
 @jit
-def rank_pairs(index_ptr, rank_ptr, counts_ptr, num_pairs, num_experts, CHUNK: tl.constexpr,
-               BINS: tl.constexpr):
-    """Number the pairs of each expert within a chunk, and count them: rank [P], counts [C, E]."""
+def rank_pairs(index_ptr, rank_ptr, counts_ptr, pair_ptr, num_pairs, num_experts, num_rows,
+               CHUNK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Number the pairs of each expert within a chunk, and count them: rank [P], counts [C, E].
+
+    Rows are given no pair, ROWS by each program.
+    """
     chunk = tl.program_id(0)
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    tl.store(pair_ptr + row, tl.full((ROWS,), -1, tl.int32), mask=row < num_rows)
     place = tl.arange(0, CHUNK)
     pair = chunk * CHUNK + place
     expert = tl.load(index_ptr + pair, mask=pair < num_pairs, other=-1)
-    is_same = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
-    rank = tl.sum(is_same.to(tl.int32), axis=1)
+    is_same = (expert[:, None] == expert[None, :]) & (place[:, None] < place[None, :])
+    rank = tl.sum(is_same.to(tl.int32), axis=0)  # within threads: faster than along the other axis
     tl.store(rank_ptr + pair, rank, mask=pair < num_pairs)
     bins = tl.arange(0, BINS)
     counted = tl.histogram(tl.where(expert < 0, num_experts, expert), BINS)
@@ -58,16 +68,16 @@ def place_pairs(index_ptr, rank_ptr, offset_ptr, total_ptr, pair_ptr, slot_ptr, 
         tl.store(first_tile_ptr + bins, end - tiles, mask=bins < num_experts)
         tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
     tile = chunk * TILES + tl.arange(0, TILES)
-    is_past = (tile[:, None] >= end[None, :]) & (bins < num_experts)[None, :]
-    expert_of_tile = tl.sum(is_past.to(tl.int32), axis=1)
+    is_past = (tile[None, :] >= end[:, None]) & (bins < num_experts)[:, None]
+    expert_of_tile = tl.sum(is_past.to(tl.int32), axis=0)
     expert_of_tile = tl.minimum(expert_of_tile, num_experts - 1)
     tl.store(tile_expert_ptr + tile, expert_of_tile, mask=tile < most_tiles)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     is_pair = pair < num_pairs
     expert = tl.load(index_ptr + pair, mask=is_pair, other=-1)
     is_real = expert >= 0
-    is_before = bins[None, :] < expert[:, None]
-    first = tl.sum(tl.where(is_before, tiles[None, :], 0), axis=1) * BLOCK_ROWS
+    is_before = bins[:, None] < expert[None, :]
+    first = tl.sum(tl.where(is_before, tiles[:, None], 0), axis=0) * BLOCK_ROWS
     offset = tl.load(offset_ptr + chunk * num_experts + expert, mask=is_real, other=0)
     rank = tl.load(rank_ptr + pair, mask=is_pair, other=0)
     slot = first + offset + rank
@@ -76,27 +86,47 @@ def place_pairs(index_ptr, rank_ptr, offset_ptr, total_ptr, pair_ptr, slot_ptr, 
 
 
 @jit
-def _tile_of(number, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
+def _tile_of(number, num_row_tiles, num_column_tiles, group):
     """Return row and column tile of a number; a group of row tiles shares matrices in the cache."""
-    in_group = GROUP * num_column_tiles
-    first = number // in_group * GROUP
-    size = tl.minimum(num_row_tiles - first, GROUP)
+    in_group = group * num_column_tiles
+    first = number // in_group * group
+    size = tl.minimum(num_row_tiles - first, group)
     rest = number % in_group
     return first + rest % size, rest // size
+
+
+@jit
+def _sigmoid(z):
+    """Return 1 / (1 + exp(-z)), on a GPU by approximations of 2^x and 1/x, good to a few ulp.
+
+    The constants are -log2(e) and 1.
+    """
+    if IS_INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-z))
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 t;
+        mul.f32 t, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 t, t;
+        add.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 $0, t;
+        }
+        """, "=f,f", [z], tl.float32, is_pure=True, pack=1)
 
 
 @jit
 def _act(z, ACT: tl.constexpr):
     """Return an activation's value and derivative."""
     if ACT == "silu":
-        gate = 1.0 / (1.0 + tl.exp(-z))
+        gate = _sigmoid(z)
         value = z * gate
         slope = gate * (1.0 + z * (1.0 - gate))
     elif ACT == "sigmoid":
-        value = 1.0 / (1.0 + tl.exp(-z))
+        value = _sigmoid(z)
         slope = value * (1.0 - value)
     elif ACT == "tanh":
-        value = 2.0 / (1.0 + tl.exp(-2.0 * z)) - 1.0
+        value = 2.0 * _sigmoid(2.0 * z) - 1.0
         slope = 1.0 - value * value
     elif ACT == "relu":
         slope = tl.where(z > 0, 1.0, 0.0)
@@ -110,7 +140,7 @@ def _act(z, ACT: tl.constexpr):
         slope = half + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     else:
         inner = 0.7978845608028654 * (z + 0.044715 * z * z * z)
-        bend = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
+        bend = 2.0 * _sigmoid(2.0 * inner) - 1.0
         value = 0.5 * z * (1.0 + bend)
         inner_slope = 0.7978845608028654 * (1.0 + 0.134145 * z * z)
         slope = 0.5 * (1.0 + bend) + 0.5 * z * (1.0 - bend * bend) * inner_slope
@@ -118,17 +148,26 @@ def _act(z, ACT: tl.constexpr):
 
 
 @jit
+def _clamp(value, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Return a value within limits, and 1 where it was inside, else 0."""
+    inside = tl.where((value >= LOW) & (value <= HIGH), 1.0, 0.0)
+    if LOW > MOST_NEGATIVE:
+        value = tl.maximum(value, LOW)
+    if HIGH < -MOST_NEGATIVE:
+        value = tl.minimum(value, HIGH)
+    return value, inside
+
+
+@jit
 def _expert_act(gate, up, ACT: tl.constexpr, SCALE: tl.constexpr, HAS_GATE: tl.constexpr,
                 GATES_ITSELF: tl.constexpr, GATE_LOW: tl.constexpr, GATE_HIGH: tl.constexpr,
                 UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr):
     """Return what the down projection takes, and its derivatives by gate and up."""
-    up_inside = tl.where((up >= UP_LOW) & (up <= UP_HIGH), 1.0, 0.0)
-    up = tl.minimum(tl.maximum(up, UP_LOW), UP_HIGH)
+    up, up_inside = _clamp(up, UP_LOW, UP_HIGH)
     if not HAS_GATE:
         value, slope = _act(up * SCALE, ACT)
         return value, up_inside, slope * SCALE * up_inside
-    gate_inside = tl.where((gate >= GATE_LOW) & (gate <= GATE_HIGH), 1.0, 0.0)
-    gate = tl.minimum(tl.maximum(gate, GATE_LOW), GATE_HIGH)
+    gate, gate_inside = _clamp(gate, GATE_LOW, GATE_HIGH)
     value, slope = _act(gate * SCALE, ACT)
     slope = slope * SCALE
     if GATES_ITSELF:
@@ -239,18 +278,29 @@ def combine_rows(rows_ptr, slot_ptr, weight_ptr, out_ptr, H: tl.constexpr, TOP_K
 
 
 @jit
-def copy_rows(source_ptr, pair_ptr, num_tiles_ptr, out_ptr, H: tl.constexpr, TOP_K: tl.constexpr,
-              BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy the tokens of the rows; padding becomes zeros."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if tl.program_id(0) * ROWS < tl.load(num_tiles_ptr) * BLOCK_ROWS:
-        pair = tl.load(pair_ptr + row)
-        token = (tl.where(pair >= 0, pair, 0) // TOP_K).to(tl.int64)[:, None]
-        column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        inside = column < H
-        is_read = inside & (pair >= 0)[:, None]
-        value = tl.load(source_ptr + token * H + column, mask=is_read, other=0.0)
-        tl.store(out_ptr + row.to(tl.int64)[:, None] * H + column, value, mask=inside)
+def copy_rows(source_ptr, slot_ptr, pair_ptr, num_tiles_ptr, out_ptr, num_tokens, H: tl.constexpr,
+              TOP_K: tl.constexpr, BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr,
+              BLOCK: tl.constexpr):
+    """Copy each token, read once, to its rows; programs after these fill padding with zeros."""
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if program < num_tokens:
+        value = tl.load(source_ptr + program.to(tl.int64) * H + column, mask=column < H, other=0.0)
+        for choice in tl.static_range(TOP_K):
+            slot = tl.load(slot_ptr + program * TOP_K + choice).to(tl.int64)
+            place = slot * H + column
+            tl.store(out_ptr + place, value, mask=(column < H) & (place >= 0))
+    else:
+        tile = program - num_tokens
+        if tile < tl.load(num_tiles_ptr):
+            of_tile = tl.load(pair_ptr + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
+            if tl.min(of_tile, axis=0) < 0:
+                for part in range(0, BLOCK_ROWS, ROWS):
+                    row = tile * BLOCK_ROWS + part + tl.arange(0, ROWS)
+                    is_filled = (tl.load(pair_ptr + row) < 0)[:, None] & (column < H)[None, :]
+                    place = row.to(tl.int64)[:, None] * H + column[None, :]
+                    zeros = tl.zeros((ROWS, BLOCK), out_ptr.dtype.element_ty)
+                    tl.store(out_ptr + place, zeros, mask=is_filled)
 
 
 @jit

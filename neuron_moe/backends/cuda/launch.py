@@ -10,11 +10,12 @@ import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import decode, hopper_launch, kernels
-from neuron_moe.backends.cuda.records import Matrices, SortedRows, constants_of
+from neuron_moe.backends.cuda.records import Matrices, Results, SortedRows, constants_of
 from neuron_moe.backends.cuda.tiles import (
     MOST_PAIRS_UNSORTED,
     HopperTile,
     Tile,
+    elementwise_tile,
     hopper_tile,
     product_tile,
     rows_of_tile,
@@ -24,8 +25,8 @@ from neuron_moe.blocks import num_blocks
 from nki_kernels.common.formula import ExpertFormula
 
 _CHUNK = 128  # pairs that one program sorts
-_ELEMENTWISE_ROWS, _ELEMENTWISE_COLUMNS = 8, 256
-_COPIED_ROWS, _COPIED_COLUMNS = 8, 512
+_ALIGNED = 4  # elements of 16 bytes
+_COPIED_COLUMNS, _FILLED_ROWS = 1024, 8
 _INTERPRETED_PROGRAMS = 3
 _MOST_WARPS = 8  # of a program; with fewer, several run on a multiprocessor
 
@@ -41,10 +42,33 @@ def kept_tiles(num_tokens: int, top_k: int, num_experts: int, save_percent: int)
     return most_tiles(num_tokens, top_k, num_experts)[0] * save_percent // 100
 
 
+def order_size(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Return the elements of the order that `sort_rows` finds."""
+    return sum(_order_sizes(num_tokens, top_k, num_experts))
+
+
+def _order_sizes(num_tokens: int, top_k: int, num_experts: int) -> list[int]:
+    """Return the elements of a SortedRows' tensors, in its order, each from 16 bytes on."""
+    tiles, rows = most_tiles(num_tokens, top_k, num_experts)
+    sizes = [tiles * rows, num_tokens * top_k, tiles, num_experts, num_experts, 1]
+    return [triton.cdiv(size, _ALIGNED) * _ALIGNED for size in sizes]
+
+
+def view_order(order: Tensor, index_TK: Tensor, num_experts: int) -> SortedRows:
+    """Return the parts of an order."""
+    num_tokens, top_k = index_TK.shape
+    tiles, rows = most_tiles(num_tokens, top_k, num_experts)
+    parts = torch.split(order, _order_sizes(num_tokens, top_k, num_experts))
+    pair_R, slot_P, tile_expert, first_tile_E, total_E, used = parts
+    return SortedRows(
+        order, pair_R, slot_P[: num_tokens * top_k], tile_expert[:tiles],
+        first_tile_E[:num_experts], total_E[:num_experts], used[:1], rows, top_k,
+    )  # fmt: skip
+
+
 def sort_rows(index_TK: Tensor, num_experts: int) -> SortedRows:
     """Sort the pairs by expert without asking the device; pairs of an expert keep their order."""
     num_tokens, top_k = index_TK.shape
-    tiles, rows = most_tiles(num_tokens, top_k, num_experts)
     num_pairs = num_tokens * top_k
     num_chunks = max(1, triton.cdiv(num_pairs, _CHUNK))
     bins = triton.next_power_of_2(num_experts + 1)
@@ -52,121 +76,147 @@ def sort_rows(index_TK: Tensor, num_experts: int) -> SortedRows:
     def make(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=index_TK.device)
 
-    rank_P, slot_P, counts_CE, offset_CE = (
-        make(num_pairs), make(num_pairs), make(num_chunks, num_experts),
-        make(num_chunks, num_experts),
-    )  # fmt: skip
-    total_E, first_tile_E, tile_expert, used = (
-        make(num_experts), make(num_experts), make(tiles), make(1),
-    )  # fmt: skip
-    pair_R = make(tiles * rows).fill_(-1)
+    found = view_order(make(order_size(num_tokens, top_k, num_experts)), index_TK, num_experts)
+    counts_CE, offset_CE = make(num_chunks, num_experts), make(num_chunks, num_experts)
+    rank_P, num_rows, tiles = make(num_pairs), found.pair_R.shape[0], found.tile_expert.shape[0]
     index_P = index_TK.reshape(-1).contiguous()
     kernels.rank_pairs[(num_chunks,)](
-        index_P, rank_P, counts_CE, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins
-    )
+        index_P, rank_P, counts_CE, found.pair_R, num_pairs, num_experts, num_rows, CHUNK=_CHUNK,
+        BINS=bins, ROWS=triton.next_power_of_2(triton.cdiv(num_rows, num_chunks)),
+    )  # fmt: skip
     kernels.sum_chunks[(num_experts,)](
-        counts_CE, offset_CE, total_E, num_chunks, num_experts,
+        counts_CE, offset_CE, found.total_E, num_chunks, num_experts,
         CHUNKS=triton.next_power_of_2(num_chunks),
     )  # fmt: skip
     kernels.place_pairs[(num_chunks,)](
-        index_P, rank_P, offset_CE, total_E, pair_R, slot_P, tile_expert,
-        first_tile_E, used, num_pairs, num_experts, tiles, CHUNK=_CHUNK, BINS=bins, BLOCK_ROWS=rows,
+        index_P, rank_P, offset_CE, found.total_E, found.pair_R, found.slot_P, found.tile_expert,
+        found.first_tile_E, found.num_tiles, num_pairs, num_experts, tiles, CHUNK=_CHUNK,
+        BINS=bins, BLOCK_ROWS=found.rows,
         TILES=triton.next_power_of_2(triton.cdiv(tiles, num_chunks)),
     )  # fmt: skip
-    return SortedRows(pair_R, slot_P, tile_expert, first_tile_E, total_E, used, rows, top_k)
+    return found
 
 
 def forward(
     hidden_TH: Tensor, affinities_TK: Tensor, index_TK: Tensor, weights: Matrices,
     formula: ExpertFormula, save_percent: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output [T, H] and the kept rows of the first product."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the output [T, H], kept rows of the first product, and, with these, the order."""
     num_experts, H, width = weights.first_EHI.shape
     I = weights.down_EIH.shape[1]  # noqa: E741  the axis
     num_tokens, top_k = index_TK.shape
     keeps = kept_tiles(num_tokens, top_k, num_experts, save_percent)
     if keeps == 0 and num_tokens * top_k <= MOST_PAIRS_UNSORTED:
         output_TH = decode.forward(hidden_TH, affinities_TK, index_TK, weights, formula)
-        return output_TH, hidden_TH.new_empty((0, width))
+        return output_TH, hidden_TH.new_empty((0, width)), index_TK.new_empty(0)
     rows = sort_rows(index_TK, num_experts)
     num_rows = rows.pair_R.shape[0]
     kept = hidden_TH.new_empty((keeps * rows.rows, width))
     middle_RI = hidden_TH.new_empty((num_rows, I))
-    _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI, middle_RI,
-             gathers=True, formula=formula, bias=weights.first_bias_EI, kept=kept)  # fmt: skip
+    _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI,
+             Results(middle_RI, kept), gathers=True, formula=formula,
+             bias=weights.first_bias_EI)  # fmt: skip
     output_RH = hidden_TH.new_empty((num_rows, H))
-    _project(hopper_tile("second", H, I), rows, middle_RI, weights.down_EIH, output_RH,
-             bias=weights.down_bias_EH)  # fmt: skip
+    _project(hopper_tile("second", H, I), rows, middle_RI, weights.down_EIH,
+             Results(output_RH), bias=weights.down_bias_EH)  # fmt: skip
     output_TH = torch.empty_like(hidden_TH)
     _combine(rows, output_RH, output_TH, affinities_TK)
-    return output_TH, kept
+    return output_TH, kept, rows.order if keeps else index_TK.new_empty(0)
 
 
 def backward(
-    gradient_TH: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], weights: Matrices,
-    formula: ExpertFormula, save_percent: int,
+    gradient_TH: Tensor, inputs: tuple[Tensor, ...], weights: Matrices, formula: ExpertFormula,
+    save_percent: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of hidden states, affinities, and weights with biases.
 
     Args:
         gradient_TH: of the output.
-        inputs: hidden states, affinities, index, and what was kept.
+        inputs: hidden states, affinities, index, and what was kept: rows and their order.
         weights: of the experts.
         formula: of the experts.
         save_percent: as in the forward pass.
     """
-    hidden_TH, affinities_TK, index_TK, kept = inputs
-    num_experts, H, width = weights.first_EHI.shape
+    hidden_TH, affinities_TK, index_TK, kept, order = inputs
+    num_experts, H, _ = weights.first_EHI.shape
     I = weights.down_EIH.shape[1]  # noqa: E741  the axis
-    num_tokens, top_k = index_TK.shape
-    keeps = kept_tiles(num_tokens, top_k, num_experts, save_percent)
-    rows = sort_rows(index_TK, num_experts)
-    num_rows = rows.pair_R.shape[0]
+    is_sorted = order.shape[0] > 0
+    rows = (
+        view_order(order, index_TK, num_experts) if is_sorted else sort_rows(index_TK, num_experts)
+    )
     gradient_TH = gradient_TH.to(hidden_TH.dtype).contiguous()
-    fresh = hidden_TH.new_empty((num_rows - kept.shape[0], width))
-    if fresh.shape[0]:
-        _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI, fresh,
-                 gathers=True, first_tile=keeps, bias=weights.first_bias_EI)  # fmt: skip
-    back_RI = hidden_TH.new_empty((num_rows, I))
-    first_EIH, down_EHI = weights.first_EHI.transpose(1, 2), weights.down_EIH.transpose(1, 2)
-    _project(hopper_tile("second_back", H, I), rows, gradient_TH, down_EHI, back_RI, gathers=True)
-    product_RI, middle_RI = hidden_TH.new_empty((num_rows, width)), torch.empty_like(back_RI)
-    affinity_TK = torch.zeros_like(affinities_TK)
-    grid = (num_rows // _ELEMENTWISE_ROWS,)
-    kernels.differentiate[grid](
-        back_RI, kept, fresh, rows.pair_R, affinities_TK, gradient_TH, weights.down_bias_EH,
-        rows.tile_expert, rows.num_tiles, product_RI, middle_RI, affinity_TK, keeps,
-        H=H, I=I, TOP_K=top_k, HAS_BIAS=weights.down_bias_EH is not None,
-        **constants_of(formula), BLOCK_ROWS=rows.rows, ROWS=_ELEMENTWISE_ROWS,
-        BLOCK=min(_ELEMENTWISE_COLUMNS, triton.next_power_of_2(max(H, I))),
-    )  # fmt: skip
-    del back_RI, fresh
-    # In this order, so that rows of H are freed before gradients of weights are there.
-    rows_RH = hidden_TH.new_empty((num_rows, H))
-    _project(hopper_tile("first_back", H, I), rows, product_RI, first_EIH, rows_RH)
+    product_RI, middle_RI, copied_RH, affinity_TK = _middle_gradients(
+        gradient_TH, (hidden_TH, affinities_TK, kept), rows, weights, formula
+    )
+    # In this order, so that rows of H are freed before the gradients of first weights are there.
+    down = _turned(hopper_tile("second_weights", H, I), rows, (middle_RI, gradient_TH),
+                   num_experts, gathered=1, copied=copied_RH)  # fmt: skip
+    down_bias = _sums(rows, gradient_TH, weights.down_bias_EH, affinities_TK)
+    del middle_RI, copied_RH
+    rows_RH = hidden_TH.new_empty((rows.pair_R.shape[0], H))
+    _project(hopper_tile("first_back", H, I), rows, product_RI, weights.first_EHI.transpose(1, 2),
+             Results(rows_RH))  # fmt: skip
     hidden = torch.empty_like(hidden_TH)
     _combine(rows, rows_RH, hidden, None)
     del rows_RH
     tile = hopper_tile("first_weights", H, I)
-    first = _turned(tile, rows, (hidden_TH, product_RI), num_experts, gathered=0)
+    copies = is_sorted and not tile.gathers and hopper_launch.fits(rows, hidden_TH, product_RI)
+    first = _turned(tile, rows, (hidden_TH, product_RI), num_experts, gathered=0,
+                    copied=copy_rows(rows, hidden_TH) if copies else None)  # fmt: skip
     first_bias = _sums(rows, product_RI, weights.first_bias_EI, None)
-    del product_RI
-    tile = hopper_tile("second_weights", H, I)
-    down = _turned(tile, rows, (middle_RI, gradient_TH), num_experts, gathered=1)
-    down_bias = _sums(rows, gradient_TH, weights.down_bias_EH, affinities_TK)
     return hidden, affinity_TK, first, first_bias, down, down_bias
 
 
+def _middle_gradients(
+    gradient_TH: Tensor, inputs: tuple[Tensor, Tensor, Tensor], rows: SortedRows,
+    weights: Matrices, formula: ExpertFormula,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Return the first product's gradients, weighted activations, copied rows, the affinities'.
+
+    Args:
+        gradient_TH: of the output.
+        inputs: hidden states, affinities, and rows that were kept.
+        rows: in their order.
+        weights: of the experts.
+        formula: of the experts.
+    """
+    hidden_TH, affinities_TK, kept = inputs
+    _, H, width = weights.first_EHI.shape
+    I = weights.down_EIH.shape[1]  # noqa: E741  the axis
+    num_rows, keeps = rows.pair_R.shape[0], kept.shape[0] // rows.rows
+    fresh = hidden_TH.new_empty((num_rows - kept.shape[0], width))
+    if fresh.shape[0]:
+        _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI, Results(fresh),
+                 gathers=True, first_tile=keeps, bias=weights.first_bias_EI)  # fmt: skip
+    back_RI, down_EHI = hidden_TH.new_empty((num_rows, I)), weights.down_EIH.transpose(1, 2)
+    copied_RH = None
+    if hopper_launch.fits(rows, gradient_TH, down_EHI, back_RI):
+        copied_RH = hidden_TH.new_empty((num_rows, H))
+    _project(hopper_tile("second_back", H, I), rows, gradient_TH, down_EHI,
+             Results(back_RI, copied=copied_RH), gathers=True)  # fmt: skip
+    product_RI, middle_RI = hidden_TH.new_empty((num_rows, width)), torch.empty_like(back_RI)
+    affinity_TK = torch.zeros_like(affinities_TK)
+    line, height, warps = elementwise_tile(I)
+    kernels.differentiate[(num_rows // height,)](
+        back_RI, kept, fresh, rows.pair_R, affinities_TK, gradient_TH, weights.down_bias_EH,
+        rows.tile_expert, rows.num_tiles, product_RI, middle_RI, affinity_TK, keeps,
+        H=H, I=I, TOP_K=rows.top_k, HAS_BIAS=weights.down_bias_EH is not None,
+        **constants_of(formula), BLOCK_ROWS=rows.rows, ROWS=height, BLOCK=line, num_warps=warps,
+    )  # fmt: skip
+    return product_RI, middle_RI, copied_RH, affinity_TK
+
+
 def _project(
-    hopper: HopperTile, rows: SortedRows, source: Tensor, matrix: Tensor, out: Tensor, *,
+    hopper: HopperTile, rows: SortedRows, source: Tensor, matrix: Tensor, results: Results, *,
     gathers: bool = False, first_tile: int = 0, formula: ExpertFormula | None = None,
-    bias: Tensor | None = None, kept: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, depth, width = matrix.shape
+    out, kept, _ = results
     if hopper_launch.fits(rows, source, matrix, out):
         hopper_launch.project(
-            rows, source, matrix, out, tile=hopper, gathers=gathers,
-            first_tile=first_tile, bias=bias, kept=kept, formula=formula,
+            rows, source, matrix, results, tile=hopper, gathers=gathers, first_tile=first_tile,
+            bias=bias, formula=formula,
         )  # fmt: skip
         return
     tile = product_tile(rows.rows, source.element_size())
@@ -207,16 +257,19 @@ def _turned(
     num_experts: int,
     *,
     gathered: int,
+    copied: Tensor | None,
 ) -> Tensor:
-    """Return each expert's left rows, turned, times its right rows; one side is read by token."""
+    """Return each expert's left rows, turned, times its right rows.
+
+    One side is read by token, or, in the order of the rows, from a copy.
+    """
     left, right = sides
     widths = left.shape[1], right.shape[1]
     out = left.new_empty((num_experts, *widths))
     gathers = (gathered == 0, gathered == 1)
     if hopper_launch.fits(rows, left, right, out):
-        if not hopper.gathers:
-            left, right = (copy_rows(rows, side) if has else side
-                           for side, has in zip(sides, gathers, strict=True))  # fmt: skip
+        if copied is not None:
+            left, right = (left, copied) if gathered else (copied, right)
             gathers = (False, False)
         hopper_launch.turned(rows, left, right, out, tile=hopper, gathers=gathers)
         return out
@@ -234,12 +287,12 @@ def _turned(
 
 def copy_rows(rows: SortedRows, source: Tensor) -> Tensor:
     """Return the tokens of the rows, [R, H]; padding is zeros where its tile is in use."""
-    num_rows, H = rows.pair_R.shape[0], source.shape[1]
+    num_rows, (num_tokens, H) = rows.pair_R.shape[0], source.shape
     out = source.new_empty((num_rows, H))
     block = min(_COPIED_COLUMNS, triton.next_power_of_2(H))
-    kernels.copy_rows[(num_rows // _COPIED_ROWS, triton.cdiv(H, block))](
-        source, rows.pair_R, rows.num_tiles, out, H=H, TOP_K=rows.top_k, BLOCK_ROWS=rows.rows,
-        ROWS=_COPIED_ROWS, BLOCK=block,
+    kernels.copy_rows[(num_tokens + num_rows // rows.rows, triton.cdiv(H, block))](
+        source, rows.slot_P, rows.pair_R, rows.num_tiles, out, num_tokens, H=H, TOP_K=rows.top_k,
+        BLOCK_ROWS=rows.rows, ROWS=_FILLED_ROWS, BLOCK=block,
     )  # fmt: skip
     return out
 

@@ -35,7 +35,7 @@ def experts(
     """
     name = repr(formula)
     _FORMULAS.setdefault(name, formula)
-    found: tuple[Tensor, Tensor] = _experts(
+    found: tuple[Tensor, Tensor, Tensor] = _experts(
         hidden_TH, affinities_TK, index_TK, *weights, name, save_percent
     )
     return found[0]
@@ -52,7 +52,7 @@ def _experts(
     down_bias: Tensor | None,
     formula: str,
     save_percent: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     weights = Matrices(first, first_bias, down, down_bias)
     return launch.forward(
         hidden.contiguous(),
@@ -75,12 +75,13 @@ def _(
     down_bias: Tensor | None,
     formula: str,
     save_percent: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     num_experts, _, width = first.shape
     num_tokens, top_k = index.shape
     _, tile_rows = launch.most_tiles(num_tokens, top_k, num_experts)
     rows = launch.kept_tiles(num_tokens, top_k, num_experts, save_percent) * tile_rows
-    return torch.empty_like(hidden), hidden.new_empty((rows, width))
+    size = launch.order_size(num_tokens, top_k, num_experts) if rows else 0
+    return torch.empty_like(hidden), hidden.new_empty((rows, width)), index.new_empty(size)
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts_backward", mutates_args=())
@@ -90,6 +91,7 @@ def _experts_backward(
     affinities: Tensor,
     index: Tensor,
     kept: Tensor,
+    order: Tensor,
     first: Tensor,
     first_bias: Tensor | None,
     down: Tensor,
@@ -97,7 +99,7 @@ def _experts_backward(
     formula: str,
     save_percent: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (hidden.contiguous(), affinities.contiguous(), index, kept)
+    inputs = (hidden.contiguous(), affinities.contiguous(), index, kept, order)
     weights = Matrices(first, first_bias, down, down_bias)
     one, two, three, four, five, six = launch.backward(
         gradient, inputs, weights, _FORMULAS[formula], save_percent
@@ -112,6 +114,7 @@ def _(
     affinities: Tensor,
     index: Tensor,
     kept: Tensor,
+    order: Tensor,
     first: Tensor,
     first_bias: Tensor | None,
     down: Tensor,
@@ -130,18 +133,18 @@ def _(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, affinities, index, first, first_bias, down, down_bias, *rest = inputs
     ctx.rest = rest
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(hidden, affinities, index, output[1], first, first_bias, down, down_bias)
+    _, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)  # of what is kept: zeros as large
+    ctx.save_for_backward(hidden, affinities, index, *kept, first, first_bias, down, down_bias)
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    hidden, affinities, index, kept, first, first_bias, down, down_bias = ctx.saved_tensors
-    found = _experts_backward(
-        gradient, hidden, affinities, index, kept, first, first_bias, down, down_bias, *ctx.rest
-    )
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    first_bias, _, down_bias = ctx.saved_tensors[-3:]
+    found = _experts_backward(gradient, *ctx.saved_tensors, *ctx.rest)
     in_hidden, in_affinities, in_first, in_first_bias, in_down, in_down_bias = found
     return (
         in_hidden,

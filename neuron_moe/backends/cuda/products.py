@@ -32,6 +32,7 @@ class Product:
         has_bias: of the columns.
         activates: stores the activation.
         keeps: stores the product as well.
+        copies: stores the gathered left rows, in their order, as well.
     """
 
     tile: HopperTile
@@ -56,6 +57,7 @@ class Product:
     has_bias: bool = False
     activates: bool = False
     keeps: bool = False
+    copies: bool = False
 
     @property
     def is_paired(self) -> bool:

@@ -15,6 +15,7 @@ class SortedRows(NamedTuple):
     """Where the pairs of a routing lie, in tiles of one expert each.
 
     Attributes:
+        order: [.] int32, which holds the tensors below.
         pair_R: [R] int32 pair (token * K + choice) of each row, -1 for padding.
         slot_P: [P] int32 row of each pair, -1 for none.
         tile_expert: [tiles] int32.
@@ -25,6 +26,7 @@ class SortedRows(NamedTuple):
         top_k: K.
     """
 
+    order: Tensor
     pair_R: Tensor
     slot_P: Tensor
     tile_expert: Tensor
@@ -42,6 +44,20 @@ class Matrices(NamedTuple):
     first_bias_EI: Tensor | None
     down_EIH: Tensor
     down_bias_EH: Tensor | None
+
+
+class Results(NamedTuple):
+    """Where a product of rows and matrices is stored.
+
+    Attributes:
+        out: the product, or its activation, of row tiles from the first computed on.
+        kept: the product of the first of these tiles.
+        copied: the rows that were gathered by token.
+    """
+
+    out: Tensor
+    kept: Tensor | None = None
+    copied: Tensor | None = None
 
 
 def constants_of(formula: ExpertFormula) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class HopperTile:
     """How a product runs in `hopper`, in tiles of 128 rows.
 
     Attributes:
-        group: row tiles side by side that share columns.
+        group: row tiles of one expert, at most, side by side that share columns.
         producer_warps: that load, where no rows are gathered.
         lag: steps between asking for gathered rows and handing them on, at most stages - 2.
         gathers: reads rows by token; else a copy of them in their order, made before.
@@ -66,6 +66,19 @@ def hopper_tile(product: str, hidden_size: int, intermediate_size: int) -> Hoppe
         return HopperTile(*measured)
     is_wide = hidden_size >= _WIDE
     return HopperTile(gathers=not (is_wide and product.endswith("weights")))
+
+
+def elementwise_tile(columns: int) -> tuple[int, int, int]:
+    """Return the columns, rows and warps of a program that works element by element.
+
+    Whole rows where they are powers of two, else parts of 256: the fastest measured on an H200.
+
+    Args:
+        columns: of all.
+    """
+    if columns in (1024, 2048):
+        return columns, 1, columns // 256
+    return min(256, 1 << (columns - 1).bit_length()), 2, 4
 
 
 def rows_of_tile(num_pairs: int, num_experts: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from neuron_moe import MoE
 from neuron_moe.parallel import parallel_state
+from neuron_moe.parallel.balance import step_selection_biases
 from neuron_moe.parallel.gradients import sum_shared_gradients
 from neuron_moe.parallel.sharding import shard_state_dict
 from neuron_moe.router_losses import RouterLosses
@@ -23,6 +24,8 @@ from tests.neuron_moe.parallel.test_layouts import (
 )
 
 EXACT = 1e-10  # relative to the largest gradient, in float64
+BIAS = "router.e_score_correction_bias"
+BIAS_STEP = 1e-2  # of the routers that have a selection bias
 LOSSES = RouterLosses(balance=0.3, sequence=0.2, z=0.1)
 CASES = [
     Case(tp=1, ep=4, sp=True, strategy="all_to_all", router="glm", shared="sp", seq=13),
@@ -98,7 +101,7 @@ def test_gradients_of_every_layout_are_those_of_one_process(
 
 
 def train(layer: MoE, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Take a step of Adam for each batch; return this rank's losses."""
+    """Take a step of Adam and of the balance for each batch; return this rank's losses."""
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     losses = []
     for hidden, target in batches:
@@ -107,6 +110,7 @@ def train(layer: MoE, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         loss.backward()
         sum_shared_gradients(layer)
         optimizer.step()
+        step_selection_biases(layer, BIAS_STEP)
         losses.append(loss.detach())
     return losses
 
@@ -121,6 +125,7 @@ def test_twenty_steps_over_four_ranks_are_those_of_one_process(run_ranks: Any, c
         parallel_state.initialize_model_parallel(config=case.config, watch=False)
         layer = build_layer(case).double()
         layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+        start_E = whole.state_dict().get(BIAS, torch.tensor([])).clone()
         wanted = torch.stack(train(whole, batches))
         layer.use_router_losses(LOSSES)
         mine = [tuple(part_of_rank(case, each, rank, 4) for each in batch) for batch in batches]
@@ -129,6 +134,8 @@ def test_twenty_steps_over_four_ranks_are_those_of_one_process(run_ranks: Any, c
         ends = shard_state_dict(layer, whole.state_dict())
         apart = max(distance(weight, ends[name]) for name, weight in layer.state_dict().items())
         parallel_state.destroy_model_parallel()
+        if start_E.numel():  # it did move
+            assert float((whole.state_dict()[BIAS] - start_E).abs().max()) > 3 * BIAS_STEP
         return float(((losses - wanted) / wanted).abs().max()), apart
 
     for loss_error, weight_error in run_ranks(4, run):
