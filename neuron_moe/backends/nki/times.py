@@ -34,7 +34,7 @@ from nki_kernels.decode import decode_layer, decode_moe, pack_router_weight, wei
 from nki_kernels.index import index_blocks
 from nki_kernels.prefill import blockwise_moe
 from nki_kernels.prefill.config import num_partials
-from nki_kernels.route import router_topk
+from nki_kernels.route import route, router_topk
 from nki_sim import SimOptions, TensorSpec
 from nki_sim.trace import CORE, FACTS, ControlFacts, Trace
 
@@ -161,11 +161,9 @@ def _decode(plan: DecodePlan, index_TK: NDArray[np.int32], options: SimOptions) 
 def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
     """Time a fused layer; hidden states and router are drawn, and with them the choices."""
     parts, config = plan.parts, plan.config
-    moe, router, rng = config.moe, parts.router, np.random.default_rng(_SEED)
+    moe, router = config.moe, parts.router
     assert router is not None
-    dtype = router.linear_router.weight.dtype
-    weight_NH = torch.from_numpy(rng.standard_normal((parts.num_experts, moe.H))).to(dtype)
-    hidden_TH = torch.from_numpy(rng.standard_normal((moe.T, moe.H))).to(torch.bfloat16)
+    weight_NH, hidden_TH = _routed_inputs(parts, moe.T)
     packed = pack_router_weight(to_numpy(weight_NH), moe.h_axis, config.router_parts)
     named: dict[str, Any] = _decode_beside(parts, moe.H)
     for name, has in (("router_bias", router.linear_router.bias),
@@ -184,10 +182,41 @@ def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
         gate = pack_router_weight(np.zeros((1, moe.H), np.float32), moe.h_axis)
         named["shared_gate"] = TensorSpec(gate.shape, "bfloat16")
     run = _run(
-        options, decode_layer, parts.tuning.num_cores, hidden_TH, from_numpy(packed, dtype),
-        *map(_spec_of, matrices_of(parts.weights)), _first_expert(parts), config, **named,
+        options, decode_layer, parts.tuning.num_cores, hidden_TH,
+        from_numpy(packed, weight_NH.dtype), *map(_spec_of, matrices_of(parts.weights)),
+        _first_expert(parts), config, **named,
     )  # fmt: skip
     return _name_of(decode_layer), run
+
+
+def _routed_inputs(parts: LayerParts, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return a router's weight [N, H] and hidden states [T, H], drawn; logits are about one.
+
+    Larger ones would make ties of sigmoids, which all go to the first experts.
+    """
+    assert parts.router is not None
+    weight, rng = parts.router.linear_router.weight, np.random.default_rng(_SEED)
+    drawn_NH = rng.standard_normal(tuple(weight.shape)) / weight.shape[1] ** 0.5
+    weight_NH = torch.from_numpy(drawn_NH).to(weight.dtype)
+    drawn_TH = rng.standard_normal((num_tokens, weight.shape[1]), np.float32)
+    return weight_NH, torch.from_numpy(drawn_TH).to(torch.bfloat16)
+
+
+def routed_choices(plan: Plan) -> NDArray[np.int32]:
+    """Return [T, K] the experts of the model that a launch which routes itself is simulated with.
+
+    Given to the plan of the same layer in several launches, both compute the same.
+
+    Args:
+        plan: of the nki backend.
+    """
+    parts = plan.parts
+    assert parts.router is not None
+    weight_NH, hidden_TH = _routed_inputs(parts, plan.step.tokens)
+    logits_TN = (hidden_TH.float() @ weight_NH.float().t()).numpy()
+    spec = parts.router.spec
+    none_N = np.zeros(spec.num_experts, np.float32) if spec.formula.has_selection_bias else None
+    return route(logits_TN, spec.formula, none_N)[1].astype(np.int32)
 
 
 def _route(parts: LayerParts, num_tokens: int, options: SimOptions) -> _Launch:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from neuron_moe.backends.nki.times import TIMES_ONLY, draw_choices, plan_runs
+from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.plan import Plan
 from neuron_moe.tools.bench.comparison.pool import Task
@@ -139,8 +139,7 @@ def _plans(row: Row) -> tuple[Plan, Plan]:
 
 def _simulate(plan: Plan, corners: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return for each corner the microseconds of each launch of a plan."""
-    spec = plan.parts.spec
-    chosen_TK = draw_choices(plan.step.tokens, spec.num_experts, spec.top_k)
+    chosen_TK = routed_choices(plan)  # the same, whether the launch routes or not
     found: dict[str, dict[str, float]] = {corner: {} for corner in corners}
     for name, run in plan_runs(plan, chosen_TK, options=TIMES_ONLY):
         for corner, timeline in corner_timelines(run, corners):
