@@ -3,7 +3,7 @@
 # make test-long  the tests of over five seconds, which CI runs too
 # make check  lint, format and types
 # make serve-demo  sets up .venv-vllm, serves the shipped model through vLLM, streams one answer
-# make test-vllm  the tests inside vLLM, in .venv-vllm
+# make test-vllm  the tests inside vLLM, in .venv-vllm; make test-vllm-short: what CI runs of them
 # make bench  the CPU benchmark
 # make mutants  change single lines and see whether a test notices (COUNT=30, SEED=...)
 PYTHON ?= python3
@@ -17,7 +17,7 @@ VLLM_STAMP := $(VLLM)/.installed
 # What one process of the tests compiles, the others read: commands that tests start, and the long run.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long check serve-demo test-vllm bench mutants clean
+.PHONY: demo test test-long check serve-demo vllm test-vllm test-vllm-short bench mutants clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -56,8 +56,13 @@ check: $(DEV_STAMP)
 serve-demo: $(VLLM_STAMP)
 	$(VLLM)/bin/neuron-moe serve --model tiny_gpt_oss --port 0 --ask "1 And it came to pass"
 
+vllm: $(VLLM_STAMP)
+
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/serving -m 'vllm and not slow'
+
+test-vllm-short: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/serving -m 'vllm and not slow and not long'
 
 bench: $(STAMP)
 	$(BIN)/neuron-moe bench cpu

@@ -128,7 +128,7 @@ class Attention(GroupedAttention):
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False, dtype=dtype)
         self.limit = config.clip_qkv
 
-    def project(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def products(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, [U, S, heads * D] each, limited."""
         product: Tensor = self.qkv_proj(hidden_USH)
         if self.limit is not None:

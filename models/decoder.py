@@ -227,11 +227,12 @@ class GroupedAttention(nn.Module):
 
     def project(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, [U, S, heads * D] each, normalised where they are."""
-        return (
-            normalise(self.q_proj(hidden_USH), self.q_norm),
-            normalise(self.k_proj(hidden_USH), self.k_norm),
-            self.v_proj(hidden_USH),
-        )
+        query, key, value = self.products(hidden_USH)
+        return normalise(query, self.q_norm), normalise(key, self.k_norm), value
+
+    def products(self, hidden_USH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three projections, [U, S, heads * D] each; a server may put in its own."""
+        return self.q_proj(hidden_USH), self.k_proj(hidden_USH), self.v_proj(hidden_USH)
 
     def turn(self, query_USQD: Tensor, key_USJD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return queries and keys that know their places."""

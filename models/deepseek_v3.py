@@ -130,12 +130,14 @@ class LatentAttention(nn.Module):
     Attributes:
         core: returns [.., Q * R].
         whole: projections that every rank holds whole, for they make what heads share.
+        read_weights: projections whose weights are read here, so that they stay plain.
     """
 
     core: Core
     sinks: Tensor | None = None
     reach = EVERYTHING
     whole = ("q_a_proj", "kv_a_proj_with_mqa")
+    read_weights = ("kv_b_proj",)
 
     def __init__(self, config: DeepseekV3Config, dtype: torch.dtype) -> None:
         super().__init__()

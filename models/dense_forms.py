@@ -1,5 +1,7 @@
 """Dense projections of a model, packed for a CPU where that is faster on this machine."""
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from neuron_moe.backends.form_choice import packs_linear
@@ -44,6 +46,22 @@ class PackedLinear(nn.Module):
         destination[f"{prefix}weight"] = self.weight
 
 
+def dense_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yield parent, name and projection of all that may be multiplied in another form.
+
+    Not those that share a weight with an embedding, nor routers, which compute in float32, nor
+    whose weight the parent reads itself, named in its `read_weights`.
+    """
+    shared = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    for parent in model.modules():
+        if isinstance(parent, Router):
+            continue
+        for name, child in parent.named_children():
+            is_read = name in getattr(parent, "read_weights", ())
+            if type(child) is nn.Linear and id(child.weight) not in shared and not is_read:
+                yield parent, name, child
+
+
 def settle_linears(model: nn.Module, form: str) -> int:
     """Pack the dense projections of a model that is to generate, one after the other.
 
@@ -59,16 +77,8 @@ def settle_linears(model: nn.Module, form: str) -> int:
     """
     if form not in (MEASURED, "packed"):
         return 0
-    shared = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        if not isinstance(parent, Router)  # computes in float32, from the weight itself
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and id(child.weight) not in shared
-    ]
     packed = 0
-    for parent, name, child in found:
+    for parent, name, child in list(dense_linears(model)):
         if form == "packed" or packs_linear(child.weight):
             parent.add_module(name, PackedLinear(child))
             packed += 1

@@ -105,10 +105,16 @@ def fill_model(
         if experts.backend.name == "nki":
             plans = experts.tuning.tuned.prefill
             experts.pack_weights(for_prefill=any(plan.weights == "by parts" for plan in plans))
-        elif product_form is not None:
-            experts.settle_forms(product_form)
     if product_form is not None:
+        settle_experts(model, product_form)
         settle_linears(model, product_form)
+
+
+def settle_experts(model: nn.Module, form: str) -> None:
+    """Choose how a CPU multiplies with the experts of a model; see `load_model`."""
+    for experts in _experts_of(model):
+        if experts.backend.name != "nki":
+            experts.settle_forms(form)
 
 
 def _experts_of(model: nn.Module) -> list[ExpertMLPsV2]:

@@ -1,32 +1,37 @@
 """A model as one graph of torch.compile: what lies around attention and experts is joined.
 
-Attention is vLLM's operator already. Experts and packed projections become operators that a graph
-calls by number: they choose their form at run time. Norms, rotary embedding, routers and residuals
-around them become few kernels. There is a graph for prefill and one for decode, for any number of
-tokens, and one for a single token.
+Attention is vLLM's operator already, and so are dense projections where it computes them. Experts
+and packed projections become operators that a graph calls by number: they choose their form at run
+time. Norms, rotary embedding, routers and residuals around them become few kernels. There is a
+graph for prefill and one for decode, for any number of tokens, and one for a single token, into
+which a brought kernel for experts goes as it is.
 
-Letters: T tokens, H hidden, K choices.
+Letters: T tokens, H hidden, K choices, E experts.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from neuron_moe import MoE
+from neuron_moe.experts import RoutedExperts
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.models.dense_forms import PackedLinear
 from neuron_moe.plan import Plan, Step
 from neuron_moe.router import Routing
 from neuron_moe.serving.static_decode import many_graphs
-from neuron_moe.weights.expert_weights import LocalRouting
+from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
+from neuron_moe.weights.product_forms import FORMS, Compute
 
 _library: Any = torch.library.Library("neuron_moe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("linear(Tensor rows, int number, int size) -> Tensor")
 _library.define("experts(Tensor rows, Tensor affinities, Tensor index, int number) -> Tensor")
+_INPUTS = ("ids_T", "places_T", "phase")  # of a graph
 _hidden: dict[int, Callable[..., Tensor]] = {}
 _numbers = itertools.count()
 
@@ -58,9 +63,11 @@ class JoinedPlan(Plan):
 
     Attributes:
         number: of the experts.
+        compute_one: what computes them for a single token, where a graph may look into it.
     """
 
     number: int
+    compute_one: Compute | None
 
     @property
     def path(self) -> str:
@@ -75,13 +82,15 @@ class JoinedPlan(Plan):
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Return [N, H] float32."""
+        if self.compute_one is not None and hidden_NH.shape[0] == 1:
+            return self.compute_one(hidden_NH, routing).float()
         chosen = routing.expert_affinities_TK, routing.expert_index_TK
         output_NH: Tensor = torch.ops.neuron_moe.experts(hidden_NH, *chosen, self.number)
         return output_NH
 
 
 def _join_experts(moe: MoE) -> None:
-    """Let graphs compute a layer but its experts, and count their load."""
+    """Let graphs compute a layer but its experts."""
     plan_of, experts = moe.plan, moe.expert_mlps
     plans: dict[tuple[str, int], Plan] = {}
     joined: dict[str, Plan] = {}
@@ -93,16 +102,36 @@ def _join_experts(moe: MoE) -> None:
             key = phase, rows.shape[0]
             if key not in plans:
                 plans[key] = plan_of(Step(*key))
-            experts.record_load(index)
             return plans[key].experts(rows, LocalRouting(index, affinities, scales_input)).float()
 
-        any_plan = plan_of(Step(phase, 1))
-        joined[phase] = JoinedPlan(any_plan.step, any_plan.decision, any_plan.parts, _hide(compute))
+        one = plan_of(Step(phase, 1))
+        compute_one = None if scales_input else _brought(one.parts.weights)
+        joined[phase] = JoinedPlan(one.step, one.decision, one.parts, _hide(compute), compute_one)
 
     def plan(step: Step) -> Plan:
         return joined[step.phase] if torch.compiler.is_compiling() else plan_of(step)
 
     moe.plan = plan  # type: ignore[method-assign]
+    _count_in_place(experts)
+
+
+def _brought(weights: ExpertWeights) -> Compute | None:
+    """Return the kernel that a server brought, where it was chosen for a single token."""
+    forms = weights.product_forms
+    return None if forms is None or forms.of(1) in FORMS else forms.compute
+
+
+def _count_in_place(experts: RoutedExperts) -> None:
+    """Let a graph count the load of experts too, if it is counted."""
+    load_E = experts.expert_load_E
+    if load_E is None:
+        return
+
+    def record_load(index_TK: Tensor) -> None:
+        index_P = index_TK.flatten().long()
+        load_E.index_add_(0, index_P.clamp(min=0), (index_P >= 0).long())
+
+    experts.record_load = record_load  # type: ignore[method-assign]
 
 
 def _hide_linear(linear: PackedLinear) -> None:
@@ -115,12 +144,38 @@ def _hide_linear(linear: PackedLinear) -> None:
     linear.forward = forward  # type: ignore[method-assign]
 
 
+def _guards_of_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Say which conditions of a graph are looked at before each step: not those on the model.
+
+    A served model stays as it was when its graphs were captured.
+    """
+    return [
+        not guard.name or guard.name in _INPUTS  # no name: of the process, and of shapes
+        for guard in guards
+    ]
+
+
+def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the same function with code of its own, to which torch.compile ties its graphs.
+
+    Of two models in a process, neither can take the other's.
+    """
+    code, known = function.__code__.replace(), function.__globals__
+    return FunctionType(code, known, closure=function.__closure__)
+
+
 class Joined:
     """`forward_tokens` of a model as graphs, all of which `capture` captures; else as it was."""
 
     def __init__(self, forward_tokens: Callable[..., Tensor], compiler: str) -> None:
+        options: dict[str, Any] = {"guard_filter_fn": _guards_of_inputs}
+        if compiler == "inductor":
+            options |= dict.fromkeys(("size_asserts", "nan_asserts", "alignment_asserts"), False)
+        step = _own_code(
+            lambda ids_T, places_T, phase: forward_tokens(ids_T, places_T, phase=phase)
+        )
         self._graphs: Any = torch.compile(
-            forward_tokens, backend=compiler, fullgraph=True, dynamic=True
+            step, backend=compiler, fullgraph=True, dynamic=True, options=options
         )
 
     def capture(self) -> None:
@@ -131,13 +186,14 @@ class Joined:
         for tokens, phase in ((2, "prefill"), (2, "decode"), (1, "decode")):
             ids_T = torch.zeros(tokens, dtype=torch.int32)
             places_T = torch.zeros(tokens, dtype=torch.int64)
-            with torch.inference_mode(), many_graphs():
-                self._graphs(ids_T, places_T, phase=phase)
+            constants = torch._dynamo.config.patch(specialize_int=True, specialize_float=True)
+            with torch.inference_mode(), many_graphs(), constants:
+                self._graphs(ids_T, places_T, phase)
 
-    def __call__(self, *arguments: Any, **more: Any) -> Tensor:
+    def __call__(self, input_ids_T: Tensor, places_T: Tensor, *, phase: str) -> Tensor:
         """Return [T, H]; arguments as of `forward_tokens`."""
         with torch.compiler.set_stance("eager_on_recompile"):
-            hidden_TH: Tensor = self._graphs(*arguments, **more)
+            hidden_TH: Tensor = self._graphs(input_ids_T, places_T, phase)
         return hidden_TH
 
 
@@ -145,7 +201,7 @@ def join(model: DecoderModel, compiler: str) -> Joined:
     """Return `forward_tokens` of a model as graphs, not captured yet.
 
     Args:
-        model: filled, for inference on one rank, its attention a server's operator.
+        model: filled, for inference, its attention a server's operator.
         compiler: backend of torch.compile.
     """
     for module in list(model.modules()):

@@ -9,6 +9,7 @@ through the folder that PROMETHEUS_MULTIPROC_DIR names.
 
 import threading
 import time
+from functools import cache
 from typing import cast
 
 from prometheus_client import Counter
@@ -19,6 +20,14 @@ from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.plan import Step
 
 PERIOD_S = 1.0
+
+
+@cache
+def _counters() -> tuple[Counter, Counter]:
+    """Return tokens of experts and steps, which all models of a process share."""
+    tokens = "neuron_moe_expert_tokens", "Tokens that each expert got.", ("layer", "expert")
+    steps = "neuron_moe_steps", "Steps by path of the experts.", ("phase", "path", "kernel")
+    return Counter(*tokens), Counter(*steps)
 
 
 class ServingCounters:
@@ -41,12 +50,7 @@ class ServingCounters:
         self._told = {
             number: [0] * moe.router.spec.num_experts for number, moe in self._layers.items()
         }
-        self._tokens = Counter(
-            "neuron_moe_expert_tokens", "Tokens that each expert got.", ("layer", "expert")
-        )
-        self._steps = Counter(
-            "neuron_moe_steps", "Steps by path of the experts.", ("phase", "path", "kernel")
-        )
+        self._tokens, self._steps = _counters()
         threading.Thread(target=self._tell_forever, daemon=True).start()
 
     def count_step(self, phase: str, tokens: int) -> None:

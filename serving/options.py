@@ -31,7 +31,7 @@ class ServingOptions:
         product_form: how a CPU multiplies with weights, see `models.loader.load_model`; VLLM_FORM
             is one more form here, of experts that its kernel computes.
         metrics: count expert load and paths.
-        joins: compile all but attention and experts, see `joined`; on one rank.
+        joins: compile all but attention and experts, see `joined`.
         graph_tokens: decode steps of up to so many tokens run their MoE layers as static graphs,
             captured at the start, in which load is not counted; None for no graphs.
         graph_compiler: backend of torch.compile for both.
@@ -87,10 +87,6 @@ class ServingOptions:
         Raises:
             ValueError: the ranks cannot be split so.
         """
-        if self.joins and num_ranks > 1:
-            raise ValueError(
-                f"joins=True (--compile): needs one rank, the server has {num_ranks}. Leave it off."
-            )
         expert_ranks = self.expert_parallel_size or (num_ranks if splits_experts else 1)
         if num_ranks % expert_ranks:
             raise ValueError(

@@ -40,6 +40,8 @@ class VllmKernel:
             cpu_prepack_moe_weight(matrices.detach().transpose(1, 2).contiguous(), isa)
             for matrices in (weights.gate_up_proj_EHI, weights.down_proj_EIH)
         )
+        for packed in (first, down):
+            torch._dynamo.mark_static(packed)  # sizes are none of a graph's unknowns
 
         def compute(hidden_TH: Tensor, routing: LocalRouting) -> Tensor:
             # The kernel reads memory row by row, whatever the strides.

@@ -19,14 +19,17 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from neuron_moe.backends.brought_kernels import bring
 from neuron_moe.models.decoder import DecoderModel
-from neuron_moe.models.loader import build_model, fill_model
+from neuron_moe.models.dense_forms import settle_linears
+from neuron_moe.models.loader import build_model, fill_model, settle_experts
 from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.joined import join
 from neuron_moe.serving.metrics import ServingCounters
-from neuron_moe.serving.options import ServingOptions
+from neuron_moe.serving.options import VLLM_FORM, ServingOptions
 from neuron_moe.serving.static_decode import capture_decode
 from neuron_moe.serving.vllm_attention import put_cores
 from neuron_moe.serving.vllm_kernel import VllmKernel
+from neuron_moe.serving.vllm_linear import can_take_linears, take_linears
+from neuron_moe.weights.product_forms import MEASURED
 
 
 class NeuronMoeForCausalLM(nn.Module):
@@ -92,11 +95,9 @@ class NeuronMoeForCausalLM(nn.Module):
         Args:
             weights: what vLLM would read; stays unread.
         """
-        takes_plain = self.options.backend == "nki" or self.options.graph_tokens is not None
-        form = None if takes_plain else self.options.product_form
-        bring(VllmKernel())
         with set_default_torch_dtype(torch.float32):
-            fill_model(self.model, self.folder, product_form=form)
+            fill_model(self.model, self.folder)
+            self._settle_forms()
             if self.options.graph_tokens is not None:
                 graphs = self.options.graph_tokens, self.options.graph_compiler
                 capture_decode(self.model, *graphs)
@@ -108,6 +109,19 @@ class NeuronMoeForCausalLM(nn.Module):
         if self.options.joins:
             self._join()
         return {name for name, _ in self.named_parameters()}
+
+    def _settle_forms(self) -> None:
+        """Choose how experts and dense projections are multiplied."""
+        options = self.options
+        if options.backend == "nki" or options.graph_tokens is not None:
+            return  # these take plain weights
+        bring(VllmKernel())
+        settle_experts(self.model, options.product_form)
+        is_vllms = options.product_form in (MEASURED, VLLM_FORM)
+        if is_vllms and can_take_linears(self._config.model_config.dtype):
+            take_linears(self.model)
+        else:
+            settle_linears(self.model, options.product_form)
 
     def _join(self) -> None:
         """Compile the model as graphs, of one token and of several in each phase."""

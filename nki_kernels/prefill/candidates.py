@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ _HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the ch
 _CLOSE_LOOPS = 12  # by the coarse estimate, of a shard plan at a block size
 _CLOSE_PLANS = 16  # beside the best of each shard plan
 _COARSE = 1.4  # what is slower by so much, by the coarse estimate, is not looked at closely
+_ALIKE = 0.25  # of a row tile: visits whose live rows differ by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,8 @@ def rank_candidates(
 
 def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
     """Return the best draft of each shard plan, and the others that may be as good as the best."""
-    ordered = sorted(drafts, key=lambda draft: draft.coarse_ns)
+    # Of loops that do the same, the one of smaller visits has shorter tables.
+    ordered = sorted(drafts, key=lambda draft: (draft.coarse_ns, draft.request.largest_visit))
     most_ns = _COARSE * ordered[0].coarse_ns
     best = dict[str, _Draft]()
     others = dict[tuple[int, str, float], _Draft]()  # loops that do the same have the same time
@@ -188,6 +191,14 @@ class _Draft:
     block_size: int
     config: PrefillConfig
     coarse_ns: float
+
+
+class _Loop(NamedTuple):
+    """Trips alike: the sizes of their two visits, how many, and how full tiles are (`_levels`)."""
+
+    sizes: tuple[int, int]
+    trips: int
+    levels: tuple[tuple[float, float], ...]
 
 
 def _routings(num_experts: int, expected: Expected) -> list[NDArray[np.int64]]:
@@ -279,35 +290,64 @@ def _configs_of(base: PrefillConfig, asked: PlanRequest) -> list[PrefillConfig]:
     return [with_loop(draft, loop) for loop in loops]
 
 
-def _trips(
-    config: PrefillConfig, tokens_E: NDArray[np.int64]
-) -> tuple[list[tuple[tuple[int, int], int]], float]:
-    """Return the sizes and the number of trips of each loop, and the tokens of a row tile.
+def _loops(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> list[_Loop]:
+    """Return the loops that have trips.
 
     Args:
         config: what the kernel is compiled for.
         tokens_E: [E] tokens of each expert.
     """
-    tiles_E = -(-tokens_E // config.tile_rows)
+    R = config.tile_rows
+    tiles_E = -(-tokens_E // R)
     expert = np.repeat(np.arange(config.E, dtype=np.int32), tiles_E)
     tile = np.arange(len(expert), dtype=np.int32)
     if not len(tile):
-        return [], 0.0
-    live_rows = tokens_E.sum() / len(tile)
+        return []
     if not config.loop.is_dynamic:  # every trip there may be, most without a tile
         trips = num_visits(config) // 2
-        return [((1, 1), trips)], tokens_E.sum() / (2 * trips * config.shard.num_lanes)
+        rows = float(tokens_E.sum()) / (2 * trips * config.shard.num_lanes)
+        return [_Loop((1, 1), trips, ((1.0, rows),))]
+    rows_n = np.minimum(R, tokens_E[expert] - R * (tile - (tiles_E.cumsum() - tiles_E)[expert]))
     lists = list_visits(tile, expert, visit_dims(config), num_tiles=len(tile), num_experts=config.E)
+    found, first = [], 0
     loops = zip(loops_of(config.loop.classes), lists.class_trips_1L[0].tolist(), strict=True)
-    return [(sizes, trips) for sizes, trips in loops if trips], live_rows
+    for sizes, trips in loops:
+        visits = lists.visit_tile_CVG[:, first : first + 2 * trips]
+        first += 2 * trips
+        if trips:
+            found.append(_Loop(sizes, trips, _levels(visits, rows_n, R)))
+    return found
+
+
+def _levels(
+    visit_tile_CVG: NDArray[np.int32], rows_n: NDArray[np.int64], tile_rows: int
+) -> tuple[tuple[float, float], ...]:
+    """Return shares of visits and the rows of their tiles: those below the mean and the others,
+    or all of them where they are alike.
+
+    Args:
+        visit_tile_CVG: row tiles of visits, a number past the last one where there is none.
+        rows_n: rows of each tile that hold a token.
+        tile_rows: R.
+    """
+    is_tile = visit_tile_CVG < len(rows_n)
+    rows = np.where(is_tile, rows_n[np.minimum(visit_tile_CVG, len(rows_n) - 1)], 0).sum(2)
+    counts = is_tile.sum(2)
+    each = rows[counts > 0] / counts[counts > 0]
+    mean = float(each.mean())
+    if each.max() - each.min() <= _ALIKE * tile_rows:
+        return ((1.0, mean),)
+    few = each[each < mean]
+    share = len(few) / len(each)
+    return (share, float(few.mean())), (1.0 - share, float(each[each >= mean].mean()))
 
 
 def _coarse_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     """Return a rough estimate of the time of the experts' visits."""
-    loops, live_rows = _trips(config, tokens_E)
     total = 0.0
-    for sizes, trips in loops:
-        total += trips * sum(visit_ns(config, size, live_rows) for size in sizes)
+    for loop in _loops(config, tokens_E):
+        for share, rows in loop.levels:
+            total += share * loop.trips * sum(visit_ns(config, size, rows) for size in loop.sizes)
     return total
 
 
@@ -318,16 +358,17 @@ def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> tuple[flo
         config: what the kernel is compiled for.
         tokens_E: [E] tokens of each expert.
     """
-    loops, live_rows = _trips(config, tokens_E)
+    loops = _loops(config, tokens_E)
     shared_ns = _combine_ns(config, int(tokens_E.sum()))
     found = []
     for corner in CORNERS:
         total_ns = shared_ns
-        for number, (sizes, trips) in enumerate(loops):
-            pace = pace_of(config, sizes, live_rows)[corner]
-            total_ns += trips * pace.next_ns
-            if number == 0:
-                total_ns += pace.first_ns - pace.next_ns
+        for number, loop in enumerate(loops):
+            for share, rows in loop.levels:
+                pace = pace_of(config, loop.sizes, rows)[corner]
+                total_ns += share * loop.trips * pace.next_ns
+                if number == 0:
+                    total_ns += share * (pace.first_ns - pace.next_ns)
         found.append(total_ns / 1e3)
     return tuple(found)
 

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 
 from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, chip_in_force
-from nki_kernels.common.formula import num_projections
+from nki_kernels.common.formula import Limits, num_projections
 from nki_kernels.common.weight_formats import ITEM_BYTES
-from nki_kernels.prefill.config import PrefillConfig, core_depth, core_width
+from nki_kernels.prefill.config import PrefillConfig, bias_terms, core_depth, core_width
 from nki_sim.time.costs import DmaPrice
 
 QUEUES: Final = 7
@@ -35,12 +35,14 @@ class StagePrices:
         turn_ns, turned: transpose a row tile; copy it to SBUF.
         scaled: multiply a row tile with the affinities of its tokens, before it is transposed.
         in_ns, activated: one tile of the intermediate axis, gate and up; what follows it.
-        copied, exchange_ns, added_up: the same where the hidden axis is split.
+        copied, exchanged, added_up: the same where the hidden axis is split.
         out_ns: one part of the down weights.
         evicted, banks: one PSUM bank of it, and how many.
-        lists_ns: fetch two entries of the lists, step a counter.
+        turn_banks: PSUM banks of turned rows, which are the first of those of output rows.
+        fetch_ns, step_ns: fetch an entry of the lists, step a counter.
         gather, store: rows of a tile.
         load_in, load_out: transfers of one part of the weights.
+        beside_in, beside_out: transfers of its biases and scales.
         overlaps: the Vector engine takes an instruction before the last one's result is there.
     """
 
@@ -50,16 +52,20 @@ class StagePrices:
     in_ns: float
     activated: Copies
     copied: Copies
-    exchange_ns: float
+    exchanged: Copies
     added_up: Copies
     out_ns: float
     evicted: Copies
     banks: int
-    lists_ns: float
+    turn_banks: int
+    fetch_ns: float
+    step_ns: float
     gather: DmaPrice
     store: DmaPrice
     load_in: DmaPrice
     load_out: DmaPrice
+    beside_in: tuple[DmaPrice, ...]
+    beside_out: tuple[DmaPrice, ...]
     overlaps: bool
 
     @classmethod
@@ -89,16 +95,21 @@ class StagePrices:
             in_ns=halves * depth * columns * column_ns,
             activated=activated,
             copied=_copies(1, halves * R, 1.0, overlaps),
-            exchange_ns=chip.sendrecv_ns,
+            exchanged=_exchange(config, overlaps),
             added_up=Copies(sum_ns + activated.busy_ns, sum_ns + activated.latency_ns),
             out_ns=i_count * max(width, banks * chip.matmul_floor_cycles) * column_ns,
             evicted=_copies(1, width / banks, 1.0, overlaps),
             banks=banks,
-            lists_ns=_lists_ns(),
+            turn_banks=turns,
+            fetch_ns=(chip.gpsimd_simple_overhead_cycles + 1) / chip.gpsimd_clock_ghz,
+            step_ns=(chip.gpsimd_overhead_cycles + chip.gpsimd_two_input_cycles_per_element)
+            / chip.gpsimd_clock_ghz,
             gather=_rows_price(config, live_rows, stores=False),
             store=_rows_price(config, live_rows, stores=True),
             load_in=_gate_up_price(config),
             load_out=_down_price(config),
+            beside_in=_beside_in(config),
+            beside_out=_beside_out(config),
             overlaps=overlaps,
         )
 
@@ -135,21 +146,47 @@ def _scaling(config: PrefillConfig, overlaps: bool) -> Copies | None:
     return vector_work(core_width(config) / speedup, overlaps)
 
 
+def _exchange(config: PrefillConfig, overlaps: bool) -> Copies:
+    """Return how long an exchange keeps the way between the cores, and how long it takes.
+
+    Args:
+        config: what the kernel is compiled for.
+        overlaps: an exchange need not wait until the one before has ended.
+    """
+    chip, i_axis = chip_in_force(), config.i_axis
+    columns = i_axis.count * num_projections(config.formula) * config.tile_rows
+    engines = min(chip.dma_engines, -(-i_axis.rows // chip.dma_rows_per_engine))
+    moving_ns = _engine_ns(i_axis.rows, i_axis.rows * columns * 4, engines)
+    whole_ns = chip.sendrecv_ns + moving_ns
+    return Copies(moving_ns if overlaps else whole_ns, whole_ns)
+
+
 def _activation(config: PrefillConfig, overlaps: bool) -> Copies:
-    """Return what lies between the projections of a tile and the down projection."""
-    R, formula = config.tile_rows, config.formula
-    chain = int(formula.has_gate_up_bias) + int(formula.gate_limits.has_upper) + config.has_scales
-    vector, scalar = vector_work(R, overlaps), _scalar(R)
-    busy = max((1 + chain) * vector.busy_ns, scalar.busy_ns)
-    return Copies(busy, (1 + chain) * vector.latency_ns + scalar.latency_ns)
+    """Return what lies between the projections of a tile and the down projection: operators on
+    the gate, the activation, operators on the other projection, the product.
+    """
+    formula = config.formula
+    vector, scalar = vector_work(config.tile_rows, overlaps), _scalar(config.tile_rows)
+    gate = formula.gate_limits if formula.has_gate else formula.up_limits
+    with_gate = _operators(config, gate) if _clamps(gate) or config.has_scales else 0
+    with_up = max(0, _operators(config, formula.up_limits) - 1)  # the last one is in the product
+    before, beside = -(-with_gate // 2), -(-with_up // 2)
+    waits_ns = 2 * chip_in_force().semaphore_ns
+    latency_ns = (before + 1) * vector.latency_ns + scalar.latency_ns + waits_ns
+    busy_ns = max((before + beside + 1) * vector.busy_ns, scalar.busy_ns)
+    # In order, the product keeps the Vector engine until the activation is there.
+    return Copies(busy_ns if overlaps else max(busy_ns, latency_ns), latency_ns)
 
 
-def _lists_ns() -> float:
-    """Return the time of two copies and a sum of single numbers on GpSimd."""
-    chip = chip_in_force()
-    copies = 2 * (chip.gpsimd_simple_overhead_cycles + 1)
-    added = chip.gpsimd_overhead_cycles + chip.gpsimd_two_input_cycles_per_element
-    return (copies + added) / chip.gpsimd_clock_ghz
+def _operators(config: PrefillConfig, limits: Limits) -> int:
+    """Return how many scalar operators a projection needs, of which an instruction does two."""
+    formula = config.formula
+    shifts = formula.has_gate_up_bias or formula.up_offset != 0.0
+    return int(config.has_scales) + int(shifts) + _clamps(limits)
+
+
+def _clamps(limits: Limits) -> int:
+    return int(limits.has_upper) + int(limits.has_lower)
 
 
 def table_price(rows: int, size_bytes: int, swdge_ns: float = 0.0) -> DmaPrice:
@@ -202,6 +239,26 @@ def _down_price(config: PrefillConfig) -> DmaPrice:
     follows = loop.by_parts or not (loop.out_parts > 1 or config.shard.splits_h)
     one = _matrix_price(config.i_axis, columns * item, 1, follows=follows)
     return _together(one, loop.in_parts)
+
+
+def _beside_in(config: PrefillConfig) -> tuple[DmaPrice, ...]:
+    """Return the prices of biases and scales of the gate and up projections."""
+    halves, axis = num_projections(config.formula), config.i_axis
+    count = int(config.formula.has_gate_up_bias) + int(config.has_scales)
+    return (_small_price(axis.rows, axis.size * 4),) * halves * count
+
+
+def _beside_out(config: PrefillConfig) -> tuple[DmaPrice, ...]:
+    """Return the prices of biases and scales of the down projection."""
+    row_bytes = core_width(config) // config.loop.out_parts * 2
+    scales = (_small_price(3, 3 * row_bytes),) if config.has_scales else ()
+    terms = bias_terms(config) if config.formula.has_down_bias else 0
+    return (*scales, *((_small_price(terms, terms * row_bytes),) if terms else ()))
+
+
+def _small_price(rows: int, size_bytes: int) -> DmaPrice:
+    engines = -(-rows // chip_in_force().dma_rows_per_engine)
+    return _hwdge(engines, _engine_ns(rows, size_bytes, engines), size_bytes)
 
 
 def _matrix_price(axis: AxisTiles, piece_bytes: int, pieces: int, *, follows: bool) -> DmaPrice:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
 from nki_kernels.prefill.config import PrefillConfig, first_tiles
-from nki_kernels.prefill.stage_play import StageList, play_stages
+from nki_kernels.prefill.stage_play import Stage, StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
     GPSIMD,
     LINK,
@@ -38,7 +38,7 @@ from nki_kernels.prefill.table_stages import (
 from nki_sim.time.costs import DmaPrice
 
 CORNERS: Final = ("vendor", "in-order")
-_FIRST_BANK: Final = ("outer ps", 0)  # turned rows and output rows share the banks of PSUM
+_FIRST_BANK: Final = ("outer ps", 0, 0)  # turned rows and output rows share the banks of PSUM
 _LEAST_TRIPS, _SHORT_TRIPS = 4, 8  # played after the start; more where they are short
 _STEPS: Final = 8  # numbers of live rows that are told apart
 
@@ -100,20 +100,21 @@ class _Writer(StageList):
         write_first_tables(self, config, prices.overlaps)
         early = first_tiles(config) / config.h_axis.count
         if early > 0.0:
-            self._load("gate up", 0, "experts", _share_of(prices.load_in, early))
+            self._load_gate_up(0, "experts", _share_of(prices.load_in, early))
         for s in range(2):
-            self.add(GPSIMD, prices.lists_ns / 3, ["first ids"], [("ids", s)])
+            self.add(GPSIMD, prices.fetch_ns, ["first ids"], [("ids", s)])
         self._gather(0, 0)
         for s in range(2):
             reads: list[object] = [("ids", 0), "experts"]
-            self.add(GPSIMD, prices.lists_ns / 3, reads, [("expert", s)])
+            self.add(GPSIMD, prices.fetch_ns, reads, [("expert", s)])
         waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
         if not waits:
             self._gather(1, 0)
         for s in range(2 if config.shard.splits_h else 1):
+            self._load_beside(s, ("expert", s))
             if early < 1.0:
-                self._load("gate up", s, ("expert", s), _share_of(prices.load_in, 1.0 - early))
-            self._load("down", s, ("expert", s), prices.load_out)
+                self._load_gate_up(s, ("expert", s), _share_of(prices.load_in, 1.0 - early))
+            self._load_out(s, ("expert", s))
         for j in range(1, config.loop.row_buffers):
             self._gather(0, j)
         write_other_tables(self, config, prices.overlaps)
@@ -148,38 +149,51 @@ class _Writer(StageList):
                 if j + 1 < size:
                     self._turn(s, j + 1)
                     self._gather_after(s, j + 1, size, next_size)
-                self.add(LINK, prices.exchange_ns, [("own", s, j)], [("other", s, j)])
+                self._exchange(s, j)
             self._turn(1 - s, 0)
             self._look_ahead(s)
             self._gather_late(s)
-            self._load("gate up", s, ("expert", s), prices.load_in)
+            self._load_in(s, ("expert", s))
         for s in range(2):
             self._look_at_outputs(s)
             for j in range(sizes[s]):
                 count = self._config.i_axis.count
-                self._copy(prices.added_up, count, 0.0, ("other", s, j), self._inner(s, j))
+                self._copy(
+                    prices.added_up, count, 0.0, ("other", s, j), self._inner(s, j),
+                    ("gate up", s, 1),
+                )  # fmt: skip
+            self._load_beside(s, ("expert", s))
             self._go_out(s, sizes[s], s * sizes[0])
+
+    def _exchange(self, s: int, j: int) -> None:
+        taken = self._prices.exchanged
+        names: tuple[list[object], list[object]] = [("own", s, j)], [("other", s, j)]
+        stage = Stage(LINK, taken.busy_ns, taken.latency_ns, *names, None, self.trip)
+        self.stages.append(stage)
 
     def _multiply_apart(self, s: int, j: int) -> None:
         prices, count = self._prices, self._config.i_axis.count
-        reads = [self._turned(s, j), ("gate up", s)]
+        reads = [self._turned(s, j), ("gate up", s, 0)]
         self.add(TENSOR, count * prices.in_ns, reads, [("inner ps",)])
         self._copy(prices.copied, count, count * prices.in_ns, ("inner ps",), ("own", s, j))
 
     def _copy(
-        self, copies: Copies, count: int, product_ns: float, read: object, write: object
-    ) -> None:
+        self, copies: Copies, count: int, product_ns: float, read: object, write: object,
+        *others: object,
+    ) -> None:  # fmt: skip
         """Add what follows a product in as many pieces; all but the last one run beside it."""
         behind_ns = max(0.0, (count - 1) * copies.busy_ns - (count - 1) * product_ns / count)
         work = Copies(copies.busy_ns + behind_ns, copies.latency_ns + behind_ns)
-        self.compute(work, [read], [write])
+        self.compute(work, [read, *others], [write])
 
     def _look_ahead(self, s: int) -> None:
-        self.add(GPSIMD, self._prices.lists_ns, ["ids", "scales"], [("expert", s), ("ids", s)])
+        prices = self._prices
+        self.add(GPSIMD, prices.fetch_ns, ["experts"], [("expert", s)])
+        self.add(GPSIMD, prices.fetch_ns + prices.step_ns, ["ids", "scales"], [("ids", s)])
 
     def _look_at_outputs(self, s: int) -> None:
         names: list[object] = [("out", s), ("expert out", 1 - s)]
-        self.add(GPSIMD, self._prices.lists_ns, ["slots"], names)
+        self.add(GPSIMD, 2 * self._prices.fetch_ns + self._prices.step_ns, ["slots"], names)
 
     def _inner(self, s: int, j: int) -> object:
         return ("inner", s if self._config.shard.splits_h else 0, j)
@@ -201,7 +215,7 @@ class _Writer(StageList):
 
     def _gather_early(self, s: int) -> None:
         if self._config.loop.first_buffers == 2:
-            self.add(GPSIMD, self._prices.lists_ns / 3, ["ids"], [("first ids", s)])
+            self.add(GPSIMD, self._prices.fetch_ns, ["ids"], [("first ids", s)])
             self.move(GPSIMD, self._prices.gather, [("first ids", s)], [self._row(s, 0)])
 
     def _gather_late(self, s: int) -> None:
@@ -244,40 +258,66 @@ class _Writer(StageList):
                 if by_dma and j > 0:
                     self._gather_after(s, j, size, next_size)
             expert = ("expert", s if part + 1 < loop.in_parts else 1 - s)
-            self._load("gate up", (buffer + 1) % loop.weight_buffers, expert, self._prices.load_in)
+            self._load_in((buffer + 1) % loop.weight_buffers, expert)
 
     def _project_in(self, s: int, j: int, buffer: int, tiles: int) -> None:
         """Multiply with tiles of the gate and up weights; all but the last one's activations run
         beside the products.
         """
         prices = self._prices
-        reads = [self._turned(s, j), ("gate up", buffer)]
+        reads = [self._turned(s, j), ("gate up", buffer, 0)]
         self.add(TENSOR, tiles * prices.in_ns, reads, [("inner ps",)])
         product_ns = tiles * prices.in_ns
-        self._copy(prices.activated, tiles, product_ns, ("inner ps",), self._inner(s, j))
+        bias = ("gate up", buffer, 1)
+        self._copy(prices.activated, tiles, product_ns, ("inner ps",), self._inner(s, j), bias)
 
     def _go_out(self, s: int, size: int, first_outer: int) -> None:
-        loop, prices = self._config.loop, self._prices
+        loop = self._config.loop
         for part in range(loop.out_parts):
             buffer = (s * loop.out_parts + part) % loop.weight_buffers
             is_last = part + 1 == loop.out_parts
             for j in range(size):
-                outer = ("outer", (first_outer + j) % loop.outer_buffers)
-                reads = [("down", buffer), self._inner(s, j)]
-                self.add(TENSOR, prices.out_ns, reads, [("outer ps", j % 2)])
-                self._copy(prices.evicted, prices.banks, prices.out_ns, ("outer ps", j % 2), outer)
+                outer = (first_outer + j) % loop.outer_buffers
+                self._project_out(s, j, buffer, outer)
                 if is_last:
                     self._store(s, outer)
             expert = ("expert out", 1 - s if is_last else s)
             following = s if self._config.shard.splits_h else (buffer + 1) % loop.weight_buffers
-            self._load("down", following, expert, prices.load_out)
+            self._load_out(following, expert)
 
-    def _store(self, s: int, outer: object) -> None:
+    def _project_out(self, s: int, j: int, buffer: int, outer: int) -> None:
+        """Multiply into the banks that turned rows use, and into the others."""
+        prices = self._prices
+        reads = [("down", buffer, 0), ("down", buffer, 1), self._inner(s, j)]
+        first = min(prices.turn_banks, prices.banks)
+        for half, banks in enumerate((first, prices.banks - first)):
+            if banks:
+                out_ns = prices.out_ns * banks / prices.banks
+                bank = ("outer ps", j % 2, half)
+                self.add(TENSOR, out_ns, reads, [bank])
+                self._copy(prices.evicted, banks, out_ns, bank, ("outer", outer, half))
+
+    def _store(self, s: int, outer: int) -> None:
         transfer = self._prices.store
-        self.move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, [("out", s), outer], [])
+        reads: list[object] = [("out", s), ("outer", outer, 0), ("outer", outer, 1)]
+        self.move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, reads, [])
 
-    def _load(self, name: str, buffer: int, expert: object, transfer: DmaPrice) -> None:
-        self.move(LOADS, transfer, [expert], [(name, buffer)])
+    def _load_in(self, buffer: int, expert: object) -> None:
+        if not self._config.shard.splits_h:
+            self._load_beside(buffer, expert)
+        self._load_gate_up(buffer, expert, self._prices.load_in)
+
+    def _load_gate_up(self, buffer: int, expert: object, price: DmaPrice) -> None:
+        self.move(LOADS, price, [expert], [("gate up", buffer, 0)])
+
+    def _load_beside(self, buffer: int, expert: object) -> None:
+        for number, price in enumerate(self._prices.beside_in, start=1):
+            self.move(LOADS, price, [expert], [("gate up", buffer, number)])
+
+    def _load_out(self, buffer: int, expert: object) -> None:
+        for number, price in enumerate(self._prices.beside_out, start=1):
+            self.move(LOADS, price, [expert], [("down", buffer, number)])
+        self.move(LOADS, self._prices.load_out, [expert], [("down", buffer, 0)])
 
 
 def _share_of(price: DmaPrice, share: float) -> DmaPrice:

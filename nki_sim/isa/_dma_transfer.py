@@ -56,12 +56,14 @@ def move(
     if known:
         log = target.shared_log
         compare = log is not None and log.written_by_other(core) and _is_written(dst, rows, valid)
+        compare = compare and masks is None  # what nobody wrote equals nothing
         before = _snapshot(dst, valid) if compare else None
         if by_rows:
             arrays = [_rows(src, rows, valid) for src in srcs]
             values = combine(arrays)
             if dst.indirect:
-                _report_contest(core, op, dst, values, valid)
+                defined = None if masks is None else combine_masks(masks)
+                _report_contest(core, op, dst, values, valid, defined)
             _put_rows(dst, values, rows, valid)
         else:
             array = dst.array()
@@ -119,8 +121,15 @@ def _put_rows(access: Access, values: Array, rows: int, valid: Any) -> None:
         array[...] = matrix.reshape(array.shape)
 
 
-def _report_contest(core: Core, op: str, dst: Access, values: Array, valid: Any) -> None:
-    """Raise or report rows of a scatter that get several different values."""
+def _report_contest(
+    core: Core, op: str, dst: Access, values: Array, valid: Any, defined: Any
+) -> None:
+    """Raise or report rows of a scatter that get several different values.
+
+    What nobody wrote, where `defined` says so, is taken for zeros: its bits are the host's.
+    """
+    if defined is not None:
+        values = np.where(defined.reshape(values.shape), values, np.zeros((), values.dtype))
     starts = dst.starts if valid is None else dst.starts[valid]
     order = np.argsort(starts, kind="stable")
     is_repeat = starts[order][1:] == starts[order][:-1]

@@ -142,7 +142,7 @@ FAULTS: dict[str, Fault] = {
     "counter-not-set": Fault(
         "prefill", TABLES, "    nisa.memset(dst=b.counter, value=0)\n", "", E, "_sb, src=entry"
     ),
-    "ahead-not-set": Fault("prefill", TABLES, "    nisa.memset(dst=b.ahead, value=0)\n", "", E),
+    "ahead-not-set": Fault("prefill", TABLES, "    nisa.memset(dst=b.ahead, value=2)\n", "", E),
     "rows-of-padding-not-set": Fault(
         "prefill",
         TABLES,
@@ -170,8 +170,8 @@ FAULTS: dict[str, Fault] = {
     "first-rows-not-gathered": Fault(
         "prefill",
         VISITS,
-        "    look_ahead(config, b, s)\n    gather_rows(config, b, x, share, s, 0)\n    if",
-        "    look_ahead(config, b, s)\n    if",
+        "    gather_rows(config, b, x, share, 0, 0)\n    start_experts(b)",
+        "    start_experts(b)",
         E,
         "nisa.",
     ),
@@ -186,8 +186,8 @@ FAULTS: dict[str, Fault] = {
     "gathered-before-it-is-looked-up": Fault(
         "prefill",
         VISITS,
-        "    look_ahead(config, b, s)\n    gather_rows(config, b, x, share, s, 0)\n    if",
-        "    gather_rows(config, b, x, share, s, 0)\n    look_ahead(config, b, s)\n    if",
+        "    start_visits(config, b)\n    gather_rows(config, b, x, share, 0, 0)\n",
+        "    gather_rows(config, b, x, share, 0, 0)\n    start_visits(config, b)\n",
         E,
         "nisa.",
     ),
@@ -210,8 +210,8 @@ FAULTS: dict[str, Fault] = {
     "one-buffer-of-ids-for-all-tiles": Fault(
         "prefill",
         LOADS,
-        "        dst=b.rows[row_buffer(config, j)],\n        src=x.hidden.ap(\n            [[H, R], [1, width]],\n            offset=share.h_first,\n            vector_offset=b.ids[s][0:R, j : j + 1],",
-        "        dst=b.rows[row_buffer(config, j)],\n        src=x.hidden.ap(\n            [[H, R], [1, width]],\n            offset=share.h_first,\n            vector_offset=b.ids[s][0:R, 0:1],",
+        "[0 : config.tile_rows, j : j + 1], s, j)",
+        "[0 : config.tile_rows, 0:1], s, j)",
     ),
     # Prefill: products, slices and types.
     "first-product-adds": Fault(
@@ -290,7 +290,7 @@ FAULTS: dict[str, Fault] = {
     "trips-not-loaded": Fault(
         "prefill, dynamic",
         TABLES,
-        "    nisa.dma_copy(dst=b.trips, src=lists[2])\n",
+        "    nisa.dma_copy(dst=b.trips, src=lists.class_trips)\n",
         "",
         E,
         "register_load",

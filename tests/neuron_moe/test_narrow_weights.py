@@ -19,6 +19,7 @@ from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.plan import Step
 from neuron_moe.quantize import decode_mxfp4, quantize_fp8
 from neuron_moe.weights.expert_weights import ExpertWeights
+from neuron_moe.weights.linear import ExpertLinear
 from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.common.formula import ExpertFormula
 from tests.neuron_moe.nki_cases import GPT_OSS
@@ -225,6 +226,19 @@ def refused(change: str) -> dict[str, Tensor]:
 def test_codes_that_cannot_be_multiplied_are_refused(change: str, message: str) -> None:
     with pytest.raises(WeightError, match=message):
         build().load_state_dict(refused(change))
+
+
+def test_a_bias_is_loaded_beside_codes_and_what_is_missing_is_named() -> None:
+    codes = torch.ones(2, 3, 5).to(torch.float8_e4m3fn)
+    state = {"weight": codes, "scale": torch.full((1,), 0.5), "bias": torch.arange(10.0).view(2, 5)}
+    linear = ExpertLinear(2, 3, 5, bias=True, dtype=torch.bfloat16, device=None)
+    linear.load_state_dict(state)
+    assert linear.bias is not None
+    assert torch.equal(linear.bias.float(), state["bias"])
+    assert isinstance(linear.packed, NarrowMatrices)
+    del state["bias"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "bias"'):
+        linear.load_state_dict(state)
 
 
 SMALL = (2, 3, 5)  # experts, in, out

@@ -49,7 +49,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert path.read_text().startswith("# made by a test\n# of two lines\n")
 
 
-@pytest.mark.parametrize(("tokens", "number"), [(1, 0), (300, 0), (301, 1), (1000, 1)])
+@pytest.mark.parametrize(("tokens", "number"), [(129, 0), (300, 0), (301, 1), (1000, 1)])
 def test_a_layer_reports_and_runs_exactly_the_tuned_plan(
     tokens: int, number: int, tmp_path: Path
 ) -> None:
@@ -62,7 +62,8 @@ def test_a_layer_reports_and_runs_exactly_the_tuned_plan(
 
 
 def test_a_tuned_plan_computes_what_any_plan_computes(tmp_path: Path) -> None:
-    tuned = layer(BlockwiseMatmulConfig.from_tuned(write(tmp_path / "tuned.yaml")))
+    plans = TunedPlans(prefill=(replace(CHOICE, tokens=64),))
+    tuned = layer(BlockwiseMatmulConfig.from_tuned(write(tmp_path / "tuned.yaml", plans=plans)))
     free = layer(BlockwiseMatmulConfig())
     hidden = torch.randn(1, 40, H).bfloat16()
     with torch.no_grad():
@@ -108,14 +109,14 @@ def test_plans_by_parts_need_weights_by_parts(tmp_path: Path) -> None:
     plans = TunedPlans(prefill=(replace(CHOICE, weights="by parts"),))
     built = layer(BlockwiseMatmulConfig.from_tuned(write(tmp_path / "t.yaml", plans=plans)))
     with pytest.raises(ValueError, match=r"Call pack_weights\(for_prefill=True\)"):
-        built.explain("prefill", 100)
+        built.explain("prefill", 300)
 
 
 def test_plans_that_do_not_fit_name_the_layer(tmp_path: Path) -> None:
     plans = TunedPlans(prefill=(replace(CHOICE, loaded_parts=(7, 1)),))
     built = layer(BlockwiseMatmulConfig.from_tuned(write(tmp_path / "t.yaml", plans=plans)))
     with pytest.raises(ValueError, match=r"does not fit a core with H=128, I=64"):
-        built.explain("prefill", 100)
+        built.explain("prefill", 300)
 
 
 @pytest.mark.parametrize(

@@ -58,3 +58,27 @@ def test_the_page_about_tuning_can_be_followed(
     found: dict[str, object] = {}
     exec(code, found)
     assert "config" in found
+
+
+@pytest.mark.slow
+def test_the_page_about_kernels_splits_experts_over_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = next(path for path in DOCUMENTS if path.name == "kernels.md").read_text()
+    (words,) = (words for words in commands_of(page) if "--tp" in words and "nki" in words)
+    assert cli.main(words) == 0
+    told = capsys.readouterr()
+    assert "def main(argv):" in told.out
+    assert "[simulated]" in told.out + told.err
+
+
+@pytest.mark.long
+def test_the_page_about_tuning_tells_why_a_mode_runs_and_how_to_have_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = next(path for path in DOCUMENTS if path.name == "tuning.md").read_text()
+    first, second = (words for words in commands_of(page) if "--phase" in words)
+    assert cli.main(first) == 0
+    assert "because  cost model" in capsys.readouterr().out
+    assert cli.main(second) == 0
+    assert "decode_mode='all_experts' was asked for" in capsys.readouterr().out

@@ -17,6 +17,12 @@ def test_python_example_runs(capsys) -> None:  # type: ignore[no-untyped-def]
     assert "because" in capsys.readouterr().out
 
 
+def test_the_import_lines_of_the_guide_run() -> None:
+    page = (ROOT / "docs" / "nxdi.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(block, "nxdi.md", "exec"), {"__name__": "guide"})
+
+
 def test_commands_exist() -> None:
     named = set(re.findall(r"neuron-moe ([a-z]+)", README))
     assert named

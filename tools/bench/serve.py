@@ -105,7 +105,7 @@ def _rates(folder: Path, args: argparse.Namespace) -> dict[int, dict[str, list[f
         threads=args.threads,
         max_model_len=2 * (args.prompt_tokens + args.new_tokens),
         cache_mib=args.cache_mib,
-        options=ServingOptions(joins=not args.eager),
+        options=ServingOptions(metrics=True, joins=not args.eager),
         more=args.more,
     )
     theirs = replace(ours, port=free_port(HOST, 0), uses_our_class=False)

@@ -174,7 +174,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.more.add_argument("--sensitivity", action="store_true", help="which coefficients matter")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="pictures and traces")
     add_report_option(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all of it, for programs")
+    parser.more.add_argument("--json", type=Path, metavar="FILE", help="all of it, for programs")
     args = parser.parse_args(argv)
     if args.model is not None:
         if args.tokens is None:

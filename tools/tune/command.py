@@ -39,7 +39,14 @@ from neuron_moe.tools.tune.problem import (
     draw_routing,
 )
 from neuron_moe.tools.tune.results import bucket_report, decode_report, table
-from neuron_moe.tools.tune.work import DecodeWork, Kept, PrefillWork, SureWork, cache_folder
+from neuron_moe.tools.tune.work import (
+    DecodeWork,
+    Kept,
+    PrefillWork,
+    SureWork,
+    cache_folder,
+    few_tokens_work,
+)
 from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans, TunedPrefill
 
 _BUCKETS = (128, 1024, 8192)
@@ -60,6 +67,7 @@ class _Tuner:
         self._kept = Kept(args.cache)
         self._ends: dict[PrefillWork, tuple[Point, Point]] = {}
         self._sure: dict[PrefillWork, SureWork] = {}
+        self._few: dict[PrefillWork, DecodeWork | None] = {}
         self._decode: list[DecodeWork] = []
 
     def prepare(self) -> None:
@@ -71,6 +79,7 @@ class _Tuner:
             work = PrefillWork(problem, asked, self._kept)
             self._ends[work] = untuned, default
             self._sure[work] = SureWork(work, self._kept)
+            self._few[work] = few_tokens_work(problem, self._kept)
         for tokens in sorted(set(self._args.decode)):
             parts = self._layer.parts(Step("decode", tokens))
             configs = decode_configs(self._layer, tokens)
@@ -86,9 +95,11 @@ class _Tuner:
 
     def run(self) -> None:
         """Simulate, and then see how sure the choices are."""
-        works: list[Work] = [*self._decode, *self._ends]
+        few = [each for each in self._few.values() if each is not None]
+        works: list[Work] = [*self._decode, *few, *self._ends]
         run_works(works, self._on_taken, self._args.jobs)
         if not self._args.quick:
+            print("chosen; now how sure that is (--quick leaves this out)", file=sys.stderr)
             run_works(list(self._sure.values()), self._on_taken, self._args.jobs)
 
     def _on_taken(self, work: Work, task: Task, pace: Pace, seconds: float) -> None:
@@ -105,7 +116,7 @@ class _Tuner:
             "lnc": self._args.lnc,
             "routing": str(self._args.trace or self._args.routing),
             "buckets": [
-                bucket_report(work, *ends, self._sure[work])
+                bucket_report(work, ends, self._sure[work], self._few[work])
                 for work, ends in self._ends.items()
                 if work.times
             ],
@@ -120,7 +131,11 @@ class _Tuner:
         print(table(report["buckets"], report["decode"]))
         if args.out is not None:
             plans = TunedPlans(
-                prefill=tuple(TunedPrefill.read(each["chosen"]) for each in report["buckets"]),
+                prefill=tuple(
+                    TunedPrefill.read(each["chosen"])
+                    for each in report["buckets"]
+                    if "mode" not in each["chosen"]  # which runs without a file
+                ),
                 decode=tuple(
                     TunedDecode(tokens=each["tokens"], mode=each["mode"])
                     for each in report["decode"]

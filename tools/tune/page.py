@@ -44,12 +44,16 @@ def tune_page(report: dict[str, Any], where: str) -> Page:
 
 def _answer(report: dict[str, Any]) -> str:
     told = [
-        f"{each['tokens']:,} tokens: blocks of {each['chosen']['block_size']},"
+        f"{each['tokens']:,} tokens: {_choice(each['chosen'])},"
         f" {each['chosen_us']:,.0f} us a layer; {_against(each)}."
         for each in report["buckets"]
     ]
     told += [f"Decode of {step['tokens']}: {step['mode']}." for step in report["decode"]]
     return "\n".join(told)
+
+
+def _choice(chosen: dict[str, Any]) -> str:
+    return chosen["mode"] if "mode" in chosen else f"blocks of {chosen['block_size']}"
 
 
 def _against(bucket: dict[str, Any]) -> str:

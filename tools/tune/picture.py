@@ -51,9 +51,9 @@ def _draw_bucket(above: Axes, below: Axes, bucket: dict[str, Any]) -> None:
     times = [fastest[size]["us"] for size in sizes]
     above.plot(places, times, "o-", color=TIME, label="fastest simulated")
     above.axhline(bucket["roofline_us"], color=ROOFLINE, linestyle="--", label="roofline")
-    chosen = sizes.index(bucket["chosen"]["block_size"])
+    chosen = sizes.index(bucket["in_blocks"]["block_size"])
     above.plot(
-        chosen, bucket["chosen_us"], "o", color=CHOSEN, markersize=13, fillstyle="none",
+        chosen, bucket["in_blocks_us"], "o", color=CHOSEN, markersize=13, fillstyle="none",
         markeredgewidth=2, label=f"chosen: {sizes[chosen]}",
     )  # fmt: skip
     above.set_ylim(0, 1.3 * max(times))

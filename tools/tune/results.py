@@ -12,18 +12,35 @@ from neuron_moe.tools.tune.work import DecodeWork, PrefillWork, SureWork
 
 
 def bucket_report(
-    work: PrefillWork, untuned: Point, default: Point, sure: SureWork
+    work: PrefillWork, ends: tuple[Point, Point], sure: SureWork, few: DecodeWork | None
 ) -> dict[str, Any]:
-    """Return what was found for one length of prompts; times are simulated."""
-    problem, best = work.problem, work.best()
+    """Return what was found for one length of prompts; times are simulated.
+
+    Args:
+        work: the plans in blocks.
+        ends: what runs untuned, and NxD's default.
+        sure: how sure the choice is.
+        few: the decode kernel, where that runs untuned.
+    """
+    problem, best, (untuned, default) = work.problem, work.best(), ends
+    in_blocks, us = problem.tuned(best).to_dict(), work.times[best].us
+    chosen, chosen_us = in_blocks, us
+    runs, runs_us = problem.tuned(untuned).to_dict(), _us(work, untuned)
+    if few is not None and few.times:
+        ((mode, time),) = few.times.items()
+        runs, runs_us = {"tokens": problem.tokens, "mode": mode}, time.us
+        if time.us < us:
+            chosen, chosen_us = runs, time.us
     by_time = sorted(work.times, key=lambda point: work.times[point].us)
     return {
         "tokens": problem.tokens,
-        "chosen": problem.tuned(best).to_dict(),
-        "chosen_us": work.times[best].us,
+        "chosen": chosen,
+        "chosen_us": chosen_us,
+        "in_blocks": in_blocks,
+        "in_blocks_us": us,
         "default_512_us": _us(work, default),
-        "untuned_us": _us(work, untuned),
-        "untuned": problem.tuned(untuned).to_dict(),
+        "untuned_us": runs_us,
+        "untuned": runs,
         "roofline_us": roofline_us(problem.model, _local(problem)),
         "sure": [
             {
@@ -104,6 +121,8 @@ def choice_rows(buckets: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def plan_cells(plan: dict[str, Any]) -> list[str]:
     """Return block size, plan and weights of one point."""
+    if "mode" in plan:
+        return ["-", f"{plan['mode']}, not in blocks", "plain"]
     gate_up, down = plan["loaded_parts"]
     return [
         str(plan["block_size"]),

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 import nki_sim
+from neuron_moe.backends.nki.backend import NkiBackend
+from neuron_moe.backends.nki.decode import DecodePlan
+from neuron_moe.plan import Step
 from neuron_moe.tools.bench.comparison import runs
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources, digest
@@ -285,6 +288,14 @@ class DecodeWork:
         """Keep a time."""
         self._kept.write(self._name_of(task.name), result)
         self.times[task.name] = Time(result)
+
+
+def few_tokens_work(problem: Problem, kept: Kept) -> DecodeWork | None:
+    """Return the decode kernel on a prompt so short that it runs untuned; None for others."""
+    plan = NkiBackend().plan(problem.parts[-1], Step("prefill", problem.tokens))
+    if not isinstance(plan, DecodePlan):
+        return None
+    return DecodeWork(plan.parts, {plan.decision.path: plan.config}, problem.index_TK, kept)
 
 
 def _simulate_decode(parts: Any, config: Any, index_TK: Ints) -> dict[str, float]:

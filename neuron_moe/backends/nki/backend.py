@@ -9,6 +9,7 @@ from neuron_moe.backends.nki.launch import check_capture
 from neuron_moe.backends.nki.operands import narrow_weights
 from neuron_moe.paths import (
     DECODE_PHASES,
+    DENSE_STREAM_TOKENS,
     FEW_TOKEN_PATHS,
     Decision,
     Workload,
@@ -77,8 +78,12 @@ def _why_in_blocks(parts: LayerParts, step: Step) -> str:
         return why
     tuning = parts.tuning
     is_asked = tuning.block_size is not None or tuning.shard_plan != "auto"
-    if is_asked or tuning.tuned.for_prefill(step.tokens) is not None:
+    tuned = tuning.tuned.for_prefill(step.tokens)
+    # A plan that was tuned for long prompts says nothing of short ones.
+    if is_asked or (tuned is not None and tuned.tokens <= DENSE_STREAM_TOKENS):
         return "blocks were asked for"
+    if parts.weights.prefill_copy is not None and parts.weights.decode_copy is None:
+        return "weights lie by parts for blocks, and plain for the decode kernel"
     try:
         decode.decode_config(parts, step.rows or step.tokens)
     except ValueError as error:

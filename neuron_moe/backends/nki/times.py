@@ -167,7 +167,6 @@ def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
     parts, config = plan.parts, plan.config
     moe, router = config.moe, parts.router
     assert router is not None
-    dtype = router.linear_router.weight.dtype
     weight_NH, hidden_TH = _routed_inputs(parts, moe.T)
     packed = pack_router_weight(to_numpy(weight_NH), moe.h_axis, config.router_parts)
     named: dict[str, Any] = {**_decode_beside(parts, moe.H), **_router_biases(router)}
@@ -183,8 +182,9 @@ def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
         gate = pack_router_weight(np.zeros((1, moe.H), np.float32), moe.h_axis)
         named["shared_gate"] = TensorSpec(gate.shape, "bfloat16")
     run = _run(
-        options, decode_layer, parts.tuning.num_cores, hidden_TH, from_numpy(packed, dtype),
-        *map(_spec_of, matrices_of(parts.weights)), _first_expert(parts), config, **named,
+        options, decode_layer, parts.tuning.num_cores, hidden_TH,
+        from_numpy(packed, weight_NH.dtype), *map(_spec_of, matrices_of(parts.weights)),
+        _first_expert(parts), config, **named,
     )  # fmt: skip
     return _name_of(decode_layer), run
 

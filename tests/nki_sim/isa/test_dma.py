@@ -641,3 +641,19 @@ def test_the_trace_is_the_same_in_both_modes() -> None:
         for mode in ("full", "indices")
     ]
     assert list(runs[0].trace) == list(runs[1].trace)
+
+
+def test_rows_that_nobody_wrote_do_not_contest_a_place() -> None:
+    rows = np.zeros((3, 1), np.int32)
+
+    def body(x: Any, src: Any, i: Any) -> None:
+        isa.dma_copy(x.ap([[64, 3], [1, 64]], vector_offset=i), src)
+
+    for written, kinds in ((False, ["uninitialized"]), (True, ["scatter", "uninitialized"])):
+        values = np.arange(3 * 64).reshape(3, 64)
+        result = execute(
+            body, options=SimOptions(uninitialized="report", scatter="report"),
+            x=hbm(np.zeros((9, 64), np.float32)), i=Tile(rows),
+            src=Tile(values, "float32", written=np.array([[written], [False], [False]])),
+        )  # fmt: skip
+        assert sorted({found.kind for found in result.run.findings}) == kinds

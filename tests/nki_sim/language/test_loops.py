@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import nki_sim
 from nki_sim import AccumulateError, LanguageError, SimOptions, UninitializedRead, isa
 from nki_sim.language import api as nl
 from nki_sim.machine import VirtualRegister
+from nki_sim.machine.trips import changing_names
 
 
 def counter(value: int = 0) -> Any:
@@ -402,3 +404,23 @@ def test_a_register_is_not_none() -> None:
         return saved(counter(0 if register == None else 5))  # noqa: E711  the dialect's form
 
     assert numbers(kernel) == [5]
+
+
+BODY = """
+def kernel(slot, count, box, late, read):
+    for trip in nl.dynamic_range(4):
+        slot = 1 - slot
+        fresh = trip
+        use(fresh, read)
+        count += 1
+        box.flag = True
+        use(late)
+        late = fresh
+"""
+
+
+def test_the_variables_that_a_body_carries_on_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text(BODY)
+    assert changing_names(str(file), 3) == ("slot", "count", "box", "late")
+    assert changing_names(str(tmp_path / "gone.py"), 3) == ()

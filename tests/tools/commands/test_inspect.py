@@ -117,7 +117,7 @@ def test_help_names_configurations_that_can_be_inspected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        inspect.main(["--help"])
+        inspect.main(["--help-all"])
     text = capsys.readouterr().out
     assert "gpt_oss_20b" in text
     assert "deepseek_v3" in text

@@ -26,7 +26,7 @@ from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_phases
 from neuron_moe.tools.console import format_table
 from neuron_moe.tools.tune.command import points_to_simulate
 from neuron_moe.tools.tune.problem import Point, Problem, draw_routing
-from neuron_moe.tools.tune.work import Kept, PrefillWork
+from neuron_moe.tools.tune.work import DecodeWork, Kept, PrefillWork, few_tokens_work
 
 MODELS = {
     "gpt_oss_120b": 8, "llama4_scout": 16, "qwen3_30b_a3b": 8, "deepseek_v3": 16, "mixtral_8x7b": 8,
@@ -69,6 +69,7 @@ def main() -> int:
     problems = {case: problem_of(case) for case in cases}
     kept = Kept(args.cache)
     tuned = {case: PrefillWork(problems[case], planned[case][0], kept) for case in cases}
+    few = {case: few_tokens_work(problems[case], kept) for case in cases}
     rest = {case: PrefillWork(problems[case], others(planned[case], args.factor), kept)
             for case in cases}  # fmt: skip
     seconds = dict.fromkeys(cases, 0.0)
@@ -79,10 +80,13 @@ def main() -> int:
             seconds[owners[id(work)]] += took
         tell(f"{work.name}, {task.name} [{took:.1f} s]; {pace.text()}")
 
-    phases = [lambda: list(tuned.values()), lambda: list(rest.values())]
+    first = [*tuned.values(), *(each for each in few.values() if each is not None)]
+    phases = [lambda: list(first), lambda: list(rest.values())]
     run_phases(phases, on_taken, args.jobs, args.minutes)
     rows = [row_of(case, planned[case], tuned[case], rest[case], seconds[case]) for case in cases
             if tuned[case].times]  # fmt: skip
+    for row in rows:
+        add_few_tokens(row, few[row["model"], row["tokens"]])
     print_rows(rows)
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
@@ -115,6 +119,16 @@ def row_of(
         "simulated": len(times), "left_out": left + len(asked) - len(tuned.times),
         "planning_s": planning, "tune_s_on_two_cores": planning + seconds / 2,
     }  # fmt: skip
+
+
+def add_few_tokens(row: dict[str, Any], few: DecodeWork | None) -> None:
+    """Put the decode kernel into a row, where that runs untuned."""
+    if few is None:
+        return
+    us = next((time.us for time in few.times.values()), None)
+    row |= {"untuned_us": us, "in_blocks_us": row["best_us"]}
+    if us is not None:
+        row |= {name: min(row[name], us) for name in ("best_us", "chosen_us")}
 
 
 def misses(rows: list[dict[str, Any]]) -> list[str]:

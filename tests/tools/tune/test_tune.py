@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> str:
 
 
 def run(model: str, folder: Path, *args: str) -> dict[str, Any]:
-    arguments = ["--model", model, "--tp", "2", "--buckets", "64", "--simulate", "2"]
+    arguments = ["--model", model, "--tp", "2", "--buckets", "256", "--simulate", "2"]
     arguments += ["--jobs", "1", "--cache", str(folder / "cache"), "--json", str(folder / "t.json")]
     assert main([*arguments, "--out", str(folder / "t.yaml"), *args]) == 0
     found: dict[str, Any] = json.loads((folder / "t.json").read_text())
@@ -54,10 +54,10 @@ def test_a_model_started_with_the_file_reports_the_tuned_plan(
     tuned = read_tuned(tmp_path / "t.yaml")
     config = json.loads(Path(model).read_text())
     layer = RankLayer(config, "m", tp=2, backend="nki", tuning=Tuning(tuned=tuned.plans))
-    assert layer.plan("prefill", 64).explain().to_dict()["plan"] == bucket["chosen"]
+    assert layer.plan("prefill", 256).explain().to_dict()["plan"] == bucket["chosen"]
     (step,) = report["decode"]
     assert layer.plan("decode", 4).path == step["mode"] == min(step["us"], key=step["us"].get)
-    assert "64 tokens:" in capsys.readouterr().out  # how sure it is
+    assert "256 tokens:" in capsys.readouterr().out  # how sure it is
 
 
 def test_results_are_kept_and_nothing_runs_twice(
@@ -134,3 +134,20 @@ prefill:
     path.write_text(text.format(tp=32))
     with pytest.raises(ValueError, match="Tune for --tp 4"):
         deployment.tuned_by(path)
+
+
+def test_a_short_prompt_is_held_against_the_decode_kernel(model: str, tmp_path: Path) -> None:
+    (bucket,) = run(model, tmp_path, "--quick", "--buckets", "16")["buckets"]
+    assert bucket["untuned"] == {"tokens": 16, "mode": "all_experts"}
+    assert bucket["chosen_us"] == min(bucket["untuned_us"], bucket["in_blocks_us"])
+    tuned = read_tuned(tmp_path / "t.yaml").plans
+    assert (tuned.for_prefill(16) is None) == (bucket["chosen"] == bucket["untuned"])
+
+
+def test_a_plan_of_long_prompts_is_not_for_short_ones(model: str, tmp_path: Path) -> None:
+    run(model, tmp_path, "--quick")
+    tuned = read_tuned(tmp_path / "t.yaml").plans
+    config = json.loads(Path(model).read_text())
+    layer = RankLayer(config, "m", tp=2, backend="nki", tuning=Tuning(tuned=tuned))
+    assert layer.plan("prefill", 200).path == "blockwise"
+    assert layer.plan("prefill", 16).path != "blockwise"

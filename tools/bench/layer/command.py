@@ -34,7 +34,7 @@ from neuron_moe.tools.bench.layer.picture import draw_layers
 from neuron_moe.tools.bench.layer.work import SPLITS, Case, Key, Row
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
-from neuron_moe.tools.parsers import Parser
+from neuron_moe.tools.parsers import PRINTED, Parser
 from nki_sim.time.schedule_model import CORNERS
 
 MODELS = (
@@ -70,11 +70,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"misses {miss['target']:.0%} outside: {miss['row']}: {miss['value']:.1%}")
     if not is_complete:
         print("stopped before all was run: the same command with --resume goes on")
-    if options.json is not None:
+    if options.json not in (None, PRINTED):
         write_result(options.json, result)
     if options.picture is not None:
         print(f"picture: {draw_layers(_sorted(rows), options.picture)}")
-    print_json_line("bench layer", complete=is_complete, **result)
+    if options.json == PRINTED:
+        print_json_line("bench layer", complete=is_complete, **result)
     return 0
 
 
@@ -94,13 +95,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--minutes", type=float, metavar="M", help="stop after so many minutes")
-    parser.add_argument("--json", type=Path, help="write the result to this file too")
+    parser.add_json_option()
     parser.add_argument("--resume", action="store_true", help="keep what the --json file has")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what lies outside")
     options = parser.parse_args(argv)
     if options.tokens is not None and min(options.tokens) < 1:
         raise ValueError(f"--tokens {options.tokens}: must be positive.")
-    if options.resume and options.json is None:
+    if options.resume and options.json in (None, PRINTED):
         raise ValueError("--resume: continues a result file. Name it with --json.")
     return options
 
