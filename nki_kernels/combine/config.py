@@ -22,6 +22,7 @@ class CombineDims(nl.NKIObject):
             the last slot, which must hold zeros (spare).
         has_spoils: something is added to each token, whose choices have no expert where it is NaN.
         has_residual: a row is added to each token.
+        has_shared: so is a row of shared experts.
     """
 
     out_dtype: nl.DType
@@ -29,6 +30,7 @@ class CombineDims(nl.NKIObject):
     missing: str = "skip"
     has_spoils: bool = False
     has_residual: bool = False
+    has_shared: bool = False
 
 
 def check_combine(

@@ -2,7 +2,7 @@
 
 Formula: output[t] = sum over choices k with an expert, over partial sums p, of
     affinities[t, k] * slots[p, slot_of_pair[t, k]]
-  + spoils[t] + residual[t], if there are any,
+  + spoils[t] + residual[t] + shared[t], if there are any,
 in float32, always in the same order, rounded once.
 
 Inputs, in HBM:
@@ -12,6 +12,7 @@ Inputs, in HBM:
     affinities_TK    [T, K]     float32
     spoils_T1        [T, 1]     float32, if dims.has_spoils: 0, or NaN for a token to be NaN
     residual_TH      [T, H]     bfloat16 or float32, if dims.has_residual
+    shared_SH        [S, H]     bfloat16 or float32, if dims.has_shared; rows beyond T are not read
 Output, in shared HBM:
     output_TH        [T, H]     out_dtype
 
@@ -64,10 +65,10 @@ _NO_ROW = -(1 << 30)  # stays negative whatever the number of the part adds
 
 @dataclass
 class Beside(nl.NKIObject):
-    """What is added to the sums of a tile; lists hold one thing or none."""
+    """What is added to the sums of a tile."""
 
-    columns: list[nl.ndarray]  # [rows, 1] float32
-    residuals: list[nl.ndarray]  # [rows, width]
+    columns: list[nl.ndarray]  # [rows, 1] float32, one at most
+    added: list[nl.ndarray]  # [rows, width]
 
 
 @nki.jit
@@ -78,6 +79,7 @@ def combine(
     dims: CombineDims,
     spoils_T1: Any = None,
     residual_TH: Any = None,
+    shared_SH: Any = None,
 ) -> nl.ndarray:
     """Sum the slots of each token; see the module's docstring."""
     num_parts, num_slots, hidden_size = slots_PSH.shape
@@ -90,6 +92,7 @@ def combine(
     rows_sb = _load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
     weights = _load_weights(affinities_TK, tokens, slots_PSH.dtype)
     spoils = _load_spoils(spoils_T1, tokens, dims)
+    added = _added(residual_TH, shared_SH, dims)
     identity_sb = _identity(slots_PSH.dtype)
     piece = piece_size(hidden_size, top_k * num_parts, 4 if slots_PSH.dtype == nl.float32 else 2)
     pieces = (hidden_size + piece - 1) // piece
@@ -101,7 +104,7 @@ def combine(
             tile, start = step // pieces, step % pieces * piece
             width = min(piece, hidden_size - start)
             gathered.append(_gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims))
-            beside.append(_load_beside(spoils, residual_TH, tokens, tile, start, width, dims))
+            beside.append(_load_beside(spoils, added, tokens, tile, start, width))
             if start == 0:
                 diagonals.append(_spread_weights(weights, identity_sb, tokens, tile, top_k))
         if step > 0:
@@ -187,24 +190,33 @@ def _load_spoils(spoils_T1: Any, tokens: TokenTiles, dims: CombineDims) -> list[
     return [spoils_sb]
 
 
+def _added(residual_TH: Any, shared_SH: Any, dims: CombineDims) -> list[nl.ndarray]:
+    """Return the tensors whose row of a token is added to it."""
+    added = []
+    if dims.has_residual:
+        added.append(residual_TH)
+    if dims.has_shared:
+        added.append(shared_SH)
+    return added
+
+
 def _load_beside(
     spoils: list[nl.ndarray],
-    residual_TH: Any,
+    added: list[nl.ndarray],
     tokens: TokenTiles,
     tile: int,
     start: int,
     width: int,
-    dims: CombineDims,
 ) -> Beside:
     """Return what is added to columns start.. of a tile of tokens."""
-    rows, columns, residuals = tile_rows(tokens, tile), [], []
+    rows, columns, loaded = tile_rows(tokens, tile), [], []
     for spoils_sb in spoils:
         columns.append(spoils_sb[0:rows, tile : tile + 1])
-    if dims.has_residual:
-        rows_sb = nl.ndarray((rows, width), residual_TH.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=rows_sb, src=token_rows(residual_TH, tokens, tile, start, width))
-        residuals.append(rows_sb)
-    return Beside(columns, residuals)
+    for tensor_TH in added:
+        rows_sb = nl.ndarray((rows, width), tensor_TH.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=rows_sb, src=token_rows(tensor_TH, tokens, tile, start, width))
+        loaded.append(rows_sb)
+    return Beside(columns, loaded)
 
 
 def _identity(dtype: nl.DType) -> nl.ndarray:
@@ -318,19 +330,8 @@ def _empty(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start: i
     """
     width = total_ps.shape[1]
     half = width // 2
-    for rows_sb in beside.residuals:
-        added = rows_sb[:, start : start + width]
-        for column in beside.columns:
-            nisa.scalar_tensor_tensor(
-                dst=target_sb,
-                data=total_ps,
-                op0=nl.add,
-                operand0=column,
-                op1=nl.add,
-                operand1=added,
-            )
-        if not beside.columns:
-            nisa.tensor_tensor(dst=target_sb, data1=total_ps, data2=added, op=nl.add)
+    if beside.added:
+        _add_rows(target_sb, total_ps, beside, start)
         return
     for column in beside.columns:
         nisa.activation(dst=target_sb[:, 0:half], op=nl.copy, data=total_ps[:, 0:half], bias=column)
@@ -342,3 +343,26 @@ def _empty(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start: i
     nisa.tensor_copy(
         dst=target_sb[:, half:width], src=total_ps[:, half:width], engine=nisa.engine.vector
     )
+
+
+def _add_rows(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start: int) -> None:
+    """Copy sums from PSUM and add rows to them, rounded once."""
+    width, partial = total_ps.shape[1], total_ps
+    for number in range(len(beside.added)):
+        is_last = number + 1 == len(beside.added)
+        next_sb = target_sb
+        if not is_last:
+            next_sb = nl.ndarray(total_ps.shape, nl.float32, buffer=nl.sbuf)
+        rows_sb = beside.added[number][:, start : start + width]
+        if number == 0 and beside.columns:
+            nisa.scalar_tensor_tensor(
+                dst=next_sb,
+                data=partial,
+                op0=nl.add,
+                operand0=beside.columns[0],
+                op1=nl.add,
+                operand1=rows_sb,
+            )
+        else:
+            nisa.tensor_tensor(dst=next_sb, data1=partial, data2=rows_sb, op=nl.add)
+        partial = next_sb

@@ -11,16 +11,21 @@ from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import Ints, VisitLists
 from nki_kernels.index.cost import place_columns, visit_list_bytes
 from nki_kernels.index.slot_inverse import WEIGHT_TERMS, num_token_terms
-from nki_kernels.layer.config import PrefillLayerConfig
+from nki_kernels.layer.config import PrefillLayerConfig, shared_visits
 from nki_kernels.prefill import cost_blockwise_moe
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import cost_router_topk
 
-_WORD_BYTES = 4
+_WORD_BYTES, _BF16_BYTES = 4, 2
 
 
 def cost_prefill_layer(
-    config: PrefillLayerConfig, lists: VisitLists, slots: Ints, *, residual_bytes: int = 2
+    config: PrefillLayerConfig,
+    lists: VisitLists,
+    slots: Ints,
+    *,
+    residual_bytes: int = 2,
+    num_whole: int | None = None,
 ) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
@@ -29,6 +34,8 @@ def cost_prefill_layer(
         lists: the visits that its routing comes to.
         slots: [N*B] int32 token of each slot, -1 for padding.
         residual_bytes: of an element of the residual.
+        num_whole: tokens that are numbers, which shared experts compute, the first ones; all by
+            default.
 
     Raises:
         ValueError: as of `cost_blockwise_moe`.
@@ -44,12 +51,24 @@ def cost_prefill_layer(
         beside += num_tokens * H * residual_bytes
     stages = (
         _front_cost(config), cost_blockwise_moe(experts, lists, slots), output,
-        KernelCost(beside, 0, 0),
+        KernelCost(beside, 0, 0), _shared_cost(config, num_whole),
     )  # fmt: skip
     total = KernelCost(0, 0, 0)
     for stage in stages:
         total = total + stage
     return total
+
+
+def _shared_cost(config: PrefillLayerConfig, num_whole: int | None) -> KernelCost:
+    """Return the work of shared experts, of the list of their tokens, and of adding their rows."""
+    shared = config.shared
+    if shared is None:
+        return KernelCost(0, 0, 0)
+    num_tokens = shared.num_tokens if num_whole is None else num_whole
+    slots = np.arange(shared.num_tiles * shared.tile_rows, dtype=np.int32)
+    tokens = np.where(slots < num_tokens, slots, -1).astype(np.int32)
+    added = KernelCost(shared.num_tokens * shared.H * _BF16_BYTES, len(slots) * _WORD_BYTES, 0)
+    return cost_blockwise_moe(shared, shared_visits(shared), tokens) + added
 
 
 def _front_cost(config: PrefillLayerConfig) -> KernelCost:

@@ -5,7 +5,9 @@
     slots, visits = places of this rank's choices                  (index/kernel.py)
     y = this rank's experts on the slots                           (prefill/kernel.py),
         whose inputs are scaled by a, and the sum weighs by 1, if config.experts.scaling is pre
-    output[t] = sum over k of a[t, k] * y[slot of (t, k)] (+ residual[t])  (combine/kernel.py)
+    s = shared experts of x, if config.out.has_shared              (prefill/kernel.py)
+    output[t] = sum over k of a[t, k] * y[slot of (t, k)] (+ residual[t]) (+ s[t])
+                                                                   (combine/kernel.py)
 
 Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
 
@@ -17,6 +19,9 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
     router_bias      [1, N]    any float, if the router has a bias
     selection_bias   [1, N]    float32, if the router has one
     residual         [T, H]    bfloat16 or float32, if it is added; may be hidden
+    shared_gate_up   [1, H, 2I'] and
+    shared_down      [1, I', H] bfloat16 if there are shared experts, and their visits, three
+                               tensors of `shared_visits`
     -> output        [T, H]    the type of config.out
        affinities    [T, K]    float32 and
        index         [T, K]    int32, if config.returns_routing
@@ -35,7 +40,7 @@ Steps:
     1. Normalise and route this core's tokens; store normalised ones.
     2. Tell this rank's choices from others', drop those of broken tokens.
     3. Place the pairs; list visits, invert the slots.
-    4. Compute the visits.
+    4. Compute the visits; then the shared experts, as one expert that all whole tokens choose.
     5. Sum each token's slots.
 """
 
@@ -72,6 +77,7 @@ class LayerIndex(nl.NKIObject):
     slot_scale: nl.NkiTensor  # [N * B] float32, where inputs are scaled
     spoils_T1: nl.NkiTensor  # float32, 0, or NaN of broken tokens
     index_TK: nl.NkiTensor  # int32, of all ranks
+    shared_tokens: nl.NkiTensor  # [S, 1] int32, -1 of broken tokens, where there are shared experts
 
 
 @dataclass
@@ -100,6 +106,11 @@ def prefill_layer(
     gate_up_scale: Any = None,
     down_scale: Any = None,
     residual: Any = None,
+    shared_gate_up: Any = None,
+    shared_down: Any = None,
+    shared_visit_expert: Any = None,
+    shared_visit_tile: Any = None,
+    shared_trips: Any = None,
 ) -> Any:
     """Compute one MoE layer for T tokens; see the module."""
     x_TH = hidden
@@ -125,8 +136,28 @@ def prefill_layer(
         slot_scale=index.slot_scale,
     )
     nisa.core_barrier(slots_PSH, _BOTH)
+    shared_SH = slots_PSH
+    if config.out.has_shared:
+        shared = blockwise_moe(
+            x_TH,
+            shared_gate_up,
+            shared_down,
+            index.shared_tokens.reshape((index.shared_tokens.shape[0],)),
+            shared_visit_expert,
+            shared_visit_tile,
+            shared_trips,
+            config.shared,
+        )
+        nisa.core_barrier(shared, _BOTH)
+        shared_SH = shared.reshape((shared.shape[1], shared.shape[2]))
     output = combine(
-        slots_PSH, index.slot_of_pair_TK, index.weights_TK, config.out, index.spoils_T1, residual
+        slots_PSH,
+        index.slot_of_pair_TK,
+        index.weights_TK,
+        config.out,
+        index.spoils_T1,
+        residual,
+        shared_SH,
     )
     if not config.returns_routing:
         return output
@@ -152,6 +183,8 @@ def _index_tokens(
         nisa.core_barrier(index.slot_scale, _BOTH)
     nisa.core_barrier(index.visits[2], _BOTH)
     nisa.core_barrier(index.token_of_slot, _BOTH)
+    if config.out.has_shared:
+        nisa.core_barrier(index.shared_tokens, _BOTH)
     return index
 
 
@@ -168,9 +201,13 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
     if config.experts.scaling == "pre":
         weights_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
         slot_scale = nl.ndarray((num_slots,), nl.float32, buffer=nl.shared_hbm)
+    shared_tokens = token_of_slot
+    if config.out.has_shared:
+        num_rows = config.shared.num_tiles * config.shared.tile_rows
+        shared_tokens = nl.ndarray((num_rows, 1), nl.int32, buffer=nl.shared_hbm)
     return LayerIndex(
         token_of_slot, visits, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
-        index_TK,
+        index_TK, shared_tokens,
     )  # fmt: skip
 
 
@@ -198,6 +235,8 @@ def _route(
     store_per_token(index.spoils_T1, routed.spoils_sb, tokens)
     is_whole_sb = nl.ndarray(routed.spoils_sb.shape, nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
+    if config.out.has_shared:
+        _list_whole(index.shared_tokens, is_whole_sb, tokens, x.hidden_TH.shape[0])
     is_whole = is_whole_sb.expand_dim(2).broadcast(2, top_k)
     nisa.tensor_copy_predicated(
         dst=kept_sb, src=routed.affinities_sb.reshape(shape), predicate=is_whole
@@ -211,6 +250,28 @@ def _route(
         dst=local_sb, src=_local_numbers(routed, first_expert, shape), predicate=is_whole
     )
     return local
+
+
+def _list_whole(
+    numbers_S1: nl.NkiTensor, is_whole_sb: nl.NkiTensor, tokens: TokenTiles, num_tokens: int
+) -> None:
+    """Store the number of each whole token of this core, -1 of others and behind the last."""
+    number_sb = nl.ndarray(is_whole_sb.shape, nl.int32, buffer=nl.sbuf)
+    nisa.iota(
+        dst=number_sb,
+        pattern=[[1, tokens.count]],
+        offset=tokens.first,
+        channel_multiplier=tokens.count,
+    )
+    listed_sb = nl.ndarray(is_whole_sb.shape, nl.int32, buffer=nl.sbuf)
+    nisa.memset(dst=listed_sb, value=-1)
+    nisa.tensor_copy_predicated(dst=listed_sb, src=number_sb, predicate=is_whole_sb)
+    store_per_token(numbers_S1, listed_sb, tokens)
+    spare = numbers_S1.shape[0] - num_tokens
+    if spare > 0 and tokens.first + tokens.rows == num_tokens:
+        none_sb = nl.ndarray((1, spare), nl.int32, buffer=nl.sbuf)
+        nisa.memset(dst=none_sb, value=-1)
+        nisa.dma_copy(dst=numbers_S1.ap([[1, 1], [1, spare]], offset=num_tokens), src=none_sb)
 
 
 def _local_numbers(

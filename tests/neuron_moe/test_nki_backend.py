@@ -270,9 +270,9 @@ def test_prefill_of_any_length_takes_the_kernels(tokens: int, path: str, kernel:
 def test_a_short_prefill_is_decoded_unless_blocks_are_asked_for(blocks: dict[str, Any]) -> None:
     free = {"block_size": None}
     told = build("nki", GPT_OSS, free, torch.bfloat16).explain("prefill", 30)
-    assert told.decision.kernel == "nki.decode_moe"
+    assert told.decision.kernel == "nki.decode_layer"
     told = build("nki", GPT_OSS, {**free, **blocks}, torch.bfloat16).explain("prefill", 30)
-    assert told.decision.kernel == "nki.blockwise_moe"
+    assert told.decision.kernel == "nki.prefill_layer"
     assert "blocks were asked for" in str(told)
 
 

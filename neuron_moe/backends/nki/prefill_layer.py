@@ -1,10 +1,11 @@
 """A whole layer's prefill on the kernels: prefill_layer, one launch.
 
-Norm, router, index, experts and weighted sum. Shapes: T tokens, N experts of all ranks, H hidden.
+Norm, router, index, routed and shared experts, weighted sum. Shapes: T tokens, N experts of all
+ranks, H hidden, I intermediate of the shared experts.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import nki.language as nl
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from neuron_moe.backends.nki.decode import first_expert_of
 from neuron_moe.backends.nki.launch import check_call, launch
-from neuron_moe.backends.nki.layer import norm_of
+from neuron_moe.backends.nki.layer import check_shared, norm_of
 from neuron_moe.backends.nki.prefill import PrefillPlan
 from neuron_moe.backends.nki.router import (
     check_router,
@@ -23,8 +24,17 @@ from neuron_moe.backends.nki.router import (
 )
 from neuron_moe.plan import FusedOutput
 from neuron_moe.router import Routing
+from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.expert_weights import LocalRouting
-from nki_kernels.layer import PrefillLayerConfig, check_prefill_layer, prefill_layer
+from nki_kernels.common.chip import cached_by_chip
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.layer import (
+    PrefillLayerConfig,
+    check_prefill_layer,
+    make_shared_config,
+    prefill_layer,
+    shared_visits,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +71,11 @@ class PrefillLayerPlan(PrefillPlan):
             parts.router, made.config.num_tokens, torch.bfloat16, weight.dtype,
             parts.tuning.num_cores,
         )  # fmt: skip
+        shared = self.shared_config
+        out = replace(
+            made.out, out_dtype=nl.bfloat16, has_spoils=True, has_residual=self.adds_input,
+            has_shared=shared is not None,
+        )  # fmt: skip
         config = PrefillLayerConfig(
             replace(
                 router,
@@ -72,11 +87,30 @@ class PrefillLayerPlan(PrefillPlan):
             made.dims,
             made.visits,
             made.config,
-            replace(made.out, out_dtype=nl.bfloat16, has_spoils=True, has_residual=self.adds_input),
+            out,
             parts.returns_routing,
+            shared,
         )
         check_prefill_layer(config)
         return config
+
+    @cached_property
+    def shared_config(self) -> Any:
+        """What the shared experts are compiled for, None if there are none.
+
+        Raises:
+            ValueError: the kernel does not have them.
+        """
+        shared, made = self.parts.shared, self._compiled
+        if shared is None:
+            return None
+        check_shared(shared)
+        if shared.spec.is_gated:
+            raise ValueError("a gate scales the shared experts, which prefill_layer has not")
+        formula = ExpertFormula(shared.spec.activation)
+        return _shared_config(
+            formula, made.config.H, shared.width, made.config.num_tokens, made.config
+        )
 
     @cached_property
     def _matrices(self) -> tuple[Tensor, ...]:
@@ -99,10 +133,24 @@ class PrefillLayerPlan(PrefillPlan):
         linear, selection_bias = parts.router.linear_router, parts.router.e_score_correction_bias
         return {
             **self._launches.beside,
+            **self._shared_operands(),
             "norm_weight": None if norm is None else norm[0].view(1, -1),
             "router_bias": None if linear.bias is None else linear.bias.view(1, -1),
             "selection_bias": None if selection_bias is None else selection_bias.view(1, -1),
         }
+
+    def _shared_operands(self) -> dict[str, Tensor]:
+        """Return matrices and visits of shared experts, made once."""
+        shared, config = self.parts.shared, self.config.shared
+        if shared is None:
+            return {}
+        gate_up, down = self.parts.forms.get("layer shared EHI", partial(_shared_matrices, shared))
+        names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
+        lists = {
+            name: torch.from_numpy(array).to(down.device)
+            for name, array in zip(names, shared_visits(config), strict=True)
+        }
+        return {"shared_gate_up": gate_up, "shared_down": down, **lists}
 
     def prepare(self) -> None:
         """Put weights in the form that runs."""
@@ -143,8 +191,6 @@ class PrefillLayerPlan(PrefillPlan):
             return parts.why_apart
         if self.path == "capacity":
             return "choices beyond the capacity are dropped between router and experts"
-        if parts.shared is not None:
-            return "shared experts of a prefill are computed beside it"
         try:
             _ = self.config
         except ValueError as error:
@@ -162,6 +208,7 @@ class PrefillLayerPlan(PrefillPlan):
             "router": True,
             "index": True,
             "routed experts": True,
+            "shared experts": self.parts.shared is not None,
             "combine": True,
             "residual": self.adds_input,
         }
@@ -170,3 +217,13 @@ class PrefillLayerPlan(PrefillPlan):
         if self.parts.norm is None or self.has_norm:
             return (around,)
         return (around, "before it: rmsnorm, another norm than x * weight / rms(x)")
+
+
+def _shared_matrices(shared: SharedExperts) -> tuple[Tensor, Tensor]:
+    """Return [1, H, 2I] and [1, I, H]: shared experts as one expert."""
+    gate_up = torch.cat(shared.first_weights()).detach().t().contiguous()
+    return gate_up.unsqueeze(0), shared.down_proj.weight.detach().t().contiguous().unsqueeze(0)
+
+
+# One configuration for all layers alike, so that they share a compiled kernel.
+_shared_config = cached_by_chip(make_shared_config)

@@ -33,7 +33,7 @@ from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.combine import combine
 from nki_kernels.decode import decode_layer, decode_moe, pack_router_weight, weight_shapes
 from nki_kernels.index import index_blocks
-from nki_kernels.layer import prefill_layer
+from nki_kernels.layer import prefill_layer, shared_visits
 from nki_kernels.prefill import blockwise_moe
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import route, router_topk
@@ -200,11 +200,40 @@ def _prefill_layer(plan: PrefillLayerPlan, options: SimOptions) -> _Launch:
         named["norm_weight"] = torch.ones((1, H), dtype=torch.bfloat16)
     if config.out.has_residual:
         named["residual"] = TensorSpec((num_tokens, H), "bfloat16")
+    if config.shared is not None:
+        operands = _shared_of(config.shared)
+        named |= {f"shared_{name}": value for name, value in operands.items()}
     run = _run(
         options, prefill_layer, parts.tuning.num_cores, hidden_TH, weight_NH,
         *map(_spec_of, matrices_of(parts.weights)), _first_expert(parts), config, **named,
     )  # fmt: skip
     return _name_of(prefill_layer), run
+
+
+def shared_run(plan: PrefillLayerPlan, options: SimOptions = TIMES_ONLY) -> nki_sim.Run | None:
+    """Simulate the shared experts of a plan in a launch of their own; None if there are none."""
+    config = plan.config.shared
+    if config is None:
+        return None
+    operands = _shared_of(config)
+    hidden = TensorSpec((config.num_tokens, config.H), "bfloat16")
+    num_slots = config.num_tiles * config.tile_rows
+    slots = np.arange(num_slots, dtype=np.int32)
+    slots[config.num_tokens :] = -1
+    return _run(
+        options, blockwise_moe, config.num_cores, hidden, operands["gate_up"], operands["down"],
+        slots, operands["visit_expert"], operands["visit_tile"], operands["trips"], config,
+    )  # fmt: skip
+
+
+def _shared_of(config: Any) -> dict[str, Any]:
+    """Return matrices and visits of shared experts."""
+    names = ("visit_expert", "visit_tile", "trips")
+    return {
+        "gate_up": TensorSpec((1, config.H, 2 * config.I), "bfloat16"),
+        "down": TensorSpec((1, config.I, config.H), "bfloat16"),
+        **dict(zip(names, shared_visits(config), strict=True)),
+    }
 
 
 def _routed_inputs(parts: LayerParts, num_tokens: int) -> tuple[Tensor, Tensor]:

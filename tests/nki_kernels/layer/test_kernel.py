@@ -18,7 +18,9 @@ from nki_kernels.layer import (
     PrefillLayerConfig,
     check_prefill_layer,
     cost_prefill_layer,
+    make_shared_config,
     prefill_layer,
+    shared_visits,
 )
 from nki_kernels.prefill import ExpertSizes, PrefillWork, make_config, visit_dims, visits_of
 from nki_kernels.route import RouterConfig
@@ -58,6 +60,7 @@ class Case:
     num_cores: int = 2
     scaling: str = "none"
     broken: tuple[int, ...] = ()
+    shared: int = 0  # width of shared experts
 
     def config(self) -> PrefillLayerConfig:
         """Return what the kernel is compiled for."""
@@ -68,10 +71,16 @@ class Case:
             self.router, self.N, self.H, has_norm=self.has_norm, num_cores=self.num_cores,
             marks_broken=True,
         )  # fmt: skip
-        out = CombineDims(nl.float32, True, has_spoils=True, has_residual=self.has_residual)
+        shared = None
+        if self.shared:
+            shared = make_shared_config(ExpertFormula(), self.H, self.shared, self.T, experts)
+        out = CombineDims(
+            nl.float32, True, has_spoils=True, has_residual=self.has_residual,
+            has_shared=shared is not None,
+        )  # fmt: skip
         dims = BlockDims(self.E, self.B, blocks)
         return PrefillLayerConfig(
-            router, dims, visit_dims(experts), experts, out, self.returns_routing
+            router, dims, visit_dims(experts), experts, out, self.returns_routing, shared
         )
 
 
@@ -91,6 +100,10 @@ CASES = {
     "broken-tokens": Case(T=130, N=16, E=8, first=4, broken=(0, 64, 129), has_residual=True),
     "all-broken": Case(T=3, broken=(0, 1, 2)),
     "no-routing-returned": Case(returns_routing=False),
+    "shared": Case(T=150, shared=96),
+    "shared-residual-broken": Case(T=90, shared=32, has_residual=True, broken=(0, 63, 89)),
+    "shared-one-core": Case(T=20, shared=64, num_cores=1, has_norm=False),
+    "shared-one-token": Case(T=1, shared=64),
 }
 
 
@@ -111,6 +124,12 @@ def _arrays(case: Case) -> LayerArrays:
         norm_weight_H=(1 + 0.1 * rng.normal(size=case.H)).astype(BF16) if case.has_norm else None,
         selection_bias_N=bias if case.router.has_selection_bias else None,
         residual_TH=hidden.astype(BF16) if case.has_residual else None,
+        shared=tuple(
+            np.ascontiguousarray(draw(*shape).T)
+            for shape in ((case.H, case.shared), (case.H, case.shared), (case.shared, case.H))
+        )
+        if case.shared
+        else None,
     )
 
 
@@ -126,7 +145,20 @@ def _run(case: Case, arrays: LayerArrays, options: SimOptions) -> nki_sim.Run:
         arrays.down_EIH, np.array([[case.first]], np.int32), config, lnc=case.num_cores,
         options=options, norm_weight=row(arrays.norm_weight_H),
         selection_bias=row(arrays.selection_bias_N), residual=arrays.residual_TH,
+        **_shared_operands(arrays, config),
     )  # fmt: skip
+
+
+def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[str, Any]:
+    if arrays.shared is None or config.shared is None:
+        return {}
+    gate_IH, up_IH, down_HI = arrays.shared
+    names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
+    return {
+        "shared_gate_up": np.ascontiguousarray(np.concatenate([gate_IH, up_IH]).T)[None],
+        "shared_down": np.ascontiguousarray(down_HI.T)[None],
+        **dict(zip(names, shared_visits(config.shared), strict=True)),
+    }
 
 
 def _expected(case: Case, arrays: LayerArrays) -> Any:
@@ -134,6 +166,8 @@ def _expected(case: Case, arrays: LayerArrays) -> Any:
         name: None if value is None else np.asarray(value, np.float64)
         for name, value in vars_of(arrays).items()
     }
+    if arrays.shared is not None:
+        wide["shared"] = tuple(matrix.astype(np.float64) for matrix in arrays.shared)
     return decode_layer_ref(
         LayerArrays(**wide), case.router, ExpertFormula(), LayerForm(case.has_norm),
         first_expert=case.first, rounds_to=BF16,
@@ -191,7 +225,8 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["one-tile", "residual", "one-core", "rank-of-four", "no-norm", "one-choice"]
+    "name",
+    ["one-tile", "residual", "one-core", "rank-of-four", "no-norm", "one-choice", "shared"],
 )
 def test_cost_is_that_of_the_trace(name: str) -> None:
     case = CASES[name]
@@ -214,6 +249,7 @@ def test_cost_is_that_of_the_trace(name: str) -> None:
         ({"router": {"hidden_dtype": "float32"}}, "experts take bfloat16"),
         ({"out": {"has_spoils": False}}, "would spread to others"),
         ({"experts": {"stores": "tokens"}}, "broken tokens have no row"),
+        ({"out": {"has_shared": True}}, "Give both or none"),
     ],
 )
 def test_what_stages_cannot_agree_on_is_refused(

@@ -75,7 +75,7 @@ class VendorSide:
     Args:
         library: the user's checkout; None runs nothing.
         model: the layer.
-        expert_index_TK: [T, K] the choices.
+        expert_index_TK: [T, K] the choices; numbers beyond the model's are another rank's.
         known: attempts of an earlier run by corner and name; those are not run again.
         chip: what the bounds are computed for.
         kernels: only variants of these are run.
@@ -181,15 +181,19 @@ def seconds_of(model: Model, expert_index_TK: Any, variant: Variant) -> float:
     blocks = _live_blocks(model, expert_index_TK, variant.block_size)
     if variant == DEPLOYED:  # runs those without tokens, too
         T, K = expert_index_TK.shape
-        blocks = num_blocks(T, K, model.E, variant.block_size)
+        blocks = num_blocks(T, min(K, model.E), model.E, variant.block_size)
     rows = blocks * (1.0 + variant.block_size / 256)
     dynamic = 3.0 if variant.kernel == "shard_on_i_hybrid" else 1.0
     return 0.3 + 0.03 * rows * dynamic * (model.H / 3072)
 
 
 def _live_blocks(model: Model, expert_index_TK: Any, B: int) -> int:
-    counts = np.bincount(expert_index_TK.reshape(-1), minlength=model.E)
-    return int(np.ceil(counts / B).sum())
+    return int(np.ceil(_counts(model, expert_index_TK) / B).sum())
+
+
+def _counts(model: Model, expert_index_TK: Any) -> Any:
+    """Return the choices of each expert; numbers beyond the model's are another rank's."""
+    return np.bincount(expert_index_TK.reshape(-1), minlength=model.E)[: model.E]
 
 
 def bound_us(model: Model, expert_index_TK: Any, variant: Variant, chip: Hardware) -> float:
@@ -199,7 +203,7 @@ def bound_us(model: Model, expert_index_TK: Any, variant: Variant, chip: Hardwar
     those of each expert once) over the bandwidth of the stack, and the multiplications of these
     blocks, padding included, over two full arrays.
     """
-    counts = np.bincount(expert_index_TK.reshape(-1), minlength=model.E)
+    counts = _counts(model, expert_index_TK)
     blocks = _live_blocks(model, expert_index_TK, variant.block_size)
     loads = int((counts > 0).sum()) if variant.mode == "keep" else blocks
     cells = 3 * model.H * model.I
@@ -249,7 +253,7 @@ def _arguments(
     H = -(-model.H // H_MULTIPLE) * H_MULTIPLE
     I = -(-model.I // I_MULTIPLE) * I_MULTIPLE  # noqa: E741  the axis letter
     on_block = variant.kernel == "shard_on_block"
-    blocks = num_blocks(T, K, E, B, CORES if on_block else 1)
+    blocks = num_blocks(T, min(K, E), E, B, CORES if on_block else 1)
     ids, block_to_expert, live = _blocks(expert_index_TK, E, B, blocks)
     vendor, bf16 = model.vendor, "bfloat16"
     skip_mode = library.get(KERNELS[variant.kernel][0], "SkipMode")
