@@ -25,7 +25,7 @@ from neuron_moe.tools.bench.comparison.attempts import fastest
 from neuron_moe.tools.bench.comparison.timelines import corner_timelines
 from neuron_moe.tools.bench.decode.cases import ROUTERS
 from neuron_moe.tools.bench.prefill.ours import OPTIONS
-from neuron_moe.tools.bench.prefill.vendor import VARIANTS, VendorSide
+from neuron_moe.tools.bench.prefill.vendor import UNFIT, VARIANTS, VendorSide
 from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES
@@ -174,7 +174,7 @@ class VendorChain:
             with contextlib.redirect_stdout(io.StringIO()):  # the library prints advice
                 kernel = self._library.get(module, name)
                 run = nki_sim.run(kernel, lnc=CORES, options=_FULL, **arguments)
-        except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
+        except UNFIT as error:
             line = (str(error).strip().splitlines() or [""])[0].rsplit("/", 1)[-1]
             raise ChainError(f"{name}: {type(error).__name__}: {line}") from error
         return {corner: line.total_us for corner, line in corner_timelines(run, corners)}

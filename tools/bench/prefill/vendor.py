@@ -26,6 +26,8 @@ from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import Hardware
 
 H_MULTIPLE, I_MULTIPLE = 512, 16  # what the kernels ask for; callers pad
+# What a kernel raises that does not run with some sizes; some divide by the number of blocks.
+UNFIT = (nki_sim.NkiValidationError, AssertionError, NotImplementedError, ZeroDivisionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class VendorSide:
         name, bound = variant.name, self._bounds[variant]
         try:
             run = launch_vendor(self._library, self._model, self._index_TK, variant, OPTIONS)
-        except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
+        except UNFIT as error:
             line = (str(error).strip().splitlines() or [""])[0].rsplit("/", 1)[-1]
             why = f"{type(error).__name__}: {line}"
             return {corner: Attempt(name=name, bound_us=bound, why=why) for corner in best}
