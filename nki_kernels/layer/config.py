@@ -120,6 +120,11 @@ def make_shared_config(
     return make_config(formula, sizes, work, best.request)
 
 
+def num_shared_slots(config: PrefillLayerConfig) -> int:
+    """Return S, the slots of the shared experts; 0 if there are none."""
+    return config.shared.num_tiles * config.shared.tile_rows if config.shared else 0
+
+
 def shared_visits(config: PrefillConfig) -> VisitLists:
     """Return the visits of shared experts: every row tile that has a token."""
     num_slots = config.num_tiles * config.tile_rows

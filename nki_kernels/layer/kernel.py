@@ -58,7 +58,7 @@ from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
 from nki_kernels.index.kernel import list_visits, place_pairs, store_slots
 from nki_kernels.index.slot_inverse import invert_tokens, invert_weights
-from nki_kernels.layer.config import PrefillLayerConfig
+from nki_kernels.layer.config import PrefillLayerConfig, num_shared_slots
 from nki_kernels.prefill.kernel import blockwise_moe
 from nki_kernels.route.kernel import RoutedTiles, RouterOperands, route_tiles
 
@@ -203,8 +203,7 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
         slot_scale = nl.ndarray((num_slots,), nl.float32, buffer=nl.shared_hbm)
     shared_tokens = token_of_slot
     if config.out.has_shared:
-        num_rows = config.shared.num_tiles * config.shared.tile_rows
-        shared_tokens = nl.ndarray((num_rows, 1), nl.int32, buffer=nl.shared_hbm)
+        shared_tokens = nl.ndarray((num_shared_slots(config), 1), nl.int32, buffer=nl.shared_hbm)
     return LayerIndex(
         token_of_slot, visits, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
         index_TK, shared_tokens,
