@@ -7,7 +7,7 @@ launched through `nki.jit`; that way has not been tried, for want of a device.
 | file | plan of | kernels |
 | --- | --- | --- |
 | prefill.py | prefill, and decode of more than 256 tokens | index_blocks, blockwise_moe, combine |
-| prefill_layer.py | the same with norm and router in one launch | prefill_layer |
+| prefill_layer.py | the same with norm, router and shared experts in one launch | prefill_layer |
 | decode.py | decode, speculation | decode_moe |
 | layer.py | the same with norm, router and shared experts in one launch | decode_layer |
 | router.py | routing of prefill.py and decode.py | router_topk |
