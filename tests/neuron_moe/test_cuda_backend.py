@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+from tests.kernels import NO_TRITON, OLDEST_TRITON
+
+pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.backends.cuda import hopper_launch
