@@ -150,12 +150,6 @@ EQUIVALENT = (
         "any step beyond the last one is none",
     ),
     Equivalent(
-        "nki_sim/machine/allocator.py",
-        "found.line = self.here(3)",
-        "found.line = self.here(4)",
-        "frames of the simulator are passed over in any case",
-    ),
-    Equivalent(
         "nki_sim/isa/functions.py",
         "_ERF_LIMIT: Final = 6  # erf(6) rounds to 1 in float64",
         "_ERF_LIMIT: Final = 7  # erf(6) rounds to 1 in float64",
