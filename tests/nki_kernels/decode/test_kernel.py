@@ -127,8 +127,8 @@ def test_a_hidden_axis_of_32768_with_biases_fits(mode: str) -> None:
 def test_scales_of_inputs_lie_beside_columns_where_there_is_room(
     T: int,
     H: int,
-    I: int,
-    parts: int,  # noqa: E741
+    I: int,  # noqa: E741
+    parts: int,
 ) -> None:
     plan = {"chunks": 1, "parts": parts} if parts else {}
     options = {**GPT_OSS, **SELECTIVE, "scaling": "pre", **plan}
