@@ -65,6 +65,7 @@ class Case:
     replicas: bool = False
     decode_tp: int | None = None
     decode_ep: int | None = None
+    backend: str = "torch"
 
     def __str__(self) -> str:
         given = [
@@ -105,6 +106,7 @@ def build_layer(case: Case, placement: ExpertPlacement | None = None) -> MoE:
         ),
         sequence_parallel_enabled=case.sp,
         placement=placement,
+        backend=case.backend,
     )
     shared = None
     if case.shared != "none":
