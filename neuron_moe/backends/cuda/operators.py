@@ -33,12 +33,19 @@ def experts(
         formula: of the experts.
         save_percent: 0 to 100, see `neuron_moe.spec.Tuning`.
     """
-    name = repr(formula)
-    _FORMULAS.setdefault(name, formula)
+    name = _name(formula)
     found: tuple[Tensor, Tensor, Tensor] = _experts(
         hidden_TH, affinities_TK, index_TK, *weights, name, save_percent
     )
     return found[0]
+
+
+# torch.compile cannot trace `repr`.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name(formula: ExpertFormula) -> str:
+    name = repr(formula)
+    _FORMULAS.setdefault(name, formula)
+    return name
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts", mutates_args=())
