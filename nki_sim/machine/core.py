@@ -199,7 +199,7 @@ class Core(Allocator):
                     alloc.pending = fill
                     alloc.known = CONSTANT
                     return UNKNOWN
-                if count > self.options.small_elements:
+                if count > max(SMALL_ELEMENTS, self.options.small_elements):
                     level = UNKNOWN
         for tensor in writes:
             alloc = tensor._alloc
