@@ -25,7 +25,7 @@ from typing import Any
 
 import nki_sim
 from neuron_moe.tools.bench.comparison.options import add_library_option
-from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
+from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_phases
 from neuron_moe.tools.bench.comparison.sources import (
     Sources,
     Writer,
@@ -54,18 +54,18 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     sources = Sources.now(nki_sim.hardware.find("trn2"), options.library, OUR_SOURCES)
     rows = _earlier(options.json, sources) if options.resume and options.json.exists() else {}
-    cases = [case for case in _cases(options) if any(row.key not in rows for row in case.rows)]
+    cases = _cases(options, rows)
     writer = Writer(options.json, lambda: summarise(_sorted(rows), sources))
 
     def on_taken(work: Work, task: Task, pace: Pace, seconds: float) -> None:
         assert isinstance(work, Case)
         print(_line(work, task, pace, seconds), file=sys.stderr, flush=True)
-        if work.is_done:
-            rows.update({row.key: row for row in work.rows})
-            writer.write()
+        rows.update({row.key: row for row in work.rows})
+        writer.write()
 
     try:
-        is_complete = run_works(cases, on_taken, options.jobs, options.minutes)
+        phases = [lambda: cases, lambda: _with_vendor(cases)]
+        is_complete = run_phases(phases, on_taken, options.jobs, options.minutes)
     finally:
         writer.write(at_once=True)
     result = summarise(_sorted(rows), sources)
@@ -111,17 +111,24 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _cases(options: argparse.Namespace) -> list[Case]:
+def _cases(options: argparse.Namespace, known: dict[Key, Row]) -> list[Case]:
     """Return the cases, the cheap ones first."""
     library = VendorLibrary(options.library) if options.library else None
     cases = [
-        Case(model, split, phase, tokens, options.corner, library)
+        Case(model, split, phase, tokens, options.corner, library, known)
         for model in options.models
         for split in options.splits
         for phase in options.phases
         for tokens in sorted(set(options.tokens or TOKENS[phase]))
     ]
     return sorted(cases, key=lambda case: case.size)
+
+
+def _with_vendor(cases: list[Case]) -> list[Case]:
+    """Return the cases, whose vendor's tasks may run now that all of ours have."""
+    for case in cases:
+        case.take_vendor()
+    return cases
 
 
 def _earlier(path: Path, sources: Sources) -> dict[Key, Row]:

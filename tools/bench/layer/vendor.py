@@ -1,7 +1,8 @@
 """The vendor's chain of kernels for a layer's prefill: router, index, experts with their sum.
 
 router_topk, find_nonzero_indices, indexed_flatten, then the fastest of the moe_cte variants of
-`bench prefill`, which add up a token's experts themselves. What would be unfair to the chain is
+`bench prefill`, which add up a token's experts themselves; on ranks that split experts, of those
+that are the fastest there. What would be unfair to the chain is
 left out of it: the norm, shared experts, what a graph computes between the launches (offsets of
 blocks, experts of blocks), groups and selection biases, which its router has not; and the router's
 hidden states lie in whichever of its two layouts is faster, turned for nothing.
@@ -25,7 +26,7 @@ from neuron_moe.tools.bench.comparison.attempts import fastest
 from neuron_moe.tools.bench.comparison.timelines import corner_timelines
 from neuron_moe.tools.bench.decode.cases import ROUTERS
 from neuron_moe.tools.bench.prefill.ours import OPTIONS
-from neuron_moe.tools.bench.prefill.vendor import UNFIT, VARIANTS, VendorSide
+from neuron_moe.tools.bench.prefill.vendor import KERNEL_NAMES, UNFIT, VARIANTS, VendorSide
 from neuron_moe.tools.check.vendor_cases.block_mapping import num_blocks
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES
@@ -33,6 +34,7 @@ from neuron_moe.tools.check.vendor_cases.router import HBM_LAYOUTS
 
 ROUTER_TOKENS = 2048  # the most that router_topk is meant for; more are several launches
 INDEX_TOKENS = 4096  # of a piece of find_nonzero_indices, by which its tiles fit SBUF
+HYBRID_MODEL = "mixtral-8x7b"  # the only one whose fastest variant on TP ranks is the hybrid one
 _FLATTEN_PIECES = 16  # indexed_flatten wants a multiple of so many pieces of a row
 _FULL = replace(OPTIONS, mode="full")  # these kernels go by what they compute
 BF16 = ml_dtypes.bfloat16
@@ -57,6 +59,8 @@ class VendorChain:
         whole = next(m for m in layers.MODELS if name.startswith(m.name.replace("-", "_")))
         self._library, self._whole = library, whole
         self._model = replace(whole, tp=tp, I=whole.I * whole.tp // tp, E=whole.E // ep)
+        is_hybrid_slower = ep == 1 and whole.name != HYBRID_MODEL
+        self._kernels = ("shard_on_block",) if is_hybrid_slower else KERNEL_NAMES
 
     def times(self, expert_index_TK: NDArray[np.int32], corners: Sequence[str]) -> Times:
         """Return the microseconds of each launch, by corner.
@@ -88,7 +92,9 @@ class VendorChain:
         """Return for each corner the time and the block size of the fastest variant."""
         chip = nki_sim.hardware.find("trn2")
         known: dict[str, dict[str, Any]] = {corner: {} for corner in corners}
-        side = VendorSide(self._library, self._model, local_TK, known, chip=chip)
+        side = VendorSide(
+            self._library, self._model, local_TK, known, chip=chip, kernels=self._kernels
+        )
         while (task := side.next_task()) is not None:
             side.take(task, task.compute())
         sizes = {variant.name: variant.block_size for variant in VARIANTS}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
 from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices, shared_run
@@ -88,6 +89,7 @@ class Case:
         tokens: T.
         corners: of the clock.
         library: the vendor's, whose chain is timed beside a prefill; None times ours alone.
+        known: rows of an earlier run, of which nothing is run again.
     """
 
     def __init__(
@@ -98,30 +100,27 @@ class Case:
         tokens: int,
         corners: Sequence[str],
         library: VendorLibrary | None = None,
+        known: Mapping[Key, Row] = MappingProxyType({}),
     ) -> None:
         self.name = f"{model} {split} {phase} T={tokens}"
         self._blank = [
             Row(model=model, split=split, phase=phase, T=tokens, corner=corner)
             for corner in corners
         ]
-        self.rows = list(self._blank)
-        self._waiting = [Task(OURS, self._seconds, lambda: times_of(self._blank))]
-        if library is not None and phase == "prefill":
+        self.rows = [known.get(row.key, row) for row in self._blank]
+        self._waiting: list[Task] = []
+        self._later: list[Task] = []
+        if any(row.layer_us is None and not row.why for row in self.rows):
+            self._waiting.append(Task(OURS, self._seconds, lambda: times_of(self._blank)))
+        waits = any(row.vendor_us is None and not row.vendor_why for row in self.rows)
+        if library is not None and phase == "prefill" and waits:
             seconds = VENDOR_SECONDS * self._seconds
-            self._waiting.append(
-                Task(VENDOR, seconds, lambda: vendor_times_of(self._blank, library))
-            )
-        self._left = len(self._waiting)
+            self._later.append(Task(VENDOR, seconds, lambda: vendor_times_of(self._blank, library)))
 
     @property
     def size(self) -> float:
         """The seconds of what still waits, about (measured on one machine)."""
-        return sum(task.size for task in self._waiting)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every task was taken."""
-        return self._left == 0
+        return sum(task.size for task in (*self._waiting, *self._later))
 
     @property
     def _seconds(self) -> float:
@@ -129,8 +128,12 @@ class Case:
         return 6.0 + 0.01 * row.T * (2.0 if row.split.startswith("TP") else 1.0)
 
     def next_task(self) -> Task | None:
-        """Hand out ours, then the vendor's."""
+        """Hand out ours, and after `take_vendor` the vendor's."""
         return self._waiting.pop(0) if self._waiting else None
+
+    def take_vendor(self) -> None:
+        """Let the vendor's task be handed out."""
+        self._waiting, self._later = [*self._waiting, *self._later], []
 
     def take(self, task: Task, result: Sequence[Row]) -> None:
         """Keep what a task found."""
@@ -139,7 +142,6 @@ class Case:
             replace(row, **{name: getattr(found, name) for name in names})
             for row, found in zip(self.rows, result, strict=True)
         ]
-        self._left -= 1
 
 
 def times_of(blank: Sequence[Row]) -> list[Row]:
