@@ -178,7 +178,44 @@ def _expert_act(gate, up, ACT: tl.constexpr, SCALE: tl.constexpr, HAS_GATE: tl.c
 
 
 @jit
-def project(rows_ptr, pair_ptr, matrix_ptr, bias_ptr, out_ptr, kept_ptr, tile_expert_ptr,
+def _load_matrix(matrix_ptr, scale_ptr, expert, start, column, is_column, expert_stride,
+                 depth_stride, width_stride, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+                 BLOCK_DEPTH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return BLOCK_DEPTH rows of an expert's matrix from `start` on, of DTYPE where they are codes.
+
+    fp8 codes are not scaled here: their columns are, after the sum. A code of MXFP4 (e2m1) is put
+    into the bits of a float16, which is 2^-14 of its value; its group's 2^(s - 127) makes up for
+    it, without rounding.
+    """
+    base = matrix_ptr + expert * expert_stride + column[None, :] * width_stride
+    if FORMAT == "mxfp4":
+        half = start // 2 + tl.arange(0, BLOCK_DEPTH // 2)
+        inside = (half < DEPTH // 2)[:, None] & is_column[None, :]
+        codes = tl.load(base + half[:, None] * depth_stride, mask=inside, other=0).to(tl.uint16)
+        even = ((codes << 12) & 0x8000) | ((codes << 9) & 0x0E00)
+        odd = ((codes << 8) & 0x8000) | ((codes << 5) & 0x0E00)
+        both = tl.permute(tl.join(even, odd), (0, 2, 1))
+        values = tl.reshape(both, (BLOCK_DEPTH // 32, 32, column.shape[0]))
+        values = values.to(tl.float16, bitcast=True).to(tl.float32)
+        group = start // 32 + tl.arange(0, BLOCK_DEPTH // 32)
+        place = (expert * (DEPTH // 32) + group)[:, None] * WIDTH + column[None, :]
+        inside = (group < DEPTH // 32)[:, None] & is_column[None, :]
+        power = tl.load(scale_ptr + place, mask=inside, other=0).to(tl.int32)
+        power = ((power + 14) << 23).to(tl.float32, bitcast=True)
+        values = tl.reshape(values * power[:, None, :], (BLOCK_DEPTH, column.shape[0]))
+        return values.to(DTYPE)
+    depth = start + tl.arange(0, BLOCK_DEPTH)
+    inside = (depth < DEPTH)[:, None] & is_column[None, :]
+    if FORMAT == "plain":
+        return tl.load(base + depth[:, None] * depth_stride, mask=inside, other=0.0)
+    codes = tl.load(base + depth[:, None] * depth_stride, mask=inside, other=0)
+    if FORMAT == "float8_e4m3":
+        return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return codes.to(tl.float8e5, bitcast=True).to(DTYPE)
+
+
+@jit
+def project(rows_ptr, pair_ptr, matrix_ptr, scale_ptr, bias_ptr, out_ptr, kept_ptr, tile_expert_ptr,
             num_tiles_ptr, first_tile, kept_tiles, expert_stride, depth_stride, width_stride,
             DEPTH: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, GATHERS: tl.constexpr,
             HAS_BIAS: tl.constexpr, ACTIVATES: tl.constexpr, KEEPS: tl.constexpr,
@@ -186,8 +223,9 @@ def project(rows_ptr, pair_ptr, matrix_ptr, bias_ptr, out_ptr, kept_ptr, tile_ex
             GATES_ITSELF: tl.constexpr, GATE_LOW: tl.constexpr, GATE_HIGH: tl.constexpr,
             UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr,
             BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
-            GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr):
-    """Multiply row tiles with their experts' matrices, from first_tile on.
+            GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+            FORMAT: tl.constexpr):
+    """Multiply row tiles with their experts' matrices, of some format, from first_tile on.
 
     GATHERS reads the tokens of the rows. ACTIVATES stores the activation of a product whose columns
     are gates, then ups, WIDTH in all: a tile takes BLOCK_WIDTH / 2 of both, one product. KEEPS
@@ -219,10 +257,13 @@ def project(rows_ptr, pair_ptr, matrix_ptr, bias_ptr, out_ptr, kept_ptr, tile_ex
             is_depth = depth < DEPTH
             rows = tl.load(rows_ptr + source[:, None] * DEPTH + depth[None, :],
                            mask=is_row[:, None] & is_depth[None, :], other=0.0)
-            place = depth[:, None] * depth_stride + wide[None, :] * width_stride
-            matrix = tl.load(matrix_ptr + expert * expert_stride + place,
-                             mask=is_depth[:, None] & is_column[None, :], other=0.0)
+            matrix = _load_matrix(matrix_ptr, scale_ptr, expert, start, wide, is_column,
+                                  expert_stride, depth_stride, width_stride, DEPTH, WIDTH,
+                                  BLOCK_DEPTH, FORMAT, rows_ptr.dtype.element_ty)
             sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
+        if FORMAT == "float8_e4m3" or FORMAT == "float8_e5m2":
+            scale = tl.load(scale_ptr + expert * WIDTH + wide, mask=is_column, other=0.0)
+            sums *= scale[None, :]
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert * WIDTH + wide, mask=is_column, other=0.0)
             sums += bias.to(tl.float32)[None, :]
