@@ -25,7 +25,7 @@ from neuron_moe.quantize import (
 KERNEL_FORMATS = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 MXFP4 = "mxfp4"
 FORMATS = {**KERNEL_FORMATS, torch.uint8: MXFP4}
-_LARGEST_EXPONENT = 240  # of MXFP4: the cuda kernels put 14 on top
+_LARGEST_EXPONENT = 128  # of MXFP4: the cuda kernels put 126 on top
 # Magnitude bits of the largest code Trainium 2 reads as a number: 240 in e4m3, 57344 in e5m2.
 _LARGEST_BITS = {torch.float8_e4m3fn: 0x77, torch.float8_e5m2: 0x7B}
 
@@ -36,8 +36,8 @@ class NarrowMatrices(Sequence[Tensor]):
 
     Attributes:
         codes_Ekn: [E, in, out] float8_e4m3fn (magnitudes up to 240) or float8_e5m2; of MXFP4
-            [E, in / 2, out] uint8, the even input of two in the low bits.
-        scale: [E, 1] or [E, out] float32; of MXFP4 [E, in / 32, out] uint8 exponents, up to 240.
+            [E, in / 2, out] uint8, line j of inputs j (low bits) and j + in / 2.
+        scale: [E, 1] or [E, out] float32; of MXFP4 [E, in / 32, out] uint8 exponents, up to 128.
         dtype: of the matrices they stand for.
         is_quantized: the codes are the weights, as in a state dict; else they were made from plain
             weights without loss, and the state dict holds those.
@@ -91,19 +91,22 @@ class NarrowMatrices(Sequence[Tensor]):
 
     @classmethod
     def from_mxfp4_values(cls, weight_Ekn: Tensor) -> "NarrowMatrices | None":
-        """Keep matrices whose values MXFP4 has, as decoded checkpoints do; None for others.
+        """Keep matrices whose values MXFP4 has, up to 12, as decoded checkpoints do; else None.
 
         Args:
-            weight_Ekn: [E, in, out]; a group is 32 inputs.
+            weight_Ekn: [E, in, out]; a group is 32 inputs, `in` a multiple of 64.
         """
         codes, scales = [], []
-        if weight_Ekn.shape[1] % MXFP4_GROUP_SIZE:
+        if weight_Ekn.shape[1] % (2 * MXFP4_GROUP_SIZE):
             return None
         for matrix_kn in weight_Ekn:
             found = encode_mxfp4_exactly(matrix_kn.t().contiguous())
             if found is None or int(found[1].max()) > _LARGEST_EXPONENT:
                 return None
-            codes.append(found[0].flatten(1).t())
+            pairs_n = found[0].flatten(1)
+            codes_nk = torch.stack([pairs_n & 15, pairs_n >> 4], dim=2).flatten(1)
+            low_nk, high_nk = codes_nk.chunk(2, dim=1)
+            codes.append((low_nk | high_nk << 4).t())
             scales.append(found[1].t())
         return cls(torch.stack(codes), torch.stack(scales), weight_Ekn.dtype)
 
@@ -137,7 +140,8 @@ class NarrowMatrices(Sequence[Tensor]):
         codes_kn, scale = self.codes_Ekn[expert], self.scale[expert]
         if self.format != MXFP4:
             return dequantize_fp8(QuantizedWeight(codes_kn, scale), self.dtype)
-        blocks = codes_kn.t().reshape(*scale.t().shape, MXFP4_GROUP_SIZE // 2)
+        codes_nk = torch.cat([codes_kn & 15, codes_kn >> 4]).t()
+        blocks = (codes_nk[:, 0::2] | codes_nk[:, 1::2] << 4).view(*scale.t().shape, -1)
         decoded_nk = decode_mxfp4(blocks, scale.t().contiguous(), torch.float32)
         return decoded_nk.t().to(self.dtype)
 

@@ -22,7 +22,7 @@ from neuron_moe.weights.narrow import NarrowMatrices
 from tests.neuron_moe.test_cuda_backend import CASES, DEVICE, apart
 
 FORMATS = {"float8_e4m3": E4M3_NEURON, "float8_e5m2": E5M2, "mxfp4": None}
-E, K, H, I = 3, 2, 96, 64  # noqa: E741  the axis letters of the project
+E, K, H, I = 3, 2, 64, 64  # noqa: E741  the axis letters of the project
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
@@ -97,7 +97,7 @@ def test_codes_in_every_formula(
 ) -> None:
     monkeypatch.setattr(launch, "MOST_PAIRS_UNSORTED", most_unsorted)
     found, expected = (
-        compute(build(name, form, sizes=(160, 96), **CASES[case]), 40) for name in ("cuda", "torch")
+        compute(build(name, form, sizes=(192, 128), **CASES[case]), 40) for name in ("cuda", "torch")
     )
     assert apart(found, expected) < 1e-5
 

@@ -70,7 +70,7 @@ class CudaBackend:
         first = NarrowMatrices.from_mxfp4_values(first_EHI)
         down = None if first is None else NarrowMatrices.from_mxfp4_values(down_EIH)
         if first is None or down is None:
-            return "some weights are no MXFP4 values"
+            return "some weights are no MXFP4 values, or above 12"
         return first, down
 
     def settle_forms(self, parts: LayerParts, form: str) -> ProductForms | None:

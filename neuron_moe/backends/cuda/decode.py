@@ -34,7 +34,7 @@ def forward(
     H, num_pairs = weights.down_EIH.shape[2], num_tokens * top_k
     I = first_width // num_projections(formula)  # noqa: E741  the axis
     experts = min(num_pairs, num_experts)
-    one, two = tiles or (decode_tile(experts, H, first_width), decode_tile(experts, I, H))
+    one, two = tiles or (decode_tile(experts, *weights.first_EHI.shape[1:]), decode_tile(experts, *weights.down_EIH.shape[1:]))
     index_P = index_TK.reshape(-1).contiguous()
     bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
     first = weights.first_EHI, weights.first_scale
@@ -61,11 +61,12 @@ def _project(
 ) -> Tensor:  # fmt: skip
     """Return the products of pairs and their experts' matrices, [S, P, width] float32."""
     values, form = form_of(matrix)
-    depth, width = rows.shape[1], matrix.shape[2]
-    num_pairs, parts = index_P.shape[0], triton.cdiv(depth, tile.depth_part)
+    _, lines, width = values.shape
+    num_pairs, parts = index_P.shape[0], triton.cdiv(lines, tile.depth_part)
     out_SPI = torch.empty((parts, num_pairs, width), dtype=torch.float32, device=rows.device)
     decode_kernels.project_pairs[(num_pairs, triton.cdiv(width, tile.width), parts)](
-        rows, index_P, values, scale, out_SPI, num_pairs, *values.stride(), DEPTH=depth,
+        rows, index_P, values, scale, out_SPI, num_pairs, *values.stride(),
+        DEPTH=rows.shape[1],
         WIDTH=width, TOP_K=pairs_of_row, DEPTH_PART=tile.depth_part, ROWS=tile.rows,
         PAIRS=triton.next_power_of_2(num_pairs), BLOCK_WIDTH=tile.width, BLOCK_DEPTH=tile.depth,
         PRECISION="ieee" if rows.dtype == torch.float32 else "tf32", num_warps=tile.warps,

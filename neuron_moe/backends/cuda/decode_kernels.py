@@ -13,7 +13,7 @@ I intermediate.
 import triton.language as tl
 from triton import jit
 
-from neuron_moe.backends.cuda.kernels import _expert_act, _load_matrix
+from neuron_moe.backends.cuda.kernels import _add_product, _expert_act
 
 
 @jit
@@ -37,29 +37,26 @@ def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, num_p
                   PAIRS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
                   PRECISION: tl.constexpr, FORMAT: tl.constexpr):
     """Multiply pairs' rows, one for TOP_K pairs, with experts' matrices: parts [S, P, WIDTH]."""
+    LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     part = tl.program_id(2)
     expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
     if expert >= 0:
-        is_row = (pair >= 0)[:, None]
-        token = (tl.maximum(pair, 0) // TOP_K).to(tl.int64)[:, None]
+        number = expert.to(tl.int64)
+        is_row = pair >= 0
+        row_place = (tl.maximum(pair, 0) // TOP_K).to(tl.int64) * DEPTH
         column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
         is_column = column < WIDTH
-        expert = expert.to(tl.int64)
         sums = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
-        end = tl.minimum(DEPTH, (part + 1) * DEPTH_PART)
+        end = tl.minimum(LINES, (part + 1) * DEPTH_PART)
         for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
-            depth = start + tl.arange(0, BLOCK_DEPTH)
-            rows = tl.load(source_ptr + token * DEPTH + depth[None, :],
-                           mask=is_row & (depth < DEPTH)[None, :], other=0.0)
-            matrix = _load_matrix(matrix_ptr, scale_ptr, expert, start, column, is_column,
-                                  expert_stride, depth_stride, width_stride, DEPTH, WIDTH,
-                                  BLOCK_DEPTH, FORMAT, source_ptr.dtype.element_ty)
-            sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
+            sums = _add_product(sums, source_ptr, row_place, is_row, matrix_ptr, scale_ptr, number,
+                                start, column, is_column, expert_stride, depth_stride,
+                                width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT, PRECISION)
         if FORMAT == "float8_e4m3" or FORMAT == "float8_e5m2":
-            scale = tl.load(scale_ptr + expert * WIDTH + column, mask=is_column, other=0.0)
+            scale = tl.load(scale_ptr + number * WIDTH + column, mask=is_column, other=0.0)
             sums *= scale[None, :]
         place = (part * num_pairs + pair).to(tl.int64)[:, None] * WIDTH + column[None, :]
-        tl.store(parts_ptr + place, sums, mask=is_row & is_column[None, :])
+        tl.store(parts_ptr + place, sums, mask=is_row[:, None] & is_column[None, :])
 
 
 @jit

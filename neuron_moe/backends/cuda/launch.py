@@ -229,7 +229,7 @@ def _project(
         GATHERS=gathers, FORMAT=form,
         HAS_BIAS=bias is not None, ACTIVATES=formula is not None, KEEPS=keeps > 0,
         **constants_of(formula or ExpertFormula()), BLOCK_ROWS=rows.rows,
-        **_fitted(tile, depth, width), PROGRAMS=programs, PRECISION=_precision(source),
+        **_fitted(tile, values.shape[1], width), PROGRAMS=programs, PRECISION=_precision(source),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
