@@ -97,7 +97,8 @@ def test_codes_in_every_formula(
 ) -> None:
     monkeypatch.setattr(launch, "MOST_PAIRS_UNSORTED", most_unsorted)
     found, expected = (
-        compute(build(name, form, sizes=(192, 128), **CASES[case]), 40) for name in ("cuda", "torch")
+        compute(build(name, form, sizes=(192, 128), **CASES[case]), 40)
+        for name in ("cuda", "torch")
     )
     assert apart(found, expected) < 1e-5
 

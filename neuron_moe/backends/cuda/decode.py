@@ -34,7 +34,10 @@ def forward(
     H, num_pairs = weights.down_EIH.shape[2], num_tokens * top_k
     I = first_width // num_projections(formula)  # noqa: E741  the axis
     experts = min(num_pairs, num_experts)
-    one, two = tiles or (decode_tile(experts, *weights.first_EHI.shape[1:]), decode_tile(experts, *weights.down_EIH.shape[1:]))
+    one, two = tiles or (
+        decode_tile(experts, *values.shape[1:], form)
+        for values, form in map(form_of, (weights.first_EHI, weights.down_EIH))
+    )
     index_P = index_TK.reshape(-1).contiguous()
     bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
     first = weights.first_EHI, weights.first_scale
