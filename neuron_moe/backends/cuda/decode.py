@@ -35,8 +35,8 @@ def forward(
     I = first_width // num_projections(formula)  # noqa: E741  the axis
     experts = min(num_pairs, num_experts)
     one, two = tiles or (
-        decode_tile(experts, *values.shape[1:], form)
-        for values, form in map(form_of, (weights.first_EHI, weights.down_EIH))
+        _tile(experts, weights.first_EHI),
+        _tile(experts, weights.down_EIH),
     )
     index_P = index_TK.reshape(-1).contiguous()
     bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
@@ -56,6 +56,11 @@ def forward(
         PARTS=down_SPH.shape[0], HAS_BIAS=bias_EH is not None, BLOCK=block, num_warps=2,
     )  # fmt: skip
     return output_TH
+
+
+def _tile(experts: int, matrix: Tensor) -> DecodeTile:
+    _, lines, width = matrix.shape
+    return decode_tile(experts, lines, width, form_of(matrix).format)
 
 
 def _project(
