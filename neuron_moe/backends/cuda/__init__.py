@@ -1,5 +1,4 @@
-"""The cuda backend: experts by Triton kernels, with gradients; routers by torch operations, without
-a gradient by kernels.
+"""The cuda backend: experts by Triton kernels, with gradients; routers by torch operations.
 
 Without a GPU the same kernels run in Triton's interpreter, slowly: set TRITON_INTERPRET=1 before
 anything imports triton, and keep tensors on the CPU.
@@ -122,13 +121,8 @@ class CudaPlan(Plan):
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Route T tokens."""
-        from neuron_moe.backends.cuda import route
-
-        router = self.parts.router
-        assert router is not None
-        if route.takes(router, hidden_TH):
-            return route.route(router, hidden_TH)
-        routing: Routing = router(hidden_TH)
+        assert self.parts.router is not None
+        routing: Routing = self.parts.router(hidden_TH)
         return routing
 
     def _matrix(
