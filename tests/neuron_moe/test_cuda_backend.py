@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+from tests.kernels import NO_TRITON, OLDEST_TRITON
+
+pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.backends.cuda import hopper_launch
@@ -193,6 +195,40 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
         (hidden, affinities, index, *matrices, "formula", 50),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+
+
+@pytest.mark.long
+def test_a_compiled_layer_is_one_graph_and_computes_the_same() -> None:
+    layer, hidden = build("cuda"), torch.randn(1, T, H, device=DEVICE)
+    compiled = torch.compile(layer.expert_mlps, backend="aot_eager", fullgraph=True)
+    affinities = torch.rand(T, K, device=DEVICE)
+    index = torch.rand(T, E, device=DEVICE).topk(K).indices.int()
+    found, expected = (
+        experts(hidden[0], affinities, index, T) for experts in (compiled, layer.expert_mlps)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("save_percent", [0, 100])
+def test_replays_of_a_captured_step_are_its_eager_bits(save_percent: int) -> None:
+    layer = build("cuda", save_percent, hidden_size=320, intermediate_size=192).bfloat16()
+    hidden = torch.zeros(1, 400, 320, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+
+    def step() -> list[Tensor]:
+        output = layer(hidden)[0]
+        return [output, *torch.autograd.grad(output.float().square().sum(), [hidden])]
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        hidden.normal_()
+    graph.replay()
+    assert all(map(torch.equal, captured, step()))
 
 
 def test_explain_tells_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,7 @@ def experts(
         formula: of the experts.
         save_percent: 0 to 100, see `neuron_moe.spec.Tuning`.
     """
-    name = repr(formula)
-    _FORMULAS.setdefault(name, formula)
+    name = _name(formula)
     if weights.first_EHI.dtype in FORMATS or weights.down_EIH.dtype in FORMATS:
         output: Tensor = _narrow_experts(hidden_TH, affinities_TK, index_TK, *weights, name)
         return output
@@ -44,6 +43,14 @@ def experts(
         hidden_TH, affinities_TK, index_TK, *plain, name, save_percent
     )
     return found[0]
+
+
+# torch.compile cannot trace `repr`.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name(formula: ExpertFormula) -> str:
+    name = repr(formula)
+    _FORMULAS.setdefault(name, formula)
+    return name
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts", mutates_args=())
