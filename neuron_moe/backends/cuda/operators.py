@@ -60,7 +60,9 @@ def text_of(formula: ExpertFormula) -> str:
 def formula_of(text: str) -> ExpertFormula:
     """Return the formula of a text of `text_of`."""
     activation, *words = text.split()
-    values = [word == "True" if word in ("True", "False") else float(word) for word in words]
+    values: list[Any] = [
+        word == "True" if word in ("True", "False") else float(word) for word in words
+    ]
     plain = dict(zip(_PLAIN[1:], values, strict=False))
     gate, up = values[len(plain) : -len(_CLAMP)], values[-len(_CLAMP) :]
     return ExpertFormula(activation, **plain, gate_limits=Limits(*gate), up_limits=Limits(*up))
