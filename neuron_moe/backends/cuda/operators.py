@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neuron_moe.backends.cuda import launch
 from neuron_moe.backends.cuda.records import Matrices
+from neuron_moe.weights.narrow import FORMATS
 from nki_kernels.common.formula import ExpertFormula
 
 _FORMULAS: dict[str, ExpertFormula] = {}
@@ -29,13 +30,17 @@ def experts(
         hidden_TH: [T, H].
         affinities_TK: [T, K] float32.
         index_TK: [T, K] int32 experts of this rank, -1 for none.
-        weights: of this rank, of the dtype of the hidden states.
+        weights: of this rank, of the dtype of the hidden states; or codes, without a gradient.
         formula: of the experts.
         save_percent: 0 to 100, see `neuron_moe.spec.Tuning`.
     """
     name = _name(formula)
+    if weights.first_EHI.dtype in FORMATS or weights.down_EIH.dtype in FORMATS:
+        output: Tensor = _narrow_experts(hidden_TH, affinities_TK, index_TK, *weights, name)
+        return output
+    *plain, _, _ = weights
     found: tuple[Tensor, Tensor, Tensor] = _experts(
-        hidden_TH, affinities_TK, index_TK, *weights, name, save_percent
+        hidden_TH, affinities_TK, index_TK, *plain, name, save_percent
     )
     return found[0]
 
@@ -89,6 +94,29 @@ def _(
     rows = launch.kept_tiles(num_tokens, top_k, num_experts, save_percent) * tile_rows
     size = launch.order_size(num_tokens, top_k, num_experts) if rows else 0
     return torch.empty_like(hidden), hidden.new_empty((rows, width)), index.new_empty(size)
+
+
+@torch.library.custom_op("neuron_moe::cuda_narrow_experts", mutates_args=())
+def _narrow_experts(
+    hidden: Tensor,
+    affinities: Tensor,
+    index: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    first_scale: Tensor | None,
+    down_scale: Tensor | None,
+    formula: str,
+) -> Tensor:
+    weights = Matrices(first, first_bias, down, down_bias, first_scale, down_scale)
+    rows = hidden.contiguous(), affinities.contiguous(), index
+    return launch.forward(*rows, weights, _FORMULAS[formula], 0)[0]
+
+
+@_narrow_experts.register_fake
+def _(hidden: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(hidden)
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts_backward", mutates_args=())
