@@ -38,7 +38,7 @@ def move(
     """
     line = core.line
     by_rows = dst.starts is not None or any(src.starts is not None for src in srcs)
-    known = 1
+    known: int = True
     target = dst.tensor._alloc
     for alloc in (target, *[src.tensor._alloc for src in srcs]):
         if alloc.space == tr.SBUF and not alloc.counted:

@@ -329,4 +329,16 @@ EQUIVALENT = (
         "entries = -(-log.alloc.size_bytes * unit)",
         "longer arrays hold the same",
     ),
+    Equivalent(
+        "nki_sim/machine/program.py",
+        "self._stuck = (0, 0)",
+        "self._stuck = (0, 1)",
+        "the count begins anew with the first value, which is never 0",
+    ),
+    Equivalent(
+        "nki_sim/isa/_dma_transfer.py",
+        "rows, valid = _common_rows(dst, srcs) if by_rows else (0, None)",
+        "rows, valid = _common_rows(dst, srcs) if by_rows else (1, None)",
+        "a mask as one row is given back its shape",
+    ),
 )
