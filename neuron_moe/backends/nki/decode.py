@@ -226,7 +226,7 @@ def config_records(
     weights, form = parts.weights, WeightForm()
     narrow = weights.packed_down
     if isinstance(narrow, NarrowMatrices):
-        scope = "expert" if narrow.scale_En.shape[1] == 1 else "channel"
+        scope = "expert" if narrow.scale.shape[1] == 1 else "channel"
         form = WeightForm(format=narrow.format, has_scales=True, down_scale=scope)
     experts, width, hidden_size = weights.down_proj_EIH.shape
     sizes = DecodeSizes(

@@ -320,7 +320,7 @@ def _beside(parts: LayerParts) -> dict[str, Any]:
         found["gate_up_bias"] = TensorSpec(columns, "float32")
     if isinstance(weights.packed_down, NarrowMatrices):
         found["gate_up_scale"] = TensorSpec(columns, "float32")
-        found["down_scale"] = TensorSpec(tuple(weights.packed_down.scale_En.shape), "float32")
+        found["down_scale"] = TensorSpec(tuple(weights.packed_down.scale.shape), "float32")
     return found
 
 
