@@ -341,4 +341,10 @@ EQUIVALENT = (
         "rows, valid = _common_rows(dst, srcs) if by_rows else (1, None)",
         "a mask as one row is given back its shape",
     ),
+    Equivalent(
+        "neuron_moe/backends/chosen_experts.py",
+        "parts, first, rows = [], 0, 0",
+        "parts, first, rows = [], 0, 1",
+        "one row more or less at a time gives the same",
+    ),
 )

@@ -42,7 +42,7 @@ PRICES = (
 )  # fmt: skip
 # How much is worked on, or kept.
 AT_ONCE = re.compile(
-    "CHUNK|of_chunk|POOL|_MAX_GEOMETRIES|_MAX_BOXES|_FEW_ROWS|_LARGEST_DRAWN|parts_per_thread"
+    "CHUNK|of_chunk|POOL|_MAX_GEOMETRIES|_MAX_BOXES|_FEW_ROWS|_LARGEST_DRAWN|parts_per_thread|_ROWS_PER_RUN"
 )
 # Calls and functions that only time, tell, or guard what nobody writes.
 SILENT = re.compile(
