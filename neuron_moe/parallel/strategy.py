@@ -157,8 +157,7 @@ class ReplicateAndReduce:
         dtype = partial_NH.dtype
         total = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
         total = reduce_scatter_rows(self.spread.gather, total, sent.lengths)
-        replica = self.spread.replica
-        total = total if replica.size == 1 else sum_common(replica, total)
+        total = sum_common(self.spread.replica, total)
         return total if total.dtype == dtype else total.to(dtype)
 
     def gather_own(self, x: Tensor) -> Tensor:
@@ -167,8 +166,7 @@ class ReplicateAndReduce:
 
     def share_own(self, x: Tensor) -> Tensor:
         """Return x, with this rank's share of its gradient."""
-        replica = self.spread.replica
-        return x if replica.size == 1 else share_common(replica, x)
+        return share_common(self.spread.replica, x)
 
 
 def gather_routing(
