@@ -37,7 +37,7 @@ ROOMS = (
 # What estimates time, and how the host serves memory and threads.
 PRICES = (
     "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "stage_play.py",
-    "stage_prices.py", "times.py", "trip_time.py", "host_memory.py", "host_threads.py",
+    "stage_prices.py", "table_stages.py", "times.py", "trip_time.py", "host_memory.py", "host_threads.py",
     "huge_pages.py",
 )  # fmt: skip
 # How much is worked on, or kept.
