@@ -311,7 +311,8 @@ class Crossing:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what ranks with the same tokens begin to use each in its own way."""
-        return enter_common(self._strategy.spread.replica, x)
+        replica = self._strategy.spread.replica
+        return x if replica.size == 1 else enter_common(replica, x)
 
     def loss_tokens(self, device: torch.device) -> LossTokens:
         """Return which tokens the own ones are, for losses over all."""

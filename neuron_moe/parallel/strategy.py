@@ -157,7 +157,8 @@ class ReplicateAndReduce:
         dtype = partial_NH.dtype
         total = partial_NH if self.reduce_dtype is None else partial_NH.to(self.reduce_dtype)
         total = reduce_scatter_rows(self.spread.gather, total, sent.lengths)
-        total = sum_common(self.spread.replica, total)
+        replica = self.spread.replica
+        total = total if replica.size == 1 else sum_common(replica, total)
         return total if total.dtype == dtype else total.to(dtype)
 
     def gather_own(self, x: Tensor) -> Tensor:
@@ -166,7 +167,8 @@ class ReplicateAndReduce:
 
     def share_own(self, x: Tensor) -> Tensor:
         """Return x, with this rank's share of its gradient."""
-        return share_common(self.spread.replica, x)
+        replica = self.spread.replica
+        return x if replica.size == 1 else share_common(replica, x)
 
 
 def gather_routing(
