@@ -70,8 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"misses {miss['target']:.0%} outside: {miss['row']}: {miss['value']:.1%}")
     if not is_complete:
         print("stopped before all was run: the same command with --resume goes on")
-    if options.json not in (None, PRINTED):
-        write_result(options.json, result)
+    write_result(options.json, result)
     if options.picture is not None:
         print(f"picture: {draw_layers(_sorted(rows), options.picture)}")
     if options.json == PRINTED:
