@@ -34,9 +34,9 @@ Limits (`check_index_blocks`): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; 
 
 Cost: the index is read once, every output written once; per tile of 128 tokens two matmuls of E
 columns, and per choice up to three of N * B / 128 columns. The Vector engine bounds it: per tile
-one pass of E, per choice one of 128 and one of N * B / 128 in 16 bits. Scalar engine and GpSimd take
-a pass of E each: marks, and running counts. The two cores take half of the tokens each and exchange
-counts and their parts of the inverse.
+one pass of E, per choice one of 128 and one of N * B / 128 in 16 bits; the Scalar engine marks
+choices and GpSimd counts them on, a pass of E each. The two cores take half of the tokens each and
+exchange counts and their parts of the inverse.
 
 Steps:
     1. Load the experts of this core's pairs; mark who chose whom, tile by tile.
