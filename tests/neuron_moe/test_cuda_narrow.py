@@ -113,16 +113,38 @@ def test_codes_in_every_formula(
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("tokens", [1, 9, 70, 400])
+@pytest.mark.parametrize(
+    ("case", "tokens"),
+    [("silu", 1), ("silu", 70), *((case, tokens) for case in CASES for tokens in (9, 400))],
+)
 @pytest.mark.parametrize("form", FORMATS)
-def test_codes_in_bfloat16_are_as_near_to_float32_as_torch_is(form: str, tokens: int) -> None:
-    sizes, narrow = (320, 192), torch.bfloat16
-    exact = compute(build("torch", form, sizes=sizes), tokens)
-    theirs = compute(build("torch", form, narrow, sizes), tokens)
-    experts = build("cuda", form, narrow, sizes)
+def test_codes_in_bfloat16_are_as_near_to_float32_as_torch_is(
+    form: str, case: str, tokens: int
+) -> None:
+    rest: dict[str, Any] = {"sizes": (320, 192), **CASES[case]}
+    exact = compute(build("torch", form, **rest), tokens)
+    theirs = compute(build("torch", form, torch.bfloat16, **rest), tokens)
+    experts = build("cuda", form, torch.bfloat16, **rest)
     mine, again = compute(experts, tokens), compute(experts, tokens)
     assert torch.equal(mine, again)
     assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_fp8_of_sizes_that_fill_no_tile(tokens: int) -> None:
+    sizes = (100, 36)
+    exact = compute(build("torch", "float8_e4m3", sizes=sizes), tokens)
+    theirs = compute(build("torch", "float8_e4m3", torch.bfloat16, sizes), tokens)
+    mine = compute(build("cuda", "float8_e4m3", torch.bfloat16, sizes), tokens)
+    assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+
+
+def test_codes_of_columns_that_fill_no_word_are_refused() -> None:
+    experts = build("torch", "float8_e4m3", sizes=(64, 38))
+    cuda = build("cuda", "float8_e4m3", sizes=(64, 40))
+    with pytest.raises(ValueError, match=r"H=64, I=38: .* words of 4 columns"):
+        cuda.backend.plan(experts.parts("decode"), Step("decode", 1))
 
 
 def test_mxfp4_codes_are_half_bytes_and_the_same_numbers() -> None:

@@ -1,4 +1,5 @@
-"""The cuda backend: experts by Triton kernels, with gradients; routers by torch operations.
+"""The cuda backend: experts by Triton kernels, with gradients; routers by torch operations, without
+a gradient by kernels.
 
 Without a GPU the same kernels run in Triton's interpreter, slowly: set TRITON_INTERPRET=1 before
 anything imports triton, and keep tensors on the CPU.
@@ -21,6 +22,7 @@ from neuron_moe.weights.product_forms import ProductForms
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEEP_ALL = 100
+_WORD = 4  # codes of fp8, or bytes of MXFP4, that a thread reads at once
 
 
 class CudaBackend:
@@ -49,7 +51,7 @@ class CudaBackend:
         """Decide how a step is computed.
 
         Raises:
-            ValueError: weights packed for a CPU, or a dtype without kernels.
+            ValueError: weights packed for a CPU, codes of odd sizes, or a dtype without kernels.
         """
         weights = parts.weights
         packed = weights.packed_gate_up, weights.packed_down
@@ -57,6 +59,12 @@ class CudaBackend:
             raise ValueError(
                 "packed weights: backend='cuda' takes plain tensors, fp8 and MXFP4. Load the state"
                 " dict again, which unpacks."
+            )
+        _, I, H = weights.down_proj_EIH.shape  # noqa: E741  the axis
+        if (I % _WORD or H % _WORD) and any(each is not None for each in packed):
+            raise ValueError(
+                f"H={H}, I={I}: backend='cuda' reads fp8 and MXFP4 in words of {_WORD} columns."
+                " Pad the weights with zeros, or use backend='torch'."
             )
         if weights.down_proj_EIH.dtype not in _DTYPES:
             raise ValueError(
@@ -121,8 +129,13 @@ class CudaPlan(Plan):
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Route T tokens."""
-        assert self.parts.router is not None
-        routing: Routing = self.parts.router(hidden_TH)
+        from neuron_moe.backends.cuda import route
+
+        router = self.parts.router
+        assert router is not None
+        if route.takes(router, hidden_TH):
+            return route.route(router, hidden_TH)
+        routing: Routing = router(hidden_TH)
         return routing
 
     def _matrix(
