@@ -184,16 +184,36 @@ def _add_product(sums, rows_ptr, row_place, is_row, matrix_ptr, scale_ptr, exper
                  FORMAT: tl.constexpr, PRECISION: tl.constexpr):
     """Add the product of rows with BLOCK_DEPTH lines of an expert's matrix from `start` on.
 
-    A line is one of the matrix or, of MXFP4, of bytes, which hold two. fp8 codes are not scaled
-    here: their columns are, after the sum. Codes for bfloat16 are read as words of four columns.
+    fp8 codes are not scaled here: their columns are, after the sum.
     """
-    DTYPE: tl.constexpr = rows_ptr.dtype.element_ty
+    LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
+    line = start + tl.arange(0, BLOCK_DEPTH)
+    row_place = rows_ptr + row_place[:, None] + line[None, :]
+    is_row = is_row[:, None] & (line < LINES)[None, :]
+    rows = tl.load(row_place, mask=is_row, other=0.0)
+    matrix, others = _load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column, word,
+                                 is_word, expert_stride, depth_stride, width_stride, DEPTH, WIDTH,
+                                 BLOCK_DEPTH, FORMAT, rows_ptr.dtype.element_ty)
+    sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
+    if FORMAT == "mxfp4":
+        rows = tl.load(row_place + LINES, mask=is_row, other=0.0)
+        sums = tl.dot(rows, others, sums, input_precision=PRECISION)
+    return sums
+
+
+@jit
+def _load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column, word, is_word,
+                expert_stride, depth_stride, width_stride, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+                BLOCK_DEPTH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return BLOCK_DEPTH lines of an expert's matrix from `start` on, and, of MXFP4, those that lie
+    in the high halves of their bytes.
+
+    A line is one of the matrix or, of MXFP4, of bytes. Codes for bfloat16 are read as words of four
+    columns. Those of fp8 are not scaled.
+    """
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     line = start + tl.arange(0, BLOCK_DEPTH)
     is_line = line < LINES
-    row_place = rows_ptr + row_place[:, None] + line[None, :]
-    is_row = is_row[:, None] & is_line[None, :]
-    rows = tl.load(row_place, mask=is_row, other=0.0)
     if FORMAT == "plain" or DTYPE != tl.bfloat16:
         place = line[:, None] * depth_stride + column[None, :] * width_stride
         inside = is_line[:, None] & is_column[None, :]
@@ -214,24 +234,45 @@ def _add_product(sums, rows_ptr, row_place, is_row, matrix_ptr, scale_ptr, exper
             high_power = tl.load(place + LINES // 32 * (WIDTH // 4), mask=inside, other=0)
             low, high = _decode_mxfp4_words(matrix, low_power, high_power)
         else:
-            place = group[:, None] * WIDTH + column[None, :]
+            place = scale_ptr + group[:, None] * WIDTH + column[None, :]
             inside = is_group[:, None] & is_column[None, :]
-            low_power = tl.load(scale_ptr + place, mask=inside, other=0)
-            high_power = tl.load(scale_ptr + place + LINES // 32 * WIDTH, mask=inside, other=0)
+            low_power = tl.load(place, mask=inside, other=0)
+            high_power = tl.load(place + LINES // 32 * WIDTH, mask=inside, other=0)
             low, high = _decode_mxfp4(matrix, low_power, high_power, DTYPE)
-        others = tl.load(row_place + LINES, mask=is_row, other=0.0)
-        sums = tl.dot(rows, low, sums, input_precision=PRECISION)
-        sums = tl.dot(others, high, sums, input_precision=PRECISION)
     else:
+        low = matrix
         if FORMAT != "plain":
             if DTYPE == tl.bfloat16:
-                matrix = _decode_fp8_words(matrix, FORMAT)
+                low = _decode_fp8_words(matrix, FORMAT)
             elif FORMAT == "float8_e4m3":
-                matrix = matrix.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+                low = matrix.to(tl.float8e4nv, bitcast=True).to(DTYPE)
             else:
-                matrix = matrix.to(tl.float8e5, bitcast=True).to(DTYPE)
-        sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
-    return sums
+                low = matrix.to(tl.float8e5, bitcast=True).to(DTYPE)
+        high = low
+    return low, high
+
+
+@jit
+def decode_lines(matrix_ptr, scale_ptr, out_ptr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+                 BLOCK_DEPTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+    """Store the matrices of codes: out [E, DEPTH, WIDTH]."""
+    LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
+    expert, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_DEPTH
+    line = start + tl.arange(0, BLOCK_DEPTH)
+    column = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    word = tl.program_id(2) * (BLOCK_WIDTH // 4) + tl.arange(0, BLOCK_WIDTH // 4)
+    is_column = column < WIDTH
+    low, high = _load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column, word,
+                            word < WIDTH // 4, LINES * WIDTH, WIDTH, 1, DEPTH, WIDTH, BLOCK_DEPTH,
+                            FORMAT, out_ptr.dtype.element_ty)
+    place = out_ptr + (expert * DEPTH + line)[:, None] * WIDTH + column[None, :]
+    inside = (line < LINES)[:, None] & is_column[None, :]
+    if FORMAT == "mxfp4":
+        tl.store(place + LINES * WIDTH, high, mask=inside)
+    else:
+        scale = tl.load(scale_ptr + expert * WIDTH + column, mask=is_column, other=0.0)
+        low = (low.to(tl.float32) * scale[None, :]).to(out_ptr.dtype.element_ty)
+    tl.store(place, low, mask=inside)
 
 
 @jit
