@@ -3,6 +3,8 @@
 Without a GPU, tests/conftest.py chooses the interpreter; a GPU runs the compiled kernels.
 """
 
+import dataclasses
+import math
 from itertools import starmap
 from typing import Any
 
@@ -19,6 +21,7 @@ from neuron_moe.backends.cuda import hopper_launch
 from neuron_moe.backends.cuda.launch import copy_rows, sort_rows
 from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
+from nki_kernels.common.formula import limits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's
@@ -185,16 +188,24 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
     layer = build("cuda")
     experts = layer.expert_mlps
     weights = experts.weights()
-    operators._FORMULAS.setdefault("formula", weights.formula)
     hidden = torch.randn(9, H, device=DEVICE, requires_grad=True)
     affinities = torch.rand(9, K, device=DEVICE, requires_grad=True)
     index = torch.tensor([[0, 1]] * 9, dtype=torch.int32, device=DEVICE)
     matrices = (weights.gate_up_proj_EHI, None, weights.down_proj_EIH, None)
     torch.library.opcheck(
         torch.ops.neuron_moe.cuda_experts.default,
-        (hidden, affinities, index, *matrices, "formula", 50),
+        (hidden, affinities, index, *matrices, operators.text_of(weights.formula), 50),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_formula_travels_as_text(case: str) -> None:
+    from neuron_moe.backends.cuda import operators
+
+    formula = build("cuda", **CASES[case]).expert_mlps.weights().formula
+    formula = dataclasses.replace(formula, up_limits=limits(-0.1, math.inf), scale=1.7)
+    assert operators.formula_of(operators.text_of(formula)) == formula
 
 
 @pytest.mark.long
@@ -217,7 +228,8 @@ def test_replays_of_a_captured_step_are_its_eager_bits(save_percent: int) -> Non
 
     def step() -> list[Tensor]:
         output = layer(hidden)[0]
-        return [output, *torch.autograd.grad(output.float().square().sum(), [hidden])]
+        gradients = torch.autograd.grad(output.float().square().sum(), [hidden])
+        return [output.detach(), *gradients]
 
     for _ in range(2):
         step()

@@ -1,8 +1,10 @@
 """The experts as torch operators, for autograd, `torch.compile` and graph capture.
 
-Operators take numbers and tensors alone, so an ExpertFormula travels as its name in a table.
+Operators take numbers, text and tensors alone, so an ExpertFormula travels as text.
 """
 
+import functools
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor
 from neuron_moe.backends.cuda import launch
 from neuron_moe.backends.cuda.records import Matrices
 from neuron_moe.weights.narrow import FORMATS
-from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.formula import ExpertFormula, Limits
 
-_FORMULAS: dict[str, ExpertFormula] = {}
+_LIMITS = ("gate_limits", "up_limits")
+_PLAIN = tuple(field.name for field in fields(ExpertFormula) if field.name not in _LIMITS)
+_CLAMP = tuple(field.name for field in fields(Limits))
 
 
 def experts(
@@ -34,23 +38,34 @@ def experts(
         formula: of the experts.
         save_percent: 0 to 100, see `neuron_moe.spec.Tuning`.
     """
-    name = _name(formula)
+    text = text_of(formula)
     if weights.first_EHI.dtype in FORMATS or weights.down_EIH.dtype in FORMATS:
-        output: Tensor = _narrow_experts(hidden_TH, affinities_TK, index_TK, *weights, name)
+        output: Tensor = _narrow_experts(hidden_TH, affinities_TK, index_TK, *weights, text)
         return output
     *plain, _, _ = weights
     found: tuple[Tensor, Tensor, Tensor] = _experts(
-        hidden_TH, affinities_TK, index_TK, *plain, name, save_percent
+        hidden_TH, affinities_TK, index_TK, *plain, text, save_percent
     )
     return found[0]
 
 
-# torch.compile cannot trace `repr`.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _name(formula: ExpertFormula) -> str:
-    name = repr(formula)
-    _FORMULAS.setdefault(name, formula)
-    return name
+def text_of(formula: ExpertFormula) -> str:
+    """Return a formula as text, in words that torch.compile can trace."""
+    values = [getattr(formula, name) for name in _PLAIN]
+    values += [getattr(getattr(formula, each), name) for each in _LIMITS for name in _CLAMP]
+    return " ".join([str(value) for value in values])
+
+
+@functools.cache
+def formula_of(text: str) -> ExpertFormula:
+    """Return the formula of a text of `text_of`."""
+    activation, *words = text.split()
+    values: list[Any] = [
+        word == "True" if word in ("True", "False") else float(word) for word in words
+    ]
+    plain = dict(zip(_PLAIN[1:], values, strict=False))
+    gate, up = values[len(plain) : -len(_CLAMP)], values[-len(_CLAMP) :]
+    return ExpertFormula(activation, **plain, gate_limits=Limits(*gate), up_limits=Limits(*up))
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts", mutates_args=())
@@ -71,7 +86,7 @@ def _experts(
         affinities.contiguous(),
         index,
         weights,
-        _FORMULAS[formula],
+        formula_of(formula),
         save_percent,
     )
 
@@ -111,7 +126,7 @@ def _narrow_experts(
 ) -> Tensor:
     weights = Matrices(first, first_bias, down, down_bias, first_scale, down_scale)
     rows = hidden.contiguous(), affinities.contiguous(), index
-    return launch.forward(*rows, weights, _FORMULAS[formula], 0)[0]
+    return launch.forward(*rows, weights, formula_of(formula), 0)[0]
 
 
 @_narrow_experts.register_fake
@@ -137,7 +152,7 @@ def _experts_backward(
     inputs = (hidden.contiguous(), affinities.contiguous(), index, kept, order)
     weights = Matrices(first, first_bias, down, down_bias)
     one, two, three, four, five, six = launch.backward(
-        gradient, inputs, weights, _FORMULAS[formula], save_percent
+        gradient, inputs, weights, formula_of(formula), save_percent
     )
     return one, two, three, four, five, six
 
