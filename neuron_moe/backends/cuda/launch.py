@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from neuron_moe.backends.cuda import decode, hopper_launch, kernels
+from neuron_moe.backends.cuda import codes_kernels, decode, hopper_launch, kernels
 from neuron_moe.backends.cuda.records import Matrices, Results, SortedRows, constants_of, form_of
 from neuron_moe.backends.cuda.tiles import (
     MOST_PAIRS_UNSORTED,
@@ -246,7 +246,7 @@ def decode_matrices(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty((num_experts, depth, width), dtype=dtype, device=codes.device)
     block = min(_DECODED_COLUMNS, triton.next_power_of_2(width))
     grid = num_experts, triton.cdiv(lines, _DECODED_LINES), triton.cdiv(width, block)
-    kernels.decode_lines[grid](
+    codes_kernels.decode_lines[grid](
         values, scale, out, DEPTH=depth, WIDTH=width, BLOCK_DEPTH=_DECODED_LINES,
         BLOCK_WIDTH=block, FORMAT=form,
     )  # fmt: skip
