@@ -194,11 +194,12 @@ class Core(Allocator):
             alloc = tensor._alloc
             if level == CONSTANT and alloc.dtype.kind == "f":
                 count = alloc.rows * alloc.pitch // alloc.dtype.itemsize
-                if count > SMALL_ELEMENTS:
-                    if fill is not None and _is_whole(tensor) and not alloc.has_data:
-                        alloc.pending = fill
-                        alloc.known = CONSTANT
-                        return UNKNOWN
+                is_whole_fill = fill is not None and _is_whole(tensor) and not alloc.has_data
+                if is_whole_fill and count > SMALL_ELEMENTS:
+                    alloc.pending = fill
+                    alloc.known = CONSTANT
+                    return UNKNOWN
+                if count > max(SMALL_ELEMENTS, self.options.small_elements):
                     level = UNKNOWN
         for tensor in writes:
             alloc = tensor._alloc
