@@ -110,7 +110,7 @@ class CudaPlan(Plan):
         if formats:
             return (
                 f"weights: {' and '.join(sorted(formats))}, decoded in registers and multiplied in"
-                f" {weights.down_proj_EIH.dtype}; no gradient, no products for Hopper GPUs",
+                f" {weights.down_proj_EIH.dtype}; no gradient",
             )
         return (f"weights: plain: {weights.why_plain}",) if weights.why_plain else ()
 
