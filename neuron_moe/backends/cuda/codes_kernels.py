@@ -94,51 +94,41 @@ def _columns_of(left, right):
     return both.to(tl.bfloat16, bitcast=True)
 
 
+def _decode_four(shift: int, bits: str, rest: str) -> tl.constexpr:
+    """Return instructions that put four codes of fp8 into two words of two bfloat16 each.
+
+    Args:
+        shift: of exponent and mantissa from below the sign to their place.
+        bits: where they are then, in both halves of a word.
+        rest: what they lack, as bfloat16 in both halves.
+    """
+    half = """
+        and.b32 sign, {word}, 0x80008000;
+        shr.b32 {word}, {word}, {shift};
+        lop3.b32 {word}, {word}, {bits}, sign, 0xEA;
+        fma.rn.bf16x2 {out}, {word}, rest, zero;"""
+    halves = (
+        half.format(word=word, out=out, shift=shift, bits=bits)
+        for word, out in (("low", "$0"), ("high", "$1"))
+    )
+    return tl.constexpr(
+        "{.reg .b32 low, high, sign, rest, zero; mov.b32 zero, 0x80008000;"
+        f" mov.b32 rest, {rest}; prmt.b32 low, $2, 0, 0x1404; prmt.b32 high, $2, 0, 0x3424;"
+        + "".join(halves) + "}"
+    )
+
+
+# In the bits of a bfloat16 codes are 2^-120 and 2^-112 of their values.
+_E4M3 = _decode_four(4, "0x07F007F0", "0x7B807B80")
+_E5M2 = _decode_four(3, "0x0FE00FE0", "0x77807780")
+
+
 @jit
 def _decode_fp8_words(words, FORMAT: tl.constexpr):
-    """Return the values [N, 4 W] of words of four codes.
-
-    Put into the bits of a bfloat16 a code is 2^-120 (e4m3) or 2^-112 (e5m2) of its value; the rest
-    is multiplied in, without rounding.
-    """
-    if FORMAT == "float8_e4m3":
-        left, right = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, sign, rest, zero;
-            mov.b32 zero, 0x80008000;
-            mov.b32 rest, 0x7B807B80;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 sign, low, 0x80008000;
-            shr.b32 low, low, 4;
-            lop3.b32 low, low, 0x07F007F0, sign, 0xEA;
-            fma.rn.bf16x2 $0, low, rest, zero;
-            and.b32 sign, high, 0x80008000;
-            shr.b32 high, high, 4;
-            lop3.b32 high, high, 0x07F007F0, sign, 0xEA;
-            fma.rn.bf16x2 $1, high, rest, zero;
-            }
-            """, "=&r,=&r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1)
-    else:
-        left, right = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, sign, rest, zero;
-            mov.b32 zero, 0x80008000;
-            mov.b32 rest, 0x77807780;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 sign, low, 0x80008000;
-            shr.b32 low, low, 3;
-            lop3.b32 low, low, 0x0FE00FE0, sign, 0xEA;
-            fma.rn.bf16x2 $0, low, rest, zero;
-            and.b32 sign, high, 0x80008000;
-            shr.b32 high, high, 3;
-            lop3.b32 high, high, 0x0FE00FE0, sign, 0xEA;
-            fma.rn.bf16x2 $1, high, rest, zero;
-            }
-            """, "=&r,=&r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1)
+    """Return the values [N, 4 W] of words of four codes, without rounding."""
+    left, right = tl.inline_asm_elementwise(
+        _E4M3 if FORMAT == "float8_e4m3" else _E5M2, "=&r,=&r,r", [words], (tl.int32, tl.int32),
+        is_pure=True, pack=1)
     return _columns_of(left, right)
 
 
