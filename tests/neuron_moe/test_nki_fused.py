@@ -413,7 +413,13 @@ def test_shared_experts_need_the_fused_kernel_if_a_kernel_is_asked_for() -> None
         build("nki", GPT_OSS, {}, torch.bfloat16, shared=SHARED, **asked)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * name.startswith(("gpt-oss", "qwen3")))
+        for name in LAYERS
+    ],
+)
 def test_a_prompt_is_as_right_as_torch(name: str) -> None:
     nki, bf16, exact = layers(name)
     told = nki.explain("prefill", 180)
@@ -425,7 +431,7 @@ def test_a_prompt_is_as_right_as_torch(name: str) -> None:
     check(nki, bf16, exact, (2, 90))
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("name", [pytest.param("gpt-oss", marks=pytest.mark.long), "deepseek-v3"])
 def test_a_prompt_is_one_launch_and_equals_several(name: str) -> None:
     nki, *_ = layers(name)
     apart, *_ = layers(name, **SEPARATE)

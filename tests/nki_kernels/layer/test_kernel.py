@@ -35,7 +35,6 @@ GROUPED = RouterFormula(
     top_k=4, act_fn="sigmoid", has_selection_bias=True, n_group=4, topk_group=2, renormalize=True
 )
 OPTIONS = {
-    "core-0-first": SimOptions(),
     "core-1-first": SimOptions(start_core=1),
     "preempted": SimOptions(preempt=0.3, seed=4),
     "zero-filled": SimOptions(fill=0),
@@ -184,7 +183,12 @@ def vars_of(arrays: LayerArrays) -> dict[str, Any]:
     return {name: getattr(arrays, name) for name in names}
 
 
-@pytest.mark.parametrize("name", CASES)
+LONGER = ("two-tiles-a-core", "no-norm", "residual", "groups", "shared", "shared-one-core")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONGER)) for name in CASES]
+)
 def test_layer_equals_the_formula(name: str) -> None:
     case = CASES[name]
     arrays = _arrays(case)
@@ -202,7 +206,10 @@ def test_layer_equals_the_formula(name: str) -> None:
         np.testing.assert_allclose(outputs[1][whole], expected.affinities_TK[whole], rtol=2e-3)
 
 
-@pytest.mark.parametrize("order", OPTIONS)
+@pytest.mark.parametrize(
+    "order",
+    ["core-1-first", *(pytest.param(each, marks=pytest.mark.long) for each in list(OPTIONS)[1:])],
+)
 def test_no_order_of_cores_changes_a_bit(order: str) -> None:
     case = Case(T=200, H=128, N=16, E=8, first=4, broken=(3, 150))
     arrays = _arrays(case)
@@ -210,7 +217,9 @@ def test_no_order_of_cores_changes_a_bit(order: str) -> None:
     np.testing.assert_array_equal(first, other)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "value", [np.nan, *(pytest.param(each, marks=pytest.mark.long) for each in (np.inf, -np.inf))]
+)
 def test_a_broken_token_changes_no_other(value: float) -> None:
     case = Case(T=150, H=128, has_norm=False)
     arrays = _arrays(case)
