@@ -12,7 +12,20 @@ DETAILS = "\v"  # in a help text: what follows is told by --help-all alone
 _MOST_LINES = 12  # of what stands above the options
 _MANY_CHOICES = 60  # characters; longer lists are told by --help-all alone
 _LONG_CHOICES = 20  # characters; longer lists stand behind the help, not in front of it
+DESCRIBE = "\0"  # as the only argument, which nobody can type: raise Described
 EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted"
+
+
+class Described(Exception):
+    """What a parser takes, for whoever asked with DESCRIBE.
+
+    Attributes:
+        actions: options and positional arguments.
+    """
+
+    def __init__(self, actions: list[argparse.Action]) -> None:
+        super().__init__("asked for what a command takes")
+        self.actions = actions
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -107,6 +120,12 @@ class Parser(argparse.ArgumentParser):
         """Add --json [FILE]; `tell_json` of console.py obeys it."""
         told = f"end with one line of JSON, or write it to a file{more}"
         self.add_argument("--json", nargs="?", type=Path, const=PRINTED, metavar="FILE", help=told)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as `argparse` does, or raise Described."""
+        if args == [DESCRIBE]:
+            raise Described(self._actions)
+        return super().parse_known_args(args, namespace)
 
     def format_usage(self) -> str:
         """Return the command with what it must be given."""

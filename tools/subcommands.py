@@ -6,7 +6,7 @@ from neuron_moe.tools.menu import Menu
 SUBCOMMANDS = {
     "demo": (
         "commands.demo",
-        "make a small GPT-OSS checkpoint, generate, compare with transformers",
+        "a small GPT-OSS checkpoint: generate, compare with transformers",
     ),
     "generate": ("commands.generate", "generate text from a checkpoint"),
     "serve": ("commands.serve", "an OpenAI-compatible server for a checkpoint, through vLLM"),
@@ -15,7 +15,7 @@ SUBCOMMANDS = {
     "compare": ("commands.compare", "where a model parts from a reference, layer by layer"),
     "bench": ("commands.bench", f"benchmarks: {', '.join(bench.MENU.entries)}"),
     "explain": ("commands.explain", "how a MoE layer computes a step, and how to change that"),
-    "tune": ("commands.tune", "the fastest block sizes and plans of a layer, as a file to load"),
+    "tune": ("commands.tune", "the fastest block sizes and plans of a layer, as a file"),
     "profile": ("commands.profile", "where the time of a kernel or layer goes, by source line"),
     "place": ("commands.place", "place experts on ranks by recorded load (EPLB)"),
     "plan": ("commands.plan", "the fastest layout of the experts on a Trn2 machine, and why"),
@@ -36,6 +36,7 @@ SUBCOMMANDS = {
         "commands.check",
         f"run kernels against their references: {', '.join(check.MENU.entries)}",
     ),
+    "completion": ("commands.completion", "a script: bash or zsh completes options and values"),
     "chip": ("commands.chip", f"settle it on a Trainium 2: {', '.join(chip.MENU.entries)}"),
 }
 MENU = Menu("neuron-moe", "command", SUBCOMMANDS)

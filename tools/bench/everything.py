@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             code, found[name] = run_step(name, args.quick, args.jobs)
             status = max(status, code)
     finally:  # Ctrl-C keeps what is done
-        if args.json not in (None, PRINTED):
-            write_result(args.json, found)
+        write_result(args.json, found)
     print("\n== what moved")
     same = before.get("processor") == found["processor"]
     rows = [["benchmark", "row", "before", "now", "ratio"]]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from neuron_moe.backends.compiled_products import cache_folder
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.models.routing_trace import RoutingTrace
@@ -44,7 +45,6 @@ from neuron_moe.tools.tune.work import (
     Kept,
     PrefillWork,
     SureWork,
-    cache_folder,
     few_tokens_work,
 )
 from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans, TunedPrefill
@@ -150,8 +150,7 @@ class _Tuner:
             print(f"picture: {draw(report['buckets'], where, args.picture)}")
         if args.report is not None:
             print(f"report: {write_page(tune_page(report, where), args.report)}")
-        if args.json is not None:
-            write_result(args.json, report)
+        write_result(args.json, report)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -219,7 +218,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.more.add_argument("--simulate", type=int, default=6, help="points a bucket (default: 6)")
     parser.add_argument("--quick", action="store_true", help="do not ask how sure the choice is")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
-    parser.more.add_argument("--cache", type=Path, default=cache_folder(), help="folder of results")
+    parser.more.add_argument(
+        "--cache", type=Path, default=cache_folder() / "tune", help="folder of results"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="plans, for a model to load")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was found")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")

@@ -88,12 +88,6 @@ class Kept:
         )
 
 
-def cache_folder() -> Path:
-    """Return where results are kept, a folder among the caches of this user."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "neuron_moe" / "tune"
-
-
 class PrefillWork:
     """The points of one length of prompts.
 

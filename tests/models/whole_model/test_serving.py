@@ -1,11 +1,14 @@
 """Layouts of whole models: sizes, order and limits."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from neuron_moe.configs import load_config
+from neuron_moe.configs.deployments import load_deployments
+from neuron_moe.models.deployment import Deployment
 from neuron_moe.models.loader import parse_config
 from neuron_moe.models.sizes import Spread, cache_bytes_per_token
 from neuron_moe.models.whole_model import (
@@ -106,6 +109,37 @@ def test_longer_contexts_take_longer_and_hold_fewer_sequences() -> None:
                   for each in (long, short))  # fmt: skip
     assert slow.tpot_ms > fast.tpot_ms
     assert slow.max_batch < fast.max_batch
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(load_deployments("trn2_3xlarge")))
+def test_cache_and_fit_are_those_of_a_compiled_deployment(name: str) -> None:
+    values = load_deployments("trn2_3xlarge")[name]
+    deployment = Deployment.read(values, model=name, machine="trn2.3xlarge")
+    model, facts = deployment.build()
+    sizes = sizes_of(name)
+    routing = uniform_trace(64, sizes.num_experts, sizes.top_k)
+    planned = WholeModel(model, facts, sizes, routing)
+
+    def found(batch: int) -> list[ServingTimes]:
+        serving = Serving(
+            prompt=deployment.buckets[-1].tokens, context=deployment.max_length, batch=batch,
+            expert_format=deployment.quantization,
+        )  # fmt: skip
+        layouts, _ = serving_layouts(planned, deployment.machine, serving)
+        ranks = (deployment.tp, deployment.ep, 1)
+        return [each for each in layouts if (each.tp, each.ep, each.dp) == ranks]
+
+    memory, asked = deployment.memory(), found(deployment.batch)
+    for each in asked:
+        assert each.cache_bytes == memory.kv_cache + memory.state
+        assert each.weight_bytes == sum(memory.weights.values())
+    most = asked[0].max_batch
+    assert replace(deployment, batch=most).memory().fits
+    with pytest.raises(ValueError, match="a rank needs"):
+        replace(deployment, batch=most + 1)
+    assert found(most)
+    assert not found(most + 1)
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:

@@ -94,8 +94,7 @@ def compare_mx(options: argparse.Namespace, names: Sequence[str]) -> int:
         rows += done
         for row in done:
             print(_line(row), file=sys.stderr, flush=True)
-        if options.json not in (None, PRINTED):
-            write_result(options.json, summarise(rows))
+        write_result(options.json, summarise(rows))
     result = summarise(rows)
     print(f"{CHIP}, simulated, both held against their references\n" + _table(rows))
     counts = {kind: len(fields) for kind, fields in result["coefficients"].items()}

@@ -79,8 +79,12 @@ def read_result(path: Path, option: str, parts: Sequence[str]) -> dict[str, Any]
     return content
 
 
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write the file in one step: whoever is interrupted leaves the one before."""
+def write_result(path: Path | None, result: dict[str, Any]) -> None:
+    """Write the file that --json names, if it does, in one step: whoever is interrupted leaves the
+    one before.
+    """
+    if path is None or path == PRINTED:
+        return
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(result, indent=1) + "\n")
     part.replace(path)

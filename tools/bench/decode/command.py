@@ -118,8 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         # What a file keeps for later runs is too long to print.
         told = {name: value for name, value in result.items() if name != "vendor"}
         print_json_line("bench decode", complete=is_complete, **told)
-    elif options.json is not None:
-        write_result(options.json, result)
+    write_result(options.json, result)
     return 0
 
 
@@ -248,8 +247,7 @@ def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -
             layout = "packed" if "packed" in options.layout else KERNEL_LAYOUTS["plain"]
             point = known.get((name, B)) or switch_point(case, sources, layout)
             book.switch.append(point)
-            if options.json not in (None, PRINTED):
-                write_result(options.json, summarise(with_gains(book.rows), book, sources))
+            write_result(options.json, summarise(with_gains(book.rows), book, sources))
 
 
 def switch_point(case: DecodeCase, sources: Sources, layout: str) -> dict[str, Any]:

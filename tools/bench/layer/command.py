@@ -74,8 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"misses {miss['target']:.0%} outside: {miss['row']}: {miss['value']:.1%}")
     if not is_complete:
         print("stopped before all was run: the same command with --resume goes on")
-    if options.json not in (None, PRINTED):
-        write_result(options.json, result)
+    write_result(options.json, result)
     if options.picture is not None:
         print(f"picture: {draw_layers(_sorted(rows), options.picture)}")
     if options.json == PRINTED:
@@ -93,16 +92,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--corner", nargs="+", choices=list(CORNERS), default=list(CORNERS),
         help="order that the clock assumes (default: both)",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
-    parser.add_argument("--minutes", type=float, metavar="M", help="stop after so many minutes")
+    parser.more.add_argument(
+        "--minutes", type=float, metavar="M", help="stop after so many minutes"
+    )
     add_library_option(parser)
     parser.add_json_option()
     parser.add_argument("--resume", action="store_true", help="keep what the --json file has")
-    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what lies outside")
+    parser.more.add_argument("--picture", type=Path, metavar="PNG", help="draw what lies outside")
     options = parser.parse_args(argv)
     if options.tokens is not None and min(options.tokens) < 1:
         raise ValueError(f"--tokens {options.tokens}: must be positive.")

@@ -89,8 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         print("stopped before all was run: the same command with --resume goes on")
     if options.json == PRINTED:
         print_json_line("bench prefill", complete=is_complete, **result)
-    elif options.json is not None:
-        write_result(options.json, result)
+    write_result(options.json, result)
     return 0
 
 
