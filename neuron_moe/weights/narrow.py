@@ -108,8 +108,7 @@ class NarrowMatrices(Sequence[Tensor]):
             low_nk, high_nk = codes_nk.chunk(2, dim=1)
             codes.append((low_nk | high_nk << 4).t())
             scales.append(found[1].t())
-        codes_Ekn, scale = torch.stack(codes).contiguous(), torch.stack(scales).contiguous()
-        return cls(codes_Ekn, scale, weight_Ekn.dtype)
+        return cls(torch.stack(codes), torch.stack(scales), weight_Ekn.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle codes as bytes, which pickle knows."""

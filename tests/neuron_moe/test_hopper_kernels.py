@@ -156,10 +156,10 @@ def test_products_compile_to_warpgroups_that_fit(
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", CODES)
-def test_codes_are_loaded_ahead_and_decoded_in_registers(
+def test_codes_are_decoded_four_at_once_in_registers(
     form: str, compiled: dict[str, dict[str, Any]]
 ) -> None:
-    assert compiled[form]["code"] == ["cp.async.cg", DECODES]
+    assert DECODES in compiled[form]["code"]
     assert compiled[form]["stack"] == [0]
 
 

@@ -22,7 +22,6 @@ from neuron_moe.weights.product_forms import ProductForms
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEEP_ALL = 100
-_WORD = 4  # codes of fp8, or bytes of MXFP4, that a thread reads at once
 
 
 class CudaBackend:
@@ -51,7 +50,7 @@ class CudaBackend:
         """Decide how a step is computed.
 
         Raises:
-            ValueError: weights packed for a CPU, codes of odd sizes, or a dtype without kernels.
+            ValueError: weights packed for a CPU, or a dtype without kernels.
         """
         weights = parts.weights
         packed = weights.packed_gate_up, weights.packed_down
@@ -59,12 +58,6 @@ class CudaBackend:
             raise ValueError(
                 "packed weights: backend='cuda' takes plain tensors, fp8 and MXFP4. Load the state"
                 " dict again, which unpacks."
-            )
-        _, I, H = weights.down_proj_EIH.shape  # noqa: E741  the axis
-        if (I % _WORD or H % _WORD) and any(each is not None for each in packed):
-            raise ValueError(
-                f"H={H}, I={I}: backend='cuda' reads fp8 and MXFP4 in words of {_WORD} columns."
-                " Pad the weights with zeros, or use backend='torch'."
             )
         if weights.down_proj_EIH.dtype not in _DTYPES:
             raise ValueError(

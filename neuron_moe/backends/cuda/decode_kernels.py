@@ -46,15 +46,12 @@ def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, num_p
         row_place = (tl.maximum(pair, 0) // TOP_K).to(tl.int64) * DEPTH
         column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
         is_column = column < WIDTH
-        word = tl.program_id(1) * (BLOCK_WIDTH // 4) + tl.arange(0, BLOCK_WIDTH // 4)
-        is_word = word < WIDTH // 4
         sums = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
         end = tl.minimum(LINES, (part + 1) * DEPTH_PART)
         for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
             sums = _add_product(sums, source_ptr, row_place, is_row, matrix_ptr, scale_ptr, number,
-                                start, column, is_column, word, is_word, expert_stride,
-                                depth_stride, width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT,
-                                PRECISION)
+                                start, column, is_column, expert_stride, depth_stride,
+                                width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT, PRECISION)
         if FORMAT == "float8_e4m3" or FORMAT == "float8_e5m2":
             scale = tl.load(scale_ptr + number * WIDTH + column, mask=is_column, other=0.0)
             sums *= scale[None, :]

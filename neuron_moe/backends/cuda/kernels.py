@@ -181,9 +181,9 @@ def _expert_act(gate, up, ACT: tl.constexpr, SCALE: tl.constexpr, HAS_GATE: tl.c
 
 @jit
 def _add_product(sums, rows_ptr, row_place, is_row, matrix_ptr, scale_ptr, expert, start, column,
-                 is_column, word, is_word, expert_stride, depth_stride, width_stride,
-                 DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
-                 FORMAT: tl.constexpr, PRECISION: tl.constexpr):
+                 is_column, expert_stride, depth_stride, width_stride, DEPTH: tl.constexpr,
+                 WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, FORMAT: tl.constexpr,
+                 PRECISION: tl.constexpr):
     """Add the product of rows with BLOCK_DEPTH lines of an expert's matrix from `start` on.
 
     fp8 codes are not scaled here: their columns are, after the sum.
@@ -193,13 +193,14 @@ def _add_product(sums, rows_ptr, row_place, is_row, matrix_ptr, scale_ptr, exper
     row_place = rows_ptr + row_place[:, None] + line[None, :]
     is_row = is_row[:, None] & (line < LINES)[None, :]
     rows = tl.load(row_place, mask=is_row, other=0.0)
-    matrix, others = load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column, word,
-                                is_word, expert_stride, depth_stride, width_stride, DEPTH, WIDTH,
+    if FORMAT == "mxfp4":
+        other_rows = tl.load(row_place + LINES, mask=is_row, other=0.0)
+    matrix, others = load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column,
+                                expert_stride, depth_stride, width_stride, DEPTH, WIDTH,
                                 BLOCK_DEPTH, FORMAT, rows_ptr.dtype.element_ty)
     sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
     if FORMAT == "mxfp4":
-        rows = tl.load(row_place + LINES, mask=is_row, other=0.0)
-        sums = tl.dot(rows, others, sums, input_precision=PRECISION)
+        sums = tl.dot(other_rows, others, sums, input_precision=PRECISION)
     return sums
 
 
@@ -227,7 +228,6 @@ def project(rows_ptr, pair_ptr, matrix_ptr, scale_ptr, bias_ptr, out_ptr, kept_p
     column_tiles: tl.constexpr = (COLUMNS + SPAN - 1) // SPAN
     num_tiles = tl.maximum(tl.load(num_tiles_ptr) - first_tile, 0)
     within = tl.arange(0, BLOCK_WIDTH)
-    words = tl.arange(0, BLOCK_WIDTH // 4)
     for number in tl.range(tl.program_id(0), num_tiles * column_tiles, PROGRAMS):
         tile, column = _tile_of(number, num_tiles, column_tiles, GROUP)
         expert = tl.load(tile_expert_ptr + first_tile + tile).to(tl.int64)
@@ -242,15 +242,11 @@ def project(rows_ptr, pair_ptr, matrix_ptr, scale_ptr, bias_ptr, out_ptr, kept_p
         narrow = column * SPAN + within % SPAN
         wide = narrow + within // SPAN * COLUMNS
         is_column = narrow < COLUMNS
-        word = column * (SPAN // 4) + words % (SPAN // 4)
-        is_word = word < COLUMNS // 4
-        word = word + words // (SPAN // 4) * (COLUMNS // 4)
         sums = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
         for start in range(0, LINES, BLOCK_DEPTH):
             sums = _add_product(sums, rows_ptr, source * DEPTH, is_row, matrix_ptr, scale_ptr,
-                                expert, start, wide, is_column, word, is_word, expert_stride,
-                                depth_stride, width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT,
-                                PRECISION)
+                                expert, start, wide, is_column, expert_stride, depth_stride,
+                                width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT, PRECISION)
         if FORMAT == "float8_e4m3" or FORMAT == "float8_e5m2":
             scale = tl.load(scale_ptr + expert * WIDTH + wide, mask=is_column, other=0.0)
             sums *= scale[None, :]

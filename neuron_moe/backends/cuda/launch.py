@@ -247,8 +247,8 @@ def decode_matrices(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     block = min(_DECODED_COLUMNS, triton.next_power_of_2(width))
     grid = num_experts, triton.cdiv(lines, _DECODED_LINES), triton.cdiv(width, block)
     codes_kernels.decode_lines[grid](
-        values, scale, out, DEPTH=depth, WIDTH=width, BLOCK_DEPTH=_DECODED_LINES,
-        BLOCK_WIDTH=block, FORMAT=form,
+        values, scale, out, *values.stride(), DEPTH=depth, WIDTH=width,
+        BLOCK_DEPTH=_DECODED_LINES, BLOCK_WIDTH=block, FORMAT=form,
     )  # fmt: skip
     return out
 

@@ -153,8 +153,9 @@ def decode_tile(experts: int, depth: int, width: int, form: str = "plain") -> De
         width: of the product.
         form: of the weights, see `records.Form`.
     """
-    block = _DECODE_DEPTH // 2 if form == "mxfp4" else _DECODE_DEPTH
+    # Bytes loaded ahead stay in registers where groups of them are decoded: other programs wait.
+    block, stages = (64, 1) if form == "mxfp4" else (_DECODE_DEPTH, _DECODE_STAGES)
     programs = experts * math.ceil(width / _DECODE_WIDTH)
     parts = max(1, min(_DECODE_PROGRAMS // programs, depth // (_LEAST_STEPS * block)))
     steps = math.ceil(depth / parts / block)
-    return DecodeTile(16, _DECODE_WIDTH, block, steps * block, stages=_DECODE_STAGES)
+    return DecodeTile(16, _DECODE_WIDTH, block, steps * block, stages=stages)
