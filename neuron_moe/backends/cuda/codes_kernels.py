@@ -58,52 +58,42 @@ def decode_lines(matrix_ptr, scale_ptr, out_ptr, expert_stride, depth_stride, wi
     tl.store(place, low, mask=inside)
 
 
+def _decode_four(shift: int, bits: str, rest: str) -> tl.constexpr:
+    """Return instructions that make four codes of fp8 two words of two bfloat16 each.
+
+    Args:
+        shift: of exponent and mantissa from below the sign to their place.
+        bits: where they are then, in both halves of a word.
+        rest: what they lack, as bfloat16 in both halves.
+    """
+    half = """
+        and.b32 sign, {word}, 0x80008000;
+        shr.b32 {word}, {word}, {shift};
+        lop3.b32 {word}, {word}, {bits}, sign, 0xEA;
+        fma.rn.bf16x2 {out}, {word}, rest, zero;"""
+    halves = (
+        half.format(word=word, out=out, shift=shift, bits=bits)
+        for word, out in (("low", "$0"), ("high", "$1"))
+    )
+    return tl.constexpr(
+        "{.reg .b32 low, high, sign, rest, zero; mov.b32 zero, 0x80008000;"
+        f" mov.b32 rest, {rest}; prmt.b32 low, $2, 0, 0x1404; prmt.b32 high, $2, 0, 0x3424;"
+        + "".join(halves) + "}"
+    )
+
+
+# In the bits of a bfloat16 codes are 2^-120 and 2^-112 of their values.
+_E4M3 = _decode_four(4, "0x07F007F0", "0x7B807B80")
+_E5M2 = _decode_four(3, "0x0FE00FE0", "0x77807780")
+
+
 @jit
 def _decode_fp8(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the values of codes.
-
-    Put into the bits of a bfloat16 they are 2^-120 (e4m3) or 2^-112 (e5m2) of their values; four at
-    once are multiplied by the rest, without rounding.
-    """
+    """Return the values of codes, without rounding; in bfloat16 of four codes at once."""
     if DTYPE == tl.bfloat16:
-        if FORMAT == "float8_e4m3":
-            values = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 low, high, rest, zero;
-                mov.b32 zero, 0x80008000;
-                mov.b32 rest, 0x7B807B80;
-                prmt.b32 low, $2, 0, 0x1404;
-                prmt.b32 high, $2, 0, 0x3424;
-                shr.b32 $0, low, 4;
-                shr.b32 $1, high, 4;
-                and.b32 low, low, 0x80008000;
-                and.b32 high, high, 0x80008000;
-                lop3.b32 low, $0, 0x07F007F0, low, 0xEA;
-                lop3.b32 high, $1, 0x07F007F0, high, 0xEA;
-                fma.rn.bf16x2 $0, low, rest, zero;
-                fma.rn.bf16x2 $1, high, rest, zero;
-                }
-                """, "=&r,=&r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
-        else:
-            values = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 low, high, rest, zero;
-                mov.b32 zero, 0x80008000;
-                mov.b32 rest, 0x77807780;
-                prmt.b32 low, $2, 0, 0x1404;
-                prmt.b32 high, $2, 0, 0x3424;
-                shr.b32 $0, low, 3;
-                shr.b32 $1, high, 3;
-                and.b32 low, low, 0x80008000;
-                and.b32 high, high, 0x80008000;
-                lop3.b32 low, $0, 0x0FE00FE0, low, 0xEA;
-                lop3.b32 high, $1, 0x0FE00FE0, high, 0xEA;
-                fma.rn.bf16x2 $0, low, rest, zero;
-                fma.rn.bf16x2 $1, high, rest, zero;
-                }
-                """, "=&r,=&r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+        values = tl.inline_asm_elementwise(
+            _E4M3 if FORMAT == "float8_e4m3" else _E5M2, "=&r,=&r,r", [codes], tl.bfloat16,
+            is_pure=True, pack=4)
     elif FORMAT == "float8_e4m3":
         values = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:
