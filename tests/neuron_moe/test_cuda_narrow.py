@@ -169,6 +169,15 @@ def test_matrices_are_decoded_whole(form: str) -> None:
         assert torch.equal(found, narrow.unpack())
 
 
+def test_fp8_is_decoded_whole_for_many_rows_an_expert_alone() -> None:
+    index_TK = torch.arange(E, dtype=torch.int32, device=DEVICE).view(E, 1)
+    few, many = (launch.sort_rows(index_TK.repeat(rows, 1), E) for rows in (255, 256))
+    fp8 = torch.zeros(E, 4, 4, dtype=torch.float8_e5m2, device=DEVICE)
+    assert [launch.decodes_whole(rows, fp8) for rows in (few, many)] == [False, True]
+    packed = build("cuda", "mxfp4").mlp_op.down_proj.packed
+    assert launch.decodes_whole(few, packed.codes_Ekn)
+
+
 def test_mxfp4_codes_are_half_bytes_and_the_same_numbers() -> None:
     plain, packed = build("torch", "mxfp4"), build("cuda", "mxfp4").cpu()
     for name, linear in packed.mlp_op.named_children():

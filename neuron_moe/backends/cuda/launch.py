@@ -29,6 +29,7 @@ _CHUNK = 128  # pairs that one program sorts
 _ALIGNED = 4  # elements of 16 bytes
 _COPIED_COLUMNS, _FILLED_ROWS = 1024, 8
 _DECODED_LINES, _DECODED_COLUMNS = 32, 256
+_FEWEST_FP8_ROWS = 256  # of an expert, the fewest measured on an H200 where whole matrices pay
 _INTERPRETED_PROGRAMS = 3
 _MOST_WARPS = 8  # of a program; with fewer, several run on a multiprocessor
 
@@ -214,7 +215,7 @@ def _project(
     bias: Tensor | None = None, scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     out, kept, _ = results
-    if scale is not None and hopper_launch.fits(rows, source, out):
+    if scale is not None and decodes_whole(rows, matrix) and hopper_launch.fits(rows, source, out):
         matrix, scale = decode_matrices(matrix, scale, source.dtype), None
     values, form = form_of(matrix)
     depth, width = source.shape[1], matrix.shape[2]
@@ -236,6 +237,17 @@ def _project(
         **_fitted(tile, values.shape[1], width), PROGRAMS=programs, PRECISION=_precision(source),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def decodes_whole(rows: SortedRows, codes: Tensor) -> bool:
+    """Tell whether decoding whole matrices pays: of MXFP4 always, of fp8 for many rows an expert.
+
+    Args:
+        rows: in their order.
+        codes: of all experts.
+    """
+    mean = rows.slot_P.shape[0] / rows.total_E.shape[0]
+    return form_of(codes).format == MXFP4 or mean >= _FEWEST_FP8_ROWS
 
 
 def decode_matrices(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
