@@ -45,6 +45,7 @@ class RankLayer:
         with torch.device("meta"):
             model: nn.Module = model_file.Model(config, dtype=torch.bfloat16, backend=backend)
         self._layer: MoE = moe_layers(model)[0]
+        self._layer.router.linear_router.to(torch.bfloat16)  # as routers are published
         self._tp, self._ep = tp, ep
         self._tuning = tuning or Tuning()
         experts = self._layer.expert_mlps

@@ -166,6 +166,7 @@ class RoutedExperts(nn.Module):
 
         torch: laid out for fast CPU inference. nki: as fp8 codes, where that loses no bit of any
         weight (MXFP4 checkpoints); otherwise they stay, which a log line and `MoE.explain` tell.
+        cuda: as MXFP4 codes, on the same condition.
         There is no gradient and no graph capture afterwards. The state dict is unchanged; loading
         one unpacks. Call it again after a change of the weights.
 

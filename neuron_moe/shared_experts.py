@@ -27,7 +27,12 @@ class SharedExperts(nn.Module):
             parallelism); ranks with the same tokens compute a slice of I each.
         dtype: dtype of the weights.
         device: where the weights live.
+
+    Attributes:
+        read_weights: projections whose weights are always read here, so that they stay plain.
     """
+
+    read_weights = ("shared_expert_gate",)
 
     def __init__(
         self,
@@ -87,17 +92,26 @@ class SharedExperts(nn.Module):
                 " shared experts. Check the layer's input."
             )
         index, parts = part
-        run = slice(self.width * index // parts, self.width * (index + 1) // parts)
-        gate_weight, up_weight = (_widen(part[run], x) for part in self.first_weights())
-        gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
-        activated = ACTIVATIONS[self.spec.activation](at_least_float32(gate)) * at_least_float32(up)
-        down_weight = _widen(self.down_proj.weight[:, run], x)
-        output = F.linear(activated.to(x.dtype), down_weight)
+        if parts > 1 or any(weight.element_size() == 1 for weight in self.parameters()):
+            run = slice(self.width * index // parts, self.width * (index + 1) // parts)
+            gate, up = (F.linear(x, _widen(part[run], x)) for part in self.first_weights())
+            output = F.linear(self._activated(gate, up), _widen(self.down_proj.weight[:, run], x))
+        else:
+            if self.spec.is_fused:
+                gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            else:
+                gate, up = self.gate_proj(x), self.up_proj(x)
+            output = self.down_proj(self._activated(gate, up))
         if self.shared_expert_gate is not None:
             gate_1H = self.shared_expert_gate.weight
             scale = torch.sigmoid(F.linear(at_least_float32(x), at_least_float32(gate_1H)))
             output = (at_least_float32(output) * scale).to(x.dtype)
         return output
+
+    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the down projection's input."""
+        activation = ACTIVATIONS[self.spec.activation]
+        return (activation(at_least_float32(gate)) * at_least_float32(up)).to(gate.dtype)
 
 
 def _widen(weight: Tensor, x: Tensor) -> Tensor:

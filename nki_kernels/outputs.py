@@ -13,6 +13,7 @@ from nki_kernels.combine import CombineDims
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.decode import DecodeConfig, LayerConfig
 from nki_kernels.index import NO_VISITS, BlockDims
+from nki_kernels.layer import PrefillLayerConfig
 from nki_kernels.prefill import PrefillConfig
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import RouterConfig
@@ -86,6 +87,14 @@ def _decode_layer(_shapes: Shapes, config: LayerConfig) -> Output | tuple[Output
     return output, Output((moe.T, moe.K), "float32"), Output((moe.T, moe.K), "int32")
 
 
+def _prefill_layer(shapes: Shapes, config: PrefillLayerConfig) -> Output | tuple[Output, ...]:
+    output = Output(shapes["hidden"], str(config.out.out_dtype))
+    if not config.returns_routing:
+        return output
+    chosen = (shapes["hidden"][0], config.router.formula.top_k)
+    return output, Output(chosen, "float32"), Output(chosen, "int32")
+
+
 _FORMULAS: dict[str, Callable[..., Output | tuple[Output, ...]]] = {
     "router_topk": _router_topk,
     "index_blocks": _index_blocks,
@@ -93,6 +102,7 @@ _FORMULAS: dict[str, Callable[..., Output | tuple[Output, ...]]] = {
     "combine": _combine,
     "decode_moe": _decode_moe,
     "decode_layer": _decode_layer,
+    "prefill_layer": _prefill_layer,
 }
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from neuron_moe.errors import check_choice, check_positive_int, closest
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.parallel.config import ParallelConfig
+from neuron_moe.weights.experts import Experts
 from neuron_moe.weights.product_forms import FORMS, MEASURED
+from nki_kernels.common.formula import ExpertFormula
 
 ARCHITECTURE = "NeuronMoeForCausalLM"
 NATIVE_ARCHITECTURE = "NeuronMoeNativeForCausalLM"
@@ -113,6 +115,27 @@ def check_servable(model: DecoderModel) -> None:
                 f"layer {layer}: {type(attention).__name__} keeps a state of each sequence, must"
                 f" keep keys and values: {ARCHITECTURE} has no recurrent layers yet. Generate"
                 " with `neuron-moe generate`."
+            )
+
+
+def check_product_form(model: DecoderModel, options: ServingOptions) -> None:
+    """Raise ValueError where vLLM's kernel is asked for and cannot compute some experts."""
+    if options.product_form != VLLM_FORM:
+        return
+    for name, experts in model.named_modules():
+        if not isinstance(experts, Experts):
+            continue
+        unlike = [
+            field.name
+            for field in fields(ExpertFormula)
+            if getattr(experts.formula, field.name) != getattr(ExpertFormula(), field.name)
+        ]
+        if unlike or experts.shard.ep_size > 1:
+            found = f"another {', '.join(unlike)}" if unlike else f"EP{experts.shard.ep_size}"
+            raise ValueError(
+                f"product_form={VLLM_FORM!r}: {name} has {found}, must be SwiGLU without biases,"
+                " with all experts on each rank, for vLLM's kernel. Leave --product-form at"
+                f" {MEASURED!r}, or take one of {', '.join(FORMS)}."
             )
 
 

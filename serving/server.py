@@ -28,6 +28,7 @@ from neuron_moe.serving.options import (
     OPTIONS_KEY,
     ServingOptions,
     block_size_of,
+    check_product_form,
     check_servable,
     hf_overrides,
 )
@@ -111,6 +112,7 @@ class ServerSettings:
             built = build_model(self.folder, dtype=DTYPES[self.dtype], backend=self.options.backend)
         model = cast(DecoderModel, built)
         check_servable(model)
+        check_product_form(model, self.options)
         longest = self.max_model_len or min(4096, model.config.max_position_embeddings)
         cache_bytes = (self.cache_mib or 0) << 20 or 8 * longest * _bytes_per_token(model)
         values = {

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import cuda_devices
+
 os.environ.setdefault(
     "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
 )  # to ask must not start CUDA: ranks fork
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # it counts when triton is imported, which torch may do
 
-HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))  # asking torch would start CUDA
+HAS_GPU = cuda_devices() > 0
 ALONE = "NEURON_MOE_TEST_ALONE"
 
 

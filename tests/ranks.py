@@ -8,10 +8,18 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def cuda_devices(folder: Path = Path("/dev")) -> int:
+    """Count the GPUs that torch may use, by their files: to ask CUDA would start it."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(list(folder.glob("nvidia[0-9]*"))) if shown is None else len(shown.split(","))
+    return count if shown != "" and torch.cuda.is_available() else 0
 
 
 def start_ranks(

@@ -11,6 +11,7 @@ import pytest
 
 from tests.mutants import places
 from tests.mutants.__main__ import Attack, survivors
+from tests.mutants.covering import Covering, turns_of
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.places import ROOMS, ROOT, all_mutants, mutants_of
 
@@ -93,6 +94,17 @@ def test_what_fails_without_a_mutant_is_left_out(
     attack.save(7, tmp_path / "results.json")
     assert json.loads((tmp_path / "results.json").read_text())["survived"][0]["tests"] == [runs]
     assert survivors([by_two, by_three], tmp_path / "results.json") == [by_two]
+
+
+def test_one_case_of_each_test_comes_before_another() -> None:
+    assert turns_of(["a[1]", "b", "a[0]", "a[2]"]) == {"a[1]": 0, "b": 0, "a[0]": 1, "a[2]": 2}
+    mutant = next(mutants_of(Path("nki_sim/isa/query.py")))
+    covering = Covering([], [mutant])
+    covering.seconds = {"far[0]": 1.0, "far[1]": 0.5, "tests/golden/near[0]": 9.0, "other": 2.0}
+    covering._lines[str(mutant.path), mutant.line] = set(covering.seconds)
+    ordered = list(covering.order(mutant, 100.0))
+    assert ordered == ["tests/golden/near[0]", "far[1]", "other", "far[0]"]
+    assert list(covering.order(mutant, 10.0)) == ordered[:2]
 
 
 def test_no_mutant_is_tried_after_the_deadline(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@
 // each matrix once, the rows of the next tile ahead. So a step with few rows goes at the speed of
 // the memory, and meets one barrier where a product for each expert meets one each.
 //
+// Where the processor has matrix tiles (AMX), bfloat16 steps with several rows an expert use them: a
+// tile of the matrix as it lies, 16 columns by 32 inputs, times 16 rows that were turned before.
+//
 // Letters: r row, n column (output), k input; a run is the rows of one expert.
 
 #include <stddef.h>
@@ -15,6 +18,13 @@
 #include <type_traits>
 #if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
 #endif
 
 namespace {
@@ -93,6 +103,8 @@ struct Step {
   float* out;
   const int64_t *experts, *starts;
   ptrdiff_t num_runs, num_inputs, num_outputs;
+  const int64_t* turned_starts;  // of each run in `turned`, in rows
+  uint32_t* turned;              // null: no tiles
 };
 
 template <class Number>
@@ -157,17 +169,119 @@ void multiply_piece(const Step<Number>& step, ptrdiff_t expert, ptrdiff_t first_
   }
 }
 
+#if HAS_TILES
+constexpr int TILE = 16;            // rows of a tile, and words (pairs of bfloat16) of a row
+constexpr int TILE_INPUTS = 2 * TILE;
+
+bool may_use_tiles() {
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of Linux, once for a process
+  static const bool may = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return may;
+}
+
+// Eight tiles of 16 rows of 64 bytes. Static: compilers do not see how much of it is read.
+struct TileShapes {
+  uint8_t palette, start, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+};
+alignas(64) const TileShapes TILE_SHAPES = {
+    1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+static_assert(sizeof TILE_SHAPES == 64, "as the processor reads it");
+
+// Words of the rows of a run, [inputs / 2][16] for each 16 rows; missing ones are zeros.
+void turn_rows(const Step<uint16_t>& step, ptrdiff_t run) {
+  const ptrdiff_t inputs = step.num_inputs, end = step.starts[run + 1];
+  uint32_t* turned = step.turned + step.turned_starts[run] * (inputs / 2);
+  const ptrdiff_t num_rows = step.turned_starts[run + 1] - step.turned_starts[run];
+  for (ptrdiff_t first = 0; first < num_rows; first += TILE, turned += TILE * (inputs / 2))
+    for (ptrdiff_t word = 0; word < inputs / 2; word += TILE)
+      for (int r = 0; r < TILE; r++) {
+        const ptrdiff_t row = step.starts[run] + first + r;
+        uint32_t words[TILE] = {};
+        if (row < end) memcpy(words, step.rows + row * inputs + 2 * word, sizeof words);
+        for (int w = 0; w < TILE; w++) turned[(word + w) * TILE + r] = words[w];
+      }
+}
+
+// Sums lie as [columns][rows].
+void put_tile(const float* sums, ptrdiff_t num_rows, const uint16_t* bias, float* out,
+              ptrdiff_t num_outputs) {
+  for (ptrdiff_t r = 0; r < num_rows && r < TILE; r++)
+    for (int n = 0; n < TILE; n++)
+      out[r * num_outputs + n] = sums[n * TILE + r] + (bias ? widen(bias[n]) : 0.0f);
+}
+
+// All rows of a run times the columns from `column` to `end`, 32 by 32.
+void multiply_tiles(const Step<uint16_t>& step, ptrdiff_t run, ptrdiff_t column, ptrdiff_t end) {
+  alignas(64) float sums[4][TILE * TILE];
+  const ptrdiff_t inputs = step.num_inputs, outputs = step.num_outputs;
+  const ptrdiff_t num_rows = step.starts[run + 1] - step.starts[run];
+  const uint32_t* turned = step.turned + step.turned_starts[run] * (inputs / 2);
+  _tile_loadconfig(&TILE_SHAPES);
+  for (ptrdiff_t first = 0; first < num_rows; first += 2 * TILE)
+    for (ptrdiff_t at = column; at < end; at += 2 * TILE) {
+      const ptrdiff_t place = step.experts[run] * outputs + at;
+      const uint16_t* upper = step.matrices + place * inputs;
+      const uint16_t* lower = upper + TILE * inputs;
+      const uint32_t* left = turned + first * (inputs / 2);
+      const uint32_t* right = left + TILE * (inputs / 2);
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (ptrdiff_t k = 0; k < inputs; k += TILE_INPUTS) {
+        for (int n = 0; first == 0 && n < 2 * TILE; n++)
+          __builtin_prefetch(upper + (2 * TILE + n) * inputs + k, 0, SECOND_LEVEL);
+        _tile_loadd(4, upper + k, 2 * inputs);
+        _tile_loadd(5, lower + k, 2 * inputs);
+        _tile_loadd(6, left + k / 2 * TILE, 4 * TILE);
+        _tile_loadd(7, right + k / 2 * TILE, 4 * TILE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, sums[0], 4 * TILE);
+      _tile_stored(1, sums[1], 4 * TILE);
+      _tile_stored(2, sums[2], 4 * TILE);
+      _tile_stored(3, sums[3], 4 * TILE);
+      for (int tile = 0; tile < 4; tile++) {
+        const ptrdiff_t row = first + tile / 2 * TILE, n = tile % 2 * TILE;
+        put_tile(sums[tile], num_rows - row, step.bias ? step.bias + place + n : nullptr,
+                 step.out + (step.starts[run] + row) * outputs + at + n, outputs);
+      }
+    }
+  _tile_release();
+}
+#else
+bool may_use_tiles() { return false; }
+void turn_rows(const Step<uint16_t>&, ptrdiff_t) {}
+void multiply_tiles(const Step<uint16_t>&, ptrdiff_t, ptrdiff_t, ptrdiff_t) {}
+#endif
+
+void turn_rows(const Step<float>&, ptrdiff_t) {}
+void multiply_tiles(const Step<float>&, ptrdiff_t, ptrdiff_t, ptrdiff_t) {}
+
 template <class Number>
 void multiply(const Step<Number>& step, int num_threads) {
   const ptrdiff_t pieces = (step.num_outputs + PIECE - 1) / PIECE;
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
-  for (ptrdiff_t task = 0; task < step.num_runs * pieces; task++) {
-    const ptrdiff_t run = task / pieces, column = task % pieces * PIECE;
-    const ptrdiff_t end = column + PIECE < step.num_outputs ? column + PIECE : step.num_outputs;
-    const ptrdiff_t end_row = step.starts[run + 1];
-    for (ptrdiff_t row = step.starts[run]; row < end_row; row += CACHED_ROWS) {
-      const ptrdiff_t last = row + CACHED_ROWS < end_row ? row + CACHED_ROWS : end_row;
-      multiply_piece(step, step.experts[run], row, last, column, end);
+#pragma omp parallel num_threads(num_threads)
+  {
+    if (step.turned) {
+#pragma omp for schedule(dynamic, 1)
+      for (ptrdiff_t run = 0; run < step.num_runs; run++) turn_rows(step, run);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (ptrdiff_t task = 0; task < step.num_runs * pieces; task++) {
+      const ptrdiff_t run = task / pieces, column = task % pieces * PIECE;
+      const ptrdiff_t end = column + PIECE < step.num_outputs ? column + PIECE : step.num_outputs;
+      const ptrdiff_t end_row = step.turned ? 0 : step.starts[run + 1];
+      if (step.turned) multiply_tiles(step, run, column, end);
+      for (ptrdiff_t row = step.starts[run]; row < end_row; row += CACHED_ROWS) {
+        const ptrdiff_t last = row + CACHED_ROWS < end_row ? row + CACHED_ROWS : end_row;
+        multiply_piece(step, step.experts[run], row, last, column, end);
+      }
     }
   }
 }
@@ -176,19 +290,24 @@ void multiply(const Step<Number>& step, int num_threads) {
 
 extern "C" {
 
+// Whether bfloat16 products may be given memory for turned rows, and then use tiles.
+int has_tiles() { return may_use_tiles(); }
+
 void multiply_float32(const float* rows, const float* matrices, const float* bias, float* out,
-                      const int64_t* experts, const int64_t* starts, int64_t num_runs,
-                      int64_t num_inputs, int64_t num_outputs, int num_threads) {
-  multiply<float>({rows, matrices, bias, out, experts, starts, num_runs, num_inputs, num_outputs},
+                      const int64_t* experts, const int64_t* starts, const int64_t*, uint32_t*,
+                      int64_t num_runs, int64_t num_inputs, int64_t num_outputs, int num_threads) {
+  multiply<float>({rows, matrices, bias, out, experts, starts, num_runs, num_inputs, num_outputs,
+                   nullptr, nullptr},
                   num_threads);
 }
 
 void multiply_bfloat16(const uint16_t* rows, const uint16_t* matrices, const uint16_t* bias,
-                       float* out, const int64_t* experts, const int64_t* starts, int64_t num_runs,
+                       float* out, const int64_t* experts, const int64_t* starts,
+                       const int64_t* turned_starts, uint32_t* turned, int64_t num_runs,
                        int64_t num_inputs, int64_t num_outputs, int num_threads) {
-  multiply<uint16_t>(
-      {rows, matrices, bias, out, experts, starts, num_runs, num_inputs, num_outputs},
-      num_threads);
+  multiply<uint16_t>({rows, matrices, bias, out, experts, starts, num_runs, num_inputs,
+                      num_outputs, turned_starts, turned},
+                     num_threads);
 }
 
 }

@@ -30,6 +30,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 _COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
 _LINK = ("-shared",)  # without -fopenmp: a second OpenMP would bring threads of its own
 _MOST_SECONDS = 120.0
+_TILES = 32  # rows, inputs and outputs that the tiles of a processor take at once
+_FEW_ROWS = 4  # of an expert on average, below which reading is the limit and turning is a loss
 _LOG = logging.getLogger(__name__)
 
 
@@ -98,7 +100,8 @@ def multiply(
         out_nk = ask_for_huge_pages(rows_nk.new_empty(shape, dtype=torch.float32))
     starts = torch.tensor([0, *counts]).cumsum(0)
     numbers = torch.tensor(experts)
-    operands = (rows_nk, matrices_Ekn.detach(), bias_En, out_nk, numbers, starts)
+    turned = _memory_for_tiles(matrices_Ekn, counts)
+    operands = (rows_nk, matrices_Ekn.detach(), bias_En, out_nk, numbers, starts, *turned)
     name = str(matrices_Ekn.dtype).removeprefix("torch.")
     function = getattr(_library(), f"multiply_{name}")
     sizes = (len(experts), num_inputs, num_outputs)
@@ -108,6 +111,21 @@ def multiply(
         ctypes.c_int(torch.get_num_threads()),
     )
     return out_nk
+
+
+def _memory_for_tiles(
+    matrices_Ekn: Tensor, counts: Sequence[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return where each expert's turned rows begin, and their memory; None: tiles are not used."""
+    _, num_inputs, num_outputs = matrices_Ekn.shape
+    is_whole = num_inputs % _TILES == num_outputs % _TILES == 0
+    if matrices_Ekn.dtype != torch.bfloat16 or not is_whole or not _library().has_tiles():
+        return None, None
+    if sum(counts) < _FEW_ROWS * len(counts):
+        return None, None
+    starts = torch.tensor([0, *(-(-count // _TILES) * _TILES for count in counts)]).cumsum(0)
+    turned = matrices_Ekn.new_empty((int(starts[-1]), num_inputs))
+    return starts, ask_for_huge_pages(turned)
 
 
 @functools.cache

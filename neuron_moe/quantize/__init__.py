@@ -20,6 +20,7 @@ from neuron_moe.quantize.mxfp4 import (
     MXFP4_GROUP_SIZE,
     decode_mxfp4,
     encode_mxfp4,
+    encode_mxfp4_exactly,
 )
 from neuron_moe.quantize.recode import (
     ExponentSpread,
@@ -39,6 +40,7 @@ __all__ = [
     "decode_mxfp4",
     "dequantize_fp8",
     "encode_mxfp4",
+    "encode_mxfp4_exactly",
     "mxfp4_exponent_spread",
     "quantize_fp8",
     "recode_bf16_to_fp8",

@@ -148,6 +148,22 @@ def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return blocks_G16.view(*shape, MXFP4_GROUP_SIZE // 2), scales_G.view(shape)
 
 
+def encode_mxfp4_exactly(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Encode a weight whose values MXFP4 has; None for any other.
+
+    Args:
+        weight: as of `encode_mxfp4`.
+
+    Returns:
+        Blocks and scales as `encode_mxfp4` gives them.
+    """
+    if not bool(weight.isfinite().all()):
+        return None
+    blocks, scales = encode_mxfp4(weight)
+    decoded = decode_mxfp4(blocks, scales, torch.float32)
+    return (blocks, scales) if torch.equal(decoded, weight.float()) else None
+
+
 def _encode_groups(values_G32: Tensor) -> tuple[Tensor, Tensor]:
     """Encode float32 groups; return blocks [G, 16] and scales [G], both uint8."""
     maximum_G = values_G32.abs().amax(dim=1)

@@ -100,7 +100,7 @@ class ExpertLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if isinstance(self.packed, NarrowMatrices) and self.packed.is_quantized:
             destination[f"{prefix}weight"] = self.packed.codes_Ekn
-            destination[f"{prefix}scale"] = self.packed.scale_En.unsqueeze(1)
+            destination[f"{prefix}scale"] = self.packed.scale.unsqueeze(1)
         elif self.packed is not None:
             destination[f"{prefix}weight"] = self.packed.unpack()
 

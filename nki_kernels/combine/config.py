@@ -20,11 +20,17 @@ class CombineDims(nl.NKIObject):
         has_no_expert: some choices may have no expert (slot -1).
         missing: what a choice without an expert adds: a row that the gather leaves out (skip), or
             the last slot, which must hold zeros (spare).
+        has_spoils: something is added to each token, whose choices have no expert where it is NaN.
+        has_residual: a row is added to each token.
+        has_shared: so is a row of shared experts.
     """
 
     out_dtype: nl.DType
     has_no_expert: bool
     missing: str = "skip"
+    has_spoils: bool = False
+    has_residual: bool = False
+    has_shared: bool = False
 
 
 def check_combine(

@@ -2,6 +2,7 @@
 
 Formula: output[t] = sum over choices k with an expert, over partial sums p, of
     affinities[t, k] * slots[p, slot_of_pair[t, k]]
+  + spoils[t] + residual[t] + shared[t], if there are any,
 in float32, always in the same order, rounded once.
 
 Inputs, in HBM:
@@ -9,6 +10,9 @@ Inputs, in HBM:
     slot_of_pair_TK  [T, K]     int32    slot of each choice, -1 for none, which is left out, or is
                                          the last slot, of zeros (CombineDims.missing)
     affinities_TK    [T, K]     float32
+    spoils_T1        [T, 1]     float32, if dims.has_spoils: 0, or NaN for a token to be NaN
+    residual_TH      [T, H]     bfloat16 or float32, if dims.has_residual
+    shared_SH        [S, H]     bfloat16 or float32, if dims.has_shared; rows beyond T are not read
 Output, in shared HBM:
     output_TH        [T, H]     out_dtype
 
@@ -37,6 +41,9 @@ Steps:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import nki
 import nki.isa as nisa
 import nki.language as nl
@@ -56,12 +63,23 @@ _ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two til
 _NO_ROW = -(1 << 30)  # stays negative whatever the number of the part adds
 
 
+@dataclass
+class Beside(nl.NKIObject):
+    """What is added to the sums of a tile."""
+
+    columns: list[nl.ndarray]  # [rows, 1] float32, one at most
+    added: list[nl.ndarray]  # [rows, width]
+
+
 @nki.jit
 def combine(
     slots_PSH: nl.ndarray,
     slot_of_pair_TK: nl.ndarray,
     affinities_TK: nl.ndarray,
     dims: CombineDims,
+    spoils_T1: Any = None,
+    residual_TH: Any = None,
+    shared_SH: Any = None,
 ) -> nl.ndarray:
     """Sum the slots of each token; see the module's docstring."""
     num_parts, num_slots, hidden_size = slots_PSH.shape
@@ -73,16 +91,30 @@ def combine(
     slots_RH = slots_PSH.reshape((num_parts * num_slots, hidden_size))
     rows_sb = _load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
     weights = _load_weights(affinities_TK, tokens, slots_PSH.dtype)
+    spoils = _load_spoils(spoils_T1, tokens, dims)
+    added = _added(residual_TH, shared_SH, dims)
     identity_sb = _identity(slots_PSH.dtype)
     piece = piece_size(hidden_size, top_k * num_parts, 4 if slots_PSH.dtype == nl.float32 else 2)
-    for tile in range(tokens.count):
-        diagonals = _spread_weights(weights, identity_sb, tokens, tile, top_k)
-        for start in range(0, hidden_size, piece):
+    pieces = (hidden_size + piece - 1) // piece
+    gathered, beside, diagonals = [], [], []
+    # Rows are asked for, and diagonals made, before those of the step before are summed: what
+    # clears their place would otherwise wait behind the copies of that sum.
+    for step in range(tokens.count * pieces + 1):
+        if step < tokens.count * pieces:
+            tile, start = step // pieces, step % pieces * piece
             width = min(piece, hidden_size - start)
-            gathered = _gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims)
-            total_sb = _weigh(gathered, diagonals, num_parts, dims)
+            gathered.append(_gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims))
+            beside.append(_load_beside(spoils, added, tokens, tile, start, width))
+            if start == 0:
+                diagonals.append(_spread_weights(weights, identity_sb, tokens, tile, top_k))
+        if step > 0:
+            tile, start = (step - 1) // pieces, (step - 1) % pieces * piece
+            width = min(piece, hidden_size - start)
+            total_sb = _weigh(gathered.pop(0), diagonals[0], num_parts, dims, beside.pop(0))
             target = token_rows(output_TH, tokens, tile, start, width)
             nisa.dma_copy(dst=target, src=total_sb)
+            if start + width == hidden_size:
+                diagonals.pop(0)
     return output_TH
 
 
@@ -147,6 +179,44 @@ def _load_weights(
     low_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=low_sb, data1=whole_sb, data2=high_sb, op=nl.subtract)
     return [whole_sb, low_sb]
+
+
+def _load_spoils(spoils_T1: Any, tokens: TokenTiles, dims: CombineDims) -> list[nl.ndarray]:
+    """Return [128, tiles] float32, what is added to each token; none if nothing is."""
+    if not dims.has_spoils:
+        return []
+    spoils_sb = nl.ndarray((PARTITIONS, tokens.count), nl.float32, buffer=nl.sbuf)
+    load_per_token(spoils_sb, spoils_T1, tokens)
+    return [spoils_sb]
+
+
+def _added(residual_TH: Any, shared_SH: Any, dims: CombineDims) -> list[nl.ndarray]:
+    """Return the tensors whose row of a token is added to it."""
+    added = []
+    if dims.has_residual:
+        added.append(residual_TH)
+    if dims.has_shared:
+        added.append(shared_SH)
+    return added
+
+
+def _load_beside(
+    spoils: list[nl.ndarray],
+    added: list[nl.ndarray],
+    tokens: TokenTiles,
+    tile: int,
+    start: int,
+    width: int,
+) -> Beside:
+    """Return what is added to columns start.. of a tile of tokens."""
+    rows, columns, loaded = tile_rows(tokens, tile), [], []
+    for spoils_sb in spoils:
+        columns.append(spoils_sb[0:rows, tile : tile + 1])
+    for tensor_TH in added:
+        rows_sb = nl.ndarray((rows, width), tensor_TH.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=rows_sb, src=token_rows(tensor_TH, tokens, tile, start, width))
+        loaded.append(rows_sb)
+    return Beside(columns, loaded)
 
 
 def _identity(dtype: nl.DType) -> nl.ndarray:
@@ -230,6 +300,7 @@ def _weigh(
     diagonals: list[list[nl.ndarray]],
     num_parts: int,
     dims: CombineDims,
+    beside: Beside,
 ) -> nl.ndarray:
     """Return the weighted sum of the gathered rows, [rows, width] in the output's type."""
     rows, width = gathered[0].shape
@@ -248,12 +319,50 @@ def _weigh(
                         moving=gathered[index][:, columns],
                         accumulate=index + term > 0,
                     )
-        # Two engines empty PSUM: half of the columns each.
-        half = group_width // 2
-        for side in range(2):
-            engine = nisa.engine.scalar if side == 0 else nisa.engine.vector
-            first = 0 if side == 0 else half
-            last = half if side == 0 else group_width
-            target = total_sb[:, group + first : group + last]
-            nisa.tensor_copy(dst=target, src=total_ps[:, first:last], engine=engine)
+        _empty(total_sb[:, group : group + group_width], total_ps, beside, group)
     return total_sb
+
+
+def _empty(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start: int) -> None:
+    """Copy sums from PSUM, columns start.. of a piece, and add what lies beside them.
+
+    Two engines take half of the columns each; the Vector engine takes all where rows are added.
+    """
+    width = total_ps.shape[1]
+    half = width // 2
+    if beside.added:
+        _add_rows(target_sb, total_ps, beside, start)
+        return
+    for column in beside.columns:
+        nisa.activation(dst=target_sb[:, 0:half], op=nl.copy, data=total_ps[:, 0:half], bias=column)
+        nisa.tensor_scalar(
+            dst=target_sb[:, half:width], data=total_ps[:, half:width], op0=nl.add, operand0=column
+        )
+        return
+    nisa.tensor_copy(dst=target_sb[:, 0:half], src=total_ps[:, 0:half], engine=nisa.engine.scalar)
+    nisa.tensor_copy(
+        dst=target_sb[:, half:width], src=total_ps[:, half:width], engine=nisa.engine.vector
+    )
+
+
+def _add_rows(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start: int) -> None:
+    """Copy sums from PSUM and add rows to them, rounded once."""
+    width, partial = total_ps.shape[1], total_ps
+    for number in range(len(beside.added)):
+        is_last = number + 1 == len(beside.added)
+        next_sb = target_sb
+        if not is_last:
+            next_sb = nl.ndarray(total_ps.shape, nl.float32, buffer=nl.sbuf)
+        rows_sb = beside.added[number][:, start : start + width]
+        if number == 0 and beside.columns:
+            nisa.scalar_tensor_tensor(
+                dst=next_sb,
+                data=partial,
+                op0=nl.add,
+                operand0=beside.columns[0],
+                op1=nl.add,
+                operand1=rows_sb,
+            )
+        else:
+            nisa.tensor_tensor(dst=next_sb, data1=partial, data2=rows_sb, op=nl.add)
+        partial = next_sb

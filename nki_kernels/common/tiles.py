@@ -75,19 +75,27 @@ def load_matrix(
         column: elements of a piece.
     """
     pieces = runs[1]
+    apart, step = row_steps(axis, row)
     if axis.is_strided:
-        pattern = [[axis.count * row, axis.rows], [row, axis.count], runs, [1, column]]
+        pattern = [[apart, axis.rows], [step, axis.count], runs, [1, column]]
         load_pattern(dst_sb[0 : axis.rows], entry, pattern, base)
         return
     full = axis.count if axis.tail == axis.rows else axis.count - 1
     if full > 0:
-        pattern = [[row, axis.rows], [axis.rows * row, full], runs, [1, column]]
+        pattern = [[apart, axis.rows], [step, full], runs, [1, column]]
         load_pattern(dst_sb[0 : axis.rows, 0 : full * pieces * column], entry, pattern, base)
     if full < axis.count:
-        pattern = [[row, axis.tail], [1, 1], runs, [1, column]]
+        pattern = [[apart, axis.tail], [1, 1], runs, [1, column]]
         begin = full * pieces * column
         tail_sb = dst_sb[0 : axis.tail, begin : begin + pieces * column]
-        load_pattern(tail_sb, entry, pattern, base + full * axis.rows * row)
+        load_pattern(tail_sb, entry, pattern, base + full * step)
+
+
+def row_steps(axis: AxisTiles, row: int) -> tuple[int, int]:
+    """Return the elements from a partition's row to the next partition's, and to its own next."""
+    if axis.is_strided:
+        return axis.count * row, row
+    return row, axis.rows * row
 
 
 def load_pattern(dst_sb: nl.NkiTensor, entry: Entry, pattern: list[list[int]], offset: int) -> None:

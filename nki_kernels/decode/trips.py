@@ -315,15 +315,15 @@ def _look_up_entries(
 def _look_up_time(config: DecodeConfig, pipeline: Pipeline, entry: int) -> int:
     """Return the item after which to look up what follows an entry.
 
-    Its last load must have been asked for, or the engine that looks up waits. And it must be before
-    `need`: an item whose buffer a load of what follows takes.
+    It is before `need`: an item whose buffer a load of what follows takes. The last load of the
+    entry has been asked for by then, or the engine that looks up would wait.
     """
     count, buffers, items = len(pipeline.own), config.weight_buffers, pipeline.end
     first = entry * count
     need = items
     for item in range(first, min(first + count, buffers)):
         need = min(need, items - buffers + (item - items) % buffers)
-    return max(-1, first + count - 1 - buffers, min(items, need) - _LOOK_UP_AHEAD)
+    return max(-1, need - _LOOK_UP_AHEAD)
 
 
 def _copy_number(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
-from nki_kernels.common.token_tiles import split_tokens
+from nki_kernels.common.token_tiles import TokenTiles, split_tokens
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.index.config import NO_VISITS, BlockDims
 from nki_kernels.index.slot_inverse import num_digits
@@ -27,16 +27,31 @@ def cost_index_blocks(
         visits: the lists of visits that are asked for.
     """
     num_slots = dims.num_blocks * dims.block_size
-    row_size = -(-num_slots // PARTITIONS)
     written = 4 * (2 * num_slots + dims.num_blocks + 1 + dims.num_experts + num_tokens * top_k)
-    if visits.num_lanes:
-        written += 4 * visits.num_lanes * visits.num_visits * (1 + visits.largest)
-        written += 4 * (2 * visits.largest - 1)
     columns = 0
     for core in range(num_cores):
         tokens = split_tokens(num_tokens, core, num_cores)
-        count = max(1, tokens.count)
-        last_pair = (tokens.first + PARTITIONS * count) * top_k
-        columns += count * 2 * dims.num_experts
-        columns += count * top_k * num_digits(last_pair) * row_size
-    return KernelCost(4 * num_tokens * top_k, written, columns)
+        last_pair = (tokens.first + PARTITIONS * max(1, tokens.count)) * top_k
+        columns += place_columns(tokens, top_k, dims, num_digits(last_pair))
+    return KernelCost(4 * num_tokens * top_k, written + visit_list_bytes(visits), columns)
+
+
+def visit_list_bytes(visits: VisitDims) -> int:
+    """Return the bytes of the lists of visits."""
+    if not visits.num_lanes:
+        return 0
+    numbers = visits.num_lanes * visits.num_visits * (1 + visits.largest)
+    return 4 * (numbers + 2 * visits.largest - 1)
+
+
+def place_columns(tokens: TokenTiles, top_k: int, dims: BlockDims, terms: int) -> int:
+    """Return the columns that count the choices of a core, and invert its slots.
+
+    Args:
+        tokens: of the core.
+        top_k: K.
+        dims: E, B and N.
+        terms: matmuls of a pair.
+    """
+    count, row_size = max(1, tokens.count), -(-dims.num_blocks * dims.block_size // PARTITIONS)
+    return count * 2 * dims.num_experts + count * top_k * terms * row_size

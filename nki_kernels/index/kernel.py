@@ -50,6 +50,8 @@ Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import nki
 import nki.isa as nisa
 import nki.language as nl
@@ -70,6 +72,15 @@ from nki_kernels.index.slot_inverse import exchange, invert, store_flat
 from nki_kernels.index.visits import store_visits
 
 
+@dataclass
+class PlacedPairs(nl.NKIObject):
+    """Where the pairs of a core go; numbers in float32."""
+
+    slot_sb: nl.ndarray  # [128, max(1, tiles) * K], -1 for no expert
+    total_sb: nl.ndarray  # [128, E], tokens of each expert, on all partitions alike
+    last_block_sb: nl.ndarray  # [128, E], end of each expert's blocks, likewise
+
+
 @nki.jit
 def index_blocks(
     index_TK: nl.ndarray, dims: BlockDims, visits: VisitDims = NO_VISITS
@@ -85,10 +96,11 @@ def index_blocks(
     slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
 
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
-    slot_sb, total_sb, last_block_sb = _place_pairs(
-        index_TK, tokens, dims, block_to_expert, num_valid_blocks, tokens_per_expert
-    )
-    _store_slots(slot_of_pair_TK, slot_sb, tokens)
+    index_sb = _load_index(index_TK, tokens, index_table(tokens, top_k, dims))
+    placed = place_pairs(index_sb, tokens, dims, top_k)
+    if nl.program_id(0) == 0:
+        _store_blocks(block_to_expert, num_valid_blocks, tokens_per_expert, placed)
+    store_slots(slot_of_pair_TK, placed.slot_sb, tokens)
     outputs: tuple[nl.ndarray, ...] = (
         token_of_slot,
         pair_of_slot,
@@ -98,15 +110,15 @@ def index_blocks(
         slot_of_pair_TK,
     )
     if visits.num_lanes > 0:
-        outputs = outputs + _list_visits(total_sb, last_block_sb, visits, dims)
+        outputs = outputs + list_visits(placed, visits, dims)
     # Last, as the lists wait for counts only, and the tensor engine for nothing else.
-    invert(token_of_slot, pair_of_slot, slot_sb, tokens, top_k)
+    invert(token_of_slot, pair_of_slot, placed.slot_sb, tokens, top_k)
     return outputs
 
 
-def _list_visits(
-    total_sb: nl.ndarray, last_block_sb: nl.ndarray, visits: VisitDims, dims: BlockDims
-) -> tuple[nl.ndarray, ...]:
+def list_visits(
+    placed: PlacedPairs, visits: VisitDims, dims: BlockDims
+) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
     """Allocate and store the lists of visits."""
     lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
     visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
@@ -116,8 +128,8 @@ def _list_visits(
         visit_expert_CV,
         visit_tile_CVG,
         class_trips_1L,
-        total_sb,
-        last_block_sb,
+        placed.total_sb,
+        placed.last_block_sb,
         visits,
         dims.block_size,
         dims.num_blocks * dims.block_size // visits.tile_rows,
@@ -125,53 +137,44 @@ def _list_visits(
     return (visit_expert_CV, visit_tile_CVG, class_trips_1L)
 
 
-def _place_pairs(
-    index_TK: nl.ndarray,
-    tokens: TokenTiles,
-    dims: BlockDims,
-    block_to_expert: nl.ndarray,
-    num_valid_blocks: nl.ndarray,
-    tokens_per_expert: nl.ndarray,
-) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
-    """Return the slot of each pair of this core, tokens and end of blocks of each expert.
+def place_pairs(
+    index_sb: nl.ndarray, tokens: TokenTiles, dims: BlockDims, top_k: int
+) -> PlacedPairs:
+    """Return the slot of each pair of this core, and what both cores know of each expert.
 
-    Store what is known per block and per expert.
+    Args:
+        index_sb: [128, max(1, tiles) * K] int32 experts; overwritten. Numbers that are no expert,
+            and partitions without a token, which hold -1, choose none.
+        tokens: of this core.
+        dims: E, B and N.
+        top_k: K.
     """
-    top_k = index_TK.shape[1]
     table = index_table(tokens, top_k, dims)
-    index_sb = _load_index(index_TK, tokens, table, dims.num_experts)
+    # A number far outside may neither be looked up nor come near one that is.
+    nisa.tensor_scalar(
+        dst=index_sb, data=index_sb, op0=nl.maximum, operand0=-1.0, op1=nl.minimum,
+        operand1=float(dims.num_experts),
+    )  # fmt: skip
     chosen_sb = _mark_choices(index_sb, table, top_k, dims.num_experts)
     lower_sb, own_sb = _count_choices(chosen_sb, tokens, dims.num_experts)
     other_sb = exchange(own_sb)
     total_sb = nl.ndarray((PARTITIONS, dims.num_experts), nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
     last_block_sb, start_sb = _lay_out_blocks(total_sb, dims)
-    if nl.program_id(0) == 0:
-        _store_blocks(block_to_expert, num_valid_blocks, tokens_per_expert, last_block_sb, total_sb)
-    else:
+    if nl.program_id(0) > 0:
         # The tokens of core 0 come first.
         nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
     nisa.tensor_tensor(dst=lower_sb, data1=lower_sb, data2=start_sb, op=nl.add)
     slot_sb = _rank_pairs(index_sb, chosen_sb, lower_sb, table, tokens, top_k)
-    return slot_sb, total_sb, last_block_sb
+    return PlacedPairs(slot_sb, total_sb, last_block_sb)
 
 
-def _load_index(
-    index_TK: nl.ndarray, tokens: TokenTiles, table: IndexTable, num_experts: int
-) -> nl.ndarray:
-    """Return the experts of this core's pairs, [128, max(1, tiles) * K] int32; no token: -1.
-
-    Any other number that is no expert becomes -1 or E.
-    """
+def _load_index(index_TK: nl.ndarray, tokens: TokenTiles, table: IndexTable) -> nl.ndarray:
+    """Return the experts of this core's pairs, [128, max(1, tiles) * K] int32; no token: -1."""
     index_sb = allocate(table.experts)[0]
     if tokens.full < PARTITIONS or tokens.count == 0:
         nisa.memset(dst=index_sb, value=-1)
     load_per_token(index_sb, index_TK, tokens)
-    # A number far outside may neither be looked up nor come near one that is.
-    nisa.tensor_scalar(
-        dst=index_sb, data=index_sb, op0=nl.maximum, operand0=-1.0, op1=nl.minimum,
-        operand1=float(num_experts),
-    )  # fmt: skip
     return index_sb
 
 
@@ -254,10 +257,10 @@ def _store_blocks(
     block_to_expert: nl.ndarray,
     num_valid_blocks: nl.ndarray,
     tokens_per_expert: nl.ndarray,
-    last_block_sb: nl.ndarray,
-    total_sb: nl.ndarray,
+    placed: PlacedPairs,
 ) -> None:
     """Store what is known per block and per expert."""
+    last_block_sb, total_sb = placed.last_block_sb, placed.total_sb
     num_blocks = block_to_expert.shape[0]
     num_experts = total_sb.shape[1]
     counts_sb = nl.ndarray((1, num_experts), nl.int32, buffer=nl.sbuf)
@@ -337,7 +340,7 @@ def _rank_pairs(
     return slot_sb
 
 
-def _store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:
+def store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:
     """Store the slot of each pair as int32."""
     integer_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=integer_sb, src=slot_sb)

@@ -1,8 +1,9 @@
 """Which pair each slot holds: the inverse of the slots of pairs, by matmuls of one-hots.
 
 Slot s goes to row s // F, column s % F of a [128, F] tile; the sum over pairs of
-(pair + 1) * onehot(row) x onehot(column) holds pair + 1 where there is a pair, 0 elsewhere. A core
-sums its own pairs; the cores add up their parts, and each stores half of the rows.
+value * onehot(row) x onehot(column) holds the pair's value where there is a pair, 0 elsewhere. A
+core sums its own pairs; the cores add up their parts, and each stores half of the rows. Values are
+sums of terms that 16 bits hold exactly, a matmul each; a pair's number, its token or a weight.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from nki_kernels.common.integers import count_up, divide_down
 from nki_kernels.common.token_tiles import TokenTiles
 
 GROUP = 2048  # columns of the inverse summed at once: half of PSUM, and exact in float16
-_DIGIT_BITS = 8  # of a bfloat16 significand
+_DIGIT_BITS = 11  # of a float16 significand
+_SPAN = 1 << _DIGIT_BITS  # float16 has all integers up to it, of either sign
+WEIGHT_TERMS = 3  # bfloat16 numbers that add up to any float32 one
 
 
 def invert(
@@ -25,54 +28,91 @@ def invert(
     tokens: TokenTiles,
     top_k: int,
 ) -> None:
-    """Store the pair and the token of every slot."""
-    num_slots = pair_of_slot.shape[0]
-    pairs_per_partition = slot_sb.shape[1]
-    row_size = (num_slots + PARTITIONS - 1) // PARTITIONS
-    row_sb, column_sb = _split_slots(slot_sb, row_size)
+    """Store the pair and the token of every slot, -1 for none."""
+    width = slot_sb.shape[1]
     number_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
     nisa.iota(
         dst=number_sb,
-        pattern=[[1, pairs_per_partition]],
+        pattern=[[1, width]],
         offset=tokens.first * top_k + 1,
-        channel_multiplier=pairs_per_partition,
+        channel_multiplier=width,
     )
     last_pair = (tokens.first + PARTITIONS * max(1, tokens.count)) * top_k
     digits = _split_digits(number_sb, num_digits(last_pair))
-    # Small integers are exact in 16 bits, of which the Vector engine compares four at a time.
-    line_sb = count_up(PARTITIONS, nl.float16)
-    numbers_sb = count_up(min(row_size, GROUP), nl.float16)
+    row_size = _row_size(pair_of_slot)
     for start in range(0, row_size, GROUP):
-        width = min(GROUP, row_size - start)
-        here_sb = nl.ndarray(column_sb.shape, nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=here_sb, data=column_sb, op0=nl.subtract, operand0=float(start))
-        inverse_ps = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.psum)
-        for pair in range(pairs_per_partition):
-            column = slice(pair, pair + 1)
-            moving = _one_hot(numbers_sb[:, 0:width], here_sb[:, column])
-            stationary = _weighted_one_hots(line_sb, row_sb[:, column], digits, pair)
-            for digit in range(len(digits)):
-                for bank in range(0, width, BANK_FLOATS):
-                    banked = slice(bank, min(bank + BANK_FLOATS, width))
-                    nisa.nc_matmul(
-                        dst=inverse_ps[:, banked],
-                        stationary=stationary[digit],
-                        moving=moving[:, banked],
-                        accumulate=pair + digit > 0,
-                    )
-        _store_inverse(token_of_slot, pair_of_slot, inverse_ps, row_size, start, top_k)
+        own_sb = _spread(digits, nl.float16, slot_sb, row_size, start)
+        pair_sb = nl.ndarray(own_sb.shape, nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=pair_sb, data=_add_other(own_sb), op0=nl.add, operand0=-1.0)
+        token_sb = nl.ndarray(own_sb.shape, nl.int32, buffer=nl.sbuf)
+        divide_down(token_sb, pair_sb, top_k)
+        _store_share(pair_of_slot, pair_sb, row_size, start)
+        _store_share(token_of_slot, token_sb, row_size, start)
 
 
-def num_digits(num_pairs: int) -> int:
-    """Return how many digits of 8 bits the numbers 1 to num_pairs need."""
-    digits = 1
-    while (1 << (_DIGIT_BITS * digits)) <= num_pairs:
+def invert_tokens(token_of_slot: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:
+    """Store the token of every slot, -1 for none.
+
+    Counted from the core's first, a token needs fewer terms than a pair: one up to 4,096 of them,
+    which are told from none by leaving zero out.
+    """
+    count = max(1, tokens.count)
+    number_sb = nl.ndarray((PARTITIONS, count), nl.int32, buffer=nl.sbuf)
+    nisa.iota(dst=number_sb, pattern=[[1, count]], offset=1, channel_multiplier=count)
+    is_signed = num_token_terms(tokens.rows) == 1 and tokens.rows > _SPAN
+    if is_signed:
+        terms = [_leave_out_zero(number_sb)]
+    else:
+        terms = _split_digits(number_sb, num_token_terms(tokens.rows))
+    row_size = _row_size(token_of_slot)
+    for start in range(0, row_size, GROUP):
+        own_sb = _spread(terms, nl.float16, slot_sb, row_size, start)
+        _count_from(own_sb, float(tokens.first), is_signed)
+        token_sb = nl.ndarray(own_sb.shape, nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=token_sb, data=_add_other(own_sb), op0=nl.add, operand0=-1.0)
+        _store_share(token_of_slot, token_sb, row_size, start)
+
+
+def invert_weights(weight_of_slot: nl.ndarray, weights_sb: nl.ndarray, slot_sb: nl.ndarray) -> None:
+    """Store the weight of the pair in every slot, 0 for none; weights are [128, pairs] float32."""
+    terms, rest_sb = [], weights_sb
+    for _term in range(WEIGHT_TERMS):
+        short_sb = nl.ndarray(weights_sb.shape, nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=short_sb, src=rest_sb)
+        term_sb = nl.ndarray(weights_sb.shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=term_sb, src=short_sb)
+        less_sb = nl.ndarray(weights_sb.shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=less_sb, data1=rest_sb, data2=term_sb, op=nl.subtract)
+        terms.append(term_sb)
+        rest_sb = less_sb
+    row_size = _row_size(weight_of_slot)
+    for start in range(0, row_size, GROUP):
+        own_sb = _spread(terms, nl.bfloat16, slot_sb, row_size, start)
+        _store_share(weight_of_slot, _add_other(own_sb), row_size, start)
+
+
+def num_digits(largest: int) -> int:
+    """Return how many digits the numbers 1 to `largest` need."""
+    digits: int = 1
+    while (1 << (_DIGIT_BITS * digits)) <= largest:
         digits += 1
     return digits
 
 
+def num_token_terms(rows: int) -> int:
+    """Return the matmuls of a pair for `rows` tokens of a core."""
+    if rows <= 2 * _SPAN:
+        return 1
+    return num_digits(rows)
+
+
+def _row_size(of_slot: nl.ndarray) -> int:
+    num_slots: int = of_slot.shape[0]
+    return (num_slots + PARTITIONS - 1) // PARTITIONS
+
+
 def _split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
-    """Return float32 tiles that add up to the int32 numbers, each with 8 significant bits."""
+    """Return float32 tiles that add up to the int32 numbers, each of one digit's bits."""
     parts = []
     for digit in range(digits):
         bits_sb = nl.ndarray(numbers_sb.shape, nl.int32, buffer=nl.sbuf)
@@ -80,7 +120,7 @@ def _split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
             dst=bits_sb,
             data=numbers_sb,
             op0=nl.bitwise_and,
-            operand0=((1 << _DIGIT_BITS) - 1) << (_DIGIT_BITS * digit),
+            operand0=(_SPAN - 1) << (_DIGIT_BITS * digit),
         )
         part_sb = nl.ndarray(numbers_sb.shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=part_sb, src=bits_sb)
@@ -88,33 +128,76 @@ def _split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
     return parts
 
 
-def _one_hot(numbers: nl.ndarray, place: nl.ndarray) -> nl.ndarray:
-    """Return bfloat16 1 where a partition's number equals its `place` [128, 1], else 0."""
-    found_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=found_sb, data=numbers, op0=nl.equal, operand0=place)
-    return found_sb
+def _leave_out_zero(numbers_sb: nl.ndarray) -> nl.ndarray:
+    """Return 1 to 4096 as -2048 to -1 and 1 to 2048, float32."""
+    upper_sb = nl.ndarray(numbers_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=upper_sb, data=numbers_sb, op0=nl.greater, operand0=float(_SPAN), op1=nl.add,
+        operand1=-float(_SPAN + 1),
+    )  # fmt: skip
+    signed_sb = nl.ndarray(numbers_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=signed_sb, data1=numbers_sb, data2=upper_sb, op=nl.add)
+    return signed_sb
 
 
-def _weighted_one_hots(
-    numbers: nl.ndarray, place: nl.ndarray, digits: list[nl.ndarray], pair: int
-) -> list[nl.ndarray]:
-    """Return, for each digit of a pair's number, bfloat16 tiles that hold it at its `place`.
+def _count_from(own_sb: nl.ndarray, first: float, is_signed: bool) -> None:
+    """Add the core's first token to its tokens' numbers, undoing `_leave_out_zero`; 0 stays."""
+    shift_sb = nl.ndarray(own_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=shift_sb, data=own_sb, op0=nl.not_equal, operand0=0.0, op1=nl.multiply,
+        operand1=first + (_SPAN if is_signed else 0),
+    )  # fmt: skip
+    if is_signed:
+        nisa.scalar_tensor_tensor(
+            dst=shift_sb, data=own_sb, op0=nl.less, operand0=0.0, op1=nl.add, operand1=shift_sb
+        )
+    nisa.tensor_tensor(dst=own_sb, data1=own_sb, data2=shift_sb, op=nl.add)
 
-    The Scalar engine makes up to two of them, which takes as long as the rest does the Vector
-    engine.
+
+def _spread(
+    terms: list[nl.ndarray], dtype: nl.DType, slot_sb: nl.ndarray, row_size: int, start: int
+) -> nl.ndarray:
+    """Return columns start.. of the inverse of this core's pairs, [128, width] float32.
+
+    Args:
+        terms: float32 tiles whose sum is a pair's value, [128, pairs], or [128, tiles] where the
+            pairs of a token share it.
+        dtype: that has all terms.
+        slot_sb: [128, pairs] float32, -1 for no expert.
+        row_size: columns of the inverse.
+        start: the first one wanted; GROUP at most are made.
     """
-    column = slice(pair, pair + 1)
-    found_sb = _one_hot(numbers, place)
-    weighted = []
-    for digit in range(len(digits)):
-        weighted_sb = nl.ndarray(numbers.shape, nl.bfloat16, buffer=nl.sbuf)
-        factor = digits[digit][:, column]
-        if digit < 2:
-            nisa.activation(dst=weighted_sb, op=nl.copy, data=found_sb, scale=factor)
-        else:
-            nisa.tensor_scalar(dst=weighted_sb, data=found_sb, op0=nl.multiply, operand0=factor)
-        weighted.append(weighted_sb)
-    return weighted
+    pairs, width = slot_sb.shape[1], min(GROUP, row_size - start)
+    shared = pairs // terms[0].shape[1]
+    row_sb, column_sb = _split_slots(slot_sb, row_size)
+    here_sb = nl.ndarray(column_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=here_sb, data=column_sb, op0=nl.subtract, operand0=float(start))
+    # Small integers are exact in 16 bits, of which the Vector engine compares four at a time.
+    line_sb, numbers_sb = count_up(PARTITIONS, nl.float16), count_up(width, nl.float16)
+    inverse_ps = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.psum)
+    for pair in range(pairs):
+        moving = nl.ndarray((PARTITIONS, width), nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=moving, data=numbers_sb, op0=nl.equal, operand0=here_sb[:, pair : pair + 1]
+        )
+        column = slice(pair // shared, pair // shared + 1)
+        for term in range(len(terms)):
+            stationary = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
+            nisa.tensor_scalar(
+                dst=stationary, data=line_sb, op0=nl.equal, operand0=row_sb[:, pair : pair + 1],
+                op1=nl.multiply, operand1=terms[term][:, column],
+            )  # fmt: skip
+            for bank in range(0, width, BANK_FLOATS):
+                banked = slice(bank, min(bank + BANK_FLOATS, width))
+                nisa.nc_matmul(
+                    dst=inverse_ps[:, banked],
+                    stationary=stationary,
+                    moving=moving[:, banked],
+                    accumulate=pair + term > 0,
+                )
+    own_sb = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=own_sb, src=inverse_ps)
+    return own_sb
 
 
 def _split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.ndarray]:
@@ -135,31 +218,21 @@ def _split_slots(slot_sb: nl.ndarray, row_size: int) -> tuple[nl.ndarray, nl.nda
     return row_sb, column_sb
 
 
-def _store_inverse(
-    token_of_slot: nl.ndarray,
-    pair_of_slot: nl.ndarray,
-    inverse_ps: nl.ndarray,
-    row_size: int,
-    start: int,
-    top_k: int,
-) -> None:
-    """Add the other core's part, turn pair + 1 into pair and token, store half of the rows."""
-    shape = inverse_ps.shape
-    own_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=own_sb, src=inverse_ps)
-    both_sb = own_sb
-    if nl.num_programs(0) > 1:
-        other_sb = exchange(own_sb)
-        both_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=both_sb, data1=own_sb, data2=other_sb, op=nl.add)
-    pair_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=pair_sb, data=both_sb, op0=nl.add, operand0=-1.0)
-    token_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
-    divide_down(token_sb, pair_sb, top_k)
+def _add_other(own_sb: nl.ndarray) -> nl.ndarray:
+    """Return the sum of both cores' parts."""
+    if nl.num_programs(0) == 1:
+        return own_sb
+    other_sb = exchange(own_sb)
+    both_sb = nl.ndarray(own_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=both_sb, data1=own_sb, data2=other_sb, op=nl.add)
+    return both_sb
+
+
+def _store_share(flat: nl.ndarray, values_sb: nl.ndarray, row_size: int, start: int) -> None:
+    """Store this core's share of the rows, columns start.. of them."""
     share = PARTITIONS // nl.num_programs(0)
     first = nl.program_id(0) * share
-    store_flat(pair_of_slot, pair_sb, row_size, start, shape[1], first, first + share)
-    store_flat(token_of_slot, token_sb, row_size, start, shape[1], first, first + share)
+    store_flat(flat, values_sb, row_size, start, values_sb.shape[1], first, first + share)
 
 
 def exchange(own_sb: nl.ndarray) -> nl.ndarray:

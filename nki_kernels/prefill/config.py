@@ -227,6 +227,11 @@ def fit_of(loop: LoopPlan) -> LoopFit:
     return LoopFit(loop.classes[0], loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns)
 
 
+def row_places(loop: LoopPlan) -> int:
+    """Return the buffers of gathered rows: some in turn, and those of first tiles."""
+    return loop.row_buffers - 1 + loop.first_buffers
+
+
 def num_partials(config: PrefillConfig) -> int:
     """Return P, the outputs to add for one slot."""
     return config.num_cores if config.shard.splits_i else 1

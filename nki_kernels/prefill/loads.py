@@ -14,6 +14,7 @@ from nki_kernels.common.tiles import (
     load_matrix,
     load_pattern,
     load_rows,
+    row_steps,
     when_missing,
 )
 from nki_kernels.prefill.buffers import Buffers, Operands, look_at_first_rows
@@ -155,9 +156,7 @@ def load_tiles(
     """Load the tiles of H from `begin` to `stop` of the first part into the first buffer."""
     h_axis, column = config.h_axis, config.i_axis.size
     first, row, runs = _gate_up_place(config, share, 0)
-    apart, step = row, h_axis.rows * row
-    if h_axis.is_strided:
-        apart, step = h_axis.count * row, row
+    apart, step = row_steps(h_axis, row)
     size = runs[1] * column
     flat = b.gate_up[0].reshape((h_axis.rows, h_axis.count * size))
     pattern = [[apart, h_axis.rows], [step, stop - begin], runs, [1, column]]

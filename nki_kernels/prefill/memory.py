@@ -26,6 +26,7 @@ from nki_kernels.prefill.config import (
     largest_visit_of,
     mx_form,
     num_visits,
+    row_places,
     scales_late,
 )
 
@@ -132,7 +133,7 @@ def row_table(config: PrefillConfig) -> _RowTable:
     apart = 2 * largest if config.shard.splits_h else 0
     exchanged = (i_axis.rows, i_axis.count, num_projections(config.formula), R)
     late = largest if scales_late(config) else 0
-    gathered = 0 if loop.turns == "dma" else loop.row_buffers - 1 + loop.first_buffers
+    gathered = 0 if loop.turns == "dma" else row_places(loop)
     inner: tuple[int, ...] = (i_rows, i_count, R)
     turned, words = _turned(config, (h_axis.rows, h_axis.count, R)), tiles(0, (1, 1), nl.uint8)
     inner_words = words

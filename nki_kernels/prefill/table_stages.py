@@ -17,6 +17,7 @@ from nki_kernels.prefill.config import (
     has_scale_table,
     largest_visit_of,
     num_visits,
+    row_places,
 )
 from nki_kernels.prefill.stage_play import StageList
 from nki_kernels.prefill.stage_prices import (
@@ -102,5 +103,5 @@ def _clear_rows(stages: StageList, config: PrefillConfig, overlaps: bool) -> Non
     is_turned = config.loop.turns == "dma"
     columns = config.h_axis.count * config.tile_rows if is_turned else core_width(config)
     work = vector_work(columns / chip_in_force().fast_memset_speedup, overlaps)
-    for j in range(config.loop.row_buffers - 1 + config.loop.first_buffers):
+    for j in range(row_places(config.loop)):
         stages.compute(work, [], [("turned" if is_turned else "rows", j)])

@@ -25,6 +25,7 @@ class RouterConfig(NKIObject):
         hidden_dtype: element type of hidden_TH, one of DTYPES.
         weight_dtype: element type of router_weight_EH, one of DTYPES.
         num_cores: physical cores of the launch (LNC).
+        marks_broken: also tell tokens whose logits are not all numbers.
     """
 
     formula: RouterFormula
@@ -36,6 +37,7 @@ class RouterConfig(NKIObject):
     hidden_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
     num_cores: int = 2
+    marks_broken: bool = False
 
 
 def item_bytes(dtype: str) -> int:

@@ -64,6 +64,7 @@ from nki_kernels.route.config import RouterConfig
 from nki_kernels.route.memory import RouterTable, element_type, router_table, sbuf_bytes
 
 _H_CHUNK = BANK_FLOATS  # columns transposed into one PSUM bank
+_NORM_PSUM_BYTES = 8192  # per partition, half of PSUM
 
 
 @dataclass
@@ -74,6 +75,41 @@ class _RouterConstants(nl.NKIObject):
     bias_sb: nl.ndarray  # [128, E] float32
     selection_bias_sb: nl.ndarray  # [128, E] float32
     norm_weight_sb: nl.ndarray  # [128, H]
+    norm_weight_ps: nl.ndarray  # the first columns of it in PSUM
+    squares_sb: nl.ndarray  # [128, H], scratch of the norm
+
+
+@dataclass
+class _LoadedTile(nl.NKIObject):
+    """Rows of tokens, and what the norm multiplies them with."""
+
+    hidden_sb: nl.ndarray  # [rows, H]
+    scale_sb: nl.ndarray  # [rows, 1] float32, or any tile without a norm
+
+
+@dataclass
+class RouterOperands(nl.NKIObject):
+    """Tensors in HBM; those the configuration does not use may be None or any other."""
+
+    hidden_TH: nl.ndarray
+    router_weight_EH: nl.ndarray
+    bias_1E: Any
+    selection_bias_1E: Any
+    norm_weight_1H: Any
+    normed_TH: nl.ndarray  # written, if there is a norm
+    logits_TE: nl.ndarray  # written, if they are returned
+
+
+@dataclass
+class RoutedTiles(nl.NKIObject):
+    """What the tokens of a core chose, on the partitions of token_tiles.py.
+
+    Where broken tokens are marked, partitions without a token hold an index of -1 and zeros.
+    """
+
+    affinities_sb: nl.ndarray  # [128, tiles * K] float32
+    index_sb: nl.ndarray  # [128, tiles * K] int32
+    spoils_sb: nl.ndarray  # [128, tiles] float32, 0, or NaN for a token with a logit that is none
 
 
 @nki.jit
@@ -102,48 +138,101 @@ def router_topk(
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
     if tokens.count == 0:
         return tuple(outputs)
-    table = router_table(config, tokens.rows, 2)
-    ahead = 1 if sbuf_bytes(table) <= SBUF_BYTES else 0
-    constants = _load_constants(
-        router_weight_EH, bias_1E, selection_bias_1E, norm_weight_1H, config, table, tokens
+    operands = RouterOperands(
+        hidden_TH,
+        router_weight_EH,
+        bias_1E,
+        selection_bias_1E,
+        norm_weight_1H,
+        normed_TH,
+        logits_TE,
     )
-    affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
-    turned = []
-    for tile in range(min(ahead, tokens.count)):
-        turned.append(_turn_hidden(hidden_TH, normed_TH, constants, config, table, tokens, tile))
-    for tile in range(tokens.count):
-        # The tensor engine works in order: it turns the next tile while this one is copied.
-        if tile + ahead < tokens.count:
-            turned.append(
-                _turn_hidden(hidden_TH, normed_TH, constants, config, table, tokens, tile + ahead)
-            )
-        rows, logits_sb = tile_rows(tokens, tile), _multiply(turned.pop(0), constants, config)
-        if config.returns_logits:
-            target = token_rows(logits_TE, tokens, tile, 0, config.num_experts)
-            nisa.dma_copy(dst=target, src=logits_sb[:, 0 : config.num_experts])
-        choose(
-            affinities_sb[0:rows, tile * top_k : (tile + 1) * top_k],
-            index_sb[0:rows, tile * top_k : (tile + 1) * top_k],
-            logits_sb,
-            constants.selection_bias_sb,
-            config.num_experts,
-            config.formula,
-        )
-    store_per_token(affinities_TK, affinities_sb, tokens)
-    store_per_token(index_TK, index_sb, tokens)
+    routed = route_tiles(operands, config, tokens)
+    store_per_token(affinities_TK, routed.affinities_sb, tokens)
+    store_per_token(index_TK, routed.index_sb, tokens)
     return tuple(outputs)
 
 
-def _load_constants(
-    router_weight_EH: nl.ndarray,
-    bias_1E: Any,
-    selection_bias_1E: Any,
-    norm_weight_1H: Any,
+def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> RoutedTiles:
+    """Route the tokens of this core, at least one; logits and normalised tokens go to HBM."""
+    table = router_table(config, tokens.rows, 2)
+    ahead = 1 if sbuf_bytes(table) <= SBUF_BYTES else 0
+    constants = _load_constants(x, config, table, tokens)
+    affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
+    routed = RoutedTiles(affinities_sb, index_sb, affinities_sb)
+    if config.marks_broken:
+        routed.spoils_sb = allocate(table.spoils)[0]
+    if config.marks_broken and tokens.rows < tokens.count * PARTITIONS:
+        nisa.memset(dst=routed.index_sb, value=-1)
+        nisa.memset(dst=routed.affinities_sb, value=0.0)
+        nisa.memset(dst=routed.spoils_sb, value=0.0)
+    # Engines work in order: a tile is chosen for while the next one is multiplied, the one after
+    # that turned, and two more normalised.
+    early = 2 * ahead if config.has_norm else 0
+    loaded, normed, turned, logits = [], [], [], []
+    for step in range(tokens.count + early + 2 * ahead):
+        if step < tokens.count:
+            loaded.append(_load_hidden(x, constants, config, table, tokens, step))
+        if config.has_norm and 0 <= step - ahead and step - ahead < tokens.count:
+            first = loaded.pop(0)
+            normed.append(_normalize(first, x, constants, table, tokens, step - ahead))
+        if 0 <= step - early and step - early < tokens.count:
+            rows_sb = normed.pop(0) if config.has_norm else loaded.pop(0).hidden_sb
+            turned.append(_turn_hidden(rows_sb, constants, table))
+        if 0 <= step - early - ahead and step - early - ahead < tokens.count:
+            logits.append(_multiply(turned.pop(0), constants, config))
+        if 0 <= step - early - 2 * ahead:
+            _choose_tile(
+                x, constants, config, routed, tokens, step - early - 2 * ahead, logits.pop(0)
+            )
+    return routed
+
+
+def _choose_tile(
+    x: RouterOperands,
+    constants: _RouterConstants,
     config: RouterConfig,
-    table: RouterTable,
+    routed: RoutedTiles,
     tokens: TokenTiles,
+    tile: int,
+    logits_ps: nl.ndarray,
+) -> None:
+    """Choose and weigh the experts of a tile's tokens; store their logits if asked."""
+    rows, top_k = tile_rows(tokens, tile), config.formula.top_k
+    logits_sb = finish_logits(logits_ps, constants.bias_sb, config.formula)
+    if config.returns_logits:
+        target = token_rows(x.logits_TE, tokens, tile, 0, config.num_experts)
+        nisa.dma_copy(dst=target, src=logits_sb[:, 0 : config.num_experts])
+    choose(
+        routed.affinities_sb[0:rows, tile * top_k : (tile + 1) * top_k],
+        routed.index_sb[0:rows, tile * top_k : (tile + 1) * top_k],
+        logits_sb,
+        constants.selection_bias_sb,
+        config.num_experts,
+        config.formula,
+    )
+    if config.marks_broken:
+        _mark_broken(routed.spoils_sb[0:rows, tile : tile + 1], logits_sb, config.num_experts)
+
+
+def _mark_broken(spoils: nl.ndarray, logits_sb: nl.ndarray, num_experts: int) -> None:
+    """Write 0 for a token whose logits are numbers, else NaN: 0 times what is none is none."""
+    nothing_sb = nl.ndarray((logits_sb.shape[0], num_experts), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar_reduce(
+        dst=nothing_sb,
+        data=logits_sb[:, 0:num_experts],
+        op0=nl.multiply,
+        operand0=0.0,
+        reduce_op=nl.add,
+        reduce_res=spoils,
+    )
+
+
+def _load_constants(
+    x: RouterOperands, config: RouterConfig, table: RouterTable, tokens: TokenTiles
 ) -> _RouterConstants:
     """Load and transpose the router's weight; repeat the row vectors on the partitions in use."""
+    router_weight_EH = x.router_weight_EH
     num_experts, hidden_size = router_weight_EH.shape
     weight_sb = allocate(table.weight)[0]
     for expert in range(0, num_experts, PARTITIONS):
@@ -156,16 +245,28 @@ def _load_constants(
             target = weight_sb[:, :, expert : expert + rows]
             _transpose_columns(target, part_sb, start // PARTITIONS)
     used = used_partitions(tokens)
-    constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb)
+    constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb)
     if config.formula.has_bias:
-        constants.bias_sb = _repeat_row(bias_1E, allocate_rows(table.bias, used))
+        constants.bias_sb = _repeat_row(x.bias_1E, allocate_rows(table.bias, used))
     if config.formula.has_selection_bias:
         selection_bias_sb = allocate_rows(table.selection_bias, used)
-        constants.selection_bias_sb = _repeat_row(selection_bias_1E, selection_bias_sb)
+        constants.selection_bias_sb = _repeat_row(x.selection_bias_1E, selection_bias_sb)
     if config.has_norm:
-        norm_sb = nl.ndarray((used, hidden_size), norm_weight_1H.dtype, buffer=nl.sbuf)
-        constants.norm_weight_sb = _repeat_row(norm_weight_1H, norm_sb)
+        norm_sb = nl.ndarray((used, hidden_size), x.norm_weight_1H.dtype, buffer=nl.sbuf)
+        constants.norm_weight_sb = _repeat_row(x.norm_weight_1H, norm_sb)
+        constants.squares_sb = allocate(table.squares)[0]
+        columns = _norm_columns(norm_sb)
+        constants.norm_weight_ps = nl.ndarray((used, columns), norm_sb.dtype, buffer=nl.psum)
+        for start in range(0, columns, _H_CHUNK):
+            part = slice(start, min(start + _H_CHUNK, columns))
+            nisa.tensor_copy(dst=constants.norm_weight_ps[:, part], src=norm_sb[:, part])
     return constants
+
+
+def _norm_columns(norm_sb: nl.ndarray) -> int:
+    """Return how many columns of the norm's weight fit into half of PSUM."""
+    columns: int = norm_sb.shape[1]
+    return min(columns, _NORM_PSUM_BYTES // (4 if norm_sb.dtype == nl.float32 else 2))
 
 
 def _repeat_row(row_1X: nl.ndarray, repeated_sb: nl.ndarray) -> nl.ndarray:
@@ -203,16 +304,9 @@ def _transpose_columns(target_sb: nl.ndarray, source_sb: nl.ndarray, first_chunk
 
 
 def _turn_hidden(
-    hidden_TH: nl.ndarray,
-    normed_TH: nl.ndarray,
-    constants: _RouterConstants,
-    config: RouterConfig,
-    table: RouterTable,
-    tokens: TokenTiles,
-    tile: int,
+    hidden_sb: nl.ndarray, constants: _RouterConstants, table: RouterTable
 ) -> nl.ndarray:
-    """Return a tile's tokens, normalised if asked, as [128 of H, H / 128, rows]."""
-    hidden_sb = _load_hidden(hidden_TH, normed_TH, constants, config, table, tokens, tile)
+    """Return rows of tokens as [128 of H, H / 128, rows]."""
     rows, hidden_size = hidden_sb.shape
     chunks = constants.weight_sb.shape[1]
     turned_sb = nl.ndarray((PARTITIONS, chunks, rows), table.turned.dtype, buffer=nl.sbuf)
@@ -223,57 +317,80 @@ def _turn_hidden(
 
 
 def _load_hidden(
-    hidden_TH: nl.ndarray,
-    normed_TH: nl.ndarray,
+    x: RouterOperands,
     constants: _RouterConstants,
     config: RouterConfig,
     table: RouterTable,
     tokens: TokenTiles,
     tile: int,
-) -> nl.ndarray:
-    """Load the rows of a tile, [rows, H]; with a norm, normalise them and store them too."""
-    hidden_size = hidden_TH.shape[1]
+) -> _LoadedTile:
+    """Load the rows of a tile, [rows, H]; with a norm, find what it divides them by."""
+    hidden_size = x.hidden_TH.shape[1]
     rows = tile_rows(tokens, tile)
     hidden_sb = allocate_rows(table.hidden, rows)
-    nisa.dma_copy(dst=hidden_sb, src=token_rows(hidden_TH, tokens, tile, 0, hidden_size))
+    nisa.dma_copy(dst=hidden_sb, src=token_rows(x.hidden_TH, tokens, tile, 0, hidden_size))
     if not config.has_norm:
-        return hidden_sb
-    normed_sb = _normalize(allocate_rows(table.normed, rows), hidden_sb, constants, config)
-    nisa.dma_copy(dst=token_rows(normed_TH, tokens, tile, 0, hidden_size), src=normed_sb)
-    return normed_sb
+        return _LoadedTile(hidden_sb, hidden_sb)
+    scale_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
+    # The squares themselves are not needed.
+    nisa.activation_reduce(
+        dst=constants.squares_sb[0:rows, :], op=nl.square, data=hidden_sb, reduce_op=nl.add,
+        reduce_res=scale_sb,
+    )  # fmt: skip
+    # A root of the Scalar engine would change its table twice a tile.
+    nisa.tensor_scalar(
+        dst=scale_sb, data=scale_sb, op0=nl.multiply, operand0=1.0 / hidden_size, op1=nl.add,
+        operand1=config.norm_eps, engine=nisa.engine.scalar,
+    )  # fmt: skip
+    nisa.tensor_scalar(
+        dst=scale_sb, data=scale_sb, op0=nl.power, operand0=-0.5, engine=nisa.engine.gpsimd
+    )
+    return _LoadedTile(hidden_sb, scale_sb)
 
 
 def _normalize(
-    normed_sb: nl.ndarray,
-    hidden_sb: nl.ndarray,
+    loaded: _LoadedTile,
+    x: RouterOperands,
     constants: _RouterConstants,
-    config: RouterConfig,
+    table: RouterTable,
+    tokens: TokenTiles,
+    tile: int,
 ) -> nl.ndarray:
-    """Write RMSNorm of the rows [rows, H]; return it."""
+    """Return RMSNorm of the rows [rows, H], and store it."""
+    hidden_sb = loaded.hidden_sb
     rows, hidden_size = hidden_sb.shape
-    scale_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
-    # The squares themselves are not needed: their place is overwritten below.
-    nisa.activation_reduce(
-        dst=normed_sb, op=nl.square, data=hidden_sb, reduce_op=nl.add, reduce_res=scale_sb
-    )
-    nisa.activation(
-        dst=scale_sb, op=nl.rsqrt, data=scale_sb, scale=1.0 / hidden_size, bias=config.norm_eps
-    )
+    normed_sb = allocate_rows(table.normed, rows)
+    # The Vector engine reads one operand from SBUF and one from PSUM at full rate, two of SBUF at
+    # half of it.
+    fast = constants.norm_weight_ps.shape[1]
+    weight_ps, scale_sb = constants.norm_weight_ps, loaded.scale_sb
+    _apply_norm(normed_sb[:, 0:fast], hidden_sb[:, 0:fast], scale_sb, weight_ps)
+    if fast < hidden_size:
+        rest = slice(fast, hidden_size)
+        weight_sb = constants.norm_weight_sb[:, rest]
+        _apply_norm(normed_sb[:, rest], hidden_sb[:, rest], scale_sb, weight_sb)
+    nisa.dma_copy(dst=token_rows(x.normed_TH, tokens, tile, 0, hidden_size), src=normed_sb)
+    return normed_sb
+
+
+def _apply_norm(
+    normed: nl.ndarray, hidden: nl.ndarray, scale_sb: nl.ndarray, weight: nl.ndarray
+) -> None:
+    """Write hidden * scale * weight, views [rows, columns]."""
     nisa.scalar_tensor_tensor(
-        dst=normed_sb,
-        data=hidden_sb,
+        dst=normed,
+        data=hidden,
         op0=nl.multiply,
         operand0=scale_sb,
         op1=nl.multiply,
-        operand1=constants.norm_weight_sb[0:rows, :],
+        operand1=weight[0 : hidden.shape[0], :],
     )
-    return normed_sb
 
 
 def _multiply(
     turned_sb: nl.ndarray, constants: _RouterConstants, config: RouterConfig
 ) -> nl.ndarray:
-    """Return the logits of a tile, [rows, max(E, 8)] float32; columns past E hold LOWEST."""
+    """Return the products of a tile, [rows, E] float32 in PSUM."""
     rows = turned_sb.shape[2]
     num_chunks, num_experts = constants.weight_sb.shape[1:3]
     logits_ps = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.psum)
@@ -285,4 +402,4 @@ def _multiply(
             moving=constants.weight_sb[0:depth, chunk, :],
             accumulate=chunk > 0,
         )
-    return finish_logits(logits_ps, constants.bias_sb, config.formula)
+    return logits_ps

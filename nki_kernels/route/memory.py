@@ -17,8 +17,9 @@ _SMALL_TILES_BYTES = 1024  # sums, scales and single columns
 class RouterTable(NamedTuple):
     """The buffers of one core; H / 128 rounded up is C."""
 
-    hidden: Tiles  # [128 tokens, H], one per tile in flight; so are the next two
-    normed: Tiles
+    hidden: Tiles  # [128 tokens, H], one per tile in flight, one more to normalise
+    normed: Tiles  # one per tile in flight; so is `turned`
+    squares: Tiles  # [128 tokens, H], one
     turned: Tiles  # [128 of H, C, 128 tokens]
     weight: Tiles  # [128 of H, C, E], transposed
     norm_weight: Tiles  # [128, H], the same on all partitions; so are the next two
@@ -27,6 +28,7 @@ class RouterTable(NamedTuple):
     scores: Tiles  # [128, E or more], temporaries of the choice, biases included
     affinities: Tiles  # [128, tiles * K]
     chosen: Tiles
+    spoils: Tiles  # [128, tiles], of tokens that hold no numbers
 
 
 def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> RouterTable:
@@ -46,8 +48,9 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
     selection_biases = 1 if formula.has_selection_bias else 0
     scores = (7 if ranks_scores(formula) else 4) + biases + selection_biases
     return RouterTable(
-        hidden=tiles(in_flight, (PARTITIONS, H), hidden),
+        hidden=tiles(in_flight + (norms if in_flight > 1 else 0), (PARTITIONS, H), hidden),
         normed=tiles(in_flight * norms, (PARTITIONS, H), hidden),
+        squares=tiles(norms, (PARTITIONS, H), hidden),
         turned=tiles(in_flight, (PARTITIONS, chunks, PARTITIONS), operand),
         weight=tiles(1, (PARTITIONS, chunks, E), operand),
         # It has the type of its operand; float32 is the widest.
@@ -57,6 +60,9 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         scores=Tiles(0, (PARTITIONS, max(AT_ONCE, E)), nl.float32, scores),
         affinities=tiles(1, (PARTITIONS, columns), nl.float32),
         chosen=tiles(1, (PARTITIONS, columns), nl.int32),
+        spoils=small_tiles(
+            int(config.marks_broken), (PARTITIONS, columns // formula.top_k), nl.float32
+        ),
     )
 
 

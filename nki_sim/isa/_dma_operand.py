@@ -18,7 +18,7 @@ from nki_sim.dtypes import Array, DType
 from nki_sim.errors import IllegalOperand, OutOfBounds
 from nki_sim.machine import Core, NkiTensor
 from nki_sim.machine.geometry import contiguous_runs
-from nki_sim.machine.memory import Coverage, Walk
+from nki_sim.machine.memory import Coverage, Walk, meet
 from nki_sim.machine.tensor import read_index, read_indices
 from nki_sim.machine.views import Dynamic
 
@@ -208,7 +208,8 @@ def _resolve_scalar(
     first = dynamic.static + shift
     span = sum((c - 1) * s for c, s in zip(value.shape, value.strides, strict=True)) + 1
     if core.options.out_of_bounds == "clamp":
-        highest = max(0, (limit - span - dynamic.static) // max(1, dynamic.multiplier))
+        last = min(dynamic.limit - 1, limit - span - dynamic.static)
+        highest = max(0, last // max(1, dynamic.multiplier))
         shift = min(max(index, 0), highest) * dynamic.multiplier
         first = dynamic.static + shift
     if 0 <= shift < max(dynamic.limit, 1) and first + span <= limit:
@@ -297,12 +298,7 @@ def check_overlap(dst: Access, src: Access) -> None:
     x, y = a.geometry.box, b.geometry.box
     if not (x.dense and y.dense):
         return
-    if (
-        x.row_start < y.row_end
-        and y.row_start < x.row_end
-        and x.byte_start < y.byte_end
-        and y.byte_start < x.byte_end
-    ):
+    if meet(x, y):
         raise IllegalOperand("src", "a source that does not overlap dst", "overlapping views",
                              "An exact self-copy is allowed")  # fmt: skip
 

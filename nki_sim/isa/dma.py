@@ -119,7 +119,7 @@ def dma_transpose(
     indirect = src._dynamic is not None and src._dynamic.kind == "vector"
     mode = _dge(core, dge_mode, dst, src)
     if indirect:
-        _check_indirect_transpose(core, src)
+        _check_indirect_transpose(src)
     elif mode is Dge.hwdge:
         _check_hardware_transpose(src)
     if Oob(oob_mode) is Oob.skip and src._dynamic is None and dst._dynamic is None:
@@ -280,9 +280,8 @@ def _check_hardware_transpose(src: NkiTensor) -> None:
         )  # fmt: skip
 
 
-def _check_indirect_transpose(core: Core, src: NkiTensor) -> None:
+def _check_indirect_transpose(src: NkiTensor) -> None:
     """Limits of the transpose of gathered rows (NKI 0.6)."""
-    check_generation(core, nc_version.gen3, "vector_offset")
     assert src._dynamic is not None
     index = src._dynamic.index
     if src.dtype.itemsize != 2:

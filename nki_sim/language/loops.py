@@ -34,7 +34,7 @@ def dynamic_range(start: Any, stop: Any = None, step: Any = 1) -> Iterator[Virtu
         step: positive int.
     """
     core = current()
-    line = core.here(2)
+    line = core.here()
     text = "nl.dynamic_range is deprecated. Use nl.fori_loop."
     warnings.warn(text, DeprecationWarning, stacklevel=2)
     first, last = (0, _bound(start)) if stop is None else (_bound(start), _bound(stop))
@@ -66,7 +66,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any], Any], step: int 
         step: positive int.
     """
     core = current()
-    loop = Loop(core, core.here(2))
+    loop = Loop(core, core.here())
     for value in range(_bound(lower), _bound(upper), _step(step)):
         loop.trip()
         if body_fun(VirtualRegister(value)) is not None:
@@ -77,7 +77,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any], Any], step: int 
 def while_loop(init: VirtualRegister, body_fun: Callable[[Any], Any]) -> None:
     """Run `body_fun(register)`, which returns the next register, until the register is 0."""
     core = current()
-    loop = Loop(core, core.here(2))
+    loop = Loop(core, core.here())
     register = init
     while (value := register.read()) != 0:
         loop.check_progress(value)

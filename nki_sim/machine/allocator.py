@@ -15,7 +15,7 @@ import numpy as np
 from nki_sim import trace as tr
 from nki_sim.dtypes import DType
 from nki_sim.errors import CapacityError
-from nki_sim.machine.memory import EXACT, UNKNOWN, Allocation, Coverage, MemoryRegion
+from nki_sim.machine.memory import EXACT, UNKNOWN, Allocation, Coverage, MemoryRegion, meet
 from nki_sim.machine.program import Program
 from nki_sim.machine.shared_log import SharedLog
 from nki_sim.machine.system import System
@@ -85,7 +85,7 @@ class Allocator(Program):
             self._track(alloc)
         if space == tr.PSUM:
             alloc.accumulated = Coverage(alloc.rows, alloc.pitch, dtype.itemsize)
-        alloc.line = self.line = self.here(2)
+        alloc.line = self.line = self.here()
         alloc.trace_id = self.trace.add_storage(
             tr.Storage(space, core, self.rank, partitions, size, address, name)
         )
@@ -101,12 +101,12 @@ class Allocator(Program):
         """All cores of a rank name one tensor by its name, else by the order of allocation."""
         count = self.shared_count.get(name, 0)
         self.shared_count[name] = count + 1
-        self.shared_lines.append(self.here(3))
+        self.shared_lines.append(self.here())
         key = (self.rank, (name, count))
         found = self.machine.shared.get(key)
         if found is None:
             found = Allocation(self, MemoryRegion.shared_hbm, shape, dtype, name)
-            found.line = self.here(3)
+            found.line = self.shared_lines[-1]
             self._track(found)
             self._register_shared(found)
             self.machine.shared[key] = found
@@ -174,23 +174,13 @@ class Allocator(Program):
 
     def _place(self, alloc: Allocation) -> None:
         """Find the tensors that lie on the same bytes as a newly placed one."""
-        assert alloc.address is not None
-        row, start = alloc.address
         alive = []
         for ref in self._placed:
             other = ref()
             if other is None:
                 continue
             alive.append(ref)
-            if other.space != alloc.space or other.address is None:
-                continue
-            other_row, other_start = other.address
-            if (
-                row < other_row + other.rows
-                and other_row < row + alloc.rows
-                and start < other_start + other.pitch
-                and other_start < start + alloc.pitch
-            ):
+            if other.space == alloc.space and meet(_place_of(alloc), _place_of(other)):
                 alloc.aliases.append(ref)
                 other.aliases.append(weakref.ref(alloc))
         alive.append(weakref.ref(alloc))
@@ -244,6 +234,13 @@ class Allocator(Program):
                 other.clobbered_by = (
                     f"{alloc.name or 'a tensor'} written at {self.machine.location(self.line)}"
                 )
+
+
+def _place_of(alloc: Allocation) -> tuple[int, int, int, int]:
+    """Return rows and bytes of a tensor with an address."""
+    assert alloc.address is not None
+    row, start = alloc.address
+    return row, row + alloc.rows, start, start + alloc.pitch
 
 
 def _fill(alloc: Allocation, byte: int) -> None:

@@ -7,7 +7,6 @@ was written. `Machine` is all cores of a launch with what they share.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -17,8 +16,9 @@ from nki_sim.machine.allocator import Allocator
 from nki_sim.machine.ambient import current as _current
 from nki_sim.machine.ambient import running as _running
 from nki_sim.machine.geometry import share_bytes
-from nki_sim.machine.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN, Box
-from nki_sim.machine.system import PACKAGE_DIR, System
+from nki_sim.machine.memory import CONSTANT, EXACT, SMALL_ELEMENTS, UNKNOWN, meet
+from nki_sim.machine.program import kernel_frame
+from nki_sim.machine.system import System
 from nki_sim.machine.tensor import NkiTensor
 from nki_sim.machine.undefined import read_undefined
 from nki_sim.options import SimOptions
@@ -112,7 +112,7 @@ class Core(Allocator):
                 self.refuse_escaped(tensor)
             if alloc.unread:
                 read = tensor.geometry.box
-                for box in [box for box in alloc.unread if box is read or _meet(box, read)]:
+                for box in [box for box in alloc.unread if meet(box, read)]:
                     del alloc.unread[box]
             if writes and alloc is writes[0]._alloc:
                 self._check_shift(tensor, writes[0])
@@ -163,9 +163,7 @@ class Core(Allocator):
         machine = self.machine
         if machine.preempt and machine.scheduler is not None:
             machine.scheduler.maybe_preempt(self)
-        frame: Any = sys._getframe(1)
-        while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
-            frame = frame.f_back
+        frame = kernel_frame()
         self.line = line = machine.line_of(frame)
         index = self.trace.emit(
             op, engine, facts, read_ids, write_ids, line, self.id, self.rank, self.loop_depth
@@ -196,11 +194,12 @@ class Core(Allocator):
             alloc = tensor._alloc
             if level == CONSTANT and alloc.dtype.kind == "f":
                 count = alloc.rows * alloc.pitch // alloc.dtype.itemsize
-                if count > SMALL_ELEMENTS:
-                    if fill is not None and _is_whole(tensor) and not alloc.has_data:
-                        alloc.pending = fill
-                        alloc.known = CONSTANT
-                        return UNKNOWN
+                is_whole_fill = fill is not None and _is_whole(tensor) and not alloc.has_data
+                if is_whole_fill and count > SMALL_ELEMENTS:
+                    alloc.pending = fill
+                    alloc.known = CONSTANT
+                    return UNKNOWN
+                if count > max(SMALL_ELEMENTS, self.options.small_elements):
                     level = UNKNOWN
         for tensor in writes:
             alloc = tensor._alloc
@@ -210,16 +209,6 @@ class Core(Allocator):
                 exact = alloc.known == EXACT or alloc.dtype.kind != "f"
                 alloc.known = EXACT if exact else level
         return level
-
-
-def _meet(one: Box, other: Box) -> bool:
-    """Whether two boxes have a byte in common."""
-    return (
-        one.row_start < other.row_end
-        and other.row_start < one.row_end
-        and one.byte_start < other.byte_end
-        and other.byte_start < one.byte_end
-    )
 
 
 def _is_whole(tensor: NkiTensor) -> bool:

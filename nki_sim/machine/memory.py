@@ -61,6 +61,12 @@ class Box(NamedTuple):
     dense: bool
 
 
+def meet(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Say whether two boxes, given with or without `dense`, have a byte in common."""
+    r0, r1, b0, b1 = one[:4]
+    return bool(r0 < other[1] and other[0] < r1 and b0 < other[3] and other[2] < b1)
+
+
 class Walk(NamedTuple):
     """How a view walks its allocation: byte offset, shape, byte strides, bytes of one element."""
 
@@ -110,15 +116,9 @@ class Coverage:
         if self.full:
             return True
         if self._mask is None:
-            row_start, row_end, byte_start, byte_end, _ = box
-            touched = False
-            for r0, r1, b0, b1 in self._boxes:
-                if r0 <= row_start and row_end <= r1 and b0 <= byte_start and byte_end <= b1:
-                    return True
-                touched = touched or (
-                    r0 < row_end and row_start < r1 and b0 < byte_end and byte_start < b1
-                )
-            if not touched:
+            if any(_contains(outer, box) for outer in self._boxes):
+                return True
+            if not any(meet(near, box) for near in self._boxes):
                 return False
         return bool(self.mask_of(walk).all())
 
@@ -127,14 +127,9 @@ class Coverage:
         if self.full:
             return True
         if self._mask is None:
-            row_start, row_end, byte_start, byte_end, dense = box
-            near = [
-                1
-                for r0, r1, b0, b1 in self._boxes
-                if r0 < row_end and row_start < r1 and b0 < byte_end and byte_start < b1
-            ]
-            if not near or dense:
-                return bool(near)
+            is_near = any(meet(near, box) for near in self._boxes)
+            if not is_near or box.dense:
+                return is_near
         return bool(self.mask_of(walk).any())
 
     def add(self, box: Box, walk: Walk) -> None:
@@ -218,7 +213,7 @@ class Coverage:
         boxes = self._boxes
         for index in range(len(boxes) - 1, -1, -1):
             s0, s1, c0, c1 = boxes[index]
-            if s0 <= r0 and r1 <= s1 and c0 <= b0 and b1 <= c1:
+            if _contains(boxes[index], (r0, r1, b0, b1)):
                 return
             if (s0 == r0 and s1 == r1 and b0 <= c1 and c0 <= b1) or (
                 c0 == b0 and c1 == b1 and r0 <= s1 and s0 <= r1
@@ -235,6 +230,11 @@ class Coverage:
         boxes.append((r0, r1, b0, b1))
         if len(boxes) > _MAX_BOXES:
             self._materialise()
+
+
+def _contains(outer: tuple[int, ...], inner: tuple[int, ...]) -> bool:
+    r0, r1, b0, b1 = outer
+    return r0 <= inner[0] and inner[1] <= r1 and b0 <= inner[2] and inner[3] <= b1
 
 
 def _widen(chosen: _Mask, mask: _Mask) -> _Mask:

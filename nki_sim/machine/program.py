@@ -154,16 +154,13 @@ class Program:
 
     # Source lines.
 
-    def here(self, depth: int = 1) -> int:
+    def here(self) -> int:
         """Return the line id of the nearest caller outside this package."""
-        frame: Any = sys._getframe(depth)
-        while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
-            frame = frame.f_back
-        return self.machine.line_of(frame)
+        return self.machine.line_of(kernel_frame())
 
     def location(self) -> str:
         """Return "file:line" of the kernel now."""
-        return self.machine.location(self.here(2))
+        return self.machine.location(self.here())
 
     def note(self, kind: str, text: str) -> None:
         """Keep a finding about the kernel's present line."""
@@ -180,9 +177,7 @@ class Program:
 
     def while_condition(self, register: VirtualRegister) -> bool:
         """Serve ``while register:``; any other test of a register raises."""
-        frame: Any = sys._getframe(1)
-        while frame.f_code.co_filename.startswith(PACKAGE_DIR):
-            frame = frame.f_back
+        frame = kernel_frame()
         lines = _while_lines(frame.f_code.co_filename)
         if lines is not None and frame.f_lineno not in lines:
             raise LanguageError(
@@ -240,7 +235,7 @@ class Program:
         names = changing_names(file, int(number))
         if not names:
             return {}
-        frame: Any = sys._getframe(1)
+        frame: Any = sys._getframe()
         while frame.f_code.co_filename != file and frame.f_back is not None:
             frame = frame.f_back
         seen = frame.f_locals
@@ -313,6 +308,14 @@ class Program:
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 if type(item) is NkiTensor:
                     yield name, item
+
+
+def kernel_frame() -> Any:
+    """Return the frame of the nearest caller outside this package."""
+    frame: Any = sys._getframe()
+    while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _plain(value: Any) -> Any:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from neuron_moe.blocks import num_blocks
+from nki_kernels.common.memory import table_bytes
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.decode.fit import sbuf_bytes as decode_bytes
 from nki_kernels.decode.layer_config import _front_bytes as front_bytes
+from nki_kernels.decode.memory import ends_table
 from nki_kernels.decode.shared import shared_bytes
 from nki_kernels.index import BlockDims
 from nki_kernels.index.memory import sbuf_bytes as index_bytes
@@ -51,11 +53,13 @@ def counted() -> Iterator[tuple[str, int]]:
     for name, problem in prefill.CASES.items():
         yield f"prefill-{name}", prefill_bytes(problem.config())
     for name, decoded in decode.CASES.items():
-        yield f"decode-{name}", decode_bytes(decoded.config())
+        config = decoded.config()
+        yield f"decode-{name}", decode_bytes(config)
+        yield f"decode-ends-{name}", table_bytes(ends_table(config))
     for name, layer in decode_layer.CASES.items():
-        config = layer.config()
-        yield f"decode-front-{name}", front_bytes(config)
-        yield f"decode-shared-{name}", shared_bytes(config.shared)
+        of_layer = layer.config()
+        yield f"decode-front-{name}", front_bytes(of_layer)
+        yield f"decode-shared-{name}", shared_bytes(of_layer.shared)
 
 
 WRITTEN = json.loads(FILE.read_text()) if FILE.exists() else {}

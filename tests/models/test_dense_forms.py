@@ -12,6 +12,8 @@ from neuron_moe.models.dense_forms import PackedLinear, settle_linears
 from neuron_moe.models.generation import GenerationOptions, generate
 from neuron_moe.models.loader import load_model
 from neuron_moe.router import Router
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.spec import SharedSpec
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
 
@@ -59,3 +61,23 @@ def test_a_shared_weight_stays_one(checkpoint_of: Callable[..., Path]) -> None:
     model.lm_head.weight = model.embed_tokens.weight
     settle_linears(model, "packed")
     assert model.lm_head.weight is model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_packed_shared_experts_are_not_unpacked_at_each_step(
+    is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SharedSpec(
+        hidden_size=64,
+        intermediate_size=96,
+        activation="silu",
+        is_fused=is_fused,
+        is_gated=True,
+    )
+    shared = SharedExperts(spec)
+    shared.requires_grad_(False)
+    hidden = torch.randn(5, 64)
+    expected = shared(hidden)
+    assert settle_linears(shared, "packed") == (2 if is_fused else 3)
+    monkeypatch.delattr(PackedLinear, "weight")
+    torch.testing.assert_close(shared(hidden), expected, rtol=1e-5, atol=1e-6)

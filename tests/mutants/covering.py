@@ -90,16 +90,18 @@ class Covering:
 
         They run its line; or a line of its folder, where its own runs while the file is imported,
         which is in some test or in none. Those of its own folder and of tests/golden, which see
-        most, come first; they end where they would take `budget_s`, all but the first.
+        most, come first, and one case of each test before another; they end where they would take
+        `budget_s`, all but the first.
         """
         found = set() if mutant.runs_once else self._lines[str(mutant.path), mutant.line]
         found = found & self.seconds.keys() or self._rooms[mutant.path.parent] & self.seconds.keys()
         chosen: dict[str, float] = {}
         spent = 0.0
         folders = (f"tests/{mutant.path.parent}/", "tests/golden/")
+        turns = turns_of(sorted(found, key=lambda test: (self.seconds[test], test)))
 
-        def rank(test: str) -> tuple[bool, float, str]:
-            return not test.startswith(folders), self.seconds[test], test
+        def rank(test: str) -> tuple[bool, int, float, str]:
+            return not test.startswith(folders), turns[test], self.seconds[test], test
 
         for test in sorted(found, key=rank):
             spent += self.seconds[test]
@@ -107,3 +109,13 @@ class Covering:
                 break
             chosen[test] = self.seconds[test]
         return chosen
+
+
+def turns_of(tests: Iterable[str]) -> dict[str, int]:
+    """Number the cases of each test, in the order in which they are given."""
+    cases: dict[str, int] = {}
+    turns: dict[str, int] = {}
+    for test in tests:
+        function = test.partition("[")[0]
+        turns[test] = cases[function] = cases.get(function, -1) + 1
+    return turns

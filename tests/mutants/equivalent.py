@@ -150,12 +150,6 @@ EQUIVALENT = (
         "any step beyond the last one is none",
     ),
     Equivalent(
-        "nki_sim/machine/allocator.py",
-        "found.line = self.here(3)",
-        "found.line = self.here(4)",
-        "frames of the simulator are passed over in any case",
-    ),
-    Equivalent(
         "nki_sim/isa/functions.py",
         "_ERF_LIMIT: Final = 6  # erf(6) rounds to 1 in float64",
         "_ERF_LIMIT: Final = 7  # erf(6) rounds to 1 in float64",
@@ -250,5 +244,65 @@ EQUIVALENT = (
         "loads = (columns[:, tr.ENGINE] == tr.DMA) & (columns[:, tr.NUM_READS] > 0)",
         "loads = (columns[:, tr.ENGINE] == tr.DMA) & (columns[:, tr.NUM_READS] >= 0)",
         "every DMA on chip reads something",
+    ),
+    Equivalent(
+        "nki_sim/machine/memory.py",
+        "return r0 <= inner[0] and inner[1] <= r1 and b0 <= inner[2] and inner[3] <= b1",
+        "return r0 < inner[0] and inner[1] <= r1 and b0 <= inner[2] and inner[3] <= b1",
+        "a box not seen to lie in another is looked up in the mask, or kept beside it",
+    ),
+    Equivalent(
+        "nki_sim/machine/memory.py",
+        "return r0 <= inner[0] and inner[1] <= r1 and b0 <= inner[2] and inner[3] <= b1",
+        "return r0 <= inner[0] and inner[1] < r1 and b0 <= inner[2] and inner[3] <= b1",
+        "a box not seen to lie in another is looked up in the mask, or kept beside it",
+    ),
+    Equivalent(
+        "nki_sim/machine/memory.py",
+        "return r0 <= inner[0] and inner[1] <= r1 and b0 <= inner[2] and inner[3] <= b1",
+        "return r0 <= inner[0] and inner[1] <= r1 and b0 < inner[2] and inner[3] <= b1",
+        "a box not seen to lie in another is looked up in the mask, or kept beside it",
+    ),
+    Equivalent(
+        "nki_sim/machine/memory.py",
+        "return r0 <= inner[0] and inner[1] <= r1 and b0 <= inner[2] and inner[3] <= b1",
+        "return r0 <= inner[0] and inner[1] <= r1 and b0 <= inner[2] and inner[3] < b1",
+        "a box not seen to lie in another is looked up in the mask, or kept beside it",
+    ),
+    Equivalent(
+        "nki_kernels/decode/trips.py",
+        "b.expert_in, b.expert_out, b.weights, b.inputs, 0, 1,",
+        "b.expert_in, b.expert_out, b.weights, b.inputs, 1, 1,",
+        "only loads are asked for from it, and no column is read",
+    ),
+    Equivalent(
+        "nki_kernels/decode/trips.py",
+        "b.expert_in, b.expert_out, b.weights, b.inputs, 0, 1,",
+        "b.expert_in, b.expert_out, b.weights, b.inputs, 0, 2,",
+        "only loads are asked for from it, and no column is read",
+    ),
+    Equivalent(
+        "nki_kernels/decode/kernel.py",
+        "nl.fori_loop(begin, end, one_trip, step=max(1, entry_stride(config) * size))",
+        "nl.fori_loop(begin, end, one_trip, step=max(2, entry_stride(config) * size))",
+        "a loop of one entry makes one trip at most, and others have two entries or more",
+    ),
+    Equivalent(
+        "nki_sim/machine/liveness.py",
+        "source = np.minimum(first[:-1], max(len(operand_ids) - 1, 0))",
+        "source = np.minimum(first[:-1], max(len(operand_ids) - 2, 0))",
+        "only a DMA that writes nothing is that late, and what is read counts in any case",
+    ),
+    Equivalent(
+        "nki_sim/machine/races.py",
+        "if not log.writers or len({access.core for access in log.accesses}) < 2:",
+        "if not log.writers and len({access.core for access in log.accesses}) < 2:",
+        "such accesses are compared in vain",
+    ),
+    Equivalent(
+        "nki_sim/isa/_dma_operand.py",
+        "return np.zeros((0, int(np.prod(self.inner_shape))), self.tensor.dtype.numpy)",
+        "return np.zeros((1, int(np.prod(self.inner_shape))), self.tensor.dtype.numpy)",
+        "no row is written from it",
     ),
 )

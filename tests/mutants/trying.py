@@ -17,6 +17,8 @@ SLOWER, START_S = 3, 30  # a change may make tests so much slower before they co
 HEAVY = ["numpy", "ml_dtypes", "torch", "transformers", "safetensors.torch"]
 OURS = ("tests", "neuron_moe", "nki_kernels", "nki_sim", "nki", "neuronxcc")
 QUIET = ("-W", "ignore:Module already imported")  # of what the fork brings along
+# A process that has started CUDA cannot fork ranks; what Triton reads counts at its import.
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 _BEGUN = ".begun"  # where a run of tests writes down which it has begun
 _server = multiprocessing.get_context("forkserver")
 
@@ -52,6 +54,7 @@ def run_tests(tests: dict[str, float], tree: Path, deadline: float) -> Outcome:
 
 def in_fork(work: Callable[..., None], arguments: tuple[object, ...], limit_s: float) -> int | None:
     """Call a function that ends its process; return the status, None if it did not end in time."""
+    os.environ |= WITHOUT_GPU  # of the server, which starts at the first call
     _server.set_forkserver_preload(HEAVY)
     process = _server.Process(target=work, args=arguments)
     process.start()

@@ -17,7 +17,13 @@ needs_compiler = pytest.mark.skipif(
     bool(compiled_products.why_not()), reason="no C++ compiler on this machine"
 )
 EXPERTS, COUNTS = (7, 1, 3, 4), (1, 5, 18, 130)  # more rows than stay in the cache, too
-SIZES = {"whole": (64, 128), "odd": (67, 33), "small": (3, 2), "one-piece-more": (96, 65)}
+SIZES = {
+    "whole": (64, 128),
+    "odd": (67, 33),
+    "small": (3, 2),
+    "one-piece-more": (96, 65),
+    "tiles": (160, 224),
+}
 EXACT = {torch.float32: 1e-6, torch.bfloat16: 1e-5}  # bfloat16 products are exact in float32
 
 

@@ -3,6 +3,8 @@
 Without a GPU, tests/conftest.py chooses the interpreter; a GPU runs the compiled kernels.
 """
 
+import dataclasses
+import math
 from itertools import starmap
 from typing import Any
 
@@ -10,13 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+from tests.kernels import NO_TRITON, OLDEST_TRITON
+
+pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.backends.cuda import hopper_launch
 from neuron_moe.backends.cuda.launch import copy_rows, sort_rows
 from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
+from nki_kernels.common.formula import limits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's
@@ -183,16 +188,59 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
     layer = build("cuda")
     experts = layer.expert_mlps
     weights = experts.weights()
-    operators._FORMULAS.setdefault("formula", weights.formula)
     hidden = torch.randn(9, H, device=DEVICE, requires_grad=True)
     affinities = torch.rand(9, K, device=DEVICE, requires_grad=True)
     index = torch.tensor([[0, 1]] * 9, dtype=torch.int32, device=DEVICE)
     matrices = (weights.gate_up_proj_EHI, None, weights.down_proj_EIH, None)
     torch.library.opcheck(
         torch.ops.neuron_moe.cuda_experts.default,
-        (hidden, affinities, index, *matrices, "formula", 50),
+        (hidden, affinities, index, *matrices, operators.text_of(weights.formula), 50),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_formula_travels_as_text(case: str) -> None:
+    from neuron_moe.backends.cuda import operators
+
+    formula = build("cuda", **CASES[case]).expert_mlps.weights().formula
+    formula = dataclasses.replace(formula, up_limits=limits(-0.1, math.inf), scale=1.7)
+    assert operators.formula_of(operators.text_of(formula)) == formula
+
+
+@pytest.mark.long
+def test_a_compiled_layer_is_one_graph_and_computes_the_same() -> None:
+    layer, hidden = build("cuda"), torch.randn(1, T, H, device=DEVICE)
+    compiled = torch.compile(layer.expert_mlps, backend="aot_eager", fullgraph=True)
+    affinities = torch.rand(T, K, device=DEVICE)
+    index = torch.rand(T, E, device=DEVICE).topk(K).indices.int()
+    found, expected = (
+        experts(hidden[0], affinities, index, T) for experts in (compiled, layer.expert_mlps)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("save_percent", [0, 100])
+def test_replays_of_a_captured_step_are_its_eager_bits(save_percent: int) -> None:
+    layer = build("cuda", save_percent, hidden_size=320, intermediate_size=192).bfloat16()
+    hidden = torch.zeros(1, 400, 320, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+
+    def step() -> list[Tensor]:
+        output = layer(hidden)[0]
+        gradients = torch.autograd.grad(output.float().square().sum(), [hidden])
+        return [output.detach(), *gradients]
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        hidden.normal_()
+    graph.replay()
+    assert all(map(torch.equal, captured, step()))
 
 
 def test_explain_tells_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,8 +319,8 @@ def test_a_spread_too_wide_for_a_matrix_takes_a_scale_per_channel() -> None:
     for module in (experts, wide):
         module.load_state_dict(state)
     experts.pack_weights()
-    assert experts.mlp_op.down_proj.packed.scale_En.shape == (E, H)
-    assert experts.mlp_op.gate_up_proj.packed.scale_En.shape == (E, 1)
+    assert experts.mlp_op.down_proj.packed.scale.shape == (E, H)
+    assert experts.mlp_op.gate_up_proj.packed.scale.shape == (E, 1)
     assert "scales per channel" in " ".join(notes(experts))
     torch.testing.assert_close(compute(experts), compute(wide), rtol=0.02, atol=0.02)
 

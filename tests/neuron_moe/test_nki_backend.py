@@ -25,6 +25,7 @@ from neuron_moe.plan import Step
 from neuron_moe.router import Router
 from neuron_moe.spec import Tuning
 from neuron_moe.weights import LocalRouting
+from nki_kernels.layer import PrefillLayerConfig
 from nki_kernels.prefill import PrefillConfig
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,
@@ -171,7 +172,8 @@ def test_a_router_kept_in_float32_is_shortened_only_without_loss(
     hidden_TH = torch.randn(T, H).bfloat16()
 
     def launched() -> torch.dtype:
-        got, wanted = layer.plan(Step("prefill", T)).route(hidden_TH), router(hidden_TH)
+        plan = layer.plan(Step("prefill", T, has_padding=True))  # in several launches
+        got, wanted = plan.route(hidden_TH), router(hidden_TH)
         torch.testing.assert_close(got.router_logits_TE, wanted.router_logits_TE)
         dtype: torch.dtype = launches[-1][1][1].dtype
         return dtype
@@ -203,7 +205,8 @@ def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
 def test_explain_names_kernel_and_plan_of_prefill() -> None:
     tuning = {"use_shard_on_block_dynamic_while": True}
     told = build("nki", GPT_OSS, tuning, torch.bfloat16).explain("prefill", T)
-    assert (told.path, told.decision.kernel) == ("blockwise", "nki.blockwise_moe")
+    assert (told.path, told.decision.kernel) == ("blockwise", "nki.prefill_layer")
+    assert "one kernel: router, index, routed experts, combine;" in str(told)
     assert "dynamic loop, block shards, visits of 1 row tiles" in str(told)
     assert not any("plan:" in note for note in build(
         "torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes)  # fmt: skip
@@ -214,7 +217,8 @@ def configs_of(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[PrefillConfi
     launches = watch_launches(monkeypatch)
     with torch.no_grad():
         layer(torch.randn(1, T, H).bfloat16())
-    return [value for _, args in launches for value in args if isinstance(value, PrefillConfig)]
+    values = [value for _, args in launches for value in args]
+    return [value.experts for value in values if isinstance(value, PrefillLayerConfig)]
 
 
 def test_the_cost_model_chooses_what_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +270,9 @@ def test_prefill_of_any_length_takes_the_kernels(tokens: int, path: str, kernel:
 def test_a_short_prefill_is_decoded_unless_blocks_are_asked_for(blocks: dict[str, Any]) -> None:
     free = {"block_size": None}
     told = build("nki", GPT_OSS, free, torch.bfloat16).explain("prefill", 30)
-    assert told.decision.kernel == "nki.decode_moe"
+    assert told.decision.kernel == "nki.decode_layer"
     told = build("nki", GPT_OSS, {**free, **blocks}, torch.bfloat16).explain("prefill", 30)
-    assert told.decision.kernel == "nki.blockwise_moe"
+    assert told.decision.kernel == "nki.prefill_layer"
     assert "blocks were asked for" in str(told)
 
 

@@ -194,7 +194,7 @@ IN_BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
 def test_formulas_that_only_the_prefill_kernel_has_go_through_blocks(case: str, batch: int) -> None:
     mlp, reason = IN_BLOCKS[case]
     told = build("nki", mlp, {}, torch.bfloat16).explain("decode", batch)
-    assert (told.decision.path, told.decision.kernel) == ("blockwise", "nki.blockwise_moe")
+    assert (told.decision.path, told.decision.kernel) == ("blockwise", "nki.prefill_layer")
     assert reason in told.decision.reasons[0]
     _, ours, theirs = errors(mlp, 2, batch)
     assert ours <= 1.05 * theirs

@@ -411,3 +411,43 @@ def test_shared_experts_need_the_fused_kernel_if_a_kernel_is_asked_for() -> None
     asked = switches(shared_mlp_kernel_enabled=True, moe_fused_kernel_enabled=False)
     with pytest.raises(ValueError, match="only the fused kernel computes shared experts"):
         build("nki", GPT_OSS, {}, torch.bfloat16, shared=SHARED, **asked)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * name.startswith(("gpt-oss", "qwen3")))
+        for name in LAYERS
+    ],
+)
+def test_a_prompt_is_as_right_as_torch(name: str) -> None:
+    nki, bf16, exact = layers(name)
+    told = nki.explain("prefill", 180)
+    if name == "qwen3-next":
+        assert "not fused: a gate scales the shared experts" in str(told)
+    else:
+        assert told.decision.kernel == "nki.prefill_layer"
+        assert ("shared experts" in str(told)) == (nki.shared_experts is not None)
+    check(nki, bf16, exact, (2, 90))
+
+
+@pytest.mark.parametrize("name", [pytest.param("gpt-oss", marks=pytest.mark.long), "deepseek-v3"])
+def test_a_prompt_is_one_launch_and_equals_several(name: str) -> None:
+    nki, *_ = layers(name)
+    apart, *_ = layers(name, **SEPARATE)
+    assert nki.explain("prefill", 140).decision.kernel == "nki.prefill_layer"
+    told = str(apart.explain("prefill", 140))
+    assert "not fused: moe_fused_kernel_enabled=False" in told
+    hidden = torch.randn(1, 140, H).bfloat16()
+    with torch.no_grad():
+        one, several = nki(hidden).output.float(), apart(hidden).output.float()
+    # Where the normalised tokens are rounded differs by a bit at most.
+    assert (one - several).abs().max() <= 2**-6 * several.abs().max()
+
+
+def test_dropped_choices_keep_a_prompt_in_several_launches() -> None:
+    plain = {"mlp": {**GPT_OSS, "capacity_factor": 1.0}}
+    nki, *_ = layers("gpt-oss", **plain)
+    told = nki.explain("prefill", 60)
+    assert told.path == "capacity"
+    assert "not fused: choices beyond the capacity are dropped" in str(told)

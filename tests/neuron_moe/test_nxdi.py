@@ -87,7 +87,7 @@ def test_the_second_builder_reads_the_neuron_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "kernel"),
-    [((1, 160), "blockwise_moe"), ((1, 48), "decode_moe"), ((4, 1), "decode_layer")],
+    [((1, 160), "prefill_layer"), ((1, 48), "decode_layer"), ((4, 1), "decode_layer")],
     ids=["prefill", "short-prefill", "decode"],
 )
 def test_nxdis_defaults_run_through_the_kernels(shape: tuple[int, int], kernel: str) -> None:

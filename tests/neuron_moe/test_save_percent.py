@@ -95,3 +95,24 @@ def test_outputs_and_reruns_are_the_same_bits() -> None:
     first, second = run(build(0), hidden), run(build(0), hidden)
     assert all(map(torch.equal, first, second))
     assert torch.equal(first[0], run(build(None), hidden)[0])
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch is older than 2.10")
+def test_gradients_of_many_batches_may_add_up_in_float32() -> None:
+    def add_up(dtype: torch.dtype, grad_dtype: torch.dtype) -> list[Tensor]:
+        layer = build(0).bfloat16().to(dtype)
+        weights = [each for each in layer.parameters() if each.requires_grad]
+        for weight in weights:
+            weight.grad_dtype = grad_dtype
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(32):
+            hidden = torch.randn(1, T, H, generator=generator).bfloat16().to(dtype)
+            layer(hidden)[0].square().sum().backward()
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        assert {each.dtype for each in gradients} == {grad_dtype}
+        return gradients
+
+    exact = add_up(torch.float64, torch.float64)
+    wide, narrow = (add_up(torch.bfloat16, each) for each in (torch.float32, torch.bfloat16))
+    for mine, rounded, wanted in zip(wide, narrow, exact, strict=True):
+        assert (mine.double() - wanted).norm() < 0.8 * (rounded.double() - wanted).norm()

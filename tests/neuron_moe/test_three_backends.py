@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+from tests.kernels import NO_TRITON, OLDEST_TRITON
+
+pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
 
 from neuron_moe import MoE
 from tests.golden.layer_cases import Case, Step, draw_case, make_layer

@@ -293,6 +293,8 @@ def test_cores_must_make_the_same_number_of_shared_tensors() -> None:
     with pytest.raises(nki_sim.DivergenceError, match="same shared_hbm allocations") as caught:
         nki_sim.run(kernel, lnc=2)
     assert f"{__file__}:{kernel.__code__.co_firstlineno + 3}" in str(caught.value)
+    for text in ("the allocations of core 0 ({'': 1})", "{'': 2} on core 1"):
+        assert text in str(caught.value)
 
 
 def test_a_failure_on_one_core_ends_the_launch() -> None:

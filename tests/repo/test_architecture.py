@@ -83,7 +83,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> host_probe.Stub:
     return stub
 
 
-@pytest.mark.parametrize("case", ["prefill", "fused decode", "decode"])
+@pytest.mark.parametrize("case", ["prefill", "fused prefill", "fused decode", "decode"])
 def test_the_page_shows_the_walk_of_a_call(case: str, stub: host_probe.Stub) -> None:
     walk = host_probe.Probe(case, stub).walk()
     written = _decode_of(_written("prefill")) if case == "decode" else _written(case)

@@ -26,7 +26,8 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     "nki_kernels": {
         "common": set(),
         **{name: {"common"} for name in ("route", "index", "prefill", "decode", "combine")},
-        "outputs": {"common", "route", "index", "prefill", "decode", "combine"},
+        "layer": {"common", "route", "index", "prefill", "combine"},
+        "outputs": {"common", "route", "index", "prefill", "decode", "combine", "layer"},
     },
 }
 # neuron_moe, lowest first: files import what stands above their own line here, or in it. The

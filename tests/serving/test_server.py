@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from neuron_moe.serving.environment import server_environment
 from neuron_moe.serving.options import (
     ARCHITECTURE,
     OPTIONS_KEY,
+    VLLM_FORM,
     ServingOptions,
     block_size_of,
     hf_overrides,
@@ -85,6 +87,21 @@ def test_blocks_divide_the_chunks_of_attention(folder_of: Folders) -> None:
 def test_recurrent_layers_are_refused_before_vllm_starts(folder_of: Folders) -> None:
     with pytest.raises(ValueError, match="no recurrent layers yet"):
         _settings(folder=folder_of("qwen3_5_moe")).arguments()
+
+
+def test_vllms_kernel_is_refused_for_experts_it_cannot_compute(folder_of: Folders) -> None:
+    options = ServingOptions(product_form=VLLM_FORM)
+    assert _settings(folder=folder_of("qwen3_moe"), options=options).arguments()
+    for settings in (
+        _settings(options=options),
+        _settings(
+            folder=folder_of("qwen3_moe"), ep=2, options=replace(options, expert_parallel_size=2)
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match=r"product_form='vllm': layers\.0.*SwiGLU without biases"
+        ):
+            settings.arguments()
 
 
 def test_an_unknown_model_is_refused_before_vllm_starts(

@@ -18,12 +18,12 @@ import gc
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,15 @@ SHAPES = {
     "d": Shape(7168, 2048, 64, 8),
 }
 ROUTINGS = ("balanced", "random", "skewed")
+Row = dict[str, Any]
+
+
+class Point(NamedTuple):
+    """What a row is of."""
+
+    shape: str
+    tokens: int
+    routing: str
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,11 +90,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("no CUDA device: run this on a machine with an NVIDIA GPU")
     if args.peers is None:
         args.peers = [name for name in PEERS if is_installed(name)]
-    rows: list[dict[str, Any]] = []
-    with progress_bar("shapes") as advance:
-        for number, name in enumerate(args.shapes, 1):
-            rows += _measure_shape(name, args)
-            advance(number, len(args.shapes))
+    rows: list[Row] = []
+    total = len(args.shapes) * (len(args.tokens) * len(args.routings) + 1)
+    with progress_bar("points") as advance:
+        for number, found in enumerate(_measure_all(args), 1):
+            rows += found
+            advance(number, total)
     print(format_table([[*rows[0]], *([*map(_text, row.values())] for row in rows)]))
     if args.picture is not None:
         title = f"{rows[0]['device']}, T = {args.tokens[0]}, {args.routings[0]}, measured"
@@ -98,70 +108,69 @@ def _text(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _measure_shape(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    shape, rows = SHAPES[name], []
+def _measure_all(args: argparse.Namespace) -> Iterator[list[Row]]:
+    """Measure point after point, all peers at each in turn: what drifts, drifts for all alike."""
+    for tokens, routing, name in itertools.product(args.tokens, args.routings, args.shapes):
+        yield _measure_point(Point(name, tokens, routing), args)
+    for name in args.shapes:
+        yield _measure_decode(name, args)
+
+
+def _measure_point(point: Point, args: argparse.Namespace) -> list[Row]:
+    shape, rows = SHAPES[point.shape], []
     weights = make_weights(shape)
-    makers = _makers(shape, weights, args)
-    for peer, make in makers.items():
-        with _reported(peer, name):
-            rows += _measure_peer(name, peer, make(), args)
+    for peer, make in make_peers(args.save_percents, args.peers).items():
+        with _reported(peer, point):
+            rows.append(measure_peer(point, peer, make(shape, weights), args.repeats))
         torch.cuda.empty_cache()
-    for tokens in args.tokens:
-        found = _dense(shape, tokens, args.repeats)
-        rows.append(_row(name, tokens, "random", "dense", found))
-    return rows + _measure_decode(name, weights, args)
+    return [*rows, _row(point, "dense", _dense(shape, point.tokens, args.repeats))]
 
 
-def _makers(
-    shape: Shape, weights: Weights, args: argparse.Namespace
-) -> dict[str, Callable[[], Peer]]:
-    makers: dict[str, Callable[[], Peer]] = {
-        f"ours, save_percent={each}": partial(Ours, shape, weights, each)
-        for each in args.save_percents
+def make_peers(
+    save_percents: Iterable[int], peers: Iterable[str]
+) -> dict[str, Callable[[Shape, Weights], Peer]]:
+    """Return what makes ours, one for each percentage, and these peers, by their names in rows."""
+    ours = {
+        f"ours, save_percent={each}": partial(Ours, save_percent=each) for each in save_percents
     }
-    return makers | {name: partial(PEERS[name], shape, weights) for name in args.peers}
+    return {**ours, **{name: PEERS[name] for name in peers}}
 
 
-def _measure_peer(
-    name: str, peer: str, experts: Peer, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    rows = []
-    for tokens, routing in itertools.product(args.tokens, args.routings):
-        inputs = make_inputs(SHAPES[name], tokens, routing)
-        rows.append(_row(name, tokens, routing, peer, _measure(experts, inputs, args.repeats)))
-    return rows
+def measure_peer(point: Point, peer: str, experts: Peer, repeats: int) -> Row:
+    """Return a row; of a peer that no graph could capture, its name says that it was queued."""
+    inputs = make_inputs(SHAPES[point.shape], point.tokens, point.routing)
+    found = _measure(experts, inputs, repeats)
+    return _row(point, f"{peer}, queued" if experts.waits else peer, found)
 
 
 @contextmanager
-def _reported(peer: str, where: str) -> Iterator[None]:
+def _reported(peer: str, point: Point) -> Iterator[None]:
     """Go on without a peer that fails; say why."""
     try:
         yield
     except Exception as error:  # other people's code may raise anything
-        if peer not in PEERS or peer == "grouped_mm":
+        if PEERS.get(peer, Ours).needs is None:
             raise
-        print(f"{peer}, {where}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+        print(f"{peer}, {point}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
 
 
-def _measure_decode(name: str, weights: Weights, args: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure_decode(name: str, args: argparse.Namespace) -> list[Row]:
     shape, rows = SHAPES[name], []
-    experts = Ours(shape, weights, None)
+    experts = Ours(shape, make_weights(shape), None)
     for tokens in args.decode:
         found = {"fwd_ms": _decode_ms(experts, make_inputs(shape, tokens, "random"), args.repeats)}
-        rows.append(_row(name, tokens, "random", "ours, graph", found))
+        rows.append(_row(Point(name, tokens, "random"), "ours, graph", found))
         floor = {"fwd_ms": _weight_floor_ms(experts, shape, tokens)}
-        rows.append(_row(name, tokens, "random", "weights at copy speed", floor))
+        rows.append(_row(Point(name, tokens, "random"), "weights at copy speed", floor))
     return rows
 
 
-def _row(
-    shape: str, tokens: int, routing: str, peer: str, found: dict[str, float]
-) -> dict[str, Any]:
+def _row(point: Point, peer: str, found: dict[str, float]) -> Row:
     numbers = ("fwd_ms", "fwd_bwd_ms", "saved_gib", "peak_gib")
     return {
-        "shape": shape,
-        "T": tokens,
-        "routing": routing,
+        "shape": point.shape,
+        "T": point.tokens,
+        "routing": point.routing,
         "peer": peer,
         **{number: found.get(number) for number in numbers},
         "device": torch.cuda.get_device_name(),
@@ -222,10 +231,9 @@ def _measure(experts: Peer, inputs: Inputs, repeats: int) -> dict[str, float]:
 
     _run_once(bound)
     torch.cuda.synchronize()
-    captured = (lambda run: run) if experts.waits else _captured
     if not bound.wanted:
         with torch.no_grad():
-            return {"fwd_ms": _median_ms(captured(bound.run), repeats)}
+            return {"fwd_ms": _time(experts, bound.run, repeats)}
     gc.collect()  # what earlier runs left must not be freed while this one is measured
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -235,11 +243,24 @@ def _measure(experts: Peer, inputs: Inputs, repeats: int) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated() - before
     del output, found
     return {
-        "fwd_ms": _median_ms(captured(bound.run), repeats),
-        "fwd_bwd_ms": _median_ms(captured(both), repeats),
+        "fwd_ms": _time(experts, bound.run, repeats),
+        "fwd_bwd_ms": _time(experts, both, repeats),
         "saved_gib": saved / GIB,
         "peak_gib": peak / GIB,
     }
+
+
+def _time(experts: Peer, run: Callable[[], object], repeats: int) -> float:
+    """Time replays of a graph; of a peer that cannot be captured, its calls."""
+    if not experts.waits:
+        try:
+            return _median_ms(_captured(run), repeats)
+        except RuntimeError:
+            if experts.needs is None:
+                raise
+            torch.cuda.synchronize()
+            experts.waits = True
+    return _median_ms(run, repeats)
 
 
 def _median_ms(run: Callable[[], object], repeats: int) -> float:

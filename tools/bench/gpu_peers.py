@@ -247,8 +247,7 @@ class SonicMoE(Peer):
 
     def __init__(self, shape: Shape, weights: Weights) -> None:
         super().__init__(shape, weights)
-        if self.on_quack:
-            _narrow_quack()
+        _narrow_quack()
         self.functional: Any = importlib.import_module(self.needs)
         self.switches: Any = importlib.import_module("sonicmoe.functional.utils")
         self.activation = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
@@ -285,7 +284,10 @@ class SonicMoEOnQuACK(SonicMoE):
 
 
 def _narrow_quack() -> None:
-    """Let QuACK choose of two tiles; of all it would choose for minutes a shape."""
+    """Let QuACK choose of two tiles; of all it would choose for minutes a shape.
+
+    It counts when SonicMoE is first imported, which imports QuACK on its own kernels too.
+    """
     configs: Any = importlib.import_module("quack.gemm_config")
     tiles = [
         configs.GemmConfig(128, 192, True, 2, 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,7 +286,8 @@ class DecodeWork:
 
 def few_tokens_work(problem: Problem, kept: Kept) -> DecodeWork | None:
     """Return the decode kernel on a prompt so short that it runs untuned; None for others."""
-    plan = NkiBackend().plan(problem.parts[-1], Step("prefill", problem.tokens))
+    parts = replace(problem.parts[-1], why_apart="experts are tuned alone")
+    plan = NkiBackend().plan(parts, Step("prefill", problem.tokens))
     if not isinstance(plan, DecodePlan):
         return None
     return DecodeWork(plan.parts, {plan.decision.path: plan.config}, problem.index_TK, kept)

@@ -16,6 +16,7 @@ from neuron_moe.plan import LayerParts, Plan, Step, kept_note
 from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import LocalRouting, Packed
 from neuron_moe.weights.laid_out import LaidOut
+from neuron_moe.weights.narrow import MXFP4, NarrowMatrices
 from neuron_moe.weights.product_forms import ProductForms
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,13 +49,14 @@ class CudaBackend:
         """Decide how a step is computed.
 
         Raises:
-            ValueError: packed weights, or a dtype without kernels.
+            ValueError: weights packed for a CPU, or a dtype without kernels.
         """
         weights = parts.weights
-        if weights.packed_down is not None:
+        packed = weights.packed_gate_up, weights.packed_down
+        if any(each is not None and not isinstance(each, NarrowMatrices) for each in packed):
             raise ValueError(
-                "packed weights: backend='cuda' takes plain tensors. Load the state dict again,"
-                " which unpacks."
+                "packed weights: backend='cuda' takes plain tensors, fp8 and MXFP4. Load the state"
+                " dict again, which unpacks."
             )
         if weights.down_proj_EIH.dtype not in _DTYPES:
             raise ValueError(
@@ -64,8 +66,12 @@ class CudaBackend:
         return CudaPlan(step, decide(parts.workload(step), self.name, parts.compat), parts)
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
-        """Say that weights stay as they are."""
-        return "the cuda kernels read plain weights"
+        """Return both matrices as MXFP4 codes, if no weight loses a bit; else why they stay."""
+        first = NarrowMatrices.from_mxfp4_values(first_EHI)
+        down = None if first is None else NarrowMatrices.from_mxfp4_values(down_EIH)
+        if first is None or down is None:
+            return "some weights are no MXFP4 values, or above 12"
+        return first, down
 
     def settle_forms(self, parts: LayerParts, form: str) -> ProductForms | None:
         """Return None: there is one form."""
@@ -81,8 +87,24 @@ class CudaPlan(Plan):
     """A step computed by the kernels of this room."""
 
     def notes(self) -> tuple[str, ...]:
-        """Return what training keeps, if that was asked for, and which products are slower."""
-        return (*kept_note(self.parts.tuning), *self._kernel_notes())
+        """Return what training keeps, if that was asked for, in which format weights are read, and
+        which products are slower.
+        """
+        return (*kept_note(self.parts.tuning), *self._format_notes(), *self._kernel_notes())
+
+    def _format_notes(self) -> tuple[str, ...]:
+        weights = self.parts.weights
+        formats = {
+            packed.format
+            for packed in (weights.packed_gate_up, weights.packed_down)
+            if isinstance(packed, NarrowMatrices)
+        }
+        if formats:
+            return (
+                f"weights: {' and '.join(sorted(formats))}, decoded in registers and multiplied in"
+                f" {weights.down_proj_EIH.dtype}; no gradient, no products for Hopper GPUs",
+            )
+        return (f"weights: plain: {weights.why_plain}",) if weights.why_plain else ()
 
     def _kernel_notes(self) -> tuple[str, ...]:
         from neuron_moe.backends.cuda import hopper_launch
@@ -103,6 +125,17 @@ class CudaPlan(Plan):
         routing: Routing = self.parts.router(hidden_TH)
         return routing
 
+    def _matrix(
+        self, name: str, plain_Ekn: Tensor, packed: Packed | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a matrix of the experts, and the scales of codes."""
+        if not isinstance(packed, NarrowMatrices):
+            return plain_Ekn, None
+        if packed.format == MXFP4:
+            return packed.codes_Ekn, packed.scale
+        scale_En = self.parts.expert_form(f"scale of {name}", lambda: packed.scale_per_channel_En)
+        return packed.codes_Ekn, scale_En
+
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute this rank's experts; return [N, H]."""
         from neuron_moe.backends.cuda.operators import experts
@@ -112,9 +145,9 @@ class CudaPlan(Plan):
         bias_EH = weights.down_bias_EH
         if bias_EH is not None and weights.down_bias_scale != 1.0:
             bias_EH = bias_EH * weights.down_bias_scale
-        matrices = Matrices(
-            weights.gate_up_proj_EHI, weights.gate_up_bias_EI, weights.down_proj_EIH, bias_EH
-        )
+        first, first_scale = self._matrix("first", weights.gate_up_proj_EHI, weights.packed_gate_up)
+        down, down_scale = self._matrix("down", weights.down_proj_EIH, weights.packed_down)
+        matrices = Matrices(first, weights.gate_up_bias_EI, down, bias_EH, first_scale, down_scale)
         index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
         num_tokens, top_k = index_TK.shape
         percent = self.parts.tuning.save_percent

@@ -8,9 +8,9 @@ import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import decode_kernels
-from neuron_moe.backends.cuda.records import Matrices, constants_of
+from neuron_moe.backends.cuda.records import Matrices, constants_of, form_of
 from neuron_moe.backends.cuda.tiles import DecodeTile, decode_tile
-from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.formula import ExpertFormula, num_projections
 
 _COLUMNS = 256
 
@@ -30,20 +30,25 @@ def forward(
         tiles: of both products; by default those of `tiles.decode_tile`.
     """
     num_tokens, top_k = index_TK.shape
-    num_experts, H, first_width = weights.first_EHI.shape
-    I, num_pairs = weights.down_EIH.shape[1], num_tokens * top_k  # noqa: E741
+    num_experts, _, first_width = weights.first_EHI.shape
+    H, num_pairs = weights.down_EIH.shape[2], num_tokens * top_k
+    I = first_width // num_projections(formula)  # noqa: E741  the axis
     experts = min(num_pairs, num_experts)
-    one, two = tiles or (decode_tile(experts, H, first_width), decode_tile(experts, I, H))
+    one, two = tiles or (
+        _tile(experts, weights.first_EHI),
+        _tile(experts, weights.down_EIH),
+    )
     index_P = index_TK.reshape(-1).contiguous()
     bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
-    first_SPI = _project(hidden_TH, index_P, weights.first_EHI, top_k, one)
+    first = weights.first_EHI, weights.first_scale
+    first_SPI = _project(hidden_TH, index_P, *first, top_k, one)
     middle_PI = hidden_TH.new_empty((num_pairs, I))
     block = min(_COLUMNS, triton.next_power_of_2(I))
     decode_kernels.activate_pairs[(num_pairs, triton.cdiv(I, block))](
         first_SPI, bias_EI, index_P, middle_PI, num_pairs, I=I, PARTS=first_SPI.shape[0],
         HAS_BIAS=bias_EI is not None, **constants_of(formula), BLOCK=block, num_warps=2,
     )  # fmt: skip
-    down_SPH = _project(middle_PI, index_P, weights.down_EIH, 1, two)
+    down_SPH = _project(middle_PI, index_P, weights.down_EIH, weights.down_scale, 1, two)
     output_TH = torch.empty_like(hidden_TH)
     block = min(_COLUMNS, triton.next_power_of_2(H))
     decode_kernels.combine_choices[(num_tokens, triton.cdiv(H, block))](
@@ -53,18 +58,26 @@ def forward(
     return output_TH
 
 
+def _tile(experts: int, matrix: Tensor) -> DecodeTile:
+    _, lines, width = matrix.shape
+    return decode_tile(experts, lines, width, form_of(matrix).format)
+
+
 def _project(
-    rows: Tensor, index_P: Tensor, matrix: Tensor, pairs_of_row: int, tile: DecodeTile
-) -> Tensor:
+    rows: Tensor, index_P: Tensor, matrix: Tensor, scale: Tensor | None, pairs_of_row: int,
+    tile: DecodeTile,
+) -> Tensor:  # fmt: skip
     """Return the products of pairs and their experts' matrices, [S, P, width] float32."""
-    _, depth, width = matrix.shape
-    num_pairs, parts = index_P.shape[0], triton.cdiv(depth, tile.depth_part)
+    values, form = form_of(matrix)
+    _, lines, width = values.shape
+    num_pairs, parts = index_P.shape[0], triton.cdiv(lines, tile.depth_part)
     out_SPI = torch.empty((parts, num_pairs, width), dtype=torch.float32, device=rows.device)
     decode_kernels.project_pairs[(num_pairs, triton.cdiv(width, tile.width), parts)](
-        rows, index_P, matrix, out_SPI, num_pairs, *matrix.stride(), DEPTH=depth, WIDTH=width,
-        TOP_K=pairs_of_row, DEPTH_PART=tile.depth_part, ROWS=tile.rows,
+        rows, index_P, values, scale, out_SPI, num_pairs, *values.stride(),
+        DEPTH=rows.shape[1],
+        WIDTH=width, TOP_K=pairs_of_row, DEPTH_PART=tile.depth_part, ROWS=tile.rows,
         PAIRS=triton.next_power_of_2(num_pairs), BLOCK_WIDTH=tile.width, BLOCK_DEPTH=tile.depth,
         PRECISION="ieee" if rows.dtype == torch.float32 else "tf32", num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages, FORMAT=form,
     )  # fmt: skip
     return out_SPI

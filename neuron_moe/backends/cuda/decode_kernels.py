@@ -13,7 +13,7 @@ I intermediate.
 import triton.language as tl
 from triton import jit
 
-from neuron_moe.backends.cuda.kernels import _expert_act
+from neuron_moe.backends.cuda.kernels import _add_product, _expert_act
 
 
 @jit
@@ -31,31 +31,32 @@ def _pairs_of_tile(index_ptr, leader, num_pairs, ROWS: tl.constexpr, PAIRS: tl.c
 
 
 @jit
-def project_pairs(source_ptr, index_ptr, matrix_ptr, parts_ptr, num_pairs, expert_stride,
+def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, num_pairs, expert_stride,
                   depth_stride, width_stride, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
                   TOP_K: tl.constexpr, DEPTH_PART: tl.constexpr, ROWS: tl.constexpr,
                   PAIRS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
-                  PRECISION: tl.constexpr):
+                  PRECISION: tl.constexpr, FORMAT: tl.constexpr):
     """Multiply pairs' rows, one for TOP_K pairs, with experts' matrices: parts [S, P, WIDTH]."""
+    LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     part = tl.program_id(2)
     expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
     if expert >= 0:
-        is_row = (pair >= 0)[:, None]
-        token = (tl.maximum(pair, 0) // TOP_K).to(tl.int64)[:, None]
-        column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
+        number = expert.to(tl.int64)
+        is_row = pair >= 0
+        row_place = (tl.maximum(pair, 0) // TOP_K).to(tl.int64) * DEPTH
+        column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+        is_column = column < WIDTH
         sums = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
-        base = matrix_ptr + expert.to(tl.int64) * expert_stride
-        end = tl.minimum(DEPTH, (part + 1) * DEPTH_PART)
+        end = tl.minimum(LINES, (part + 1) * DEPTH_PART)
         for start in range(part * DEPTH_PART, end, BLOCK_DEPTH):
-            depth = start + tl.arange(0, BLOCK_DEPTH)
-            rows = tl.load(source_ptr + token * DEPTH + depth[None, :],
-                           mask=is_row & (depth < DEPTH)[None, :], other=0.0)
-            place = depth[:, None] * depth_stride + column * width_stride
-            inside = (depth < DEPTH)[:, None] & (column < WIDTH)
-            matrix = tl.load(base + place, mask=inside, other=0.0)
-            sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
-        place = (part * num_pairs + pair).to(tl.int64)[:, None]
-        tl.store(parts_ptr + place * WIDTH + column, sums, mask=is_row & (column < WIDTH))
+            sums = _add_product(sums, source_ptr, row_place, is_row, matrix_ptr, scale_ptr, number,
+                                start, column, is_column, expert_stride, depth_stride,
+                                width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT, PRECISION)
+        if FORMAT == "float8_e4m3" or FORMAT == "float8_e5m2":
+            scale = tl.load(scale_ptr + number * WIDTH + column, mask=is_column, other=0.0)
+            sums *= scale[None, :]
+        place = (part * num_pairs + pair).to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tl.store(parts_ptr + place, sums, mask=is_row[:, None] & is_column[None, :])
 
 
 @jit

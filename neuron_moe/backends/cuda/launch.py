@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import decode, hopper_launch, kernels
-from neuron_moe.backends.cuda.records import Matrices, Results, SortedRows, constants_of
+from neuron_moe.backends.cuda.records import Matrices, Results, SortedRows, constants_of, form_of
 from neuron_moe.backends.cuda.tiles import (
     MOST_PAIRS_UNSORTED,
     HopperTile,
@@ -22,7 +22,7 @@ from neuron_moe.backends.cuda.tiles import (
     turned_tile,
 )
 from neuron_moe.blocks import num_blocks
-from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.formula import ExpertFormula, num_projections
 
 _CHUNK = 128  # pairs that one program sorts
 _ALIGNED = 4  # elements of 16 bytes
@@ -102,8 +102,8 @@ def forward(
     formula: ExpertFormula, save_percent: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the output [T, H], kept rows of the first product, and, with these, the order."""
-    num_experts, H, width = weights.first_EHI.shape
-    I = weights.down_EIH.shape[1]  # noqa: E741  the axis
+    num_experts, _, width = weights.first_EHI.shape
+    H, I = hidden_TH.shape[1], width // num_projections(formula)  # noqa: E741  the axis
     num_tokens, top_k = index_TK.shape
     keeps = kept_tiles(num_tokens, top_k, num_experts, save_percent)
     if keeps == 0 and num_tokens * top_k <= MOST_PAIRS_UNSORTED:
@@ -114,11 +114,11 @@ def forward(
     kept = hidden_TH.new_empty((keeps * rows.rows, width))
     middle_RI = hidden_TH.new_empty((num_rows, I))
     _project(hopper_tile("first", H, I), rows, hidden_TH, weights.first_EHI,
-             Results(middle_RI, kept), gathers=True, formula=formula,
-             bias=weights.first_bias_EI)  # fmt: skip
+             Results(middle_RI, kept), gathers=True, formula=formula, bias=weights.first_bias_EI,
+             scale=weights.first_scale)  # fmt: skip
     output_RH = hidden_TH.new_empty((num_rows, H))
     _project(hopper_tile("second", H, I), rows, middle_RI, weights.down_EIH,
-             Results(output_RH), bias=weights.down_bias_EH)  # fmt: skip
+             Results(output_RH), bias=weights.down_bias_EH, scale=weights.down_scale)  # fmt: skip
     output_TH = torch.empty_like(hidden_TH)
     _combine(rows, output_RH, output_TH, affinities_TK)
     return output_TH, kept, rows.order if keeps else index_TK.new_empty(0)
@@ -209,9 +209,10 @@ def _middle_gradients(
 def _project(
     hopper: HopperTile, rows: SortedRows, source: Tensor, matrix: Tensor, results: Results, *,
     gathers: bool = False, first_tile: int = 0, formula: ExpertFormula | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    _, depth, width = matrix.shape
+    values, form = form_of(matrix)
+    depth, width = source.shape[1], matrix.shape[2]
     out, kept, _ = results
     if hopper_launch.fits(rows, source, matrix, out):
         hopper_launch.project(
@@ -223,11 +224,12 @@ def _project(
     keeps = 0 if kept is None else kept.shape[0] // rows.rows
     programs = _programs(source.device) * (_MOST_WARPS // tile.warps)
     kernels.project[(programs,)](
-        source, rows.pair_R, matrix, bias, out, kept, rows.tile_expert, rows.num_tiles, first_tile,
-        keeps, *matrix.stride(), DEPTH=depth, WIDTH=width, TOP_K=rows.top_k, GATHERS=gathers,
+        source, rows.pair_R, values, scale, bias, out, kept, rows.tile_expert, rows.num_tiles,
+        first_tile, keeps, *values.stride(), DEPTH=depth, WIDTH=width, TOP_K=rows.top_k,
+        GATHERS=gathers, FORMAT=form,
         HAS_BIAS=bias is not None, ACTIVATES=formula is not None, KEEPS=keeps > 0,
         **constants_of(formula or ExpertFormula()), BLOCK_ROWS=rows.rows,
-        **_fitted(tile, depth, width), PROGRAMS=programs, PRECISION=_precision(source),
+        **_fitted(tile, values.shape[1], width), PROGRAMS=programs, PRECISION=_precision(source),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -1,8 +1,10 @@
 """The experts as torch operators, for autograd, `torch.compile` and graph capture.
 
-Operators take numbers and tensors alone, so an ExpertFormula travels as its name in a table.
+Operators take numbers, text and tensors alone, so an ExpertFormula travels as text.
 """
 
+import functools
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,9 +12,12 @@ from torch import Tensor
 
 from neuron_moe.backends.cuda import launch
 from neuron_moe.backends.cuda.records import Matrices
-from nki_kernels.common.formula import ExpertFormula
+from neuron_moe.weights.narrow import FORMATS
+from nki_kernels.common.formula import ExpertFormula, Limits
 
-_FORMULAS: dict[str, ExpertFormula] = {}
+_LIMITS = ("gate_limits", "up_limits")
+_PLAIN = tuple(field.name for field in fields(ExpertFormula) if field.name not in _LIMITS)
+_CLAMP = tuple(field.name for field in fields(Limits))
 
 
 def experts(
@@ -29,16 +34,38 @@ def experts(
         hidden_TH: [T, H].
         affinities_TK: [T, K] float32.
         index_TK: [T, K] int32 experts of this rank, -1 for none.
-        weights: of this rank, of the dtype of the hidden states.
+        weights: of this rank, of the dtype of the hidden states; or codes, without a gradient.
         formula: of the experts.
         save_percent: 0 to 100, see `neuron_moe.spec.Tuning`.
     """
-    name = repr(formula)
-    _FORMULAS.setdefault(name, formula)
+    text = text_of(formula)
+    if weights.first_EHI.dtype in FORMATS or weights.down_EIH.dtype in FORMATS:
+        output: Tensor = _narrow_experts(hidden_TH, affinities_TK, index_TK, *weights, text)
+        return output
+    *plain, _, _ = weights
     found: tuple[Tensor, Tensor, Tensor] = _experts(
-        hidden_TH, affinities_TK, index_TK, *weights, name, save_percent
+        hidden_TH, affinities_TK, index_TK, *plain, text, save_percent
     )
     return found[0]
+
+
+def text_of(formula: ExpertFormula) -> str:
+    """Return a formula as text, in words that torch.compile can trace."""
+    values = [getattr(formula, name) for name in _PLAIN]
+    values += [getattr(getattr(formula, each), name) for each in _LIMITS for name in _CLAMP]
+    return " ".join([str(value) for value in values])
+
+
+@functools.cache
+def formula_of(text: str) -> ExpertFormula:
+    """Return the formula of a text of `text_of`."""
+    activation, *words = text.split()
+    values: list[Any] = [
+        word == "True" if word in ("True", "False") else float(word) for word in words
+    ]
+    plain = dict(zip(_PLAIN[1:], values, strict=False))
+    gate, up = values[len(plain) : -len(_CLAMP)], values[-len(_CLAMP) :]
+    return ExpertFormula(activation, **plain, gate_limits=Limits(*gate), up_limits=Limits(*up))
 
 
 @torch.library.custom_op("neuron_moe::cuda_experts", mutates_args=())
@@ -59,7 +86,7 @@ def _experts(
         affinities.contiguous(),
         index,
         weights,
-        _FORMULAS[formula],
+        formula_of(formula),
         save_percent,
     )
 
@@ -84,6 +111,29 @@ def _(
     return torch.empty_like(hidden), hidden.new_empty((rows, width)), index.new_empty(size)
 
 
+@torch.library.custom_op("neuron_moe::cuda_narrow_experts", mutates_args=())
+def _narrow_experts(
+    hidden: Tensor,
+    affinities: Tensor,
+    index: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    first_scale: Tensor | None,
+    down_scale: Tensor | None,
+    formula: str,
+) -> Tensor:
+    weights = Matrices(first, first_bias, down, down_bias, first_scale, down_scale)
+    rows = hidden.contiguous(), affinities.contiguous(), index
+    return launch.forward(*rows, weights, formula_of(formula), 0)[0]
+
+
+@_narrow_experts.register_fake
+def _(hidden: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(hidden)
+
+
 @torch.library.custom_op("neuron_moe::cuda_experts_backward", mutates_args=())
 def _experts_backward(
     gradient: Tensor,
@@ -102,7 +152,7 @@ def _experts_backward(
     inputs = (hidden.contiguous(), affinities.contiguous(), index, kept, order)
     weights = Matrices(first, first_bias, down, down_bias)
     one, two, three, four, five, six = launch.backward(
-        gradient, inputs, weights, _FORMULAS[formula], save_percent
+        gradient, inputs, weights, formula_of(formula), save_percent
     )
     return one, two, three, four, five, six
 

@@ -6,8 +6,10 @@ Axes: T tokens, K choices, P pairs, E experts, R rows, H hidden, I intermediate.
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from neuron_moe.weights.narrow import FORMATS
 from nki_kernels.common.formula import ExpertFormula, Limits
 
 
@@ -38,12 +40,36 @@ class SortedRows(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Weights of the experts, biases as they are added; also their gradients."""
+    """Weights of the experts, biases as they are added; also their gradients.
+
+    Codes, see `NarrowMatrices`, have scales: fp8 one for each column of an expert, [E, columns]
+    float32; MXFP4 exponents, [E, rows / 32, columns] uint8.
+    """
 
     first_EHI: Tensor
     first_bias_EI: Tensor | None
     down_EIH: Tensor
     down_bias_EH: Tensor | None
+    first_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+
+class Form(NamedTuple):
+    """A matrix as the Triton kernels read it.
+
+    Attributes:
+        values: plain, or codes as bytes.
+        format: 'plain', or of the codes.
+    """
+
+    values: Tensor
+    format: str
+
+
+def form_of(matrix: Tensor) -> Form:
+    """Return plain weights, or codes, as the Triton kernels read them."""
+    name = FORMATS.get(matrix.dtype)
+    return Form(matrix, "plain") if name is None else Form(matrix.view(torch.uint8), name)
 
 
 class Results(NamedTuple):

@@ -87,7 +87,7 @@ def rows_of_tile(num_pairs: int, num_experts: int) -> int:
     return next((rows for rows in ROW_TILES if mean <= rows), ROW_TILES[-1])
 
 
-def product_tile(rows: int, element_bytes: int) -> Tile:
+def product_tile(rows: int, element_bytes: int, form: str = "plain") -> Tile:
     """Return the tile of [R, depth] @ [E, depth, width].
 
     128 x 256 x 64 was the fastest form measured on an H200 for 16-bit types; few rows are bound by
@@ -96,12 +96,14 @@ def product_tile(rows: int, element_bytes: int) -> Tile:
     Args:
         rows: of a row tile.
         element_bytes: of the operands.
+        form: of the weights, see `records.Form`; a line of MXFP4 is a depth of two.
     """
     if element_bytes > 2:
         return Tile(rows, 64, 32, 8, 4, 2)
+    depth = 32 if form == "mxfp4" else 64
     if rows < 64:
-        return Tile(rows, 128, 64, 8, 4, 4)
-    return Tile(rows, 256, 64, 8, 8, 3)
+        return Tile(rows, 128, depth, 8, 4, 4)
+    return Tile(rows, 256, depth, 8, 8, 3)
 
 
 def turned_tile(rows: int, element_bytes: int) -> Tile:
@@ -139,17 +141,21 @@ class DecodeTile:
 
 _DECODE_PROGRAMS = 400  # about three on each multiprocessor
 _DECODE_WIDTH, _DECODE_DEPTH, _LEAST_STEPS = 128, 128, 2
+_DECODE_STAGES = 3
 
 
-def decode_tile(experts: int, depth: int, width: int) -> DecodeTile:
+def decode_tile(experts: int, depth: int, width: int, form: str = "plain") -> DecodeTile:
     """Return the tile that spreads the weights of some experts evenly over the GPU.
 
     Args:
         experts: whose weights are read, at most.
-        depth: of the product.
+        depth: lines of their matrices.
         width: of the product.
+        form: of the weights, see `records.Form`.
     """
+    # Bytes loaded ahead stay in registers where groups of them are decoded: other programs wait.
+    block, stages = (64, 1) if form == "mxfp4" else (_DECODE_DEPTH, _DECODE_STAGES)
     programs = experts * math.ceil(width / _DECODE_WIDTH)
-    parts = max(1, min(_DECODE_PROGRAMS // programs, depth // (_LEAST_STEPS * _DECODE_DEPTH)))
-    steps = math.ceil(depth / parts / _DECODE_DEPTH)
-    return DecodeTile(16, _DECODE_WIDTH, _DECODE_DEPTH, steps * _DECODE_DEPTH, stages=3)
+    parts = max(1, min(_DECODE_PROGRAMS // programs, depth // (_LEAST_STEPS * block)))
+    steps = math.ceil(depth / parts / block)
+    return DecodeTile(16, _DECODE_WIDTH, block, steps * block, stages=stages)

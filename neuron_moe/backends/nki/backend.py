@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from neuron_moe.backends.nki import decode, layer, prefill
+from neuron_moe.backends.nki import decode, layer, prefill, prefill_layer
 from neuron_moe.backends.nki.launch import check_capture
 from neuron_moe.backends.nki.operands import narrow_weights
 from neuron_moe.paths import (
@@ -20,6 +20,8 @@ from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.weights.expert_weights import Packed
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.product_forms import ProductForms
+
+_BLOCKS = "many tokens are computed in blocks"
 
 
 class NkiBackend:
@@ -49,7 +51,7 @@ class NkiBackend:
         if not apart:
             return _fused(parts, step, decision)
         if decision.path not in FEW_TOKEN_PATHS:
-            return prefill.PrefillPlan(step, decision, parts)
+            return _plan_in_blocks(step, decision, parts, apart)
         return _few_tokens(parts, step, decision, apart)
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
@@ -108,24 +110,33 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
     Raises:
         ValueError: one launch was asked for and cannot be, or quantised weights and they are not.
     """
-    if step.phase not in DECODE_PHASES:
-        return f"{step.phase} is routed by a launch of its own"
-    if parts.needs_quantized and parts.weights.packed_down is None:
+    is_decode = step.phase in DECODE_PHASES
+    if is_decode and parts.needs_quantized and parts.weights.packed_down is None:
         raise ValueError(
             "quantized=True: the expert weights are plain. Load fp8 codes with their scale,"
             " call pack_weights() for those of an MXFP4 checkpoint, or set quantized=False."
         )
     if parts.fuses_decode is False:
         return "moe_fused_kernel_enabled=False"
-    reason = in_blocks or f"{step.tokens} tokens are too many for it"
+    reason = in_blocks or _BLOCKS
     if decision.path in FEW_TOKEN_PATHS:
         reason = layer.why_apart(parts, step.tokens)
-    if reason and parts.fuses_decode:
+    if reason and parts.fuses_decode and is_decode:
         raise ValueError(
             f"moe_fused_kernel_enabled=True: {reason.rstrip('.')}. Leave it None, which takes the"
             " fused kernel where it can run."
         )
     return reason
+
+
+def _plan_in_blocks(step: Step, decision: Decision, parts: LayerParts, apart: str) -> Plan:
+    """Return the plan of a step in blocks: of one launch where that can be."""
+    if parts.router is None or parts.fuses_decode is False:
+        return prefill.PrefillPlan(step, decision, parts, "" if parts.router is None else apart)
+    fused = replace(decision, kernel="nki.prefill_layer")
+    plan = prefill_layer.PrefillLayerPlan(step, fused, parts)
+    apart = plan.why_apart()
+    return prefill.PrefillPlan(step, decision, parts, apart) if apart else plan
 
 
 def _fused(parts: LayerParts, step: Step, decision: Decision) -> Plan:

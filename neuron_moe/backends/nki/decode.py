@@ -150,17 +150,22 @@ def expert_operands(parts: LayerParts, config: Any) -> ExpertOperands:
     layout, copy = config.weights.layout, parts.weights.decode_copy
     operands = operands_of(parts)
     named = parts.expert_form("decode beside", partial(_named, operands))
-    first = parts.expert_form("first expert", partial(_first_expert, parts, operands))
     if layout == "packed":
         assert copy is not None
         operands = operands.laid_out(copy)
         named = {"down_bias": named["down_bias"]}
+    first = first_expert_of(parts, operands)
     return ExpertOperands((operands.gate_up_EHI, operands.down_EIH), first, named)
 
 
-def _first_expert(parts: LayerParts, operands: Operands) -> Tensor:
-    device = operands.down_EIH.device
-    return torch.tensor([[parts.first_expert]], dtype=torch.int32, device=device)
+def first_expert_of(parts: LayerParts, operands: Operands) -> Tensor:
+    """Return the number of local expert 0, [1, 1] int32, made once."""
+
+    def make() -> Tensor:
+        device = operands.down_EIH.device
+        return torch.tensor([[parts.first_expert]], dtype=torch.int32, device=device)
+
+    return parts.expert_form("first expert", make)
 
 
 def _named(operands: Operands) -> dict[str, Any]:
@@ -226,7 +231,7 @@ def config_records(
     weights, form = parts.weights, WeightForm()
     narrow = weights.packed_down
     if isinstance(narrow, NarrowMatrices):
-        scope = "expert" if narrow.scale_En.shape[1] == 1 else "channel"
+        scope = "expert" if narrow.scale.shape[1] == 1 else "channel"
         form = WeightForm(format=narrow.format, has_scales=True, down_scale=scope)
     experts, width, hidden_size = weights.down_proj_EIH.shape
     sizes = DecodeSizes(

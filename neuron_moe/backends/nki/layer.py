@@ -161,16 +161,8 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
     assert parts.router is not None
     check_router(parts.router)
     norm, shared = norm_of(parts.norm, parts.forms), parts.shared
-    if shared is not None and shared.spec.activation not in SHARED_ACTIVATIONS:
-        raise ValueError(
-            f"hidden_act={shared.spec.activation!r} of the shared experts: not in the kernel, which"
-            f" has {', '.join(SHARED_ACTIVATIONS)}."
-        )
-    if shared is not None and shared.down_proj.weight.dtype != torch.bfloat16:
-        raise ValueError(
-            f"shared experts in {dtype_name(shared.down_proj.weight)}: the kernel reads bfloat16."
-            " Convert them."
-        )
+    if shared is not None:
+        check_shared(shared)
     weight_NH = router_form(parts.router, parts.forms)
     form = LayerForm(
         has_norm=norm is not None,
@@ -190,6 +182,20 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
         weights,
         lambda weights: _layer_config(sizes, router, formula, form, weights, request),
     )
+
+
+def check_shared(shared: SharedExperts) -> None:
+    """Raise ValueError for shared experts that a kernel for the whole layer does not compute."""
+    if shared.spec.activation not in SHARED_ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act={shared.spec.activation!r} of the shared experts: not in the kernel, which"
+            f" has {', '.join(SHARED_ACTIVATIONS)}."
+        )
+    if shared.down_proj.weight.dtype != torch.bfloat16:
+        raise ValueError(
+            f"shared experts in {dtype_name(shared.down_proj.weight)}: the kernel reads bfloat16."
+            " Convert them."
+        )
 
 
 # One configuration for all layers alike, so that they share a compiled kernel.

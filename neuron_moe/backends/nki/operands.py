@@ -14,7 +14,7 @@ from neuron_moe.plan import LayerParts
 from neuron_moe.quantize import recode_bf16_to_fp8
 from neuron_moe.weights.expert_weights import ExpertWeights, Packed
 from neuron_moe.weights.laid_out import LaidOut
-from neuron_moe.weights.narrow import NarrowMatrices
+from neuron_moe.weights.narrow import MXFP4, NarrowMatrices
 from nki_kernels.common.formula import EXPERT_ACTIVATIONS, ExpertFormula, limits
 
 _log = logging.getLogger("neuron_moe")
@@ -73,7 +73,7 @@ def _beside(weights: ExpertWeights) -> tuple[Tensor | None, ...]:
         down_bias = down_bias.detach().float() * weights.down_bias_scale
     if not isinstance(gate_up, NarrowMatrices) or not isinstance(down, NarrowMatrices):
         return None, None, gate_up_bias, down_bias
-    return gate_up.scale_per_channel_En, down.scale_En, gate_up_bias, down_bias
+    return gate_up.scale_per_channel_En, down.scale, gate_up_bias, down_bias
 
 
 def matrices_of(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
@@ -107,6 +107,11 @@ def check_weights(
             "packed weights: backend='nki' reads plain tensors or fp8 codes, and gate_up_proj and"
             " down_proj alike. Load the state dict again, which unpacks, and pack with this"
             " backend."
+        )
+    if MXFP4 in (gate_up.format, down.format):
+        raise ValueError(
+            "packed weights: MXFP4 as backend='cuda' packs it. Load the state dict again, which"
+            " unpacks, and pack with backend='nki'."
         )
     if gate_up.format != down.format:
         raise ValueError(
@@ -145,7 +150,7 @@ def format_note(weights: ExpertWeights) -> str:
     down = weights.packed_down
     if isinstance(down, NarrowMatrices):
         origin = "as loaded" if down.is_quantized else "re-coded without loss"
-        scales = "a scale per expert" if down.scale_En.shape[1] == 1 else "scales per channel"
+        scales = "a scale per expert" if down.scale.shape[1] == 1 else "scales per channel"
         return f"weights: {down.format}, {origin}, {scales}"
     if weights.why_plain:
         return f"weights: bfloat16, not 8 bits: {weights.why_plain}"

@@ -21,6 +21,7 @@ from nki_kernels.combine import CombineDims, combine
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.decode import DecodeConfig, LayerConfig, decode_layer, decode_moe
 from nki_kernels.index import BlockDims, index_blocks
+from nki_kernels.layer import PrefillLayerConfig, prefill_layer
 from nki_kernels.outputs import Output, outputs_of
 from nki_kernels.prefill import PrefillConfig, blockwise_moe
 from nki_kernels.route import RouterConfig, router_topk
@@ -28,8 +29,13 @@ from nki_kernels.route import RouterConfig, router_topk
 NAMESPACE = "neuron_moe"
 Run = Callable[[Any, int, Sequence[Any]], Any]
 
-_KERNELS = (router_topk, index_blocks, blockwise_moe, combine, decode_moe, decode_layer)
-_ROOTS = (RouterConfig, BlockDims, VisitDims, PrefillConfig, CombineDims, DecodeConfig, LayerConfig)
+_KERNELS = (
+    router_topk, index_blocks, blockwise_moe, combine, decode_moe, decode_layer, prefill_layer,
+)  # fmt: skip
+_ROOTS = (
+    RouterConfig, BlockDims, VisitDims, PrefillConfig, CombineDims, DecodeConfig, LayerConfig,
+    PrefillLayerConfig,
+)  # fmt: skip
 _ELEMENT_TYPES = ("float32", "bfloat16", "float16")  # that records hold
 
 

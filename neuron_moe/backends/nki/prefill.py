@@ -93,7 +93,13 @@ class _Launches:
 
 @dataclass(frozen=True, eq=False)
 class PrefillPlan(Plan):
-    """Many tokens, rows sorted by expert."""
+    """Many tokens, rows sorted by expert.
+
+    Attributes:
+        apart: why router and experts are separate launches, for the notes; '' for experts alone.
+    """
+
+    apart: str = ""
 
     @property
     def suggests_block_size(self) -> bool:
@@ -185,9 +191,13 @@ class PrefillPlan(Plan):
                     f"block_size={best.block_size} would take {best.estimated_us:.0f} us"
                     " [estimated]",
                 )
-        around = "kernels: router_topk, index_blocks, combine around it"
         overflow = () if _is_clamped(parts.weights.formula) else (_OVERFLOW,)
-        return (plan, around, format_note(parts.weights), *better, *overflow)
+        return (plan, *self._around(), format_note(parts.weights), *better, *overflow)
+
+    def _around(self) -> tuple[str, ...]:
+        """Say which kernels compute what lies around the experts."""
+        around = "kernels: router_topk, index_blocks, combine around it"
+        return (around, f"not fused: {self.apart}") if self.apart else (around,)
 
     def changes(self) -> tuple[str, ...]:
         """Say how to get another block size or plan."""

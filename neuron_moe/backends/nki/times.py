@@ -22,6 +22,7 @@ from neuron_moe.backends.nki.decode import DecodePlan
 from neuron_moe.backends.nki.layer import LayerPlan
 from neuron_moe.backends.nki.operands import matrices_of
 from neuron_moe.backends.nki.prefill import PrefillPlan, compile_for
+from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
 from neuron_moe.backends.nki.router import router_config
 from neuron_moe.blocks import NO_EXPERT
 from neuron_moe.plan import LayerParts, Plan
@@ -32,6 +33,7 @@ from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.combine import combine
 from nki_kernels.decode import decode_layer, decode_moe, pack_router_weight, weight_shapes
 from nki_kernels.index import index_blocks
+from nki_kernels.layer import prefill_layer, shared_visits
 from nki_kernels.prefill import blockwise_moe
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import route, router_topk
@@ -39,7 +41,7 @@ from nki_sim import SimOptions, TensorSpec
 from nki_sim.trace import CORE, FACTS, ControlFacts, Trace
 
 TIMES_ONLY = SimOptions(mode="indices", uninitialized="off", races="off", capacity="reorder")
-_ROUTER_ELEMENTS = 1 << 22  # of hidden states and router that choose experts in a launch
+_ROUTER_ELEMENTS = 1 << 28  # of hidden states and router that choose experts in a launch
 _NAMES = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 _SEED = 11
 _Launch = tuple[str, nki_sim.Run]  # name of the kernel, and its run
@@ -88,7 +90,9 @@ def plan_runs(
     Raises:
         ValueError: a plan of another backend, or weights the kernels do not take.
     """
-    if isinstance(plan, PrefillPlan):
+    if isinstance(plan, PrefillLayerPlan):
+        yield _prefill_layer(plan, options)
+    elif isinstance(plan, PrefillPlan):
         yield _route(plan.parts, own_tokens or len(index_TK), options)
         yield from _prefill(plan, index_TK, options)
     elif isinstance(plan, DecodePlan):
@@ -165,11 +169,7 @@ def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
     assert router is not None
     weight_NH, hidden_TH = _routed_inputs(parts, moe.T)
     packed = pack_router_weight(to_numpy(weight_NH), moe.h_axis, config.router_parts)
-    named: dict[str, Any] = _decode_beside(parts, moe.H)
-    for name, has in (("router_bias", router.linear_router.bias),
-                      ("selection_bias", router.e_score_correction_bias)):  # fmt: skip
-        if has is not None:
-            named[name] = np.zeros((1, parts.num_experts), np.float32)
+    named: dict[str, Any] = {**_decode_beside(parts, moe.H), **_router_biases(router)}
     if config.form.has_norm:
         named["norm_weight"] = torch.ones((1, moe.H), dtype=torch.bfloat16)
     if config.form.has_residual:
@@ -187,6 +187,53 @@ def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
         _first_expert(parts), config, **named,
     )  # fmt: skip
     return _name_of(decode_layer), run
+
+
+def _prefill_layer(plan: PrefillLayerPlan, options: SimOptions) -> _Launch:
+    """Time a fused layer; hidden states and router are drawn, and with them the choices."""
+    parts, config = plan.parts, plan.config
+    assert parts.router is not None
+    num_tokens, H = config.experts.num_tokens, config.experts.H
+    weight_NH, hidden_TH = _routed_inputs(parts, num_tokens)
+    named = {**_prefill_beside(parts, H), **_router_biases(parts.router)}
+    if config.router.has_norm:
+        named["norm_weight"] = torch.ones((1, H), dtype=torch.bfloat16)
+    if config.out.has_residual:
+        named["residual"] = TensorSpec((num_tokens, H), "bfloat16")
+    if config.shared is not None:
+        operands = _shared_of(config.shared)
+        named |= {f"shared_{name}": value for name, value in operands.items()}
+    run = _run(
+        options, prefill_layer, parts.tuning.num_cores, hidden_TH, weight_NH,
+        *map(_spec_of, matrices_of(parts.weights)), _first_expert(parts), config, **named,
+    )  # fmt: skip
+    return _name_of(prefill_layer), run
+
+
+def shared_run(plan: PrefillLayerPlan, options: SimOptions = TIMES_ONLY) -> nki_sim.Run | None:
+    """Simulate the shared experts of a plan in a launch of their own; None if there are none."""
+    config = plan.config.shared
+    if config is None:
+        return None
+    operands = _shared_of(config)
+    hidden = TensorSpec((config.num_tokens, config.H), "bfloat16")
+    num_slots = config.num_tiles * config.tile_rows
+    slots = np.arange(num_slots, dtype=np.int32)
+    slots[config.num_tokens :] = -1
+    return _run(
+        options, blockwise_moe, config.num_cores, hidden, operands["gate_up"], operands["down"],
+        slots, operands["visit_expert"], operands["visit_tile"], operands["trips"], config,
+    )  # fmt: skip
+
+
+def _shared_of(config: Any) -> dict[str, Any]:
+    """Return matrices and visits of shared experts."""
+    names = ("visit_expert", "visit_tile", "trips")
+    return {
+        "gate_up": TensorSpec((1, config.H, 2 * config.I), "bfloat16"),
+        "down": TensorSpec((1, config.I, config.H), "bfloat16"),
+        **dict(zip(names, shared_visits(config), strict=True)),
+    }
 
 
 def _routed_inputs(parts: LayerParts, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -219,6 +266,19 @@ def routed_choices(plan: Plan) -> NDArray[np.int32]:
     return route(logits_TN, spec.formula, none_N)[1].astype(np.int32)
 
 
+def _router_biases(router: Router) -> dict[str, Any]:
+    """Return zeros for the biases that a router has."""
+    biases = {
+        "router_bias": router.linear_router.bias,
+        "selection_bias": router.e_score_correction_bias,
+    }
+    return {
+        name: np.zeros((1, len(bias)), np.float32)
+        for name, bias in biases.items()
+        if bias is not None
+    }
+
+
 def _route(parts: LayerParts, num_tokens: int, options: SimOptions) -> _Launch:
     router, num_cores = parts.router, parts.tuning.num_cores
     assert router is not None
@@ -246,7 +306,7 @@ def _route(parts: LayerParts, num_tokens: int, options: SimOptions) -> _Launch:
 def _run(
     options: SimOptions, kernel: Any, num_cores: int, *operands: Any, **named: Any
 ) -> nki_sim.Run:
-    if kernel is decode_layer:
+    if kernel is decode_layer or kernel is prefill_layer:
         options = replace(options, small_elements=_ROUTER_ELEMENTS)
     elif kernel is index_blocks:  # its lists are wanted, of which it adds up some in float32
         options = replace(options, mode="full")
@@ -320,7 +380,7 @@ def _beside(parts: LayerParts) -> dict[str, Any]:
         found["gate_up_bias"] = TensorSpec(columns, "float32")
     if isinstance(weights.packed_down, NarrowMatrices):
         found["gate_up_scale"] = TensorSpec(columns, "float32")
-        found["down_scale"] = TensorSpec(tuple(weights.packed_down.scale_En.shape), "float32")
+        found["down_scale"] = TensorSpec(tuple(weights.packed_down.scale.shape), "float32")
     return found
 
 

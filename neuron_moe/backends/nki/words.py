@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_moe.quantize import MXFP4_GROUP_SIZE, decode_mxfp4, encode_mxfp4
+from neuron_moe.quantize import MXFP4_GROUP_SIZE, encode_mxfp4_exactly
 from neuron_moe.weights.expert_weights import ExpertWeights, Packed
 from neuron_moe.weights.laid_out import LaidOut, to_numpy
 from neuron_moe.weights.narrow import NarrowMatrices
@@ -69,11 +69,10 @@ def _words(packed: Packed | None, plain_Ekn: Tensor) -> Words | None:
     for values_kn in _values(packed, plain_Ekn):
         missing = -values_kn.shape[0] % MXFP4_GROUP_SIZE
         values_nk = torch.nn.functional.pad(values_kn.T, (0, missing)).contiguous()
-        if not bool(values_nk.isfinite().all()):
+        found = encode_mxfp4_exactly(values_nk)
+        if found is None:
             return None
-        blocks, powers = encode_mxfp4(values_nk)
-        if not torch.equal(decode_mxfp4(blocks, powers, torch.float32), values_nk):
-            return None
+        blocks, powers = found
         words.append(blocks.flatten(1).numpy().view("<u2"))
         scales.append(powers.numpy())
     return np.stack(words), np.stack(scales)
@@ -82,7 +81,7 @@ def _words(packed: Packed | None, plain_Ekn: Tensor) -> Words | None:
 def _values(packed: Packed | None, plain_Ekn: Tensor) -> Iterator[Tensor]:
     """Yield the matrix of each expert, float32 on the host."""
     if isinstance(packed, NarrowMatrices):
-        for codes_kn, scale_n in zip(packed.codes_Ekn, packed.scale_En, strict=True):
+        for codes_kn, scale_n in zip(packed.codes_Ekn, packed.scale, strict=True):
             yield codes_kn.float().cpu() * scale_n.cpu()
     else:
         for matrix_kn in plain_Ekn.detach():

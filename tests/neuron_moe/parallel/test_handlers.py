@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
 from neuron_moe.parallel import parallel_state
@@ -16,9 +18,56 @@ from neuron_moe.parallel.handlers import (
     GroupedSwiGLU,
     HandledMoE,
     LocalHandler,
+    SentRows,
 )
 
 E, K, H, I = 6, 2, 8, 5  # noqa: E741  the axis letters of the project
+
+
+class Exchange(torch.autograd.Function):
+    """Equal parts from every rank to every rank; gradients go back the same way."""
+
+    @staticmethod
+    def forward(_: Any, sent: Tensor) -> Tensor:
+        arrived = torch.empty_like(sent)
+        dist.all_to_all_single(arrived, sent.contiguous())
+        return arrived
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return Exchange.forward(None, gradient.contiguous())
+
+
+class SlotHandler:
+    """A transport of another kind: messages of a fixed size with slots for each expert's rows.
+
+    So works DeepEP's mode for little latency: nobody has to know how many rows will come.
+    """
+
+    def __init__(self, ranks: int, slots: int) -> None:
+        self.ranks, self.slots = ranks, slots
+
+    def dispatch(self, hidden_TH: Tensor, index_TK: Tensor, affinities_TK: Tensor) -> SentRows:
+        self.top_k = index_TK.shape[1]
+        index_P = index_TK.flatten().long()
+        before_PE = functional.one_hot(index_P, E).cumsum(0)
+        self.slot_P = index_P * self.slots + before_PE.gather(1, index_P[:, None])[:, 0] - 1
+        rows_PX = torch.cat(
+            [hidden_TH.repeat_interleave(self.top_k, 0), affinities_TK.reshape(-1, 1)], 1
+        )
+        empty_NX = rows_PX.new_zeros(E * self.slots, H + 1)
+        arrived_NX = Exchange.apply(empty_NX.index_copy(0, self.slot_P, rows_PX))
+        counts_We = Exchange.apply(before_PE[-1]).view(self.ranks, -1)
+        self.is_used_eWS = torch.arange(self.slots) < counts_We.t()[:, :, None]
+        by_expert = arrived_NX.view(self.ranks, -1, self.slots, H + 1).transpose(0, 1)
+        rows_RX = by_expert[self.is_used_eWS]
+        return SentRows(rows_RX[:, :H], rows_RX[:, H], counts_We.sum(0))
+
+    def combine(self, rows_RH: Tensor) -> Tensor:
+        home_eWSH = rows_RH.new_zeros(*self.is_used_eWS.shape, H)
+        home_eWSH[self.is_used_eWS] = rows_RH
+        returned_NH = Exchange.apply(home_eWSH.transpose(0, 1).reshape(-1, H))
+        return returned_NH[self.slot_P].view(-1, self.top_k, H).sum(1)
 
 
 def build_moe() -> MoE:
@@ -74,10 +123,12 @@ def test_rows_travel_between_ranks_and_gradients_come_back(run_ranks: Any) -> No
         wanted = [each.tensor_split(2, dim=1)[rank] for each in run(moe, hidden)]
         parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2, watch=False)
         group = as_collectives(parallel_state.get_world_group(), "world")
-        here = slice(rank * E // 2, (rank + 1) * E // 2)
-        layer = build_handled(moe, AllToAllHandler(E, group), here)
-        found = run(layer, mine)
-        return [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+        here, slots = slice(rank * E // 2, (rank + 1) * E // 2), mine.shape[0] * mine.shape[1]
+        handlers = (AllToAllHandler(E, group), SlotHandler(2, slots))
+        found = [
+            each for handler in handlers for each in run(build_handled(moe, handler, here), mine)
+        ]
+        return [float((a - b).abs().max()) for a, b in zip(found, 2 * wanted, strict=True)]
 
     assert all(max(each) < 1e-12 for each in run_ranks(2, errors))
 

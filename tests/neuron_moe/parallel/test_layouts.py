@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.invariant import CopyError, check_one_copy
 from neuron_moe.parallel.placement import ExpertPlacement, place_experts
 from neuron_moe.parallel.sharding import shard_state_dict
+from tests.ranks import cuda_devices
 
 H, I, E = 48, 64, 16  # noqa: E741  the axis letters of the project
 ROUNDING = (
@@ -65,6 +65,7 @@ class Case:
     replicas: bool = False
     decode_tp: int | None = None
     decode_ep: int | None = None
+    backend: str = "torch"
 
     def __str__(self) -> str:
         given = [
@@ -105,6 +106,7 @@ def build_layer(case: Case, placement: ExpertPlacement | None = None) -> MoE:
         ),
         sequence_parallel_enabled=case.sp,
         placement=placement,
+        backend=case.backend,
     )
     shared = None
     if case.shared != "none":
@@ -342,7 +344,7 @@ def test_the_mask_of_a_split_first_axis_is_batch_by_sequence(run_ranks: Any) -> 
         assert max(errors) < ROUNDING
 
 
-CUDA_DEVICES = len(list(Path("/dev").glob("nvidia[0-9]*")))  # asking torch would start CUDA
+CUDA_DEVICES = cuda_devices()
 
 
 @pytest.mark.skipif(CUDA_DEVICES < 2, reason="needs two CUDA devices")

@@ -4,6 +4,7 @@ Everything in float64, so that nothing but another order of sums may differ.
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from neuron_moe.parallel.balance import step_selection_biases
 from neuron_moe.parallel.gradients import sum_shared_gradients
 from neuron_moe.parallel.sharding import shard_state_dict
 from neuron_moe.router_losses import RouterLosses
+from tests.kernels import NO_TRITON, OLDEST_TRITON
 from tests.neuron_moe.parallel.test_layouts import (
     Case,
     build_layer,
@@ -65,18 +67,19 @@ def distance(mine: Tensor, wanted: Tensor) -> float:
 
 
 def compare_gradients(case: Case, rank: int) -> list[str]:
-    whole, hidden, mask, target = build_whole(case)
+    dtype, exact = (torch.float64, EXACT) if case.backend == "torch" else (torch.float32, 1e-5)
+    whole, hidden, mask, target = build_whole(replace(case, backend="torch"))
     hidden.requires_grad_()
     (whole(hidden, mask)[0] * target).sum().backward()
     parallel_state.initialize_model_parallel(config=case.config, watch=False)
     try:
-        layer = build_layer(case).double()
+        layer = build_layer(case).to(dtype)
         layer.use_router_losses(LOSSES)
-        layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
-        mine = part_of_rank(case, hidden.detach(), rank, 4).clone().requires_grad_()
+        layer.load_state_dict(shard_state_dict(layer, whole.to(dtype).state_dict()))
+        mine = part_of_rank(case, hidden.detach().to(dtype), rank, 4).clone().requires_grad_()
         my_mask = None if mask is None else part_of_rank(case, mask, rank, 4)
         output = layer(mine, my_mask)[0]
-        (output * part_of_rank(case, target, rank, 4)).sum().backward()
+        (output * part_of_rank(case, target.to(dtype), rank, 4)).sum().backward()
         sum_shared_gradients(layer)
         wanted = shard_state_dict(layer, gradients_of(whole))
         errors = {
@@ -85,7 +88,7 @@ def compare_gradients(case: Case, rank: int) -> list[str]:
         assert hidden.grad is not None
         assert mine.grad is not None
         errors["input"] = distance(mine.grad, part_of_rank(case, hidden.grad, rank, 4))
-        return [f"[{case}] {name}: {error:.1e}" for name, error in errors.items() if error > EXACT]
+        return [f"[{case}] {name}: {error:.1e}" for name, error in errors.items() if error > exact]
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -94,6 +97,18 @@ def compare_gradients(case: Case, rank: int) -> list[str]:
 def test_gradients_of_every_layout_are_those_of_one_process(
     run_ranks: Any, cases: list[Case]
 ) -> None:
+    def run(rank: int) -> list[str]:
+        return list(itertools.chain(*(compare_gradients(case, rank) for case in cases)))
+
+    assert [problem for problems in run_ranks(4, run) for problem in problems] == []
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks need Triton's interpreter")
+def test_ranks_with_the_cuda_kernels_have_the_gradients_of_one_process(run_ranks: Any) -> None:
+    pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
+    cases = [replace(CASES[number], backend="cuda") for number in (0, 6)]
+
     def run(rank: int) -> list[str]:
         return list(itertools.chain(*(compare_gradients(case, rank) for case in cases)))
 

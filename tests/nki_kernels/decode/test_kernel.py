@@ -119,6 +119,22 @@ def test_a_hidden_axis_of_32768_with_biases_fits(mode: str) -> None:
     check(Decode(2, 32768, 32, 2, 1, has_bias=True, options={"mode": mode}))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("T", "H", "I", "parts"), [(64, 7168, 128, 0), (85, 5376, 64, 0), (85, 4096, 512, 2)],
+    ids=["just-room", "no-room", "parts"],
+)  # fmt: skip
+def test_scales_of_inputs_lie_beside_columns_where_there_is_room(
+    T: int,
+    H: int,
+    I: int,  # noqa: E741
+    parts: int,
+) -> None:
+    plan = {"chunks": 1, "parts": parts} if parts else {}
+    options = {**GPT_OSS, **SELECTIVE, "scaling": "pre", **plan}
+    check(Decode(T, H, I, 2, 1, has_bias=True, options=options))
+
+
 @pytest.mark.parametrize("mode", ["selective", "all"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_routing_is_computed(routing: str, mode: str) -> None:

@@ -47,6 +47,7 @@ CASES = {
     "T200-H2048-I32-E3-K2-sums-in-sbuf": MxDecode(
         200, 2048, 32, 3, 2, has_bias=True, options={**FOUR, **GPT_OSS, **SELECTIVE}
     ),
+    "T3-H128-I256-E2-K1-whole-quadrants": MxDecode(3, 128, 256, 2, 1, options={**EIGHT, **ALL}),
     "T6-H128-I1100-E4-K2-intermediate": MxDecode(
         6, 128, 1100, 4, 2, options={**FOUR, "shard": "intermediate", **SELECTIVE}
     ),

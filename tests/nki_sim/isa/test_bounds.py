@@ -62,7 +62,7 @@ def test_the_hardware_transposes_up_to_128_columns(columns: int) -> None:
     assert taken == (columns <= 128)
 
 
-@pytest.mark.parametrize("shape", [(16, 1), (15, 1), (8, 1), (128, 1), (144, 1), (64, 2), (128, 2)])
+@pytest.mark.parametrize("shape", [(16, 1), (15, 1), (24, 1), (8, 1), (128, 1), (64, 2), (128, 2)])
 def test_a_gathered_transpose_takes_16_to_128_rows_of_indices(shape: tuple[int, int]) -> None:
     rows, columns = shape
     count = max(16, rows * columns // 16 * 16)
@@ -72,8 +72,6 @@ def test_a_gathered_transpose_takes_16_to_128_rows_of_indices(shape: tuple[int, 
         isa.memset(numbers, 0)
         isa.dma_transpose(dst, x.ap([[8, count], [1, 8]], vector_offset=numbers))
 
-    if rows > 128:
-        return
     taken = is_taken(
         body, dst=Tile(shape=(8, count), dtype="bfloat16"),
         x=Tile(np.ones((4, 8)), "bfloat16", space="hbm"),
@@ -81,14 +79,43 @@ def test_a_gathered_transpose_takes_16_to_128_rows_of_indices(shape: tuple[int, 
     assert taken == (rows % 16 == 0 and (columns == 1 or rows == 128))
 
 
+SHAPES = (
+    (1, 16, 8), (2, 8, 8), (4, 4, 8), (8, 2, 8), (16, 1, 8), (3, 16, 8), (32, 1, 8), (2, 4, 8),
+    (4, 2, 8), (16, 8), (8, 8), (32, 8), (2, 3, 8, 8), (2, 8, 3, 8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_hardware_transposes_16_rows_or_a_multiple(shape: tuple[int, ...]) -> None:
+    order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}[len(shape)]
+    turned = tuple(shape[axis] for axis in order)
+    taken = is_taken(
+        lambda dst, x: isa.dma_transpose(dst, x, dge_mode=isa.dge_mode.hwdge),
+        dst=Tile(shape=turned, dtype="bfloat16", space="hbm"),
+        x=Tile(np.ones(shape), "bfloat16", space="hbm"),
+    )
+    rows, together = shape[0], shape[0] * shape[-2]
+    assert taken == (
+        rows == 16 if len(shape) == 2 else rows in (1, 2, 4, 8, 16) and together % 16 == 0
+    )
+
+
+AT_INDICES: dict[str, Any] = {
+    "dma_copy": lambda dst, rows: isa.dma_copy(dst, rows),
+    "dma_compute": lambda dst, rows: isa.dma_compute(dst, [dst, rows], nl.add),
+    "dma_transpose": lambda dst, rows: isa.dma_transpose(dst.reshape((8, 16)), rows),
+}
+
+
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
-def test_rows_at_indices_need_the_second_generation(target: str) -> None:
+@pytest.mark.parametrize("name", AT_INDICES)
+def test_rows_at_indices_need_the_second_generation(name: str, target: str) -> None:
     def body(dst: Any, x: Any) -> None:
         numbers = nl.ndarray((16, 1), nl.int32)
         isa.memset(numbers, 0)
-        isa.dma_transpose(dst, x.ap([[8, 16], [1, 8]], vector_offset=numbers))
+        AT_INDICES[name](dst, x.ap([[8, 16], [1, 8]], vector_offset=numbers))
 
-    tiles = {"dst": Tile(shape=(8, 16), dtype="bfloat16"),
+    tiles = {"dst": Tile(np.ones((16, 8)), "bfloat16", space="hbm"),
              "x": Tile(np.ones((4, 8)), "bfloat16", space="hbm")}  # fmt: skip
     options = SimOptions(target=target)
     if target == "trn1":
@@ -96,6 +123,74 @@ def test_rows_at_indices_need_the_second_generation(target: str) -> None:
             execute(body, options=options, **tiles)
     else:
         execute(body, options=options, **tiles)
+
+
+@pytest.mark.parametrize("index", [-1, 0, 1, 9, 10, 30])
+@pytest.mark.parametrize("kind", ["vector", "scalar"])
+def test_a_row_at_an_index_lies_in_the_part_that_is_looked_at(kind: str, index: int) -> None:
+    """Behind rows 10 to 19 the tensor goes on."""
+    values = np.arange(80.0, dtype=np.float32).reshape(40, 2)
+
+    def body(dst: Any, x: Any, number: Any) -> None:
+        if kind == "vector":
+            row = x[10:20].ap([[2, 1], [1, 2]], vector_offset=number)
+        else:
+            row = x[10:20].ap([[2, 1], [1, 2]], scalar_offset=number)
+        isa.dma_copy(dst, row)
+
+    tiles = {"dst": Tile(shape=(1, 2)), "x": Tile(values, space="hbm"),
+             "number": Tile(np.array([[index]], np.int32))}  # fmt: skip
+    if 0 <= index < 10:
+        assert np.array_equal(execute(body, **tiles)["dst"], values[10 + index : 11 + index])
+    else:
+        with pytest.raises(nki_sim.OutOfBounds, match="inside 20 elements"):
+            execute(body, **tiles)
+    clamped = 10 + min(max(index, 0), 9)
+    result = execute(body, options=SimOptions(out_of_bounds="clamp"), **tiles)
+    assert np.array_equal(result["dst"], values[clamped : clamped + 1])
+
+
+@pytest.mark.parametrize("index", [-5, 0, 31, 32, 1000])
+def test_a_clamped_offset_keeps_the_whole_pattern_inside(index: int) -> None:
+    """Four rows from row 5 + index on, of 40."""
+    values = np.arange(80.0, dtype=np.float32).reshape(40, 2)
+    result = execute(
+        lambda dst, x, number: isa.dma_copy(
+            dst, x.ap([[2, 4], [1, 2]], offset=10, scalar_offset=number)
+        ),
+        options=SimOptions(out_of_bounds="clamp"), dst=Tile(shape=(4, 2)),
+        x=Tile(values, space="hbm"), number=Tile(np.array([[index]], np.int32)),
+    )  # fmt: skip
+    first = 5 + min(max(index, 0), 31)
+    assert np.array_equal(result["dst"], values[first : first + 4])
+
+
+@pytest.mark.parametrize("operand", ["held", "moving", "src", "dst"])
+def test_packed_operands_start_at_a_quadrant(operand: str) -> None:
+    def body(held: Any, moving: Any, out: Any, one: Any, src: Any, dst: Any) -> None:
+        for tile in (held, moving, src):
+            isa.dma_copy(tile, nl.ndarray(tile.shape, tile.dtype, buffer=nl.private_hbm))
+        if operand in ("held", "moving"):
+            isa.nc_matmul_mx(out, held, moving, one, one)
+        else:
+            isa.quantize_mx(dst, src, one[:, 0:4])
+
+    def tile(name: str, dtype: str, columns: int) -> Tile:
+        return Tile(shape=(32, columns), dtype=dtype, start=start if name == operand else 0)
+
+    for start in (0, 16, 32):
+        told = ""
+        try:
+            execute(
+                body, options=SimOptions(target="trn3", uninitialized="off"),
+                held=tile("held", "float8_e4m3fn_x4", 16),
+                moving=tile("moving", "float8_e4m3fn_x4", 16),
+                out=Tile(shape=(16, 16), space="psum"), one=Tile(np.full((32, 16), 127), "uint8"),
+                src=tile("src", "bfloat16", 16), dst=tile("dst", "float8_e4m3fn_x4", 4),
+            )  # fmt: skip
+        except IllegalOperand as error:
+            told = str(error)
+        assert ("32 partitions from 16" in told) == (start == 16), (start, told)
 
 
 @pytest.mark.parametrize("number", [INT32[0] - 1, INT32[0], INT32[1], INT32[1] + 1])

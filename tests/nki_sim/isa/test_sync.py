@@ -96,12 +96,17 @@ def test_a_barrier_takes_cores_and_data_as_kernels_write_them(cores: Any, where:
 def test_a_barrier_of_one_core_does_nothing(cores: Any) -> None:
     def kernel() -> Any:
         tile = filled(1.0)
-        isa.core_barrier(tile, cores)
+        for _ in range(2):
+            isa.core_barrier(tile, cores)
         out = nl.ndarray((16, 8), nl.float32, buffer=nl.shared_hbm)
         isa.dma_copy(out, tile)
         return out
 
-    assert (nki_sim.run(kernel).outputs == 1).all()
+    done = nki_sim.run(kernel)
+    assert (done.outputs == 1).all()
+    first, second = (record.facts for record in done.trace if record.op == "core_barrier")
+    assert (first.partners, second.partners) == (1, 1)
+    assert first.key != second.key
 
 
 def test_the_records_of_partners_share_a_key_that_no_other_meeting_has() -> None:
@@ -229,6 +234,13 @@ def both_scatter_to_the_padding_row(core: int, out: Any) -> None:
     isa.dma_copy(out.ap([[16, 2], [1, 16]], vector_offset=rows), values)
 
 
+def both_scatter_equal_rows(core: int, out: Any) -> None:
+    """To rows 0 and 1 of a tensor that nobody writes the rest of."""
+    rows = nl.ndarray((2, 1), nl.int32)
+    isa.iota(rows, [[0, 1]], offset=0, channel_multiplier=1)
+    isa.dma_copy(out.ap([[16, 2], [1, 16]], vector_offset=rows), filled(1.0, (2, 16)))
+
+
 def gather_beside_a_write(core: int, out: Any) -> None:
     """Each core fetches all rows and uses its own only."""
     isa.dma_copy(out[4 * core : 4 * core + 4], filled(1.0, (4, 16)))
@@ -254,6 +266,7 @@ def fence(core: int, out: Any) -> None:
 
 BENIGN: dict[str, tuple[Callable[[int, Any], None], str]] = {
     "equal-values": (both_zero_everything, "equal values"),
+    "equal-rows": (both_scatter_equal_rows, "equal values"),
     "padding-row": (both_scatter_to_the_padding_row, "padding row"),
     "gathered-rows": (gather_beside_a_write, "gathered rows"),
     "ordered-by-sendrecv": (ordered_by_sendrecv, ""),
@@ -287,6 +300,20 @@ def test_what_lies_in_memory_that_nobody_wrote_is_no_value_to_be_equal_to(
     for options in ORDERS[:2]:
         with pytest.raises(nki_sim.RaceError):
             nki_sim.run(two_cores(write_where_the_other_does), lnc=2, options=options)
+
+
+@pytest.mark.parametrize("row", [0, 5, 6, 7])
+def test_only_the_last_row_of_a_scatter_is_padding(row: int) -> None:
+    def both_scatter(core: int, out: Any) -> None:
+        number = nl.ndarray((1, 1), nl.int32)
+        isa.memset(number, row)
+        isa.dma_copy(out.ap([[16, 1], [1, 16]], vector_offset=number), filled(core + 1.0, (1, 16)))
+
+    if row == 7:
+        assert "padding row" in nki_sim.run(two_cores(both_scatter), lnc=2).findings[0].text
+    else:
+        with pytest.raises(nki_sim.RaceError):
+            nki_sim.run(two_cores(both_scatter), lnc=2)
 
 
 def test_overlapping_columns_of_the_same_rows_race_only_where_they_overlap() -> None:

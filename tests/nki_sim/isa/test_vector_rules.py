@@ -254,6 +254,10 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.bitwise_and, 1, nl.add),
         {"dst": out("uint8"), "x": Tile(BYTES)}, "op0: expected an arithmetic",
     ),
+    "tsr-integer-operand": (
+        lambda dst, x, v: isa.tensor_scalar_reduce(dst, x, nl.add, v, nl.add),
+        UNARY | {"v": Tile(np.ones((P, 1), np.int32))}, "operand0: expected a floating-point",
+    ),
     "tsr-reduce-op": (
         lambda dst, x: isa.tensor_scalar_reduce(dst, x, nl.add, 1.0, nl.subtract), UNARY,
         "reduce_op: expected add, maximum, minimum, multiply",

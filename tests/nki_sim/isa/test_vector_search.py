@@ -48,6 +48,13 @@ def test_max8_takes_the_documented_sizes(elements: int) -> None:
     assert result["dst"].tolist() == [list(range(elements - 1, elements - 9, -1))]
 
 
+@pytest.mark.parametrize("shape", [(2, 12), (24,), (2, 1, 12), (1, 2, 12), (2, 12, 1)], ids=str)
+def test_max8_takes_two_axes_of_more_than_one_element(shape: tuple[int, ...]) -> None:
+    x = Tile(TIES.reshape(P, *shape))
+    result = execute(lambda dst, x: isa.max8(dst, x), dst=out(), x=x)
+    assert result["dst"].tolist() == [sorted(row.tolist(), reverse=True)[:8] for row in TIES]
+
+
 def test_max8_rounds_to_the_type_of_its_destination() -> None:
     result = execute(lambda dst, x: isa.max8(dst, x), dst=out("int32"), x=Tile(FLOATS * 10))
     expected = [[round(v) for v in sorted(row.tolist(), reverse=True)[:8]] for row in FLOATS * 10]

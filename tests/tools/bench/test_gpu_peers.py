@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+from tests.kernels import NO_TRITON, OLDEST_TRITON
+
+pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
 
 from neuron_moe.tools.bench.gpu_peers import (
     PEERS,

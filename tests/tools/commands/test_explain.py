@@ -16,7 +16,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str, 
 
 def test_prefill_of_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
     text, told = run(capsys, "--model", "qwen3_30b_a3b", "--tp", "8", "--tokens", "1024")
-    assert (told["path"], told["kernel"]) == ("blockwise", "nki.blockwise_moe")
+    assert (told["path"], told["kernel"]) == ("blockwise", "nki.prefill_layer")
     assert told["plan"]["block_size"] == told["block_size"] in (64, 128)
     assert "change   block size" in text
     # Reasons are those of the path that runs.

@@ -45,7 +45,7 @@ def test_a_tiny_model_generates_the_same_tokens(
     tokens = [[answer["token_ids"] for answer in result["answers"]] for result in (wanted, got)]
     assert tokens[0] == tokens[1]
     prefill, decode = got["explain"]
-    assert (prefill["path"], prefill["kernel"]) == ("all_experts", "nki.decode_moe")
+    assert (prefill["path"], prefill["kernel"]) == ("all_experts", "nki.decode_layer")
     assert "weights: float8_e5m2, re-coded without loss, a scale per expert" in prefill["notes"]
     assert decode["kernel"] == "nki.decode_layer"
     assert "device_us" not in wanted or set(wanted["device_us"]) == {"kind"}
@@ -84,7 +84,7 @@ def test_ranks_that_share_the_experts_generate_the_same_tokens(
     assert (got["config"]["tp"], got["config"]["ep"]) == layout
     kernels = [told["kernel"] for told in got["explain"]]
     if backend == "nki":
-        assert kernels == ["nki.decode_moe", "nki.decode_layer"]
+        assert kernels == ["nki.decode_layer", "nki.decode_layer"]
     assert f"for the {32 // ep} experts here" in " ".join(got["explain"][1]["reasons"])
 
 

@@ -37,13 +37,7 @@ def add_comparison_options(parser: Parser) -> None:
         metavar="M",
         help="stop after so many minutes; --resume goes on with what is left",
     )
-    default = os.environ.get(LIBRARY_VARIABLE)
-    parser.add_argument(
-        "--library",
-        type=Path,
-        default=default and Path(default),
-        help=f"checkout of the vendor's library ({LIBRARY_VARIABLE}); without it only ours runs",
-    )
+    add_library_option(parser)
     parser.more.add_argument(
         "--sensitivity",
         action="store_true",
@@ -69,6 +63,17 @@ def add_comparison_options(parser: Parser) -> None:
         type=Path,
         metavar="FILE",
         help="take the vendor's times from an earlier result, for matching rows",
+    )
+
+
+def add_library_option(parser: Parser) -> None:
+    """Add where the vendor's library is."""
+    default = os.environ.get(LIBRARY_VARIABLE)
+    parser.add_argument(
+        "--library",
+        type=Path,
+        default=default and Path(default),
+        help=f"checkout of the vendor's library ({LIBRARY_VARIABLE}); without it only ours runs",
     )
 
 

@@ -24,7 +24,7 @@ from neuron_moe.tools.bench.host.worker import ROOT, Worker
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.parsers import Parser
 
-CASES = ("prefill", "prefill 8-bit", "fused decode", "decode")
+CASES = ("prefill", "prefill 8-bit", "fused prefill", "fused decode", "decode")
 TARGETS_MS = {"prefill": 0.4, "fused decode": 0.05}
 TARGET_SWITCHES = 40
 ROUNDS = 40  # turns of the two checkouts: load from outside hits them alike

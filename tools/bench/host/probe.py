@@ -31,7 +31,7 @@ from neuron_moe import (
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 512, 512, 32, 4
 PREFILL_TOKENS, DECODE_TOKENS = 1024, 4
-CASES = ("prefill", "prefill 8-bit", "fused decode", "decode")
+CASES = ("prefill", "prefill 8-bit", "fused prefill", "fused decode", "decode")
 WARM_UPS = 5
 PACKAGE = Path(neuron_moe.__file__).parent
 
@@ -93,7 +93,7 @@ def build_layer(case: str) -> MoE:
     layer = MoE(
         RouterTopK(EXPERTS, TOP_K, HIDDEN, bias=True, apply_act_fn_over_topk=True),
         ExpertMLPsV2(config, dtype=torch.bfloat16, backend="nki"),
-        tkg_config=switches if case == "decode" else None,
+        tkg_config=None if case.startswith("fused") else switches,
     ).eval()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -127,8 +127,8 @@ class Probe:
         self.case = case
         self.stub = stub
         self.layer = build_layer(case)
-        tokens = PREFILL_TOKENS if case.startswith("prefill") else DECODE_TOKENS
-        shape = (1, tokens, HIDDEN) if case.startswith("prefill") else (tokens, 1, HIDDEN)
+        tokens = PREFILL_TOKENS if "prefill" in case else DECODE_TOKENS
+        shape = (1, tokens, HIDDEN) if "prefill" in case else (tokens, 1, HIDDEN)
         self.hidden_BSH = torch.randn(shape).to(torch.bfloat16)
         self.expected_BSH = self.call().clone()
         for _ in range(WARM_UPS):

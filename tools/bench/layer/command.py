@@ -5,7 +5,8 @@
 The layer of the model's configuration, planned as `MoE` plans it, on one of 8 ranks that split each
 expert (TP8) or the experts (EP8). layer us: all launches of the plan; experts us: experts and the
 sum over a token's experts alone, as `bench prefill` times them; outside: the share of the layer
-beyond them (norm, router, index, shared experts); apart us: the layer in several launches.
+beyond them (norm, router, index, shared experts); apart us: the layer in several launches; vendor
+us: of a prefill, the vendor's chain of kernels (tools/bench/layer/vendor.py), with --library.
 
 Every run is timed in both corners of the clock (nki_sim/time/schedule_model.py), experts drawn
 alike. What a launch itself takes is not published and not counted, which favours several launches.
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import nki_sim
-from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_works
+from neuron_moe.tools.bench.comparison.options import add_library_option
+from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_phases
 from neuron_moe.tools.bench.comparison.sources import (
     Sources,
     Writer,
@@ -31,7 +33,8 @@ from neuron_moe.tools.bench.comparison.sources import (
     write_result,
 )
 from neuron_moe.tools.bench.layer.picture import draw_layers
-from neuron_moe.tools.bench.layer.work import SPLITS, Case, Key, Row
+from neuron_moe.tools.bench.layer.work import SPLITS, VENDOR, Case, Key, Row
+from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
 from neuron_moe.tools.parsers import PRINTED, Parser
@@ -49,19 +52,20 @@ OUR_SOURCES = ("**/*.py",)
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
-    sources = Sources.now(nki_sim.hardware.find("trn2"), None, OUR_SOURCES)
+    sources = Sources.now(nki_sim.hardware.find("trn2"), options.library, OUR_SOURCES)
     rows = _earlier(options.json, sources) if options.resume and options.json.exists() else {}
-    cases = [case for case in _cases(options) if any(row.key not in rows for row in case.rows)]
+    cases = _cases(options, rows)
     writer = Writer(options.json, lambda: summarise(_sorted(rows), sources))
 
     def on_taken(work: Work, task: Task, pace: Pace, seconds: float) -> None:
         assert isinstance(work, Case)
+        print(_line(work, task, pace, seconds), file=sys.stderr, flush=True)
         rows.update({row.key: row for row in work.rows})
-        print(_line(work, pace, seconds), file=sys.stderr, flush=True)
         writer.write()
 
     try:
-        is_complete = run_works(cases, on_taken, options.jobs, options.minutes)
+        phases = [lambda: cases, lambda: _with_vendor(cases)]
+        is_complete = run_phases(phases, on_taken, options.jobs, options.minutes)
     finally:
         writer.write(at_once=True)
     result = summarise(_sorted(rows), sources)
@@ -88,15 +92,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
     )
-    parser.add_argument(
+    parser.more.add_argument(
         "--corner", nargs="+", choices=list(CORNERS), default=list(CORNERS),
         help="order that the clock assumes (default: both)",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
-    parser.add_argument("--minutes", type=float, metavar="M", help="stop after so many minutes")
+    parser.more.add_argument(
+        "--minutes", type=float, metavar="M", help="stop after so many minutes"
+    )
+    add_library_option(parser)
     parser.add_json_option()
     parser.add_argument("--resume", action="store_true", help="keep what the --json file has")
-    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what lies outside")
+    parser.more.add_argument("--picture", type=Path, metavar="PNG", help="draw what lies outside")
     options = parser.parse_args(argv)
     if options.tokens is not None and min(options.tokens) < 1:
         raise ValueError(f"--tokens {options.tokens}: must be positive.")
@@ -105,16 +112,24 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _cases(options: argparse.Namespace) -> list[Case]:
+def _cases(options: argparse.Namespace, known: dict[Key, Row]) -> list[Case]:
     """Return the cases, the cheap ones first."""
+    library = VendorLibrary(options.library) if options.library else None
     cases = [
-        Case(model, split, phase, tokens, options.corner)
+        Case(model, split, phase, tokens, options.corner, library, known)
         for model in options.models
         for split in options.splits
         for phase in options.phases
         for tokens in sorted(set(options.tokens or TOKENS[phase]))
     ]
     return sorted(cases, key=lambda case: case.size)
+
+
+def _with_vendor(cases: list[Case]) -> list[Case]:
+    """Return the cases, whose vendor's tasks may run now that all of ours have."""
+    for case in cases:
+        case.take_vendor()
+    return cases
 
 
 def _earlier(path: Path, sources: Sources) -> dict[Key, Row]:
@@ -156,26 +171,33 @@ def _sorted(rows: dict[Key, Row]) -> list[Row]:
     return sorted(rows.values(), key=place)
 
 
-def _line(case: Case, pace: Pace, seconds: float) -> str:
-    """Say what a case gave and how far the run is."""
-    cells = (f"{row.corner} {_us(row.layer_us)} us, {row.why}".rstrip(", ") for row in case.rows)
-    return f"{case.name} [{seconds:.1f} s]: {'; '.join(cells)}; {pace.text()}"
+def _line(case: Case, task: Task, pace: Pace, seconds: float) -> str:
+    """Say what a task gave and how far the run is."""
+    cells = []
+    for row in case.rows:
+        found = (row.vendor_us, row.vendor_why) if task.name == VENDOR else (row.layer_us, row.why)
+        cells.append(f"{row.corner} {_us(found[0])} us, {found[1]}".rstrip(", "))
+    return f"{case.name}, {task.name} [{seconds:.1f} s]: {'; '.join(cells)}; {pace.text()}"
 
 
 def _table(rows: Sequence[Row]) -> str:
     head = ["model", "split", "phase", "T", "corner", "launches"]
-    head += ["layer us", "experts us", "outside", "apart us", "gain"]
+    head += ["layer us", "experts us", "outside", "apart us", "gain", "vendor us", "gain"]
     lines = [head]
     for row in rows:
         times = [_us(row.layer_us), _us(row.experts_us)]
-        shares = ["-", _us(row.apart_us), "-"]
-        if row.layer_us and row.apart_us and row.outside is not None:
-            gain = row.apart_us / row.layer_us
-            shares = [f"{row.outside:.1%}", _us(row.apart_us), f"{gain:.2f}"]
+        outside = "-" if row.outside is None else f"{row.outside:.1%}"
+        shares = [outside]
+        for other_us in (row.apart_us, row.vendor_us):
+            shares += [_us(other_us), _gain(row.layer_us, other_us)]
         place = [row.model, row.split, row.phase, str(row.T), row.corner, str(len(row.launches))]
         lines.append([*place, *times, *shares])
     title = "trn2, one layer on one rank of 8, simulated; apart: in several launches\n"
     return title + format_table(lines, numbers_from=5)
+
+
+def _gain(layer_us: float | None, other_us: float | None) -> str:
+    return f"{other_us / layer_us:.2f}" if layer_us and other_us else "-"
 
 
 def _us(value: float | None) -> str:

@@ -1,21 +1,31 @@
-"""One case of the layer benchmark: a layer's plans, simulated, and the rows that come of it."""
+"""One case of the layer benchmark: plans and the vendor's chain, simulated, and their rows."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices
+from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
+from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices, shared_run
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.plan import Plan
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.timelines import corner_timelines
+from neuron_moe.tools.bench.layer.vendor import VendorChain
+from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.models import read_model
 
 AROUND = ("router_topk", "index_blocks")  # launches that are not the experts
 COMPUTES = ("one kernel", "kernels")  # how the notes of a plan begin that say what it computes
 RANKS = 8
+OURS, VENDOR = "layer", "vendor's chain"
+VENDOR_SECONDS = 4.0  # its task takes about so many times ours (measured on one machine)
+VENDOR_FIELDS = ("vendor_us", "vendor_parts", "vendor_why")
+OUR_FIELDS = (
+    "layer_us", "experts_us", "outside", "apart_us", "launches", "parts", "computes", "why",
+)  # fmt: skip
 Key = tuple[str, str, str, int, str]
 SPLITS = {f"TP{RANKS}": (RANKS, 1), f"EP{RANKS}": (1, RANKS)}  # tp, ep
 
@@ -28,13 +38,17 @@ class Row:
         model, split, phase, T: the layer, the ranks it is on, and the tokens of a step.
         corner: order that the clock assumes.
         layer_us: of the plan that runs.
-        experts_us: of the launches of experts and of the sum over a token's experts, on their own.
+        experts_us: of the launches of experts, in a fused prefill the shared ones too, and of the
+            sum over a token's experts, on their own.
         outside: share of layer_us beyond experts_us.
         apart_us: of the layer in several launches.
         launches: kernels of the plan that runs.
         parts: time of each launch of the layer in several.
         computes: what the launches of the plan compute.
         why: why there is no time, "" if there is one.
+        vendor_us: of the vendor's chain of kernels for a prefill.
+        vendor_parts: time of each of these.
+        vendor_why: why there is no such time, "" if there is one.
     """
 
     model: str
@@ -50,6 +64,9 @@ class Row:
     parts: dict[str, float] | None = None
     computes: str = ""
     why: str = ""
+    vendor_us: float | None = None
+    vendor_parts: dict[str, float] | None = None
+    vendor_why: str = ""
 
     @property
     def key(self) -> Key:
@@ -63,7 +80,7 @@ class Row:
 
 
 class Case:
-    """A layer on a rank with a step: one task, and a row in each corner.
+    """A layer on a rank with a step: a task for ours, one for the vendor's, a row in each corner.
 
     Args:
         model: name of a shipped configuration.
@@ -71,23 +88,39 @@ class Case:
         phase: prefill or decode.
         tokens: T.
         corners: of the clock.
+        library: the vendor's, whose chain is timed beside a prefill; None times ours alone.
+        known: rows of an earlier run, of which nothing is run again.
     """
 
     def __init__(
-        self, model: str, split: str, phase: str, tokens: int, corners: Sequence[str]
+        self,
+        model: str,
+        split: str,
+        phase: str,
+        tokens: int,
+        corners: Sequence[str],
+        library: VendorLibrary | None = None,
+        known: Mapping[Key, Row] = MappingProxyType({}),
     ) -> None:
         self.name = f"{model} {split} {phase} T={tokens}"
         self._blank = [
             Row(model=model, split=split, phase=phase, T=tokens, corner=corner)
             for corner in corners
         ]
-        self.rows = list(self._blank)
-        self._waits = True
+        self.rows = [known.get(row.key, row) for row in self._blank]
+        self._waiting: list[Task] = []
+        self._later: list[Task] = []
+        if any(row.layer_us is None and not row.why for row in self.rows):
+            self._waiting.append(Task(OURS, self._seconds, lambda: times_of(self._blank)))
+        waits = any(row.vendor_us is None and not row.vendor_why for row in self.rows)
+        if library is not None and phase == "prefill" and waits:
+            seconds = VENDOR_SECONDS * self._seconds
+            self._later.append(Task(VENDOR, seconds, lambda: vendor_times_of(self._blank, library)))
 
     @property
     def size(self) -> float:
         """The seconds of what still waits, about (measured on one machine)."""
-        return self._seconds if self._waits else 0.0
+        return sum(task.size for task in (*self._waiting, *self._later))
 
     @property
     def _seconds(self) -> float:
@@ -95,15 +128,20 @@ class Case:
         return 6.0 + 0.01 * row.T * (2.0 if row.split.startswith("TP") else 1.0)
 
     def next_task(self) -> Task | None:
-        """Hand out the only task."""
-        if not self._waits:
-            return None
-        self._waits = False
-        return Task("layer", self._seconds, lambda: times_of(self._blank))
+        """Hand out ours, and after `take_vendor` the vendor's."""
+        return self._waiting.pop(0) if self._waiting else None
+
+    def take_vendor(self) -> None:
+        """Let the vendor's task be handed out."""
+        self._waiting, self._later = [*self._waiting, *self._later], []
 
     def take(self, task: Task, result: Sequence[Row]) -> None:
-        """Keep the rows."""
-        self.rows = list(result)
+        """Keep what a task found."""
+        names = VENDOR_FIELDS if task.name == VENDOR else OUR_FIELDS
+        self.rows = [
+            replace(row, **{name: getattr(found, name) for name in names})
+            for row, found in zip(self.rows, result, strict=True)
+        ]
 
 
 def times_of(blank: Sequence[Row]) -> list[Row]:
@@ -116,6 +154,8 @@ def times_of(blank: Sequence[Row]) -> list[Row]:
     try:
         together, apart = _plans(first)
         parts = _simulate(apart, corners)
+        for corner, us in _shared(together, corners).items():
+            parts[corner]["shared experts"] = us
         whole = parts if together is apart else _simulate(together, corners)
     except ValueError as error:  # sizes that the kernels do not take
         return [replace(row, why=str(error)) for row in blank]
@@ -126,15 +166,38 @@ def times_of(blank: Sequence[Row]) -> list[Row]:
     ]
 
 
+def vendor_times_of(blank: Sequence[Row], library: VendorLibrary) -> list[Row]:
+    """Simulate the vendor's chain with the choices that our launches make; return its rows.
+
+    Args:
+        blank: a row for each corner, of one case of prefill.
+        library: the user's checkout.
+    """
+    first, corners = blank[0], [row.corner for row in blank]
+    try:
+        chosen_TK = routed_choices(_plan(first, in_one=False))
+        found = VendorChain(library, first.model, *SPLITS[first.split]).times(chosen_TK, corners)
+    except ValueError as error:
+        return [replace(row, vendor_why=str(error)) for row in blank]
+    return [
+        replace(row, vendor_us=sum(found[row.corner].values()), vendor_parts=found[row.corner])
+        for row in blank
+    ]
+
+
 def _plans(row: Row) -> tuple[Plan, Plan]:
     """Return the plan of a step, and one in several launches: the same if that is the plan."""
+    together = _plan(row)
+    if not together.is_fused:
+        return together, together
+    return together, _plan(row, in_one=False)
+
+
+def _plan(row: Row, *, in_one: bool = True) -> Plan:
     raw_config, _ = read_model(row.model)
     tp, ep = SPLITS[row.split]
     layer = RankLayer(raw_config, row.model, tp=tp, ep=ep, backend="nki")
-    together = layer.plan(row.phase, row.T)
-    if not together.is_fused:
-        return together, together
-    return together, layer.plan(row.phase, row.T, in_one=False)
+    return layer.plan(row.phase, row.T, in_one=in_one)
 
 
 def _simulate(plan: Plan, corners: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -146,6 +209,14 @@ def _simulate(plan: Plan, corners: Sequence[str]) -> dict[str, dict[str, float]]
             found[corner][name] = timeline.total_us
         gc.collect()
     return found
+
+
+def _shared(plan: Plan, corners: Sequence[str]) -> dict[str, float]:
+    """Return the microseconds of a prefill's shared experts in a launch of their own."""
+    run = shared_run(plan) if isinstance(plan, PrefillLayerPlan) else None
+    if run is None:
+        return {}
+    return {corner: line.total_us for corner, line in corner_timelines(run, corners)}
 
 
 def _filled(row: Row, whole: dict[str, float], parts: dict[str, float]) -> Row:

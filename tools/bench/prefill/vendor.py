@@ -26,6 +26,8 @@ from nki_sim import SimOptions, TensorSpec
 from nki_sim.hardware import Hardware
 
 H_MULTIPLE, I_MULTIPLE = 512, 16  # what the kernels ask for; callers pad
+# What a kernel raises that does not run with some sizes; some divide by the number of blocks.
+UNFIT = (nki_sim.NkiValidationError, AssertionError, NotImplementedError, ZeroDivisionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class VendorSide:
     Args:
         library: the user's checkout; None runs nothing.
         model: the layer.
-        expert_index_TK: [T, K] the choices.
+        expert_index_TK: [T, K] the choices; numbers beyond the model's are another rank's.
         known: attempts of an earlier run by corner and name; those are not run again.
         chip: what the bounds are computed for.
         kernels: only variants of these are run.
@@ -160,7 +162,7 @@ class VendorSide:
         name, bound = variant.name, self._bounds[variant]
         try:
             run = launch_vendor(self._library, self._model, self._index_TK, variant, OPTIONS)
-        except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
+        except UNFIT as error:
             line = (str(error).strip().splitlines() or [""])[0].rsplit("/", 1)[-1]
             why = f"{type(error).__name__}: {line}"
             return {corner: Attempt(name=name, bound_us=bound, why=why) for corner in best}
@@ -181,15 +183,19 @@ def seconds_of(model: Model, expert_index_TK: Any, variant: Variant) -> float:
     blocks = _live_blocks(model, expert_index_TK, variant.block_size)
     if variant == DEPLOYED:  # runs those without tokens, too
         T, K = expert_index_TK.shape
-        blocks = num_blocks(T, K, model.E, variant.block_size)
+        blocks = num_blocks(T, min(K, model.E), model.E, variant.block_size)
     rows = blocks * (1.0 + variant.block_size / 256)
     dynamic = 3.0 if variant.kernel == "shard_on_i_hybrid" else 1.0
     return 0.3 + 0.03 * rows * dynamic * (model.H / 3072)
 
 
 def _live_blocks(model: Model, expert_index_TK: Any, B: int) -> int:
-    counts = np.bincount(expert_index_TK.reshape(-1), minlength=model.E)
-    return int(np.ceil(counts / B).sum())
+    return int(np.ceil(_counts(model, expert_index_TK) / B).sum())
+
+
+def _counts(model: Model, expert_index_TK: Any) -> Any:
+    """Return the choices of each expert; numbers beyond the model's are another rank's."""
+    return np.bincount(expert_index_TK.reshape(-1), minlength=model.E)[: model.E]
 
 
 def bound_us(model: Model, expert_index_TK: Any, variant: Variant, chip: Hardware) -> float:
@@ -199,7 +205,7 @@ def bound_us(model: Model, expert_index_TK: Any, variant: Variant, chip: Hardwar
     those of each expert once) over the bandwidth of the stack, and the multiplications of these
     blocks, padding included, over two full arrays.
     """
-    counts = np.bincount(expert_index_TK.reshape(-1), minlength=model.E)
+    counts = _counts(model, expert_index_TK)
     blocks = _live_blocks(model, expert_index_TK, variant.block_size)
     loads = int((counts > 0).sum()) if variant.mode == "keep" else blocks
     cells = 3 * model.H * model.I
@@ -249,7 +255,7 @@ def _arguments(
     H = -(-model.H // H_MULTIPLE) * H_MULTIPLE
     I = -(-model.I // I_MULTIPLE) * I_MULTIPLE  # noqa: E741  the axis letter
     on_block = variant.kernel == "shard_on_block"
-    blocks = num_blocks(T, K, E, B, CORES if on_block else 1)
+    blocks = num_blocks(T, min(K, E), E, B, CORES if on_block else 1)
     ids, block_to_expert, live = _blocks(expert_index_TK, E, B, blocks)
     vendor, bf16 = model.vendor, "bfloat16"
     skip_mode = library.get(KERNELS[variant.kernel][0], "SkipMode")

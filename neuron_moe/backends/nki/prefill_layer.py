@@ -1,0 +1,229 @@
+"""A whole layer's prefill on the kernels: prefill_layer, one launch.
+
+Norm, router, index, routed and shared experts, weighted sum. Shapes: T tokens, N experts of all
+ranks, H hidden, I intermediate of the shared experts.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import nki.language as nl
+import torch
+from torch import Tensor
+
+from neuron_moe.backends.nki.decode import first_expert_of
+from neuron_moe.backends.nki.launch import check_call, launch
+from neuron_moe.backends.nki.layer import check_shared, norm_of
+from neuron_moe.backends.nki.prefill import PrefillPlan
+from neuron_moe.backends.nki.router import (
+    check_router,
+    different_choices,
+    router_config,
+    router_form,
+)
+from neuron_moe.plan import FusedOutput
+from neuron_moe.router import Routing
+from neuron_moe.shared_experts import SharedExperts
+from neuron_moe.weights.expert_weights import LocalRouting
+from nki_kernels.common.chip import cached_by_chip
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.layer import (
+    PrefillLayerConfig,
+    check_prefill_layer,
+    make_shared_config,
+    prefill_layer,
+    shared_visits,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillLayerPlan(PrefillPlan):
+    """Many tokens, from the norm to the weighted sum in one launch; `apart` is empty."""
+
+    @property
+    def is_fused(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the norm is one that the kernel has."""
+        return norm_of(self.parts.norm, self.parts.forms) is not None
+
+    @property
+    def adds_input(self) -> bool:
+        """Whether the kernel adds the residual."""
+        return self.parts.adds_input and (self.parts.norm is None or self.has_norm)
+
+    @cached_property
+    def config(self) -> Any:
+        """What prefill_layer is compiled for.
+
+        Raises:
+            ValueError: sizes or a formula that a stage does not take.
+        """
+        parts, made = self.parts, self._compiled
+        assert parts.router is not None
+        norm = norm_of(parts.norm, parts.forms)
+        weight = router_form(parts.router, parts.forms)
+        router = router_config(
+            parts.router, made.config.num_tokens, torch.bfloat16, weight.dtype,
+            parts.tuning.num_cores,
+        )  # fmt: skip
+        shared = self.shared_config
+        out = replace(
+            made.out, out_dtype=nl.bfloat16, has_spoils=True, has_residual=self.adds_input,
+            has_shared=shared is not None,
+        )  # fmt: skip
+        config = PrefillLayerConfig(
+            replace(
+                router,
+                returns_logits=False,
+                has_norm=norm is not None,
+                norm_eps=1e-6 if norm is None else norm[1],
+                marks_broken=True,
+            ),
+            made.dims,
+            made.visits,
+            made.config,
+            out,
+            parts.returns_routing,
+            shared,
+        )
+        check_prefill_layer(config)
+        return config
+
+    @cached_property
+    def shared_config(self) -> Any:
+        """What the shared experts are compiled for, None if there are none.
+
+        Raises:
+            ValueError: the kernel does not have them.
+        """
+        shared, made = self.parts.shared, self._compiled
+        if shared is None:
+            return None
+        check_shared(shared)
+        if shared.spec.is_gated:
+            raise ValueError("a gate scales the shared experts, which prefill_layer has not")
+        formula = ExpertFormula(shared.spec.activation)
+        return _shared_config(
+            formula, made.config.H, shared.width, made.config.num_tokens, made.config
+        )
+
+    @cached_property
+    def _matrices(self) -> tuple[Tensor, ...]:
+        """Router, experts, and the number of the first of these."""
+        parts, operands = self.parts, self._launches.operands
+        assert parts.router is not None
+        return (
+            router_form(parts.router, parts.forms),
+            operands.gate_up_EHI,
+            operands.down_EIH,
+            first_expert_of(parts, operands),
+        )
+
+    @cached_property
+    def _beside(self) -> dict[str, Any]:
+        """Operands beside the matrices, by name."""
+        parts = self.parts
+        assert parts.router is not None
+        norm = norm_of(parts.norm, parts.forms)
+        linear, selection_bias = parts.router.linear_router, parts.router.e_score_correction_bias
+        return {
+            **self._launches.beside,
+            **self._shared_operands(),
+            "norm_weight": None if norm is None else norm[0].view(1, -1),
+            "router_bias": None if linear.bias is None else linear.bias.view(1, -1),
+            "selection_bias": None if selection_bias is None else selection_bias.view(1, -1),
+        }
+
+    def _shared_operands(self) -> dict[str, Tensor]:
+        """Return matrices and visits of shared experts, made once."""
+        shared, config = self.parts.shared, self.config.shared
+        if shared is None:
+            return {}
+        gate_up, down = self.parts.forms.get("layer shared EHI", partial(_shared_matrices, shared))
+        names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
+        lists = {
+            name: torch.from_numpy(array).to(down.device)
+            for name, array in zip(names, shared_visits(config), strict=True)
+        }
+        return {"shared_gate_up": gate_up, "shared_down": down, **lists}
+
+    def prepare(self) -> None:
+        """Put weights in the form that runs."""
+        super().prepare()
+        _ = self.config, self._matrices, self._beside
+
+    def layer(self, hidden_TH: Tensor) -> FusedOutput:
+        """Compute the layer for T tokens, [T, H] bfloat16."""
+        parts = self.parts
+        check_call(hidden_TH)
+        check_router(parts.router)
+        found = launch(
+            parts.tuning.num_cores,
+            prefill_layer,
+            hidden_TH,
+            *self._matrices,
+            self.config,
+            **self._beside,
+            residual=hidden_TH if self.adds_input else None,
+        )
+        if not parts.returns_routing:
+            return FusedOutput(found, None)
+        output_TH, _, index_TK = found
+        return FusedOutput(output_TH, different_choices(index_TK))
+
+    def route(self, hidden_TH: Tensor) -> Routing:
+        """Refuse: the choices stay on chip."""
+        raise NotImplementedError("prefill_layer: routes inside its launch. Call layer().")
+
+    def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Refuse: the choices stay on chip."""
+        raise NotImplementedError("prefill_layer: computes the whole layer. Call layer().")
+
+    def why_apart(self) -> str:
+        """Say why one launch does not compute the layer; '' if it does."""
+        parts = self.parts
+        if parts.why_apart:
+            return parts.why_apart
+        if self.path == "capacity":
+            return "choices beyond the capacity are dropped between router and experts"
+        try:
+            _ = self.config
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def changes(self) -> tuple[str, ...]:
+        """Say how to get another plan, or several launches."""
+        apart = "one launch: moe_fused_kernel_enabled=False of MoEFusedTKGConfig"
+        return (*super().changes(), apart)
+
+    def _around(self) -> tuple[str, ...]:
+        stages = {
+            "rmsnorm": self.has_norm,
+            "router": True,
+            "index": True,
+            "routed experts": True,
+            "shared experts": self.parts.shared is not None,
+            "combine": True,
+            "residual": self.adds_input,
+        }
+        fused = ", ".join(name for name, is_there in stages.items() if is_there)
+        around = f"one kernel: {fused}; steps without padding only"
+        if self.parts.norm is None or self.has_norm:
+            return (around,)
+        return (around, "before it: rmsnorm, another norm than x * weight / rms(x)")
+
+
+def _shared_matrices(shared: SharedExperts) -> tuple[Tensor, Tensor]:
+    """Return [1, H, 2I] and [1, I, H]: shared experts as one expert."""
+    gate_up = torch.cat(shared.first_weights()).detach().t().contiguous()
+    return gate_up.unsqueeze(0), shared.down_proj.weight.detach().t().contiguous().unsqueeze(0)
+
+
+# One configuration for all layers alike, so that they share a compiled kernel.
+_shared_config = cached_by_chip(make_shared_config)

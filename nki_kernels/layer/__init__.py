@@ -1,0 +1,19 @@
+"""Layer: a whole MoE layer's prefill in one launch, from the norm to the weighted sum."""
+
+from nki_kernels.layer.config import (
+    PrefillLayerConfig,
+    check_prefill_layer,
+    make_shared_config,
+    shared_visits,
+)
+from nki_kernels.layer.cost import cost_prefill_layer
+from nki_kernels.layer.kernel import prefill_layer
+
+__all__ = [
+    "PrefillLayerConfig",
+    "check_prefill_layer",
+    "cost_prefill_layer",
+    "make_shared_config",
+    "prefill_layer",
+    "shared_visits",
+]

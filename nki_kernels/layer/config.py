@@ -1,0 +1,133 @@
+"""What a prefill of a whole layer is compiled for, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from nki.language import NKIObject
+
+from nki_kernels.combine import CombineDims, check_combine
+from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.visits import VisitDims, VisitLists
+from nki_kernels.index import BlockDims, check_index_blocks
+from nki_kernels.prefill import (
+    Expected,
+    ExpertSizes,
+    PlanRequest,
+    PrefillConfig,
+    PrefillWork,
+    Search,
+    best_candidate,
+    make_config,
+    output_tiles,
+    visits_of,
+)
+from nki_kernels.prefill.config import num_partials
+from nki_kernels.route import RouterConfig, check_router_topk
+
+_WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row to a token
+
+
+@dataclass(frozen=True)
+class PrefillLayerConfig(NKIObject):
+    """Compile-time constants of `prefill_layer`: those of its stages, which must agree.
+
+    Attributes:
+        router: norm and router, of all ranks' experts; marks broken tokens.
+        dims: blocks of this rank's experts.
+        visits: lists of visits, of `visit_dims(experts)`.
+        experts: the routed experts of this rank.
+        out: the sum over a token's experts; told of broken tokens, and of a residual and shared
+            experts if any.
+        returns_routing: also return affinities and experts.
+        shared: shared experts of this rank as one expert that all tokens choose; of
+            `make_shared_config`.
+    """
+
+    router: RouterConfig
+    dims: BlockDims
+    visits: VisitDims
+    experts: PrefillConfig
+    out: CombineDims
+    returns_routing: bool = False
+    shared: PrefillConfig | None = None
+
+
+def check_prefill_layer(config: PrefillLayerConfig) -> None:
+    """Raise ValueError unless the kernel takes this configuration."""
+    router, experts, dims = config.router, config.experts, config.dims
+    num_tokens, top_k = experts.num_tokens, router.formula.top_k
+    check_router_topk(router, num_tokens)
+    check_index_blocks(num_tokens, top_k, dims, experts.num_cores, config.visits)
+    slots = output_tiles(experts) * experts.tile_rows
+    check_combine(num_tokens, top_k, experts.H, slots, num_partials(experts))
+    if router.returns_logits:
+        raise ValueError("returns_logits=True: they stay on chip. Use router_topk.")
+    if not (router.marks_broken and config.out.has_spoils):
+        raise ValueError(
+            "marks_broken=False: a token that holds no numbers would spread to others. Set it,"
+            " and has_spoils of the sum."
+        )
+    if router.hidden_dtype != "bfloat16":
+        raise ValueError(f"hidden_dtype={router.hidden_dtype!r}: experts take bfloat16.")
+    if experts.stores == "tokens":
+        raise ValueError("stores='tokens': broken tokens have no row there. Use 'rows' or 'tiles'.")
+    _check_shared(config)
+
+
+def _check_shared(config: PrefillLayerConfig) -> None:
+    """Raise ValueError unless shared experts fit the layer."""
+    shared, experts = config.shared, config.experts
+    if config.out.has_shared != (shared is not None):
+        raise ValueError(
+            f"has_shared={config.out.has_shared}: the sum adds shared experts where there are some."
+            " Give both or none."
+        )
+    if shared is None:
+        return
+    same = ("H", "num_tokens", "num_cores", "chip")
+    unlike = [name for name in same if getattr(shared, name) != getattr(experts, name)]
+    if unlike or num_partials(shared) > 1:
+        raise ValueError(
+            f"shared: {', '.join(unlike) or 'partial sums'} unlike the routed experts'. Use"
+            " make_shared_config() with the sizes of the layer."
+        )
+
+
+def make_shared_config(
+    formula: ExpertFormula, hidden_size: int, width: int, num_tokens: int, base: PrefillConfig
+) -> PrefillConfig:
+    """Return what shared experts are compiled for: one expert that all tokens choose.
+
+    Args:
+        formula: of the shared experts.
+        hidden_size: H.
+        width: intermediate size of this rank's share of all shared experts.
+        num_tokens: T.
+        base: the routed experts of the layer.
+
+    Raises:
+        ValueError: sizes or a formula that the kernel does not take.
+    """
+    sizes, missing = ExpertSizes(hidden_size, width, 1), base.loop.missing
+    expected = Expected(
+        num_tokens=num_tokens, top_k=1, routing=(1.0,), num_cores=base.num_cores, stores="tiles"
+    )
+    best = best_candidate(formula, sizes, expected, PlanRequest(missing=missing), _WHOLE_SUMS)
+    num_slots = -(-num_tokens // best.block_size) * best.block_size
+    work = PrefillWork(best.block_size, num_slots, num_tokens, base.num_cores, stores="tiles")
+    return make_config(formula, sizes, work, best.request)
+
+
+def num_shared_slots(config: PrefillLayerConfig) -> int:
+    """Return S, the slots of the shared experts; 0 if there are none."""
+    return config.shared.num_tiles * config.shared.tile_rows if config.shared else 0
+
+
+def shared_visits(config: PrefillConfig) -> VisitLists:
+    """Return the visits of shared experts: every row tile that has a token."""
+    num_slots = config.num_tiles * config.tile_rows
+    slots = np.arange(num_slots, dtype=np.int32)
+    tokens = np.where(slots < config.num_tokens, slots, -1).astype(np.int32)
+    return visits_of(config, tokens, np.zeros(config.num_tiles, np.int32))

@@ -1,0 +1,93 @@
+"""What a launch of `prefill_layer` moves and multiplies: its stages, less what stays on chip."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nki_kernels.combine import cost_combine
+from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.costs import KernelCost
+from nki_kernels.common.token_tiles import split_tokens
+from nki_kernels.common.visits import Ints, VisitLists
+from nki_kernels.index.cost import place_columns, visit_list_bytes
+from nki_kernels.index.slot_inverse import WEIGHT_TERMS, num_token_terms
+from nki_kernels.layer.config import PrefillLayerConfig, shared_visits
+from nki_kernels.prefill import cost_blockwise_moe
+from nki_kernels.prefill.config import num_partials
+from nki_kernels.route import cost_router_topk
+
+_WORD_BYTES, _BF16_BYTES = 4, 2
+
+
+def cost_prefill_layer(
+    config: PrefillLayerConfig,
+    lists: VisitLists,
+    slots: Ints,
+    *,
+    residual_bytes: int = 2,
+    num_whole: int | None = None,
+) -> KernelCost:
+    """Count bytes and columns of a launch; equal to those of its trace.
+
+    Args:
+        config: what the kernel is compiled for.
+        lists: the visits that its routing comes to.
+        slots: [N*B] int32 token of each slot, -1 for padding.
+        residual_bytes: of an element of the residual.
+        num_whole: tokens that are numbers, which shared experts compute, the first ones; all by
+            default.
+
+    Raises:
+        ValueError: as of `cost_blockwise_moe`.
+    """
+    experts, top_k = config.experts, config.router.formula.top_k
+    num_tokens, H, cores = experts.num_tokens, experts.H, experts.num_cores
+    output = cost_combine(
+        num_tokens, top_k, H, num_partials(experts), out_dtype=str(config.out.out_dtype),
+        num_pairs=int(np.sum(slots >= 0)), num_cores=cores,
+    )  # fmt: skip
+    beside = num_tokens * _WORD_BYTES
+    if config.out.has_residual:
+        beside += num_tokens * H * residual_bytes
+    stages = (
+        _front_cost(config), cost_blockwise_moe(experts, lists, slots), output,
+        KernelCost(beside, 0, 0), _shared_cost(config, num_whole),
+    )  # fmt: skip
+    total = KernelCost(0, 0, 0)
+    for stage in stages:
+        total = total + stage
+    return total
+
+
+def _shared_cost(config: PrefillLayerConfig, num_whole: int | None) -> KernelCost:
+    """Return the work of shared experts, of the list of their tokens, and of adding their rows."""
+    shared = config.shared
+    if shared is None:
+        return KernelCost(0, 0, 0)
+    num_tokens = shared.num_tokens if num_whole is None else num_whole
+    slots = np.arange(shared.num_tiles * shared.tile_rows, dtype=np.int32)
+    tokens = np.where(slots < num_tokens, slots, -1).astype(np.int32)
+    added = KernelCost(shared.num_tokens * shared.H * _BF16_BYTES, len(slots) * _WORD_BYTES, 0)
+    return cost_blockwise_moe(shared, shared_visits(shared), tokens) + added
+
+
+def _front_cost(config: PrefillLayerConfig) -> KernelCost:
+    """Return the work up to the experts; choices stay on chip unless they are returned."""
+    top_k, cores = config.router.formula.top_k, config.experts.num_cores
+    num_tokens = config.experts.num_tokens
+    kept = 0 if config.returns_routing else num_tokens * top_k * _WORD_BYTES
+    # What broken tokens add, and the slots of pairs.
+    written = num_tokens * (1 + top_k) * _WORD_BYTES - kept
+    written += config.dims.num_blocks * config.dims.block_size * _WORD_BYTES
+    scales = config.experts.scaling == "pre"
+    if scales:  # of slots, and ones
+        num_slots = config.dims.num_blocks * config.dims.block_size
+        written += (num_slots + num_tokens * top_k) * _WORD_BYTES
+    read = columns = 0
+    for core in range(cores):
+        tokens = split_tokens(num_tokens, core, cores)
+        read += PARTITIONS * _WORD_BYTES if tokens.count else 0
+        terms = num_token_terms(tokens.rows) + (WEIGHT_TERMS if scales else 0)
+        columns += place_columns(tokens, top_k, config.dims, terms)
+    index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
+    return cost_router_topk(config.router, num_tokens) + index

@@ -1,0 +1,270 @@
+"""prefill_layer against its formula: norm, ranks, broken tokens, the four launches, its cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nki_sim
+from nki_kernels.combine import CombineDims
+from nki_kernels.common.formula import ExpertFormula, RouterFormula
+from nki_kernels.decode import LayerArrays, LayerForm, decode_layer_ref
+from nki_kernels.index import BlockDims, index_blocks_ref
+from nki_kernels.layer import (
+    PrefillLayerConfig,
+    check_prefill_layer,
+    cost_prefill_layer,
+    make_shared_config,
+    prefill_layer,
+    shared_visits,
+)
+from nki_kernels.prefill import ExpertSizes, PrefillWork, make_config, visit_dims, visits_of
+from nki_kernels.route import RouterConfig
+from nki_sim import SimOptions
+from nki_sim.language import api as nl
+from tests.nki_kernels.traces import measured_cost
+
+BF16 = ml_dtypes.bfloat16
+ROUNDING = 0.01  # of the largest output: slots and inner activations are bfloat16
+TOP2 = RouterFormula(top_k=2, renormalize=True)
+GROUPED = RouterFormula(
+    top_k=4, act_fn="sigmoid", has_selection_bias=True, n_group=4, topk_group=2, renormalize=True
+)
+OPTIONS = {
+    "core-1-first": SimOptions(start_core=1),
+    "preempted": SimOptions(preempt=0.3, seed=4),
+    "zero-filled": SimOptions(fill=0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layer on one rank; N experts of all ranks, E of this one from `first` on."""
+
+    T: int = 40
+    H: int = 256
+    I: int = 64  # noqa: E741  the axis letter
+    N: int = 8
+    E: int = 8
+    first: int = 0
+    B: int = 32
+    router: RouterFormula = TOP2
+    has_norm: bool = True
+    has_residual: bool = False
+    returns_routing: bool = True
+    num_cores: int = 2
+    scaling: str = "none"
+    broken: tuple[int, ...] = ()
+    shared: int = 0  # width of shared experts
+
+    def config(self) -> PrefillLayerConfig:
+        """Return what the kernel is compiled for."""
+        blocks = -(-self.T * self.router.top_k // self.B) + self.E
+        work = PrefillWork(self.B, blocks * self.B, self.T, self.num_cores, self.scaling)
+        experts = make_config(ExpertFormula(), ExpertSizes(self.H, self.I, self.E), work)
+        router = RouterConfig(
+            self.router, self.N, self.H, has_norm=self.has_norm, num_cores=self.num_cores,
+            marks_broken=True,
+        )  # fmt: skip
+        shared = None
+        if self.shared:
+            shared = make_shared_config(ExpertFormula(), self.H, self.shared, self.T, experts)
+        out = CombineDims(
+            nl.float32, True, has_spoils=True, has_residual=self.has_residual,
+            has_shared=shared is not None,
+        )  # fmt: skip
+        dims = BlockDims(self.E, self.B, blocks)
+        return PrefillLayerConfig(
+            router, dims, visit_dims(experts), experts, out, self.returns_routing, shared
+        )
+
+
+CASES = {
+    "one-tile": Case(),
+    "one-token": Case(T=1),
+    "two-tiles-a-core": Case(T=300, H=128),
+    "no-norm": Case(has_norm=False, H=320),
+    "residual": Case(has_residual=True, T=70),
+    "one-core": Case(num_cores=1, T=150, has_residual=True),
+    "rank-of-four": Case(N=16, E=4, first=8, T=90),
+    "groups": Case(router=GROUPED, N=16, E=16, T=33),
+    "one-choice": Case(router=RouterFormula(top_k=1, act_fn="sigmoid"), T=130),
+    "scaled-inputs": Case(
+        router=RouterFormula(top_k=1, act_fn="sigmoid"), T=200, scaling="pre", broken=(7,)
+    ),
+    "broken-tokens": Case(T=130, N=16, E=8, first=4, broken=(0, 64, 129), has_residual=True),
+    "all-broken": Case(T=3, broken=(0, 1, 2)),
+    "no-routing-returned": Case(returns_routing=False),
+    "shared": Case(T=150, shared=96),
+    "shared-residual-broken": Case(T=90, shared=32, has_residual=True, broken=(0, 63, 89)),
+    "shared-one-core": Case(T=20, shared=64, num_cores=1, has_norm=False),
+    "shared-one-token": Case(T=1, shared=64),
+}
+
+
+def _arrays(case: Case) -> LayerArrays:
+    rng = np.random.default_rng(case.T + case.H)
+    hidden = rng.normal(size=(case.T, case.H))
+    hidden[list(case.broken)] = np.nan
+
+    def draw(*shape: int) -> Any:
+        return (rng.normal(size=shape) / np.sqrt(shape[-2])).astype(BF16)
+
+    bias = rng.normal(size=case.N).astype(np.float32)
+    return LayerArrays(
+        hidden_TH=hidden.astype(BF16),
+        router_weight_NH=np.ascontiguousarray(draw(case.H, case.N).T),
+        gate_up_EH2I=draw(case.E, case.H, 2 * case.I),
+        down_EIH=draw(case.E, case.I, case.H),
+        norm_weight_H=(1 + 0.1 * rng.normal(size=case.H)).astype(BF16) if case.has_norm else None,
+        selection_bias_N=bias if case.router.has_selection_bias else None,
+        residual_TH=hidden.astype(BF16) if case.has_residual else None,
+        shared=tuple(
+            np.ascontiguousarray(draw(*shape).T)
+            for shape in ((case.H, case.shared), (case.H, case.shared), (case.shared, case.H))
+        )
+        if case.shared
+        else None,
+    )
+
+
+def _run(case: Case, arrays: LayerArrays, options: SimOptions) -> nki_sim.Run:
+    config = case.config()
+    check_prefill_layer(config)
+
+    def row(vector: Any) -> Any:
+        return None if vector is None else vector.reshape(1, -1)
+
+    return nki_sim.run(
+        prefill_layer, arrays.hidden_TH, arrays.router_weight_NH, arrays.gate_up_EH2I,
+        arrays.down_EIH, np.array([[case.first]], np.int32), config, lnc=case.num_cores,
+        options=options, norm_weight=row(arrays.norm_weight_H),
+        selection_bias=row(arrays.selection_bias_N), residual=arrays.residual_TH,
+        **_shared_operands(arrays, config),
+    )  # fmt: skip
+
+
+def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[str, Any]:
+    if arrays.shared is None or config.shared is None:
+        return {}
+    gate_IH, up_IH, down_HI = arrays.shared
+    names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
+    return {
+        "shared_gate_up": np.ascontiguousarray(np.concatenate([gate_IH, up_IH]).T)[None],
+        "shared_down": np.ascontiguousarray(down_HI.T)[None],
+        **dict(zip(names, shared_visits(config.shared), strict=True)),
+    }
+
+
+def _expected(case: Case, arrays: LayerArrays) -> Any:
+    wide = {
+        name: None if value is None else np.asarray(value, np.float64)
+        for name, value in vars_of(arrays).items()
+    }
+    if arrays.shared is not None:
+        wide["shared"] = tuple(matrix.astype(np.float64) for matrix in arrays.shared)
+    return decode_layer_ref(
+        LayerArrays(**wide), case.router, ExpertFormula(), LayerForm(case.has_norm),
+        first_expert=case.first, rounds_to=BF16,
+        scaling="pre" if case.scaling == "pre" else "post",
+    )  # fmt: skip
+
+
+def vars_of(arrays: LayerArrays) -> dict[str, Any]:
+    """Return the fields that a case draws."""
+    names = (
+        "hidden_TH", "router_weight_NH", "gate_up_EH2I", "down_EIH", "norm_weight_H",
+        "selection_bias_N", "residual_TH",
+    )  # fmt: skip
+    return {name: getattr(arrays, name) for name in names}
+
+
+LONGER = ("two-tiles-a-core", "no-norm", "residual", "groups", "shared", "shared-one-core")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONGER)) for name in CASES]
+)
+def test_layer_equals_the_formula(name: str) -> None:
+    case = CASES[name]
+    arrays = _arrays(case)
+    run = _run(case, arrays, SimOptions())
+    expected = _expected(case, arrays)
+    outputs = run.outputs if case.returns_routing else (run.outputs, None, None)
+    whole = np.setdiff1d(np.arange(case.T), case.broken)
+    assert np.isnan(outputs[0][list(case.broken)]).all()
+    scale = np.abs(expected.output_TH[whole]).max(initial=0.0)
+    error = np.abs(outputs[0][whole] - expected.output_TH[whole]).max(initial=0.0)
+    assert error <= ROUNDING * scale
+    if case.returns_routing:
+        np.testing.assert_array_equal(outputs[2][whole], expected.index_TK[whole])
+        # A normalised number may round the other way than in the formula.
+        np.testing.assert_allclose(outputs[1][whole], expected.affinities_TK[whole], rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["core-1-first", *(pytest.param(each, marks=pytest.mark.long) for each in list(OPTIONS)[1:])],
+)
+def test_no_order_of_cores_changes_a_bit(order: str) -> None:
+    case = Case(T=200, H=128, N=16, E=8, first=4, broken=(3, 150))
+    arrays = _arrays(case)
+    first, other = (_run(case, arrays, each).outputs[0] for each in (SimOptions(), OPTIONS[order]))
+    np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "value", [np.nan, *(pytest.param(each, marks=pytest.mark.long) for each in (np.inf, -np.inf))]
+)
+def test_a_broken_token_changes_no_other(value: float) -> None:
+    case = Case(T=150, H=128, has_norm=False)
+    arrays = _arrays(case)
+    before = _run(case, arrays, SimOptions()).outputs[0]
+    hidden = arrays.hidden_TH.copy()
+    hidden[17, 5] = value
+    after = _run(case, replace(arrays, hidden_TH=hidden), SimOptions()).outputs[0]
+    assert np.isnan(after[17]).all()
+    others = np.arange(150) != 17
+    # Its choices take no slots: rows of other tokens move to other places of a tile.
+    np.testing.assert_array_equal(after[others], before[others])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["one-tile", "residual", "one-core", "rank-of-four", "no-norm", "one-choice", "shared"],
+)
+def test_cost_is_that_of_the_trace(name: str) -> None:
+    case = CASES[name]
+    arrays, config = _arrays(case), case.config()
+    run = _run(case, arrays, SimOptions())
+    index_TK = np.asarray(run.outputs[2]) - case.first
+    index_TK = np.where((index_TK >= 0) & (index_TK < case.E), index_TK, -1).astype(np.int32)
+    mapping = index_blocks_ref(index_TK, case.E, case.B, config.dims.num_blocks)
+    lists = visits_of(config.experts, mapping.token_position_to_id, mapping.block_to_expert)
+    assert cost_prefill_layer(config, lists, mapping.token_position_to_id) == measured_cost(
+        run.trace
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"router": {"marks_broken": False}}, "would spread to others"),
+        ({"router": {"returns_logits": True}}, "they stay on chip"),
+        ({"router": {"hidden_dtype": "float32"}}, "experts take bfloat16"),
+        ({"out": {"has_spoils": False}}, "would spread to others"),
+        ({"experts": {"stores": "tokens"}}, "broken tokens have no row"),
+        ({"out": {"has_shared": True}}, "Give both or none"),
+    ],
+)
+def test_what_stages_cannot_agree_on_is_refused(
+    change: dict[str, dict[str, Any]], message: str
+) -> None:
+    config = Case().config()
+    parts = {name: replace(getattr(config, name), **fields) for name, fields in change.items()}
+    with pytest.raises(ValueError, match=message):
+        check_prefill_layer(replace(config, **parts))

@@ -1,0 +1,119 @@
+"""Tables of docs/misses.md and docs/kernels.md, from the results that are published.
+
+python -m tests.repo.misses_page writes them anew, between the marks of the pages.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "docs" / "misses.md", ROOT / "docs" / "kernels.md")
+RESULTS = ROOT / "docs" / "results"
+AT_8192, BELOW = 0.80, 0.70  # shares of the roofline, in order, packed
+BOUND = {"packed": 0.85, "plain": 0.75}  # of the HBM bound, vendor's corner, bf16, B from 16
+Row = Mapping[str, Any]
+
+
+def tables() -> dict[str, str]:
+    """Return each table by the name in its mark."""
+    return {"prefill": _prefill(), "decode": _decode(), "layer": _layer(), "layers": _layers()}
+
+
+def written() -> dict[str, str]:
+    """Return the tables that the pages have, by name."""
+    text = "".join(page.read_text() for page in PAGES)
+    return dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- end -->", text, re.DOTALL))
+
+
+def write() -> None:
+    """Put the tables into the pages."""
+    for page in PAGES:
+        text = page.read_text()
+        for name, table in tables().items():
+            before, mark, rest = text.partition(f"<!-- {name} -->\n")
+            if mark:
+                after = rest[rest.index("<!-- end -->") :]
+                text = f"{before}{mark}{table}\n{after}"
+        page.write_text(text)
+
+
+def _rows(name: str) -> list[Row]:
+    rows: list[Row] = json.loads((RESULTS / f"{name}_trn2.json").read_text())["rows"]
+    return rows
+
+
+def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    rows = [list(head), ["---"] * len(list(head)), *map(list, lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _busiest(row: Row) -> str:
+    return str(row["bottleneck"]).split(";")[0].replace("%", " %")
+
+
+def _prefill() -> str:
+    head = ("model", "T", "routing", "share of the roofline", "busiest engine")
+    lines = [
+        (f"{row['model']} TP{row['tp']}", f"{row['T']:,}", row["routing"], f"{share:.1%}",
+         _busiest(row))
+        for row in _rows("prefill")
+        if (row["corner"], row["layout"]) == ("in-order", "packed")
+        and (share := row["roofline_us"] / row["ours_us"])
+        < (AT_8192 if row["T"] == 8192 else BELOW)
+    ]  # fmt: skip
+    return _table(head, lines)
+
+
+def _decode() -> str:
+    head = ("kernel", "model", "B", "routing", "weights", "share of the HBM bound", "busiest")
+    lines = [
+        (row["kernel"], f"{row['model']} TP{row['tp']}", str(row["B"]), row["routing"],
+         row["layout"], f"{row['bound_share']:.1%}", _busiest(row))
+        for row in _rows("decode")
+        if (row["corner"], row["format"]) == ("vendor", "bf16")
+        and row["B"] >= 16
+        and row["bound_share"] < BOUND[row["layout"]]
+    ]  # fmt: skip
+    return _table(head, lines)
+
+
+def _layer() -> str:
+    head = ("layer", "corner", "layer us", "outside", "may be")
+    limits = {8192: 0.08, 128: 0.15}
+    lines = [
+        (f"{row['model']} {row['split']} T = {row['T']:,}", row["corner"],
+         f"{row['layer_us']:,.0f}", f"{row['outside']:.1%}", f"{limits[row['T']]:.0%}")
+        for row in _rows("layer")
+        if row["phase"] == "prefill" and (row["outside"] or 0.0) > limits.get(row["T"], 1.0)
+    ]  # fmt: skip
+    return _table(head, lines)
+
+
+def _layers() -> str:
+    sizes = (128, 1024, 8192)
+    found = {
+        (row["model"], row["split"], row["T"]): row
+        for row in _rows("layer")
+        if (row["phase"], row["corner"]) == ("prefill", "vendor") and row["layer_us"]
+    }
+    layers = dict.fromkeys((model, split) for model, split, _ in found)
+    lines = [
+        (f"{model} {split}", *(_layer_cell(found.get((model, split, T))) for T in sizes))
+        for model, split in layers
+    ]
+    return _table(("layer", *(f"T = {T:,}" for T in sizes)), lines)
+
+
+def _layer_cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    us, vendor_us = row["layer_us"], row["vendor_us"]
+    beside = f"{vendor_us / us:.2f}" if vendor_us else "-"
+    return f"{us:,.0f} ({row['outside']:.0%}; {row['apart_us'] / us:.2f}; {beside})"
+
+
+if __name__ == "__main__":
+    write()

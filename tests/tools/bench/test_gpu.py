@@ -1,0 +1,75 @@
+"""`bench gpu` goes from point to point, all peers in turn, and on without a peer that fails."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_moe.tools.bench import gpu, gpu_peers
+from neuron_moe.tools.cli import main
+
+SMALL = gpu_peers.Shape(8, 4, 2, 1)
+
+
+class Failing(gpu_peers.Peer):
+    """A peer of other people that is installed and fails."""
+
+    needs = "torch"
+
+    def __init__(self, *_: Any) -> None:
+        raise OSError("no such tile")
+
+
+class Uncapturable(gpu_peers.Peer):
+    """A peer of other people that turns out to wait for the device."""
+
+    needs = "torch"
+
+
+@pytest.fixture
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = gpu_peers.Weights(torch.zeros(2, 8, 8), torch.zeros(2, 4, 8))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu, "SHAPES", {"a": SMALL, "b": SMALL})
+    monkeypatch.setattr(gpu, "make_weights", lambda shape: weights)
+    monkeypatch.setattr(gpu, "make_inputs", lambda *_: None)
+    monkeypatch.setattr(gpu, "_dense", lambda *_: {"fwd_ms": 1.0})
+    for name, peer in (("sonicmoe", Failing), ("momoe", Uncapturable)):
+        monkeypatch.setitem(gpu_peers.PEERS, name, peer)
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_points_are_measured_one_after_another_without_the_peer_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "_measure", lambda *_: {"fwd_ms": 2.0})
+    options = ["--tokens", "64", "32", "--shapes", "b", "a", "--decode", "--save-percents", "0"]
+    assert main(["bench", "gpu", *options, "--peers", "sonicmoe", "grouped_mm"]) == 0
+    told = capsys.readouterr()
+    found = [tuple(line.split()[:2]) for line in told.out.splitlines()[1:]]
+    in_turn = [(shape, tokens) for tokens in ("64", "32") for shape in "ba"]
+    assert found == [point for point in in_turn for _ in ("ours", "grouped_mm", "dense")]
+    assert told.err.count("OSError: no such tile") == 4
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_a_peer_that_no_graph_captures_is_queued_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(gpu, "_captured", fail)
+    monkeypatch.setattr(gpu, "_median_ms", lambda run, repeats: 3.0)
+    monkeypatch.setattr(
+        gpu, "_measure", lambda peer, *_: {"fwd_ms": gpu._time(peer, lambda: None, 1)}
+    )
+    weights = gpu.make_weights(SMALL)
+    point = gpu.Point("a", 64, "random")
+    row = gpu.measure_peer(point, "momoe", Uncapturable(SMALL, weights), 1)
+    assert (row["peer"], row["fwd_ms"]) == ("momoe, queued", 3.0)
+    with pytest.raises(RuntimeError, match="capturing"):  # ours must be captured
+        gpu.measure_peer(point, "ours", gpu_peers.Ours(SMALL, weights, 0), 1)
