@@ -38,7 +38,7 @@ def move(
     """
     line = core.line
     by_rows = dst.starts is not None or any(src.starts is not None for src in srcs)
-    known = 1
+    known: int = True
     target = dst.tensor._alloc
     for alloc in (target, *[src.tensor._alloc for src in srcs]):
         if alloc.space == tr.SBUF and not alloc.counted:
@@ -47,17 +47,18 @@ def move(
     for src in srcs:
         if src.tensor._alloc.shared_log is not None:
             _log(core, src, valid, False, False, line)
+    has_values = core.full or bool(target.known)
     if not core.full:
         known = core.plan_indices([dst.whole()], [src.whole() for src in srcs])
     masks = _source_masks(srcs, rows, valid) if _any_hole(srcs) else None
     if masks is not None:
         _report(core, op, srcs, masks)
-    same = False if known else None
+    same: bool | None = False if known else None
     if known:
         log = target.shared_log
         compare = log is not None and log.written_by_other(core) and _is_written(dst, rows, valid)
         compare = compare and masks is None  # what nobody wrote equals nothing
-        before = _snapshot(dst, valid) if compare else None
+        before = _snapshot(dst, valid) if compare and has_values else None
         if by_rows:
             arrays = [_rows(src, rows, valid) for src in srcs]
             values = combine(arrays)
@@ -72,6 +73,8 @@ def move(
             array[...] = combine([a if a.shape == shape else a.reshape(shape) for a in arrays])
         if before is not None:
             same = bool((before == _snapshot(dst, valid)).all())
+        elif compare:
+            same = None
     if masks is None:
         _mark(dst, rows, valid, None, None)
     else:

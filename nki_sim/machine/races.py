@@ -130,7 +130,7 @@ def _benign(log: SharedLog, earlier: Access, later: Access, positions: Any) -> s
     """
     if earlier.same or later.same:
         return "equal values"
-    if earlier.is_write and later.is_write and earlier.same is None and later.same is None:
+    if earlier.is_write and later.same is None:
         return "values not compared, as mode='indices' does not compute them"
     scatters = [a for a in (earlier, later) if a.is_write and a.rows is not None]
     if scatters:

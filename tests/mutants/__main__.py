@@ -162,7 +162,7 @@ def learn(files: list[str], data: Path, trees: list[Path], deadline: float) -> N
     def work(file: str, tree: Path) -> None:
         begun = time.monotonic()
         if begun < deadline:
-            run_under_coverage(file, tree, data / file.replace("/", "-"), deadline - begun)
+            run_under_coverage(file, tree, folder_of(file, data), deadline - begun)
         seconds[file] = time.monotonic() - begun
 
     for _ in in_copies(work, files, trees):
@@ -170,6 +170,11 @@ def learn(files: list[str], data: Path, trees: list[Path], deadline: float) -> N
     say(f"{len(files)} files of tests run in {time.monotonic() - started:.0f} s")
     for file in sorted(files, key=seconds.__getitem__)[-SLOWEST:]:
         say(f"    {seconds[file]:4.0f} s {file}")
+
+
+def folder_of(file: str, data: Path) -> Path:
+    """Return where is kept what a file of tests runs."""
+    return data / file.replace("/", "-")
 
 
 def say(text: str) -> None:
@@ -194,9 +199,8 @@ def main(argv: list[str] | None = None) -> int:
             for n in range(args.processes)
         ]
         data = args.coverage or Path(folder) / "coverage"
-        if not data.exists():
-            files = [file for file in test_files() if re.search(args.tests, file)]
-            learn(files, data, trees, deadline)
+        files = [file for file in test_files() if re.search(args.tests, file)]
+        learn([file for file in files if not folder_of(file, data).exists()], data, trees, deadline)
         covering = Covering(data.iterdir(), chosen)
         say(f"{len(covering.seconds)} tests pass, {len(covering.failed)} do not")
         for test in covering.failed:
@@ -219,7 +223,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="files whose path contains this")
     parser.add_argument("--tests", default="", help="files of tests whose path this finds")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="tests at a time")
-    parser.add_argument("--coverage", type=Path, help="keep what tests run here, or read it")
+    parser.add_argument(
+        "--coverage", type=Path, help="keep what tests run here; read what is there"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop then, and count")
     parser.add_argument("--results", type=Path, help="write what came of the mutants here")
     parser.add_argument("--again", type=Path, help="try the survivors of such results instead")

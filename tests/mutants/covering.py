@@ -24,10 +24,14 @@ FILE_LIMIT_S = 240.0
 
 
 def test_files() -> list[str]:
-    """Return the files of tests, the largest first."""
+    """Return the files of tests, those of tests/golden and then the largest first."""
     found = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")]
     kept = [file for file in found if not str(file).startswith(LEFT_OUT)]
-    return [str(file) for file in sorted(kept, key=lambda file: -(ROOT / file).stat().st_size)]
+
+    def rank(file: Path) -> tuple[bool, int]:
+        return file.parts[1] != "golden", -(ROOT / file).stat().st_size
+
+    return [str(file) for file in sorted(kept, key=rank)]
 
 
 def run_under_coverage(file: str, tree: Path, folder: Path, limit_s: float) -> None:

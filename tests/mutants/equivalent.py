@@ -305,4 +305,46 @@ EQUIVALENT = (
         "return np.zeros((1, int(np.prod(self.inner_shape))), self.tensor.dtype.numpy)",
         "no row is written from it",
     ),
+    Equivalent(
+        "nki_sim/machine/trips.py",
+        "if isinstance(node, ast.FunctionDef) and node.lineno < line:",
+        "if isinstance(node, ast.FunctionDef) and node.lineno <= line:",
+        "no function is the body of a loop in its own first line",
+    ),
+    Equivalent(
+        "nki_sim/machine/races.py",
+        "unit = 0",
+        "unit = 1",
+        "smaller units give the same, in longer arrays",
+    ),
+    Equivalent(
+        "nki_sim/machine/races.py",
+        "unit = math.gcd(unit, run, walk.offset, rows or 0, *(stride for stride, _ in dims))",
+        "unit = math.gcd(unit, run, walk.offset, rows or 1, *(stride for stride, _ in dims))",
+        "smaller units give the same, in longer arrays",
+    ),
+    Equivalent(
+        "nki_sim/machine/races.py",
+        "entries = -(-log.alloc.size_bytes // unit)",
+        "entries = -(-log.alloc.size_bytes * unit)",
+        "longer arrays hold the same",
+    ),
+    Equivalent(
+        "nki_sim/machine/program.py",
+        "self._stuck = (0, 0)",
+        "self._stuck = (0, 1)",
+        "the count begins anew with the first value, which is never 0",
+    ),
+    Equivalent(
+        "nki_sim/isa/_dma_transfer.py",
+        "rows, valid = _common_rows(dst, srcs) if by_rows else (0, None)",
+        "rows, valid = _common_rows(dst, srcs) if by_rows else (1, None)",
+        "a mask as one row is given back its shape",
+    ),
+    Equivalent(
+        "neuron_moe/backends/chosen_experts.py",
+        "parts, first, rows = [], 0, 0",
+        "parts, first, rows = [], 0, 1",
+        "one row more or less at a time gives the same",
+    ),
 )

@@ -37,12 +37,13 @@ ROOMS = (
 # What estimates time, and how the host serves memory and threads.
 PRICES = (
     "cost.py", "costs.py", "fit.py", "layer_cost.py", "candidates.py", "stage_play.py",
-    "stage_prices.py", "times.py", "trip_time.py", "host_memory.py", "host_threads.py",
-    "huge_pages.py",
+    "stage_prices.py", "table_stages.py", "times.py", "trip_time.py", "host_memory.py",
+    "host_threads.py", "huge_pages.py",
 )  # fmt: skip
 # How much is worked on, or kept.
 AT_ONCE = re.compile(
     "CHUNK|of_chunk|POOL|_MAX_GEOMETRIES|_MAX_BOXES|_FEW_ROWS|_LARGEST_DRAWN|parts_per_thread"
+    "|_ROWS_PER_RUN"
 )
 # Calls and functions that only time, tell, or guard what nobody writes.
 SILENT = re.compile(

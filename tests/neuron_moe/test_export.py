@@ -28,15 +28,22 @@ def assert_static(program: torch.export.ExportedProgram) -> None:
             assert not free_unbacked_symbols(size), node
 
 
-@pytest.mark.parametrize("batch_and_sequence", SHAPES.values(), ids=SHAPES)
+# For all experts, affinities and choices are scattered; for blocks slots, and tokens are counted.
+SCATTERS = {"selective": (0, 0), "all_experts": (2, 0), "blockwise": (1, 1)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PEERS)
-def test_layers_export_and_agree(name: str, batch_and_sequence: tuple[int, int]) -> None:
+def test_layers_export_and_agree(name: str, shape: str) -> None:
     peer = make_peer(name)
     moe = peer.build(peer.layer, torch.float32)
-    hidden = torch.randn(*batch_and_sequence, HIDDEN)
+    hidden = torch.randn(*SHAPES[shape], HIDDEN)
     with torch.no_grad():
         program = torch.export.export(moe, (hidden,))
         assert_static(program)
+        called = [str(node.target) for node in program.graph.nodes]
+        found = called.count("aten.scatter.src"), called.count("aten.scatter_add.default")
+        assert found == SCATTERS[shape.rpartition("-")[2]]
         other = torch.randn_like(hidden)
         assert relative_error(program.module()(other)[0], moe(other)[0]) < FLOAT32_RELATIVE
 

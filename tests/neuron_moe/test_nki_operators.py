@@ -36,6 +36,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any], Any]
     return seen
 
 
+@pytest.mark.long
 def test_shapes_are_those_of_the_outputs_and_records_survive_as_text(
     launches: list[tuple[str, list[Any], Any]],
 ) -> None:

@@ -297,6 +297,34 @@ def test_cores_must_make_the_same_number_of_shared_tensors() -> None:
         assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("is_one_line", [False, True])
+def test_shared_tensors_of_other_names_are_told_where_the_first_core_makes_them(
+    is_one_line: bool,
+) -> None:
+    def kernel() -> Any:
+        core = nl.program_id(0)
+        if is_one_line or core == 0:
+            return nl.ndarray((1, 4), nl.float32, buffer=nl.shared_hbm, name=f"of_{core}")
+        return nl.ndarray((1, 4), nl.float32, buffer=nl.shared_hbm, name="other")
+
+    with pytest.raises(nki_sim.DivergenceError, match="of_0") as caught:
+        nki_sim.run(kernel, lnc=2)
+    assert f"{__file__}:{kernel.__code__.co_firstlineno + 3}" in str(caught.value)
+
+
+@pytest.mark.parametrize("core", [0, 1])
+def test_a_loop_of_one_core_is_named(core: int) -> None:
+    def kernel() -> Any:
+        out = nl.ndarray((1, 4), nl.float32, buffer=nl.shared_hbm)
+        if nl.program_id(0) == core:
+            nl.fori_loop(0, isa.register_alloc(2), lambda _: None)
+        return out
+
+    with pytest.raises(nki_sim.DivergenceError, match=r"loop at .* on one core only") as caught:
+        nki_sim.run(kernel, lnc=2)
+    assert f"{__file__}:{kernel.__code__.co_firstlineno + 3}" in str(caught.value)
+
+
 def test_a_failure_on_one_core_ends_the_launch() -> None:
     def kernel() -> Any:
         out = nl.ndarray((1, 4), nl.float32, buffer=nl.shared_hbm)
@@ -405,6 +433,26 @@ def test_indices_mode_knows_what_overwrites_the_unknown() -> None:
     unknown, rows = TensorSpec((1, 1), "float32"), np.array([[3]], np.int32)
     found = nki_sim.run(kernel, X, unknown, rows, options=SimOptions(mode="indices"))
     assert np.array_equal(found.outputs, X[3:4])
+
+
+@pytest.mark.parametrize("columns", [8, 9])
+def test_indices_mode_follows_small_inputs_alone(columns: int) -> None:
+    def kernel(x: Any, scores: Any) -> Any:
+        values = nl.ndarray((1, columns), nl.float32)
+        where = nl.ndarray((1, 1), nl.int32)
+        isa.dma_copy(values, scores)
+        isa.tensor_copy(where, values[:, 0:1])
+        out = nl.ndarray((1, 64), nl.float32, buffer=nl.shared_hbm)
+        isa.dma_copy(out, x.ap([[64, 1], [1, 64]], scalar_offset=where))
+        return out
+
+    scores = np.full((1, columns), 3.0, np.float32)
+    options = SimOptions(mode="indices", small_elements=8)
+    if columns == 8:
+        nki_sim.run(kernel, X, scores, options=options)
+    else:
+        with pytest.raises(nki_sim.UnknownValue, match="mode='full'"):
+            nki_sim.run(kernel, X, scores, options=options)
 
 
 @pytest.mark.parametrize(("lnc", "ranks", "preempt"), [(1, 1, 0.0), (1, 2, 0.5), (2, 2, 0.5)])

@@ -103,6 +103,35 @@ def test_gradients_of_every_layout_are_those_of_one_process(
     assert [problem for problems in run_ranks(4, run) for problem in problems] == []
 
 
+def loss_of_logits(layer: MoE, hidden: Tensor) -> Tensor:
+    layer.options = replace(layer.options, returns_logits=True)
+    logits = layer(hidden).router_logits
+    assert logits is not None
+    return logits.square().sum()
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4], ids="{0}-with-the-same-tokens".format)
+def test_a_loss_of_returned_logits_counts_each_token_once(run_ranks: Any, copies: int) -> None:
+    case = Case(tp=2, ep=2, dp=4 // copies, batch=4, router="qwen3")
+
+    def run(rank: int) -> float:
+        whole, hidden, _, _ = build_whole(case)
+        loss_of_logits(whole, hidden).backward()
+        wanted = gradients_of(whole)
+        parallel_state.initialize_model_parallel(config=case.config, watch=False)
+        layer = build_layer(case).double()
+        layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+        loss_of_logits(layer, part_of_rank(case, hidden, rank, 4)).backward()
+        sum_shared_gradients(layer)
+        found = gradients_of(layer)
+        parallel_state.destroy_model_parallel()
+        routers = [name for name in wanted if name.startswith("router")]
+        assert routers
+        return max(distance(found[name], wanted[name]) for name in routers)
+
+    assert max(run_ranks(4, run)) < EXACT
+
+
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks need Triton's interpreter")
 def test_ranks_with_the_cuda_kernels_have_the_gradients_of_one_process(run_ranks: Any) -> None:

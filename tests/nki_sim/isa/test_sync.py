@@ -214,9 +214,9 @@ def test_generation_2_has_no_second_core_to_meet() -> None:
 # Conflicts that are no races
 
 
-def two_cores(body: Callable[[int, Any], None], rows: int = 8) -> Any:
+def two_cores(body: Callable[[int, Any], None], rows: int = 8, dtype: Any = nl.float32) -> Any:
     def kernel() -> Any:
-        out = nl.ndarray((rows, 16), nl.float32, buffer=nl.shared_hbm)
+        out = nl.ndarray((rows, 16), dtype, buffer=nl.shared_hbm)
         body(nl.program_id(0), out)
         return out
 
@@ -302,18 +302,60 @@ def test_what_lies_in_memory_that_nobody_wrote_is_no_value_to_be_equal_to(
             nki_sim.run(two_cores(write_where_the_other_does), lnc=2, options=options)
 
 
-@pytest.mark.parametrize("row", [0, 5, 6, 7])
-def test_only_the_last_row_of_a_scatter_is_padding(row: int) -> None:
+@pytest.mark.parametrize(("row", "rows"), [(0, 8), (5, 8), (6, 8), (7, 8), (1, 2), (0, 1)])
+def test_only_the_last_row_of_several_is_padding(row: int, rows: int) -> None:
     def both_scatter(core: int, out: Any) -> None:
         number = nl.ndarray((1, 1), nl.int32)
         isa.memset(number, row)
         isa.dma_copy(out.ap([[16, 1], [1, 16]], vector_offset=number), filled(core + 1.0, (1, 16)))
 
-    if row == 7:
-        assert "padding row" in nki_sim.run(two_cores(both_scatter), lnc=2).findings[0].text
+    if 0 < row == rows - 1:
+        assert "padding row" in nki_sim.run(two_cores(both_scatter, rows), lnc=2).findings[0].text
     else:
         with pytest.raises(nki_sim.RaceError):
-            nki_sim.run(two_cores(both_scatter), lnc=2)
+            nki_sim.run(two_cores(both_scatter, rows), lnc=2)
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_cores_may_write_neighbouring_bytes(column: int) -> None:
+    """Core 0 writes bytes 0, 4, 8 and 12 of rows 0, 2, 4 and 6, core 1 others of them."""
+
+    def body(core: int, out: Any) -> None:
+        begin = column if core == 1 else 0
+        isa.dma_copy(out[0:8:2, begin:16:4], filled(core + 1.0, (4, 4), nl.uint8))
+
+    def launch() -> nki_sim.Run:
+        return nki_sim.run(two_cores(body, dtype=nl.uint8), lnc=2)
+
+    if column == 0:
+        with pytest.raises(nki_sim.RaceError):
+            launch()
+    else:
+        assert [found for found in launch().findings if found.kind == "race"] == []
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("unknown", [0, 1, 2, 3])
+def test_writes_whose_values_nobody_computes_are_not_compared(unknown: int, order: int) -> None:
+    """In `indices` mode core `unknown` writes such values, with 2 both do, with 3 none."""
+
+    def kernel(x: Any) -> Any:
+        core = nl.program_id(0)
+        out = nl.ndarray((2, 8), nl.float32, buffer=nl.shared_hbm)
+        known = filled(core + 1.0, (2, 8))
+        isa.dma_copy(out, x[0:2] if unknown in (core, 2) else known)
+        return out
+
+    def launch() -> nki_sim.Run:
+        big = np.zeros((4096, 8), np.float32)
+        options = SimOptions(mode="indices", start_core=order)
+        return nki_sim.run(kernel, big, lnc=2, options=options)
+
+    if unknown == 3:
+        with pytest.raises(nki_sim.RaceError):
+            launch()
+    else:
+        assert "values not compared" in launch().findings[0].text
 
 
 def test_overlapping_columns_of_the_same_rows_race_only_where_they_overlap() -> None:

@@ -397,6 +397,38 @@ def test_registers_are_not_compared_in_python(use: Callable[[Any], bool]) -> Non
         nki_sim.run(lambda: use(isa.register_alloc(3)))
 
 
+@pytest.mark.parametrize("value", [1, 7])
+def test_a_condition_that_no_trip_changes_is_refused(value: int) -> None:
+    trips = [0]
+
+    def begin() -> None:
+        trips[0] += 1
+
+    def kernel() -> None:
+        register = isa.register_alloc(value)
+        while register:
+            begin()
+
+    with pytest.raises(LanguageError, match=rf"found {value} for 10001 trips"):
+        nki_sim.run(kernel)
+    assert trips == [10_002]
+
+
+def test_a_condition_that_trips_change_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nki_sim.machine.program._STUCK_TRIPS", 3)
+
+    def kernel() -> Any:
+        left, trips = counter(12), counter()
+        register = isa.register_alloc(left)
+        while register:
+            bump(left, -1)
+            bump(trips)
+            isa.register_load(register, left)
+        return saved(trips)
+
+    assert numbers(kernel) == [12]
+
+
 def test_a_register_is_not_none() -> None:
     def kernel() -> Any:
         register = isa.register_alloc(1)

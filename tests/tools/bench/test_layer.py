@@ -47,6 +47,7 @@ def test_each_row_is_timed_and_adds_up(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_a_miss_is_named(tmp_path: Path) -> None:
     result = _run(
         tmp_path / "rows.json", "--tokens", "128", "--splits", "TP8", "--phases", "prefill"
@@ -56,6 +57,7 @@ def test_a_miss_is_named(tmp_path: Path) -> None:
     assert expected  # two experts of so small a layer take less than their router
 
 
+@pytest.mark.long
 def test_resuming_runs_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.json"
     options = ("--tokens", "32", "--splits", "TP8", "--phases", "decode")

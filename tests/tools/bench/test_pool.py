@@ -76,6 +76,7 @@ def test_all_tasks_run_and_each_work_in_order(jobs: int) -> None:
     assert told[-1].endswith("100% done, at most 0.0 min left")
 
 
+@pytest.mark.long
 def test_one_process_takes_the_works_as_they_come() -> None:
     _, told = run([Chain("a", 2), Chain("b", 1)], 1)
     assert [line.split()[0] for line in told] == ["a0", "a1", "b0"]

@@ -110,6 +110,7 @@ def test_no_case_of_ours_starts_after_the_time_budget() -> None:
     assert "time budget" in result.reason
 
 
+@pytest.mark.long
 def test_what_blockwise_moe_cannot_compute_is_skipped_with_the_reason() -> None:
     assert "bfloat16 only" in outcome("block", dtype="float32").reason
     assert "'int4': not a format" in outcome("block", weight_dtype="int4").reason
@@ -270,6 +271,7 @@ def test_cases_of_models_are_a_sample_of_all() -> None:
     assert check_kernels.sample(few[:3]) == few[:3]
 
 
+@pytest.mark.long
 def test_several_processes_find_the_same(tmp_path: Path) -> None:
     cases = [
         Case.from_json({"id": str(count), "kernel": "router_topk", "variant": "unit",

@@ -57,5 +57,5 @@ def test_the_commands_of_a_layer_run(
     layer = [line for block in blocks("sh") for line in block.splitlines() if "--model" in line]
     assert main(shlex.split(layer[number])[1:]) == 0
     text = capsys.readouterr().out
-    assert ("decode_layer", "combine")[number] + " on trn2, simulated" in text
+    assert ("decode_layer", "prefill_layer")[number] + " on trn2, simulated" in text
     assert max(map(len, text.splitlines()[:-1])) <= 80

@@ -136,6 +136,7 @@ prefill:
         deployment.tuned_by(path)
 
 
+@pytest.mark.long
 def test_a_short_prompt_is_held_against_the_decode_kernel(model: str, tmp_path: Path) -> None:
     (bucket,) = run(model, tmp_path, "--quick", "--buckets", "16")["buckets"]
     assert bucket["untuned"] == {"tokens": 16, "mode": "all_experts"}
@@ -144,6 +145,7 @@ def test_a_short_prompt_is_held_against_the_decode_kernel(model: str, tmp_path: 
     assert (tuned.for_prefill(16) is None) == (bucket["chosen"] == bucket["untuned"])
 
 
+@pytest.mark.long
 def test_a_plan_of_long_prompts_is_not_for_short_ones(model: str, tmp_path: Path) -> None:
     run(model, tmp_path, "--quick")
     tuned = read_tuned(tmp_path / "t.yaml").plans
