@@ -141,7 +141,7 @@ def sure_in_words(bucket: dict[str, Any]) -> str:
     if not bucket["looked_at"]:
         return f"{tokens} tokens: nothing else simulated comes close"
     if not flips:
-        return f"{tokens} tokens: stays the choice, within 0.5%, with every coefficient halved or doubled"
+        return f"{tokens} tokens: none beats it by 0.5% with any coefficient halved or doubled"
     first = flips[0]
     instead = first["instead"]
     more = f"; {len(flips)} changes of coefficients make another one faster" if flips[1:] else ""

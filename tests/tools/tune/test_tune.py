@@ -125,7 +125,9 @@ def test_a_choice_flips_for_its_rival_and_not_for_a_tie() -> None:
     choice, rival = Spot("choice"), Spot("rival")
     sure = SureWork(cast(PrefillWork, Chosen({choice: 10.0, rival: 10.5})), Kept(None))
     first, second = sure.next_task(), sure.next_task()
-    assert first is not None and second is not None and sure.next_task() is None
+    assert first is not None
+    assert second is not None
+    assert sure.next_task() is None
     sure.take(second, {"": 9e3, "a x2": 9e3, "b x2": 20e3, "c x2": 17.09e3})
     sure.take(first, {"": 10e3, "a x2": 12e3, "b x2": 20e3, "c x2": 20e3})
     # As they are the rival is 5 % slower in the mean of the corners, though faster in this one.
