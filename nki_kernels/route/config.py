@@ -41,10 +41,10 @@ class RouterConfig(NKIObject):
     marks_broken: bool = False
     has_gate: bool = False
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of what tokens are multiplied with: the router's, and the gate's."""
-        return self.num_experts + int(self.has_gate)
+
+def num_rows(config: RouterConfig) -> int:
+    """Return the rows of what tokens are multiplied with: the router's, and the gate's."""
+    return config.num_experts + int(config.has_gate)
 
 
 def item_bytes(dtype: str) -> int:

@@ -66,7 +66,7 @@ from nki_kernels.common.token_tiles import (
     token_rows,
     used_partitions,
 )
-from nki_kernels.route.config import RouterConfig
+from nki_kernels.route.config import RouterConfig, num_rows
 from nki_kernels.route.memory import (
     PIECE,
     RouterTable,
@@ -231,7 +231,7 @@ def _choose_tile(
     """Choose the experts of a tile's tokens and score them; store their logits if asked."""
     rows, top_k = tile_rows(tokens, tile), config.formula.top_k
     if config.has_gate:
-        gate_ps = logits_ps[:, config.num_experts : config.num_rows]
+        gate_ps = logits_ps[:, config.num_experts : num_rows(config)]
         nisa.tensor_copy(dst=routed.gates_sb[0:rows, tile : tile + 1], src=gate_ps)
         logits_ps = logits_ps[:, 0 : config.num_experts]
     logits_sb = finish_logits(logits_ps, constants.bias_sb, config.formula)
@@ -287,7 +287,7 @@ def _load_constants(
         nisa.dma_copy(dst=gate_sb, src=x.gate_1H)
         for start in range(0, hidden_size, _H_CHUNK):
             part_sb = gate_sb[:, start : min(start + _H_CHUNK, hidden_size)]
-            target = weight_sb[:, :, num_experts : config.num_rows]
+            target = weight_sb[:, :, num_experts : num_rows(config)]
             _transpose_columns(target, part_sb, start // PARTITIONS)
     used = used_partitions(tokens)
     constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb)

@@ -9,7 +9,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
 from nki_kernels.common.router_choice import AT_ONCE, ranks_scores
-from nki_kernels.route.config import RouterConfig
+from nki_kernels.route.config import RouterConfig, num_rows
 
 PIECE = 1024  # columns that GpSimd normalises at once
 _SMALL_TILES_BYTES = 1024  # sums, scales and single columns
@@ -58,7 +58,7 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         # Where tiles are worked on one after the other, nothing is gained by it.
         scaled=tiles(norms * in_flight if in_flight > 1 else 0, (PARTITIONS, PIECE), nl.float32),
         turned=tiles(in_flight, (PARTITIONS, chunks, PARTITIONS), operand),
-        weight=tiles(1, (PARTITIONS, chunks, config.num_rows), operand),
+        weight=tiles(1, (PARTITIONS, chunks, num_rows(config)), operand),
         # It has the type of its operand; float32 is the widest.
         norm_weight=tiles(norms, (PARTITIONS, H), nl.float32),
         bias=small_tiles(biases, (PARTITIONS, E), nl.float32),
