@@ -161,7 +161,7 @@ def test_a_layer_without_numbers_is_explained() -> None:
     nki, *_ = layers("qwen3-next")
     told = nki.to("meta").explain("decode", 4)
     assert told.decision.kernel == "nki.decode_layer"
-    assert nki.explain("prefill", 400).decision.kernel == "nki.blockwise_moe"
+    assert nki.explain("prefill", 400).decision.kernel == "nki.prefill_layer"
 
 
 def test_training_without_a_gradient_raises() -> None:
