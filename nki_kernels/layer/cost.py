@@ -9,8 +9,8 @@ from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import Ints, VisitLists
-from nki_kernels.index.cost import place_columns, visit_list_bytes
-from nki_kernels.index.slot_inverse import WEIGHT_TERMS, num_token_terms
+from nki_kernels.index.cost import count_columns, row_size, visit_list_bytes
+from nki_kernels.index.slot_inverse import WEIGHT_TERMS, token_columns
 from nki_kernels.layer.config import PrefillLayerConfig, shared_visits
 from nki_kernels.prefill import cost_blockwise_moe
 from nki_kernels.prefill.config import num_partials
@@ -87,7 +87,8 @@ def _front_cost(config: PrefillLayerConfig) -> KernelCost:
     for core in range(cores):
         tokens = split_tokens(num_tokens, core, cores)
         read += PARTITIONS * _WORD_BYTES if tokens.count else 0
-        terms = num_token_terms(tokens.rows) + (WEIGHT_TERMS if scales else 0)
-        columns += place_columns(tokens, top_k, config.dims, terms)
+        width = row_size(config.dims)
+        of_pair = token_columns(tokens.rows, width) + (WEIGHT_TERMS * width if scales else 0)
+        columns += count_columns(tokens, config.dims) + max(1, tokens.count) * top_k * of_pair
     index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
     return cost_router_topk(config.router, num_tokens) + index
