@@ -1,4 +1,4 @@
-"""Launches for few tokens: no sort, four kernels; one token has its own, see `one_token`.
+"""Launches for few tokens: no sort, four kernels.
 
 Axes: T tokens, K choices, P pairs, E experts, S parts of the depth, H hidden, I intermediate.
 """
@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from neuron_moe.backends.cuda import decode_kernels, one_token
+from neuron_moe.backends.cuda import decode_kernels
 from neuron_moe.backends.cuda.records import Matrices, constants_of, form_of
 from neuron_moe.backends.cuda.tiles import DecodeTile, decode_tile
 from nki_kernels.common.formula import ExpertFormula, num_projections
@@ -27,11 +27,9 @@ def forward(
         index_TK: [T, K] int32, -1 for none.
         weights: of the experts.
         formula: of the experts.
-        tiles: of both products; by default those of `tiles.decode_tile`, and of one token none.
+        tiles: of both products; by default those of `tiles.decode_tile`.
     """
     num_tokens, top_k = index_TK.shape
-    if num_tokens == 1 and tiles is None:
-        return one_token.forward(hidden_TH, affinities_TK, index_TK, weights, formula)
     num_experts, _, first_width = weights.first_EHI.shape
     H, num_pairs = weights.down_EIH.shape[2], num_tokens * top_k
     I = first_width // num_projections(formula)  # noqa: E741  the axis
