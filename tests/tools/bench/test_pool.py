@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from pathlib import Path
@@ -63,6 +64,14 @@ def run(works: list[Chain], jobs: int, minutes: float | None = None) -> tuple[bo
         told.append(f"{task.name} {pace.text()}")
 
     return run_works(works, on_taken, jobs, minutes), told
+
+
+def test_tasks_run_where_standard_error_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, whose stream has no file descriptor."""
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    chain = Chain("a", 1)
+    assert run([chain], jobs=2)[0]
+    assert chain.results == [0]
 
 
 @pytest.mark.long
