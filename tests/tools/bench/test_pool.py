@@ -82,7 +82,7 @@ def test_all_tasks_run_and_each_work_in_order(jobs: int) -> None:
     assert is_complete
     assert [work.results for work in works] == [[0, 1], [0, 1, 2], []]
     assert len(told) == 5
-    assert told[-1].endswith("100% done, at most 0.0 min left")
+    assert told[-1].endswith("100% done, at most 0 s left")
 
 
 @pytest.mark.long

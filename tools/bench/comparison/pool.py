@@ -95,7 +95,8 @@ class Pace:
         left = sum(work.size for work in self.works) + self.running_size
         share = self.done_size / (self.done_size + left) if self.done_size + left else 1.0
         seconds = left * self.seconds_per_size / self.jobs
-        return f"{share:.0%} done, at most {seconds / 60:.1f} min left"
+        left_text = f"{seconds:.0f} s" if seconds < 60.0 else f"{seconds / 60:.1f} min"
+        return f"{share:.0%} done, at most {left_text} left"
 
 
 def run_works(
