@@ -46,7 +46,7 @@ def cost_prefill_layer(
         num_tokens, top_k, H, num_partials(experts), out_dtype=str(config.out.out_dtype),
         num_pairs=int(np.sum(slots >= 0)), num_cores=cores,
     )  # fmt: skip
-    beside = num_tokens * _WORD_BYTES
+    beside = num_tokens * _WORD_BYTES * (1 + int(config.out.has_gate))
     if config.out.has_residual:
         beside += num_tokens * H * residual_bytes
     stages = (
@@ -77,7 +77,7 @@ def _front_cost(config: PrefillLayerConfig) -> KernelCost:
     num_tokens = config.experts.num_tokens
     kept = 0 if config.returns_routing else num_tokens * top_k * _WORD_BYTES
     # What broken tokens add, and the slots of pairs.
-    written = num_tokens * (1 + top_k) * _WORD_BYTES - kept
+    written = num_tokens * (1 + int(config.out.has_gate) + top_k) * _WORD_BYTES - kept
     written += config.dims.num_blocks * config.dims.block_size * _WORD_BYTES
     scales = config.experts.scaling == "pre"
     if scales:  # of slots, and ones

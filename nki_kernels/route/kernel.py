@@ -66,7 +66,7 @@ from nki_kernels.common.token_tiles import (
     token_rows,
     used_partitions,
 )
-from nki_kernels.route.config import RouterConfig
+from nki_kernels.route.config import RouterConfig, num_rows
 from nki_kernels.route.memory import (
     PIECE,
     RouterTable,
@@ -111,6 +111,7 @@ class RouterOperands(nl.NKIObject):
     norm_weight_1H: Any
     normed_TH: nl.ndarray  # written, if there is a norm
     logits_TE: nl.ndarray  # written, if they are returned
+    gate_1H: Any = None  # weight of a gate, of the type of the router's
 
 
 @dataclass
@@ -125,6 +126,7 @@ class RoutedTiles(nl.NKIObject):
     index_sb: nl.ndarray  # [128, tiles * K] int32
     spoils_sb: nl.ndarray  # [128, tiles] float32, 0, or NaN for a token with a logit that is none
     sums_sb: nl.ndarray  # [128, tiles] float32, scratch
+    gates_sb: nl.ndarray  # [128, tiles] float32, spoils and sigmoid of a gate, if there is one
 
 
 @nki.jit
@@ -175,7 +177,10 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
         table, ahead = router_table(config, tokens.rows, 1), 0
     constants = _load_constants(x, config, table, tokens)
     affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
-    routed = RoutedTiles(affinities_sb, index_sb, affinities_sb, allocate(table.sums)[0])
+    sums_sb = allocate(table.sums)[0]
+    routed = RoutedTiles(affinities_sb, index_sb, affinities_sb, sums_sb, sums_sb)
+    if config.has_gate:
+        routed.gates_sb = allocate(table.gates)[0]
     if config.marks_broken:
         routed.spoils_sb = allocate(table.spoils)[0]
     if tokens.rows < tokens.count * PARTITIONS:
@@ -184,6 +189,8 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
         if config.marks_broken:
             nisa.memset(dst=routed.index_sb, value=-1)
             nisa.memset(dst=routed.spoils_sb, value=0.0)
+        if config.has_gate:
+            nisa.memset(dst=routed.gates_sb, value=0.0)
     # Engines work in order: a tile is chosen for while the next one is multiplied, the one after
     # that turned, and two more normalised.
     early = 2 * ahead if config.has_norm else 0
@@ -205,6 +212,10 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
             )
     shape = (tokens.count, config.formula.top_k)
     finish_weights(routed.affinities_sb.reshape_dim(1, shape), routed.sums_sb, config.formula)
+    if config.has_gate:
+        gates_sb = routed.gates_sb
+        nisa.activation(dst=gates_sb, op=nl.sigmoid, data=gates_sb)
+        nisa.tensor_tensor(dst=gates_sb, data1=gates_sb, data2=routed.spoils_sb, op=nl.add)
     return routed
 
 
@@ -219,6 +230,10 @@ def _choose_tile(
 ) -> None:
     """Choose the experts of a tile's tokens and score them; store their logits if asked."""
     rows, top_k = tile_rows(tokens, tile), config.formula.top_k
+    if config.has_gate:
+        gate_ps = logits_ps[:, config.num_experts : num_rows(config)]
+        nisa.tensor_copy(dst=routed.gates_sb[0:rows, tile : tile + 1], src=gate_ps)
+        logits_ps = logits_ps[:, 0 : config.num_experts]
     logits_sb = finish_logits(logits_ps, constants.bias_sb, config.formula)
     if config.returns_logits:
         target = token_rows(x.logits_TE, tokens, tile, 0, config.num_experts)
@@ -266,6 +281,13 @@ def _load_constants(
             source = router_weight_EH[expert : expert + rows, start : start + width]
             nisa.dma_copy(dst=part_sb, src=source)
             target = weight_sb[:, :, expert : expert + rows]
+            _transpose_columns(target, part_sb, start // PARTITIONS)
+    if config.has_gate:
+        gate_sb = nl.ndarray((1, hidden_size), router_weight_EH.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=gate_sb, src=x.gate_1H)
+        for start in range(0, hidden_size, _H_CHUNK):
+            part_sb = gate_sb[:, start : min(start + _H_CHUNK, hidden_size)]
+            target = weight_sb[:, :, num_experts : num_rows(config)]
             _transpose_columns(target, part_sb, start // PARTITIONS)
     used = used_partitions(tokens)
     constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb)
