@@ -16,7 +16,7 @@ from neuron_moe.tools.pages.pictures import picture_of
 
 _SECTION = "== "
 _BOUNDS = ("roofline_us", "hbm_bound_us")
-_LONG = 40  # rows of a table that is shown when it is asked for
+_LONG = 40  # rows or lines of what is shown when it is asked for
 _NARROW = 4.0  # largest over least of an axis with numbers between powers of ten
 
 
@@ -75,7 +75,7 @@ def _last_words(lines: Sequence[str]) -> str:
 
 def sections_of(lines: Sequence[str]) -> Iterator[Section]:
     """Yield what stands before the first line that begins a section, and each section; long tables
-    are shown when they are asked for.
+    and runs of lines are shown when they are asked for.
     """
     starts = [number for number, line in enumerate(lines) if line.startswith(_SECTION)]
     for first, end in pairwise([-1, *starts, len(lines)]):
@@ -88,6 +88,8 @@ def sections_of(lines: Sequence[str]) -> Iterator[Section]:
 def _folded(block: Block) -> Block:
     if isinstance(block, Table) and len(block.rows) > _LONG:
         return Details(f"{len(block.rows) - 1} rows", [block])
+    if isinstance(block, Listing) and (count := len(block.text.splitlines())) > _LONG:
+        return Details(f"{count} lines", [block])
     return block
 
 
