@@ -121,6 +121,48 @@ def all_mutants() -> list[Mutant]:
     return found
 
 
+def lines_of_use(mutant: Mutant) -> set[int]:
+    """Return the lines of its file whose result hangs on a mutant.
+
+    That is its own line; or those of functions that name what it defines, if it runs only once: a
+    constant, a default of a field or an argument.
+    """
+    if not mutant.runs_once:
+        return {mutant.line}
+    tree = ast.parse((ROOT / mutant.path).read_bytes())
+    names = _defined_at(mutant.line, tree)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    used = {
+        node.lineno
+        for function in functions
+        for statement in function.body
+        for node in ast.walk(statement)
+        if (isinstance(node, ast.Name) and node.id in names)
+        or (isinstance(node, ast.Attribute) and node.attr in names)
+    }
+    return used | {
+        line
+        for function in functions
+        if function.name in names
+        for line in range(function.body[0].lineno, (function.end_lineno or 0) + 1)
+    }
+
+
+def _defined_at(line: int, tree: ast.AST) -> set[str]:
+    """Return the names of the innermost definition around a line outside functions' bodies."""
+    names: set[str] = set()
+    for node in ast.walk(tree):  # what is inside comes later
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
+            continue
+        if isinstance(node, ast.Assign):
+            names = {name.id for name in node.targets if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names = {node.target.id}
+        elif isinstance(node, ast.FunctionDef):
+            names = {node.name}
+    return names
+
+
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
