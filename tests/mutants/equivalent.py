@@ -347,4 +347,10 @@ EQUIVALENT = (
         "parts, first, rows = [], 0, 1",
         "one row more or less at a time gives the same",
     ),
+    Equivalent(
+        "nki_sim/machine/liveness.py",
+        "change = np.zeros(length + 1, dtype=np.int64)",
+        "change = np.zeros(length + 2, dtype=np.int64)",
+        "behind the last instruction nothing changes",
+    ),
 )

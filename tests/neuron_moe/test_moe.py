@@ -524,3 +524,21 @@ def test_a_packed_layer_is_copied_saved_and_cast(name: str) -> None:
         other = COPIES[name](layer)
         torch.testing.assert_close(other(hidden).output, expected)
         assert torch.isfinite(other.to(torch.bfloat16)(hidden.bfloat16()).output).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_gate_up_projection": True}, {"is_gated": True}])
+def test_slices_of_shared_experts_add_up(options: dict[str, bool]) -> None:
+    shared = SharedExperts(12, 7, 1, "silu", **options)
+    x = torch.randn(5, 12)
+    called: list[nn.Module] = []
+    for projection in (shared.down_proj, getattr(shared, "gate_up_proj", shared.down_proj)):
+        projection.register_forward_hook(lambda module, *_: called.append(module))
+    with torch.no_grad():
+        whole = shared(x)
+        assert shared.down_proj in called  # a projection that was packed computes by itself
+        called.clear()
+        for count in (2, 3):
+            parts = [shared(x, part=(index, count)) for index in range(count)]
+            assert relative_error(sum(parts), whole) < FLOAT32_RELATIVE
+            assert all(relative_error(part, whole) > 1e-3 for part in parts)
+        assert called == []

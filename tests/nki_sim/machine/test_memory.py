@@ -80,3 +80,16 @@ def test_a_removed_box_is_no_longer_covered() -> None:
     inside, outside = Walk(2 * PITCH + 8, (1, 1), (PITCH, 4), 4), Walk(0, (2, 8), (PITCH, 4), 4)
     assert not coverage.covers(Box(2, 3, 8, 12, True), inside)
     assert coverage.covers(Box(0, 2, 0, 32, True), outside)
+
+
+def test_pieces_that_fill_the_tensor_make_it_full() -> None:
+    coverage = Coverage(ROWS, PITCH, UNIT)
+    first, second = (Walk(start, (ROWS, 4), (PITCH, 8), 4) for start in (0, 4))
+    coverage.add(Box(0, ROWS, 0, PITCH - 4, False), first)
+    coverage.add(Box(0, ROWS, 4, PITCH, False), second)
+    assert not coverage.full  # one is as good; it is seen with the next dense access
+    end = Walk((ROWS - 1) * PITCH + PITCH - 4, (1, 1), (PITCH, 4), 4)
+    coverage.add(Box(0, 1, 0, 4, True), Walk(0, (1, 1), (PITCH, 4), 4))
+    assert not coverage.full
+    coverage.add(Box(ROWS - 1, ROWS, PITCH - 4, PITCH, True), end)
+    assert coverage.full
