@@ -42,6 +42,7 @@ def grown(boxes, array, x):
     if len(boxes) > _MAX_BOXES:
         boxes.merge()
     _CHUNK = 8
+    _POOL_BYTES: Final = 32
     _check_facts(x, 3)
     raise ValueError(x + 1)
 """

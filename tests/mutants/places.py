@@ -181,11 +181,18 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
         is_step = isinstance(node, ast.List) and node.elts[:1] == [child] and _ends_in_one(node)
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
         is_text = isinstance(child, ast.JoinedStr | ast.Raise)
-        is_size = isinstance(child, ast.Assign) and AT_ONCE.search(ast.unparse(child.targets[0]))
-        if is_silent or is_strict or is_step or is_rest or is_text or is_size or _is_bound(child):
+        is_size = _is_size(child) or _is_bound(child)
+        if is_silent or is_strict or is_step or is_rest or is_text or is_size:
             continue
         if child not in decorators:
             yield from _nodes(child)
+
+
+def _is_size(node: ast.AST) -> bool:
+    """Say whether it names how much is worked on at once."""
+    if isinstance(node, ast.Assign):
+        return bool(AT_ONCE.search(ast.unparse(node.targets[0])))
+    return isinstance(node, ast.AnnAssign) and bool(AT_ONCE.search(ast.unparse(node.target)))
 
 
 def _is_bound(node: ast.AST) -> bool:
