@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,41 @@ def test_pieces_that_fill_the_tensor_make_it_full() -> None:
     assert not coverage.full
     coverage.add(Box(ROWS - 1, ROWS, PITCH - 4, PITCH, True), end)
     assert coverage.full
+
+
+def boxes(size: int) -> list[tuple[Box, Walk]]:
+    """Every dense box of a grid of so many rows and words."""
+    runs = list(itertools.combinations(range(size + 1), 2))
+    return [
+        (
+            Box(row, row_end, UNIT * word, UNIT * word_end, True),
+            Walk(
+                UNIT * (size * row + word), (row_end - row, word_end - word), (UNIT * size, UNIT), 4
+            ),
+        )
+        for (row, row_end), (word, word_end) in itertools.product(runs, runs)
+    ]
+
+
+def test_any_two_boxes_are_told_apart() -> None:
+    every = boxes(3)
+    for first, second in itertools.product(every, every):
+        coverage, plain = Coverage(3, 3 * UNIT, UNIT), np.zeros((3, 3), bool)
+        coverage.add(*first)
+        a, b = (
+            np.s_[box.row_start : box.row_end, box.byte_start // UNIT : box.byte_end // UNIT]
+            for box, _ in (first, second)
+        )
+        plain[a] = True
+        assert coverage.covers(*second) == plain[b].all()
+        assert coverage.touches(*second) == plain[b].any()
+        coverage.add(*second)
+        plain[b] = True
+        joined = Coverage(3, 3 * UNIT, UNIT)
+        joined.add(*first)
+        joined.add(*second)
+        assert joined.full == plain.all()
+        for box, walk in (first, second):
+            assert coverage.covers(box, walk)
+        whole = Walk(0, (3, 3), (3 * UNIT, UNIT), 4)
+        assert np.array_equal(coverage.elements_of(whole), plain)
