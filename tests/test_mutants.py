@@ -41,6 +41,7 @@ def grown(boxes, array, x):
     array.setflags(write=False)
     if len(boxes) > _MAX_BOXES:
         boxes.merge()
+    x = x.astype(int, copy=False)
     _CHUNK = 8
     _POOL_BYTES: Final = 32
     _check_facts(x, 3)

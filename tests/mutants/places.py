@@ -50,6 +50,7 @@ SILENT = re.compile(
     "facts|setflags|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
     "__str__|__repr__|notes|explain|_ns$", re.IGNORECASE
 )  # fmt: skip
+_BESIDE = ("strict", "daemon", "indent", "copy")  # arguments
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="),
@@ -167,8 +168,8 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
     That is decorators, what messages are made of, facts for the clock, how strict a zip is, how a
-    thread ends, how a file is indented, how much is worked on at once and the bound of it, -1 where
-    it stands for the rest, and the step of an axis of one element.
+    thread ends, how a file is indented, whether a conversion may copy, how much is worked on at once
+    and the bound of it, -1 where it stands for the rest, and the step of an axis of one element.
     """
     if isinstance(node, ast.FunctionDef) and SILENT.search(node.name):
         return
@@ -177,7 +178,7 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         call = child.value if isinstance(child, ast.Expr) else child
         is_silent = isinstance(call, ast.Call) and SILENT.search(ast.unparse(call.func))
-        is_strict = isinstance(child, ast.keyword) and child.arg in ("strict", "daemon", "indent")
+        is_strict = isinstance(child, ast.keyword) and child.arg in _BESIDE
         is_step = isinstance(node, ast.List) and node.elts[:1] == [child] and _ends_in_one(node)
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
         is_text = isinstance(child, ast.JoinedStr | ast.Raise)
