@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import places
-from tests.mutants.__main__ import Attack, survivors
+from tests.mutants.__main__ import Attack, parts_of, survivors
 from tests.mutants.covering import Covering, turns_of
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.places import ROOMS, ROOT, all_mutants, lines_of_use, mutants_of
@@ -114,6 +114,12 @@ def test_one_case_of_each_test_comes_before_another() -> None:
     ordered = list(covering.order(mutant, 100.0))
     assert ordered == ["tests/golden/near[0]", "far[1]", "other", "far[0]"]
     assert list(covering.order(mutant, 10.0)) == ordered[:2]
+
+
+def test_few_tests_run_first_and_long_ones_alone() -> None:
+    tests = {"a": 5.0, "b": 0.5, "c": 1.0, "d": 38.0, "e": 2.0, "f": 70.0, "g": 1.0}
+    assert [[*part] for part in parts_of(tests)] == [["a", "b"], ["c", "d"], ["e"], ["f"], ["g"]]
+    assert list(parts_of({})) == []
 
 
 def test_no_mutant_is_tried_after_the_deadline(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from tests.mutants.trying import OutOfTimeError, run_tests
 
 BUDGET_S = 200.0  # of tests for one mutant, as long as they take without it
 FIRST_S = 6.0  # of them, run on their own: most mutants end here
+PART_S = 40.0  # of them, run in one process after that: what hangs is known soon
 TOLD = 20  # mutants between two lines that say how far it is
 SLOWEST = 5  # files of tests that are named with their times
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "out")
@@ -137,10 +138,8 @@ class Attack:
         target.write_text(mutant.source(), encoding="utf-8")
         seconds = self.tests[mutant]
         sound = {test: seconds[test] for test in self._sound(mutant)}
-        first = quick(sound)
-        rest = {test: sound[test] for test in sound if test not in first}
         try:
-            for part in [part for part in (first, rest) if part]:
+            for part in parts_of(sound):
                 outcome = run_tests(part, tree, self.deadline)
                 if not outcome.passed:
                     return {test: seconds[test] for test in outcome.begun} or part
@@ -149,14 +148,17 @@ class Attack:
         return {}
 
 
-def quick(tests: dict[str, float]) -> dict[str, float]:
-    """Return the first of the tests, as many as run on their own before the others."""
-    first: dict[str, float] = {}
+def parts_of(tests: dict[str, float]) -> Iterator[dict[str, float]]:
+    """Give tests in order, as many at a time as run in one process: few first, then more."""
+    part: dict[str, float] = {}
+    limit_s = FIRST_S
     for test, seconds in tests.items():
-        if first and sum(first.values()) + seconds > FIRST_S:
-            break
-        first[test] = seconds
-    return first
+        if part and sum(part.values()) + seconds > limit_s:
+            yield part
+            part, limit_s = {}, PART_S
+        part[test] = seconds
+    if part:
+        yield part
 
 
 def in_copies(

@@ -168,8 +168,9 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
     That is decorators, what messages are made of, facts for the clock, how strict a zip is, how a
-    thread ends, how a file is indented, whether a conversion may copy, how much is worked on at once
-    and the bound of it, -1 where it stands for the rest, and the step of an axis of one element.
+    thread ends, how a file is indented, whether a conversion may copy, how much is worked on at
+    once and the bound of it, -1 where it stands for the rest, and the step of an axis of one
+    element.
     """
     if isinstance(node, ast.FunctionDef) and SILENT.search(node.name):
         return
