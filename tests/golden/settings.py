@@ -28,6 +28,7 @@ from nki_kernels.decode.layer_config import make_layer_config
 from nki_kernels.prefill import config as prefill_config
 from nki_kernels.prefill import make_config as make_prefill
 from nki_kernels.prefill import memory as prefill_memory
+from nki_kernels.prefill import operands as prefill_operands
 from tests.golden import digests
 from tests.nki_kernels.decode.cases import records as decode_records
 from tests.nki_kernels.decode.layer_cases import FAMILIES, Case
@@ -111,7 +112,7 @@ DECODE = (decode_config, decode_items, decode_layout, decode_memory)
 KERNELS: dict[str, tuple[Any, Callable[..., Any], tuple[ModuleType, ...]]] = {
     "decode": (decode, make_decode_config, DECODE),
     "layer": (layer, make_layer_config, (layer_config,)),
-    "prefill": (prefill, make_prefill, (prefill_config, prefill_memory)),
+    "prefill": (prefill, make_prefill, (prefill_config, prefill_memory, prefill_operands)),
 }
 
 

@@ -1,6 +1,7 @@
 """Path choice: our rules, NxD's table, and what explain() tells."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from neuron_moe import (
     RouterTopK,
     choose_path,
 )
+from neuron_moe.parallel.exchange import copy_of
 from neuron_moe.paths import PATHS
 
 # phase, tokens, K, E, local experts, block size, capacity factor -> our path, NxD's path
@@ -123,3 +125,25 @@ def test_decode_names_no_blocks_of_its_own() -> None:
     told = str(_moe().explain("decode", 2))
     assert "padding" not in told
     assert "block_size" not in told.split("  not ")[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "copy"),
+    [((0, 1), 0), ((2, 3), 1), ((6, 7), 3), ((0, 4), 0), ((1, 5), 1), ((3, 7), 3), ((), 2)],
+)
+def test_groups_of_neighbours_and_of_evenly_spaced_ranks_are_numbered(
+    ranks: tuple[int, ...], copy: int
+) -> None:
+    model = SimpleNamespace(name="model", size=8, rank=5, ranks=tuple(range(8)))
+    part = SimpleNamespace(name="part", size=2, rank=1, ranks=ranks)
+    if ranks and ranks[1] == ranks[0] + 1:
+        model.rank = ranks[1]
+    assert copy_of(part, model) == copy
+
+
+def test_a_group_that_is_neither_is_refused() -> None:
+    model = SimpleNamespace(name="model", size=8, rank=5, ranks=tuple(range(8)))
+    part = SimpleNamespace(name="part", size=2, rank=1, ranks=(1, 4))
+    with pytest.raises(ValueError, match=r"part.*\[1, 4\] of the model must be neighbours"):
+        copy_of(part, model)
+    assert copy_of(model, model) == 0

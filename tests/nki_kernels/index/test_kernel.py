@@ -106,6 +106,13 @@ def test_an_inverse_of_several_groups_of_columns(
     assert_equal_to_torch(index, dims, run.outputs)
 
 
+@pytest.mark.parametrize(("tokens", "num_cores"), [(2049, 1), (4096, 1), (4097, 1), (4097, 2)])
+def test_numbers_of_many_tokens_are_exact_in_16_bits(tokens: int, num_cores: int) -> None:
+    index, dims = draw(tokens, 1, 3, 0.2), BlockDims(3, 128, num_blocks(tokens, 1, 3, 128))
+    run = nki_sim.run(index_blocks, index, dims, lnc=num_cores)
+    assert_equal_to_torch(index, dims, run.outputs)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_neither_unset_memory_nor_the_order_of_the_cores_matters(option: str) -> None:
     index, dims = draw(301, 3, 7, 0.1), BlockDims(7, 48, 30)

@@ -132,3 +132,15 @@ def test_any_two_boxes_are_told_apart() -> None:
             assert coverage.covers(box, walk)
         whole = Walk(0, (3, 3), (3 * UNIT, UNIT), 4)
         assert np.array_equal(coverage.elements_of(whole), plain)
+
+
+def test_elements_between_two_words_count_by_half_a_word() -> None:
+    coverage = Coverage(2, 16, 4)
+    between = Walk(2, (2, 2), (16, 4), 4)
+    coverage.add(Box(0, 2, 2, 10, False), between)
+    plain = np.zeros((2, 16), bool)
+    plain[:, 2:10] = True
+    assert np.array_equal(coverage.elements_of(Walk(0, (2, 16), (16, 1), 1)), plain)
+    assert not coverage.covers(Box(0, 1, 0, 4, True), Walk(0, (1, 1), (16, 4), 4))
+    assert coverage.touches(Box(0, 1, 0, 4, True), Walk(0, (1, 1), (16, 4), 4))
+    assert coverage.covers(Box(1, 2, 6, 10, True), Walk(22, (1, 1), (16, 4), 4))
