@@ -569,7 +569,7 @@ def test_a_mask_is_of_its_sequences(
 ) -> None:
     values = torch.arange(math.prod(mask)).reshape(mask) % 3 != 0
     if not fits[is_part]:
-        with pytest.raises(ValueError, match="must be .B, S. of hidden_states"):
+        with pytest.raises(ValueError, match=r"must be .B, S. of hidden_states"):
             _check_mask(values, torch.zeros(hidden), axis, is_part=is_part)
         return
     found = _check_mask(values, torch.zeros(hidden), axis, is_part=is_part)
