@@ -41,7 +41,15 @@ WIDTHS = (8, 45, 64, 96, 128, 180, 256, 360, 512, 768, 1024, 1408, 2048, 2880, 8
 BYTES = ("bfloat16", "bfloat16", "float8_e4m3", "float8_e5m2")
 WORDS = ("float4_e2m1fn_x4", "float8_e4m3fn_x4", "float8_e5m2_x4")
 CLAMPED = {"gate_limits": limits(None, 7.0), "up_limits": limits(-7.0, 7.0), "up_offset": 1.0}
-FORMULAS: tuple[dict[str, Any], ...] = ({}, {}, CLAMPED, {"activation": "relu", "has_gate": False})
+LIMITED = [{"gate_limits": limits(*pair)} for pair in ((-2.0, None), (0.5, None), (None, -0.5))]
+FORMULAS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {},
+    *LIMITED,
+    CLAMPED,
+    {"activation": "relu", "has_gate": False},
+)
 
 
 def decode(rng: random.Random) -> tuple[Any, ...]:
@@ -101,6 +109,7 @@ def prefill(rng: random.Random) -> tuple[Any, ...]:
         "scaling": rng.choice(("none", "none", "pre", "post")),
         "largest_visit": rng.choice((1, 2, 4)), "chip": "trn3" if is_mx else "trn2",
         "weight_format": rng.choice(WORDS if is_mx else BYTES),
+        "weight_parts": rng.choice((None, None, None, (1, 1), (1, 2), (2, 1), (2, 4), (0, 1))),
         "has_gate_up_bias": biases, "has_down_bias": biases,
     } | rng.choice(FORMULAS)  # fmt: skip
     if options["weight_format"].startswith("float8") and not is_mx:

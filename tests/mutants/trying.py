@@ -97,6 +97,9 @@ class _Begun:
 def _run(tests: list[str], tree: str) -> None:
     settle_in(tree)
     import pytest
+    import torch
 
+    if torch.version.cuda is not None:  # a backward pass of another test would spoil their forks
+        os.environ["NEURON_MOE_TEST_RANKS_ALONE"] = "1"
     options = ["-x", "--tb=no", *QUIET, "-m", ""]
     os._exit(pytest.main([*options, *tests], plugins=[_Begun(Path(tree) / _BEGUN)]))

@@ -1,9 +1,11 @@
 """The NumPy reference of prefill against the formula, expert by expert."""
 
 import numpy as np
+import pytest
 
 from nki_kernels.common.expert_reference import inner
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.weight_formats import split_parts
 from nki_kernels.prefill import blockwise_moe_ref
 
 
@@ -21,3 +23,9 @@ def test_biases_are_added() -> None:
         projected = hidden_SH[row] @ first[expert] + first_bias[expert]
         expected = inner(formula, projected) @ down[expert] + down_bias[expert]
         np.testing.assert_allclose(found[row], expected, rtol=1e-12)
+
+
+def test_columns_that_parts_do_not_divide_are_refused() -> None:
+    weight = np.zeros((1, 2, 12), np.float32)
+    with pytest.raises(ValueError, match=r"parts=4: must divide the 6 columns"):
+        split_parts(weight, 4, 2)
