@@ -96,6 +96,46 @@ inline Four add_up(const Floats& a, const Floats& b, const Floats& c, const Floa
 #endif
 }
 
+#if defined(__AVX512F__)
+// The same of four rows at once, in a third of the instructions: lane 4 r + n is row r, column n.
+template <int ROWS>
+inline __m512 add_up_four_rows(const Floats (&sums)[TILE_COLUMNS][ROWS]) {
+  __m512 rows[4];
+  for (int r = 0; r < 4; r++) {
+    const auto pair = [&](int n) {
+      const __m512 left = (__m512)sums[n][r], right = (__m512)sums[n + 1][r];
+      return _mm512_castps_pd(
+          _mm512_add_ps(_mm512_unpacklo_ps(left, right), _mm512_unpackhi_ps(left, right)));
+    };
+    const __m512d left = pair(0), right = pair(2);
+    rows[r] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(left, right)),
+                            _mm512_castpd_ps(_mm512_unpackhi_pd(left, right)));
+  }
+  const auto halves = [](const __m512& a, const __m512& b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  };
+  const __m512 upper = halves(rows[0], rows[1]), lower = halves(rows[2], rows[3]);
+  return _mm512_add_ps(_mm512_shuffle_f32x4(upper, lower, 0x88),
+                       _mm512_shuffle_f32x4(upper, lower, 0xdd));
+}
+#endif
+
+// The sums of the lanes, of each row those of its columns.
+template <int ROWS>
+inline void add_up_tile(const Floats (&sums)[TILE_COLUMNS][ROWS], Four (&totals)[ROWS]) {
+  int done = 0;
+#if defined(__AVX512F__)
+  if constexpr (ROWS >= 4) {
+    const __m512 four = add_up_four_rows(sums);
+    memcpy(totals, &four, sizeof four);
+    done = 4;
+  }
+#endif
+#pragma GCC unroll 6
+  for (int r = done; r < ROWS; r++)
+    totals[r] = add_up(sums[0][r], sums[1][r], sums[2][r], sums[3][r]);
+}
+
 // What one call has in common.
 template <class Number>
 struct Step {
@@ -131,14 +171,17 @@ inline __attribute__((always_inline)) void multiply_tile(
       for (int r = 0; r < ROWS; r++) multiply_add(sums[n][r], place, rows + r * num_inputs + k);
     }
   }
+  Four totals[ROWS];
+  add_up_tile(sums, totals);
+  if (whole < num_inputs)
+    for (int r = 0; r < ROWS; r++)
+      for (int n = 0; n < TILE_COLUMNS; n++)
+        totals[r][n] += dot(rows + r * num_inputs, matrix + n * num_inputs, whole, num_inputs);
+  const Four added = bias ? Four{widen(bias[0]), widen(bias[1]), widen(bias[2]), widen(bias[3])}
+                          : Four{};
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++) {
-    Four total = add_up(sums[0][r], sums[1][r], sums[2][r], sums[3][r]);
-    for (int n = 0; n < TILE_COLUMNS; n++) {
-      if (whole < num_inputs)
-        total[n] += dot(rows + r * num_inputs, matrix + n * num_inputs, whole, num_inputs);
-      if (bias) total[n] += widen(bias[n]);
-    }
+    const Four total = totals[r] + added;
     memcpy(out + r * num_outputs, &total, sizeof total);
   }
 }

@@ -23,6 +23,7 @@ class CombineDims(nl.NKIObject):
         has_spoils: something is added to each token, whose choices have no expert where it is NaN.
         has_residual: a row is added to each token.
         has_shared: so is a row of shared experts.
+        has_gate: which is multiplied by a number of the token, NaN for one to be NaN.
     """
 
     out_dtype: nl.DType
@@ -31,6 +32,7 @@ class CombineDims(nl.NKIObject):
     has_spoils: bool = False
     has_residual: bool = False
     has_shared: bool = False
+    has_gate: bool = False
 
 
 def check_combine(

@@ -2,7 +2,7 @@
 
 Formula: output[t] = sum over choices k with an expert, over partial sums p, of
     affinities[t, k] * slots[p, slot_of_pair[t, k]]
-  + spoils[t] + residual[t] + shared[t], if there are any,
+  + spoils[t] + residual[t] + gates[t] * shared[t], if there are any,
 in float32, always in the same order, rounded once.
 
 Inputs, in HBM:
@@ -13,6 +13,7 @@ Inputs, in HBM:
     spoils_T1        [T, 1]     float32, if dims.has_spoils: 0, or NaN for a token to be NaN
     residual_TH      [T, H]     bfloat16 or float32, if dims.has_residual
     shared_SH        [S, H]     bfloat16 or float32, if dims.has_shared; rows beyond T are not read
+    gates_T1         [T, 1]     float32, if dims.has_gate, else 1; NaN for a token to be NaN
 Output, in shared HBM:
     output_TH        [T, H]     out_dtype
 
@@ -68,6 +69,7 @@ class Beside(nl.NKIObject):
     """What is added to the sums of a tile."""
 
     columns: list[nl.ndarray]  # [rows, 1] float32, one at most
+    gates: list[nl.ndarray]  # [rows, 1] float32, one at most, of the last row that is added
     added: list[nl.ndarray]  # [rows, width]
 
 
@@ -80,6 +82,7 @@ def combine(
     spoils_T1: Any = None,
     residual_TH: Any = None,
     shared_SH: Any = None,
+    gates_T1: Any = None,
 ) -> nl.ndarray:
     """Sum the slots of each token; see the module's docstring."""
     num_parts, num_slots, hidden_size = slots_PSH.shape
@@ -91,7 +94,8 @@ def combine(
     slots_RH = slots_PSH.reshape((num_parts * num_slots, hidden_size))
     rows_sb = _load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
     weights = _load_weights(affinities_TK, tokens, slots_PSH.dtype)
-    spoils = _load_spoils(spoils_T1, tokens, dims)
+    spoils = _load_columns(spoils_T1, tokens, dims.has_spoils)
+    gates = _load_columns(gates_T1, tokens, dims.has_gate)
     added = _added(residual_TH, shared_SH, dims)
     identity_sb = _identity(slots_PSH.dtype)
     piece = piece_size(hidden_size, top_k * num_parts, 4 if slots_PSH.dtype == nl.float32 else 2)
@@ -104,7 +108,7 @@ def combine(
             tile, start = step // pieces, step % pieces * piece
             width = min(piece, hidden_size - start)
             gathered.append(_gather(slots_RH, rows_sb, tokens, tile, top_k, start, width, dims))
-            beside.append(_load_beside(spoils, added, tokens, tile, start, width))
+            beside.append(_load_beside(spoils, gates, added, tokens, tile, start, width))
             if start == 0:
                 diagonals.append(_spread_weights(weights, identity_sb, tokens, tile, top_k))
         if step > 0:
@@ -181,13 +185,13 @@ def _load_weights(
     return [whole_sb, low_sb]
 
 
-def _load_spoils(spoils_T1: Any, tokens: TokenTiles, dims: CombineDims) -> list[nl.ndarray]:
-    """Return [128, tiles] float32, what is added to each token; none if nothing is."""
-    if not dims.has_spoils:
+def _load_columns(values_T1: Any, tokens: TokenTiles, is_there: bool) -> list[nl.ndarray]:
+    """Return [128, tiles] float32, a number of each token; none if there is none."""
+    if not is_there:
         return []
-    spoils_sb = nl.ndarray((PARTITIONS, tokens.count), nl.float32, buffer=nl.sbuf)
-    load_per_token(spoils_sb, spoils_T1, tokens)
-    return [spoils_sb]
+    values_sb = nl.ndarray((PARTITIONS, tokens.count), nl.float32, buffer=nl.sbuf)
+    load_per_token(values_sb, values_T1, tokens)
+    return [values_sb]
 
 
 def _added(residual_TH: Any, shared_SH: Any, dims: CombineDims) -> list[nl.ndarray]:
@@ -202,6 +206,7 @@ def _added(residual_TH: Any, shared_SH: Any, dims: CombineDims) -> list[nl.ndarr
 
 def _load_beside(
     spoils: list[nl.ndarray],
+    gates: list[nl.ndarray],
     added: list[nl.ndarray],
     tokens: TokenTiles,
     tile: int,
@@ -209,14 +214,16 @@ def _load_beside(
     width: int,
 ) -> Beside:
     """Return what is added to columns start.. of a tile of tokens."""
-    rows, columns, loaded = tile_rows(tokens, tile), [], []
+    rows, columns, factors, loaded = tile_rows(tokens, tile), [], [], []
     for spoils_sb in spoils:
         columns.append(spoils_sb[0:rows, tile : tile + 1])
+    for gates_sb in gates:
+        factors.append(gates_sb[0:rows, tile : tile + 1])
     for tensor_TH in added:
         rows_sb = nl.ndarray((rows, width), tensor_TH.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=rows_sb, src=token_rows(tensor_TH, tokens, tile, start, width))
         loaded.append(rows_sb)
-    return Beside(columns, loaded)
+    return Beside(columns, factors, loaded)
 
 
 def _identity(dtype: nl.DType) -> nl.ndarray:
@@ -354,7 +361,16 @@ def _add_rows(target_sb: nl.ndarray, total_ps: nl.ndarray, beside: Beside, start
         if not is_last:
             next_sb = nl.ndarray(total_ps.shape, nl.float32, buffer=nl.sbuf)
         rows_sb = beside.added[number][:, start : start + width]
-        if number == 0 and beside.columns:
+        if is_last and beside.gates:
+            nisa.scalar_tensor_tensor(
+                dst=next_sb,
+                data=rows_sb,
+                op0=nl.multiply,
+                operand0=beside.gates[0],
+                op1=nl.add,
+                operand1=partial,
+            )
+        elif number == 0 and beside.columns:
             nisa.scalar_tensor_tensor(
                 dst=next_sb,
                 data=partial,

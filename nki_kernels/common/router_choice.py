@@ -2,7 +2,8 @@
 
 The stages that every router kernel ends with, on tiles in SBUF with tokens on the partitions.
 `pick` finds the experts, `weigh` their affinities: whoever needs the experts at once calls the one,
-starts what waits for it, and calls the other.
+starts what waits for it, and calls the other. Of many tiles, `begin_weights` does what is one
+tile's, and `finish_weights` the rest for all of them: short instructions cost as much as long ones.
 
     scores = act(logits); ranked = scores + selection_bias, groups outside the chosen ones filled
     index = the K largest of ranked, or of the logits where nothing changes the ranks; the lower
@@ -108,20 +109,6 @@ def ranks_scores(formula: RouterFormula) -> bool:
     return formula.has_selection_bias or formula.n_group > 1
 
 
-def choose(
-    weights: nl.ndarray,
-    chosen: nl.ndarray,
-    logits_sb: nl.ndarray,
-    selection_bias_sb: nl.ndarray,
-    num_experts: int,
-    formula: RouterFormula,
-) -> None:
-    """Write the K affinities (float32) and experts (int32) of a tile's tokens, views [rows, K]."""
-    picked = pick(logits_sb, selection_bias_sb, num_experts, formula)
-    write_index(chosen, picked, num_experts)
-    weigh(weights, picked, logits_sb, num_experts, formula)
-
-
 def pick(
     logits_sb: nl.ndarray, selection_bias_sb: nl.ndarray, num_experts: int, formula: RouterFormula
 ) -> Picked:
@@ -164,15 +151,11 @@ def weigh(
     """Write the K affinities (float32) of a tile's tokens, a view [rows, K]."""
     rows = logits_sb.shape[0]
     best = picked.values_sb[:, 0 : formula.top_k]
-    if ranks_scores(formula):
-        position_sb = nl.ndarray((rows, formula.top_k), nl.uint32, buffer=nl.sbuf)
-        write_index(position_sb, picked, num_experts)
-        nisa.nc_n_gather(dst=weights, data=picked.scores_sb, indices=position_sb)
-    elif formula.act_fn == "sigmoid":
-        nisa.activation(dst=weights, op=nl.sigmoid, data=best)
-    else:
+    if is_softmax_of_logits(formula):
         summed = best if formula.act_over_topk else logits_sb[:, 0:num_experts]
         _softmax_of(weights, best, summed, picked.values_sb[:, 0:1])
+    else:
+        _score(weights, picked, num_experts, formula)
     if formula.renormalize:
         sum_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=sum_sb, op=nl.add, data=weights, axis=1)
@@ -186,10 +169,83 @@ def weigh(
             op1=nl.multiply,
             operand1=formula.routed_scaling_factor,
         )
-    elif formula.routed_scaling_factor != 1.0:
+    else:
+        _scale(weights, formula)
+
+
+def is_softmax_of_logits(formula: RouterFormula) -> bool:
+    """Whether affinities are exponents of logits, to be divided by their sums."""
+    return not ranks_scores(formula) and formula.act_fn == "softmax"
+
+
+def begin_weights(
+    weights: nl.ndarray,
+    sums: nl.ndarray,
+    picked: Picked,
+    logits_sb: nl.ndarray,
+    num_experts: int,
+    formula: RouterFormula,
+) -> None:
+    """Write what affinities are made of, a view [rows, K] of float32; `finish_weights` ends it.
+
+    Args:
+        weights: written: scores, or exponents of a softmax.
+        sums: written if `is_softmax_of_logits`: sums of all exponents, [rows, 1] float32.
+        picked: of the tile.
+        logits_sb: [rows, max(E, 8)] float32.
+        num_experts: E.
+        formula: the router.
+    """
+    if not is_softmax_of_logits(formula):
+        _score(weights, picked, num_experts, formula)
+        return
+    best = picked.values_sb[:, 0 : formula.top_k]
+    summed = best if formula.act_over_topk else logits_sb[:, 0:num_experts]
+    shift_sb = nl.ndarray((logits_sb.shape[0], 1), nl.float32, buffer=nl.sbuf)
+    _sum_exponents(sums, shift_sb, summed, picked.values_sb[:, 0:1])
+    nisa.activation(dst=weights, op=nl.exp, data=best, bias=shift_sb)
+
+
+def finish_weights(weights: nl.ndarray, sums_sb: nl.ndarray, formula: RouterFormula) -> None:
+    """Make affinities of what `begin_weights` wrote for many tiles, all at once.
+
+    Args:
+        weights: [rows, tiles, K] float32, overwritten.
+        sums_sb: [rows, tiles] float32, overwritten.
+        formula: the router.
+    """
+    if is_softmax_of_logits(formula):
+        _divide(weights, sums_sb)
+    if formula.renormalize:
+        nisa.tensor_reduce(dst=sums_sb, op=nl.add, data=weights, axis=2)
+        nisa.tensor_scalar(dst=sums_sb, data=sums_sb, op0=nl.add, operand0=formula.renormalize_eps)
+        _divide(weights, sums_sb)
+    _scale(weights, formula)
+
+
+def _divide(weights: nl.ndarray, sums_sb: nl.ndarray) -> None:
+    """Divide the K weights of each token by its sum, which is overwritten."""
+    nisa.reciprocal(dst=sums_sb, data=sums_sb)
+    each = sums_sb.expand_dim(2).broadcast(2, weights.shape[2])
+    nisa.tensor_tensor(dst=weights, data1=weights, data2=each, op=nl.multiply)
+
+
+def _scale(weights: nl.ndarray, formula: RouterFormula) -> None:
+    """Multiply by the constant of the formula, if it has one."""
+    if formula.routed_scaling_factor != 1.0:
         nisa.tensor_scalar(
             dst=weights, data=weights, op0=nl.multiply, operand0=formula.routed_scaling_factor
         )
+
+
+def _score(weights: nl.ndarray, picked: Picked, num_experts: int, formula: RouterFormula) -> None:
+    """Write the scores of the K experts, [rows, K]."""
+    if not ranks_scores(formula):
+        nisa.activation(dst=weights, op=nl.sigmoid, data=picked.values_sb[:, 0 : formula.top_k])
+        return
+    position_sb = nl.ndarray(weights.shape, nl.uint32, buffer=nl.sbuf)
+    write_index(position_sb, picked, num_experts)
+    nisa.nc_n_gather(dst=weights, data=picked.scores_sb, indices=position_sb)
 
 
 def _softmax_of(
@@ -199,14 +255,21 @@ def _softmax_of(
     rows = values.shape[0]
     shift_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     sum_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=shift_sb, data=largest_value, op0=nl.multiply, operand0=-1.0)
-    all_sb = nl.ndarray((rows, summed.shape[1]), nl.float32, buffer=nl.sbuf)
-    nisa.activation_reduce(
-        dst=all_sb, op=nl.exp, data=summed, reduce_op=nl.add, reduce_res=sum_sb, bias=shift_sb
-    )
+    _sum_exponents(sum_sb, shift_sb, summed, largest_value)
     nisa.reciprocal(dst=sum_sb, data=sum_sb)
     nisa.activation(dst=weights, op=nl.exp, data=values, bias=shift_sb)
     nisa.tensor_scalar(dst=weights, data=weights, op0=nl.multiply, operand0=sum_sb)
+
+
+def _sum_exponents(
+    sums: nl.ndarray, shift_sb: nl.ndarray, summed: nl.ndarray, largest_value: nl.ndarray
+) -> None:
+    """Write -largest and the sum of exp(summed - largest), [rows, 1] each."""
+    nisa.tensor_scalar(dst=shift_sb, data=largest_value, op0=nl.multiply, operand0=-1.0)
+    all_sb = nl.ndarray(summed.shape, nl.float32, buffer=nl.sbuf)
+    nisa.activation_reduce(
+        dst=all_sb, op=nl.exp, data=summed, reduce_op=nl.add, reduce_res=sums, bias=shift_sb
+    )
 
 
 def _activate_all(scores_sb: nl.ndarray, logits: nl.ndarray, formula: RouterFormula) -> None:

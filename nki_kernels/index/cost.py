@@ -32,7 +32,8 @@ def cost_index_blocks(
     for core in range(num_cores):
         tokens = split_tokens(num_tokens, core, num_cores)
         last_pair = (tokens.first + PARTITIONS * max(1, tokens.count)) * top_k
-        columns += place_columns(tokens, top_k, dims, num_digits(last_pair))
+        columns += count_columns(tokens, dims)
+        columns += max(1, tokens.count) * top_k * num_digits(last_pair) * row_size(dims)
     return KernelCost(4 * num_tokens * top_k, written + visit_list_bytes(visits), columns)
 
 
@@ -44,14 +45,11 @@ def visit_list_bytes(visits: VisitDims) -> int:
     return 4 * (numbers + 2 * visits.largest - 1)
 
 
-def place_columns(tokens: TokenTiles, top_k: int, dims: BlockDims, terms: int) -> int:
-    """Return the columns that count the choices of a core, and invert its slots.
+def count_columns(tokens: TokenTiles, dims: BlockDims) -> int:
+    """Return the columns that count the choices of a core."""
+    return max(1, tokens.count) * 2 * dims.num_experts
 
-    Args:
-        tokens: of the core.
-        top_k: K.
-        dims: E, B and N.
-        terms: matmuls of a pair.
-    """
-    count, row_size = max(1, tokens.count), -(-dims.num_blocks * dims.block_size // PARTITIONS)
-    return count * 2 * dims.num_experts + count * top_k * terms * row_size
+
+def row_size(dims: BlockDims) -> int:
+    """Return the columns of the inverse."""
+    return -(-dims.num_blocks * dims.block_size // PARTITIONS)

@@ -34,8 +34,9 @@ Limits (`check_index_blocks`): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; 
 
 Cost: the index is read once, every output written once; per tile of 128 tokens two matmuls of E
 columns, and per choice up to three of N * B / 128 columns. The Vector engine bounds it: per tile
-three passes of E, per choice one of 128 and one of N * B / 128 in 16 bits. The two cores take half
-of the tokens each and exchange counts and their parts of the inverse.
+one pass of E, per choice one of 128 and one of N * B / 128 in 16 bits; the Scalar engine marks
+choices and GpSimd counts them on, a pass of E each. The two cores take half of the tokens each and
+exchange counts and their parts of the inverse.
 
 Steps:
     1. Load the experts of this core's pairs; mark who chose whom, tile by tile.
@@ -67,7 +68,7 @@ from nki_kernels.common.token_tiles import (
 )
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.index.config import NO_VISITS, BlockDims
-from nki_kernels.index.memory import AT_ONCE, IndexTable, index_table
+from nki_kernels.index.memory import AT_ONCE, IndexTable, index_table, ranked_tiles
 from nki_kernels.index.slot_inverse import exchange, invert, store_flat
 from nki_kernels.index.visits import store_visits
 
@@ -195,7 +196,8 @@ def _mark_choices(
             wanted = wanted_sb[:, tile, first : first + AT_ONCE]
             nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=-1.0)
             marked_sb = next_sb
-        nisa.tensor_scalar(dst=chosen_sb[:, tile, :], data=marked_sb, op0=nl.equal, operand0=-1.0)
+        # -1 becomes 1, numbers of experts become 0; the Vector engine has more to do.
+        nisa.activation(dst=chosen_sb[:, tile, :], op=nl.relu, data=marked_sb, scale=-1.0)
     return chosen_sb
 
 
@@ -321,23 +323,43 @@ def _rank_pairs(
     if tokens.count == 0:
         nisa.memset(dst=slot_sb, value=-1.0)
         return slot_sb
-    next_sb = nl.ndarray((PARTITIONS, num_experts + 1), nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=next_sb[:, num_experts : num_experts + 1], value=-1.0)
-    nisa.tensor_copy(dst=next_sb[:, 0:num_experts], src=lower_sb)
-    for tile in range(tokens.count):
-        pairs = slice(tile * top_k, (tile + 1) * top_k)
-        nisa.nc_n_gather(dst=slot_sb[:, pairs], data=next_sb, indices=column_sb[:, pairs])
-        if tile + 1 < tokens.count:
-            after_sb = nl.ndarray((PARTITIONS, num_experts + 1), nl.float32, buffer=nl.sbuf)
-            nisa.memset(dst=after_sb[:, num_experts : num_experts + 1], value=-1.0)
-            nisa.tensor_tensor(
-                dst=after_sb[:, 0:num_experts],
-                data1=next_sb[:, 0:num_experts],
-                data2=chosen_sb[:, tile, :],
-                op=nl.add,
-            )
-            next_sb = after_sb
+    # On GpSimd, while the Vector engine lists the visits.
+    ranked = ranked_tiles(num_experts)
+    _count_up_tiles(column_sb, tokens.count, num_experts + 1, ranked)
+    last_sb = lower_sb
+    for start in range(0, tokens.count, ranked):
+        count = min(ranked, tokens.count - start)
+        next_sb = nl.ndarray((PARTITIONS, count, num_experts + 1), nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=next_sb[:, :, num_experts], value=-1.0)
+        for tile in range(start, start + count):
+            now = next_sb[:, tile - start, 0:num_experts]
+            if tile == 0:
+                nisa.tensor_copy(dst=now, src=last_sb, engine=nisa.engine.gpsimd)
+            else:
+                nisa.tensor_tensor(
+                    dst=now, data1=last_sb, data2=chosen_sb[:, tile - 1, :], op=nl.add,
+                    engine=nisa.engine.gpsimd,
+                )  # fmt: skip
+            last_sb = now
+        pairs = slice(start * top_k, (start + count) * top_k)
+        flat_sb = next_sb.reshape((PARTITIONS, count * (num_experts + 1)))
+        nisa.nc_n_gather(dst=slot_sb[:, pairs], data=flat_sb, indices=column_sb[:, pairs])
     return slot_sb
+
+
+def _count_up_tiles(column_sb: nl.ndarray, count: int, row_size: int, ranked: int) -> None:
+    """Turn columns of a tile into columns of `ranked` tiles side by side."""
+    first_sb = nl.ndarray((PARTITIONS, count), nl.int32, buffer=nl.sbuf)
+    for start in range(0, count, ranked):
+        tiles = min(ranked, count - start)
+        nisa.iota(
+            dst=first_sb[:, start : start + tiles], pattern=[[row_size, tiles]], offset=0,
+            channel_multiplier=0,
+        )  # fmt: skip
+    shape = (count, column_sb.shape[1] // count)
+    columns = column_sb.reshape_dim(1, shape)
+    first = first_sb.expand_dim(2).broadcast(2, shape[1])
+    nisa.tensor_tensor(dst=columns, data1=columns, data2=first, op=nl.add)
 
 
 def store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:

@@ -15,6 +15,7 @@ from nki_kernels.index.slot_inverse import GROUP
 from nki_kernels.index.visits import visit_bytes
 
 AT_ONCE = 8  # values per nc_match_replace8
+_RANKED_COLUMNS = 1024  # of the slots that tiles' choices would take
 _SMALL_TILES_BYTES = 4096
 
 
@@ -46,6 +47,7 @@ def index_table(tokens: TokenTiles, top_k: int, dims: BlockDims) -> IndexTable:
     count = max(1, tokens.count)
     pairs = (PARTITIONS, count * top_k)
     filled = (top_k + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+    ranked = ranked_tiles(dims.num_experts)
     width = (dims.num_blocks * dims.block_size + PARTITIONS - 1) // PARTITIONS
     return IndexTable(
         experts=tiles(1, pairs, nl.int32),
@@ -53,11 +55,16 @@ def index_table(tokens: TokenTiles, top_k: int, dims: BlockDims) -> IndexTable:
         chosen=tiles(1, (PARTITIONS, count, dims.num_experts), nl.float8_e4m3),
         wanted=tiles(1, (PARTITIONS, count, filled), nl.float32),
         ranks=Tiles(0, pairs, nl.float32, 2),
-        counts=Tiles(0, (PARTITIONS, dims.num_experts + 1), nl.float32, 14),
+        counts=Tiles(0, (PARTITIONS, dims.num_experts + 1), nl.float32, 12 + 2 * ranked),
         digits=Tiles(0, pairs, nl.float32, 14),
         inverse=Tiles(0, (PARTITIONS, min(width, GROUP)), nl.float32, 8),
         one_hots=Tiles(0, (PARTITIONS, PARTITIONS), nl.bfloat16, 8),
     )
+
+
+def ranked_tiles(num_experts: int) -> int:
+    """Return how many tiles of tokens one gather ranks."""
+    return max(1, min(8, _RANKED_COLUMNS // (num_experts + 1)))
 
 
 def sbuf_bytes(

@@ -84,6 +84,11 @@ def _check_shared(config: PrefillLayerConfig) -> None:
             f"has_shared={config.out.has_shared}: the sum adds shared experts where there are some."
             " Give both or none."
         )
+    if config.router.has_gate != config.out.has_gate or (config.out.has_gate and shared is None):
+        raise ValueError(
+            f"has_gate={config.out.has_gate}: the router's stage computes the gate that the sum"
+            " multiplies shared experts with. Give both, and shared experts, or none."
+        )
     if shared is None:
         return
     same = ("H", "num_tokens", "num_cores", "chip")

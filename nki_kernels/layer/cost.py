@@ -9,8 +9,8 @@ from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import Ints, VisitLists
-from nki_kernels.index.cost import place_columns, visit_list_bytes
-from nki_kernels.index.slot_inverse import WEIGHT_TERMS, num_token_terms
+from nki_kernels.index.cost import count_columns, row_size, visit_list_bytes
+from nki_kernels.index.slot_inverse import WEIGHT_TERMS, token_columns
 from nki_kernels.layer.config import PrefillLayerConfig, shared_visits
 from nki_kernels.prefill import cost_blockwise_moe
 from nki_kernels.prefill.config import num_partials
@@ -46,7 +46,7 @@ def cost_prefill_layer(
         num_tokens, top_k, H, num_partials(experts), out_dtype=str(config.out.out_dtype),
         num_pairs=int(np.sum(slots >= 0)), num_cores=cores,
     )  # fmt: skip
-    beside = num_tokens * _WORD_BYTES
+    beside = num_tokens * _WORD_BYTES * (1 + int(config.out.has_gate))
     if config.out.has_residual:
         beside += num_tokens * H * residual_bytes
     stages = (
@@ -77,7 +77,7 @@ def _front_cost(config: PrefillLayerConfig) -> KernelCost:
     num_tokens = config.experts.num_tokens
     kept = 0 if config.returns_routing else num_tokens * top_k * _WORD_BYTES
     # What broken tokens add, and the slots of pairs.
-    written = num_tokens * (1 + top_k) * _WORD_BYTES - kept
+    written = num_tokens * (1 + int(config.out.has_gate) + top_k) * _WORD_BYTES - kept
     written += config.dims.num_blocks * config.dims.block_size * _WORD_BYTES
     scales = config.experts.scaling == "pre"
     if scales:  # of slots, and ones
@@ -87,7 +87,8 @@ def _front_cost(config: PrefillLayerConfig) -> KernelCost:
     for core in range(cores):
         tokens = split_tokens(num_tokens, core, cores)
         read += PARTITIONS * _WORD_BYTES if tokens.count else 0
-        terms = num_token_terms(tokens.rows) + (WEIGHT_TERMS if scales else 0)
-        columns += place_columns(tokens, top_k, config.dims, terms)
+        width = row_size(config.dims)
+        of_pair = token_columns(tokens.rows, width) + (WEIGHT_TERMS * width if scales else 0)
+        columns += count_columns(tokens, config.dims) + max(1, tokens.count) * top_k * of_pair
     index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
     return cost_router_topk(config.router, num_tokens) + index

@@ -6,7 +6,8 @@
     y = this rank's experts on the slots                           (prefill/kernel.py),
         whose inputs are scaled by a, and the sum weighs by 1, if config.experts.scaling is pre
     s = shared experts of x, if config.out.has_shared              (prefill/kernel.py)
-    output[t] = sum over k of a[t, k] * y[slot of (t, k)] (+ residual[t]) (+ s[t])
+    g = sigmoid(x . shared_gate) if config.out.has_gate, else 1    (route/kernel.py)
+    output[t] = sum over k of a[t, k] * y[slot of (t, k)] (+ residual[t]) (+ g[t] * s[t])
                                                                    (combine/kernel.py)
 
 Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
@@ -22,6 +23,7 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
     shared_gate_up   [1, H, 2I'] and
     shared_down      [1, I', H] bfloat16 if there are shared experts, and their visits, three
                                tensors of `shared_visits`
+    shared_gate      [1, H]    the type of router_weight, if config.out.has_gate
     -> output        [T, H]    the type of config.out
        affinities    [T, K]    float32 and
        index         [T, K]    int32, if config.returns_routing
@@ -76,6 +78,7 @@ class LayerIndex(nl.NKIObject):
     weights_TK: nl.NkiTensor  # float32, of the sum: affinities, or ones where inputs are scaled
     slot_scale: nl.NkiTensor  # [N * B] float32, where inputs are scaled
     spoils_T1: nl.NkiTensor  # float32, 0, or NaN of broken tokens
+    gates_T1: nl.NkiTensor  # float32, NaN of broken tokens, where shared experts have a gate
     index_TK: nl.NkiTensor  # int32, of all ranks
     shared_tokens: nl.NkiTensor  # [S, 1] int32, -1 of broken tokens, where there are shared experts
 
@@ -111,13 +114,14 @@ def prefill_layer(
     shared_visit_expert: Any = None,
     shared_visit_tile: Any = None,
     shared_trips: Any = None,
+    shared_gate: Any = None,
 ) -> Any:
     """Compute one MoE layer for T tokens; see the module."""
     x_TH = hidden
     if config.router.has_norm:
         x_TH = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm)
     operands = RouterOperands(
-        hidden, router_weight, router_bias, selection_bias, norm_weight, x_TH, x_TH
+        hidden, router_weight, router_bias, selection_bias, norm_weight, x_TH, x_TH, shared_gate
     )
     index = _index_tokens(operands, first_expert, config)
     slots_PSH = blockwise_moe(
@@ -158,6 +162,7 @@ def prefill_layer(
         index.spoils_T1,
         residual,
         shared_SH,
+        index.gates_T1,
     )
     if not config.returns_routing:
         return output
@@ -195,6 +200,9 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
     slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
     affinities_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
     spoils_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
+    gates_T1 = spoils_T1
+    if config.out.has_gate:
+        gates_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
     index_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
     visits = (token_of_slot, token_of_slot, token_of_slot)  # until they are listed
     weights_TK, slot_scale = affinities_TK, token_of_slot
@@ -206,7 +214,7 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
         shared_tokens = nl.ndarray((num_shared_slots(config), 1), nl.int32, buffer=nl.shared_hbm)
     return LayerIndex(
         token_of_slot, visits, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
-        index_TK, shared_tokens,
+        gates_T1, index_TK, shared_tokens,
     )  # fmt: skip
 
 
@@ -232,6 +240,8 @@ def _route(
     if config.returns_routing:
         store_per_token(index.index_TK, routed.index_sb, tokens)
     store_per_token(index.spoils_T1, routed.spoils_sb, tokens)
+    if config.out.has_gate:
+        store_per_token(index.gates_T1, routed.gates_sb, tokens)
     is_whole_sb = nl.ndarray(routed.spoils_sb.shape, nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
     if config.out.has_shared:

@@ -3,7 +3,8 @@
 The visits of an expected routing are listed as the device would list them, and the times of their
 trips are added up, in both corners of the clock. Without a routing two extremes are expected: even,
 and one in which a quarter of the experts gets most tokens; the candidate is taken whose larger loss
-against the best of each is least. What the candidates share (routing, indexing) is left out.
+against the best of each is least, that of even routing counted four times. What the candidates
+share (routing, indexing) is left out.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from nki_kernels.prefill.fit import find_loops, visit_ns
 from nki_kernels.prefill.options import make_config, shard_plan_of
 from nki_kernels.prefill.trip_time import CORNERS, pace_of
 
+_EVEN_WEIGHT = 4.0  # of a loss where the routing is even, against one where it is skewed
 _COMBINE_NS = 7_000.0  # simulated: of a combine, before its first gather and after its last
 _SEED = 7
 _HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the choices they get
@@ -166,12 +168,14 @@ def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
 
 
 def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates by their larger loss against the best of each routing expected."""
+    """Return candidates by their larger loss against the best of each routing expected, the first
+    of which counts more.
+    """
     best: list[float] = [min(each) for each in zip(*map(_means_us, candidates), strict=True)]
 
     def loss(candidate: Candidate) -> float:
-        means = zip(_means_us(candidate), best, strict=True)
-        return max(mean / least for mean, least in means)
+        even, *skewed = (m / b - 1.0 for m, b in zip(_means_us(candidate), best, strict=True))
+        return max(_EVEN_WEIGHT * even, *skewed, 0.0)
 
     return sorted(candidates, key=lambda each: (loss(each), each.estimated_us))
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import chip_in_force
-from nki_kernels.prefill.stage_prices import QUEUES, TENSOR, VECTOR, Copies
+from nki_kernels.prefill.stage_prices import GPSIMD, QUEUES, TENSOR, VECTOR, Work
 from nki_sim.time.costs import DmaPrice, MatmulPrice
 from nki_sim.time.engines import Array, DmaEngines, HbmStack
+
+_APART_NS: Final = (
+    1_000.0  # a core begins after the one before: in step they would all wait at once
+)
 
 
 class Stage(NamedTuple):
@@ -41,10 +45,12 @@ class StageList:
         """Add work whose result is there when its queue is free again."""
         self.stages.append(Stage(queue, ns, ns, reads, writes, None, self.trip))
 
-    def compute(self, work: Copies, reads: list[object], writes: list[object]) -> None:
-        """Add work of the Vector and the Scalar engine."""
+    def compute(
+        self, work: Work, reads: list[object], writes: list[object], queue: int = VECTOR
+    ) -> None:
+        """Add work of the Vector engine, or of another that goes on before the result is there."""
         self.stages.append(
-            Stage(VECTOR, work.busy_ns, work.latency_ns, reads, writes, None, self.trip)
+            Stage(queue, work.busy_ns, work.latency_ns, reads, writes, None, self.trip)
         )
 
     def move(self, queue: int, price: DmaPrice, reads: list[object], writes: list[object]) -> None:
@@ -98,9 +104,13 @@ class _Play:
         waits, self._targets = _dependencies(stages)
         self._next = [-1] * len(stages)  # on its queue
         trips = stages[-1].trip + 1
-        left, last = [0] * trips, [-1] * QUEUES
+        last = [-1] * QUEUES
+        self._of_trip: list[list[int]] = [[] for _ in range(trips)]
+        self._by_gpsimd = [
+            stage.transfer is not None and stage.transfer.dge == "swdge" for stage in stages
+        ]
         for number, stage in enumerate(stages):
-            left[stage.trip] += 1
+            self._of_trip[stage.trip].append(number)
             if not is_list and last[stage.queue] >= 0:
                 self._next[last[stage.queue]] = number
                 waits[number] += 1
@@ -108,11 +118,11 @@ class _Play:
         stack = HbmStack(chip) if num_cores > 1 else None
         self._cores = [
             _Core(
-                Array(chip, warms_up=True), DmaEngines(chip, stack), [0.0] * QUEUES,
-                [0.0] * len(stages), list(waits), [0.0] * trips, list(left),
+                Array(chip, warms_up=True), DmaEngines(chip, stack), [core * _APART_NS] * QUEUES,
+                [0.0] * len(stages), list(waits), [0.0] * trips, [*map(len, self._of_trip)],
                 0 if is_list else trips,
             )
-            for _ in range(num_cores)
+            for core in range(num_cores)
         ]  # fmt: skip
         self._heap: list[tuple[float, int, int]] = []
 
@@ -124,16 +134,21 @@ class _Play:
                     self._offer(core, number)
         while self._heap:
             now, number, core = heapq.heappop(self._heap)
-            if now < self._cores[core].free[self._stages[number].queue]:
+            if now < self._free_at(core, number):
                 self._offer(core, number)
             else:
                 self._take(now, core, number)
         return [float(max(ends)) for ends in zip(*(core.ends for core in self._cores), strict=True)]
 
     def _offer(self, core: int, number: int) -> None:
-        state = self._cores[core]
-        free = state.free[self._stages[number].queue]
-        heapq.heappush(self._heap, (max(state.ready[number], free), number, core))
+        start = max(self._cores[core].ready[number], self._free_at(core, number))
+        heapq.heappush(self._heap, (start, number, core))
+
+    def _free_at(self, core: int, number: int) -> float:
+        """Return when the queue of a stage is free, and GpSimd if that makes its descriptors."""
+        free = self._cores[core].free
+        own = free[self._stages[number].queue]
+        return max(own, free[GPSIMD]) if self._by_gpsimd[number] else own
 
     def _take(self, now: float, core: int, number: int) -> None:
         """Run a stage, and let those go on that waited for it."""
@@ -167,8 +182,8 @@ class _Play:
         edge = state.ends[state.trip] + self._chip.loop_trip_ns
         state.free = [max(free, edge) for free in state.free]
         state.trip += 1
-        for number, stage in enumerate(self._stages):
-            if stage.trip == state.trip and not state.waits[number]:
+        for number in self._of_trip[state.trip] if state.trip < len(self._of_trip) else ():
+            if not state.waits[number]:
                 self._offer(core, number)
 
     def _run(self, stage: Stage, now: float, state: _Core) -> float:
@@ -180,6 +195,8 @@ class _Play:
         state.free[stage.queue] = now + stage.busy_ns
         if stage.transfer is None:
             return now + stage.latency_ns
+        if stage.transfer.dge == "swdge":
+            state.free[GPSIMD] = state.free[stage.queue]
         first = now + self._chip.dma_first_byte_ns + stage.transfer.extra_ns
         _, end, _ = state.dma.run(0, first, stage.transfer.engine_ns, stage.transfer)
         return end + self._chip.dma_done_ns

@@ -15,27 +15,51 @@ from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import PrefillConfig, bias_terms, core_depth, core_width
 from nki_sim.time.costs import DmaPrice
 
-QUEUES: Final = 7
-TENSOR, VECTOR, GPSIMD, LOADS, STORES, TABLES, LINK = range(QUEUES)
+QUEUES: Final = 9
+TENSOR, VECTOR, SCALAR, GPSIMD, LOADS, GATHERS, STORES, TABLES, LINK = range(QUEUES)
 
 
-class Copies(NamedTuple):
-    """Work of the Vector and the Scalar engine: until they take more, and until it is done."""
+class Work(NamedTuple):
+    """An instruction or several of an engine: until it takes more, and until they are done."""
 
     busy_ns: float
     latency_ns: float
 
 
-@dataclass(frozen=True, slots=True)
-class StagePrices:
-    """What the stages of a configuration take, in ns; VECTOR stands for the Vector and the Scalar
-    engine, which share the work.
+class Copies(NamedTuple):
+    """What copies by turns take, each: on the Vector and on the Scalar engine; which is first."""
+
+    vector: Work
+    scalar: Work
+    first: int
+
+
+class Activation(NamedTuple):
+    """What lies between the projections of a tile and the down projection.
 
     Attributes:
-        turn_ns, turned: transpose a row tile; copy it to SBUF.
+        before: operators on the gate, on the Vector engine.
+        function: the activation, on the Scalar engine.
+        beside: operators on the other projection, on the Vector engine.
+        product: of both, on the Vector engine.
+    """
+
+    before: Work | None
+    function: Work
+    beside: Work | None
+    product: Work | None
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrices:
+    """What the stages of a configuration take, in ns.
+
+    Attributes:
+        turn_ns, turned: transpose a row tile; copy a bank of it to SBUF.
         scaled: multiply a row tile with the affinities of its tokens, before it is transposed.
         in_ns, activated: one tile of the intermediate axis, gate and up; what follows it.
-        copied, exchanged, added_up: the same where the hidden axis is split.
+        copied, exchanged, added_up: where the hidden axis is split: copy a tile of both to SBUF,
+            swap it with the other core, add up.
         out_ns: one part of the down weights.
         evicted, banks: one PSUM bank of it, and how many.
         turn_banks: PSUM banks of turned rows, which are the first of those of output rows.
@@ -47,13 +71,13 @@ class StagePrices:
     """
 
     turn_ns: float
-    scaled: Copies | None
+    scaled: Work | None
     turned: Copies
     in_ns: float
-    activated: Copies
+    activated: Activation
     copied: Copies
-    exchanged: Copies
-    added_up: Copies
+    exchanged: Work
+    added_up: Work
     out_ns: float
     evicted: Copies
     banks: int
@@ -86,19 +110,18 @@ class StagePrices:
         width = core_width(config) // loop.out_parts
         banks = -(-width // BANK_FLOATS)
         turns = -(-depth * R * 2 // BANK_BYTES)
-        activated = _activation(config, overlaps)
         sum_ns = halves * R / chip.two_input_share / chip.vector_clock_ghz
         return cls(
             turn_ns=depth * columns * column_ns,
             scaled=_scaling(config, overlaps),
-            turned=_copies(turns, depth * R / turns, chip.fast_copy_speedup, overlaps),
+            turned=_copies(depth * R / turns, chip.fast_copy_speedup, overlaps, first=VECTOR),
             in_ns=halves * depth * columns * column_ns,
-            activated=activated,
-            copied=_copies(1, halves * R, 1.0, overlaps),
+            activated=_activation(config, overlaps),
+            copied=_copies(halves * R, 1.0, overlaps, first=VECTOR),
             exchanged=_exchange(config, overlaps),
-            added_up=Copies(sum_ns + activated.busy_ns, sum_ns + activated.latency_ns),
+            added_up=Work(sum_ns, sum_ns),
             out_ns=i_count * max(width, banks * chip.matmul_floor_cycles) * column_ns,
-            evicted=_copies(1, width / banks, 1.0, overlaps),
+            evicted=_copies(width / banks, 1.0, overlaps, first=SCALAR),
             banks=banks,
             turn_banks=turns,
             fetch_ns=(chip.gpsimd_simple_overhead_cycles + 1) / chip.gpsimd_clock_ghz,
@@ -114,31 +137,28 @@ class StagePrices:
         )
 
 
-def vector_work(columns: float, overlaps: bool) -> Copies:
-    """Return what the Vector engine takes for so many columns."""
+def vector_work(columns: float, overlaps: bool, count: int = 1) -> Work:
+    """Return what the Vector engine takes for so many columns, or several instructions of them."""
     chip = chip_in_force()
-    cycles = columns + chip.vector_overhead_cycles
-    busy = max(columns, chip.vector_floor_cycles) if overlaps else cycles
-    return Copies(busy / chip.vector_clock_ghz, cycles / chip.vector_clock_ghz)
+    cycles = count * (columns + chip.vector_overhead_cycles)
+    busy = count * max(columns, chip.vector_floor_cycles) if overlaps else cycles
+    return Work(busy / chip.vector_clock_ghz, cycles / chip.vector_clock_ghz)
 
 
-def _scalar(columns: float) -> Copies:
+def _scalar_work(columns: float) -> Work:
     """Return what the Scalar engine takes for so many columns."""
     chip = chip_in_force()
     busy = max(columns, chip.vector_floor_cycles) + chip.scalar_issue_cycles
     latency = columns + chip.scalar_overhead_cycles
-    return Copies(busy / chip.scalar_clock_ghz, latency / chip.scalar_clock_ghz)
+    return Work(busy / chip.scalar_clock_ghz, latency / chip.scalar_clock_ghz)
 
 
-def _copies(count: int, columns: float, speedup: float, overlaps: bool) -> Copies:
+def _copies(columns: float, speedup: float, overlaps: bool, *, first: int) -> Copies:
     """Return what copies take that the Vector and the Scalar engine do in turn."""
-    vector, scalar = vector_work(columns / speedup, overlaps), _scalar(columns)
-    busy = count * max(vector.busy_ns, scalar.busy_ns) / 2
-    last = (vector.latency_ns + scalar.latency_ns) / 2
-    return Copies(busy, last + busy * (count - 1) / count)
+    return Copies(vector_work(columns / speedup, overlaps), _scalar_work(columns), first)
 
 
-def _scaling(config: PrefillConfig, overlaps: bool) -> Copies | None:
+def _scaling(config: PrefillConfig, overlaps: bool) -> Work | None:
     """Return what it takes to scale a row tile before its projections, if that is done."""
     if config.scaling != "pre" or config.loop.turns == "dma":
         return None
@@ -146,7 +166,7 @@ def _scaling(config: PrefillConfig, overlaps: bool) -> Copies | None:
     return vector_work(core_width(config) / speedup, overlaps)
 
 
-def _exchange(config: PrefillConfig, overlaps: bool) -> Copies:
+def _exchange(config: PrefillConfig, overlaps: bool) -> Work:
     """Return how long an exchange keeps the way between the cores, and how long it takes.
 
     Args:
@@ -158,24 +178,22 @@ def _exchange(config: PrefillConfig, overlaps: bool) -> Copies:
     engines = min(chip.dma_engines, -(-i_axis.rows // chip.dma_rows_per_engine))
     moving_ns = _engine_ns(i_axis.rows, i_axis.rows * columns * 4, engines)
     whole_ns = chip.sendrecv_ns + moving_ns
-    return Copies(moving_ns if overlaps else whole_ns, whole_ns)
+    return Work(moving_ns if overlaps else whole_ns, whole_ns)
 
 
-def _activation(config: PrefillConfig, overlaps: bool) -> Copies:
-    """Return what lies between the projections of a tile and the down projection: operators on
-    the gate, the activation, operators on the other projection, the product.
-    """
-    formula = config.formula
-    vector, scalar = vector_work(config.tile_rows, overlaps), _scalar(config.tile_rows)
+def _activation(config: PrefillConfig, overlaps: bool) -> Activation:
+    """Return what lies between the projections of a tile and the down projection."""
+    formula, R = config.formula, config.tile_rows
     gate = formula.gate_limits if formula.has_gate else formula.up_limits
     with_gate = _operators(config, gate) if _clamps(gate) or config.has_scales else 0
     with_up = max(0, _operators(config, formula.up_limits) - 1)  # the last one is in the product
     before, beside = -(-with_gate // 2), -(-with_up // 2)
-    waits_ns = 2 * chip_in_force().semaphore_ns
-    latency_ns = (before + 1) * vector.latency_ns + scalar.latency_ns + waits_ns
-    busy_ns = max((before + beside + 1) * vector.busy_ns, scalar.busy_ns)
-    # In order, the product keeps the Vector engine until the activation is there.
-    return Copies(busy_ns if overlaps else max(busy_ns, latency_ns), latency_ns)
+    return Activation(
+        vector_work(R, overlaps, before) if before else None,
+        _scalar_work(R),
+        vector_work(R, overlaps, beside) if beside and formula.has_gate else None,
+        vector_work(R, overlaps) if formula.has_gate else None,
+    )
 
 
 def _operators(config: PrefillConfig, limits: Limits) -> int:

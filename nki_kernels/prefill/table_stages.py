@@ -21,7 +21,7 @@ from nki_kernels.prefill.config import (
 )
 from nki_kernels.prefill.stage_play import StageList
 from nki_kernels.prefill.stage_prices import (
-    GPSIMD,
+    GATHERS,
     QUEUES,
     TABLES,
     TENSOR,
@@ -83,7 +83,7 @@ def _look_up(
         tile = (name, begin)
         stages.move(TABLES, table_price(size, size * 4), [], [tile])
         names_ns = chip.swdge_ns + size * chip.swdge_index_ns
-        stages.move(GPSIMD, table_price(size, size * R * 4, names_ns), [tile], [tile])
+        stages.move(GATHERS, table_price(size, size * R * 4, names_ns), [tile], [tile])
         stages.compute(vector_work(R, overlaps), [tile], [tile])
         columns = chip.fp32_transpose_passes * max(size, chip.matmul_floor_cycles)
         stages.add(TENSOR, columns / chip.tensor_clock_ghz, [tile], [tile])

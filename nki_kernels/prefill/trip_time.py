@@ -3,11 +3,8 @@
 A stage is a row tile or a part of the weights on one engine. Who waits for whom follows from the
 buffers that stages read and write, as on the chip; bytes, columns and descriptors from the sizes.
 Both corners of `nki_sim.time.schedule_model` are played: queues in the order of the source, and
-queues that take what is ready but stop at the end of a trip. One core is played, with half of HBM.
-
-Of 411 simulated launches (five models, T of 128 to 8,192, three block sizes) the times that follow
-were 1.00 of the simulated ones on average in the vendor's corner and 0.97 in order, with a standard
-deviation of 6 % and 5 %.
+queues that take what is ready but stop at the end of a trip. Transfers stand in queues of their
+own: a store that waits for its rows holds up no gather, though GpSimd makes descriptors of both.
 
 Legend: s parity of a visit, j row tile of a visit, part of the intermediate or hidden axis.
 """
@@ -20,15 +17,19 @@ from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
 from nki_kernels.prefill.config import PrefillConfig, first_tiles
-from nki_kernels.prefill.stage_play import Stage, StageList, play_stages
+from nki_kernels.prefill.stage_play import StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
+    GATHERS,
     GPSIMD,
     LINK,
     LOADS,
+    SCALAR,
     STORES,
     TENSOR,
+    VECTOR,
     Copies,
     StagePrices,
+    Work,
 )
 from nki_kernels.prefill.table_stages import (
     write_first_tables,
@@ -39,7 +40,7 @@ from nki_sim.time.costs import DmaPrice
 
 CORNERS: Final = ("vendor", "in-order")
 _FIRST_BANK: Final = ("outer ps", 0, 0)  # turned rows and output rows share the banks of PSUM
-_LEAST_TRIPS, _SHORT_TRIPS = 4, 8  # played after the start; more where they are short
+_LEAST_TRIPS, _SHORT_TRIPS = 6, 8  # played after the start; more where they are short
 _STEPS: Final = 8  # numbers of live rows that are told apart
 
 
@@ -158,33 +159,33 @@ class _Writer(StageList):
             self._look_at_outputs(s)
             for j in range(sizes[s]):
                 count = self._config.i_axis.count
-                self._copy(
-                    prices.added_up, count, 0.0, ("other", s, j), self._inner(s, j),
-                    ("gate up", s, 1),
-                )  # fmt: skip
+                own = _both(("own", s, j))
+                self.compute(prices.added_up, [*own, ("other", s, j)], own)
+                self._activate(s, j, s, own, count, 0.0)
             self._load_beside(s, ("expert", s))
             self._go_out(s, sizes[s], s * sizes[0])
 
     def _exchange(self, s: int, j: int) -> None:
         taken = self._prices.exchanged
-        names: tuple[list[object], list[object]] = [("own", s, j)], [("other", s, j)]
-        stage = Stage(LINK, taken.busy_ns, taken.latency_ns, *names, None, self.trip)
-        self.stages.append(stage)
+        self.compute(taken, _both(("own", s, j)), [("other", s, j)], LINK)
 
     def _multiply_apart(self, s: int, j: int) -> None:
         prices, count = self._prices, self._config.i_axis.count
-        reads = [self._turned(s, j), ("gate up", s, 0)]
+        reads = [*_both(self._turned(s, j)), ("gate up", s, 0)]
         self.add(TENSOR, count * prices.in_ns, reads, [("inner ps",)])
         self._copy(prices.copied, count, count * prices.in_ns, ("inner ps",), ("own", s, j))
 
     def _copy(
-        self, copies: Copies, count: int, product_ns: float, read: object, write: object,
-        *others: object,
-    ) -> None:  # fmt: skip
-        """Add what follows a product in as many pieces; all but the last one run beside it."""
-        behind_ns = max(0.0, (count - 1) * copies.busy_ns - (count - 1) * product_ns / count)
-        work = Copies(copies.busy_ns + behind_ns, copies.latency_ns + behind_ns)
-        self.compute(work, [read, *others], [write])
+        self, copies: Copies, count: int, product_ns: float, read: object, write: object
+    ) -> None:
+        """Add copies of a product in as many pieces, by turns; all but the last of each engine run
+        beside it.
+        """
+        for turn in range(min(count, 2)):
+            queue = copies.first if turn == 0 else VECTOR + SCALAR - copies.first
+            work = copies.vector if queue == VECTOR else copies.scalar
+            work = _last_of(work, (count + 1 - turn) // 2, 2 * product_ns / count)
+            self.compute(work, [read], [(write, queue)], queue)
 
     def _look_ahead(self, s: int) -> None:
         prices = self._prices
@@ -210,13 +211,14 @@ class _Writer(StageList):
 
     def _gather(self, s: int, j: int) -> None:
         transfer = self._prices.gather
-        into = self._turned(s, j) if self._config.loop.turns == "dma" else self._row(s, j)
-        self.move(GPSIMD, transfer, [("ids", s)], [into])
+        by_dma = self._config.loop.turns == "dma"
+        into = _both(self._turned(s, j)) if by_dma else [self._row(s, j)]
+        self.move(GATHERS, transfer, [("ids", s)], into)
 
     def _gather_early(self, s: int) -> None:
         if self._config.loop.first_buffers == 2:
             self.add(GPSIMD, self._prices.fetch_ns, ["ids"], [("first ids", s)])
-            self.move(GPSIMD, self._prices.gather, [("first ids", s)], [self._row(s, 0)])
+            self.move(GATHERS, self._prices.gather, [("first ids", s)], [self._row(s, 0)])
 
     def _gather_late(self, s: int) -> None:
         if self._config.loop.first_buffers == 1:
@@ -236,7 +238,9 @@ class _Writer(StageList):
                 self.compute(self._prices.scaled, [row, "first scales"], [row])
             self.add(TENSOR, self._prices.turn_ns, [self._row(s, j)], [_FIRST_BANK])
             prices = self._prices
-            self._copy(prices.turned, 1, 0.0, _FIRST_BANK, self._turned(s, j))
+            self._copy(
+                prices.turned, prices.turn_banks, prices.turn_ns, _FIRST_BANK, self._turned(s, j)
+            )
 
     def _go_in(self, s: int, size: int, next_size: int) -> None:
         loop = self._config.loop
@@ -265,11 +269,29 @@ class _Writer(StageList):
         beside the products.
         """
         prices = self._prices
-        reads = [self._turned(s, j), ("gate up", buffer, 0)]
+        reads = [*_both(self._turned(s, j)), ("gate up", buffer, 0)]
         self.add(TENSOR, tiles * prices.in_ns, reads, [("inner ps",)])
-        product_ns = tiles * prices.in_ns
-        bias = ("gate up", buffer, 1)
-        self._copy(prices.activated, tiles, product_ns, ("inner ps",), self._inner(s, j), bias)
+        self._activate(s, j, buffer, [("inner ps",)], tiles, prices.in_ns)
+
+    def _activate(
+        self, s: int, j: int, buffer: int, projected: list[object], tiles: int, each_ns: float
+    ) -> None:
+        """Add what makes the operand of the down projection of tiles, each of which came so long
+        after the one before.
+        """
+        taken, inner = self._prices.activated, self._inner(s, j)
+        reads: list[object] = [*projected, ("gate up", buffer, 1)]
+        gate: list[object] = [("gate",)]
+        if taken.before is not None:
+            self.compute(_last_of(taken.before, tiles, each_ns), reads, gate)
+            reads = [*reads, *gate]
+        function = _last_of(taken.function, tiles, each_ns)
+        self.compute(function, reads, gate if taken.product is not None else [inner], SCALAR)
+        if taken.product is not None:
+            if taken.beside is not None:
+                self.compute(_last_of(taken.beside, tiles, each_ns), reads, [("up",)])
+            product = _last_of(taken.product, tiles, each_ns)
+            self.compute(product, [*reads, *gate, ("up",)], [inner])
 
     def _go_out(self, s: int, size: int, first_outer: int) -> None:
         loop = self._config.loop
@@ -299,8 +321,8 @@ class _Writer(StageList):
 
     def _store(self, s: int, outer: int) -> None:
         transfer = self._prices.store
-        reads: list[object] = [("out", s), ("outer", outer, 0), ("outer", outer, 1)]
-        self.move(GPSIMD if transfer.dge == "swdge" else STORES, transfer, reads, [])
+        halves = [name for half in range(2) for name in _both(("outer", outer, half))]
+        self.move(STORES, transfer, [("out", s), *halves], [])
 
     def _load_in(self, buffer: int, expert: object) -> None:
         if not self._config.shard.splits_h:
@@ -318,6 +340,19 @@ class _Writer(StageList):
         for number, price in enumerate(self._prices.beside_out, start=1):
             self.move(LOADS, price, [expert], [("down", buffer, number)])
         self.move(LOADS, self._prices.load_out, [expert], [("down", buffer, 0)])
+
+
+def _both(name: object) -> list[object]:
+    """Return the names of what the Vector and the Scalar engine write of something."""
+    return [(name, VECTOR), (name, SCALAR)]
+
+
+def _last_of(work: Work, count: int, every_ns: float) -> Work:
+    """Return the last of so many pieces of work, with what stands before it when its operand, the
+    last one of many that came so long after one another, is there.
+    """
+    behind_ns = (count - 1) * max(0.0, work.busy_ns - every_ns)
+    return Work(work.busy_ns + behind_ns, work.latency_ns + behind_ns)
 
 
 def _share_of(price: DmaPrice, share: float) -> DmaPrice:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nki_kernels.common.chip import SBUF_BYTES
-from nki_kernels.common.router_choice import check_router_formula
-from nki_kernels.route.config import DTYPES, RouterConfig
+from nki_kernels.common.router_choice import MAX_EXPERTS, check_router_formula
+from nki_kernels.route.config import DTYPES, RouterConfig, num_rows
 from nki_kernels.route.memory import router_table, sbuf_bytes
 
 _MAX_TOKENS_PER_CORE = 16384
@@ -33,6 +33,11 @@ def check_router_topk(config: RouterConfig, num_tokens: int) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"{name}={dtype!r}: must be float32, bfloat16 or float16.")
     check_router_formula(config.formula, E)
+    if config.has_gate and (num_rows(config) > MAX_EXPERTS or not config.marks_broken):
+        raise ValueError(
+            f"has_gate=True: needs marks_broken=True and num_experts={E} below {MAX_EXPERTS}. Gate"
+            " outside the kernel."
+        )
     needed = sbuf_bytes(router_table(config, -(-num_tokens // num_cores), 1))
     if needed > SBUF_BYTES:
         raise ValueError(

@@ -26,6 +26,7 @@ class RouterConfig(NKIObject):
         weight_dtype: element type of router_weight_EH, one of DTYPES.
         num_cores: physical cores of the launch (LNC).
         marks_broken: also tell tokens whose logits are not all numbers.
+        has_gate: also compute sigmoid(x . w), one number a token; only where broken ones are told.
     """
 
     formula: RouterFormula
@@ -38,6 +39,12 @@ class RouterConfig(NKIObject):
     weight_dtype: str = "bfloat16"
     num_cores: int = 2
     marks_broken: bool = False
+    has_gate: bool = False
+
+
+def num_rows(config: RouterConfig) -> int:
+    """Return the rows of what tokens are multiplied with: the router's, and the gate's."""
+    return config.num_experts + int(config.has_gate)
 
 
 def item_bytes(dtype: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import split_tokens, used_partitions
-from nki_kernels.route.config import RouterConfig, item_bytes
+from nki_kernels.route.config import RouterConfig, item_bytes, num_rows
 
 
 def cost_router_topk(config: RouterConfig, num_tokens: int) -> KernelCost:
@@ -28,7 +28,8 @@ def cost_router_topk(config: RouterConfig, num_tokens: int) -> KernelCost:
         tokens = split_tokens(num_tokens, core, config.num_cores)
         if tokens.count == 0:
             continue
-        read += tokens.rows * H * hidden_bytes + E * H * item_bytes(config.weight_dtype)
+        rows = num_rows(config)
+        read += tokens.rows * H * hidden_bytes + rows * H * item_bytes(config.weight_dtype)
         read += used_partitions(tokens) * repeated
-        columns += num_chunks * (E + tokens.rows + tokens.count * E)
+        columns += num_chunks * (rows + tokens.rows + tokens.count * rows)
     return KernelCost(read, num_tokens * per_row, columns)

@@ -36,8 +36,8 @@ Steps:
     1. Split the tokens over the cores; allocate the outputs in HBM (the same on both cores).
     2. Load the router's weight, transposed, and repeat biases and norm weight on the partitions.
     3. Per tile of 128 tokens: load, normalise, transpose; the next tile's before this one's choice.
-    4. Multiply, add the bias; choose and weigh experts (router_choice.py).
-    5. Store what every tile gave per token, at once for all tiles.
+    4. Multiply, add the bias; choose and score experts (router_choice.py).
+    5. Weigh the experts of all tiles; store what every tile gave per token, at once too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ import nki.language as nl
 
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, SBUF_BYTES
 from nki_kernels.common.memory import allocate, allocate_rows
-from nki_kernels.common.router_choice import choose, finish_logits
+from nki_kernels.common.router_choice import (
+    begin_weights,
+    finish_logits,
+    finish_weights,
+    pick,
+    write_index,
+)
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     split_tokens,
@@ -60,8 +66,15 @@ from nki_kernels.common.token_tiles import (
     token_rows,
     used_partitions,
 )
-from nki_kernels.route.config import RouterConfig
-from nki_kernels.route.memory import RouterTable, element_type, router_table, sbuf_bytes
+from nki_kernels.route.config import RouterConfig, num_rows
+from nki_kernels.route.memory import (
+    PIECE,
+    RouterTable,
+    element_type,
+    gpsimd_columns,
+    router_table,
+    sbuf_bytes,
+)
 
 _H_CHUNK = BANK_FLOATS  # columns transposed into one PSUM bank
 _NORM_PSUM_BYTES = 8192  # per partition, half of PSUM
@@ -98,18 +111,22 @@ class RouterOperands(nl.NKIObject):
     norm_weight_1H: Any
     normed_TH: nl.ndarray  # written, if there is a norm
     logits_TE: nl.ndarray  # written, if they are returned
+    gate_1H: Any = None  # weight of a gate, of the type of the router's
 
 
 @dataclass
 class RoutedTiles(nl.NKIObject):
     """What the tokens of a core chose, on the partitions of token_tiles.py.
 
-    Where broken tokens are marked, partitions without a token hold an index of -1 and zeros.
+    Where broken tokens are marked, partitions without a token hold an index of -1, affinities that
+    are numbers, and spoils of 0.
     """
 
     affinities_sb: nl.ndarray  # [128, tiles * K] float32
     index_sb: nl.ndarray  # [128, tiles * K] int32
     spoils_sb: nl.ndarray  # [128, tiles] float32, 0, or NaN for a token with a logit that is none
+    sums_sb: nl.ndarray  # [128, tiles] float32, scratch
+    gates_sb: nl.ndarray  # [128, tiles] float32, spoils and sigmoid of a gate, if there is one
 
 
 @nki.jit
@@ -155,17 +172,25 @@ def router_topk(
 
 def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> RoutedTiles:
     """Route the tokens of this core, at least one; logits and normalised tokens go to HBM."""
-    table = router_table(config, tokens.rows, 2)
-    ahead = 1 if sbuf_bytes(table) <= SBUF_BYTES else 0
+    table, ahead = router_table(config, tokens.rows, 2), 1
+    if sbuf_bytes(table) > SBUF_BYTES:
+        table, ahead = router_table(config, tokens.rows, 1), 0
     constants = _load_constants(x, config, table, tokens)
     affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
-    routed = RoutedTiles(affinities_sb, index_sb, affinities_sb)
+    sums_sb = allocate(table.sums)[0]
+    routed = RoutedTiles(affinities_sb, index_sb, affinities_sb, sums_sb, sums_sb)
+    if config.has_gate:
+        routed.gates_sb = allocate(table.gates)[0]
     if config.marks_broken:
         routed.spoils_sb = allocate(table.spoils)[0]
-    if config.marks_broken and tokens.rows < tokens.count * PARTITIONS:
-        nisa.memset(dst=routed.index_sb, value=-1)
-        nisa.memset(dst=routed.affinities_sb, value=0.0)
-        nisa.memset(dst=routed.spoils_sb, value=0.0)
+    if tokens.rows < tokens.count * PARTITIONS:
+        nisa.memset(dst=routed.affinities_sb, value=1.0)
+        nisa.memset(dst=routed.sums_sb, value=1.0)
+        if config.marks_broken:
+            nisa.memset(dst=routed.index_sb, value=-1)
+            nisa.memset(dst=routed.spoils_sb, value=0.0)
+        if config.has_gate:
+            nisa.memset(dst=routed.gates_sb, value=0.0)
     # Engines work in order: a tile is chosen for while the next one is multiplied, the one after
     # that turned, and two more normalised.
     early = 2 * ahead if config.has_norm else 0
@@ -185,6 +210,12 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
             _choose_tile(
                 x, constants, config, routed, tokens, step - early - 2 * ahead, logits.pop(0)
             )
+    shape = (tokens.count, config.formula.top_k)
+    finish_weights(routed.affinities_sb.reshape_dim(1, shape), routed.sums_sb, config.formula)
+    if config.has_gate:
+        gates_sb = routed.gates_sb
+        nisa.activation(dst=gates_sb, op=nl.sigmoid, data=gates_sb)
+        nisa.tensor_tensor(dst=gates_sb, data1=gates_sb, data2=routed.spoils_sb, op=nl.add)
     return routed
 
 
@@ -197,17 +228,24 @@ def _choose_tile(
     tile: int,
     logits_ps: nl.ndarray,
 ) -> None:
-    """Choose and weigh the experts of a tile's tokens; store their logits if asked."""
+    """Choose the experts of a tile's tokens and score them; store their logits if asked."""
     rows, top_k = tile_rows(tokens, tile), config.formula.top_k
+    if config.has_gate:
+        gate_ps = logits_ps[:, config.num_experts : num_rows(config)]
+        nisa.tensor_copy(dst=routed.gates_sb[0:rows, tile : tile + 1], src=gate_ps)
+        logits_ps = logits_ps[:, 0 : config.num_experts]
     logits_sb = finish_logits(logits_ps, constants.bias_sb, config.formula)
     if config.returns_logits:
         target = token_rows(x.logits_TE, tokens, tile, 0, config.num_experts)
         nisa.dma_copy(dst=target, src=logits_sb[:, 0 : config.num_experts])
-    choose(
-        routed.affinities_sb[0:rows, tile * top_k : (tile + 1) * top_k],
-        routed.index_sb[0:rows, tile * top_k : (tile + 1) * top_k],
+    picked = pick(logits_sb, constants.selection_bias_sb, config.num_experts, config.formula)
+    columns = slice(tile * top_k, (tile + 1) * top_k)
+    write_index(routed.index_sb[0:rows, columns], picked, config.num_experts)
+    begin_weights(
+        routed.affinities_sb[0:rows, columns],
+        routed.sums_sb[0:rows, tile : tile + 1],
+        picked,
         logits_sb,
-        constants.selection_bias_sb,
         config.num_experts,
         config.formula,
     )
@@ -244,6 +282,13 @@ def _load_constants(
             nisa.dma_copy(dst=part_sb, src=source)
             target = weight_sb[:, :, expert : expert + rows]
             _transpose_columns(target, part_sb, start // PARTITIONS)
+    if config.has_gate:
+        gate_sb = nl.ndarray((1, hidden_size), router_weight_EH.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=gate_sb, src=x.gate_1H)
+        for start in range(0, hidden_size, _H_CHUNK):
+            part_sb = gate_sb[:, start : min(start + _H_CHUNK, hidden_size)]
+            target = weight_sb[:, :, num_experts : num_rows(config)]
+            _transpose_columns(target, part_sb, start // PARTITIONS)
     used = used_partitions(tokens)
     constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb)
     if config.formula.has_bias:
@@ -255,7 +300,7 @@ def _load_constants(
         norm_sb = nl.ndarray((used, hidden_size), x.norm_weight_1H.dtype, buffer=nl.sbuf)
         constants.norm_weight_sb = _repeat_row(x.norm_weight_1H, norm_sb)
         constants.squares_sb = allocate(table.squares)[0]
-        columns = _norm_columns(norm_sb)
+        columns = _norm_columns(norm_sb, table)
         constants.norm_weight_ps = nl.ndarray((used, columns), norm_sb.dtype, buffer=nl.psum)
         for start in range(0, columns, _H_CHUNK):
             part = slice(start, min(start + _H_CHUNK, columns))
@@ -263,9 +308,10 @@ def _load_constants(
     return constants
 
 
-def _norm_columns(norm_sb: nl.ndarray) -> int:
-    """Return how many columns of the norm's weight fit into half of PSUM."""
+def _norm_columns(norm_sb: nl.ndarray, table: RouterTable) -> int:
+    """Return how many columns the Vector engine finds in half of PSUM."""
     columns: int = norm_sb.shape[1]
+    columns -= gpsimd_columns(table, columns)
     return min(columns, _NORM_PSUM_BYTES // (4 if norm_sb.dtype == nl.float32 else 2))
 
 
@@ -283,9 +329,10 @@ def _transpose_columns(target_sb: nl.ndarray, source_sb: nl.ndarray, first_chunk
     """
     rows, width = source_sb.shape
     full = width // PARTITIONS
-    # Scalar and Vector engine take turns at the copies, which last longer than the transposes.
+    # Scalar and Vector engine take turns at the copies, which last longer than the transposes; the
+    # Scalar engine, slower at them, takes every third one.
     turn = first_chunk * PARTITIONS // _H_CHUNK
-    engine = nisa.engine.vector if turn % 2 == 1 else nisa.engine.scalar
+    engine = nisa.engine.scalar if turn % 3 == 1 else nisa.engine.vector
     if full > 0:
         turned_ps = nl.ndarray((PARTITIONS, full, rows), source_sb.dtype, buffer=nl.psum)
         for chunk in range(full):
@@ -361,16 +408,37 @@ def _normalize(
     rows, hidden_size = hidden_sb.shape
     normed_sb = allocate_rows(table.normed, rows)
     # The Vector engine reads one operand from SBUF and one from PSUM at full rate, two of SBUF at
-    # half of it.
-    fast = constants.norm_weight_ps.shape[1]
+    # half of it. GpSimd, which does little else, takes a share of the columns.
+    first = hidden_size - gpsimd_columns(table, hidden_size)
+    fast = min(first, constants.norm_weight_ps.shape[1])
     weight_ps, scale_sb = constants.norm_weight_ps, loaded.scale_sb
-    _apply_norm(normed_sb[:, 0:fast], hidden_sb[:, 0:fast], scale_sb, weight_ps)
-    if fast < hidden_size:
-        rest = slice(fast, hidden_size)
+    _apply_norm(normed_sb[:, 0:fast], hidden_sb[:, 0:fast], scale_sb, weight_ps[:, 0:fast])
+    if fast < first:
+        rest = slice(fast, first)
         weight_sb = constants.norm_weight_sb[:, rest]
         _apply_norm(normed_sb[:, rest], hidden_sb[:, rest], scale_sb, weight_sb)
+    for start in range(first, hidden_size, PIECE):
+        piece = slice(start, min(start + PIECE, hidden_size))
+        _normalize_piece(normed_sb[:, piece], hidden_sb[:, piece], piece, loaded, constants, table)
     nisa.dma_copy(dst=token_rows(x.normed_TH, tokens, tile, 0, hidden_size), src=normed_sb)
     return normed_sb
+
+
+def _normalize_piece(
+    normed: nl.ndarray,
+    hidden: nl.ndarray,
+    piece: slice,
+    loaded: _LoadedTile,
+    constants: _RouterConstants,
+    table: RouterTable,
+) -> None:
+    """Write what `_apply_norm` does to a piece of the columns, on GpSimd."""
+    rows, width = hidden.shape
+    scaled = allocate_rows(table.scaled, rows)[:, 0:width]
+    gpsimd, scale = nisa.engine.gpsimd, loaded.scale_sb.broadcast(1, width)
+    nisa.tensor_tensor(dst=scaled, data1=hidden, data2=scale, op=nl.multiply, engine=gpsimd)
+    weight = constants.norm_weight_sb[0:rows, piece]
+    nisa.tensor_tensor(dst=normed, data1=scaled, data2=weight, op=nl.multiply, engine=gpsimd)
 
 
 def _apply_norm(

@@ -9,8 +9,9 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
 from nki_kernels.common.router_choice import AT_ONCE, ranks_scores
-from nki_kernels.route.config import RouterConfig
+from nki_kernels.route.config import RouterConfig, num_rows
 
+PIECE = 1024  # columns that GpSimd normalises at once
 _SMALL_TILES_BYTES = 1024  # sums, scales and single columns
 
 
@@ -20,8 +21,9 @@ class RouterTable(NamedTuple):
     hidden: Tiles  # [128 tokens, H], one per tile in flight, one more to normalise
     normed: Tiles  # one per tile in flight; so is `turned`
     squares: Tiles  # [128 tokens, H], one
+    scaled: Tiles  # [128 tokens, columns that GpSimd normalises at once], one per tile in flight
     turned: Tiles  # [128 of H, C, 128 tokens]
-    weight: Tiles  # [128 of H, C, E], transposed
+    weight: Tiles  # [128 of H, C, E], transposed, and a gate's column
     norm_weight: Tiles  # [128, H], the same on all partitions; so are the next two
     bias: Tiles  # [128, E]
     selection_bias: Tiles
@@ -29,6 +31,8 @@ class RouterTable(NamedTuple):
     affinities: Tiles  # [128, tiles * K]
     chosen: Tiles
     spoils: Tiles  # [128, tiles], of tokens that hold no numbers
+    sums: Tiles  # [128, tiles]
+    gates: Tiles  # [128, tiles]
 
 
 def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> RouterTable:
@@ -51,8 +55,10 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         hidden=tiles(in_flight + (norms if in_flight > 1 else 0), (PARTITIONS, H), hidden),
         normed=tiles(in_flight * norms, (PARTITIONS, H), hidden),
         squares=tiles(norms, (PARTITIONS, H), hidden),
+        # Where tiles are worked on one after the other, nothing is gained by it.
+        scaled=tiles(norms * in_flight if in_flight > 1 else 0, (PARTITIONS, PIECE), nl.float32),
         turned=tiles(in_flight, (PARTITIONS, chunks, PARTITIONS), operand),
-        weight=tiles(1, (PARTITIONS, chunks, E), operand),
+        weight=tiles(1, (PARTITIONS, chunks, num_rows(config)), operand),
         # It has the type of its operand; float32 is the widest.
         norm_weight=tiles(norms, (PARTITIONS, H), nl.float32),
         bias=small_tiles(biases, (PARTITIONS, E), nl.float32),
@@ -63,7 +69,14 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         spoils=small_tiles(
             int(config.marks_broken), (PARTITIONS, columns // formula.top_k), nl.float32
         ),
+        gates=small_tiles(int(config.has_gate), (PARTITIONS, columns // formula.top_k), nl.float32),
+        sums=small_tiles(1, (PARTITIONS, columns // formula.top_k), nl.float32),
     )
+
+
+def gpsimd_columns(table: RouterTable, hidden_size: int) -> int:
+    """Return how many columns of a row GpSimd normalises: about three eighths, if any."""
+    return hidden_size * 3 // 8 // 64 * 64 if table.scaled.number else 0
 
 
 def sbuf_bytes(table: RouterTable) -> int:

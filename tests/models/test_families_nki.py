@@ -149,9 +149,7 @@ def added(moe: Any, calls: list[Call], outputs: list[Tensor]) -> Tensor:
 def test_the_kernels_compute_what_torch_computes(name: str, tmp_path: Path) -> None:
     exact, plain, kernels = follow_all(name, tmp_path)
     for moe in kernels.moes:
-        has_gate = moe.shared_experts is not None and moe.shared_experts.spec.is_gated
-        kernel = "nki.blockwise_moe" if has_gate else "nki.prefill_layer"
-        assert moe.explain("prefill", 20).decision.kernel == kernel
+        assert moe.explain("prefill", 20).decision.kernel == "nki.prefill_layer"
         told = moe.explain("decode", len(PROMPTS))
         assert told.decision.kernel == "nki.decode_layer"
         has_plain_norm = type(moe.rmsnorm) is RMSNorm

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from neuron_moe import ExpertMLPsV2, RoutedExpertsMLPOpsConfig
-from neuron_moe.backends.cuda import launch
+from neuron_moe.backends.cuda import hopper_launch, launch
 from neuron_moe.backends.nki.operands import check_weights
 from neuron_moe.plan import Step
 from neuron_moe.quantize import E4M3_NEURON, E5M2, decode_mxfp4, quantize_fp8
@@ -113,16 +113,69 @@ def test_codes_in_every_formula(
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("tokens", [1, 9, 70, 400])
+@pytest.mark.parametrize(
+    ("case", "tokens"),
+    [("silu", 1), ("silu", 70), *((case, tokens) for case in CASES for tokens in (9, 400))],
+)
 @pytest.mark.parametrize("form", FORMATS)
-def test_codes_in_bfloat16_are_as_near_to_float32_as_torch_is(form: str, tokens: int) -> None:
-    sizes, narrow = (320, 192), torch.bfloat16
-    exact = compute(build("torch", form, sizes=sizes), tokens)
-    theirs = compute(build("torch", form, narrow, sizes), tokens)
-    experts = build("cuda", form, narrow, sizes)
+def test_codes_in_bfloat16_are_as_near_to_float32_as_torch_is(
+    form: str, case: str, tokens: int
+) -> None:
+    rest: dict[str, Any] = {"sizes": (320, 192), **CASES[case]}
+    exact = compute(build("torch", form, **rest), tokens)
+    theirs = compute(build("torch", form, torch.bfloat16, **rest), tokens)
+    experts = build("cuda", form, torch.bfloat16, **rest)
     mine, again = compute(experts, tokens), compute(experts, tokens)
     assert torch.equal(mine, again)
     assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("tokens", [9, 70, 400])
+@pytest.mark.parametrize("form", FORMATS)
+def test_sorted_rows_are_multiplied_in_registers_in_bfloat16(
+    form: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MOST_PAIRS_UNSORTED", 0)
+    monkeypatch.setattr(hopper_launch, "fits", lambda *_: False)
+    sizes = (320, 192)
+    exact = compute(build("torch", form, sizes=sizes), tokens)
+    theirs = compute(build("torch", form, torch.bfloat16, sizes), tokens)
+    mine = compute(build("cuda", form, torch.bfloat16, sizes), tokens)
+    assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_fp8_of_sizes_that_fill_no_tile(tokens: int) -> None:
+    sizes = (100, 36)
+    exact = compute(build("torch", "float8_e4m3", sizes=sizes), tokens)
+    theirs = compute(build("torch", "float8_e4m3", torch.bfloat16, sizes), tokens)
+    mine = compute(build("cuda", "float8_e4m3", torch.bfloat16, sizes), tokens)
+    assert apart(mine, exact) < 1.15 * apart(theirs, exact) + 1e-3
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["mxfp4", *(pytest.param(f"float8_{e}", marks=pytest.mark.long) for e in ("e4m3", "e5m2"))],
+)
+def test_matrices_are_decoded_whole(form: str) -> None:
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    experts = build("cuda", form, dtype)
+    for linear in experts.mlp_op.children():
+        narrow = linear.packed
+        scale = narrow.scale if form == "mxfp4" else narrow.scale_per_channel_En
+        found = launch.decode_matrices(narrow.codes_Ekn, scale, dtype)
+        assert torch.equal(found, narrow.unpack())
+
+
+def test_fp8_is_decoded_whole_for_many_rows_an_expert_alone() -> None:
+    index_TK = torch.arange(E, dtype=torch.int32, device=DEVICE).view(E, 1)
+    few, many = (launch.sort_rows(index_TK.repeat(rows, 1), E) for rows in (255, 256))
+    fp8 = torch.zeros(E, 4, 4, dtype=torch.float8_e5m2, device=DEVICE)
+    assert [launch.decodes_whole(rows, fp8) for rows in (few, many)] == [False, True]
+    packed = build("cuda", "mxfp4").mlp_op.down_proj.packed
+    assert launch.decodes_whole(few, packed.codes_Ekn)
 
 
 def test_mxfp4_codes_are_half_bytes_and_the_same_numbers() -> None:

@@ -1,4 +1,6 @@
-"""The products for Hopper GPUs compile without one: warpgroup products, no spilled registers."""
+"""The products for Hopper GPUs compile without one: warpgroup products, no spilled registers; so do
+products that decode fp8 and MXFP4, by instructions that Triton's interpreter lacks.
+"""
 
 import inspect
 import json
@@ -15,17 +17,20 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from neuron_moe.backends.cuda import hopper
+from neuron_moe.backends.cuda import decode_kernels, hopper
 from neuron_moe.backends.cuda.products import Product
 from neuron_moe.backends.cuda.records import constants_of
-from neuron_moe.backends.cuda.tiles import HopperTile
+from neuron_moe.backends.cuda.tiles import HopperTile, decode_tile
 from nki_kernels.common.formula import ExpertFormula
 
 MOST_SHARED_BYTES = 232448  # of a multiprocessor of an H100 or H200
 WORDS = ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor", "cp.async.cg")
+DECODES = "fma.rn.bf16x2"
+CODES = ("float8_e4m3", "float8_e5m2", "mxfp4")
 PRODUCTS = {
     "first, gathered": {"gathers": "left", "activates": True, "keeps": True, "has_bias": True},
     "rows back": {"right_is_turned": True},
@@ -78,6 +83,29 @@ def compile_product(**fields: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+def compile_codes(form: str) -> Any:
+    """Compile the product for few tokens that reads codes of a format."""
+    tile = decode_tile(8, 768, 1024, form)
+    known = {
+        "DEPTH": 768, "WIDTH": 1024, "TOP_K": 4, "DEPTH_PART": tile.depth_part, "ROWS": tile.rows,
+        "PAIRS": 8, "BLOCK_WIDTH": tile.width, "BLOCK_DEPTH": tile.depth, "PRECISION": "tf32",
+        "FORMAT": form,
+    }  # fmt: skip
+    kinds = {"source_ptr": "*bf16", "index_ptr": "*i32", "matrix_ptr": "*u8", "parts_ptr": "*fp32"}
+    kinds["scale_ptr"] = "*u8" if form == "mxfp4" else "*fp32"
+    names = [*inspect.signature(decode_kernels.project_pairs.fn).parameters]
+    signature = {name: "constexpr" if name in known else kinds.get(name, "i32") for name in names}
+    constants = {(names.index(name),): value for name, value in known.items()}
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    source = ASTSource(decode_kernels.project_pairs, signature, constants, aligned)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
 def stack_bytes(cubin: bytes, folder: Path) -> set[int]:
     """Return what functions keep on the stack, which are spilled registers."""
     (folder / "kernel.cubin").write_bytes(cubin)
@@ -94,10 +122,10 @@ def stack_bytes(cubin: bytes, folder: Path) -> set[int]:
 def report(folder: Path) -> dict[str, dict[str, Any]]:
     """Compile every product, and return what is in it."""
     found = {}
-    for name, fields in PRODUCTS.items():
-        compiled = compile_product(**fields)
+    for name in (*PRODUCTS, *CODES):
+        compiled = compile_codes(name) if name in CODES else compile_product(**PRODUCTS[name])
         found[name] = {
-            "code": [word for word in WORDS if word in compiled.asm["ptx"]],
+            "code": [word for word in (*WORDS, DECODES) if word in compiled.asm["ptx"]],
             "shared": compiled.metadata.shared,
             "stack": sorted(stack_bytes(compiled.asm["cubin"], folder)),
         }
@@ -124,6 +152,15 @@ def test_products_compile_to_warpgroups_that_fit(
     assert found["code"] == expected
     assert found["shared"] <= MOST_SHARED_BYTES
     assert found["stack"] == [0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", CODES)
+def test_codes_are_decoded_four_at_once_in_registers(
+    form: str, compiled: dict[str, dict[str, Any]]
+) -> None:
+    assert DECODES in compiled[form]["code"]
+    assert compiled[form]["stack"] == [0]
 
 
 if __name__ == "__main__":

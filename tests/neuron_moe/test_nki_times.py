@@ -96,7 +96,7 @@ def test_a_router_of_fewer_tokens_is_faster() -> None:
     plan = layer("meta").plan(Step("prefill", 1024, has_padding=True))  # in several launches
     chosen = draw_choices(1024, E, K)
     whole, part = (simulate_plan(plan, chosen, own)[0].us for own in (1024, 64))
-    assert part < 0.6 * whole
+    assert part < 0.7 * whole
 
 
 def test_a_layer_that_adds_its_input_is_timed() -> None:

@@ -10,7 +10,8 @@ beside inputs, weights and, after the forward pass, the output.
 `grouped_mm` is the plain pipeline of torch operations: argsort, gather, `torch._grouped_mm`,
 SwiGLU, `torch._grouped_mm`, back and sum. The ceiling is cuBLAS: the same products, dense. Peers of
 other people run where they are installed (see gpu_peers.py); those that wait for the device cannot
-be captured and are timed with the host's calls, queued without waits.
+be captured and are timed with the host's calls, queued without waits. Decode stands beside the
+time to read the chosen experts' weights: by a kernel that does nothing else, and at a copy's speed.
 """
 
 import argparse
@@ -158,10 +159,14 @@ def _measure_decode(name: str, args: argparse.Namespace) -> list[Row]:
     shape, rows = SHAPES[name], []
     experts = Ours(shape, make_weights(shape), None)
     for tokens in args.decode:
-        found = {"fwd_ms": _decode_ms(experts, make_inputs(shape, tokens, "random"), args.repeats)}
-        rows.append(_row(Point(name, tokens, "random"), "ours, graph", found))
-        floor = {"fwd_ms": _weight_floor_ms(experts, shape, tokens)}
-        rows.append(_row(Point(name, tokens, "random"), "weights at copy speed", floor))
+        inputs = make_inputs(shape, tokens, "random")
+        times = {
+            "ours, graph": _decode_ms(experts, inputs, args.repeats),
+            "weights read alone, graph": _read_ms(experts, inputs, args.repeats),
+            "weights at copy speed": _weight_floor_ms(experts, shape, tokens),
+        }
+        point = Point(name, tokens, "random")
+        rows += [_row(point, peer, {"fwd_ms": ms}) for peer, ms in times.items()]
     return rows
 
 
@@ -294,6 +299,15 @@ def _captured(run: Callable[[], object]) -> Callable[[], object]:
 def _decode_ms(experts: Peer, inputs: Inputs, repeats: int) -> float:
     with torch.no_grad():
         return _median_ms(_captured(experts.bind(inputs).run), 2 * repeats)
+
+
+def _read_ms(experts: Peer, inputs: Inputs, repeats: int) -> float:
+    """Return the time of a kernel that only reads the weights of the chosen experts, once."""
+    from neuron_moe.tools.bench.gpu_read import read_matrices
+
+    chosen_E, out = torch.unique(inputs.index_TK), torch.zeros(1, device="cuda")
+    matrices = [weight.detach() for weight in experts.parameters]
+    return _median_ms(_captured(lambda: read_matrices(chosen_E, matrices, out)), 2 * repeats)
 
 
 def _weight_floor_ms(experts: Peer, shape: Shape, tokens: int) -> float:

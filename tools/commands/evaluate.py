@@ -47,13 +47,14 @@ from neuron_moe.quantize import (
     quantize_fp8,
     recode_mxfp4_to_fp8,
 )
-from neuron_moe.tools.console import format_table, tell_json
+from neuron_moe.tools.console import fitting_threads, format_table, progress_bar, tell_json
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.reference import check_installed
 from neuron_moe.tools.routing.texts import HELD_OUT_FILE, read_texts
 
 RECORD_FILE = "evaluation.json"
 _BATCH = 8
+_IMPLEMENTATIONS = "ours - transformers"  # ends the names of such differences
 _COLOURS = ("#2a6fb0", "#c8501e", "#3a8f3a", "#6f4fb0")
 Logits = Callable[[Tensor], Tensor]
 
@@ -164,27 +165,23 @@ def their_logits(folder: Path) -> Logits:
 def draw_differences(
     differences: Mapping[str, NDArray[np.float64]], path: Path, *, title: str
 ) -> None:
-    """Draw the distribution of per-sample loss differences: of formats, and of implementations.
+    """Draw how per-sample losses differ: between formats, and between implementations.
 
     Args:
-        differences: by name, [samples] bits per byte.
+        differences: by name, [samples] bits per byte; a panel for each of the two, if it has any.
         path: PNG to write.
         title: says what was measured.
     """
-    figure = Figure(figsize=(7.5, 6.4), dpi=110, layout="constrained")
-    above, below = figure.subplots(2, 1)
-    ours = {name: values for name, values in differences.items() if "transformers" not in name}
-    widest = max((float(np.abs(values).max()) for values in ours.values()), default=1e-12)
-    for values, colour, name in zip(ours.values(), _COLOURS, ours, strict=False):
-        label = f"{name}: mean {values.mean():+.1e}"
-        above.hist(
-            values, bins=41, range=(-widest, widest), histtype="step", linewidth=1.5, color=colour,
-            label=label,
-        )  # fmt: skip
-    above.axvline(0, color="#333333", linewidth=0.8)
-    above.set_xlabel("difference of the loss, bits per byte [measured]")
-    _draw_distances(below, {n: v for n, v in differences.items() if n not in ours})
-    for axes in (above, below):
+    formats = {name: values for name, values in differences.items() if _IMPLEMENTATIONS not in name}
+    others = {name: values for name, values in differences.items() if name not in formats}
+    panels = [
+        (draw, found) for draw, found in ((_draw_signed, formats), (_draw_sizes, others)) if found
+    ]
+    figure = Figure(figsize=(7.5, 0.6 + 2.9 * len(panels)), dpi=110, layout="constrained")
+    for axes, (draw, found) in zip(
+        figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True
+    ):
+        draw(axes, found)
         axes.set_ylabel("samples")
         axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
@@ -192,12 +189,31 @@ def draw_differences(
     figure.savefig(path)
 
 
-def _draw_distances(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> None:
+def _draw_signed(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> None:
+    """Draw differences about zero; those that are zero throughout are told in words."""
+    widest = max(float(np.abs(values).max()) for values in differences.values()) or 1e-12
+    for (name, values), colour in zip(differences.items(), _COLOURS, strict=False):
+        if not values.any():
+            axes.plot([], [], color=colour, label=f"{name}: none on any sample")
+            continue
+        axes.hist(
+            values, bins=41, range=(-widest, widest), histtype="step", linewidth=1.5, color=colour,
+            label=f"{name}: mean {values.mean():+.1e}",
+        )  # fmt: skip
+    axes.axvline(0, color="#333333", linewidth=0.8)
+    axes.set_xlabel("difference of the loss, bits per byte [measured]")
+
+
+def _draw_sizes(axes: Axes, differences: Mapping[str, NDArray[np.float64]]) -> None:
     """Draw how large differences are, whatever their sign, on a logarithmic axis."""
     bins = np.geomspace(1e-10, 1e-2, 41).tolist()
-    for (name, values), colour in zip(differences.items(), _COLOURS, strict=False):
+    for number, (name, values) in enumerate(differences.items()):
         sizes = np.clip(np.abs(values), bins[0], bins[-1])
-        axes.hist(sizes, bins=bins, histtype="step", linewidth=1.5, color=colour, label=name)
+        # Lines may lie on each other: the first ones are drawn wider.
+        axes.hist(
+            sizes, bins=bins, histtype="step", linewidth=1.5 * (len(differences) - number),
+            color=_COLOURS[number % len(_COLOURS)], label=name,
+        )  # fmt: skip
     axes.set_xscale("log")
     axes.set_xlabel("size of the difference, bits per byte [measured]")
 
@@ -268,11 +284,16 @@ def main(argv: list[str] | None = None) -> int:
     domains = [domain for domain, _ in chosen]
     num_bytes = np.array([len(text.encode()) for _, text in chosen])
     bits: dict[tuple[str, str], NDArray[np.float64]] = {}
-    with format_folders(folder, args.bf16) as folders:
+    sides = {"ours": our_logits} | ({"transformers": their_logits} if args.check else {})
+    with (
+        format_folders(folder, args.bf16) as folders,
+        fitting_threads(folder),
+        progress_bar("computing losses") as progress,
+    ):
         for weight_format, variant in folders.items():
-            bits[weight_format, "ours"] = losses_of(our_logits(variant), samples)
-            if args.check:
-                bits[weight_format, "transformers"] = losses_of(their_logits(variant), samples)
+            for side, logits_of in sides.items():
+                progress(len(bits), len(folders) * len(sides))
+                bits[weight_format, side] = losses_of(logits_of(variant), samples)
     summary = summarise(bits, domains, num_bytes)
     e5m2_is_mxfp4 = bool((bits["e5m2", "ours"] == bits["mxfp4", "ours"]).all())
     picture = args.out / "loss_differences.png"
@@ -315,7 +336,7 @@ def _differences(
     for weight_format in formats:
         if (weight_format, "transformers") in bits:
             gap = bits[weight_format, "ours"] - bits[weight_format, "transformers"]
-            differences[f"{weight_format}: ours - transformers"] = gap / num_bytes
+            differences[f"{weight_format}: {_IMPLEMENTATIONS}"] = gap / num_bytes
     return differences
 
 

@@ -88,7 +88,7 @@ def _draw_times(axes: Axes, costs: LayoutCosts, phase: str) -> None:
                 degrees, times, style, marker="o", color=_COLOURS[routing], label=label,
                 linewidth=1.5 * width, markersize=3 + 2 * width, alpha=0.85,
             )  # fmt: skip
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     _finish(axes, costs, f"{phase}, {costs.tokens[phase]} tokens, better strategy")
     axes.set_ylabel("us a layer, busiest rank")
 

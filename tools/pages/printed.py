@@ -15,6 +15,9 @@ from neuron_moe.tools.pages.page import Block, Listing, Page, Picture, Section, 
 from neuron_moe.tools.pages.pictures import picture_of
 
 _BOUNDS = ("roofline_us", "hbm_bound_us")
+_NARROW = (
+    4.0  # the largest over the least of an axis whose ticks between powers of ten have numbers
+)
 
 
 class Tee(io.TextIOBase):
@@ -53,11 +56,12 @@ def page_of_text(title: str, text: str) -> Page:
     if lines and lines[-1].startswith("{"):
         result = json.loads(lines.pop())
     sections = [Section("", blocks_of(lines))]
-    picture = picture_of_times(result.get("rows", ()))
+    rows = result.get("rows", ())
+    picture = picture_of_times(rows)
     if picture is not None:
         sections.insert(0, Section("Times against their bound", [picture]))
     remarks = [f"{result['kind']} times" if "kind" in result else "kinds stand beside the numbers"]
-    return Page(title, "", sections, remarks)
+    return Page(title, share_in_words(rows), sections, remarks)
 
 
 def blocks_of(lines: Sequence[str]) -> list[Block]:
@@ -75,9 +79,27 @@ def blocks_of(lines: Sequence[str]) -> list[Block]:
     return found
 
 
+def _bound_of(rows: Sequence[dict[str, Any]]) -> str | None:
+    return next((name for name in _BOUNDS if rows and name in rows[0]), None)
+
+
+def _words_of(bound: str) -> str:
+    return bound.removesuffix("_us").replace("_", " ")
+
+
+def share_in_words(rows: Sequence[dict[str, Any]]) -> str:
+    """Say how near to their bound our times are; nothing of rows without one."""
+    name = _bound_of(rows)
+    shares = [row[name] / row["ours_us"] for row in rows if name and row.get("ours_us")]
+    if not shares:
+        return ""
+    assert name is not None
+    return f"Ours reaches {min(shares):.0%} to {max(shares):.0%} of the {_words_of(name)}."
+
+
 def picture_of_times(rows: Sequence[dict[str, Any]]) -> Picture | None:
     """Return times of ours and the vendor's against the bound; None without different bounds."""
-    name = next((name for name in _BOUNDS if rows and name in rows[0]), None)
+    name = _bound_of(rows)
     if name is None or len({row[name] for row in rows}) < 2:
         return None
     figure = Figure(figsize=(6.0, 4.4), layout="constrained")
@@ -88,7 +110,10 @@ def picture_of_times(rows: Sequence[dict[str, Any]]) -> Picture | None:
             axes.loglog(*zip(*points, strict=True), "o", color=colour, markersize=4, label=label)
     ends = [min(row[name] for row in rows), max(row[name] for row in rows)]
     axes.loglog(ends, ends, "-", color="#333333", linewidth=1, label="the bound itself")
-    axes.set_xlabel(f"{name.removesuffix('_us').replace('_', ' ')}, us [computed]")
+    for axis, (least, most) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        axis.set_major_formatter("{x:,.0f}")
+        axis.set_minor_formatter("{x:,.0f}" if most < _NARROW * least else "")
+    axes.set_xlabel(f"{_words_of(name)}, us [computed]")
     axes.set_ylabel("us")
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.legend(fontsize=8)

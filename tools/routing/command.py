@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     print(found.screen())
     if args.out is not None:
         _write(found, args.out)
+    elif len(found.traces) > 1 or not args.trace:
+        print("\n--out DIR writes all.npz")
     if args.report is not None:
         print(f"report: {write_page(found.page(), args.report)}")
     if args.json:
@@ -85,7 +87,10 @@ def _findings(
         joined = RoutingTrace.joined(list(traces.values()))
         kernel_us = estimate_block_sizes(raw_config, joined, tokens)
     ranks = args.ranks if first.num_experts % args.ranks == 0 else 0
-    return Findings(name, traces, padding, kernel_us, tokens, ranks)
+    file = args.trace[0] if args.trace and len(args.trace) == 1 else Path("all.npz")
+    if args.out is not None:
+        file = args.out / "all.npz"
+    return Findings(name, traces, padding, kernel_us, tokens, ranks, str(file))
 
 
 def _write(found: Findings, folder: Path) -> None:

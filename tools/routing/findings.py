@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,7 @@ class Findings:
             tokens; empty without a model.
         tokens: of the prefill that both are about.
         ranks: of the expert-parallel group that is looked at; 0 where the experts do not divide.
+        file: where other commands find the choices of all tokens.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Findings:
     kernel_us: Mapping[int, float]
     tokens: int
     ranks: int
+    file: str
 
     @cached_property
     def all(self) -> RoutingTrace:
@@ -92,9 +94,7 @@ class Findings:
 
     def follows(self) -> list[str]:
         """Say what follows for block size, placement and comparisons."""
-        told: list[str] = []
-        if self.padding:
-            told += self._block_size()
+        told = [self._block_size()]
         if self.balance:
             told.append(self._placement())
         margins = [each for trace in self.traces.values() for each in margins_of(trace)]
@@ -106,16 +106,17 @@ class Findings:
             )
         return told
 
-    def _block_size(self) -> Iterator[str]:
+    def _block_size(self) -> str:
+        tune = f"neuron-moe tune --trace {self.file}"
         if not self.kernel_us:
-            return
+            return f"block size: {tune} --model M finds it, M the model that chose"
         size = min(self.kernel_us, key=lambda each: self.kernel_us[each])
         times = ", ".join(f"{us:,.0f} us with {each}" for each, us in self.kernel_us.items())
         paddings = [mean_padding(rows)[size] for rows in self.padding.values()]
-        yield (
+        return (
             f"block size: {size} for {self.tokens:,} tokens on one rank ({times} [computed]); it"
             f" pads {min(paddings):.0%} to {max(paddings):.0%} by domain. To be sure, or for other"
-            " ranks: neuron-moe tune --trace all.npz"
+            f" ranks: {tune}"
         )
 
     def _placement(self) -> str:
@@ -134,7 +135,7 @@ class Findings:
         )
 
     def _place(self) -> str:
-        return f"neuron-moe place --trace all.npz --ranks {self.ranks}"
+        return f"neuron-moe place --trace {self.file} --ranks {self.ranks}"
 
     def screen(self) -> str:
         """Return what fits one screen: skew, margins, pairs, and what follows."""

@@ -141,11 +141,11 @@ def sure_in_words(bucket: dict[str, Any]) -> str:
     if not bucket["looked_at"]:
         return f"{tokens} tokens: nothing else simulated comes close"
     if not flips:
-        return f"{tokens} tokens: stays the choice with every coefficient halved or doubled"
+        return f"{tokens} tokens: none beats it by 0.5% with any coefficient halved or doubled"
     first = flips[0]
     instead = first["instead"]
+    more = f"; {len(flips)} changes of coefficients make another one faster" if flips[1:] else ""
     return (
-        f"{tokens} tokens: with {first['turned']} a block of {instead['block_size']},"
-        f" {instead['shard_plan']}, would take {first['ratio']:.2f} times as long;"
-        f" {len(flips)} such change{'s' if len(flips) > 1 else ''}"
+        f"{tokens} tokens: with {first['turned']} blocks of {instead['block_size']} sharded"
+        f" {instead['shard_plan']!r} would be {1 - first['ratio']:.1%} faster{more}"
     )

@@ -31,6 +31,7 @@ from nki_sim.time.sensitivity import alone_ns
 OUR_SOURCES = ("prefill/*.py", "decode/*.py", "combine/*.py", "common/*.py")
 CLOSE_RIVAL = 1.15  # how much slower a point is that may win under other coefficients
 MOST_RIVALS = 2
+_TIE = 0.005  # of a time: what differs by less is as good
 _SECONDS_PER_TILE = 0.012  # of a simulation in both corners; measured, x86, shared
 
 
@@ -174,6 +175,7 @@ class SureWork:
     kept: Kept
     times_ns: dict[Point, dict[str, float]] = field(default_factory=dict)
     _handed: list[Point] = field(default_factory=list)
+    _tasks: dict[int, Point] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -201,27 +203,31 @@ class SureWork:
                 self.times_ns[point] = found
                 continue
             work = partial(_turn, self.of.problem, point)
-            return Task(f"how sure: block {point.block_size}", 3 * self.of._seconds(point), work)
+            task = Task(f"how sure: block {point.block_size}", 3 * self.of._seconds(point), work)
+            self._tasks[id(task)] = point
+            return task
         return None
 
     def take(self, task: Task, result: dict[str, float]) -> None:
         """Keep the times of a point."""
-        done = [point for point in self._handed if point not in self.times_ns]
-        point = next(p for p in done if f"block {p.block_size}" in task.name)
+        point = self._tasks.pop(id(task))
         self.kept.write("sure " + self.of._name_of(point), result)
         self.times_ns[point] = result
 
     def flips(self) -> list[tuple[Point, str, float]]:
-        """Return the rivals that win when something is turned, and their time over the choice's."""
+        """Return the rivals that win by more than a tie when something is turned, and their time
+        over the choice's. As they are, both take the mean of the corners.
+        """
         best = self.of.best()
         own = self.times_ns.get(best, {})
         found = []
         for rival, theirs in self.times_ns.items():
             if rival is best:
                 continue
-            for turned in sorted(own.keys() | theirs.keys()):
-                ratio = theirs.get(turned, theirs[""]) / own.get(turned, own[""])
-                if ratio < 1.0 and turned:
+            as_is = self.of.times[rival].us / self.of.times[best].us * own[""] / theirs[""]
+            for turned in sorted((own.keys() | theirs.keys()) - {""}):
+                ratio = as_is * theirs.get(turned, theirs[""]) / own.get(turned, own[""])
+                if ratio < 1.0 - _TIE:
                     found.append((rival, turned, ratio))
         return sorted(found, key=lambda flip: flip[2])
 

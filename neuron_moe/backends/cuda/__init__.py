@@ -1,4 +1,5 @@
-"""The cuda backend: experts by Triton kernels, with gradients; routers by torch operations.
+"""The cuda backend: experts by Triton kernels, with gradients; routers by torch operations, without
+a gradient by kernels.
 
 Without a GPU the same kernels run in Triton's interpreter, slowly: set TRITON_INTERPRET=1 before
 anything imports triton, and keep tensors on the CPU.
@@ -102,7 +103,7 @@ class CudaPlan(Plan):
         if formats:
             return (
                 f"weights: {' and '.join(sorted(formats))}, decoded in registers and multiplied in"
-                f" {weights.down_proj_EIH.dtype}; no gradient, no products for Hopper GPUs",
+                f" {weights.down_proj_EIH.dtype}; no gradient",
             )
         return (f"weights: plain: {weights.why_plain}",) if weights.why_plain else ()
 
@@ -121,8 +122,13 @@ class CudaPlan(Plan):
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Route T tokens."""
-        assert self.parts.router is not None
-        routing: Routing = self.parts.router(hidden_TH)
+        from neuron_moe.backends.cuda import route
+
+        router = self.parts.router
+        assert router is not None
+        if route.takes(router, hidden_TH):
+            return route.route(router, hidden_TH)
+        routing: Routing = router(hidden_TH)
         return routing
 
     def _matrix(

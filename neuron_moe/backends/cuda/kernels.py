@@ -17,6 +17,8 @@ import os
 import triton.language as tl
 from triton import jit
 
+from neuron_moe.backends.cuda.codes_kernels import load_lines
+
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 MOST_NEGATIVE = tl.constexpr(-3e38)  # less is no limit
 
@@ -184,144 +186,22 @@ def _add_product(sums, rows_ptr, row_place, is_row, matrix_ptr, scale_ptr, exper
                  PRECISION: tl.constexpr):
     """Add the product of rows with BLOCK_DEPTH lines of an expert's matrix from `start` on.
 
-    A line is one of the matrix or, of MXFP4, of bytes, which hold two. fp8 codes are not scaled
-    here: their columns are, after the sum.
+    fp8 codes are not scaled here: their columns are, after the sum.
     """
-    DTYPE: tl.constexpr = rows_ptr.dtype.element_ty
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
     line = start + tl.arange(0, BLOCK_DEPTH)
-    is_line = line < LINES
     row_place = rows_ptr + row_place[:, None] + line[None, :]
-    is_row = is_row[:, None] & is_line[None, :]
+    is_row = is_row[:, None] & (line < LINES)[None, :]
     rows = tl.load(row_place, mask=is_row, other=0.0)
-    place = line[:, None] * depth_stride + column[None, :] * width_stride
-    inside = is_line[:, None] & is_column[None, :]
-    matrix = tl.load(matrix_ptr + expert * expert_stride + place, mask=inside, other=0)
     if FORMAT == "mxfp4":
-        group = start // 32 + tl.arange(0, BLOCK_DEPTH // 32)
-        place = (expert * (DEPTH // 32) + group)[:, None] * WIDTH + column[None, :]
-        inside = (group < LINES // 32)[:, None] & is_column[None, :]
-        low_power = tl.load(scale_ptr + place, mask=inside, other=0)
-        high_power = tl.load(scale_ptr + place + LINES // 32 * WIDTH, mask=inside, other=0)
-        low, high = _decode_mxfp4(matrix, low_power, high_power, DTYPE)
-        others = tl.load(row_place + LINES, mask=is_row, other=0.0)
-        sums = tl.dot(rows, low, sums, input_precision=PRECISION)
-        sums = tl.dot(others, high, sums, input_precision=PRECISION)
-    else:
-        if FORMAT != "plain":
-            matrix = _decode_fp8(matrix, FORMAT, DTYPE)
-        sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
+        other_rows = tl.load(row_place + LINES, mask=is_row, other=0.0)
+    matrix, others = load_lines(matrix_ptr, scale_ptr, expert, start, column, is_column,
+                                expert_stride, depth_stride, width_stride, DEPTH, WIDTH,
+                                BLOCK_DEPTH, FORMAT, rows_ptr.dtype.element_ty)
+    sums = tl.dot(rows, matrix, sums, input_precision=PRECISION)
+    if FORMAT == "mxfp4":
+        sums = tl.dot(other_rows, others, sums, input_precision=PRECISION)
     return sums
-
-
-@jit
-def _decode_fp8(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the values of codes.
-
-    Put into the bits of a bfloat16 they are 2^-120 (e4m3) or 2^-112 (e5m2) of their values; four at
-    once are multiplied by the rest, without rounding.
-    """
-    if DTYPE == tl.bfloat16:
-        if FORMAT == "float8_e4m3":
-            values = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 low, high, rest, zero;
-                mov.b32 zero, 0x80008000;
-                mov.b32 rest, 0x7B807B80;
-                prmt.b32 low, $2, 0, 0x1404;
-                prmt.b32 high, $2, 0, 0x3424;
-                shr.b32 $0, low, 4;
-                shr.b32 $1, high, 4;
-                and.b32 low, low, 0x80008000;
-                and.b32 high, high, 0x80008000;
-                lop3.b32 low, $0, 0x07F007F0, low, 0xEA;
-                lop3.b32 high, $1, 0x07F007F0, high, 0xEA;
-                fma.rn.bf16x2 $0, low, rest, zero;
-                fma.rn.bf16x2 $1, high, rest, zero;
-                }
-                """, "=&r,=&r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
-        else:
-            values = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 low, high, rest, zero;
-                mov.b32 zero, 0x80008000;
-                mov.b32 rest, 0x77807780;
-                prmt.b32 low, $2, 0, 0x1404;
-                prmt.b32 high, $2, 0, 0x3424;
-                shr.b32 $0, low, 3;
-                shr.b32 $1, high, 3;
-                and.b32 low, low, 0x80008000;
-                and.b32 high, high, 0x80008000;
-                lop3.b32 low, $0, 0x0FE00FE0, low, 0xEA;
-                lop3.b32 high, $1, 0x0FE00FE0, high, 0xEA;
-                fma.rn.bf16x2 $0, low, rest, zero;
-                fma.rn.bf16x2 $1, high, rest, zero;
-                }
-                """, "=&r,=&r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
-    elif FORMAT == "float8_e4m3":
-        values = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    else:
-        values = codes.to(tl.float8e5, bitcast=True).to(DTYPE)
-    return values
-
-
-@jit
-def _decode_mxfp4(codes, low_power, high_power, DTYPE: tl.constexpr):
-    """Return the values of low and of high halves of bytes, whose groups have these exponents.
-
-    A code (e2m1) put into the bits of a wider float is 2^-14 (float16) or 2^-126 (bfloat16) of its
-    value; 2^(exponent - 127) of its group makes up for it, without rounding. Four bytes at once
-    give eight bfloat16.
-    """
-    WIDTH: tl.constexpr = codes.shape[1]
-    GROUPS: tl.constexpr = low_power.shape[0]
-    codes = tl.reshape(codes, (GROUPS, 32, WIDTH))
-    low_power = low_power.to(tl.int32)[:, None, :]
-    high_power = high_power.to(tl.int32)[:, None, :]
-    if DTYPE == tl.bfloat16:
-        low_scale = ((low_power + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high_scale = ((high_power + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        low, high = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 left, right, sign, size, zero;
-            mov.b32 zero, 0x80008000;
-            prmt.b32 left, $4, 0, 0x4140;
-            prmt.b32 right, $4, 0, 0x4342;
-            shl.b32 sign, left, 12;
-            shl.b32 size, left, 6;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-            fma.rn.bf16x2 $0, size, $5, zero;
-            shl.b32 sign, right, 12;
-            shl.b32 size, right, 6;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-            fma.rn.bf16x2 $1, size, $6, zero;
-            shl.b32 sign, left, 8;
-            shl.b32 size, left, 2;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-            fma.rn.bf16x2 $2, size, $7, zero;
-            shl.b32 sign, right, 8;
-            shl.b32 size, right, 2;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-            fma.rn.bf16x2 $3, size, $8, zero;
-            }
-            """, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, low_scale, high_scale],
-            (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
-    else:
-        codes = codes.to(tl.uint16)
-        low = (((codes << 12) & 0x8000) | ((codes << 9) & 0x0E00)).to(tl.float16, bitcast=True)
-        high = (((codes << 8) & 0x8000) | ((codes << 5) & 0x0E00)).to(tl.float16, bitcast=True)
-        low_scale = ((low_power + 14) << 23).to(tl.float32, bitcast=True)
-        high_scale = ((high_power + 14) << 23).to(tl.float32, bitcast=True)
-        low = (low.to(tl.float32) * low_scale).to(DTYPE)
-        high = (high.to(tl.float32) * high_scale).to(DTYPE)
-    return tl.reshape(low, (GROUPS * 32, WIDTH)), tl.reshape(high, (GROUPS * 32, WIDTH))
 
 
 @jit
@@ -388,19 +268,8 @@ def project(rows_ptr, pair_ptr, matrix_ptr, scale_ptr, bias_ptr, out_ptr, kept_p
             else:
                 gate = sums
                 up = sums
-            value, _, _ = _expert_act(
-                gate,
-                up,
-                ACT,
-                SCALE,
-                HAS_GATE,
-                GATES_ITSELF,
-                GATE_LOW,
-                GATE_HIGH,
-                UP_LOW,
-                UP_HIGH,
-                UP_OFFSET,
-            )
+            value, _, _ = _expert_act(gate, up, ACT, SCALE, HAS_GATE, GATES_ITSELF, GATE_LOW,
+                                      GATE_HIGH, UP_LOW, UP_HIGH, UP_OFFSET)
             out = column * SPAN + tl.arange(0, SPAN)
             tl.store(out_ptr + place * COLUMNS + out[None, :], value.to(out_ptr.dtype.element_ty),
                      mask=(out < COLUMNS)[None, :])

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from neuron_moe.backends.cuda import decode, hopper_launch, kernels
+from neuron_moe.backends.cuda import codes_kernels, decode, hopper_launch, kernels
 from neuron_moe.backends.cuda.records import Matrices, Results, SortedRows, constants_of, form_of
 from neuron_moe.backends.cuda.tiles import (
     MOST_PAIRS_UNSORTED,
@@ -22,11 +22,14 @@ from neuron_moe.backends.cuda.tiles import (
     turned_tile,
 )
 from neuron_moe.blocks import num_blocks
+from neuron_moe.weights.narrow import MXFP4
 from nki_kernels.common.formula import ExpertFormula, num_projections
 
 _CHUNK = 128  # pairs that one program sorts
 _ALIGNED = 4  # elements of 16 bytes
 _COPIED_COLUMNS, _FILLED_ROWS = 1024, 8
+_DECODED_LINES, _DECODED_COLUMNS = 32, 256
+_FEWEST_FP8_ROWS = 256  # of an expert, the fewest measured on an H200 where whole matrices pay
 _INTERPRETED_PROGRAMS = 3
 _MOST_WARPS = 8  # of a program; with fewer, several run on a multiprocessor
 
@@ -211,9 +214,11 @@ def _project(
     gathers: bool = False, first_tile: int = 0, formula: ExpertFormula | None = None,
     bias: Tensor | None = None, scale: Tensor | None = None,
 ) -> None:  # fmt: skip
+    out, kept, _ = results
+    if scale is not None and decodes_whole(rows, matrix) and hopper_launch.fits(rows, source, out):
+        matrix, scale = decode_matrices(matrix, scale, source.dtype), None
     values, form = form_of(matrix)
     depth, width = source.shape[1], matrix.shape[2]
-    out, kept, _ = results
     if hopper_launch.fits(rows, source, matrix, out):
         hopper_launch.project(
             rows, source, matrix, results, tile=hopper, gathers=gathers, first_tile=first_tile,
@@ -232,6 +237,32 @@ def _project(
         **_fitted(tile, values.shape[1], width), PROGRAMS=programs, PRECISION=_precision(source),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def decodes_whole(rows: SortedRows, codes: Tensor) -> bool:
+    """Tell whether decoding whole matrices pays: of MXFP4 always, of fp8 for many rows an expert.
+
+    Args:
+        rows: in their order.
+        codes: of all experts.
+    """
+    mean = rows.slot_P.shape[0] / rows.total_E.shape[0]
+    return form_of(codes).format == MXFP4 or mean >= _FEWEST_FP8_ROWS
+
+
+def decode_matrices(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrices of codes, [E, depth, width], see `Matrices`."""
+    values, form = form_of(codes)
+    num_experts, lines, width = values.shape
+    depth = 2 * lines if form == MXFP4 else lines
+    out = torch.empty((num_experts, depth, width), dtype=dtype, device=codes.device)
+    block = min(_DECODED_COLUMNS, triton.next_power_of_2(width))
+    grid = num_experts, triton.cdiv(lines, _DECODED_LINES), triton.cdiv(width, block)
+    codes_kernels.decode_lines[grid](
+        values, scale, out, *values.stride(), DEPTH=depth, WIDTH=width,
+        BLOCK_DEPTH=_DECODED_LINES, BLOCK_WIDTH=block, FORMAT=form,
+    )  # fmt: skip
+    return out
 
 
 def _fitted(tile: Tile, depth: int, width: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import nki.language as nl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuron_moe.backends.nki.decode import first_expert_of
 from neuron_moe.backends.nki.launch import check_call, launch
@@ -56,6 +56,11 @@ class PrefillLayerPlan(PrefillPlan):
         """Whether the kernel adds the residual."""
         return self.parts.adds_input and (self.parts.norm is None or self.has_norm)
 
+    @property
+    def _is_gated(self) -> bool:
+        """Whether a gate scales the shared experts."""
+        return self.parts.shared is not None and self.parts.shared.spec.is_gated
+
     @cached_property
     def config(self) -> Any:
         """What prefill_layer is compiled for.
@@ -74,7 +79,7 @@ class PrefillLayerPlan(PrefillPlan):
         shared = self.shared_config
         out = replace(
             made.out, out_dtype=nl.bfloat16, has_spoils=True, has_residual=self.adds_input,
-            has_shared=shared is not None,
+            has_shared=shared is not None, has_gate=self._is_gated,
         )  # fmt: skip
         config = PrefillLayerConfig(
             replace(
@@ -83,6 +88,7 @@ class PrefillLayerPlan(PrefillPlan):
                 has_norm=norm is not None,
                 norm_eps=1e-6 if norm is None else norm[1],
                 marks_broken=True,
+                has_gate=self._is_gated,
             ),
             made.dims,
             made.visits,
@@ -105,8 +111,6 @@ class PrefillLayerPlan(PrefillPlan):
         if shared is None:
             return None
         check_shared(shared)
-        if shared.spec.is_gated:
-            raise ValueError("a gate scales the shared experts, which prefill_layer has not")
         formula = ExpertFormula(shared.spec.activation)
         return _shared_config(
             formula, made.config.H, shared.width, made.config.num_tokens, made.config
@@ -150,7 +154,14 @@ class PrefillLayerPlan(PrefillPlan):
             name: torch.from_numpy(array).to(down.device)
             for name, array in zip(names, shared_visits(config), strict=True)
         }
-        return {"shared_gate_up": gate_up, "shared_down": down, **lists}
+        operands = {"shared_gate_up": gate_up, "shared_down": down, **lists}
+        gate = shared.shared_expert_gate
+        if gate is not None:
+            assert self.parts.router is not None
+            dtype = router_form(self.parts.router, self.parts.forms).dtype
+            shorten = partial(_gate_matrix, gate, dtype)
+            operands["shared_gate"] = self.parts.forms.get(f"layer gate {dtype}", shorten)
+        return operands
 
     def prepare(self) -> None:
         """Put weights in the form that runs."""
@@ -223,6 +234,11 @@ def _shared_matrices(shared: SharedExperts) -> tuple[Tensor, Tensor]:
     """Return [1, H, 2I] and [1, I, H]: shared experts as one expert."""
     gate_up = torch.cat(shared.first_weights()).detach().t().contiguous()
     return gate_up.unsqueeze(0), shared.down_proj.weight.detach().t().contiguous().unsqueeze(0)
+
+
+def _gate_matrix(gate: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """Return [1, H] in the type of the router, whose products it shares."""
+    return gate.weight.detach().to(dtype)
 
 
 # One configuration for all layers alike, so that they share a compiled kernel.

@@ -203,6 +203,8 @@ def _prefill_layer(plan: PrefillLayerPlan, options: SimOptions) -> _Launch:
     if config.shared is not None:
         operands = _shared_of(config.shared)
         named |= {f"shared_{name}": value for name, value in operands.items()}
+    if config.out.has_gate:
+        named["shared_gate"] = torch.zeros((1, H), dtype=weight_NH.dtype)
     run = _run(
         options, prefill_layer, parts.tuning.num_cores, hidden_TH, weight_NH,
         *map(_spec_of, matrices_of(parts.weights)), _first_expert(parts), config, **named,

@@ -1,5 +1,7 @@
 """index_blocks against neuron_moe.blocks, bit for bit."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
 from nki_kernels.common.integers import divide_down
+from nki_kernels.common.token_tiles import load_per_token, split_tokens
 from nki_kernels.index import (
     BlockDims,
     check_index_blocks,
@@ -16,7 +19,7 @@ from nki_kernels.index import (
 )
 from nki_kernels.index.check import MOST
 from nki_kernels.index.memory import sbuf_bytes
-from nki_kernels.index.slot_inverse import store_flat
+from nki_kernels.index.slot_inverse import invert_tokens, store_flat
 from nki_kernels.index.visits import _store_lane
 from nki_sim import SimOptions, TensorSpec, isa
 from nki_sim.language import api as nl
@@ -111,6 +114,36 @@ def test_numbers_of_many_tokens_are_exact_in_16_bits(tokens: int, num_cores: int
     index, dims = draw(tokens, 1, 3, 0.2), BlockDims(3, 128, num_blocks(tokens, 1, 3, 128))
     run = nki_sim.run(index_blocks, index, dims, lnc=num_cores)
     assert_equal_to_torch(index, dims, run.outputs)
+
+
+def tokens_of(slot_TK: Any, num_slots: int) -> Any:
+    """Invert slots that somebody gave to the tokens."""
+    token_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
+    tokens = split_tokens(slot_TK.shape[0], nl.program_id(0), nl.num_programs(0))
+    integer_sb = nl.ndarray((128, tokens.count * slot_TK.shape[1]), nl.int32, buffer=nl.sbuf)
+    isa.memset(dst=integer_sb, value=-1)
+    load_per_token(integer_sb, slot_TK, tokens)
+    slot_sb = nl.ndarray(integer_sb.shape, nl.float32, buffer=nl.sbuf)
+    isa.tensor_copy(dst=slot_sb, src=integer_sb)
+    invert_tokens(token_of_slot, slot_sb, tokens)
+    return token_of_slot
+
+
+@pytest.mark.parametrize("num_slots", [2 * 4096, 2 * 4096 + 257])  # even and odd rows
+@pytest.mark.parametrize("T", [300, 4096, 4097])  # one term of either sign, two terms
+def test_slots_that_share_a_sum_are_told_apart(T: int, num_slots: int) -> None:
+    slots = np.random.default_rng(T).permutation(num_slots)[:T]
+    width = -(-num_slots // 128)
+    half = (width + 1) // 2
+    # Those of the largest values of either sign share a sum.
+    for row, (left, right) in enumerate(((0, T - 1), (T - 1, 0), (0, 1), (T - 1, T - 2))):
+        for token, column in ((left, 0), (right, half)):
+            other = np.flatnonzero(slots == row * width + column)
+            slots[other], slots[token] = slots[token], row * width + column
+        wanted = np.full(num_slots, -1, np.int32)
+        wanted[slots] = np.arange(T)
+        run = nki_sim.run(tokens_of, slots.astype(np.int32)[:, None], num_slots)
+        np.testing.assert_array_equal(run.outputs, wanted)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -60,6 +60,7 @@ class Case:
     scaling: str = "none"
     broken: tuple[int, ...] = ()
     shared: int = 0  # width of shared experts
+    gated: bool = False  # which a gate scales
 
     def config(self) -> PrefillLayerConfig:
         """Return what the kernel is compiled for."""
@@ -68,14 +69,14 @@ class Case:
         experts = make_config(ExpertFormula(), ExpertSizes(self.H, self.I, self.E), work)
         router = RouterConfig(
             self.router, self.N, self.H, has_norm=self.has_norm, num_cores=self.num_cores,
-            marks_broken=True,
+            marks_broken=True, has_gate=self.gated,
         )  # fmt: skip
         shared = None
         if self.shared:
             shared = make_shared_config(ExpertFormula(), self.H, self.shared, self.T, experts)
         out = CombineDims(
             nl.float32, True, has_spoils=True, has_residual=self.has_residual,
-            has_shared=shared is not None,
+            has_shared=shared is not None, has_gate=self.gated,
         )  # fmt: skip
         dims = BlockDims(self.E, self.B, blocks)
         return PrefillLayerConfig(
@@ -103,6 +104,12 @@ CASES = {
     "shared-residual-broken": Case(T=90, shared=32, has_residual=True, broken=(0, 63, 89)),
     "shared-one-core": Case(T=20, shared=64, num_cores=1, has_norm=False),
     "shared-one-token": Case(T=1, shared=64),
+    "gated": Case(T=300, H=192, shared=64, gated=True),
+    "gated-residual-broken": Case(
+        T=90, shared=32, gated=True, has_residual=True, broken=(0, 63, 89), N=16
+    ),
+    "gated-broken": Case(T=70, shared=32, gated=True, broken=(0, 63, 69), has_norm=False),
+    "gated-one-core": Case(T=20, shared=64, gated=True, num_cores=1),
 }
 
 
@@ -129,6 +136,7 @@ def _arrays(case: Case) -> LayerArrays:
         )
         if case.shared
         else None,
+        shared_gate_H=(2 * draw(case.H, 1))[:, 0] if case.gated else None,
     )
 
 
@@ -157,6 +165,7 @@ def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[st
         "shared_gate_up": np.ascontiguousarray(np.concatenate([gate_IH, up_IH]).T)[None],
         "shared_down": np.ascontiguousarray(down_HI.T)[None],
         **dict(zip(names, shared_visits(config.shared), strict=True)),
+        "shared_gate": None if arrays.shared_gate_H is None else arrays.shared_gate_H[None],
     }
 
 
@@ -178,12 +187,12 @@ def vars_of(arrays: LayerArrays) -> dict[str, Any]:
     """Return the fields that a case draws."""
     names = (
         "hidden_TH", "router_weight_NH", "gate_up_EH2I", "down_EIH", "norm_weight_H",
-        "selection_bias_N", "residual_TH",
+        "selection_bias_N", "residual_TH", "shared_gate_H",
     )  # fmt: skip
     return {name: getattr(arrays, name) for name in names}
 
 
-LONGER = ("two-tiles-a-core", "no-norm", "residual", "groups", "shared", "shared-one-core")
+LONGER = ("two-tiles-a-core", "no-norm", "residual", "groups", "shared", "shared-one-core", "gated")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +244,16 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["one-tile", "residual", "one-core", "rank-of-four", "no-norm", "one-choice", "shared"],
+    [
+        "one-tile",
+        "residual",
+        "one-core",
+        "rank-of-four",
+        "no-norm",
+        "one-choice",
+        "shared",
+        "gated",
+    ],
 )
 def test_cost_is_that_of_the_trace(name: str) -> None:
     case = CASES[name]
@@ -259,6 +277,8 @@ def test_cost_is_that_of_the_trace(name: str) -> None:
         ({"out": {"has_spoils": False}}, "would spread to others"),
         ({"experts": {"stores": "tokens"}}, "broken tokens have no row"),
         ({"out": {"has_shared": True}}, "Give both or none"),
+        ({"out": {"has_gate": True}}, "computes the gate that the sum multiplies"),
+        ({"router": {"has_gate": True}, "out": {"has_gate": True}}, "and shared experts, or none"),
     ],
 )
 def test_what_stages_cannot_agree_on_is_refused(

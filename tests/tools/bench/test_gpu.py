@@ -7,6 +7,7 @@ import torch
 
 from neuron_moe.tools.bench import gpu, gpu_peers
 from neuron_moe.tools.cli import main
+from tests.kernels import NO_TRITON, OLDEST_TRITON
 
 SMALL = gpu_peers.Shape(8, 4, 2, 1)
 
@@ -73,3 +74,16 @@ def test_a_peer_that_no_graph_captures_is_queued_and_says_so(
     assert (row["peer"], row["fwd_ms"]) == ("momoe, queued", 3.0)
     with pytest.raises(RuntimeError, match="capturing"):  # ours must be captured
         gpu.measure_peer(point, "ours", gpu_peers.Ours(SMALL, weights, 0), 1)
+
+
+def test_all_weights_of_chosen_experts_are_read() -> None:
+    pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
+    from neuron_moe.tools.bench.gpu_read import read_matrices
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    matrices = [torch.zeros(3, 7, 5, device=device), torch.zeros(3, 100, 70, device=device)]
+    matrices[1][2, 99, 69] = 2.0**100  # a sum that is stored
+    for chosen, seen in (([1, 0], 0.0), ([0, 2], 2.0**100)):
+        out = torch.zeros(1, device=device)
+        read_matrices(torch.tensor(chosen, dtype=torch.int32, device=device), matrices, out)
+        assert float(out) == seen

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from neuron_moe.configs import load_config
+from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.layer import main
 from neuron_moe.tools.bench.layer import work as layer_work
+from neuron_moe.tools.bench.layer.command import _earlier, summarise
+from neuron_moe.tools.bench.layer.work import Row
 
 SMALL = {
     "hidden_size": 256, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
@@ -68,6 +72,27 @@ def test_resuming_runs_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(layer_work, "times_of", fail)
     assert _run(path, *options, "--resume") == first
+
+
+def test_the_vendors_times_outlive_a_change_of_our_kernels(tmp_path: Path) -> None:
+    path, now = (
+        tmp_path / "rows.json",
+        Sources(coefficients="chip", simulator="simulator", kernels="kernels", library="library"),
+    )
+    row = Row(
+        model="gpt_oss_20b", split="TP8", phase="prefill", T=1024, corner="vendor", layer_us=500.0,
+        launches=("prefill_layer",), vendor_us=900.0, vendor_parts={"moe_cte": 900.0},
+    )  # fmt: skip
+    alone = replace(row, layer_us=None, launches=())
+    for made_with, kept in {
+        now: row,
+        replace(now, kernels="older"): alone,
+        replace(now, simulator="older"): replace(alone, vendor_by="older"),
+        replace(now, library="older"): None,
+        replace(now, coefficients="older"): None,
+    }.items():
+        path.write_text(json.dumps(summarise([row], made_with)))
+        assert list(_earlier(path, now).values()) == ([kept] if kept else [])
 
 
 @pytest.mark.long

@@ -91,6 +91,17 @@ def test_texts_of_both_kinds_are_read(tmp_path: Path) -> None:
     assert [len(each) for each in cut_sequences(["abcde", "fg"], codec, 6, 2)] == [2, 2, 1, 1]
 
 
+def test_what_follows_names_the_file_that_was_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three experts on two ranks, without margins, there is still something to say."""
+    file, page = tmp_path / "mine.npz", tmp_path / "page.html"
+    trace_of([[[0, 1], [1, 2]]], 3).save(file)
+    assert main(["--trace", str(file), "--ranks", "2", "--report", str(page)]) == 0
+    assert f"neuron-moe tune --trace {file} --model" in capsys.readouterr().out
+    check_page(page.read_text())
+
+
 @pytest.mark.long
 def test_what_is_recorded_follows_and_is_read_by_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -64,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         writer.write()
 
     try:
-        phases = [lambda: cases, lambda: _with_vendor(cases)]
+        phases = [lambda: cases]
+        if options.only != "ours":
+            phases.append(lambda: _with_vendor(cases))
         is_complete = run_phases(phases, on_taken, options.jobs, options.minutes)
     finally:
         writer.write(at_once=True)
@@ -103,6 +105,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add_library_option(parser)
     parser.add_json_option()
     parser.add_argument("--resume", action="store_true", help="keep what the --json file has")
+    parser.more.add_argument(
+        "--only", choices=("ours",), help="simulate this side; keep of the other what --resume has"
+    )
     parser.more.add_argument("--picture", type=Path, metavar="PNG", help="draw what lies outside")
     options = parser.parse_args(argv)
     if options.tokens is not None and min(options.tokens) < 1:
@@ -133,12 +138,29 @@ def _with_vendor(cases: list[Case]) -> list[Case]:
 
 
 def _earlier(path: Path, sources: Sources) -> dict[Key, Row]:
-    """Return the rows of an earlier run that were simulated with what is here now."""
+    """Return the rows of an earlier run that were simulated with what is here now.
+
+    Where our kernels or the simulator are others, the vendor's times stay.
+    """
     content = read_result(path, "--resume", ("rows", "sources"))
-    if content["sources"] != asdict(sources):
-        return {}
+    made_with = Sources(**content["sources"])
     rows = [Row(**{**entry, "launches": tuple(entry["launches"])}) for entry in content["rows"]]
+    if made_with != sources:
+        same = ("coefficients", "library")
+        if any(getattr(made_with, name) != getattr(sources, name) for name in same):
+            return {}
+        rows = [_without_ours(row, made_with, sources) for row in rows if row.vendor_us]
     return {row.key: row for row in rows}
+
+
+def _without_ours(row: Row, made_with: Sources, sources: Sources) -> Row:
+    """Return the vendor's side of a row that was made with other sources."""
+    by = row.vendor_by or made_with.simulator
+    return Row(
+        model=row.model, split=row.split, phase=row.phase, T=row.T, corner=row.corner,
+        vendor_us=row.vendor_us, vendor_parts=row.vendor_parts,
+        vendor_by="" if by == sources.simulator else by,
+    )  # fmt: skip
 
 
 def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
@@ -152,6 +174,7 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
         "chip": "trn2",
         "kind": "simulated",
         "rows_timed": sum(row.layer_us is not None for row in rows),
+        "vendor_rows_by_another_simulator": sum(bool(row.vendor_by) for row in rows),
         "misses": misses,
         "sources": asdict(sources),
         "rows": [asdict(row) for row in rows],

@@ -22,7 +22,7 @@ COMPUTES = ("one kernel", "kernels")  # how the notes of a plan begin that say w
 RANKS = 8
 OURS, VENDOR = "layer", "vendor's chain"
 VENDOR_SECONDS = 4.0  # its task takes about so many times ours (measured on one machine)
-VENDOR_FIELDS = ("vendor_us", "vendor_parts", "vendor_why")
+VENDOR_FIELDS = ("vendor_us", "vendor_parts", "vendor_why", "vendor_by")
 OUR_FIELDS = (
     "layer_us", "experts_us", "outside", "apart_us", "launches", "parts", "computes", "why",
 )  # fmt: skip
@@ -49,6 +49,7 @@ class Row:
         vendor_us: of the vendor's chain of kernels for a prefill.
         vendor_parts: time of each of these.
         vendor_why: why there is no such time, "" if there is one.
+        vendor_by: fingerprint of the simulator that timed it, "" if it is the one of the result.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Row:
     vendor_us: float | None = None
     vendor_parts: dict[str, float] | None = None
     vendor_why: str = ""
+    vendor_by: str = ""
 
     @property
     def key(self) -> Key:
