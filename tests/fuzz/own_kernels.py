@@ -343,7 +343,10 @@ FAULTS: dict[str, Fault] = {
         E,
     ),
     "pairs-one-too-high": Fault(
-        "index", INVERSE, "op0=nl.add, operand0=-1.0)", "op0=nl.add, operand0=0.0)"
+        "index",
+        INVERSE,
+        "dst=pair_sb, data=_add_other(own_sb), op0=nl.add, operand0=-1.0)",
+        "dst=pair_sb, data=_add_other(own_sb), op0=nl.add, operand0=0.0)",
     ),
     "a-row-less-stored": Fault(
         "index",
@@ -372,8 +375,8 @@ FAULTS: dict[str, Fault] = {
     "half-of-the-columns": Fault(
         "combine",
         COMBINE,
-        "last = half if side == 0 else group_width",
-        "last = half if side == 0 else group_width - 1",
+        "dst=target_sb[:, half:width], src=total_ps[:, half:width]",
+        "dst=target_sb[:, half : width - 1], src=total_ps[:, half : width - 1]",
         E + " output",
     ),
     "second-part-is-the-first": Fault(

@@ -33,6 +33,12 @@ def problems(name: str, seeds: range | tuple[int, ...], scratch: Path) -> list[s
     return [problem for seed in seeds if (problem := ATTACKS[name](seed, scratch))]
 
 
+def test_faults_of_our_kernels_stand_where_they_are_planted() -> None:
+    folder = own_kernels.ROOT / "nki_kernels"
+    for name, fault in own_kernels.FAULTS.items():
+        assert (folder / fault.file).read_text().count(fault.old) == 1, name
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_known_seeds_find_nothing(name: str, tmp_path: Path) -> None:
     assert problems(name, FEW[name], tmp_path) == []
