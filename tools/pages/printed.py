@@ -5,19 +5,19 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any, TextIO
 
 from matplotlib.figure import Figure
 
-from neuron_moe.tools.pages.page import Block, Listing, Page, Picture, Section, Table
+from neuron_moe.tools.pages.page import Block, Details, Listing, Page, Picture, Section, Table
 from neuron_moe.tools.pages.pictures import picture_of
 
+_SECTION = "== "
 _BOUNDS = ("roofline_us", "hbm_bound_us")
-_NARROW = (
-    4.0  # the largest over the least of an axis whose ticks between powers of ten have numbers
-)
+_LONG = 40  # rows or lines of what is shown when it is asked for
+_NARROW = 4.0  # largest over least of an axis with numbers between powers of ten
 
 
 class Tee(io.TextIOBase):
@@ -49,19 +49,48 @@ def page_of_text(title: str, text: str) -> Page:
 
     Args:
         title: of the page.
-        text: lines; those in columns become tables, a last line of JSON gives the picture.
+        text: lines; those in columns become tables, "== NAME" begins a section, a last line of JSON
+            gives the picture. What the last section says in one line is the answer.
     """
     lines = text.strip().splitlines()
     result: dict[str, Any] = {}
     if lines and lines[-1].startswith("{"):
         result = json.loads(lines.pop())
-    sections = [Section("", blocks_of(lines))]
+    sections = list(sections_of(lines))
     rows = result.get("rows", ())
     picture = picture_of_times(rows)
     if picture is not None:
         sections.insert(0, Section("Times against their bound", [picture]))
     remarks = [f"{result['kind']} times" if "kind" in result else "kinds stand beside the numbers"]
-    return Page(title, share_in_words(rows), sections, remarks)
+    answer = share_in_words(rows) or _last_words([line for line in lines if line.strip()])
+    return Page(title, answer, sections, remarks)
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    """Return the last section in a line, where it has no more."""
+    if len(lines) < 2 or not lines[-2].startswith(_SECTION):
+        return ""
+    return f"{lines[-2].removeprefix(_SECTION)}: {lines[-1]}"
+
+
+def sections_of(lines: Sequence[str]) -> Iterator[Section]:
+    """Yield what stands before the first line that begins a section, and each section; long tables
+    and runs of lines are shown when they are asked for.
+    """
+    starts = [number for number, line in enumerate(lines) if line.startswith(_SECTION)]
+    for first, end in pairwise([-1, *starts, len(lines)]):
+        title = "" if first < 0 else lines[first].removeprefix(_SECTION)
+        blocks = [_folded(block) for block in blocks_of(lines[first + 1 : end])]
+        if title or blocks:
+            yield Section(title, blocks)
+
+
+def _folded(block: Block) -> Block:
+    if isinstance(block, Table) and len(block.rows) > _LONG:
+        return Details(f"{len(block.rows) - 1} rows", [block])
+    if isinstance(block, Listing) and (count := len(block.text.splitlines())) > _LONG:
+        return Details(f"{count} lines", [block])
+    return block
 
 
 def blocks_of(lines: Sequence[str]) -> list[Block]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from pathlib import Path
@@ -65,6 +66,14 @@ def run(works: list[Chain], jobs: int, minutes: float | None = None) -> tuple[bo
     return run_works(works, on_taken, jobs, minutes), told
 
 
+def test_tasks_run_where_standard_error_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, whose stream has no file descriptor."""
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    chain = Chain("a", 1)
+    assert run([chain], jobs=2)[0]
+    assert chain.results == [0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_all_tasks_run_and_each_work_in_order(jobs: int) -> None:
@@ -73,7 +82,7 @@ def test_all_tasks_run_and_each_work_in_order(jobs: int) -> None:
     assert is_complete
     assert [work.results for work in works] == [[0, 1], [0, 1, 2], []]
     assert len(told) == 5
-    assert told[-1].endswith("100% done, at most 0.0 min left")
+    assert told[-1].endswith("100% done, at most 0 s left")
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from neuron_moe.tools.pages import (
     write_page,
 )
 from neuron_moe.tools.pages.page import sort_value
+from neuron_moe.tools.pages.printed import page_of_text
 from tests.tools.pages.asks import check_page
 
 TABLE = Table([("name", "size", "us"), ("b", "900 KiB", "1,200"), ("a", "1.5 GiB", "-"),
@@ -96,6 +97,16 @@ def test_what_a_screen_prints_stands_in_its_report(
         assert text in html
     assert "a line" in printed
     assert "900 KiB" in printed
+
+
+def test_sections_of_a_long_print_have_titles_and_long_tables_unfold() -> None:
+    rows = "\n".join(f"row{number}  1  2" for number in range(60))
+    page = page_of_text("All", f"a line\n\n== first\nname  a  b\n{rows}\n\n== moved\nnothing\n")
+    assert page.answer == "moved: nothing"
+    assert [section.title for section in page.sections] == ["", "first", "moved"]
+    (table,) = page.sections[1].blocks
+    assert isinstance(table, Details)
+    assert table.summary == "60 rows"
 
 
 # Clicks on each heading twice; the title then tells the first column's orders and what went wrong.

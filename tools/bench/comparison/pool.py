@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 LEEWAY = 1.3  # a task is started if so many times its expected seconds are left
+_STANDARD_ERROR = 2  # the file descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class Pace:
         left = sum(work.size for work in self.works) + self.running_size
         share = self.done_size / (self.done_size + left) if self.done_size + left else 1.0
         seconds = left * self.seconds_per_size / self.jobs
-        return f"{share:.0%} done, at most {seconds / 60:.1f} min left"
+        left_text = f"{seconds:.0f} s" if seconds < 60.0 else f"{seconds / 60:.1f} min"
+        return f"{share:.0%} done, at most {left_text} left"
 
 
 def run_works(
@@ -291,7 +293,7 @@ class _Forked:
 
 def _child(task: Task, pipe: Connection) -> None:
     """Send the result of a task and "", or None and what went wrong in words."""
-    faulthandler.enable()
+    faulthandler.enable(_STANDARD_ERROR)  # whatever stands in for sys.stderr, as in a notebook
     torch.set_num_threads(1)  # others do not come along, which crashes whoever needs them
     gc.freeze()  # what was there before the fork is shared with the others as long as untouched
     gc.set_threshold(100_000)  # a tenth of the time of a long run goes to looking for circles
