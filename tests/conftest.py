@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 
 HAS_GPU = cuda_devices() > 0
 ALONE = "NEURON_MOE_TEST_ALONE"
+RANKS_ALONE = "NEURON_MOE_TEST_RANKS_ALONE"  # asks for it without a GPU, too
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,8 +29,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Where there is a GPU, run a test that forks ranks in a process of its own.
 
     A backward pass of an earlier test starts CUDA and autograd's threads: no fork takes them along.
+    A torch that is built for CUDA starts the threads although its GPUs are hidden.
     """
-    if not HAS_GPU or ALONE in os.environ or "run_ranks" not in pyfuncitem.fixturenames:
+    is_asked = HAS_GPU or RANKS_ALONE in os.environ
+    if not is_asked or ALONE in os.environ or "run_ranks" not in pyfuncitem.fixturenames:
         return None
     run_alone(pyfuncitem.nodeid, pyfuncitem.config.rootpath)
     return True

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import places
-from tests.mutants.__main__ import Attack, survivors
+from tests.mutants.__main__ import Attack, parts_of, survivors
 from tests.mutants.covering import Covering, turns_of
 from tests.mutants.equivalent import EQUIVALENT
-from tests.mutants.places import ROOMS, ROOT, all_mutants, mutants_of
+from tests.mutants.places import ROOMS, ROOT, all_mutants, lines_of_use, mutants_of
 
 
 def test_every_mutant_changes_one_line_and_parses() -> None:
@@ -41,7 +41,9 @@ def grown(boxes, array, x):
     array.setflags(write=False)
     if len(boxes) > _MAX_BOXES:
         boxes.merge()
+    x = x.astype(int, copy=False)
     _CHUNK = 8
+    _POOL_BYTES: Final = 32
     _check_facts(x, 3)
     raise ValueError(x + 1)
 """
@@ -86,14 +88,21 @@ def test_what_fails_without_a_mutant_is_left_out(
     runs, six, alone = (
         f"test_double.py::test_{name}" for name in ("it_runs", "six", "it_runs_alone")
     )
-    attack = Attack({by_two: {runs: 0.1, alone: 0.1}, by_three: {six: 0.1}}, time.monotonic() + 60)
+    tests = {by_two: {runs: 0.1, alone: 0.1}, by_three: {six: 0.1}}
+    file = tmp_path / "results.json"
+    attack = Attack(tests, time.monotonic() + 60, 7, file)
     attack.run([tree])
     assert attack.unsound == {alone}
     assert attack.survived == [by_two]
     assert attack.noticed == [by_three]
-    attack.save(7, tmp_path / "results.json")
-    assert json.loads((tmp_path / "results.json").read_text())["survived"][0]["tests"] == [runs]
-    assert survivors([by_two, by_three], tmp_path / "results.json") == [by_two]
+    assert json.loads(file.read_text())["survived"][0]["tests"] == [runs]
+    assert survivors([by_two, by_three], file) == [by_two]
+    again = Attack(tests, time.monotonic() - 1, 7, file)
+    again.resume()
+    again.run([tree])
+    assert (again.survived, again.noticed, again.unsound) == ([by_two], [by_three], {alone})
+    with pytest.raises(ValueError, match="of seed 7, not 8"):
+        Attack(tests, 0.0, 8, file).resume()
 
 
 def test_one_case_of_each_test_comes_before_another() -> None:
@@ -107,8 +116,44 @@ def test_one_case_of_each_test_comes_before_another() -> None:
     assert list(covering.order(mutant, 10.0)) == ordered[:2]
 
 
+def test_few_tests_run_first_and_long_ones_alone() -> None:
+    tests = {"a": 5.0, "b": 0.5, "c": 1.0, "d": 38.0, "e": 2.0, "f": 70.0, "g": 1.0}
+    assert [[*part] for part in parts_of(tests)] == [["a", "b"], ["c", "d"], ["e"], ["f"], ["g"]]
+    assert list(parts_of({})) == []
+
+
 def test_no_mutant_is_tried_after_the_deadline(tmp_path: Path) -> None:
     mutant = next(mutants_of(Path("nki_sim/isa/query.py")))
     attack = Attack({mutant: {"tests/test_mutants.py": 0.1}}, time.monotonic() - 1)
     attack.run([tmp_path])
     assert attack.tried == 0
+
+
+CONSTANTS = """
+LIMIT = 3
+
+class Sizes:
+    rows: int = 4
+
+    def area(self):
+        return self.rows * 2
+
+def grow(x, by=5):
+    y = x + by
+    return y
+
+def shrink(x):
+    return x - LIMIT
+"""
+
+
+def test_a_constant_is_tried_with_the_tests_that_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sizes.py").write_text(CONSTANTS)
+    monkeypatch.setattr(places, "ROOT", tmp_path)
+    found = {mutant.lines[0]: lines_of_use(mutant) for mutant in mutants_of(Path("sizes.py"))}
+    assert found == {
+        "LIMIT = 3": {15}, "rows: int = 4": {8}, "return self.rows * 2": {8},
+        "def grow(x, by=5):": {11, 12}, "y = x + by": {11}, "return x - LIMIT": {15},
+    }  # fmt: skip

@@ -63,6 +63,4 @@ def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
     """Return a tensor of `dtype`; the inverse of `to_numpy`."""
     if dtype not in _NUMPY_TYPES:
         return torch.from_numpy(np.ascontiguousarray(array))
-    integers, _ = _NUMPY_TYPES[dtype]
-    width = np.int16 if integers == torch.int16 else np.uint8
-    return torch.from_numpy(np.ascontiguousarray(array).view(width)).view(dtype)
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).view(dtype)

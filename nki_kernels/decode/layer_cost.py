@@ -68,7 +68,8 @@ def _tiles(num_tokens: int) -> int:
 def _norm_columns(config: LayerConfig) -> int:
     """Return the columns with which a core adds up squares, those that warm the engine up too."""
     T, h_axis = config.moe.T, config.moe.h_axis
-    products = 0 if is_direct(T, h_axis) else h_axis.count * T
+    alone = int(T % PARTITIONS == 1)  # a token with a tile of its own is squared elsewhere
+    products = 0 if is_direct(T, h_axis) else h_axis.count * (T - alone)
     return WARM_UPS * PARTITIONS + products + T
 
 

@@ -10,7 +10,7 @@ The rest of the kernel does not know: projections come out in PSUM as ever (comm
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.mx import out_weights, project_words, quantize, scale_rows
+from nki_kernels.common.mx import out_weights, project_words, quantize
 from nki_kernels.common.tiles import copy_alternating, rows_of
 from nki_kernels.decode.buffers import DecodeBuffers
 from nki_kernels.decode.config import DecodeConfig
@@ -66,6 +66,6 @@ def multiply_words_out(
         stationary=words_sb,
         moving=b.mx.inner[ring],
         stationary_scale=powers_sb,
-        moving_scale=b.mx.inner_scales[ring][scale_rows(0, run_sb.shape[0]), 0 : config.T],
+        moving_scale=b.mx.inner_scales[ring],
         accumulate=adds,
     )

@@ -81,7 +81,8 @@ class Access:
             geometry = self.tensor.geometry
             return geometry.profile, geometry.run, self.registers
         tensor = self.tensor
-        return (tensor.shape, tensor.strides, tensor.dtype, self.indirect, self.registers)
+        place = tensor._alloc.space, tensor.shape, tensor.strides, tensor.dtype
+        return (*place, self.indirect, self.registers)
 
     def whole(self) -> NkiTensor:
         """Return a static view that stands for the memory: the operand, or one of its elements."""

@@ -44,7 +44,7 @@ class AluOp:
 
     def into(self, out: Array | None, *operands: Array) -> Array:
         """Apply to float32 operands; in `out`, if that is given and the operator can."""
-        if out is None or self.kind != "arithmetic" or not isinstance(self.apply, np.ufunc):
+        if out is None or not isinstance(self.apply, np.ufunc):
             return self.apply(*operands)
         return np.asarray(self.apply(*operands, out=out))
 

@@ -155,8 +155,9 @@ class Views:
 
     def expand_dim(self, dim: int) -> Self:
         """Return the view with a new axis of size 1 before axis `dim`."""
-        if dim < 0:
-            dim += self.ndim + 1
+        if not -self.ndim - 1 <= dim <= self.ndim:
+            raise LanguageError(self.label(), f"an axis up to {self.ndim}", str(dim))
+        dim %= self.ndim + 1
         self._keep_partition("expand_dim", dim != 0)
         stride = self.strides[dim] * self.shape[dim] if dim < self.ndim else 1
         return self._derive(

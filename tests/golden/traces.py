@@ -50,13 +50,14 @@ def plain(text: str) -> str:
 
 @contextmanager
 def launches(patch: pytest.MonkeyPatch) -> Iterator[list[Trace]]:
-    """Collect the traces of all launches through `nki_sim.run`."""
+    """Collect the traces of all launches through `nki_sim.run`; no slice of theirs is cut off."""
     found: list[Trace] = []
     launch = nki_sim.run
 
     def run(*args: Any, **kwargs: Any) -> nki_sim.Run:
         done = launch(*args, **kwargs)
         found.append(done.trace)
+        assert [each for each in done.findings if each.kind == "slice"] == []
         return done
 
     with patch.context() as inside:

@@ -31,8 +31,9 @@ from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.places import ROOT, Mutant, all_mutants
 from tests.mutants.trying import OutOfTimeError, run_tests
 
-BUDGET_S = 90.0  # of tests for one mutant, as long as they take without it
+BUDGET_S = 200.0  # of tests for one mutant, as long as they take without it
 FIRST_S = 6.0  # of them, run on their own: most mutants end here
+PART_S = 40.0  # of them, run in one process after that: what hangs is known soon
 TOLD = 20  # mutants between two lines that say how far it is
 SLOWEST = 5  # files of tests that are named with their times
 SKIPPED = shutil.ignore_patterns(".*", "__pycache__", "out")
@@ -47,19 +48,25 @@ class Attack:
     Attributes:
         tests: of each mutant, with their seconds.
         deadline: of the monotonic clock.
+        seed: of the sample.
+        file: where what came of them is kept, and read if it is there.
         unsound: tests that failed without a mutant, alone or after others.
         noticed, survived: the mutants that were tried.
     """
 
     tests: dict[Mutant, dict[str, float]]
     deadline: float
+    seed: int = 0
+    file: Path | None = None
     unsound: set[str] = field(default_factory=set)
     noticed: list[Mutant] = field(default_factory=list)
     survived: list[Mutant] = field(default_factory=list)
 
     def run(self, trees: list[Path]) -> None:
-        """Try the mutants until the deadline and print those that survive."""
-        for mutant, noticed in in_copies(self._is_noticed, self.tests, trees):
+        """Try the mutants that are left until the deadline and print those that survive."""
+        tried = {*self.noticed, *self.survived}
+        left = [mutant for mutant in self.tests if mutant not in tried]
+        for mutant, noticed in in_copies(self._is_noticed, left, trees):
             if noticed is None:
                 continue
             (self.noticed if noticed else self.survived).append(mutant)
@@ -67,25 +74,43 @@ class Attack:
                 say(f"survived {len(self._sound(mutant))} tests: {mutant}")
             if self.tried % TOLD == 0:
                 say(f"{self.tried} of {len(self.tests)} tried, {len(self.noticed)} noticed")
+            self.save()
+
+    def resume(self) -> None:
+        """Read what came of mutants of the same sample before."""
+        if self.file is None or not self.file.exists():
+            return
+        before = json.loads(self.file.read_text())
+        if before["seed"] != self.seed:
+            raise ValueError(f"{self.file}: of seed {before['seed']}, not {self.seed}. Move it.")
+        survived = {(entry["path"], entry["line"], entry["new"]) for entry in before["survived"]}
+        for mutant in self.tests:
+            if str(mutant) in before["noticed_mutants"]:
+                self.noticed.append(mutant)
+            elif (str(mutant.path), mutant.line, mutant.lines[1]) in survived:
+                self.survived.append(mutant)
+        self.unsound.update(before["unsound"])
 
     @property
     def tried(self) -> int:
         """How many mutants were tried."""
         return len(self.noticed) + len(self.survived)
 
-    def save(self, seed: int, file: Path) -> None:
-        """Write what came of the mutants."""
+    def save(self) -> None:
+        """Write what came of the mutants, if a file was named."""
+        if self.file is None:
+            return
         survived = [
             {"path": str(mutant.path), "line": mutant.line, "old": mutant.lines[0],
              "new": mutant.lines[1], "tests": self._sound(mutant)}
             for mutant in self.survived
         ]  # fmt: skip
         result = {
-            "seed": seed, "tried": self.tried, "noticed": len(self.noticed),
+            "seed": self.seed, "tried": self.tried, "noticed": len(self.noticed),
             "unsound": sorted(self.unsound), "survived": survived,
             "noticed_mutants": [str(mutant) for mutant in self.noticed],
         }  # fmt: skip
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        self.file.write_text(json.dumps(result, indent=1) + "\n")
 
     def _sound(self, mutant: Mutant) -> list[str]:
         return [test for test in self.tests[mutant] if test not in self.unsound]
@@ -101,7 +126,8 @@ class Attack:
                     return True
                 unsound = without.begun[-1:] or list(failing)
                 self.unsound.update(unsound)
-                say(f"fails without a mutant after {len(without.begun) - 1} others: {unsound}")
+                what = "does not end" if without.is_stuck else "fails"
+                say(f"{what} without a mutant after {len(without.begun) - 1} others: {unsound}")
             return False
         return None
 
@@ -112,10 +138,8 @@ class Attack:
         target.write_text(mutant.source(), encoding="utf-8")
         seconds = self.tests[mutant]
         sound = {test: seconds[test] for test in self._sound(mutant)}
-        first = quick(sound)
-        rest = {test: sound[test] for test in sound if test not in first}
         try:
-            for part in [part for part in (first, rest) if part]:
+            for part in parts_of(sound):
                 outcome = run_tests(part, tree, self.deadline)
                 if not outcome.passed:
                     return {test: seconds[test] for test in outcome.begun} or part
@@ -124,14 +148,17 @@ class Attack:
         return {}
 
 
-def quick(tests: dict[str, float]) -> dict[str, float]:
-    """Return the first of the tests, as many as run on their own before the others."""
-    first: dict[str, float] = {}
+def parts_of(tests: dict[str, float]) -> Iterator[dict[str, float]]:
+    """Give tests in order, as many at a time as run in one process: few first, then more."""
+    part: dict[str, float] = {}
+    limit_s = FIRST_S
     for test, seconds in tests.items():
-        if first and sum(first.values()) + seconds > FIRST_S:
-            break
-        first[test] = seconds
-    return first
+        if part and sum(part.values()) + seconds > limit_s:
+            yield part
+            part, limit_s = {}, PART_S
+        part[test] = seconds
+    if part:
+        yield part
 
 
 def in_copies(
@@ -206,10 +233,10 @@ def main(argv: list[str] | None = None) -> int:
         for test in covering.failed:
             say(f"fails without a mutant: {test}")
         tests = {mutant: covering.order(mutant, BUDGET_S) for mutant in chosen}
-        attack = Attack(tests, deadline, set(covering.failed))
+        attack = Attack(tests, deadline, seed, args.results, set(covering.failed))
+        attack.resume()
         attack.run(trees)
-    if args.results:
-        attack.save(seed, args.results)
+    attack.save()
     noticed, tried = len(attack.noticed), attack.tried
     say(f"{noticed} of {tried} mutants noticed ({noticed / max(1, tried):.1%})")
     return int((tried - noticed) * 20 > tried)
@@ -227,7 +254,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--coverage", type=Path, help="keep what tests run here; read what is there"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop then, and count")
-    parser.add_argument("--results", type=Path, help="write what came of the mutants here")
+    parser.add_argument(
+        "--results", type=Path, help="write what came of the mutants here; go on from what is there"
+    )
     parser.add_argument("--again", type=Path, help="try the survivors of such results instead")
     return parser.parse_args(argv)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coverage import CoverageData
 
-from tests.mutants.places import ROOMS, ROOT, Mutant
+from tests.mutants.places import ROOMS, ROOT, Mutant, lines_of_use
 from tests.mutants.trying import QUIET, in_fork, settle_in
 
 # `_exit` saves what forked ranks ran, under the name of the test that forked them.
@@ -20,16 +20,17 @@ LEFT_OUT = (
     "tests/neuron_moe/test_cuda_backend", "tests/nki_sim/timing", "tests/serving",
 )  # fmt: skip
 CHOSEN = "not slow and not device and not vllm"
-FILE_LIMIT_S = 240.0
+FILE_LIMIT_S = 300.0
+LONGEST = ("golden", "fuzz")
 
 
 def test_files() -> list[str]:
-    """Return the files of tests, those of tests/golden and then the largest first."""
+    """Return the files of tests: those that take longest, then the largest first."""
     found = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")]
     kept = [file for file in found if not str(file).startswith(LEFT_OUT)]
 
     def rank(file: Path) -> tuple[bool, int]:
-        return file.parts[1] != "golden", -(ROOT / file).stat().st_size
+        return file.parts[1] not in LONGEST, -(ROOT / file).stat().st_size
 
     return [str(file) for file in sorted(kept, key=rank)]
 
@@ -66,8 +67,11 @@ class Covering:
     def __init__(self, folders: Iterable[Path], mutants: Iterable[Mutant]) -> None:
         self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
+        self._uses = {mutant: lines_of_use(mutant) for mutant in mutants}
         self._lines: dict[tuple[str, int], set[str]] = {
-            (str(mutant.path), mutant.line): set() for mutant in mutants
+            (str(mutant.path), line): set()
+            for mutant, lines in self._uses.items()
+            for line in lines | {mutant.line}
         }
         self._rooms: dict[Path, set[str]] = {Path(path).parent: set() for path, _ in self._lines}
         for folder in folders:
@@ -89,23 +93,31 @@ class Covering:
                     if (path, line) in self._lines:
                         self._lines[path, line].update(tests)
 
+    def _using(self, mutant: Mutant) -> set[str]:
+        """Return the tests that run a line whose result hangs on a mutant."""
+        path = str(mutant.path)
+        return set().union(*(self._lines[path, line] for line in self._uses[mutant]))
+
     def order(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
         """Give tests that pass without the mutant, with their seconds.
 
-        They run its line; or a line of its folder, where its own runs while the file is imported,
-        which is in some test or in none. Those of its own folder and of tests/golden, which see
-        most, come first, and one case of each test before another; they end where they would take
-        `budget_s`, all but the first.
+        They run its line; or, where that runs while the file is imported, first those of lines that
+        use what it defines, then those of its folder. Tests of its own folder and of tests/golden,
+        which see most, come first, and one case of each test before another; they end where they
+        would take `budget_s`, all but the first.
         """
-        found = set() if mutant.runs_once else self._lines[str(mutant.path), mutant.line]
-        found = found & self.seconds.keys() or self._rooms[mutant.path.parent] & self.seconds.keys()
+        using = self._using(mutant) & self.seconds.keys()
+        found = using
+        if mutant.runs_once or not using:
+            found = using | self._rooms[mutant.path.parent] & self.seconds.keys()
         chosen: dict[str, float] = {}
         spent = 0.0
         folders = (f"tests/{mutant.path.parent}/", "tests/golden/")
         turns = turns_of(sorted(found, key=lambda test: (self.seconds[test], test)))
 
-        def rank(test: str) -> tuple[bool, int, float, str]:
-            return not test.startswith(folders), turns[test], self.seconds[test], test
+        def rank(test: str) -> tuple[bool, bool, int, float, str]:
+            is_far = not test.startswith(folders)
+            return test not in using, is_far, turns[test], self.seconds[test], test
 
         for test in sorted(found, key=rank):
             spent += self.seconds[test]

@@ -347,4 +347,28 @@ EQUIVALENT = (
         "parts, first, rows = [], 0, 1",
         "one row more or less at a time gives the same",
     ),
+    Equivalent(
+        "nki_sim/machine/liveness.py",
+        "change = np.zeros(length + 1, dtype=np.int64)",
+        "change = np.zeros(length + 2, dtype=np.int64)",
+        "behind the last instruction nothing changes",
+    ),
+    Equivalent(
+        "nki_kernels/prefill/stages.py",
+        "copy_alternating(outer_sb, rows_ps, turn + 1)",
+        "copy_alternating(outer_sb, rows_ps, turn - 1)",
+        "two engines take turns, and sum and difference leave the same rest",
+    ),
+    Equivalent(
+        "nki_sim/isa/_instruction.py",
+        "core.dynamic_operands = 1",
+        "core.dynamic_operands = 2",
+        "only whether there are any is asked for",
+    ),
+    Equivalent(
+        "neuron_moe/experts.py",
+        'self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) + 1',
+        'self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) - 1',
+        "the counter still changes",
+    ),
 )

@@ -50,6 +50,7 @@ SILENT = re.compile(
     "facts|setflags|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
     "__str__|__repr__|notes|explain|_ns$", re.IGNORECASE
 )  # fmt: skip
+_BESIDE = ("strict", "daemon", "indent", "copy")  # arguments
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="),
@@ -121,12 +122,55 @@ def all_mutants() -> list[Mutant]:
     return found
 
 
+def lines_of_use(mutant: Mutant) -> set[int]:
+    """Return the lines of its file whose result hangs on a mutant.
+
+    That is its own line; or those of functions that name what it defines, if it runs only once: a
+    constant, a default of a field or an argument.
+    """
+    if not mutant.runs_once:
+        return {mutant.line}
+    tree = ast.parse((ROOT / mutant.path).read_bytes())
+    names = _defined_at(mutant.line, tree)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    used = {
+        node.lineno
+        for function in functions
+        for statement in function.body
+        for node in ast.walk(statement)
+        if (isinstance(node, ast.Name) and node.id in names)
+        or (isinstance(node, ast.Attribute) and node.attr in names)
+    }
+    return used | {
+        line
+        for function in functions
+        if function.name in names
+        for line in range(function.body[0].lineno, (function.end_lineno or 0) + 1)
+    }
+
+
+def _defined_at(line: int, tree: ast.AST) -> set[str]:
+    """Return the names of the innermost definition around a line outside functions' bodies."""
+    names: set[str] = set()
+    for node in ast.walk(tree):  # what is inside comes later
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
+            continue
+        if isinstance(node, ast.Assign):
+            names = {name.id for name in node.targets if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names = {node.target.id}
+        elif isinstance(node, ast.FunctionDef):
+            names = {node.name}
+    return names
+
+
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Give a node and what is in it, but for what changes no result.
 
     That is decorators, what messages are made of, facts for the clock, how strict a zip is, how a
-    thread ends, how a file is indented, how much is worked on at once and the bound of it, -1 where
-    it stands for the rest, and the step of an axis of one element.
+    thread ends, how a file is indented, whether a conversion may copy, how much is worked on at
+    once and the bound of it, -1 where it stands for the rest, and the step of an axis of one
+    element.
     """
     if isinstance(node, ast.FunctionDef) and SILENT.search(node.name):
         return
@@ -135,15 +179,22 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         call = child.value if isinstance(child, ast.Expr) else child
         is_silent = isinstance(call, ast.Call) and SILENT.search(ast.unparse(call.func))
-        is_strict = isinstance(child, ast.keyword) and child.arg in ("strict", "daemon", "indent")
+        is_strict = isinstance(child, ast.keyword) and child.arg in _BESIDE
         is_step = isinstance(node, ast.List) and node.elts[:1] == [child] and _ends_in_one(node)
         is_rest = isinstance(child, ast.UnaryOp) and ast.unparse(child) == "-1"
         is_text = isinstance(child, ast.JoinedStr | ast.Raise)
-        is_size = isinstance(child, ast.Assign) and AT_ONCE.search(ast.unparse(child.targets[0]))
-        if is_silent or is_strict or is_step or is_rest or is_text or is_size or _is_bound(child):
+        is_size = _is_size(child) or _is_bound(child)
+        if is_silent or is_strict or is_step or is_rest or is_text or is_size:
             continue
         if child not in decorators:
             yield from _nodes(child)
+
+
+def _is_size(node: ast.AST) -> bool:
+    """Say whether it names how much is worked on at once."""
+    if isinstance(node, ast.Assign):
+        return bool(AT_ONCE.search(ast.unparse(node.targets[0])))
+    return isinstance(node, ast.AnnAssign) and bool(AT_ONCE.search(ast.unparse(node.target)))
 
 
 def _is_bound(node: ast.AST) -> bool:

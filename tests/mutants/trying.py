@@ -33,10 +33,12 @@ class Outcome(NamedTuple):
     Attributes:
         passed: whether all passed, in time.
         begun: those that began, in order: if not all passed, the last one did not.
+        is_stuck: whether they did not end in time.
     """
 
     passed: bool
     begun: list[str]
+    is_stuck: bool
 
 
 def run_tests(tests: dict[str, float], tree: Path, deadline: float) -> Outcome:
@@ -49,7 +51,7 @@ def run_tests(tests: dict[str, float], tree: Path, deadline: float) -> Outcome:
     status = in_fork(_run, (list(tests), str(tree)), max(0.0, min(limit_s, left_s)))
     if status is None and left_s < limit_s:
         raise OutOfTimeError
-    return Outcome(status == 0, (tree / _BEGUN).read_text().splitlines())
+    return Outcome(status == 0, (tree / _BEGUN).read_text().splitlines(), status is None)
 
 
 def in_fork(work: Callable[..., None], arguments: tuple[object, ...], limit_s: float) -> int | None:
@@ -95,6 +97,9 @@ class _Begun:
 def _run(tests: list[str], tree: str) -> None:
     settle_in(tree)
     import pytest
+    import torch
 
+    if torch.version.cuda is not None:  # a backward pass of another test would spoil their forks
+        os.environ["NEURON_MOE_TEST_RANKS_ALONE"] = "1"
     options = ["-x", "--tb=no", *QUIET, "-m", ""]
     os._exit(pytest.main([*options, *tests], plugins=[_Begun(Path(tree) / _BEGUN)]))

@@ -201,3 +201,9 @@ def test_blocks_are_padded_to_an_even_number_if_asked() -> None:
         for more in ({}, {"pad_to_even": False}, {"pad_to_even": True})
     ]
     assert numbers == [3, 3, 4]
+
+
+def test_without_tokens_there_are_as_many_blocks_as_are_asked_for() -> None:
+    nobody = torch.zeros(0, 2, dtype=torch.int32)
+    assert build_block_mapping(nobody, 4, 32).block_to_expert.shape == (num_blocks(0, 2, 4, 32),)
+    assert build_block_mapping(nobody, 4, 32, min_blocks=3).block_to_expert.shape == (3,)

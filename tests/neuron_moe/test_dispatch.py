@@ -1,6 +1,7 @@
 """Path choice: our rules, NxD's table, and what explain() tells."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from neuron_moe import (
     RouterTopK,
     choose_path,
 )
+from neuron_moe.parallel.exchange import Crossing, copy_of
+from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.paths import PATHS
+from neuron_moe.plan import Step
 
 # phase, tokens, K, E, local experts, block size, capacity factor -> our path, NxD's path
 CASES = [
@@ -123,3 +127,58 @@ def test_decode_names_no_blocks_of_its_own() -> None:
     told = str(_moe().explain("decode", 2))
     assert "padding" not in told
     assert "block_size" not in told.split("  not ")[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "copy"),
+    [((0, 1), 0), ((2, 3), 1), ((6, 7), 3), ((0, 4), 0), ((1, 5), 1), ((3, 7), 3), ((), 2)],
+)
+def test_groups_of_neighbours_and_of_evenly_spaced_ranks_are_numbered(
+    ranks: tuple[int, ...], copy: int
+) -> None:
+    model = SimpleNamespace(name="model", size=8, rank=5, ranks=tuple(range(8)))
+    part = SimpleNamespace(name="part", size=2, rank=1, ranks=ranks)
+    if ranks and ranks[1] == ranks[0] + 1:
+        model.rank = ranks[1]
+    assert copy_of(part, model) == copy
+
+
+def test_a_group_that_is_neither_is_refused() -> None:
+    model = SimpleNamespace(name="model", size=8, rank=5, ranks=tuple(range(8)))
+    part = SimpleNamespace(name="part", size=2, rank=1, ranks=(1, 4))
+    with pytest.raises(ValueError, match=r"part.*\[1, 4\] of the model must be neighbours"):
+        copy_of(part, model)
+    assert copy_of(model, model) == 0
+
+
+def test_sequences_that_are_gathered_whole_lie_one_after_the_other() -> None:
+    spread = SimpleNamespace(gather=SimpleNamespace(rank=1), is_sequence=False)
+    strategy = SimpleNamespace(spread=spread, own_slice=lambda count: slice(0, count))
+    batch = SimpleNamespace(hidden_TH=torch.zeros(4, 2), batch_size=2, is_sequence_part=False)
+    crossing = Crossing(strategy, (4, 4), "prefill", batch)
+    mask = torch.tensor([1, 1, 1, 1, 0, 1, 0, 0]) > 0
+    assert crossing.own_mask(mask).tolist() == mask[4:].tolist()
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_a_shard_is_one_of_at_least_one(axis: str, size: float) -> None:
+    with pytest.raises(ValueError, match=f"{axis}_size={size}: must be"):
+        ExpertShard(**{f"{axis}_size": size})
+
+
+def test_a_step_is_prepared_without_padding_unless_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[Step] = []
+
+    def plan(_: MoE, step: Step) -> SimpleNamespace:
+        steps.append(step)
+        return SimpleNamespace(prepare=lambda: None)
+
+    monkeypatch.setattr(MoE, "plan", plan)
+    config = RoutedExpertsMLPOpsConfig(4, 16, 8, 1, "silu", True)
+    layer = MoE(RouterTopK(4, 1, 16), ExpertMLPsV2(config))
+    layer.prepare("decode", 3)
+    layer.prepare("prefill", 5, has_padding=True)
+    assert steps == [Step("decode", 3, False), Step("prefill", 5, True)]

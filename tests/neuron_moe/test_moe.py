@@ -20,6 +20,7 @@ from neuron_moe import (
     RouterTopK,
     SharedExperts,
 )
+from neuron_moe.moe import _check_mask
 from neuron_moe.plan import Step
 from neuron_moe.weights.expert_weights import LocalRouting
 from neuron_moe.weights.packed import is_packing_available
@@ -524,3 +525,52 @@ def test_a_packed_layer_is_copied_saved_and_cast(name: str) -> None:
         other = COPIES[name](layer)
         torch.testing.assert_close(other(hidden).output, expected)
         assert torch.isfinite(other.to(torch.bfloat16)(hidden.bfloat16()).output).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_gate_up_projection": True}, {"is_gated": True}])
+def test_slices_of_shared_experts_add_up(options: dict[str, bool]) -> None:
+    shared = SharedExperts(12, 7, 1, "silu", **options)
+    x = torch.randn(5, 12)
+    called: list[nn.Module] = []
+    for projection in (shared.down_proj, getattr(shared, "gate_up_proj", shared.down_proj)):
+        projection.register_forward_hook(lambda module, *_: called.append(module))
+    with torch.no_grad():
+        whole = shared(x)
+        assert shared.down_proj in called  # a projection that was packed computes by itself
+        called.clear()
+        for count in (2, 3):
+            parts = [shared(x, part=(index, count)) for index in range(count)]
+            assert relative_error(sum(parts), whole) < FLOAT32_RELATIVE
+            assert all(relative_error(part, whole) > 1e-3 for part in parts)
+        assert called == []
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "hidden", "axis", "fits"),
+    [
+        ((2, 3), (2, 3, 4), 1, (True, True)),
+        ((2, 5), (2, 3, 4), 1, (False, True)),  # all of a sequence of which this is a part
+        ((3, 3), (2, 3, 4), 1, (True, False)),
+        ((6,), (2, 3, 4), 1, (False, True)),
+        ((2, 5), (3, 2, 4), 0, (False, True)),
+        ((3, 2), (3, 2, 4), 0, (True, False)),
+        ((6,), (3, 2, 4), 0, (False, False)),
+        ((3,), (3, 1, 4), 0, (False, True)),
+        ((3,), (1, 3, 4), 1, (False, True)),
+    ],
+)
+def test_a_mask_is_of_its_sequences(
+    mask: tuple[int, ...],
+    hidden: tuple[int, ...],
+    axis: int,
+    fits: tuple[bool, bool],
+    is_part: bool,
+) -> None:
+    values = torch.arange(math.prod(mask)).reshape(mask) % 3 != 0
+    if not fits[is_part]:
+        with pytest.raises(ValueError, match=r"must be .B, S. of hidden_states"):
+            _check_mask(values, torch.zeros(hidden), axis, is_part=is_part)
+        return
+    found = _check_mask(values, torch.zeros(hidden), axis, is_part=is_part)
+    assert torch.equal(found, values.t() if axis == 0 and len(mask) == 2 else values)

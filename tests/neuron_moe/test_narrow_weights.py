@@ -449,3 +449,32 @@ def test_kernels_read_plain_matrices_in_bfloat16_only(name: str) -> None:
     weights = ExpertWeights(half["gate_up_proj"], half["down_proj"], None, None, ExpertFormula())
     with pytest.raises(ValueError, match=f"{name}: dtype float32 must be bfloat16"):
         check_weights(weights)
+
+
+def test_four_bits_a_value_are_found_again() -> None:
+    state = mxfp4_state()
+    weight = state["mlp_op.gate_up_proj.weight"]
+    narrow = NarrowMatrices.from_mxfp4_values(weight)
+    assert narrow is not None
+    assert (narrow.format, narrow.shape) == ("mxfp4", weight.shape)
+    assert narrow.codes_Ekn.shape == (E, H // 2, 2 * I)
+    assert narrow.scale.shape == (E, H // 32, 2 * I)
+    for expert in range(E):
+        assert torch.equal(narrow[expert], weight[expert])
+    # Line j holds inputs j (low bits) and j + in / 2.
+    low, high = narrow.codes_Ekn & 15, narrow.codes_Ekn >> 4
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    powers = 2.0 ** (narrow.scale.float() - 127).repeat_interleave(32, dim=1)
+    decoded = torch.cat([values[low.int()], values[high.int()]], dim=1) * powers
+    assert torch.equal(decoded.bfloat16(), weight)
+
+
+def test_what_four_bits_do_not_hold_stays_as_it_is() -> None:
+    weight = mxfp4_state()["mlp_op.gate_up_proj.weight"]
+    assert NarrowMatrices.from_mxfp4_values(weight[:, :96].contiguous()) is None  # 96 is 3 groups
+    assert NarrowMatrices.from_mxfp4_values(weight * 1.03) is None
+    for exponent, fits in ((128, True), (129, False)):
+        blocks = torch.full((1, 4, 2, 16), 0x77, dtype=torch.uint8)
+        scales = torch.full((1, 4, 2), exponent, dtype=torch.uint8)
+        large = decode_mxfp4(blocks, scales).transpose(1, 2).contiguous()
+        assert (NarrowMatrices.from_mxfp4_values(large) is not None) == fits

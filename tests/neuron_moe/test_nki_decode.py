@@ -75,6 +75,26 @@ def test_padding_tokens_get_zero() -> None:
     assert ours <= 1.05 * theirs
 
 
+@pytest.mark.parametrize(("phase", "tokens"), [("decode", 2), ("prefill", 40)])
+def test_everything_is_laid_out_before_the_first_step(phase: str, tokens: int) -> None:
+    layer = build("nki", GPT_OSS, {}, torch.bfloat16, **SEPARATE)
+    layer.router.float()
+    plan = layer.plan(Step(phase, tokens))
+    layer.prepare(phase, tokens)
+    kept = set(plan.parts.forms._kept)
+    assert "router" in kept
+    with torch.no_grad():
+        layer(
+            torch.randn(tokens, 1, H).bfloat16()
+            if phase == "decode"
+            else torch.randn(1, tokens, H).bfloat16()
+        )
+    assert set(plan.parts.forms._kept) == kept
+    experts = layer.expert_mlps.plan(Step(phase, tokens))
+    experts.prepare()  # they have no router
+    assert "router" not in experts.parts.forms._kept
+
+
 @pytest.mark.parametrize(("mode", "tokens"), [("selective", 2), ("all_experts", 7)])
 def test_both_modes_give_what_torch_gives(mode: str, tokens: int) -> None:
     weights = build("torch", GPT_OSS, {}, torch.bfloat16).expert_mlps.weights()

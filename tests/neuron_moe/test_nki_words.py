@@ -7,7 +7,7 @@ from torch import Tensor
 
 from neuron_moe import MoE
 from neuron_moe.quantize import decode_mxfp4, encode_mxfp4
-from neuron_moe.weights.laid_out import LaidOut
+from neuron_moe.weights.laid_out import LaidOut, from_numpy, to_numpy
 from nki_kernels.decode import decode_moe_ref
 from tests.neuron_moe.test_narrow_weights import E, H, build, compute, mxfp4_state, notes
 from tests.neuron_moe.test_nki_fused import layers
@@ -122,3 +122,14 @@ def test_the_fused_layer_multiplies_words_too(name: str) -> None:
     with torch.no_grad():
         wanted, ours = exact(hidden.float()).output, nki(hidden).output
     assert rms_error(ours, wanted) <= LOSS * rms_error(wanted, torch.zeros_like(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float32])
+def test_numpy_sees_the_bytes_of_a_tensor_and_gives_them_back(dtype: torch.dtype) -> None:
+    values = torch.randint(0, 9, (3, 5)).to(dtype)
+    array = to_numpy(values)
+    assert array.shape == (3, 5)
+    assert array.astype(np.float32).tolist() == values.float().tolist()
+    assert torch.equal(from_numpy(array, dtype).float(), values.float())
+    laid_out = LaidOut(values, values[:2])
+    assert laid_out.num_bytes == 25 * values.element_size()

@@ -636,3 +636,14 @@ def test_a_mantissa_that_the_largest_exponent_lacks_is_refused():
     recoded = recode_bf16_to_fp8(weight, E4M3_OCP)
     assert recoded.scale.item() == 1
     assert torch.equal(dequantize_fp8(recoded), weight)
+
+
+@pytest.mark.parametrize("byte", [1, 2, 7, 9, 0x10, 0x20, 0x70, 0x90])
+def test_one_value_is_enough_for_a_group_to_count(byte):
+    blocks = torch.full((1, 1, 3, 16), 0x88, dtype=torch.uint8)  # zeros with a sign
+    blocks[0, 0, 0, 3], blocks[0, 0, 1, 5] = byte, 0x71
+    scales = torch.tensor([[[100, 103, 150]]], dtype=torch.uint8)
+    assert mxfp4_exponent_spread(blocks, scales).widest == 3
+    recoded = recode_mxfp4_to_fp8(blocks, scales)
+    expected = decode_mxfp4(blocks, scales, torch.float32)
+    assert torch.equal(dequantize_fp8(recoded, torch.float32), expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from neuron_moe import GroupLimitedRouter, RouterTopK
-from neuron_moe.router import route, selection_scores
+from neuron_moe.router import route, selection_margin, selection_scores
 from neuron_moe.spec import RouterFormula
 
 
@@ -213,3 +213,11 @@ def test_selection_bias_stays_float32_when_the_layer_is_cast() -> None:
 
 def test_dtypes_may_be_named() -> None:
     assert RouterTopK(8, 2, 16, dtype="bfloat16").linear_router.weight.dtype == torch.bfloat16
+
+
+def test_a_choice_is_as_clear_as_its_last_score_is_above_the_next() -> None:
+    scores_TE = torch.tensor([[4.0, -1.0, 2.5, 8.0], [0.0, 3.0, 3.0, 3.0]])
+    assert selection_margin(scores_TE, 1).tolist() == [4.0, 0.0]
+    assert selection_margin(scores_TE, 2).tolist() == [1.5, 0.0]
+    assert selection_margin(scores_TE, 3).tolist() == [3.5, 3.0]
+    assert selection_margin(scores_TE, 4).tolist() == [torch.inf, torch.inf]

@@ -451,6 +451,21 @@ def test_the_trace_has_one_key_per_collective() -> None:
     assert {(fact.partners, fact.ranks, fact.moved_bytes) for fact in facts} == {(8, 4, 24)}
 
 
+def test_ranks_share_the_key_of_a_collective_whatever_they_did_before() -> None:
+    def kernel(x: Any, has_pair: bool) -> Any:
+        total = in_hbm(x.shape)
+        if has_pair:
+            collectives.all_reduce([x], [total], ReplicaGroup([[0, 1]]), nl.add)
+        collectives.all_gather([x], [in_hbm((16, 3))], ALL4, 0)
+        collectives.all_reduce([x], [total], ALL4, nl.add)
+        return total
+
+    arguments = [(x, rank < 2) for rank, x in enumerate(inputs((4, 3)))]
+    result = nki_sim.run_ranks(kernel, arguments)
+    keys = [record.facts.key for record in result.trace if record.op.startswith("all_")]
+    assert sorted(keys.count(key) for key in set(keys)) == [2, 4, 4]
+
+
 X23 = np.zeros((4, 3), np.float32)
 
 

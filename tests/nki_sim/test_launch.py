@@ -533,3 +533,24 @@ def test_three_calls_that_led_to_a_line_are_kept() -> None:
     for is_deep, count in ((True, 3), (False, 1)):
         done = nki_sim.run(kernel, is_deep, options=SimOptions(callers=True))
         assert [len(calls) for calls in done.trace.callers if calls] == [count]
+
+
+def test_indices_mode_copies_constants_whatever_their_size() -> None:
+    """A fill of a large tensor waits until it is read; a copy of it does not."""
+
+    def kernel(x: Any) -> Any:
+        filled, copied = (nl.ndarray((128, 256), nl.float32) for _ in range(2))
+        isa.memset(filled, 3.0)
+        isa.tensor_copy(copied, filled)
+        where = nl.ndarray((1, 1), nl.int32)
+        isa.tensor_copy(where, copied[0:1, 5:6])
+        out = nl.ndarray((1, 64), nl.float32, buffer=nl.shared_hbm)
+        isa.dma_copy(out, x.ap([[64, 1], [1, 64]], scalar_offset=where))
+        return out
+
+    options = SimOptions(mode="indices", small_elements=1 << 20)
+    assert np.array_equal(nki_sim.run(kernel, X, options=options).outputs, X[3:4])
+
+
+def test_only_revision_0_is_simulated() -> None:
+    assert isa.get_nc_sub_version() == 0

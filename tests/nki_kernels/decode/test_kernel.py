@@ -36,6 +36,7 @@ CASES = {
     "T3-H2880-I90-E4-K2-gpt-oss": Decode(
         3, 2880, 90, 4, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
     ),
+    "T2-H304-I17-E5-K2-one-element-over": Decode(2, 304, 17, 5, 2, options=SELECTIVE),
     "T4-H192-I45-E5-K10": Decode(4, 192, 45, 5, 10, ranks=3, rank=2, options=SELECTIVE),
     "T5-H704-I140-E3-K2-uneven-axes": Decode(5, 704, 140, 3, 2, has_bias=True, options=SELECTIVE),
     "T8-H128-I64-E9-K2-all": Decode(8, 128, 64, 9, 2, options=ALL),

@@ -109,6 +109,13 @@ def test_an_inverse_of_several_groups_of_columns(
     assert_equal_to_torch(index, dims, run.outputs)
 
 
+@pytest.mark.parametrize(("tokens", "num_cores"), [(2049, 1), (4096, 1), (4097, 1), (4097, 2)])
+def test_numbers_of_many_tokens_are_exact_in_16_bits(tokens: int, num_cores: int) -> None:
+    index, dims = draw(tokens, 1, 3, 0.2), BlockDims(3, 128, num_blocks(tokens, 1, 3, 128))
+    run = nki_sim.run(index_blocks, index, dims, lnc=num_cores)
+    assert_equal_to_torch(index, dims, run.outputs)
+
+
 def tokens_of(slot_TK: Any, num_slots: int) -> Any:
     """Invert slots that somebody gave to the tokens."""
     token_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)

@@ -297,3 +297,27 @@ def test_the_used_partitions_are_those_of_the_fullest_tile(count: int) -> None:
 def test_each_tile_of_tokens_has_its_columns(tokens: int, tiles: int) -> None:
     table = router_table(config_for(8, 64, top_k=3), tokens, 1)
     assert table.affinities.shape == table.chosen.shape == (128, 3 * tiles)
+
+
+def test_scores_that_are_all_one_are_ranked_by_their_logits() -> None:
+    logits_TE = np.array([[30.0, 40.0, 20.0, 60.0]], np.float32)
+    formula = RouterFormula(top_k=2, act_fn="sigmoid")
+    ours = route_with_torch(torch.tensor(logits_TE), formula)
+    for affinities_TK, index_TK in (
+        reference.route(logits_TE, formula),
+        (ours.expert_affinities_TK, ours.expert_index_TK),
+    ):
+        assert affinities_TK.tolist() == [[1.0, 1.0]]
+        assert index_TK.tolist() == [[3, 1]]
+
+
+def test_tiles_that_just_fit_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_for(8, 64, top_k=2)
+    arrays = operands(300, config)
+    needed = sbuf_bytes(router_table(config, 150, 2))
+    orders = []
+    for limit in (SBUF_BYTES, needed, needed - 1):
+        monkeypatch.setattr("nki_kernels.route.kernel.SBUF_BYTES", limit)
+        run = nki_sim.run(router_topk, *arrays, config, lnc=2)
+        orders.append([record.op for record in run.trace])
+    assert orders[0] == orders[1] != orders[2]

@@ -11,6 +11,7 @@ import pytest
 
 import nki_sim
 from nki_sim import IllegalOperand, OutOfBounds, SimOptions, isa
+from nki_sim import trace as tr
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
 
@@ -657,3 +658,19 @@ def test_rows_that_nobody_wrote_do_not_contest_a_place() -> None:
             src=Tile(values, "float32", written=np.array([[written], [False], [False]])),
         )  # fmt: skip
         assert sorted({found.kind for found in result.run.findings}) == kinds
+
+
+@pytest.mark.parametrize("spaces", [("hbm", "sbuf"), ("sbuf", "hbm")])
+def test_the_price_of_skipped_rows_hangs_on_where_they_lie(spaces: tuple[str, str]) -> None:
+    def body(dst: Any, x: Any) -> None:
+        last = isa.register_alloc(7)
+        moved = x.ap([[8, 32], [1, 2]], scalar_offset=last, indirect_dim=1)
+        isa.dma_copy(dst, moved, oob_mode=isa.oob_mode.skip)
+
+    values = np.zeros((32, 8), np.float32)
+    found = []
+    for space in spaces:
+        done = execute(body, dst=Tile(values[:, :2]), x=Tile(values, space=space))
+        (record,) = done.run.trace
+        found.append((record.facts.skipped_rows, record.facts.src_space))
+    assert found == [(1, {"sbuf": tr.SBUF, "hbm": tr.HBM}[space]) for space in spaces]

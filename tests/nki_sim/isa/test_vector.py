@@ -126,6 +126,20 @@ MEANINGS: dict[str, tuple[Callable[..., Any], dict[str, Tile], Array]] = {
         {"dst": out("int32"), "x": Tile(np.full((P, F), (1 << 24) + 1, np.int32))},
         np.full((P, F), 1 << 24),
     ),
+    "tensor_scalar-int32-float-vector-is-float32": (
+        lambda dst, x, v: isa.tensor_scalar(dst, x, nl.add, v),
+        {
+            "dst": out("int32"),
+            "x": Tile(np.full((P, F), (1 << 24) + 1, np.int32)),
+            "v": Tile(np.zeros((P, 1), np.float32)),
+        },
+        np.full((P, F), 1 << 24),
+    ),
+    "tensor_scalar-int32-integer-vector-is-exact": (
+        lambda dst, x, v: isa.tensor_scalar(dst, x, nl.add, v),
+        {"dst": out("int32"), "x": Tile(BIG), "v": Tile(BIG2[:, :1].copy())},
+        wrap(i64(BIG) + i64(BIG2[:, :1])),
+    ),
     "tensor_scalar-int32-maximum-is-float32": (
         lambda dst, x: isa.tensor_scalar(
             dst, x, nl.maximum, 1, op1=nl.subtract, operand1=1 << 24

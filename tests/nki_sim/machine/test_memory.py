@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -80,3 +81,66 @@ def test_a_removed_box_is_no_longer_covered() -> None:
     inside, outside = Walk(2 * PITCH + 8, (1, 1), (PITCH, 4), 4), Walk(0, (2, 8), (PITCH, 4), 4)
     assert not coverage.covers(Box(2, 3, 8, 12, True), inside)
     assert coverage.covers(Box(0, 2, 0, 32, True), outside)
+
+
+def test_pieces_that_fill_the_tensor_make_it_full() -> None:
+    coverage = Coverage(ROWS, PITCH, UNIT)
+    first, second = (Walk(start, (ROWS, 4), (PITCH, 8), 4) for start in (0, 4))
+    coverage.add(Box(0, ROWS, 0, PITCH - 4, False), first)
+    coverage.add(Box(0, ROWS, 4, PITCH, False), second)
+    assert not coverage.full  # one is as good; it is seen with the next dense access
+    end = Walk((ROWS - 1) * PITCH + PITCH - 4, (1, 1), (PITCH, 4), 4)
+    coverage.add(Box(0, 1, 0, 4, True), Walk(0, (1, 1), (PITCH, 4), 4))
+    assert not coverage.full
+    coverage.add(Box(ROWS - 1, ROWS, PITCH - 4, PITCH, True), end)
+    assert coverage.full
+
+
+def boxes(size: int) -> list[tuple[Box, Walk]]:
+    """Every dense box of a grid of so many rows and words."""
+    runs = list(itertools.combinations(range(size + 1), 2))
+    return [
+        (
+            Box(row, row_end, UNIT * word, UNIT * word_end, True),
+            Walk(
+                UNIT * (size * row + word), (row_end - row, word_end - word), (UNIT * size, UNIT), 4
+            ),
+        )
+        for (row, row_end), (word, word_end) in itertools.product(runs, runs)
+    ]
+
+
+def test_any_two_boxes_are_told_apart() -> None:
+    every = boxes(3)
+    for first, second in itertools.product(every, every):
+        coverage, plain = Coverage(3, 3 * UNIT, UNIT), np.zeros((3, 3), bool)
+        coverage.add(*first)
+        a, b = (
+            np.s_[box.row_start : box.row_end, box.byte_start // UNIT : box.byte_end // UNIT]
+            for box, _ in (first, second)
+        )
+        plain[a] = True
+        assert coverage.covers(*second) == plain[b].all()
+        assert coverage.touches(*second) == plain[b].any()
+        coverage.add(*second)
+        plain[b] = True
+        joined = Coverage(3, 3 * UNIT, UNIT)
+        joined.add(*first)
+        joined.add(*second)
+        assert joined.full == plain.all()
+        for box, walk in (first, second):
+            assert coverage.covers(box, walk)
+        whole = Walk(0, (3, 3), (3 * UNIT, UNIT), 4)
+        assert np.array_equal(coverage.elements_of(whole), plain)
+
+
+def test_elements_between_two_words_count_by_half_a_word() -> None:
+    coverage = Coverage(2, 16, 4)
+    between = Walk(2, (2, 2), (16, 4), 4)
+    coverage.add(Box(0, 2, 2, 10, False), between)
+    plain = np.zeros((2, 16), bool)
+    plain[:, 2:10] = True
+    assert np.array_equal(coverage.elements_of(Walk(0, (2, 16), (16, 1), 1)), plain)
+    assert not coverage.covers(Box(0, 1, 0, 4, True), Walk(0, (1, 1), (16, 4), 4))
+    assert coverage.touches(Box(0, 1, 0, 4, True), Walk(0, (1, 1), (16, 4), 4))
+    assert coverage.covers(Box(1, 2, 6, 10, True), Walk(22, (1, 1), (16, 4), 4))

@@ -46,6 +46,9 @@ CHIP_VIEWS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     ),
     "expand-and-squeeze": (lambda t: t.expand_dim(1).squeeze_dim(1), X),
     "expand": (lambda t: t.expand_dim(2), X[:, :, None]),
+    "expand-at-the-end": (lambda t: t.expand_dim(3), X[..., None]),
+    "expand-from-the-end": (lambda t: t.expand_dim(-1), X[..., None]),
+    "expand-third-from-the-end": (lambda t: t.expand_dim(-3), X[:, None]),
     "reshape-dim": (lambda t: t.reshape_dim(2, (2, -1)), X.reshape(64, 6, 2, 4)),
     "flatten-dims": (lambda t: t.flatten_dims(1, 2), X.reshape(64, 48)),
     "reshape": (lambda t: t.reshape((64, 3, 16)), X.reshape(64, 3, 16)),
@@ -102,6 +105,8 @@ def test_a_view_in_hbm_shows_what_numpy_shows(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
+    "expand-past-the-end": (lambda t: t.expand_dim(4), LanguageError),
+    "expand-before-the-first": (lambda t: t.expand_dim(-5), LanguageError),
     "six-axes": (lambda t: t.expand_dim(1).expand_dim(1).expand_dim(1), LanguageError),
     "permute-partitions": (lambda t: t.permute((1, 0, 2)), LanguageError),
     "permute-twice-the-same": (lambda t: t.permute((0, 1, 1)), LanguageError),
