@@ -209,7 +209,7 @@ class PrefillPlan(Plan):
 
 
 def _are_finite(rows_Tn: Tensor) -> Tensor:
-    """Say of each row whether all its numbers are finite, [T]; an eighth of the time of isfinite."""
+    """Say whether all numbers of a row are finite, [T]; an eighth of the time of isfinite."""
     return rows_Tn.abs().amax(1) < torch.inf
 
 
