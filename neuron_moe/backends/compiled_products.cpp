@@ -97,7 +97,7 @@ inline Four add_up(const Floats& a, const Floats& b, const Floats& c, const Floa
 }
 
 #if defined(__AVX512F__)
-// The same of four rows at once, in a third of the instructions: lane 4 r + n is row r, column n.
+// The same of four rows at once, in half the instructions: lane 4 r + n is row r, column n.
 template <int ROWS>
 inline __m512 add_up_four_rows(const Floats (&sums)[TILE_COLUMNS][ROWS]) {
   __m512 rows[4];

@@ -48,6 +48,20 @@ def describe(block: list[int]) -> str:
     return f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
 
 
+def compile_for_hopper(
+    source: Any, kernel: Any, signature: dict[str, str], known: dict[str, Any], options: Any
+) -> Any:
+    names = [*signature]
+    constants = {(names.index(name),): value for name, value in known.items()}
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    made = source(kernel, signature, constants, aligned)
+    return triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options)
+
+
 def compile_product(**fields: Any) -> Any:
     sizes = {"num_experts": 8, "height": 512, "depth": 768, "width": 2048, "top_k": 4}
     product = Product(
@@ -71,16 +85,8 @@ def compile_product(**fields: Any) -> Any:
         else kinds.get(name, "*i32")
         for name in inspect.signature(hopper.multiply.fn).parameters
     }
-    names = [*signature]
-    constants = {(names.index(name),): value for name, value in known.items()}
-    aligned = {
-        (number,): [["tt.divisibility", 16]]
-        for number, kind in enumerate(signature.values())
-        if kind.startswith("*")
-    }
-    source = GluonASTSource(hopper.multiply, signature, constants, aligned)
     options = {"num_warps": known["num_warps"], "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_for_hopper(GluonASTSource, hopper.multiply, signature, known, options)
 
 
 def compile_codes(form: str) -> Any:
@@ -93,17 +99,12 @@ def compile_codes(form: str) -> Any:
     }  # fmt: skip
     kinds = {"source_ptr": "*bf16", "index_ptr": "*i32", "matrix_ptr": "*u8", "parts_ptr": "*fp32"}
     kinds["scale_ptr"] = "*u8" if form == "mxfp4" else "*fp32"
-    names = [*inspect.signature(decode_kernels.project_pairs.fn).parameters]
-    signature = {name: "constexpr" if name in known else kinds.get(name, "i32") for name in names}
-    constants = {(names.index(name),): value for name, value in known.items()}
-    aligned = {
-        (number,): [["tt.divisibility", 16]]
-        for number, kind in enumerate(signature.values())
-        if kind.startswith("*")
+    signature = {
+        name: "constexpr" if name in known else kinds.get(name, "i32")
+        for name in inspect.signature(decode_kernels.project_pairs.fn).parameters
     }
-    source = ASTSource(decode_kernels.project_pairs, signature, constants, aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_for_hopper(ASTSource, decode_kernels.project_pairs, signature, known, options)
 
 
 def stack_bytes(cubin: bytes, folder: Path) -> set[int]:

@@ -39,8 +39,12 @@ def takes(router: Router, hidden_TH: Tensor) -> bool:
     ):
         return False
     is_known = all(each.dtype.itemsize in (2, 4) for each in (hidden_TH, weight_EH))
-    is_wide = hidden_TH.dtype != weight_EH.dtype or weight_EH.dtype == torch.float32
-    return is_known and not (is_wide and hidden_TH.shape[0] > _WIDE_TOKENS)
+    return is_known and not (_widens(hidden_TH, weight_EH) and hidden_TH.shape[0] > _WIDE_TOKENS)
+
+
+def _widens(hidden_TH: Tensor, weight_EH: Tensor) -> bool:
+    """Tell whether the logits are products of float32 numbers."""
+    return hidden_TH.dtype != weight_EH.dtype or weight_EH.dtype == torch.float32
 
 
 def route(router: Router, hidden_TH: Tensor) -> Routing:
@@ -111,8 +115,7 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
         route_kernels.project_tokens[(*grid, parts)](
             hidden_TH, weight_EH, parts_STE, num_tokens, H=H, EXPERTS=num_experts,
             DEPTH_PART=depth_part, BLOCK_TOKENS=block, BLOCK_EXPERTS=_BLOCK_EXPERTS,
-            BLOCK_DEPTH=_BLOCK_DEPTH,
-            WIDENS=hidden_TH.dtype != weight_EH.dtype or hidden_TH.dtype == torch.float32,
+            BLOCK_DEPTH=_BLOCK_DEPTH, WIDENS=_widens(hidden_TH, weight_EH),
         )  # fmt: skip
     return parts_STE
 
