@@ -109,6 +109,11 @@ def ranks_scores(formula: RouterFormula) -> bool:
     return formula.has_selection_bias or formula.n_group > 1
 
 
+def num_best(formula: RouterFormula) -> int:
+    """Return how many experts are found at once: K, filled up to eights."""
+    return (formula.top_k + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+
+
 def pick(
     logits_sb: nl.ndarray, selection_bias_sb: nl.ndarray, num_experts: int, formula: RouterFormula
 ) -> Picked:
@@ -120,24 +125,46 @@ def pick(
         num_experts: E.
         formula: the router.
     """
-    rows, width = logits_sb.shape
+    rows, count = logits_sb.shape[0], num_best(formula)
+    scores_sb, ranked_sb = _score_all(logits_sb, selection_bias_sb, num_experts, formula)
+    best_sb = nl.ndarray((rows, count), nl.float32, buffer=nl.sbuf)
+    position_sb = nl.ndarray((rows, count), nl.uint32, buffer=nl.sbuf)
+    _find_largest(best_sb, position_sb, ranked_sb)
+    return Picked(best_sb, position_sb, scores_sb)
+
+
+def pick_into(
+    best: nl.ndarray,
+    positions: nl.ndarray,
+    logits: nl.ndarray,
+    selection_bias_sb: nl.ndarray,
+    num_experts: int,
+    formula: RouterFormula,
+) -> Picked:
+    """Do what `pick` does, and write to views [rows, 8 or 16] of float32 and uint32."""
+    scores_sb, ranked_sb = _score_all(logits, selection_bias_sb, num_experts, formula)
+    _find_largest(best, positions, ranked_sb)
+    return Picked(best, positions, scores_sb)
+
+
+def _score_all(
+    logits: nl.ndarray, selection_bias_sb: nl.ndarray, num_experts: int, formula: RouterFormula
+) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return scores [rows, E] and what is ranked [rows, max(E, 8)]: the logits if they are."""
     if not ranks_scores(formula):
-        values_sb, position_sb = _largest(logits_sb, formula.top_k)
-        return Picked(values_sb, position_sb, logits_sb)
+        return logits, logits
+    rows, width = logits.shape
     scores_sb = nl.ndarray((rows, num_experts), nl.float32, buffer=nl.sbuf)
-    _activate_all(scores_sb, logits_sb[:, 0:num_experts], formula)
-    ranked_sb = _rank(scores_sb, width, selection_bias_sb, formula)
-    values_sb, position_sb = _largest(ranked_sb, formula.top_k)
-    return Picked(values_sb, position_sb, scores_sb)
+    _activate_all(scores_sb, logits[:, 0:num_experts], formula)
+    return scores_sb, _rank(scores_sb, width, selection_bias_sb, formula)
 
 
-def write_index(chosen: nl.ndarray, picked: Picked, num_experts: int) -> None:
-    """Write the K experts of a tile's tokens, a view [rows, K] of 32-bit integers.
+def write_index(chosen: nl.ndarray, positions: nl.ndarray, num_experts: int) -> None:
+    """Write the experts at the K largest positions, views of as many 32-bit integers.
 
     A token of NaNs finds none of its values again; it gets the last expert, so that nobody reads
     past the experts because of it.
     """
-    positions = picked.position_sb[:, 0 : chosen.shape[1]]
     nisa.tensor_scalar(dst=chosen, data=positions, op0=nl.minimum, operand0=float(num_experts - 1))
 
 
@@ -181,41 +208,63 @@ def is_softmax_of_logits(formula: RouterFormula) -> bool:
 def begin_weights(
     weights: nl.ndarray,
     sums: nl.ndarray,
+    shifts: nl.ndarray,
     picked: Picked,
-    logits_sb: nl.ndarray,
+    logits: nl.ndarray,
     num_experts: int,
     formula: RouterFormula,
 ) -> None:
-    """Write what affinities are made of, a view [rows, K] of float32; `finish_weights` ends it.
+    """Write what affinities need of the scores of all experts; `finish_weights` does the rest.
 
     Args:
-        weights: written: scores, or exponents of a softmax.
-        sums: written if `is_softmax_of_logits`: sums of all exponents, [rows, 1] float32.
+        weights: scores of the K experts, written if `ranks_scores`; [rows, K] float32.
+        sums: of all exponents, [rows, 1] float32, written if `sums_all`.
+        shifts: minus the largest logit, likewise.
         picked: of the tile.
-        logits_sb: [rows, max(E, 8)] float32.
+        logits: [rows, max(E, 8)] float32.
         num_experts: E.
         formula: the router.
     """
-    if not is_softmax_of_logits(formula):
+    if ranks_scores(formula):
         _score(weights, picked, num_experts, formula)
-        return
-    best = picked.values_sb[:, 0 : formula.top_k]
-    summed = best if formula.act_over_topk else logits_sb[:, 0:num_experts]
-    shift_sb = nl.ndarray((logits_sb.shape[0], 1), nl.float32, buffer=nl.sbuf)
-    _sum_exponents(sums, shift_sb, summed, picked.values_sb[:, 0:1])
-    nisa.activation(dst=weights, op=nl.exp, data=best, bias=shift_sb)
+    elif sums_all(formula):
+        _sum_exponents(sums, shifts, logits[:, 0:num_experts], picked.values_sb[:, 0:1])
 
 
-def finish_weights(weights: nl.ndarray, sums_sb: nl.ndarray, formula: RouterFormula) -> None:
-    """Make affinities of what `begin_weights` wrote for many tiles, all at once.
+def sums_all(formula: RouterFormula) -> bool:
+    """Whether affinities are divided by a sum over all experts, not over the chosen ones."""
+    return is_softmax_of_logits(formula) and not formula.act_over_topk
+
+
+def finish_weights(
+    weights: nl.ndarray,
+    best: nl.ndarray,
+    sums_sb: nl.ndarray,
+    shifts_sb: nl.ndarray,
+    formula: RouterFormula,
+) -> None:
+    """Write the affinities of many tiles at once, after `begin_weights` for each.
 
     Args:
-        weights: [rows, tiles, K] float32, overwritten.
+        weights: [rows, tiles, K] float32.
+        best: [rows, tiles, K] float32, what experts were chosen by.
         sums_sb: [rows, tiles] float32, overwritten.
+        shifts_sb: likewise.
         formula: the router.
     """
     if is_softmax_of_logits(formula):
+        if formula.act_over_topk:
+            nisa.tensor_scalar(
+                dst=shifts_sb, data=best[:, :, 0], op0=nl.multiply, operand0=-1.0
+            )
+        each = shifts_sb.expand_dim(2).broadcast(2, weights.shape[2])
+        nisa.tensor_tensor(dst=weights, data1=best, data2=each, op=nl.add)
+        nisa.activation(dst=weights, op=nl.exp, data=weights)
+        if formula.act_over_topk:
+            nisa.tensor_reduce(dst=sums_sb, op=nl.add, data=weights, axis=2)
         _divide(weights, sums_sb)
+    elif not ranks_scores(formula):
+        nisa.activation(dst=weights, op=nl.sigmoid, data=best)
     if formula.renormalize:
         nisa.tensor_reduce(dst=sums_sb, op=nl.add, data=weights, axis=2)
         nisa.tensor_scalar(dst=sums_sb, data=sums_sb, op0=nl.add, operand0=formula.renormalize_eps)
@@ -244,7 +293,7 @@ def _score(weights: nl.ndarray, picked: Picked, num_experts: int, formula: Route
         nisa.activation(dst=weights, op=nl.sigmoid, data=picked.values_sb[:, 0 : formula.top_k])
         return
     position_sb = nl.ndarray(weights.shape, nl.uint32, buffer=nl.sbuf)
-    write_index(position_sb, picked, num_experts)
+    write_index(position_sb, picked.position_sb[:, 0 : formula.top_k], num_experts)
     nisa.nc_n_gather(dst=weights, data=picked.scores_sb, indices=position_sb)
 
 
@@ -353,20 +402,18 @@ def _remove_largest(values_sb: nl.ndarray, count: int) -> nl.ndarray:
     return rest_sb
 
 
-def _largest(values_sb: nl.ndarray, count: int) -> tuple[nl.ndarray, nl.ndarray]:
-    """Return the `count` (up to 16) largest values and their positions, the lower position first.
+def _find_largest(best: nl.ndarray, positions: nl.ndarray, values: nl.ndarray) -> None:
+    """Write the largest values and their positions, the lower position first.
 
-    Both are [rows, 8 or 16]; entries past `count` go on in the same order.
+    Args:
+        best: [rows, 8 or 16], so many are written.
+        positions: likewise, uint32.
+        values: [rows, 8 or more].
     """
-    rows = values_sb.shape[0]
-    width = (count + AT_ONCE - 1) // AT_ONCE * AT_ONCE
-    best_sb = nl.ndarray((rows, width), nl.float32, buffer=nl.sbuf)
-    position_sb = nl.ndarray((rows, width), nl.uint32, buffer=nl.sbuf)
-    rest_sb = values_sb
-    for first in range(0, width, AT_ONCE):
+    rest = values
+    for first in range(0, best.shape[1], AT_ONCE):
         if first > 0:
-            rest_sb = _remove_largest(rest_sb, AT_ONCE)
-        best = best_sb[:, first : first + AT_ONCE]
-        nisa.max8(dst=best, src=rest_sb)
-        nisa.nc_find_index8(dst=position_sb[:, first : first + AT_ONCE], data=rest_sb, vals=best)
-    return best_sb, position_sb
+            rest = _remove_largest(rest, AT_ONCE)
+        eight = best[:, first : first + AT_ONCE]
+        nisa.max8(dst=eight, src=rest)
+        nisa.nc_find_index8(dst=positions[:, first : first + AT_ONCE], data=rest, vals=eight)

@@ -249,7 +249,7 @@ def pick_experts(
         bias_sb = router.selection_biases[0] if formula.has_selection_bias else logits_sb
         picked = pick(logits_sb, bias_sb, num_experts, formula)
         index_sb = nl.ndarray((logits_sb.shape[0], formula.top_k), nl.int32, buffer=nl.sbuf)
-        write_index(index_sb, picked, num_experts)
+        write_index(index_sb, picked.position_sb[:, 0 : index_sb.shape[1]], num_experts)
         index_tiles.append(index_sb)
         picked_tiles.append(picked)
     return index_tiles, picked_tiles

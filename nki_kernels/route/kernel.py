@@ -52,10 +52,12 @@ import nki.language as nl
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, SBUF_BYTES
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.router_choice import (
+    AT_ONCE,
     begin_weights,
     finish_logits,
     finish_weights,
-    pick,
+    pick_into,
+    sums_all,
     write_index,
 )
 from nki_kernels.common.token_tiles import (
@@ -76,7 +78,8 @@ from nki_kernels.route.memory import (
     sbuf_bytes,
 )
 
-_H_CHUNK = BANK_FLOATS  # columns transposed into one PSUM bank
+_BANK_BYTES = 4 * BANK_FLOATS  # of columns that are transposed, then copied at once
+_TURNS = 3
 _NORM_PSUM_BYTES = 8192  # per partition, half of PSUM
 
 
@@ -125,7 +128,10 @@ class RoutedTiles(nl.NKIObject):
     affinities_sb: nl.ndarray  # [128, tiles * K] float32
     index_sb: nl.ndarray  # [128, tiles * K] int32
     spoils_sb: nl.ndarray  # [128, tiles] float32, 0, or NaN for a token with a logit that is none
-    sums_sb: nl.ndarray  # [128, tiles] float32, scratch
+    sums_sb: nl.ndarray  # [128, tiles] float32, scratch; so are the next three
+    shifts_sb: nl.ndarray  # likewise
+    best_sb: nl.ndarray  # [128, tiles, 8 or 16] float32, what experts were chosen by
+    positions_sb: nl.ndarray  # likewise uint32, the experts, or more where a token has NaNs
     gates_sb: nl.ndarray  # [128, tiles] float32, spoils and sigmoid of a gate, if there is one
 
 
@@ -176,47 +182,88 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
     if sbuf_bytes(table) > SBUF_BYTES:
         table, ahead = router_table(config, tokens.rows, 1), 0
     constants = _load_constants(x, config, table, tokens)
-    affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
-    sums_sb = allocate(table.sums)[0]
-    routed = RoutedTiles(affinities_sb, index_sb, affinities_sb, sums_sb, sums_sb)
-    if config.has_gate:
-        routed.gates_sb = allocate(table.gates)[0]
-    if config.marks_broken:
-        routed.spoils_sb = allocate(table.spoils)[0]
-    if tokens.rows < tokens.count * PARTITIONS:
-        nisa.memset(dst=routed.affinities_sb, value=1.0)
-        nisa.memset(dst=routed.sums_sb, value=1.0)
-        if config.marks_broken:
-            nisa.memset(dst=routed.index_sb, value=-1)
-            nisa.memset(dst=routed.spoils_sb, value=0.0)
-        if config.has_gate:
-            nisa.memset(dst=routed.gates_sb, value=0.0)
+    routed = _allocate_routed(config, table, tokens)
     # Engines work in order: a tile is chosen for while the next one is multiplied, the one after
-    # that turned, and two more normalised.
-    early = 2 * ahead if config.has_norm else 0
+    # that turned, one more normalised, and the squares of two more added up.
+    squared = 2 * ahead
+    early = squared + ahead if config.has_norm else 0
     loaded, normed, turned, logits = [], [], [], []
     for step in range(tokens.count + early + 2 * ahead):
         if step < tokens.count:
             loaded.append(_load_hidden(x, constants, config, table, tokens, step))
-        if config.has_norm and 0 <= step - ahead and step - ahead < tokens.count:
+        if config.has_norm and 0 <= step - squared and step - squared < tokens.count:
             first = loaded.pop(0)
-            normed.append(_normalize(first, x, constants, table, tokens, step - ahead))
+            normed.append(_normalize(first, x, constants, table, tokens, step - squared))
         if 0 <= step - early and step - early < tokens.count:
             rows_sb = normed.pop(0) if config.has_norm else loaded.pop(0).hidden_sb
-            turned.append(_turn_hidden(rows_sb, constants, table))
+            turned.append(_turn_hidden(rows_sb, constants, table, step - early))
         if 0 <= step - early - ahead and step - early - ahead < tokens.count:
             logits.append(_multiply(turned.pop(0), constants, config))
         if 0 <= step - early - 2 * ahead:
             _choose_tile(
                 x, constants, config, routed, tokens, step - early - 2 * ahead, logits.pop(0)
             )
-    shape = (tokens.count, config.formula.top_k)
-    finish_weights(routed.affinities_sb.reshape_dim(1, shape), routed.sums_sb, config.formula)
+    _finish_choices(routed, config, tokens)
+    return routed
+
+
+def _allocate_routed(
+    config: RouterConfig, table: RouterTable, tokens: TokenTiles
+) -> RoutedTiles:
+    """Allocate what is known per token; partitions without a token get numbers."""
+    affinities_sb, sums_sb = allocate(table.affinities)[0], allocate(table.sums)[0]
+    routed = RoutedTiles(
+        affinities_sb, allocate(table.chosen)[0], affinities_sb, sums_sb, allocate(table.sums)[0],
+        allocate(table.best)[0], allocate(table.positions)[0], sums_sb,
+    )  # fmt: skip
+    if config.has_gate:
+        routed.gates_sb = allocate(table.gates)[0]
+    if config.marks_broken:
+        routed.spoils_sb = allocate(table.spoils)[0]
+    if tokens.rows < tokens.count * PARTITIONS:
+        for ones_sb in (affinities_sb, sums_sb):
+            nisa.memset(dst=ones_sb, value=1.0)
+        for zeros_sb in (routed.shifts_sb, routed.best_sb):
+            nisa.memset(dst=zeros_sb, value=0.0)
+        nisa.memset(dst=routed.index_sb, value=-1)
+        if config.marks_broken:
+            nisa.memset(dst=routed.spoils_sb, value=0.0)
+        if config.has_gate:
+            nisa.memset(dst=routed.gates_sb, value=0.0)
+    return routed
+
+
+def _finish_choices(routed: RoutedTiles, config: RouterConfig, tokens: TokenTiles) -> None:
+    """Make indices, affinities and gates of all tiles at once."""
+    formula, count = config.formula, tokens.count
+    index = routed.index_sb.reshape_dim(1, (count, formula.top_k))
+    # All tiles before `rest` have a row more than those from it on.
+    for first, stop, rows in (
+        (0, tokens.rest, tokens.full + 1),
+        (tokens.rest, count, tokens.full),
+    ):
+        if first < stop and rows > 0:
+            write_index(
+                index[0:rows, first:stop, :],
+                routed.positions_sb[0:rows, first:stop, 0 : formula.top_k],
+                config.num_experts,
+            )
+    if config.marks_broken and sums_all(formula):
+        # The sum of exponents is a number if all logits are.
+        nisa.tensor_scalar(
+            dst=routed.spoils_sb, data=routed.sums_sb, op0=nl.multiply, operand0=0.0
+        )
+    finish_weights(
+        routed.affinities_sb.reshape_dim(1, (count, formula.top_k)),
+        routed.best_sb[:, :, 0 : formula.top_k],
+        routed.sums_sb,
+        routed.shifts_sb,
+        formula,
+    )
     if config.has_gate:
         gates_sb = routed.gates_sb
         nisa.activation(dst=gates_sb, op=nl.sigmoid, data=gates_sb)
         nisa.tensor_tensor(dst=gates_sb, data1=gates_sb, data2=routed.spoils_sb, op=nl.add)
-    return routed
 
 
 def _choose_tile(
@@ -229,38 +276,47 @@ def _choose_tile(
     logits_ps: nl.ndarray,
 ) -> None:
     """Choose the experts of a tile's tokens and score them; store their logits if asked."""
-    rows, top_k = tile_rows(tokens, tile), config.formula.top_k
+    rows, top_k, num_experts = tile_rows(tokens, tile), config.formula.top_k, config.num_experts
+    column = slice(tile, tile + 1)
     if config.has_gate:
-        gate_ps = logits_ps[:, config.num_experts : num_rows(config)]
-        nisa.tensor_copy(dst=routed.gates_sb[0:rows, tile : tile + 1], src=gate_ps)
-        logits_ps = logits_ps[:, 0 : config.num_experts]
-    logits_sb = finish_logits(logits_ps, constants.bias_sb, config.formula)
+        gate_ps = logits_ps[:, num_experts : num_rows(config)]
+        nisa.tensor_copy(dst=routed.gates_sb[0:rows, column], src=gate_ps)
+        logits_ps = logits_ps[:, 0:num_experts]
+    logits = logits_ps
+    if config.formula.has_bias or config.returns_logits or num_experts < AT_ONCE:
+        logits = finish_logits(logits_ps, constants.bias_sb, config.formula)
     if config.returns_logits:
-        target = token_rows(x.logits_TE, tokens, tile, 0, config.num_experts)
-        nisa.dma_copy(dst=target, src=logits_sb[:, 0 : config.num_experts])
-    picked = pick(logits_sb, constants.selection_bias_sb, config.num_experts, config.formula)
-    columns = slice(tile * top_k, (tile + 1) * top_k)
-    write_index(routed.index_sb[0:rows, columns], picked, config.num_experts)
-    begin_weights(
-        routed.affinities_sb[0:rows, columns],
-        routed.sums_sb[0:rows, tile : tile + 1],
-        picked,
-        logits_sb,
-        config.num_experts,
+        target = token_rows(x.logits_TE, tokens, tile, 0, num_experts)
+        nisa.dma_copy(dst=target, src=logits[:, 0:num_experts])
+    picked = pick_into(
+        routed.best_sb[0:rows, tile, :],
+        routed.positions_sb[0:rows, tile, :],
+        logits,
+        constants.selection_bias_sb,
+        num_experts,
         config.formula,
     )
-    if config.marks_broken:
-        _mark_broken(routed.spoils_sb[0:rows, tile : tile + 1], logits_sb, config.num_experts)
+    begin_weights(
+        routed.affinities_sb[0:rows, tile * top_k : (tile + 1) * top_k],
+        routed.sums_sb[0:rows, column],
+        routed.shifts_sb[0:rows, column],
+        picked,
+        logits,
+        num_experts,
+        config.formula,
+    )
+    if config.marks_broken and not sums_all(config.formula):
+        _mark_broken(routed.spoils_sb[0:rows, column], logits, num_experts)
 
 
-def _mark_broken(spoils: nl.ndarray, logits_sb: nl.ndarray, num_experts: int) -> None:
+def _mark_broken(spoils: nl.ndarray, logits: nl.ndarray, num_experts: int) -> None:
     """Write 0 for a token whose logits are numbers, else NaN: 0 times what is none is none."""
-    nothing_sb = nl.ndarray((logits_sb.shape[0], num_experts), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar_reduce(
+    nothing_sb = nl.ndarray((logits.shape[0], num_experts), nl.float32, buffer=nl.sbuf)
+    nisa.activation_reduce(
         dst=nothing_sb,
-        data=logits_sb[:, 0:num_experts],
-        op0=nl.multiply,
-        operand0=0.0,
+        op=nl.copy,
+        data=logits[:, 0:num_experts],
+        scale=0.0,
         reduce_op=nl.add,
         reduce_res=spoils,
     )
@@ -275,20 +331,10 @@ def _load_constants(
     weight_sb = allocate(table.weight)[0]
     for expert in range(0, num_experts, PARTITIONS):
         rows = min(PARTITIONS, num_experts - expert)
-        for start in range(0, hidden_size, _H_CHUNK):
-            width = min(_H_CHUNK, hidden_size - start)
-            part_sb = nl.ndarray((rows, width), router_weight_EH.dtype, buffer=nl.sbuf)
-            source = router_weight_EH[expert : expert + rows, start : start + width]
-            nisa.dma_copy(dst=part_sb, src=source)
-            target = weight_sb[:, :, expert : expert + rows]
-            _transpose_columns(target, part_sb, start // PARTITIONS)
+        source = router_weight_EH[expert : expert + rows, :]
+        _load_turned(weight_sb[:, :, expert : expert + rows], source)
     if config.has_gate:
-        gate_sb = nl.ndarray((1, hidden_size), router_weight_EH.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=gate_sb, src=x.gate_1H)
-        for start in range(0, hidden_size, _H_CHUNK):
-            part_sb = gate_sb[:, start : min(start + _H_CHUNK, hidden_size)]
-            target = weight_sb[:, :, num_experts : num_rows(config)]
-            _transpose_columns(target, part_sb, start // PARTITIONS)
+        _load_turned(weight_sb[:, :, num_experts : num_rows(config)], x.gate_1H)
     used = used_partitions(tokens)
     constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb)
     if config.formula.has_bias:
@@ -302,8 +348,8 @@ def _load_constants(
         constants.squares_sb = allocate(table.squares)[0]
         columns = _norm_columns(norm_sb, table)
         constants.norm_weight_ps = nl.ndarray((used, columns), norm_sb.dtype, buffer=nl.psum)
-        for start in range(0, columns, _H_CHUNK):
-            part = slice(start, min(start + _H_CHUNK, columns))
+        for start in range(0, columns, BANK_FLOATS):
+            part = slice(start, min(start + BANK_FLOATS, columns))
             nisa.tensor_copy(dst=constants.norm_weight_ps[:, part], src=norm_sb[:, part])
     return constants
 
@@ -322,44 +368,55 @@ def _repeat_row(row_1X: nl.ndarray, repeated_sb: nl.ndarray) -> nl.ndarray:
     return repeated_sb
 
 
-def _transpose_columns(target_sb: nl.ndarray, source_sb: nl.ndarray, first_chunk: int) -> None:
-    """Transpose up to 512 columns of source [rows, width] into chunks of target [128, C, rows].
+def _load_turned(target_sb: nl.ndarray, source_RH: nl.ndarray) -> None:
+    """Load rows of H and transpose them into [128 of H, C, rows]."""
+    rows, hidden_size = source_RH.shape
+    width = target_sb.shape[1] * PARTITIONS
+    part_sb = nl.ndarray((rows, width), source_RH.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=part_sb[:, 0:hidden_size], src=source_RH)
+    _clear_tail(part_sb, hidden_size)
+    _turn(target_sb, part_sb, 0)
 
-    Column 128 * c + p of the source goes to partition p of chunk first_chunk + c.
+
+def _clear_tail(rows_sb: nl.ndarray, hidden_size: int) -> None:
+    """Write zeros behind rows of H, which are transposed, too."""
+    width = rows_sb.shape[1]
+    if hidden_size < width:
+        nisa.memset(
+            dst=rows_sb[:, hidden_size:width], value=0.0, engine=nisa.engine.gpsimd
+        )
+
+
+def _turn(target_sb: nl.ndarray, source_sb: nl.ndarray, tile: int) -> None:
+    """Transpose source [rows, 128 * C] into target [128, C, rows].
+
+    Column 128 * c + p of the source goes to partition p of chunk c. The Scalar engine, slower at
+    copies, which last longer than the transposes, takes every third one of all tiles.
     """
-    rows, width = source_sb.shape
-    full = width // PARTITIONS
-    # Scalar and Vector engine take turns at the copies, which last longer than the transposes; the
-    # Scalar engine, slower at them, takes every third one.
-    turn = first_chunk * PARTITIONS // _H_CHUNK
-    engine = nisa.engine.scalar if turn % 3 == 1 else nisa.engine.vector
-    if full > 0:
-        turned_ps = nl.ndarray((PARTITIONS, full, rows), source_sb.dtype, buffer=nl.psum)
-        for chunk in range(full):
-            start = chunk * PARTITIONS
+    rows, chunks = source_sb.shape[0], target_sb.shape[1]
+    at_once = _BANK_BYTES // (4 if source_sb.dtype == nl.float32 else 2) // PARTITIONS
+    number = tile * ((chunks + at_once - 1) // at_once)
+    for first in range(0, chunks, at_once):
+        count = min(at_once, chunks - first)
+        turned_ps = nl.ndarray((PARTITIONS, count, rows), source_sb.dtype, buffer=nl.psum)
+        for chunk in range(count):
+            start = (first + chunk) * PARTITIONS
             nisa.nc_transpose(
                 dst=turned_ps[:, chunk, :], data=source_sb[:, start : start + PARTITIONS]
             )
-        target = target_sb[:, first_chunk : first_chunk + full, :]
-        nisa.tensor_copy(dst=target, src=turned_ps, engine=engine)
-    tail = width - full * PARTITIONS
-    if tail > 0:
-        tail_ps = nl.ndarray((tail, rows), source_sb.dtype, buffer=nl.psum)
-        nisa.nc_transpose(dst=tail_ps, data=source_sb[:, full * PARTITIONS : width])
-        target = target_sb[0:tail, first_chunk + full, :]
-        nisa.tensor_copy(dst=target, src=tail_ps, engine=engine)
+        engine = nisa.engine.scalar if number % _TURNS == 1 else nisa.engine.vector
+        nisa.tensor_copy(dst=target_sb[:, first : first + count, :], src=turned_ps, engine=engine)
+        number += 1
 
 
 def _turn_hidden(
-    hidden_sb: nl.ndarray, constants: _RouterConstants, table: RouterTable
+    hidden_sb: nl.ndarray, constants: _RouterConstants, table: RouterTable, tile: int
 ) -> nl.ndarray:
     """Return rows of tokens as [128 of H, H / 128, rows]."""
-    rows, hidden_size = hidden_sb.shape
     chunks = constants.weight_sb.shape[1]
-    turned_sb = nl.ndarray((PARTITIONS, chunks, rows), table.turned.dtype, buffer=nl.sbuf)
-    for start in range(0, hidden_size, _H_CHUNK):
-        width = min(_H_CHUNK, hidden_size - start)
-        _transpose_columns(turned_sb, hidden_sb[:, start : start + width], start // PARTITIONS)
+    shape = (PARTITIONS, chunks, hidden_sb.shape[0])
+    turned_sb = nl.ndarray(shape, table.turned.dtype, buffer=nl.sbuf)
+    _turn(turned_sb, hidden_sb, tile)
     return turned_sb
 
 
@@ -375,23 +432,21 @@ def _load_hidden(
     hidden_size = x.hidden_TH.shape[1]
     rows = tile_rows(tokens, tile)
     hidden_sb = allocate_rows(table.hidden, rows)
-    nisa.dma_copy(dst=hidden_sb, src=token_rows(x.hidden_TH, tokens, tile, 0, hidden_size))
+    real = hidden_sb[:, 0:hidden_size]
+    nisa.dma_copy(dst=real, src=token_rows(x.hidden_TH, tokens, tile, 0, hidden_size))
     if not config.has_norm:
+        _clear_tail(hidden_sb, hidden_size)
         return _LoadedTile(hidden_sb, hidden_sb)
     scale_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     # The squares themselves are not needed.
     nisa.activation_reduce(
-        dst=constants.squares_sb[0:rows, :], op=nl.square, data=hidden_sb, reduce_op=nl.add,
+        dst=constants.squares_sb[0:rows, :], op=nl.square, data=real, reduce_op=nl.add,
         reduce_res=scale_sb,
     )  # fmt: skip
-    # A root of the Scalar engine would change its table twice a tile.
     nisa.tensor_scalar(
         dst=scale_sb, data=scale_sb, op0=nl.multiply, operand0=1.0 / hidden_size, op1=nl.add,
         operand1=config.norm_eps, engine=nisa.engine.scalar,
     )  # fmt: skip
-    nisa.tensor_scalar(
-        dst=scale_sb, data=scale_sb, op0=nl.power, operand0=-0.5, engine=nisa.engine.gpsimd
-    )
     return _LoadedTile(hidden_sb, scale_sb)
 
 
@@ -404,9 +459,16 @@ def _normalize(
     tile: int,
 ) -> nl.ndarray:
     """Return RMSNorm of the rows [rows, H], and store it."""
-    hidden_sb = loaded.hidden_sb
-    rows, hidden_size = hidden_sb.shape
+    hidden_sb, hidden_size = loaded.hidden_sb, x.hidden_TH.shape[1]
+    rows = hidden_sb.shape[0]
     normed_sb = allocate_rows(table.normed, rows)
+    _clear_tail(normed_sb, hidden_size)
+    # A root of the Scalar engine would change its table twice a tile. GpSimd takes it a step after
+    # the squares, for which it would wait otherwise.
+    nisa.tensor_scalar(
+        dst=loaded.scale_sb, data=loaded.scale_sb, op0=nl.power, operand0=-0.5,
+        engine=nisa.engine.gpsimd,
+    )  # fmt: skip
     # The Vector engine reads one operand from SBUF and one from PSUM at full rate, two of SBUF at
     # half of it. GpSimd, which does little else, takes a share of the columns.
     first = hidden_size - gpsimd_columns(table, hidden_size)
@@ -420,7 +482,8 @@ def _normalize(
     for start in range(first, hidden_size, PIECE):
         piece = slice(start, min(start + PIECE, hidden_size))
         _normalize_piece(normed_sb[:, piece], hidden_sb[:, piece], piece, loaded, constants, table)
-    nisa.dma_copy(dst=token_rows(x.normed_TH, tokens, tile, 0, hidden_size), src=normed_sb)
+    target = token_rows(x.normed_TH, tokens, tile, 0, hidden_size)
+    nisa.dma_copy(dst=target, src=normed_sb[:, 0:hidden_size])
     return normed_sb
 
 

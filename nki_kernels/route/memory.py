@@ -8,7 +8,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
-from nki_kernels.common.router_choice import AT_ONCE, ranks_scores
+from nki_kernels.common.router_choice import AT_ONCE, num_best, ranks_scores
 from nki_kernels.route.config import RouterConfig, num_rows
 
 PIECE = 1024  # columns that GpSimd normalises at once
@@ -18,7 +18,7 @@ _SMALL_TILES_BYTES = 1024  # sums, scales and single columns
 class RouterTable(NamedTuple):
     """The buffers of one core; H / 128 rounded up is C."""
 
-    hidden: Tiles  # [128 tokens, H], one per tile in flight, one more to normalise
+    hidden: Tiles  # [128 tokens, 128 C], one per tile in flight, two more to normalise
     normed: Tiles  # one per tile in flight; so is `turned`
     squares: Tiles  # [128 tokens, H], one
     scaled: Tiles  # [128 tokens, columns that GpSimd normalises at once], one per tile in flight
@@ -31,7 +31,9 @@ class RouterTable(NamedTuple):
     affinities: Tiles  # [128, tiles * K]
     chosen: Tiles
     spoils: Tiles  # [128, tiles], of tokens that hold no numbers
-    sums: Tiles  # [128, tiles]
+    sums: Tiles  # [128, tiles], two
+    best: Tiles  # [128, tiles, K filled up to eights]
+    positions: Tiles  # likewise
     gates: Tiles  # [128, tiles]
 
 
@@ -52,8 +54,10 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
     selection_biases = 1 if formula.has_selection_bias else 0
     scores = (7 if ranks_scores(formula) else 4) + biases + selection_biases
     return RouterTable(
-        hidden=tiles(in_flight + (norms if in_flight > 1 else 0), (PARTITIONS, H), hidden),
-        normed=tiles(in_flight * norms, (PARTITIONS, H), hidden),
+        hidden=tiles(
+            in_flight + (2 * norms if in_flight > 1 else 0), (PARTITIONS, chunks * PARTITIONS), hidden
+        ),
+        normed=tiles(in_flight * norms, (PARTITIONS, chunks * PARTITIONS), hidden),
         squares=tiles(norms, (PARTITIONS, H), hidden),
         # Where tiles are worked on one after the other, nothing is gained by it.
         scaled=tiles(norms * in_flight if in_flight > 1 else 0, (PARTITIONS, PIECE), nl.float32),
@@ -71,6 +75,8 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         ),
         gates=small_tiles(int(config.has_gate), (PARTITIONS, columns // formula.top_k), nl.float32),
         sums=small_tiles(1, (PARTITIONS, columns // formula.top_k), nl.float32),
+        best=tiles(1, (PARTITIONS, columns // formula.top_k, num_best(formula)), nl.float32),
+        positions=tiles(1, (PARTITIONS, columns // formula.top_k, num_best(formula)), nl.uint32),
     )
 
 
