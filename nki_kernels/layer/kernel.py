@@ -180,8 +180,9 @@ def _index_tokens(
     if config.router.has_norm:
         nisa.core_barrier(x.normed_TH, _BOTH)
     placed = place_pairs(local.index_sb, tokens, config.dims, top_k)
-    store_slots(index.slot_of_pair_TK, placed.slot_sb, tokens)
+    # The lists wait for counts alone, what comes after them for ranks.
     index.visits = list_visits(placed, config.visits, config.dims)
+    store_slots(index.slot_of_pair_TK, placed.slot_sb, tokens)
     invert_tokens(index.token_of_slot, placed.slot_sb, tokens)
     if config.experts.scaling == "pre":
         invert_weights(index.slot_scale, local.affinities_sb, placed.slot_sb)
