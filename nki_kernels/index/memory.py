@@ -67,6 +67,13 @@ def ranked_tiles(num_experts: int) -> int:
     return max(1, min(8, _RANKED_COLUMNS // (num_experts + 1)))
 
 
+def inverse_bytes(tokens: TokenTiles, top_k: int, dims: BlockDims) -> int:
+    """Return bytes per partition alive while a layer inverts its slots."""
+    table = index_table(tokens, top_k, dims)
+    pairs = (table.experts, table.experts, table.slots)  # experts, affinities and slots
+    return table_bytes((*pairs, table.digits, table.inverse, table.one_hots)) + _SMALL_TILES_BYTES
+
+
 def sbuf_bytes(
     num_tokens: int,
     top_k: int,

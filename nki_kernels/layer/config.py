@@ -8,9 +8,12 @@ import numpy as np
 from nki.language import NKIObject
 
 from nki_kernels.combine import CombineDims, check_combine
+from nki_kernels.common.chip import SBUF_BYTES
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import VisitDims, VisitLists
 from nki_kernels.index import BlockDims, check_index_blocks
+from nki_kernels.index.memory import inverse_bytes
 from nki_kernels.prefill import (
     Expected,
     ExpertSizes,
@@ -24,6 +27,7 @@ from nki_kernels.prefill import (
     visits_of,
 )
 from nki_kernels.prefill.config import num_partials
+from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
 _WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row to a token
@@ -74,6 +78,19 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
     if experts.stores == "tokens":
         raise ValueError("stores='tokens': broken tokens have no row there. Use 'rows' or 'tiles'.")
     _check_shared(config)
+
+
+def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
+    """Whether each core asks for its first weights before the slots are inverted.
+
+    They must fit SBUF beside the inverse; where cores share visits they wait for its barriers.
+    """
+    experts = config.experts
+    if experts.shard.splits_h or experts.shard.num_lanes < num_cores:
+        return False
+    tokens = split_tokens(experts.num_tokens, 0, num_cores)
+    inverse = inverse_bytes(tokens, config.router.formula.top_k, config.dims)
+    return inverse + weight_bytes(experts) <= SBUF_BYTES
 
 
 def _check_shared(config: PrefillLayerConfig) -> None:

@@ -60,8 +60,22 @@ from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
 from nki_kernels.index.kernel import list_visits, place_pairs, store_slots
 from nki_kernels.index.slot_inverse import invert_tokens, invert_weights
-from nki_kernels.layer.config import PrefillLayerConfig, num_shared_slots
-from nki_kernels.prefill.kernel import blockwise_moe
+from nki_kernels.layer.config import PrefillLayerConfig, loads_ahead, num_shared_slots
+from nki_kernels.prefill.buffers import (
+    Lists,
+    Operands,
+    WeightBuffers,
+    clear_rows,
+    make_buffers,
+    make_weight_buffers,
+)
+from nki_kernels.prefill.kernel import (
+    blockwise_moe,
+    compute_visits,
+    lane_of,
+    load_ahead,
+    make_output,
+)
 from nki_kernels.route.kernel import RoutedTiles, RouterOperands, route_tiles
 
 _BOTH = (0, 1)
@@ -123,22 +137,18 @@ def prefill_layer(
     operands = RouterOperands(
         hidden, router_weight, router_bias, selection_bias, norm_weight, x_TH, x_TH, shared_gate
     )
-    index = _index_tokens(operands, first_expert, config)
-    slots_PSH = blockwise_moe(
-        x_TH,
-        gate_up,
-        down,
-        index.token_of_slot,
-        index.visits[0],
-        index.visits[1],
-        index.visits[2],
-        config.experts,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        gate_up_scale=gate_up_scale,
-        down_scale=down_scale,
-        slot_scale=index.slot_scale,
-    )
+    index = _allocate_index(hidden.shape[0], config.router.formula.top_k, config)
+    x = Operands(
+        x_TH, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, index.slot_scale,
+        make_output(config.experts),
+    )  # fmt: skip
+    weights = _index_tokens(operands, first_expert, index, x, config)
+    b = make_buffers(config.experts, weights)
+    # The Vector engine has just inverted the slots, GpSimd rested.
+    clear_rows(config.experts, b, [nisa.engine.gpsimd, nisa.engine.vector])
+    weights.is_clear = True
+    _meet(index, config)
+    slots_PSH = compute_visits(config.experts, b, weights, x, _lists_of(index, config))
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
     if config.out.has_shared:
@@ -169,29 +179,52 @@ def prefill_layer(
     return output, index.affinities_TK, index.index_TK
 
 
+def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
+    """Return what says which visits there are."""
+    return Lists(
+        index.token_of_slot, index.slot_scale, index.visits[0], index.visits[1], index.visits[2],
+        lane_of(config.experts),
+    )  # fmt: skip
+
+
 def _index_tokens(
-    x: RouterOperands, first_expert: nl.NkiTensor, config: PrefillLayerConfig
-) -> LayerIndex:
-    """Route this core's tokens and place their pairs; both cores have met when it returns."""
+    x: RouterOperands,
+    first_expert: nl.NkiTensor,
+    index: LayerIndex,
+    experts: Operands,
+    config: PrefillLayerConfig,
+) -> WeightBuffers:
+    """Route this core's tokens, place their pairs and list them; the cores have not met yet.
+
+    Weights of the first visit are asked for as soon as it is known, if they fit beside the inverse.
+    """
     num_tokens, top_k = x.hidden_TH.shape[0], config.router.formula.top_k
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
-    index = _allocate_index(num_tokens, top_k, config)
     local = _route(x, first_expert, index, config, tokens)
     if config.router.has_norm:
         nisa.core_barrier(x.normed_TH, _BOTH)
     placed = place_pairs(local.index_sb, tokens, config.dims, top_k)
     # The lists wait for counts alone, what comes after them for ranks.
     index.visits = list_visits(placed, config.visits, config.dims)
+    is_early = loads_ahead(config, nl.num_programs(0))
+    if is_early:
+        weights = make_weight_buffers(config.experts)
+        load_ahead(config.experts, weights, experts, _lists_of(index, config))
     store_slots(index.slot_of_pair_TK, placed.slot_sb, tokens)
     invert_tokens(index.token_of_slot, placed.slot_sb, tokens)
     if config.experts.scaling == "pre":
         invert_weights(index.slot_scale, local.affinities_sb, placed.slot_sb)
+    return weights if is_early else make_weight_buffers(config.experts)
+
+
+def _meet(index: LayerIndex, config: PrefillLayerConfig) -> None:
+    """Wait until both cores have written what they tell each other."""
+    if config.experts.scaling == "pre":
         nisa.core_barrier(index.slot_scale, _BOTH)
     nisa.core_barrier(index.visits[2], _BOTH)
     nisa.core_barrier(index.token_of_slot, _BOTH)
     if config.out.has_shared:
         nisa.core_barrier(index.shared_tokens, _BOTH)
-    return index
 
 
 def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> LayerIndex:

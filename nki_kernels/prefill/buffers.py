@@ -8,6 +8,7 @@ Legend: s parity of a visit, j row tile of a visit, part of the intermediate axi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
@@ -44,6 +45,27 @@ class Operands(NKIObject):
     down_scale: nl.NkiTensor
     slot_scale: nl.NkiTensor
     output: nl.NkiTensor
+
+
+@dataclass
+class WeightBuffers(NKIObject):
+    """What weights and what lies beside them are loaded into, and the experts of all visits.
+
+    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `is_clear` once places
+    of gathered rows hold zeros.
+    """
+
+    gate_up: list[nl.NkiTensor]
+    down: list[nl.NkiTensor]
+    gate_up_bias: list[nl.NkiTensor]
+    up_bias: list[nl.NkiTensor]
+    gate_up_scale: list[nl.NkiTensor]
+    down_bias: list[nl.NkiTensor]
+    down_scale: list[nl.NkiTensor]
+    down_scale_parts: list[nl.NkiTensor]
+    expert_table: nl.NkiTensor
+    is_loaded: bool = False
+    is_clear: bool = False
 
 
 @dataclass
@@ -98,21 +120,15 @@ class Buffers(NKIObject):
     one: nl.NkiTensor
 
 
-def make_buffers(config: PrefillConfig) -> Buffers:
-    """Allocate everything that stays on chip."""
-    w, r, v = weight_table(config), row_table(config), visit_table(config)
-    halves = num_projections(config.formula)
-    # Turned rows and output rows are never in PSUM at once: they share six of its eight banks.
-    outer_ps = make_tiles(6, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
-    turn_ps = []
-    for bank_ps in outer_ps:
-        turn_ps.append(bank_ps.view(nl.bfloat16))
+def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
+    """Allocate what weights are loaded into."""
+    w = weight_table(config)
     gate_up, down = allocate(w.gate_up), allocate(w.down)
     biases = allocate(w.gate_up_bias)
     if is_mx(config) and config.formula.has_gate_up_bias:
         for run_sb in gate_up:
             biases.append(bias_tile(mx_form(config), run_sb))
-    return Buffers(
+    return WeightBuffers(
         gate_up=gate_up,
         down=down,
         gate_up_bias=biases,
@@ -121,6 +137,28 @@ def make_buffers(config: PrefillConfig) -> Buffers:
         down_bias=allocate(w.down_bias),
         down_scale=allocate(w.down_scale),
         down_scale_parts=allocate(w.down_scale_parts),
+        expert_table=allocate(visit_table(config).expert_table)[0],
+    )
+
+
+def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
+    """Allocate what else stays on chip."""
+    r, v = row_table(config), visit_table(config)
+    halves = num_projections(config.formula)
+    # Turned rows and output rows are never in PSUM at once: they share six of its eight banks.
+    outer_ps = make_tiles(6, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
+    turn_ps = []
+    for bank_ps in outer_ps:
+        turn_ps.append(bank_ps.view(nl.bfloat16))
+    return Buffers(
+        gate_up=weights.gate_up,
+        down=weights.down,
+        gate_up_bias=weights.gate_up_bias,
+        up_bias=weights.up_bias,
+        gate_up_scale=weights.gate_up_scale,
+        down_bias=weights.down_bias,
+        down_scale=weights.down_scale,
+        down_scale_parts=weights.down_scale_parts,
         rows=allocate(r.rows),
         turned=allocate(r.turned),
         own=allocate(r.own),
@@ -147,7 +185,7 @@ def make_buffers(config: PrefillConfig) -> Buffers:
         out_tile=allocate(v.out_tile),
         out_row=allocate(v.out_row),
         out_scale=allocate(v.out_scale),
-        expert_table=allocate(v.expert_table)[0],
+        expert_table=weights.expert_table,
         tile_table=allocate(v.tile_table)[0],
         id_table=allocate(v.id_table)[0],
         row_table=allocate(v.row_table),
@@ -175,30 +213,43 @@ class Lists(NKIObject):
     lane: int
 
 
-def fill_first(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+def load_experts(config: PrefillConfig, weights: WeightBuffers, lists: Lists) -> None:
+    """Bring the experts of all visits on chip."""
+    table_sb, lane = weights.expert_table, lists.lane
+    nisa.dma_copy(dst=table_sb, src=lists.visit_expert[lane : lane + 1, 0 : table_sb.shape[1]])
+    if config.loop.missing == "spare":
+        keep_below(table_sb, config.E)
+
+
+def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
     """Bring on chip what the first visits need: token ids, scales, experts; reset counters.
 
     What is asked for after the first weights waits for these, so the ids come before.
     """
-    num_visits, stop = b.expert_table.shape[1], first_entries(config)
+    stop = first_entries(config)
     _fill_ids(config, b, lists, 0, stop)
-    nisa.dma_copy(
-        dst=b.expert_table, src=lists.visit_expert[lists.lane : lists.lane + 1, 0:num_visits]
-    )
-    if config.loop.missing == "spare":
-        keep_below(b.expert_table, config.E)
+    if not weights.is_loaded:
+        load_experts(config, weights, lists)
     if has_scale_table(config):
         _fill_scales(config, b, lists, 0, stop)
     nisa.memset(dst=b.counter, value=0)
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
-    # Rows of padding keep what they had; it must be a number, though no one reads the result.
-    gathered = b.turned if config.loop.turns == "dma" else b.rows
-    for j in range(len(gathered)):
-        nisa.memset(dst=gathered[j], value=0.0, engine=nisa.engine.vector)
+    if not weights.is_clear:
+        clear_rows(config, b, [nisa.engine.vector])
     if is_mx(config):
         _clear_fours(config, b)
+
+
+def clear_rows(config: PrefillConfig, b: Buffers, engines: list[Any]) -> None:
+    """Clear places of gathered rows, in turn on some engines.
+
+    Rows of padding keep what they had; it must be a number, though no one reads the result.
+    """
+    gathered = b.turned if config.loop.turns == "dma" else b.rows
+    for j in range(len(gathered)):
+        nisa.memset(dst=gathered[j], value=0.0, engine=engines[j % len(engines)])
 
 
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:

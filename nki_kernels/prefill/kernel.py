@@ -60,12 +60,15 @@ from nki_kernels.prefill.buffers import (
     Buffers,
     Lists,
     Operands,
+    WeightBuffers,
     fill_first,
     fill_rest,
+    load_experts,
     load_late_scales,
     look_ahead,
     look_at_outputs,
     make_buffers,
+    make_weight_buffers,
     start_experts,
     start_visits,
 )
@@ -117,13 +120,6 @@ def blockwise_moe(
     slot_scale: Any = None,
 ) -> nl.NkiTensor:
     """Compute every slot that the visits name; see the module."""
-    core = nl.program_id(0)
-    num_rows = output_tiles(config) * config.tile_rows
-    if config.stores == "tokens":
-        num_rows = config.num_tokens
-    output = nl.ndarray(
-        (num_partials(config), num_rows, config.H), dtype=nl.bfloat16, buffer=nl.shared_hbm
-    )
     x = Operands(
         hidden,
         gate_up,
@@ -133,18 +129,51 @@ def blockwise_moe(
         gate_up_scale,
         down_scale,
         slot_scale,
-        output,
+        make_output(config),
     )
-    b = make_buffers(config)
-    lane = 0 if config.shard.num_lanes == 1 else core
+    lists = Lists(slots, slot_scale, visit_expert, visit_tile, class_trips, lane_of(config))
+    weights = make_weight_buffers(config)
+    return compute_visits(config, make_buffers(config, weights), weights, x, lists)
+
+
+def make_output(config: PrefillConfig) -> nl.NkiTensor:
+    """Allocate the output [P, rows, H] in HBM."""
+    num_rows = output_tiles(config) * config.tile_rows
+    if config.stores == "tokens":
+        num_rows = config.num_tokens
+    shape = (num_partials(config), num_rows, config.H)
+    return nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+
+
+def lane_of(config: PrefillConfig) -> int:
+    """Return this core's row of the lists of visits."""
+    return 0 if config.shard.num_lanes == 1 else nl.program_id(0)
+
+
+def load_ahead(
+    config: PrefillConfig, weights: WeightBuffers, x: Operands, lists: Lists
+) -> None:
+    """Ask for the weights of visit 0 before anything else of `compute_visits`; one lane a core."""
+    share = share_of(config, nl.program_id(0))
+    load_experts(config, weights, lists)
+    expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=expert, src=weights.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
+    load_gate_up(config, weights, x, share, expert, 0, 0)
+    weights.is_loaded = True
+
+
+def compute_visits(
+    config: PrefillConfig, b: Buffers, weights: WeightBuffers, x: Operands, lists: Lists
+) -> nl.NkiTensor:
+    """Compute every slot that the visits name; return the output."""
+    core = nl.program_id(0)
     share = share_of(config, core)
-    lists = Lists(slots, slot_scale, visit_expert, visit_tile, class_trips, lane)
     if config.loop.missing == "spare" and (config.shard.num_lanes == 1 or core == 0):
         store_zeros(config, b, x, share)
-    _start_pipeline(config, b, x, lists, share)
+    _start_pipeline(config, b, weights, x, lists, share)
     for position in range(len(loops_of(config.loop.classes))):
         _run_class(config, b, x, position, share)
-    return output
+    return x.output
 
 
 def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, share: Share) -> None:
@@ -168,16 +197,21 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
 
 
 def _start_pipeline(
-    config: PrefillConfig, b: Buffers, x: Operands, lists: Lists, share: Share
+    config: PrefillConfig,
+    b: Buffers,
+    weights: WeightBuffers,
+    x: Operands,
+    lists: Lists,
+    share: Share,
 ) -> None:
     """Do what visit 0 expects to be done: its weights and rows, the first rows of visit 1.
 
     A part of the weights, then the first rows, then the other weights: the memory has work while
     ids are looked up, and the tensor engine its rows when the weights have come.
     """
-    fill_first(config, b, lists)
+    fill_first(config, b, weights, lists)
     early, count = first_tiles(config), config.h_axis.count
-    if early > 0:
+    if early > 0 and not weights.is_loaded:
         expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1])
         load_tiles(config, b, x, share, expert, 0, early)
@@ -192,9 +226,9 @@ def _start_pipeline(
         start_apart(config, b, x, share)
     else:
         load_beside(config, b, x, share, b.expert[0], 0, 0)
-        if early == 0:
+        if early == 0 and not weights.is_loaded:
             load_gate_up(config, b, x, share, b.expert[0], 0, 0)
-        elif early < count:
+        elif early < count and not weights.is_loaded:
             load_tiles(config, b, x, share, b.expert[0], early, count)
         load_down(config, b, x, share, b.expert[0], 0, 0, 0)
     for j in range(1, config.loop.row_buffers):

@@ -202,6 +202,12 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
     )
 
 
+def weight_bytes(config: PrefillConfig) -> int:
+    """Return bytes per partition of what is there once the first weights are asked for."""
+    table = (*weight_table(config), visit_table(config).expert_table)
+    return table_bytes(table) + _SMALL_TILES_BYTES
+
+
 def sbuf_bytes(config: PrefillConfig) -> int:
     """Return the bytes per partition that the buffers of the kernel are counted with."""
     tables = (weight_table(config), row_table(config), visit_table(config))
