@@ -7,6 +7,7 @@ from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.index.config import NO_VISITS, BlockDims
+from nki_kernels.index.memory import COUNT_BANKS
 from nki_kernels.index.slot_inverse import num_digits
 
 
@@ -46,8 +47,9 @@ def visit_list_bytes(visits: VisitDims) -> int:
 
 
 def count_columns(tokens: TokenTiles, dims: BlockDims) -> int:
-    """Return the columns that count the choices of a core."""
-    return max(1, tokens.count) * 2 * dims.num_experts
+    """Return the columns that count the choices of a core, in all and before each tile."""
+    before = sum(min(tile, COUNT_BANKS) for tile in range(tokens.count))
+    return (max(1, tokens.count) * 2 + before) * dims.num_experts
 
 
 def row_size(dims: BlockDims) -> int:

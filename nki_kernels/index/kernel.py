@@ -68,7 +68,7 @@ from nki_kernels.common.token_tiles import (
 )
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.index.config import NO_VISITS, BlockDims
-from nki_kernels.index.memory import AT_ONCE, IndexTable, index_table, ranked_tiles
+from nki_kernels.index.memory import AT_ONCE, COUNT_BANKS, IndexTable, index_table, ranked_tiles
 from nki_kernels.index.slot_inverse import exchange, invert, store_flat
 from nki_kernels.index.visits import store_visits
 
@@ -80,6 +80,15 @@ class PlacedPairs(nl.NKIObject):
     slot_sb: nl.ndarray  # [128, max(1, tiles) * K], -1 for no expert
     total_sb: nl.ndarray  # [128, E], tokens of each expert, on all partitions alike
     last_block_sb: nl.ndarray  # [128, E], end of each expert's blocks, likewise
+
+
+@dataclass
+class _Counts(nl.NKIObject):
+    """What running counts are made of."""
+
+    identity_sb: nl.ndarray  # [128, 128] bfloat16
+    chosen_sb: nl.ndarray  # [128, tiles, E], 1 where a token chose an expert
+    banks: list[nl.ndarray]  # [128, E] float32 in PSUM
 
 
 @nki.jit
@@ -165,8 +174,12 @@ def place_pairs(
     if nl.program_id(0) > 0:
         # The tokens of core 0 come first.
         nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
-    nisa.tensor_tensor(dst=lower_sb, data1=lower_sb, data2=start_sb, op=nl.add)
-    slot_sb = _rank_pairs(index_sb, chosen_sb, lower_sb, table, tokens, top_k)
+    # A pair without an expert looks up column E, which holds -1.
+    first_sb = nl.ndarray((PARTITIONS, dims.num_experts + 1), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=first_sb, value=-1.0)
+    first = first_sb[:, 0 : dims.num_experts]
+    nisa.tensor_tensor(dst=first, data1=lower_sb, data2=start_sb, op=nl.add)
+    slot_sb = _rank_pairs(index_sb, chosen_sb, first_sb, table, tokens, top_k)
     return PlacedPairs(slot_sb, total_sb, last_block_sb)
 
 
@@ -297,17 +310,16 @@ def _store_blocks(
 def _rank_pairs(
     index_sb: nl.ndarray,
     chosen_sb: nl.ndarray,
-    lower_sb: nl.ndarray,
+    first_sb: nl.ndarray,
     table: IndexTable,
     tokens: TokenTiles,
     top_k: int,
 ) -> nl.ndarray:
     """Return the slot of each pair, [128, max(1, tiles) * K] float32; -1 for no expert.
 
-    `lower_sb` [128, E] holds the slot a choice of each expert in tile 0 would take.
+    `first_sb` [128, E + 1] holds the slot a choice of each expert in tile 0 would take, then -1.
     """
-    width, num_experts = index_sb.shape[1], lower_sb.shape[1]
-    # A pair without an expert, -1 or E, looks up column E, which holds -1.
+    width, num_experts = index_sb.shape[1], first_sb.shape[1] - 1
     none_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=none_sb,
@@ -323,28 +335,61 @@ def _rank_pairs(
     if tokens.count == 0:
         nisa.memset(dst=slot_sb, value=-1.0)
         return slot_sb
-    # On GpSimd, while the Vector engine lists the visits.
+    # On other engines, while the Vector engine lists the visits.
+    nisa.nc_n_gather(dst=slot_sb, data=first_sb, indices=column_sb)
     ranked = ranked_tiles(num_experts)
     _count_up_tiles(column_sb, tokens.count, num_experts + 1, ranked)
-    last_sb = lower_sb
+    before_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
+    counts = _Counts(_identity(), chosen_sb, [])
+    for _bank in range(min(COUNT_BANKS, tokens.count)):
+        counts.banks.append(nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum))
     for start in range(0, tokens.count, ranked):
         count = min(ranked, tokens.count - start)
         next_sb = nl.ndarray((PARTITIONS, count, num_experts + 1), nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=next_sb[:, :, num_experts], value=-1.0)
+        nisa.memset(dst=next_sb[:, :, num_experts], value=0.0, engine=nisa.engine.gpsimd)
         for tile in range(start, start + count):
-            now = next_sb[:, tile - start, 0:num_experts]
-            if tile == 0:
-                nisa.tensor_copy(dst=now, src=last_sb, engine=nisa.engine.gpsimd)
-            else:
-                nisa.tensor_tensor(
-                    dst=now, data1=last_sb, data2=chosen_sb[:, tile - 1, :], op=nl.add,
-                    engine=nisa.engine.gpsimd,
-                )  # fmt: skip
-            last_sb = now
+            _count_before(next_sb[:, tile - start, 0:num_experts], counts, tile)
         pairs = slice(start * top_k, (start + count) * top_k)
         flat_sb = next_sb.reshape((PARTITIONS, count * (num_experts + 1)))
-        nisa.nc_n_gather(dst=slot_sb[:, pairs], data=flat_sb, indices=column_sb[:, pairs])
+        nisa.nc_n_gather(dst=before_sb[:, pairs], data=flat_sb, indices=column_sb[:, pairs])
+    nisa.tensor_tensor(
+        dst=slot_sb, data1=slot_sb, data2=before_sb, op=nl.add, engine=nisa.engine.gpsimd
+    )
     return slot_sb
+
+
+def _identity() -> nl.ndarray:
+    """Return the identity matrix [128, 128] in bfloat16."""
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0)
+    identity_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
+    nisa.affine_select(
+        dst=identity_sb,
+        pattern=[[1, PARTITIONS]],
+        offset=0,
+        channel_multiplier=-1,
+        on_true_tile=ones_sb,
+        on_false_value=0.0,
+        cmp_op=nl.equal,
+    )
+    return identity_sb
+
+
+def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
+    """Write how many tiles before this one chose each expert on the same partition, [128, E].
+
+    Sums of the tensor engine; of some banks in turn, so that none waits for the copy of another.
+    """
+    if tile == 0:
+        nisa.memset(dst=before, value=0.0, engine=nisa.engine.gpsimd)
+        return
+    bank_ps, first = counts.banks[tile % len(counts.banks)], max(0, tile - COUNT_BANKS)
+    for earlier in range(first, tile):
+        nisa.nc_matmul(
+            dst=bank_ps, stationary=counts.identity_sb, moving=counts.chosen_sb[:, earlier, :],
+            accumulate=earlier > 0,
+        )  # fmt: skip
+    nisa.tensor_copy(dst=before, src=bank_ps, engine=nisa.engine.scalar)
 
 
 def _count_up_tiles(column_sb: nl.ndarray, count: int, row_size: int, ranked: int) -> None:

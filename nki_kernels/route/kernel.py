@@ -79,7 +79,8 @@ from nki_kernels.route.memory import (
 )
 
 _BANK_BYTES = 4 * BANK_FLOATS  # of columns that are transposed, then copied at once
-_TURNS = 3
+_TURNS = 3  # of so many copies the Scalar engine takes one
+_CHUNKS_LOADED = 4  # of the weight of a router, at once
 _NORM_PSUM_BYTES = 8192  # per partition, half of PSUM
 
 
@@ -371,11 +372,15 @@ def _repeat_row(row_1X: nl.ndarray, repeated_sb: nl.ndarray) -> nl.ndarray:
 def _load_turned(target_sb: nl.ndarray, source_RH: nl.ndarray) -> None:
     """Load rows of H and transpose them into [128 of H, C, rows]."""
     rows, hidden_size = source_RH.shape
-    width = target_sb.shape[1] * PARTITIONS
-    part_sb = nl.ndarray((rows, width), source_RH.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=part_sb[:, 0:hidden_size], src=source_RH)
-    _clear_tail(part_sb, hidden_size)
-    _turn(target_sb, part_sb, 0)
+    chunks = target_sb.shape[1]
+    for first in range(0, chunks, _CHUNKS_LOADED):
+        count = min(_CHUNKS_LOADED, chunks - first)
+        start = first * PARTITIONS
+        width = min(count * PARTITIONS, hidden_size - start)
+        part_sb = nl.ndarray((rows, count * PARTITIONS), source_RH.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=part_sb[:, 0:width], src=source_RH[:, start : start + width])
+        _clear_tail(part_sb, width)
+        _turn(target_sb[:, first : first + count, :], part_sb, first // _CHUNKS_LOADED)
 
 
 def _clear_tail(rows_sb: nl.ndarray, hidden_size: int) -> None:
