@@ -212,20 +212,25 @@ def _allocate_routed(
     config: RouterConfig, table: RouterTable, tokens: TokenTiles
 ) -> RoutedTiles:
     """Allocate what is known per token; partitions without a token get numbers."""
-    affinities_sb, sums_sb = allocate(table.affinities)[0], allocate(table.sums)[0]
+    affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
+    sums_sb, shifts_sb = allocate(table.sums)[0], allocate(table.sums)[0]
+    shape = (tokens.count, config.formula.top_k)
+    # Where as many are found as are wanted, they lie where affinities and indices come.
+    best_sb = affinities_sb.reshape_dim(1, shape)
+    positions_sb = index_sb.view(nl.uint32).reshape_dim(1, shape)
+    if table.best.number > 0:
+        best_sb, positions_sb = allocate(table.best)[0], allocate(table.positions)[0]
     routed = RoutedTiles(
-        affinities_sb, allocate(table.chosen)[0], affinities_sb, sums_sb, allocate(table.sums)[0],
-        allocate(table.best)[0], allocate(table.positions)[0], sums_sb,
-    )  # fmt: skip
+        affinities_sb, index_sb, affinities_sb, sums_sb, shifts_sb, best_sb, positions_sb, sums_sb
+    )
     if config.has_gate:
         routed.gates_sb = allocate(table.gates)[0]
     if config.marks_broken:
         routed.spoils_sb = allocate(table.spoils)[0]
     if tokens.rows < tokens.count * PARTITIONS:
-        for ones_sb in (affinities_sb, sums_sb):
+        for ones_sb in (affinities_sb, best_sb, sums_sb):
             nisa.memset(dst=ones_sb, value=1.0)
-        for zeros_sb in (routed.shifts_sb, routed.best_sb):
-            nisa.memset(dst=zeros_sb, value=0.0)
+        nisa.memset(dst=shifts_sb, value=0.0)
         nisa.memset(dst=routed.index_sb, value=-1)
         if config.marks_broken:
             nisa.memset(dst=routed.spoils_sb, value=0.0)

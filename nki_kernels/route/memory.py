@@ -32,7 +32,7 @@ class RouterTable(NamedTuple):
     chosen: Tiles
     spoils: Tiles  # [128, tiles], of tokens that hold no numbers
     sums: Tiles  # [128, tiles], two
-    best: Tiles  # [128, tiles, K filled up to eights]
+    best: Tiles  # [128, tiles, K filled up to eights], if that is more than K
     positions: Tiles  # likewise
     gates: Tiles  # [128, tiles]
 
@@ -53,6 +53,8 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
     biases = 1 if formula.has_bias else 0
     selection_biases = 1 if formula.has_selection_bias else 0
     scores = (7 if ranks_scores(formula) else 4) + biases + selection_biases
+    best = (PARTITIONS, columns // formula.top_k, num_best(formula))
+    apart = 1 if num_best(formula) > formula.top_k else 0
     return RouterTable(
         hidden=tiles(
             in_flight + (2 * norms if in_flight > 1 else 0), (PARTITIONS, chunks * PARTITIONS), hidden
@@ -75,8 +77,8 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         ),
         gates=small_tiles(int(config.has_gate), (PARTITIONS, columns // formula.top_k), nl.float32),
         sums=small_tiles(1, (PARTITIONS, columns // formula.top_k), nl.float32),
-        best=tiles(1, (PARTITIONS, columns // formula.top_k, num_best(formula)), nl.float32),
-        positions=tiles(1, (PARTITIONS, columns // formula.top_k, num_best(formula)), nl.uint32),
+        best=tiles(apart, best, nl.float32),
+        positions=tiles(apart, best, nl.uint32),
     )
 
 
