@@ -254,9 +254,7 @@ def finish_weights(
     """
     if is_softmax_of_logits(formula):
         if formula.act_over_topk:
-            nisa.tensor_scalar(
-                dst=shifts_sb, data=best[:, :, 0], op0=nl.multiply, operand0=-1.0
-            )
+            nisa.tensor_scalar(dst=shifts_sb, data=best[:, :, 0], op0=nl.multiply, operand0=-1.0)
         each = shifts_sb.expand_dim(2).broadcast(2, weights.shape[2])
         nisa.tensor_tensor(dst=weights, data1=best, data2=each, op=nl.add)
         nisa.activation(dst=weights, op=nl.exp, data=weights)

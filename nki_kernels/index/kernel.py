@@ -339,7 +339,6 @@ def _rank_pairs(
     nisa.nc_n_gather(dst=slot_sb, data=first_sb, indices=column_sb)
     ranked = ranked_tiles(num_experts)
     _count_up_tiles(column_sb, tokens.count, num_experts + 1, ranked)
-    before_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
     counts = _Counts(_identity(), chosen_sb, [])
     for _bank in range(min(COUNT_BANKS, tokens.count)):
         counts.banks.append(nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum))
@@ -351,10 +350,12 @@ def _rank_pairs(
             _count_before(next_sb[:, tile - start, 0:num_experts], counts, tile)
         pairs = slice(start * top_k, (start + count) * top_k)
         flat_sb = next_sb.reshape((PARTITIONS, count * (num_experts + 1)))
-        nisa.nc_n_gather(dst=before_sb[:, pairs], data=flat_sb, indices=column_sb[:, pairs])
-    nisa.tensor_tensor(
-        dst=slot_sb, data1=slot_sb, data2=before_sb, op=nl.add, engine=nisa.engine.gpsimd
-    )
+        before_sb = nl.ndarray((PARTITIONS, count * top_k), nl.float32, buffer=nl.sbuf)
+        nisa.nc_n_gather(dst=before_sb, data=flat_sb, indices=column_sb[:, pairs])
+        slots = slot_sb[:, pairs]
+        nisa.tensor_tensor(
+            dst=slots, data1=slots, data2=before_sb, op=nl.add, engine=nisa.engine.gpsimd
+        )
     return slot_sb
 
 

@@ -16,7 +16,7 @@ from nki_kernels.index.visits import visit_bytes
 
 AT_ONCE = 8  # values per nc_match_replace8
 COUNT_BANKS = 4  # of PSUM, in which running counts are added up
-_RANKED_COLUMNS = 1024  # of the slots that tiles' choices would take
+_RANKED_COLUMNS = 1056  # of the slots that tiles' choices would take
 _SMALL_TILES_BYTES = 4096
 
 

@@ -27,6 +27,7 @@ WEIGHT_TERMS = 3  # bfloat16 numbers that add up to any float32 one
 # Three spans: a left value is a third of it at most, so that rounding tells the right one; exact in
 # bfloat16, and its product with a span plus one more span stays below 2^24.
 _APART = 3 * _SPAN
+_PAIRS_AT_ONCE = 128  # columns of pairs whose places are worked out together
 _SCALAR_TURNS, _TURNS = 3, 8  # one-hots of rows that the Scalar engine makes, of so many
 
 
@@ -264,24 +265,44 @@ def _spread_shared(
     """
     pairs, width = slot_sb.shape[1], min(GROUP, row_size - start)
     half, shared = _half(width), pairs // value_sb.shape[1]
-    row_sb, here_sb = _split_slots(slot_sb, row_size, start)
-    factor_sb = _share_columns(here_sb, half, value_sb)
-    size_sb = nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=size_sb, data=value_sb, op0=nl.abs, operand0=0.0)
-    rows = _Rows(count_up(PARTITIONS, nl.float16), row_sb, _minus(row_sb), size_sb, _minus(size_sb))
-    numbers_sb = count_up(half, nl.float16)
+    line_sb, numbers_sb = count_up(PARTITIONS, nl.float16), count_up(half, nl.float16)
     inverse_ps = nl.ndarray((PARTITIONS, half), nl.float32, buffer=nl.psum)
-    for pair in range(pairs):
+    # Slots come some tiles of tokens after the others.
+    tiles = max(1, _PAIRS_AT_ONCE // shared)
+    for first in range(0, value_sb.shape[1], tiles):
+        stop = min(first + tiles, value_sb.shape[1])
+        slots, value = slot_sb[:, first * shared : stop * shared], value_sb[:, first:stop]
+        _add_shared(inverse_ps, value, slots, row_size, start, line_sb, numbers_sb, first > 0)
+    own_sb = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.sbuf)
+    _tell_apart(own_sb, inverse_ps)
+    return own_sb
+
+
+def _add_shared(
+    inverse_ps: nl.ndarray,
+    value: nl.ndarray,
+    slots: nl.ndarray,
+    row_size: int,
+    start: int,
+    line_sb: nl.ndarray,
+    numbers_sb: nl.ndarray,
+    accumulate: bool,
+) -> None:
+    """Add the pairs of some tiles of tokens to sums that two slots share."""
+    half, shared = inverse_ps.shape[1], slots.shape[1] // value.shape[1]
+    row_sb, here_sb = _split_slots(slots, row_size, start)
+    factor_sb = _share_columns(here_sb, half, value)
+    size_sb = nl.ndarray(value.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=size_sb, data=value, op0=nl.abs, operand0=0.0)
+    rows = _Rows(line_sb, row_sb, _minus(row_sb), size_sb, _minus(size_sb))
+    for pair in range(slots.shape[1]):
         moving = nl.ndarray((PARTITIONS, half), nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=moving, data=numbers_sb, op0=nl.equal, operand0=here_sb[:, pair : pair + 1],
             op1=nl.multiply, operand1=factor_sb[:, pair : pair + 1],
         )  # fmt: skip
         stationary = _mark_rows(rows, pair, pair // shared)
-        _add_pairs(inverse_ps, stationary, moving, pair > 0)
-    own_sb = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.sbuf)
-    _tell_apart(own_sb, inverse_ps)
-    return own_sb
+        _add_pairs(inverse_ps, stationary, moving, accumulate or pair > 0)
 
 
 def _share_columns(here_sb: nl.ndarray, half: int, value_sb: nl.ndarray) -> nl.ndarray:

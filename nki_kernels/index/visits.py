@@ -156,9 +156,9 @@ def _group_tiles(
             dst=visits_sb[:, run], data=lacking_sb, op0=nl.equal, operand0=float(position)
         )
     _combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
-    nisa.memset(dst=tile_sb[:, 2 * E : 2 * E + 1], value=0.0, engine=nisa.engine.gpsimd)
+    nisa.memset(dst=tile_sb[:, 2 * E : 2 * E + 1], value=0.0, engine=nisa.engine.vector)
     ends_sb = _new(G * E + 1, nl.float32)
-    nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.gpsimd)
+    nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     # A running sum: no count is negative, so that the maximum changes nothing.
     nisa.tensor_tensor_scan(
         dst=ends_sb[:, 1 : G * E + 1], data0=visits_sb, data1=visits_sb, initial=0.0, op0=nl.add,
@@ -186,7 +186,7 @@ def _lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> 
     whole_sb, steps_sb = _new(G, nl.int32), _new(G + 1, nl.float32)
     divide_up(whole_sb, ends_sb[:, num_experts - 1 : G * num_experts : num_experts],
               visits.num_lanes)  # fmt: skip
-    nisa.memset(dst=steps_sb[:, 0:1], value=0.0, engine=nisa.engine.gpsimd)
+    nisa.memset(dst=steps_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb)
     before, after = steps_sb[:, 0:G], steps_sb[:, 1 : G + 1]
     mine_sb, left_sb = _new(G, nl.float32), _new(G, nl.float32)
@@ -198,9 +198,9 @@ def _lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> 
     # Sizes and their loops alternate: alone, beside single tiles; the last of them is single tiles.
     trips_sb, begin_sb = _new(2 * G, nl.int32), _new(2 * G, nl.float32)
     step_sb, single_sb = _new(2 * G, nl.float32), _new(2 * G, nl.float32)
-    nisa.memset(dst=step_sb, value=_FAR, engine=nisa.engine.gpsimd)
-    nisa.memset(dst=single_sb, value=_FAR, engine=nisa.engine.gpsimd)
-    nisa.memset(dst=begin_sb[:, 0:1], value=0.0, engine=nisa.engine.gpsimd)
+    nisa.memset(dst=step_sb, value=_FAR, engine=nisa.engine.vector)
+    nisa.memset(dst=single_sb, value=_FAR, engine=nisa.engine.vector)
+    nisa.memset(dst=begin_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     alone, mixed, last = slice(0, 2 * G, 2), slice(1, 2 * G, 2), slice(2 * G - 2, 2 * G - 1)
     over_sb, twice_sb = _new(G, nl.float32), _new(G, nl.float32)
     _subtract(over_sb, mine_sb, left_sb)

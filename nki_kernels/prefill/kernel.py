@@ -150,9 +150,7 @@ def lane_of(config: PrefillConfig) -> int:
     return 0 if config.shard.num_lanes == 1 else nl.program_id(0)
 
 
-def load_ahead(
-    config: PrefillConfig, weights: WeightBuffers, x: Operands, lists: Lists
-) -> None:
+def load_ahead(config: PrefillConfig, weights: WeightBuffers, x: Operands, lists: Lists) -> None:
     """Ask for the weights of visit 0 before anything else of `compute_visits`; one lane a core."""
     share = share_of(config, nl.program_id(0))
     load_experts(config, weights, lists)

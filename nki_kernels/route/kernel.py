@@ -208,9 +208,7 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
     return routed
 
 
-def _allocate_routed(
-    config: RouterConfig, table: RouterTable, tokens: TokenTiles
-) -> RoutedTiles:
+def _allocate_routed(config: RouterConfig, table: RouterTable, tokens: TokenTiles) -> RoutedTiles:
     """Allocate what is known per token; partitions without a token get numbers."""
     affinities_sb, index_sb = allocate(table.affinities)[0], allocate(table.chosen)[0]
     sums_sb, shifts_sb = allocate(table.sums)[0], allocate(table.sums)[0]
@@ -256,9 +254,7 @@ def _finish_choices(routed: RoutedTiles, config: RouterConfig, tokens: TokenTile
             )
     if config.marks_broken and sums_all(formula):
         # The sum of exponents is a number if all logits are.
-        nisa.tensor_scalar(
-            dst=routed.spoils_sb, data=routed.sums_sb, op0=nl.multiply, operand0=0.0
-        )
+        nisa.tensor_scalar(dst=routed.spoils_sb, data=routed.sums_sb, op0=nl.multiply, operand0=0.0)
     finish_weights(
         routed.affinities_sb.reshape_dim(1, (count, formula.top_k)),
         routed.best_sb[:, :, 0 : formula.top_k],
@@ -392,9 +388,7 @@ def _clear_tail(rows_sb: nl.ndarray, hidden_size: int) -> None:
     """Write zeros behind rows of H, which are transposed, too."""
     width = rows_sb.shape[1]
     if hidden_size < width:
-        nisa.memset(
-            dst=rows_sb[:, hidden_size:width], value=0.0, engine=nisa.engine.gpsimd
-        )
+        nisa.memset(dst=rows_sb[:, hidden_size:width], value=0.0, engine=nisa.engine.gpsimd)
 
 
 def _turn(target_sb: nl.ndarray, source_sb: nl.ndarray, tile: int) -> None:

@@ -57,7 +57,9 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
     apart = 1 if num_best(formula) > formula.top_k else 0
     return RouterTable(
         hidden=tiles(
-            in_flight + (2 * norms if in_flight > 1 else 0), (PARTITIONS, chunks * PARTITIONS), hidden
+            in_flight + (2 * norms if in_flight > 1 else 0),
+            (PARTITIONS, chunks * PARTITIONS),
+            hidden,
         ),
         normed=tiles(in_flight * norms, (PARTITIONS, chunks * PARTITIONS), hidden),
         squares=tiles(norms, (PARTITIONS, H), hidden),
