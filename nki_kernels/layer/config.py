@@ -30,6 +30,7 @@ from nki_kernels.prefill.config import num_partials
 from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
+_LONG_INVERSE = 64  # columns of pairs that take as long to invert as a first weight to load
 _WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row to a token
 
 
@@ -83,13 +84,16 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
 def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     """Whether each core asks for its first weights before the slots are inverted.
 
-    They must fit SBUF beside the inverse; where cores share visits they wait for its barriers.
+    They must fit SBUF beside the inverse, and come before its result is stored, which would wait
+    for them; where cores share visits they wait for its barriers.
     """
-    experts = config.experts
+    experts, top_k = config.experts, config.router.formula.top_k
     if experts.shard.splits_h or experts.shard.num_lanes < num_cores:
         return False
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
-    inverse = inverse_bytes(tokens, config.router.formula.top_k, config.dims)
+    if tokens.count * top_k < _LONG_INVERSE:
+        return False
+    inverse = inverse_bytes(tokens, top_k, config.dims)
     return inverse + weight_bytes(experts) <= SBUF_BYTES
 
 

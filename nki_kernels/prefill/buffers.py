@@ -51,8 +51,8 @@ class Operands(NKIObject):
 class WeightBuffers(NKIObject):
     """What weights and what lies beside them are loaded into, and the experts of all visits.
 
-    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `is_clear` once places
-    of gathered rows hold zeros.
+    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `is_clear` once
+    places of gathered rows hold zeros.
     """
 
     gate_up: list[nl.NkiTensor]
