@@ -175,7 +175,7 @@ def _tensor_scalar_engine(
     core: Core, engine: Any, stages: tuple[Stage, ...], operands: tuple[tuple[str, NkiTensor], ...]
 ) -> Any:
     """Choose the engine of a tensor_scalar and refuse what the chosen one cannot do."""
-    gpsimd_only = any([item.op.gpsimd_only for item in stages])
+    gpsimd_only = any(item.op.gpsimd_only for item in stages)
     if not gpsimd_only and engine is _UNKNOWN:
         return Engine.vector
     allowed = (Engine.gpsimd,) if gpsimd_only else (Engine.vector, Engine.scalar)
