@@ -30,7 +30,7 @@ from nki_kernels.prefill.config import num_partials
 from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
-_LONG_INVERSE = 64  # columns of pairs that take as long to invert as a first weight to load
+LONG_INVERSE = 64  # columns of pairs that take as long to invert as a first weight to load
 _WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row to a token
 
 
@@ -91,7 +91,7 @@ def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     if experts.shard.splits_h or experts.shard.num_lanes < num_cores:
         return False
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
-    if tokens.count * top_k < _LONG_INVERSE:
+    if tokens.count * top_k < LONG_INVERSE:
         return False
     inverse = inverse_bytes(tokens, top_k, config.dims)
     return inverse + weight_bytes(experts) <= SBUF_BYTES

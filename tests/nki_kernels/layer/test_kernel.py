@@ -22,6 +22,7 @@ from nki_kernels.layer import (
     prefill_layer,
     shared_visits,
 )
+from nki_kernels.layer.config import loads_ahead
 from nki_kernels.prefill import ExpertSizes, PrefillWork, make_config, visit_dims, visits_of
 from nki_kernels.route import RouterConfig
 from nki_sim import SimOptions
@@ -232,6 +233,25 @@ def test_no_order_of_cores_changes_a_bit(order: str) -> None:
     arrays = _arrays(case)
     first, other = (_run(case, arrays, each).outputs[0] for each in (SimOptions(), OPTIONS[order]))
     np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "order", ["core-0-first", pytest.param("core-1-first", marks=pytest.mark.long)]
+)
+def test_first_weights_that_come_early_change_no_bit(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(T=130, H=128, N=16, E=8, first=4, broken=(3, 120))
+    arrays, options = _arrays(case), {"core-0-first": SimOptions(), **OPTIONS}[order]
+    late = _run(case, arrays, options)
+    monkeypatch.setattr("nki_kernels.layer.config.LONG_INVERSE", 1)
+    assert loads_ahead(case.config(), case.num_cores)
+    early = _run(case, arrays, options)
+    for one, other in zip(late.outputs, early.outputs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert measured_cost(early.trace) == measured_cost(late.trace)
+    orders = [[record.op for record in run.trace] for run in (early, late)]
+    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize(
