@@ -240,18 +240,9 @@ def _allocate_routed(config: RouterConfig, table: RouterTable, tokens: TokenTile
 def _finish_choices(routed: RoutedTiles, config: RouterConfig, tokens: TokenTiles) -> None:
     """Make indices, affinities and gates of all tiles at once."""
     formula, count = config.formula, tokens.count
-    index = routed.index_sb.reshape_dim(1, (count, formula.top_k))
     # All tiles before `rest` have a row more than those from it on.
-    for first, stop, rows in (
-        (0, tokens.rest, tokens.full + 1),
-        (tokens.rest, count, tokens.full),
-    ):
-        if first < stop and rows > 0:
-            write_index(
-                index[0:rows, first:stop, :],
-                routed.positions_sb[0:rows, first:stop, 0 : formula.top_k],
-                config.num_experts,
-            )
+    _write_indices(routed, config, slice(0, tokens.rest), tokens.full + 1)
+    _write_indices(routed, config, slice(tokens.rest, count), tokens.full)
     if config.marks_broken and sums_all(formula):
         # The sum of exponents is a number if all logits are.
         nisa.tensor_scalar(dst=routed.spoils_sb, data=routed.sums_sb, op0=nl.multiply, operand0=0.0)
@@ -266,6 +257,16 @@ def _finish_choices(routed: RoutedTiles, config: RouterConfig, tokens: TokenTile
         gates_sb = routed.gates_sb
         nisa.activation(dst=gates_sb, op=nl.sigmoid, data=gates_sb)
         nisa.tensor_tensor(dst=gates_sb, data1=gates_sb, data2=routed.spoils_sb, op=nl.add)
+
+
+def _write_indices(routed: RoutedTiles, config: RouterConfig, tiles: slice, rows: int) -> None:
+    """Write the experts of some tiles, of which as many partitions hold a token."""
+    if tiles.start == tiles.stop or rows == 0:
+        return
+    top_k = config.formula.top_k
+    index = routed.index_sb.reshape_dim(1, (routed.sums_sb.shape[1], top_k))
+    positions = routed.positions_sb[0:rows, tiles, 0:top_k]
+    write_index(index[0:rows, tiles, :], positions, config.num_experts)
 
 
 def _choose_tile(
