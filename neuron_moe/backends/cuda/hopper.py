@@ -149,17 +149,21 @@ def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, f
                     _load_rows(left_ring.index(stage), source, is_row & (wide < P.line)[None, :])
                 else:
                     _load_rows(left_ring.index(stage), source + depth, is_row)
-                async_copy.commit_group()
+                if P.tile.lag == 0:
+                    async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
+                else:
+                    async_copy.commit_group()
                 if P.sums_rows:
                     if depth_step + 1 < steps:
                         pair = gl.load(pair_ptr + first_row + depth + BLOCK_DEPTH + line)
-                if step >= P.tile.lag:
-                    async_copy.wait_group(P.tile.lag)
-                    fence_async_shared()
-                    _meet()
-                    mbarrier.arrive(filled.index((step - P.tile.lag) % P.tile.stages), count=1)
+                if P.tile.lag > 0:
+                    if step >= P.tile.lag:
+                        async_copy.wait_group(P.tile.lag)
+                        fence_async_shared()
+                        _meet()
+                        mbarrier.arrive(filled.index((step - P.tile.lag) % P.tile.stages), count=1)
             step += 1
-    if P.gathers != "none":
+    if P.gathers != "none" and P.tile.lag > 0:
         async_copy.wait_group(0)
         fence_async_shared()
         _meet()
@@ -261,6 +265,8 @@ def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile, col
     for depth_step in range(steps):
         stage = step % P.tile.stages
         mbarrier.wait(filled.index(stage), step // P.tile.stages & 1)
+        if P.gathers != "none" and P.tile.lag == 0:
+            fence_async_shared()
         left = left_ring.index(stage)
         right = right_ring.index(stage)
         if P.sums_rows:
@@ -341,7 +347,7 @@ def multiply(left_desc, right_desc, out_desc, kept_desc, copy_desc, rows_ptr, pa
     emptied = gl.allocate_shared_memory(gl.int64, [P.tile.stages, 1], mbarrier.MBarrierLayout())
     STAGES: gl.constexpr = P.tile.stages
     for stage in gl.static_range(STAGES):
-        mbarrier.init(filled.index(stage), 1 if P.gathers == "none" else 2)
+        mbarrier.init(filled.index(stage), P.arrivals)
         mbarrier.init(emptied.index(stage), 2)
     gl.warp_specialize([
         (_consume, (out_desc, kept_desc, copy_desc, bias_ptr, left_ring, whole_ring, staging,
