@@ -50,6 +50,7 @@ class HopperTile:
     gathers: bool = True
     width: int = 256
     stages: int = 4
+    late: bool = False
 
 
 def hopper_tile(product: str, hidden_size: int, intermediate_size: int) -> HopperTile:
