@@ -1,7 +1,9 @@
-"""Launches for few tokens: no sort, four kernels.
+"""Launches for few tokens: no sort, four kernels, and two for one token.
 
 Axes: T tokens, K choices, P pairs, E experts, S parts of the depth, H hidden, I intermediate.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,6 +15,33 @@ from neuron_moe.backends.cuda.tiles import DecodeTile, decode_tile
 from nki_kernels.common.formula import ExpertFormula, num_projections
 
 _COLUMNS = 256
+_ASKED_BYTES = 16  # that weights are asked for in
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How the second launch of one token runs.
+
+    Attributes:
+        blocks: of columns.
+        block: columns of each.
+        depth_part: lines of a program.
+        lines: of an expert's matrix.
+        width: of its lines.
+        asked: lines of each program that the first launch asks for, a power of two, or 0.
+    """
+
+    blocks: int
+    block: int
+    depth_part: int
+    lines: int
+    width: int
+    asked: int
+
+    @property
+    def counters(self) -> int:
+        """Counters of blocks, and some more, to a power of two."""
+        return 1 << (self.blocks - 1).bit_length()
 
 
 def forward(
@@ -39,6 +68,8 @@ def forward(
         _tile(experts, weights.down_EIH),
     )
     index_P = index_TK.reshape(-1).contiguous()
+    if num_tokens == 1:
+        return _one_token(hidden_TH, affinities_TK, index_P, weights, formula, (one, two))
     bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
     first = weights.first_EHI, weights.first_scale
     first_SPI = _project(hidden_TH, index_P, *first, top_k, one)
@@ -58,6 +89,41 @@ def forward(
     return output_TH
 
 
+def _one_token(
+    hidden_1H: Tensor, affinities_1K: Tensor, index_K: Tensor, weights: Matrices,
+    formula: ExpertFormula, tiles: tuple[DecodeTile, DecodeTile],
+) -> Tensor:  # fmt: skip
+    """Return the output of one token by two launches: nothing waits for a third and a fourth."""
+    one, two = tiles
+    values, form = form_of(weights.down_EIH)
+    bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
+    H, I = values.shape[2], weights.first_EHI.shape[2] // num_projections(formula)  # noqa: E741
+    top_k, blocks = index_K.shape[0], triton.cdiv(H, two.width)
+    parts = triton.cdiv(values.shape[1], two.depth_part)
+    arrived = index_K.new_empty(triton.next_power_of_2(blocks))
+    ahead = Ahead(blocks, two.width, two.depth_part, values.shape[1], H, _asked(values, two))
+    first_SKI = _project(hidden_1H, index_K, weights.first_EHI, weights.first_scale, top_k, one,
+                         (values, arrived, ahead))  # fmt: skip
+    down_SKH = first_SKI.new_empty((parts, top_k, H))
+    output_1H = torch.empty_like(hidden_1H)
+    decode_kernels.finish_token[(top_k, blocks, parts)](
+        first_SKI, bias_EI, index_K, values, weights.down_scale, bias_EH, affinities_1K, down_SKH,
+        arrived, output_1H, top_k, *values.stride(), I=I, H=H,
+        FIRST_PARTS=first_SKI.shape[0], PARTS=parts, HAS_FIRST_BIAS=bias_EI is not None,
+        HAS_BIAS=bias_EH is not None, **constants_of(formula), TOP_K=top_k, ROWS=two.rows,
+        DEPTH_PART=two.depth_part, BLOCK_WIDTH=two.width, BLOCK_DEPTH=two.depth,
+        PRECISION=_precision(hidden_1H), FORMAT=form, num_warps=two.warps, num_stages=two.stages,
+    )  # fmt: skip
+    return output_1H
+
+
+def _asked(values: Tensor, tile: DecodeTile) -> int:
+    """Return the lines to ask for: none where a line is no whole number of 16 bytes."""
+    line_bytes = values.shape[2] * values.element_size()
+    is_whole = values.is_contiguous() and (values.data_ptr() | line_bytes) % _ASKED_BYTES == 0
+    return tile.depth if is_whole else 0
+
+
 def _tile(experts: int, matrix: Tensor) -> DecodeTile:
     _, lines, width = matrix.shape
     return decode_tile(experts, lines, width, form_of(matrix).format)
@@ -65,19 +131,34 @@ def _tile(experts: int, matrix: Tensor) -> DecodeTile:
 
 def _project(
     rows: Tensor, index_P: Tensor, matrix: Tensor, scale: Tensor | None, pairs_of_row: int,
-    tile: DecodeTile,
+    tile: DecodeTile, ahead: tuple[Tensor | None, Tensor | None, Ahead | None] = (None, None, None),
 ) -> Tensor:  # fmt: skip
-    """Return the products of pairs and their experts' matrices, [S, P, width] float32."""
+    """Return the products of pairs and their experts' matrices, [S, P, width] float32.
+
+    Args:
+        rows: one for `pairs_of_row` pairs.
+        index_P: experts.
+        matrix: of all experts.
+        scale: of codes.
+        pairs_of_row: see `rows`.
+        tile: of the product.
+        ahead: of one token, the next launch's weights and counters, and how it runs.
+    """
     values, form = form_of(matrix)
     _, lines, width = values.shape
     num_pairs, parts = index_P.shape[0], triton.cdiv(lines, tile.depth_part)
     out_SPI = torch.empty((parts, num_pairs, width), dtype=torch.float32, device=rows.device)
+    following, arrived, following_launch = ahead
     decode_kernels.project_pairs[(num_pairs, triton.cdiv(width, tile.width), parts)](
-        rows, index_P, values, scale, out_SPI, num_pairs, *values.stride(),
+        rows, index_P, values, scale, out_SPI, following, arrived, num_pairs, *values.stride(),
         DEPTH=rows.shape[1],
         WIDTH=width, TOP_K=pairs_of_row, DEPTH_PART=tile.depth_part, ROWS=tile.rows,
         PAIRS=triton.next_power_of_2(num_pairs), BLOCK_WIDTH=tile.width, BLOCK_DEPTH=tile.depth,
-        PRECISION="ieee" if rows.dtype == torch.float32 else "tf32", num_warps=tile.warps,
+        PRECISION=_precision(rows), NEXT=following_launch, num_warps=tile.warps,
         num_stages=tile.stages, FORMAT=form,
     )  # fmt: skip
     return out_SPI
+
+
+def _precision(rows: Tensor) -> str:
+    return "ieee" if rows.dtype == torch.float32 else "tf32"
