@@ -113,7 +113,7 @@ def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, til
 def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled, emptied,
              tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              P: gl.constexpr):
-    """Fill stage after stage. Gathered rows are complete P.tile.lag steps after the request."""
+    """Fill stage after stage. Gathered rows arrive by themselves: nothing waits for them here."""
     row_tiles, count = _count_tiles(num_tiles_ptr, first_tile, P)
     step = 0
     for number in range(gl.program_id(0), count, P.programs):
@@ -149,28 +149,11 @@ def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, f
                     _load_rows(left_ring.index(stage), source, is_row & (wide < P.line)[None, :])
                 else:
                     _load_rows(left_ring.index(stage), source + depth, is_row)
-                if P.tile.lag == 0:
-                    async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
-                else:
-                    async_copy.commit_group()
+                async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
                 if P.sums_rows:
                     if depth_step + 1 < steps:
                         pair = gl.load(pair_ptr + first_row + depth + BLOCK_DEPTH + line)
-                if P.tile.lag > 0:
-                    if step >= P.tile.lag:
-                        async_copy.wait_group(P.tile.lag)
-                        fence_async_shared()
-                        _meet()
-                        mbarrier.arrive(filled.index((step - P.tile.lag) % P.tile.stages), count=1)
             step += 1
-    if P.gathers != "none" and P.tile.lag > 0:
-        async_copy.wait_group(0)
-        fence_async_shared()
-        _meet()
-        LAG: gl.constexpr = P.tile.lag
-        for late in gl.static_range(LAG):
-            if step - P.tile.lag + late >= 0:
-                mbarrier.arrive(filled.index((step - P.tile.lag + late) % P.tile.stages), count=1)
 
 
 @jit
@@ -281,8 +264,8 @@ def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, number, r
     for depth_step in range(steps):
         stage = step % P.tile.stages
         mbarrier.wait(filled.index(stage), step // P.tile.stages & 1)
-        if P.gathers != "none" and P.tile.lag == 0:
-            fence_async_shared()
+        if P.gathers != "none":
+            fence_async_shared()  # gathered rows were not written by TMA
         left = left_ring.index(stage)
         right = right_ring.index(stage)
         if P.sums_rows:

@@ -91,10 +91,8 @@ class Product:
 
     @property
     def arrivals(self) -> int:
-        """Arrivals that fill a stage."""
-        if self.gathers == "none":
-            return 1
-        return 2 if self.tile.lag else 1 + 32 * self.producer_warps
+        """Arrivals that fill a stage: of TMA, and of each thread whose gathered rows are there."""
+        return 1 if self.gathers == "none" else 1 + 32 * self.producer_warps
 
     @property
     def loaded_bytes(self) -> int:

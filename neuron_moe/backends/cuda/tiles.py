@@ -38,7 +38,6 @@ class HopperTile:
     Attributes:
         group: row tiles of one expert, at most, side by side that share columns.
         producer_warps: that load, where no rows are gathered.
-        lag: steps between asking for gathered rows and handing them on, at most stages - 2.
         gathers: reads rows by token; else a copy of them in their order, made before.
         width: columns of the result.
         stages: steps loaded ahead.
@@ -46,7 +45,6 @@ class HopperTile:
 
     group: int = 8
     producer_warps: int = 4
-    lag: int = 2
     gathers: bool = True
     width: int = 256
     stages: int = 4
