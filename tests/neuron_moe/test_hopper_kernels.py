@@ -94,7 +94,7 @@ def compile_codes(form: str) -> Any:
     """Compile the first product of one token, which reads codes of a format and asks for others."""
     tile = decode_tile(8, 768, 1024, form)
     lines = 256 if form == "mxfp4" else 512
-    following = Ahead(6, tile.width, tile.depth_part, lines, 768, tile.depth)
+    following = Ahead(6, tile.width, tile.depth_part, lines, 768, tile.depth, True)
     known = {
         "DEPTH": 768, "WIDTH": 1024, "TOP_K": 4, "DEPTH_PART": tile.depth_part, "ROWS": tile.rows,
         "PAIRS": 8, "BLOCK_WIDTH": tile.width, "BLOCK_DEPTH": tile.depth, "PRECISION": "tf32",

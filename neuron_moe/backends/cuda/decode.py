@@ -16,11 +16,12 @@ from nki_kernels.common.formula import ExpertFormula, num_projections
 
 _COLUMNS = 256
 _ASKED_BYTES = 16  # that weights are asked for in
+_MOST_ASKED_BYTES = 16 << 20  # of all: a third of the L2 cache
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """How the second launch of one token runs.
+    """How the second product runs, for the first one, which asks for its weights.
 
     Attributes:
         blocks: of columns.
@@ -28,7 +29,8 @@ class Ahead:
         depth_part: lines of a program.
         lines: of an expert's matrix.
         width: of its lines.
-        asked: lines of each program that the first launch asks for, a power of two, or 0.
+        asked: first lines of each program that are asked for, a power of two, or 0.
+        is_one_token: pairs share no expert, and `decode_kernels.finish_token` counts on counters.
     """
 
     blocks: int
@@ -37,6 +39,7 @@ class Ahead:
     lines: int
     width: int
     asked: int
+    is_one_token: bool
 
     @property
     def counters(self) -> int:
@@ -68,11 +71,16 @@ def forward(
         _tile(experts, weights.down_EIH),
     )
     index_P = index_TK.reshape(-1).contiguous()
-    if num_tokens == 1:
-        return _one_token(hidden_TH, affinities_TK, index_P, weights, formula, (one, two))
-    bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
+    values, _ = form_of(weights.down_EIH)
+    ahead = _ahead(values, two, experts, is_one_token=num_tokens == 1)
+    arrived = index_P.new_empty(ahead.counters)
     first = weights.first_EHI, weights.first_scale
-    first_SPI = _project(hidden_TH, index_P, *first, top_k, one)
+    first_SPI = _project(hidden_TH, index_P, *first, top_k, one, (values, arrived, ahead))
+    if num_tokens == 1:
+        return _finish_token(
+            first_SPI, index_P, (hidden_TH, affinities_TK), weights, formula, two, arrived
+        )
+    bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
     middle_PI = hidden_TH.new_empty((num_pairs, I))
     block = min(_COLUMNS, triton.next_power_of_2(I))
     decode_kernels.activate_pairs[(num_pairs, triton.cdiv(I, block))](
@@ -89,39 +97,43 @@ def forward(
     return output_TH
 
 
-def _one_token(
-    hidden_1H: Tensor, affinities_1K: Tensor, index_K: Tensor, weights: Matrices,
-    formula: ExpertFormula, tiles: tuple[DecodeTile, DecodeTile],
+def _finish_token(
+    first_SKI: Tensor, index_K: Tensor, inputs: tuple[Tensor, Tensor], weights: Matrices,
+    formula: ExpertFormula, tile: DecodeTile, arrived: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return the output of one token by two launches: nothing waits for a third and a fourth."""
-    one, two = tiles
+    """Return the output of one token: nothing waits for a third and a fourth launch."""
+    hidden_1H, affinities_1K = inputs
     values, form = form_of(weights.down_EIH)
     bias_EI, bias_EH = weights.first_bias_EI, weights.down_bias_EH
-    H, I = values.shape[2], weights.first_EHI.shape[2] // num_projections(formula)  # noqa: E741
-    top_k, blocks = index_K.shape[0], triton.cdiv(H, two.width)
-    parts = triton.cdiv(values.shape[1], two.depth_part)
-    arrived = index_K.new_empty(triton.next_power_of_2(blocks))
-    ahead = Ahead(blocks, two.width, two.depth_part, values.shape[1], H, _asked(values, two))
-    first_SKI = _project(hidden_1H, index_K, weights.first_EHI, weights.first_scale, top_k, one,
-                         (values, arrived, ahead))  # fmt: skip
-    down_SKH = first_SKI.new_empty((parts, top_k, H))
+    (parts, top_k, first_width), H = first_SKI.shape, values.shape[2]
+    grid = top_k, triton.cdiv(H, tile.width), triton.cdiv(values.shape[1], tile.depth_part)
     output_1H = torch.empty_like(hidden_1H)
-    decode_kernels.finish_token[(top_k, blocks, parts)](
-        first_SKI, bias_EI, index_K, values, weights.down_scale, bias_EH, affinities_1K, down_SKH,
-        arrived, output_1H, top_k, *values.stride(), I=I, H=H,
-        FIRST_PARTS=first_SKI.shape[0], PARTS=parts, HAS_FIRST_BIAS=bias_EI is not None,
-        HAS_BIAS=bias_EH is not None, **constants_of(formula), TOP_K=top_k, ROWS=two.rows,
-        DEPTH_PART=two.depth_part, BLOCK_WIDTH=two.width, BLOCK_DEPTH=two.depth,
-        PRECISION=_precision(hidden_1H), FORMAT=form, num_warps=two.warps, num_stages=two.stages,
+    decode_kernels.finish_token[grid](
+        first_SKI, bias_EI, index_K, values, weights.down_scale, bias_EH, affinities_1K,
+        first_SKI.new_empty((grid[2], top_k, H)), arrived, output_1H, top_k, *values.stride(),
+        I=first_width // num_projections(formula), H=H, FIRST_PARTS=parts, PARTS=grid[2],
+        HAS_FIRST_BIAS=bias_EI is not None, HAS_BIAS=bias_EH is not None, **constants_of(formula),
+        TOP_K=top_k, ROWS=tile.rows, DEPTH_PART=tile.depth_part, BLOCK_WIDTH=tile.width,
+        BLOCK_DEPTH=tile.depth, PRECISION=_precision(hidden_1H), FORMAT=form, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return output_1H
 
 
-def _asked(values: Tensor, tile: DecodeTile) -> int:
-    """Return the lines to ask for: none where a line is no whole number of 16 bytes."""
-    line_bytes = values.shape[2] * values.element_size()
-    is_whole = values.is_contiguous() and (values.data_ptr() | line_bytes) % _ASKED_BYTES == 0
-    return tile.depth if is_whole else 0
+def _ahead(values: Tensor, tile: DecodeTile, experts: int, *, is_one_token: bool) -> Ahead:
+    """Return how the product with `values`, of at most so many experts, runs.
+
+    Nothing is asked for where lines are no whole number of 16 bytes.
+    """
+    _, lines, width = values.shape
+    blocks, element_bytes = triton.cdiv(width, tile.width), values.element_size()
+    programs = experts * blocks * triton.cdiv(lines, tile.depth_part)
+    asked, limit = tile.depth, _MOST_ASKED_BYTES // (programs * tile.width * element_bytes)
+    while asked > limit:
+        asked //= 2
+    if not values.is_contiguous() or (values.data_ptr() | width * element_bytes) % _ASKED_BYTES:
+        asked = 0
+    return Ahead(blocks, tile.width, tile.depth_part, lines, width, asked, is_one_token)
 
 
 def _tile(experts: int, matrix: Tensor) -> DecodeTile:

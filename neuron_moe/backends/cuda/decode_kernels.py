@@ -5,8 +5,9 @@ expert, some columns and a part of the depth. The first of these pairs leads: it
 through all choices for the others. Sums over parts of the depth are left to the next kernel, which
 adds them in order: nothing is added atomically.
 
-One token takes two kernels. The first asks for the weights of the second, which activates what it
-reads and whose last program of some columns combines the choices.
+The first product asks for the first weights of the second, so that the memory has work until that
+begins. One token takes these two kernels alone: the second activates what it reads, and its last
+program of some columns combines the choices.
 
 Axes: T tokens, K choices, P = T * K pairs, E experts, S parts of the depth, H hidden,
 I intermediate.
@@ -67,12 +68,13 @@ def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, next_
                   NEXT: tl.constexpr):
     """Multiply pairs' rows, one for TOP_K pairs, with experts' matrices: parts [S, P, WIDTH].
 
-    NEXT, a `decode.Ahead`, or None: the pairs of one token, each by itself; asks for weights of
-    `finish_token`, and sets its counters to zero.
+    NEXT, a `decode.Ahead`, or None: asks for weights of the next product; of one token, sets the
+    counters of `finish_token` to zero.
     """
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
+    ONE_TOKEN: tl.constexpr = NEXT is not None and NEXT.is_one_token
     part = tl.program_id(2)
-    if NEXT is None:
+    if not ONE_TOKEN:
         expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
     else:
         expert = tl.load(index_ptr + tl.program_id(0))
