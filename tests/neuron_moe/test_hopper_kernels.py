@@ -22,7 +22,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from neuron_moe.backends.cuda import decode_kernels, hopper
-from neuron_moe.backends.cuda.decode import Ahead
 from neuron_moe.backends.cuda.products import Product
 from neuron_moe.backends.cuda.records import constants_of
 from neuron_moe.backends.cuda.tiles import HopperTile, decode_tile
@@ -30,7 +29,7 @@ from nki_kernels.common.formula import ExpertFormula
 
 MOST_SHARED_BYTES = 232448  # of a multiprocessor of an H100 or H200
 WORDS = ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor", "cp.async.cg")
-DECODES, ASKS = "fma.rn.bf16x2", "cp.async.bulk.prefetch.L2"
+DECODES = "fma.rn.bf16x2"
 CODES = ("float8_e4m3", "float8_e5m2", "mxfp4")
 PRODUCTS = {
     "first, gathered": {"gathers": "left", "activates": True, "keeps": True, "has_bias": True},
@@ -91,17 +90,15 @@ def compile_product(**fields: Any) -> Any:
 
 
 def compile_codes(form: str) -> Any:
-    """Compile the first product of one token, which reads codes of a format and asks for others."""
+    """Compile the product for few tokens that reads codes of a format."""
     tile = decode_tile(8, 768, 1024, form)
-    lines = 256 if form == "mxfp4" else 512
-    following = Ahead(6, tile.width, tile.depth_part, lines, 768, tile.depth, True)
     known = {
         "DEPTH": 768, "WIDTH": 1024, "TOP_K": 4, "DEPTH_PART": tile.depth_part, "ROWS": tile.rows,
         "PAIRS": 8, "BLOCK_WIDTH": tile.width, "BLOCK_DEPTH": tile.depth, "PRECISION": "tf32",
-        "FORMAT": form, "NEXT": following,
+        "FORMAT": form, "COUNTERS": 8,
     }  # fmt: skip
     kinds = {"source_ptr": "*bf16", "index_ptr": "*i32", "matrix_ptr": "*u8", "parts_ptr": "*fp32"}
-    kinds |= {"next_ptr": "*u8", "arrived_ptr": "*i32"}
+    kinds["arrived_ptr"] = "*i32"
     kinds["scale_ptr"] = "*u8" if form == "mxfp4" else "*fp32"
     signature = {
         name: "constexpr" if name in known else kinds.get(name, "i32")
@@ -130,7 +127,7 @@ def report(folder: Path) -> dict[str, dict[str, Any]]:
     for name in (*PRODUCTS, *CODES):
         compiled = compile_codes(name) if name in CODES else compile_product(**PRODUCTS[name])
         found[name] = {
-            "code": [word for word in (*WORDS, DECODES, ASKS) if word in compiled.asm["ptx"]],
+            "code": [word for word in (*WORDS, DECODES) if word in compiled.asm["ptx"]],
             "shared": compiled.metadata.shared,
             "stack": sorted(stack_bytes(compiled.asm["cubin"], folder)),
         }
@@ -164,7 +161,7 @@ def test_products_compile_to_warpgroups_that_fit(
 def test_codes_are_decoded_four_at_once_in_registers(
     form: str, compiled: dict[str, dict[str, Any]]
 ) -> None:
-    assert {DECODES, ASKS} <= {*compiled[form]["code"]}
+    assert DECODES in compiled[form]["code"]
     assert compiled[form]["stack"] == [0]
 
 

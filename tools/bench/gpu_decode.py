@@ -73,7 +73,8 @@ def decode_times(sets: Sequence[Peer], inputs: Inputs, repeats: int) -> Iterator
     copy = _copy_times(_bytes_read(sets[0], chosen_E), repeats)
 
     def read(number: int) -> None:
-        read_matrices(chosen_E, [each.detach() for each in sets[number].parameters], out)
+        first_EHI, down_EIH = (each.detach() for each in sets[number].parameters)
+        read_matrices(chosen_E, first_EHI, down_EIH, out)
 
     def compute(number: int) -> object:
         return sets[number].bind(inputs).run()

@@ -3,48 +3,16 @@
 Axes: T tokens, K choices, P pairs, E experts, S parts of the depth, H hidden, I intermediate.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 
 from neuron_moe.backends.cuda import decode_kernels
 from neuron_moe.backends.cuda.records import Matrices, constants_of, form_of
-from neuron_moe.backends.cuda.tiles import DecodeTile, decode_tile
+from neuron_moe.backends.cuda.tiles import DecodeTile, decode_tile, token_tile
 from nki_kernels.common.formula import ExpertFormula, num_projections
 
 _COLUMNS = 256
-_ASKED_BYTES = 16  # that weights are asked for in
-_MOST_ASKED_BYTES = 16 << 20  # of all: a third of the L2 cache
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """How the second product runs, for the first one, which asks for its weights.
-
-    Attributes:
-        blocks: of columns.
-        block: columns of each.
-        depth_part: lines of a program.
-        lines: of an expert's matrix.
-        width: of its lines.
-        asked: first lines of each program that are asked for, a power of two, or 0.
-        is_one_token: pairs share no expert, and `decode_kernels.finish_token` counts on counters.
-    """
-
-    blocks: int
-    block: int
-    depth_part: int
-    lines: int
-    width: int
-    asked: int
-    is_one_token: bool
-
-    @property
-    def counters(self) -> int:
-        """Counters of blocks, and some more, to a power of two."""
-        return 1 << (self.blocks - 1).bit_length()
 
 
 def forward(
@@ -67,16 +35,15 @@ def forward(
     I = first_width // num_projections(formula)  # noqa: E741  the axis
     experts = min(num_pairs, num_experts)
     one, two = tiles or (
-        _tile(experts, weights.first_EHI),
-        _tile(experts, weights.down_EIH),
+        _tile(experts, weights.first_EHI, num_tokens),
+        _tile(experts, weights.down_EIH, num_tokens),
     )
     index_P = index_TK.reshape(-1).contiguous()
-    values, _ = form_of(weights.down_EIH)
-    ahead = _ahead(values, two, experts, is_one_token=num_tokens == 1)
-    arrived = index_P.new_empty(ahead.counters)
+    blocks = triton.cdiv(H, two.width) if num_tokens == 1 else 0
+    arrived = index_P.new_empty(triton.next_power_of_2(blocks)) if blocks else None
     first = weights.first_EHI, weights.first_scale
-    first_SPI = _project(hidden_TH, index_P, *first, top_k, one, (values, arrived, ahead))
-    if num_tokens == 1:
+    first_SPI = _project(hidden_TH, index_P, *first, top_k, one, arrived)
+    if arrived is not None:
         return _finish_token(
             first_SPI, index_P, (hidden_TH, affinities_TK), weights, formula, two, arrived
         )
@@ -120,30 +87,17 @@ def _finish_token(
     return output_1H
 
 
-def _ahead(values: Tensor, tile: DecodeTile, experts: int, *, is_one_token: bool) -> Ahead:
-    """Return how the product with `values`, of at most so many experts, runs.
-
-    Nothing is asked for where lines are no whole number of 16 bytes.
-    """
-    _, lines, width = values.shape
-    blocks, element_bytes = triton.cdiv(width, tile.width), values.element_size()
-    programs = experts * blocks * triton.cdiv(lines, tile.depth_part)
-    asked, limit = tile.depth, _MOST_ASKED_BYTES // (programs * tile.width * element_bytes)
-    while asked > limit:
-        asked //= 2
-    if not values.is_contiguous() or (values.data_ptr() | width * element_bytes) % _ASKED_BYTES:
-        asked = 0
-    return Ahead(blocks, tile.width, tile.depth_part, lines, width, asked, is_one_token)
-
-
-def _tile(experts: int, matrix: Tensor) -> DecodeTile:
+def _tile(experts: int, matrix: Tensor, num_tokens: int) -> DecodeTile:
     _, lines, width = matrix.shape
-    return decode_tile(experts, lines, width, form_of(matrix).format)
+    form = form_of(matrix).format
+    if num_tokens == 1 and form == "plain":
+        return token_tile(experts, lines, width)
+    return decode_tile(experts, lines, width, form)
 
 
 def _project(
     rows: Tensor, index_P: Tensor, matrix: Tensor, scale: Tensor | None, pairs_of_row: int,
-    tile: DecodeTile, ahead: tuple[Tensor | None, Tensor | None, Ahead | None] = (None, None, None),
+    tile: DecodeTile, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the products of pairs and their experts' matrices, [S, P, width] float32.
 
@@ -154,20 +108,19 @@ def _project(
         scale: of codes.
         pairs_of_row: see `rows`.
         tile: of the product.
-        ahead: of one token, the next launch's weights and counters, and how it runs.
+        arrived: counters to set to zero, of one token.
     """
     values, form = form_of(matrix)
     _, lines, width = values.shape
     num_pairs, parts = index_P.shape[0], triton.cdiv(lines, tile.depth_part)
     out_SPI = torch.empty((parts, num_pairs, width), dtype=torch.float32, device=rows.device)
-    following, arrived, following_launch = ahead
     decode_kernels.project_pairs[(num_pairs, triton.cdiv(width, tile.width), parts)](
-        rows, index_P, values, scale, out_SPI, following, arrived, num_pairs, *values.stride(),
+        rows, index_P, values, scale, out_SPI, arrived, num_pairs, *values.stride(),
         DEPTH=rows.shape[1],
         WIDTH=width, TOP_K=pairs_of_row, DEPTH_PART=tile.depth_part, ROWS=tile.rows,
         PAIRS=triton.next_power_of_2(num_pairs), BLOCK_WIDTH=tile.width, BLOCK_DEPTH=tile.depth,
-        PRECISION=_precision(rows), NEXT=following_launch, num_warps=tile.warps,
-        num_stages=tile.stages, FORMAT=form,
+        PRECISION=_precision(rows), COUNTERS=0 if arrived is None else arrived.shape[0],
+        num_warps=tile.warps, num_stages=tile.stages, FORMAT=form,
     )  # fmt: skip
     return out_SPI
 

@@ -5,9 +5,8 @@ expert, some columns and a part of the depth. The first of these pairs leads: it
 through all choices for the others. Sums over parts of the depth are left to the next kernel, which
 adds them in order: nothing is added atomically.
 
-The first product asks for the first weights of the second, so that the memory has work until that
-begins. One token takes these two kernels alone: the second activates what it reads, and its last
-program of some columns combines the choices.
+One token takes two kernels: the second product activates what it reads, and the last of its
+programs on some columns combines the choices.
 
 Axes: T tokens, K choices, P = T * K pairs, E experts, S parts of the depth, H hidden,
 I intermediate.
@@ -18,7 +17,7 @@ import triton.language as tl
 from triton import jit
 
 from neuron_moe.backends.cuda.codes_kernels import load_lines
-from neuron_moe.backends.cuda.kernels import IS_INTERPRETED, _add_product, _expert_act
+from neuron_moe.backends.cuda.kernels import _add_product, _expert_act
 
 
 @jit
@@ -36,51 +35,25 @@ def _pairs_of_tile(index_ptr, leader, num_pairs, ROWS: tl.constexpr, PAIRS: tl.c
 
 
 @jit
-def _ask(matrix_ptr, index_ptr, NEXT: tl.constexpr):
-    """Ask for the first lines that a program of the next launch reads; see `decode.Ahead`."""
-    number = tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
-    column = number % NEXT.blocks * NEXT.block
-    first = number // NEXT.blocks * NEXT.depth_part
-    expert = tl.load(index_ptr + tl.program_id(0)).to(tl.int64)
-    line = first + tl.arange(0, NEXT.asked)
-    place = matrix_ptr + (expert * NEXT.lines + line) * NEXT.width + column
-    element_bytes: tl.constexpr = matrix_ptr.dtype.element_ty.primitive_bitwidth // 8
-    size = tl.minimum(NEXT.width - column, NEXT.block) * element_bytes
-    end = tl.minimum(NEXT.lines, first + NEXT.depth_part)
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred asks;
-        setp.ne.u32 asks, $2, 0;
-        @asks cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }
-        """, "=r,l,r", [place.to(tl.int64), tl.where(line < end, size, 0)], tl.int32,
-        is_pure=False, pack=1)
-
-
-@jit
-def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, next_ptr, arrived_ptr,
-                  num_pairs, expert_stride, depth_stride, width_stride, DEPTH: tl.constexpr,
+def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, arrived_ptr, num_pairs,
+                  expert_stride, depth_stride, width_stride, DEPTH: tl.constexpr,
                   WIDTH: tl.constexpr, TOP_K: tl.constexpr, DEPTH_PART: tl.constexpr,
                   ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
                   BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr,
-                  NEXT: tl.constexpr):
+                  COUNTERS: tl.constexpr):
     """Multiply pairs' rows, one for TOP_K pairs, with experts' matrices: parts [S, P, WIDTH].
 
-    NEXT, a `decode.Ahead`, or None: asks for weights of the next product; of one token, sets the
-    counters of `finish_token` to zero.
+    COUNTERS of `finish_token` are set to zero: then pairs are of one token, each by itself.
     """
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
-    ONE_TOKEN: tl.constexpr = NEXT is not None and NEXT.is_one_token
     part = tl.program_id(2)
-    if not ONE_TOKEN:
+    if COUNTERS == 0:
         expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
     else:
         expert = tl.load(index_ptr + tl.program_id(0))
         pair = tl.where(tl.arange(0, ROWS) == 0, tl.program_id(0), -1)
         if tl.program_id(0) + tl.program_id(1) + part == 0:
-            counter = tl.arange(0, NEXT.counters)
+            counter = tl.arange(0, COUNTERS)
             tl.store(arrived_ptr + counter, counter * 0)
     if expert >= 0:
         number = expert.to(tl.int64)
@@ -94,9 +67,6 @@ def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, next_
             sums = _add_product(sums, source_ptr, row_place, is_row, matrix_ptr, scale_ptr, number,
                                 start, column, is_column, expert_stride, depth_stride,
                                 width_stride, DEPTH, WIDTH, BLOCK_DEPTH, FORMAT, PRECISION)
-        if NEXT is not None:
-            if NEXT.asked > 0 and not IS_INTERPRETED:
-                _ask(next_ptr, index_ptr, NEXT)
         if FORMAT == "float8_e4m3" or FORMAT == "float8_e5m2":
             scale = tl.load(scale_ptr + number * WIDTH + column, mask=is_column, other=0.0)
             sums *= scale[None, :]

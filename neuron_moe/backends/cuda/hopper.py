@@ -239,27 +239,11 @@ def _finish(out_desc, kept_desc, staging, sums, tile, column, expert, kept_tiles
 
 
 @jit
-def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, number, row_tiles, step,
-                    tile_expert_ptr, first_tile_ptr, total_ptr, first_tile,
+def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile, column, step, steps,
                     layout: gl.constexpr, PART: gl.constexpr, P: gl.constexpr):
-    """Return the sums of a tile, its place and expert, and the number of the step after it."""
+    """Return the sums of a tile, and the number of the step after it."""
     BLOCK_WIDTH: gl.constexpr = P.tile.width
     COPIES: gl.constexpr = P.copies and PART == 0
-    LATE: gl.constexpr = P.tile.late and not COPIES
-    tile = number * 0
-    column = number * 0
-    expert = number * 0
-    if P.sums_rows:
-        steps = gl.load(total_ptr + number // (row_tiles * P.column_tiles))
-        steps = (steps + BLOCK_DEPTH - 1) // BLOCK_DEPTH
-        if not LATE or steps == 0:
-            tile, column, expert, _, _ = _locate(
-                number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
-    else:
-        steps = P.depth // BLOCK_DEPTH
-        if not LATE:
-            tile, column, expert, _, _ = _locate(
-                number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
     sums = gl.zeros([PART_ROWS, BLOCK_WIDTH], gl.float32, layout)
     for depth_step in range(steps):
         stage = step % P.tile.stages
@@ -284,9 +268,6 @@ def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, number, r
         if depth_step > 0:
             _meet()
             mbarrier.arrive(emptied.index((step - 1) % P.tile.stages), count=1)
-        elif LATE:  # while the first step is multiplied
-            tile, column, expert, _, _ = _locate(
-                number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
         step += 1
     sums = warpgroup_mma_wait(0, deps=(sums,))
     if COPIES:
@@ -294,7 +275,7 @@ def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, number, r
     if steps > 0:
         _meet()
         mbarrier.arrive(emptied.index((step - 1) % P.tile.stages), count=1)
-    return sums, tile, column, expert, step
+    return sums, step
 
 
 @jit
@@ -307,9 +288,10 @@ def _consume(out_desc, kept_desc, copy_desc, bias_ptr, left_ring, right_ring, st
     row_tiles, count = _count_tiles(num_tiles_ptr, first_tile, P)
     step = 0
     for number in range(gl.program_id(0), count, P.programs):
-        sums, tile, column, expert, step = _multiply_steps(
-            copy_desc, left_ring, right_ring, filled, emptied, number, row_tiles, step,
-            tile_expert_ptr, first_tile_ptr, total_ptr, first_tile, layout, PART, P)
+        tile, column, expert, _, steps = _locate(
+            number, row_tiles, first_tile, tile_expert_ptr, first_tile_ptr, total_ptr, P)
+        sums, step = _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile,
+                                     column, step, steps, layout, PART, P)
         if P.has_bias:
             within = gl.arange(0, P.tile.width, gl.SliceLayout(0, layout))
             narrow = column * P.span + within % P.span

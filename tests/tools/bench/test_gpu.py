@@ -113,5 +113,5 @@ def test_all_weights_of_chosen_experts_are_read() -> None:
     matrices[1][2, 99, 69] = 2.0**100  # a sum that is stored
     for chosen, seen in (([1, 0], 0.0), ([0, 2], 2.0**100)):
         out = torch.zeros(1, device=device)
-        read_matrices(torch.tensor(chosen, dtype=torch.int32, device=device), matrices, out)
+        read_matrices(torch.tensor(chosen, dtype=torch.int32, device=device), *matrices, out)
         assert float(out) == seen
