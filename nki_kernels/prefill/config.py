@@ -264,19 +264,6 @@ def stored_parts(config: PrefillConfig) -> tuple[int, int]:
     return config.loop.in_parts * num_partials(config), config.loop.out_parts
 
 
-def loads_in_turns(loop: LoopPlan) -> bool:
-    """Whether rows of the next gate and up weights load between the parts of the down weights.
-
-    They lie whole in the only buffer, those of a partition in one run; parts have two.
-    """
-    return loop.weight_buffers == 1 and loop.in_parts == 1 and loop.out_parts > 1
-
-
-def down_buffers(loop: LoopPlan) -> int:
-    """Return the buffers of parts of the down weights."""
-    return 2 if loads_in_turns(loop) else loop.weight_buffers
-
-
 def bias_terms(config: PrefillConfig) -> int:
     """Return how many bfloat16 numbers add up to an element of the down bias.
 

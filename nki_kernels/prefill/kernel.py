@@ -72,9 +72,7 @@ from nki_kernels.prefill.buffers import (
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
-    down_buffers,
     first_tiles,
-    loads_in_turns,
     num_partials,
     output_tiles,
     scales_late,
@@ -199,8 +197,6 @@ def _start_pipeline(
         elif early < count:
             load_tiles(config, b, x, share, b.expert[0], early, count)
         load_down(config, b, x, share, b.expert[0], 0, 0, 0)
-        if loads_in_turns(config.loop):
-            load_down(config, b, x, share, b.expert[0], 1, 1, 0)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
@@ -270,8 +266,7 @@ def _go_in(
         next_part = (part + 1) % parts
         expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
         load_beside(config, b, x, share, expert, following, next_part)
-        if not loads_in_turns(config.loop):
-            load_gate_up(config, b, x, share, expert, following, next_part)
+        load_gate_up(config, b, x, share, expert, following, next_part)
 
 
 def _go_out(
@@ -284,8 +279,7 @@ def _go_out(
     share: Share,
 ) -> None:
     """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
-    parts, buffers = config.loop.out_parts, down_buffers(config.loop)
-    in_turns, count = loads_in_turns(config.loop), config.h_axis.count
+    parts, buffers = config.loop.out_parts, config.loop.weight_buffers
     for part in range(parts):
         buffer = (s * parts + part) % buffers
         for j in range(size):
@@ -294,14 +288,7 @@ def _go_out(
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer)
         following = (buffer + 1) % buffers
-        if in_turns:
-            if part + 2 < parts:
-                load_down(config, b, x, share, b.expert_out[s], buffer, part + 2, s)
-            else:
-                load_down(config, b, x, share, b.expert_out[1 - s], buffer, part + 2 - parts, 1 - s)
-            first, stop = part * count // parts, (part + 1) * count // parts
-            load_tiles(config, b, x, share, b.expert[1 - s], first, stop)
-        elif part + 1 < parts:
+        if part + 1 < parts:
             load_down(config, b, x, share, b.expert_out[s], following, part + 1, s)
         else:
             load_down(config, b, x, share, b.expert_out[1 - s], following, 0, 1 - s)

@@ -16,7 +16,6 @@ from nki_kernels.common.mx import fours_of, in_shape, out_shape, whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.config import (
-    down_buffers,
     PrefillConfig,
     adds_offset,
     bias_is_inside,
@@ -109,11 +108,11 @@ def weight_table(config: PrefillConfig) -> _WeightTable:
         down, biases = (out[0], loop.in_parts, out[1]), 0
     return _WeightTable(
         gate_up=tiles(count, gate_up, weights),
-        down=tiles(down_buffers(loop), down, weights),
+        down=tiles(count, down, weights),
         gate_up_bias=small_tiles(biases, i_tile, nl.float32),
         up_bias=small_tiles(offsets, (i_axis.rows, i_axis.count), nl.float32),
         gate_up_scale=small_tiles(scales, i_tile, nl.float32),
-        down_bias=tiles(down_biases and down_buffers(loop), (bias_terms(config), columns), nl.bfloat16),
+        down_bias=tiles(down_biases, (bias_terms(config), columns), nl.bfloat16),
         down_scale=tiles(scales, (config.tile_rows, width), nl.float32),
         down_scale_parts=tiles(scales, (3, width), nl.bfloat16),
     )

@@ -35,6 +35,7 @@ from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.check.vendor_cases.mlp import mlp_kernel
 from neuron_moe.tools.check.vendor_cases.moe_prefill import CORES
 from neuron_moe.tools.check.vendor_cases.router import HBM_LAYOUTS
+from nki_kernels.common.chip import PARTITIONS
 
 ROUTER_TOKENS = 2048  # the most that router_topk is meant for; more are several launches
 INDEX_TOKENS = 4096  # of a piece of find_nonzero_indices, by which its tiles fit SBUF
@@ -156,11 +157,18 @@ class VendorChain:
             corners, MLP, mlp_kernel(library), OPTIONS, activation_fn=activation, **operands
         )
 
-    def _route(self, num_tokens: int, corners: Sequence[str]) -> dict[str, float]:
+    def _route(
+        self, num_tokens: int, corners: Sequence[str], most: int = ROUTER_TOKENS
+    ) -> dict[str, float]:
         """Return the time of the router's launches, in the faster layout of hidden states."""
-        rows = min(num_tokens, ROUTER_TOKENS)
+        rows = min(num_tokens, most)
+        try:
+            ways = [self._route_once(rows, layout, corners) for layout in HBM_LAYOUTS]
+        except ChainError:  # wide tokens leave room for fewer
+            if rows <= PARTITIONS:
+                raise
+            return self._route(num_tokens, corners, rows // 2)
         launches = -(-num_tokens // rows)
-        ways = [self._route_once(rows, layout, corners) for layout in HBM_LAYOUTS]
         return {corner: launches * min(way[corner] for way in ways) for corner in corners}
 
     def _route_once(self, rows: int, layout: str, corners: Sequence[str]) -> dict[str, float]:
