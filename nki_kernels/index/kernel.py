@@ -23,7 +23,7 @@ and, where asked, the lists of visits for `blockwise_moe` (see visits.py):
 
 On chip: tokens lie on the partitions as in token_tiles.py, experts along the free axis; whether a
 token chose an expert is one element of a 0-1 tile [128, E]. Ranks are sums of such tiles: over
-lower partitions by a matmul with a triangle of ones, over lower tiles by the Vector engine. The
+lower partitions by a matmul with a triangle of ones, over lower tiles by one with the identity. The
 inverse is a matmul too: slot s goes to row s // F, column s % F of a [128, F] tile, and the sum
 over pairs of (pair + 1) * onehot(row) x onehot(column) holds pair + 1 where there is a pair and 0
 elsewhere. All numbers stay below 2^24, so float32 sums of them are exact; pair + 1 enters as
@@ -32,10 +32,10 @@ bfloat16 digits of 8 bits.
 Limits (`check_index_blocks`): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; SBUF must hold the
 0-1 tiles of a core's tokens (one byte per token and expert) and the slots of its pairs.
 
-Cost: the index is read once, every output written once; per tile of 128 tokens two matmuls of E
+Cost: the index is read once, every output written once; per tile of 128 tokens six matmuls of E
 columns, and per choice up to three of N * B / 128 columns. The Vector engine bounds it: per tile
 one pass of E, per choice one of 128 and one of N * B / 128 in 16 bits; the Scalar engine marks
-choices and GpSimd counts them on, a pass of E each. The two cores take half of the tokens each and
+choices and copies counts, GpSimd looks them up, a pass of E each. The two cores take half of the tokens each and
 exchange counts and their parts of the inverse.
 
 Steps:

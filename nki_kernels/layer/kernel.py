@@ -41,7 +41,7 @@ Limits: check_prefill_layer. Cost: cost_prefill_layer.
 Steps:
     1. Normalise and route this core's tokens; store normalised ones.
     2. Tell this rank's choices from others', drop those of broken tokens.
-    3. Place the pairs; list visits, invert the slots.
+    3. Place the pairs; list visits, ask for the first weights, invert the slots.
     4. Compute the visits; then the shared experts, as one expert that all whole tokens choose.
     5. Sum each token's slots.
 """

@@ -22,22 +22,24 @@ Outputs, in shared HBM, in this order:
     normed_TH         [T, H]  the dtype of hidden, if config.has_norm
 
 On chip: tokens lie on the partitions (token_tiles.py), but for x^T and router_weight^T, which have
-128 rows of H there. Both are transposed by the tensor engine, exactly. All of router_weight^T stays
-in SBUF.
+128 rows of H there. Both are transposed by the tensor engine, exactly, and filled up to whole 128
+rows with zeros. All of router_weight^T stays in SBUF.
 
 Limits (check_router_topk): K <= 16, E <= 512, H a multiple of 64, at most 16,384 tokens per core,
 groups of equal size of at least 2; SBUF must hold router_weight^T.
 
 Cost: hidden is read once, router_weight once per core; per tile of 128 tokens H/128 transposes of
 the tile's rows and H/128 matmuls of E columns (four passes each if either operand is float32); two
-to four passes of E columns on the Vector engine. Loads of the next tile overlap.
+to four passes of E columns on the Vector engine, and a copy of a bank of turned rows at a time.
+Loads of the next tile overlap.
 
 Steps:
     1. Split the tokens over the cores; allocate the outputs in HBM (the same on both cores).
     2. Load the router's weight, transposed, and repeat biases and norm weight on the partitions.
-    3. Per tile of 128 tokens: load, normalise, transpose; the next tile's before this one's choice.
-    4. Multiply, add the bias; choose and score experts (router_choice.py).
-    5. Weigh the experts of all tiles; store what every tile gave per token, at once too.
+    3. Per tile of 128 tokens: load, add up squares, normalise, transpose; later tiles' before this
+       one's choice.
+    4. Multiply, add the bias; choose experts, and add up what weighing them needs of all experts.
+    5. Number and weigh the experts of all tiles (router_choice.py); store them, at once too.
 """
 
 from __future__ import annotations
