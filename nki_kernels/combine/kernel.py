@@ -51,6 +51,7 @@ import nki.language as nl
 
 from nki_kernels.combine.config import CombineDims
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     load_per_token,
@@ -97,7 +98,7 @@ def combine(
     spoils = _load_columns(spoils_T1, tokens, dims.has_spoils)
     gates = _load_columns(gates_T1, tokens, dims.has_gate)
     added = _added(residual_TH, shared_SH, dims)
-    identity_sb = _identity(slots_PSH.dtype)
+    identity_sb = identity(slots_PSH.dtype)
     piece = piece_size(hidden_size, top_k * num_parts, 4 if slots_PSH.dtype == nl.float32 else 2)
     pieces = (hidden_size + piece - 1) // piece
     gathered, beside, diagonals = [], [], []
@@ -224,23 +225,6 @@ def _load_beside(
         nisa.dma_copy(dst=rows_sb, src=token_rows(tensor_TH, tokens, tile, start, width))
         loaded.append(rows_sb)
     return Beside(columns, factors, loaded)
-
-
-def _identity(dtype: nl.DType) -> nl.ndarray:
-    """Return the identity matrix [128, 128]."""
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
-    nisa.memset(dst=ones_sb, value=1.0)
-    identity_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
-    nisa.affine_select(
-        dst=identity_sb,
-        pattern=[[1, PARTITIONS]],
-        offset=0,
-        channel_multiplier=-1,
-        on_true_tile=ones_sb,
-        on_false_value=0.0,
-        cmp_op=nl.equal,
-    )
-    return identity_sb
 
 
 def _spread_weights(

@@ -12,7 +12,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import BANK_BYTES
+from nki_kernels.common.chip import BANK_BYTES, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 
 _OAI_SCALE = 1.702  # of the sigmoid that nl.gelu_apprx_sigmoid multiplies with
@@ -328,3 +328,20 @@ def load_table(
         nisa.tensor_copy(
             dst=dst_sb[0:num_rows, begin : begin + size], src=bank_ps[0:num_rows, 0:size]
         )
+
+
+def identity(dtype: nl.DType) -> nl.NkiTensor:
+    """Return the identity matrix [128, 128]."""
+    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
+    nisa.memset(dst=ones_sb, value=1.0)
+    identity_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
+    nisa.affine_select(
+        dst=identity_sb,
+        pattern=[[1, PARTITIONS]],
+        offset=0,
+        channel_multiplier=-1,
+        on_true_tile=ones_sb,
+        on_false_value=0.0,
+        cmp_op=nl.equal,
+    )
+    return identity_sb

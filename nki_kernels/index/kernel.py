@@ -35,8 +35,8 @@ Limits (`check_index_blocks`): E <= 512, K <= 16, T * K <= 2^20, N * B <= 2^20; 
 Cost: the index is read once, every output written once; per tile of 128 tokens six matmuls of E
 columns, and per choice up to three of N * B / 128 columns. The Vector engine bounds it: per tile
 one pass of E, per choice one of 128 and one of N * B / 128 in 16 bits; the Scalar engine marks
-choices and copies counts, GpSimd looks them up, a pass of E each. The two cores take half of the tokens each and
-exchange counts and their parts of the inverse.
+choices and copies counts, GpSimd looks them up, a pass of E each. The two cores take half of the
+tokens each and exchange counts and their parts of the inverse.
 
 Steps:
     1. Load the experts of this core's pairs; mark who chose whom, tile by tile.
@@ -60,6 +60,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
+from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     load_per_token,
@@ -339,7 +340,7 @@ def _rank_pairs(
     nisa.nc_n_gather(dst=slot_sb, data=first_sb, indices=column_sb)
     ranked = ranked_tiles(num_experts)
     _count_up_tiles(column_sb, tokens.count, num_experts + 1, ranked)
-    counts = _Counts(_identity(), chosen_sb, [])
+    counts = _Counts(identity(nl.bfloat16), chosen_sb, [])
     for _bank in range(min(COUNT_BANKS, tokens.count)):
         counts.banks.append(nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum))
     for start in range(0, tokens.count, ranked):
@@ -357,23 +358,6 @@ def _rank_pairs(
             dst=slots, data1=slots, data2=before_sb, op=nl.add, engine=nisa.engine.gpsimd
         )
     return slot_sb
-
-
-def _identity() -> nl.ndarray:
-    """Return the identity matrix [128, 128] in bfloat16."""
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=ones_sb, value=1.0)
-    identity_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
-    nisa.affine_select(
-        dst=identity_sb,
-        pattern=[[1, PARTITIONS]],
-        offset=0,
-        channel_multiplier=-1,
-        on_true_tile=ones_sb,
-        on_false_value=0.0,
-        cmp_op=nl.equal,
-    )
-    return identity_sb
 
 
 def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:

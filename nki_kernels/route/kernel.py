@@ -51,7 +51,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS, SBUF_BYTES
+from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, PARTITIONS, SBUF_BYTES
 from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.router_choice import (
     AT_ONCE,
@@ -80,7 +80,6 @@ from nki_kernels.route.memory import (
     sbuf_bytes,
 )
 
-_BANK_BYTES = 4 * BANK_FLOATS  # of columns that are transposed, then copied at once
 _TURNS = 3  # of so many copies the Scalar engine takes one
 _CHUNKS_LOADED = 4  # of the weight of a router, at once
 _NORM_PSUM_BYTES = 8192  # per partition, half of PSUM
@@ -401,7 +400,7 @@ def _turn(target_sb: nl.ndarray, source_sb: nl.ndarray, tile: int) -> None:
     copies, which last longer than the transposes, takes every third one of all tiles.
     """
     rows, chunks = source_sb.shape[0], target_sb.shape[1]
-    at_once = _BANK_BYTES // (4 if source_sb.dtype == nl.float32 else 2) // PARTITIONS
+    at_once = BANK_BYTES // (4 if source_sb.dtype == nl.float32 else 2) // PARTITIONS
     number = tile * ((chunks + at_once - 1) // at_once)
     for first in range(0, chunks, at_once):
         count = min(at_once, chunks - first)
