@@ -77,7 +77,9 @@ def test_a_graph_is_told_what_an_operator_returns_before_any_launch(
         told = put(2, combine, slots_PSH, index_TK, torch.empty(5, 3), dims)
         assert isinstance(told, FakeTensor)
         assert (told.shape, told.dtype) == ((5, 64), torch.float16)
-        told = put(1, index_blocks, index_TK, BlockDims(num_experts=7, block_size=128, num_blocks=3))
+        told = put(
+            1, index_blocks, index_TK, BlockDims(num_experts=7, block_size=128, num_blocks=3)
+        )
     sizes = [(3 * 128,), (3 * 128,), (3,), (1,), (7,), (5, 3)]
     assert [(each.shape, each.dtype) for each in told] == [(size, torch.int32) for size in sizes]
 
