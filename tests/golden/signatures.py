@@ -65,7 +65,7 @@ def texts(module: ModuleType) -> Iterator[tuple[str, str]]:
                 if inspect.isfunction(method) and not inner.startswith("_"):
                     yield f"{name}.{inner}", defaults(method)
         elif name.isupper() and is_plain(value):
-            yield name, repr(value)
+            yield name, repr(value).replace(str(ROOT), "")
 
 
 def signatures() -> dict[str, dict[str, str]]:
