@@ -201,7 +201,7 @@ def test_both_halves_together_store_a_flat_tensor_once(length: int) -> None:
     assert measured_cost(run.trace).written_bytes == 4 * length
 
 
-@pytest.mark.parametrize(("visits", "size"), [(1, 1), (128, 1), (129, 1), (256, 1), (130, 3)])
+@pytest.mark.parametrize(("visits", "size"), [(1, 1), (128, 1), (129, 1), (256, 1), (130, 3), (131, 3)])
 def test_the_values_of_a_lane_are_stored_once(visits: int, size: int) -> None:
     width = -(-visits // 128) * size
     values = np.arange(128 * width, dtype=np.float32).reshape(128, width)
