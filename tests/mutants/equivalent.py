@@ -371,4 +371,10 @@ EQUIVALENT = (
         'self.__dict__["num_changes"] = self.__dict__.get("num_changes", 0) - 1',
         "the counter still changes",
     ),
+    Equivalent(
+        "nki_kernels/index/slot_inverse.py",
+        "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 1), op1=nl.add,",
+        "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 2), op1=nl.add,",
+        "bfloat16 rounds 6143 to 6144",
+    ),
 )
