@@ -19,7 +19,12 @@ from nki_kernels.index import (
 )
 from nki_kernels.index.check import MOST
 from nki_kernels.index.memory import sbuf_bytes
-from nki_kernels.index.slot_inverse import invert_tokens, invert_weights, store_flat
+from nki_kernels.index.slot_inverse import (
+    invert_tokens,
+    invert_weights,
+    store_flat,
+    token_columns,
+)
 from nki_kernels.index.visits import _store_lane
 from nki_sim import SimOptions, TensorSpec, isa
 from nki_sim.language import api as nl
@@ -178,6 +183,19 @@ def test_pairs_of_a_token_share_what_is_put_into_their_slots(
     np.testing.assert_array_equal(run.outputs, wanted)
     run = nki_sim.run(weights_of, slot_TK.astype(np.float32), weight_TK, num_slots, lnc=num_cores)
     np.testing.assert_array_equal(run.outputs, weights)
+
+
+@pytest.mark.parametrize("T", [150, 4200])  # one term, two terms
+def test_columns_are_those_of_all_groups(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nki_kernels.index.slot_inverse.GROUP", 8)
+    num_slots = 128 * 36
+    slot_TK = np.random.default_rng(T).permutation(num_slots)[:T, None].astype(np.int32)
+    run = nki_sim.run(tokens_of, slot_TK, num_slots)
+    tokens = split_tokens(T, 0, 1)
+    wanted = np.full(num_slots, -1, np.int32)
+    wanted[slot_TK[:, 0]] = np.arange(T)
+    np.testing.assert_array_equal(run.outputs, wanted)
+    assert measured_cost(run.trace).matmul_columns == tokens.count * token_columns(tokens.rows, 36)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
