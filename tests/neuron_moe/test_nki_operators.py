@@ -56,6 +56,8 @@ def test_shapes_are_those_of_the_outputs_and_records_survive_as_text(
         shapes = {key: tuple(value.shape) for key, value in arguments if isinstance(value, Tensor)}
         for record in records.values():
             assert operators.record_of(operators.record_text(record)) == record
+        for vector in {"norm_weight", "router_bias", "selection_bias"} & shapes.keys():
+            assert shapes[vector][0] == 1, (name, vector)
         told = outputs_of(name, shapes, records)
         assert isinstance(told, Output) == isinstance(outputs, Tensor), name
         for one, real in zip(listed(told), listed(outputs), strict=True):
@@ -87,5 +89,6 @@ def test_a_graph_is_told_what_an_operator_returns_before_any_launch(
 def test_a_record_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match=r"CombineDims: not a record .* out_dtype.*again"):
         operators.record_of('{"record":"CombineDims","out_dtype":{"element":"float32"}}')
-    with pytest.raises(ValueError, match="Unknown: not a record"):
-        operators.record_of('{"record":"Unknown"}')
+    for name in ("Unknown", "int", "str"):
+        with pytest.raises(ValueError, match=f"{name}: not a record"):
+            operators.record_of(f'{{"record":"{name}"}}')

@@ -303,6 +303,14 @@ def test_the_state_dict_and_copies_are_those_of_plain_weights(
     assert torch.equal(layer.mlp_op.down_proj.weight, before["mlp_op.down_proj.weight"])
 
 
+def test_weights_lie_as_they_were_loaded_once_no_form_is_settled() -> None:
+    layer = build()
+    layer.settle_forms("turned")
+    assert not layer.mlp_op.down_proj.weight.is_contiguous()
+    layer.mlp_op.unsettle_forms()
+    assert layer.mlp_op.down_proj.weight.is_contiguous()
+
+
 class Doubler:
     """A brought kernel that is told apart from all forms: it gives twice the right numbers."""
 

@@ -39,6 +39,7 @@ CASES = {
     "T2-H304-I17-E5-K2-one-element-over": Decode(2, 304, 17, 5, 2, options=SELECTIVE),
     "T4-H192-I45-E5-K10": Decode(4, 192, 45, 5, 10, ranks=3, rank=2, options=SELECTIVE),
     "T5-H704-I140-E3-K2-uneven-axes": Decode(5, 704, 140, 3, 2, has_bias=True, options=SELECTIVE),
+    "T4-H128-I131-E3-K2-uneven-rows": Decode(4, 128, 131, 3, 2, options={"layout": "ehi"}),
     "T8-H128-I64-E9-K2-all": Decode(8, 128, 64, 9, 2, options=ALL),
     "T9-H192-I64-E24-K2-all-gpt-oss": Decode(
         9, 192, 64, 24, 2, has_bias=True, options={**GPT_OSS, **ALL}
