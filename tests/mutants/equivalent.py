@@ -377,4 +377,40 @@ EQUIVALENT = (
         "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 2), op1=nl.add,",
         "bfloat16 rounds 6143 to 6144",
     ),
+    Equivalent(
+        "neuron_moe/backends/chosen_experts.py",
+        "padded = functional.pad(rows_nk.unsqueeze(1), (0, 0, 0, FEWEST_ROWS - 1)).unbind()",
+        "padded = functional.pad(rows_nk.unsqueeze(1), (0, 0, 0, FEWEST_ROWS + 1)).unbind()",
+        "more rows of padding are computed and left out",
+    ),
+    Equivalent(
+        "nki_sim/isa/functions.py",
+        "bits = x.dtype.itemsize * 8",
+        "bits = x.dtype.itemsize * 9",
+        "NumPy shifts unsigned numbers by their width or more to 0, too",
+    ),
+    Equivalent(
+        "nki_sim/isa/registers.py",
+        'if value.dtype.itemsize > 4 or value.dtype.kind == "x":',
+        'if value.dtype.itemsize > 5 or value.dtype.kind == "x":',
+        "no type has five bytes",
+    ),
+    Equivalent(
+        "neuron_moe/quantize/fp8.py",
+        "elif scale_rows > 1:",
+        "elif scale_rows > 2:",
+        "two rows are one slab, whose scales are all of them",
+    ),
+    Equivalent(
+        "nki_kernels/common/visits.py",
+        "return 2 * num_tiles",
+        "return 3 * num_tiles",
+        "any number beyond the tiles stands for none",
+    ),
+    Equivalent(
+        "nki_sim/machine/undefined.py",
+        "alloc.defined.add_where(walk, hole)",
+        "pass",
+        "what is not marked as written is filled again with the same bytes",
+    ),
 )

@@ -31,6 +31,7 @@ from nki_kernels.decode.layer_config import (
 )
 from nki_kernels.decode.layer_cost import cost_decode_layer
 from nki_kernels.decode.layout import weight_shapes
+from nki_kernels.decode.norm import _vector_share
 from nki_kernels.decode.shared import num_parts, pack_shared_experts
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.decode.layer_cases import (
@@ -434,3 +435,7 @@ def test_the_cores_share_a_router_of_a_mebibyte(dtype: str, parts: int) -> None:
         sizes, RouterFormula(top_k=2), ExpertFormula(), LayerForm(router_dtype=dtype)
     )
     assert config.router_parts == parts
+
+
+def test_the_vector_engine_shares_its_passes_from_32_tokens_on() -> None:
+    assert [_vector_share(9, rows) for rows in (1, 31, 32, 128)] == [9, 9, 6, 6]
