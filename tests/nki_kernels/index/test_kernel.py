@@ -174,7 +174,7 @@ def test_pairs_of_a_token_share_what_is_put_into_their_slots(
     rng = np.random.default_rng(K)
     slot_TK = rng.permutation(num_slots)[: T * K].reshape(T, K).astype(np.int32)
     slot_TK[rng.random((T, K)) < 0.1] = -1
-    weight_TK = rng.normal(size=(T, K)).astype(np.float32) * np.float32(10) ** rng.integers(-4, 4)
+    weight_TK = (rng.normal(size=(T, K)) * 10.0 ** rng.integers(-4, 4)).astype(np.float32)
     wanted, weights = np.full(num_slots, -1, np.int32), np.zeros(num_slots, np.float32)
     token, choice = np.nonzero(slot_TK >= 0)
     wanted[slot_TK[token, choice]] = token
