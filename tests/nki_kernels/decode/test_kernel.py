@@ -12,7 +12,7 @@ import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
 from nki_kernels.common.formula import limits
-from nki_kernels.decode.config import DecodeSizes, bias_quadrants
+from nki_kernels.decode.config import DecodeSizes, bias_quadrants, weighs_inner
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
@@ -427,3 +427,17 @@ def test_mxfp4_weights_run_as_float8_without_loss(scope: str, layout: str) -> No
     codes, scale, values = recode(rng, (4, 64, 128), scope)
     problem.down_codes, problem.down_scale, problem.down = codes, scale, values
     check(problem)
+
+
+CLAMPS = {
+    (None, 7.0): False, (None, 0.5): False, (None, 0.0): False, (None, -0.5): True,
+    (-2.0, None): False, (0.0, None): False, (0.5, None): True, (-1.0, 1.0): False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("clamps", CLAMPS)
+def test_inner_activations_are_weighed_where_clamps_move_zero(
+    clamps: tuple[float | None, float | None],
+) -> None:
+    options = {"scaling": "pre", "gate_limits": limits(*clamps)}
+    assert weighs_inner(Decode(6, 128, 64, 8, 2, options=options).config()) == CLAMPS[clamps]
