@@ -413,4 +413,40 @@ EQUIVALENT = (
         "pass",
         "what is not marked as written is filled again with the same bytes",
     ),
+    Equivalent(
+        "neuron_moe/quantize/fp8.py",
+        "one = torch.ones(1, device=codes.device)",
+        "one = torch.ones(2, device=codes.device)",
+        "nobody reads the scale",
+    ),
+    Equivalent(
+        "nki_sim/machine/memory.py",
+        "grain //= 2",
+        "grain //= 3",
+        "a mask of finer pieces says the same",
+    ),
+    Equivalent(
+        "nki_sim/isa/mx.py",
+        "if rows not in (32, 64, 128) or row % rows or row + rows > 128 or k > rows:",
+        "if rows not in (32, 64, 128) or row % rows or row + rows > 129 or k > rows:",
+        "sums are multiples of 32",
+    ),
+    Equivalent(
+        "neuron_moe/weights/linear.py",
+        "like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.packed.codes_Ekn.device))",
+        "like = fn(torch.empty(1, dtype=self.weight.dtype, device=self.packed.codes_Ekn.device))",
+        "only its type and device are asked for",
+    ),
+    Equivalent(
+        "neuron_moe/weights/linear.py",
+        "self.weight = nn.Parameter(like, requires_grad=False)",
+        "self.weight = nn.Parameter(like, requires_grad=True)",
+        "another parameter takes its place at once",
+    ),
+    Equivalent(
+        "nki_sim/machine/memory.py",
+        "self._materialise()",
+        "pass",
+        "few boxes are compared sooner; a mask says the same",
+    ),
 )

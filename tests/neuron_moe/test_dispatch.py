@@ -168,6 +168,11 @@ def test_what_cannot_be_shuffled_is_refused_before_any_rank_sends() -> None:
             shuffle.forth(each)
 
 
+def test_every_rank_draws_an_order_of_its_own() -> None:
+    drawn = [TokenShuffle(SimpleNamespace(size=4, rank=rank), 5).generator for rank in range(4)]
+    assert [generator.initial_seed() for generator in drawn] == [5, 7924, 15843, 23762]
+
+
 def test_a_shuffle_among_one_rank_is_undone() -> None:
     shuffle = TokenShuffle(SimpleNamespace(size=1, rank=0, all_to_all=lambda x, *_: x), 0)
     hidden_TH, mask = torch.arange(12.0).view(6, 2), torch.tensor([[1, 0, 2], [0, 0, 1]])

@@ -337,6 +337,9 @@ def test_codes_move_and_cast_with_their_module() -> None:
     wide.load_state_dict({name: value.float() for name, value in state.items()})
     assert is_narrow(experts) == [True] * 2
     assert torch.equal(compute(experts), compute(wide))
+    for linear in experts.mlp_op.children():
+        assert not linear.weight.requires_grad
+        assert linear.bias is None or linear.bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize("backend", ["nki", "torch"])

@@ -120,6 +120,7 @@ def test_a_run_of_experts_keeps_their_packed_matrices() -> None:
     packed = (PackedMatrices(first), PackedMatrices(down))
     part = replace(ProductForms.fixed("packed"), packed=packed).run(slice(1, 3)).packed
     assert part is not None
+    assert [each.shape for each in part] == [(2, 8, 6), (2, 6, 8)]
     assert torch.equal(part[0].unpack(), first[1:3])
     assert torch.equal(part[1].unpack(), down[1:3])
 

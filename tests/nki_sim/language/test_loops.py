@@ -251,6 +251,15 @@ def breaking_inside() -> Any:
     return saved(total)
 
 
+def conditional_inside() -> Any:
+    total, register = counter(), isa.register_alloc(2)
+    while register:
+        if register:
+            bump(total)
+        isa.register_load(register, total)
+    return saved(total)
+
+
 def escaping_in_hbm() -> Any:
     for _ in nl.dynamic_range(2):
         shared = nl.ndarray((1, 1), nl.float32, buffer=nl.shared_hbm)
@@ -286,6 +295,7 @@ def returning() -> Any:
         ),
         (escaping_to_an_engine, r"tensor_copy: \w+: expected a tensor that exists outside"),
         (written_after_its_loop, r"memset: dst: expected a tensor that exists outside"),
+        (conditional_inside, r"register: expected a condition known at compile time"),
         (breaking_inside, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (breaking, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (returning, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
@@ -295,6 +305,7 @@ def returning() -> Any:
         "tensor-of-the-body-used-outside",
         "tensor-of-the-body-read-outside",
         "tensor-of-the-body-written-outside",
+        "condition-inside",
         "break-inside",
         "shared-tensor-of-the-body",
         "break",
