@@ -206,7 +206,7 @@ MEANINGS: dict[str, tuple[Callable[..., Any], dict[str, Tile], Array]] = {
     ),
     "tensor_reduce-bits": (
         lambda dst, x: isa.tensor_reduce(dst, nl.bitwise_xor, x, axis=1),
-        {"dst": out("uint8", (P, 1)), "x": Tile(BYTES)},
+        {"dst": Tile(np.zeros((P, 1), np.uint8)), "x": Tile(BYTES)},
         np.bitwise_xor.reduce(BYTES, axis=1)[:, None],
     ),
     "reciprocal": (
