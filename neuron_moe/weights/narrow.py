@@ -75,7 +75,7 @@ class NarrowMatrices(Sequence[Tensor]):
                 f"{name}: scale {list(scale.shape)} {scale.dtype} must be float32 [1], [1, 1, out],"
                 " [E, 1, 1] or [E, 1, out]. Decode other schemes with dequantize_fp8()."
             )
-        if int((codes.view(torch.uint8) & 0x7F).max()) > _LARGEST_BITS[codes.dtype]:
+        if not are_numbers(codes):
             raise WeightError(
                 f"{name}: holds codes above 240 (e4m3), infinite or NaN. Use"
                 " rescale_ocp_to_neuron(), or repair the checkpoint."
@@ -165,6 +165,11 @@ class NarrowMatrices(Sequence[Tensor]):
     def multiply(self, rows_nk: Tensor, expert: int) -> Tensor:
         """Return rows [n, in] times the matrix of one expert, [n, out]."""
         return rows_nk @ self[expert]
+
+
+def are_numbers(codes: Tensor) -> bool:
+    """Say whether Trainium 2 reads all codes, of a dtype in KERNEL_FORMATS, as torch does."""
+    return int((codes.view(torch.uint8) & 0x7F).max()) <= _LARGEST_BITS[codes.dtype]
 
 
 def _from_bits(bits_Ekn: Tensor, codes: torch.dtype, *rest: Any) -> NarrowMatrices:

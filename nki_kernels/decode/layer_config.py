@@ -39,6 +39,7 @@ class LayerForm(NKIObject):
         shared_width: intermediate size of this rank's share of the shared experts; 0: there are
             none.
         shared_formula: what these compute.
+        shared_format: of their weights: bfloat16, or 8 bits without scales.
         has_shared_gate: a sigmoid gate scales them, token by token.
         has_residual: a residual is added at the end.
         returns_routing: affinities and index are returned too.
@@ -49,6 +50,7 @@ class LayerForm(NKIObject):
     router_dtype: str = "bfloat16"
     shared_width: int = 0
     shared_formula: ExpertFormula = _SILU
+    shared_format: str = "bfloat16"
     has_shared_gate: bool = False
     has_residual: bool = False
     returns_routing: bool = False
@@ -110,7 +112,9 @@ def make_layer_config(
     most = fitted_sbuf_bytes(request.chip)
     if form.shared_width:
         room = most - needed
-        shared = make_shared_config(routed, form.shared_width, form.shared_formula, room)
+        shared = make_shared_config(
+            routed, form.shared_width, form.shared_formula, form.shared_format, room
+        )
         config = replace(config, shared=shared)
         needed += shared_bytes(shared)
     if needed > most:
@@ -209,7 +213,7 @@ def expected_operands(config: LayerConfig) -> _Expected:
     """
     moe, router, form = config.moe, config.router, config.form
     T, H, N = moe.T, moe.H, moe.num_experts
-    bf16, float32 = ("bfloat16",), ("float32",)
+    bf16, float32, shared = ("bfloat16",), ("float32",), (form.shared_format,)
     matrix = (moe.h_axis.rows, moe.h_axis.count)
     gate_up, down = weight_shapes(config.shared)
     return {
@@ -219,8 +223,8 @@ def expected_operands(config: LayerConfig) -> _Expected:
         "norm_weight": ((1, H) if form.has_norm else None, _FLOATS),
         "router_bias": ((1, N) if router.has_bias else None, float32),
         "selection_bias": ((1, N) if router.has_selection_bias else None, float32),
-        "shared_gate_up": (gate_up if form.shared_width else None, bf16),
-        "shared_down": (down if form.shared_width else None, bf16),
+        "shared_gate_up": (gate_up if form.shared_width else None, shared),
+        "shared_down": (down if form.shared_width else None, shared),
         "shared_gate": ((1, *matrix, 1) if form.has_shared_gate else None, bf16),
         "residual": ((T, H) if form.has_residual else None, ("bfloat16", "float32")),
     }

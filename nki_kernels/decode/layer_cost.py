@@ -6,7 +6,7 @@ from math import prod
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
-from nki_kernels.decode.config import DIRECT_IN, joins_projections
+from nki_kernels.decode.config import DIRECT_IN, item_bytes, joins_projections
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.layout import weight_shapes
@@ -51,7 +51,7 @@ def _shared_cost(config: LayerConfig) -> tuple[int, int]:
     moe, shared = config.moe, config.shared
     read = columns = 0
     if config.form.shared_width:
-        read += sum(prod(shape) for shape in weight_shapes(shared)) * _BFLOAT16_BYTES
+        read += sum(prod(shape) for shape in weight_shapes(shared)) * item_bytes(shared)
         projections = 2 if joins_projections(shared) else 3
         items = shared.E * shared.chunks * shared.i_axis.count
         columns += items * projections * moe.h_axis.count * moe.T

@@ -58,7 +58,7 @@ def num_parts(width: int, num_cores: int) -> int:
 
 
 def make_shared_config(
-    config: DecodeConfig, width: int, formula: ExpertFormula, room: int
+    config: DecodeConfig, width: int, formula: ExpertFormula, weight_format: str, room: int
 ) -> DecodeConfig:
     """Return the configuration of the shared experts beside that of the routed ones.
 
@@ -66,6 +66,7 @@ def make_shared_config(
         config: of the routed experts.
         width: intermediate size of this rank's share of all shared experts.
         formula: theirs.
+        weight_format: of their weights: bfloat16, or 8 bits without scales.
         room: bytes of SBUF per partition that they may take, if one part fits at all.
     """
     parts = num_parts(width, config.num_cores)
@@ -75,7 +76,7 @@ def make_shared_config(
             config.T, config.H, -(-width // parts), parts, min(2, parts), parts, config.num_cores
         ),
         formula,
-        WeightForm(layout=layout, in_fours=config.h_axis.group > 1),
+        WeightForm(weight_format, layout, in_fours=config.h_axis.group > 1),
         DecodeRequest(
             mode="all", shard="experts", chunks=0 if layout == "packed" else 1, weight_buffers=1
         ),

@@ -93,6 +93,11 @@ def _check_shared(config: PrefillLayerConfig) -> None:
         return
     same = ("H", "num_tokens", "num_cores", "chip")
     unlike = [name for name in same if getattr(shared, name) != getattr(experts, name)]
+    if shared.has_scales:
+        raise ValueError(
+            f"shared: {shared.weight_format} with scales: the launch takes none beside them. Leave"
+            " shared experts in bfloat16, or in codes without scales."
+        )
     if unlike or num_partials(shared) > 1:
         raise ValueError(
             f"shared: {', '.join(unlike) or 'partial sums'} unlike the routed experts'. Use"
@@ -101,21 +106,20 @@ def _check_shared(config: PrefillLayerConfig) -> None:
 
 
 def make_shared_config(
-    formula: ExpertFormula, hidden_size: int, width: int, num_tokens: int, base: PrefillConfig
+    formula: ExpertFormula, sizes: ExpertSizes, num_tokens: int, base: PrefillConfig
 ) -> PrefillConfig:
     """Return what shared experts are compiled for: one expert that all tokens choose.
 
     Args:
         formula: of the shared experts.
-        hidden_size: H.
-        width: intermediate size of this rank's share of all shared experts.
+        sizes: of one expert, as wide as this rank's share of all shared experts; without scales.
         num_tokens: T.
         base: the routed experts of the layer.
 
     Raises:
         ValueError: sizes or a formula that the kernel does not take.
     """
-    sizes, missing = ExpertSizes(hidden_size, width, 1), base.loop.missing
+    missing = base.loop.missing
     expected = Expected(
         num_tokens=num_tokens, top_k=1, routing=(1.0,), num_cores=base.num_cores, stores="tiles"
     )

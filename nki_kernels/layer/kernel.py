@@ -21,8 +21,8 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
     selection_bias   [1, N]    float32, if the router has one
     residual         [T, H]    bfloat16 or float32, if it is added; may be hidden
     shared_gate_up   [1, H, 2I'] and
-    shared_down      [1, I', H] bfloat16 if there are shared experts, and their visits, three
-                               tensors of `shared_visits`
+    shared_down      [1, I', H] bfloat16 or 8 bits without scales, if there are shared experts, and
+                               their visits, three tensors of `shared_visits`
     shared_gate      [1, H]    the type of router_weight, if config.out.has_gate
     -> output        [T, H]    the type of config.out
        affinities    [T, K]    float32 and

@@ -96,18 +96,26 @@ class _Core:
 
 
 class _Play:
-    """One pass over the stages, in the order of time."""
+    """One pass over the stages, in the order of time.
+
+    Plans are chosen among hundreds of plays, so a stage costs few calls.
+    """
 
     def __init__(self, stages: Sequence[Stage], num_cores: int, is_list: bool) -> None:
         self._stages, self._is_list = stages, is_list
         self._chip = chip = chip_in_force()
-        waits, self._targets = _dependencies(stages)
+        waits, self._by_result, self._by_end = _dependencies(stages)
         self._next = [-1] * len(stages)  # on its queue
         trips = stages[-1].trip + 1
         last = [-1] * QUEUES
         self._of_trip: list[list[int]] = [[] for _ in range(trips)]
-        self._by_gpsimd = [
-            stage.transfer is not None and stage.transfer.dge == "swdge" for stage in stages
+        # The queues that must be free: GpSimd too, if that makes a transfer's descriptors.
+        self._queues = [
+            (stage.queue, GPSIMD if _is_by_gpsimd(stage) else stage.queue) for stage in stages
+        ]
+        self._products = [
+            MatmulPrice(0.0, stage.busy_ns, 0.0, 0.0, 0, ()) if stage.queue == TENSOR else None
+            for stage in stages
         ]
         for number, stage in enumerate(stages):
             self._of_trip[stage.trip].append(number)
@@ -128,54 +136,62 @@ class _Play:
 
     def run(self) -> list[float]:
         """Play all; return when each trip ends."""
-        for core, state in enumerate(self._cores):
+        heap, cores, queues = self._heap, self._cores, self._queues
+        for core, state in enumerate(cores):
             for number, stage in enumerate(self._stages):
                 if not state.waits[number] and stage.trip <= state.trip:
                     self._offer(core, number)
-        while self._heap:
-            now, number, core = heapq.heappop(self._heap)
-            if now < self._free_at(core, number):
-                self._offer(core, number)
+        while heap:
+            now, number, core = heap[0]
+            free, (own, other) = cores[core].free, queues[number]
+            at = free[own] if free[own] > free[other] else free[other]
+            if now < at:
+                heapq.heapreplace(heap, (at, number, core))
             else:
+                heapq.heappop(heap)
                 self._take(now, core, number)
-        return [float(max(ends)) for ends in zip(*(core.ends for core in self._cores), strict=True)]
+        return [float(max(ends)) for ends in zip(*(core.ends for core in cores), strict=True)]
 
     def _offer(self, core: int, number: int) -> None:
-        start = max(self._cores[core].ready[number], self._free_at(core, number))
+        """Let a stage start as soon as what it reads is there and its queues are free."""
+        state, (own, other) = self._cores[core], self._queues[number]
+        start, free = state.ready[number], state.free
+        if free[own] > start:
+            start = free[own]
+        if free[other] > start:
+            start = free[other]
         heapq.heappush(self._heap, (start, number, core))
-
-    def _free_at(self, core: int, number: int) -> float:
-        """Return when the queue of a stage is free, and GpSimd if that makes its descriptors."""
-        free = self._cores[core].free
-        own = free[self._stages[number].queue]
-        return max(own, free[GPSIMD]) if self._by_gpsimd[number] else own
 
     def _take(self, now: float, core: int, number: int) -> None:
         """Run a stage, and let those go on that waited for it."""
-        stage, state = self._stages[number], self._cores[core]
-        seen = self._run(stage, now, state)
-        free = state.free[stage.queue]
+        stage, state, stages = self._stages[number], self._cores[core], self._stages
+        seen = self._run(number, now, state)
+        trip, waits, ready = stage.trip, state.waits, state.ready
         # A trip does not wait for transfers, once they are triggered.
         end = now if stage.transfer is not None else seen
-        state.ends[stage.trip] = max(state.ends[stage.trip], end)
-        for target, needs_result in self._targets[number]:
-            at = (seen if needs_result else free) + self._chip.semaphore_ns
-            state.ready[target] = max(state.ready[target], at)
-            self._let_go(core, target)
+        if end > state.ends[trip]:
+            state.ends[trip] = end
+        sees = self._chip.semaphore_ns
+        for waiting, at in (
+            (self._by_result[number], seen + sees),
+            (self._by_end[number], state.free[stage.queue] + sees),
+        ):
+            for target in waiting:
+                if at > ready[target]:
+                    ready[target] = at
+                waits[target] -= 1
+                if not waits[target] and stages[target].trip <= state.trip:
+                    self._offer(core, target)
         following = self._next[number]
         if following >= 0:
-            if self._stages[following].trip != stage.trip:
+            if stages[following].trip != trip:
                 state.free[stage.queue] += self._chip.loop_trip_ns
-            self._let_go(core, following)
-        state.left[stage.trip] -= 1
-        if self._is_list and not state.left[stage.trip]:
+            waits[following] -= 1
+            if not waits[following] and stages[following].trip <= state.trip:
+                self._offer(core, following)
+        state.left[trip] -= 1
+        if self._is_list and not state.left[trip]:
             self._start_next_trip(core)
-
-    def _let_go(self, core: int, target: int) -> None:
-        state = self._cores[core]
-        state.waits[target] -= 1
-        if not state.waits[target] and self._stages[target].trip <= state.trip:
-            self._offer(core, target)
 
     def _start_next_trip(self, core: int) -> None:
         state = self._cores[core]
@@ -186,45 +202,55 @@ class _Play:
             if not state.waits[number]:
                 self._offer(core, number)
 
-    def _run(self, stage: Stage, now: float, state: _Core) -> float:
+    def _run(self, number: int, now: float, state: _Core) -> float:
         """Return when the result of a stage is seen."""
-        if stage.queue == TENSOR:
-            price = MatmulPrice(0.0, stage.busy_ns, 0.0, 0.0, 0, ())
-            _, state.free[TENSOR] = state.array.run(now, price, loads=False)
+        stage, product = self._stages[number], self._products[number]
+        if product is not None:
+            _, state.free[TENSOR] = state.array.run(now, product, loads=False)
             return state.free[TENSOR] + self._chip.matmul_drain_ns
-        state.free[stage.queue] = now + stage.busy_ns
-        if stage.transfer is None:
+        queue, transfer = stage.queue, stage.transfer
+        state.free[queue] = now + stage.busy_ns
+        if transfer is None:
             return now + stage.latency_ns
-        if stage.transfer.dge == "swdge":
-            state.free[GPSIMD] = state.free[stage.queue]
-        first = now + self._chip.dma_first_byte_ns + stage.transfer.extra_ns
-        _, end, _ = state.dma.run(0, first, stage.transfer.engine_ns, stage.transfer)
+        if transfer.dge == "swdge":
+            state.free[GPSIMD] = state.free[queue]
+        first = now + self._chip.dma_first_byte_ns + transfer.extra_ns
+        _, end, _ = state.dma.run(0, first, transfer.engine_ns, transfer)
         return end + self._chip.dma_done_ns
 
 
-def _dependencies(stages: Sequence[Stage]) -> tuple[list[int], list[list[tuple[int, bool]]]]:
-    """Return how many stages each one waits for, and who waits for it: for its result, or its end.
+def _is_by_gpsimd(stage: Stage) -> bool:
+    return stage.transfer is not None and stage.transfer.dge == "swdge"
+
+
+def _dependencies(
+    stages: Sequence[Stage],
+) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """Return how many stages each one waits for, who waits for its result, and who for its end.
 
     A reader waits for the last writer, a writer for the writer before and the readers since.
     """
     waits = [0] * len(stages)
-    targets: list[list[tuple[int, bool]]] = [[] for _ in stages]
+    by_result: list[list[int]] = [[] for _ in stages]
+    by_end: list[list[int]] = [[] for _ in stages]
     writer: dict[object, int] = {}
     readers: dict[object, list[int]] = {}
     for number, stage in enumerate(stages):
-        before: dict[int, bool] = {}
-        for name in stage.reads:
-            if name in writer:
-                before[writer[name]] = True
+        results = {writer[name] for name in stage.reads if name in writer}
+        before: set[int] = set()
         for name in stage.writes:
-            for reader in readers.get(name, ()):
-                before.setdefault(reader, stages[reader].transfer is not None)
+            before.update(readers.get(name, ()))
             if name in writer:
-                before[writer[name]] = True
+                results.add(writer[name])
             writer[name], readers[name] = number, []
         for name in stage.reads:
             readers.setdefault(name, []).append(number)
-        for other, needs_result in before.items():
-            waits[number] += 1
-            targets[other].append((number, needs_result))
-    return waits, targets
+        ends = before - results
+        waits[number] = len(results) + len(ends)
+        for other in results:
+            by_result[other].append(number)
+        for other in ends:
+            # Who reads by a transfer has read when that has ended.
+            waiting = by_end if stages[other].transfer is None else by_result
+            waiting[other].append(number)
+    return waits, by_result, by_end

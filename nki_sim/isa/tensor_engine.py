@@ -46,6 +46,7 @@ _WIDE: Final = frozenset((float32, tfloat32))
 _OPERANDS: Final = FP8 | _WIDE | {bfloat16, float16}
 _STATIONARY_MAX: Final = 128
 _VECTOR_BLOCK: Final = 32
+_NO_MODE: Final = matmul_perf_mode.none
 _FACTS: dict[Any, tr.MatmulFacts] = {}
 _TYPES: set[tuple[Any, ...]] = set()  # combinations that keep the rules
 
@@ -62,7 +63,7 @@ def nc_matmul(
     accumulate: bool | None = None,
     tile_position: tuple[int, ...] = (),
     tile_size: tuple[int, ...] = (),
-    perf_mode: Any = matmul_perf_mode.none,
+    perf_mode: Any = _NO_MODE,
     name: str | None = None,
 ) -> NkiInstruction:
     """Compute ``dst[M, N] (+)= sum_k stationary[k, M] * moving[k, N]``.
@@ -72,7 +73,7 @@ def nc_matmul(
     an identity as `moving`. `dst` may have more partitions than M; the others stay as they are.
     """
     # Constraints.
-    mode = getattr(perf_mode, "value", perf_mode)
+    mode = "none" if perf_mode is _NO_MODE else getattr(perf_mode, "value", perf_mode)
     double = mode == "double_row"
     if mode not in ("none", "double_row"):
         raise IllegalOperand("perf_mode", "none or double_row", str(perf_mode))
@@ -230,11 +231,10 @@ def _check_shapes(
 
 def _check_bank(core: Core, result: NkiTensor) -> None:
     """The result of one instruction lies in one PSUM bank, up to generation 3."""
-    if core.target.version >= nc_version.gen4:
-        return
     bank = core.target.psum_bank_bytes
     box = result.geometry.box
-    if box.byte_start // bank != (box.byte_end - 1) // bank:
+    is_inside = box.byte_start // bank == (box.byte_end - 1) // bank
+    if not is_inside and core.target.version < nc_version.gen4:
         raise IllegalOperand(
             "dst", f"a result inside one PSUM bank of {bank} bytes",
             f"bytes {box.byte_start} to {box.byte_end} of its tensor",

@@ -119,17 +119,21 @@ class HbmStack:
     def end(self, begin: float, end: float, hbm_bytes: int) -> float:
         """Take bandwidth for a transfer that would run from begin to end; return when it ends."""
         rate = hbm_bytes / max(end - begin, 1e-9)
-        remaining, time = float(hbm_bytes), begin
+        remaining, time, left = float(hbm_bytes), begin, self._left
+        index = int(begin // _SLICE_NS)
+        until = (index + 1) * _SLICE_NS
+        wanted, full = rate * (until - begin), rate * _SLICE_NS
         while True:
-            index = int(time // _SLICE_NS)
-            until = (index + 1) * _SLICE_NS
-            available = self._left.get(index, self._capacity)
-            taken = min(remaining, available, rate * (until - time))
-            self._left[index] = available - taken
+            available = left.get(index, self._capacity)
+            taken = wanted if wanted < available else available
+            if remaining < taken:
+                taken = remaining
+            left[index] = available - taken
             remaining -= taken
             if remaining < 1.0:
                 return max(end, min(until, time + taken / rate))
-            time = until
+            time, wanted = until, full
+            index, until = index + 1, until + _SLICE_NS
 
 
 class DmaEngines:
@@ -161,10 +165,10 @@ class DmaEngines:
         if price.engines == len(self._free) and self._even:
             # All engines are equally free, which is the common case.
             held, bound = self._free[0], self._user[0]
-            begin = max(held, first)
+            begin = held if held > first else first
             end = self._through(begin, begin + each_ns, price)
-            self._free = [end] * len(self._free)
-            self._user = [node] * len(self._user)
+            self._free = [end] * price.engines
+            self._user = [node] * price.engines
             return begin, end, bound
         free, user, chosen = self._free, self._user, self._all
         if price.engines < len(free):

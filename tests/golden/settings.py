@@ -90,6 +90,7 @@ def layer(rng: random.Random) -> tuple[Any, ...]:
         "has_residual": rng.random() < 0.5,
     }  # fmt: skip
     options["has_shared_gate"] = options["shared_width"] > 0 and rng.random() < 0.5
+    options["shared_format"] = rng.choice(BYTES)
     case = Case(rng.choice(list(FAMILIES)), 1, options=options, has_norm=rng.random() < 0.7)
     sizes = replace(sizes, K=case.router.top_k)
     return sizes, case.router, formula, case.form, weights, request

@@ -17,7 +17,7 @@ from neuron_moe import (
     build_block_mapping,
 )
 from neuron_moe.backends.nki import NkiBackend
-from neuron_moe.backends.nki.prefill import compile_for, map_blocks, rank
+from neuron_moe.backends.nki.prefill import _broken_tokens, compile_for, map_blocks, rank
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.nxd_compat.tuning import tuning_of
 from neuron_moe.paths import choose_path
@@ -410,6 +410,25 @@ def check_that_token_5_stays_alone(layer: MoE, token_H: torch.Tensor) -> None:
     assert output[0, 5].isnan().all()
     others = [token for token in range(300) if token != 5]
     assert torch.equal(output[0, others], expected[0, others])
+
+
+@pytest.mark.parametrize("other", [0.0, 3e38])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_look_at_the_sum_misses_no_token_and_takes_none_for_large_numbers(
+    other: float, broken: float
+) -> None:
+    hidden_NH, affinities_NK = torch.full((300, H), other).bfloat16(), torch.rand(300, 2)
+    found = _broken_tokens(hidden_NH, affinities_NK)
+    assert found is None if other == 0.0 else not found.any()
+    hidden_NH[5, 7], hidden_NH[6, 7], hidden_NH[7, :2] = (
+        broken,
+        -broken,
+        torch.tensor([1e38, -1e38]),
+    )
+    affinities_NK[299, 1] = broken
+    found = _broken_tokens(hidden_NH, affinities_NK)
+    assert found is not None
+    assert found.flatten().nonzero().flatten().tolist() == [5, 6, 299]
 
 
 @pytest.mark.parametrize(("mlp", "is_clamped"), [(GPT_OSS, True), (SILU, False)])

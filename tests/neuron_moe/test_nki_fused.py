@@ -211,18 +211,54 @@ def test_separate_kernels_run_where_one_cannot_and_explain_says_why(case: str) -
     check(nki, bf16, exact, (3, 1))
 
 
-def test_shared_experts_in_8_bits_are_computed_beside_the_kernel() -> None:
-    made = layers("gpt-oss", shared=SHARED)
+NARROW: dict[str, tuple[torch.dtype, float, str]] = {
+    "e4m3": (torch.float8_e4m3fn, 1.0, "float8_e4m3"),
+    "e4m3-above-240": (torch.float8_e4m3fn, 448.0, "bfloat16"),
+    "e5m2": (torch.float8_e5m2, 1.0, "float8_e5m2"),
+    "int8": (torch.int8, 60.0, "bfloat16"),
+}
+
+
+def narrow_shared_experts(layer: MoE, dtype: torch.dtype, largest: float) -> None:
+    """Turn the matrices of shared experts into 8 bits, the largest number of each as given."""
+    shared = layer.shared_experts
+    for linear in (shared.gate_proj, shared.up_proj, shared.down_proj):
+        wide = linear.weight.detach()
+        codes = (wide / wide.abs().max() * largest).to(dtype)
+        linear.weight = nn.Parameter(codes, requires_grad=False)
+    layer.weights_changed()
+
+
+@pytest.mark.parametrize("shape", [(16, 1), pytest.param((1, 70), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("name", NARROW)
+def test_shared_experts_in_8_bits_are_computed_in_the_kernel(
+    name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, largest, read_as = NARROW[name]
+    made = layers("qwen3-next")
     for layer in made:
-        for linear in (layer.shared_experts.gate_proj, layer.shared_experts.up_proj):
-            linear.weight.data = linear.weight.data.to(torch.float8_e4m3fn)
-        down = layer.shared_experts.down_proj
-        down.weight.data = down.weight.data.to(torch.float8_e4m3fn)
-        layer.weights_changed()
-    told = made[0].explain("decode", 3)
-    assert told.decision.kernel == "nki.decode_moe"
-    assert "not fused: shared experts in float8_e4m3fn: the kernel reads bfloat16" in str(told)
-    check(*made, (3, 1))
+        narrow_shared_experts(layer, dtype, largest)
+    launches = watch_launches(monkeypatch)
+    check(*made, shape)
+    (kernel, args), is_decode = launches[0], shape[1] == 1
+    assert kernel == ("decode_layer" if is_decode else "prefill_layer")
+    config = args[5]
+    assert read_as == (config.form.shared_format if is_decode else config.shared.weight_format)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_shared_experts_in_another_type_are_computed_beside_the_kernel(phase: str) -> None:
+    nki, *_ = layers("gpt-oss", shared=SHARED)
+    nki.shared_experts.to(torch.float16)
+    told = nki.explain(phase, 40)
+    assert not told.decision.kernel.endswith("_layer")
+    assert "not fused: shared experts in float16: the kernel reads bfloat16 and 8" in str(told)
+
+
+def test_codes_without_numbers_are_explained() -> None:
+    nki, *_ = layers("qwen3-next")
+    narrow_shared_experts(nki, torch.float8_e5m2, 1.0)
+    assert nki.to("meta").explain("decode", 4).decision.kernel == "nki.decode_layer"
 
 
 class OnePlusNorm(RMSNorm):

@@ -43,7 +43,8 @@ def _run(
             " to the CPU."
         )
     operands = [_as_operand(value) for value in args]
-    return nki_sim.run(kernel, *operands, lnc=num_cores, **kwargs).outputs
+    named = {name: _as_operand(value) for name, value in kwargs.items()}
+    return nki_sim.run(kernel, *operands, lnc=num_cores, **named).outputs
 
 
 _put = operators.register(_run)

@@ -4,6 +4,7 @@ Norm, router, routed and shared experts; nothing passes through HBM between them
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -28,6 +29,7 @@ from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.expert_weights import LocalRouting
 from neuron_moe.weights.laid_out import from_numpy, to_numpy
+from neuron_moe.weights.narrow import KERNEL_FORMATS, are_numbers
 from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.decode import (
@@ -161,8 +163,6 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
     assert parts.router is not None
     check_router(parts.router)
     norm, shared = norm_of(parts.norm, parts.forms), parts.shared
-    if shared is not None:
-        check_shared(shared)
     weight_NH = router_form(parts.router, parts.forms)
     form = LayerForm(
         has_norm=norm is not None,
@@ -170,6 +170,7 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
         router_dtype=dtype_name(weight_NH),
         shared_width=0 if shared is None else shared.width,
         shared_formula=ExpertFormula("silu" if shared is None else shared.spec.activation),
+        shared_format="bfloat16" if shared is None else shared_format(shared, parts.forms),
         has_shared_gate=shared is not None and shared.spec.is_gated,
         # The kernel's residual is what it is given, which is the input where it has the norm.
         has_residual=parts.adds_input and (parts.norm is None or norm is not None),
@@ -184,18 +185,48 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
     )
 
 
-def check_shared(shared: SharedExperts) -> None:
-    """Raise ValueError for shared experts that a kernel for the whole layer does not compute."""
+def shared_format(shared: SharedExperts, forms: Forms) -> str:
+    """Return the format in which a kernel for the whole layer reads shared experts.
+
+    Codes of 8 bits stay what they are where Trainium 2 reads the same numbers in them. Other types
+    of 8 bits become bfloat16, which holds their numbers.
+
+    Raises:
+        ValueError: it does not compute them.
+    """
     if shared.spec.activation not in SHARED_ACTIVATIONS:
         raise ValueError(
             f"hidden_act={shared.spec.activation!r} of the shared experts: not in the kernel, which"
             f" has {', '.join(SHARED_ACTIVATIONS)}."
         )
-    if shared.down_proj.weight.dtype != torch.bfloat16:
+    weights = (*shared.first_weights(), shared.down_proj.weight)
+    wide = [each for each in weights if each.dtype != torch.bfloat16 and each.element_size() > 1]
+    if wide:
         raise ValueError(
-            f"shared experts in {dtype_name(shared.down_proj.weight)}: the kernel reads bfloat16."
+            f"shared experts in {dtype_name(wide[0])}: the kernel reads bfloat16 and 8 bits."
             " Convert them."
         )
+    return forms.get("shared format", partial(_narrowest, weights))
+
+
+def _narrowest(weights: Sequence[Tensor]) -> str:
+    """Return the format that holds matrices of bfloat16 or 8 bits."""
+    dtype = weights[0].dtype
+    if dtype not in KERNEL_FORMATS or any(each.dtype != dtype for each in weights):
+        return "bfloat16"
+    # Without numbers there is nothing to look at; such a layer can be explained, not run.
+    can_hold = all(each.is_meta or are_numbers(each.detach()) for each in weights)
+    return KERNEL_FORMATS[dtype] if can_hold else "bfloat16"
+
+
+def shared_weights(shared: SharedExperts, weight_format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gate and up [I, H] and down [H, I] in a format of `shared_format`."""
+    gate_IH, up_IH = shared.first_weights()
+    weights = (gate_IH.detach(), up_IH.detach(), shared.down_proj.weight.detach())
+    if weight_format != "bfloat16":
+        return weights
+    gate_IH, up_IH, down_HI = (each.to(torch.bfloat16) for each in weights)
+    return gate_IH, up_IH, down_HI
 
 
 # One configuration for all layers alike, so that they share a compiled kernel.
@@ -292,10 +323,9 @@ def _shared_operands(parts: LayerParts, config: Any) -> dict[str, Tensor]:
 
 
 def _pack_shared(shared: SharedExperts, layout: Any) -> tuple[Tensor, ...]:
-    gate_IH, up_IH = shared.first_weights()
-    down_HI = shared.down_proj.weight
-    packed = pack_shared_experts(layout, to_numpy(gate_IH), to_numpy(up_IH), to_numpy(down_HI))
-    return tuple(_packed(array, down_HI) for array in packed)
+    weights = shared_weights(shared, layout.weights.format)
+    packed = pack_shared_experts(layout, *map(to_numpy, weights))
+    return tuple(_packed(array, weights[0]) for array in packed)
 
 
 def _packed(array: Any, like: Tensor) -> Tensor:

@@ -134,12 +134,11 @@ class PrefillPlan(Plan):
         check_call(hidden_NH)
         made, num_cores = self._launches, self.parts.tuning.num_cores
         compiled = made.compiled
-        # A token that is not finite would spread to those it shares a matrix tile with; affinities
-        # of a sigmoid are finite all the same.
-        is_finite_T = _are_finite(hidden_NH) & _are_finite(routing.expert_affinities_TK)
-        is_broken_T1 = ~is_finite_T.unsqueeze(1)
-        index_TK = torch.where(is_broken_T1, NO_EXPERT, routing.expert_index_TK)
-        affinities_TK = torch.where(is_broken_T1, 0.0, routing.expert_affinities_TK)
+        index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
+        is_broken_T1 = _broken_tokens(hidden_NH, affinities_TK)
+        if is_broken_T1 is not None:
+            index_TK = torch.where(is_broken_T1, NO_EXPERT, index_TK)
+            affinities_TK = torch.where(is_broken_T1, 0.0, affinities_TK)
         slot_scale = None
         tokens, pairs, _, _, _, slot_of_pair_TK, *lists = launch(
             num_cores, index_blocks, index_TK.to(torch.int32), compiled.dims, compiled.visits
@@ -162,9 +161,7 @@ class PrefillPlan(Plan):
         output_TH: Tensor = launch(
             num_cores, combine, slots_PSH, slot_of_pair_TK, affinities_TK, compiled.out
         )
-        # On the host a look is cheaper than a pass over [T, H]; a device must not wait for one.
-        can_look = output_TH.device.type == "cpu" and not torch.compiler.is_compiling()
-        if can_look and not is_broken_T1.any():
+        if is_broken_T1 is None:
             return output_TH
         return torch.where(is_broken_T1, torch.nan, output_TH)
 
@@ -206,6 +203,19 @@ class PrefillPlan(Plan):
             "plan: a file of `neuron-moe tune` (BlockwiseMatmulConfig.from_tuned(file)), or"
             " Tuning(shard_plan=...)",
         )
+
+
+def _broken_tokens(hidden_NH: Tensor, affinities_TK: Tensor) -> Tensor | None:
+    """Say which tokens are not finite, [N, 1]; None where the host sees at once that all are.
+
+    Such a token would spread to those it shares a matrix tile with. Affinities of a sigmoid are
+    finite all the same.
+    """
+    # A sum is finite only if all its terms are; a device must not wait for a look at one.
+    can_look = hidden_NH.device.type == "cpu" and not torch.compiler.is_compiling()
+    if can_look and math.isfinite(float(hidden_NH.sum() + affinities_TK.sum())):
+        return None
+    return ~(_are_finite(hidden_NH) & _are_finite(affinities_TK)).unsqueeze(1)
 
 
 def _are_finite(rows_Tn: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neuron_moe.backends.nki.decode import first_expert_of
 from neuron_moe.backends.nki.launch import check_call, launch
-from neuron_moe.backends.nki.layer import check_shared, norm_of
+from neuron_moe.backends.nki.layer import norm_of, shared_format, shared_weights
 from neuron_moe.backends.nki.prefill import PrefillPlan
 from neuron_moe.backends.nki.router import (
     check_router,
@@ -35,6 +35,7 @@ from nki_kernels.layer import (
     prefill_layer,
     shared_visits,
 )
+from nki_kernels.prefill import ExpertSizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +111,10 @@ class PrefillLayerPlan(PrefillPlan):
         shared, made = self.parts.shared, self._compiled
         if shared is None:
             return None
-        check_shared(shared)
+        weight_format = shared_format(shared, self.parts.forms)
+        sizes = ExpertSizes(made.config.H, shared.width, 1, weight_format)
         formula = ExpertFormula(shared.spec.activation)
-        return _shared_config(
-            formula, made.config.H, shared.width, made.config.num_tokens, made.config
-        )
+        return _shared_config(formula, sizes, made.config.num_tokens, made.config)
 
     @cached_property
     def _matrices(self) -> tuple[Tensor, ...]:
@@ -148,7 +148,8 @@ class PrefillLayerPlan(PrefillPlan):
         shared, config = self.parts.shared, self.config.shared
         if shared is None:
             return {}
-        gate_up, down = self.parts.forms.get("layer shared EHI", partial(_shared_matrices, shared))
+        make = partial(_shared_matrices, shared, config.weight_format)
+        gate_up, down = self.parts.forms.get("layer shared EHI", make)
         names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
         lists = {
             name: torch.from_numpy(array).to(down.device)
@@ -229,10 +230,11 @@ class PrefillLayerPlan(PrefillPlan):
         return (around, "before it: rmsnorm, another norm than x * weight / rms(x)")
 
 
-def _shared_matrices(shared: SharedExperts) -> tuple[Tensor, Tensor]:
+def _shared_matrices(shared: SharedExperts, weight_format: str) -> tuple[Tensor, Tensor]:
     """Return [1, H, 2I] and [1, I, H]: shared experts as one expert."""
-    gate_up = torch.cat(shared.first_weights()).detach().t().contiguous()
-    return gate_up.unsqueeze(0), shared.down_proj.weight.detach().t().contiguous().unsqueeze(0)
+    gate_IH, up_IH, down_HI = shared_weights(shared, weight_format)
+    gate_up_HI = torch.cat([gate_IH, up_IH]).t().contiguous()
+    return gate_up_HI.unsqueeze(0), down_HI.t().contiguous().unsqueeze(0)
 
 
 def _gate_matrix(gate: nn.Linear, dtype: torch.dtype) -> Tensor:

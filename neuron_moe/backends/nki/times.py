@@ -176,8 +176,8 @@ def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
         named["residual"] = hidden_TH
     if config.form.shared_width:
         gate_up, down = weight_shapes(config.shared)
-        named["shared_gate_up"] = TensorSpec(gate_up, "bfloat16")
-        named["shared_down"] = TensorSpec(down, "bfloat16")
+        named["shared_gate_up"] = TensorSpec(gate_up, config.form.shared_format)
+        named["shared_down"] = TensorSpec(down, config.form.shared_format)
     if config.form.has_shared_gate:
         gate = pack_router_weight(np.zeros((1, moe.H), np.float32), moe.h_axis)
         named["shared_gate"] = TensorSpec(gate.shape, "bfloat16")
@@ -232,8 +232,8 @@ def _shared_of(config: Any) -> dict[str, Any]:
     """Return matrices and visits of shared experts."""
     names = ("visit_expert", "visit_tile", "trips")
     return {
-        "gate_up": TensorSpec((1, config.H, 2 * config.I), "bfloat16"),
-        "down": TensorSpec((1, config.I, config.H), "bfloat16"),
+        "gate_up": TensorSpec((1, config.H, 2 * config.I), config.weight_format),
+        "down": TensorSpec((1, config.I, config.H), config.weight_format),
         **dict(zip(names, shared_visits(config), strict=True)),
     }
 

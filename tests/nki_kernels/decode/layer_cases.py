@@ -121,9 +121,10 @@ def draw(case: Case) -> dict[str, Array]:
         arrays["down_bias"] = matrix(E, H, fan=4)
     width = settings.get("shared_width", 0)
     if width:
-        arrays["gate"] = matrix(width, H, fan=H)
-        arrays["up"] = matrix(width, H, fan=H)
-        arrays["shared_down"] = matrix(H, width, fan=width)
+        dtype = settings.get("shared_format", BF16)
+        arrays["gate"] = matrix(width, H, fan=H, dtype=dtype)
+        arrays["up"] = matrix(width, H, fan=H, dtype=dtype)
+        arrays["shared_down"] = matrix(H, width, fan=width, dtype=dtype)
     if settings.get("has_shared_gate"):
         arrays["shared_gate"] = matrix(1, H, fan=H)
     if settings.get("has_residual"):

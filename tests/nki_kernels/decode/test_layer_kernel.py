@@ -73,6 +73,12 @@ CASES = {
     "bfloat16-out": Case("llama4", 8, options={"output_dtype": "bfloat16", "has_residual": True}),
     "all-experts-T1": Case("mixtral", 1, options={"mode": "all"}),
     "wide-shared": Case("qwen2-moe", 4, options={"shared_width": 700}),
+    "e4m3-shared": Case(
+        "qwen2-moe", 4, options={"shared_width": 200, "shared_format": "float8_e4m3"}
+    ),
+    "packed-e5m2-shared": Case(
+        "llama4", 7, H=320, options={**PACKED, "shared_format": "float8_e5m2"}
+    ),
     "odd-shared": Case("qwen2-moe", 4, options={"shared_width": 45}),
     "packed-gpt-oss-T1": Case("gpt-oss", 1, options=PACKED),
     "packed-T7": Case("gpt-oss", 7, I=150, options=PACKED),

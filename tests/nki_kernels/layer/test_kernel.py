@@ -61,6 +61,7 @@ class Case:
     broken: tuple[int, ...] = ()
     shared: int = 0  # width of shared experts
     gated: bool = False  # which a gate scales
+    narrow: str = "bfloat16"  # format of their weights
 
     def config(self) -> PrefillLayerConfig:
         """Return what the kernel is compiled for."""
@@ -73,7 +74,8 @@ class Case:
         )  # fmt: skip
         shared = None
         if self.shared:
-            shared = make_shared_config(ExpertFormula(), self.H, self.shared, self.T, experts)
+            sizes = ExpertSizes(self.H, self.shared, 1, self.narrow)
+            shared = make_shared_config(ExpertFormula(), sizes, self.T, experts)
         out = CombineDims(
             nl.float32, True, has_spoils=True, has_residual=self.has_residual,
             has_shared=shared is not None, has_gate=self.gated,
@@ -104,6 +106,9 @@ CASES = {
     "shared-residual-broken": Case(T=90, shared=32, has_residual=True, broken=(0, 63, 89)),
     "shared-one-core": Case(T=20, shared=64, num_cores=1, has_norm=False),
     "shared-one-token": Case(T=1, shared=64),
+    "shared-e4m3": Case(T=40, shared=64, narrow="float8_e4m3"),
+    "shared-e5m2": Case(T=300, shared=96, narrow="float8_e5m2", broken=(7,)),
+    "gated-e4m3": Case(T=90, shared=32, gated=True, narrow="float8_e4m3", has_residual=True),
     "gated": Case(T=300, H=192, shared=64, gated=True),
     "gated-residual-broken": Case(
         T=90, shared=32, gated=True, has_residual=True, broken=(0, 63, 89), N=16
@@ -131,7 +136,7 @@ def _arrays(case: Case) -> LayerArrays:
         selection_bias_N=bias if case.router.has_selection_bias else None,
         residual_TH=hidden.astype(BF16) if case.has_residual else None,
         shared=tuple(
-            np.ascontiguousarray(draw(*shape).T)
+            np.ascontiguousarray(draw(*shape).T.astype(case.narrow))
             for shape in ((case.H, case.shared), (case.H, case.shared), (case.shared, case.H))
         )
         if case.shared
@@ -192,7 +197,10 @@ def vars_of(arrays: LayerArrays) -> dict[str, Any]:
     return {name: getattr(arrays, name) for name in names}
 
 
-LONGER = ("two-tiles-a-core", "no-norm", "residual", "groups", "shared", "shared-one-core", "gated")
+LONGER = (
+    "two-tiles-a-core", "no-norm", "residual", "groups", "shared", "shared-one-core", "gated",
+    "shared-e5m2", "gated-e4m3",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -252,6 +260,7 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
         "no-norm",
         "one-choice",
         "shared",
+        "shared-e4m3",
         "gated",
     ],
 )

@@ -22,21 +22,23 @@ from neuron_moe.tools.bench.comparison.pool import (
 class Chain:
     """Tasks one after the other; each needs the result of the one before."""
 
-    def __init__(self, name: str, length: int, seconds: float = 0.0) -> None:
-        self.name, self.seconds = name, seconds
+    def __init__(
+        self, name: str, length: int, seconds: float = 0.0, size_of_task: float = 1.0
+    ) -> None:
+        self.name, self.seconds, self.size_of_task = name, seconds, size_of_task
         self.left, self.results = length, list[int]()
         self.is_running = False
 
     @property
     def size(self) -> float:
-        return float(self.left)
+        return self.left * self.size_of_task
 
     def next_task(self) -> Task | None:
         if self.is_running or not self.left:
             return None
         self.left, self.is_running = self.left - 1, True
         number = len(self.results)
-        return Task(f"{self.name}{number}", 1.0, lambda: self.compute(number))
+        return Task(f"{self.name}{number}", self.size_of_task, lambda: self.compute(number))
 
     def compute(self, number: int) -> tuple[int, int]:
         time.sleep(self.seconds)
@@ -109,8 +111,8 @@ def test_nothing_runs_past_the_limit() -> None:
 
 
 def test_what_cannot_end_in_time_is_not_started() -> None:
-    works = [Chain("a", 1, 0.5), Chain("b", 1, 0.0)]
-    is_complete, told = run(works, 1, minutes=0.0125)  # 0.75 s: less than 1.3 of the first
+    works = [Chain("a", 1, 0.2), Chain("b", 1, size_of_task=1000.0)]
+    is_complete, told = run(works, 1, minutes=0.25)  # 15 s: b is expected to take at least 200 s
     assert not is_complete
     assert len(told) == 1
 

@@ -54,7 +54,14 @@ def test_a_token_chooses_different_experts(routing: str) -> None:
     assert low <= share <= high
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "llama4-scout", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama4-scout",
+        pytest.param("gpt-oss-20b", marks=pytest.mark.long),
+        pytest.param("mixtral-8x7b", marks=pytest.mark.long),
+    ],
+)
 def test_the_plan_is_the_cost_models_and_knows_no_routing(name: str) -> None:
     model = next(model for model in MODELS if model.name == name)
     config, candidate = configure(model, 256)

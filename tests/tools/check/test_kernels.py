@@ -219,6 +219,7 @@ def test_a_rank_of_every_model_is_right_whichever_core_is_first(
     assert result.outcome == "passed", result.reason
 
 
+@pytest.mark.long
 def test_models_can_be_checked_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     arguments = ["--models", "qwen3-30b", "--match", "router/T1", "--json", str(out)]

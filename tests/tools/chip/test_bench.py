@@ -19,6 +19,7 @@ needs_library = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 def test_a_table_has_times_of_the_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

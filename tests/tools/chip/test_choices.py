@@ -49,6 +49,7 @@ def test_the_decode_mode_of_the_backend_is_that_of_the_chip_in_force() -> None:
     assert _mode() == "selective"
 
 
+@pytest.mark.long
 def test_the_prefill_plan_is_that_of_the_chip_in_force() -> None:
     usual = _scout()
     with using(SLOW_EXCHANGES):

@@ -12,6 +12,7 @@ from neuron_moe.tools.commands import evaluate
 from neuron_moe.tools.commands.evaluate import expert_values, losses_of, summarise
 
 
+@pytest.mark.long
 def test_formats_agree_with_transformers_within_a_thousandth(tmp_path, capsys):
     status = evaluate.main(["--samples", "1", "--check", "--out", str(tmp_path), "--json"])
     final = json.loads(capsys.readouterr().out.splitlines()[-1])

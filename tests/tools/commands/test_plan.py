@@ -22,7 +22,14 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, dict[str, 
     return text, json.loads(last)
 
 
-@pytest.mark.parametrize("model", ["gpt_oss_120b", "deepseek_v3", "qwen3_235b_a22b"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gpt_oss_120b",
+        pytest.param("qwen3_235b_a22b", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", marks=pytest.mark.long),
+    ],
+)
 def test_every_model_gets_a_layout_and_a_reason(
     capsys: pytest.CaptureFixture[str], model: str
 ) -> None:

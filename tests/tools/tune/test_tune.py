@@ -41,6 +41,7 @@ def run(model: str, folder: Path, *args: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_model_started_with_the_file_reports_the_tuned_plan(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_model_started_with_the_file_reports_the_tuned_plan(
     assert "256 tokens:" in capsys.readouterr().out  # how sure it is
 
 
+@pytest.mark.long
 def test_results_are_kept_and_nothing_runs_twice(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
