@@ -5,6 +5,7 @@ import logging
 import math
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
 from neuron_moe.backends.nki import NkiBackend
-from neuron_moe.backends.nki.operands import _log_once, check_weights
+from neuron_moe.backends.nki.operands import _log_once, check_weights, format_note
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.errors import WeightError
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.plan import Step
-from neuron_moe.quantize import decode_mxfp4, quantize_fp8
+from neuron_moe.quantize import decode_mxfp4, quantize_fp8, recode_bf16_to_fp8
 from neuron_moe.weights.expert_weights import ExpertWeights
 from neuron_moe.weights.linear import ExpertLinear
 from neuron_moe.weights.narrow import NarrowMatrices
@@ -250,6 +251,18 @@ def narrow_of(
     codes = torch.zeros(SMALL, dtype=torch.uint8)
     codes[1, 2, 4] = largest
     return NarrowMatrices.from_codes("w", codes.view(dtype), scale, SMALL, torch.bfloat16)
+
+
+def test_the_note_of_a_format_tells_where_codes_and_scales_come_from() -> None:
+    weight, one = torch.ones(2, 3, 5, dtype=torch.bfloat16), torch.ones(1)
+    recoded = NarrowMatrices.from_exact(recode_bf16_to_fp8(weight), torch.bfloat16)
+    notes = {
+        "float8_e4m3, as loaded, a scale per expert": narrow_of(one),
+        "float8_e4m3, as loaded, scales per channel": narrow_of(torch.ones(1, 1, 5)),
+        "float8_e5m2, re-coded without loss, a scale per expert": recoded,
+    }
+    for note, down in notes.items():
+        assert format_note(SimpleNamespace(packed_down=down)) == f"weights: {note}"
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 5), (2, 1, 1), (2, 1, 5)])
