@@ -137,6 +137,9 @@ CASES = {
     "T300-H320-I36-E3-K2-hidden-gpt-oss": Prefill(
         300, 320, 36, 3, 2, 32, has_bias=True, options={**GPT_OSS, "shard_plan": "hidden"}
     ),
+    "T140-H256-I131-E3-K2-hidden-uneven": Prefill(
+        140, 256, 131, 3, 2, 64, options={"shard_plan": "hidden"}
+    ),
     "T400-H256-I130-E3-K1-hidden-pre-turned-by-dma": Prefill(
         400, 256, 130, 3, 1, 64, has_bias=True,
         options={**GPT_OSS, "shard_plan": "hidden", "scaling": "pre", "stores": "tokens",
