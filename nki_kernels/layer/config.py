@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from nki.language import NKIObject
 
 from nki_kernels.combine import CombineDims, check_combine
+from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.visits import VisitDims, VisitLists
 from nki_kernels.index import BlockDims, check_index_blocks
@@ -19,6 +20,7 @@ from nki_kernels.prefill import (
     PrefillWork,
     Search,
     best_candidate,
+    best_parts,
     make_config,
     output_tiles,
     visits_of,
@@ -110,6 +112,8 @@ def make_shared_config(
 ) -> PrefillConfig:
     """Return what shared experts are compiled for: one expert that all tokens choose.
 
+    Their matrices lie as `stored_parts` says: `split_parts` makes them so.
+
     Args:
         formula: of the shared experts.
         sizes: of one expert, as wide as this rank's share of all shared experts; without scales.
@@ -119,14 +123,30 @@ def make_shared_config(
     Raises:
         ValueError: sizes or a formula that the kernel does not take.
     """
-    missing = base.loop.missing
+    request = _shared_request(formula, sizes, base)
     expected = Expected(
         num_tokens=num_tokens, top_k=1, routing=(1.0,), num_cores=base.num_cores, stores="tiles"
     )
-    best = best_candidate(formula, sizes, expected, PlanRequest(missing=missing), _WHOLE_SUMS)
+    best = best_candidate(formula, sizes, expected, request, _WHOLE_SUMS)
     num_slots = -(-num_tokens // best.block_size) * best.block_size
     work = PrefillWork(best.block_size, num_slots, num_tokens, base.num_cores, stores="tiles")
     return make_config(formula, sizes, work, best.request)
+
+
+def _shared_request(formula: ExpertFormula, sizes: ExpertSizes, base: PrefillConfig) -> PlanRequest:
+    """Return how the matrices of shared experts lie, whatever the tokens: whole where the cores
+    hold a half each, twice; else by parts, whose rows are one run.
+    """
+    plain = PlanRequest(missing=base.loop.missing)
+    work = PrefillWork(PARTITIONS, PARTITIONS, PARTITIONS, base.num_cores, stores="tiles")
+    try:
+        halves = make_config(formula, sizes, work, replace(plain, shard_plan="hidden")).loop
+    except ValueError:  # not even once
+        is_small = False
+    else:
+        is_small = (halves.in_parts, halves.out_parts, halves.weight_buffers) == (1, 1, 2)
+    parts = (1, 1) if is_small else best_parts(make_config(formula, sizes, work, plain))
+    return plain if parts == (1, 1) else replace(plain, weight_parts=parts)
 
 
 def num_shared_slots(config: PrefillLayerConfig) -> int:

@@ -30,7 +30,7 @@ from nki_kernels.prefill.config import (
 )
 from nki_kernels.prefill.cost import cost_blockwise_moe
 from nki_kernels.prefill.kernel import blockwise_moe
-from nki_kernels.prefill.operands import check_blockwise_moe
+from nki_kernels.prefill.operands import check_blockwise_moe, matrix_shapes
 from nki_kernels.prefill.options import best_parts, make_config, visits_of
 from nki_kernels.prefill.reference import blockwise_moe_ref
 
@@ -54,6 +54,7 @@ __all__ = [
     "estimate_us",
     "expect_tokens",
     "make_config",
+    "matrix_shapes",
     "mx_form",
     "output_tiles",
     "rank_candidates",

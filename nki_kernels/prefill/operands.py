@@ -61,21 +61,25 @@ def _check_visits(config: PrefillConfig, visits: VisitLists) -> None:
         )
 
 
+def matrix_shapes(config: PrefillConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of gate and up, and of down weights in HBM."""
+    E, H, I = config.E, config.H, config.I  # noqa: E741  the axis letters
+    width = num_projections(config.formula) * I
+    if is_mx(config):
+        form = mx_form(config)
+        return (E, form.chunks, *in_shape(form)), (E, form.chunks, *out_shape(form))
+    if not config.loop.by_parts:
+        return (E, H, width), (E, I, H)
+    in_parts, out_parts = stored_parts(config)
+    return (E, in_parts, H, width // in_parts), (E, out_parts, I, H // out_parts)
+
+
 def _operands(config: PrefillConfig) -> _Expected:
     """Return shape and type of every operand that the configuration asks for."""
     E, H, I = config.E, config.H, config.I  # noqa: E741  the axis letters
     num_slots, width = config.num_tiles * config.tile_rows, num_projections(config.formula) * I
-    gate_up_shape: tuple[int, ...] = (E, H, width)
-    down_shape: tuple[int, ...] = (E, I, H)
-    if config.loop.by_parts:
-        in_parts, out_parts = stored_parts(config)
-        gate_up_shape = (E, in_parts, H, width // in_parts)
-        down_shape = (E, out_parts, I, H // out_parts)
-    stored = config.weight_format
-    if is_mx(config):
-        form, stored = mx_form(config), "uint8"
-        gate_up_shape = (E, form.chunks, *in_shape(form))
-        down_shape = (E, form.chunks, *out_shape(form))
+    gate_up_shape, down_shape = matrix_shapes(config)
+    stored = "uint8" if is_mx(config) else config.weight_format
     found: _Expected = {
         "hidden": ((config.num_tokens, H), "bfloat16"),
         "gate_up": (gate_up_shape, stored),

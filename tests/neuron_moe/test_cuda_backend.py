@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.kernels import NO_TRITON, OLDEST_TRITON
 
 pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
 
 from neuron_moe import ExpertMLPsV2, MoE, RoutedExpertsMLPOpsConfig, RouterTopK
-from neuron_moe.backends.cuda import hopper_launch
+from neuron_moe.backends.cuda import decode, hopper_launch
 from neuron_moe.backends.cuda.launch import copy_rows, sort_rows
+from neuron_moe.backends.cuda.records import Matrices
 from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
-from nki_kernels.common.formula import limits
+from nki_kernels.common.formula import ExpertFormula, limits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's
@@ -173,12 +175,26 @@ def test_few_tokens_decode(tokens: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_an_expert_of_more_pairs_than_a_tile_decodes(case: str) -> None:
+@pytest.mark.parametrize("tokens", [1, 40])  # 40: an expert has more pairs than a tile
+def test_one_token_and_many_pairs_of_an_expert_decode(case: str, tokens: int) -> None:
     found, expected = (
-        build(name, **CASES[case]).eval()(torch.ones(40, 1, H, device=DEVICE).cumsum(0) / 40)[0]
+        build(name, **CASES[case]).eval()(torch.ones(tokens, 1, H, device=DEVICE).cumsum(0) / 40)[0]
         for name in ("cuda", "torch")
     )
     assert apart(found, expected) < 1e-5
+
+
+def test_one_token_leaves_out_choices_of_no_expert() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (E, H, 2 * I), (E, I, H), (1, H), (1, 3)
+    first, down, hidden, affinities = (
+        torch.randn(*size, generator=generator).to(DEVICE) for size in sizes
+    )
+    matrices, index = Matrices(first, None, down, None), torch.tensor([[4, -1, 2]], device=DEVICE)
+    found = decode.forward(hidden, affinities, index.int(), matrices, ExpertFormula())
+    gate, up = (hidden @ first).chunk(2, dim=-1)
+    each_EH = (functional.silu(gate) * up @ down)[:, 0]
+    assert apart(found[0], affinities[0, 0] * each_EH[4] + affinities[0, 2] * each_EH[2]) < 1e-5
 
 
 @pytest.mark.long

@@ -100,13 +100,15 @@ def test_codes_are_multiplied_as_torch_decodes_them(
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("most_unsorted", [512, 0], ids=["unsorted", "sorted"])
+@pytest.mark.parametrize(
+    ("tokens", "most_unsorted"), [(1, 512), (40, 512), (40, 0)], ids=["one", "unsorted", "sorted"]
+)
 def test_codes_in_every_formula(
-    form: str, case: str, most_unsorted: int, monkeypatch: pytest.MonkeyPatch
+    form: str, case: str, tokens: int, most_unsorted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MOST_PAIRS_UNSORTED", most_unsorted)
     found, expected = (
-        compute(build(name, form, sizes=(192, 128), **CASES[case]), 40)
+        compute(build(name, form, sizes=(192, 128), **CASES[case]), tokens)
         for name in ("cuda", "torch")
     )
     assert apart(found, expected) < 1e-5

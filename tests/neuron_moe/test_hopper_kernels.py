@@ -95,9 +95,10 @@ def compile_codes(form: str) -> Any:
     known = {
         "DEPTH": 768, "WIDTH": 1024, "TOP_K": 4, "DEPTH_PART": tile.depth_part, "ROWS": tile.rows,
         "PAIRS": 8, "BLOCK_WIDTH": tile.width, "BLOCK_DEPTH": tile.depth, "PRECISION": "tf32",
-        "FORMAT": form,
+        "FORMAT": form, "COUNTERS": 8,
     }  # fmt: skip
     kinds = {"source_ptr": "*bf16", "index_ptr": "*i32", "matrix_ptr": "*u8", "parts_ptr": "*fp32"}
+    kinds["arrived_ptr"] = "*i32"
     kinds["scale_ptr"] = "*u8" if form == "mxfp4" else "*fp32"
     signature = {
         name: "constexpr" if name in known else kinds.get(name, "i32")

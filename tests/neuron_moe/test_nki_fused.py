@@ -246,6 +246,24 @@ def test_shared_experts_in_8_bits_are_computed_in_the_kernel(
     assert read_as == (config.form.shared_format if is_decode else config.shared.weight_format)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.bfloat16, 40960), (torch.float8_e5m2, 65536)], ids=str
+)
+def test_wide_shared_experts_are_read_by_parts(
+    dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = {**SHARED, "intermediate_size": width}
+    made = layers("gpt-oss", shared=shared)
+    if dtype is not torch.bfloat16:
+        for layer in made:
+            narrow_shared_experts(layer, dtype, 1.0)
+    launches = watch_launches(monkeypatch)
+    check(*made, (1, 70))
+    assert [kernel for kernel, _ in launches] == ["prefill_layer"]
+    assert launches[0][1][5].shared.loop.by_parts
+
+
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_shared_experts_in_another_type_are_computed_beside_the_kernel(phase: str) -> None:
     nki, *_ = layers("gpt-oss", shared=SHARED)

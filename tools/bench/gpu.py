@@ -10,14 +10,14 @@ beside inputs, weights and, after the forward pass, the output.
 `grouped_mm` is the plain pipeline of torch operations: argsort, gather, `torch._grouped_mm`,
 SwiGLU, `torch._grouped_mm`, back and sum. The ceiling is cuBLAS: the same products, dense. Peers of
 other people run where they are installed (see gpu_peers.py); those that wait for the device cannot
-be captured and are timed with the host's calls, queued without waits. Decode stands beside the
-time to read the chosen experts' weights: by a kernel that does nothing else, and at a copy's speed.
+be captured and are timed with the host's calls, queued without waits. Decode stands beside two
+floors, in a second table: the chosen experts' weights at a copy's speed, and read by a kernel that
+does nothing else (see gpu_decode.py).
 """
 
 import argparse
 import gc
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from neuron_moe.errors import check_choice
+from neuron_moe.tools.bench.gpu_clock import captured, clock
+from neuron_moe.tools.bench.gpu_decode import HEADER, SETS, DecodeTimes, decode_times
 from neuron_moe.tools.bench.gpu_peers import (
     PEERS,
     Bound,
@@ -45,9 +47,6 @@ from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.pictures import draw_save_percent
 
 GIB = 1 << 30
-_FLUSHED_BYTES = 256 << 20
-
-
 SHAPES = {
     "a": Shape(2048, 1024, 128, 8),
     "b": Shape(2048, 768, 128, 8),
@@ -66,12 +65,45 @@ class Point(NamedTuple):
     routing: str
 
 
+class Decoded(NamedTuple):
+    """Times of decode at a point."""
+
+    point: Point
+    times: DecodeTimes
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print a table; return the exit status."""
+    args = _parse(argv)
+    rows: list[Row] = []
+    decoded: list[Decoded] = []
+    total = len(args.shapes) * (len(args.tokens) * len(args.routings) + 1)
+    with progress_bar("points") as advance:
+        for number, found in enumerate(_measure_all(args), 1):
+            rows += found
+            advance(number, total)
+        for number, name in enumerate(args.shapes, total - len(args.shapes) + 1):
+            decoded += _measure_decode(name, args)
+            advance(number, total)
+    rows += [row for each in decoded for row in _decode_rows(each)]
+    print(format_table([[*rows[0]], *([*map(_text, row.values())] for row in rows)]))
+    if decoded:
+        lines = [[point.shape, str(point.tokens), *times.columns()] for point, times in decoded]
+        print(format_table([[*HEADER], *lines]))
+    if args.picture is not None:
+        title = f"{rows[0]['device']}, T = {args.tokens[0]}, {args.routings[0]}, measured"
+        draw_save_percent(rows, args.picture, title=title)
+    records = [{**point._asdict(), **times.record()} for point, times in decoded]
+    results = {"torch": torch.__version__, "rows": rows, "decode": records}
+    tell_json(args.json, "bench gpu", kind="measured", **results)
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("bench gpu", __doc__)
     parser.add_json_option()
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="default: all")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[16384])
     parser.add_argument("--routings", nargs="+", default=["random"], help="/".join(ROUTINGS))
     parser.add_argument("--decode", nargs="*", type=int, default=[1, 8, 64, 256], help="T, graphs")
     parser.add_argument("--save-percents", nargs="*", type=int, default=[0, 100])
@@ -87,22 +119,15 @@ def main(argv: list[str] | None = None) -> int:
         check_choice("--routings", name, ROUTINGS)
     for name in args.peers or ():
         check_choice("--peers", name, PEERS)
+    if args.picture is not None and not args.tokens:
+        parser.error("--picture draws times of training: give --tokens a number")
+    if not (args.tokens or args.decode):
+        parser.error("nothing to measure: give --tokens or --decode a number")
     if not torch.cuda.is_available():
         parser.error("no CUDA device: run this on a machine with an NVIDIA GPU")
     if args.peers is None:
         args.peers = [name for name in PEERS if is_installed(name)]
-    rows: list[Row] = []
-    total = len(args.shapes) * (len(args.tokens) * len(args.routings) + 1)
-    with progress_bar("points") as advance:
-        for number, found in enumerate(_measure_all(args), 1):
-            rows += found
-            advance(number, total)
-    print(format_table([[*rows[0]], *([*map(_text, row.values())] for row in rows)]))
-    if args.picture is not None:
-        title = f"{rows[0]['device']}, T = {args.tokens[0]}, {args.routings[0]}, measured"
-        draw_save_percent(rows, args.picture, title=title)
-    tell_json(args.json, "bench gpu", kind="measured", torch=torch.__version__, rows=rows)
-    return 0
+    return args
 
 
 def _text(value: object) -> str:
@@ -113,8 +138,6 @@ def _measure_all(args: argparse.Namespace) -> Iterator[list[Row]]:
     """Measure point after point, all peers at each in turn: what drifts, drifts for all alike."""
     for tokens, routing, name in itertools.product(args.tokens, args.routings, args.shapes):
         yield _measure_point(Point(name, tokens, routing), args)
-    for name in args.shapes:
-        yield _measure_decode(name, args)
 
 
 def _measure_point(point: Point, args: argparse.Namespace) -> list[Row]:
@@ -155,19 +178,24 @@ def _reported(peer: str, point: Point) -> Iterator[None]:
         print(f"{peer}, {point}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
 
 
-def _measure_decode(name: str, args: argparse.Namespace) -> list[Row]:
-    shape, rows = SHAPES[name], []
-    experts = Ours(shape, make_weights(shape), None)
+def _measure_decode(name: str, args: argparse.Namespace) -> Iterator[Decoded]:
+    shape = SHAPES[name]
+    sets = [Ours(shape, make_weights(shape), None) for _ in range(SETS if args.decode else 0)]
     for tokens in args.decode:
         inputs = make_inputs(shape, tokens, "random")
-        times = {
-            "ours, graph": _decode_ms(experts, inputs, args.repeats),
-            "weights read alone, graph": _read_ms(experts, inputs, args.repeats),
-            "weights at copy speed": _weight_floor_ms(experts, shape, tokens),
-        }
-        point = Point(name, tokens, "random")
-        rows += [_row(point, peer, {"fwd_ms": ms}) for peer, ms in times.items()]
-    return rows
+        for times in decode_times(sets, inputs, args.repeats):
+            yield Decoded(Point(name, tokens, "random"), times)
+
+
+def _decode_rows(decoded: Decoded) -> list[Row]:
+    point, times = decoded
+    graph = "graph" if times.layers == 1 else f"one of {times.layers} in a graph"
+    found = {
+        "weights at copy speed": times.copy,
+        f"weights read alone, {graph}": times.read,
+        f"ours, {graph}": times.ours,
+    }
+    return [_row(point, peer, {"fwd_ms": each.median}) for peer, each in found.items()]
 
 
 def _row(point: Point, peer: str, found: dict[str, float]) -> Row:
@@ -259,66 +287,13 @@ def _time(experts: Peer, run: Callable[[], object], repeats: int) -> float:
     """Time replays of a graph; of a peer that cannot be captured, its calls."""
     if not experts.waits:
         try:
-            return _median_ms(_captured(run), repeats)
+            return clock(captured(run), repeats).median
         except RuntimeError:
             if experts.needs is None:
                 raise
             torch.cuda.synchronize()
             experts.waits = True
-    return _median_ms(run, repeats)
-
-
-def _median_ms(run: Callable[[], object], repeats: int) -> float:
-    flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    events = []
-    for _ in range(repeats + 2):  # without waiting, so that the device never waits for the host
-        flushed.zero_()
-        start, end = _event(), _event()
-        start.record()
-        run()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(float(start.elapsed_time(end)) for start, end in events[2:])
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Return the replay of a run as a CUDA graph: the host's time does not count."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def _decode_ms(experts: Peer, inputs: Inputs, repeats: int) -> float:
-    with torch.no_grad():
-        return _median_ms(_captured(experts.bind(inputs).run), 2 * repeats)
-
-
-def _read_ms(experts: Peer, inputs: Inputs, repeats: int) -> float:
-    """Return the time of a kernel that only reads the weights of the chosen experts, once."""
-    from neuron_moe.tools.bench.gpu_read import read_matrices
-
-    chosen_E, out = torch.unique(inputs.index_TK), torch.zeros(1, device="cuda")
-    matrices = [weight.detach() for weight in experts.parameters]
-    return _median_ms(_captured(lambda: read_matrices(chosen_E, matrices, out)), 2 * repeats)
-
-
-def _weight_floor_ms(experts: Peer, shape: Shape, tokens: int) -> float:
-    """Return the time to read the weights of the chosen experts once, at the speed of a copy."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy_ms = _median_ms(lambda: target.copy_(source), 5)
-    index_TK = make_inputs(shape, tokens, "random").index_TK
-    chosen = len(set(index_TK.flatten().tolist()))
-    each = sum(weight.nbytes for weight in experts.parameters)
-    return copy_ms * float(chosen * each / shape.num_experts / (2 * source.nbytes))
+    return clock(run, repeats).median
 
 
 def _dense(shape: Shape, tokens: int, repeats: int) -> dict[str, float]:
@@ -329,5 +304,5 @@ def _dense(shape: Shape, tokens: int, repeats: int) -> dict[str, float]:
         return torch.randn(*size, dtype=torch.bfloat16, device="cuda")
 
     wide, narrow, first, down = draw(rows, H), draw(rows, I), draw(H, 2 * I), draw(I, H)
-    ms = _median_ms(lambda: wide @ first, repeats) + _median_ms(lambda: narrow @ down, repeats)
-    return {"fwd_ms": ms}
+    products = (lambda: wide @ first), (lambda: narrow @ down)
+    return {"fwd_ms": sum(clock(each, repeats).median for each in products)}

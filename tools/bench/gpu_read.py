@@ -8,25 +8,33 @@ _BLOCK = 4096  # elements of a program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read(matrix_ptr, index_ptr, out_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(first_ptr, down_ptr, index_ptr, out_ptr, first_size, down_size, first_blocks,  # type: ignore[no-untyped-def]
+          BLOCK: tl.constexpr):  # fmt: skip
     """Add up a block of an expert's matrix; store the sum where it is 2^100, which never comes."""
-    expert = tl.load(index_ptr + tl.program_id(0)).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(matrix_ptr + expert * size + place, mask=place < size, other=0.0)
-    total = tl.sum(values.to(tl.float32), axis=0)
+    expert, block = tl.load(index_ptr + tl.program_id(0)).to(tl.int64), tl.program_id(1)
+    total = 0.0
+    if block < first_blocks:
+        place = block * BLOCK + tl.arange(0, BLOCK)
+        source = first_ptr + expert * first_size + place
+        total += tl.sum(tl.load(source, mask=place < first_size, other=0.0).to(tl.float32), axis=0)
+    else:
+        place = (block - first_blocks) * BLOCK + tl.arange(0, BLOCK)
+        source = down_ptr + expert * down_size + place
+        total += tl.sum(tl.load(source, mask=place < down_size, other=0.0).to(tl.float32), axis=0)
     if total == 1.2676506002282294e30:
         tl.store(out_ptr, total)
 
 
-def read_matrices(chosen_E: Tensor, matrices: list[Tensor], out: Tensor) -> None:
-    """Read matrices [., depth, width] of chosen experts, one launch after another.
+def read_matrices(chosen_E: Tensor, first_EHI: Tensor, down_EIH: Tensor, out: Tensor) -> None:
+    """Read both matrices of chosen experts in one launch: the fastest of five forms on an H200.
 
     Args:
         chosen_E: [chosen] int32, each once.
-        matrices: of all experts, contiguous.
+        first_EHI: of all experts, contiguous.
+        down_EIH: of all experts, contiguous.
         out: [1] float32, left as it is.
     """
-    for matrix in matrices:
-        size = matrix[0].numel()
-        grid = chosen_E.shape[0], triton.cdiv(size, _BLOCK)
-        _read[grid](matrix, chosen_E, out, size, BLOCK=_BLOCK)
+    sizes = first_EHI[0].numel(), down_EIH[0].numel()
+    blocks = [triton.cdiv(size, _BLOCK) for size in sizes]
+    grid = chosen_E.shape[0], sum(blocks)
+    _read[grid](first_EHI, down_EIH, chosen_E, out, *sizes, blocks[0], BLOCK=_BLOCK)

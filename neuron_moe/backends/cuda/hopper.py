@@ -113,7 +113,7 @@ def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, til
 def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, filled, emptied,
              tile_expert_ptr, num_tiles_ptr, first_tile_ptr, total_ptr, first_tile,
              P: gl.constexpr):
-    """Fill stage after stage. Gathered rows are complete P.tile.lag steps after the request."""
+    """Fill stage after stage. Gathered rows arrive by themselves: nothing waits for them here."""
     row_tiles, count = _count_tiles(num_tiles_ptr, first_tile, P)
     step = 0
     for number in range(gl.program_id(0), count, P.programs):
@@ -149,24 +149,11 @@ def _produce(left_desc, right_desc, rows_ptr, pair_ptr, left_ring, right_ring, f
                     _load_rows(left_ring.index(stage), source, is_row & (wide < P.line)[None, :])
                 else:
                     _load_rows(left_ring.index(stage), source + depth, is_row)
-                async_copy.commit_group()
+                async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
                 if P.sums_rows:
                     if depth_step + 1 < steps:
                         pair = gl.load(pair_ptr + first_row + depth + BLOCK_DEPTH + line)
-                if step >= P.tile.lag:
-                    async_copy.wait_group(P.tile.lag)
-                    fence_async_shared()
-                    _meet()
-                    mbarrier.arrive(filled.index((step - P.tile.lag) % P.tile.stages), count=1)
             step += 1
-    if P.gathers != "none":
-        async_copy.wait_group(0)
-        fence_async_shared()
-        _meet()
-        LAG: gl.constexpr = P.tile.lag
-        for late in gl.static_range(LAG):
-            if step - P.tile.lag + late >= 0:
-                mbarrier.arrive(filled.index((step - P.tile.lag + late) % P.tile.stages), count=1)
 
 
 @jit
@@ -261,6 +248,8 @@ def _multiply_steps(copy_desc, left_ring, right_ring, filled, emptied, tile, col
     for depth_step in range(steps):
         stage = step % P.tile.stages
         mbarrier.wait(filled.index(stage), step // P.tile.stages & 1)
+        if P.gathers != "none":
+            fence_async_shared()  # gathered rows were not written by TMA
         left = left_ring.index(stage)
         right = right_ring.index(stage)
         if P.sums_rows:
@@ -341,7 +330,7 @@ def multiply(left_desc, right_desc, out_desc, kept_desc, copy_desc, rows_ptr, pa
     emptied = gl.allocate_shared_memory(gl.int64, [P.tile.stages, 1], mbarrier.MBarrierLayout())
     STAGES: gl.constexpr = P.tile.stages
     for stage in gl.static_range(STAGES):
-        mbarrier.init(filled.index(stage), 1 if P.gathers == "none" else 2)
+        mbarrier.init(filled.index(stage), P.arrivals)
         mbarrier.init(emptied.index(stage), 2)
     gl.warp_specialize([
         (_consume, (out_desc, kept_desc, copy_desc, bias_ptr, left_ring, whole_ring, staging,

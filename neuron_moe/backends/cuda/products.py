@@ -90,6 +90,11 @@ class Product:
         return self.tile.producer_warps if self.gathers == "none" else 4
 
     @property
+    def arrivals(self) -> int:
+        """Arrivals that fill a stage: of TMA, and of each thread whose gathered rows are there."""
+        return 1 if self.gathers == "none" else 1 + 32 * self.producer_warps
+
+    @property
     def loaded_bytes(self) -> int:
         """Bytes of a step that TMA loads."""
         left = 0 if self.gathers == "left" else BLOCK_ROWS

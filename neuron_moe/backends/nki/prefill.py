@@ -452,13 +452,13 @@ def lay_out(parts: LayerParts) -> LaidOut | None:
         return None
     gate_up, down = matrices_of(weights)
     return LaidOut(
-        _by_parts(gate_up, in_parts, num_projections(weights.formula)),
-        _by_parts(down, out_parts, 1),
+        by_parts(gate_up, in_parts, num_projections(weights.formula)),
+        by_parts(down, out_parts, 1),
         (in_parts, out_parts),
     )
 
 
-def _by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
+def by_parts(weight_EXY: Tensor, parts: int, halves: int) -> Tensor:
     """Return [E, parts, X, Y / parts]: columns of a part together, of both halves."""
     experts, rows, columns = weight_EXY.shape
     cut = weight_EXY.detach().view(experts, rows, halves, parts, columns // (halves * parts))

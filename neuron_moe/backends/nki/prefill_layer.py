@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from neuron_moe.backends.nki.decode import first_expert_of
 from neuron_moe.backends.nki.launch import check_call, launch
 from neuron_moe.backends.nki.layer import norm_of, shared_format, shared_weights
-from neuron_moe.backends.nki.prefill import PrefillPlan
+from neuron_moe.backends.nki.prefill import PrefillPlan, by_parts
 from neuron_moe.backends.nki.router import (
     check_router,
     different_choices,
@@ -35,7 +35,7 @@ from nki_kernels.layer import (
     prefill_layer,
     shared_visits,
 )
-from nki_kernels.prefill import ExpertSizes
+from nki_kernels.prefill import ExpertSizes, PrefillConfig, stored_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +148,8 @@ class PrefillLayerPlan(PrefillPlan):
         shared, config = self.parts.shared, self.config.shared
         if shared is None:
             return {}
-        make = partial(_shared_matrices, shared, config.weight_format)
-        gate_up, down = self.parts.forms.get("layer shared EHI", make)
+        make = partial(_shared_matrices, shared, config)
+        gate_up, down = self.parts.forms.get(f"layer shared {stored_parts(config)}", make)
         names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
         lists = {
             name: torch.from_numpy(array).to(down.device)
@@ -230,11 +230,15 @@ class PrefillLayerPlan(PrefillPlan):
         return (around, "before it: rmsnorm, another norm than x * weight / rms(x)")
 
 
-def _shared_matrices(shared: SharedExperts, weight_format: str) -> tuple[Tensor, Tensor]:
-    """Return [1, H, 2I] and [1, I, H]: shared experts as one expert."""
-    gate_IH, up_IH, down_HI = shared_weights(shared, weight_format)
-    gate_up_HI = torch.cat([gate_IH, up_IH]).t().contiguous()
-    return gate_up_HI.unsqueeze(0), down_HI.t().contiguous().unsqueeze(0)
+def _shared_matrices(shared: SharedExperts, config: PrefillConfig) -> tuple[Tensor, Tensor]:
+    """Return [1, H, 2I] and [1, I, H], shared experts as one expert; perhaps by parts."""
+    gate_IH, up_IH, down_HI = shared_weights(shared, config.weight_format)
+    matrices = (torch.cat([gate_IH, up_IH]).t().unsqueeze(0), down_HI.t().unsqueeze(0))
+    if not config.loop.by_parts:
+        gate_up, down = (matrix.contiguous() for matrix in matrices)
+        return gate_up, down
+    in_parts, out_parts = stored_parts(config)
+    return by_parts(matrices[0], in_parts, 2), by_parts(matrices[1], out_parts, 1)
 
 
 def _gate_matrix(gate: nn.Linear, dtype: torch.dtype) -> Tensor:

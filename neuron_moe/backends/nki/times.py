@@ -34,7 +34,7 @@ from nki_kernels.combine import combine
 from nki_kernels.decode import decode_layer, decode_moe, pack_router_weight, weight_shapes
 from nki_kernels.index import index_blocks
 from nki_kernels.layer import prefill_layer, shared_visits
-from nki_kernels.prefill import blockwise_moe
+from nki_kernels.prefill import blockwise_moe, matrix_shapes
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import route, router_topk
 from nki_sim import SimOptions, TensorSpec
@@ -231,9 +231,10 @@ def shared_run(plan: PrefillLayerPlan, options: SimOptions = TIMES_ONLY) -> nki_
 def _shared_of(config: Any) -> dict[str, Any]:
     """Return matrices and visits of shared experts."""
     names = ("visit_expert", "visit_tile", "trips")
+    gate_up, down = matrix_shapes(config)
     return {
-        "gate_up": TensorSpec((1, config.H, 2 * config.I), config.weight_format),
-        "down": TensorSpec((1, config.I, config.H), config.weight_format),
+        "gate_up": TensorSpec(gate_up, config.weight_format),
+        "down": TensorSpec(down, config.weight_format),
         **dict(zip(names, shared_visits(config), strict=True)),
     }
 

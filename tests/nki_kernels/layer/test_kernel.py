@@ -12,6 +12,7 @@ import pytest
 import nki_sim
 from nki_kernels.combine import CombineDims
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
+from nki_kernels.common.weight_formats import split_parts
 from nki_kernels.decode import LayerArrays, LayerForm, decode_layer_ref
 from nki_kernels.index import BlockDims, index_blocks_ref
 from nki_kernels.layer import (
@@ -22,7 +23,15 @@ from nki_kernels.layer import (
     prefill_layer,
     shared_visits,
 )
-from nki_kernels.prefill import ExpertSizes, PrefillWork, make_config, visit_dims, visits_of
+from nki_kernels.prefill import (
+    ExpertSizes,
+    PlanRequest,
+    PrefillWork,
+    make_config,
+    stored_parts,
+    visit_dims,
+    visits_of,
+)
 from nki_kernels.route import RouterConfig
 from nki_sim import SimOptions
 from nki_sim.language import api as nl
@@ -62,6 +71,7 @@ class Case:
     shared: int = 0  # width of shared experts
     gated: bool = False  # which a gate scales
     narrow: str = "bfloat16"  # format of their weights
+    parts: tuple[int, int] | None = None  # in which these lie
 
     def config(self) -> PrefillLayerConfig:
         """Return what the kernel is compiled for."""
@@ -76,6 +86,11 @@ class Case:
         if self.shared:
             sizes = ExpertSizes(self.H, self.shared, 1, self.narrow)
             shared = make_shared_config(ExpertFormula(), sizes, self.T, experts)
+            if self.parts:
+                slots = -(-self.T // shared.tile_rows) * shared.tile_rows
+                whole = PrefillWork(shared.tile_rows, slots, self.T, self.num_cores, stores="tiles")
+                request = PlanRequest(weight_parts=self.parts)
+                shared = make_config(ExpertFormula(), sizes, whole, request)
         out = CombineDims(
             nl.float32, True, has_spoils=True, has_residual=self.has_residual,
             has_shared=shared is not None, has_gate=self.gated,
@@ -107,6 +122,8 @@ CASES = {
     "shared-one-core": Case(T=20, shared=64, num_cores=1, has_norm=False),
     "shared-one-token": Case(T=1, shared=64),
     "shared-e4m3": Case(T=40, shared=64, narrow="float8_e4m3"),
+    "shared-by-parts": Case(T=40, H=512, shared=256, parts=(2, 2)),
+    "shared-too-wide": Case(T=33, H=1024, shared=5120, gated=True),
     "shared-e5m2": Case(T=300, shared=96, narrow="float8_e5m2", broken=(7,)),
     "gated-e4m3": Case(T=90, shared=32, gated=True, narrow="float8_e4m3", has_residual=True),
     "gated": Case(T=300, H=192, shared=64, gated=True),
@@ -166,9 +183,14 @@ def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[st
         return {}
     gate_IH, up_IH, down_HI = arrays.shared
     names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
+    gate_up = np.ascontiguousarray(np.concatenate([gate_IH, up_IH]).T)[None]
+    down = np.ascontiguousarray(down_HI.T)[None]
+    if config.shared.loop.by_parts:
+        in_parts, out_parts = stored_parts(config.shared)
+        gate_up, down = split_parts(gate_up, in_parts, 2), split_parts(down, out_parts)
     return {
-        "shared_gate_up": np.ascontiguousarray(np.concatenate([gate_IH, up_IH]).T)[None],
-        "shared_down": np.ascontiguousarray(down_HI.T)[None],
+        "shared_gate_up": gate_up,
+        "shared_down": down,
         **dict(zip(names, shared_visits(config.shared), strict=True)),
         "shared_gate": None if arrays.shared_gate_H is None else arrays.shared_gate_H[None],
     }
@@ -199,7 +221,7 @@ def vars_of(arrays: LayerArrays) -> dict[str, Any]:
 
 LONGER = (
     "two-tiles-a-core", "no-norm", "residual", "groups", "shared", "shared-one-core", "gated",
-    "shared-e5m2", "gated-e4m3",
+    "shared-e5m2", "gated-e4m3", "shared-too-wide",
 )  # fmt: skip
 
 
@@ -261,6 +283,7 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
         "one-choice",
         "shared",
         "shared-e4m3",
+        "shared-by-parts",
         "gated",
     ],
 )
@@ -275,6 +298,19 @@ def test_cost_is_that_of_the_trace(name: str) -> None:
     assert cost_prefill_layer(config, lists, mapping.token_position_to_id) == measured_cost(
         run.trace
     )
+
+
+@pytest.mark.long
+def test_matrices_of_shared_experts_lie_by_parts_where_cores_do_not_hold_halves() -> None:
+    base = Case().config().experts
+    for sizes, parts in (
+        (ExpertSizes(1024, 512, 1), (1, 1)),
+        (ExpertSizes(5120, 1024, 1), (4, 5)),
+        (ExpertSizes(5120, 1024, 1, "float8_e4m3"), (1, 1)),
+    ):
+        for num_tokens in (128, 512):  # whatever the tokens
+            found = make_shared_config(ExpertFormula(), sizes, num_tokens, base)
+            assert stored_parts(found) == parts
 
 
 @pytest.mark.parametrize(

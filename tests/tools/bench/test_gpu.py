@@ -1,11 +1,12 @@
 """`bench gpu` goes from point to point, all peers in turn, and on without a peer that fails."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
-from neuron_moe.tools.bench import gpu, gpu_peers
+from neuron_moe.tools.bench import gpu, gpu_clock, gpu_decode, gpu_peers
 from neuron_moe.tools.cli import main
 from tests.kernels import NO_TRITON, OLDEST_TRITON
 
@@ -63,8 +64,8 @@ def test_a_peer_that_no_graph_captures_is_queued_and_says_so(
     def fail(_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(gpu, "_captured", fail)
-    monkeypatch.setattr(gpu, "_median_ms", lambda run, repeats: 3.0)
+    monkeypatch.setattr(gpu, "captured", fail)
+    monkeypatch.setattr(gpu, "clock", lambda run, repeats: gpu_clock.spread([3.0]))
     monkeypatch.setattr(
         gpu, "_measure", lambda peer, *_: {"fwd_ms": gpu._time(peer, lambda: None, 1)}
     )
@@ -76,6 +77,33 @@ def test_a_peer_that_no_graph_captures_is_queued_and_says_so(
         gpu.measure_peer(point, "ours", gpu_peers.Ours(SMALL, weights, 0), 1)
 
 
+@pytest.mark.usefixtures("_a_gpu")
+def test_decode_stands_beside_both_floors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ms = gpu_clock.spread
+    times = gpu_decode.DecodeTimes(16, ms([0.02]), ms([0.03]), ms([0.033, 0.036, 0.045]))
+    monkeypatch.setattr(gpu, "decode_times", lambda sets, inputs, repeats: [times])
+    options = ["--tokens", "--decode", "1", "--shapes", "b", "--save-percents"]
+    assert main(["bench", "gpu", *options, "--peers", "--json"]) == 0
+    *_, header, line, told = capsys.readouterr().out.splitlines()
+    assert header.split() == [*gpu_decode.HEADER]
+    assert line.split() == [
+        "b",
+        "1",
+        "16",
+        *["20.0", "30.0", "1.50", "36.0", "33.0", "45.0", "1.80", "1.20"],
+    ]
+    found = json.loads(told)
+    (decode,), rows = found["decode"], found["rows"]
+    assert (decode["ours_over_copy"], decode["ours_over_read"]) == pytest.approx((1.8, 1.2))
+    assert [(row["peer"].split(",")[0], row["fwd_ms"]) for row in rows] == [
+        ("weights at copy speed", 0.02),
+        ("weights read alone", 0.03),
+        ("ours", 0.036),
+    ]
+
+
 def test_all_weights_of_chosen_experts_are_read() -> None:
     pytest.importorskip("triton", minversion=OLDEST_TRITON, reason=NO_TRITON)
     from neuron_moe.tools.bench.gpu_read import read_matrices
@@ -85,5 +113,5 @@ def test_all_weights_of_chosen_experts_are_read() -> None:
     matrices[1][2, 99, 69] = 2.0**100  # a sum that is stored
     for chosen, seen in (([1, 0], 0.0), ([0, 2], 2.0**100)):
         out = torch.zeros(1, device=device)
-        read_matrices(torch.tensor(chosen, dtype=torch.int32, device=device), matrices, out)
+        read_matrices(torch.tensor(chosen, dtype=torch.int32, device=device), *matrices, out)
         assert float(out) == seen

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from neuron_moe import SharedExperts
 from neuron_moe.configs import load_config
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.layer import main
 from neuron_moe.tools.bench.layer import work as layer_work
 from neuron_moe.tools.bench.layer.command import _earlier, summarise
-from neuron_moe.tools.bench.layer.work import Row
+from neuron_moe.tools.bench.layer.vendor import VendorChain
+from neuron_moe.tools.bench.layer.work import Row, has_vendor
+from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 
 SMALL = {
     "hidden_size": 256, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
@@ -93,6 +97,24 @@ def test_the_vendors_times_outlive_a_change_of_our_kernels(tmp_path: Path) -> No
     }.items():
         path.write_text(json.dumps(summarise([row], made_with)))
         assert list(_earlier(path, now).values()) == ([kept] if kept else [])
+
+
+def test_a_chain_without_its_shared_experts_is_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_work, "_has_shared", lambda model: model == "llama4_scout")
+    row = Row(model="llama4_scout", split="TP8", phase="prefill", T=64, corner="vendor")
+    routed = replace(row, vendor_parts={"moe_cte": 900.0})
+    assert not has_vendor(row)
+    assert not has_vendor(routed)
+    assert has_vendor(replace(routed, model="gpt_oss_20b"))
+    assert has_vendor(replace(row, vendor_why="mlp: does not fit"))
+    shared = SharedExperts(256, 512, 1, "silu", device="meta")
+    chain = VendorChain(cast(VendorLibrary, None), "llama4_scout", 8, 1, shared)
+    monkeypatch.setattr(chain, "_every_token", lambda *_: {"vendor": 100.0})
+    found = chain.times(np.zeros((64, 1), np.int32), ["vendor"], {"vendor": routed.vendor_parts})
+    assert found == {"vendor": {"moe_cte": 900.0, "mlp": 100.0}}
+    assert has_vendor(replace(routed, vendor_parts=found["vendor"]))
 
 
 @pytest.mark.long

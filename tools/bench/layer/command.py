@@ -6,7 +6,8 @@ The layer of the model's configuration, planned as `MoE` plans it, on one of 8 r
 expert (TP8) or the experts (EP8). layer us: all launches of the plan; experts us: experts and the
 sum over a token's experts alone, as `bench prefill` times them; outside: the share of the layer
 beyond them (norm, router, index, shared experts); apart us: the layer in several launches; vendor
-us: of a prefill, the vendor's chain of kernels (tools/bench/layer/vendor.py), with --library.
+us: of a prefill, the vendor's chain of kernels, its dense MLP for shared experts included
+(tools/bench/layer/vendor.py), with --library.
 
 Every run is timed in both corners of the clock (nki_sim/time/schedule_model.py), experts drawn
 alike. What a launch itself takes is not published and not counted, which favours several launches.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 
 from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
 from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices, shared_run
 from neuron_moe.models.rank_layer import RankLayer
-from neuron_moe.plan import Plan
+from neuron_moe.plan import Plan, Step
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.timelines import corner_timelines
-from neuron_moe.tools.bench.layer.vendor import VendorChain
+from neuron_moe.tools.bench.layer.vendor import MLP, VendorChain
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.models import read_model
 
@@ -49,7 +50,7 @@ class Row:
         vendor_us: of the vendor's chain of kernels for a prefill.
         vendor_parts: time of each of these.
         vendor_why: why there is no such time, "" if there is one.
-        vendor_by: fingerprint of the simulator that timed it, "" if it is the one of the result.
+        vendor_by: fingerprint of another simulator that timed some of it, "" if there is none.
     """
 
     model: str
@@ -114,10 +115,10 @@ class Case:
         self._later: list[Task] = []
         if any(row.layer_us is None and not row.why for row in self.rows):
             self._waiting.append(Task(OURS, self._seconds, lambda: times_of(self._blank)))
-        waits = any(row.vendor_us is None and not row.vendor_why for row in self.rows)
-        if library is not None and phase == "prefill" and waits:
+        if library is not None and phase == "prefill" and not all(map(has_vendor, self.rows)):
             seconds = VENDOR_SECONDS * self._seconds
-            self._later.append(Task(VENDOR, seconds, lambda: vendor_times_of(self._blank, library)))
+            before = list(self.rows)
+            self._later.append(Task(VENDOR, seconds, lambda: vendor_times_of(before, library)))
 
     @property
     def size(self) -> float:
@@ -168,22 +169,39 @@ def times_of(blank: Sequence[Row]) -> list[Row]:
     ]
 
 
-def vendor_times_of(blank: Sequence[Row], library: VendorLibrary) -> list[Row]:
+def has_vendor(row: Row) -> bool:
+    """Say whether a row has all launches of the vendor's chain, or why there are none."""
+    if row.vendor_why:
+        return True
+    parts = row.vendor_parts or {}
+    return MLP in parts or (bool(parts) and not _has_shared(row.model))
+
+
+@cache
+def _has_shared(model: str) -> bool:
+    """Say whether a layer of a model has shared experts."""
+    layer = RankLayer(read_model(model)[0], model)
+    return layer.parts(Step("prefill", 1)).shared is not None
+
+
+def vendor_times_of(before: Sequence[Row], library: VendorLibrary) -> list[Row]:
     """Simulate the vendor's chain with the choices that our launches make; return its rows.
 
     Args:
-        blank: a row for each corner, of one case of prefill.
+        before: a row for each corner, of one case of prefill, with the launches that are known.
         library: the user's checkout.
     """
-    first, corners = blank[0], [row.corner for row in blank]
+    first, corners = before[0], [row.corner for row in before]
     try:
-        chosen_TK = routed_choices(_plan(first, in_one=False))
-        found = VendorChain(library, first.model, *SPLITS[first.split]).times(chosen_TK, corners)
+        plan = _plan(first, in_one=False)
+        chain = VendorChain(library, first.model, *SPLITS[first.split], plan.parts.shared)
+        known = {row.corner: row.vendor_parts for row in before}
+        found = chain.times(routed_choices(plan), corners, known)
     except ValueError as error:
-        return [replace(row, vendor_why=str(error)) for row in blank]
+        return [replace(row, vendor_why=str(error)) for row in before]
     return [
         replace(row, vendor_us=sum(found[row.corner].values()), vendor_parts=found[row.corner])
-        for row in blank
+        for row in before
     ]
 
 

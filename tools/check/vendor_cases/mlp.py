@@ -61,7 +61,7 @@ def build(case: Case, library: VendorLibrary, limits: Limits) -> Job:
     }
     stores = bool(inputs.get("store_fused_add_result"))
     return Job(
-        kernel=_mlp(library),
+        kernel=mlp_kernel(library),
         cores=case.cores(),
         inputs=arguments,
         reference=lambda: _reference(library, inputs, norm, act),
@@ -70,7 +70,7 @@ def build(case: Case, library: VendorLibrary, limits: Limits) -> Job:
     )
 
 
-def _mlp(library: VendorLibrary) -> Any:
+def mlp_kernel(library: VendorLibrary) -> Any:
     """Return the library's entry point or, where that file does not compile, what it would do.
 
     The release of April 2026 has an indentation error in core/mlp/mlp.py; the two kernels behind it
