@@ -15,7 +15,7 @@ from nki_kernels.decode import DecodeConfig, LayerConfig
 from nki_kernels.index import NO_VISITS, BlockDims
 from nki_kernels.layer import PrefillLayerConfig
 from nki_kernels.prefill import PrefillConfig
-from nki_kernels.prefill.config import num_partials
+from nki_kernels.prefill.config import num_partials, output_tiles
 from nki_kernels.route import RouterConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -64,7 +64,7 @@ def _index_blocks(
 
 
 def _blockwise_moe(_shapes: Shapes, config: PrefillConfig) -> Output:
-    rows = config.num_tiles * config.tile_rows
+    rows = output_tiles(config) * config.tile_rows
     if config.stores == "tokens":
         rows = config.num_tokens
     return Output((num_partials(config), rows, config.H), "bfloat16")

@@ -90,7 +90,7 @@ def chosen_experts(
         compute = weights.product_forms.compute if weights.product_forms else None
         if compute is not None and not routing.scales_input and _all_are_here(routing):
             return compute(hidden_TH, routing)
-        form = "plain" if weights.packed_down is None else "padded"
+        form = weights.own_form
     run, order_P = _sort(routing, weights.num_experts)
     if not run.experts:
         return hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(hidden_TH))

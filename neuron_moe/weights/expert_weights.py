@@ -64,6 +64,11 @@ class ExpertWeights:
         """Return the form in which a CPU multiplies them in a step of some tokens."""
         if self.product_forms is not None:
             return self.product_forms.of(tokens)
+        return self.own_form
+
+    @property
+    def own_form(self) -> str:
+        """The form for any number of tokens, where none was settled."""
         return "plain" if self.packed_down is None else "padded"
 
     def packed_matrices(self, *, is_wanted: bool) -> tuple[Packed | None, Packed | None]:

@@ -156,8 +156,8 @@ class ExpertLinear(nn.Module):
         return self
 
     def _apply_packed(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> "ExpertLinear":
-        packed, like = self.packed, fn(torch.empty(0, dtype=self.weight.dtype))
-        if packed is None or (like.dtype, like.device.type) != (self.weight.dtype, "cpu"):
+        like = fn(torch.empty(0, dtype=self.weight.dtype))
+        if (like.dtype, like.device.type) != (self.weight.dtype, "cpu"):
             self.unpack()
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self

@@ -402,9 +402,8 @@ def _store_lane(
     total = num_visits * size
     rows, rest = total // width, total % width
     flat = list_of_lane.reshape((list_of_lane.shape[0] * total,))
-    if rows > 0:
-        target = flat.ap([[width, rows], [1, width]], offset=lane * total)
-        nisa.dma_copy(dst=target, src=integer_sb[0:rows, :])
+    target = flat.ap([[width, rows], [1, width]], offset=lane * total)
+    nisa.dma_copy(dst=target, src=integer_sb[0:rows, :])
     if rest > 0:
         target = flat.ap([[width, 1], [1, rest]], offset=lane * total + rows * width)
         nisa.dma_copy(dst=target, src=integer_sb[rows : rows + 1, 0:rest])

@@ -181,7 +181,9 @@ def nc_stream_shuffle(
                 str(value.geometry.start_partition),
             )
     moves = [
-        (row, row - row % 32 + mask[row % 32]) for row in range(rows_dst) if mask[row % 32] < 32
+        (row, row - row % _QUADRANT + mask[row % _QUADRANT])
+        for row in range(rows_dst)
+        if mask[row % _QUADRANT] != _UNCHANGED
     ]
     for row, source in moves:
         if source >= rows_src:

@@ -152,7 +152,7 @@ class Allocator(Program):
             raise CapacityError(
                 alloc.name or "shape", f"at most 128 partitions in {memory}", f"{list(alloc.shape)}"
             )
-        start_row, start = alloc.address or (0, 0)
+        start = 0 if alloc.address is None else alloc.address[1]
         if alloc.pitch + start > limit or start < 0:
             self.machine.settle(self.options.capacity, "capacity", CapacityError(
                 alloc.name or "tensor", f"at most {limit} bytes per partition of {memory}",
@@ -161,6 +161,7 @@ class Allocator(Program):
             ))  # fmt: skip
         if alloc.address is None:
             return
+        start_row = alloc.address[0]
         if start_row < 0 or start_row + alloc.rows > 128:
             raise CapacityError(
                 alloc.name or "address", "partitions inside 0..128", f"{start_row} + {alloc.rows}"

@@ -2,7 +2,7 @@
 
 Each dynamic loop writes loop_begin, one loop_trip per trip, and loop_end to the trace, and its trip
 count to the core's flow, which must agree between cores. A loop left by break or return is found
-when the kernel ends.
+when the kernel ends, or a ``while`` around it goes on.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class Program:
             )
         key = (id(frame), frame.f_lineno)
         stack = self._while_loops
-        while stack and stack[-1].key != key and any(loop.key == key for loop in stack):
-            stack.pop().end()
+        if stack and stack[-1].key != key and any(loop.key == key for loop in stack):
+            self._refuse_left(stack[-1])
         if not stack or stack[-1].key != key:
             stack.append(Loop(self, self.machine.line_of(frame), key))
         if (value := register.read()) != 0:
@@ -264,13 +264,16 @@ class Program:
             LanguageError: it did.
         """
         for loop in self.open_loops:
-            raise LanguageError(
-                "body",
-                "a loop that ends by its bound or condition",
-                "break or return",
-                instruction="dynamic loop",
-                location=self.machine.location(loop.line),
-            )
+            self._refuse_left(loop)
+
+    def _refuse_left(self, loop: Loop) -> None:
+        raise LanguageError(
+            "body",
+            "a loop that ends by its bound or condition",
+            "break or return",
+            instruction="dynamic loop",
+            location=self.machine.location(loop.line),
+        )
 
     # Operands of the present instruction, for messages.
 

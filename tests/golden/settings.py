@@ -41,7 +41,10 @@ WIDTHS = (8, 45, 64, 96, 128, 180, 256, 360, 512, 768, 1024, 1408, 2048, 2880, 8
 BYTES = ("bfloat16", "bfloat16", "float8_e4m3", "float8_e5m2")
 WORDS = ("float4_e2m1fn_x4", "float8_e4m3fn_x4", "float8_e5m2_x4")
 CLAMPED = {"gate_limits": limits(None, 7.0), "up_limits": limits(-7.0, 7.0), "up_offset": 1.0}
-LIMITED = [{"gate_limits": limits(*pair)} for pair in ((-2.0, None), (0.5, None), (None, -0.5))]
+LIMITED = [
+    {"gate_limits": limits(*pair)}
+    for pair in ((-2.0, None), (0.5, None), (None, -0.5), (None, 0.5))
+]
 FORMULAS: tuple[dict[str, Any], ...] = (
     {},
     {},

@@ -19,6 +19,7 @@ LEFT_OUT = (
     "tests/models/test_family_configs", "tests/models/whole_model",
     "tests/neuron_moe/test_cuda_backend", "tests/nki_sim/timing", "tests/serving",
 )  # fmt: skip
+READER = "tests/golden/test_signatures.py"  # reads what stands in files: it runs no line of them
 CHOSEN = "not slow and not device and not vllm"
 FILE_LIMIT_S = 300.0
 LONGEST = ("golden", "fuzz")
@@ -102,14 +103,16 @@ class Covering:
         """Give tests that pass without the mutant, with their seconds.
 
         They run its line; or, where that runs while the file is imported, first those of lines that
-        use what it defines, then those of its folder. Tests of its own folder and of tests/golden,
-        which see most, come first, and one case of each test before another; they end where they
-        would take `budget_s`, all but the first.
+        use what it defines, then those of its folder and the one that reads files. Tests of its own
+        folder and of tests/golden, which see most, come first, and one case of each test before
+        another; they end where they would take `budget_s`, all but the first.
         """
         using = self._using(mutant) & self.seconds.keys()
         found = using
         if mutant.runs_once or not using:
-            found = using | self._rooms[mutant.path.parent] & self.seconds.keys()
+            room = self._rooms[mutant.path.parent]
+            found = {test for test in self.seconds if test in room or test.startswith(READER)}
+            found |= using
         chosen: dict[str, float] = {}
         spent = 0.0
         folders = (f"tests/{mutant.path.parent}/", "tests/golden/")

@@ -50,7 +50,7 @@ SILENT = re.compile(
     "facts|setflags|MemoryRange|Error$|IllegalOperand|OutOfBounds|UninitializedRead|describe|label|"
     "__str__|__repr__|notes|explain|_ns$", re.IGNORECASE
 )  # fmt: skip
-_BESIDE = ("strict", "daemon", "indent", "copy")  # arguments
+_BESIDE = ("strict", "daemon", "indent", "copy", "repr")  # arguments
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="),

@@ -157,11 +157,11 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "hidden states of the wrong width": (
         lambda: moe()(torch.zeros(1, 3, 20)),
-        ["(1, 3, 20)", "hidden_size=16"],
+        ["(1, 3, 20)", "hidden_size=16", "Check what comes in"],
     ),
     "hidden states without a batch": (
         lambda: moe()(torch.zeros(3, 16)),
-        ["(3, 16)", "[B, S, H]"],
+        ["(3, 16)", "[B, S, H]", "Add the batch axis"],
     ),
     "hidden states of another dtype": (
         lambda: moe()(torch.zeros(1, 3, 16, dtype=torch.bfloat16)),

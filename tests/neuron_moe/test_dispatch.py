@@ -1,6 +1,7 @@
 """Path choice: our rules, NxD's table, and what explain() tells."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ from neuron_moe import (
     RouterTopK,
     choose_path,
 )
-from neuron_moe.parallel.exchange import Crossing, copy_of
+from neuron_moe.parallel.exchange import Crossing, TokenBatch, copy_of
 from neuron_moe.parallel.shard import ExpertShard
+from neuron_moe.parallel.shuffle import TokenShuffle
 from neuron_moe.paths import PATHS
 from neuron_moe.plan import Step
 
@@ -149,6 +151,39 @@ def test_a_group_that_is_neither_is_refused() -> None:
     with pytest.raises(ValueError, match=r"part.*\[1, 4\] of the model must be neighbours"):
         copy_of(part, model)
     assert copy_of(model, model) == 0
+
+
+def test_what_cannot_be_shuffled_is_refused_before_any_rank_sends() -> None:
+    shuffle = TokenShuffle(SimpleNamespace(size=2, rank=0), 0)
+    batch = TokenBatch(torch.zeros(4, 2), 1, None, None, is_sequence_part=True)
+    refused = {
+        "needs different tokens on each rank": replace(batch, is_sequence_part=False),
+        "must divide the 3 tokens of a rank": replace(batch, hidden_TH=torch.zeros(3, 2)),
+        r"padding_mask: shape \(8,\) .* each of the 4 tokens": replace(
+            batch, padding_mask=torch.ones(8)
+        ),
+    }
+    for message, each in refused.items():
+        with pytest.raises(ValueError, match=message):
+            shuffle.forth(each)
+
+
+def test_every_rank_draws_an_order_of_its_own() -> None:
+    drawn = [TokenShuffle(SimpleNamespace(size=4, rank=rank), 5).generator for rank in range(4)]
+    assert [generator.initial_seed() for generator in drawn] == [5, 7924, 15843, 23762]
+
+
+def test_a_shuffle_among_one_rank_is_undone() -> None:
+    shuffle = TokenShuffle(SimpleNamespace(size=1, rank=0, all_to_all=lambda x, *_: x), 0)
+    hidden_TH, mask = torch.arange(12.0).view(6, 2), torch.tensor([[1, 0, 2], [0, 0, 1]])
+    for padding_mask in (None, mask):
+        batch = TokenBatch(hidden_TH, 2, padding_mask, None, is_sequence_part=True)
+        shuffled, order = shuffle.forth(batch)
+        assert shuffled.batch_size == 1
+        assert not torch.equal(shuffled.hidden_TH, hidden_TH)
+        assert torch.equal(shuffle.back(shuffled.hidden_TH, order), hidden_TH)
+        if padding_mask is not None:
+            assert shuffled.padding_mask[order.inverse_T].tolist() == [1, 0, 1, 0, 0, 1]
 
 
 def test_sequences_that_are_gathered_whole_lie_one_after_the_other() -> None:

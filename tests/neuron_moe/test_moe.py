@@ -1,6 +1,7 @@
 """The MoE layer: what must not change the result, and what must."""
 
 import copy
+import dataclasses
 import io
 import math
 from collections.abc import Callable
@@ -480,8 +481,21 @@ def test_experts_forward_runs_rows_of_their_own() -> None:
             index = torch.full((3, 1), expert)
             expected = reference(experts, rows_ECH[expert], torch.ones(3, 1), index)
             assert relative_error(output[expert], expected) < FLOAT32_RELATIVE
+        same = experts.mlp_op(rows_ECH[:1])
         picked = experts.mlp_op(rows_ECH[:1], torch.tensor([2, 0]))
-    assert picked.shape == (2, 3, 12)
+        torch.testing.assert_close(picked, same[[2, 0]])
+        weights = experts.mlp_op.weights()
+        experts.mlp_op.weights = lambda: dataclasses.replace(weights, down_bias_scale=0.5)
+        half_a_bias = experts.mlp_op(rows_ECH)
+    bias_E1H = experts.mlp_op.down_proj.bias[:, None]
+    torch.testing.assert_close(half_a_bias, output - 0.5 * bias_E1H)
+
+
+def test_matrices_are_drawn_as_a_config_says() -> None:
+    drawn = {"input_layer_init_method": nn.init.ones_, "output_layer_init_method": nn.init.zeros_}
+    experts = ExpertMLPsV2(RoutedExpertsMLPOpsConfig(3, 12, 10, 2, "silu", True, **drawn))
+    assert (experts.mlp_op.gate_up_proj.weight == 1).all()
+    assert (experts.mlp_op.down_proj.weight == 0).all()
 
 
 def test_a_large_weight_is_not_touched_before_it_is_loaded() -> None:
@@ -523,8 +537,13 @@ def test_a_packed_layer_is_copied_saved_and_cast(name: str) -> None:
         layer.expert_mlps.pack_weights()
         layer(hidden)
         other = COPIES[name](layer)
+        if name == "same-dtype":
+            assert other.expert_mlps.weights().packed_down is not None
+        for linear in (other.expert_mlps.mlp_op.gate_up_proj, other.expert_mlps.mlp_op.down_proj):
+            assert not linear.weight.requires_grad or linear.packed is None
         torch.testing.assert_close(other(hidden).output, expected)
         assert torch.isfinite(other.to(torch.bfloat16)(hidden.bfloat16()).output).all()
+        assert other.expert_mlps.mlp_op.down_proj.bias.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_gate_up_projection": True}, {"is_gated": True}])

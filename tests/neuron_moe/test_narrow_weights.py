@@ -5,6 +5,7 @@ import logging
 import math
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from neuron_moe import BlockwiseMatmulConfig, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
 from neuron_moe.backends.nki import NkiBackend
-from neuron_moe.backends.nki.operands import _log_once, check_weights
+from neuron_moe.backends.nki.operands import _log_once, check_weights, format_note
 from neuron_moe.backends.torch_backend import TorchBackend
 from neuron_moe.errors import WeightError
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.plan import Step
-from neuron_moe.quantize import decode_mxfp4, quantize_fp8
+from neuron_moe.quantize import decode_mxfp4, quantize_fp8, recode_bf16_to_fp8
 from neuron_moe.weights.expert_weights import ExpertWeights
 from neuron_moe.weights.linear import ExpertLinear
 from neuron_moe.weights.narrow import NarrowMatrices
@@ -252,6 +253,18 @@ def narrow_of(
     return NarrowMatrices.from_codes("w", codes.view(dtype), scale, SMALL, torch.bfloat16)
 
 
+def test_the_note_of_a_format_tells_where_codes_and_scales_come_from() -> None:
+    weight, one = torch.ones(2, 3, 5, dtype=torch.bfloat16), torch.ones(1)
+    recoded = NarrowMatrices.from_exact(recode_bf16_to_fp8(weight), torch.bfloat16)
+    notes = {
+        "float8_e4m3, as loaded, a scale per expert": narrow_of(one),
+        "float8_e4m3, as loaded, scales per channel": narrow_of(torch.ones(1, 1, 5)),
+        "float8_e5m2, re-coded without loss, a scale per expert": recoded,
+    }
+    for note, down in notes.items():
+        assert format_note(SimpleNamespace(packed_down=down)) == f"weights: {note}"
+
+
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 5), (2, 1, 1), (2, 1, 5)])
 def test_every_shape_of_scales_multiplies_each_channel(shape: tuple[int, ...]) -> None:
     scale = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
@@ -337,6 +350,9 @@ def test_codes_move_and_cast_with_their_module() -> None:
     wide.load_state_dict({name: value.float() for name, value in state.items()})
     assert is_narrow(experts) == [True] * 2
     assert torch.equal(compute(experts), compute(wide))
+    for linear in experts.mlp_op.children():
+        assert not linear.weight.requires_grad
+        assert linear.bias is None or linear.bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize("backend", ["nki", "torch"])

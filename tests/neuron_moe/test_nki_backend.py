@@ -202,6 +202,11 @@ def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
         assert getattr(nki, name).dtype == value.dtype, name
 
 
+def test_a_block_mapping_that_the_kernel_cannot_make_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_experts=513: must be 1 to 512"):
+        map_blocks(torch.zeros(4, 2, dtype=torch.int32), 513, 128)
+
+
 def test_explain_names_kernel_and_plan_of_prefill() -> None:
     tuning = {"use_shard_on_block_dynamic_while": True}
     told = build("nki", GPT_OSS, tuning, torch.bfloat16).explain("prefill", T)

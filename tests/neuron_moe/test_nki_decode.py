@@ -75,9 +75,12 @@ def test_padding_tokens_get_zero() -> None:
     assert ours <= 1.05 * theirs
 
 
+@pytest.mark.parametrize("options", [SEPARATE, {}], ids=["separate", "fused"])
 @pytest.mark.parametrize(("phase", "tokens"), [("decode", 2), ("prefill", 40)])
-def test_everything_is_laid_out_before_the_first_step(phase: str, tokens: int) -> None:
-    layer = build("nki", GPT_OSS, {}, torch.bfloat16, **SEPARATE)
+def test_everything_is_laid_out_before_the_first_step(
+    phase: str, tokens: int, options: dict[str, Any]
+) -> None:
+    layer = build("nki", GPT_OSS, {}, torch.bfloat16, **options)
     layer.router.float()
     plan = layer.plan(Step(phase, tokens))
     layer.prepare(phase, tokens)

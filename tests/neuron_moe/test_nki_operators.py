@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from neuron_moe.backends.nki import launch, operators
+from nki_kernels.combine import CombineDims, combine
+from nki_kernels.index import BlockDims, index_blocks
 from nki_kernels.outputs import Output, outputs_of
+from nki_sim.language import api as nl
 from tests.golden.layer_cases import case_names, draw_case, make_layer, run_step
 
 EVERY = 9  # of the layers for the nki backend
@@ -52,14 +56,39 @@ def test_shapes_are_those_of_the_outputs_and_records_survive_as_text(
         shapes = {key: tuple(value.shape) for key, value in arguments if isinstance(value, Tensor)}
         for record in records.values():
             assert operators.record_of(operators.record_text(record)) == record
+        for vector in {"norm_weight", "router_bias", "selection_bias"} & shapes.keys():
+            assert shapes[vector][0] == 1, (name, vector)
         told = outputs_of(name, shapes, records)
         assert isinstance(told, Output) == isinstance(outputs, Tensor), name
         for one, real in zip(listed(told), listed(outputs), strict=True):
             assert (one.shape, getattr(torch, one.dtype)) == (tuple(real.shape), real.dtype), name
 
 
+def test_a_graph_is_told_what_an_operator_returns_before_any_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(kernel: Any, *_: object) -> Any:
+        raise AssertionError(kernel)
+
+    monkeypatch.setattr(operators, "NAMESPACE", "neuron_moe_told")
+    put = operators.register(run)
+    dims = CombineDims(nl.float16, has_no_expert=False)
+    with FakeTensorMode():
+        slots_PSH = torch.empty(2, 24, 64, dtype=torch.bfloat16)
+        index_TK = torch.empty(5, 3, dtype=torch.int32)
+        told = put(2, combine, slots_PSH, index_TK, torch.empty(5, 3), dims)
+        assert isinstance(told, FakeTensor)
+        assert (told.shape, told.dtype) == ((5, 64), torch.float16)
+        told = put(
+            1, index_blocks, index_TK, BlockDims(num_experts=7, block_size=128, num_blocks=3)
+        )
+    sizes = [(3 * 128,), (3 * 128,), (3,), (1,), (7,), (5, 3)]
+    assert [(each.shape, each.dtype) for each in told] == [(size, torch.int32) for size in sizes]
+
+
 def test_a_record_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match=r"CombineDims: not a record .* out_dtype.*again"):
         operators.record_of('{"record":"CombineDims","out_dtype":{"element":"float32"}}')
-    with pytest.raises(ValueError, match="Unknown: not a record"):
-        operators.record_of('{"record":"Unknown"}')
+    for name in ("Unknown", "int", "str"):
+        with pytest.raises(ValueError, match=f"{name}: not a record"):
+            operators.record_of(f'{{"record":"{name}"}}')

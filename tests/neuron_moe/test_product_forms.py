@@ -120,6 +120,7 @@ def test_a_run_of_experts_keeps_their_packed_matrices() -> None:
     packed = (PackedMatrices(first), PackedMatrices(down))
     part = replace(ProductForms.fixed("packed"), packed=packed).run(slice(1, 3)).packed
     assert part is not None
+    assert [each.shape for each in part] == [(2, 8, 6), (2, 6, 8)]
     assert torch.equal(part[0].unpack(), first[1:3])
     assert torch.equal(part[1].unpack(), down[1:3])
 
@@ -301,6 +302,14 @@ def test_the_state_dict_and_copies_are_those_of_plain_weights(
     layer.settle_forms("plain")
     assert layer.weights().packed_matrices(is_wanted=True) == (None, None)
     assert torch.equal(layer.mlp_op.down_proj.weight, before["mlp_op.down_proj.weight"])
+
+
+def test_weights_lie_as_they_were_loaded_once_no_form_is_settled() -> None:
+    layer = build()
+    layer.settle_forms("turned")
+    assert not layer.mlp_op.down_proj.weight.is_contiguous()
+    layer.mlp_op.unsettle_forms()
+    assert layer.mlp_op.down_proj.weight.is_contiguous()
 
 
 class Doubler:

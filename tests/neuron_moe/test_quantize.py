@@ -414,6 +414,14 @@ def test_weights_that_are_no_floats_are_refused(convert):
             convert(weight)
 
 
+@pytest.mark.parametrize("rows", [2, 3, 600])
+def test_scales_of_single_values_and_of_rows_stay_with_them(rows):
+    codes = torch.randn(rows, 4).to(torch.float8_e5m2)
+    for scale in (torch.rand(rows, 4), torch.rand(rows, 1)):
+        decoded = dequantize_fp8(QuantizedWeight(codes, scale), torch.float32)
+        assert torch.equal(decoded, codes.float() * scale)
+
+
 def test_blocks_may_have_more_rows_than_columns():
     usual = quantize_fp8(torch.ones(257, 257), scheme="blockwise_symmetric")
     assert (usual.block_shape, tuple(usual.scale.shape)) == ((128, 128), (3, 3))

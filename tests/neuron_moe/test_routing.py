@@ -221,3 +221,5 @@ def test_a_choice_is_as_clear_as_its_last_score_is_above_the_next() -> None:
     assert selection_margin(scores_TE, 2).tolist() == [1.5, 0.0]
     assert selection_margin(scores_TE, 3).tolist() == [3.5, 3.0]
     assert selection_margin(scores_TE, 4).tolist() == [torch.inf, torch.inf]
+    only_E1 = torch.zeros(2, 1)
+    assert selection_margin(only_E1, 1).tolist() == [torch.inf, torch.inf]

@@ -337,6 +337,20 @@ def test_rank_id_is_a_register_with_the_rank() -> None:
     assert [int(found[0, 0]) for found in run(kernel, inputs((1, 1)), 1)] == [0, 1, 2, 3]
 
 
+def test_what_is_gathered_anew_is_written_again() -> None:
+    def kernel(x: Any) -> Any:
+        part, total = in_hbm(x.shape), in_hbm((4 * x.shape[0], x.shape[1]))
+        isa.dma_copy(part, nl.ndarray(x.shape, x.dtype))  # nobody wrote it
+        collectives.all_gather([part], [total], ALL4, 0)
+        isa.dma_copy(part, x)
+        collectives.all_gather([part], [total], ALL4, 0)
+        return total
+
+    data = inputs((4, 6))
+    for found in run(kernel, data, 1):
+        np.testing.assert_array_equal(found, np.concatenate(data))
+
+
 def test_unwritten_elements_stay_unwritten_across_ranks() -> None:
     def kernel(x: Any) -> Any:
         part, joined = in_hbm((2, 3)), in_hbm((8, 3))

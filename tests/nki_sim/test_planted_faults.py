@@ -6,6 +6,7 @@ the instruction and the operand.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -726,8 +727,11 @@ def test_an_unwritten_value_is_blamed_on_the_instruction_that_first_read_it() ->
 @pytest.mark.parametrize("name", ["race-write-then-read", "race-two-writes", "race-scatter-add"])
 def test_a_race_is_found_whichever_core_starts(name: str, start: int) -> None:
     options = SimOptions(start_core=start)
-    with pytest.raises(E.RaceError):
+    with pytest.raises(E.RaceError) as caught:
         nki_sim.run(PLANTS[name].fault, rows(), lnc=2, options=options)
+    told = re.findall(r"core \d \w+", str(caught.value))
+    verbs = ["reads", "writes"] if name == "race-write-then-read" else ["writes", "writes"]
+    assert sorted(place.split()[-1] for place in told) == verbs
     assert nki_sim.run(PLANTS[name].twin, rows(), lnc=2, options=options).findings == []
 
 

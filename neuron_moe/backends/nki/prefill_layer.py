@@ -166,7 +166,6 @@ class PrefillLayerPlan(PrefillPlan):
 
     def prepare(self) -> None:
         """Put weights in the form that runs."""
-        super().prepare()
         _ = self.config, self._matrices, self._beside
 
     def layer(self, hidden_TH: Tensor) -> FusedOutput:

@@ -12,7 +12,7 @@ import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
 from nki_kernels.common.formula import limits
-from nki_kernels.decode.config import DecodeSizes, bias_quadrants
+from nki_kernels.decode.config import DecodeSizes, bias_quadrants, weighs_inner
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
@@ -39,6 +39,7 @@ CASES = {
     "T2-H304-I17-E5-K2-one-element-over": Decode(2, 304, 17, 5, 2, options=SELECTIVE),
     "T4-H192-I45-E5-K10": Decode(4, 192, 45, 5, 10, ranks=3, rank=2, options=SELECTIVE),
     "T5-H704-I140-E3-K2-uneven-axes": Decode(5, 704, 140, 3, 2, has_bias=True, options=SELECTIVE),
+    "T4-H128-I131-E3-K2-uneven-rows": Decode(4, 128, 131, 3, 2, options={"layout": "ehi"}),
     "T8-H128-I64-E9-K2-all": Decode(8, 128, 64, 9, 2, options=ALL),
     "T9-H192-I64-E24-K2-all-gpt-oss": Decode(
         9, 192, 64, 24, 2, has_bias=True, options={**GPT_OSS, **ALL}
@@ -426,3 +427,17 @@ def test_mxfp4_weights_run_as_float8_without_loss(scope: str, layout: str) -> No
     codes, scale, values = recode(rng, (4, 64, 128), scope)
     problem.down_codes, problem.down_scale, problem.down = codes, scale, values
     check(problem)
+
+
+CLAMPS = {
+    (None, 7.0): False, (None, 0.5): False, (None, 0.0): False, (None, -0.5): True,
+    (-2.0, None): False, (0.0, None): False, (0.5, None): True, (-1.0, 1.0): False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("clamps", CLAMPS)
+def test_inner_activations_are_weighed_where_clamps_move_zero(
+    clamps: tuple[float | None, float | None],
+) -> None:
+    options = {"scaling": "pre", "gate_limits": limits(*clamps)}
+    assert weighs_inner(Decode(6, 128, 64, 8, 2, options=options).config()) == CLAMPS[clamps]

@@ -31,6 +31,7 @@ from nki_kernels.decode.layer_config import (
 )
 from nki_kernels.decode.layer_cost import cost_decode_layer
 from nki_kernels.decode.layout import weight_shapes
+from nki_kernels.decode.norm import _vector_share
 from nki_kernels.decode.shared import num_parts, pack_shared_experts
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.decode.layer_cases import (
@@ -404,6 +405,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "unexpected": ("selection_bias", np.zeros((1, 16), np.float32), "selection_bias: is given"),
     "not-packed": ("router_weight", np.zeros((16, 192), BF16), r"Use pack_router_weight\(\)"),
     "shape": ("hidden", np.zeros((5, 192), BF16), r"hidden: shape \[5, 192\] must be \[4, 192\]"),
+    "sizes": ("hidden", np.zeros((5, 192), BF16), r"Build the configuration from the same sizes"),
     "dtype": ("hidden", np.zeros((4, 192), np.float32), "hidden: dtype float32 must be bfloat16"),
 }
 
@@ -416,6 +418,16 @@ def test_wrong_operands_are_refused_by_name(name: str) -> None:
     operands = {**operands_of(config, draw(case)), operand: value}
     with pytest.raises(ValueError, match=message):
         check_decode_layer(config, operands)
+
+
+def test_shared_experts_of_another_shape_name_how_to_pack_them() -> None:
+    case = Case("qwen2-moe", 4)
+    operands = operands_of(case.config(), draw(case))
+    ways = {"shared_gate": "pack_router_weight", "shared_gate_up": "pack_shared_experts"}
+    for name in ways.keys() & operands.keys():
+        wrong = {**operands, name: operands[name][:1, :1]}
+        with pytest.raises(ValueError, match=rf"{name}: shape .* Use {ways[name]}\(\)"):
+            check_decode_layer(case.config(), wrong)
 
 
 @pytest.mark.parametrize("width", [10, 45, 300])
@@ -440,3 +452,7 @@ def test_the_cores_share_a_router_of_a_mebibyte(dtype: str, parts: int) -> None:
         sizes, RouterFormula(top_k=2), ExpertFormula(), LayerForm(router_dtype=dtype)
     )
     assert config.router_parts == parts
+
+
+def test_the_vector_engine_shares_its_passes_from_32_tokens_on() -> None:
+    assert [_vector_share(9, rows) for rows in (1, 31, 32, 128)] == [9, 9, 6, 6]

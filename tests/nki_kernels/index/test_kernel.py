@@ -19,7 +19,12 @@ from nki_kernels.index import (
 )
 from nki_kernels.index.check import MOST
 from nki_kernels.index.memory import sbuf_bytes
-from nki_kernels.index.slot_inverse import invert_tokens, store_flat
+from nki_kernels.index.slot_inverse import (
+    invert_tokens,
+    invert_weights,
+    store_flat,
+    token_columns,
+)
 from nki_kernels.index.visits import _store_lane
 from nki_sim import SimOptions, TensorSpec, isa
 from nki_sim.language import api as nl
@@ -100,11 +105,12 @@ def test_skewed_routings_are_placed_as_by_torch(routing: str) -> None:
 
 
 @pytest.mark.parametrize("num_cores", [1, 2])
+@pytest.mark.parametrize("sizes", [(7, 48, 60), (7, 45, 62)])  # the last row ends in a group
 def test_an_inverse_of_several_groups_of_columns(
-    num_cores: int, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, int, int], num_cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nki_kernels.index.slot_inverse.GROUP", 8)
-    index, dims = draw(301, 3, 7, 0.1), BlockDims(7, 48, 60)
+    index, dims = draw(301, 3, 7, 0.1), BlockDims(*sizes)
     run = nki_sim.run(index_blocks, index, dims, lnc=num_cores)
     assert_equal_to_torch(index, dims, run.outputs)
 
@@ -144,6 +150,52 @@ def test_slots_that_share_a_sum_are_told_apart(T: int, num_slots: int) -> None:
         wanted[slots] = np.arange(T)
         run = nki_sim.run(tokens_of, slots.astype(np.int32)[:, None], num_slots)
         np.testing.assert_array_equal(run.outputs, wanted)
+
+
+def weights_of(slot_TK: Any, weight_TK: Any, num_slots: int) -> Any:
+    """Invert slots that somebody gave to weights of pairs."""
+    weight_of_slot = nl.ndarray((num_slots,), nl.float32, buffer=nl.shared_hbm)
+    tokens = split_tokens(slot_TK.shape[0], nl.program_id(0), nl.num_programs(0))
+    slot_sb = nl.ndarray((128, tokens.count * slot_TK.shape[1]), nl.float32, buffer=nl.sbuf)
+    isa.memset(dst=slot_sb, value=-1.0)
+    weight_sb = nl.ndarray(slot_sb.shape, nl.float32, buffer=nl.sbuf)
+    isa.memset(dst=weight_sb, value=0.0)
+    load_per_token(slot_sb, slot_TK, tokens)
+    load_per_token(weight_sb, weight_TK, tokens)
+    invert_weights(weight_of_slot, weight_sb, slot_sb)
+    return weight_of_slot
+
+
+@pytest.mark.parametrize("num_cores", [1, 2])
+@pytest.mark.parametrize(("T", "K", "num_slots"), [(150, 3, 700), (40, 2, 128), (300, 9, 4100)])
+def test_pairs_of_a_token_share_what_is_put_into_their_slots(
+    T: int, K: int, num_slots: int, num_cores: int
+) -> None:
+    rng = np.random.default_rng(K)
+    slot_TK = rng.permutation(num_slots)[: T * K].reshape(T, K).astype(np.int32)
+    slot_TK[rng.random((T, K)) < 0.1] = -1
+    weight_TK = (rng.normal(size=(T, K)) * 10.0 ** rng.integers(-4, 4)).astype(np.float32)
+    wanted, weights = np.full(num_slots, -1, np.int32), np.zeros(num_slots, np.float32)
+    token, choice = np.nonzero(slot_TK >= 0)
+    wanted[slot_TK[token, choice]] = token
+    weights[slot_TK[token, choice]] = weight_TK[token, choice]
+    run = nki_sim.run(tokens_of, slot_TK, num_slots, lnc=num_cores)
+    np.testing.assert_array_equal(run.outputs, wanted)
+    run = nki_sim.run(weights_of, slot_TK.astype(np.float32), weight_TK, num_slots, lnc=num_cores)
+    np.testing.assert_array_equal(run.outputs, weights)
+
+
+@pytest.mark.parametrize("T", [150, 4200])  # one term, two terms
+def test_columns_are_those_of_all_groups(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nki_kernels.index.slot_inverse.GROUP", 8)
+    num_slots = 128 * 36
+    slot_TK = np.random.default_rng(T).permutation(num_slots)[:T, None].astype(np.int32)
+    run = nki_sim.run(tokens_of, slot_TK, num_slots)
+    tokens = split_tokens(T, 0, 1)
+    wanted = np.full(num_slots, -1, np.int32)
+    wanted[slot_TK[:, 0]] = np.arange(T)
+    np.testing.assert_array_equal(run.outputs, wanted)
+    assert measured_cost(run.trace).matmul_columns == tokens.count * token_columns(tokens.rows, 36)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -201,7 +253,9 @@ def test_both_halves_together_store_a_flat_tensor_once(length: int) -> None:
     assert measured_cost(run.trace).written_bytes == 4 * length
 
 
-@pytest.mark.parametrize(("visits", "size"), [(1, 1), (128, 1), (129, 1), (256, 1), (130, 3)])
+@pytest.mark.parametrize(
+    ("visits", "size"), [(1, 1), (128, 1), (129, 1), (256, 1), (130, 3), (131, 3)]
+)
 def test_the_values_of_a_lane_are_stored_once(visits: int, size: int) -> None:
     width = -(-visits // 128) * size
     values = np.arange(128 * width, dtype=np.float32).reshape(128, width)

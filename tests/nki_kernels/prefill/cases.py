@@ -23,6 +23,7 @@ from nki_kernels.prefill import (
     PrefillWork,
     blockwise_moe,
     blockwise_moe_ref,
+    check_blockwise_moe,
     make_config,
     stored_parts,
     visits_of,
@@ -134,21 +135,29 @@ class Prefill:
     def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
         """Run the kernel on the simulator; return the run."""
         config = self.config()
-        optional: dict[str, Any] = {}
+        visits, optional = self.visits(config), self.optional(config)
+        operands = self.hidden_TH, *self.weights(config), self.slots
+        named = dict(zip(("hidden", "gate_up", "down", "slots"), operands, strict=True))
+        check_blockwise_moe(config, visits, named | optional)
+        return nki_sim.run(
+            blockwise_moe, *operands, *visits, config, lnc=config.num_cores, options=sim_options,
+            **optional,
+        )  # fmt: skip
+
+    def optional(self, config: PrefillConfig) -> dict[str, Any]:
+        """Return the operands that not every configuration has."""
+        found: dict[str, Any] = {}
         if self.has_bias:
             bias = self.down_bias
             if self.down_scale is not None:
                 bias = bias_terms(bias, self.down_scale)
-            optional |= {"gate_up_bias": self.gate_up_bias, "down_bias": bias}
+            found |= {"gate_up_bias": self.gate_up_bias, "down_bias": bias}
         if self.down_scale is not None:
-            optional["gate_up_scale"] = self.gate_up_scale.astype(np.float32)
-            optional["down_scale"] = three_terms(self.down_scale)
+            found["gate_up_scale"] = self.gate_up_scale.astype(np.float32)
+            found["down_scale"] = three_terms(self.down_scale)
         if config.scaling != "none":
-            optional["slot_scale"] = self.slot_scale()
-        return nki_sim.run(
-            blockwise_moe, self.hidden_TH, *self.weights(config), self.slots,
-            *self.visits(config), config, lnc=config.num_cores, options=sim_options, **optional,
-        )  # fmt: skip
+            found["slot_scale"] = self.slot_scale()
+        return found
 
     def weights(self, config: Any) -> tuple[Any, Any]:
         """Return gate and up, and down weights as the kernel wants them in HBM."""

@@ -9,7 +9,7 @@ import numpy as np
 
 import nki_sim
 from nki_kernels.common.mx_layout import pack_mx_down, pack_mx_gate_up
-from nki_kernels.prefill import blockwise_moe
+from nki_kernels.prefill import PrefillConfig
 from nki_kernels.prefill.config import mx_form
 from tests.nki_kernels.decode.mx_cases import draw_words
 from tests.nki_kernels.prefill.cases import Prefill
@@ -37,17 +37,13 @@ class MxPrefill(Prefill):
 
     def launch(self, sim_options: nki_sim.SimOptions | None = None) -> Any:
         """Run the kernel on the simulator of a trn3; return the run."""
-        config = self.config()
-        options = replace(sim_options or nki_sim.SimOptions(), target="trn3")
-        optional: dict[str, Any] = {}
-        if self.has_bias:
-            optional["down_bias"] = self.down_bias
-        if config.scaling != "none":
-            optional["slot_scale"] = self.slot_scale()
-        return nki_sim.run(
-            blockwise_moe, self.hidden_TH, *self.weights(config), self.slots,
-            *self.visits(config), config, lnc=config.num_cores, options=options, **optional,
-        )  # fmt: skip
+        return super().launch(replace(sim_options or nki_sim.SimOptions(), target="trn3"))
+
+    def optional(self, config: PrefillConfig) -> dict[str, Any]:
+        """Return the operands that not every configuration has: biases of gate and up are words."""
+        found = super().optional(config)
+        found.pop("gate_up_bias", None)
+        return found
 
     def quantized_slots(self) -> Any:
         """Return [N*B, H] float64, the formula with activations in words as the kernel has them."""

@@ -125,6 +125,9 @@ CASES = {
         140, 128, 96, 4, 2, 64, has_bias=True,
         options={"shard_plan": "intermediate", "scaling": "post"},
     ),
+    "T140-H128-I262-E4-K2-intermediate-uneven": Prefill(
+        140, 128, 262, 4, 2, 64, options={"shard_plan": "intermediate"}
+    ),
     "T140-H128-I96-E4-K2-intermediate-static": Prefill(
         140, 128, 96, 4, 2, 64, options={"shard_plan": "intermediate", "loop_plan": "static"}
     ),
@@ -133,6 +136,9 @@ CASES = {
     ),
     "T300-H320-I36-E3-K2-hidden-gpt-oss": Prefill(
         300, 320, 36, 3, 2, 32, has_bias=True, options={**GPT_OSS, "shard_plan": "hidden"}
+    ),
+    "T140-H256-I131-E3-K2-hidden-uneven": Prefill(
+        140, 256, 131, 3, 2, 64, options={"shard_plan": "hidden"}
     ),
     "T400-H256-I130-E3-K1-hidden-pre-turned-by-dma": Prefill(
         400, 256, 130, 3, 1, 64, has_bias=True,
@@ -217,6 +223,14 @@ def test_skipped_weights_are_loaded_once_per_expert_and_core() -> None:
         assert cost == cost_blockwise_moe(config, visits, problem.slots)
     assert loads[0] == len(np.unique(np.flatnonzero(problem.slots >= 0) // 64))
     assert loads[1] <= E + 1  # the halves may share one expert
+
+
+@pytest.mark.parametrize("scaling", ["none", "pre", "post"])
+def test_entries_of_later_visits_come_after_the_first(
+    scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nki_kernels.prefill.config._FIRST_ENTRIES", 8)
+    check(Prefill(300, 128, 64, 6, 2, 64, options={"scaling": scaling}))
 
 
 PARTS = {

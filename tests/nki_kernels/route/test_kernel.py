@@ -55,6 +55,7 @@ CASES: dict[str, Case] = {
     "16-of-512": (12, 64, 512, BF16, BF16, {"top_k": 16, "renormalize": True}),
     "10-of-12-float32": (12, 64, 12, np.float32, np.float32, {"top_k": 10, "returns_logits": True}),
     "4-experts": (7, 64, 4, BF16, BF16, {"top_k": 2, "has_bias": True, "returns_logits": True}),
+    "two-chunks-and-a-rest": (9, 1100, 16, BF16, BF16, {"top_k": 2}),
     "float16": (7, 128, 16, np.float16, np.float16, {"top_k": 2}),
     "sigmoid-over-chosen": (
         7, 64, 16, BF16, BF16, {"top_k": 3, "act_fn": "sigmoid", "act_over_topk": True},

@@ -79,6 +79,16 @@ def test_a_gathered_transpose_takes_16_to_128_rows_of_indices(shape: tuple[int, 
     assert taken == (rows % 16 == 0 and (columns == 1 or rows == 128))
 
 
+@pytest.mark.parametrize("start", [-5, -4, 0, (1 << 24) - 4, (1 << 24) - 3])
+def test_positions_of_a_range_end_between_0_and_2_to_the_24(start: int) -> None:
+    def body(dst: Any, x: Any, low: Any) -> None:
+        isa.range_select(dst, x, nl.greater_equal, nl.less, low, low, range_start=start)
+
+    x = Tile(np.ones((8, 4), np.float32))
+    taken = is_taken(body, dst=Tile(shape=(8, 4)), x=x, low=Tile(np.zeros((8, 1), np.float32)))
+    assert taken == (0 <= start + 4 <= 1 << 24)
+
+
 SHAPES = (
     (1, 16, 8), (2, 8, 8), (4, 4, 8), (8, 2, 8), (16, 1, 8), (3, 16, 8), (32, 1, 8), (2, 4, 8),
     (4, 2, 8), (16, 8), (8, 8), (32, 8), (2, 3, 8, 8), (2, 8, 3, 8),

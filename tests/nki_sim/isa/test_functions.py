@@ -130,8 +130,10 @@ def test_an_operator_agrees_with_its_formula(name: str) -> None:
 )
 def test_a_reduction_is_the_operator_applied_along_the_row(name: str) -> None:
     op = functions.ALU_OPS[name]
-    values = np.random.default_rng(3).integers(-3, 4, (5, 7))
+    values = np.random.default_rng(3).integers(-3, 4, (7, 7))
     values[0], values[1] = 0, 1  # rows of zeros and of ones
+    values[2], values[3] = np.eye(7)[4], 1 - np.eye(7)[4]  # of one 1, and of one 0
+    values[4], values[5] = np.arange(7) < 2, np.arange(7) < 3
     rows = values.astype(np.uint8) if op.is_bitvec else values.astype(np.float32)
     expected = rows[:, 0] if op.kind != "logical" else (rows[:, 0] != 0).astype(np.float32)
     for column in range(1, 7):

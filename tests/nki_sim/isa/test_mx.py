@@ -107,6 +107,45 @@ def test_matmuls_accumulate_like_ordinary_ones() -> None:
     np.testing.assert_array_equal(result["again"], result["once"])
 
 
+def test_a_matmul_adds_where_an_earlier_one_wrote() -> None:
+    a, _ = packed(32, 4, "float8_e4m3fn_x4")
+    scale = np.full((4, 4), 127, np.uint8)
+
+    def body(once: Any, dst: Any, a: Any, s: Any) -> None:
+        isa.nc_matmul_mx(once, a, a, s, s)
+        isa.nc_matmul_mx(dst[:, 0:2], a, a[:, 0:2], s, s[:, 0:2])
+        isa.nc_matmul_mx(dst, a, a, s, s)
+
+    psum = Tile(shape=(4, 4), space="psum")
+    result = execute(
+        body, once=psum, dst=psum, a=Tile(a, "float8_e4m3fn_x4"), s=Tile(scale), options=GEN4
+    )
+    np.testing.assert_allclose(result["dst"], result["once"] * [2, 2, 1, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("row", "rows", "start", "partitions"),
+    [(0, 32, 0, 32), (96, 32, 96, 32), (64, 64, 64, 64), (64, 64, 64, 32), (0, 128, 32, 32)],
+)
+def test_a_row_tile_of_the_array_multiplies_alike(
+    row: int, rows: int, start: int, partitions: int
+) -> None:
+    a, _ = packed(128, 4, "float8_e4m3fn_x4")
+    scale, _ = scales(128, 4)
+
+    def body(whole: Any, tile: Any, a: Any, s: Any) -> None:
+        part, its = a[start : start + partitions], s[start : start + partitions]
+        isa.nc_matmul_mx(whole, part, part, its, its)
+        position = {"tile_position": (row, 0), "tile_size": (rows, 128)}
+        isa.nc_matmul_mx(tile, part, part, its, its, **position)
+
+    psum = Tile(shape=(4, 4), space="psum")
+    result = execute(
+        body, whole=psum, tile=psum, a=Tile(a, "float8_e4m3fn_x4"), s=Tile(scale), options=GEN4
+    )
+    np.testing.assert_array_equal(result["tile"], result["whole"])
+
+
 @pytest.mark.parametrize(("dtype", "reserve"), [("float8_e4m3fn_x4", 7), ("float8_e5m2_x4", 14)])
 @pytest.mark.parametrize("base", [0, 8])
 def test_quantising_follows_the_rule_group_by_group(dtype: str, reserve: int, base: int) -> None:
@@ -273,6 +312,9 @@ REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
         "moving_scale: expected a tensor in SBUF",
     ),
     "column-tile": (tiled((0, 32), (128, 32)), MATMUL, "tile_size: expected all 128 columns"),
+    "some-columns": (tiled((0, 0), (128, 32)), MATMUL, "tile_size: expected all 128 columns"),
+    "columns-from-32": (tiled((0, 32), (128, 128)), MATMUL, "tile_size: expected all 128 columns"),
+    "tile-past-the-end": (tiled((128, 0), (128, 128)), MATMUL, "tile_position: expected 32, 64"),
     "tile-rows": (tiled((0, 0), (32, 128)), MATMUL, "tile_position: expected 32, 64 or 128 rows"),
     "tile-between": (tiled((32, 0), (64, 128)), MATMUL, "tile_position: expected 32, 64 or 128"),
     "tile-start": (tiled((64, 0), (64, 128)), MATMUL, "stationary: expected start partition 64"),

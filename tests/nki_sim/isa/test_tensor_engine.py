@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import nki_sim
 from nki_sim import AccumulateError, IllegalOperand, SimOptions, isa
 from nki_sim.language import api as nl
 from nki_sim.testing import Tile, execute
@@ -337,21 +338,42 @@ def test_a_product_refuses(name: str) -> None:
         execute(body, **tiles)
 
 
-TRANSPOSE_REFUSALS: dict[str, tuple[tuple[int, int], str, str]] = {
-    "vector-33": ((33, 16), "sbuf", "32 x 32"),
-    "tensor-129-columns": ((16, 129), "psum", "128 x 128"),
+# Shape and memory of what is turned, memory of the result, engine, message.
+TRANSPOSE_REFUSALS: dict[str, tuple[tuple[int, int], str, str, str, str]] = {
+    "vector-33": ((33, 16), "sbuf", "sbuf", "unknown", "32 x 32"),
+    "tensor-129-columns": ((16, 129), "sbuf", "psum", "unknown", "128 x 128"),
+    "tensor-from-psum": ((16, 16), "psum", "psum", "tensor", "data: expected a tensor in SBUF"),
+    "tensor-to-sbuf": ((16, 16), "sbuf", "sbuf", "tensor", "dst: expected a tensor in PSUM"),
 }
 
 
 @pytest.mark.parametrize("name", TRANSPOSE_REFUSALS)
 def test_nc_transpose_refuses(name: str) -> None:
-    shape, space, message = TRANSPOSE_REFUSALS[name]
+    shape, place, space, engine, message = TRANSPOSE_REFUSALS[name]
     tiles = {
         "dst": Tile(shape=(min(128, shape[1]), shape[0]), dtype="bfloat16", space=space),
-        "x": Tile(normal(shape)),
+        "x": Tile(normal(shape), space=place),
     }
     with pytest.raises(IllegalOperand, match=message):
-        execute(lambda dst, x: isa.nc_transpose(dst, x), **tiles)
+        execute(lambda dst, x: isa.nc_transpose(dst, x, engine=isa.engine[engine]), **tiles)
+
+
+def test_a_product_begins_anew_where_another_tensor_lay_meanwhile() -> None:
+    def kernel() -> Any:
+        first, other = (
+            nl.ndarray((4, 4), nl.float32, buffer=nl.psum, address=(0, 0)) for _ in range(2)
+        )
+        one, total = nl.ndarray((32, 4), nl.float32), nl.ndarray((4, 4), nl.float32)
+        isa.memset(one, 1.0)
+        isa.memset(total, 0.0)
+        for product in (first, other, first):
+            isa.nc_matmul(product, one, one)
+            isa.tensor_tensor(total, total, product, nl.add)
+        out = nl.ndarray((4, 4), nl.float32, buffer=nl.shared_hbm)
+        isa.dma_copy(out, total)
+        return out
+
+    assert (nki_sim.run(kernel).outputs == 3 * 32).all()
 
 
 def test_generation_4_accumulates_in_bfloat16_with_a_rounding_at_each_write() -> None:

@@ -205,9 +205,9 @@ MEANINGS: dict[str, tuple[Callable[..., Any], dict[str, Tile], Array]] = {
         X.max(axis=1, keepdims=True),
     ),
     "tensor_reduce-bits": (
-        lambda dst, x: isa.tensor_reduce(dst, nl.bitwise_or, x, axis=1),
-        {"dst": out("uint8", (P, 1)), "x": Tile(BYTES)},
-        np.bitwise_or.reduce(BYTES, axis=1)[:, None],
+        lambda dst, x: isa.tensor_reduce(dst, nl.bitwise_xor, x, axis=1),
+        {"dst": Tile(np.zeros((P, 1), np.uint8)), "x": Tile(BYTES)},
+        np.bitwise_xor.reduce(BYTES, axis=1)[:, None],
     ),
     "reciprocal": (
         lambda dst, x: isa.reciprocal(dst, x),

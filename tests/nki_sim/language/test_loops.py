@@ -223,6 +223,43 @@ def escaping() -> Any:
     return saved(tile)
 
 
+def escaping_to_an_engine() -> Any:
+    for _ in nl.dynamic_range(2):
+        tile = counter(1)
+    copy = counter(1)
+    isa.tensor_copy(copy, tile)
+    return saved(copy)
+
+
+def written_after_its_loop() -> Any:
+    for _ in nl.dynamic_range(2):
+        tile = counter(1)
+    isa.memset(tile, 0)
+    return saved(counter(1))
+
+
+def breaking_inside() -> Any:
+    total, outer = counter(), isa.register_alloc(2)
+    left = counter(2)
+    while outer:
+        inner = isa.register_alloc(3)
+        while inner:
+            bump(total)
+            break
+        bump(left, -1)
+        isa.register_load(outer, left)
+    return saved(total)
+
+
+def conditional_inside() -> Any:
+    total, register = counter(), isa.register_alloc(2)
+    while register:
+        if register:
+            bump(total)
+        isa.register_load(register, total)
+    return saved(total)
+
+
 def escaping_in_hbm() -> Any:
     for _ in nl.dynamic_range(2):
         shared = nl.ndarray((1, 1), nl.float32, buffer=nl.shared_hbm)
@@ -256,12 +293,20 @@ def returning() -> Any:
             escaping_in_hbm,
             rf"at \S+test_loops.py:{escaping_in_hbm.__code__.co_firstlineno + 2}\b",
         ),
+        (escaping_to_an_engine, r"tensor_copy: \w+: expected a tensor that exists outside"),
+        (written_after_its_loop, r"memset: dst: expected a tensor that exists outside"),
+        (conditional_inside, r"register: expected a condition known at compile time"),
+        (breaking_inside, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (breaking, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (returning, r"test_loops.py:\d+: dynamic loop: body: .*found break or return"),
         (lambda: isa.register_alloc(1) < 2, r"test_loops.py:\d+: register: expected a number"),
     ],
     ids=[
         "tensor-of-the-body-used-outside",
+        "tensor-of-the-body-read-outside",
+        "tensor-of-the-body-written-outside",
+        "condition-inside",
+        "break-inside",
         "shared-tensor-of-the-body",
         "break",
         "return",
@@ -289,6 +334,15 @@ def first_trip_flag(tiles: list[Any]) -> None:
             bump(tiles[0])
         first = False
         bump(tiles[1])
+
+
+def first_trip_end(tiles: list[Any]) -> None:
+    first = True
+    for _ in nl.dynamic_range(isa.register_alloc(3)):
+        bump(tiles[1])
+        if first:
+            bump(tiles[0])
+        first = False
 
 
 def count(tiles: list[Any]) -> None:
@@ -341,6 +395,7 @@ def inner(tiles: list[Any]) -> None:
     [
         (flip, "slot"),
         (first_trip_flag, "first"),
+        (first_trip_end, "first"),
         (count, "calls"),
         (late, "trip"),
         (swap, "a"),

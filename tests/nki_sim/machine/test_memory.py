@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nki_sim.machine.memory import Box, Coverage, Walk
+from nki_sim import dtypes
+from nki_sim.machine import memory
+from nki_sim.machine.memory import Allocation, Box, Coverage, MemoryRegion, Walk
 
 ROWS, PITCH, UNIT = 8, 32, 4
 
@@ -94,6 +98,19 @@ def test_pieces_that_fill_the_tensor_make_it_full() -> None:
     assert not coverage.full
     coverage.add(Box(ROWS - 1, ROWS, PITCH - 4, PITCH, True), end)
     assert coverage.full
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_memory_is_used_again_unless_somebody_holds_it(
+    is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_POOL", {})
+    owner = SimpleNamespace(loop_depth=0)
+    alloc = Allocation(owner, MemoryRegion.sbuf, (128, 64), dtypes.float32, "")
+    place, held = alloc.data.ctypes.data, alloc.data if is_held else None
+    del alloc
+    again = Allocation(owner, MemoryRegion.sbuf, (128, 64), dtypes.float32, "")
+    assert (again.data.ctypes.data != place) == (held is not None)
 
 
 def boxes(size: int) -> list[tuple[Box, Walk]]:
