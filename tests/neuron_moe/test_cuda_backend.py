@@ -115,7 +115,7 @@ def test_warpgroups_multiply_as_near_to_float32_as_torch_does(
 ) -> None:
     if save_percent == 60:  # groups of a row tile, one warp that loads, rows copied for sums
         for product in {product for product, *_ in HOPPER_TILES}:
-            monkeypatch.setitem(HOPPER_TILES, (product, 320, 192), (1, 1, 1, False))
+            monkeypatch.setitem(HOPPER_TILES, (product, 320, 192), (1, 1, False))
     sizes = {"hidden_size": 320, "intermediate_size": 192, **CASES[case]}
     exact = run(build("torch", **sizes), tokens=400, width=320)
     theirs = run(build("torch", **sizes), torch.bfloat16, 400, 320)
