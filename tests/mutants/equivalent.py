@@ -449,4 +449,22 @@ EQUIVALENT = (
         "pass",
         "few boxes are compared sooner; a mask says the same",
     ),
+    Equivalent(
+        "nki_kernels/index/slot_inverse.py",
+        "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 1), op1=nl.add,",
+        "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART + 1), op1=nl.add,",
+        "bfloat16 rounds 6146 to 6144",
+    ),
+    Equivalent(
+        "nki_sim/machine/trips.py",
+        "_born(bodies, alloc.birth) if alloc.birth >= 0 else _shared(alloc),",
+        "_born(bodies, alloc.birth) if alloc.birth >= 1 else _shared(alloc),",
+        "a loop makes its register first, so tensor 0 has either name alone",
+    ),
+    Equivalent(
+        "nki_sim/machine/system.py",
+        "self._codes.append(code)  # keeps the id from being reused",
+        "pass  # keeps the id from being reused",
+        "nothing computes with it",
+    ),
 )

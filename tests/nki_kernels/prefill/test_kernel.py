@@ -420,6 +420,10 @@ def test_operands_that_do_not_fit_the_configuration_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_blockwise_moe(config, problem.visits(config), {**good, name: bad})
+    visits = problem.visits(config)
+    fewer = visits._replace(visit_tile_CVG=visits.visit_tile_CVG[:, :-1])
+    with pytest.raises(ValueError, match=r"visits \[.*\]: must be \[.*\]. Use visits_of"):
+        check_blockwise_moe(config, fewer, good)
     with pytest.raises(ValueError, match="gate_up: missing"):
         check_blockwise_moe(config, problem.visits(config), {"hidden": problem.hidden_TH})
 

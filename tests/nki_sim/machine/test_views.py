@@ -163,6 +163,12 @@ def test_a_view_is_refused(name: str) -> None:
         seen(view)
 
 
+def test_an_axis_before_the_partitions_is_refused_for_these() -> None:
+    for axis in (0, -4):
+        with pytest.raises(LanguageError, match="leave the partition axis alone"):
+            seen(lambda t, axis=axis: t.expand_dim(axis))
+
+
 def test_a_slice_that_ends_past_the_axis_is_cut_and_reported() -> None:
     """The compiler cuts it too; published kernels rely on that for a short last tile."""
     shown: list[Any] = []
