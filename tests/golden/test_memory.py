@@ -11,12 +11,14 @@ import pytest
 
 from neuron_moe.blocks import num_blocks
 from nki_kernels.common.memory import table_bytes
+from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.decode.fit import sbuf_bytes as decode_bytes
 from nki_kernels.decode.layer_config import _front_bytes as front_bytes
 from nki_kernels.decode.memory import ends_table
 from nki_kernels.decode.shared import shared_bytes
 from nki_kernels.index import BlockDims
+from nki_kernels.index.memory import inverse_bytes
 from nki_kernels.index.memory import sbuf_bytes as index_bytes
 from nki_kernels.index.visits import visit_bytes
 from nki_kernels.prefill.memory import sbuf_bytes as prefill_bytes
@@ -48,6 +50,8 @@ def counted() -> Iterator[tuple[str, int]]:
         for cores in (1, 2):
             dims = BlockDims(E, B, num_blocks(T, K, E, B))
             yield f"index-{name}-{cores}", index_bytes(T, K, dims, cores)
+            tokens = split_tokens(T, 0, cores)
+            yield f"index-inverse-{name}-{cores}", inverse_bytes(tokens, K, dims)
     for name, visits in VISITS.items():
         yield f"index-visits-{name}", visit_bytes(visits, 40)
     for name, problem in prefill.CASES.items():

@@ -19,6 +19,7 @@ from neuron_moe import (
     choose_path,
     num_blocks,
 )
+from neuron_moe.choices import check_choices, check_mask_values, check_no_repeats
 from neuron_moe.spec import check_capacity
 
 
@@ -392,3 +393,10 @@ def test_defaults_are_nxds() -> None:
     assert (default.skip_dma_token, default.skip_dma_weight) == (False, False)
     assert config(hidden_act="swiglu").glu_type.value == "swiglu"
     assert config(hidden_act="swiglu").hidden_act == "sigmoid"
+
+
+def test_a_graph_that_is_captured_looks_at_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    check_choices(torch.tensor([[9, 9]]), 1, 8)
+    check_no_repeats(torch.tensor([[0, 0]]), None)
+    check_mask_values(torch.tensor([-1.0]))

@@ -12,6 +12,7 @@ from neuron_moe import RouterTopK as Router
 from neuron_moe.models.expert_load import moe_layers
 from neuron_moe.models.loader import load_model
 from neuron_moe.models.shipped import shipped_checkpoint
+from neuron_moe.paths import DENSE_STREAM_TOKENS
 from neuron_moe.spec import Tuning
 from neuron_moe.tuned import TunedDecode, TunedModel, TunedPlans, TunedPrefill, read_tuned
 
@@ -86,6 +87,16 @@ def test_longer_prompts_are_left_to_the_cost_model(tmp_path: Path) -> None:
         "prefill", 1001
     )
     assert "the cost model's choice" in str(told)
+
+
+def test_a_plan_for_short_prompts_sends_them_through_blocks(tmp_path: Path) -> None:
+    for tokens, path in (
+        (DENSE_STREAM_TOKENS, "blockwise"),
+        (DENSE_STREAM_TOKENS + 1, "all_experts"),
+    ):
+        plans = TunedPlans(prefill=(replace(CHOICE, tokens=tokens),))
+        built = layer(BlockwiseMatmulConfig.from_tuned(write(tmp_path / "t.yaml", plans=plans)))
+        assert built.explain("prefill", 64).path == path
 
 
 @pytest.mark.parametrize("mode", ["selective", "all_experts"])

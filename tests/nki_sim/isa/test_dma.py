@@ -93,6 +93,10 @@ COPY_REFUSALS: dict[str, tuple[Callable[..., Any], dict[str, Tile], str]] = {
     "overlap": (
         lambda x: isa.dma_copy(x[0:20], x[10:30]), {"x": hbm(X)}, "overlap",
     ),
+    "overlap-of-runs-over-rows": (
+        lambda x: isa.dma_copy(x.ap([[1, 128]], offset=64), x.ap([[1, 128]], offset=128)),
+        {"x": hbm(X)}, "overlap",
+    ),
     "engine-without-hwdge": (
         lambda dst, x: isa.dma_copy(dst, x, engine=isa.engine.sync),
         {"dst": Tile(shape=X.shape), "x": hbm(X)}, "hwdge",

@@ -317,6 +317,13 @@ ACCUMULATIONS: dict[str, tuple[Any, Callable[[Array], Array]]] = {
 }
 
 
+def test_a_reduction_may_write_among_what_it_reads() -> None:
+    """A shift is of elements that go to as many others; a sum goes to one."""
+    result = execute(lambda x: isa.tensor_reduce(x[:, 4:5], nl.add, x, 1), x=Tile(X))
+    np.testing.assert_allclose(result["x"][:, 4:5], X.sum(1, keepdims=True), rtol=1e-5)
+    assert result.run.findings == []
+
+
 @pytest.mark.parametrize("op", ACCUMULATIONS)
 def test_tensor_scalar_reduce_combines_rows_across_instructions(op: str) -> None:
     code, formula = ACCUMULATIONS[op]
