@@ -158,7 +158,9 @@ FAULTS: dict[str, Fault] = {
         "OutOfBounds output",
         "nisa.tensor_copy|output = nl.ndarray",
     ),
-    "both-cores-take-one-lane": Fault("prefill", VISITS, "else core\n", "else 0\n", RACE),
+    "both-cores-take-one-lane": Fault(
+        "prefill", VISITS, "else nl.program_id(0)\n", "else 0\n", RACE
+    ),
     "first-tile-not-turned": Fault(
         "prefill",
         VISITS,
