@@ -14,6 +14,7 @@ from neuron_moe.backends.nki.decode import MODES
 from neuron_moe.backends.nki.layer import norm_of
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.plan import Forms
+from nki_kernels.prefill import matrix_shapes
 from tests.neuron_moe.nki_cases import (
     GPT_OSS,
     LLAMA4,
@@ -244,6 +245,21 @@ def test_shared_experts_in_8_bits_are_computed_in_the_kernel(
     assert kernel == ("decode_layer" if is_decode else "prefill_layer")
     config = args[5]
     assert read_as == (config.form.shared_format if is_decode else config.shared.weight_format)
+
+
+def test_shared_experts_are_the_operands_of_one_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    nki = layers("gpt-oss", shared=SHARED)[0]
+    found: dict[str, Any] = {}
+
+    def take(_cores: int, _kernel: Any, hidden: Any, *args: Any, **named: Any) -> Any:
+        found.update(named, config=args[-1])
+        return hidden
+
+    monkeypatch.setattr("neuron_moe.backends.nki.prefill_layer.launch", take)
+    with torch.no_grad():
+        nki(torch.randn(1, 70, H).bfloat16())
+    shapes = tuple(tuple(found[name].shape) for name in ("shared_gate_up", "shared_down"))
+    assert shapes == matrix_shapes(found["config"].shared)
 
 
 @pytest.mark.long
