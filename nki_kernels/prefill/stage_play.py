@@ -109,7 +109,7 @@ class _Play:
         trips = stages[-1].trip + 1
         last = [-1] * QUEUES
         self._of_trip: list[list[int]] = [[] for _ in range(trips)]
-        # The queues that must be free: GpSimd too, if that makes a transfer's descriptors.
+        # The queues that a stage takes: GpSimd too, if that makes a transfer's descriptors.
         self._queues = [
             (stage.queue, GPSIMD if _is_by_gpsimd(stage) else stage.queue) for stage in stages
         ]
@@ -208,12 +208,11 @@ class _Play:
         if product is not None:
             _, state.free[TENSOR] = state.array.run(now, product, loads=False)
             return state.free[TENSOR] + self._chip.matmul_drain_ns
-        queue, transfer = stage.queue, stage.transfer
-        state.free[queue] = now + stage.busy_ns
+        for queue in self._queues[number]:
+            state.free[queue] = now + stage.busy_ns
+        transfer = stage.transfer
         if transfer is None:
             return now + stage.latency_ns
-        if transfer.dge == "swdge":
-            state.free[GPSIMD] = state.free[queue]
         first = now + self._chip.dma_first_byte_ns + transfer.extra_ns
         _, end, _ = state.dma.run(0, first, transfer.engine_ns, transfer)
         return end + self._chip.dma_done_ns
