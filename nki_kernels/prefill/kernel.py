@@ -211,10 +211,14 @@ def _start_pipeline(
     early, count = first_tiles(config), config.h_axis.count
     if early > 0 and not weights.is_loaded:
         expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1])
+        nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
         load_tiles(config, b, x, share, expert, 0, early)
     start_visits(config, b)
     gather_rows(config, b, x, share, 0, 0)
+    if scales_late(config):
+        for scale_sb in b.wide_scale:
+            nisa.memset(dst=scale_sb, value=0.0)
+        load_late_scales(config, b, x, len(b.wide_scale))
     start_experts(b)
     # Once turned, a single buffer of first tiles is free for that of visit 1.
     waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
@@ -232,12 +236,6 @@ def _start_pipeline(
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
-    if scales_late(config):
-        nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
-        if config.loop.missing == "spare":
-            keep_below(b.in_tile[0], config.num_tiles)
-        for j in range(config.loop.classes[0]):
-            nisa.memset(dst=b.wide_scale[j], value=0.0)
     turn_rows(config, b, 0, 0)
     if waits:
         gather_rows(config, b, x, share, 1, 0)
@@ -257,8 +255,6 @@ def _run_visit(
     # A smaller visit leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, 1 - s, j)
-    if scales_late(config):
-        load_late_scales(config, b, x, s, size)
     _go_in(config, b, x, s, size, next_size, share)
     turn_rows(config, b, 1 - s, 0)
     # This visit has used its expert and ids: they become those of the visit two ahead, whose first
@@ -296,6 +292,8 @@ def _go_in(
         # products above; with one it follows them.
         following = (buffer + 1) % buffers
         next_part = (part + 1) % parts
+        if next_part == 0 and scales_late(config):
+            load_late_scales(config, b, x, next_size)
         expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
         load_beside(config, b, x, share, expert, following, next_part)
         load_gate_up(config, b, x, share, expert, following, next_part)
