@@ -235,12 +235,16 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
         dst=b.tile_table, src=lists.visit_tile[lists.lane : lists.lane + 1, 0:num_visits, 0:largest]
     )
     for in_tile in b.in_tile:
-        nisa.tensor_copy(dst=in_tile, src=b.tile_table[0:1, 0, 0:largest])
+        nisa.tensor_copy(
+            dst=in_tile, src=b.tile_table[0:1, 0, 0:largest], engine=nisa.engine.gpsimd
+        )
         if config.loop.missing == "spare":
             keep_below(in_tile, config.num_tiles)
     if config.loop.missing == "spare":
         # The lane's spare tile of the output stands for none.
         keep_below(b.tile_table, config.num_tiles + lists.lane + 1)
+    for scale_sb in b.wide_scale:
+        nisa.memset(dst=scale_sb, value=0.0, engine=nisa.engine.gpsimd)
     if has_scale_table(config):
         _fill_scales(config, b, lists, 0, stop)
     nisa.memset(dst=b.counter, value=0)

@@ -208,6 +208,8 @@ def _start_pipeline(
     ids are looked up, and the tensor engine its rows when the weights have come.
     """
     fill_first(config, b, weights, lists)
+    if scales_late(config):
+        load_late_scales(config, b, x, len(b.wide_scale))
     early, count = first_tiles(config), config.h_axis.count
     if early > 0 and not weights.is_loaded:
         expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
@@ -215,10 +217,6 @@ def _start_pipeline(
         load_tiles(config, b, x, share, expert, 0, early)
     start_visits(config, b)
     gather_rows(config, b, x, share, 0, 0)
-    if scales_late(config):
-        for scale_sb in b.wide_scale:
-            nisa.memset(dst=scale_sb, value=0.0)
-        load_late_scales(config, b, x, len(b.wide_scale))
     start_experts(b)
     # Once turned, a single buffer of first tiles is free for that of visit 1.
     waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
