@@ -122,7 +122,8 @@ def _add_other_half(
 
     Where nothing is to be added any more, it is rounded, and in the order of the rows.
     """
-    own_sb, received_sb = _exchange(config, sums, core, size, 0, config.h_axis.count)
+    apart_sb = allocate(ends_table(config).received)[0]
+    own_sb, received_sb = _exchange(config, sums, apart_sb, core, size, (0, config.h_axis.count))
     part_sb = own_sb
     if not has_residual:
         part_sb = allocate(ends_table(config).stored)[0].permute((0, 2, 1))
@@ -131,14 +132,27 @@ def _add_other_half(
 
 
 def _exchange(
-    config: DecodeConfig, sums: SumBuffers, core: int, size: int, low: int, high: int
+    config: DecodeConfig,
+    sums: SumBuffers,
+    apart_sb: nl.NkiTensor,
+    core: int,
+    size: int,
+    piece: tuple[int, int],
 ) -> tuple[nl.NkiTensor, nl.NkiTensor]:
-    """Exchange tiles low .. high of `size` tokens of y^T; return one's own part and the other's."""
+    """Exchange some tiles of y^T, `size` tokens each way; return one's own and the other's sums.
+
+    Args:
+        config, sums: sizes, this core's y^T.
+        apart_sb: [h, H/h, T] for what comes. Both sides of an exchange have the same layout, with
+            the same gaps.
+        core: number of this core.
+        size: tokens.
+        piece: first tile and the one after the last.
+    """
     rows, count, T = config.h_axis.rows, config.h_axis.count, config.T
+    low, high = piece
     other = 1 - core
     first, theirs = core * (T - size), other * (T - size)
-    # Both sides of an exchange have the same layout, with the same gaps.
-    apart_sb = allocate(ends_table(config).received)[0]
     received_sb = apart_sb[0:rows, low:high, 0:size]
     by_gpsimd = count * size * 4 <= GPSIMD_BYTES
     nisa.sendrecv(
@@ -230,6 +244,9 @@ def _store_rows(
     pieces = [(0, half)]
     if half < count:
         pieces.append((half, count))
+    apart = []
+    if config.num_cores > 1:
+        apart = allocate(ends_table(config).received)
     for begin in range(0, size, PARTITIONS):
         tokens = min(PARTITIONS, size - begin)
         low = max(0, skipped - begin)
@@ -244,8 +261,8 @@ def _store_rows(
             nisa.dma_copy(dst=residual_sb[0:tokens, 0:H], src=residual[where, 0:H])
             residual_tiles.append(residual_sb)
         for piece in pieces:
-            if config.num_cores > 1:  # all of whose tokens are in one tile
-                _add_piece(config, sums, core, size, piece[0], piece[1])
+            for apart_sb in apart:  # all tokens of one of two cores are in one tile
+                _add_piece(config, sums, apart_sb, core, size, piece)
             if low < tokens:
                 part_sb = sums.total_sb[
                     0 : config.h_axis.rows, 0:count, first + begin : first + begin + tokens
@@ -262,17 +279,24 @@ def _store_rows(
 
 
 def _add_piece(
-    config: DecodeConfig, sums: SumBuffers, core: int, size: int, low: int, high: int
+    config: DecodeConfig,
+    sums: SumBuffers,
+    apart_sb: nl.NkiTensor,
+    core: int,
+    size: int,
+    piece: tuple[int, int],
 ) -> None:
-    """Exchange tiles low .. high of y^T and add them up, on two engines in turn."""
-    own_sb, received_sb = _exchange(config, sums, core, size, low, high)
+    """Exchange some tiles of y^T and add them up, on two engines in turn; see `_exchange`."""
+    own_sb, received_sb = _exchange(config, sums, apart_sb, core, size, piece)
+    rows, count = own_sb.shape[0], own_sb.shape[1]
     engines = (nisa.engine.vector, nisa.engine.gpsimd)
-    for tile in range(0, high - low, _TURNED_TILES):
-        end = min(high - low, tile + _TURNED_TILES)
+    for tile in range(0, count, _TURNED_TILES):
+        end = min(count, tile + _TURNED_TILES)
+        sum_sb = own_sb[0:rows, tile:end, 0:size]
         nisa.tensor_tensor(
-            dst=own_sb[0 : config.h_axis.rows, tile:end, 0:size],
-            data1=own_sb[0 : config.h_axis.rows, tile:end, 0:size],
-            data2=received_sb[0 : config.h_axis.rows, tile:end, 0:size],
+            dst=sum_sb,
+            data1=sum_sb,
+            data2=received_sb[0:rows, tile:end, 0:size],
             op=nl.add,
             engine=engines[tile // _TURNED_TILES % 2],
         )
