@@ -267,14 +267,21 @@ def clear_rows(config: PrefillConfig, b: Buffers, engines: list[Any]) -> None:
         nisa.memset(dst=gathered[j], value=0.0, engine=engines[j % len(engines)])
 
 
-def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip what later visits need, beside the first weights."""
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    entries, first, lane = num_visits * largest, first_entries(config), lists.lane
+def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+    """Bring on chip the token ids of later visits, and their scales; the first down weights, which
+    are used last, are asked for after them.
+    """
+    entries, first = b.expert_table.shape[1] * largest_visit_of(config), first_entries(config)
     if first < entries:
         _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
+    _follow(b.expert_out[0], b.expert[0], b.id_table[0:1, b.id_table.shape[1] - 1, b.id_table.shape[2] - 1 : b.id_table.shape[2]])
+
+
+def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+    """Bring on chip what later visits need, beside the first weights."""
+    entries, lane = b.expert_table.shape[1] * largest_visit_of(config), lists.lane
     nisa.dma_copy(dst=b.trips, src=lists.class_trips)
     if config.stores == "rows":
         _fill_row_table(config, b, lists.visit_tile, lane * entries)
@@ -326,17 +333,19 @@ def start_experts(b: Buffers) -> None:
 
     Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
     """
+    for s in range(2):
+        _follow(b.expert[s], b.expert_table[0:1, s : s + 1], b.ids[0][0:1, 0:1])
+
+
+def _follow(expert: nl.NkiTensor, source: nl.NkiTensor, id_sb: nl.NkiTensor) -> None:
+    """Copy the number of an expert once an id is there."""
     nothing = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-    id_sb = b.ids[0][0:1, 0:1]
     nisa.tensor_tensor(
         dst=nothing, data1=id_sb, data2=id_sb, op=nl.subtract, engine=nisa.engine.gpsimd
     )
-    for s in range(2):
-        nisa.tensor_tensor(
-            dst=b.expert[s], data1=b.expert_table[0:1, s : s + 1], data2=nothing, op=nl.add,
-            engine=nisa.engine.gpsimd,
-        )  # fmt: skip
-    nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
+    nisa.tensor_tensor(
+        dst=expert, data1=source, data2=nothing, op=nl.add, engine=nisa.engine.gpsimd
+    )
 
 
 def _clear_fours(config: PrefillConfig, b: Buffers) -> None:

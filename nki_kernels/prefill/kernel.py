@@ -62,6 +62,7 @@ from nki_kernels.prefill.buffers import (
     Operands,
     WeightBuffers,
     fill_first,
+    fill_later,
     fill_rest,
     load_experts,
     load_late_scales,
@@ -224,13 +225,15 @@ def _start_pipeline(
         gather_rows(config, b, x, share, 1, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
+        fill_later(config, b, lists)
     else:
         load_beside(config, b, x, share, b.expert[0], 0, 0)
         if early == 0 and not weights.is_loaded:
             load_gate_up(config, b, x, share, b.expert[0], 0, 0)
         elif early < count and not weights.is_loaded:
             load_tiles(config, b, x, share, b.expert[0], early, count)
-        load_down(config, b, x, share, b.expert[0], 0, 0, 0)
+        fill_later(config, b, lists)
+        load_down(config, b, x, share, b.expert_out[0], 0, 0, 0)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
