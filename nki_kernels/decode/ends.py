@@ -311,7 +311,9 @@ def _turn_sums(
     low: int,
     high: int,
 ) -> None:
-    """Turn tiles low .. high of y^T into columns of rows [tokens, width], a PSUM bank per eviction."""
+    """Turn tiles low .. high of some tokens' y^T into columns of rows [tokens, width], a PSUM bank
+    of tiles per eviction.
+    """
     axis, tokens, width = config.h_axis, rows_sb.shape[0], rows_sb.shape[1]
     rows, count = axis.rows, axis.count
     tiles = _TURNED_TILES

@@ -271,12 +271,14 @@ def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     """Bring on chip the token ids of later visits, and their scales; the first down weights, which
     are used last, are asked for after them.
     """
-    entries, first = b.expert_table.shape[1] * largest_visit_of(config), first_entries(config)
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+    entries, first = num_visits * largest, first_entries(config)
     if first < entries:
         _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
-    _follow(b.expert_out[0], b.expert[0], b.id_table[0:1, b.id_table.shape[1] - 1, b.id_table.shape[2] - 1 : b.id_table.shape[2]])
+    last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
+    _follow(b.expert_out[0], b.expert[0], last_sb)
 
 
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
@@ -403,7 +405,7 @@ def look_at_first_rows(config: PrefillConfig, b: Buffers, s: int) -> None:
 def load_late_scales(config: PrefillConfig, b: Buffers, x: Operands, size: int) -> None:
     """Load the scales of the next visit's tokens, the same row for every partition.
 
-    It follows the last use of this visit's, ahead of the next weights, behind which they would wait.
+    After the last use of this visit's, and ahead of the next weights, behind which they would wait.
     """
     R, rows = config.tile_rows, config.i_axis.rows
     for j in range(size):
@@ -421,7 +423,9 @@ def load_late_scales(config: PrefillConfig, b: Buffers, x: Operands, size: int) 
 
 
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch the row tiles that this visit writes, step the counter, fetch what the next one loads."""
+    """Fetch the row tiles that this visit writes, step the counter, and fetch those that the next
+    visit loads late scales for.
+    """
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
     single = [[num_visits * largest, 1], [1, largest]]

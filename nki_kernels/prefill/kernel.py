@@ -54,7 +54,6 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.tiles import keep_below
 from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.buffers import (
     Buffers,
@@ -293,7 +292,7 @@ def _go_in(
         # products above; with one it follows them.
         following = (buffer + 1) % buffers
         next_part = (part + 1) % parts
-        if next_part == 0 and scales_late(config):
+        if scales_late(config):  # whose gate and up weights are one part
             load_late_scales(config, b, x, next_size)
         expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
         load_beside(config, b, x, share, expert, following, next_part)
