@@ -286,7 +286,7 @@ def _go_in(
                 if not by_dma:
                     gather_after(config, b, x, share, s, j + 1, size, next_size)
             project_in(config, b, buffer, s, j, part, last)
-            if by_dma and j > 0:
+            if by_dma and 0 < j < size - 1:
                 gather_after(config, b, x, share, s, j, size, next_size)
         # With two buffers the other one is free since the part before, so this load runs beside the
         # products above; with one it follows them.
@@ -297,6 +297,9 @@ def _go_in(
         expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
         load_beside(config, b, x, share, expert, following, next_part)
         load_gate_up(config, b, x, share, expert, following, next_part)
+        # The next visit needs these weights before it needs the rows of a tile beyond its first.
+        if by_dma and size > 1:
+            gather_after(config, b, x, share, s, size - 1, size, next_size)
 
 
 def _go_out(
