@@ -298,6 +298,8 @@ def load_table(
 ) -> None:
     """Gather rows of values and turn them, so that entry n of the index is column n.
 
+    The Scalar engine copies them, which others need less at the start of a launch.
+
     Args:
         dst_sb: [R, n] tile of the type of the values.
         values: [num_rows, R] tensor in HBM, int32 below 2**24 or float32.
@@ -323,10 +325,12 @@ def load_table(
             oob_mode=when_missing(may_miss),
         )
         float_sb = nl.ndarray((size, num_rows), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=float_sb, src=rows_sb)
+        nisa.tensor_copy(dst=float_sb, src=rows_sb, engine=nisa.engine.scalar)
         nisa.nc_transpose(dst=bank_ps[0:num_rows, 0:size], data=float_sb, engine=nisa.engine.tensor)
         nisa.tensor_copy(
-            dst=dst_sb[0:num_rows, begin : begin + size], src=bank_ps[0:num_rows, 0:size]
+            dst=dst_sb[0:num_rows, begin : begin + size],
+            src=bank_ps[0:num_rows, 0:size],
+            engine=nisa.engine.scalar,
         )
 
 

@@ -15,6 +15,8 @@ from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import DecodeConfig, is_direct_in, is_direct_out, tiles_per_bank
 from nki_kernels.decode.memory import ends_table, token_table
 
+_TURNED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
+
 
 def load_tokens(config: DecodeConfig, hidden: nl.NkiTensor) -> list[nl.NkiTensor]:
     """Load [T, H] tokens from HBM, in tiles of at most 128; a few directly as [h, T, H/h]."""
@@ -98,18 +100,19 @@ def finish(
     """
     _read_sums(config, sums)
     T, size, first, skipped = config.T, config.T, 0, 0
-    part_sb = sums.total_sb
     if config.num_cores > 1:
         size = (T + 1) // 2
         first = core * (T - size)
         # Of an odd number the token in the middle is on both cores; core 0 stores it.
         skipped = core * (2 * size - T)
+    if not is_direct_out(config, size):
+        _store_rows(config, sums, output, residuals, core, size, first, skipped)
+        return
+    part_sb = sums.total_sb
+    if config.num_cores > 1:
         part_sb = _add_other_half(config, sums, core, size, len(residuals) > 0)
     if size > skipped:
-        if is_direct_out(config, size):
-            _store_directly(config, part_sb, output, residuals, first, skipped)
-        else:
-            _store_rows(config, sums, part_sb, output, residuals, first, skipped)
+        _store_directly(config, part_sb, output, residuals, first, skipped)
 
 
 def _add_other_half(
@@ -117,30 +120,50 @@ def _add_other_half(
 ) -> nl.NkiTensor:
     """Exchange halves of y^T, `size` tokens each way; return the sum of one's own, [h, H/h, size].
 
-    Where rows are stored directly and nothing is to be added any more, it is rounded, and in the
-    order of the rows.
+    Where nothing is to be added any more, it is rounded, and in the order of the rows.
+    """
+    apart_sb = allocate(ends_table(config).received)[0]
+    own_sb, received_sb = _exchange(config, sums, apart_sb, core, size, (0, config.h_axis.count))
+    part_sb = own_sb
+    if not has_residual:
+        part_sb = allocate(ends_table(config).stored)[0].permute((0, 2, 1))
+    nisa.tensor_tensor(dst=part_sb, data1=own_sb, data2=received_sb, op=nl.add)
+    return part_sb
+
+
+def _exchange(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    apart_sb: nl.NkiTensor,
+    core: int,
+    size: int,
+    piece: tuple[int, int],
+) -> tuple[nl.NkiTensor, nl.NkiTensor]:
+    """Exchange some tiles of y^T, `size` tokens each way; return one's own and the other's sums.
+
+    Args:
+        config, sums: sizes, this core's y^T.
+        apart_sb: [h, H/h, T] for what comes. Both sides of an exchange have the same layout, with
+            the same gaps.
+        core: number of this core.
+        size: tokens.
+        piece: first tile and the one after the last.
     """
     rows, count, T = config.h_axis.rows, config.h_axis.count, config.T
+    low, high = piece
     other = 1 - core
     first, theirs = core * (T - size), other * (T - size)
-    # Both sides of an exchange have the same layout, with the same gaps.
-    apart_sb = allocate(ends_table(config).received)[0]
-    received_sb = apart_sb[0:rows, 0:count, 0:size]
+    received_sb = apart_sb[0:rows, low:high, 0:size]
     by_gpsimd = count * size * 4 <= GPSIMD_BYTES
     nisa.sendrecv(
-        src=sums.total_sb[0:rows, 0:count, theirs : theirs + size],
+        src=sums.total_sb[0:rows, low:high, theirs : theirs + size],
         dst=received_sb,
         send_to_rank=other,
         recv_from_rank=other,
         pipe_id=0,
         dma_engine=nisa.dma_engine.gpsimd_dma if by_gpsimd else nisa.dma_engine.dma,
     )
-    own_sb = sums.total_sb[0:rows, 0:count, first : first + size]
-    part_sb = own_sb
-    if is_direct_out(config, size) and not has_residual:
-        part_sb = allocate(ends_table(config).stored)[0].permute((0, 2, 1))
-    nisa.tensor_tensor(dst=part_sb, data1=own_sb, data2=received_sb, op=nl.add)
-    return part_sb
+    return sums.total_sb[0:rows, low:high, first : first + size], received_sb
 
 
 def _read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
@@ -204,17 +227,26 @@ def _store_directly(
 def _store_rows(
     config: DecodeConfig,
     sums: SumBuffers,
-    part_sb: nl.NkiTensor,
     output: nl.NkiTensor,
     residuals: list[nl.NkiTensor],
+    core: int,
+    size: int,
     first: int,
     skipped: int,
 ) -> None:
     """Turn y^T back into rows on the tensor engine, 128 tokens at a time, and store them.
 
-    Rows on chip are as wide as the tiles of the axis together; what is past H is not stored.
+    Half of the tiles of the axis are added up and turned while the others are exchanged. Rows on
+    chip are as wide as the tiles of the axis together; what is past H is not stored.
     """
-    H, size = config.H, part_sb.shape[2]
+    H, count = config.H, config.h_axis.count
+    half = min(count, -(-count // (2 * _TURNED_TILES)) * _TURNED_TILES)
+    pieces = [(0, half)]
+    if half < count:
+        pieces.append((half, count))
+    apart = []
+    if config.num_cores > 1:
+        apart = allocate(ends_table(config).received)
     for begin in range(0, size, PARTITIONS):
         tokens = min(PARTITIONS, size - begin)
         low = max(0, skipped - begin)
@@ -228,14 +260,46 @@ def _store_rows(
                 nisa.memset(dst=residual_sb[0:tokens, H:width], value=0.0)
             nisa.dma_copy(dst=residual_sb[0:tokens, 0:H], src=residual[where, 0:H])
             residual_tiles.append(residual_sb)
-        _turn_sums(config, sums, rows_sb, part_sb, residual_tiles, begin)
+        for piece in pieces:
+            for apart_sb in apart:  # all tokens of one of two cores are in one tile
+                _add_piece(config, sums, apart_sb, core, size, piece)
+            if low < tokens:
+                part_sb = sums.total_sb[
+                    0 : config.h_axis.rows, 0:count, first + begin : first + begin + tokens
+                ]
+                _turn_sums(config, sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
         if low < tokens:
             where = slice(first + begin + low, first + begin + tokens)
-            nisa.dma_copy(
-                dst=output[where, 0:H],
-                src=rows_sb[low:tokens, 0:H],
-                dge_mode=nisa.dge_mode.none,
-            )
+            for columns in (slice(0, H // 2), slice(H // 2, H)):
+                nisa.dma_copy(
+                    dst=output[where, columns],
+                    src=rows_sb[low:tokens, columns],
+                    dge_mode=nisa.dge_mode.none,
+                )
+
+
+def _add_piece(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    apart_sb: nl.NkiTensor,
+    core: int,
+    size: int,
+    piece: tuple[int, int],
+) -> None:
+    """Exchange some tiles of y^T and add them up, on two engines in turn; see `_exchange`."""
+    own_sb, received_sb = _exchange(config, sums, apart_sb, core, size, piece)
+    rows, count = own_sb.shape[0], own_sb.shape[1]
+    engines = (nisa.engine.vector, nisa.engine.gpsimd)
+    for tile in range(0, count, _TURNED_TILES):
+        end = min(count, tile + _TURNED_TILES)
+        sum_sb = own_sb[0:rows, tile:end, 0:size]
+        nisa.tensor_tensor(
+            dst=sum_sb,
+            data1=sum_sb,
+            data2=received_sb[0:rows, tile:end, 0:size],
+            op=nl.add,
+            engine=engines[tile // _TURNED_TILES % 2],
+        )
 
 
 def _turn_sums(
@@ -244,19 +308,22 @@ def _turn_sums(
     rows_sb: nl.NkiTensor,
     part_sb: nl.NkiTensor,
     residual_tiles: list[nl.NkiTensor],
-    begin: int,
+    low: int,
+    high: int,
 ) -> None:
-    """Turn tokens begin .. of y^T into rows [tokens, width], a PSUM bank of tiles per eviction."""
+    """Turn tiles low .. high of some tokens' y^T into columns of rows [tokens, width], a PSUM bank
+    of tiles per eviction.
+    """
     axis, tokens, width = config.h_axis, rows_sb.shape[0], rows_sb.shape[1]
     rows, count = axis.rows, axis.count
-    tiles = BANK_FLOATS // PARTITIONS
-    for tile in range(0, count, tiles):
-        number = min(tiles, count - tile)
+    tiles = _TURNED_TILES
+    for tile in range(low, high, tiles):
+        number = min(tiles, high - tile)
         bank_ps = sums.work_ps[tile // tiles % len(sums.work_ps)]
         for k in range(number):
             nisa.nc_transpose(
                 dst=bank_ps[0:tokens, k * PARTITIONS : k * PARTITIONS + rows],
-                data=part_sb[0:rows, tile + k, begin : begin + tokens],
+                data=part_sb[0:rows, tile + k, 0:tokens],
                 engine=nisa.engine.tensor,
             )
         # Both sides in the order of the rows on chip, where tiles of the axis may alternate.

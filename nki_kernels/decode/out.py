@@ -235,7 +235,7 @@ def _add_tiles(
     total_sb = b.sums.total_sb[0:rows, alone:end, 0:T]
     part_ps = bank_ps[0:rows, (alone - first) * T : (end - first) * T]
     part_sb = scratch_sb[0:rows, 0 : (end - alone) * T]
-    if len(scales) == 0 and turn % 2 == 0:
+    if len(scales) == 0 and turn % 3 != 1:
         nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
         return
     if len(scales) == 0:

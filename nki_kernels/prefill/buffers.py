@@ -230,6 +230,21 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     _fill_ids(config, b, lists, 0, stop)
     if not weights.is_loaded:
         load_experts(config, weights, lists)
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+    nisa.dma_copy(
+        dst=b.tile_table, src=lists.visit_tile[lists.lane : lists.lane + 1, 0:num_visits, 0:largest]
+    )
+    for in_tile in b.in_tile:
+        nisa.tensor_copy(
+            dst=in_tile, src=b.tile_table[0:1, 0, 0:largest], engine=nisa.engine.gpsimd
+        )
+        if config.loop.missing == "spare":
+            keep_below(in_tile, config.num_tiles)
+    if config.loop.missing == "spare":
+        # The lane's spare tile of the output stands for none.
+        keep_below(b.tile_table, config.num_tiles + lists.lane + 1)
+    for scale_sb in b.wide_scale:
+        nisa.memset(dst=scale_sb, value=0.0, engine=nisa.engine.gpsimd)
     if has_scale_table(config):
         _fill_scales(config, b, lists, 0, stop)
     nisa.memset(dst=b.counter, value=0)
@@ -252,19 +267,24 @@ def clear_rows(config: PrefillConfig, b: Buffers, engines: list[Any]) -> None:
         nisa.memset(dst=gathered[j], value=0.0, engine=engines[j % len(engines)])
 
 
-def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring on chip what later visits need, beside the first weights."""
+def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+    """Bring on chip the token ids of later visits, and their scales; the first down weights, which
+    are used last, are asked for after them.
+    """
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    entries, first, lane = num_visits * largest, first_entries(config), lists.lane
+    entries, first = num_visits * largest, first_entries(config)
     if first < entries:
         _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
+    last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
+    _follow(b.expert_out[0], b.expert[0], last_sb)
+
+
+def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+    """Bring on chip what later visits need, beside the first weights."""
+    entries, lane = b.expert_table.shape[1] * largest_visit_of(config), lists.lane
     nisa.dma_copy(dst=b.trips, src=lists.class_trips)
-    nisa.dma_copy(dst=b.tile_table, src=lists.visit_tile[lane : lane + 1, 0:num_visits, 0:largest])
-    if config.loop.missing == "spare":
-        # The lane's spare tile of the output stands for none.
-        keep_below(b.tile_table, config.num_tiles + lane + 1)
     if config.stores == "rows":
         _fill_row_table(config, b, lists.visit_tile, lane * entries)
     elif config.stores == "tokens":
@@ -315,17 +335,19 @@ def start_experts(b: Buffers) -> None:
 
     Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
     """
+    for s in range(2):
+        _follow(b.expert[s], b.expert_table[0:1, s : s + 1], b.ids[0][0:1, 0:1])
+
+
+def _follow(expert: nl.NkiTensor, source: nl.NkiTensor, id_sb: nl.NkiTensor) -> None:
+    """Copy the number of an expert once an id is there."""
     nothing = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-    id_sb = b.ids[0][0:1, 0:1]
     nisa.tensor_tensor(
         dst=nothing, data1=id_sb, data2=id_sb, op=nl.subtract, engine=nisa.engine.gpsimd
     )
-    for s in range(2):
-        nisa.tensor_tensor(
-            dst=b.expert[s], data1=b.expert_table[0:1, s : s + 1], data2=nothing, op=nl.add,
-            engine=nisa.engine.gpsimd,
-        )  # fmt: skip
-    nisa.tensor_copy(dst=b.expert_out[0], src=b.expert[0])
+    nisa.tensor_tensor(
+        dst=expert, data1=source, data2=nothing, op=nl.add, engine=nisa.engine.gpsimd
+    )
 
 
 def _clear_fours(config: PrefillConfig, b: Buffers) -> None:
@@ -380,41 +402,44 @@ def look_at_first_rows(config: PrefillConfig, b: Buffers, s: int) -> None:
     _fetch(config, b.first_ids[s], b.id_table, first, b.ahead)
 
 
-def load_late_scales(config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int) -> None:
-    """Load the scales of this visit's tokens, the same row for every partition."""
+def load_late_scales(config: PrefillConfig, b: Buffers, x: Operands, size: int) -> None:
+    """Load the scales of the next visit's tokens, the same row for every partition.
+
+    After the last use of this visit's, and ahead of the next weights, behind which they would wait.
+    """
     R, rows = config.tile_rows, config.i_axis.rows
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
-    # The counter already names the next visit; what it fetched for this one came a visit ago.
     for j in range(size):
         nisa.dma_copy(
             dst=b.wide_scale[j],
             src=x.slot_scale.reshape((config.num_tiles, R)).ap(
                 [[0, rows], [1, R]],
-                scalar_offset=b.in_tile[s][0:1, j : j + 1],
+                scalar_offset=b.in_tile[0][0:1, j : j + 1],
                 indirect_dim=0,
             ),
             oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.hwdge,
             engine=nisa.engine.scalar,
         )
-    pattern = [[num_visits * largest, 1], [1, largest]]
-    _fetch(config, b.in_tile[1 - s], b.tile_table, pattern, b.counter)
-    if config.loop.missing == "spare":
-        keep_below(b.in_tile[1 - s], config.num_tiles)
 
 
 def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch the row tiles that this visit writes, and step the counter."""
+    """Fetch the row tiles that this visit writes, step the counter, and fetch those that the next
+    visit loads late scales for.
+    """
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
+    single = [[num_visits * largest, 1], [1, largest]]
     if config.stores == "tiles":
-        single = [[num_visits * largest, 1], [1, largest]]
         _fetch(config, b.out_tile[s], b.tile_table, single, b.counter)
     else:
         _fetch(config, b.out_row[s], b.row_table[0], wide, b.counter)
     if config.scaling == "post":
         _fetch(config, b.out_scale[s], b.scale_table[0], wide, b.counter)
     nisa.tensor_tensor(dst=b.counter, data1=b.counter, data2=b.one, op=nl.add)
+    for in_tile in b.in_tile:
+        _fetch(config, in_tile, b.tile_table, single, b.counter)
+        if config.loop.missing == "spare":
+            keep_below(in_tile, config.num_tiles)
     # The down weights of the next visit are asked for while its other parts are still in use.
     _fetch(config, b.expert_out[1 - s], b.expert_table, [[num_visits, 1], [1, 1]], b.counter)
 

@@ -70,11 +70,11 @@ def run_two_visits(
         _go_in_apart(config, b, x, share, s, sizes)
     for s in range(2):
         look_at_outputs(config, b, s)
-        if scales_late(config):
-            load_late_scales(config, b, x, s, sizes[s])
         prepare_part(config, b, s)
         for j in range(sizes[s]):
             _add_up(config, b, s, j)
+        if scales_late(config):
+            load_late_scales(config, b, x, sizes[1 - s])
         # Biases and scales of this visit are used up; `expert` is that of two visits ahead.
         load_beside(config, b, x, share, b.expert[s], s, 0)
         if config.has_scales:

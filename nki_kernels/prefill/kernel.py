@@ -54,7 +54,6 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.tiles import keep_below
 from nki_kernels.common.visits import loops_of
 from nki_kernels.prefill.buffers import (
     Buffers,
@@ -62,6 +61,7 @@ from nki_kernels.prefill.buffers import (
     Operands,
     WeightBuffers,
     fill_first,
+    fill_later,
     fill_rest,
     load_experts,
     load_late_scales,
@@ -208,10 +208,12 @@ def _start_pipeline(
     ids are looked up, and the tensor engine its rows when the weights have come.
     """
     fill_first(config, b, weights, lists)
+    if scales_late(config):
+        load_late_scales(config, b, x, len(b.wide_scale))
     early, count = first_tiles(config), config.h_axis.count
     if early > 0 and not weights.is_loaded:
         expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1])
+        nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
         load_tiles(config, b, x, share, expert, 0, early)
     start_visits(config, b)
     gather_rows(config, b, x, share, 0, 0)
@@ -222,22 +224,18 @@ def _start_pipeline(
         gather_rows(config, b, x, share, 1, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
+        fill_later(config, b, lists)
     else:
         load_beside(config, b, x, share, b.expert[0], 0, 0)
         if early == 0 and not weights.is_loaded:
             load_gate_up(config, b, x, share, b.expert[0], 0, 0)
         elif early < count and not weights.is_loaded:
             load_tiles(config, b, x, share, b.expert[0], early, count)
-        load_down(config, b, x, share, b.expert[0], 0, 0, 0)
+        fill_later(config, b, lists)
+        load_down(config, b, x, share, b.expert_out[0], 0, 0, 0)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
-    if scales_late(config):
-        nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
-        if config.loop.missing == "spare":
-            keep_below(b.in_tile[0], config.num_tiles)
-        for j in range(config.loop.classes[0]):
-            nisa.memset(dst=b.wide_scale[j], value=0.0)
     turn_rows(config, b, 0, 0)
     if waits:
         gather_rows(config, b, x, share, 1, 0)
@@ -257,8 +255,6 @@ def _run_visit(
     # A smaller visit leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, 1 - s, j)
-    if scales_late(config):
-        load_late_scales(config, b, x, s, size)
     _go_in(config, b, x, s, size, next_size, share)
     turn_rows(config, b, 1 - s, 0)
     # This visit has used its expert and ids: they become those of the visit two ahead, whose first
@@ -290,15 +286,20 @@ def _go_in(
                 if not by_dma:
                     gather_after(config, b, x, share, s, j + 1, size, next_size)
             project_in(config, b, buffer, s, j, part, last)
-            if by_dma and j > 0:
+            if by_dma and 0 < j < size - 1:
                 gather_after(config, b, x, share, s, j, size, next_size)
         # With two buffers the other one is free since the part before, so this load runs beside the
         # products above; with one it follows them.
         following = (buffer + 1) % buffers
         next_part = (part + 1) % parts
+        if scales_late(config):  # whose gate and up weights are one part
+            load_late_scales(config, b, x, next_size)
         expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
         load_beside(config, b, x, share, expert, following, next_part)
         load_gate_up(config, b, x, share, expert, following, next_part)
+        # The next visit needs these weights before it needs the rows of a tile beyond its first.
+        if by_dma and size > 1:
+            gather_after(config, b, x, share, s, size - 1, size, next_size)
 
 
 def _go_out(

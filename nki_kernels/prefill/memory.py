@@ -191,7 +191,7 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
         ids=small_tiles(2, (R, G), nl.int32),
         first_ids=small_tiles(2 * (config.loop.first_buffers - 1), (R, 1), nl.int32),
         scale=small_tiles(2 * scaled, (R, G), nl.float32),
-        in_tile=small_tiles(2 * late, (1, G), nl.int32),
+        in_tile=small_tiles(late, (1, G), nl.int32),
         out_tile=small_tiles(2, (1, G), nl.int32),
         out_row=small_tiles(2 * by_row, (R, G), nl.int32),
         out_scale=small_tiles(2 * scaled, (R, G), nl.float32),

@@ -452,8 +452,8 @@ FAULTS: dict[str, Fault] = {
     "halves-change-places": Fault(
         "decode",
         ENDS,
-        "src=sums.total_sb[0:rows, 0:count, theirs : theirs + size]",
-        "src=sums.total_sb[0:rows, 0:count, first : first + size]",
+        "src=sums.total_sb[0:rows, low:high, theirs : theirs + size]",
+        "src=sums.total_sb[0:rows, low:high, first : first + size]",
     ),
     "pipes-differ": Fault(
         "decode",
