@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.axes import is_even
-from nki_kernels.common.chip import core, fitted_sbuf_bytes
+from nki_kernels.common.axes import is_even, tile_axis
+from nki_kernels.common.chip import BANKS, core, fitted_sbuf_bytes
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.weight_formats import ITEM_BYTES
@@ -21,8 +21,10 @@ from nki_kernels.prefill.config import (
     core_depth,
     core_width,
     fit_of,
+    inner_banks,
     is_mx,
     largest_visit_of,
+    loads_in_parts,
     mx_form,
     with_loop,
 )
@@ -37,6 +39,8 @@ _ONE_BUFFER_PENALTY = 1.05
 # the next.
 _TILE_NS, _ROW_NS, _EXCHANGE_NS, _INNER_NS = 500.0, 2.5, 3_700.0, 350.0
 _LEAST_I_PART, _LEAST_H_PART = 64, 256
+_H_PARTS = (1, 2, 4, 5, 7, 8, 10, 14)
+_LEAST_ROW_BANKS = 2
 
 
 def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> float:
@@ -60,12 +64,13 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
     load_in, load_out = _weights_ns(config)
     rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / chip.hbm_bytes_per_ns
     load = load_in + load_out + rows
-    if loop.weight_buffers == 2 and loop.in_parts > 1:
-        # The first part of each kind came beside the other kind; the others one ahead of their use.
-        go_in = into / loop.in_parts + _all_but_one(loop.in_parts, into, load_in)
-        go_out = out / loop.out_parts + _all_but_one(loop.out_parts, out, load_out)
-        return max(go_in + go_out, load)
     wait = num_tiles * (_TILE_NS * chip.steps + _ROW_NS * config.tile_rows)
+    if loop.weight_buffers == 2 and loads_in_parts(loop):
+        # The first part of each kind came beside the other kind; the others one ahead of their use.
+        in_parts = loop.in_parts * loop.h_parts
+        go_in = into / in_parts + _all_but_one(in_parts, into, load_in)
+        go_out = out / loop.out_parts + _all_but_one(loop.out_parts, out, load_out)
+        return max(go_in + go_out, load) + wait
     if loop.weight_buffers == 2:
         if config.shard.splits_h:
             wait += _EXCHANGE_NS * chip.exchanges
@@ -91,7 +96,7 @@ def _weights_ns(config: PrefillConfig) -> tuple[float, float]:
         return loads[0], loads[1]
     loop, item, H = config.loop, ITEM_BYTES[config.weight_format], core_width(config)
     halves, i_size = num_projections(config.formula), config.i_axis.size * loop.in_parts
-    runs = config.h_axis.rows * loop.in_parts if loop.turns == "tensor" else H
+    runs = config.h_axis.rows * loop.in_parts * loop.h_parts if loop.turns == "tensor" else H
     if (loop.in_parts > 1 or config.shard.splits_i) and not loop.by_parts:
         runs = halves * H * loop.in_parts
     load_in = _load_ns(runs, halves * H * i_size * item, config.chip)
@@ -174,9 +179,15 @@ def find_loops(
         if request.fit not in (None, fit_of(loop)):
             continue
         trial = with_loop(config, loop)
-        if sbuf_bytes(trial) <= fitted_sbuf_bytes(config.chip):
+        if _fits(trial):
             found.append((_experts_ns(trial, tiles), len(found), trial))
     return [_more_buffers(trial) for _, _, trial in sorted(found)[:count]]
+
+
+def _fits(config: PrefillConfig) -> bool:
+    """Whether there is room on chip, two banks of PSUM for rows among it."""
+    has_banks = inner_banks(config) + _LEAST_ROW_BANKS <= BANKS
+    return has_banks and sbuf_bytes(config) <= fitted_sbuf_bytes(config.chip)
 
 
 def _experts_ns(config: PrefillConfig, tiles: int) -> float:
@@ -208,16 +219,28 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
         ):
             for buffers in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
-                    yield replace(
-                        config.loop,
-                        classes=tuple(range(size, 0, -1)),
-                        weight_buffers=buffers,
-                        in_parts=in_parts,
-                        out_parts=out_parts,
-                        row_buffers=min(2, size),
-                        outer_buffers=2 if out_parts == 1 else size,
-                        turns=turns,
-                    )
+                    for h_parts in _h_choices(config, buffers, turns):
+                        yield replace(
+                            config.loop,
+                            classes=tuple(range(size, 0, -1)),
+                            weight_buffers=buffers,
+                            in_parts=in_parts,
+                            out_parts=out_parts,
+                            row_buffers=min(2, size),
+                            outer_buffers=2 if out_parts == 1 else size,
+                            turns=turns,
+                            h_parts=h_parts,
+                        )
+
+
+def _h_choices(config: PrefillConfig, buffers: int, turns: str) -> tuple[int, ...]:
+    """Return in how many parts of the hidden axis a part of gate and up weights may load."""
+    if buffers == 1 or turns == "dma" or _needs_whole_experts(config) or is_mx(config):
+        return (1,)
+    axis = tile_axis(core_width(config))
+    if axis.tail < axis.rows:
+        return (1,)
+    return tuple(n for n in _H_PARTS if axis.count % n == 0)
 
 
 def _sizes_and_turns(config: PrefillConfig, in_parts: int) -> Iterator[tuple[int, str]]:

@@ -267,6 +267,23 @@ PARTS = {
         150, 128, 512, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 3},
         options={"shard_plan": "intermediate"},
     ),
+    "2-parts-of-h": Prefill(300, 512, 256, 3, 2, 64, loop={"h_parts": 2}),
+    "4-parts-of-h-no-gate-bias": Prefill(
+        300, 512, 192, 3, 2, 64, has_bias=True, options={"has_gate": False}, loop={"h_parts": 4}
+    ),
+    "2-parts-of-h-in-3-e4m3": Prefill(
+        150, 512, 384, 3, 2, 64,
+        loop={"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
+        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+    ),
+    "2-parts-of-h-in-2-bias": Prefill(
+        300, 256, 256, 3, 2, 64, has_bias=True, options=GPT_OSS,
+        loop={"in_parts": 2, "h_parts": 2},
+    ),
+    "4-parts-of-h-of-a-half-by-parts": Prefill(
+        150, 512, 512, 3, 2, 64, loop={"h_parts": 4},
+        options={"weight_parts": (4, 2), "shard_plan": "intermediate"},
+    ),
     "one-buffer-of-first-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"first_buffers": 1}),
     "one-buffer-of-first-rows-in-halves": Prefill(
         300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}
