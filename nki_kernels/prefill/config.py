@@ -234,7 +234,7 @@ def fit_of(loop: LoopPlan) -> LoopFit:
 
 
 def loads_in_parts(loop: LoopPlan) -> bool:
-    """Whether the gate and up weights of a visit come in parts, each of which takes all its rows."""
+    """Whether gate and up weights come in parts, each of which takes all rows of a visit."""
     return loop.in_parts * loop.h_parts > 1
 
 

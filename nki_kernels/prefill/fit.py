@@ -40,6 +40,7 @@ _ONE_BUFFER_PENALTY = 1.05
 _TILE_NS, _ROW_NS, _EXCHANGE_NS, _INNER_NS = 500.0, 2.5, 3_700.0, 350.0
 _LEAST_I_PART, _LEAST_H_PART = 64, 256
 _H_PARTS = (1, 2, 4, 5, 7, 8, 10, 14)
+_LEAST_H_BYTES = 1 << 19  # of a transfer, whose fixed time is then a small part of it
 _LEAST_ROW_BANKS = 2
 
 
@@ -215,11 +216,13 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
         in_choices = (config.loop.in_parts,)
     for in_parts in in_choices:
         for out_parts in (
-            (1,) if in_parts == 1 or is_mx(config) else _divisors(core_width(config), _LEAST_H_PART)
+            (1,) if is_whole or is_mx(config) else _divisors(core_width(config), _LEAST_H_PART)
         ):
             for buffers in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
-                    for h_parts in _h_choices(config, buffers, turns):
+                    for h_parts in _h_choices(config, in_parts, buffers, turns):
+                        if out_parts > 1 and in_parts * h_parts == 1:
+                            continue
                         yield replace(
                             config.loop,
                             classes=tuple(range(size, 0, -1)),
@@ -233,14 +236,16 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
                         )
 
 
-def _h_choices(config: PrefillConfig, buffers: int, turns: str) -> tuple[int, ...]:
+def _h_choices(config: PrefillConfig, in_parts: int, buffers: int, turns: str) -> tuple[int, ...]:
     """Return in how many parts of the hidden axis a part of gate and up weights may load."""
-    if buffers == 1 or turns == "dma" or _needs_whole_experts(config) or is_mx(config):
-        return (1,)
     axis = tile_axis(core_width(config))
-    if axis.tail < axis.rows:
+    is_whole = _needs_whole_experts(config) or is_mx(config) or axis.tail < axis.rows
+    if is_whole or buffers == 1 or turns == "dma":
         return (1,)
-    return tuple(n for n in _H_PARTS if axis.count % n == 0)
+    columns = num_projections(config.formula) * core_depth(config) // in_parts
+    part_bytes = axis.size * columns * ITEM_BYTES[config.weight_format]
+    most = max(1, part_bytes // _LEAST_H_BYTES)
+    return tuple(n for n in _H_PARTS if axis.count % n == 0 and n <= most)
 
 
 def _sizes_and_turns(config: PrefillConfig, in_parts: int) -> Iterator[tuple[int, str]]:

@@ -110,7 +110,8 @@ class Problem:
         )
         sizes = prefill.expert_sizes(parts.weights)
         config = make_config(kernel_formula(parts.weights), sizes, work, request)
-        return Point(block_size, request, config, estimate_us(config, self.tokens_E))
+        top_k = parts.spec.top_k
+        return Point(block_size, request, config, estimate_us(config, self.tokens_E, top_k))
 
     def untuned(self) -> Point:
         """Return what the backend takes by itself, with the weights laid out alike."""
@@ -128,6 +129,7 @@ class Problem:
         expected = Expected(
             num_tokens=self.tokens,
             top_k=parts.spec.top_k,
+            share=float(self.tokens_E.sum() / self.index_TK.size),
             routing=tuple(map(float, self.tokens_E)),
             num_cores=parts.tuning.num_cores,
             scaling="pre" if parts.spec.scales_input else "none",

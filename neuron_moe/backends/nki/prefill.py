@@ -397,11 +397,10 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
         ValueError: nothing fits.
     """
     weights = parts.weights
-    # Choices of a token among this rank's experts, on average.
-    top_k = parts.spec.top_k * weights.num_experts / parts.num_experts
     expected = Expected(
         num_tokens=num_tokens,
-        top_k=math.ceil(top_k),
+        top_k=parts.spec.top_k,
+        share=weights.num_experts / parts.num_experts,
         num_cores=parts.tuning.num_cores,
         scaling=_scaling(parts),
     )
