@@ -1,15 +1,8 @@
 """Combine: each token's weighted sum over the slots of its experts."""
 
 from nki_kernels.combine.config import CombineDims, check_combine
-from nki_kernels.combine.cost import cost_combine, estimate_combine_ns
+from nki_kernels.combine.cost import cost_combine
 from nki_kernels.combine.kernel import combine
 from nki_kernels.combine.reference import combine_ref
 
-__all__ = [
-    "CombineDims",
-    "check_combine",
-    "combine",
-    "combine_ref",
-    "cost_combine",
-    "estimate_combine_ns",
-]
+__all__ = ["CombineDims", "check_combine", "combine", "combine_ref", "cost_combine"]

@@ -1,14 +1,9 @@
-"""What a launch of combine moves and multiplies, and about how long that takes."""
+"""What a launch of combine moves and multiplies."""
 
 from __future__ import annotations
 
-from nki_kernels.combine.kernel import piece_size
-from nki_kernels.common.chip import chip_in_force, core
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import split_tokens
-
-_BESIDE_NS = 7_000.0  # simulated: before its first gather and after its last
-_TERMS = 2  # of a weight beside bfloat16 slots
 
 
 def cost_combine(
@@ -38,30 +33,6 @@ def cost_combine(
     out_bytes = 4 if out_dtype == "float32" else 2
     read = pairs * num_parts * hidden_size * slots_bytes + num_tokens * top_k * 8
     tiles = sum(split_tokens(num_tokens, core, num_cores).count for core in range(num_cores))
-    terms = 1 if slots_dtype == "float32" else _TERMS
+    terms = 1 if slots_dtype == "float32" else 2
     columns = tiles * top_k * num_parts * terms * hidden_size
     return KernelCost(read, num_tokens * hidden_size * out_bytes, columns)
-
-
-def estimate_combine_ns(
-    num_tokens: int, top_k: int, hidden_size: int, num_parts: int, num_pairs: int, num_cores: int
-) -> float:
-    """Return about how long a launch with bfloat16 slots takes: its bytes of HBM, the descriptors
-    of its gathers or its products, which are made for choices without an expert, too.
-
-    Args:
-        num_tokens: T.
-        top_k: K.
-        hidden_size: H.
-        num_parts: P.
-        num_pairs: choices that have an expert.
-        num_cores: physical cores of the launch.
-    """
-    chip = chip_in_force()
-    tokens = split_tokens(num_tokens, 0, num_cores)
-    gathers = tokens.count * top_k * num_parts
-    pieces = -(-hidden_size // piece_size(hidden_size, top_k * num_parts, 2))
-    named_ns = gathers * pieces * (chip.swdge_ns + tokens.rows / tokens.count * chip.swdge_index_ns)
-    product_ns = gathers * _TERMS * hidden_size / chip.tensor_clock_ghz
-    moved_ns = (num_parts * num_pairs + num_tokens) * hidden_size * 2 / chip.hbm_bytes_per_ns
-    return _BESIDE_NS * core().transfers + max(moved_ns, named_ns, product_ns)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.combine.cost import estimate_combine_ns
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.slot_sums import sum_ns
 from nki_kernels.common.visits import list_visits, loops_of
 from nki_kernels.prefill.config import (
     ExpertSizes,
@@ -377,7 +377,7 @@ def estimate_us(
     """
     loops, shared_ns = _loops(config, tokens_E), 0.0
     if config.stores != "tokens":
-        shared_ns = estimate_combine_ns(
+        shared_ns = sum_ns(
             config.num_tokens, top_k, config.H, num_partials(config), int(tokens_E.sum()),
             config.num_cores,
         )  # fmt: skip
