@@ -3,7 +3,7 @@ tokens, goes through the kernels. Read and written as YAML.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ class TunedPrefill:
         weight_buffers: parts of each on chip at once.
         turns: who transposes rows: tensor or dma.
         weights: plain, or 'by parts': laid out by `pack_weights(for_prefill=True)`.
+        hidden_parts: in how many parts of the hidden axis each part of gate and up is loaded.
 
     Raises:
         ValueError: a value that no kernel has.
@@ -46,9 +47,10 @@ class TunedPrefill:
     weight_buffers: int
     turns: str
     weights: str
+    hidden_parts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "block_size", "visit", "weight_buffers"):
+        for name in ("tokens", "block_size", "visit", "weight_buffers", "hidden_parts"):
             check_positive_int(name, getattr(self, name))
         check_choice("shard_plan", self.shard_plan, SHARD_PLANS)
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
@@ -67,6 +69,8 @@ class TunedPrefill:
 
     def __str__(self) -> str:
         parts = "whole" if self.loaded_parts == (1, 1) else f"in {self.loaded_parts} parts"
+        if self.hidden_parts > 1:
+            parts += f", gate and up in {self.hidden_parts} of the hidden axis,"
         return (
             f"{self.loop_plan} loop, {self.shard_plan} shards, visits of {self.visit} row tiles,"
             f" {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s), rows"
@@ -195,10 +199,12 @@ def read_tuned(path: str | Path) -> TunedModel:
 
 
 def _read(kind: type[_RecordT], values: Mapping[str, Any], where: str) -> _RecordT:
-    """Build a record of the fields of a file, all of which must be there."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    reject_unknown(where, values, names)
-    missing = [name for name in names if name not in values]
+    """Build a record of the fields of a file; those without a default must be there."""
+    known = fields(kind)  # type: ignore[arg-type]
+    reject_unknown(where, values, [field.name for field in known])
+    missing = [
+        field.name for field in known if field.default is MISSING and field.name not in values
+    ]
     if missing:
         raise ValueError(f"{where}: {missing[0]} is missing. Write it with neuron-moe tune.")
     return kind(**values)

@@ -51,6 +51,7 @@ import nki.language as nl
 
 from nki_kernels.combine.config import CombineDims
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.slot_sums import piece_size
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import (
     TokenTiles,
@@ -61,7 +62,6 @@ from nki_kernels.common.token_tiles import (
 )
 
 _GROUP = 2048  # columns summed together: half of PSUM
-_ROWS_BYTES = 75_000  # per partition for the gathered rows of one tile; two tiles are in flight
 _NO_ROW = -(1 << 30)  # stays negative whatever the number of the part adds
 
 
@@ -121,14 +121,6 @@ def combine(
             if start + width == hidden_size:
                 diagonals.pop(0)
     return output_TH
-
-
-def piece_size(hidden_size: int, rows_per_token: int, slots_bytes: int) -> int:
-    """Return how many columns of H to gather at once: all, or equal multiples of 64."""
-    pieces = 1
-    while rows_per_token * ((hidden_size + pieces - 1) // pieces) * slots_bytes > _ROWS_BYTES:
-        pieces += 1
-    return ((hidden_size // 64 + pieces - 1) // pieces) * 64
 
 
 def _load_rows(

@@ -14,7 +14,7 @@ import nki.isa as nisa
 import nki.language as nl
 from nki.language import NKIObject
 
-from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.mx import bias_tile
@@ -24,6 +24,9 @@ from nki_kernels.prefill.config import (
     bias_is_inside,
     first_entries,
     has_scale_table,
+    inner_banks,
+    inner_per_bank,
+    inner_places,
     is_mx,
     largest_visit_of,
     mx_form,
@@ -144,9 +147,11 @@ def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
 def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
     """Allocate what else stays on chip."""
     r, v = row_table(config), visit_table(config)
-    halves = num_projections(config.formula)
-    # Turned rows and output rows are never in PSUM at once: they share six of its eight banks.
-    outer_ps = make_tiles(6, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
+    # Turned rows and output rows are never in PSUM at once: they share what sums of the gate and up
+    # projections leave of its banks.
+    outer_ps = make_tiles(
+        BANKS - inner_banks(config), (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum
+    )
     turn_ps = []
     for bank_ps in outer_ps:
         turn_ps.append(bank_ps.view(nl.bfloat16))
@@ -171,7 +176,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         outer=allocate(r.outer),
         gate=allocate(r.gate),
         up=allocate(r.up),
-        inner_ps=make_tiles(2, (PARTITIONS, halves, config.tile_rows), nl.float32, nl.psum),
+        inner_ps=_make_sums(config),
         turn_ps=turn_ps,
         outer_ps=outer_ps,
         ones=allocate(v.ones)[0],
@@ -195,6 +200,20 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         ahead=allocate(v.ahead)[0],
         one=allocate(v.one)[0],
     )
+
+
+def _make_sums(config: PrefillConfig) -> list[nl.NkiTensor]:
+    """Allocate the sums [128, 2 or 1, R] of the gate and up projections."""
+    halves, each = num_projections(config.formula), inner_per_bank(config)
+    if config.loop.h_parts == 1:  # a bank each
+        each = 1
+    banks = make_tiles(
+        inner_banks(config), (PARTITIONS, each, halves, config.tile_rows), nl.float32, nl.psum
+    )
+    sums = []
+    for place in range(inner_places(config)):
+        sums.append(banks[place // each][:, place % each])
+    return sums
 
 
 @dataclass

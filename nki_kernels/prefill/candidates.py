@@ -1,10 +1,10 @@
 """Which plan and block size a prefill gets: candidates, ranked by the estimate of trip_time.py.
 
 The visits of an expected routing are listed as the device would list them, and the times of their
-trips are added up, in both corners of the clock. Without a routing two extremes are expected: even,
-and one in which a quarter of the experts gets most tokens; the candidate is taken whose larger loss
-against the best of each is least, that of even routing counted four times. What the candidates
-share (routing, indexing) is left out.
+trips are added up, in both corners of the clock. Without a routing two extremes are expected: one
+drawn from experts that are alike, and one in which a quarter of them gets most tokens; the
+candidate is taken whose larger loss against the best of each is least, that of experts alike
+counted four times. What the candidates share (routing, indexing) is left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nki_kernels.common.chip import PARTITIONS, chip_in_force, core
 from nki_kernels.common.formula import ExpertFormula
+from nki_kernels.common.slot_sums import sum_ns
 from nki_kernels.common.visits import list_visits, loops_of
 from nki_kernels.prefill.config import (
     ExpertSizes,
@@ -35,8 +35,7 @@ from nki_kernels.prefill.fit import find_loops, visit_ns
 from nki_kernels.prefill.options import make_config, shard_plan_of
 from nki_kernels.prefill.trip_time import CORNERS, pace_of
 
-_EVEN_WEIGHT = 4.0  # of a loss where the routing is even, against one where it is skewed
-_COMBINE_NS = 7_000.0  # simulated: of a combine, before its first gather and after its last
+_EVEN_WEIGHT = 4.0  # of a loss where experts are alike, against one where the routing is skewed
 _SEED = 7
 _HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the choices they get
 _CLOSE_LOOPS = 12  # by the coarse estimate, of a shard plan at a block size
@@ -51,8 +50,8 @@ class Expected:
 
     Attributes:
         num_tokens: T.
-        top_k: K, choices per token among this rank's experts; of E_all experts on several ranks, on
-            average, rounded up.
+        top_k: K, choices of a token, whatever rank its experts are on.
+        share: of the choices that fall on this rank's experts, on average.
         routing: how likely each expert is to be chosen, E numbers; or unknown.
         num_cores, scaling, stores: as in `PrefillWork`.
     """
@@ -63,6 +62,12 @@ class Expected:
     num_cores: int = 2
     scaling: str = "none"
     stores: str = "rows"
+    share: float = 1.0
+
+    @property
+    def num_pairs(self) -> int:
+        """Choices to expect here."""
+        return round(self.num_tokens * self.top_k * self.share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +151,11 @@ def rank_candidates(
         Candidate(
             request=draft.request,
             block_size=draft.block_size,
-            times_us=tuple(t for tokens_E in routings for t in estimate_us(draft.config, tokens_E)),
+            times_us=tuple(
+                t
+                for tokens_E in routings
+                for t in estimate_us(draft.config, tokens_E, expected.top_k)
+            ),
         )
         for draft in _worth_a_look(drafts)
     ]
@@ -207,16 +216,17 @@ class _Loop(NamedTuple):
 
 def _routings(num_experts: int, expected: Expected) -> list[NDArray[np.int64]]:
     """Return [E] tokens of each expert, for each routing to expect."""
-    pairs = expected.num_tokens * expected.top_k
+    pairs = expected.num_pairs
     if expected.routing != "unknown":
         return [expect_tokens(pairs, num_experts, expected.routing)]
     hot = max(1, int(num_experts * _HOT_SHARE))
     cold_share = (1 - _HOT_CHOICES) / max(1, num_experts - hot)
     skewed = (_HOT_CHOICES / hot,) * hot + (cold_share,) * (num_experts - hot)
-    even_E = np.full(num_experts, pairs // num_experts)
-    even_E[: pairs % num_experts] += 1
-    skewed_E = expect_tokens(pairs, num_experts, skewed)
-    return [even_E, np.minimum(skewed_E, expected.num_tokens)]  # a token chooses an expert once
+    return [
+        # A token chooses an expert once.
+        np.minimum(expect_tokens(pairs, num_experts, weights), expected.num_tokens)
+        for weights in ("uniform", skewed)
+    ]
 
 
 def _drafts(
@@ -355,15 +365,22 @@ def _coarse_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     return total
 
 
-def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> tuple[float, ...]:
+def estimate_us(
+    config: PrefillConfig, tokens_E: NDArray[np.int64], top_k: int
+) -> tuple[float, ...]:
     """Return the estimated time of experts and combine, in microseconds, in each of CORNERS.
 
     Args:
         config: what the kernel is compiled for.
         tokens_E: [E] tokens of each expert.
+        top_k: K, choices of a token, whatever rank its experts are on.
     """
-    loops = _loops(config, tokens_E)
-    shared_ns = _combine_ns(config, int(tokens_E.sum()))
+    loops, shared_ns = _loops(config, tokens_E), 0.0
+    if config.stores != "tokens":
+        shared_ns = sum_ns(
+            config.num_tokens, top_k, config.H, num_partials(config), int(tokens_E.sum()),
+            config.num_cores,
+        )  # fmt: skip
     found = []
     for corner in CORNERS:
         total_ns = shared_ns
@@ -375,15 +392,3 @@ def estimate_us(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> tuple[flo
                     total_ns += share * (pace.first_ns - pace.next_ns)
         found.append(total_ns / 1e3)
     return tuple(found)
-
-
-def _combine_ns(config: PrefillConfig, pairs: int) -> float:
-    """Return the time to add up the slots of tokens: bytes of HBM, or descriptors of gathers."""
-    if config.stores == "tokens":
-        return 0.0
-    chip = chip_in_force()
-    rows = num_partials(config) * pairs
-    moved_ns = (rows + config.num_tokens) * config.H * 2 / chip.hbm_bytes_per_ns
-    gathers = -(-rows // PARTITIONS) / config.num_cores
-    named_ns = gathers * (chip.swdge_ns + PARTITIONS * chip.swdge_index_ns)
-    return _COMBINE_NS * core().transfers + max(moved_ns, named_ns)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from nki.language import NKIObject
 
 from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
 from nki_kernels.common.visits import VisitDims, max_steps, max_visits
@@ -76,6 +76,7 @@ class LoopFit(NKIObject):
     out_parts: int
     weight_buffers: int
     turns: str
+    h_parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class LoopPlan(NKIObject):
 
     Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
     `out_parts` of the hidden axis; one each where the expert fits. `by_parts`: they lie so in HBM,
-    see weight_formats.split_parts, which makes their runs long. With two `weight_buffers` a part
+    see weight_formats.split_parts, which makes their runs long. A part of gate and up is loaded in
+    `h_parts` of the hidden axis, whose products add up in PSUM. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
     reverse. `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
     With two `first_buffers` the first tile of a visit has one by the parity of the visit, and is
@@ -168,6 +170,7 @@ class LoopPlan(NKIObject):
     fetches: str = "copy"
     missing: str = "skip"
     first_buffers: int = 1
+    h_parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,39 @@ def largest_visit_of(config: PrefillConfig) -> int:
 
 def fit_of(loop: LoopPlan) -> LoopFit:
     """Return what of a loop plan is a choice."""
-    return LoopFit(loop.classes[0], loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns)
+    return LoopFit(
+        loop.classes[0], loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns,
+        loop.h_parts,
+    )  # fmt: skip
+
+
+def loads_in_parts(loop: LoopPlan) -> bool:
+    """Whether gate and up weights come in parts, each of which takes all rows of a visit."""
+    return loop.in_parts * loop.h_parts > 1
+
+
+def part_tiles(config: PrefillConfig) -> int:
+    """Return the tiles of the hidden axis that are loaded at a time."""
+    return config.h_axis.count // config.loop.h_parts
+
+
+def inner_places(config: PrefillConfig) -> int:
+    """Return how many sums of the gate and up projections are in PSUM at once: two in turn, or all
+    of a visit that wait for other parts of the hidden axis.
+    """
+    return 2 if config.loop.h_parts == 1 else largest_visit_of(config) * config.i_axis.count
+
+
+def inner_banks(config: PrefillConfig) -> int:
+    """Return the banks of PSUM that these sums take."""
+    if config.loop.h_parts == 1:
+        return inner_places(config)
+    return -(-inner_places(config) // inner_per_bank(config))
+
+
+def inner_per_bank(config: PrefillConfig) -> int:
+    """Return how many of these sums fit a bank."""
+    return BANK_FLOATS // (num_projections(config.formula) * config.tile_rows)
 
 
 def row_places(loop: LoopPlan) -> int:
@@ -321,7 +356,7 @@ def first_tiles(config: PrefillConfig) -> int:
         return 0
     item = ITEM_BYTES[config.weight_format]
     tile_bytes = h_axis.rows * num_projections(config.formula) * config.i_axis.size * item
-    return min(h_axis.count, -(-_FIRST_BYTES // tile_bytes))
+    return min(part_tiles(config), -(-_FIRST_BYTES // tile_bytes))
 
 
 def num_visits(config: PrefillConfig) -> int:

@@ -53,7 +53,7 @@ def start_apart(config: PrefillConfig, b: Buffers, x: Operands, share: Share) ->
     """Load the weights of the first two visits; rows are on their way."""
     for s in range(2):
         load_beside(config, b, x, share, b.expert[s], s, 0)
-        load_gate_up(config, b, x, share, b.expert[s], s, 0)
+        load_gate_up(config, b, x, share, b.expert[s], s, 0, 0)
     for s in range(2):
         load_down(config, b, x, share, b.expert[s], s, 0, s)
     if config.i_axis.tail < config.i_axis.rows:
@@ -115,14 +115,14 @@ def _go_in_apart(
     turn_rows(config, b, 1 - s, 0)
     look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
-    load_gate_up(config, b, x, share, b.expert[s], s, 0)
+    load_gate_up(config, b, x, share, b.expert[s], s, 0, 0)
 
 
 def _multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int) -> None:
     """Compute this core's part of a tile of the projections, and leave it in SBUF."""
     rows = rows_of(config.i_axis, tile)
     bank_ps = b.inner_ps[tile % 2]
-    multiply_in(config, b, s, s, j, tile, bank_ps)
+    multiply_in(config, b, s, s, j, tile, 0, bank_ps)
     own_sb = b.own[inner_buffer(config, s, j)]
     copy_alternating(own_sb[0:rows, tile], bank_ps[0:rows], tile)
 

@@ -6,11 +6,12 @@ more closely at what comes first here, and times of a kernel come from its trace
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nki_kernels.common.axes import is_even
-from nki_kernels.common.chip import core, fitted_sbuf_bytes
+from nki_kernels.common.axes import is_even, tile_axis
+from nki_kernels.common.chip import BANKS, core, fitted_sbuf_bytes
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
 from nki_kernels.common.weight_formats import ITEM_BYTES
@@ -21,8 +22,10 @@ from nki_kernels.prefill.config import (
     core_depth,
     core_width,
     fit_of,
+    inner_banks,
     is_mx,
     largest_visit_of,
+    loads_in_parts,
     mx_form,
     with_loop,
 )
@@ -37,6 +40,9 @@ _ONE_BUFFER_PENALTY = 1.05
 # the next.
 _TILE_NS, _ROW_NS, _EXCHANGE_NS, _INNER_NS = 500.0, 2.5, 3_700.0, 350.0
 _LEAST_I_PART, _LEAST_H_PART = 64, 256
+_H_PARTS = (1, 2, 4, 5, 7, 8, 10, 14)
+_LEAST_H_BYTES = 1 << 19  # of a transfer, whose fixed time is then a small part of it
+_LEAST_ROW_BANKS = 2
 
 
 def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> float:
@@ -60,12 +66,13 @@ def visit_ns(config: PrefillConfig, num_tiles: int, live_rows: float = 0.0) -> f
     load_in, load_out = _weights_ns(config)
     rows = num_tiles * 2 * (live_rows or config.tile_rows) * H * 2 / chip.hbm_bytes_per_ns
     load = load_in + load_out + rows
-    if loop.weight_buffers == 2 and loop.in_parts > 1:
-        # The first part of each kind came beside the other kind; the others one ahead of their use.
-        go_in = into / loop.in_parts + _all_but_one(loop.in_parts, into, load_in)
-        go_out = out / loop.out_parts + _all_but_one(loop.out_parts, out, load_out)
-        return max(go_in + go_out, load)
     wait = num_tiles * (_TILE_NS * chip.steps + _ROW_NS * config.tile_rows)
+    if loop.weight_buffers == 2 and loads_in_parts(loop):
+        # The first part of each kind came beside the other kind; the others one ahead of their use.
+        in_parts = loop.in_parts * loop.h_parts
+        go_in = into / in_parts + _all_but_one(in_parts, into, load_in)
+        go_out = out / loop.out_parts + _all_but_one(loop.out_parts, out, load_out)
+        return max(go_in + go_out, load) + wait
     if loop.weight_buffers == 2:
         if config.shard.splits_h:
             wait += _EXCHANGE_NS * chip.exchanges
@@ -91,7 +98,7 @@ def _weights_ns(config: PrefillConfig) -> tuple[float, float]:
         return loads[0], loads[1]
     loop, item, H = config.loop, ITEM_BYTES[config.weight_format], core_width(config)
     halves, i_size = num_projections(config.formula), config.i_axis.size * loop.in_parts
-    runs = config.h_axis.rows * loop.in_parts if loop.turns == "tensor" else H
+    runs = config.h_axis.rows * loop.in_parts * loop.h_parts if loop.turns == "tensor" else H
     if (loop.in_parts > 1 or config.shard.splits_i) and not loop.by_parts:
         runs = halves * H * loop.in_parts
     load_in = _load_ns(runs, halves * H * i_size * item, config.chip)
@@ -174,9 +181,15 @@ def find_loops(
         if request.fit not in (None, fit_of(loop)):
             continue
         trial = with_loop(config, loop)
-        if sbuf_bytes(trial) <= fitted_sbuf_bytes(config.chip):
+        if _fits(trial):
             found.append((_experts_ns(trial, tiles), len(found), trial))
     return [_more_buffers(trial) for _, _, trial in sorted(found)[:count]]
+
+
+def _fits(config: PrefillConfig) -> bool:
+    """Whether there is room on chip, two banks of PSUM for rows among it."""
+    has_banks = inner_banks(config) + _LEAST_ROW_BANKS <= BANKS
+    return has_banks and sbuf_bytes(config) <= fitted_sbuf_bytes(config.chip)
 
 
 def _experts_ns(config: PrefillConfig, tiles: int) -> float:
@@ -204,14 +217,18 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
         in_choices = (config.loop.in_parts,)
     for in_parts in in_choices:
         for out_parts in (
-            (1,) if in_parts == 1 or is_mx(config) else _divisors(core_width(config), _LEAST_H_PART)
+            (1,) if is_whole or is_mx(config) else _divisors(core_width(config), _LEAST_H_PART)
         ):
             for buffers in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
                     outer = 2 if out_parts == 1 else size
                     # Words lie in the parts they lie in: what is left to give up is an output tile.
                     is_last = is_mx(config) and buffers == size == 1
-                    for outer_buffers in (outer, 1) if is_last else (outer,):
+                    outers = (outer, 1) if is_last else (outer,)
+                    h_choices = _h_choices(config, in_parts, buffers, turns)
+                    for h_parts, outer_buffers in itertools.product(h_choices, outers):
+                        if out_parts > 1 and in_parts * h_parts == 1:
+                            continue
                         yield replace(
                             config.loop,
                             classes=tuple(range(size, 0, -1)),
@@ -221,7 +238,20 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
                             row_buffers=min(2, size),
                             outer_buffers=outer_buffers,
                             turns=turns,
+                            h_parts=h_parts,
                         )
+
+
+def _h_choices(config: PrefillConfig, in_parts: int, buffers: int, turns: str) -> tuple[int, ...]:
+    """Return in how many parts of the hidden axis a part of gate and up weights may load."""
+    axis = tile_axis(core_width(config))
+    is_whole = _needs_whole_experts(config) or is_mx(config) or axis.tail < axis.rows
+    if is_whole or buffers == 1 or turns == "dma":
+        return (1,)
+    columns = num_projections(config.formula) * core_depth(config) // in_parts
+    part_bytes = axis.size * columns * ITEM_BYTES[config.weight_format]
+    most = max(1, part_bytes // _LEAST_H_BYTES)
+    return tuple(n for n in _H_PARTS if axis.count % n == 0 and n <= most)
 
 
 def _sizes_and_turns(config: PrefillConfig, in_parts: int) -> Iterator[tuple[int, str]]:

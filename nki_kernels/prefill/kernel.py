@@ -78,6 +78,7 @@ from nki_kernels.prefill.config import (
     first_tiles,
     num_partials,
     output_tiles,
+    part_tiles,
     scales_late,
     share_of,
 )
@@ -156,7 +157,7 @@ def load_ahead(config: PrefillConfig, weights: WeightBuffers, x: Operands, lists
     load_experts(config, weights, lists)
     expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=expert, src=weights.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
-    load_gate_up(config, weights, x, share, expert, 0, 0)
+    load_gate_up(config, weights, x, share, expert, 0, 0, 0)
     weights.is_loaded = True
 
 
@@ -210,11 +211,11 @@ def _start_pipeline(
     fill_first(config, b, weights, lists)
     if scales_late(config):
         load_late_scales(config, b, x, len(b.wide_scale))
-    early, count = first_tiles(config), config.h_axis.count
+    early, count = first_tiles(config), part_tiles(config)
     if early > 0 and not weights.is_loaded:
         expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=expert, src=b.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
-        load_tiles(config, b, x, share, expert, 0, early)
+        load_tiles(config, b, x, share, expert, 0, 0, 0, 0, early)
     start_visits(config, b)
     gather_rows(config, b, x, share, 0, 0)
     start_experts(b)
@@ -228,9 +229,9 @@ def _start_pipeline(
     else:
         load_beside(config, b, x, share, b.expert[0], 0, 0)
         if early == 0 and not weights.is_loaded:
-            load_gate_up(config, b, x, share, b.expert[0], 0, 0)
+            load_gate_up(config, b, x, share, b.expert[0], 0, 0, 0)
         elif early < count and not weights.is_loaded:
-            load_tiles(config, b, x, share, b.expert[0], early, count)
+            load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
         fill_later(config, b, lists)
         load_down(config, b, x, share, b.expert_out[0], 0, 0, 0)
     for j in range(1, config.loop.row_buffers):
@@ -269,34 +270,43 @@ def _run_visit(
 def _go_in(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, next_size: int, share: Share
 ) -> None:
-    """Do the gate and up projections of a visit, part by part of the intermediate axis."""
-    parts, buffers = config.loop.in_parts, config.loop.weight_buffers
+    """Do the gate and up projections of a visit, part by part of the intermediate axis, and of the
+    hidden axis inside.
+    """
+    loop = config.loop
+    parts, h_parts, buffers = loop.in_parts, loop.h_parts, loop.weight_buffers
     last = config.i_axis.count - 1
-    by_dma = config.loop.turns == "dma"
-    for part in range(parts):
-        buffer = (s * parts + part) % buffers
-        prepare_part(config, b, buffer)
+    by_dma = loop.turns == "dma"
+    for step in range(parts * h_parts):
+        part, h_part = step // h_parts, step % h_parts
+        buffer = (s * parts * h_parts + step) % buffers
+        beside = (s * parts + part) % buffers
+        if h_part == 0:
+            prepare_part(config, b, beside)
         for j in range(size):
             for tile in range(last):
-                project_in(config, b, buffer, s, j, part, tile)
+                project_in(config, b, buffer, beside, s, j, part, h_part, tile)
             # The next tile is turned before the last product of this one, so that the engines
             # that copy it are done when its own products begin.
-            if part == 0 and j + 1 < size:
+            if step == 0 and j + 1 < size:
                 turn_rows(config, b, s, j + 1)
                 if not by_dma:
                     gather_after(config, b, x, share, s, j + 1, size, next_size)
-            project_in(config, b, buffer, s, j, part, last)
+            project_in(config, b, buffer, beside, s, j, part, h_part, last)
             if by_dma and 0 < j < size - 1:
                 gather_after(config, b, x, share, s, j, size, next_size)
         # With two buffers the other one is free since the part before, so this load runs beside the
         # products above; with one it follows them.
-        following = (buffer + 1) % buffers
-        next_part = (part + 1) % parts
+        following = (step + 1) % (parts * h_parts)
+        next_part = following // h_parts
         if scales_late(config):  # whose gate and up weights are one part
             load_late_scales(config, b, x, next_size)
-        expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
-        load_beside(config, b, x, share, expert, following, next_part)
-        load_gate_up(config, b, x, share, expert, following, next_part)
+        expert = b.expert[s] if following > 0 else b.expert[1 - s]
+        if following % h_parts == 0:
+            load_beside(config, b, x, share, expert, (beside + 1) % buffers, next_part)
+        load_gate_up(
+            config, b, x, share, expert, (buffer + 1) % buffers, next_part, following % h_parts
+        )
         # The next visit needs these weights before it needs the rows of a tile beyond its first.
         if by_dma and size > 1:
             gather_after(config, b, x, share, s, size - 1, size, next_size)

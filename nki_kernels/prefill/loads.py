@@ -25,6 +25,8 @@ from nki_kernels.prefill.config import (
     bias_is_inside,
     core_width,
     is_mx,
+    loads_in_parts,
+    part_tiles,
     stored_parts,
 )
 
@@ -121,7 +123,7 @@ def turned_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """
     if config.loop.turns == "dma":
         return s if j == 0 else 2 + ring_place(config, j)
-    return j if config.loop.in_parts > 1 else j % 2
+    return j if loads_in_parts(config.loop) else j % 2
 
 
 def load_gate_up(
@@ -132,11 +134,15 @@ def load_gate_up(
     expert: nl.NkiTensor,
     buffer: int,
     part: int,
+    h_part: int,
 ) -> None:
     """Load one part of the gate and up weights of an expert."""
     entry = _entry(config, x.gate_up, expert)
     if is_mx(config):
         _load_run(b.gate_up[buffer], entry, part)
+        return
+    if config.loop.h_parts > 1:
+        load_tiles(config, b, x, share, expert, buffer, part, h_part, 0, part_tiles(config))
         return
     h_axis, column = config.h_axis, config.i_axis.size
     first, row, runs = _gate_up_place(config, share, part)
@@ -150,18 +156,22 @@ def load_tiles(
     x: Operands,
     share: Share,
     expert: nl.NkiTensor,
+    buffer: int,
+    part: int,
+    h_part: int,
     begin: int,
     stop: int,
 ) -> None:
-    """Load the tiles of H from `begin` to `stop` of the first part into the first buffer."""
-    h_axis, column = config.h_axis, config.i_axis.size
-    first, row, runs = _gate_up_place(config, share, 0)
+    """Load tiles of H, from `begin` to `stop`, of one part of the gate and up weights."""
+    h_axis, column, count = config.h_axis, config.i_axis.size, part_tiles(config)
+    first, row, runs = _gate_up_place(config, share, part)
     apart, step = row_steps(h_axis, row)
     size = runs[1] * column
-    flat = b.gate_up[0].reshape((h_axis.rows, h_axis.count * size))
+    flat = b.gate_up[buffer].reshape((h_axis.rows, count * size))
     pattern = [[apart, h_axis.rows], [step, stop - begin], runs, [1, column]]
     tiles_sb = flat[0 : h_axis.rows, begin * size : stop * size]
-    load_pattern(tiles_sb, _entry(config, x.gate_up, expert), pattern, first + begin * step)
+    offset = first + (h_part * count + begin) * step
+    load_pattern(tiles_sb, _entry(config, x.gate_up, expert), pattern, offset)
 
 
 def _gate_up_place(config: PrefillConfig, share: Share, part: int) -> tuple[int, int, list[int]]:

@@ -24,8 +24,10 @@ from nki_kernels.prefill.config import (
     has_scale_table,
     is_mx,
     largest_visit_of,
+    loads_in_parts,
     mx_form,
     num_visits,
+    part_tiles,
     row_places,
     scales_late,
 )
@@ -101,7 +103,7 @@ def weight_table(config: PrefillConfig) -> _WeightTable:
     biases = count if formula.has_gate_up_bias else 0
     offsets = count if adds_offset(config) else 0
     down_biases = count if formula.has_down_bias else 0
-    gate_up: tuple[int, ...] = (h_axis.rows, h_axis.count, halves, i_axis.size)
+    gate_up: tuple[int, ...] = (h_axis.rows, part_tiles(config), halves, i_axis.size)
     down = (i_rows, i_axis.count * loop.in_parts, columns)
     if is_mx(config):  # biases of the projections lie in the run
         gate_up, out = in_shape(mx_form(config)), out_shape(mx_form(config))
@@ -165,7 +167,7 @@ def _turned(config: PrefillConfig, shape: tuple[int, ...]) -> Tiles:
     loop, largest = config.loop, largest_visit_of(config)
     if loop.turns == "dma":
         return tiles(1 + loop.row_buffers, shape, nl.bfloat16)
-    if loop.in_parts > 1:
+    if loads_in_parts(loop):
         return tiles(largest, shape, nl.bfloat16)
     # Visits of one tile need one; counted like the others, so that they get the same weights.
     return Tiles(min(2, largest), shape, nl.bfloat16, 2)

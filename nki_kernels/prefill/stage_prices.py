@@ -244,10 +244,11 @@ def _gate_up_price(config: PrefillConfig) -> DmaPrice:
     """Return the price of one part of the gate and up weights."""
     loop, item = config.loop, ITEM_BYTES[config.weight_format]
     halves = num_projections(config.formula)
-    columns = core_depth(config) // loop.in_parts
+    columns, axis = core_depth(config) // loop.in_parts, config.h_axis
+    axis = replace(axis, size=axis.size // loop.h_parts, count=axis.count // loop.h_parts)
     if loop.by_parts or not (loop.in_parts > 1 or config.shard.splits_i):
-        return _matrix_price(config.h_axis, halves * columns * item, 1, follows=True)
-    return _matrix_price(config.h_axis, columns * item, halves, follows=False)
+        return _matrix_price(axis, halves * columns * item, 1, follows=True)
+    return _matrix_price(axis, columns * item, halves, follows=False)
 
 
 def _down_price(config: PrefillConfig) -> DmaPrice:

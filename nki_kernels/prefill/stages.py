@@ -30,6 +30,7 @@ from nki_kernels.prefill.config import (
     bias_terms,
     core_width,
     is_mx,
+    part_tiles,
     scales_late,
 )
 from nki_kernels.prefill.loads import row_buffer, turned_buffer
@@ -81,12 +82,33 @@ def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
 
 
 def project_in(
-    config: PrefillConfig, b: Buffers, buffer: int, s: int, j: int, part: int, tile: int
+    config: PrefillConfig,
+    b: Buffers,
+    buffer: int,
+    beside: int,
+    s: int,
+    j: int,
+    part: int,
+    h_part: int,
+    tile: int,
 ) -> None:
-    """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product."""
-    bank_ps = b.inner_ps[tile % 2]
-    multiply_in(config, b, buffer, s, j, tile, bank_ps)
-    finish_in(config, b, buffer, s, j, part, tile, bank_ps[0 : rows_of(config.i_axis, tile)])
+    """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product.
+
+    Those of all parts of the hidden axis but the last only add to PSUM.
+
+    Args:
+        config, b: sizes and buffers.
+        buffer: of the weights.
+        beside: of their biases and scales.
+        s, j: visit and row tile.
+        part, h_part: of the intermediate and of the hidden axis.
+        tile: of the part.
+    """
+    bank_ps = b.inner_ps[tile % 2 if config.loop.h_parts == 1 else j * config.i_axis.count + tile]
+    multiply_in(config, b, buffer, s, j, tile, h_part, bank_ps)
+    if h_part + 1 < config.loop.h_parts:
+        return
+    finish_in(config, b, beside, s, j, part, tile, bank_ps[0 : rows_of(config.i_axis, tile)])
     if is_mx(config) and tile == config.i_axis.count - 1:
         quantize_inner(config, b, inner_buffer(config, s, j), part)
 
@@ -98,9 +120,12 @@ def multiply_in(
     s: int,
     j: int,
     tile: int,
+    h_part: int,
     bank_ps: nl.NkiTensor,
 ) -> None:
-    """Multiply a row tile with one tile of the gate and up weights, this core's share of H."""
+    """Multiply a row tile with one tile of the gate and up weights, one part of this core's share
+    of H.
+    """
     if is_mx(config):
         multiply_words_in(config, b, buffer, turned_buffer(config, s, j), tile, bank_ps)
         return
@@ -108,13 +133,14 @@ def multiply_in(
     rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
     turned_sb = b.turned[turned_buffer(config, s, j)]
     for half in range(num_projections(config.formula)):
-        for t in range(h_axis.count):
-            depth = rows_of(h_axis, t)
+        for t in range(part_tiles(config)):
+            of_all = h_part * part_tiles(config) + t
+            depth = rows_of(h_axis, of_all)
             nisa.nc_matmul(
                 dst=bank_ps[0:rows, half, 0:R],
                 stationary=b.gate_up[buffer][0:depth, t, half, columns],
-                moving=turned_sb[0:depth, t, 0:R],
-                accumulate=t > 0,
+                moving=turned_sb[0:depth, of_all, 0:R],
+                accumulate=of_all > 0,
             )
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
-from nki_kernels.prefill.config import PrefillConfig, first_tiles
+from nki_kernels.prefill.config import PrefillConfig, first_tiles, loads_in_parts, part_tiles
 from nki_kernels.prefill.stage_play import StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
     GATHERS,
@@ -99,7 +99,7 @@ class _Writer(StageList):
         """See `_start_pipeline` of kernel.py."""
         config, prices = self._config, self._prices
         write_first_tables(self, config, prices.overlaps)
-        early = first_tiles(config) / config.h_axis.count
+        early = first_tiles(config) / part_tiles(config)
         if early > 0.0:
             self._load_gate_up(0, "experts", _share_of(prices.load_in, early))
         for s in range(2):
@@ -154,7 +154,7 @@ class _Writer(StageList):
             self._turn(1 - s, 0)
             self._look_ahead(s)
             self._gather_late(s)
-            self._load_in(s, ("expert", s))
+            self._load_gate_up(s, ("expert", s), prices.load_in)
         for s in range(2):
             self._look_at_outputs(s)
             for j in range(sizes[s]):
@@ -207,7 +207,7 @@ class _Writer(StageList):
         loop = self._config.loop
         if loop.turns == "dma":
             return ("turned", s if j == 0 else 2 + (j - 1) % (loop.row_buffers - 1))
-        return ("turned", j if loop.in_parts > 1 else j % 2)
+        return ("turned", j if loads_in_parts(loop) else j % 2)
 
     def _gather(self, s: int, j: int) -> None:
         transfer = self._prices.gather
@@ -245,33 +245,44 @@ class _Writer(StageList):
     def _go_in(self, s: int, size: int, next_size: int) -> None:
         loop = self._config.loop
         by_dma = loop.turns == "dma"
-        for part in range(loop.in_parts):
-            buffer = (s * loop.in_parts + part) % loop.weight_buffers
+        steps = loop.in_parts * loop.h_parts
+        for step in range(steps):
+            buffer = (s * steps + step) % loop.weight_buffers
+            part, h_part = step // loop.h_parts, step % loop.h_parts
+            beside = (s * loop.in_parts + part) % loop.weight_buffers
             for j in range(size):
-                turns = part == 0 and j + 1 < size
+                turns = step == 0 and j + 1 < size
                 tiles = self._config.i_axis.count
                 if turns and tiles > 1 and not by_dma:
                     # The next tile is turned before the last product of this one.
-                    self._project_in(s, j, buffer, tiles - 1)
+                    self._project_in(s, j, buffer, beside, h_part, tiles - 1)
                     tiles = 1
                 if turns:
                     self._turn(s, j + 1)
                     if not by_dma:
                         self._gather_after(s, j + 1, size, next_size)
-                self._project_in(s, j, buffer, tiles)
+                self._project_in(s, j, buffer, beside, h_part, tiles)
                 if by_dma and j > 0:
                     self._gather_after(s, j, size, next_size)
-            expert = ("expert", s if part + 1 < loop.in_parts else 1 - s)
-            self._load_in((buffer + 1) % loop.weight_buffers, expert)
+            expert = ("expert", s if step + 1 < steps else 1 - s)
+            if h_part + 1 == loop.h_parts:
+                self._load_beside((beside + 1) % loop.weight_buffers, expert)
+            following = (buffer + 1) % loop.weight_buffers
+            self._load_gate_up(following, expert, self._prices.load_in)
 
-    def _project_in(self, s: int, j: int, buffer: int, tiles: int) -> None:
+    def _project_in(
+        self, s: int, j: int, buffer: int, beside: int, h_part: int, tiles: int
+    ) -> None:
         """Multiply with tiles of the gate and up weights; all but the last one's activations run
         beside the products.
         """
-        prices = self._prices
+        loop = self._config.loop
+        each_ns = self._prices.in_ns / loop.h_parts
         reads = [*_both(self._turned(s, j)), ("gate up", buffer, 0)]
-        self.add(TENSOR, tiles * prices.in_ns, reads, [("inner ps",)])
-        self._activate(s, j, buffer, [("inner ps",)], tiles, prices.in_ns)
+        sums = ("inner ps", j if loop.h_parts > 1 else 0)
+        self.add(TENSOR, tiles * each_ns, reads, [sums])
+        if h_part + 1 == loop.h_parts:
+            self._activate(s, j, beside, [sums], tiles, each_ns)
 
     def _activate(
         self, s: int, j: int, buffer: int, projected: list[object], tiles: int, each_ns: float
@@ -323,11 +334,6 @@ class _Writer(StageList):
         transfer = self._prices.store
         halves = [name for half in range(2) for name in _both(("outer", outer, half))]
         self.move(STORES, transfer, [("out", s), *halves], [])
-
-    def _load_in(self, buffer: int, expert: object) -> None:
-        if not self._config.shard.splits_h:
-            self._load_beside(buffer, expert)
-        self._load_gate_up(buffer, expert, self._prices.load_in)
 
     def _load_gate_up(self, buffer: int, expert: object, price: DmaPrice) -> None:
         self.move(LOADS, price, [expert], [("gate up", buffer, 0)])

@@ -110,7 +110,8 @@ class Problem:
         )
         sizes = prefill.expert_sizes(parts.weights)
         config = make_config(kernel_formula(parts.weights), sizes, work, request)
-        return Point(block_size, request, config, estimate_us(config, self.tokens_E))
+        top_k = parts.spec.top_k
+        return Point(block_size, request, config, estimate_us(config, self.tokens_E, top_k))
 
     def untuned(self) -> Point:
         """Return what the backend takes by itself, with the weights laid out alike."""
@@ -128,6 +129,7 @@ class Problem:
         expected = Expected(
             num_tokens=self.tokens,
             top_k=parts.spec.top_k,
+            share=float(self.tokens_E.sum() / self.index_TK.size),
             routing=tuple(map(float, self.tokens_E)),
             num_cores=parts.tuning.num_cores,
             scaling="pre" if parts.spec.scales_input else "none",
@@ -165,7 +167,8 @@ def one_of_each(points: Sequence[Point]) -> list[Point]:
         loop = point.config.loop
         does = (
             point.block_size, point.request.shard_plan, loop.is_sorted, loop.is_dynamic,
-            loop.by_parts, loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns,
+            loop.by_parts, loop.in_parts, loop.out_parts, loop.h_parts, loop.weight_buffers,
+            loop.turns,
             point.estimates_us,
         )  # fmt: skip
         found.setdefault(does, point)

@@ -127,7 +127,7 @@ def plan_cells(plan: dict[str, Any]) -> list[str]:
     return [
         str(plan["block_size"]),
         f"{plan['shard_plan']}, {plan['loop_plan']}, visits of {plan['visit']}",
-        f"{plan['weights']}, {gate_up}+{down} x {plan['weight_buffers']}",
+        f"{plan['weights']}, {gate_up}x{plan['hidden_parts']}+{down} x {plan['weight_buffers']}",
     ]
 
 

@@ -316,7 +316,7 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
         weight_parts=weight_parts,
         missing=parts.tuning.missing,
         largest_visit=tuned.visit,
-        fit=LoopFit(tuned.visit, *loaded, tuned.weight_buffers, tuned.turns),
+        fit=LoopFit(tuned.visit, *loaded, tuned.weight_buffers, tuned.turns, tuned.hidden_parts),
     )
 
 
@@ -336,6 +336,7 @@ def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
         weight_buffers=loop.weight_buffers,
         turns=loop.turns,
         weights="by parts" if loop.by_parts else "plain",
+        hidden_parts=loop.h_parts,
     )
 
 
@@ -397,11 +398,10 @@ def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidat
         ValueError: nothing fits.
     """
     weights = parts.weights
-    # Choices of a token among this rank's experts, on average.
-    top_k = parts.spec.top_k * weights.num_experts / parts.num_experts
     expected = Expected(
         num_tokens=num_tokens,
-        top_k=math.ceil(top_k),
+        top_k=parts.spec.top_k,
+        share=weights.num_experts / parts.num_experts,
         num_cores=parts.tuning.num_cores,
         scaling=_scaling(parts),
     )

@@ -125,7 +125,8 @@ class Prefill:
         """Return what the kernel is compiled for; `loop` overrides its choice of buffers."""
         config = make_config(*self.records())
         # Rows that the gather turned serve one part only.
-        turns = {"turns": "tensor"} if self.loop.get("in_parts", 1) > 1 else {}
+        parts = self.loop.get("in_parts", 1) * self.loop.get("h_parts", 1)
+        turns = {"turns": "tensor"} if parts > 1 else {}
         return with_loop(config, replace(config.loop, **turns, **self.loop))
 
     def visits(self, config: PrefillConfig) -> VisitLists:

@@ -267,6 +267,23 @@ PARTS = {
         150, 128, 512, 3, 2, 64, loop={"in_parts": 2, "row_buffers": 3},
         options={"shard_plan": "intermediate"},
     ),
+    "2-parts-of-h": Prefill(300, 512, 256, 3, 2, 64, loop={"h_parts": 2}),
+    "4-parts-of-h-no-gate-bias": Prefill(
+        300, 512, 192, 3, 2, 64, has_bias=True, options={"has_gate": False}, loop={"h_parts": 4}
+    ),
+    "2-parts-of-h-in-3-e4m3": Prefill(
+        150, 512, 384, 3, 2, 64,
+        loop={"in_parts": 3, "h_parts": 2, "out_parts": 2, "outer_buffers": 5},
+        options={"weight_format": "float8_e4m3", "has_scales": True, "scaling": "post"},
+    ),
+    "2-parts-of-h-in-2-bias": Prefill(
+        300, 256, 256, 3, 2, 64, has_bias=True, options=GPT_OSS,
+        loop={"in_parts": 2, "h_parts": 2},
+    ),
+    "4-parts-of-h-of-a-half-by-parts": Prefill(
+        150, 512, 512, 3, 2, 64, loop={"h_parts": 4},
+        options={"weight_parts": (4, 2), "shard_plan": "intermediate"},
+    ),
     "one-buffer-of-first-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"first_buffers": 1}),
     "one-buffer-of-first-rows-in-halves": Prefill(
         300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}
@@ -280,13 +297,14 @@ def test_buffers_do_not_change_the_result(name: str) -> None:
 
 
 def test_big_experts_get_smaller_buffers() -> None:
-    def loop_of(H: int, I: int) -> tuple[int, int]:  # noqa: E741
+    def parts_of(H: int, I: int) -> tuple[int, int]:  # noqa: E741
         loop = Prefill(64, H, I, 1, 1).config().loop
-        return loop.weight_buffers, loop.in_parts
+        return loop.in_parts, loop.h_parts
 
-    assert loop_of(2880, 360) == (2, 1)  # GPT-OSS, 8 ranks
-    assert loop_of(5120, 512) == (1, 1)  # Llama 4 Scout, 16 ranks
-    assert loop_of(4096, 1792)[1] > 1  # Mixtral, 8 ranks
+    assert parts_of(2880, 360) == (1, 1)  # GPT-OSS, 8 ranks
+    in_parts, h_parts = parts_of(5120, 512)  # Llama 4 Scout, 16 ranks
+    assert in_parts == 1 < h_parts
+    assert min(parts_of(4096, 1792)) > 1  # Mixtral, 8 ranks
 
 
 def test_weights_that_do_not_fit_had_best_lie_in_parts() -> None:

@@ -188,9 +188,10 @@ def plan_in_words(config: PrefillConfig, candidate: Candidate) -> str:
     loop = config.loop
     blocks = "" if candidate.block_size == BLOCK_SIZE else f"blocks of {candidate.block_size}, "
     lie = "stored in" if loop.by_parts else "loaded in"
+    parts = f"{loop.in_parts}x{loop.h_parts}+{loop.out_parts}"
     return (
         f"{candidate.request.shard_plan}, {blocks}visits of {loop.classes[0]}, "
-        f"{loop.weight_buffers} weight buffers, {lie} {loop.in_parts}+{loop.out_parts} parts, "
+        f"{loop.weight_buffers} weight buffers, {lie} {parts} parts, "
         f"turned by {loop.turns}, stores {config.stores}"
     )
 
