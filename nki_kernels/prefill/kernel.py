@@ -78,6 +78,7 @@ from nki_kernels.prefill.config import (
     first_tiles,
     num_partials,
     output_tiles,
+    parts_ahead,
     scales_late,
     share_of,
 )
@@ -231,8 +232,12 @@ def _start_pipeline(
             load_gate_up(config, b, x, share, b.expert[0], 0, 0)
         elif early < count and not weights.is_loaded:
             load_tiles(config, b, x, share, b.expert[0], early, count)
+        for part in range(1, parts_ahead(config.loop, config.loop.in_parts)):
+            load_beside(config, b, x, share, b.expert[0], part, part)
+            load_gate_up(config, b, x, share, b.expert[0], part, part)
         fill_later(config, b, lists)
-        load_down(config, b, x, share, b.expert_out[0], 0, 0, 0)
+        for part in range(parts_ahead(config.loop, config.loop.out_parts)):
+            load_down(config, b, x, share, b.expert_out[0], part, part, 0)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
@@ -288,13 +293,12 @@ def _go_in(
             project_in(config, b, buffer, s, j, part, last)
             if by_dma and 0 < j < size - 1:
                 gather_after(config, b, x, share, s, j, size, next_size)
-        # With two buffers the other one is free since the part before, so this load runs beside the
-        # products above; with one it follows them.
-        following = (buffer + 1) % buffers
-        next_part = (part + 1) % parts
+        ahead = parts_ahead(config.loop, parts)
+        following = (buffer + ahead) % buffers
+        next_part = (part + ahead) % parts
         if scales_late(config):  # whose gate and up weights are one part
             load_late_scales(config, b, x, next_size)
-        expert = b.expert[s] if part + 1 < parts else b.expert[1 - s]
+        expert = b.expert[s] if part + ahead < parts else b.expert[1 - s]
         load_beside(config, b, x, share, expert, following, next_part)
         load_gate_up(config, b, x, share, expert, following, next_part)
         # The next visit needs these weights before it needs the rows of a tile beyond its first.
@@ -320,8 +324,7 @@ def _go_out(
             project_out(config, b, buffer, s, j, part, share.adds_bias, outer)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer)
-        following = (buffer + 1) % buffers
-        if part + 1 < parts:
-            load_down(config, b, x, share, b.expert_out[s], following, part + 1, s)
-        else:
-            load_down(config, b, x, share, b.expert_out[1 - s], following, 0, 1 - s)
+        ahead = parts_ahead(config.loop, parts)
+        following, next_part = (buffer + ahead) % buffers, (part + ahead) % parts
+        visit = s if part + ahead < parts else 1 - s
+        load_down(config, b, x, share, b.expert_out[visit], following, next_part, visit)

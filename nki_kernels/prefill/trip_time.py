@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
-from nki_kernels.prefill.config import PrefillConfig, first_tiles
+from nki_kernels.prefill.config import PrefillConfig, first_tiles, parts_ahead
 from nki_kernels.prefill.stage_play import StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
     GATHERS,
@@ -115,7 +115,10 @@ class _Writer(StageList):
             self._load_beside(s, ("expert", s))
             if early < 1.0:
                 self._load_gate_up(s, ("expert", s), _share_of(prices.load_in, 1.0 - early))
-            self._load_out(s, ("expert", s))
+            for part in range(1, parts_ahead(config.loop, config.loop.in_parts)):
+                self._load_in(part, ("expert", s))
+            for part in range(parts_ahead(config.loop, config.loop.out_parts)):
+                self._load_out(s + part, ("expert", s))
         for j in range(1, config.loop.row_buffers):
             self._gather(0, j)
         write_other_tables(self, config, prices.overlaps)
@@ -259,10 +262,13 @@ class _Writer(StageList):
                     if not by_dma:
                         self._gather_after(s, j + 1, size, next_size)
                 self._project_in(s, j, buffer, tiles)
-                if by_dma and j > 0:
+                if by_dma and 0 < j < size - 1:
                     self._gather_after(s, j, size, next_size)
-            expert = ("expert", s if part + 1 < loop.in_parts else 1 - s)
-            self._load_in((buffer + 1) % loop.weight_buffers, expert)
+            ahead = parts_ahead(loop, loop.in_parts)
+            expert = ("expert", s if part + ahead < loop.in_parts else 1 - s)
+            self._load_in((buffer + ahead) % loop.weight_buffers, expert)
+            if by_dma and size > 1:
+                self._gather_after(s, size - 1, size, next_size)
 
     def _project_in(self, s: int, j: int, buffer: int, tiles: int) -> None:
         """Multiply with tiles of the gate and up weights; all but the last one's activations run
@@ -303,9 +309,10 @@ class _Writer(StageList):
                 self._project_out(s, j, buffer, outer)
                 if is_last:
                     self._store(s, outer)
-            expert = ("expert out", 1 - s if is_last else s)
-            following = s if self._config.shard.splits_h else (buffer + 1) % loop.weight_buffers
-            self._load_out(following, expert)
+            ahead = parts_ahead(loop, loop.out_parts)
+            expert = ("expert out", s if part + ahead < loop.out_parts else 1 - s)
+            following = (buffer + ahead) % loop.weight_buffers
+            self._load_out(s if self._config.shard.splits_h else following, expert)
 
     def _project_out(self, s: int, j: int, buffer: int, outer: int) -> None:
         """Multiply into the banks that turned rows use, and into the others."""
