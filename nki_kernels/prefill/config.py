@@ -327,10 +327,10 @@ def first_tiles(config: PrefillConfig) -> int:
 def parts_ahead(loop: LoopPlan, parts: int) -> int:
     """Return how many parts ahead of its use a part of the weights is asked for.
 
-    With more parts than buffers, what follows in the buffer of a part that was used, so that no part
-    waits for the next trip to begin. Else the next part, which loads beside the products of this
-    one where there are two buffers: what follows in this one would be the next visit's, ahead of
-    down weights of this visit.
+    With more parts than buffers, what follows in the buffer of a part that was used, so that
+    nothing waits for the next trip to begin. Else the next part, which loads beside the products of
+    this one where there are two buffers: what follows in this one would be the next visit's, ahead
+    of the down weights of this visit.
     """
     return loop.weight_buffers if parts > loop.weight_buffers else 1
 
