@@ -359,6 +359,17 @@ def first_tiles(config: PrefillConfig) -> int:
     return min(part_tiles(config), -(-_FIRST_BYTES // tile_bytes))
 
 
+def parts_ahead(loop: LoopPlan, parts: int) -> int:
+    """Return how many parts ahead of its use a part of the weights is asked for.
+
+    With more parts than buffers, what follows in the buffer of a part that was used, so that
+    nothing waits for the next trip to begin. Else the next part, which loads beside the products of
+    this one where there are two buffers: what follows in this one would be the next visit's, ahead
+    of the down weights of this visit.
+    """
+    return loop.weight_buffers if parts > loop.weight_buffers else 1
+
+
 def num_visits(config: PrefillConfig) -> int:
     """Return V, the length of the visit lists of a lane, for any routing."""
     lanes, loop = config.shard.num_lanes, config.loop

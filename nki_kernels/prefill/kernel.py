@@ -79,6 +79,7 @@ from nki_kernels.prefill.config import (
     num_partials,
     output_tiles,
     part_tiles,
+    parts_ahead,
     scales_late,
     share_of,
 )
@@ -232,8 +233,15 @@ def _start_pipeline(
             load_gate_up(config, b, x, share, b.expert[0], 0, 0, 0)
         elif early < count and not weights.is_loaded:
             load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
+        h_parts = config.loop.h_parts
+        for step in range(1, parts_ahead(config.loop, config.loop.in_parts * h_parts)):
+            part, h_part = step // h_parts, step % h_parts
+            if h_part == 0:
+                load_beside(config, b, x, share, b.expert[0], part, part)
+            load_gate_up(config, b, x, share, b.expert[0], step, part, h_part)
         fill_later(config, b, lists)
-        load_down(config, b, x, share, b.expert_out[0], 0, 0, 0)
+        for part in range(parts_ahead(config.loop, config.loop.out_parts)):
+            load_down(config, b, x, share, b.expert_out[0], part, part, 0)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
@@ -277,9 +285,10 @@ def _go_in(
     parts, h_parts, buffers = loop.in_parts, loop.h_parts, loop.weight_buffers
     last = config.i_axis.count - 1
     by_dma = loop.turns == "dma"
-    for step in range(parts * h_parts):
+    steps = parts * h_parts
+    for step in range(steps):
         part, h_part = step // h_parts, step % h_parts
-        buffer = (s * parts * h_parts + step) % buffers
+        buffer = (s * steps + step) % buffers
         beside = (s * parts + part) % buffers
         if h_part == 0:
             prepare_part(config, b, beside)
@@ -295,18 +304,16 @@ def _go_in(
             project_in(config, b, buffer, beside, s, j, part, h_part, last)
             if by_dma and 0 < j < size - 1:
                 gather_after(config, b, x, share, s, j, size, next_size)
-        # With two buffers the other one is free since the part before, so this load runs beside the
-        # products above; with one it follows them.
-        following = (step + 1) % (parts * h_parts)
-        next_part = following // h_parts
+        ahead = parts_ahead(loop, steps)
+        following, next_step = (buffer + ahead) % buffers, (step + ahead) % steps
+        next_part, next_h_part = next_step // h_parts, next_step % h_parts
         if scales_late(config):  # whose gate and up weights are one part
             load_late_scales(config, b, x, next_size)
-        expert = b.expert[s] if following > 0 else b.expert[1 - s]
-        if following % h_parts == 0:
-            load_beside(config, b, x, share, expert, (beside + 1) % buffers, next_part)
-        load_gate_up(
-            config, b, x, share, expert, (buffer + 1) % buffers, next_part, following % h_parts
-        )
+        expert = b.expert[s] if step + ahead < steps else b.expert[1 - s]
+        if next_h_part == 0:
+            beside = (s * parts + (step + ahead) // h_parts) % buffers
+            load_beside(config, b, x, share, expert, beside, next_part)
+        load_gate_up(config, b, x, share, expert, following, next_part, next_h_part)
         # The next visit needs these weights before it needs the rows of a tile beyond its first.
         if by_dma and size > 1:
             gather_after(config, b, x, share, s, size - 1, size, next_size)
@@ -330,8 +337,7 @@ def _go_out(
             project_out(config, b, buffer, s, j, part, share.adds_bias, outer)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer)
-        following = (buffer + 1) % buffers
-        if part + 1 < parts:
-            load_down(config, b, x, share, b.expert_out[s], following, part + 1, s)
-        else:
-            load_down(config, b, x, share, b.expert_out[1 - s], following, 0, 1 - s)
+        ahead = parts_ahead(config.loop, parts)
+        following, next_part = (buffer + ahead) % buffers, (part + ahead) % parts
+        visit = s if part + ahead < parts else 1 - s
+        load_down(config, b, x, share, b.expert_out[visit], following, next_part, visit)

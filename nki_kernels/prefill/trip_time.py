@@ -16,7 +16,13 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
-from nki_kernels.prefill.config import PrefillConfig, first_tiles, loads_in_parts, part_tiles
+from nki_kernels.prefill.config import (
+    PrefillConfig,
+    first_tiles,
+    loads_in_parts,
+    part_tiles,
+    parts_ahead,
+)
 from nki_kernels.prefill.stage_play import StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
     GATHERS,
@@ -115,7 +121,13 @@ class _Writer(StageList):
             self._load_beside(s, ("expert", s))
             if early < 1.0:
                 self._load_gate_up(s, ("expert", s), _share_of(prices.load_in, 1.0 - early))
-            self._load_out(s, ("expert", s))
+            h_parts = config.loop.h_parts
+            for step in range(1, parts_ahead(config.loop, config.loop.in_parts * h_parts)):
+                if step % h_parts == 0:
+                    self._load_beside(step // h_parts, ("expert", s))
+                self._load_gate_up(step, ("expert", s), prices.load_in)
+            for part in range(parts_ahead(config.loop, config.loop.out_parts)):
+                self._load_out(s + part, ("expert", s))
         for j in range(1, config.loop.row_buffers):
             self._gather(0, j)
         write_other_tables(self, config, prices.overlaps)
@@ -262,13 +274,17 @@ class _Writer(StageList):
                     if not by_dma:
                         self._gather_after(s, j + 1, size, next_size)
                 self._project_in(s, j, buffer, beside, h_part, tiles)
-                if by_dma and j > 0:
+                if by_dma and 0 < j < size - 1:
                     self._gather_after(s, j, size, next_size)
-            expert = ("expert", s if step + 1 < steps else 1 - s)
-            if h_part + 1 == loop.h_parts:
-                self._load_beside((beside + 1) % loop.weight_buffers, expert)
-            following = (buffer + 1) % loop.weight_buffers
-            self._load_gate_up(following, expert, self._prices.load_in)
+            following = step + parts_ahead(loop, steps)
+            expert = ("expert", s if following < steps else 1 - s)
+            if following % loop.h_parts == 0:
+                part = s * loop.in_parts + following // loop.h_parts
+                self._load_beside(part % loop.weight_buffers, expert)
+            buffer = (s * steps + following) % loop.weight_buffers
+            self._load_gate_up(buffer, expert, self._prices.load_in)
+            if by_dma and size > 1:
+                self._gather_after(s, size - 1, size, next_size)
 
     def _project_in(
         self, s: int, j: int, buffer: int, beside: int, h_part: int, tiles: int
@@ -314,9 +330,10 @@ class _Writer(StageList):
                 self._project_out(s, j, buffer, outer)
                 if is_last:
                     self._store(s, outer)
-            expert = ("expert out", 1 - s if is_last else s)
-            following = s if self._config.shard.splits_h else (buffer + 1) % loop.weight_buffers
-            self._load_out(following, expert)
+            ahead = parts_ahead(loop, loop.out_parts)
+            expert = ("expert out", s if part + ahead < loop.out_parts else 1 - s)
+            following = (buffer + ahead) % loop.weight_buffers
+            self._load_out(s if self._config.shard.splits_h else following, expert)
 
     def _project_out(self, s: int, j: int, buffer: int, outer: int) -> None:
         """Multiply into the banks that turned rows use, and into the others."""

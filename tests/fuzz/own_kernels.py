@@ -196,15 +196,15 @@ FAULTS: dict[str, Fault] = {
     "next-weights-not-loaded": Fault(
         "prefill",
         VISITS,
-        "            load_down(config, b, x, share, b.expert_out[1 - s], following, 0, 1 - s)",
-        "            pass",
+        "        load_down(config, b, x, share, b.expert_out[visit], following, next_part, visit)",
+        "        pass",
         E,
         "nisa.nc_matmul",
     ),
     "weights-of-this-expert-again": Fault(
         "prefill",
         VISITS,
-        "b.expert[s] if part + 1 < parts else b.expert[1 - s]",
+        "b.expert[s] if part + ahead < parts else b.expert[1 - s]",
         "b.expert[s]",
         E,
         "nisa.",
