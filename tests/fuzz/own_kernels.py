@@ -115,6 +115,7 @@ TRIALS: dict[str, Callable[[random.Random], Trial]] = {
         rng, has_bias=True, options={**GPT_OSS, "up_limits": limits(-0.5, 0.5)}
     ),
     "prefill, dynamic": lambda rng: prefill(rng, options={"loop_plan": "dynamic"}),
+    "prefill, in parts of H": lambda rng: prefill(rng, loop={"h_parts": 2}),
     "prefill, hidden split": lambda rng: prefill(
         rng, width=rng.choice((129, 131)), options={"shard_plan": "hidden"}
     ),
@@ -204,7 +205,7 @@ FAULTS: dict[str, Fault] = {
     "weights-of-this-expert-again": Fault(
         "prefill",
         VISITS,
-        "b.expert[s] if part + ahead < parts else b.expert[1 - s]",
+        "b.expert[s] if step + ahead < steps else b.expert[1 - s]",
         "b.expert[s]",
         E,
         "nisa.",
@@ -219,16 +220,16 @@ FAULTS: dict[str, Fault] = {
     "first-product-adds": Fault(
         "prefill",
         STAGES,
-        "moving=turned_sb[0:depth, t, 0:R],\n                accumulate=t > 0,",
-        "moving=turned_sb[0:depth, t, 0:R],\n                accumulate=True,",
+        "moving=turned_sb[0:depth, of_all, 0:R],\n                accumulate=of_all > 0,",
+        "moving=turned_sb[0:depth, of_all, 0:R],\n                accumulate=True,",
         ADDS,
         "nisa.nc_matmul",
     ),
     "every-product-starts": Fault(
         "prefill",
         STAGES,
-        "moving=turned_sb[0:depth, t, 0:R],\n                accumulate=t > 0,",
-        "moving=turned_sb[0:depth, t, 0:R],\n                accumulate=False,",
+        "moving=turned_sb[0:depth, of_all, 0:R],\n                accumulate=of_all > 0,",
+        "moving=turned_sb[0:depth, of_all, 0:R],\n                accumulate=False,",
         ADDS,
         "nisa.nc_matmul",
     ),
@@ -480,9 +481,20 @@ FAULTS: dict[str, Fault] = {
     "sums-in-bfloat16": Fault(
         "prefill",
         TABLES,
-        "config.tile_rows), nl.float32, nl.psum)",
-        "config.tile_rows), nl.bfloat16, nl.psum)",
+        "config.tile_rows), nl.float32, nl.psum\n",
+        "config.tile_rows), nl.bfloat16, nl.psum\n",
         OPERAND,
+        "nisa.nc_matmul",
+    ),
+    "same-part-of-h-again": Fault(
+        "prefill, in parts of H", LOADS, "(h_part * count + begin) * step", "begin * step"
+    ),
+    "one-place-for-sums-of-all-tiles": Fault(
+        "prefill, in parts of H",
+        STAGES,
+        "else j * config.i_axis.count + tile]",
+        "else tile]",
+        ADDS,
         "nisa.nc_matmul",
     ),
     "list-of-all-not-set": Fault(

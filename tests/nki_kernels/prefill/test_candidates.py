@@ -95,6 +95,24 @@ def test_experts_of_five_tiles_get_visits_of_five() -> None:
     assert five.estimated_us < four.estimated_us
 
 
+def test_choices_of_other_ranks_make_the_sum_longer_and_no_visits() -> None:
+    sizes, one_of_eight = ExpertSizes(512, 128, 4), Expected(num_tokens=2048, top_k=8, share=0.125)
+    assert one_of_eight.num_pairs == 2048
+    alone, among_others = (
+        best_candidate(ExpertFormula(), sizes, expected)
+        for expected in (Expected(num_tokens=2048, top_k=1), one_of_eight)
+    )
+    assert among_others.request.tiles_per_expert == alone.request.tiles_per_expert
+    assert among_others.estimated_us > 1.2 * alone.estimated_us
+
+
+def test_experts_alike_do_not_get_tokens_alike() -> None:
+    best = best_candidate(
+        ExpertFormula(), ExpertSizes(512, 2048, 32), Expected(num_tokens=8192, top_k=1)
+    )
+    assert best.request.tiles_per_expert > 2.2  # half of the experts has more than 256
+
+
 def test_a_hot_expert_changes_what_to_expect() -> None:
     sizes = ExpertSizes(512, 128, 4)
     uniform, hot = (
