@@ -332,16 +332,21 @@ def load_table(
 
 def identity(dtype: nl.DType) -> nl.NkiTensor:
     """Return the identity matrix [128, 128]."""
+    return compare_columns(dtype, nl.equal)
+
+
+def compare_columns(dtype: nl.DType, compare: nl.DType) -> nl.NkiTensor:
+    """Return [128, 128], 1 where column minus partition compares true with 0."""
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0)
-    identity_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
+    compared_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
     nisa.affine_select(
-        dst=identity_sb,
+        dst=compared_sb,
         pattern=[[1, PARTITIONS]],
         offset=0,
         channel_multiplier=-1,
         on_true_tile=ones_sb,
         on_false_value=0.0,
-        cmp_op=nl.equal,
+        cmp_op=compare,
     )
-    return identity_sb
+    return compared_sb

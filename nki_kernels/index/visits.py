@@ -76,6 +76,7 @@ def store_visits(
     visits: VisitDims,
     block_size: int,
     num_tiles: int,
+    visit_columns: list[nl.ndarray],
 ) -> None:
     """Store the lists of visits.
 
@@ -88,6 +89,8 @@ def store_visits(
         visits: how visits are made.
         block_size: B.
         num_tiles: row tiles in all.
+        visit_columns: where each tile lies in the lists of tokens of each core (token_lists.py), a
+            [C, V, G] int32 tensor in HBM for each, beyond all for none; empty if nobody asks.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
     num_experts = tokens_sb.shape[1]
@@ -105,6 +108,14 @@ def store_visits(
             tile_sb = _place_tiles(
                 runs, visit_sb, run_sb, expert_sb, size_sb, visits.largest, num_tiles
             )
+            for number in range(len(visit_columns)):
+                column_sb = _place_columns(
+                    runs, _last_tiles(runs, tokens_sb, visits.tile_rows), tile_sb, expert_sb,
+                    number > 0, num_tiles,
+                )  # fmt: skip
+                _store_lane(
+                    visit_columns[number], column_sb, lane, visits.num_visits, visits.largest
+                )
             if visits.reload_after > 0:
                 before_sb = _number_visits(loops, visits, lane, columns, visits.reload_after)
                 before_run_sb = _find(ends, before_sb)
@@ -390,6 +401,51 @@ def _place_tiles(
     flat_sb = tile_sb.reshape((PARTITIONS, columns * largest))
     nisa.tensor_scalar(dst=flat_sb, data=flat_sb, op0=nl.add, operand0=none)
     return flat_sb
+
+
+def _last_tiles(runs: _Runs, tokens_sb: nl.ndarray, tile_rows: int) -> nl.ndarray:
+    """Return the last row tile of each expert that has one, [128, E + 1] float32; then a 0."""
+    E = tokens_sb.shape[1]
+    tiles_sb, last_sb = _new(E, nl.int32), _new(E + 1, nl.float32)
+    divide_up(tiles_sb, tokens_sb, tile_rows)
+    nisa.memset(dst=last_sb[:, E : E + 1], value=0.0, engine=nisa.engine.vector)
+    _combine_scaled(last_sb[:, 0:E], tiles_sb, nl.add, -1, nl.add, runs.tile[:, 0:E])
+    return last_sb
+
+
+def _place_columns(
+    runs: _Runs,
+    last_sb: nl.ndarray,
+    tile_sb: nl.ndarray,
+    expert_sb: nl.ndarray,
+    is_backwards: bool,
+    num_tiles: int,
+) -> nl.ndarray:
+    """Return (place * E + expert) of row tiles, [128, columns * G] float32; a large one for none.
+
+    Places count from an expert's first row tile, or back from its last.
+    """
+    columns, num_experts = expert_sb.shape[1], last_sb.shape[1] - 1
+    index_sb = _new(columns, nl.uint32)
+    nisa.tensor_copy(dst=index_sb, src=expert_sb)
+    shape = (columns, tile_sb.shape[1] // columns)
+    column_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
+    places, wanted = column_sb.reshape_dim(1, shape), tile_sb.reshape_dim(1, shape)
+    origin_sb = _gather(last_sb if is_backwards else runs.tile, index_sb)
+    origin = origin_sb.expand_dim(2).broadcast(2, shape[1])
+    if is_backwards:
+        _subtract(places, origin, wanted)
+        beyond_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=beyond_sb, data=column_sb, op0=nl.less, operand0=0.0, op1=nl.multiply,
+            operand1=2.0 * no_tile(num_tiles),
+        )  # fmt: skip
+        _add(column_sb, column_sb, beyond_sb)
+    else:
+        _subtract(places, wanted, origin)
+    expert = expert_sb.expand_dim(2).broadcast(2, shape[1])
+    _combine_scaled(places, places, nl.multiply, num_experts, nl.add, expert)
+    return column_sb
 
 
 def _store_lane(

@@ -14,6 +14,7 @@ from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import VisitDims, VisitLists
 from nki_kernels.index import BlockDims, check_index_blocks
 from nki_kernels.index.memory import inverse_bytes
+from nki_kernels.index.token_lists import list_width
 from nki_kernels.prefill import (
     Expected,
     ExpertSizes,
@@ -94,8 +95,16 @@ def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
     if tokens.count * top_k < LONG_INVERSE:
         return False
-    inverse = inverse_bytes(tokens, top_k, config.dims)
+    inverse = inverse_bytes(tokens, top_k, config.dims, places_width(config, num_cores))
     return inverse + weight_bytes(experts) <= SBUF_BYTES
+
+
+def places_width(config: PrefillLayerConfig, num_cores: int) -> int:
+    """Return the columns of the lists of tokens of a core; see `list_width`."""
+    router = config.router
+    tokens = split_tokens(config.experts.num_tokens, 0, num_cores)
+    share = 1.0 / router.num_experts
+    return list_width(tokens, router.formula.top_k, config.dims, share, config.experts.tile_rows)
 
 
 def _check_shared(config: PrefillLayerConfig) -> None:

@@ -57,16 +57,35 @@ import nki.language as nl
 
 from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.integers import divide_up
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
-from nki_kernels.index.kernel import list_visits, place_pairs, store_slots
-from nki_kernels.index.slot_inverse import invert_tokens, invert_weights
-from nki_kernels.layer.config import PrefillLayerConfig, loads_ahead, num_shared_slots
+from nki_kernels.index.kernel import lay_out_blocks, list_visits, store_slots
+from nki_kernels.index.slot_inverse import exchange, invert_weights
+from nki_kernels.index.token_lists import (
+    NOBODY,
+    RankedPairs,
+    add_to_lists,
+    look_up_tokens,
+    more_passes,
+    rank_pairs,
+    slots_of,
+    start_lists,
+)
+from nki_kernels.index.token_sums import TokenSums
+from nki_kernels.layer.config import (
+    PrefillLayerConfig,
+    loads_ahead,
+    num_shared_slots,
+    places_width,
+)
 from nki_kernels.prefill.buffers import (
     Lists,
     Operands,
     WeightBuffers,
     clear_rows,
+    keep_ids,
     make_buffers,
+    make_id_table,
     make_weight_buffers,
 )
 from nki_kernels.prefill.kernel import (
@@ -76,7 +95,7 @@ from nki_kernels.prefill.kernel import (
     load_ahead,
     make_output,
 )
-from nki_kernels.route.kernel import RoutedTiles, RouterOperands, route_tiles
+from nki_kernels.route.kernel import RoutedTiles, RouterOperands, route_tiles, weigh_tiles
 
 _BOTH = (0, 1)
 
@@ -85,8 +104,8 @@ _BOTH = (0, 1)
 class LayerIndex(nl.NKIObject):
     """What experts and sum need of the routing, in HBM."""
 
-    token_of_slot: nl.NkiTensor  # [N * B] int32
     visits: tuple[nl.NkiTensor, nl.NkiTensor, nl.NkiTensor]
+    visit_columns: list[nl.NkiTensor]  # of each core's lists of tokens, [C, V, G] int32
     slot_of_pair_TK: nl.NkiTensor  # int32, -1 for no expert here
     affinities_TK: nl.NkiTensor  # float32, 0 of broken tokens
     weights_TK: nl.NkiTensor  # float32, of the sum: affinities, or ones where inputs are scaled
@@ -99,12 +118,13 @@ class LayerIndex(nl.NKIObject):
 
 @dataclass
 class LocalPairs(nl.NKIObject):
-    """What this core's tokens chose here, [128, max(1, tiles) * K]."""
+    """What this core's tokens chose here."""
 
-    index_sb: (
-        nl.NkiTensor
-    )  # int32; any number that is no expert here is another rank's; no token -1
-    affinities_sb: nl.NkiTensor  # float32, 0 of broken tokens
+    # [128, max(1, tiles) * K] int32; any number that is no expert here is another rank's; no token
+    # -1
+    index_sb: nl.NkiTensor
+    is_whole_sb: nl.NkiTensor  # [128, max(1, tiles)] uint32, 0 of broken tokens
+    routed: Any  # RoutedTiles, None if there is no token
 
 
 @nki.jit
@@ -142,12 +162,17 @@ def prefill_layer(
         x_TH, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, index.slot_scale,
         make_output(config.experts),
     )  # fmt: skip
-    weights = _index_tokens(operands, first_expert, index, x, config)
-    b = make_buffers(config.experts, weights)
-    # The Vector engine has just inverted the slots, GpSimd rested.
+    id_table = make_id_table(config.experts)
+    weights = _index_tokens(operands, first_expert, index, x, id_table, config)
+    b = make_buffers(config.experts, weights, id_table)
     clear_rows(config.experts, b, [nisa.engine.gpsimd, nisa.engine.vector])
     weights.is_clear = True
-    _meet(index, config)
+    if config.router.has_norm:
+        nisa.core_barrier(x_TH, _BOTH)
+    if config.experts.scaling == "pre":
+        nisa.core_barrier(index.slot_scale, _BOTH)
+    if config.out.has_shared:
+        nisa.core_barrier(index.shared_tokens, _BOTH)
     slots_PSH = compute_visits(config.experts, b, weights, x, _lists_of(index, config))
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
@@ -182,7 +207,7 @@ def prefill_layer(
 def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
     """Return what says which visits there are."""
     return Lists(
-        index.token_of_slot, index.slot_scale, index.visits[0], index.visits[1], index.visits[2],
+        None, index.slot_scale, index.visits[0], index.visits[1], index.visits[2],
         lane_of(config.experts),
     )  # fmt: skip
 
@@ -192,45 +217,142 @@ def _index_tokens(
     first_expert: nl.NkiTensor,
     index: LayerIndex,
     experts: Operands,
+    id_table: nl.NkiTensor,
     config: PrefillLayerConfig,
 ) -> WeightBuffers:
-    """Route this core's tokens, place their pairs and list them; the cores have not met yet.
+    """Route this core's tokens, place their pairs and list them; fill the table of token ids.
 
-    Weights of the first visit are asked for as soon as it is known, if they fit beside the inverse.
+    Weights of the first visit are asked for as soon as it is known, if they fit beside the lists.
     """
     num_tokens, top_k = x.hidden_TH.shape[0], config.router.formula.top_k
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
-    local = _route(x, first_expert, index, config, tokens)
-    if config.router.has_norm:
-        nisa.core_barrier(x.normed_TH, _BOTH)
-    placed = place_pairs(local.index_sb, tokens, config.dims, top_k)
-    # The lists wait for counts alone, what comes after them for ranks.
-    index.visits = list_visits(placed, config.visits, config.dims)
+    rows, width = config.experts.tile_rows, places_width(config, nl.num_programs(0))
+    local = _route(x, first_expert, config, tokens)
+    pairs = rank_pairs(local.index_sb, tokens, config.dims, top_k, rows)
+    other_sb = exchange(pairs.own_sb)
+    sums, count = start_lists(tokens, rows, width), max(1, tokens.count)
+    # The other core's counts are on their way, and the Vector engine makes what waits for them,
+    # short instructions one after the other, while other engines have half of the pairs to add.
+    add_to_lists(sums, pairs, slice(0, count // 2))
+    slot_sb = _place(index, pairs, other_sb, config)
+    nisa.core_barrier(index.visits[2], _BOTH)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
         weights = make_weight_buffers(config.experts)
         load_ahead(config.experts, weights, experts, _lists_of(index, config))
-    store_slots(index.slot_of_pair_TK, placed.slot_sb, tokens)
-    invert_tokens(index.token_of_slot, placed.slot_sb, tokens)
+    add_to_lists(sums, pairs, slice(count // 2, count))
+    columns = _load_columns(index, rows, config)
+    _fill_ids(id_table, sums, tokens, columns, pairs, other_sb, width, config)
+    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
+    affinities_sb = _weigh(local, index, config, tokens)
     if config.experts.scaling == "pre":
-        invert_weights(index.slot_scale, local.affinities_sb, placed.slot_sb)
-    return weights if is_early else make_weight_buffers(config.experts)
+        invert_weights(index.slot_scale, affinities_sb, slot_sb)
+    if not is_early:
+        weights = make_weight_buffers(config.experts)
+    weights.has_ids = True
+    return weights
 
 
-def _meet(index: LayerIndex, config: PrefillLayerConfig) -> None:
-    """Wait until both cores have written what they tell each other."""
-    if config.experts.scaling == "pre":
-        nisa.core_barrier(index.slot_scale, _BOTH)
-    nisa.core_barrier(index.visits[2], _BOTH)
-    nisa.core_barrier(index.token_of_slot, _BOTH)
-    if config.out.has_shared:
-        nisa.core_barrier(index.shared_tokens, _BOTH)
+def _place(
+    index: LayerIndex, pairs: RankedPairs, other_sb: nl.NkiTensor, config: PrefillLayerConfig
+) -> nl.NkiTensor:
+    """List the visits, now that both cores' choices are counted; return the slots of the pairs."""
+    dims, rows = config.dims, config.experts.tile_rows
+    shape = other_sb.shape
+    total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=total_sb, data1=pairs.own_sb, data2=other_sb, op=nl.add)
+    last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
+    index.visits = list_visits(total_sb, last_block_sb, config.visits, dims, index.visit_columns)
+    tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    divide_up(tiles_sb, total_sb, rows)
+    end_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=end_sb, data=tiles_sb, op0=nl.multiply, operand0=float(rows), op1=nl.add,
+        operand1=start_sb,
+    )  # fmt: skip
+    return slots_of(pairs, start_sb, end_sb)
+
+
+def _load_columns(index: LayerIndex, rows: int, config: PrefillLayerConfig) -> list[nl.NkiTensor]:
+    """Return columns of this core's lists of tokens for all entries of its lists of visits, then
+    of the other core's if there is one, [R, V * G] int32 each.
+    """
+    core, lane, columns = nl.program_id(0), lane_of(config.experts), []
+    entries = config.visits.num_visits * config.visits.largest
+    for number in range(nl.num_programs(0)):
+        column_sb = nl.ndarray((rows, entries), nl.int32, buffer=nl.sbuf)
+        listed = index.visit_columns[core if number == 0 else 1 - core]
+        nisa.dma_copy(
+            dst=column_sb, src=listed.ap([[0, rows], [1, entries]], offset=lane * entries)
+        )
+        columns.append(column_sb)
+    return columns
+
+
+def _fill_ids(
+    id_table: nl.NkiTensor,
+    sums: TokenSums,
+    tokens: TokenTiles,
+    columns: list[nl.NkiTensor],
+    pairs: RankedPairs,
+    other_sb: nl.NkiTensor,
+    width: int,
+    config: PrefillLayerConfig,
+) -> None:
+    """Write the token ids of all visits: those of the first pass over the pairs, which has been
+    made, and of the others.
+    """
+    rows, entries = columns[0].shape
+    places = width // config.dims.num_experts
+    found_sb = look_up_tokens(sums, tokens, width, _keep_columns(columns, width))
+    if places * rows < tokens.rows:
+        passes_sb = more_passes(pairs.own_sb, other_sb, places * rows)
+        trips = nisa.register_alloc()
+        nisa.register_load(trips, passes_sb)
+
+        def next_pass(_trip: int) -> None:
+            nisa.tensor_scalar(
+                dst=pairs.column_sb, data=pairs.column_sb, op0=nl.add, operand0=-float(width)
+            )
+            _pass_columns(columns, width)
+            add_to_lists(sums, pairs, slice(0, max(1, tokens.count)))
+            more_sb = look_up_tokens(sums, tokens, width, _keep_columns(columns, width))
+            nisa.tensor_tensor(dst=found_sb, data1=found_sb, data2=more_sb, op=nl.add)
+
+        nl.fori_loop(0, trips, next_pass)
+    flat_sb = id_table.reshape((rows, entries))
+    nisa.tensor_scalar(dst=flat_sb, data=found_sb, op0=nl.add, operand0=-1.0)
+    keep_ids(config.experts, flat_sb)
+
+
+def _keep_columns(columns: list[nl.NkiTensor], width: int) -> list[nl.NkiTensor]:
+    """Return columns as they are looked up, uint32: those beyond as the last one, W."""
+    kept = []
+    for column_sb in columns:
+        kept_sb = nl.ndarray(column_sb.shape, nl.uint32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=kept_sb, data=column_sb, op0=nl.minimum, operand0=float(width))
+        kept.append(kept_sb)
+    return kept
+
+
+def _pass_columns(columns: list[nl.NkiTensor], width: int) -> None:
+    """Count columns from the next pass on; those of earlier passes lie beyond all."""
+    for column_sb in columns:
+        nisa.tensor_scalar(dst=column_sb, data=column_sb, op0=nl.add, operand0=-float(width))
+        earlier_sb = nl.ndarray(column_sb.shape, nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=earlier_sb, data=column_sb, op0=nl.less, operand0=0.0, op1=nl.multiply,
+            operand1=2.0 * NOBODY,
+        )  # fmt: skip
+        nisa.tensor_tensor(dst=column_sb, data1=column_sb, data2=earlier_sb, op=nl.add)
 
 
 def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> LayerIndex:
     """Allocate what does not depend on the lists of visits."""
-    num_slots = config.dims.num_blocks * config.dims.block_size
-    token_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
+    visits, visit_columns = config.visits, []
+    shape = (visits.num_lanes, visits.num_visits, visits.largest)
+    for _core in range(nl.num_programs(0)):
+        visit_columns.append(nl.ndarray(shape, nl.int32, buffer=nl.shared_hbm))
     slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
     affinities_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
     spoils_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
@@ -238,61 +360,74 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
     if config.out.has_gate:
         gates_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
     index_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
-    visits = (token_of_slot, token_of_slot, token_of_slot)  # until they are listed
-    weights_TK, slot_scale = affinities_TK, token_of_slot
+    listed = (index_TK, index_TK, index_TK)  # until they are
+    weights_TK, slot_scale = affinities_TK, affinities_TK
     if config.experts.scaling == "pre":
         weights_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
+        num_slots = config.dims.num_blocks * config.dims.block_size
         slot_scale = nl.ndarray((num_slots,), nl.float32, buffer=nl.shared_hbm)
-    shared_tokens = token_of_slot
+    shared_tokens = index_TK
     if config.out.has_shared:
         shared_tokens = nl.ndarray((num_shared_slots(config), 1), nl.int32, buffer=nl.shared_hbm)
     return LayerIndex(
-        token_of_slot, visits, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
+        listed, visit_columns, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
         gates_T1, index_TK, shared_tokens,
     )  # fmt: skip
 
 
 def _route(
-    x: RouterOperands,
-    first_expert: nl.NkiTensor,
-    index: LayerIndex,
-    config: PrefillLayerConfig,
-    tokens: TokenTiles,
+    x: RouterOperands, first_expert: nl.NkiTensor, config: PrefillLayerConfig, tokens: TokenTiles
 ) -> LocalPairs:
-    """Return the choices of this core's tokens in this rank's numbers; store what others need."""
-    top_k = config.router.formula.top_k
-    shape = (PARTITIONS, max(1, tokens.count), top_k)
+    """Return the choices of this core's tokens in this rank's numbers."""
+    shape = (PARTITIONS, max(1, tokens.count), config.router.formula.top_k)
     local_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     nisa.memset(dst=local_sb, value=-1)
-    kept_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=kept_sb, value=0.0)
-    flat = (PARTITIONS, shape[1] * top_k)
-    local = LocalPairs(local_sb.reshape(flat), kept_sb.reshape(flat))
+    is_whole_sb = nl.ndarray(shape[0:2], nl.uint32, buffer=nl.sbuf)
+    flat_sb = local_sb.reshape((PARTITIONS, shape[1] * shape[2]))
     if tokens.count == 0:
-        return local
+        return LocalPairs(flat_sb, is_whole_sb, None)
     routed = route_tiles(x, config.router, tokens)
+    nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
+    nisa.tensor_copy_predicated(
+        dst=local_sb,
+        src=_local_numbers(routed, first_expert, shape),
+        predicate=is_whole_sb.expand_dim(2).broadcast(2, shape[2]),
+    )
+    return LocalPairs(flat_sb, is_whole_sb, routed)
+
+
+def _weigh(
+    local: LocalPairs, index: LayerIndex, config: PrefillLayerConfig, tokens: TokenTiles
+) -> nl.NkiTensor:
+    """Store what others need of each token; return affinities as the pairs lie, 0 of broken tokens,
+    [128, max(1, tiles) * K] float32.
+    """
+    top_k, count = config.router.formula.top_k, max(1, tokens.count)
+    kept_sb = nl.ndarray((PARTITIONS, count, top_k), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=kept_sb, value=0.0)
+    flat_sb = kept_sb.reshape((PARTITIONS, count * top_k))
+    if tokens.count == 0:
+        return flat_sb
+    routed = local.routed
+    weigh_tiles(routed, config.router, tokens)
     if config.returns_routing:
         store_per_token(index.index_TK, routed.index_sb, tokens)
     store_per_token(index.spoils_T1, routed.spoils_sb, tokens)
     if config.out.has_gate:
         store_per_token(index.gates_T1, routed.gates_sb, tokens)
-    is_whole_sb = nl.ndarray(routed.spoils_sb.shape, nl.uint32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
     if config.out.has_shared:
-        _list_whole(index.shared_tokens, is_whole_sb, tokens, x.hidden_TH.shape[0])
-    is_whole = is_whole_sb.expand_dim(2).broadcast(2, top_k)
+        _list_whole(index.shared_tokens, local.is_whole_sb, tokens, index.index_TK.shape[0])
     nisa.tensor_copy_predicated(
-        dst=kept_sb, src=routed.affinities_sb.reshape(shape), predicate=is_whole
+        dst=kept_sb,
+        src=routed.affinities_sb.reshape(kept_sb.shape),
+        predicate=local.is_whole_sb.expand_dim(2).broadcast(2, top_k),
     )
-    store_per_token(index.affinities_TK, local.affinities_sb, tokens)
+    store_per_token(index.affinities_TK, flat_sb, tokens)
     if config.experts.scaling == "pre":
-        ones_sb = nl.ndarray(flat, nl.float32, buffer=nl.sbuf)
+        ones_sb = nl.ndarray(flat_sb.shape, nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=ones_sb, value=1.0)
         store_per_token(index.weights_TK, ones_sb, tokens)
-    nisa.tensor_copy_predicated(
-        dst=local_sb, src=_local_numbers(routed, first_expert, shape), predicate=is_whole
-    )
-    return local
+    return flat_sb
 
 
 def _list_whole(

@@ -52,7 +52,7 @@ class WeightBuffers(NKIObject):
     """What weights and what lies beside them are loaded into, and the experts of all visits.
 
     As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `is_clear` once
-    places of gathered rows hold zeros.
+    places of gathered rows hold zeros, `has_ids` if the table of token ids is filled.
     """
 
     gate_up: list[nl.NkiTensor]
@@ -66,6 +66,7 @@ class WeightBuffers(NKIObject):
     expert_table: nl.NkiTensor
     is_loaded: bool = False
     is_clear: bool = False
+    has_ids: bool = False
 
 
 @dataclass
@@ -141,7 +142,12 @@ def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
     )
 
 
-def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
+def make_id_table(config: PrefillConfig) -> nl.NkiTensor:
+    """Allocate the token ids of all visits, [R, V, G] int32."""
+    return allocate(visit_table(config).id_table)[0]
+
+
+def make_buffers(config: PrefillConfig, weights: WeightBuffers, id_table: nl.NkiTensor) -> Buffers:
     """Allocate what else stays on chip."""
     r, v = row_table(config), visit_table(config)
     halves = num_projections(config.formula)
@@ -187,7 +193,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         out_scale=allocate(v.out_scale),
         expert_table=weights.expert_table,
         tile_table=allocate(v.tile_table)[0],
-        id_table=allocate(v.id_table)[0],
+        id_table=id_table,
         row_table=allocate(v.row_table),
         scale_table=allocate(v.scale_table),
         trips=allocate(v.trips)[0],
@@ -201,11 +207,11 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
 class Lists(NKIObject):
     """What says which visits there are, in HBM; `lane` is the row of the lists.
 
-    `slots`: [num_slots] int32 token ids; `slot_scale`: [num_slots] float32, read if the
-    configuration scales.
+    `slots`: [num_slots] int32 token ids, None if they are on chip; `slot_scale`: [num_slots]
+    float32, read if the configuration scales.
     """
 
-    slots: nl.NkiTensor
+    slots: Any
     slot_scale: nl.NkiTensor
     visit_expert: nl.NkiTensor
     visit_tile: nl.NkiTensor
@@ -227,7 +233,8 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     What is asked for after the first weights waits for these, so the ids come before.
     """
     stop = first_entries(config)
-    _fill_ids(config, b, lists, 0, stop)
+    if not weights.has_ids:
+        _fill_ids(config, b, lists, 0, stop)
     if not weights.is_loaded:
         load_experts(config, weights, lists)
     if has_scale_table(config):
@@ -252,12 +259,13 @@ def clear_rows(config: PrefillConfig, b: Buffers, engines: list[Any]) -> None:
         nisa.memset(dst=gathered[j], value=0.0, engine=engines[j % len(engines)])
 
 
-def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+def fill_rest(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
     """Bring on chip what later visits need, beside the first weights."""
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     entries, first, lane = num_visits * largest, first_entries(config), lists.lane
     if first < entries:
-        _fill_ids(config, b, lists, first, entries)
+        if not weights.has_ids:
+            _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
     nisa.dma_copy(dst=b.trips, src=lists.class_trips)
@@ -283,7 +291,12 @@ def _fill_ids(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop:
     values, may_miss = lists.slots.reshape((config.num_tiles, R)), config.loop.missing == "skip"
     offset = lists.lane * entries + first
     load_table(ids_sb, values, lists.visit_tile, offset, -1, b.outer_ps[0], may_miss)
-    if not may_miss:  # any token
+    keep_ids(config, ids_sb)
+
+
+def keep_ids(config: PrefillConfig, ids_sb: nl.NkiTensor) -> None:
+    """Name any token where there is none, if one has to be named."""
+    if config.loop.missing == "spare":
         nisa.tensor_scalar(dst=ids_sb, data=ids_sb, op0=nl.maximum, operand0=0.0)
 
 

@@ -68,6 +68,7 @@ from nki_kernels.prefill.buffers import (
     look_ahead,
     look_at_outputs,
     make_buffers,
+    make_id_table,
     make_weight_buffers,
     start_experts,
     start_visits,
@@ -133,7 +134,9 @@ def blockwise_moe(
     )
     lists = Lists(slots, slot_scale, visit_expert, visit_tile, class_trips, lane_of(config))
     weights = make_weight_buffers(config)
-    return compute_visits(config, make_buffers(config, weights), weights, x, lists)
+    return compute_visits(
+        config, make_buffers(config, weights, make_id_table(config)), weights, x, lists
+    )
 
 
 def make_output(config: PrefillConfig) -> nl.NkiTensor:
@@ -231,7 +234,7 @@ def _start_pipeline(
         load_down(config, b, x, share, b.expert[0], 0, 0, 0)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
-    fill_rest(config, b, lists)
+    fill_rest(config, b, weights, lists)
     if scales_late(config):
         nisa.tensor_copy(dst=b.in_tile[0], src=b.tile_table[0:1, 0, 0 : config.loop.classes[0]])
         if config.loop.missing == "spare":
