@@ -49,18 +49,23 @@ class _Counts(nl.NKIObject):
     lower_sb: nl.ndarray  # 1 where the row comes before the column
     rest_sb: nl.ndarray  # 1 elsewhere
     ones_sb: nl.ndarray
+    all_ps: nl.ndarray  # [128, E] float32, choices of all tiles so far
     banks: list[nl.ndarray]  # [128, E] float32 in PSUM
 
 
 @dataclass
 class RankedPairs(nl.NKIObject):
-    """The choices of a core's tokens, [128, pairs], and how many there are."""
+    """The choices of a core's tokens, [128, pairs], as far as groups of tiles have been ranked."""
 
+    group: int  # tiles of tokens
     expert_sb: nl.ndarray  # uint32, E for none
+    look_sb: nl.ndarray  # uint32, of the tiles of a group side by side, E + 1 columns each
     number_sb: nl.ndarray  # float32, among the core's choices of the expert; -NOBODY for none
     row_sb: nl.ndarray  # float32
     column_sb: nl.ndarray  # float32
-    own_sb: nl.ndarray  # [128, E] float32, choices of each expert, on all partitions alike
+    wanted_sb: nl.ndarray  # [128, tiles, K filled up] float32
+    names_sb: nl.ndarray  # [128, E] float32, 0, 1, ...
+    counts: _Counts
 
 
 def list_width(tokens: TokenTiles, top_k: int, dims: BlockDims, share: float, rows: int) -> int:
@@ -79,53 +84,86 @@ def list_width(tokens: TokenTiles, top_k: int, dims: BlockDims, share: float, ro
     return min(places, most, GROUP // dims.num_experts) * dims.num_experts
 
 
-def rank_pairs(
-    index_sb: nl.ndarray, tokens: TokenTiles, dims: BlockDims, top_k: int, rows: int
+def start_ranks(
+    index_sb: nl.ndarray, tokens: TokenTiles, dims: BlockDims, top_k: int
 ) -> RankedPairs:
-    """Return where the pairs of this core lie in its lists.
+    """Return the pairs of this core, of which none has been ranked.
 
     Args:
         index_sb: as of `place_pairs`.
         tokens: of this core.
         dims: E, B and N.
         top_k: K.
-        rows: R.
     """
     keep_near(index_sb, dims.num_experts)
     table, E = index_table(tokens, top_k, dims), dims.num_experts
-    expert_sb = look_up_columns(index_sb, E)
     wanted_sb, chosen_sb = list_wanted(index_sb, table, top_k), allocate(table.chosen)[0]
-    count, ranked = chosen_sb.shape[1], ranked_tiles(E)
+    names_sb, expert_sb = count_up(E, nl.float32), look_up_columns(index_sb, E)
+    count, group = chosen_sb.shape[1], ranked_tiles(E)
     look_sb = nl.ndarray(expert_sb.shape, nl.uint32, buffer=nl.sbuf)
-    count_up_tiles(look_sb, expert_sb, count, E + 1, ranked)
-    names_sb = count_up(E, nl.float32)
+    count_up_tiles(look_sb, expert_sb, count, E + 1, group)
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0)
     lower_sb = compare_columns(nl.bfloat16, nl.greater)
     rest_sb = compare_columns(nl.bfloat16, nl.less_equal)
-    counts = _Counts(chosen_sb, lower_sb, rest_sb, ones_sb, [])
+    all_ps = nl.ndarray((PARTITIONS, E), nl.float32, buffer=nl.psum)
+    counts = _Counts(chosen_sb, lower_sb, rest_sb, ones_sb, all_ps, [])
     for _bank in range(min(COUNT_BANKS, count)):
         counts.banks.append(nl.ndarray((PARTITIONS, E), nl.float32, buffer=nl.psum))
-    all_ps = nl.ndarray((PARTITIONS, E), nl.float32, buffer=nl.psum)
-    number_sb = allocate(table.slots)[0]
-    for start in range(0, count, ranked):
-        stop = min(start + ranked, count)
-        before_sb = nl.ndarray((PARTITIONS, stop - start, E + 1), nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=before_sb[:, :, E], value=-NOBODY, engine=nisa.engine.gpsimd)
-        for tile in range(start, stop):
-            mark_tile(chosen_sb, wanted_sb, names_sb, tile)
-            _count_before(before_sb[:, tile - start, 0:E], counts, tile)
-            nisa.nc_matmul(
-                dst=all_ps, stationary=counts.ones_sb, moving=chosen_sb[:, tile, :],
-                accumulate=tile > 0,
-            )  # fmt: skip
-        pairs = slice(start * top_k, stop * top_k)
-        flat_sb = before_sb.reshape((PARTITIONS, (stop - start) * (E + 1)))
-        nisa.nc_n_gather(dst=number_sb[:, pairs], data=flat_sb, indices=look_sb[:, pairs])
-    own_sb = nl.ndarray((PARTITIONS, E), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=own_sb, src=all_ps)
-    row_sb, column_sb = _find_places(number_sb, expert_sb, E, rows)
-    return RankedPairs(expert_sb, number_sb, row_sb, column_sb, own_sb)
+    number_sb, row_sb, column_sb = allocate(table.slots._replace(number=3))
+    return RankedPairs(
+        group, expert_sb, look_sb, number_sb, row_sb, column_sb, wanted_sb, names_sb, counts
+    )
+
+
+def mark_group(pairs: RankedPairs, tiles: slice) -> None:
+    """Mark who chose whom, before `rank_group`."""
+    for tile in range(tiles.start, tiles.stop):
+        mark_tile(pairs.counts.chosen_sb, pairs.wanted_sb, pairs.names_sb, tile)
+
+
+def rank_group(pairs: RankedPairs, tiles: slice, rows: int) -> None:
+    """Find the places of the pairs of a group of tiles, after those of the groups before.
+
+    Args:
+        pairs: to which the places are written.
+        tiles: of the group.
+        rows: R.
+    """
+    E = pairs.names_sb.shape[1]
+    chosen_sb, number_sb = pairs.counts.chosen_sb, pairs.number_sb
+    top_k = number_sb.shape[1] // chosen_sb.shape[1]
+    shape = (PARTITIONS, tiles.stop - tiles.start, E + 1)
+    before_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=before_sb[:, :, E], value=-NOBODY, engine=nisa.engine.gpsimd)
+    for tile in range(tiles.start, tiles.stop):
+        _count_before(before_sb[:, tile - tiles.start, 0:E], pairs.counts, tile)
+        nisa.nc_matmul(
+            dst=pairs.counts.all_ps, stationary=pairs.counts.ones_sb,
+            moving=chosen_sb[:, tile, :], accumulate=tile > 0,
+        )  # fmt: skip
+    columns = slice(tiles.start * top_k, tiles.stop * top_k)
+    number, row, column = number_sb[:, columns], pairs.row_sb[:, columns], pairs.column_sb
+    flat_sb = before_sb.reshape((PARTITIONS, shape[1] * shape[2]))
+    nisa.nc_n_gather(dst=number, data=flat_sb, indices=pairs.look_sb[:, columns])
+    place_sb = nl.ndarray(number.shape, nl.int32, buffer=nl.sbuf)
+    divide_down(place_sb, number, rows)
+    nisa.scalar_tensor_tensor(
+        dst=row, data=place_sb, op0=nl.multiply, operand0=-float(rows), op1=nl.add, operand1=number
+    )
+    nisa.scalar_tensor_tensor(
+        dst=column[:, columns], data=place_sb, op0=nl.multiply, operand0=float(E), op1=nl.add,
+        operand1=pairs.expert_sb[:, columns],
+    )  # fmt: skip
+
+
+def count_choices(pairs: RankedPairs) -> nl.ndarray:
+    """Return how many of this core's tokens chose each expert, [128, E] float32, alike on all
+    partitions, once all groups are ranked.
+    """
+    own_sb = nl.ndarray(pairs.counts.all_ps.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=own_sb, src=pairs.counts.all_ps)
+    return own_sb
 
 
 def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
@@ -147,34 +185,13 @@ def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
     nisa.tensor_copy(dst=before, src=bank_ps, engine=nisa.engine.scalar)
 
 
-def _find_places(
-    number_sb: nl.ndarray, expert_sb: nl.ndarray, num_experts: int, rows: int
-) -> tuple[nl.ndarray, nl.ndarray]:
-    """Return row and column of each pair, [128, pairs] float32."""
-    place_sb = nl.ndarray(number_sb.shape, nl.int32, buffer=nl.sbuf)
-    divide_down(place_sb, number_sb, rows)
-    row_sb = nl.ndarray(number_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=row_sb, data=place_sb, op0=nl.multiply, operand0=-float(rows), op1=nl.add,
-        operand1=number_sb,
-    )  # fmt: skip
-    column_sb = nl.ndarray(number_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=column_sb, data=place_sb, op0=nl.multiply, operand0=float(num_experts), op1=nl.add,
-        operand1=expert_sb,
-    )  # fmt: skip
-    return row_sb, column_sb
-
-
 def start_lists(tokens: TokenTiles, rows: int, width: int) -> TokenSums:
     """Return sums of this core's lists [R, W], to which nothing has been added."""
     return start_tokens(tokens, rows, width, nl.program_id(0) > 0)
 
 
 def add_to_lists(sums: TokenSums, pairs: RankedPairs, tiles: slice) -> None:
-    """Add some tiles of tokens, or none, to the lists, those of tile 0 first."""
-    if tiles.start == tiles.stop:
-        return
+    """Add some tiles of tokens to the lists, those of tile 0 first."""
     count = sums.terms[0].shape[1]
     top_k = pairs.row_sb.shape[1] // count
     columns = slice(tiles.start * top_k, tiles.stop * top_k)
@@ -208,8 +225,8 @@ def slots_of(pairs: RankedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> nl
 
 def look_up_tokens(
     sums: TokenSums, tokens: TokenTiles, width: int, columns: list[nl.ndarray]
-) -> nl.ndarray:
-    """Return 1 plus the token of some slots, 0 for none, [R, entries] float32.
+) -> list[nl.ndarray]:
+    """Return tiles [R, entries] float32 that add up to 1 plus the token of a slot, 0 for none.
 
     Args:
         sums: to which all tokens of this core have been added.
@@ -218,15 +235,14 @@ def look_up_tokens(
         columns: [R, entries] uint32 of this core's lists, and of the other one's if there are two;
             W where there is none.
     """
-    own_sb = tell_tokens(sums, tokens, width)
-    found_sb = nl.ndarray(columns[0].shape, nl.float32, buffer=nl.sbuf)
-    nisa.nc_n_gather(dst=found_sb, data=own_sb, indices=columns[0])
-    if len(columns) == 1:
-        return found_sb
-    other_sb, theirs_sb = exchange(own_sb), nl.ndarray(found_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.nc_n_gather(dst=theirs_sb, data=other_sb, indices=columns[1])
-    nisa.tensor_tensor(dst=found_sb, data1=found_sb, data2=theirs_sb, op=nl.add)
-    return found_sb
+    lists, found = [tell_tokens(sums, tokens, width)], []
+    if len(columns) > 1:
+        lists.append(exchange(lists[0]))
+    for number in range(len(columns)):
+        found_sb = nl.ndarray(columns[number].shape, nl.float32, buffer=nl.sbuf)
+        nisa.nc_n_gather(dst=found_sb, data=lists[number], indices=columns[number])
+        found.append(found_sb)
+    return found
 
 
 def more_passes(own_sb: nl.ndarray, other_sb: nl.ndarray, room: int) -> nl.ndarray:

@@ -26,7 +26,8 @@ from nki_kernels.index.slot_inverse import (
 # Three spans: a left value is a third of it at most, so that rounding tells the right one; exact in
 # bfloat16, and its product with a span plus one more span stays below 2^24.
 _APART = 3 * SPAN
-_SCALAR_TURNS, _TURNS = 3, 8  # one-hots of rows that the Scalar engine makes, of so many
+# One-hots of rows that engines make in turn: GpSimd, then the Scalar, then the Vector engine.
+_GPSIMD_TURNS, _SCALAR_TURNS, _TURNS = 3, 2, 8
 
 
 @dataclass
@@ -34,20 +35,13 @@ class TokenSums(nl.NKIObject):
     """Sums over pairs that some have been added to; two columns share one, or none does."""
 
     sums_ps: nl.ndarray  # [R, columns] float32
-    terms: list[nl.ndarray]  # [128, tiles] float32, which add up to the number of a token
     line_sb: nl.ndarray  # [128, R] float16, the row that each column stands for
     numbers_sb: nl.ndarray  # [128, columns] float16, 0, 1, ...
-
-
-@dataclass
-class _Rows(nl.NKIObject):
-    """What one-hots of rows are made of, float32 but for the first."""
-
-    line_sb: nl.ndarray  # [128, R] float16
-    row_sb: nl.ndarray  # [128, pairs]
-    minus_row_sb: nl.ndarray
-    size_sb: nl.ndarray  # [128, tiles], above 0
-    minus_size_sb: nl.ndarray
+    terms: list[nl.ndarray]  # [128, tiles] float32, which add up to the number of a token
+    # Of sums that are shared, one of each: sign and size of the number, and minus its size.
+    signs: list[nl.ndarray]
+    sizes: list[nl.ndarray]
+    minus_sizes: list[nl.ndarray]
 
 
 def start_tokens(tokens: TokenTiles, rows: int, width: int, is_backwards: bool) -> TokenSums:
@@ -65,8 +59,16 @@ def start_tokens(tokens: TokenTiles, rows: int, width: int, is_backwards: bool) 
     count = max(1, tokens.count)
     number_sb = nl.ndarray((PARTITIONS, count), nl.int32, buffer=nl.sbuf)
     nisa.iota(dst=number_sb, pattern=[[1, count]], offset=1, channel_multiplier=count)
+    signs, sizes, minus_sizes = [], [], []
     if num_token_terms(tokens.rows) == 1:
-        terms, columns = [_leave_out_zero(number_sb)], _half(width)
+        value_sb = _leave_out_zero(number_sb)
+        terms, columns = [value_sb], _half(width)
+        signs.append(nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf))
+        nisa.activation(dst=signs[0], op=nl.sign, data=value_sb)
+        sizes.append(nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf))
+        nisa.tensor_scalar(dst=sizes[0], data=value_sb, op0=nl.abs, operand0=0.0)
+        minus_sizes.append(nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf))
+        nisa.tensor_scalar(dst=minus_sizes[0], data=sizes[0], op0=nl.multiply, operand0=-1.0)
     else:
         terms, columns = split_digits(number_sb, num_token_terms(tokens.rows)), width
     line_sb = nl.ndarray((PARTITIONS, rows), nl.float16, buffer=nl.sbuf)
@@ -74,7 +76,8 @@ def start_tokens(tokens: TokenTiles, rows: int, width: int, is_backwards: bool) 
     first = rows - 1 if is_backwards else 0
     nisa.iota(dst=line_sb, pattern=[[step, rows]], offset=first, channel_multiplier=0)
     sums_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
-    return TokenSums(sums_ps, terms, line_sb, count_up(columns, nl.float16))
+    numbers_sb = count_up(columns, nl.float16)
+    return TokenSums(sums_ps, line_sb, numbers_sb, terms, signs, sizes, minus_sizes)
 
 
 def add_tokens(sums: TokenSums, row_sb: nl.ndarray, column_sb: nl.ndarray, tiles: slice) -> None:
@@ -165,24 +168,23 @@ def _count_from(own_sb: nl.ndarray, first: float, is_signed: bool) -> None:
 
 def _add_shared(sums: TokenSums, row_sb: nl.ndarray, column_sb: nl.ndarray, tiles: slice) -> None:
     """Add pairs to sums that two columns share."""
-    value, half = sums.terms[0][:, tiles], sums.sums_ps.shape[1]
-    shared = row_sb.shape[1] // value.shape[1]
-    here_sb, factor_sb = _share_columns(column_sb, half, value)
-    size_sb = nl.ndarray(value.shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=size_sb, data=value, op0=nl.abs, operand0=0.0)
-    rows = _Rows(sums.line_sb, row_sb, _minus(row_sb), size_sb, _minus(size_sb))
-    for pair in range(row_sb.shape[1]):
-        moving = nl.ndarray((PARTITIONS, half), nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=moving, data=sums.numbers_sb, op0=nl.equal, operand0=here_sb[:, pair : pair + 1],
-            op1=nl.multiply, operand1=factor_sb[:, pair : pair + 1],
-        )  # fmt: skip
-        stationary = _mark_rows(rows, pair, pair // shared)
-        add_pairs(sums.sums_ps, stationary, moving, tiles.start + pair > 0)
+    half, top_k = sums.sums_ps.shape[1], row_sb.shape[1] // (tiles.stop - tiles.start)
+    here_sb, factor_sb = _share_columns(column_sb, half, sums.signs[0][:, tiles])
+    for tile in range(tiles.start, tiles.stop):
+        first = (tile - tiles.start) * top_k
+        marked = _mark_rows(sums, row_sb[:, first : first + top_k], tile)
+        for choice in range(top_k):
+            column = slice(first + choice, first + choice + 1)
+            moving = nl.ndarray((PARTITIONS, half), nl.bfloat16, buffer=nl.sbuf)
+            nisa.tensor_scalar(
+                dst=moving, data=sums.numbers_sb, op0=nl.equal, operand0=here_sb[:, column],
+                op1=nl.multiply, operand1=factor_sb[:, column],
+            )  # fmt: skip
+            add_pairs(sums.sums_ps, marked[choice], moving, tile + choice > 0)
 
 
 def _share_columns(
-    column_sb: nl.ndarray, half: int, value_sb: nl.ndarray
+    column_sb: nl.ndarray, half: int, sign_sb: nl.ndarray
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """Return the sum that each pair belongs to, and its sign and weight there."""
     here_sb = nl.ndarray(column_sb.shape, nl.float32, buffer=nl.sbuf)
@@ -197,9 +199,7 @@ def _share_columns(
         dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 1), op1=nl.add,
         operand1=1.0,
     )  # fmt: skip
-    count = value_sb.shape[1]
-    sign_sb = nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=sign_sb, op=nl.sign, data=value_sb)
+    count = sign_sb.shape[1]
     factor_sb = nl.ndarray(here_sb.shape, nl.float32, buffer=nl.sbuf)
     shape = (count, here_sb.shape[1] // count)
     nisa.tensor_tensor(
@@ -209,34 +209,61 @@ def _share_columns(
     return here_sb, factor_sb
 
 
-def _minus(data_sb: nl.ndarray) -> nl.ndarray:
-    """Return -data, float32."""
-    minus_sb = nl.ndarray(data_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=minus_sb, data=data_sb, op0=nl.multiply, operand0=-1.0)
-    return minus_sb
+def _mark_rows(sums: TokenSums, row_sb: nl.ndarray, tile: int) -> list[nl.ndarray]:
+    """Return the sizes of the pairs of a tile, each at its row, [128, R] for each choice."""
+    marked: list[nl.ndarray] = []
+    top_k = row_sb.shape[1]
+    while len(marked) < top_k:
+        choice = len(marked)
+        turn = (tile * top_k + choice) % _TURNS
+        if turn < _GPSIMD_TURNS:
+            count = min(_GPSIMD_TURNS - turn, top_k - choice)
+            several_sb = _mark_several(sums, row_sb[:, choice : choice + count], tile)
+            for number in range(count):
+                marked.append(several_sb[:, number, :])
+        elif turn < _GPSIMD_TURNS + _SCALAR_TURNS:
+            marked.append(_mark_by_distance(sums, row_sb[:, choice : choice + 1], tile))
+        else:
+            marked_sb = nl.ndarray(sums.line_sb.shape, nl.float16, buffer=nl.sbuf)
+            nisa.tensor_scalar(
+                dst=marked_sb, data=sums.line_sb, op0=nl.equal,
+                operand0=row_sb[:, choice : choice + 1], op1=nl.multiply,
+                operand1=sums.sizes[0][:, tile : tile + 1],
+            )  # fmt: skip
+            marked.append(marked_sb)
+    return marked
 
 
-def _mark_rows(rows: _Rows, pair: int, tile: int) -> nl.ndarray:
-    """Return the sizes of 128 pairs, each at its row, [128, R]; both engines take turns."""
-    stationary = nl.ndarray(rows.line_sb.shape, nl.float16, buffer=nl.sbuf)
-    if pair % _TURNS >= _SCALAR_TURNS:
-        nisa.tensor_scalar(
-            dst=stationary, data=rows.line_sb, op0=nl.equal,
-            operand0=rows.row_sb[:, pair : pair + 1], op1=nl.multiply,
-            operand1=rows.size_sb[:, tile : tile + 1],
-        )  # fmt: skip
-        return stationary
-    # The Scalar engine compares nothing: size - size * distance^2 is above 0 at no distance alone.
-    distance_sb = nl.ndarray(rows.line_sb.shape, nl.bfloat16, buffer=nl.sbuf)
-    nisa.activation(
-        dst=distance_sb, op=nl.square, data=rows.line_sb,
-        bias=rows.minus_row_sb[:, pair : pair + 1],
+def _mark_several(sums: TokenSums, row_sb: nl.ndarray, tile: int) -> nl.ndarray:
+    """Return what `_mark_rows` does of some choices, [128, choices, R], by GpSimd, which compares
+    two tiles and nothing else; the Scalar engine multiplies.
+    """
+    rows, count = sums.line_sb.shape[1], row_sb.shape[1]
+    equal_sb = nl.ndarray((PARTITIONS, count, rows), nl.bfloat16, buffer=nl.sbuf)
+    nisa.tensor_tensor(
+        dst=equal_sb, data1=sums.line_sb.expand_dim(1).broadcast(1, count),
+        data2=row_sb.expand_dim(2).broadcast(2, rows), op=nl.equal, engine=nisa.engine.gpsimd,
     )  # fmt: skip
+    marked_sb = nl.ndarray(equal_sb.shape, nl.float16, buffer=nl.sbuf)
     nisa.activation(
-        dst=stationary, op=nl.relu, data=distance_sb, scale=rows.minus_size_sb[:, tile : tile + 1],
-        bias=rows.size_sb[:, tile : tile + 1],
+        dst=marked_sb, op=nl.copy, data=equal_sb, scale=sums.sizes[0][:, tile : tile + 1]
+    )
+    return marked_sb
+
+
+def _mark_by_distance(sums: TokenSums, row: nl.ndarray, tile: int) -> nl.ndarray:
+    """Return what `_mark_rows` does of one choice, by the Scalar engine, which compares nothing:
+    size - size * distance^2 is above 0 at no distance alone.
+    """
+    size, minus_size = sums.sizes[0], sums.minus_sizes[0]
+    distance_sb = nl.ndarray(sums.line_sb.shape, nl.bfloat16, buffer=nl.sbuf)
+    nisa.activation(dst=distance_sb, op=nl.square, data=sums.line_sb, bias=row, scale=-1.0)
+    marked_sb = nl.ndarray(sums.line_sb.shape, nl.float16, buffer=nl.sbuf)
+    nisa.activation(
+        dst=marked_sb, op=nl.relu, data=distance_sb, scale=minus_size[:, tile : tile + 1],
+        bias=size[:, tile : tile + 1],
     )  # fmt: skip
-    return stationary
+    return marked_sb
 
 
 def _tell_apart(own_sb: nl.ndarray, shared_ps: nl.ndarray) -> None:

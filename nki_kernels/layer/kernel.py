@@ -65,11 +65,14 @@ from nki_kernels.index.token_lists import (
     NOBODY,
     RankedPairs,
     add_to_lists,
+    count_choices,
     look_up_tokens,
+    mark_group,
     more_passes,
-    rank_pairs,
+    rank_group,
     slots_of,
     start_lists,
+    start_ranks,
 )
 from nki_kernels.index.token_sums import TokenSums
 from nki_kernels.layer.config import (
@@ -82,7 +85,6 @@ from nki_kernels.prefill.buffers import (
     Lists,
     Operands,
     WeightBuffers,
-    clear_rows,
     keep_ids,
     make_buffers,
     make_id_table,
@@ -127,6 +129,17 @@ class LocalPairs(nl.NKIObject):
     routed: Any  # RoutedTiles, None if there is no token
 
 
+@dataclass
+class TokenLists(nl.NKIObject):
+    """The tokens of each expert of a core, [R, W], and who is looked up in them."""
+
+    sums: TokenSums
+    pairs: RankedPairs
+    tokens: TokenTiles
+    columns: list[nl.NkiTensor]  # of `_load_columns`
+    width: int  # W
+
+
 @nki.jit
 def prefill_layer(
     hidden: nl.NkiTensor,
@@ -165,10 +178,6 @@ def prefill_layer(
     id_table = make_id_table(config.experts)
     weights = _index_tokens(operands, first_expert, index, x, id_table, config)
     b = make_buffers(config.experts, weights, id_table)
-    clear_rows(config.experts, b, [nisa.engine.gpsimd, nisa.engine.vector])
-    weights.is_clear = True
-    if config.router.has_norm:
-        nisa.core_barrier(x_TH, _BOTH)
     if config.experts.scaling == "pre":
         nisa.core_barrier(index.slot_scale, _BOTH)
     if config.out.has_shared:
@@ -228,23 +237,34 @@ def _index_tokens(
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
     rows, width = config.experts.tile_rows, places_width(config, nl.num_programs(0))
     local = _route(x, first_expert, config, tokens)
-    pairs = rank_pairs(local.index_sb, tokens, config.dims, top_k, rows)
-    other_sb = exchange(pairs.own_sb)
+    pairs = start_ranks(local.index_sb, tokens, config.dims, top_k)
     sums, count = start_lists(tokens, rows, width), max(1, tokens.count)
-    # The other core's counts are on their way, and the Vector engine makes what waits for them,
-    # short instructions one after the other, while other engines have half of the pairs to add.
-    add_to_lists(sums, pairs, slice(0, count // 2))
-    slot_sb = _place(index, pairs, other_sb, config)
-    nisa.core_barrier(index.visits[2], _BOTH)
+    groups = -(-count // pairs.group)
+    # Engines work in order: a group of tiles is added while the next is ranked, one more marked.
+    for step in range(groups + 1):
+        if step < groups:
+            mark_group(pairs, _tiles_of(pairs, step, count))
+        if step > 0:
+            rank_group(pairs, _tiles_of(pairs, step - 1, count), rows)
+        if step > 1:
+            add_to_lists(sums, pairs, _tiles_of(pairs, step - 2, count))
+    own_sb = count_choices(pairs)
+    other_sb = exchange(own_sb)
+    add_to_lists(sums, pairs, _tiles_of(pairs, groups - 1, count))
+    slot_sb = _place(index, pairs, own_sb, other_sb, config)
+    _meet(x, index, config)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
         weights = make_weight_buffers(config.experts)
         load_ahead(config.experts, weights, experts, _lists_of(index, config))
-    add_to_lists(sums, pairs, slice(count // 2, count))
     columns = _load_columns(index, rows, config)
-    _fill_ids(id_table, sums, tokens, columns, pairs, other_sb, width, config)
-    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
+    lists = TokenLists(sums, pairs, tokens, columns, width)
+    passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
+    found = look_up_tokens(sums, tokens, width, _keep_columns(columns, width))
+    # The other core's lists are on their way.
     affinities_sb = _weigh(local, index, config, tokens)
+    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
+    _fill_ids(id_table, found, lists, passes_sb, config)
     if config.experts.scaling == "pre":
         invert_weights(index.slot_scale, affinities_sb, slot_sb)
     if not is_early:
@@ -253,14 +273,30 @@ def _index_tokens(
     return weights
 
 
+def _tiles_of(pairs: RankedPairs, group: int, count: int) -> slice:
+    """Return the tiles of tokens of a group."""
+    return slice(group * pairs.group, min((group + 1) * pairs.group, count))
+
+
+def _meet(x: RouterOperands, index: LayerIndex, config: PrefillLayerConfig) -> None:
+    """Wait until both cores have written tokens and visits."""
+    if config.router.has_norm:
+        nisa.core_barrier(x.normed_TH, _BOTH)
+    nisa.core_barrier(index.visits[2], _BOTH)
+
+
 def _place(
-    index: LayerIndex, pairs: RankedPairs, other_sb: nl.NkiTensor, config: PrefillLayerConfig
+    index: LayerIndex,
+    pairs: RankedPairs,
+    own_sb: nl.NkiTensor,
+    other_sb: nl.NkiTensor,
+    config: PrefillLayerConfig,
 ) -> nl.NkiTensor:
     """List the visits, now that both cores' choices are counted; return the slots of the pairs."""
     dims, rows = config.dims, config.experts.tile_rows
     shape = other_sb.shape
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=total_sb, data1=pairs.own_sb, data2=other_sb, op=nl.add)
+    nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
     last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
     index.visits = list_visits(total_sb, last_block_sb, config.visits, dims, index.visit_columns)
     tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
@@ -289,39 +325,39 @@ def _load_columns(index: LayerIndex, rows: int, config: PrefillLayerConfig) -> l
     return columns
 
 
+def lists_room(lists: TokenLists, config: PrefillLayerConfig) -> int:
+    """Return how many tokens of an expert a pass lists."""
+    room: int = lists.width // config.dims.num_experts * config.experts.tile_rows
+    return room
+
+
 def _fill_ids(
     id_table: nl.NkiTensor,
-    sums: TokenSums,
-    tokens: TokenTiles,
-    columns: list[nl.NkiTensor],
-    pairs: RankedPairs,
-    other_sb: nl.NkiTensor,
-    width: int,
+    found: list[nl.NkiTensor],
+    lists: TokenLists,
+    passes_sb: nl.NkiTensor,
     config: PrefillLayerConfig,
 ) -> None:
-    """Write the token ids of all visits: those of the first pass over the pairs, which has been
-    made, and of the others.
+    """Write the token ids of all visits: what the first pass over the pairs has found, and what
+    others find.
     """
-    rows, entries = columns[0].shape
-    places = width // config.dims.num_experts
-    found_sb = look_up_tokens(sums, tokens, width, _keep_columns(columns, width))
-    if places * rows < tokens.rows:
-        passes_sb = more_passes(pairs.own_sb, other_sb, places * rows)
+    rows, entries = found[0].shape
+    for other_sb in found[1 : len(found)]:
+        nisa.tensor_tensor(dst=found[0], data1=found[0], data2=other_sb, op=nl.add)
+    if lists_room(lists, config) < lists.tokens.rows:
         trips = nisa.register_alloc()
         nisa.register_load(trips, passes_sb)
 
         def next_pass(_trip: int) -> None:
-            nisa.tensor_scalar(
-                dst=pairs.column_sb, data=pairs.column_sb, op0=nl.add, operand0=-float(width)
-            )
-            _pass_columns(columns, width)
-            add_to_lists(sums, pairs, slice(0, max(1, tokens.count)))
-            more_sb = look_up_tokens(sums, tokens, width, _keep_columns(columns, width))
-            nisa.tensor_tensor(dst=found_sb, data1=found_sb, data2=more_sb, op=nl.add)
+            _pass_columns(lists)
+            add_to_lists(lists.sums, lists.pairs, slice(0, max(1, lists.tokens.count)))
+            wanted = _keep_columns(lists.columns, lists.width)
+            for more_sb in look_up_tokens(lists.sums, lists.tokens, lists.width, wanted):
+                nisa.tensor_tensor(dst=found[0], data1=found[0], data2=more_sb, op=nl.add)
 
         nl.fori_loop(0, trips, next_pass)
     flat_sb = id_table.reshape((rows, entries))
-    nisa.tensor_scalar(dst=flat_sb, data=found_sb, op0=nl.add, operand0=-1.0)
+    nisa.tensor_scalar(dst=flat_sb, data=found[0], op0=nl.add, operand0=-1.0)
     keep_ids(config.experts, flat_sb)
 
 
@@ -335,10 +371,12 @@ def _keep_columns(columns: list[nl.NkiTensor], width: int) -> list[nl.NkiTensor]
     return kept
 
 
-def _pass_columns(columns: list[nl.NkiTensor], width: int) -> None:
+def _pass_columns(lists: TokenLists) -> None:
     """Count columns from the next pass on; those of earlier passes lie beyond all."""
-    for column_sb in columns:
-        nisa.tensor_scalar(dst=column_sb, data=column_sb, op0=nl.add, operand0=-float(width))
+    pair_sb = lists.pairs.column_sb
+    nisa.tensor_scalar(dst=pair_sb, data=pair_sb, op0=nl.add, operand0=-float(lists.width))
+    for column_sb in lists.columns:
+        nisa.tensor_scalar(dst=column_sb, data=column_sb, op0=nl.add, operand0=-float(lists.width))
         earlier_sb = nl.ndarray(column_sb.shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=earlier_sb, data=column_sb, op0=nl.less, operand0=0.0, op1=nl.multiply,

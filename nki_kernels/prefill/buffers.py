@@ -51,8 +51,7 @@ class Operands(NKIObject):
 class WeightBuffers(NKIObject):
     """What weights and what lies beside them are loaded into, and the experts of all visits.
 
-    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `is_clear` once
-    places of gathered rows hold zeros, `has_ids` if the table of token ids is filled.
+    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `has_ids` if the table of token ids is filled.
     """
 
     gate_up: list[nl.NkiTensor]
@@ -65,7 +64,6 @@ class WeightBuffers(NKIObject):
     down_scale_parts: list[nl.NkiTensor]
     expert_table: nl.NkiTensor
     is_loaded: bool = False
-    is_clear: bool = False
     has_ids: bool = False
 
 
@@ -243,20 +241,18 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
-    if not weights.is_clear:
-        clear_rows(config, b, [nisa.engine.vector])
+    _clear_rows(config, b)
     if is_mx(config):
         _clear_fours(config, b)
 
 
-def clear_rows(config: PrefillConfig, b: Buffers, engines: list[Any]) -> None:
-    """Clear places of gathered rows, in turn on some engines.
+def _clear_rows(config: PrefillConfig, b: Buffers) -> None:
+    """Clear places of gathered rows.
 
     Rows of padding keep what they had; it must be a number, though no one reads the result.
     """
-    gathered = b.turned if config.loop.turns == "dma" else b.rows
-    for j in range(len(gathered)):
-        nisa.memset(dst=gathered[j], value=0.0, engine=engines[j % len(engines)])
+    for gathered_sb in b.turned if config.loop.turns == "dma" else b.rows:
+        nisa.memset(dst=gathered_sb, value=0.0, engine=nisa.engine.vector)
 
 
 def fill_rest(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
