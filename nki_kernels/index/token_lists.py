@@ -122,44 +122,57 @@ def mark_group(pairs: RankedPairs, tiles: slice) -> None:
         mark_tile(pairs.counts.chosen_sb, pairs.wanted_sb, pairs.names_sb, tile)
 
 
-def rank_group(pairs: RankedPairs, tiles: slice, rows: int) -> None:
-    """Find the places of the pairs of a group of tiles, after those of the groups before.
-
-    Args:
-        pairs: to which the places are written.
-        tiles: of the group.
-        rows: R.
+def count_group(pairs: RankedPairs, tiles: slice) -> nl.ndarray:
+    """Return how many earlier tokens of the core chose what a marked group of tiles chooses from,
+    [128, tiles, E + 1] float32, where column E is for no choice; groups one after the other.
     """
-    E = pairs.names_sb.shape[1]
-    chosen_sb, number_sb = pairs.counts.chosen_sb, pairs.number_sb
-    top_k = number_sb.shape[1] // chosen_sb.shape[1]
-    shape = (PARTITIONS, tiles.stop - tiles.start, E + 1)
-    before_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    counts, E = pairs.counts, pairs.names_sb.shape[1]
+    before_sb = nl.ndarray(
+        (PARTITIONS, tiles.stop - tiles.start, E + 1), nl.float32, buffer=nl.sbuf
+    )
     nisa.memset(dst=before_sb[:, :, E], value=-NOBODY, engine=nisa.engine.gpsimd)
     for tile in range(tiles.start, tiles.stop):
-        _count_before(before_sb[:, tile - tiles.start, 0:E], pairs.counts, tile)
+        _count_before(before_sb[:, tile - tiles.start, 0:E], counts, tile)
         nisa.nc_matmul(
-            dst=pairs.counts.all_ps, stationary=pairs.counts.ones_sb,
-            moving=chosen_sb[:, tile, :], accumulate=tile > 0,
+            dst=counts.all_ps, stationary=counts.ones_sb, moving=counts.chosen_sb[:, tile, :],
+            accumulate=tile > 0,
         )  # fmt: skip
-    columns = slice(tiles.start * top_k, tiles.stop * top_k)
-    number, row, column = number_sb[:, columns], pairs.row_sb[:, columns], pairs.column_sb
-    flat_sb = before_sb.reshape((PARTITIONS, shape[1] * shape[2]))
+    return before_sb
+
+
+def rank_group(pairs: RankedPairs, tiles: slice, before_sb: nl.ndarray) -> None:
+    """Write the numbers of the pairs of a group of tiles; `before_sb` of `count_group`."""
+    columns = columns_of(pairs, tiles)
+    flat_sb = before_sb.reshape((PARTITIONS, before_sb.shape[1] * before_sb.shape[2]))
+    number = pairs.number_sb[:, columns]
     nisa.nc_n_gather(dst=number, data=flat_sb, indices=pairs.look_sb[:, columns])
+
+
+def place_group(pairs: RankedPairs, tiles: slice, rows: int) -> None:
+    """Write rows and columns of the pairs of a group of tiles, which have numbers; R rows."""
+    columns, E = columns_of(pairs, tiles), pairs.names_sb.shape[1]
+    number = pairs.number_sb[:, columns]
     place_sb = nl.ndarray(number.shape, nl.int32, buffer=nl.sbuf)
     divide_down(place_sb, number, rows)
     nisa.scalar_tensor_tensor(
-        dst=row, data=place_sb, op0=nl.multiply, operand0=-float(rows), op1=nl.add, operand1=number
-    )
-    nisa.scalar_tensor_tensor(
-        dst=column[:, columns], data=place_sb, op0=nl.multiply, operand0=float(E), op1=nl.add,
-        operand1=pairs.expert_sb[:, columns],
+        dst=pairs.row_sb[:, columns], data=place_sb, op0=nl.multiply, operand0=-float(rows),
+        op1=nl.add, operand1=number,
     )  # fmt: skip
+    nisa.scalar_tensor_tensor(
+        dst=pairs.column_sb[:, columns], data=place_sb, op0=nl.multiply, operand0=float(E),
+        op1=nl.add, operand1=pairs.expert_sb[:, columns],
+    )  # fmt: skip
+
+
+def columns_of(pairs: RankedPairs, tiles: slice) -> slice:
+    """Return the columns of pairs that belong to some tiles of tokens."""
+    top_k = pairs.number_sb.shape[1] // pairs.counts.chosen_sb.shape[1]
+    return slice(tiles.start * top_k, tiles.stop * top_k)
 
 
 def count_choices(pairs: RankedPairs) -> nl.ndarray:
     """Return how many of this core's tokens chose each expert, [128, E] float32, alike on all
-    partitions, once all groups are ranked.
+    partitions, once all groups are counted.
     """
     own_sb = nl.ndarray(pairs.counts.all_ps.shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=own_sb, src=pairs.counts.all_ps)
@@ -192,9 +205,7 @@ def start_lists(tokens: TokenTiles, rows: int, width: int) -> TokenSums:
 
 def add_to_lists(sums: TokenSums, pairs: RankedPairs, tiles: slice) -> None:
     """Add some tiles of tokens to the lists, those of tile 0 first."""
-    count = sums.terms[0].shape[1]
-    top_k = pairs.row_sb.shape[1] // count
-    columns = slice(tiles.start * top_k, tiles.stop * top_k)
+    columns = columns_of(pairs, tiles)
     add_tokens(sums, pairs.row_sb[:, columns], pairs.column_sb[:, columns], tiles)
 
 

@@ -66,9 +66,11 @@ from nki_kernels.index.token_lists import (
     RankedPairs,
     add_to_lists,
     count_choices,
+    count_group,
     look_up_tokens,
     mark_group,
     more_passes,
+    place_group,
     rank_group,
     slots_of,
     start_lists,
@@ -240,17 +242,18 @@ def _index_tokens(
     pairs = start_ranks(local.index_sb, tokens, config.dims, top_k)
     sums, count = start_lists(tokens, rows, width), max(1, tokens.count)
     groups = -(-count // pairs.group)
-    # Engines work in order: a group of tiles is added while the next is ranked, one more marked.
-    for step in range(groups + 1):
-        if step < groups:
-            mark_group(pairs, _tiles_of(pairs, step, count))
-        if step > 0:
-            rank_group(pairs, _tiles_of(pairs, step - 1, count), rows)
-        if step > 1:
-            add_to_lists(sums, pairs, _tiles_of(pairs, step - 2, count))
-    own_sb = count_choices(pairs)
-    other_sb = exchange(own_sb)
-    add_to_lists(sums, pairs, _tiles_of(pairs, groups - 1, count))
+    # Engines work in order: a group of tiles is added while the next one is marked and counted.
+    for group in range(groups):
+        tiles = _tiles_of(pairs, group, count)
+        mark_group(pairs, tiles)
+        before_sb = count_group(pairs, tiles)
+        if group + 1 == groups:
+            own_sb = count_choices(pairs)
+            other_sb = exchange(own_sb)
+        if group > 0:
+            _add_group(sums, pairs, _tiles_of(pairs, group - 1, count), rows)
+        rank_group(pairs, tiles, before_sb)
+    _add_group(sums, pairs, _tiles_of(pairs, groups - 1, count), rows)
     slot_sb = _place(index, pairs, own_sb, other_sb, config)
     _meet(x, index, config)
     is_early = loads_ahead(config, nl.num_programs(0))
@@ -271,6 +274,12 @@ def _index_tokens(
         weights = make_weight_buffers(config.experts)
     weights.has_ids = True
     return weights
+
+
+def _add_group(sums: TokenSums, pairs: RankedPairs, tiles: slice, rows: int) -> None:
+    """Add a group of tiles, which is ranked, to the lists."""
+    place_group(pairs, tiles, rows)
+    add_to_lists(sums, pairs, tiles)
 
 
 def _tiles_of(pairs: RankedPairs, group: int, count: int) -> slice:
