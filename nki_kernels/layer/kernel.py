@@ -253,7 +253,6 @@ def _index_tokens(
         if group > 0:
             _add_group(sums, pairs, _tiles_of(pairs, group - 1, count), rows)
         rank_group(pairs, tiles, before_sb)
-    _add_group(sums, pairs, _tiles_of(pairs, groups - 1, count), rows)
     slot_sb = _place(index, pairs, own_sb, other_sb, config)
     _meet(x, index, config)
     is_early = loads_ahead(config, nl.num_programs(0))
@@ -263,7 +262,9 @@ def _index_tokens(
     columns = _load_columns(index, rows, config)
     lists = TokenLists(sums, pairs, tokens, columns, width)
     passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
-    found = look_up_tokens(sums, tokens, width, _keep_columns(columns, width))
+    wanted = _keep_columns(columns, width)
+    _add_group(sums, pairs, _tiles_of(pairs, groups - 1, count), rows)
+    found = look_up_tokens(sums, tokens, width, wanted)
     # The other core's lists are on their way.
     affinities_sb = _weigh(local, index, config, tokens)
     store_slots(index.slot_of_pair_TK, slot_sb, tokens)
