@@ -254,6 +254,7 @@ def _index_tokens(
             _add_group(sums, pairs, _tiles_of(pairs, group - 1, count), rows)
         rank_group(pairs, tiles, before_sb)
     slot_sb = _place(index, pairs, own_sb, other_sb, config)
+    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
     _meet(x, index, config)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
@@ -267,7 +268,6 @@ def _index_tokens(
     found = look_up_tokens(sums, tokens, width, wanted)
     # The other core's lists are on their way.
     affinities_sb = _weigh(local, index, config, tokens)
-    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
     _fill_ids(id_table, found, lists, passes_sb, config)
     if config.experts.scaling == "pre":
         invert_weights(index.slot_scale, affinities_sb, slot_sb)
@@ -352,8 +352,6 @@ def _fill_ids(
     others find.
     """
     rows, entries = found[0].shape
-    for other_sb in found[1 : len(found)]:
-        nisa.tensor_tensor(dst=found[0], data1=found[0], data2=other_sb, op=nl.add)
     if lists_room(lists, config) < lists.tokens.rows:
         trips = nisa.register_alloc()
         nisa.register_load(trips, passes_sb)
@@ -367,7 +365,12 @@ def _fill_ids(
 
         nl.fori_loop(0, trips, next_pass)
     flat_sb = id_table.reshape((rows, entries))
-    nisa.tensor_scalar(dst=flat_sb, data=found[0], op0=nl.add, operand0=-1.0)
+    if len(found) > 1:
+        nisa.scalar_tensor_tensor(
+            dst=flat_sb, data=found[0], op0=nl.add, operand0=-1.0, op1=nl.add, operand1=found[1]
+        )
+    else:
+        nisa.tensor_scalar(dst=flat_sb, data=found[0], op0=nl.add, operand0=-1.0)
     keep_ids(config.experts, flat_sb)
 
 
@@ -375,8 +378,13 @@ def _keep_columns(columns: list[nl.NkiTensor], width: int) -> list[nl.NkiTensor]
     """Return columns as they are looked up, uint32: those beyond as the last one, W."""
     kept = []
     for column_sb in columns:
+        last_sb = nl.ndarray((column_sb.shape[0], 1), nl.int32, buffer=nl.sbuf)
+        nisa.memset(dst=last_sb, value=width, engine=nisa.engine.gpsimd)
         kept_sb = nl.ndarray(column_sb.shape, nl.uint32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=kept_sb, data=column_sb, op0=nl.minimum, operand0=float(width))
+        nisa.tensor_tensor(
+            dst=kept_sb, data1=column_sb, data2=last_sb.broadcast(1, column_sb.shape[1]),
+            op=nl.minimum, engine=nisa.engine.gpsimd,
+        )  # fmt: skip
         kept.append(kept_sb)
     return kept
 

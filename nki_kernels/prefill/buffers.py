@@ -51,8 +51,8 @@ class Operands(NKIObject):
 class WeightBuffers(NKIObject):
     """What weights and what lies beside them are loaded into, and the experts of all visits.
 
-    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `has_ids` if the table of
-    token ids is filled.
+    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `has_ids` if token
+    ids of all visits are on chip.
     """
 
     gate_up: list[nl.NkiTensor]
