@@ -332,17 +332,22 @@ def load_table(
 
 def identity(dtype: nl.DType) -> nl.NkiTensor:
     """Return the identity matrix [128, 128]."""
-    return compare_columns(dtype, nl.equal)
+    return compare_columns(ones(dtype), nl.equal)
 
 
-def compare_columns(dtype: nl.DType, compare: nl.DType) -> nl.NkiTensor:
-    """Return [128, 128], 1 where column minus partition compares true with 0."""
+def ones(dtype: nl.DType) -> nl.NkiTensor:
+    """Return [128, 128] of ones."""
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0)
-    compared_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
+    return ones_sb
+
+
+def compare_columns(ones_sb: nl.NkiTensor, compare: nl.DType) -> nl.NkiTensor:
+    """Return ones where column minus partition compares true with 0, else zeros."""
+    compared_sb = nl.ndarray(ones_sb.shape, ones_sb.dtype, buffer=nl.sbuf)
     nisa.affine_select(
         dst=compared_sb,
-        pattern=[[1, PARTITIONS]],
+        pattern=[[1, ones_sb.shape[1]]],
         offset=0,
         channel_multiplier=-1,
         on_true_tile=ones_sb,

@@ -60,7 +60,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
-from nki_kernels.common.tiles import compare_columns, identity
+from nki_kernels.common.tiles import compare_columns, identity, ones
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     load_per_token,
@@ -241,10 +241,9 @@ def _count_choices(
     chosen_sb: nl.ndarray, tokens: TokenTiles, num_experts: int
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """Return choices of each expert on lower partitions, and on all; [128, E] float32 each."""
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=ones_sb, value=1.0)
+    ones_sb = ones(nl.bfloat16)
     # The row of the matmul comes before its column.
-    triangle_sb = compare_columns(nl.bfloat16, nl.greater)
+    triangle_sb = compare_columns(ones_sb, nl.greater)
     lower_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
     all_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
     for tile in range(max(1, tokens.count)):

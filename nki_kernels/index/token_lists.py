@@ -23,7 +23,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import count_up, divide_down, divide_up
 from nki_kernels.common.memory import allocate
-from nki_kernels.common.tiles import compare_columns
+from nki_kernels.common.tiles import compare_columns, ones
 from nki_kernels.common.token_tiles import TokenTiles
 from nki_kernels.index.config import BlockDims
 from nki_kernels.index.kernel import (
@@ -102,10 +102,9 @@ def start_ranks(
     count, group = chosen_sb.shape[1], ranked_tiles(E)
     look_sb = nl.ndarray(expert_sb.shape, nl.uint32, buffer=nl.sbuf)
     count_up_tiles(look_sb, expert_sb, count, E + 1, group)
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=ones_sb, value=1.0)
-    lower_sb = compare_columns(nl.bfloat16, nl.greater)
-    rest_sb = compare_columns(nl.bfloat16, nl.less_equal)
+    ones_sb = ones(nl.bfloat16)
+    lower_sb = compare_columns(ones_sb, nl.greater)
+    rest_sb = compare_columns(ones_sb, nl.less_equal)
     all_ps = nl.ndarray((PARTITIONS, E), nl.float32, buffer=nl.psum)
     counts = _Counts(chosen_sb, lower_sb, rest_sb, ones_sb, all_ps, [])
     for _bank in range(min(COUNT_BANKS, count)):

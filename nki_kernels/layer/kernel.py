@@ -240,31 +240,30 @@ def _index_tokens(
     rows, width = config.experts.tile_rows, places_width(config, nl.num_programs(0))
     local = _route(x, first_expert, config, tokens)
     pairs = start_ranks(local.index_sb, tokens, config.dims, top_k)
-    sums, count = start_lists(tokens, rows, width), max(1, tokens.count)
+    count = max(1, tokens.count)
     groups = -(-count // pairs.group)
-    # Engines work in order: a group of tiles is added while the next one is marked and counted.
     for group in range(groups):
         tiles = _tiles_of(pairs, group, count)
         mark_group(pairs, tiles)
-        before_sb = count_group(pairs, tiles)
-        if group + 1 == groups:
-            own_sb = count_choices(pairs)
-            other_sb = exchange(own_sb)
-        if group > 0:
-            _add_group(sums, pairs, _tiles_of(pairs, group - 1, count), rows)
-        rank_group(pairs, tiles, before_sb)
+        rank_group(pairs, tiles, count_group(pairs, tiles))
+    own_sb = count_choices(pairs)
+    other_sb = exchange(own_sb)
+    # Engines work in order: the other core's counts are on their way.
+    sums = start_lists(tokens, rows, width)
+    _add_group(sums, pairs, _tiles_of(pairs, 0, count), rows)
     slot_sb = _place(index, pairs, own_sb, other_sb, config)
     store_slots(index.slot_of_pair_TK, slot_sb, tokens)
     _meet(x, index, config)
+    columns = _load_columns(index, rows, config)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
         weights = make_weight_buffers(config.experts)
         load_ahead(config.experts, weights, experts, _lists_of(index, config))
-    columns = _load_columns(index, rows, config)
     lists = TokenLists(sums, pairs, tokens, columns, width)
     passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
     wanted = _keep_columns(columns, width)
-    _add_group(sums, pairs, _tiles_of(pairs, groups - 1, count), rows)
+    for group in range(1, groups):
+        _add_group(sums, pairs, _tiles_of(pairs, group, count), rows)
     found = look_up_tokens(sums, tokens, width, wanted)
     # The other core's lists are on their way.
     affinities_sb = _weigh(local, index, config, tokens)

@@ -154,12 +154,14 @@ def lane_of(config: PrefillConfig) -> int:
 
 
 def load_ahead(config: PrefillConfig, weights: WeightBuffers, x: Operands, lists: Lists) -> None:
-    """Ask for the weights of visit 0 before anything else of `compute_visits`; one lane a core."""
+    """Ask for what visit 0 loads of its expert, before `compute_visits`; one lane a core."""
     share = share_of(config, nl.program_id(0))
     load_experts(config, weights, lists)
     expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=expert, src=weights.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
+    load_beside(config, weights, x, share, expert, 0, 0)
     load_gate_up(config, weights, x, share, expert, 0, 0)
+    load_down(config, weights, x, share, expert, 0, 0, 0)
     weights.is_loaded = True
 
 
@@ -225,11 +227,11 @@ def _start_pipeline(
         gather_rows(config, b, x, share, 1, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
-    else:
+    elif not weights.is_loaded:
         load_beside(config, b, x, share, b.expert[0], 0, 0)
-        if early == 0 and not weights.is_loaded:
+        if early == 0:
             load_gate_up(config, b, x, share, b.expert[0], 0, 0)
-        elif early < count and not weights.is_loaded:
+        elif early < count:
             load_tiles(config, b, x, share, b.expert[0], early, count)
         load_down(config, b, x, share, b.expert[0], 0, 0, 0)
     for j in range(1, config.loop.row_buffers):
