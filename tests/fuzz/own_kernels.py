@@ -321,7 +321,10 @@ FAULTS: dict[str, Fault] = {
         "index", MAPPING, "        nisa.memset(dst=wanted_sb, value=-2.0)", "        pass", E
     ),
     "a-token-before-itself": Fault(
-        "index", MAPPING, "cmp_op=nl.greater,", "cmp_op=nl.greater_equal,"
+        "index",
+        MAPPING,
+        "compare_columns(ones_sb, nl.greater)",
+        "compare_columns(ones_sb, nl.greater_equal)",
     ),
     "tokens-of-the-other-core-not-added": Fault(
         "index",
