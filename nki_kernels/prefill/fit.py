@@ -208,16 +208,20 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
         ):
             for buffers in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
-                    yield replace(
-                        config.loop,
-                        classes=tuple(range(size, 0, -1)),
-                        weight_buffers=buffers,
-                        in_parts=in_parts,
-                        out_parts=out_parts,
-                        row_buffers=min(2, size),
-                        outer_buffers=2 if out_parts == 1 else size,
-                        turns=turns,
-                    )
+                    outer = 2 if out_parts == 1 else size
+                    # Words lie in the parts they lie in: what is left to give up is an output tile.
+                    is_last = is_mx(config) and buffers == size == 1
+                    for outer_buffers in (outer, 1) if is_last else (outer,):
+                        yield replace(
+                            config.loop,
+                            classes=tuple(range(size, 0, -1)),
+                            weight_buffers=buffers,
+                            in_parts=in_parts,
+                            out_parts=out_parts,
+                            row_buffers=min(2, size),
+                            outer_buffers=outer_buffers,
+                            turns=turns,
+                        )
 
 
 def _sizes_and_turns(config: PrefillConfig, in_parts: int) -> Iterator[tuple[int, str]]:
