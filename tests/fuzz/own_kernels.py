@@ -146,7 +146,7 @@ FAULTS: dict[str, Fault] = {
     "rows-of-padding-not-set": Fault(
         "prefill",
         TABLES,
-        "        nisa.memset(dst=gathered[j], value=0.0, engine=engines[j % len(engines)])",
+        "        nisa.memset(dst=gathered_sb, value=0.0, engine=nisa.engine.vector)",
         "        pass",
         E,
     ),

@@ -19,8 +19,8 @@ from nki_kernels.decode.memory import ends_table
 from nki_kernels.decode.shared import shared_bytes
 from nki_kernels.index import BlockDims
 from nki_kernels.index.memory import inverse_bytes
-from nki_kernels.index.token_lists import list_width
 from nki_kernels.index.memory import sbuf_bytes as index_bytes
+from nki_kernels.index.token_lists import list_width
 from nki_kernels.index.visits import visit_bytes
 from nki_kernels.prefill.memory import sbuf_bytes as prefill_bytes
 from nki_kernels.route.memory import router_table
