@@ -139,18 +139,10 @@ def list_visits(
     visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
     visit_tile_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
     class_trips_1L = nl.ndarray((1, 2 * largest - 1), nl.int32, buffer=nl.shared_hbm)
-    store_visits(
-        visit_expert_CV,
-        visit_tile_CVG,
-        class_trips_1L,
-        total_sb,
-        last_block_sb,
-        visits,
-        dims.block_size,
-        dims.num_blocks * dims.block_size // visits.tile_rows,
-        visit_columns,
-    )
-    return (visit_expert_CV, visit_tile_CVG, class_trips_1L)
+    lists = (visit_expert_CV, visit_tile_CVG, class_trips_1L)
+    num_tiles = dims.num_blocks * dims.block_size // visits.tile_rows
+    store_visits(lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, visit_columns)
+    return lists
 
 
 def place_pairs(

@@ -68,9 +68,7 @@ class _Loops(nl.NKIObject):
 
 
 def store_visits(
-    visit_expert: nl.ndarray,
-    visit_tile: nl.ndarray,
-    class_trips: nl.ndarray,
+    lists: tuple[nl.ndarray, nl.ndarray, nl.ndarray],
     tokens_sb: nl.ndarray,
     last_block_sb: nl.ndarray,
     visits: VisitDims,
@@ -81,9 +79,7 @@ def store_visits(
     """Store the lists of visits.
 
     Args:
-        visit_expert: [C, V] int32 in HBM.
-        visit_tile: [C, V, G] int32 in HBM.
-        class_trips: [1, L] int32 in HBM.
+        lists: [C, V] experts, [C, V, G] row tiles and [1, L] trips, int32 in HBM.
         tokens_sb: [128, E] float32, tokens of each expert.
         last_block_sb: [128, E] float32, end of each expert's blocks.
         visits: how visits are made.
@@ -93,6 +89,7 @@ def store_visits(
             [C, V, G] int32 tensor in HBM for each, beyond all for none; empty if nobody asks.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
+    visit_expert, visit_tile, class_trips = lists
     num_experts = tokens_sb.shape[1]
     runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size)
     ends = runs.ends[:, 1 : 1 + visits.largest * num_experts]
@@ -363,13 +360,15 @@ def _move_later(values_sb: nl.ndarray, positions: int) -> nl.ndarray:
     moved_sb = _new(columns, nl.float32)
     nisa.memset(dst=moved_sb, value=-1.0, engine=nisa.engine.gpsimd)
     rows, rest = positions // columns, positions % columns
-    for first, count, down in ((0, columns - rest, rows), (columns - rest, rest, rows + 1)):
-        if count > 0 and down < PARTITIONS:
-            to = (first + rest) % columns
-            nisa.dma_copy(
-                dst=moved_sb[down:PARTITIONS, to : to + count],
-                src=values_sb[0 : PARTITIONS - down, first : first + count],
-            )
+    stay = columns - rest  # of a partition's values; the rest go one partition further
+    if rows < PARTITIONS:
+        nisa.dma_copy(
+            dst=moved_sb[rows:PARTITIONS, rest:columns],
+            src=values_sb[0 : PARTITIONS - rows, 0:stay],
+        )
+    if rest > 0 and rows + 1 < PARTITIONS:
+        source = values_sb[0 : PARTITIONS - rows - 1, stay:columns]
+        nisa.dma_copy(dst=moved_sb[rows + 1 : PARTITIONS, 0:rest], src=source)
     return moved_sb
 
 

@@ -2,7 +2,8 @@
 
     x = rms_norm(hidden), rounded to bfloat16            (hidden itself without a norm)
     logits = x W^T (+ bias); index, a = the router's choice        (route/kernel.py)
-    slots, visits = places of this rank's choices                  (index/kernel.py)
+    slots, visits = places of this rank's choices, in any order
+        inside an expert                       (index/token_lists.py, index/visits.py)
     y = this rank's experts on the slots                           (prefill/kernel.py),
         whose inputs are scaled by a, and the sum weighs by 1, if config.experts.scaling is pre
     s = shared experts of x, if config.out.has_shared              (prefill/kernel.py)
@@ -29,9 +30,10 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
        index         [T, K]    int32, if config.returns_routing
 
 The stages are those of the kernels named above. What a core's own tokens chose goes from the router
-to the index on chip; what both cores need lies in HBM: normalised tokens, the token of each slot,
-trips, slots' results. The cores meet after each of these is written. Each stage gives its SBUF back
-before the experts begin, so that their plan is that of blockwise_moe alone.
+to the index on chip, and so do the tokens of each visit from there to the experts, looked up in the
+lists of both cores. What both cores need lies in HBM: normalised tokens, visits, slots' results;
+the cores meet after each of these is written. But for a table of ids, each stage gives its SBUF
+back before the experts begin, so that their plan is that of blockwise_moe alone.
 
 Tokens do not see each other: one with a logit that is no number chooses no expert, and its row of
 the output is NaN. A token whose expert overflows bfloat16 is not contained, see combine/kernel.py.
@@ -41,7 +43,8 @@ Limits: check_prefill_layer. Cost: cost_prefill_layer.
 Steps:
     1. Normalise and route this core's tokens; store normalised ones.
     2. Tell this rank's choices from others', drop those of broken tokens.
-    3. Place the pairs; list visits, ask for the first weights, invert the slots.
+    3. Rank the pairs; exchange counts, list visits, ask for the first weights, list the tokens of
+       each expert, look up those of each visit.
     4. Compute the visits; then the shared experts, as one expert that all whole tokens choose.
     5. Sum each token's slots.
 """
