@@ -180,9 +180,8 @@ def prefill_layer(
         x_TH, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, index.slot_scale,
         make_output(config.experts),
     )  # fmt: skip
-    id_table = make_id_table(config.experts)
-    weights = _index_tokens(operands, first_expert, index, x, id_table, config)
-    b = make_buffers(config.experts, weights, id_table)
+    weights = _index_tokens(operands, first_expert, index, x, config)
+    b = make_buffers(config.experts, weights)
     if config.experts.scaling == "pre":
         nisa.core_barrier(index.slot_scale, _BOTH)
     if config.out.has_shared:
@@ -231,7 +230,6 @@ def _index_tokens(
     first_expert: nl.NkiTensor,
     index: LayerIndex,
     experts: Operands,
-    id_table: nl.NkiTensor,
     config: PrefillLayerConfig,
 ) -> WeightBuffers:
     """Route this core's tokens, place their pairs and list them; fill the table of token ids.
@@ -240,6 +238,7 @@ def _index_tokens(
     """
     num_tokens, top_k = x.hidden_TH.shape[0], config.router.formula.top_k
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
+    id_table = make_id_table(config.experts)
     rows, width = config.experts.tile_rows, places_width(config, nl.num_programs(0))
     local = _route(x, first_expert, config, tokens)
     pairs = start_ranks(local.index_sb, tokens, config.dims, top_k)
@@ -275,7 +274,7 @@ def _index_tokens(
         invert_weights(index.slot_scale, affinities_sb, slot_sb)
     if not is_early:
         weights = make_weight_buffers(config.experts)
-    weights.has_ids = True
+    weights.id_tables.append(id_table)
     return weights
 
 

@@ -51,8 +51,8 @@ class Operands(NKIObject):
 class WeightBuffers(NKIObject):
     """What weights and what lies beside them are loaded into, and the experts of all visits.
 
-    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `has_ids` if token
-    ids of all visits are on chip.
+    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights. `id_tables` has one
+    if token ids of all visits are on chip.
     """
 
     gate_up: list[nl.NkiTensor]
@@ -64,8 +64,8 @@ class WeightBuffers(NKIObject):
     down_scale: list[nl.NkiTensor]
     down_scale_parts: list[nl.NkiTensor]
     expert_table: nl.NkiTensor
+    id_tables: list[nl.NkiTensor]
     is_loaded: bool = False
-    has_ids: bool = False
 
 
 @dataclass
@@ -138,6 +138,7 @@ def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
         down_scale=allocate(w.down_scale),
         down_scale_parts=allocate(w.down_scale_parts),
         expert_table=allocate(visit_table(config).expert_table)[0],
+        id_tables=[],
     )
 
 
@@ -146,7 +147,7 @@ def make_id_table(config: PrefillConfig) -> nl.NkiTensor:
     return allocate(visit_table(config).id_table)[0]
 
 
-def make_buffers(config: PrefillConfig, weights: WeightBuffers, id_table: nl.NkiTensor) -> Buffers:
+def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
     """Allocate what else stays on chip."""
     r, v = row_table(config), visit_table(config)
     halves = num_projections(config.formula)
@@ -192,7 +193,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers, id_table: nl.Nki
         out_scale=allocate(v.out_scale),
         expert_table=weights.expert_table,
         tile_table=allocate(v.tile_table)[0],
-        id_table=id_table,
+        id_table=weights.id_tables[0] if weights.id_tables else make_id_table(config),
         row_table=allocate(v.row_table),
         scale_table=allocate(v.scale_table),
         trips=allocate(v.trips)[0],
@@ -232,7 +233,7 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     What is asked for after the first weights waits for these, so the ids come before.
     """
     stop = first_entries(config)
-    if not weights.has_ids:
+    if not weights.id_tables:
         _fill_ids(config, b, lists, 0, stop)
     if not weights.is_loaded:
         load_experts(config, weights, lists)
@@ -261,7 +262,7 @@ def fill_rest(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: 
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     entries, first, lane = num_visits * largest, first_entries(config), lists.lane
     if first < entries:
-        if not weights.has_ids:
+        if not weights.id_tables:
             _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)

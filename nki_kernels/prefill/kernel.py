@@ -68,7 +68,6 @@ from nki_kernels.prefill.buffers import (
     look_ahead,
     look_at_outputs,
     make_buffers,
-    make_id_table,
     make_weight_buffers,
     start_experts,
     start_visits,
@@ -134,9 +133,7 @@ def blockwise_moe(
     )
     lists = Lists(slots, slot_scale, visit_expert, visit_tile, class_trips, lane_of(config))
     weights = make_weight_buffers(config)
-    return compute_visits(
-        config, make_buffers(config, weights, make_id_table(config)), weights, x, lists
-    )
+    return compute_visits(config, make_buffers(config, weights), weights, x, lists)
 
 
 def make_output(config: PrefillConfig) -> nl.NkiTensor:
