@@ -336,16 +336,26 @@ def load_table(
 
 def identity(dtype: nl.DType) -> nl.NkiTensor:
     """Return the identity matrix [128, 128]."""
+    return compare_columns(ones(dtype), nl.equal)
+
+
+def ones(dtype: nl.DType) -> nl.NkiTensor:
+    """Return [128, 128] of ones."""
     ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
     nisa.memset(dst=ones_sb, value=1.0)
-    identity_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype, buffer=nl.sbuf)
+    return ones_sb
+
+
+def compare_columns(ones_sb: nl.NkiTensor, compare: nl.DType) -> nl.NkiTensor:
+    """Return ones where column minus partition compares true with 0, else zeros."""
+    compared_sb = nl.ndarray(ones_sb.shape, ones_sb.dtype, buffer=nl.sbuf)
     nisa.affine_select(
-        dst=identity_sb,
-        pattern=[[1, PARTITIONS]],
+        dst=compared_sb,
+        pattern=[[1, ones_sb.shape[1]]],
         offset=0,
         channel_multiplier=-1,
         on_true_tile=ones_sb,
         on_false_value=0.0,
-        cmp_op=nl.equal,
+        cmp_op=compare,
     )
-    return identity_sb
+    return compared_sb

@@ -60,7 +60,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
-from nki_kernels.common.tiles import identity
+from nki_kernels.common.tiles import compare_columns, identity, ones
 from nki_kernels.common.token_tiles import (
     TokenTiles,
     load_per_token,
@@ -121,31 +121,28 @@ def index_blocks(
         slot_of_pair_TK,
     )
     if visits.num_lanes > 0:
-        outputs = outputs + list_visits(placed, visits, dims)
+        outputs = outputs + list_visits(placed.total_sb, placed.last_block_sb, visits, dims, [])
     # Last, as the lists wait for counts only, and the tensor engine for nothing else.
     invert(token_of_slot, pair_of_slot, placed.slot_sb, tokens, top_k)
     return outputs
 
 
 def list_visits(
-    placed: PlacedPairs, visits: VisitDims, dims: BlockDims
+    total_sb: nl.ndarray,
+    last_block_sb: nl.ndarray,
+    visits: VisitDims,
+    dims: BlockDims,
+    visit_columns: list[nl.ndarray],
 ) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
-    """Allocate and store the lists of visits."""
+    """Allocate and store the lists of visits; see `store_visits`."""
     lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
     visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
     visit_tile_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
     class_trips_1L = nl.ndarray((1, 2 * largest - 1), nl.int32, buffer=nl.shared_hbm)
-    store_visits(
-        visit_expert_CV,
-        visit_tile_CVG,
-        class_trips_1L,
-        placed.total_sb,
-        placed.last_block_sb,
-        visits,
-        dims.block_size,
-        dims.num_blocks * dims.block_size // visits.tile_rows,
-    )
-    return (visit_expert_CV, visit_tile_CVG, class_trips_1L)
+    lists = (visit_expert_CV, visit_tile_CVG, class_trips_1L)
+    num_tiles = dims.num_blocks * dims.block_size // visits.tile_rows
+    store_visits(lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, visit_columns)
+    return lists
 
 
 def place_pairs(
@@ -161,17 +158,13 @@ def place_pairs(
         top_k: K.
     """
     table = index_table(tokens, top_k, dims)
-    # A number far outside may neither be looked up nor come near one that is.
-    nisa.tensor_scalar(
-        dst=index_sb, data=index_sb, op0=nl.maximum, operand0=-1.0, op1=nl.minimum,
-        operand1=float(dims.num_experts),
-    )  # fmt: skip
+    keep_near(index_sb, dims.num_experts)
     chosen_sb = _mark_choices(index_sb, table, top_k, dims.num_experts)
     lower_sb, own_sb = _count_choices(chosen_sb, tokens, dims.num_experts)
     other_sb = exchange(own_sb)
     total_sb = nl.ndarray((PARTITIONS, dims.num_experts), nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
-    last_block_sb, start_sb = _lay_out_blocks(total_sb, dims)
+    last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
     if nl.program_id(0) > 0:
         # The tokens of core 0 come first.
         nisa.tensor_tensor(dst=start_sb, data1=start_sb, data2=other_sb, op=nl.add)
@@ -182,6 +175,14 @@ def place_pairs(
     nisa.tensor_tensor(dst=first, data1=lower_sb, data2=start_sb, op=nl.add)
     slot_sb = _rank_pairs(index_sb, chosen_sb, first_sb, table, tokens, top_k)
     return PlacedPairs(slot_sb, total_sb, last_block_sb)
+
+
+def keep_near(index_sb: nl.ndarray, num_experts: int) -> None:
+    """Keep numbers far outside from being looked up, or coming near one that is."""
+    nisa.tensor_scalar(
+        dst=index_sb, data=index_sb, op0=nl.maximum, operand0=-1.0, op1=nl.minimum,
+        operand1=float(num_experts),
+    )  # fmt: skip
 
 
 def _load_index(index_TK: nl.ndarray, tokens: TokenTiles, table: IndexTable) -> nl.ndarray:
@@ -197,41 +198,44 @@ def _mark_choices(
     index_sb: nl.ndarray, table: IndexTable, top_k: int, num_experts: int
 ) -> nl.ndarray:
     """Return [128, max(1, tiles), E] float8: 1 where the token chose the expert, else 0."""
-    wanted_sb, chosen_sb = allocate(table.wanted)[0], allocate(table.chosen)[0]
+    wanted_sb, chosen_sb = list_wanted(index_sb, table, top_k), allocate(table.chosen)[0]
+    expert_sb = count_up(num_experts, nl.float32)
+    for tile in range(chosen_sb.shape[1]):
+        mark_tile(chosen_sb, wanted_sb, expert_sb, tile)
+    return chosen_sb
+
+
+def list_wanted(index_sb: nl.ndarray, table: IndexTable, top_k: int) -> nl.ndarray:
+    """Return experts of each token, [128, max(1, tiles), K filled up] float32."""
+    wanted_sb = allocate(table.wanted)[0]
     count, filled = wanted_sb.shape[1:3]
     if top_k < filled:
         nisa.memset(dst=wanted_sb, value=-2.0)  # matches nothing
     nisa.tensor_copy(dst=wanted_sb[:, :, 0:top_k], src=index_sb.reshape_dim(1, (count, top_k)))
-    expert_sb = count_up(num_experts, nl.float32)
-    for tile in range(count):
-        marked_sb = expert_sb
-        for first in range(0, filled, AT_ONCE):
-            next_sb = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.sbuf)
-            wanted = wanted_sb[:, tile, first : first + AT_ONCE]
-            nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=-1.0)
-            marked_sb = next_sb
-        # -1 becomes 1, numbers of experts become 0; the Vector engine has more to do.
-        nisa.activation(dst=chosen_sb[:, tile, :], op=nl.relu, data=marked_sb, scale=-1.0)
-    return chosen_sb
+    return wanted_sb
+
+
+def mark_tile(
+    chosen_sb: nl.ndarray, wanted_sb: nl.ndarray, expert_sb: nl.ndarray, tile: int
+) -> None:
+    """Write 1 where a token of a tile chose an expert, else 0; experts count up from 0."""
+    marked_sb = expert_sb
+    for first in range(0, wanted_sb.shape[2], AT_ONCE):
+        next_sb = nl.ndarray(expert_sb.shape, nl.float32, buffer=nl.sbuf)
+        wanted = wanted_sb[:, tile, first : first + AT_ONCE]
+        nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=-1.0)
+        marked_sb = next_sb
+    # -1 becomes 1, numbers of experts become 0; the Vector engine has more to do.
+    nisa.activation(dst=chosen_sb[:, tile, :], op=nl.relu, data=marked_sb, scale=-1.0)
 
 
 def _count_choices(
     chosen_sb: nl.ndarray, tokens: TokenTiles, num_experts: int
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """Return choices of each expert on lower partitions, and on all; [128, E] float32 each."""
-    ones_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=ones_sb, value=1.0)
-    triangle_sb = nl.ndarray((PARTITIONS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
-    # Column minus partition is above 0 where the row of the matmul comes before its column.
-    nisa.affine_select(
-        dst=triangle_sb,
-        pattern=[[1, PARTITIONS]],
-        offset=0,
-        channel_multiplier=-1,
-        on_true_tile=ones_sb,
-        on_false_value=0.0,
-        cmp_op=nl.greater,
-    )
+    ones_sb = ones(nl.bfloat16)
+    # The row of the matmul comes before its column.
+    triangle_sb = compare_columns(ones_sb, nl.greater)
     lower_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
     all_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
     for tile in range(max(1, tokens.count)):
@@ -245,7 +249,7 @@ def _count_choices(
     return lower_sb, all_sb
 
 
-def _lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, nl.ndarray]:
+def lay_out_blocks(total_sb: nl.ndarray, dims: BlockDims) -> tuple[nl.ndarray, nl.ndarray]:
     """Return the end of each expert's blocks and its first slot, [128, E] float32 each."""
     shape = total_sb.shape
     blocks_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
@@ -320,18 +324,8 @@ def _rank_pairs(
 
     `first_sb` [128, E + 1] holds the slot a choice of each expert in tile 0 would take, then -1.
     """
-    width, num_experts = index_sb.shape[1], first_sb.shape[1] - 1
-    none_sb = nl.ndarray((PARTITIONS, width), nl.int32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=none_sb,
-        data=index_sb,
-        op0=nl.less,
-        operand0=0.0,
-        op1=nl.multiply,
-        operand1=num_experts + 1.0,
-    )
-    column_sb = nl.ndarray((PARTITIONS, width), nl.uint32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=column_sb, data1=index_sb, data2=none_sb, op=nl.add)
+    num_experts = first_sb.shape[1] - 1
+    column_sb = look_up_columns(index_sb, num_experts)
     slot_sb = allocate(table.slots)[0]
     if tokens.count == 0:
         nisa.memset(dst=slot_sb, value=-1.0)
@@ -339,7 +333,7 @@ def _rank_pairs(
     # On other engines, while the Vector engine lists the visits.
     nisa.nc_n_gather(dst=slot_sb, data=first_sb, indices=column_sb)
     ranked = ranked_tiles(num_experts)
-    _count_up_tiles(column_sb, tokens.count, num_experts + 1, ranked)
+    count_up_tiles(column_sb, column_sb, tokens.count, num_experts + 1, ranked)
     counts = _Counts(identity(nl.bfloat16), chosen_sb, [])
     for _bank in range(min(COUNT_BANKS, tokens.count)):
         counts.banks.append(nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum))
@@ -377,8 +371,26 @@ def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
     nisa.tensor_copy(dst=before, src=bank_ps, engine=nisa.engine.scalar)
 
 
-def _count_up_tiles(column_sb: nl.ndarray, count: int, row_size: int, ranked: int) -> None:
-    """Turn columns of a tile into columns of `ranked` tiles side by side."""
+def look_up_columns(index_sb: nl.ndarray, num_experts: int) -> nl.ndarray:
+    """Return the expert of each pair as a column of a table, uint32; E for none."""
+    none_sb = nl.ndarray(index_sb.shape, nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=none_sb,
+        data=index_sb,
+        op0=nl.less,
+        operand0=0.0,
+        op1=nl.multiply,
+        operand1=num_experts + 1.0,
+    )
+    column_sb = nl.ndarray(index_sb.shape, nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=column_sb, data1=index_sb, data2=none_sb, op=nl.add)
+    return column_sb
+
+
+def count_up_tiles(
+    dst: nl.ndarray, column_sb: nl.ndarray, count: int, row_size: int, ranked: int
+) -> None:
+    """Write columns of a tile as columns of `ranked` tiles side by side."""
     first_sb = nl.ndarray((PARTITIONS, count), nl.int32, buffer=nl.sbuf)
     for start in range(0, count, ranked):
         tiles = min(ranked, count - start)
@@ -387,9 +399,10 @@ def _count_up_tiles(column_sb: nl.ndarray, count: int, row_size: int, ranked: in
             channel_multiplier=0,
         )  # fmt: skip
     shape = (count, column_sb.shape[1] // count)
-    columns = column_sb.reshape_dim(1, shape)
     first = first_sb.expand_dim(2).broadcast(2, shape[1])
-    nisa.tensor_tensor(dst=columns, data1=columns, data2=first, op=nl.add)
+    nisa.tensor_tensor(
+        dst=dst.reshape_dim(1, shape), data1=column_sb.reshape_dim(1, shape), data2=first, op=nl.add
+    )
 
 
 def store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:

@@ -68,11 +68,14 @@ def ranked_tiles(num_experts: int) -> int:
     return max(1, min(8, _RANKED_COLUMNS // (num_experts + 1)))
 
 
-def inverse_bytes(tokens: TokenTiles, top_k: int, dims: BlockDims) -> int:
-    """Return bytes per partition alive while a layer inverts its slots."""
+def inverse_bytes(tokens: TokenTiles, top_k: int, dims: BlockDims, width: int) -> int:
+    """Return bytes per partition alive while a layer lists its tokens in W columns."""
     table = index_table(tokens, top_k, dims)
-    pairs = (table.experts, table.experts, table.slots)  # experts, affinities and slots
-    return table_bytes((*pairs, table.digits, table.inverse, table.one_hots)) + _SMALL_TILES_BYTES
+    # Beside digits, experts in two types, affinities, numbers, places and slots.
+    pairs = table.slots._replace(counted=7)
+    lists = table.inverse._replace(shape=(PARTITIONS, width + 1))
+    kept = (pairs, table.chosen, table.wanted, table.counts, table.digits, lists, table.one_hots)
+    return table_bytes(kept) + _SMALL_TILES_BYTES
 
 
 def sbuf_bytes(

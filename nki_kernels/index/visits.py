@@ -68,28 +68,28 @@ class _Loops(nl.NKIObject):
 
 
 def store_visits(
-    visit_expert: nl.ndarray,
-    visit_tile: nl.ndarray,
-    class_trips: nl.ndarray,
+    lists: tuple[nl.ndarray, nl.ndarray, nl.ndarray],
     tokens_sb: nl.ndarray,
     last_block_sb: nl.ndarray,
     visits: VisitDims,
     block_size: int,
     num_tiles: int,
+    visit_columns: list[nl.ndarray],
 ) -> None:
     """Store the lists of visits.
 
     Args:
-        visit_expert: [C, V] int32 in HBM.
-        visit_tile: [C, V, G] int32 in HBM.
-        class_trips: [1, L] int32 in HBM.
+        lists: [C, V] experts, [C, V, G] row tiles and [1, L] trips, int32 in HBM.
         tokens_sb: [128, E] float32, tokens of each expert.
         last_block_sb: [128, E] float32, end of each expert's blocks.
         visits: how visits are made.
         block_size: B.
         num_tiles: row tiles in all.
+        visit_columns: where each tile lies in the lists of tokens of each core (token_lists.py), a
+            [C, V, G] int32 tensor in HBM for each, beyond all for none; empty if nobody asks.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
+    visit_expert, visit_tile, class_trips = lists
     num_experts = tokens_sb.shape[1]
     runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size)
     ends = runs.ends[:, 1 : 1 + visits.largest * num_experts]
@@ -99,17 +99,26 @@ def store_visits(
     columns = (visits.num_visits + PARTITIONS - 1) // PARTITIONS
     for lane in range(visits.num_lanes):
         if lane % num_cores == core:
-            visit_sb = _number_visits(loops, visits, lane, columns, 0)
+            visit_sb = _number_visits(loops, visits, lane, columns)
             run_sb = _find(ends, visit_sb)
             expert_sb, size_sb = _split_runs(run_sb, visits.largest, num_experts)
+            # On its way while tiles are placed.
+            before_sb = expert_sb
+            if visits.reload_after > 0:
+                before_sb = _move_later(expert_sb, visits.reload_after)
             tile_sb = _place_tiles(
                 runs, visit_sb, run_sb, expert_sb, size_sb, visits.largest, num_tiles
             )
+            for number in range(len(visit_columns)):
+                column_sb = _place_columns(
+                    runs, _last_tiles(runs, tokens_sb, visits.tile_rows), tile_sb, expert_sb,
+                    number > 0, num_tiles,
+                )  # fmt: skip
+                _store_lane(
+                    visit_columns[number], column_sb, lane, visits.num_visits, visits.largest
+                )
             if visits.reload_after > 0:
-                before_sb = _number_visits(loops, visits, lane, columns, visits.reload_after)
-                before_run_sb = _find(ends, before_sb)
-                here_sb, _size_sb = _split_runs(before_run_sb, visits.largest, num_experts)
-                _forget_repeated(expert_sb, here_sb, num_experts)
+                _forget_repeated(expert_sb, before_sb, num_experts)
             _store_lane(visit_expert, expert_sb, lane, visits.num_visits, 1)
             _store_lane(visit_tile, tile_sb, lane, visits.num_visits, visits.largest)
 
@@ -242,9 +251,7 @@ def _scale_and_add(dst: nl.ndarray, data: nl.ndarray, factor: float, offset: obj
     )
 
 
-def _number_visits(
-    loops: _Loops, visits: VisitDims, lane: int, columns: int, earlier: int
-) -> nl.ndarray:
+def _number_visits(loops: _Loops, visits: VisitDims, lane: int, columns: int) -> nl.ndarray:
     """Return the visit at every position of a lane, [128, columns] float32; a large one for none.
 
     Args:
@@ -252,10 +259,9 @@ def _number_visits(
         visits: how visits are made.
         lane: which list.
         columns: positions on a partition.
-        earlier: look so many positions before.
     """
     place_sb = _new(columns, nl.float32)
-    nisa.iota(dst=place_sb, pattern=[[1, columns]], offset=-earlier, channel_multiplier=columns)
+    nisa.iota(dst=place_sb, pattern=[[1, columns]], offset=0, channel_multiplier=columns)
     loop_sb = _find(loops.begin[:, 1 : 1 + loops.trips.shape[1]], place_sb)
     index_sb = _new(columns, nl.uint32)
     nisa.tensor_copy(dst=index_sb, src=loop_sb)
@@ -277,8 +283,6 @@ def _number_visits(
     _add(step_sb, step_sb, change_sb)
     if visits.in_halves:
         _lose(step_sb, step_sb, nl.greater_equal, loops.num_steps)
-    if earlier > 0:
-        _lose(step_sb, place_sb, nl.less, 0.0)
     visit_sb = _new(columns, nl.float32)
     if visits.in_halves and lane > 0:
         nisa.tensor_scalar(dst=visit_sb, data=step_sb, op0=nl.add, operand0=loops.num_steps)
@@ -347,6 +351,27 @@ def _split_runs(
     return expert_sb, size_sb
 
 
+def _move_later(values_sb: nl.ndarray, positions: int) -> nl.ndarray:
+    """Return the values of so many positions before, [128, columns] float32, -1 before the first.
+
+    Positions lie on partitions in runs, so that a transfer moves them to other partitions.
+    """
+    columns = values_sb.shape[1]
+    moved_sb = _new(columns, nl.float32)
+    nisa.memset(dst=moved_sb, value=-1.0, engine=nisa.engine.gpsimd)
+    rows, rest = positions // columns, positions % columns
+    stay = columns - rest  # of a partition's values; the rest go one partition further
+    if rows < PARTITIONS:
+        nisa.dma_copy(
+            dst=moved_sb[rows:PARTITIONS, rest:columns],
+            src=values_sb[0 : PARTITIONS - rows, 0:stay],
+        )
+    if rest > 0 and rows + 1 < PARTITIONS:
+        source = values_sb[0 : PARTITIONS - rows - 1, stay:columns]
+        nisa.dma_copy(dst=moved_sb[rows + 1 : PARTITIONS, 0:rest], src=source)
+    return moved_sb
+
+
 def _forget_repeated(expert_sb: nl.ndarray, before_sb: nl.ndarray, num_experts: int) -> None:
     """Name no expert where it is that of the earlier visit, whose weights are on chip."""
     same_sb, none_sb = _new(expert_sb.shape[1], nl.float32), _new(expert_sb.shape[1], nl.float32)
@@ -367,7 +392,7 @@ def _place_tiles(
 ) -> nl.ndarray:
     """Return the row tiles of each visit, [128, columns * G] float32."""
     columns, num_experts = visit_sb.shape[1], runs.tile.shape[1] // 2
-    none = float(no_tile(num_tiles))
+    none = no_tile(num_tiles)
     tile_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
     first_sb, live_sb = _new(columns, nl.float32), _new(columns, nl.float32)
     index_sb, origin_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)
@@ -381,15 +406,61 @@ def _place_tiles(
     _subtract(first_sb, visit_sb, _gather(runs.ends, index_sb))
     nisa.tensor_tensor(dst=first_sb, data1=first_sb, data2=size_sb, op=nl.multiply)
     _add(first_sb, first_sb, _gather(runs.tile, origin_sb))
-    for place in range(largest):
-        nisa.tensor_scalar(dst=live_sb, data=size_sb, op0=nl.greater, operand0=float(place))
-        nisa.scalar_tensor_tensor(
-            dst=tile_sb[:, :, place], data=first_sb, op0=nl.add, operand0=place - none,
-            op1=nl.multiply, operand1=live_sb,
-        )  # fmt: skip
+    place_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=place_sb, pattern=[[0, columns], [1, largest]], offset=0, channel_multiplier=0)
+    wide_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
+    size, first = size_sb.expand_dim(2), first_sb.expand_dim(2)
+    nisa.tensor_tensor(dst=wide_sb, data1=size.broadcast(2, largest), data2=place_sb, op=nl.greater)
+    _combine_scaled(tile_sb, place_sb, nl.add, -none, nl.add, first.broadcast(2, largest))
+    nisa.tensor_tensor(dst=tile_sb, data1=tile_sb, data2=wide_sb, op=nl.multiply)
     flat_sb = tile_sb.reshape((PARTITIONS, columns * largest))
-    nisa.tensor_scalar(dst=flat_sb, data=flat_sb, op0=nl.add, operand0=none)
+    nisa.tensor_scalar(dst=flat_sb, data=flat_sb, op0=nl.add, operand0=float(none))
     return flat_sb
+
+
+def _last_tiles(runs: _Runs, tokens_sb: nl.ndarray, tile_rows: int) -> nl.ndarray:
+    """Return the last row tile of each expert that has one, [128, E + 1] float32; then a 0."""
+    E = tokens_sb.shape[1]
+    tiles_sb, last_sb = _new(E, nl.int32), _new(E + 1, nl.float32)
+    divide_up(tiles_sb, tokens_sb, tile_rows)
+    nisa.memset(dst=last_sb[:, E : E + 1], value=0.0, engine=nisa.engine.vector)
+    _combine_scaled(last_sb[:, 0:E], tiles_sb, nl.add, -1, nl.add, runs.tile[:, 0:E])
+    return last_sb
+
+
+def _place_columns(
+    runs: _Runs,
+    last_sb: nl.ndarray,
+    tile_sb: nl.ndarray,
+    expert_sb: nl.ndarray,
+    is_backwards: bool,
+    num_tiles: int,
+) -> nl.ndarray:
+    """Return (place * E + expert) of row tiles, [128, columns * G] float32; a large one for none.
+
+    Places count from an expert's first row tile, or back from its last.
+    """
+    columns, num_experts = expert_sb.shape[1], last_sb.shape[1] - 1
+    index_sb = _new(columns, nl.uint32)
+    nisa.tensor_copy(dst=index_sb, src=expert_sb)
+    shape = (columns, tile_sb.shape[1] // columns)
+    column_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
+    places, wanted = column_sb.reshape_dim(1, shape), tile_sb.reshape_dim(1, shape)
+    origin_sb = _gather(last_sb if is_backwards else runs.tile, index_sb)
+    origin = origin_sb.expand_dim(2).broadcast(2, shape[1])
+    if is_backwards:
+        _subtract(places, origin, wanted)
+        beyond_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=beyond_sb, data=column_sb, op0=nl.less, operand0=0.0, op1=nl.multiply,
+            operand1=2.0 * no_tile(num_tiles),
+        )  # fmt: skip
+        _add(column_sb, column_sb, beyond_sb)
+    else:
+        _subtract(places, wanted, origin)
+    expert = expert_sb.expand_dim(2).broadcast(2, shape[1])
+    _combine_scaled(places, places, nl.multiply, num_experts, nl.add, expert)
+    return column_sb
 
 
 def _store_lane(

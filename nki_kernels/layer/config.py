@@ -14,6 +14,7 @@ from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import VisitDims, VisitLists
 from nki_kernels.index import BlockDims, check_index_blocks
 from nki_kernels.index.memory import inverse_bytes
+from nki_kernels.index.token_lists import list_width
 from nki_kernels.prefill import (
     Expected,
     ExpertSizes,
@@ -31,7 +32,7 @@ from nki_kernels.prefill.config import num_partials
 from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
-LONG_INVERSE = 64  # columns of pairs that take as long to invert as a first weight to load
+LONG_INVERSE = 64  # columns of pairs that take about as long to list as first weights to load
 _WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row to a token
 
 
@@ -83,10 +84,10 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
 
 
 def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
-    """Whether each core asks for its first weights before the slots are inverted.
+    """Whether each core asks for its first weights while its tokens are listed.
 
-    They must fit SBUF beside the inverse, and come before its result is stored, which would wait
-    for them; where cores share visits they wait for its barriers.
+    They must fit SBUF beside the lists, and come before the first rows are asked for, which would
+    wait for them; where cores share visits they wait for its barriers.
     """
     experts, top_k = config.experts, config.router.formula.top_k
     if experts.shard.splits_h or experts.shard.num_lanes < num_cores:
@@ -94,8 +95,16 @@ def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
     if tokens.count * top_k < LONG_INVERSE:
         return False
-    inverse = inverse_bytes(tokens, top_k, config.dims)
+    inverse = inverse_bytes(tokens, top_k, config.dims, places_width(config, num_cores))
     return inverse + weight_bytes(experts) <= SBUF_BYTES
+
+
+def places_width(config: PrefillLayerConfig, num_cores: int) -> int:
+    """Return the columns of the lists of tokens of a core; see `list_width`."""
+    router = config.router
+    tokens = split_tokens(config.experts.num_tokens, 0, num_cores)
+    share = 1.0 / router.num_experts
+    return list_width(tokens, router.formula.top_k, config.dims, share, config.experts.tile_rows)
 
 
 def _check_shared(config: PrefillLayerConfig) -> None:

@@ -9,9 +9,10 @@ from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import Ints, VisitLists
-from nki_kernels.index.cost import count_columns, row_size, visit_list_bytes
-from nki_kernels.index.slot_inverse import WEIGHT_TERMS, token_columns
-from nki_kernels.layer.config import PrefillLayerConfig, shared_visits
+from nki_kernels.index.cost import rank_columns, row_size, visit_list_bytes
+from nki_kernels.index.slot_inverse import WEIGHT_TERMS
+from nki_kernels.index.token_sums import token_columns
+from nki_kernels.layer.config import PrefillLayerConfig, places_width, shared_visits
 from nki_kernels.prefill import cost_blockwise_moe
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import cost_router_topk
@@ -26,6 +27,7 @@ def cost_prefill_layer(
     *,
     residual_bytes: int = 2,
     num_whole: int | None = None,
+    num_passes: int = 1,
 ) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
@@ -36,6 +38,7 @@ def cost_prefill_layer(
         residual_bytes: of an element of the residual.
         num_whole: tokens that are numbers, which shared experts compute, the first ones; all by
             default.
+        num_passes: over the pairs, to list the tokens of an expert that many choose.
 
     Raises:
         ValueError: as of `cost_blockwise_moe`.
@@ -50,7 +53,8 @@ def cost_prefill_layer(
     if config.out.has_residual:
         beside += num_tokens * H * residual_bytes
     stages = (
-        _front_cost(config), cost_blockwise_moe(experts, lists, slots), output,
+        _front_cost(config, num_passes),
+        cost_blockwise_moe(experts, lists, slots, has_ids=True), output,
         KernelCost(beside, 0, 0), _shared_cost(config, num_whole),
     )  # fmt: skip
     total = KernelCost(0, 0, 0)
@@ -71,24 +75,26 @@ def _shared_cost(config: PrefillLayerConfig, num_whole: int | None) -> KernelCos
     return cost_blockwise_moe(shared, shared_visits(shared), tokens) + added
 
 
-def _front_cost(config: PrefillLayerConfig) -> KernelCost:
+def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
     """Return the work up to the experts; choices stay on chip unless they are returned."""
     top_k, cores = config.router.formula.top_k, config.experts.num_cores
-    num_tokens = config.experts.num_tokens
+    num_tokens, visits = config.experts.num_tokens, config.visits
     kept = 0 if config.returns_routing else num_tokens * top_k * _WORD_BYTES
     # What broken tokens add, and the slots of pairs.
     written = num_tokens * (1 + int(config.out.has_gate) + top_k) * _WORD_BYTES - kept
-    written += config.dims.num_blocks * config.dims.block_size * _WORD_BYTES
+    entries = visits.num_visits * visits.largest * _WORD_BYTES
+    written += cores * visits.num_lanes * entries
     scales = config.experts.scaling == "pre"
     if scales:  # of slots, and ones
         num_slots = config.dims.num_blocks * config.dims.block_size
         written += (num_slots + num_tokens * top_k) * _WORD_BYTES
-    read = columns = 0
+    read = cores * cores * config.experts.tile_rows * entries
+    width, columns = places_width(config, cores), 0
     for core in range(cores):
         tokens = split_tokens(num_tokens, core, cores)
         read += PARTITIONS * _WORD_BYTES if tokens.count else 0
-        width = row_size(config.dims)
-        of_pair = token_columns(tokens.rows, width) + (WEIGHT_TERMS * width if scales else 0)
-        columns += count_columns(tokens, config.dims) + max(1, tokens.count) * top_k * of_pair
+        of_pair = num_passes * token_columns(tokens.rows, width)
+        of_pair += WEIGHT_TERMS * row_size(config.dims) if scales else 0
+        columns += rank_columns(tokens, config.dims) + max(1, tokens.count) * top_k * of_pair
     index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
     return cost_router_topk(config.router, num_tokens) + index

@@ -2,7 +2,8 @@
 
     x = rms_norm(hidden), rounded to bfloat16            (hidden itself without a norm)
     logits = x W^T (+ bias); index, a = the router's choice        (route/kernel.py)
-    slots, visits = places of this rank's choices                  (index/kernel.py)
+    slots, visits = places of this rank's choices, in any order
+        inside an expert                       (index/token_lists.py, index/visits.py)
     y = this rank's experts on the slots                           (prefill/kernel.py),
         whose inputs are scaled by a, and the sum weighs by 1, if config.experts.scaling is pre
     s = shared experts of x, if config.out.has_shared              (prefill/kernel.py)
@@ -29,9 +30,10 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
        index         [T, K]    int32, if config.returns_routing
 
 The stages are those of the kernels named above. What a core's own tokens chose goes from the router
-to the index on chip; what both cores need lies in HBM: normalised tokens, the token of each slot,
-trips, slots' results. The cores meet after each of these is written. Each stage gives its SBUF back
-before the experts begin, so that their plan is that of blockwise_moe alone.
+to the index on chip, and so do the tokens of each visit from there to the experts, looked up in the
+lists of both cores. What both cores need lies in HBM: normalised tokens, visits, slots' results;
+the cores meet after each of these is written. But for a table of ids, each stage gives its SBUF
+back before the experts begin, so that their plan is that of blockwise_moe alone.
 
 Tokens do not see each other: one with a logit that is no number chooses no expert, and its row of
 the output is NaN. A token whose expert overflows bfloat16 is not contained, see combine/kernel.py.
@@ -41,7 +43,8 @@ Limits: check_prefill_layer. Cost: cost_prefill_layer.
 Steps:
     1. Normalise and route this core's tokens; store normalised ones.
     2. Tell this rank's choices from others', drop those of broken tokens.
-    3. Place the pairs; list visits, ask for the first weights, invert the slots.
+    3. Rank the pairs; exchange counts, list visits, ask for the first weights, list the tokens of
+       each expert, look up those of each visit.
     4. Compute the visits; then the shared experts, as one expert that all whole tokens choose.
     5. Sum each token's slots.
 """
@@ -57,16 +60,39 @@ import nki.language as nl
 
 from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.integers import divide_up
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
-from nki_kernels.index.kernel import list_visits, place_pairs, store_slots
-from nki_kernels.index.slot_inverse import invert_tokens, invert_weights
-from nki_kernels.layer.config import PrefillLayerConfig, loads_ahead, num_shared_slots
+from nki_kernels.index.kernel import lay_out_blocks, list_visits, store_slots
+from nki_kernels.index.slot_inverse import exchange, invert_weights
+from nki_kernels.index.token_lists import (
+    NOBODY,
+    RankedPairs,
+    add_to_lists,
+    count_choices,
+    count_group,
+    look_up_tokens,
+    mark_group,
+    more_passes,
+    place_group,
+    rank_group,
+    slots_of,
+    start_lists,
+    start_ranks,
+)
+from nki_kernels.index.token_sums import TokenSums
+from nki_kernels.layer.config import (
+    PrefillLayerConfig,
+    loads_ahead,
+    num_shared_slots,
+    places_width,
+)
 from nki_kernels.prefill.buffers import (
     Lists,
     Operands,
     WeightBuffers,
-    clear_rows,
+    keep_ids,
     make_buffers,
+    make_id_table,
     make_weight_buffers,
 )
 from nki_kernels.prefill.kernel import (
@@ -76,7 +102,7 @@ from nki_kernels.prefill.kernel import (
     load_ahead,
     make_output,
 )
-from nki_kernels.route.kernel import RoutedTiles, RouterOperands, route_tiles
+from nki_kernels.route.kernel import RoutedTiles, RouterOperands, route_tiles, weigh_tiles
 
 _BOTH = (0, 1)
 
@@ -85,8 +111,8 @@ _BOTH = (0, 1)
 class LayerIndex(nl.NKIObject):
     """What experts and sum need of the routing, in HBM."""
 
-    token_of_slot: nl.NkiTensor  # [N * B] int32
     visits: tuple[nl.NkiTensor, nl.NkiTensor, nl.NkiTensor]
+    visit_columns: list[nl.NkiTensor]  # of each core's lists of tokens, [C, V, G] int32
     slot_of_pair_TK: nl.NkiTensor  # int32, -1 for no expert here
     affinities_TK: nl.NkiTensor  # float32, 0 of broken tokens
     weights_TK: nl.NkiTensor  # float32, of the sum: affinities, or ones where inputs are scaled
@@ -99,12 +125,24 @@ class LayerIndex(nl.NKIObject):
 
 @dataclass
 class LocalPairs(nl.NKIObject):
-    """What this core's tokens chose here, [128, max(1, tiles) * K]."""
+    """What this core's tokens chose here."""
 
-    index_sb: (
-        nl.NkiTensor
-    )  # int32; any number that is no expert here is another rank's; no token -1
-    affinities_sb: nl.NkiTensor  # float32, 0 of broken tokens
+    # [128, max(1, tiles) * K] int32; any number that is no expert here is another rank's; no token
+    # -1
+    index_sb: nl.NkiTensor
+    is_whole_sb: nl.NkiTensor  # [128, max(1, tiles)] uint32, 0 of broken tokens
+    routed: Any  # RoutedTiles, None if there is no token
+
+
+@dataclass
+class TokenLists(nl.NKIObject):
+    """The tokens of each expert of a core, [R, W], and who is looked up in them."""
+
+    sums: TokenSums
+    pairs: RankedPairs
+    tokens: TokenTiles
+    columns: list[nl.NkiTensor]  # of `_load_columns`
+    width: int  # W
 
 
 @nki.jit
@@ -144,10 +182,10 @@ def prefill_layer(
     )  # fmt: skip
     weights = _index_tokens(operands, first_expert, index, x, config)
     b = make_buffers(config.experts, weights)
-    # The Vector engine has just inverted the slots, GpSimd rested.
-    clear_rows(config.experts, b, [nisa.engine.gpsimd, nisa.engine.vector])
-    weights.is_clear = True
-    _meet(index, config)
+    if config.experts.scaling == "pre":
+        nisa.core_barrier(index.slot_scale, _BOTH)
+    if config.out.has_shared:
+        nisa.core_barrier(index.shared_tokens, _BOTH)
     slots_PSH = compute_visits(config.experts, b, weights, x, _lists_of(index, config))
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
@@ -182,7 +220,7 @@ def prefill_layer(
 def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
     """Return what says which visits there are."""
     return Lists(
-        index.token_of_slot, index.slot_scale, index.visits[0], index.visits[1], index.visits[2],
+        None, index.slot_scale, index.visits[0], index.visits[1], index.visits[2],
         lane_of(config.experts),
     )  # fmt: skip
 
@@ -194,43 +232,184 @@ def _index_tokens(
     experts: Operands,
     config: PrefillLayerConfig,
 ) -> WeightBuffers:
-    """Route this core's tokens, place their pairs and list them; the cores have not met yet.
+    """Route this core's tokens, place their pairs and list them; fill the table of token ids.
 
-    Weights of the first visit are asked for as soon as it is known, if they fit beside the inverse.
+    Weights of the first visit are asked for as soon as it is known, if they fit beside the lists.
     """
     num_tokens, top_k = x.hidden_TH.shape[0], config.router.formula.top_k
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
-    local = _route(x, first_expert, index, config, tokens)
-    if config.router.has_norm:
-        nisa.core_barrier(x.normed_TH, _BOTH)
-    placed = place_pairs(local.index_sb, tokens, config.dims, top_k)
-    # The lists wait for counts alone, what comes after them for ranks.
-    index.visits = list_visits(placed, config.visits, config.dims)
+    id_table = make_id_table(config.experts)
+    rows, width = config.experts.tile_rows, places_width(config, nl.num_programs(0))
+    local = _route(x, first_expert, config, tokens)
+    pairs = start_ranks(local.index_sb, tokens, config.dims, top_k)
+    count = max(1, tokens.count)
+    groups = -(-count // pairs.group)
+    for group in range(groups):
+        tiles = _tiles_of(pairs, group, count)
+        mark_group(pairs, tiles)
+        rank_group(pairs, tiles, count_group(pairs, tiles))
+    own_sb = count_choices(pairs)
+    other_sb = exchange(own_sb)
+    # Engines work in order: the other core's counts are on their way.
+    sums = start_lists(tokens, rows, width)
+    _add_group(sums, pairs, _tiles_of(pairs, 0, count), rows)
+    slot_sb = _place(index, pairs, own_sb, other_sb, config)
+    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
+    _meet(x, index, config)
+    columns = _load_columns(index, rows, config)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
         weights = make_weight_buffers(config.experts)
         load_ahead(config.experts, weights, experts, _lists_of(index, config))
-    store_slots(index.slot_of_pair_TK, placed.slot_sb, tokens)
-    invert_tokens(index.token_of_slot, placed.slot_sb, tokens)
+    lists = TokenLists(sums, pairs, tokens, columns, width)
+    passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
+    wanted = _keep_columns(columns, width)
+    for group in range(1, groups):
+        _add_group(sums, pairs, _tiles_of(pairs, group, count), rows)
+    found = look_up_tokens(sums, tokens, width, wanted)
+    # The other core's lists are on their way.
+    affinities_sb = _weigh(local, index, config, tokens)
+    _fill_ids(id_table, found, lists, passes_sb, config)
     if config.experts.scaling == "pre":
-        invert_weights(index.slot_scale, local.affinities_sb, placed.slot_sb)
-    return weights if is_early else make_weight_buffers(config.experts)
+        invert_weights(index.slot_scale, affinities_sb, slot_sb)
+    if not is_early:
+        weights = make_weight_buffers(config.experts)
+    weights.id_tables.append(id_table)
+    return weights
 
 
-def _meet(index: LayerIndex, config: PrefillLayerConfig) -> None:
-    """Wait until both cores have written what they tell each other."""
-    if config.experts.scaling == "pre":
-        nisa.core_barrier(index.slot_scale, _BOTH)
+def _add_group(sums: TokenSums, pairs: RankedPairs, tiles: slice, rows: int) -> None:
+    """Add a group of tiles, which is ranked, to the lists."""
+    place_group(pairs, tiles, rows)
+    add_to_lists(sums, pairs, tiles)
+
+
+def _tiles_of(pairs: RankedPairs, group: int, count: int) -> slice:
+    """Return the tiles of tokens of a group."""
+    return slice(group * pairs.group, min((group + 1) * pairs.group, count))
+
+
+def _meet(x: RouterOperands, index: LayerIndex, config: PrefillLayerConfig) -> None:
+    """Wait until both cores have written tokens and visits."""
+    if config.router.has_norm:
+        nisa.core_barrier(x.normed_TH, _BOTH)
     nisa.core_barrier(index.visits[2], _BOTH)
-    nisa.core_barrier(index.token_of_slot, _BOTH)
-    if config.out.has_shared:
-        nisa.core_barrier(index.shared_tokens, _BOTH)
+
+
+def _place(
+    index: LayerIndex,
+    pairs: RankedPairs,
+    own_sb: nl.NkiTensor,
+    other_sb: nl.NkiTensor,
+    config: PrefillLayerConfig,
+) -> nl.NkiTensor:
+    """List the visits, now that both cores' choices are counted; return the slots of the pairs."""
+    dims, rows = config.dims, config.experts.tile_rows
+    shape = other_sb.shape
+    total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
+    last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
+    index.visits = list_visits(total_sb, last_block_sb, config.visits, dims, index.visit_columns)
+    tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    divide_up(tiles_sb, total_sb, rows)
+    end_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=end_sb, data=tiles_sb, op0=nl.multiply, operand0=float(rows), op1=nl.add,
+        operand1=start_sb,
+    )  # fmt: skip
+    return slots_of(pairs, start_sb, end_sb)
+
+
+def _load_columns(index: LayerIndex, rows: int, config: PrefillLayerConfig) -> list[nl.NkiTensor]:
+    """Return columns of this core's lists of tokens for all entries of its lists of visits, then
+    of the other core's if there is one, [R, V * G] int32 each.
+    """
+    core, lane, columns = nl.program_id(0), lane_of(config.experts), []
+    entries = config.visits.num_visits * config.visits.largest
+    for number in range(nl.num_programs(0)):
+        column_sb = nl.ndarray((rows, entries), nl.int32, buffer=nl.sbuf)
+        listed = index.visit_columns[core if number == 0 else 1 - core]
+        nisa.dma_copy(
+            dst=column_sb, src=listed.ap([[0, rows], [1, entries]], offset=lane * entries)
+        )
+        columns.append(column_sb)
+    return columns
+
+
+def lists_room(lists: TokenLists, config: PrefillLayerConfig) -> int:
+    """Return how many tokens of an expert a pass lists."""
+    room: int = lists.width // config.dims.num_experts * config.experts.tile_rows
+    return room
+
+
+def _fill_ids(
+    id_table: nl.NkiTensor,
+    found: list[nl.NkiTensor],
+    lists: TokenLists,
+    passes_sb: nl.NkiTensor,
+    config: PrefillLayerConfig,
+) -> None:
+    """Write the token ids of all visits: what the first pass over the pairs has found, and what
+    others find.
+    """
+    rows, entries = found[0].shape
+    if lists_room(lists, config) < lists.tokens.rows:
+        trips = nisa.register_alloc()
+        nisa.register_load(trips, passes_sb)
+
+        def next_pass(_trip: int) -> None:
+            _pass_columns(lists)
+            add_to_lists(lists.sums, lists.pairs, slice(0, max(1, lists.tokens.count)))
+            wanted = _keep_columns(lists.columns, lists.width)
+            for more_sb in look_up_tokens(lists.sums, lists.tokens, lists.width, wanted):
+                nisa.tensor_tensor(dst=found[0], data1=found[0], data2=more_sb, op=nl.add)
+
+        nl.fori_loop(0, trips, next_pass)
+    flat_sb = id_table.reshape((rows, entries))
+    if len(found) > 1:
+        nisa.scalar_tensor_tensor(
+            dst=flat_sb, data=found[0], op0=nl.add, operand0=-1.0, op1=nl.add, operand1=found[1]
+        )
+    else:
+        nisa.tensor_scalar(dst=flat_sb, data=found[0], op0=nl.add, operand0=-1.0)
+    keep_ids(config.experts, flat_sb)
+
+
+def _keep_columns(columns: list[nl.NkiTensor], width: int) -> list[nl.NkiTensor]:
+    """Return columns as they are looked up, uint32: those beyond as the last one, W."""
+    kept = []
+    for column_sb in columns:
+        last_sb = nl.ndarray((column_sb.shape[0], 1), nl.int32, buffer=nl.sbuf)
+        nisa.memset(dst=last_sb, value=width, engine=nisa.engine.gpsimd)
+        kept_sb = nl.ndarray(column_sb.shape, nl.uint32, buffer=nl.sbuf)
+        nisa.tensor_tensor(
+            dst=kept_sb, data1=column_sb, data2=last_sb.broadcast(1, column_sb.shape[1]),
+            op=nl.minimum, engine=nisa.engine.gpsimd,
+        )  # fmt: skip
+        kept.append(kept_sb)
+    return kept
+
+
+def _pass_columns(lists: TokenLists) -> None:
+    """Count columns from the next pass on; those of earlier passes lie beyond all."""
+    pair_sb = lists.pairs.column_sb
+    nisa.tensor_scalar(dst=pair_sb, data=pair_sb, op0=nl.add, operand0=-float(lists.width))
+    for column_sb in lists.columns:
+        nisa.tensor_scalar(dst=column_sb, data=column_sb, op0=nl.add, operand0=-float(lists.width))
+        earlier_sb = nl.ndarray(column_sb.shape, nl.int32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=earlier_sb, data=column_sb, op0=nl.less, operand0=0.0, op1=nl.multiply,
+            operand1=2.0 * NOBODY,
+        )  # fmt: skip
+        nisa.tensor_tensor(dst=column_sb, data1=column_sb, data2=earlier_sb, op=nl.add)
 
 
 def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> LayerIndex:
     """Allocate what does not depend on the lists of visits."""
-    num_slots = config.dims.num_blocks * config.dims.block_size
-    token_of_slot = nl.ndarray((num_slots,), nl.int32, buffer=nl.shared_hbm)
+    visits, visit_columns = config.visits, []
+    shape = (visits.num_lanes, visits.num_visits, visits.largest)
+    for _core in range(nl.num_programs(0)):
+        visit_columns.append(nl.ndarray(shape, nl.int32, buffer=nl.shared_hbm))
     slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
     affinities_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
     spoils_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
@@ -238,61 +417,74 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
     if config.out.has_gate:
         gates_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
     index_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
-    visits = (token_of_slot, token_of_slot, token_of_slot)  # until they are listed
-    weights_TK, slot_scale = affinities_TK, token_of_slot
+    listed = (index_TK, index_TK, index_TK)  # until they are
+    weights_TK, slot_scale = affinities_TK, affinities_TK
     if config.experts.scaling == "pre":
         weights_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
+        num_slots = config.dims.num_blocks * config.dims.block_size
         slot_scale = nl.ndarray((num_slots,), nl.float32, buffer=nl.shared_hbm)
-    shared_tokens = token_of_slot
+    shared_tokens = index_TK
     if config.out.has_shared:
         shared_tokens = nl.ndarray((num_shared_slots(config), 1), nl.int32, buffer=nl.shared_hbm)
     return LayerIndex(
-        token_of_slot, visits, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
+        listed, visit_columns, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
         gates_T1, index_TK, shared_tokens,
     )  # fmt: skip
 
 
 def _route(
-    x: RouterOperands,
-    first_expert: nl.NkiTensor,
-    index: LayerIndex,
-    config: PrefillLayerConfig,
-    tokens: TokenTiles,
+    x: RouterOperands, first_expert: nl.NkiTensor, config: PrefillLayerConfig, tokens: TokenTiles
 ) -> LocalPairs:
-    """Return the choices of this core's tokens in this rank's numbers; store what others need."""
-    top_k = config.router.formula.top_k
-    shape = (PARTITIONS, max(1, tokens.count), top_k)
+    """Return the choices of this core's tokens in this rank's numbers."""
+    shape = (PARTITIONS, max(1, tokens.count), config.router.formula.top_k)
     local_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     nisa.memset(dst=local_sb, value=-1)
-    kept_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=kept_sb, value=0.0)
-    flat = (PARTITIONS, shape[1] * top_k)
-    local = LocalPairs(local_sb.reshape(flat), kept_sb.reshape(flat))
+    is_whole_sb = nl.ndarray(shape[0:2], nl.uint32, buffer=nl.sbuf)
+    flat_sb = local_sb.reshape((PARTITIONS, shape[1] * shape[2]))
     if tokens.count == 0:
-        return local
+        return LocalPairs(flat_sb, is_whole_sb, None)
     routed = route_tiles(x, config.router, tokens)
+    nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
+    nisa.tensor_copy_predicated(
+        dst=local_sb,
+        src=_local_numbers(routed, first_expert, shape),
+        predicate=is_whole_sb.expand_dim(2).broadcast(2, shape[2]),
+    )
+    return LocalPairs(flat_sb, is_whole_sb, routed)
+
+
+def _weigh(
+    local: LocalPairs, index: LayerIndex, config: PrefillLayerConfig, tokens: TokenTiles
+) -> nl.NkiTensor:
+    """Store what others need of each token; return affinities as the pairs lie, 0 of broken tokens,
+    [128, max(1, tiles) * K] float32.
+    """
+    top_k, count = config.router.formula.top_k, max(1, tokens.count)
+    kept_sb = nl.ndarray((PARTITIONS, count, top_k), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=kept_sb, value=0.0)
+    flat_sb = kept_sb.reshape((PARTITIONS, count * top_k))
+    if tokens.count == 0:
+        return flat_sb
+    routed = local.routed
+    weigh_tiles(routed, config.router, tokens)
     if config.returns_routing:
         store_per_token(index.index_TK, routed.index_sb, tokens)
     store_per_token(index.spoils_T1, routed.spoils_sb, tokens)
     if config.out.has_gate:
         store_per_token(index.gates_T1, routed.gates_sb, tokens)
-    is_whole_sb = nl.ndarray(routed.spoils_sb.shape, nl.uint32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
     if config.out.has_shared:
-        _list_whole(index.shared_tokens, is_whole_sb, tokens, x.hidden_TH.shape[0])
-    is_whole = is_whole_sb.expand_dim(2).broadcast(2, top_k)
+        _list_whole(index.shared_tokens, local.is_whole_sb, tokens, index.index_TK.shape[0])
     nisa.tensor_copy_predicated(
-        dst=kept_sb, src=routed.affinities_sb.reshape(shape), predicate=is_whole
+        dst=kept_sb,
+        src=routed.affinities_sb.reshape(kept_sb.shape),
+        predicate=local.is_whole_sb.expand_dim(2).broadcast(2, top_k),
     )
-    store_per_token(index.affinities_TK, local.affinities_sb, tokens)
+    store_per_token(index.affinities_TK, flat_sb, tokens)
     if config.experts.scaling == "pre":
-        ones_sb = nl.ndarray(flat, nl.float32, buffer=nl.sbuf)
+        ones_sb = nl.ndarray(flat_sb.shape, nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=ones_sb, value=1.0)
         store_per_token(index.weights_TK, ones_sb, tokens)
-    nisa.tensor_copy_predicated(
-        dst=local_sb, src=_local_numbers(routed, first_expert, shape), predicate=is_whole
-    )
-    return local
+    return flat_sb
 
 
 def _list_whole(

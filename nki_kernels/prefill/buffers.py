@@ -54,8 +54,8 @@ class Operands(NKIObject):
 class WeightBuffers(NKIObject):
     """What weights and what lies beside them are loaded into, and the experts of all visits.
 
-    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights, `is_clear` once
-    places of gathered rows hold zeros.
+    As in `Buffers`; `is_loaded` once visit 0 has asked for its first weights. `id_tables` has one
+    if token ids of all visits are on chip.
     """
 
     gate_up: list[nl.NkiTensor]
@@ -67,8 +67,8 @@ class WeightBuffers(NKIObject):
     down_scale: list[nl.NkiTensor]
     down_scale_parts: list[nl.NkiTensor]
     expert_table: nl.NkiTensor
+    id_tables: list[nl.NkiTensor]
     is_loaded: bool = False
-    is_clear: bool = False
 
 
 @dataclass
@@ -141,7 +141,13 @@ def make_weight_buffers(config: PrefillConfig) -> WeightBuffers:
         down_scale=allocate(w.down_scale),
         down_scale_parts=allocate(w.down_scale_parts),
         expert_table=allocate(visit_table(config).expert_table)[0],
+        id_tables=[],
     )
+
+
+def make_id_table(config: PrefillConfig) -> nl.NkiTensor:
+    """Allocate the token ids of all visits, [R, V, G] int32."""
+    return allocate(visit_table(config).id_table)[0]
 
 
 def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
@@ -192,7 +198,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         out_scale=allocate(v.out_scale),
         expert_table=weights.expert_table,
         tile_table=allocate(v.tile_table)[0],
-        id_table=allocate(v.id_table)[0],
+        id_table=weights.id_tables[0] if weights.id_tables else make_id_table(config),
         row_table=allocate(v.row_table),
         scale_table=allocate(v.scale_table),
         trips=allocate(v.trips)[0],
@@ -220,11 +226,11 @@ def _make_sums(config: PrefillConfig) -> list[nl.NkiTensor]:
 class Lists(NKIObject):
     """What says which visits there are, in HBM; `lane` is the row of the lists.
 
-    `slots`: [num_slots] int32 token ids; `slot_scale`: [num_slots] float32, read if the
-    configuration scales.
+    `slots`: [num_slots] int32 token ids, None if they are on chip; `slot_scale`: [num_slots]
+    float32, read if the configuration scales.
     """
 
-    slots: nl.NkiTensor
+    slots: Any
     slot_scale: nl.NkiTensor
     visit_expert: nl.NkiTensor
     visit_tile: nl.NkiTensor
@@ -246,7 +252,8 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     What is asked for after the first weights waits for these, so the ids come before.
     """
     stop = first_entries(config)
-    _fill_ids(config, b, lists, 0, stop)
+    if not weights.id_tables:
+        _fill_ids(config, b, lists, 0, stop)
     if not weights.is_loaded:
         load_experts(config, weights, lists)
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
@@ -270,30 +277,29 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
     nisa.memset(dst=b.ones, value=1.0)
-    if not weights.is_clear:
-        clear_rows(config, b, [nisa.engine.vector])
+    _clear_rows(config, b)
     if is_mx(config):
         _clear_fours(config, b)
 
 
-def clear_rows(config: PrefillConfig, b: Buffers, engines: list[Any]) -> None:
-    """Clear places of gathered rows, in turn on some engines.
+def _clear_rows(config: PrefillConfig, b: Buffers) -> None:
+    """Clear places of gathered rows.
 
     Rows of padding keep what they had; it must be a number, though no one reads the result.
     """
-    gathered = b.turned if config.loop.turns == "dma" else b.rows
-    for j in range(len(gathered)):
-        nisa.memset(dst=gathered[j], value=0.0, engine=engines[j % len(engines)])
+    for gathered_sb in b.turned if config.loop.turns == "dma" else b.rows:
+        nisa.memset(dst=gathered_sb, value=0.0, engine=nisa.engine.vector)
 
 
-def fill_later(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
     """Bring on chip the token ids of later visits, and their scales; the first down weights, which
     are used last, are asked for after them.
     """
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     entries, first = num_visits * largest, first_entries(config)
     if first < entries:
-        _fill_ids(config, b, lists, first, entries)
+        if not weights.id_tables:
+            _fill_ids(config, b, lists, first, entries)
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
     last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
@@ -322,7 +328,12 @@ def _fill_ids(config: PrefillConfig, b: Buffers, lists: Lists, first: int, stop:
     values, may_miss = lists.slots.reshape((config.num_tiles, R)), config.loop.missing == "skip"
     offset = lists.lane * entries + first
     load_table(ids_sb, values, lists.visit_tile, offset, -1, b.outer_ps[0], may_miss)
-    if not may_miss:  # any token
+    keep_ids(config, ids_sb)
+
+
+def keep_ids(config: PrefillConfig, ids_sb: nl.NkiTensor) -> None:
+    """Name any token where there is none, if one has to be named."""
+    if config.loop.missing == "spare":
         nisa.tensor_scalar(dst=ids_sb, data=ids_sb, op0=nl.maximum, operand0=0.0)
 
 

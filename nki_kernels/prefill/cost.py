@@ -26,13 +26,16 @@ from nki_kernels.prefill.config import (
 _INT32_BYTES, _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 4, 2
 
 
-def cost_blockwise_moe(config: PrefillConfig, lists: VisitLists, slots: Ints) -> KernelCost:
+def cost_blockwise_moe(
+    config: PrefillConfig, lists: VisitLists, slots: Ints, *, has_ids: bool = False
+) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
     Args:
         config: what the kernel is compiled for.
         lists: the visits.
         slots: [N*B] int32 token of each slot, -1 for padding.
+        has_ids: token ids of the visits are on chip before.
 
     Raises:
         ValueError: spare rows and experts are moved, too.
@@ -42,6 +45,7 @@ def cost_blockwise_moe(config: PrefillConfig, lists: VisitLists, slots: Ints) ->
     live = (slots >= 0).reshape(config.num_tiles, config.tile_rows)
     rows_of_tile = np.append(live.sum(axis=1), 0)
     read = write = columns = 0
+    tables = int(has_scale_table(config)) + int(not has_ids)
     for core in range(config.num_cores):
         lane = core if config.shard.num_lanes > 1 else 0
         tile = np.minimum(lists.visit_tile_CVG[lane].reshape(-1), config.num_tiles)
@@ -52,10 +56,12 @@ def cost_blockwise_moe(config: PrefillConfig, lists: VisitLists, slots: Ints) ->
             stored = int((tile < config.num_tiles).sum()) * config.tile_rows
         row_bytes = core_width(config) * _BFLOAT16_BYTES
         read += (
-            visits * _expert_bytes(config) + rows * row_bytes + _table_bytes(config, lists, tile)
+            visits * _expert_bytes(config)
+            + rows * row_bytes
+            + _table_bytes(config, lists, tile, tables)
         )
         write += stored * row_bytes
-        columns += _columns(config, lists, core)
+        columns += _columns(config, lists, core, tables)
     return KernelCost(read, write, columns)
 
 
@@ -78,11 +84,10 @@ def _expert_bytes(config: PrefillConfig) -> int:
     return size
 
 
-def _table_bytes(config: PrefillConfig, lists: VisitLists, tile: Ints) -> int:
-    """Return the bytes that a core reads to bring its visits on chip."""
+def _table_bytes(config: PrefillConfig, lists: VisitLists, tile: Ints, tables: int) -> int:
+    """Return the bytes that a core reads to bring its visits and some tables on chip."""
     visits, entries = int(lists.visit_expert_CV.shape[1]), len(tile)
     known = int((tile < config.num_tiles).sum())
-    tables = 2 if has_scale_table(config) else 1
     words = visits + entries + len(loops_of(config.loop.classes))
     words += tables * (entries + known * config.tile_rows)
     if config.stores == "rows":
@@ -92,7 +97,7 @@ def _table_bytes(config: PrefillConfig, lists: VisitLists, tile: Ints) -> int:
     return words * _INT32_BYTES
 
 
-def _columns(config: PrefillConfig, lists: VisitLists, core: int) -> int:
+def _columns(config: PrefillConfig, lists: VisitLists, core: int, tables: int) -> int:
     """Return the columns that stream through the tensor engine of a core."""
     R, H, loop = config.tile_rows, core_width(config), config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
@@ -110,7 +115,6 @@ def _columns(config: PrefillConfig, lists: VisitLists, core: int) -> int:
     tiles = sum(
         count * sum(sizes) for count, sizes in zip(trips, loops_of(loop.classes), strict=True)
     )
-    tables = 2 if has_scale_table(config) else 1
     entries = int(lists.visit_expert_CV.shape[1]) * largest_visit_of(config)
     total = tiles * tile + turn + tables * entries
     return total + (visits * H if config.has_scales else 0)

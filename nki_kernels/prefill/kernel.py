@@ -153,12 +153,14 @@ def lane_of(config: PrefillConfig) -> int:
 
 
 def load_ahead(config: PrefillConfig, weights: WeightBuffers, x: Operands, lists: Lists) -> None:
-    """Ask for the weights of visit 0 before anything else of `compute_visits`; one lane a core."""
+    """Ask for what visit 0 loads of its expert, before `compute_visits`; one lane a core."""
     share = share_of(config, nl.program_id(0))
     load_experts(config, weights, lists)
     expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=expert, src=weights.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
+    load_beside(config, weights, x, share, expert, 0, 0)
     load_gate_up(config, weights, x, share, expert, 0, 0, 0)
+    load_down(config, weights, x, share, expert, 0, 0, 0)
     weights.is_loaded = True
 
 
@@ -226,21 +228,23 @@ def _start_pipeline(
         gather_rows(config, b, x, share, 1, 0)
     if config.shard.splits_h:
         start_apart(config, b, x, share)
-        fill_later(config, b, lists)
+        fill_later(config, b, weights, lists)
     else:
-        load_beside(config, b, x, share, b.expert[0], 0, 0)
-        if early == 0 and not weights.is_loaded:
-            load_gate_up(config, b, x, share, b.expert[0], 0, 0, 0)
-        elif early < count and not weights.is_loaded:
-            load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
+        first = 1 if weights.is_loaded else 0  # of the parts that are asked for here
+        if first == 0:
+            load_beside(config, b, x, share, b.expert[0], 0, 0)
+            if early == 0:
+                load_gate_up(config, b, x, share, b.expert[0], 0, 0, 0)
+            elif early < count:
+                load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
         h_parts = config.loop.h_parts
         for step in range(1, parts_ahead(config.loop, config.loop.in_parts * h_parts)):
             part, h_part = step // h_parts, step % h_parts
             if h_part == 0:
                 load_beside(config, b, x, share, b.expert[0], part, part)
             load_gate_up(config, b, x, share, b.expert[0], step, part, h_part)
-        fill_later(config, b, lists)
-        for part in range(parts_ahead(config.loop, config.loop.out_parts)):
+        fill_later(config, b, weights, lists)
+        for part in range(first, parts_ahead(config.loop, config.loop.out_parts)):
             load_down(config, b, x, share, b.expert_out[0], part, part, 0)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)

@@ -206,7 +206,8 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
 
 def weight_bytes(config: PrefillConfig) -> int:
     """Return bytes per partition of what is there once the first weights are asked for."""
-    table = (*weight_table(config), visit_table(config).expert_table)
+    visits = visit_table(config)
+    table = (*weight_table(config), visits.expert_table, visits.id_table)
     return table_bytes(table) + _SMALL_TILES_BYTES
 
 

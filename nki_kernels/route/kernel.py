@@ -173,13 +173,17 @@ def router_topk(
         logits_TE,
     )
     routed = route_tiles(operands, config, tokens)
+    weigh_tiles(routed, config, tokens)
     store_per_token(affinities_TK, routed.affinities_sb, tokens)
     store_per_token(index_TK, routed.index_sb, tokens)
     return tuple(outputs)
 
 
 def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> RoutedTiles:
-    """Route the tokens of this core, at least one; logits and normalised tokens go to HBM."""
+    """Route the tokens of this core, at least one; logits and normalised tokens go to HBM.
+
+    Who waits for experts goes on with them: affinities and gates are made by `weigh_tiles`.
+    """
     table, ahead = router_table(config, tokens.rows, 2), 1
     if sbuf_bytes(table) > SBUF_BYTES:
         table, ahead = router_table(config, tokens.rows, 1), 0
@@ -205,7 +209,7 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
             _choose_tile(
                 x, constants, config, routed, tokens, step - early - 2 * ahead, logits.pop(0)
             )
-    _finish_choices(routed, config, tokens)
+    _number_choices(routed, config, tokens)
     return routed
 
 
@@ -238,15 +242,19 @@ def _allocate_routed(config: RouterConfig, table: RouterTable, tokens: TokenTile
     return routed
 
 
-def _finish_choices(routed: RoutedTiles, config: RouterConfig, tokens: TokenTiles) -> None:
-    """Make indices, affinities and gates of all tiles at once."""
-    formula, count = config.formula, tokens.count
+def _number_choices(routed: RoutedTiles, config: RouterConfig, tokens: TokenTiles) -> None:
+    """Make indices and marks of all tiles at once."""
     # All tiles before `rest` have a row more than those from it on.
     _write_indices(routed, config, slice(0, tokens.rest), tokens.full + 1)
-    _write_indices(routed, config, slice(tokens.rest, count), tokens.full)
-    if config.marks_broken and sums_all(formula):
+    _write_indices(routed, config, slice(tokens.rest, tokens.count), tokens.full)
+    if config.marks_broken and sums_all(config.formula):
         # The sum of exponents is a number if all logits are.
         nisa.tensor_scalar(dst=routed.spoils_sb, data=routed.sums_sb, op0=nl.multiply, operand0=0.0)
+
+
+def weigh_tiles(routed: RoutedTiles, config: RouterConfig, tokens: TokenTiles) -> None:
+    """Make affinities and gates of all tiles at once, after `route_tiles`."""
+    formula, count = config.formula, tokens.count
     finish_weights(
         routed.affinities_sb.reshape_dim(1, (count, formula.top_k)),
         routed.best_sb[:, :, 0 : formula.top_k],

@@ -147,7 +147,7 @@ FAULTS: dict[str, Fault] = {
     "rows-of-padding-not-set": Fault(
         "prefill",
         TABLES,
-        "        nisa.memset(dst=gathered[j], value=0.0, engine=engines[j % len(engines)])",
+        "        nisa.memset(dst=gathered_sb, value=0.0, engine=nisa.engine.vector)",
         "        pass",
         E,
     ),
@@ -322,7 +322,10 @@ FAULTS: dict[str, Fault] = {
         "index", MAPPING, "        nisa.memset(dst=wanted_sb, value=-2.0)", "        pass", E
     ),
     "a-token-before-itself": Fault(
-        "index", MAPPING, "cmp_op=nl.greater,", "cmp_op=nl.greater_equal,"
+        "index",
+        MAPPING,
+        "compare_columns(ones_sb, nl.greater)",
+        "compare_columns(ones_sb, nl.greater_equal)",
     ),
     "tokens-of-the-other-core-not-added": Fault(
         "index",

@@ -20,6 +20,7 @@ from nki_kernels.decode.shared import shared_bytes
 from nki_kernels.index import BlockDims
 from nki_kernels.index.memory import inverse_bytes
 from nki_kernels.index.memory import sbuf_bytes as index_bytes
+from nki_kernels.index.token_lists import list_width
 from nki_kernels.index.visits import visit_bytes
 from nki_kernels.prefill.memory import sbuf_bytes as prefill_bytes
 from nki_kernels.route.memory import router_table
@@ -51,7 +52,8 @@ def counted() -> Iterator[tuple[str, int]]:
             dims = BlockDims(E, B, num_blocks(T, K, E, B))
             yield f"index-{name}-{cores}", index_bytes(T, K, dims, cores)
             tokens = split_tokens(T, 0, cores)
-            yield f"index-inverse-{name}-{cores}", inverse_bytes(tokens, K, dims)
+            width = list_width(tokens, K, dims, 1 / E, min(B, 128))
+            yield f"index-inverse-{name}-{cores}", inverse_bytes(tokens, K, dims, width)
     for name, visits in VISITS.items():
         yield f"index-visits-{name}", visit_bytes(visits, 40)
     for name, problem in prefill.CASES.items():

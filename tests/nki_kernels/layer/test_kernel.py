@@ -11,6 +11,7 @@ import pytest
 
 import nki_sim
 from nki_kernels.combine import CombineDims
+from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.common.weight_formats import split_parts
 from nki_kernels.decode import LayerArrays, LayerForm, decode_layer_ref
@@ -276,6 +277,23 @@ def test_first_weights_that_come_early_change_no_bit(
     assert orders[0] != orders[1]
 
 
+def test_an_expert_that_many_choose_takes_further_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded = RouterFormula(top_k=2, act_fn="sigmoid", has_selection_bias=True)
+    case = Case(T=300, H=128, N=16, E=16, router=crowded, broken=(3, 290))
+    arrays = _arrays(case)
+    bias = np.zeros(case.N, np.float32)
+    bias[[4, 9]] = 9.0  # whom all tokens choose: 150 of each core, five row tiles
+    arrays = replace(arrays, selection_bias_N=bias)
+    at_once = _run(case, arrays, SimOptions())
+    np.testing.assert_array_equal(np.sort(at_once.outputs[2][5]), [4, 9])
+    for places, passes in ((5, 1), (3, 2), (2, 3)):
+        monkeypatch.setattr("nki_kernels.index.token_lists._FLOOR", places * case.E)
+        run = _run(case, arrays, SimOptions(start_core=places % 2))
+        np.testing.assert_array_equal(run.outputs[0], at_once.outputs[0])
+        assert not {each.kind for each in run.findings} - {"uninitialized", "output"}
+        assert _counted(case, run, num_passes=passes) == measured_cost(run.trace)
+
+
 @pytest.mark.parametrize(
     "value", [np.nan, *(pytest.param(each, marks=pytest.mark.long) for each in (np.inf, -np.inf))]
 )
@@ -309,15 +327,20 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
 )
 def test_cost_is_that_of_the_trace(name: str) -> None:
     case = CASES[name]
-    arrays, config = _arrays(case), case.config()
-    run = _run(case, arrays, SimOptions())
+    run = _run(case, _arrays(case), SimOptions())
+    assert _counted(case, run) == measured_cost(run.trace)
+
+
+def _counted(case: Case, run: nki_sim.Run, num_passes: int = 1) -> KernelCost:
+    """Return what a run, which returned its routing, is said to cost."""
+    config = case.config()
     index_TK = np.asarray(run.outputs[2]) - case.first
+    index_TK[list(case.broken)] = -1
     index_TK = np.where((index_TK >= 0) & (index_TK < case.E), index_TK, -1).astype(np.int32)
     mapping = index_blocks_ref(index_TK, case.E, case.B, config.dims.num_blocks)
     lists = visits_of(config.experts, mapping.token_position_to_id, mapping.block_to_expert)
-    assert cost_prefill_layer(config, lists, mapping.token_position_to_id) == measured_cost(
-        run.trace
-    )
+    slots = mapping.token_position_to_id
+    return cost_prefill_layer(config, lists, slots, num_passes=num_passes)
 
 
 @pytest.mark.long
