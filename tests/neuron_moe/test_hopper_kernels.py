@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from neuron_moe.backends.cuda import decode_kernels, hopper
 from neuron_moe.backends.cuda.products import Product
 from neuron_moe.backends.cuda.records import constants_of
-from neuron_moe.backends.cuda.tiles import HopperTile, decode_tile
+from neuron_moe.backends.cuda.tiles import HopperTile, decode_tile, token_tile
 from nki_kernels.common.formula import ExpertFormula
 
 MOST_SHARED_BYTES = 232448  # of a multiprocessor of an H100 or H200
 WORDS = ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor", "cp.async.cg")
+OVERLAPS = {"codes": "griddepcontrol.launch_dependents", "token": "griddepcontrol.wait"}
 DECODES = "fma.rn.bf16x2"
 CODES = ("float8_e4m3", "float8_e5m2", "mxfp4")
 PRODUCTS = {
@@ -95,7 +97,7 @@ def compile_codes(form: str) -> Any:
     known = {
         "DEPTH": 768, "WIDTH": 1024, "TOP_K": 4, "DEPTH_PART": tile.depth_part, "ROWS": tile.rows,
         "PAIRS": 8, "BLOCK_WIDTH": tile.width, "BLOCK_DEPTH": tile.depth, "PRECISION": "tf32",
-        "FORMAT": form, "COUNTERS": 8,
+        "FORMAT": form, "COUNTERS": 8, "OVERLAPS": True,
     }  # fmt: skip
     kinds = {"source_ptr": "*bf16", "index_ptr": "*i32", "matrix_ptr": "*u8", "parts_ptr": "*fp32"}
     kinds["arrived_ptr"] = "*i32"
@@ -106,6 +108,26 @@ def compile_codes(form: str) -> Any:
     }
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return compile_for_hopper(ASTSource, decode_kernels.project_pairs, signature, known, options)
+
+
+def compile_token() -> Any:
+    """Compile the second product of one token, which begins beside the first."""
+    tile = token_tile(4, 768, 1024)
+    known = {
+        "I": 768, "H": 1024, "FIRST_PARTS": 2, "PARTS": 1, "HAS_FIRST_BIAS": True,
+        "HAS_BIAS": True, **constants_of(ExpertFormula()), "TOP_K": 4, "ROWS": tile.rows,
+        "DEPTH_PART": tile.depth_part, "BLOCK_WIDTH": tile.width, "BLOCK_DEPTH": tile.depth,
+        "PRECISION": "tf32", "FORMAT": "plain", "OVERLAPS": True, "scale_ptr": None,
+    }  # fmt: skip
+    floats = {"first_ptr": "*fp32", "down_ptr": "*fp32"}
+    kinds = dict.fromkeys(("matrix_ptr", "first_bias_ptr", "bias_ptr", "weight_ptr", "out_ptr"))
+    kinds = {**dict.fromkeys(kinds, "*bf16"), **floats, "index_ptr": "*i32", "arrived_ptr": "*i32"}
+    signature = {
+        name: "constexpr" if name in known else kinds.get(name, "i32")
+        for name in inspect.signature(decode_kernels.finish_token.fn).parameters
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return compile_for_hopper(ASTSource, decode_kernels.finish_token, signature, known, options)
 
 
 def stack_bytes(cubin: bytes, folder: Path) -> set[int]:
@@ -124,10 +146,16 @@ def stack_bytes(cubin: bytes, folder: Path) -> set[int]:
 def report(folder: Path) -> dict[str, dict[str, Any]]:
     """Compile every product, and return what is in it."""
     found = {}
-    for name in (*PRODUCTS, *CODES):
-        compiled = compile_codes(name) if name in CODES else compile_product(**PRODUCTS[name])
+    makers = {
+        **{name: partial(compile_product, **fields) for name, fields in PRODUCTS.items()},
+        **{form: partial(compile_codes, form) for form in CODES},
+        "token": compile_token,
+    }
+    words = (*WORDS, *OVERLAPS.values(), DECODES)
+    for name, make in makers.items():
+        compiled = make()
         found[name] = {
-            "code": [word for word in (*WORDS, DECODES) if word in compiled.asm["ptx"]],
+            "code": [word for word in words if word in compiled.asm["ptx"]],
             "shared": compiled.metadata.shared,
             "stack": sorted(stack_bytes(compiled.asm["cubin"], folder)),
         }
@@ -161,8 +189,14 @@ def test_products_compile_to_warpgroups_that_fit(
 def test_codes_are_decoded_four_at_once_in_registers(
     form: str, compiled: dict[str, dict[str, Any]]
 ) -> None:
-    assert DECODES in compiled[form]["code"]
+    assert {DECODES, OVERLAPS["codes"]} <= {*compiled[form]["code"]}
     assert compiled[form]["stack"] == [0]
+
+
+@pytest.mark.long
+def test_one_token_waits_for_the_launch_beside_it(compiled: dict[str, dict[str, Any]]) -> None:
+    assert OVERLAPS["token"] in compiled["token"]["code"]
+    assert compiled["token"]["stack"] == [0]
 
 
 if __name__ == "__main__":

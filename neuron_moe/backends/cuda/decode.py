@@ -3,6 +3,8 @@
 Axes: T tokens, K choices, P pairs, E experts, S parts of the depth, H hidden, I intermediate.
 """
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -82,9 +84,16 @@ def _finish_token(
         HAS_FIRST_BIAS=bias_EI is not None, HAS_BIAS=bias_EH is not None, **constants_of(formula),
         TOP_K=top_k, ROWS=tile.rows, DEPTH_PART=tile.depth_part, BLOCK_WIDTH=tile.width,
         BLOCK_DEPTH=tile.depth, PRECISION=_precision(hidden_1H), FORMAT=form, num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages, **_overlap(hidden_1H.device),
     )  # fmt: skip
     return output_1H
+
+
+@cache
+def _overlap(device: torch.device) -> dict[str, bool]:
+    """Return how a launch begins beside the one before it, where the device can do that."""
+    can_overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAPS": True, "launch_pdl": True} if can_overlap else {"OVERLAPS": False}
 
 
 def _tile(experts: int, matrix: Tensor, num_tokens: int) -> DecodeTile:
@@ -121,6 +130,7 @@ def _project(
         PAIRS=triton.next_power_of_2(num_pairs), BLOCK_WIDTH=tile.width, BLOCK_DEPTH=tile.depth,
         PRECISION=_precision(rows), COUNTERS=0 if arrived is None else arrived.shape[0],
         num_warps=tile.warps, num_stages=tile.stages, FORMAT=form,
+        OVERLAPS=arrived is not None and _overlap(rows.device)["OVERLAPS"],
     )  # fmt: skip
     return out_SPI
 

@@ -6,7 +6,8 @@ through all choices for the others. Sums over parts of the depth are left to the
 adds them in order: nothing is added atomically.
 
 One token takes two kernels: the second product activates what it reads, and the last of its
-programs on some columns combines the choices.
+programs on some columns combines the choices. Where OVERLAPS, the second begins beside the first,
+and waits for its end before it reads what the first has stored.
 
 Axes: T tokens, K choices, P = T * K pairs, E experts, S parts of the depth, H hidden,
 I intermediate.
@@ -15,6 +16,7 @@ I intermediate.
 # fmt: off
 import triton.language as tl
 from triton import jit
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from neuron_moe.backends.cuda.codes_kernels import load_lines
 from neuron_moe.backends.cuda.kernels import _add_product, _expert_act
@@ -40,12 +42,14 @@ def project_pairs(source_ptr, index_ptr, matrix_ptr, scale_ptr, parts_ptr, arriv
                   WIDTH: tl.constexpr, TOP_K: tl.constexpr, DEPTH_PART: tl.constexpr,
                   ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
                   BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr,
-                  COUNTERS: tl.constexpr):
+                  COUNTERS: tl.constexpr, OVERLAPS: tl.constexpr):
     """Multiply pairs' rows, one for TOP_K pairs, with experts' matrices: parts [S, P, WIDTH].
 
     COUNTERS of `finish_token` are set to zero: then pairs are of one token, each by itself.
     """
     LINES: tl.constexpr = DEPTH // 2 if FORMAT == "mxfp4" else DEPTH
+    if OVERLAPS:
+        gdc_launch_dependents()
     part = tl.program_id(2)
     if COUNTERS == 0:
         expert, pair = _pairs_of_tile(index_ptr, tl.program_id(0), num_pairs, ROWS, PAIRS)
@@ -124,7 +128,7 @@ def _combined(parts_ptr, index_ptr, weight_ptr, bias_ptr, token, num_pairs, colu
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         expert = tl.load(index_ptr + pair)
-        inside = column < tl.where(expert >= 0, H, 0)
+        inside = column < H  # not by the expert, whose number would have to come first
         row = tl.zeros(column.shape, tl.float32)
         for part in tl.static_range(PARTS):
             place = (part * num_pairs + pair).to(tl.int64) * H + column
@@ -132,7 +136,7 @@ def _combined(parts_ptr, index_ptr, weight_ptr, bias_ptr, token, num_pairs, colu
         if HAS_BIAS:
             place = expert.to(tl.int64) * H + column
             row += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        sums += row * tl.load(weight_ptr + pair).to(tl.float32)
+        sums += tl.where(expert >= 0, row, 0.0) * tl.load(weight_ptr + pair).to(tl.float32)
     return sums
 
 
@@ -159,7 +163,7 @@ def finish_token(first_ptr, first_bias_ptr, index_ptr, matrix_ptr, scale_ptr, bi
                  UP_LOW: tl.constexpr, UP_HIGH: tl.constexpr, UP_OFFSET: tl.constexpr,
                  TOP_K: tl.constexpr, DEPTH_PART: tl.constexpr, ROWS: tl.constexpr,
                  BLOCK_WIDTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-                 FORMAT: tl.constexpr):
+                 FORMAT: tl.constexpr, OVERLAPS: tl.constexpr):
     """Activate the choices of one token, multiply them with experts' matrices, and combine them.
 
     Each program stores a part of the second product, down [PARTS, TOP_K, H], and counts itself; the
@@ -169,6 +173,8 @@ def finish_token(first_ptr, first_bias_ptr, index_ptr, matrix_ptr, scale_ptr, bi
     pair, part = tl.program_id(0), tl.program_id(2)
     expert = tl.load(index_ptr + pair)
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    if OVERLAPS:
+        gdc_wait()
     if expert >= 0:
         number = expert.to(tl.int64)
         is_row = (tl.arange(0, ROWS) == 0)[:, None]
