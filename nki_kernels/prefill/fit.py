@@ -6,6 +6,7 @@ more closely at what comes first here, and times of a kernel come from its trace
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -220,7 +221,9 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
         ):
             for buffers in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
-                    for h_parts in _h_choices(config, in_parts, buffers, turns):
+                    outer = _outer_choices(config, out_parts, buffers, size)
+                    h_choices = _h_choices(config, in_parts, buffers, turns)
+                    for h_parts, outer_buffers in itertools.product(h_choices, outer):
                         if out_parts > 1 and in_parts * h_parts == 1:
                             continue
                         yield replace(
@@ -230,10 +233,19 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
                             in_parts=in_parts,
                             out_parts=out_parts,
                             row_buffers=min(2, size),
-                            outer_buffers=2 if out_parts == 1 else size,
+                            outer_buffers=outer_buffers,
                             turns=turns,
                             h_parts=h_parts,
                         )
+
+
+def _outer_choices(
+    config: PrefillConfig, out_parts: int, buffers: int, size: int
+) -> tuple[int, ...]:
+    """Return how many output tiles may wait, at least."""
+    outer = 2 if out_parts == 1 else size
+    # Words lie in the parts they lie in: what is left to give up is an output tile.
+    return (outer, 1) if is_mx(config) and buffers == size == 1 else (outer,)
 
 
 def _h_choices(config: PrefillConfig, in_parts: int, buffers: int, turns: str) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """Files of cases, and the options that say which of them a check runs."""
 
+import argparse
 import json
 import math
 from pathlib import Path
 
+from neuron_moe.tools.check.outcomes import OutcomeFile
 from neuron_moe.tools.check.vendor_cases.case import Case
 from neuron_moe.tools.parsers import Parser
 
@@ -37,6 +39,20 @@ def add_case_options(
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--json", type=Path, help="write the outcome of every case to this file")
+    parser.more.add_argument(
+        "--resume",
+        action="store_true",
+        help="run only cases that have not passed or failed in the file of --json",
+    )
+
+
+def outcome_file(options: argparse.Namespace) -> OutcomeFile:
+    """Return the file of `--json`, with what it knows if `--resume` is given.
+
+    Raises:
+        ValueError: there is nothing to resume from, or it is of another kind.
+    """
+    return OutcomeFile.resumed(options.json) if options.resume else OutcomeFile(path=options.json)
 
 
 def read_cases(path: Path, status: str = "active", match: str = "") -> list[Case]:

@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 
 from neuron_moe.errors import closest
-from neuron_moe.tools.check.case_file import add_case_options, read_cases
+from neuron_moe.tools.check.case_file import add_case_options, outcome_file, read_cases
 from neuron_moe.tools.check.kernel_cases.adapters import ADAPTERS, run
 from neuron_moe.tools.check.kernel_cases.decode_models import decode_model_cases
 from neuron_moe.tools.check.kernel_cases.models import LAYERS, model_cases
 from neuron_moe.tools.check.launcher import checking_for
-from neuron_moe.tools.check.outcomes import Outcome, print_table, run_in_turn, tell, write_outcomes
+from neuron_moe.tools.check.outcomes import Outcome, OutcomeFile, print_table, run_in_turn, tell
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits, Skipped
 from neuron_moe.tools.models import model_among
 from neuron_moe.tools.parsers import Parser
@@ -30,7 +30,7 @@ PACKAGES = ("nki_kernels", "nki_sim", "kernel_cases")
 def main(argv: list[str] | None = None) -> int:
     """Run the cases of a file, or of models; return 0, or 1 if one failed."""
     options = _parse(argv)
-    limits = Limits(macs=options.max_gmacs * 1e9)
+    limits, file = Limits(macs=options.max_gmacs * 1e9), outcome_file(options)
     if options.models is None:
         cases = read_cases(options.cases, options.status, options.match)
     else:
@@ -45,9 +45,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{len(cases)} of {len(matched)} cases, evenly taken; --all runs every one")
         limits = NO_LIMITS
     with checking_for(options.chip):
-        outcomes = run_cases(cases, options.max_seconds, limits, options.jobs)
+        outcomes = run_cases(cases, options.max_seconds, limits, options.jobs, file)
     print_table(outcomes, "our kernels on nki_sim")
-    write_outcomes(options.json, outcomes)
     return 1 if any(outcome.outcome == "failed" for outcome in outcomes) else 0
 
 
@@ -97,6 +96,7 @@ def run_cases(
     max_seconds: float = math.inf,
     limits: Limits | None = None,
     jobs: int = 1,
+    file: OutcomeFile | None = None,
 ) -> list[Outcome]:
     """Run cases with a progress bar; return outcomes in the order of the cases.
 
@@ -108,6 +108,7 @@ def run_cases(
         max_seconds,
         is_free=lambda case: case.kernel not in ADAPTERS,
         jobs=jobs,
+        file=file,
     )
 
 

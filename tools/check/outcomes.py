@@ -21,6 +21,7 @@ import torch
 from neuron_moe.tools.check.vendor_cases.case import Case
 
 _LINE_EVERY_S = 30.0
+_KEEP_EVERY_S = 5.0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -55,6 +56,7 @@ def run_in_turn(
     max_seconds: float = math.inf,
     is_free: Callable[[Case], bool] = lambda case: False,
     jobs: int = 1,
+    file: "OutcomeFile | None" = None,
 ) -> list[Outcome]:
     """Run cases and say how much time is left; return outcomes in the order of the cases.
 
@@ -64,11 +66,16 @@ def run_in_turn(
         max_seconds: no case starts after this time.
         is_free: whether a case costs nothing, however little time there is.
         jobs: processes; with one, cases run in this process.
+        file: holds outcomes of cases that need not run, and gets all of them, now and then too, so
+            that a run that is killed has kept what it found.
     """
+    file = file or OutcomeFile()
     start, why = time.monotonic(), f"time budget of {max_seconds:g} s used up"
-    done: dict[str, Outcome] = {}
-    free = [case for case in cases if is_free(case)]
-    waiting = iter((*free, *in_turn([case for case in cases if not is_free(case)])))
+    ids, kept = {case.id for case in cases}, time.monotonic()
+    done = {outcome.id: outcome for outcome in file.known if outcome.id in ids}
+    left = [case for case in cases if case.id not in done]
+    free = [case for case in left if is_free(case)]
+    waiting = iter((*free, *in_turn([case for case in left if not is_free(case)])))
 
     def in_time() -> Iterator[Case]:
         for case in waiting:
@@ -76,14 +83,19 @@ def run_in_turn(
                 return
             yield case
 
-    with _tell_progress(len(cases)) as tell_done:
+    with _tell_progress(len(left)) as tell_done:
         try:
             for case, outcome in _run_each(in_time(), run_case, jobs):
                 done[case.id] = outcome
                 tell_done(f"{case.id} {case.kernel} {case.variant}")
+                if time.monotonic() - kept > _KEEP_EVERY_S:
+                    file.write(list(done.values()))
+                    kept = time.monotonic()
         except KeyboardInterrupt:
             why = "interrupted"
-    return [done.get(case.id) or Outcome.of(case, "skipped", why) for case in cases]
+    outcomes = [done.get(case.id) or Outcome.of(case, "skipped", why) for case in cases]
+    file.write(outcomes)
+    return outcomes
 
 
 def _run_each(
@@ -201,11 +213,46 @@ def tell(error: BaseException, packages: Sequence[str]) -> str:
     return f"{type(error).__name__}: {text}{place}"
 
 
-def write_outcomes(path: Path | None, outcomes: Sequence[Outcome]) -> None:
-    """Write the JSON list of outcomes, if there is a path."""
-    if path is not None:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeFile:
+    """Where outcomes are kept.
+
+    Attributes:
+        path: the JSON list; None keeps nothing.
+        known: outcomes of an earlier run, of cases that passed or failed.
+    """
+
+    path: Path | None = None
+    known: tuple[Outcome, ...] = ()
+
+    @classmethod
+    def resumed(cls, path: Path | None) -> "OutcomeFile":
+        """Return the file of an earlier run with what it knows, nothing if it is not there yet.
+
+        Raises:
+            ValueError: there is no path, or the file is no list of outcomes.
+        """
+        if path is None:
+            raise ValueError("--resume: goes on from the file of --json, which is missing.")
+        if not path.exists():
+            return cls(path=path)
+        try:
+            outcomes = [Outcome(**row) for row in json.loads(path.read_text())]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"--resume: {path} is no list of outcomes ({error}). Name another file by --json."
+            ) from None
+        ran = tuple(outcome for outcome in outcomes if outcome.outcome != "skipped")
+        return cls(path=path, known=ran)
+
+    def write(self, outcomes: Sequence[Outcome]) -> None:
+        """Write all outcomes; a reader never sees half a list."""
+        if self.path is None:
+            return
         rows = [dataclasses.asdict(outcome) for outcome in outcomes]
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        part = self.path.with_name(f"{self.path.name}.part")
+        part.write_text(json.dumps(rows, indent=1) + "\n")
+        part.replace(self.path)
 
 
 def print_table(outcomes: Sequence[Outcome], title: str) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from neuron_moe.tools.check.case_file import add_case_options, read_cases
-from neuron_moe.tools.check.outcomes import Outcome, print_table, run_in_turn, tell, write_outcomes
+from neuron_moe.tools.check.case_file import add_case_options, outcome_file, read_cases
+from neuron_moe.tools.check.outcomes import Outcome, OutcomeFile, print_table, run_in_turn, tell
 from neuron_moe.tools.check.vendor_cases.adapters import build_job
 from neuron_moe.tools.check.vendor_cases.case import Case, Job, Limits, Skipped, difference
 from neuron_moe.tools.check.vendor_cases.known_faults import explain
@@ -36,10 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     cases = read_cases(options.cases, options.status, options.match)
     library = VendorLibrary(options.library)
-    limits = Limits(macs=options.max_gmacs * 1e9)
-    outcomes = run_cases(cases, library, options.max_seconds, limits, options.jobs)
+    limits, file = Limits(macs=options.max_gmacs * 1e9), outcome_file(options)
+    outcomes = run_cases(cases, library, options.max_seconds, limits, options.jobs, file)
     print_table(outcomes, "vendor's kernels on nki_sim")
-    write_outcomes(options.json, outcomes)
     return (
         1
         if any(o.outcome == "failed" and not o.reason.startswith("library") for o in outcomes)
@@ -71,10 +70,15 @@ def run_cases(
     max_seconds: float = math.inf,
     limits: Limits | None = None,
     jobs: int = 1,
+    file: OutcomeFile | None = None,
 ) -> list[Outcome]:
     """Run cases with a progress bar; return outcomes in the order of the cases."""
     return run_in_turn(
-        cases, lambda case: run_case(case, library, limits or Limits()), max_seconds, jobs=jobs
+        cases,
+        lambda case: run_case(case, library, limits or Limits()),
+        max_seconds,
+        jobs=jobs,
+        file=file,
     )
 
 

@@ -79,6 +79,14 @@ def test_unwritten_memory_does_not_matter() -> None:
     np.testing.assert_array_equal(*outputs)
 
 
+@pytest.mark.long
+def test_wide_words_leave_room_for_one_output_tile() -> None:
+    options = {**WIDE, "loop_plan": "static", "shard_plan": "block"}
+    problem = MxPrefill(40, 7168, 1024, 2, 1, B=128, has_bias=True, options=options)
+    assert problem.config().loop.outer_buffers == 1
+    check(problem)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "trn2": ({"chip": "trn2"}, r"weight_format='float4_e2m1fn_x4': trn2 multiplies no MX words"),
     "intermediate": ({"shard_plan": "intermediate"}, r"shard_plan='intermediate', .*whole experts"),

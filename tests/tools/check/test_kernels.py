@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from neuron_moe.tools.check import kernels as check_kernels
+from neuron_moe.tools.check import outcomes
 from neuron_moe.tools.check.kernel_cases import combine, prefill, router
 from neuron_moe.tools.check.kernel_cases.models import LAYERS, model_cases, rank_case
 from neuron_moe.tools.check.kernel_cases.models import ROUTINGS as MODEL_ROUTINGS
 from neuron_moe.tools.check.kernel_cases.routings import ROUTINGS, draw_routing
-from neuron_moe.tools.check.outcomes import Outcome, run_in_turn
+from neuron_moe.tools.check.outcomes import Outcome, OutcomeFile, run_in_turn
 from neuron_moe.tools.check.vendor_cases.case import Case, Limits
 from neuron_moe.tools.check.vendor_cases.inputs import Draw
 from neuron_moe.tools.commands import check
@@ -292,3 +293,46 @@ def test_a_lost_process_is_a_failed_case() -> None:
 
     (outcome,) = run_in_turn([case], die, jobs=2)
     assert (outcome.outcome, outcome.reason) == ("failed", "its process ended with status 9")
+
+
+def numbered(count: int) -> list[Case]:
+    row = {"kernel": "k", "variant": "v", "params": {}}
+    return [Case.from_json(row | {"id": str(number)}) for number in range(count)]
+
+
+def test_outcomes_are_on_disk_before_a_check_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcomes, "_KEEP_EVERY_S", 0.0)
+    file, seen = OutcomeFile(path=tmp_path / "out.json"), []
+
+    def watch(case: Case) -> Outcome:
+        seen.append(len(OutcomeFile.resumed(file.path).known))
+        return Outcome.of(case, "passed", "")
+
+    run_in_turn(numbered(3), watch, file=file)
+    assert seen == [0, 1, 2]
+
+
+def test_a_resumed_check_runs_what_has_not_run(tmp_path: Path) -> None:
+    cases, path, ran = numbered(4), tmp_path / "out.json", []
+    kinds = ("passed", "failed", "skipped")
+    OutcomeFile(path=path).write([Outcome.of(*of, "") for of in zip(cases, kinds, strict=False)])
+
+    def note(case: Case) -> Outcome:
+        ran.append(case.id)
+        return Outcome.of(case, "passed", "")
+
+    found = run_in_turn(cases, note, file=OutcomeFile.resumed(path))
+    assert sorted(ran) == ["2", "3"]
+    assert [outcome.outcome for outcome in found] == ["passed", "failed", "passed", "passed"]
+    assert OutcomeFile.resumed(path).known == tuple(found)
+
+
+def test_resume_says_what_it_cannot_go_on_from(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"cases": []}')
+    for file, said in ((None, "file of --json, which is missing"), (other, "no list of outcomes")):
+        with pytest.raises(ValueError, match=said):
+            OutcomeFile.resumed(file)
+    assert OutcomeFile.resumed(tmp_path / "new.json").known == ()
