@@ -221,12 +221,9 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
         ):
             for buffers in (1,) if skips else (2,) if is_whole else (2, 1):
                 for size, turns in _sizes_and_turns(config, in_parts):
-                    outer = 2 if out_parts == 1 else size
-                    # Words lie in the parts they lie in: what is left to give up is an output tile.
-                    is_last = is_mx(config) and buffers == size == 1
-                    outers = (outer, 1) if is_last else (outer,)
+                    outer = _outer_choices(config, out_parts, buffers, size)
                     h_choices = _h_choices(config, in_parts, buffers, turns)
-                    for h_parts, outer_buffers in itertools.product(h_choices, outers):
+                    for h_parts, outer_buffers in itertools.product(h_choices, outer):
                         if out_parts > 1 and in_parts * h_parts == 1:
                             continue
                         yield replace(
@@ -240,6 +237,15 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
                             turns=turns,
                             h_parts=h_parts,
                         )
+
+
+def _outer_choices(
+    config: PrefillConfig, out_parts: int, buffers: int, size: int
+) -> tuple[int, ...]:
+    """Return how many output tiles may wait, at least."""
+    outer = 2 if out_parts == 1 else size
+    # Words lie in the parts they lie in: what is left to give up is an output tile.
+    return (outer, 1) if is_mx(config) and buffers == size == 1 else (outer,)
 
 
 def _h_choices(config: PrefillConfig, in_parts: int, buffers: int, turns: str) -> tuple[int, ...]:

@@ -9,10 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from nki_kernels.common.axes import AxisTiles
-from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, chip_in_force
+from nki_kernels.common.chip import BANK_BYTES, BANK_FLOATS, BANKS, chip_in_force
 from nki_kernels.common.formula import Limits, num_projections
 from nki_kernels.common.weight_formats import ITEM_BYTES
-from nki_kernels.prefill.config import PrefillConfig, bias_terms, core_depth, core_width
+from nki_kernels.prefill.config import (
+    PrefillConfig,
+    bias_terms,
+    core_depth,
+    core_width,
+    inner_banks,
+)
 from nki_sim.time.costs import DmaPrice
 
 QUEUES: Final = 9
@@ -111,17 +117,20 @@ class StagePrices:
         banks = -(-width // BANK_FLOATS)
         turns = -(-depth * R * 2 // BANK_BYTES)
         sum_ns = halves * R / chip.two_input_share / chip.vector_clock_ghz
+        turned = _copies(depth * R / turns, chip.fast_copy_speedup, overlaps, first=VECTOR)
+        evicted = _copies(width / banks, 1.0, overlaps, first=SCALAR)
+        out_ns = i_count * max(width, banks * chip.matmul_floor_cycles) * column_ns
         return cls(
-            turn_ns=depth * columns * column_ns,
+            turn_ns=_into_banks(config, depth * columns * column_ns, turns, turned),
             scaled=_scaling(config, overlaps),
-            turned=_copies(depth * R / turns, chip.fast_copy_speedup, overlaps, first=VECTOR),
+            turned=turned,
             in_ns=halves * depth * columns * column_ns,
             activated=_activation(config, overlaps),
             copied=_copies(halves * R, 1.0, overlaps, first=VECTOR),
             exchanged=_exchange(config, overlaps),
             added_up=Work(sum_ns, sum_ns),
-            out_ns=i_count * max(width, banks * chip.matmul_floor_cycles) * column_ns,
-            evicted=_copies(width / banks, 1.0, overlaps, first=SCALAR),
+            out_ns=_into_banks(config, out_ns, banks, evicted),
+            evicted=evicted,
             banks=banks,
             turn_banks=turns,
             fetch_ns=(chip.gpsimd_simple_overhead_cycles + 1) / chip.gpsimd_clock_ghz,
@@ -156,6 +165,16 @@ def _scalar_work(columns: float) -> Work:
 def _copies(columns: float, speedup: float, overlaps: bool, *, first: int) -> Copies:
     """Return what copies take that the Vector and the Scalar engine do in turn."""
     return Copies(vector_work(columns / speedup, overlaps), _scalar_work(columns), first)
+
+
+def _into_banks(config: PrefillConfig, product_ns: float, count: int, copies: Copies) -> float:
+    """Return what products into so many banks take; each waits until a bank of those that rows have
+    is copied.
+    """
+    chip, each_ns = chip_in_force(), product_ns / count
+    copied_ns = max(copies.vector.latency_ns, copies.scalar.latency_ns)
+    around_ns = each_ns + chip.matmul_drain_ns + copied_ns + 2 * chip.semaphore_ns
+    return count * max(each_ns, around_ns / (BANKS - inner_banks(config)))
 
 
 def _scaling(config: PrefillConfig, overlaps: bool) -> Work | None:
