@@ -46,22 +46,22 @@ class Row:
 
 
 ROWS = (
-    Row("prefill", "gpt-oss-120b", 128, "uniform", (1190.234,)),
-    Row("prefill", "gpt-oss-20b", 128, "skewed", (322.743,)),
-    Row("prefill", "llama4-scout", 128, "uniform", (393.055,)),
-    Row("prefill", "llama4-maverick", 128, "skewed", (366.961,)),
-    Row("prefill", "qwen3-30b", 128, "uniform", (244.097,)),
-    Row("prefill", "mixtral-8x7b", 128, "uniform", (523.771,)),
-    Row("prefill", "gpt-oss-20b", 1024, "skewed", (523.647,)),
-    Row("prefill", "llama4-scout", 1024, "skewed", (440.047,)),
-    Row("prefill", "qwen3-30b", 1024, "skewed", (546.792,)),
-    Row("prefill", "mixtral-8x7b", 1024, "skewed", (1041.018,)),
+    Row("prefill", "gpt-oss-120b", 128, "uniform", (1187.047,)),
+    Row("prefill", "gpt-oss-20b", 128, "skewed", (319.556,)),
+    Row("prefill", "llama4-scout", 128, "uniform", (384.894,)),
+    Row("prefill", "llama4-maverick", 128, "skewed", (357.839,)),
+    Row("prefill", "qwen3-30b", 128, "uniform", (242.226,)),
+    Row("prefill", "mixtral-8x7b", 128, "uniform", (516.427,)),
+    Row("prefill", "gpt-oss-20b", 1024, "skewed", (511.334,)),
+    Row("prefill", "llama4-scout", 1024, "skewed", (423.836,)),
+    Row("prefill", "qwen3-30b", 1024, "skewed", (497.422,)),
+    Row("prefill", "mixtral-8x7b", 1024, "skewed", (1072.886,)),
     Row("decode", "gpt-oss-120b", 4, "uniform", (150.900, 157.398)),
-    Row("decode", "gpt-oss-20b", 64, "zipf", (172.918, 179.343), "fp8"),
+    Row("decode", "gpt-oss-20b", 64, "zipf", (171.428, 177.853), "fp8"),
     Row("decode", "llama4-maverick", 1, "uniform", (11.709, 17.217), "fp8"),
     Row("decode", "qwen3-30b", 16, "zipf", (127.472, 133.767)),
     Row("decode", "deepseek-v3", 4, "uniform", (132.186, 142.291), "fp8"),
-    Row("decode", "mixtral-8x7b", 1, "uniform", (131.021, 134.822)),
+    Row("decode", "mixtral-8x7b", 1, "uniform", (131.077, 134.822)),
 )
 SHORT = (ROWS[2], ROWS[12])
 
