@@ -372,7 +372,7 @@ EQUIVALENT = (
         "the counter still changes",
     ),
     Equivalent(
-        "nki_kernels/index/slot_inverse.py",
+        "nki_kernels/index/token_sums.py",
         "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 1), op1=nl.add,",
         "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 2), op1=nl.add,",
         "bfloat16 rounds 6143 to 6144",
@@ -450,7 +450,7 @@ EQUIVALENT = (
         "few boxes are compared sooner; a mask says the same",
     ),
     Equivalent(
-        "nki_kernels/index/slot_inverse.py",
+        "nki_kernels/index/token_sums.py",
         "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 1), op1=nl.add,",
         "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART + 1), op1=nl.add,",
         "bfloat16 rounds 6146 to 6144",
