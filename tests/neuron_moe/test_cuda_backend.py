@@ -5,6 +5,7 @@ Without a GPU, tests/conftest.py chooses the interpreter; a GPU runs the compile
 
 import dataclasses
 import math
+from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
@@ -27,6 +28,7 @@ from nki_kernels.common.formula import ExpertFormula, limits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's
+SIGNALLING_NAN = 0x7FA00000  # bits of a float32
 E, K, H, I, T = 5, 2, 48, 40, 37  # noqa: E741  the axis letters of the project; none fills a tile
 
 
@@ -184,17 +186,48 @@ def test_one_token_and_many_pairs_of_an_expert_decode(case: str, tokens: int) ->
     assert apart(found, expected) < 1e-5
 
 
-def test_one_token_leaves_out_choices_of_no_expert() -> None:
+@pytest.fixture
+def _unset_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what is allocated without a value with NaN that no sum may meet, even to be left out."""
+
+    def fill(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def filled(*args: Any, **settings: Any) -> Tensor:
+            out = allocate(*args, **settings)
+            if out.dtype == torch.float32:
+                out.view(torch.int32).fill_(SIGNALLING_NAN)
+            return out
+
+        return filled
+
+    monkeypatch.setattr(torch, "empty", fill(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", fill(torch.empty_like))
+    monkeypatch.setattr(Tensor, "new_empty", fill(Tensor.new_empty))
+
+
+@pytest.mark.usefixtures("_unset_signals")
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_choices_of_no_expert_are_left_out_of_decode(tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = (E, H, 2 * I), (E, I, H), (1, H), (1, 3)
-    first, down, hidden, affinities = (
-        torch.randn(*size, generator=generator).to(DEVICE) for size in sizes
-    )
-    matrices, index = Matrices(first, None, down, None), torch.tensor([[4, -1, 2]], device=DEVICE)
-    found = decode.forward(hidden, affinities, index.int(), matrices, ExpertFormula())
-    gate, up = (hidden @ first).chunk(2, dim=-1)
-    each_EH = (functional.silu(gate) * up @ down)[:, 0]
-    assert apart(found[0], affinities[0, 0] * each_EH[4] + affinities[0, 2] * each_EH[2]) < 1e-5
+    sizes = (E, H, 2 * I), (E, 2 * I), (E, I, H), (E, H), (tokens, H), (tokens, 3)
+    values = (torch.randn(*size, generator=generator) for size in sizes)
+    first, first_bias, down, down_bias, hidden, affinities = (each.to(DEVICE) for each in values)
+    index = torch.tensor([[4, -1, 2], [-1, 0, -1]], dtype=torch.int32, device=DEVICE)[:tokens]
+    matrices = Matrices(first, behind_nan(first_bias), down, behind_nan(down_bias))
+    found = decode.forward(hidden, affinities, index, matrices, ExpertFormula())
+    gate, up = (hidden @ first + first_bias[:, None]).chunk(2, dim=-1)
+    each_ETH = functional.silu(gate) * up @ down + down_bias[:, None]
+    expected = torch.zeros_like(hidden)
+    for token, choice in (index >= 0).nonzero().tolist():
+        expert = index[token, choice]
+        expected[token] += affinities[token, choice] * each_ETH[expert, token]
+    assert apart(found, expected) < 1e-5
+
+
+def behind_nan(values: Tensor) -> Tensor:
+    """Return the values behind a row that no sum may meet."""
+    whole = torch.cat([values[:1], values])
+    whole[:1].view(torch.int32).fill_(SIGNALLING_NAN)
+    return whole[1:]
 
 
 @pytest.mark.long

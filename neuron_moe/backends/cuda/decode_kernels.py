@@ -128,15 +128,17 @@ def _combined(parts_ptr, index_ptr, weight_ptr, bias_ptr, token, num_pairs, colu
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         expert = tl.load(index_ptr + pair)
-        inside = column < H  # not by the expert, whose number would have to come first
         row = tl.zeros(column.shape, tl.float32)
         for part in tl.static_range(PARTS):
             place = (part * num_pairs + pair).to(tl.int64) * H + column
-            row += tl.load(parts_ptr + place, mask=inside, other=0.0, cache_modifier=".cg")
+            # Masked by the expert it would wait for its number; of no expert, it is unset memory.
+            value = tl.load(parts_ptr + place, mask=column < H, other=0.0, cache_modifier=".cg")
+            row += tl.where(expert >= 0, value, 0.0)
         if HAS_BIAS:
             place = expert.to(tl.int64) * H + column
+            inside = column < tl.where(expert >= 0, H, 0)
             row += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        sums += tl.where(expert >= 0, row, 0.0) * tl.load(weight_ptr + pair).to(tl.float32)
+        sums += row * tl.load(weight_ptr + pair).to(tl.float32)
     return sums
 
 
