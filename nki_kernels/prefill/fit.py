@@ -7,6 +7,7 @@ more closely at what comes first here, and times of a kernel come from its trace
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from nki_kernels.prefill.config import (
 from nki_kernels.prefill.memory import sbuf_bytes
 
 _MAX_OUTER_BUFFERS = 8
+_OF_A_KIND = 4
 # Assumed: loads that may not run ahead of the tensor engine wait at times.
 _ONE_BUFFER_PENALTY = 1.05
 # What a visit takes beyond its engine, read off simulated visits of GPT-OSS, Qwen3, DeepSeek,
@@ -164,6 +166,8 @@ def find_loops(
 ) -> list[LoopPlan]:
     """Return the loop plans with the least estimated times among those that fit SBUF.
 
+    Only so many of a kind, which would crowd out others that this estimate puts too high.
+
     Args:
         config: sizes, and a loop plan whose classes are the most there may be.
         request: the parts in which weights lie, and the choices, if they are given.
@@ -183,7 +187,14 @@ def find_loops(
         trial = with_loop(config, loop)
         if _fits(trial):
             found.append((_experts_ns(trial, tiles), len(found), trial))
-    return [_more_buffers(trial) for _, _, trial in sorted(found)[:count]]
+    kinds = Counter[tuple[int, str, bool]]()
+    best = []
+    for _, _, trial in sorted(found):
+        kind = trial.loop.weight_buffers, trial.loop.turns, loads_in_parts(trial.loop)
+        kinds[kind] += 1
+        if kinds[kind] <= _OF_A_KIND:
+            best.append(trial)
+    return [_more_buffers(trial) for trial in best[:count]]
 
 
 def _fits(config: PrefillConfig) -> bool:

@@ -267,10 +267,12 @@ def project_out(
         return
     i_axis, R = config.i_axis, config.tile_rows
     columns = core_width(config) // config.loop.out_parts
-    width = -(-columns // -(-columns // BANK_FLOATS))
-    for turn in range(-(-columns // width)):
-        begin = turn * width
+    count = -(-columns // BANK_FLOATS)
+    width = -(-columns // count)
+    for bank in range(count):
+        begin = bank * width
         end = min(columns, begin + width)
+        turn = (part + j) * count + bank  # the next tile's products wait for none of this one's
         bank_ps = b.outer_ps[turn % len(b.outer_ps)][0:R, 0 : end - begin]
         for t in range(config.loop.in_parts * i_axis.count):
             depth = rows_of(i_axis, t % i_axis.count)

@@ -37,11 +37,12 @@ from nki_kernels.prefill import (
     PrefillConfig,
     PrefillWork,
     Search,
-    best_candidate,
     best_parts,
     blockwise_moe,
+    by_loss,
     expect_tokens,
     make_config,
+    rank_candidates,
     stored_parts,
     visits_of,
 )
@@ -145,11 +146,14 @@ def configure(
         (1, 1) if layout == "plain" else best_parts(make_config(formula, sizes, work(BLOCK_SIZE)))
     )
     found = [
-        best_candidate(formula, sizes, expected, PlanRequest(weight_parts=lie), search)
+        candidate
         for lie in (None, parts)
         if lie != (1, 1)
+        for candidate in rank_candidates(
+            formula, sizes, expected, PlanRequest(weight_parts=lie), search
+        )
     ]
-    candidate = min(found, key=lambda candidate: candidate.estimated_us)
+    candidate = by_loss(found)[0]
     config = make_config(formula, sizes, work(candidate.block_size), candidate.request)
     return config, candidate
 
