@@ -41,6 +41,7 @@ from nki_kernels.prefill.loads import (
 from nki_kernels.prefill.stages import (
     finish_in,
     inner_buffer,
+    inner_turn,
     multiply_in,
     project_out,
     spread_down_scale,
@@ -121,10 +122,11 @@ def _go_in_apart(
 def _multiply_apart(config: PrefillConfig, b: Buffers, s: int, j: int, tile: int) -> None:
     """Compute this core's part of a tile of the projections, and leave it in SBUF."""
     rows = rows_of(config.i_axis, tile)
-    bank_ps = b.inner_ps[tile % 2]
+    turn = inner_turn(config, j, 0, tile)
+    bank_ps = b.inner_ps[turn]
     multiply_in(config, b, s, s, j, tile, 0, bank_ps)
     own_sb = b.own[inner_buffer(config, s, j)]
-    copy_alternating(own_sb[0:rows, tile], bank_ps[0:rows], tile)
+    copy_alternating(own_sb[0:rows, tile], bank_ps[0:rows], turn)
 
 
 def _exchange(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:

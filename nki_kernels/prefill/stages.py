@@ -104,7 +104,10 @@ def project_in(
         part, h_part: of the intermediate and of the hidden axis.
         tile: of the part.
     """
-    bank_ps = b.inner_ps[tile % 2 if config.loop.h_parts == 1 else j * config.i_axis.count + tile]
+    if config.loop.h_parts == 1:
+        bank_ps = b.inner_ps[inner_turn(config, j, part, tile)]
+    else:
+        bank_ps = b.inner_ps[j * config.i_axis.count + tile]
     multiply_in(config, b, buffer, s, j, tile, h_part, bank_ps)
     if h_part + 1 < config.loop.h_parts:
         return
@@ -158,8 +161,8 @@ def finish_in(
     a gate the activation is that of the only projection, and there is no product.
     """
     rows, R = rows_of(config.i_axis, tile), config.tile_rows
-    gate_sb = b.gate[tile % 2][0:rows, 0:R]
-    up_sb = b.up[tile % 2][0:rows, 0:R]
+    turn = inner_turn(config, j, part, tile)
+    gate_sb, up_sb = b.gate[turn][0:rows, 0:R], b.up[turn][0:rows, 0:R]
     inner_sb = b.inner[inner_buffer(config, s, j)]
     if is_mx(config):
         inner_sb = inner_sb[0:rows, part, 0:R, tile]
@@ -171,15 +174,22 @@ def finish_in(
         nisa.tensor_tensor(dst=gate_sb, data1=gate, data2=scale_sb, op=nl.multiply)
         gate = gate_sb
     if not config.formula.has_gate:
-        _activate(config, b, buffer, tile, inner_sb, gate)
+        _activate(config, b, buffer, tile, inner_sb, gate, gate_sb, up_sb)
         return
     # The activation may use the scratch of the up projection, so it comes first.
-    _activate(config, b, buffer, tile, gate_sb, gate)
+    _activate(config, b, buffer, tile, gate_sb, gate, gate_sb, up_sb)
     if scales_late(config):
         nisa.tensor_tensor(dst=up_sb, data1=up, data2=scale_sb, op=nl.multiply)
         up = up_sb
     operators, operands = _chain(config, b, buffer, tile, 1)
     multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
+
+
+def inner_turn(config: PrefillConfig, j: int, part: int, tile: int) -> int:
+    """Return which of two banks and scratch tiles a tile of the projections takes: tiles, parts and
+    row tiles that follow each other take turns.
+    """
+    return ((part + j) * config.i_axis.count + tile) % 2
 
 
 def inner_buffer(config: PrefillConfig, s: int, j: int) -> int:
@@ -226,27 +236,27 @@ def _activate(
     tile: int,
     dst_sb: nl.NkiTensor,
     gate: nl.NkiTensor,
+    gate_sb: nl.NkiTensor,
+    up_sb: nl.NkiTensor,
 ) -> None:
     """Apply scale, bias, clamps and activation to the first projection, in float32.
 
-    The scratch tiles of both projections may be written.
+    The scratch tiles of both projections, `gate_sb` and `up_sb`, may be written.
     """
     formula = config.formula
     function, factor = gate_function(formula), 1.0 if is_fused(formula) else formula.scale
     clamps = formula.gate_limits if formula.has_gate else formula.up_limits
-    rows, R = rows_of(config.i_axis, tile), config.tile_rows
     multiplies = formula.gates_itself and not is_fused(formula)
     needs_chain = clamps.has_upper or clamps.has_lower or config.has_scales
     if formula.has_gate_up_bias and not needs_chain and not multiplies and factor == 1.0:
-        bias_sb = b.gate_up_bias[buffer][0:rows, 0, tile : tile + 1]
+        bias_sb = b.gate_up_bias[buffer][0 : rows_of(config.i_axis, tile), 0, tile : tile + 1]
         nisa.activation(dst=dst_sb, op=function, data=gate, bias=bias_sb)
         return
     operators, operands = _chain(config, b, buffer, tile, 0)
-    source = apply_chain(b.gate[tile % 2][0:rows, 0:R], gate, operators, operands)
+    source = apply_chain(gate_sb, gate, operators, operands)
     if multiplies:
-        sigmoid_sb = b.up[tile % 2][0:rows, 0:R]
-        nisa.activation(dst=sigmoid_sb, op=function, data=source, scale=factor)
-        nisa.tensor_tensor(dst=dst_sb, data1=source, data2=sigmoid_sb, op=nl.multiply)
+        nisa.activation(dst=up_sb, op=function, data=source, scale=factor)
+        nisa.tensor_tensor(dst=dst_sb, data1=source, data2=up_sb, op=nl.multiply)
     else:
         nisa.activation(dst=dst_sb, op=function, data=source, scale=factor)
 

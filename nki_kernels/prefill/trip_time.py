@@ -100,6 +100,7 @@ class _Writer(StageList):
     def __init__(self, config: PrefillConfig, prices: StagePrices) -> None:
         super().__init__()
         self._config, self._prices = config, prices
+        self._turn_in = 0  # which bank and scratch tiles the next projections take
 
     def start(self) -> None:
         """See `_start_pipeline` of kernel.py."""
@@ -184,8 +185,9 @@ class _Writer(StageList):
     def _multiply_apart(self, s: int, j: int) -> None:
         prices, count = self._prices, self._config.i_axis.count
         reads = [*_both(self._turned(s, j)), ("gate up", s, 0)]
-        self.add(TENSOR, count * prices.in_ns, reads, [("inner ps",)])
-        self._copy(prices.copied, count, count * prices.in_ns, ("inner ps",), ("own", s, j))
+        sums = ("inner ps", j % 2)
+        self.add(TENSOR, count * prices.in_ns, reads, [sums])
+        self._copy(prices.copied, count, count * prices.in_ns, sums, ("own", s, j))
 
     def _copy(
         self, copies: Copies, count: int, product_ns: float, read: object, write: object
@@ -295,7 +297,7 @@ class _Writer(StageList):
         loop = self._config.loop
         each_ns = self._prices.in_ns / loop.h_parts
         reads = [*_both(self._turned(s, j)), ("gate up", buffer, 0)]
-        sums = ("inner ps", j if loop.h_parts > 1 else 0)
+        sums = ("inner ps", j if loop.h_parts > 1 else self._turn_in)
         self.add(TENSOR, tiles * each_ns, reads, [sums])
         if h_part + 1 == loop.h_parts:
             self._activate(s, j, beside, [sums], tiles, each_ns)
@@ -308,7 +310,9 @@ class _Writer(StageList):
         """
         taken, inner = self._prices.activated, self._inner(s, j)
         reads: list[object] = [*projected, ("gate up", buffer, 1)]
-        gate: list[object] = [("gate",)]
+        gate: list[object] = [("gate", self._turn_in)]
+        up: list[object] = [("up", self._turn_in)]
+        self._turn_in = 1 - self._turn_in
         if taken.before is not None:
             self.compute(_last_of(taken.before, tiles, each_ns), reads, gate)
             reads = [*reads, *gate]
@@ -316,9 +320,9 @@ class _Writer(StageList):
         self.compute(function, reads, gate if taken.product is not None else [inner], SCALAR)
         if taken.product is not None:
             if taken.beside is not None:
-                self.compute(_last_of(taken.beside, tiles, each_ns), reads, [("up",)])
+                self.compute(_last_of(taken.beside, tiles, each_ns), reads, up)
             product = _last_of(taken.product, tiles, each_ns)
-            self.compute(product, [*reads, *gate, ("up",)], [inner])
+            self.compute(product, [*reads, *gate, *up], [inner])
 
     def _go_out(self, s: int, size: int, first_outer: int) -> None:
         loop = self._config.loop
