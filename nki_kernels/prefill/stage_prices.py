@@ -247,11 +247,13 @@ def _rows_price(config: PrefillConfig, live_rows: float, *, stores: bool) -> Dma
     R, width = config.tile_rows, core_width(config)
     is_whole = stores and config.stores == "tiles"
     rows = float(R) if is_whole else live_rows
-    engines = min(chip.dma_engines, -(-R // chip.dma_rows_per_engine))
-    pieces = rows + (R - rows) * chip.dma_skipped_row_share
+    is_turned = config.loop.turns == "dma" and not stores
+    lines = config.h_axis.rows if is_turned else R  # on the side of SBUF
+    engines = min(chip.dma_engines, -(-lines // chip.dma_rows_per_engine))
+    pieces = max(lines, rows) if is_turned else rows
     size = rows * width * 2
-    each = _engine_ns(pieces, size, engines)
-    if config.loop.turns == "dma" and not stores:
+    each = _engine_ns(pieces + (R - rows) * chip.dma_skipped_row_share, size, engines)
+    if is_turned:
         each /= chip.dma_transpose_hbm_share
     if is_whole:
         return _hwdge(engines, each, size)
@@ -325,6 +327,20 @@ def _together(price: DmaPrice, count: int) -> DmaPrice:
         single_queue_ns=count * price.single_queue_ns,
         generator_ns=count * price.generator_ns,
         hbm_bytes=count * price.hbm_bytes,
+    )
+
+
+def expected_price(price: DmaPrice, present: float) -> DmaPrice:
+    """Return the mean price of a transfer that is left out, but for its descriptors, where there is
+    no visit; `present` is the share that is.
+    """
+    chip = chip_in_force()
+    bytes_ns = price.hbm_bytes / price.engines / chip.dma_engine_bytes_per_ns
+    left_out_ns = max(0.0, price.engine_ns - bytes_ns) * chip.dma_skipped_row_share
+    return replace(
+        price,
+        engine_ns=present * price.engine_ns + (1.0 - present) * left_out_ns,
+        hbm_bytes=int(present * price.hbm_bytes),
     )
 
 

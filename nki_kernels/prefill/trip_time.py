@@ -12,6 +12,7 @@ Legend: s parity of a visit, j row tile of a visit, part of the intermediate or 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -36,6 +37,7 @@ from nki_kernels.prefill.stage_prices import (
     Copies,
     StagePrices,
     Work,
+    expected_price,
 )
 from nki_kernels.prefill.table_stages import (
     write_first_tables,
@@ -47,7 +49,10 @@ from nki_sim.time.costs import DmaPrice
 CORNERS: Final = ("vendor", "in-order")
 _FIRST_BANK: Final = ("outer ps", 0, 0)  # turned rows and output rows share the banks of PSUM
 _LEAST_TRIPS, _SHORT_TRIPS = 6, 8  # played after the start; more where they are short
-_STEPS: Final = 8  # numbers of live rows that are told apart
+_STEPS: Final = 8  # numbers of live rows, and of visits with a tile, that are told apart
+
+
+_Expert = tuple[str, int]  # what a load waits for: the id of the expert of visit s
 
 
 class Pace(NamedTuple):
@@ -59,28 +64,41 @@ class Pace(NamedTuple):
     next_ns: float
 
 
-def pace_of(config: PrefillConfig, sizes: tuple[int, int], live_rows: float) -> dict[str, Pace]:
+def pace_of(
+    config: PrefillConfig,
+    sizes: tuple[int, int],
+    live_rows: float,
+    present: tuple[float, float] = (1.0, 1.0),
+) -> dict[str, Pace]:
     """Return the pace of trips in each corner of the clock.
 
     Args:
         config: what the kernel is compiled for.
         sizes: row tiles of the two visits of a trip.
         live_rows: rows of a tile that hold a token.
+        present: shares of a trip's first and second visits that have a tile; descriptors of
+            the others' weights move nothing.
     """
     step = config.tile_rows / _STEPS
     rows = min(config.tile_rows, max(1, round(live_rows / step)) * step)
-    return _pace_of(core(), config, sizes, rows)
+    shares = [round(share * _STEPS) / _STEPS for share in present]
+    return _pace_of(core(), config, sizes, rows, (shares[0], shares[1]))
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _pace_of(
-    _core: Core, config: PrefillConfig, sizes: tuple[int, int], live_rows: float
+    _core: Core,
+    config: PrefillConfig,
+    sizes: tuple[int, int],
+    live_rows: float,
+    present: tuple[float, float],
 ) -> dict[str, Pace]:
     found = {}
     num_trips = _LEAST_TRIPS + _SHORT_TRIPS // sum(sizes)
     for corner in CORNERS:
         is_list = corner == "vendor"
-        writer = _Writer(config, StagePrices.of(config, live_rows, overlaps=is_list))
+        prices = StagePrices.of(config, live_rows, overlaps=is_list)
+        writer = _Writer(config, prices, present)
         writer.start()
         for trip in range(1, num_trips + 1):
             writer.trip = trip
@@ -97,9 +115,11 @@ def _pace_of(
 class _Writer(StageList):
     """Writes down the stages of visits, in the order of the kernel."""
 
-    def __init__(self, config: PrefillConfig, prices: StagePrices) -> None:
+    def __init__(
+        self, config: PrefillConfig, prices: StagePrices, present: tuple[float, float]
+    ) -> None:
         super().__init__()
-        self._config, self._prices = config, prices
+        self._config, self._prices, self._present = config, prices, present
         self._turn_in = 0  # which bank and scratch tiles the next projections take
 
     def start(self) -> None:
@@ -108,7 +128,8 @@ class _Writer(StageList):
         write_first_tables(self, config, prices.overlaps)
         early = first_tiles(config) / part_tiles(config)
         if early > 0.0:
-            self._load_gate_up(0, "experts", _share_of(prices.load_in, early))
+            early_in = _share_of(prices.load_in, early)
+            self.move(LOADS, early_in, ["experts"], [("gate up", 0, 0)])
         for s in range(2):
             self.add(GPSIMD, prices.fetch_ns, ["first ids"], [("ids", s)])
         self._gather(0, 0)
@@ -356,17 +377,22 @@ class _Writer(StageList):
         halves = [name for half in range(2) for name in _both(("outer", outer, half))]
         self.move(STORES, transfer, [("out", s), *halves], [])
 
-    def _load_gate_up(self, buffer: int, expert: object, price: DmaPrice) -> None:
-        self.move(LOADS, price, [expert], [("gate up", buffer, 0)])
+    def _load_gate_up(self, buffer: int, expert: _Expert, price: DmaPrice) -> None:
+        self._load(expert, [price], ("gate up", buffer), 0)
 
-    def _load_beside(self, buffer: int, expert: object) -> None:
-        for number, price in enumerate(self._prices.beside_in, start=1):
-            self.move(LOADS, price, [expert], [("gate up", buffer, number)])
+    def _load_beside(self, buffer: int, expert: _Expert) -> None:
+        self._load(expert, self._prices.beside_in, ("gate up", buffer), 1)
 
-    def _load_out(self, buffer: int, expert: object) -> None:
-        for number, price in enumerate(self._prices.beside_out, start=1):
-            self.move(LOADS, price, [expert], [("down", buffer, number)])
-        self.move(LOADS, self._prices.load_out, [expert], [("down", buffer, 0)])
+    def _load_out(self, buffer: int, expert: _Expert) -> None:
+        self._load(expert, self._prices.beside_out, ("down", buffer), 1)
+        self._load(expert, [self._prices.load_out], ("down", buffer), 0)
+
+    def _load(
+        self, expert: _Expert, prices: Sequence[DmaPrice], into: tuple[str, int], first: int
+    ) -> None:
+        for number, price in enumerate(prices, start=first):
+            there = expected_price(price, self._present[expert[1]])
+            self.move(LOADS, there, [expert], [(*into, number)])
 
 
 def _both(name: object) -> list[object]:
