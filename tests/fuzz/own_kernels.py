@@ -495,8 +495,8 @@ FAULTS: dict[str, Fault] = {
     "one-place-for-sums-of-all-tiles": Fault(
         "prefill, in parts of H",
         STAGES,
-        "else j * config.i_axis.count + tile]",
-        "else tile]",
+        "b.inner_ps[j * config.i_axis.count + tile]",
+        "b.inner_ps[tile]",
         ADDS,
         "nisa.nc_matmul",
     ),
