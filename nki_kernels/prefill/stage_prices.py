@@ -334,6 +334,8 @@ def expected_price(price: DmaPrice, present: float) -> DmaPrice:
     """Return the mean price of a transfer that is left out, but for its descriptors, where there is
     no visit; `present` is the share that is.
     """
+    if present == 1.0:
+        return price
     chip = chip_in_force()
     bytes_ns = price.hbm_bytes / price.engines / chip.dma_engine_bytes_per_ns
     left_out_ns = max(0.0, price.engine_ns - bytes_ns) * chip.dma_skipped_row_share
