@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nki_kernels.combine import CombineDims
+from nki_kernels.common.rank_sums import output_rows
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.decode import DecodeConfig, LayerConfig
 from nki_kernels.index import NO_VISITS, BlockDims
@@ -81,7 +82,7 @@ def _decode_moe(_shapes: Shapes, config: DecodeConfig) -> Output:
 
 def _decode_layer(_shapes: Shapes, config: LayerConfig) -> Output | tuple[Output, ...]:
     moe = config.moe
-    output = _decode_moe(_shapes, moe)
+    output = Output((output_rows(config.form.ranks, moe.T), moe.H), moe.output_dtype)
     if not config.form.returns_routing:
         return output
     return output, Output((moe.T, moe.K), "float32"), Output((moe.T, moe.K), "int32")

@@ -16,7 +16,8 @@ Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of a
     shared_gate_up, shared_down         bfloat16, of pack_shared_experts(), if there are any
     shared_gate      [1, h, H/h, 1]     bfloat16, of pack_router_weight(), if they have a gate
     residual         [T, H]             bfloat16 or float32, if it is added; may be hidden
-    -> output        [T, H]             float32 or bfloat16
+    -> output        [T, H]             float32 or bfloat16; [T/R, H] where config.form.ranks
+                                        scatters the sum of R ranks (rank_sums.py)
        affinities    [T, K]             float32 and
        index         [T, K]             int32, if config.form.returns_routing
 
@@ -30,6 +31,7 @@ source is that of need:
    affinities are computed; then weigh.
 4. Add the shared experts to y^T (shared.py): they are on chip by now, the routed ones on their way.
 5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual, store.
+6. Add up the ranks' rows, if config.form.ranks says so.
 
 Tokens do not see each other: one that holds NaN spoils its own row alone, and its index stays in
 range.
@@ -51,6 +53,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.rank_sums import add_chunk, keep_chunk, make_rows
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -129,7 +132,8 @@ def decode_layer(
     """Compute one MoE layer for T tokens; see the module."""
     core = nl.program_id(0)
     moe = config.moe
-    output = nl.ndarray((moe.T, moe.H), dtype=output_dtype(moe), buffer=nl.shared_hbm)
+    ranks = config.form.ranks
+    rows = make_rows(ranks, (moe.T, moe.H), output_dtype(moe))
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     front = _load_front(
         config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
@@ -141,12 +145,14 @@ def decode_layer(
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
-    finish(moe, sums, output, core, residuals)
+    finish(moe, sums, rows.parts[0], core, residuals)
+    if ranks.collective != "none":
+        keep_chunk(rows.output, add_chunk(ranks, rows.parts[0]), 0, 1, 1)
     if not config.form.returns_routing:
-        return output
+        return rows.output
     affinities = _store_routing(config, routed.affinity_tiles, nl.float32, core)
     index = _store_routing(config, routed.index_tiles, nl.int32, core)
-    return output, affinities, index
+    return rows.output, affinities, index
 
 
 def _add_experts(
