@@ -72,8 +72,12 @@ def _blockwise_moe(_shapes: Shapes, config: PrefillConfig) -> Output:
 
 
 def _combine(shapes: Shapes, dims: CombineDims) -> Output:
-    num_tokens = shapes["slot_of_pair_TK"][0]
-    return Output((num_tokens, shapes["slots_PSH"][2]), str(dims.out_dtype))
+    return _summed((shapes["slot_of_pair_TK"][0], shapes["slots_PSH"][2]), dims)
+
+
+def _summed(sums: tuple[int, ...], dims: CombineDims) -> Output:
+    num_tokens, hidden_size = sums
+    return Output((output_rows(dims.ranks, num_tokens), hidden_size), str(dims.out_dtype))
 
 
 def _decode_moe(_shapes: Shapes, config: DecodeConfig) -> Output:
@@ -89,7 +93,7 @@ def _decode_layer(_shapes: Shapes, config: LayerConfig) -> Output | tuple[Output
 
 
 def _prefill_layer(shapes: Shapes, config: PrefillLayerConfig) -> Output | tuple[Output, ...]:
-    output = Output(shapes["hidden"], str(config.out.out_dtype))
+    output = _summed(shapes["hidden"], config.out)
     if not config.returns_routing:
         return output
     chosen = (shapes["hidden"][0], config.router.formula.top_k)

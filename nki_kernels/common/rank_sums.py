@@ -46,10 +46,12 @@ ALONE = RankSum()
 
 @dataclass
 class RankRows(NKIObject):
-    """Rows in HBM before and after they are added up, in the order of the output."""
+    """Rows in HBM before and after they are added up."""
 
     output: nl.NkiTensor  # [rows of this rank, H]
     parts: list[nl.NkiTensor]  # of each chunk [rows, H], partial; the output itself without a sum
+    totals: list[nl.NkiTensor]  # of each chunk so far [rows of this rank, H], added up
+    run: int  # neighbours in the output; each chunk has a part of every run
 
 
 def num_ranks(ranks: RankSum) -> int:
@@ -57,13 +59,13 @@ def num_ranks(ranks: RankSum) -> int:
     return len(ranks.groups[0]) if ranks.collective == "reduce_scatter" else 1
 
 
-def check_rank_sum(ranks: RankSum, num_tokens: int, most_chunks: int = 1) -> None:
+def check_rank_sum(ranks: RankSum, num_tokens: int, tiles: int = 1) -> None:
     """Raise ValueError unless a launch can end in this sum.
 
     Args:
         ranks: what becomes of the partial sums.
         num_tokens: T.
-        most_chunks: that the launch can store one after the other.
+        tiles: of tokens that every core stores one after the other, all of them full; else 1.
     """
     if ranks.collective not in COLLECTIVES:
         raise ValueError(
@@ -81,13 +83,15 @@ def check_rank_sum(ranks: RankSum, num_tokens: int, most_chunks: int = 1) -> Non
         raise ValueError(
             f"groups={ranks.groups}: must be groups of equally many ranks, each of which is in one."
         )
-    if not 1 <= ranks.chunks <= most_chunks:
+    if ranks.chunks < 1 or tiles % ranks.chunks:
         raise ValueError(
-            f"chunks={ranks.chunks}: must be 1 to {most_chunks} for {num_tokens} tokens."
+            f"chunks={ranks.chunks}: must divide the {tiles} tiles that a core has of {num_tokens}"
+            " tokens. Use 1, or a multiple of 256 tokens."
         )
-    if num_tokens % num_ranks(ranks):
+    runs = num_tokens if ranks.chunks == 1 else num_tokens // tiles
+    if runs % num_ranks(ranks):
         raise ValueError(
-            f"T={num_tokens}: {num_ranks(ranks)} ranks cannot share the rows evenly. Pad the"
+            f"T={num_tokens}: {num_ranks(ranks)} ranks cannot share {runs} rows evenly. Pad the"
             " tokens, or use all_reduce."
         )
 
@@ -103,27 +107,38 @@ def cost_rank_sum(ranks: RankSum, num_tokens: int, row_bytes: int) -> KernelCost
     return KernelCost(moved, moved, 0)
 
 
-def make_rows(ranks: RankSum, sums: tuple[int, int], dtype: nl.DType) -> RankRows:
-    """Allocate the output of [T, H] sums, and the partial sums where they are not it."""
+def make_rows(ranks: RankSum, sums: tuple[int, int], dtype: nl.DType, tiles: int = 1) -> RankRows:
+    """Allocate the output of [T, H] sums, and the partial sums where they are not it.
+
+    Args:
+        ranks: what becomes of the sums.
+        sums: their shape.
+        dtype: their element type.
+        tiles: of tokens that each core stores.
+    """
     rows, width = sums
     output = nl.ndarray((output_rows(ranks, rows), width), dtype=dtype, buffer=nl.shared_hbm)
     if ranks.collective == "none":
-        return RankRows(output, [output])
+        return RankRows(output, [output], [], 1)
     shape, parts = (rows // ranks.chunks, width), []
     for _chunk in range(ranks.chunks):
         parts.append(nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm))
-    return RankRows(output, parts)
+    return RankRows(output, parts, [], tiles if ranks.chunks > 1 else 1)
 
 
-def add_chunk(ranks: RankSum, part: nl.NkiTensor) -> nl.NkiTensor:
-    """Add up the ranks' rows of a chunk, [rows, H]; return this rank's, in HBM.
+def end_chunk(ranks: RankSum, rows: RankRows, chunk: int) -> None:
+    """Add up a chunk over the ranks, if they are to be added up, as soon as it is stored.
 
-    The cores meet first: both have stored rows of it.
+    Its sum is copied when the next chunk's is under way, so that no transfer waits for it.
     """
-    nisa.core_barrier(part, _BOTH)
-    rows, width = part.shape
-    shape = (output_rows(ranks, rows), width)
-    total = nl.ndarray(shape, dtype=part.dtype, buffer=nl.shared_hbm)
+    if ranks.collective == "none":
+        return
+    part = rows.parts[chunk]
+    # Each core has stored a half. Other engines go on.
+    nisa.core_barrier(part, _BOTH, engine=nisa.engine.sync)
+    total = nl.ndarray(
+        (output_rows(ranks, part.shape[0]), part.shape[1]), dtype=part.dtype, buffer=nl.shared_hbm
+    )
     groups = []
     for group in ranks.groups:
         groups.append(list(group))
@@ -134,26 +149,25 @@ def add_chunk(ranks: RankSum, part: nl.NkiTensor) -> nl.NkiTensor:
         ncc.reduce_scatter(
             srcs=[part], dsts=[total], replica_group=replicas, collective_dim=0, op=nl.add
         )
-    return total
+    rows.totals.append(total)
+    if chunk > 0:
+        _keep(ranks, rows, chunk - 1)
+    if chunk + 1 == ranks.chunks:
+        _keep(ranks, rows, chunk)
 
 
-def keep_chunk(
-    output: nl.NkiTensor, total: nl.NkiTensor, first: int, size: int, count: int
-) -> None:
-    """Copy added rows into the output, half of them on each core.
-
-    Args:
-        output: [rows, H] in runs of `count` rows.
-        total: [runs * size, H], of each run the rows from `first` on.
-        first, size, count: rows of a run before those of the chunk, in it, and in all.
-    """
-    width = output.shape[1]
-    runs = split_tokens(total.shape[0] // size, nl.program_id(0), nl.num_programs(0))
+def _keep(ranks: RankSum, rows: RankRows, chunk: int) -> None:
+    """Copy a chunk that is added up into the output, half of its runs on each core."""
+    total, width = rows.totals[chunk], rows.output.shape[1]
+    size = rows.run // ranks.chunks * width  # elements of a run
+    runs = split_tokens(total.shape[0] * width // size, nl.program_id(0), nl.num_programs(0))
     if runs.rows == 0:
         return
-    run, begin = [1, size * width], (runs.first * count + first) * width
+    apart = rows.run * width
     nisa.dma_copy(
-        dst=output.ap([[count * width, runs.rows], run], offset=begin),
-        src=total.ap([[size * width, runs.rows], run], offset=runs.first * size * width),
+        dst=rows.output.ap(
+            [[apart, runs.rows], [1, size]], offset=runs.first * apart + chunk * size
+        ),
+        src=total.ap([[size, runs.rows], [1, size]], offset=runs.first * size),
         dge_mode=nisa.dge_mode.none,
     )

@@ -53,7 +53,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.rank_sums import add_chunk, keep_chunk, make_rows
+from nki_kernels.common.rank_sums import end_chunk, make_rows
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -146,8 +146,7 @@ def decode_layer(
     if config.form.has_residual:
         residuals.append(residual)
     finish(moe, sums, rows.parts[0], core, residuals)
-    if ranks.collective != "none":
-        keep_chunk(rows.output, add_chunk(ranks, rows.parts[0]), 0, 1, 1)
+    end_chunk(ranks, rows, 0)
     if not config.form.returns_routing:
         return rows.output
     affinities = _store_routing(config, routed.affinity_tiles, nl.float32, core)
