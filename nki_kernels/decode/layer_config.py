@@ -102,7 +102,7 @@ def make_layer_config(
     Raises:
         ValueError: a value outside the limits of the kernel.
     """
-    _check_form(form, sizes.T)
+    check_layer_form(form, sizes.T)
     check_router_formula(router, sizes.num_experts)
     if sizes.K != router.top_k:
         raise ValueError(f"K={sizes.K}: must be top_k={router.top_k} of the router.")
@@ -130,8 +130,8 @@ def make_layer_config(
     return config
 
 
-def _check_form(form: LayerForm, num_tokens: int) -> None:
-    """Raise ValueError unless the kernel takes this form."""
+def check_layer_form(form: LayerForm, num_tokens: int) -> None:
+    """Raise ValueError unless the kernel takes this form with T tokens."""
     check_rank_sum(form.ranks, num_tokens)
     if form.has_residual and form.ranks.collective != "none":
         raise ValueError(

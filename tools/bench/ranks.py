@@ -1,0 +1,175 @@
+"""neuron-moe bench ranks: a MoE layer's launch on all ranks, the sum over them inside or after it.
+
+    neuron-moe bench ranks --models gpt_oss_20b --phases prefill --tokens 1024 --chunks 1 2 4
+
+after us: the launch on all of 8 ranks that split each expert (TP8) or the experts (EP8), and then
+the collective alone; inside us: the launch that ends in the collective, on as many chunks of its
+rows as --chunks says (decode: 1), the best of them. Both are simulated; what a collective takes is
+computed from rates that are assumed (collective_* of nki_sim/hardware.py), and beside it the DMA
+engines are as free as without it, which on the chip they are not. Not in the times: what a graph
+takes to go on from a launch to the collective after it, which is not published.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import nki_sim
+from neuron_moe.backends.nki.layer import LayerPlan
+from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
+from neuron_moe.backends.nki.times import launch_on_ranks
+from neuron_moe.models.rank_layer import RankLayer
+from neuron_moe.tools.bench.comparison.timelines import corner_timelines
+from neuron_moe.tools.bench.layer.command import MODELS, TOKENS
+from neuron_moe.tools.bench.layer.work import RANKS, SPLITS
+from neuron_moe.tools.console import format_table, tell_json
+from neuron_moe.tools.models import model_among, read_model
+from neuron_moe.tools.parsers import Parser
+from nki_kernels.common.rank_sums import COLLECTIVES, RankSum
+from nki_sim.time.costs import price_meeting
+from nki_sim.time.schedule_model import CORNERS
+from nki_sim.trace import Facts, SyncFacts
+
+GROUP = (tuple(range(RANKS)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A layer in a corner of the clock; times in microseconds.
+
+    Attributes:
+        model, split, phase, T, collective: what is computed.
+        corner: order that the clock assumes.
+        launch_us: all ranks, until the last has ended, without a collective.
+        collective_us: the collective alone.
+        inside_us: by number of chunks, the launch that ends in the collective.
+    """
+
+    model: str
+    split: str
+    phase: str
+    T: int
+    collective: str
+    corner: str
+    launch_us: float
+    collective_us: float
+    inside_us: dict[int, float]
+
+    @property
+    def after_us(self) -> float:
+        """The launch, and the collective after it."""
+        return self.launch_us + self.collective_us
+
+    @property
+    def best(self) -> int:
+        """Number of chunks with which the launch takes the least time."""
+        return min(self.inside_us, key=self.inside_us.__getitem__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return 0."""
+    options = _parse(argv)
+    rows = []
+    for model in options.models:
+        for split in options.splits:
+            for phase in options.phases:
+                for tokens in options.tokens or TOKENS[phase]:
+                    plan = _plan(model, split, phase, tokens)
+                    chunks = options.chunks if phase == "prefill" else [1]
+                    rows += rows_of(plan, (model, split), options.collective, chunks)
+    print(_table(rows))
+    tell_json(
+        options.json, "bench ranks", kind="simulated, collectives computed",
+        rows=[asdict(row) for row in rows],
+    )  # fmt: skip
+    return 0
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [("layer", "corner", "launch us", "collective us", "after us", "inside us", "chunks")]
+    for row in rows:
+        name = f"{row.model} {row.split} {row.phase} T={row.T:,}"
+        us = (row.launch_us, row.collective_us, row.after_us, row.inside_us[row.best])
+        lines.append((name, row.corner, *(f"{each:,.1f}" for each in us), str(row.best)))
+    return format_table(lines)
+
+
+def rows_of(
+    plan: LayerPlan | PrefillLayerPlan,
+    names: tuple[str, str],
+    collective: str,
+    chunks: Sequence[int],
+) -> list[Row]:
+    """Simulate a layer on all ranks; return a row for each corner.
+
+    Args:
+        plan: of one launch on a rank.
+        names: model and split.
+        collective: one of COLLECTIVES, not none.
+        chunks: numbers of them to try.
+    """
+    phase, tokens = plan.step.phase, plan.step.tokens
+    alone = launch_on_ranks(plan, RANKS)
+    launch_us = {corner: line.total_us for corner, line in corner_timelines(alone, CORNERS)}
+    inside_us: dict[str, dict[int, float]] = {corner: {} for corner in CORNERS}
+    for number in chunks:
+        run = launch_on_ranks(plan, RANKS, RankSum(collective, GROUP, number))
+        collective_us = _alone_us(run.trace.facts, number)
+        for corner, line in corner_timelines(run, CORNERS):
+            inside_us[corner][number] = line.total_us
+    return [
+        Row(
+            model=names[0], split=names[1], phase=phase, T=tokens, collective=collective,
+            corner=corner, launch_us=launch_us[corner], collective_us=collective_us,
+            inside_us=inside_us[corner],
+        )
+        for corner in CORNERS
+    ]  # fmt: skip
+
+
+def _alone_us(facts: Sequence[Facts], chunks: int) -> float:
+    """Return what one collective takes of all chunks that a run moved."""
+    moved = [each for each in facts if isinstance(each, SyncFacts) and each.ranks > 1]
+    whole = moved[0]._replace(moved_bytes=chunks * moved[0].moved_bytes)
+    return price_meeting(whole, nki_sim.hardware.find("trn2")).duration_ns / 1e3
+
+
+def _plan(model: str, split: str, phase: str, tokens: int) -> LayerPlan | PrefillLayerPlan:
+    """Return how a layer is computed in one launch.
+
+    Raises:
+        ValueError: it takes several.
+    """
+    tp, ep = SPLITS[split]
+    plan = RankLayer(read_model(model)[0], model, tp=tp, ep=ep, backend="nki").plan(phase, tokens)
+    if not isinstance(plan, LayerPlan | PrefillLayerPlan):
+        raise ValueError(
+            f"{model} {split} {phase} T={tokens}: takes several launches. Choose other --tokens."
+        )
+    return plan
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser("bench ranks", __doc__)
+    parser.add_argument(
+        "--models", nargs="+", type=model_among(MODELS), choices=MODELS, default=["gpt_oss_20b"]
+    )
+    parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=list(SPLITS))
+    parser.add_argument("--phases", nargs="+", choices=list(TOKENS), default=list(TOKENS))
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
+    )
+    parser.add_argument(
+        "--collective", choices=COLLECTIVES[1:], default="all_reduce",
+        help="what becomes of the sums (default: all_reduce)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunks", nargs="+", type=int, default=[1], help="of a prefill's rows (default: 1)"
+    )
+    parser.add_json_option()
+    options = parser.parse_args(argv)
+    if options.tokens is not None and min(options.tokens) < 1:
+        raise ValueError(f"--tokens {options.tokens}: must be positive.")
+    return options
