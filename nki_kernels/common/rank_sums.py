@@ -2,8 +2,10 @@
 
 A rank of tensor or expert parallelism ends in partial sums of all tokens. Either they are what the
 launch returns, and a collective of the graph adds them up, or the launch issues that collective
-itself, on chunks of its rows: as soon as both cores have stored a chunk. A collective may neither
-read what a launch is given nor write what it returns, so rows come to lie in the output by a copy.
+itself: on rows on chip before they are stored (`sum_on_chip`), each core on its own, or in HBM on
+chunks of the rows, as soon as both cores have stored one (`end_chunk`). A collective may neither
+read what a launch is given nor write what it returns, so rows in HBM come to lie in the output by a
+copy.
 
 Sums are made in float32 from rows in the output's type, and rounded to it again.
 """
@@ -52,6 +54,11 @@ class RankRows(NKIObject):
     parts: list[nl.NkiTensor]  # of each chunk [rows, H], partial; the output itself without a sum
     totals: list[nl.NkiTensor]  # of each chunk so far [rows of this rank, H], added up
     run: int  # neighbours in the output; each chunk has a part of every run
+
+
+def rest_in_hbm(ranks: RankSum) -> RankSum:
+    """Return what is left to do in HBM where a launch adds up all rows on chip that it can."""
+    return ALONE if ranks.collective == "all_reduce" else ranks
 
 
 def num_ranks(ranks: RankSum) -> int:
@@ -126,6 +133,27 @@ def make_rows(ranks: RankSum, sums: tuple[int, int], dtype: nl.DType, tiles: int
     return RankRows(output, parts, [], tiles if ranks.chunks > 1 else 1)
 
 
+def sum_on_chip(ranks: RankSum, part_sb: nl.NkiTensor) -> nl.NkiTensor:
+    """Return the sum over ranks of a tile that the same core of every rank holds in SBUF.
+
+    A tile of which ranks keep different rows (reduce-scatter) is returned as it is: on two cores
+    they would not be neighbours.
+    """
+    if ranks.collective != "all_reduce":
+        return part_sb
+    total_sb = nl.ndarray(part_sb.shape, dtype=part_sb.dtype, buffer=nl.sbuf)
+    ncc.all_reduce(srcs=[part_sb], dsts=[total_sb], replica_group=_replicas(ranks), op=nl.add)
+    return total_sb
+
+
+def _replicas(ranks: RankSum) -> ncc.ReplicaGroup:
+    """Return the groups as collectives take them."""
+    groups = []
+    for group in ranks.groups:
+        groups.append(list(group))
+    return ncc.ReplicaGroup(groups)
+
+
 def end_chunk(ranks: RankSum, rows: RankRows, chunk: int) -> None:
     """Add up a chunk over the ranks, if they are to be added up, as soon as it is stored.
 
@@ -139,10 +167,7 @@ def end_chunk(ranks: RankSum, rows: RankRows, chunk: int) -> None:
     total = nl.ndarray(
         (output_rows(ranks, part.shape[0]), part.shape[1]), dtype=part.dtype, buffer=nl.shared_hbm
     )
-    groups = []
-    for group in ranks.groups:
-        groups.append(list(group))
-    replicas = ncc.ReplicaGroup(groups)
+    replicas = _replicas(ranks)
     if ranks.collective == "all_reduce":
         ncc.all_reduce(srcs=[part], dsts=[total], replica_group=replicas, op=nl.add)
     else:

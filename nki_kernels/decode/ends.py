@@ -10,6 +10,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
+from nki_kernels.common.rank_sums import ALONE, RankSum, sum_on_chip
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import DecodeConfig, is_direct_in, is_direct_out, tiles_per_bank
@@ -88,6 +89,7 @@ def finish(
     output: nl.NkiTensor,
     core: int,
     residuals: list[nl.NkiTensor],
+    ranks: RankSum = ALONE,
 ) -> None:
     """Add the cores' partial sums and the residual, round once, store.
 
@@ -97,6 +99,7 @@ def finish(
         output: [T, H] in HBM.
         core: number of this core.
         residuals: [T, H] tensors in HBM to add, none or one.
+        ranks: what becomes of rounded sums of several ranks.
     """
     _read_sums(config, sums)
     T, size, first, skipped = config.T, config.T, 0, 0
@@ -106,13 +109,13 @@ def finish(
         # Of an odd number the token in the middle is on both cores; core 0 stores it.
         skipped = core * (2 * size - T)
     if not is_direct_out(config, size):
-        _store_rows(config, sums, output, residuals, core, size, first, skipped)
+        _store_rows(config, sums, output, residuals, core, size, first, skipped, ranks)
         return
     part_sb = sums.total_sb
     if config.num_cores > 1:
         part_sb = _add_other_half(config, sums, core, size, len(residuals) > 0)
-    if size > skipped:
-        _store_directly(config, part_sb, output, residuals, first, skipped)
+    if size > skipped or ranks.collective == "all_reduce":  # which both cores join
+        _store_directly(config, part_sb, output, residuals, first, skipped, ranks)
 
 
 def _add_other_half(
@@ -187,8 +190,9 @@ def _store_directly(
     residuals: list[nl.NkiTensor],
     first: int,
     skipped: int,
+    ranks: RankSum,
 ) -> None:
-    """Store a few tokens of y^T: on each partition a run of every token's row.
+    """Add up ranks and store a few tokens of y^T: on each partition a run of every token's row.
 
     What two cores added without a residual is rounded and in the order of the rows already.
     """
@@ -207,6 +211,9 @@ def _store_directly(
             _load_directly(config, residual_sb, residuals[0], first)
             nisa.tensor_tensor(dst=rounded_sb, data1=spread_sb, data2=residual_sb, op=nl.add)
         spread_sb = rounded_sb
+    spread_sb = sum_on_chip(ranks, spread_sb)
+    if size == skipped:
+        return
     axis, offset = config.h_axis, (first + skipped) * config.H
     full, rest = axis.size // axis.count, axis.size % axis.count
     nisa.dma_copy(
@@ -233,8 +240,9 @@ def _store_rows(
     size: int,
     first: int,
     skipped: int,
+    ranks: RankSum,
 ) -> None:
-    """Turn y^T back into rows on the tensor engine, 128 tokens at a time, and store them.
+    """Turn y^T back into rows on the tensor engine, 128 tokens at a time; add up ranks; store.
 
     Half of the tiles of the axis are added up and turned while the others are exchanged. Rows on
     chip are as wide as the tiles of the axis together; what is past H is not stored.
@@ -250,6 +258,7 @@ def _store_rows(
     for begin in range(0, size, PARTITIONS):
         tokens = min(PARTITIONS, size - begin)
         low = max(0, skipped - begin)
+        joins = low < tokens or ranks.collective == "all_reduce"
         rows_sb = allocate_rows(ends_table(config).stored, tokens)
         width = rows_sb.shape[1]
         residual_tiles = []
@@ -263,11 +272,13 @@ def _store_rows(
         for piece in pieces:
             for apart_sb in apart:  # all tokens of one of two cores are in one tile
                 _add_piece(config, sums, apart_sb, core, size, piece)
-            if low < tokens:
+            if joins:
                 part_sb = sums.total_sb[
                     0 : config.h_axis.rows, 0:count, first + begin : first + begin + tokens
                 ]
                 _turn_sums(config, sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
+        if joins:
+            rows_sb = sum_on_chip(ranks, rows_sb[0:tokens, 0:H])
         if low < tokens:
             where = slice(first + begin + low, first + begin + tokens)
             for columns in (slice(0, H // 2), slice(H // 2, H)):

@@ -16,7 +16,7 @@ from nki_kernels.common.router_choice import check_router_formula
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.fit import SMALL_TILES_BYTES
 from nki_kernels.decode.layout import weight_shapes
-from nki_kernels.decode.memory import token_table
+from nki_kernels.decode.memory import ends_table, token_table
 from nki_kernels.decode.norm import norm_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.router import choice_bytes, router_parts, router_table
@@ -127,7 +127,19 @@ def make_layer_config(
             f" {most}. Use fewer tokens, a bfloat16 router, or router_topk and"
             " decode_moe one after the other."
         )
+    if form.ranks.collective == "all_reduce" and _last_bytes(routed) > most:
+        raise ValueError(
+            f"T={routed.T}, H={routed.H}: sums over ranks need {_last_bytes(routed)} bytes of SBUF"
+            f" per partition, must be at most {most}. Use fewer tokens, or add up after the launch."
+        )
     return config
+
+
+def _last_bytes(config: DecodeConfig) -> int:
+    """Return the bytes of SBUF per partition alive at once where ranks are added up on chip."""
+    ends, total = ends_table(config), token_table(config).total
+    rows = 2 * tiles_bytes(ends.stored)  # of a rank, and of all
+    return tiles_bytes(total) + tiles_bytes(ends.received) + rows + SMALL_TILES_BYTES
 
 
 def check_layer_form(form: LayerForm, num_tokens: int) -> None:

@@ -30,8 +30,8 @@ source is that of need:
 3. Pick the experts and list them (list.py), so that their weights are asked for before the
    affinities are computed; then weigh.
 4. Add the shared experts to y^T (shared.py): they are on chip by now, the routed ones on their way.
-5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual, store.
-6. Add up the ranks' rows, if config.form.ranks says so.
+5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual or the
+   ranks' rows (config.form.ranks), store; ranks that share the rows add them up in HBM.
 
 Tokens do not see each other: one that holds NaN spoils its own row alone, and its index stays in
 range.
@@ -53,7 +53,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.rank_sums import end_chunk, make_rows
+from nki_kernels.common.rank_sums import end_chunk, make_rows, rest_in_hbm
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -132,8 +132,8 @@ def decode_layer(
     """Compute one MoE layer for T tokens; see the module."""
     core = nl.program_id(0)
     moe = config.moe
-    ranks = config.form.ranks
-    rows = make_rows(ranks, (moe.T, moe.H), output_dtype(moe))
+    apart = rest_in_hbm(config.form.ranks)
+    rows = make_rows(apart, (moe.T, moe.H), output_dtype(moe))
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     front = _load_front(
         config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
@@ -145,8 +145,8 @@ def decode_layer(
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
-    finish(moe, sums, rows.parts[0], core, residuals)
-    end_chunk(ranks, rows, 0)
+    finish(moe, sums, rows.parts[0], core, residuals, config.form.ranks)
+    end_chunk(apart, rows, 0)
     if not config.form.returns_routing:
         return rows.output
     affinities = _store_routing(config, routed.affinity_tiles, nl.float32, core)

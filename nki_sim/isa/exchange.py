@@ -91,7 +91,9 @@ def meet(core: Core, kind: str, ranks: Sequence[int], sources: Sequence[NkiTenso
     core.meet((kind, "arrive", group, lane), members, None, what)
     payloads = [_snapshot(core, source) for source in sources]
     offers = core.meet((kind, "offer", group, lane), members, payloads, what)
-    moved = sum(source.size * source.dtype.itemsize for source in sources)
+    # Cores that exchange tensors of their own share the links of their rank.
+    sharing = lnc if private else 1
+    moved = sharing * sum(source.size * source.dtype.itemsize for source in sources)
     key = (kind, group, lane, earlier)
     facts = tr.SyncFacts(kind, key, len(members), moved, 128, "dma", len(group))
     sent = [offers[rank * lnc + lane] for rank in group]

@@ -65,6 +65,9 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("bench", "decode"): Command(
         (), ("--jobs",), ("--models", "--kernels", *COMPARISON), ("--batches", "--minutes")
     ),
+    ("bench", "ranks"): Command(
+        (), (), ("--models", "--splits", "--phases", "--collective"), ("--tokens", "--chunks")
+    ),
     ("bench", "anchors"): Command((), (), ("--library", "--only")),
     ("check", "kernels"): Command(
         ("--max-seconds", "0"), ("--max-gmacs",), ("--models", "--phase", *CASES)

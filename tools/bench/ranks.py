@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [("layer", "corner", "launch us", "collective us", "after us", "inside us", "chunks")]
+    titles = ("layer", "corner", "launch us", "collective us", "after us", "inside us", "chunks")
+    lines: list[Sequence[str]] = [titles]
     for row in rows:
         name = f"{row.model} {row.split} {row.phase} T={row.T:,}"
         us = (row.launch_us, row.collective_us, row.after_us, row.inside_us[row.best])
@@ -111,14 +112,14 @@ def rows_of(
         chunks: numbers of them to try.
     """
     phase, tokens = plan.step.phase, plan.step.tokens
-    alone = launch_on_ranks(plan, RANKS)
-    launch_us = {corner: line.total_us for corner, line in corner_timelines(alone, CORNERS)}
     inside_us: dict[str, dict[int, float]] = {corner: {} for corner in CORNERS}
     for number in chunks:
         run = launch_on_ranks(plan, RANKS, RankSum(collective, GROUP, number))
         collective_us = _alone_us(run.trace.facts, number)
         for corner, line in corner_timelines(run, CORNERS):
             inside_us[corner][number] = line.total_us
+    alone = launch_on_ranks(plan, RANKS)
+    launch_us = {corner: line.total_us for corner, line in corner_timelines(alone, CORNERS)}
     return [
         Row(
             model=names[0], split=names[1], phase=phase, T=tokens, collective=collective,
