@@ -258,7 +258,6 @@ def _store_rows(
     for begin in range(0, size, PARTITIONS):
         tokens = min(PARTITIONS, size - begin)
         low = max(0, skipped - begin)
-        joins = low < tokens or ranks.collective == "all_reduce"
         rows_sb = allocate_rows(ends_table(config).stored, tokens)
         width = rows_sb.shape[1]
         residual_tiles = []
@@ -272,13 +271,14 @@ def _store_rows(
         for piece in pieces:
             for apart_sb in apart:  # all tokens of one of two cores are in one tile
                 _add_piece(config, sums, apart_sb, core, size, piece)
-            if joins:
+            if low < tokens:
                 part_sb = sums.total_sb[
                     0 : config.h_axis.rows, 0:count, first + begin : first + begin + tokens
                 ]
                 _turn_sums(config, sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
-        if joins:
-            rows_sb = sum_on_chip(ranks, rows_sb[0:tokens, 0:H])
+        if low == tokens and ranks.collective == "all_reduce":
+            nisa.memset(dst=rows_sb, value=0.0)  # both cores join a sum
+        rows_sb = sum_on_chip(ranks, rows_sb[0:tokens, 0:H])
         if low < tokens:
             where = slice(first + begin + low, first + begin + tokens)
             for columns in (slice(0, H // 2), slice(H // 2, H)):

@@ -135,9 +135,9 @@ def make_layer_config(
     return config
 
 
-def _last_bytes(config: DecodeConfig) -> int:
+def _last_bytes(moe: DecodeConfig) -> int:
     """Return the bytes of SBUF per partition alive at once where ranks are added up on chip."""
-    ends, total = ends_table(config), token_table(config).total
+    ends, total = ends_table(moe), token_table(moe).total
     rows = 2 * tiles_bytes(ends.stored)  # of a rank, and of all
     return tiles_bytes(total) + tiles_bytes(ends.received) + rows + SMALL_TILES_BYTES
 

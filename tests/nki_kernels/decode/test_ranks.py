@@ -13,6 +13,7 @@ from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.common.rank_sums import RankSum
 from nki_kernels.decode import (
+    DecodeRequest,
     DecodeSizes,
     LayerConfig,
     LayerForm,
@@ -20,16 +21,18 @@ from nki_kernels.decode import (
     cost_decode_layer,
     decode_layer,
     make_layer_config,
+    weight_shapes,
 )
+from nki_kernels.decode.layer_config import expected_operands
 from nki_kernels.outputs import outputs_of
-from nki_sim import SimOptions
+from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.decode.layer_cases import Case, draw, expected, operands_of
 from tests.nki_kernels.ranks import EVERY, Array, inner_columns, rows_of_rank
 from tests.nki_kernels.traces import measured_cost
 
 Part = tuple[Case, dict[str, Array]]
-CASES: dict[str, Case] = {
-    "one-token": Case("qwen3", 4, N=32, E=32),
+CASES = {
+    "few": Case("qwen3", 4, N=32, E=32),
     "rows": Case("deepseek", 44, N=32, E=32, H=320),
     "two-tiles": Case("mixtral", 132, H=128),
     "one-core": Case("qwen2-moe", 12, num_cores=1),
@@ -135,8 +138,20 @@ def test_no_order_of_cores_or_ranks_changes_a_bit(options: SimOptions) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("layout", ["ehi", "packed"])
+@pytest.mark.parametrize("H", [128, 320])
+def test_both_cores_join_the_sum_of_one_token(H: int, layout: str) -> None:
+    case = Case("qwen3", 1, H=H, options={"layout": layout})
+    parts = by_width(case, draw(case), 2)
+    run, configs = launch(parts, EVERY["all_reduce-2"])
+    for output in run.outputs:
+        assert_close(output, sum(expected(*part).output_TH for part in parts))
+    assert not run.findings
+    assert measured_cost(run.trace) == cost_of(parts, configs)
+
+
 def test_groups_add_up_apart_and_routings_are_returned_whole() -> None:
-    case = CASES["one-token"]
+    case = CASES["few"]
     arrays = draw(case)
     parts = [*by_experts(case, arrays, 2), *by_width(case, arrays, 2)]
     total = RankSum("reduce_scatter", ((1, 0), (2, 3)))
@@ -157,6 +172,33 @@ def test_a_token_without_numbers_spoils_its_own_row_alone() -> None:
     others = np.arange(case.T) != 5
     assert_close(outputs[1][others], wanted[others])
     assert np.isnan(outputs[1][5]).all()
+
+
+def test_what_the_configuration_accepts_fits_in_memory() -> None:
+    sizes = DecodeSizes(T=256, H=8192, I=256, E=2, K=8, num_experts=256)
+    form = LayerForm(has_norm=True, ranks=EVERY["all_reduce-2"])
+    request = DecodeRequest(mode="all")
+    router = RouterFormula(top_k=8)
+    config = make_layer_config(sizes, router, ExpertFormula(), form, request=request)
+    operands: dict[str, Any] = {
+        operand: TensorSpec(shape, dtypes[0])
+        for operand, (shape, dtypes) in expected_operands(config).items()
+        if shape is not None
+    }
+    for name, shape in zip(("gate_up", "down"), weight_shapes(config.moe), strict=True):
+        operands[name] = TensorSpec(shape, "bfloat16")
+    calls = [{**operands, "config": config}] * 2
+    # Raises where memory is too small.
+    nki_sim.run_ranks(decode_layer, calls, lnc=2, options=SimOptions(mode="indices"))
+
+
+def test_rows_that_have_no_room_on_chip_beside_their_sum_are_refused() -> None:
+    sizes = DecodeSizes(T=256, H=8704, I=64, E=2, K=2, num_experts=8)
+    form = LayerForm(ranks=EVERY["all_reduce-2"])
+    with pytest.raises(ValueError, match="H=8704: sums over ranks need 212992 bytes"):
+        make_layer_config(sizes, RouterFormula(top_k=2), ExpertFormula(), form)
+    scattered = LayerForm(ranks=EVERY["reduce_scatter-2"])
+    make_layer_config(sizes, RouterFormula(top_k=2), ExpertFormula(), scattered)
 
 
 PAIR = ((0, 1),)
