@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from nki_kernels.common.rank_sums import RankSum
 
@@ -14,6 +15,12 @@ EVERY: dict[str, RankSum] = {
     for collective in ("all_reduce", "reduce_scatter")
     for ranks in (2, 4)
 }
+_SHORT = (("all_reduce-2", "EP"), ("reduce_scatter-4", "TP"))
+SUMS_AND_CUTS = [  # every sum with every cut; by default each sum, cut and number of ranks once
+    pytest.param(name, cut, marks=[] if (name, cut) in _SHORT else [pytest.mark.long])
+    for name in EVERY
+    for cut in ("EP", "TP")
+]
 
 
 def inner_columns(width: int, rank: int, ranks: int) -> Array:

@@ -27,7 +27,7 @@ from nki_kernels.decode.layer_config import expected_operands
 from nki_kernels.outputs import outputs_of
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.decode.layer_cases import Case, draw, expected, operands_of
-from tests.nki_kernels.ranks import EVERY, Array, inner_columns, rows_of_rank
+from tests.nki_kernels.ranks import EVERY, SUMS_AND_CUTS, Array, inner_columns, rows_of_rank
 from tests.nki_kernels.traces import measured_cost
 
 Part = tuple[Case, dict[str, Array]]
@@ -110,9 +110,8 @@ def cost_of(parts: list[Part], configs: list[LayerConfig]) -> KernelCost:
     return total
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", EVERY)
+@pytest.mark.parametrize(("ranks", "cut"), SUMS_AND_CUTS)
 def test_a_launch_of_ranks_gives_the_sum_of_their_formulas(ranks: str, name: str, cut: str) -> None:
     case, total = CASES[name], EVERY[ranks]
     parts = CUTS[cut](case, draw(case), len(total.groups[0]))

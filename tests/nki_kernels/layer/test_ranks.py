@@ -17,7 +17,7 @@ from nki_kernels.layer import PrefillLayerConfig, check_prefill_layer, prefill_l
 from nki_kernels.outputs import outputs_of
 from nki_sim import SimOptions
 from tests.nki_kernels.layer import test_kernel as layer
-from tests.nki_kernels.ranks import EVERY, Array, inner_columns, rows_of_rank
+from tests.nki_kernels.ranks import EVERY, SUMS_AND_CUTS, Array, inner_columns, rows_of_rank
 from tests.nki_kernels.traces import measured_cost
 
 Part = tuple["Ranked", LayerArrays]
@@ -88,9 +88,8 @@ def ranked(name: str, total: RankSum) -> Ranked:
     return replace(case, ranks=replace(total, chunks=case.ranks.chunks))
 
 
-@pytest.mark.parametrize("how", ["EP", "TP"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", EVERY)
+@pytest.mark.parametrize(("ranks", "how"), SUMS_AND_CUTS)
 def test_a_launch_of_ranks_gives_the_sum_of_their_formulas(ranks: str, name: str, how: str) -> None:
     case = ranked(name, EVERY[ranks])
     parts = cut(case, layer._arrays(case), how, len(case.ranks.groups[0]))
