@@ -128,9 +128,14 @@ def make_rows(ranks: RankSum, sums: tuple[int, int], dtype: nl.DType, tiles: int
     if ranks.collective == "none":
         return RankRows(output, [output], [], 1)
     shape, parts = (rows // ranks.chunks, width), []
-    for _chunk in range(ranks.chunks):
-        parts.append(nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm))
+    for chunk in range(ranks.chunks):
+        parts.append(_exchanged(shape, dtype, f"rank_part_{chunk}"))
     return RankRows(output, parts, [], tiles if ranks.chunks > 1 else 1)
+
+
+def _exchanged(shape: tuple[int, int], dtype: nl.DType, name: str) -> nl.NkiTensor:
+    """Allocate a tensor in HBM for a collective; without a name the compiler finds it no place."""
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm, name=name)
 
 
 def sum_on_chip(ranks: RankSum, part_sb: nl.NkiTensor) -> nl.NkiTensor:
@@ -164,9 +169,8 @@ def end_chunk(ranks: RankSum, rows: RankRows, chunk: int) -> None:
     part = rows.parts[chunk]
     # Each core has stored a half. Other engines go on.
     nisa.core_barrier(part, _BOTH, engine=nisa.engine.sync)
-    total = nl.ndarray(
-        (output_rows(ranks, part.shape[0]), part.shape[1]), dtype=part.dtype, buffer=nl.shared_hbm
-    )
+    shape = (output_rows(ranks, part.shape[0]), part.shape[1])
+    total = _exchanged(shape, part.dtype, f"rank_total_{chunk}")
     replicas = _replicas(ranks)
     if ranks.collective == "all_reduce":
         ncc.all_reduce(srcs=[part], dsts=[total], replica_group=replicas, op=nl.add)

@@ -66,7 +66,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         (), ("--jobs",), ("--models", "--kernels", *COMPARISON), ("--batches", "--minutes")
     ),
     ("bench", "ranks"): Command(
-        (), (), ("--models", "--splits", "--phases", "--collective"), ("--tokens", "--chunks")
+        (), (), ("--models", "--splits", "--phases", "--collectives"),
+        ("--tokens", "--chunks", "--link-rates"),
     ),
     ("bench", "anchors"): Command((), (), ("--library", "--only")),
     ("check", "kernels"): Command(

@@ -4,34 +4,38 @@
 
 after us: the launch on all of 8 ranks that split each expert (TP8) or the experts (EP8), and then
 the collective alone; inside us: the launch that ends in the collective, on as many chunks of its
-rows as --chunks says (decode: 1), the best of them. Both are simulated; what a collective takes is
-computed from rates that are assumed (collective_* of nki_sim/hardware.py), and beside it the DMA
-engines are as free as without it, which on the chip they are not. Not in the times: what a graph
-takes to go on from a launch to the collective after it, which is not published.
+rows as --chunks says (decode: 1), the best of them. Both are simulated, collectives computed: 6 us
+are published samples of an unnamed platform, 1.5 us a hop documented, and the rate of a rank's
+links (--link-rates) is assumed. Beside a collective the DMA engines are as free as without it,
+which on the chip they are not. Not in the times: what a graph takes to go on from a launch to the
+collective after it, which is not published.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 
 import nki_sim
 from neuron_moe.backends.nki.layer import LayerPlan
 from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
 from neuron_moe.backends.nki.times import launch_on_ranks
 from neuron_moe.models.rank_layer import RankLayer
-from neuron_moe.tools.bench.comparison.timelines import corner_timelines
 from neuron_moe.tools.bench.layer.command import MODELS, TOKENS
 from neuron_moe.tools.bench.layer.work import RANKS, SPLITS
 from neuron_moe.tools.console import format_table, tell_json
 from neuron_moe.tools.models import model_among, read_model
 from neuron_moe.tools.parsers import Parser
 from nki_kernels.common.rank_sums import COLLECTIVES, RankSum
+from nki_sim.hardware import Hardware
 from nki_sim.time.costs import price_meeting
 from nki_sim.time.schedule_model import CORNERS
-from nki_sim.trace import Facts, SyncFacts
+from nki_sim.time.timeline import schedule_corners
+from nki_sim.trace import Facts, SyncFacts, Trace
 
+CHIP = nki_sim.hardware.find("trn2")
 GROUP = (tuple(range(RANKS)),)
 
 
@@ -42,6 +46,7 @@ class Row:
     Attributes:
         model, split, phase, T, collective: what is computed.
         corner: order that the clock assumes.
+        link_rate: GB/s of a rank's links.
         launch_us: all ranks, until the last has ended, without a collective.
         collective_us: the collective alone.
         inside_us: by number of chunks, the launch that ends in the collective.
@@ -53,6 +58,7 @@ class Row:
     T: int
     collective: str
     corner: str
+    link_rate: float
     launch_us: float
     collective_us: float
     inside_us: dict[int, float]
@@ -72,13 +78,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return 0."""
     options = _parse(argv)
     rows = []
-    for model in options.models:
-        for split in options.splits:
-            for phase in options.phases:
-                for tokens in options.tokens or TOKENS[phase]:
-                    plan = _plan(model, split, phase, tokens)
-                    chunks = options.chunks if phase == "prefill" else [1]
-                    rows += rows_of(plan, (model, split), options.collective, chunks)
+    for model, split, phase in product(options.models, options.splits, options.phases):
+        chunks = options.chunks if phase == "prefill" else [1]
+        for tokens in options.tokens or TOKENS[phase]:
+            plan = _plan(model, split, phase, tokens)
+            for collective in options.collectives:
+                rows += rows_of(plan, (model, split), collective, chunks, options.link_rates)
     print(_table(rows))
     tell_json(
         options.json, "bench ranks", kind="simulated, collectives computed",
@@ -88,12 +93,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    titles = ("layer", "corner", "launch us", "collective us", "after us", "inside us", "chunks")
+    titles = ("layer", "corner", "GB/s", "launch us", "sum us", "after us", "inside us", "chunks")
     lines: list[Sequence[str]] = [titles]
     for row in rows:
-        name = f"{row.model} {row.split} {row.phase} T={row.T:,}"
+        name = f"{row.model} {row.split} {row.phase} T={row.T:,} {row.collective}"
         us = (row.launch_us, row.collective_us, row.after_us, row.inside_us[row.best])
-        lines.append((name, row.corner, *(f"{each:,.1f}" for each in us), str(row.best)))
+        times = (f"{each:,.1f}" for each in us)
+        lines.append((name, row.corner, f"{row.link_rate:g}", *times, str(row.best)))
     return format_table(lines)
 
 
@@ -102,39 +108,49 @@ def rows_of(
     names: tuple[str, str],
     collective: str,
     chunks: Sequence[int],
+    link_rates: Sequence[float],
 ) -> list[Row]:
-    """Simulate a layer on all ranks; return a row for each corner.
+    """Simulate a layer on all ranks; return a row for each corner and rate.
 
     Args:
         plan: of one launch on a rank.
         names: model and split.
         collective: one of COLLECTIVES, not none.
         chunks: numbers of them to try.
+        link_rates: of a rank's links in GB/s.
     """
-    phase, tokens = plan.step.phase, plan.step.tokens
-    inside_us: dict[str, dict[int, float]] = {corner: {} for corner in CORNERS}
+    collective_us: dict[float, float] = {}
+    inside_us: dict[tuple[str, float], dict[int, float]] = {
+        (corner, rate): {} for corner in CORNERS for rate in link_rates
+    }
     for number in chunks:
-        run = launch_on_ranks(plan, RANKS, RankSum(collective, GROUP, number))
-        collective_us = _alone_us(run.trace.facts, number)
-        for corner, line in corner_timelines(run, CORNERS):
-            inside_us[corner][number] = line.total_us
-    alone = launch_on_ranks(plan, RANKS)
-    launch_us = {corner: line.total_us for corner, line in corner_timelines(alone, CORNERS)}
+        trace = launch_on_ranks(plan, RANKS, RankSum(collective, GROUP, number)).trace
+        for rate in link_rates:
+            chip = replace(CHIP, collective_bytes_per_ns=rate)
+            collective_us[rate] = _collective_us(trace.facts, number, chip)
+            for corner, us in _corners_us(trace, chip).items():
+                inside_us[corner, rate][number] = us
+    launch_us = _corners_us(launch_on_ranks(plan, RANKS).trace, CHIP)
     return [
         Row(
-            model=names[0], split=names[1], phase=phase, T=tokens, collective=collective,
-            corner=corner, launch_us=launch_us[corner], collective_us=collective_us,
-            inside_us=inside_us[corner],
+            model=names[0], split=names[1], phase=plan.step.phase, T=plan.step.tokens,
+            collective=collective, corner=corner, link_rate=rate, launch_us=launch_us[corner],
+            collective_us=collective_us[rate], inside_us=inside,
         )
-        for corner in CORNERS
+        for (corner, rate), inside in inside_us.items()
     ]  # fmt: skip
 
 
-def _alone_us(facts: Sequence[Facts], chunks: int) -> float:
+def _corners_us(trace: Trace, chip: Hardware) -> dict[str, float]:
+    """Return when the last rank ends, by corner."""
+    return {corner: line.total_us for corner, line in schedule_corners(trace, chip).items()}
+
+
+def _collective_us(facts: Sequence[Facts], chunks: int, chip: Hardware) -> float:
     """Return what one collective takes of all chunks that a run moved."""
     moved = [each for each in facts if isinstance(each, SyncFacts) and each.ranks > 1]
     whole = moved[0]._replace(moved_bytes=chunks * moved[0].moved_bytes)
-    return price_meeting(whole, nki_sim.hardware.find("trn2")).duration_ns / 1e3
+    return price_meeting(whole, chip).duration_ns / 1e3
 
 
 def _plan(model: str, split: str, phase: str, tokens: int) -> LayerPlan | PrefillLayerPlan:
@@ -163,14 +179,20 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--tokens", nargs="+", type=int, help="default: 128 1024 8192, in decode 1 16 128"
     )
     parser.add_argument(
-        "--collective", choices=COLLECTIVES[1:], default="all_reduce",
+        "--collectives", nargs="+", choices=COLLECTIVES[1:], default=["all_reduce"],
         help="what becomes of the sums (default: all_reduce)",
     )  # fmt: skip
     parser.add_argument(
         "--chunks", nargs="+", type=int, default=[1], help="of a prefill's rows (default: 1)"
     )
+    parser.add_argument(
+        "--link-rates", nargs="+", type=float, default=[CHIP.collective_bytes_per_ns],
+        help="of a rank, in GB/s (default: %(default)s)",
+    )  # fmt: skip
     parser.add_json_option()
     options = parser.parse_args(argv)
-    if options.tokens is not None and min(options.tokens) < 1:
-        raise ValueError(f"--tokens {options.tokens}: must be positive.")
+    for name in ("tokens", "link_rates"):
+        given = getattr(options, name)
+        if given is not None and min(given) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {given}: must be positive.")
     return options

@@ -17,12 +17,16 @@ def rows_of(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str,
     return rows
 
 
-@pytest.mark.parametrize("split", ["TP8", "EP8"])
-def test_a_sum_on_chip_takes_what_the_collective_takes(
+@pytest.mark.parametrize("split", [pytest.param("TP8", marks=pytest.mark.long), "EP8"])
+def test_a_sum_on_chip_takes_what_the_collective_takes_at_any_rate(
     capsys: pytest.CaptureFixture[str], split: str
 ) -> None:
-    rows = rows_of(capsys, "--splits", split, "--phases", "decode", "--tokens", "4")
-    assert [row["corner"] for row in rows] == ["vendor", "in-order"]
+    options = ("--splits", split, "--phases", "decode", "--tokens", "4")
+    rows = rows_of(capsys, *options, "--link-rates", "1", "100")
+    assert [(row["corner"], row["link_rate"]) for row in rows] == [
+        ("vendor", 1), ("vendor", 100), ("in-order", 1), ("in-order", 100)
+    ]  # fmt: skip
+    assert rows[0]["collective_us"] > rows[1]["collective_us"]  # type: ignore[operator]
     for row in rows:
         after = row["launch_us"] + row["collective_us"]  # type: ignore[operator]
         assert row["inside_us"]["1"] == pytest.approx(after, abs=1.0)  # type: ignore[index]
@@ -32,20 +36,23 @@ def test_a_sum_on_chip_takes_what_the_collective_takes(
 def test_chunks_of_a_prefill_are_added_up_under_the_next_ones_sum(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = ("--splits", "TP8", "--phases", "prefill", "--tokens", "2048")
-    for row in rows_of(capsys, *options, "--chunks", "1", "4"):
+    options = ("--splits", "TP8", "--phases", "prefill", "--tokens", "1024")
+    for row in rows_of(capsys, *options, "--chunks", "1", "2"):
         inside = row["inside_us"]
-        assert inside["4"] < inside["1"]  # type: ignore[index]
+        assert inside["2"] < inside["1"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--tokens", "0"), "must be positive"),
-        (("--phases", "prefill", "--tokens", "40000"), "several launches"),
+        (("--tokens", "0"), "--tokens [0]: must be positive"),
+        (("--link-rates", "128", "0"), "--link-rates [128.0, 0.0]: must be positive"),
+        pytest.param(
+            ("--phases", "prefill", "--tokens", "40000"), "several launches", marks=pytest.mark.long
+        ),
         (("--phases", "prefill", "--tokens", "300", "--chunks", "2"), "must divide the 1 tiles"),
         (
-            ("--phases", "decode", "--tokens", "3", "--collective", "reduce_scatter"),
+            ("--phases", "decode", "--tokens", "3", "--collectives", "reduce_scatter"),
             f"{RANKS} ranks",
         ),
     ],
