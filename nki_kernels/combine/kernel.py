@@ -52,7 +52,7 @@ import nki.language as nl
 
 from nki_kernels.combine.config import CombineDims
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.rank_sums import RankRows, end_chunk, make_rows
+from nki_kernels.common.rank_sums import end_chunk, make_rows
 from nki_kernels.common.slot_sums import piece_size
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import (
@@ -89,33 +89,13 @@ def combine(
     gates_T1: Any = None,
 ) -> nl.ndarray:
     """Sum the slots of each token; see the module's docstring."""
-    num_tokens, hidden_size = slot_of_pair_TK.shape[0], slots_PSH.shape[2]
+    num_parts, num_slots, hidden_size = slots_PSH.shape
+    num_tokens, top_k = slot_of_pair_TK.shape
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
     summed = make_rows(dims.ranks, (num_tokens, hidden_size), dims.out_dtype, tokens.count)
-    if tokens.count > 0:
-        _sum_tiles(
-            tokens, summed, slots_PSH, slot_of_pair_TK, affinities_TK, dims, spoils_T1,
-            residual_TH, shared_SH, gates_T1,
-        )  # fmt: skip
-    end_chunk(dims.ranks, summed, dims.ranks.chunks - 1)
-    return summed.output
-
-
-def _sum_tiles(
-    tokens: TokenTiles,
-    summed: RankRows,
-    slots_PSH: nl.ndarray,
-    slot_of_pair_TK: nl.ndarray,
-    affinities_TK: nl.ndarray,
-    dims: CombineDims,
-    spoils_T1: Any,
-    residual_TH: Any,
-    shared_SH: Any,
-    gates_T1: Any,
-) -> None:
-    """Sum this core's tokens; end every chunk of tiles but the last one."""
-    num_parts, num_slots, hidden_size = slots_PSH.shape
-    top_k = slot_of_pair_TK.shape[1]
+    if tokens.count == 0:
+        end_chunk(dims.ranks, summed, 0)
+        return summed.output
     stored = tokens_of_chunk(tokens, dims.ranks.chunks)
     slots_RH = slots_PSH.reshape((num_parts * num_slots, hidden_size))
     rows_sb = _load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
@@ -146,8 +126,9 @@ def _sum_tiles(
             nisa.dma_copy(dst=target, src=total_sb)
             if start + width == hidden_size:
                 diagonals.pop(0)
-                if place + 1 == stored.count and tile + 1 < tokens.count:
+                if place + 1 == stored.count:
                     end_chunk(dims.ranks, summed, chunk)
+    return summed.output
 
 
 def _load_rows(

@@ -63,7 +63,7 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import is_direct, output_dtype
-from nki_kernels.decode.ends import finish
+from nki_kernels.decode.ends import Ending, finish
 from nki_kernels.decode.kernel import load_first_expert, run_experts, start_sums
 from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.list import Listed, list_experts, weigh
@@ -145,7 +145,7 @@ def decode_layer(
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
-    finish(moe, sums, rows.parts[0], core, residuals, config.form.ranks)
+    finish(moe, sums, core, Ending(rows.parts[0], residuals, config.form.ranks))
     end_chunk(apart, rows, 0)
     if not config.form.returns_routing:
         return rows.output
