@@ -38,7 +38,7 @@ Steps:
     2. Per tile of 128 tokens: make a diagonal of each choice's affinities.
     3. Per piece of H: gather each choice's rows, one gather per choice and part.
     4. Sum in PSUM, one matmul per choice, part and term, always in this order; round; store.
-    5. Add up the ranks' rows, if dims.ranks says so, a chunk of tiles while the next is summed.
+    5. Add up the ranks' rows, if dims.ranks says so, a portion while the next is summed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ import nki.language as nl
 
 from nki_kernels.combine.config import CombineDims
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
-from nki_kernels.common.rank_sums import end_chunk, make_rows
+from nki_kernels.common.rank_sums import end_portion, make_rows
 from nki_kernels.common.slot_sums import piece_size
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import (
@@ -61,7 +61,7 @@ from nki_kernels.common.token_tiles import (
     split_tokens,
     tile_rows,
     token_rows,
-    tokens_of_chunk,
+    tokens_of_portion,
 )
 
 _GROUP = 2048  # columns summed together: half of PSUM
@@ -94,9 +94,9 @@ def combine(
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
     summed = make_rows(dims.ranks, (num_tokens, hidden_size), dims.out_dtype, tokens.count)
     if tokens.count == 0:
-        end_chunk(dims.ranks, summed, 0)
+        end_portion(dims.ranks, summed, 0)
         return summed.output
-    stored = tokens_of_chunk(tokens, dims.ranks.chunks)
+    stored = tokens_of_portion(tokens, dims.ranks.portions)
     slots_RH = slots_PSH.reshape((num_parts * num_slots, hidden_size))
     rows_sb = _load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
     weights = _load_weights(affinities_TK, tokens, slots_PSH.dtype)
@@ -121,13 +121,13 @@ def combine(
             tile, start = (step - 1) // pieces, (step - 1) % pieces * piece
             width = min(piece, hidden_size - start)
             total_sb = _weigh(gathered.pop(0), diagonals[0], num_parts, dims, beside.pop(0))
-            chunk, place = tile // stored.count, tile % stored.count
-            target = token_rows(summed.parts[chunk], stored, place, start, width)
+            portion, place = tile // stored.count, tile % stored.count
+            target = token_rows(summed.parts[portion], stored, place, start, width)
             nisa.dma_copy(dst=target, src=total_sb)
             if start + width == hidden_size:
                 diagonals.pop(0)
                 if place + 1 == stored.count:
-                    end_chunk(dims.ranks, summed, chunk)
+                    end_portion(dims.ranks, summed, portion)
     return summed.output
 
 

@@ -3,7 +3,7 @@
 A rank of tensor or expert parallelism ends in partial sums of all tokens. Either they are what the
 launch returns, and a collective of the graph adds them up, or the launch issues that collective
 itself: on rows on chip before they are stored (`sum_on_chip`), each core on its own, or in HBM on
-chunks of the rows, as soon as both cores have stored one (`end_chunk`). A collective may neither
+portions of the rows, as soon as both cores have stored one (`end_portion`). A collective may neither
 read what a launch is given nor write what it returns, so rows in HBM come to lie in the output by a
 copy.
 
@@ -35,12 +35,12 @@ class RankSum(NKIObject):
             reduce_scatter: every rank returns its share of the rows of that sum, in the order of
             the group.
         groups: ranks that add up their sums, one tuple of them per group; () for none.
-        chunks: collectives that the rows are divided among.
+        portions: collectives that the rows are divided among.
     """
 
     collective: str = "none"
     groups: tuple[tuple[int, ...], ...] = ()
-    chunks: int = 1
+    portions: int = 1
 
 
 ALONE = RankSum()
@@ -51,9 +51,9 @@ class RankRows(NKIObject):
     """Rows in HBM before and after they are added up."""
 
     output: nl.NkiTensor  # [rows of this rank, H]
-    parts: list[nl.NkiTensor]  # of each chunk [rows, H], partial; the output itself without a sum
-    totals: list[nl.NkiTensor]  # of each chunk so far [rows of this rank, H], added up
-    run: int  # neighbours in the output; each chunk has a part of every run
+    parts: list[nl.NkiTensor]  # of each portion [rows, H], partial; the output itself without a sum
+    totals: list[nl.NkiTensor]  # of each portion so far [rows of this rank, H], added up
+    run: int  # neighbours in the output; each portion has a part of every run
 
 
 def rest_in_hbm(ranks: RankSum) -> RankSum:
@@ -61,7 +61,7 @@ def rest_in_hbm(ranks: RankSum) -> RankSum:
     return ALONE if ranks.collective == "all_reduce" else ranks
 
 
-def num_ranks(ranks: RankSum) -> int:
+def _num_shares(ranks: RankSum) -> int:
     """Return how many ranks share the rows that a launch returns: 1 but for a reduce-scatter."""
     return len(ranks.groups[0]) if ranks.collective == "reduce_scatter" else 1
 
@@ -90,22 +90,22 @@ def check_rank_sum(ranks: RankSum, num_tokens: int, tiles: int = 1) -> None:
         raise ValueError(
             f"groups={ranks.groups}: must be groups of equally many ranks, each of which is in one."
         )
-    if ranks.chunks < 1 or tiles % ranks.chunks:
+    if ranks.portions < 1 or tiles % ranks.portions:
         raise ValueError(
-            f"chunks={ranks.chunks}: must divide the {tiles} tiles that a core has of {num_tokens}"
+            f"portions={ranks.portions}: must divide the {tiles} tiles that a core has of {num_tokens}"
             " tokens. Use 1, or a multiple of 256 tokens."
         )
-    runs = num_tokens if ranks.chunks == 1 else num_tokens // tiles
-    if runs % num_ranks(ranks):
+    runs = num_tokens if ranks.portions == 1 else num_tokens // tiles
+    if runs % _num_shares(ranks):
         raise ValueError(
-            f"T={num_tokens}: {num_ranks(ranks)} ranks cannot share {runs} rows evenly. Pad the"
+            f"T={num_tokens}: {_num_shares(ranks)} ranks cannot share {runs} rows evenly. Pad the"
             " tokens, or use all_reduce."
         )
 
 
 def output_rows(ranks: RankSum, num_tokens: int) -> int:
     """Return the rows that a rank returns."""
-    return num_tokens // num_ranks(ranks)
+    return num_tokens // _num_shares(ranks)
 
 
 def cost_rank_sum(ranks: RankSum, num_tokens: int, row_bytes: int) -> KernelCost:
@@ -127,10 +127,10 @@ def make_rows(ranks: RankSum, sums: tuple[int, int], dtype: nl.DType, tiles: int
     output = nl.ndarray((output_rows(ranks, rows), width), dtype=dtype, buffer=nl.shared_hbm)
     if ranks.collective == "none":
         return RankRows(output, [output], [], 1)
-    shape, parts = (rows // ranks.chunks, width), []
-    for chunk in range(ranks.chunks):
-        parts.append(_exchanged(shape, dtype, f"rank_part_{chunk}"))
-    return RankRows(output, parts, [], tiles if ranks.chunks > 1 else 1)
+    shape, parts = (rows // ranks.portions, width), []
+    for portion in range(ranks.portions):
+        parts.append(_exchanged(shape, dtype, f"rank_part_{portion}"))
+    return RankRows(output, parts, [], tiles if ranks.portions > 1 else 1)
 
 
 def _exchanged(shape: tuple[int, int], dtype: nl.DType, name: str) -> nl.NkiTensor:
@@ -159,18 +159,18 @@ def _replicas(ranks: RankSum) -> ncc.ReplicaGroup:
     return ncc.ReplicaGroup(groups)
 
 
-def end_chunk(ranks: RankSum, rows: RankRows, chunk: int) -> None:
-    """Add up a chunk over the ranks, if they are to be added up, as soon as it is stored.
+def end_portion(ranks: RankSum, rows: RankRows, portion: int) -> None:
+    """Add up a portion over the ranks, if they are to be added up, as soon as it is stored.
 
-    Its sum is copied when the next chunk's is under way, so that no transfer waits for it.
+    Its sum is copied when the next portion's is under way, so that no transfer waits for it.
     """
     if ranks.collective == "none":
         return
-    part = rows.parts[chunk]
+    part = rows.parts[portion]
     # Each core has stored a half. Other engines go on.
     nisa.core_barrier(part, _BOTH, engine=nisa.engine.sync)
     shape = (output_rows(ranks, part.shape[0]), part.shape[1])
-    total = _exchanged(shape, part.dtype, f"rank_total_{chunk}")
+    total = _exchanged(shape, part.dtype, f"rank_total_{portion}")
     replicas = _replicas(ranks)
     if ranks.collective == "all_reduce":
         ncc.all_reduce(srcs=[part], dsts=[total], replica_group=replicas, op=nl.add)
@@ -179,23 +179,23 @@ def end_chunk(ranks: RankSum, rows: RankRows, chunk: int) -> None:
             srcs=[part], dsts=[total], replica_group=replicas, collective_dim=0, op=nl.add
         )
     rows.totals.append(total)
-    if chunk > 0:
-        _keep(ranks, rows, chunk - 1)
-    if chunk + 1 == ranks.chunks:
-        _keep(ranks, rows, chunk)
+    if portion > 0:
+        _keep(ranks, rows, portion - 1)
+    if portion + 1 == ranks.portions:
+        _keep(ranks, rows, portion)
 
 
-def _keep(ranks: RankSum, rows: RankRows, chunk: int) -> None:
-    """Copy a chunk that is added up into the output, half of its runs on each core."""
-    total, width = rows.totals[chunk], rows.output.shape[1]
-    size = rows.run // ranks.chunks * width  # elements of a run
+def _keep(ranks: RankSum, rows: RankRows, portion: int) -> None:
+    """Copy a portion that is added up into the output, half of its runs on each core."""
+    total, width = rows.totals[portion], rows.output.shape[1]
+    size = rows.run // ranks.portions * width  # elements of a run
     runs = split_tokens(total.shape[0] * width // size, nl.program_id(0), nl.num_programs(0))
     if runs.rows == 0:
         return
     apart = rows.run * width
     nisa.dma_copy(
         dst=rows.output.ap(
-            [[apart, runs.rows], [1, size]], offset=runs.first * apart + chunk * size
+            [[apart, runs.rows], [1, size]], offset=runs.first * apart + portion * size
         ),
         src=total.ap([[size, runs.rows], [1, size]], offset=runs.first * size),
         dge_mode=nisa.dge_mode.none,

@@ -51,13 +51,13 @@ def whole_tiles(num_tokens: int, num_cores: int) -> int:
     return num_tokens // share if num_tokens % share == 0 else 1
 
 
-def tokens_of_chunk(tokens: TokenTiles, chunks: int) -> TokenTiles:
-    """Return where a core's tokens lie in a tensor of some of its tiles: one chunk of equal ones.
+def tokens_of_portion(tokens: TokenTiles, portions: int) -> TokenTiles:
+    """Return where a core's tokens lie in a tensor of some of its tiles: one portion of equal ones.
 
-    With several chunks all tiles are full.
+    With several portions all tiles are full.
     """
     return TokenTiles(
-        tokens.first // chunks, tokens.rows // chunks, tokens.count // chunks, tokens.full,
+        tokens.first // portions, tokens.rows // portions, tokens.count // portions, tokens.full,
         tokens.rest,
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.rank_sums import end_chunk, make_rows, rest_in_hbm
+from nki_kernels.common.rank_sums import end_portion, make_rows, rest_in_hbm
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -146,7 +146,7 @@ def decode_layer(
     if config.form.has_residual:
         residuals.append(residual)
     finish(moe, sums, core, Ending(rows.parts[0], residuals, config.form.ranks))
-    end_chunk(apart, rows, 0)
+    end_portion(apart, rows, 0)
     if not config.form.returns_routing:
         return rows.output
     affinities = _store_routing(config, routed.affinity_tiles, nl.float32, core)

@@ -47,8 +47,8 @@ Steps:
     3. Rank the pairs; exchange counts, list visits, ask for the first weights, list the tokens of
        each expert, look up those of each visit.
     4. Compute the visits; then the shared experts, as one expert that all whole tokens choose.
-    5. Sum each token's slots; add up the ranks' rows, if config.out.ranks says so, a chunk of
-       tiles while the next one is summed.
+    5. Sum each token's slots; add up the ranks' rows, if config.out.ranks says so, a portion
+       of tiles while the next one is summed.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("bench", "ranks"): Command(
         (), (), ("--models", "--splits", "--phases", "--collectives"),
-        ("--tokens", "--chunks", "--link-rates"),
+        ("--tokens", "--portions", "--link-rates"),
     ),
     ("bench", "anchors"): Command((), (), ("--library", "--only")),
     ("check", "kernels"): Command(

@@ -1,14 +1,14 @@
 """neuron-moe bench ranks: a MoE layer's launch on all ranks, the sum over them inside or after it.
 
-    neuron-moe bench ranks --models gpt_oss_20b --phases prefill --tokens 1024 --chunks 1 2 4
+    neuron-moe bench ranks --models gpt_oss_20b --phases prefill --tokens 1024 --portions 1 2 4
 
 after us: the launch on all of 8 ranks that split each expert (TP8) or the experts (EP8), and then
-the collective alone; inside us: the launch that ends in the collective, on as many chunks of its
-rows as --chunks says (decode: 1), the best of them. Both are simulated, collectives computed: 6 us
-are published samples of an unnamed platform, 1.5 us a hop documented, and the rate of a rank's
-links (--link-rates) is assumed. Beside a collective the DMA engines are as free as without it,
-which on the chip they are not. Not in the times: what a graph takes to go on from a launch to the
-collective after it, which is not published.
+the collective alone; inside us: the launch that ends in the collective, on as many portions of its
+rows as --portions says (decode: 1), the best of them. Both are simulated, collectives computed: of
+their terms 6 us are published samples of an unnamed platform, 1.5 us a hop documented, and the rate
+of a rank's links (--link-rates) is assumed. Beside a collective the DMA engines are as free as
+without it, which on the chip they are not. Not in the times: what a graph takes to go on from a
+launch to the collective after it, which is not published.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Row:
         link_rate: GB/s of a rank's links.
         launch_us: all ranks, until the last has ended, without a collective.
         collective_us: the collective alone.
-        inside_us: by number of chunks, the launch that ends in the collective.
+        inside_us: by number of portions, the launch that ends in the collective.
     """
 
     model: str
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def best(self) -> int:
-        """Number of chunks with which the launch takes the least time."""
+        """Number of portions with which the launch takes the least time."""
         return min(self.inside_us, key=self.inside_us.__getitem__)
 
 
@@ -79,11 +79,11 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     rows = []
     for model, split, phase in product(options.models, options.splits, options.phases):
-        chunks = options.chunks if phase == "prefill" else [1]
+        portions = options.portions if phase == "prefill" else [1]
         for tokens in options.tokens or TOKENS[phase]:
             plan = _plan(model, split, phase, tokens)
             for collective in options.collectives:
-                rows += rows_of(plan, (model, split), collective, chunks, options.link_rates)
+                rows += rows_of(plan, (model, split), collective, portions, options.link_rates)
     print(_table(rows))
     tell_json(
         options.json, "bench ranks", kind="simulated, collectives computed",
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    titles = ("layer", "corner", "GB/s", "launch us", "sum us", "after us", "inside us", "chunks")
+    titles = ("layer", "corner", "GB/s", "launch us", "sum us", "after us", "inside us", "portions")
     lines: list[Sequence[str]] = [titles]
     for row in rows:
         name = f"{row.model} {row.split} {row.phase} T={row.T:,} {row.collective}"
@@ -107,7 +107,7 @@ def rows_of(
     plan: LayerPlan | PrefillLayerPlan,
     names: tuple[str, str],
     collective: str,
-    chunks: Sequence[int],
+    portions: Sequence[int],
     link_rates: Sequence[float],
 ) -> list[Row]:
     """Simulate a layer on all ranks; return a row for each corner and rate.
@@ -116,14 +116,14 @@ def rows_of(
         plan: of one launch on a rank.
         names: model and split.
         collective: one of COLLECTIVES, not none.
-        chunks: numbers of them to try.
+        portions: numbers of them to try.
         link_rates: of a rank's links in GB/s.
     """
     collective_us: dict[float, float] = {}
     inside_us: dict[tuple[str, float], dict[int, float]] = {
         (corner, rate): {} for corner in CORNERS for rate in link_rates
     }
-    for number in chunks:
+    for number in portions:
         trace = launch_on_ranks(plan, RANKS, RankSum(collective, GROUP, number)).trace
         for rate in link_rates:
             chip = replace(CHIP, collective_bytes_per_ns=rate)
@@ -146,10 +146,10 @@ def _corners_us(trace: Trace, chip: Hardware) -> dict[str, float]:
     return {corner: line.total_us for corner, line in schedule_corners(trace, chip).items()}
 
 
-def _collective_us(facts: Sequence[Facts], chunks: int, chip: Hardware) -> float:
-    """Return what one collective takes of all chunks that a run moved."""
+def _collective_us(facts: Sequence[Facts], portions: int, chip: Hardware) -> float:
+    """Return what one collective takes of all portions that a run moved."""
     moved = [each for each in facts if isinstance(each, SyncFacts) and each.ranks > 1]
-    whole = moved[0]._replace(moved_bytes=chunks * moved[0].moved_bytes)
+    whole = moved[0]._replace(moved_bytes=portions * moved[0].moved_bytes)
     return price_meeting(whole, chip).duration_ns / 1e3
 
 
@@ -183,7 +183,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="what becomes of the sums (default: all_reduce)",
     )  # fmt: skip
     parser.add_argument(
-        "--chunks", nargs="+", type=int, default=[1], help="of a prefill's rows (default: 1)"
+        "--portions", nargs="+", type=int, default=[1], help="of a prefill's rows (default: 1)"
     )
     parser.add_argument(
         "--link-rates", nargs="+", type=float, default=[CHIP.collective_bytes_per_ns],

@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[RankSum, str]] = {
     "twice": (RankSum("all_reduce", ((0, 1), (1, 2))), "must be groups of equally many ranks"),
     "uneven": (RankSum("all_reduce", ((0, 1), (2,))), "must be groups of equally many ranks"),
     "negative": (RankSum("all_reduce", ((0, -1),)), "must be groups of equally many ranks"),
-    "chunks": (RankSum("all_reduce", PAIR, 2), "chunks=2: must divide the 1 tiles"),
+    "portions": (RankSum("all_reduce", PAIR, 2), "portions=2: must divide the 1 tiles"),
     "rows": (
         RankSum("reduce_scatter", ((0, 1, 2),)),
         "T=4: 3 ranks cannot share 4 rows evenly. Pad the tokens, or use all_reduce",

@@ -1,4 +1,4 @@
-"""prefill_layer on several ranks of one launch: the sum of their outputs, chunk after chunk."""
+"""prefill_layer on several ranks of one launch: the sum of their outputs, portion after portion."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ CASES = {
     "uneven-tiles": Ranked(T=260, H=128, router=layer.GROUPED, N=16, E=16),
     "one-core": Ranked(T=132, num_cores=1, has_norm=False),
     "shared-gated": Ranked(T=60, shared=64, gated=True),
-    "chunks": Ranked(T=512, H=128, ranks=RankSum(chunks=2)),
-    "broken-chunks": Ranked(T=768, H=64, N=16, E=16, ranks=RankSum(chunks=3), broken=(5, 700)),
+    "portions": Ranked(T=512, H=128, ranks=RankSum(portions=2)),
+    "broken-portions": Ranked(T=768, H=64, N=16, E=16, ranks=RankSum(portions=3), broken=(5, 700)),
 }
 
 
@@ -85,7 +85,7 @@ def sum_of(parts: list[Part]) -> Array:
 
 def ranked(name: str, total: RankSum) -> Ranked:
     case = CASES[name]
-    return replace(case, ranks=replace(total, chunks=case.ranks.chunks))
+    return replace(case, ranks=replace(total, portions=case.ranks.portions))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,25 +119,25 @@ def test_a_launch_of_ranks_gives_the_sum_of_their_formulas(ranks: str, name: str
     ],
 )
 def test_no_order_of_cores_or_ranks_changes_a_bit(options: SimOptions) -> None:
-    case = ranked("chunks", EVERY["reduce_scatter-2"])
+    case = ranked("portions", EVERY["reduce_scatter-2"])
     parts = cut(case, layer._arrays(case), "EP", 2)
     usual, found = (launch(parts, each).outputs for each in (SimOptions(), options))
     for one, other in zip(usual, found, strict=True):
         np.testing.assert_array_equal(one[0], other[0])
 
 
-def test_chunks_change_no_bit() -> None:
+def test_portions_change_no_bit() -> None:
     results = []
-    for chunks in (1, 2, 4):
-        case = Ranked(T=1024, H=64, ranks=replace(EVERY["reduce_scatter-2"], chunks=chunks))
+    for portions in (1, 2, 4):
+        case = Ranked(T=1024, H=64, ranks=replace(EVERY["reduce_scatter-2"], portions=portions))
         results.append(launch(cut(case, layer._arrays(case), "EP", 2)).outputs)
     for rank in range(2):
         for found in results[1:]:
             np.testing.assert_array_equal(found[rank][0], results[0][rank][0])
 
 
-def test_a_chunk_is_added_up_while_the_next_one_is_summed() -> None:
-    case = Ranked(T=1024, H=512, ranks=replace(EVERY["all_reduce-2"], chunks=4))
+def test_a_portion_is_added_up_while_the_next_one_is_summed() -> None:
+    case = Ranked(T=1024, H=512, ranks=replace(EVERY["all_reduce-2"], portions=4))
     run = launch(cut(case, layer._arrays(case), "TP", 2))
     for rank in range(2):
         mine = [each for each in run.timeline.intervals() if (each.rank, each.core) == (rank, 1)]
@@ -153,9 +153,13 @@ PAIR = ((0, 1),)
 @pytest.mark.parametrize(
     ("ranks", "num_tokens", "message"),
     [
-        (RankSum("all_reduce", PAIR, 3), 512, "chunks=3: must divide the 2 tiles that a core has"),
-        (RankSum("all_reduce", PAIR, 2), 500, "chunks=2: must divide the 1 tiles"),
-        (RankSum("all_reduce", PAIR, 0), 512, "chunks=0"),
+        (
+            RankSum("all_reduce", PAIR, 3),
+            512,
+            "portions=3: must divide the 2 tiles that a core has",
+        ),
+        (RankSum("all_reduce", PAIR, 2), 500, "portions=2: must divide the 1 tiles"),
+        (RankSum("all_reduce", PAIR, 0), 512, "portions=0"),
         (RankSum("reduce_scatter", PAIR), 33, "T=33: 2 ranks cannot share 33 rows evenly"),
         (RankSum("reduce_scatter", ((0, 1, 2),), 3), 768, "3 ranks cannot share 256 rows evenly"),
     ],

@@ -33,11 +33,11 @@ def test_a_sum_on_chip_takes_what_the_collective_takes_at_any_rate(
 
 
 @pytest.mark.long
-def test_chunks_of_a_prefill_are_added_up_under_the_next_ones_sum(
+def test_portions_of_a_prefill_are_added_up_under_the_next_ones_sum(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ("--splits", "TP8", "--phases", "prefill", "--tokens", "1024")
-    for row in rows_of(capsys, *options, "--chunks", "1", "2"):
+    for row in rows_of(capsys, *options, "--portions", "1", "2"):
         inside = row["inside_us"]
         assert inside["2"] < inside["1"]  # type: ignore[index]
 
@@ -50,7 +50,7 @@ def test_chunks_of_a_prefill_are_added_up_under_the_next_ones_sum(
         pytest.param(
             ("--phases", "prefill", "--tokens", "40000"), "several launches", marks=pytest.mark.long
         ),
-        (("--phases", "prefill", "--tokens", "300", "--chunks", "2"), "must divide the 1 tiles"),
+        (("--phases", "prefill", "--tokens", "300", "--portions", "2"), "must divide the 1 tiles"),
         (
             ("--phases", "decode", "--tokens", "3", "--collectives", "reduce_scatter"),
             f"{RANKS} ranks",
