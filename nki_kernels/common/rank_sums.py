@@ -3,9 +3,9 @@
 A rank of tensor or expert parallelism ends in partial sums of all tokens. Either they are what the
 launch returns, and a collective of the graph adds them up, or the launch issues that collective
 itself: on rows on chip before they are stored (`sum_on_chip`), each core on its own, or in HBM on
-portions of the rows, as soon as both cores have stored one (`end_portion`). A collective may neither
-read what a launch is given nor write what it returns, so rows in HBM come to lie in the output by a
-copy.
+portions of the rows, as soon as both cores have stored one (`end_portion`). A collective may
+neither read what a launch is given nor write what it returns, so rows in HBM come to lie in the
+output by a copy.
 
 Sums are made in float32 from rows in the output's type, and rounded to it again.
 """
@@ -92,8 +92,8 @@ def check_rank_sum(ranks: RankSum, num_tokens: int, tiles: int = 1) -> None:
         )
     if ranks.portions < 1 or tiles % ranks.portions:
         raise ValueError(
-            f"portions={ranks.portions}: must divide the {tiles} tiles that a core has of {num_tokens}"
-            " tokens. Use 1, or a multiple of 256 tokens."
+            f"portions={ranks.portions}: must divide the {tiles} tiles that a core has of"
+            f" {num_tokens} tokens. Use 1, or a multiple of 256 tokens."
         )
     runs = num_tokens if ranks.portions == 1 else num_tokens // tiles
     if runs % _num_shares(ranks):
