@@ -127,7 +127,12 @@ def test_a_launch_of_ranks_gives_the_sum_of_their_formulas(ranks: str, name: str
 
 
 @pytest.mark.parametrize(
-    "options", [SimOptions(start_core=1), SimOptions(preempt=0.3, seed=2), SimOptions(fill=0)]
+    "options",
+    [
+        SimOptions(start_core=1),
+        SimOptions(preempt=0.3, seed=2),
+        pytest.param(SimOptions(fill=0), marks=pytest.mark.long),
+    ],
 )
 def test_no_order_of_cores_or_ranks_changes_a_bit(options: SimOptions) -> None:
     case, total = CASES["rows"], EVERY["reduce_scatter-2"]

@@ -115,7 +115,7 @@ def test_a_launch_of_ranks_gives_the_sum_of_their_formulas(ranks: str, name: str
     [
         SimOptions(start_core=1),
         pytest.param(SimOptions(preempt=0.3, seed=4), marks=pytest.mark.long),
-        SimOptions(fill=0),
+        pytest.param(SimOptions(fill=0), marks=pytest.mark.long),
     ],
 )
 def test_no_order_of_cores_or_ranks_changes_a_bit(options: SimOptions) -> None:

@@ -21,7 +21,7 @@ def rows_of(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str,
 def test_a_sum_on_chip_takes_what_the_collective_takes_at_any_rate(
     capsys: pytest.CaptureFixture[str], split: str
 ) -> None:
-    options = ("--splits", split, "--phases", "decode", "--tokens", "4")
+    options = ("--splits", split, "--phases", "decode", "--tokens", "1")
     rows = rows_of(capsys, *options, "--link-rates", "1", "100")
     assert [(row["corner"], row["link_rate"]) for row in rows] == [
         ("vendor", 1), ("vendor", 100), ("in-order", 1), ("in-order", 100)
@@ -50,7 +50,11 @@ def test_portions_of_a_prefill_are_added_up_under_the_next_ones_sum(
         pytest.param(
             ("--phases", "prefill", "--tokens", "40000"), "several launches", marks=pytest.mark.long
         ),
-        (("--phases", "prefill", "--tokens", "300", "--portions", "2"), "must divide the 1 tiles"),
+        pytest.param(
+            ("--phases", "prefill", "--tokens", "300", "--portions", "2"),
+            "must divide the 1 tiles",
+            marks=pytest.mark.long,
+        ),
         (
             ("--phases", "decode", "--tokens", "3", "--collectives", "reduce_scatter"),
             f"{RANKS} ranks",
