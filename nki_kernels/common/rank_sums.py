@@ -167,7 +167,8 @@ def end_portion(ranks: RankSum, rows: RankRows, portion: int) -> None:
     if ranks.collective == "none":
         return
     part = rows.parts[portion]
-    # Each core has stored a half. Other engines go on.
+    # Each core has stored a half; that a collective waits for both cores' is not documented. Other
+    # engines go on.
     nisa.core_barrier(part, _BOTH, engine=nisa.engine.sync)
     shape = (output_rows(ranks, part.shape[0]), part.shape[1])
     total = _exchanged(shape, part.dtype, f"rank_total_{portion}")

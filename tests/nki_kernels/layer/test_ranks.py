@@ -144,7 +144,17 @@ def test_a_portion_is_added_up_while_the_next_one_is_summed() -> None:
         sums = [each for each in mine if each.op == "all_reduce"]
         last = max(each.start_ns for each in mine if each.op == "nc_matmul")
         assert len(sums) == 4
+        meetings = [each.op for each in mine if each.op in ("core_barrier", "all_reduce")]
+        assert meetings[-8:] == 4 * ["core_barrier", "all_reduce"]
         assert sums[0].start_ns < last < sums[-1].start_ns
+
+
+def test_a_core_without_a_token_joins_the_sum() -> None:
+    case = Ranked(T=1, ranks=EVERY["all_reduce-2"])
+    parts = cut(case, layer._arrays(case), "TP", 2)
+    wanted = sum_of(parts)
+    for output, *_ in launch(parts).outputs:
+        assert np.abs(output - wanted).max() <= layer.ROUNDING * np.abs(wanted).max()
 
 
 PAIR = ((0, 1),)
