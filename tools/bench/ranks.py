@@ -1,6 +1,6 @@
 """neuron-moe bench ranks: a MoE layer's launch on all ranks, the sum over them inside or after it.
 
-    neuron-moe bench ranks --models gpt_oss_20b --phases prefill --tokens 1024 --portions 1 2 4
+    neuron-moe bench ranks --phases prefill --tokens 1024 --portions 1 2 4
 
 after us: the launch on all of 8 ranks that split each expert (TP8) or the experts (EP8), and then
 the collective alone; inside us: the launch that ends in the collective, on as many portions of its
@@ -187,7 +187,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--link-rates", nargs="+", type=float, default=[CHIP.collective_bytes_per_ns],
-        help="of a rank, in GB/s (default: %(default)s)",
+        help="of a rank, in GB/s (default: 128)",
     )  # fmt: skip
     parser.add_json_option()
     options = parser.parse_args(argv)
