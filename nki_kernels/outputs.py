@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nki_kernels.combine import CombineDims
+from nki_kernels.common.rank_sums import output_rows
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.decode import DecodeConfig, LayerConfig
 from nki_kernels.index import NO_VISITS, BlockDims
@@ -71,8 +72,12 @@ def _blockwise_moe(_shapes: Shapes, config: PrefillConfig) -> Output:
 
 
 def _combine(shapes: Shapes, dims: CombineDims) -> Output:
-    num_tokens = shapes["slot_of_pair_TK"][0]
-    return Output((num_tokens, shapes["slots_PSH"][2]), str(dims.out_dtype))
+    return _summed((shapes["slot_of_pair_TK"][0], shapes["slots_PSH"][2]), dims)
+
+
+def _summed(sums: tuple[int, ...], dims: CombineDims) -> Output:
+    num_tokens, hidden_size = sums
+    return Output((output_rows(dims.ranks, num_tokens), hidden_size), str(dims.out_dtype))
 
 
 def _decode_moe(_shapes: Shapes, config: DecodeConfig) -> Output:
@@ -81,14 +86,14 @@ def _decode_moe(_shapes: Shapes, config: DecodeConfig) -> Output:
 
 def _decode_layer(_shapes: Shapes, config: LayerConfig) -> Output | tuple[Output, ...]:
     moe = config.moe
-    output = _decode_moe(_shapes, moe)
+    output = Output((output_rows(config.form.ranks, moe.T), moe.H), moe.output_dtype)
     if not config.form.returns_routing:
         return output
     return output, Output((moe.T, moe.K), "float32"), Output((moe.T, moe.K), "int32")
 
 
 def _prefill_layer(shapes: Shapes, config: PrefillLayerConfig) -> Output | tuple[Output, ...]:
-    output = Output(shapes["hidden"], str(config.out.out_dtype))
+    output = _summed(shapes["hidden"], config.out)
     if not config.returns_routing:
         return output
     chosen = (shapes["hidden"][0], config.router.formula.top_k)

@@ -7,7 +7,9 @@ add in float32 (integers in 64 bits) in the order of the ranks. In a ring the su
 the next one in its list of the replica group, on every channel.
 
 Not checked: what depends on the machine room, that is, whether a replica group spans nodes, devices
-or switches, and how many channels the links of a group allow (at most four are accepted).
+or switches, and how many channels the links of a group allow (at most four are accepted); and that
+no collective reads an input or writes an output of the kernel, which the vendor's kernels avoid by
+a copy, as the compiler refuses it.
 """
 
 from __future__ import annotations

@@ -172,8 +172,9 @@ class SyncFacts(NamedTuple):
 
     `kind` is core_barrier, sendrecv or the name of a collective. `key` is equal for the records of
     all partners and differs from every other meeting; `partners` is how many records carry it.
-    `moved_bytes` is what one partner sends; `partitions` how many partitions it spreads over;
-    `path` is dma, gpsimd_dma or the empty string; `ranks` the size of the replica group.
+    `moved_bytes` is what one partner sends, in a collective one rank; `partitions` how many
+    partitions it spreads over; `path` is dma, gpsimd_dma or the empty string; `ranks` the size of
+    the replica group.
     """
 
     kind: str

@@ -1,8 +1,15 @@
 """Combine: each token's weighted sum over the slots of its experts."""
 
-from nki_kernels.combine.config import CombineDims, check_combine
+from nki_kernels.combine.config import CombineDims, check_combine, check_combined_ranks
 from nki_kernels.combine.cost import cost_combine
 from nki_kernels.combine.kernel import combine
 from nki_kernels.combine.reference import combine_ref
 
-__all__ = ["CombineDims", "check_combine", "combine", "combine_ref", "cost_combine"]
+__all__ = [
+    "CombineDims",
+    "check_combine",
+    "check_combined_ranks",
+    "combine",
+    "combine_ref",
+    "cost_combine",
+]

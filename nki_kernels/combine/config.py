@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import nki.language as nl
 
+from nki_kernels.common.rank_sums import ALONE, RankSum, check_rank_sum
+from nki_kernels.common.token_tiles import whole_tiles
+
 _MAX_TOP_K = 16
 _MAX_PARTS = 8
 _MAX_ROWS = 1 << 24  # row numbers are exact in float32
@@ -24,6 +27,7 @@ class CombineDims(nl.NKIObject):
         has_residual: a row is added to each token.
         has_shared: so is a row of shared experts.
         has_gate: which is multiplied by a number of the token, NaN for one to be NaN.
+        ranks: what becomes of the sums where several ranks have computed a part of each.
     """
 
     out_dtype: nl.DType
@@ -33,6 +37,7 @@ class CombineDims(nl.NKIObject):
     has_residual: bool = False
     has_shared: bool = False
     has_gate: bool = False
+    ranks: RankSum = ALONE
 
 
 def check_combine(
@@ -65,3 +70,19 @@ def check_combine(
         )
     if slots_dtype not in ("bfloat16", "float32"):
         raise ValueError(f"slots_dtype={slots_dtype!r}: must be bfloat16 or float32.")
+
+
+def check_combined_ranks(dims: CombineDims, num_tokens: int, num_cores: int = 2) -> None:
+    """Raise ValueError unless the launch can end in the sum over its ranks.
+
+    Args:
+        dims: what the kernel is compiled for.
+        num_tokens: T.
+        num_cores: physical cores of the launch.
+    """
+    check_rank_sum(dims.ranks, num_tokens, whole_tiles(num_tokens, num_cores))
+    if dims.has_residual and dims.ranks.collective != "none":
+        raise ValueError(
+            f"has_residual=True: with {dims.ranks.collective} every rank would add it. Add it to"
+            " what the launch returns."
+        )

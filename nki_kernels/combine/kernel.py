@@ -15,7 +15,7 @@ Inputs, in HBM:
     shared_SH        [S, H]     bfloat16 or float32, if dims.has_shared; rows beyond T are not read
     gates_T1         [T, 1]     float32, if dims.has_gate, else 1; NaN for a token to be NaN
 Output, in shared HBM:
-    output_TH        [T, H]     out_dtype
+    output_TH        [T, H]     out_dtype; [T/R, H] where dims.ranks scatters the sum of R ranks
 
 Slots that hold no token are never read, so they may hold anything. A slot that is read must be
 finite: a NaN or infinity in one spreads to the up to 128 tokens of its tile, as the tensor engine
@@ -38,6 +38,7 @@ Steps:
     2. Per tile of 128 tokens: make a diagonal of each choice's affinities.
     3. Per piece of H: gather each choice's rows, one gather per choice and part.
     4. Sum in PSUM, one matmul per choice, part and term, always in this order; round; store.
+    5. Add up the ranks' rows, if dims.ranks says so, a portion while the next is summed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ import nki.language as nl
 
 from nki_kernels.combine.config import CombineDims
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.rank_sums import end_portion, make_rows
 from nki_kernels.common.slot_sums import piece_size
 from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import (
@@ -59,6 +61,7 @@ from nki_kernels.common.token_tiles import (
     split_tokens,
     tile_rows,
     token_rows,
+    tokens_of_portion,
 )
 
 _GROUP = 2048  # columns summed together: half of PSUM
@@ -88,10 +91,12 @@ def combine(
     """Sum the slots of each token; see the module's docstring."""
     num_parts, num_slots, hidden_size = slots_PSH.shape
     num_tokens, top_k = slot_of_pair_TK.shape
-    output_TH = nl.ndarray((num_tokens, hidden_size), dims.out_dtype, buffer=nl.shared_hbm)
     tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
+    summed = make_rows(dims.ranks, (num_tokens, hidden_size), dims.out_dtype, tokens.count)
     if tokens.count == 0:
-        return output_TH
+        end_portion(dims.ranks, summed, 0)
+        return summed.output
+    stored = tokens_of_portion(tokens, dims.ranks.portions)
     slots_RH = slots_PSH.reshape((num_parts * num_slots, hidden_size))
     rows_sb = _load_rows(slot_of_pair_TK, tokens, num_parts, num_slots, dims)
     weights = _load_weights(affinities_TK, tokens, slots_PSH.dtype)
@@ -116,11 +121,14 @@ def combine(
             tile, start = (step - 1) // pieces, (step - 1) % pieces * piece
             width = min(piece, hidden_size - start)
             total_sb = _weigh(gathered.pop(0), diagonals[0], num_parts, dims, beside.pop(0))
-            target = token_rows(output_TH, tokens, tile, start, width)
+            portion, place = tile // stored.count, tile % stored.count
+            target = token_rows(summed.parts[portion], stored, place, start, width)
             nisa.dma_copy(dst=target, src=total_sb)
             if start + width == hidden_size:
                 diagonals.pop(0)
-    return output_TH
+                if place + 1 == stored.count:
+                    end_portion(dims.ranks, summed, portion)
+    return summed.output
 
 
 def _load_rows(

@@ -45,6 +45,23 @@ def split_tokens(num_tokens: int, core: int, num_cores: int) -> TokenTiles:
     return TokenTiles(first, rows, count, full, rows - full * count)
 
 
+def whole_tiles(num_tokens: int, num_cores: int) -> int:
+    """Return the tiles of each core, if all of them are full; else 1."""
+    share = num_cores * PARTITIONS
+    return num_tokens // share if num_tokens % share == 0 else 1
+
+
+def tokens_of_portion(tokens: TokenTiles, portions: int) -> TokenTiles:
+    """Return where a core's tokens lie in a tensor of some of its tiles: one portion of equal ones.
+
+    With several portions all tiles are full.
+    """
+    return TokenTiles(
+        tokens.first // portions, tokens.rows // portions, tokens.count // portions, tokens.full,
+        tokens.rest,
+    )  # fmt: skip
+
+
 def tile_rows(tokens: TokenTiles, tile: int) -> int:
     """Return how many partitions of a tile hold a token."""
     return tokens.full + (1 if tile < tokens.rest else 0)

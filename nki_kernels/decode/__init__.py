@@ -27,6 +27,7 @@ from nki_kernels.decode.layer_config import (
     LayerConfig,
     LayerForm,
     check_decode_layer,
+    check_layer_form,
     make_layer_config,
 )
 from nki_kernels.decode.layer_cost import cost_decode_layer
@@ -50,6 +51,7 @@ __all__ = [
     "LayerResult",
     "WeightForm",
     "check_decode_layer",
+    "check_layer_form",
     "cost_decode_layer",
     "cost_decode_moe",
     "decode_layer",

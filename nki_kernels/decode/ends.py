@@ -5,17 +5,36 @@ pass the tensor engine. At the end every core finishes half of the tokens: the c
 other halves of their partial sums.
 """
 
+from dataclasses import dataclass
+
 import nki.isa as nisa
 import nki.language as nl
+from nki.language import NKIObject
 
 from nki_kernels.common.chip import BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
+from nki_kernels.common.rank_sums import ALONE, RankSum, sum_on_chip
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import DecodeConfig, is_direct_in, is_direct_out, tiles_per_bank
 from nki_kernels.decode.memory import ends_table, token_table
 
 _TURNED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
+
+
+@dataclass
+class Ending(NKIObject):
+    """What becomes of y^T.
+
+    Attributes:
+        output: [T, H] in HBM.
+        residuals: [T, H] tensors in HBM to add, none or one.
+        ranks: what becomes of rounded sums of several ranks.
+    """
+
+    output: nl.NkiTensor
+    residuals: list[nl.NkiTensor]
+    ranks: RankSum = ALONE
 
 
 def load_tokens(config: DecodeConfig, hidden: nl.NkiTensor) -> list[nl.NkiTensor]:
@@ -82,21 +101,14 @@ def _load_directly(
         )
 
 
-def finish(
-    config: DecodeConfig,
-    sums: SumBuffers,
-    output: nl.NkiTensor,
-    core: int,
-    residuals: list[nl.NkiTensor],
-) -> None:
-    """Add the cores' partial sums and the residual, round once, store.
+def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
+    """Add the cores' partial sums and the residual, round once, add up the ranks' on chip, store.
 
     Args:
         config: sizes.
         sums: this core's y^T.
-        output: [T, H] in HBM.
         core: number of this core.
-        residuals: [T, H] tensors in HBM to add, none or one.
+        ending: what is added, and where it is stored.
     """
     _read_sums(config, sums)
     T, size, first, skipped = config.T, config.T, 0, 0
@@ -106,13 +118,13 @@ def finish(
         # Of an odd number the token in the middle is on both cores; core 0 stores it.
         skipped = core * (2 * size - T)
     if not is_direct_out(config, size):
-        _store_rows(config, sums, output, residuals, core, size, first, skipped)
+        _store_rows(config, sums, ending, core, size, first, skipped)
         return
     part_sb = sums.total_sb
     if config.num_cores > 1:
-        part_sb = _add_other_half(config, sums, core, size, len(residuals) > 0)
-    if size > skipped:
-        _store_directly(config, part_sb, output, residuals, first, skipped)
+        part_sb = _add_other_half(config, sums, core, size, len(ending.residuals) > 0)
+    if size > skipped or ending.ranks.collective == "all_reduce":  # which both cores join
+        _store_directly(config, part_sb, ending, first, skipped)
 
 
 def _add_other_half(
@@ -183,40 +195,44 @@ def _read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
 def _store_directly(
     config: DecodeConfig,
     part_sb: nl.NkiTensor,
-    output: nl.NkiTensor,
-    residuals: list[nl.NkiTensor],
+    ending: Ending,
     first: int,
     skipped: int,
 ) -> None:
-    """Store a few tokens of y^T: on each partition a run of every token's row.
+    """Add up ranks and store a few tokens of y^T: on each partition a run of every token's row.
 
     What two cores added without a residual is rounded and in the order of the rows already.
     """
     rows, count, size = part_sb.shape
     spread_sb = part_sb.permute((0, 2, 1))
-    is_ready = config.num_cores > 1 and len(residuals) == 0
+    is_ready = config.num_cores > 1 and len(ending.residuals) == 0
     if not is_ready:
         stored = ends_table(config).stored
         rounded_sb = allocate(stored)[0]
-        if len(residuals) == 0:
+        if len(ending.residuals) == 0:
             nisa.tensor_copy(dst=rounded_sb, src=spread_sb)
         else:
-            residual_sb = nl.ndarray(stored.shape, dtype=residuals[0].dtype, buffer=nl.sbuf)
+            residual_sb = nl.ndarray(stored.shape, dtype=ending.residuals[0].dtype, buffer=nl.sbuf)
             if config.h_axis.size < rows * count:
                 nisa.memset(dst=residual_sb, value=0.0)
-            _load_directly(config, residual_sb, residuals[0], first)
+            _load_directly(config, residual_sb, ending.residuals[0], first)
             nisa.tensor_tensor(dst=rounded_sb, data1=spread_sb, data2=residual_sb, op=nl.add)
         spread_sb = rounded_sb
+    spread_sb = sum_on_chip(ending.ranks, spread_sb)
+    if size == skipped:
+        return
     axis, offset = config.h_axis, (first + skipped) * config.H
     full, rest = axis.size // axis.count, axis.size % axis.count
     nisa.dma_copy(
-        dst=output.ap([[count, full], [config.H, size - skipped], [1, count]], offset=offset),
+        dst=ending.output.ap(
+            [[count, full], [config.H, size - skipped], [1, count]], offset=offset
+        ),
         src=spread_sb[0:full, skipped:size, 0:count],
         dge_mode=nisa.dge_mode.none,
     )
     if rest > 0:
         nisa.dma_copy(
-            dst=output.ap(
+            dst=ending.output.ap(
                 [[count, 1], [config.H, size - skipped], [1, rest]], offset=offset + full * count
             ),
             src=spread_sb[full : full + 1, skipped:size, 0:rest],
@@ -227,14 +243,13 @@ def _store_directly(
 def _store_rows(
     config: DecodeConfig,
     sums: SumBuffers,
-    output: nl.NkiTensor,
-    residuals: list[nl.NkiTensor],
+    ending: Ending,
     core: int,
     size: int,
     first: int,
     skipped: int,
 ) -> None:
-    """Turn y^T back into rows on the tensor engine, 128 tokens at a time, and store them.
+    """Turn y^T back into rows on the tensor engine, 128 tokens at a time; add up ranks; store.
 
     Half of the tiles of the axis are added up and turned while the others are exchanged. Rows on
     chip are as wide as the tiles of the axis together; what is past H is not stored.
@@ -253,7 +268,7 @@ def _store_rows(
         rows_sb = allocate_rows(ends_table(config).stored, tokens)
         width = rows_sb.shape[1]
         residual_tiles = []
-        for residual in residuals:
+        for residual in ending.residuals:
             residual_sb = nl.ndarray((tokens, width), dtype=residual.dtype, buffer=nl.sbuf)
             where = slice(first + begin, first + begin + tokens)
             if H < width:
@@ -268,11 +283,14 @@ def _store_rows(
                     0 : config.h_axis.rows, 0:count, first + begin : first + begin + tokens
                 ]
                 _turn_sums(config, sums, rows_sb, part_sb, residual_tiles, piece[0], piece[1])
+        if low == tokens and ending.ranks.collective == "all_reduce":
+            nisa.memset(dst=rows_sb, value=0.0)  # both cores join a sum
+        rows_sb = sum_on_chip(ending.ranks, rows_sb[0:tokens, 0:H])
         if low < tokens:
             where = slice(first + begin + low, first + begin + tokens)
             for columns in (slice(0, H // 2), slice(H // 2, H)):
                 nisa.dma_copy(
-                    dst=output[where, columns],
+                    dst=ending.output[where, columns],
                     src=rows_sb[low:tokens, columns],
                     dge_mode=nisa.dge_mode.none,
                 )

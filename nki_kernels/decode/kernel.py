@@ -70,7 +70,7 @@ from nki_kernels.decode.config import (
     list_width,
     output_dtype,
 )
-from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
+from nki_kernels.decode.ends import Ending, finish, load_tokens, turn_tokens
 from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
 from nki_kernels.decode.trips import load_first, make_first_pipeline, make_pipeline, run_trip
@@ -99,7 +99,7 @@ def decode_moe(
     sums = make_sums(config)
     affinity_tiles = _load_per_token(config, expert_affinities)
     _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
-    finish(config, sums, output, core, [])
+    finish(config, sums, core, Ending(output, []))
     return output
 
 

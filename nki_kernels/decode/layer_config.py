@@ -11,11 +11,12 @@ from nki.language import NKIObject
 from nki_kernels.common.chip import PARTITIONS, core, fitted_sbuf_bytes
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.common.memory import table_bytes, tiles_bytes
+from nki_kernels.common.rank_sums import ALONE, RankSum, check_rank_sum
 from nki_kernels.common.router_choice import check_router_formula
 from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
 from nki_kernels.decode.fit import SMALL_TILES_BYTES
 from nki_kernels.decode.layout import weight_shapes
-from nki_kernels.decode.memory import token_table
+from nki_kernels.decode.memory import ends_table, token_table
 from nki_kernels.decode.norm import norm_bytes
 from nki_kernels.decode.options import make_decode_config
 from nki_kernels.decode.router import choice_bytes, router_parts, router_table
@@ -43,6 +44,7 @@ class LayerForm(NKIObject):
         has_shared_gate: a sigmoid gate scales them, token by token.
         has_residual: a residual is added at the end.
         returns_routing: affinities and index are returned too.
+        ranks: what becomes of the partial sums of several ranks.
     """
 
     has_norm: bool = False
@@ -54,6 +56,7 @@ class LayerForm(NKIObject):
     has_shared_gate: bool = False
     has_residual: bool = False
     returns_routing: bool = False
+    ranks: RankSum = ALONE
 
 
 _BARE, _PLAIN, _AUTO = LayerForm(), WeightForm(), DecodeRequest()
@@ -99,7 +102,7 @@ def make_layer_config(
     Raises:
         ValueError: a value outside the limits of the kernel.
     """
-    _check_form(form)
+    check_layer_form(form, sizes.T)
     check_router_formula(router, sizes.num_experts)
     if sizes.K != router.top_k:
         raise ValueError(f"K={sizes.K}: must be top_k={router.top_k} of the router.")
@@ -124,11 +127,29 @@ def make_layer_config(
             f" {most}. Use fewer tokens, a bfloat16 router, or router_topk and"
             " decode_moe one after the other."
         )
+    if form.ranks.collective == "all_reduce" and _last_bytes(routed) > most:
+        raise ValueError(
+            f"T={routed.T}, H={routed.H}: sums over ranks need {_last_bytes(routed)} bytes of SBUF"
+            f" per partition, must be at most {most}. Use fewer tokens, or add up after the launch."
+        )
     return config
 
 
-def _check_form(form: LayerForm) -> None:
-    """Raise ValueError unless the kernel takes this form."""
+def _last_bytes(moe: DecodeConfig) -> int:
+    """Return the bytes of SBUF per partition alive at once where ranks are added up on chip."""
+    ends, total = ends_table(moe), token_table(moe).total
+    rows = 2 * tiles_bytes(ends.stored)  # of a rank, and of all
+    return tiles_bytes(total) + tiles_bytes(ends.received) + rows + SMALL_TILES_BYTES
+
+
+def check_layer_form(form: LayerForm, num_tokens: int) -> None:
+    """Raise ValueError unless the kernel takes this form with T tokens."""
+    check_rank_sum(form.ranks, num_tokens)
+    if form.has_residual and form.ranks.collective != "none":
+        raise ValueError(
+            f"has_residual=True: with {form.ranks.collective} every rank would add it. Add it to"
+            " what the launch returns."
+        )
     if form.router_dtype not in _ROUTER_DTYPES:
         raise ValueError(
             f"router_dtype={form.router_dtype!r}: must be one of {', '.join(_ROUTER_DTYPES)}."

@@ -6,6 +6,7 @@ from math import prod
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
+from nki_kernels.common.rank_sums import cost_rank_sum, rest_in_hbm
 from nki_kernels.decode.config import DIRECT_IN, item_bytes, joins_projections
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.layer_config import LayerConfig
@@ -43,7 +44,9 @@ def cost_decode_layer(
         read += cores * -(-T // cores) * H * residual_bytes
     if config.form.returns_routing:
         written += 2 * T * K * _WORD_BYTES
-    return cost_decode_moe(moe, touched) + KernelCost(read, written, columns)
+    row_bytes = H * (4 if moe.output_dtype == "float32" else 2)
+    output = cost_rank_sum(rest_in_hbm(config.form.ranks), T, row_bytes)
+    return cost_decode_moe(moe, touched) + KernelCost(read, written, columns) + output
 
 
 def _shared_cost(config: LayerConfig) -> tuple[int, int]:

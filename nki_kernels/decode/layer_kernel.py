@@ -16,7 +16,8 @@ Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of a
     shared_gate_up, shared_down         bfloat16, of pack_shared_experts(), if there are any
     shared_gate      [1, h, H/h, 1]     bfloat16, of pack_router_weight(), if they have a gate
     residual         [T, H]             bfloat16 or float32, if it is added; may be hidden
-    -> output        [T, H]             float32 or bfloat16
+    -> output        [T, H]             float32 or bfloat16; [T/R, H] where config.form.ranks
+                                        scatters the sum of R ranks (rank_sums.py)
        affinities    [T, K]             float32 and
        index         [T, K]             int32, if config.form.returns_routing
 
@@ -29,7 +30,8 @@ source is that of need:
 3. Pick the experts and list them (list.py), so that their weights are asked for before the
    affinities are computed; then weigh.
 4. Add the shared experts to y^T (shared.py): they are on chip by now, the routed ones on their way.
-5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual, store.
+5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual or the
+   ranks' rows (config.form.ranks), store; ranks that share the rows add them up in HBM.
 
 Tokens do not see each other: one that holds NaN spoils its own row alone, and its index stays in
 range.
@@ -51,6 +53,7 @@ import nki.language as nl
 from nki.language import NKIObject
 
 from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.rank_sums import end_portion, make_rows, rest_in_hbm
 from nki_kernels.decode.buffers import (
     DecodeBuffers,
     DecodeOperands,
@@ -60,7 +63,7 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import is_direct, output_dtype
-from nki_kernels.decode.ends import finish
+from nki_kernels.decode.ends import Ending, finish
 from nki_kernels.decode.kernel import load_first_expert, run_experts, start_sums
 from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.list import Listed, list_experts, weigh
@@ -129,7 +132,8 @@ def decode_layer(
     """Compute one MoE layer for T tokens; see the module."""
     core = nl.program_id(0)
     moe = config.moe
-    output = nl.ndarray((moe.T, moe.H), dtype=output_dtype(moe), buffer=nl.shared_hbm)
+    apart = rest_in_hbm(config.form.ranks)
+    rows = make_rows(apart, (moe.T, moe.H), output_dtype(moe))
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     front = _load_front(
         config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
@@ -141,12 +145,13 @@ def decode_layer(
     residuals = []
     if config.form.has_residual:
         residuals.append(residual)
-    finish(moe, sums, output, core, residuals)
+    finish(moe, sums, core, Ending(rows.parts[0], residuals, config.form.ranks))
+    end_portion(apart, rows, 0)
     if not config.form.returns_routing:
-        return output
+        return rows.output
     affinities = _store_routing(config, routed.affinity_tiles, nl.float32, core)
     index = _store_routing(config, routed.index_tiles, nl.int32, core)
-    return output, affinities, index
+    return rows.output, affinities, index
 
 
 def _add_experts(

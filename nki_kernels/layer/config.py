@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from nki.language import NKIObject
 
-from nki_kernels.combine import CombineDims, check_combine
+from nki_kernels.combine import CombineDims, check_combine, check_combined_ranks
 from nki_kernels.common.chip import PARTITIONS, SBUF_BYTES
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.token_tiles import split_tokens
@@ -45,8 +45,8 @@ class PrefillLayerConfig(NKIObject):
         dims: blocks of this rank's experts.
         visits: lists of visits, of `visit_dims(experts)`.
         experts: the routed experts of this rank.
-        out: the sum over a token's experts; told of broken tokens, and of a residual and shared
-            experts if any.
+        out: the sum over a token's experts, and over ranks; told of broken tokens, and of a
+            residual and shared experts if any.
         returns_routing: also return affinities and experts.
         shared: shared experts of this rank as one expert that all tokens choose; of
             `make_shared_config`.
@@ -69,6 +69,7 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
     check_index_blocks(num_tokens, top_k, dims, experts.num_cores, config.visits)
     slots = output_tiles(experts) * experts.tile_rows
     check_combine(num_tokens, top_k, experts.H, slots, num_partials(experts))
+    check_combined_ranks(config.out, num_tokens, experts.num_cores)
     if router.returns_logits:
         raise ValueError("returns_logits=True: they stay on chip. Use router_topk.")
     if not (router.marks_broken and config.out.has_spoils):

@@ -47,7 +47,7 @@ def cost_prefill_layer(
     num_tokens, H, cores = experts.num_tokens, experts.H, experts.num_cores
     output = cost_combine(
         num_tokens, top_k, H, num_partials(experts), out_dtype=str(config.out.out_dtype),
-        num_pairs=int(np.sum(slots >= 0)), num_cores=cores,
+        num_pairs=int(np.sum(slots >= 0)), num_cores=cores, ranks=config.out.ranks,
     )  # fmt: skip
     beside = num_tokens * _WORD_BYTES * (1 + int(config.out.has_gate))
     if config.out.has_residual:

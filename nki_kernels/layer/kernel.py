@@ -25,7 +25,8 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
     shared_down      [1, I', H] bfloat16 or 8 bits without scales, if there are shared experts, and
                                their visits, three tensors of `shared_visits`
     shared_gate      [1, H]    the type of router_weight, if config.out.has_gate
-    -> output        [T, H]    the type of config.out
+    -> output        [T, H]    the type of config.out; [T/R, H] where config.out.ranks scatters
+                               the sum of R ranks (rank_sums.py)
        affinities    [T, K]    float32 and
        index         [T, K]    int32, if config.returns_routing
 
@@ -46,7 +47,8 @@ Steps:
     3. Rank the pairs; exchange counts, list visits, ask for the first weights, list the tokens of
        each expert, look up those of each visit.
     4. Compute the visits; then the shared experts, as one expert that all whole tokens choose.
-    5. Sum each token's slots.
+    5. Sum each token's slots; add up the ranks' rows, if config.out.ranks says so, a portion
+       of tiles while the next one is summed.
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ def meet(core: Core, kind: str, ranks: Sequence[int], sources: Sequence[NkiTenso
     core.meet((kind, "arrive", group, lane), members, None, what)
     payloads = [_snapshot(core, source) for source in sources]
     offers = core.meet((kind, "offer", group, lane), members, payloads, what)
-    moved = sum(source.size * source.dtype.itemsize for source in sources)
+    # Cores that exchange tensors of their own share the links of their rank.
+    sharing = lnc if private else 1
+    moved = sharing * sum(source.size * source.dtype.itemsize for source in sources)
     key = (kind, group, lane, earlier)
     facts = tr.SyncFacts(kind, key, len(members), moved, 128, "dma", len(group))
     sent = [offers[rank * lnc + lane] for rank in group]
@@ -118,20 +120,37 @@ def exchange(
 ) -> None:
     """Run a collective whose destinations follow from the sources of all ranks alone."""
     meeting = meet(core, kind, ranks, sources)
-    mine = list(outputs) if meeting.writes else []
-    reads = sources if meeting.writes else ()
+    written = [dst for dst, _ in outputs]
+    if not meeting.writes:
+        _wait_with_writer(core, meeting, written, sources, name)
+        return
     values = [[payload.values for payload in payloads] for payloads in meeting.sent]
     known = all(payload.known for payloads in meeting.sent for payload in payloads)
 
     def meaning() -> None:
-        for dst, combine in mine:
+        for dst, combine in outputs:
             dst.array()[...] = combine(values).reshape(dst.shape)
 
-    written = [dst for dst, _ in mine]
-    core.issue(kind, tr.DMA, meeting.facts, written, reads, meaning if known else None, name)
+    core.issue(kind, tr.DMA, meeting.facts, written, sources, meaning if known else None, name)
     masks = [[payload.defined for payload in payloads] for payloads in meeting.sent]
-    for dst, combine in mine:
+    for dst, combine in outputs:
         _note(dst, known, combine(masks).reshape(dst.shape), meeting.what)
+    meeting.leave()
+
+
+def _wait_with_writer(
+    core: Core,
+    meeting: _Meeting,
+    writes: Sequence[NkiTensor],
+    reads: Sequence[NkiTensor],
+    name: str | None,
+) -> None:
+    """Take part in a collective that another core of the rank writes for.
+
+    The clock holds this core's own instructions to its operands, too.
+    """
+    ids = [tuple([t.range_id(core.trace) for t in tensors]) for tensors in (reads, writes)]
+    core.emit(meeting.kind, tr.DMA, meeting.facts, ids[0], ids[1], name)
     meeting.leave()
 
 
@@ -213,13 +232,12 @@ def exchange_chunks(
             table.reshape(-1, count)[2] = received
             metadata.array()[...] = table
 
-    if not meeting.writes:
-        core.issue(kind, tr.DMA, meeting.facts, (), (), None, name)
-        meeting.leave()
-        return
-    defined = dst._alloc.defined.elements_of(dst.geometry.walk)
     written = (dst, metadata) if chunks.writes_counts else (dst,)
     reads = (src, metadata, dst)  # dst keeps what no chunk covers
+    if not meeting.writes:
+        _wait_with_writer(core, meeting, written, reads, name)
+        return
+    defined = dst._alloc.defined.elements_of(dst.geometry.walk)
     core.issue(kind, tr.DMA, meeting.facts, written, reads, meaning if known else None, name)
     if known:
         place([payloads[0].defined for payloads in meeting.sent], defined)

@@ -57,7 +57,7 @@ def core_barrier(
     # Meaning.
     if len(members) > 1:
         core.flow.append(("core_barrier", where, len(members)))
-        core.meet("core_barrier", members, None, f"core_barrier at {where}")
+        core.meet(("core_barrier", core.rank), members, None, f"core_barrier at {where}")
 
     # Cost.
     alone = () if len(members) > 1 else (len(core.trace),)
@@ -116,7 +116,7 @@ def sendrecv(
     members = sorted({core.index, base + int(send_to_rank), base + int(recv_from_rank)})
     offer = (int(send_to_rank), src.shape, src.dtype, _snapshot(core, src))
     what = f"sendrecv at {where}"
-    found = core.meet(("sendrecv", int(pipe_id)), members, offer, what)
+    found = core.meet(("sendrecv", core.rank, int(pipe_id)), members, offer, what)
     to, shape, dtype, payload = found[base + int(recv_from_rank)]
     if to != core.id or shape != src.shape or dtype is not src.dtype:
         raise DivergenceError(

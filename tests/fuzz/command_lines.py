@@ -65,6 +65,10 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("bench", "decode"): Command(
         (), ("--jobs",), ("--models", "--kernels", *COMPARISON), ("--batches", "--minutes")
     ),
+    ("bench", "ranks"): Command(
+        (), (), ("--models", "--splits", "--phases", "--collectives"),
+        ("--tokens", "--portions", "--link-rates"),
+    ),
     ("bench", "anchors"): Command((), (), ("--library", "--only")),
     ("check", "kernels"): Command(
         ("--max-seconds", "0"), ("--max-gmacs",), ("--models", "--phase", *CASES)

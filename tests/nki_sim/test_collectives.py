@@ -63,6 +63,40 @@ def test_all_reduce_combines_the_ranks_of_a_group(
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("start_core", [0, 1])
+def test_barriers_and_exchanges_of_one_rank_wait_for_no_other(start_core: int) -> None:
+    def kernel(x: Any) -> Any:
+        core, total = nl.program_id(), in_hbm(x.shape)
+        mine, theirs = (nl.ndarray((2, 6), nl.float32, buffer=nl.sbuf) for _ in range(2))
+        isa.dma_copy(mine, halves_of(x))
+        isa.sendrecv(mine, theirs, 1 - core, 1 - core, 0)
+        isa.dma_copy(halves_of(total), theirs)
+        isa.core_barrier(total, (0, 1))
+        return total
+
+    data = inputs((4, 6))
+    for found, given in zip(run(kernel, data, 2, start_core=start_core), data, strict=True):
+        np.testing.assert_array_equal(found, np.roll(given, 2, axis=0))
+
+
+def test_the_clock_holds_both_cores_to_what_a_collective_writes() -> None:
+    def kernel(x: Any) -> Any:
+        part, total, copied = (in_hbm(x.shape) for _ in range(3))
+        isa.dma_copy(halves_of(part), halves_of(x))
+        collectives.all_reduce([part], [total], ALL4, nl.add)
+        isa.dma_copy(halves_of(copied), halves_of(total))
+        return copied
+
+    found = nki_sim.run_ranks(kernel, [(array,) for array in inputs((4, 6))], lnc=2)
+    times = list(found.timeline.intervals())
+    sums = [each for each in times if each.op == "all_reduce"]
+    copies = [each for each in times if each.op == "dma_copy"]
+    before = max(each.end_ns for each in copies if each.start_ns < sums[0].start_ns)
+    assert len(sums) == 8
+    assert {each.start_ns > sums[0].end_ns for each in copies[-8:]} == {True}
+    assert before <= min(each.start_ns for each in sums)
+
+
 def test_integer_sums_are_exact_and_bfloat16_sums_round_once() -> None:
     def kernel(x: Any) -> Any:
         total = in_hbm(x.shape, x.dtype)

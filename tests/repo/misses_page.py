@@ -19,7 +19,10 @@ Row = Mapping[str, Any]
 
 def tables() -> dict[str, str]:
     """Return each table by the name in its mark."""
-    return {"prefill": _prefill(), "decode": _decode(), "layer": _layer(), "layers": _layers()}
+    return {
+        "prefill": _prefill(), "decode": _decode(), "layer": _layer(), "layers": _layers(),
+        "ranks": _ranks(),
+    }  # fmt: skip
 
 
 def written() -> dict[str, str]:
@@ -113,6 +116,25 @@ def _layer_cell(row: Row | None) -> str:
     us, vendor_us = row["layer_us"], row["vendor_us"]
     beside = f"{vendor_us / us:.2f}" if vendor_us else "-"
     return f"{us:,.0f} ({row['outside']:.0%}; {row['apart_us'] / us:.2f}; {beside})"
+
+
+def _ranks() -> str:
+    head = ("layer", "collective", "launch", "after", "inside", "portions")
+    by_layer: dict[tuple[Any, ...], dict[float, Row]] = {}
+    for row in _rows("ranks"):
+        if row["corner"] == "vendor":
+            name = f"{row['model']} {row['split']} {row['phase']}, T = {row['T']:,}"
+            by_layer.setdefault((name, row["collective"]), {})[row["link_rate"]] = row
+    lines = []
+    for names, by_rate in by_layer.items():
+        rows = [by_rate[rate] for rate in (128, 64, 256)]
+        after = [row["launch_us"] + row["collective_us"] for row in rows]
+        inside = [min(row["inside_us"].values()) for row in rows]
+        times = ("{:,.0f} ({:,.0f}, {:,.0f})".format(*each) for each in (after, inside))
+        usual = rows[0]["inside_us"]
+        best = min(usual, key=usual.__getitem__)
+        lines.append((*names, f"{rows[0]['launch_us']:,.0f}", *times, best))
+    return _table(head, lines)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,10 @@ MENU = Menu(
             "bench.layer",
             "a whole MoE layer in one launch, beside its experts alone (simulated)",
         ),
+        "ranks": (
+            "bench.ranks",
+            "a MoE layer on all ranks, their sum inside the launch or after it (simulated)",
+        ),
         "anchors": (
             "bench.anchors",
             "published times of the chip beside both corners of the clock (simulated)",

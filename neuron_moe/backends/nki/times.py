@@ -31,9 +31,16 @@ from neuron_moe.weights.experts import Experts
 from neuron_moe.weights.laid_out import from_numpy, to_numpy
 from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.combine import combine
-from nki_kernels.decode import decode_layer, decode_moe, pack_router_weight, weight_shapes
+from nki_kernels.common.rank_sums import ALONE, RankSum
+from nki_kernels.decode import (
+    check_layer_form,
+    decode_layer,
+    decode_moe,
+    pack_router_weight,
+    weight_shapes,
+)
 from nki_kernels.index import index_blocks
-from nki_kernels.layer import prefill_layer, shared_visits
+from nki_kernels.layer import check_prefill_layer, prefill_layer, shared_visits
 from nki_kernels.prefill import blockwise_moe, matrix_shapes
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import route, router_topk
@@ -162,8 +169,54 @@ def _decode(plan: DecodePlan, index_TK: NDArray[np.int32], options: SimOptions) 
     return _name_of(decode_moe), run
 
 
+def launch_on_ranks(
+    plan: LayerPlan | PrefillLayerPlan,
+    num_ranks: int,
+    ranks: RankSum = ALONE,
+    options: SimOptions = TIMES_ONLY,
+) -> nki_sim.Run:
+    """Simulate the launch of a layer on all ranks of a model, the plan's being the first of them.
+
+    Tokens and router are the same on each; the ranks share the experts, or an expert's inner axis.
+
+    Args:
+        plan: of a rank; weights may be on the meta device.
+        num_ranks: how many there are.
+        ranks: what becomes of their partial sums.
+        options: of the simulation.
+
+    Raises:
+        ValueError: a layer that cannot end in this sum.
+    """
+    operands = _operands_of(plan)
+    config, calls = operands["config"], []
+    if isinstance(plan, LayerPlan):
+        experts, num_experts = config.moe, config.moe.num_experts
+        config = replace(config, form=replace(config.form, ranks=ranks))
+        check_layer_form(config.form, experts.T)
+    else:
+        experts, num_experts = config.experts, config.router.num_experts
+        config = replace(config, out=replace(config.out, ranks=ranks))
+        check_prefill_layer(config)
+    for rank in range(num_ranks):
+        first = np.array([[rank * experts.E % num_experts]], np.int32)
+        calls.append({**operands, "config": config, "first_expert": first})
+    kernel = decode_layer if isinstance(plan, LayerPlan) else prefill_layer
+    return nki_sim.run_ranks(kernel, calls, plan.parts.tuning.num_cores, _routing(options))
+
+
+def _operands_of(plan: LayerPlan | PrefillLayerPlan) -> dict[str, Any]:
+    """Return the operands of a fused layer's launch; hidden states and router are drawn."""
+    return _decode_operands(plan) if isinstance(plan, LayerPlan) else _prefill_operands(plan)
+
+
 def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
     """Time a fused layer; hidden states and router are drawn, and with them the choices."""
+    run = _run(options, decode_layer, plan.parts.tuning.num_cores, **_decode_operands(plan))
+    return _name_of(decode_layer), run
+
+
+def _decode_operands(plan: LayerPlan) -> dict[str, Any]:
     parts, config = plan.parts, plan.config
     moe, router = config.moe, parts.router
     assert router is not None
@@ -181,16 +234,26 @@ def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
     if config.form.has_shared_gate:
         gate = pack_router_weight(np.zeros((1, moe.H), np.float32), moe.h_axis)
         named["shared_gate"] = TensorSpec(gate.shape, "bfloat16")
-    run = _run(
-        options, decode_layer, parts.tuning.num_cores, hidden_TH,
-        from_numpy(packed, weight_NH.dtype), *map(_spec_of, matrices_of(parts.weights)),
-        _first_expert(parts), config, **named,
-    )  # fmt: skip
-    return _name_of(decode_layer), run
+    router_weight = from_numpy(packed, weight_NH.dtype)
+    return {**_first_operands(parts, hidden_TH, router_weight), "config": config, **named}
+
+
+def _first_operands(parts: LayerParts, hidden_TH: Tensor, router_weight: Tensor) -> dict[str, Any]:
+    """Return the operands that every fused layer has."""
+    gate_up, down = map(_spec_of, matrices_of(parts.weights))
+    return {
+        "hidden": hidden_TH, "router_weight": router_weight, "gate_up": gate_up, "down": down,
+        "first_expert": _first_expert(parts),
+    }  # fmt: skip
 
 
 def _prefill_layer(plan: PrefillLayerPlan, options: SimOptions) -> _Launch:
     """Time a fused layer; hidden states and router are drawn, and with them the choices."""
+    run = _run(options, prefill_layer, plan.parts.tuning.num_cores, **_prefill_operands(plan))
+    return _name_of(prefill_layer), run
+
+
+def _prefill_operands(plan: PrefillLayerPlan) -> dict[str, Any]:
     parts, config = plan.parts, plan.config
     assert parts.router is not None
     num_tokens, H = config.experts.num_tokens, config.experts.H
@@ -205,11 +268,7 @@ def _prefill_layer(plan: PrefillLayerPlan, options: SimOptions) -> _Launch:
         named |= {f"shared_{name}": value for name, value in operands.items()}
     if config.out.has_gate:
         named["shared_gate"] = torch.zeros((1, H), dtype=weight_NH.dtype)
-    run = _run(
-        options, prefill_layer, parts.tuning.num_cores, hidden_TH, weight_NH,
-        *map(_spec_of, matrices_of(parts.weights)), _first_expert(parts), config, **named,
-    )  # fmt: skip
-    return _name_of(prefill_layer), run
+    return {**_first_operands(parts, hidden_TH, weight_NH), "config": config, **named}
 
 
 def shared_run(plan: PrefillLayerPlan, options: SimOptions = TIMES_ONLY) -> nki_sim.Run | None:
@@ -310,10 +369,15 @@ def _run(
     options: SimOptions, kernel: Any, num_cores: int, *operands: Any, **named: Any
 ) -> nki_sim.Run:
     if kernel is decode_layer or kernel is prefill_layer:
-        options = replace(options, small_elements=_ROUTER_ELEMENTS)
+        options = _routing(options)
     elif kernel is index_blocks:  # its lists are wanted, of which it adds up some in float32
         options = replace(options, mode="full")
     return nki_sim.run(kernel, *operands, lnc=num_cores, options=options, **named)
+
+
+def _routing(options: SimOptions) -> SimOptions:
+    """Return options under which a launch computes what its router decides."""
+    return replace(options, small_elements=_ROUTER_ELEMENTS)
 
 
 def _name_of(kernel: Any) -> str:

@@ -167,17 +167,23 @@ def _arrays(case: Case) -> LayerArrays:
 def _run(case: Case, arrays: LayerArrays, options: SimOptions) -> nki_sim.Run:
     config = case.config()
     check_prefill_layer(config)
+    operands = operands_of(case, arrays, config)
+    return nki_sim.run(prefill_layer, lnc=case.num_cores, options=options, **operands)
+
+
+def operands_of(case: Case, arrays: LayerArrays, config: PrefillLayerConfig) -> dict[str, Any]:
+    """Return the kernel's operands by name."""
 
     def row(vector: Any) -> Any:
         return None if vector is None else vector.reshape(1, -1)
 
-    return nki_sim.run(
-        prefill_layer, arrays.hidden_TH, arrays.router_weight_NH, arrays.gate_up_EH2I,
-        arrays.down_EIH, np.array([[case.first]], np.int32), config, lnc=case.num_cores,
-        options=options, norm_weight=row(arrays.norm_weight_H),
-        selection_bias=row(arrays.selection_bias_N), residual=arrays.residual_TH,
-        **_shared_operands(arrays, config),
-    )  # fmt: skip
+    return {
+        "hidden": arrays.hidden_TH, "router_weight": arrays.router_weight_NH,
+        "gate_up": arrays.gate_up_EH2I, "down": arrays.down_EIH,
+        "first_expert": np.array([[case.first]], np.int32), "config": config,
+        "norm_weight": row(arrays.norm_weight_H), "selection_bias": row(arrays.selection_bias_N),
+        "residual": arrays.residual_TH, **_shared_operands(arrays, config),
+    }  # fmt: skip
 
 
 def _shared_operands(arrays: LayerArrays, config: PrefillLayerConfig) -> dict[str, Any]:
@@ -333,8 +339,13 @@ def test_cost_is_that_of_the_trace(name: str) -> None:
 
 def _counted(case: Case, run: nki_sim.Run, num_passes: int = 1) -> KernelCost:
     """Return what a run, which returned its routing, is said to cost."""
+    return cost_of(case, np.asarray(run.outputs[2]), num_passes)
+
+
+def cost_of(case: Case, index_TK: Any, num_passes: int = 1) -> KernelCost:
+    """Return what a launch that chose these experts of all ranks is said to cost."""
     config = case.config()
-    index_TK = np.asarray(run.outputs[2]) - case.first
+    index_TK = index_TK - case.first
     index_TK[list(case.broken)] = -1
     index_TK = np.where((index_TK >= 0) & (index_TK < case.E), index_TK, -1).astype(np.int32)
     mapping = index_blocks_ref(index_TK, case.E, case.B, config.dims.num_blocks)
