@@ -32,7 +32,7 @@ from nki_kernels.prefill.config import num_partials
 from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
-LONG_INVERSE = 64  # columns of pairs that take about as long to list as first weights to load
+LONG_INVERSE = 32  # columns of pairs that take about as long to list as first weights to load
 _WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row to a token
 
 
@@ -87,10 +87,10 @@ def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     """Whether each core asks for its first weights while its tokens are listed.
 
     They must fit SBUF beside the lists, and come before the first rows are asked for, which would
-    wait for them; where cores share visits they wait for its barriers.
+    wait for them; where cores split the hidden axis they wait for its barriers.
     """
     experts, top_k = config.experts, config.router.formula.top_k
-    if experts.shard.splits_h or experts.shard.num_lanes < num_cores:
+    if experts.shard.splits_h:
         return False
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
     if tokens.count * top_k < LONG_INVERSE:
