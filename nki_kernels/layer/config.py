@@ -10,11 +10,11 @@ from nki.language import NKIObject
 from nki_kernels.combine import CombineDims, check_combine
 from nki_kernels.common.chip import PARTITIONS, SBUF_BYTES
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.token_tiles import split_tokens
+from nki_kernels.common.token_tiles import TokenTiles, split_tokens
 from nki_kernels.common.visits import VisitDims, VisitLists
 from nki_kernels.index import BlockDims, check_index_blocks
 from nki_kernels.index.memory import inverse_bytes
-from nki_kernels.index.token_lists import list_width
+from nki_kernels.index.token_lists import list_width, near_columns
 from nki_kernels.prefill import (
     Expected,
     ExpertSizes,
@@ -105,6 +105,13 @@ def places_width(config: PrefillLayerConfig, num_cores: int) -> int:
     tokens = split_tokens(config.experts.num_tokens, 0, num_cores)
     share = 1.0 / router.num_experts
     return list_width(tokens, router.formula.top_k, config.dims, share, config.experts.tile_rows)
+
+
+def listed_columns(config: PrefillLayerConfig, tokens: TokenTiles) -> int:
+    """Return the columns of pairs that a core lists at once; see `near_columns`."""
+    router, num_experts = config.router, config.dims.num_experts
+    share = num_experts / router.num_experts
+    return near_columns(tokens, router.formula.top_k, num_experts, share)
 
 
 def _check_shared(config: PrefillLayerConfig) -> None:
