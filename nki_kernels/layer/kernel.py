@@ -261,6 +261,8 @@ def _index_tokens(
         near = pull_together(pairs, near_columns)
     else:
         _add_group(sums, pairs, _tiles_of(pairs, 0, count), rows)
+    if config.router.has_norm:
+        nisa.core_barrier(x.normed_TH, _BOTH)
     slot_sb = _place(index, pairs, own_sb, other_sb, config)
     store_slots(index.slot_of_pair_TK, slot_sb, tokens)
     nisa.core_barrier(index.visits[2], _BOTH)
@@ -269,8 +271,6 @@ def _index_tokens(
     if is_early:
         weights = make_weight_buffers(config.experts)
         load_ahead(config.experts, weights, experts, _lists_of(index, config))
-    if config.router.has_norm:
-        nisa.core_barrier(x.normed_TH, _BOTH)
     lists = TokenLists(sums, pairs, tokens, columns, width)
     passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
     wanted = _keep_columns(columns, width)
