@@ -155,7 +155,7 @@ def add_values(
     line_sb, numbers_sb = numbers
     moving = nl.ndarray(numbers_sb.shape, nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=moving, data=numbers_sb, op0=nl.equal, operand0=places[1])
-    if len(values) == WEIGHT_TERMS:
+    if dtype == nl.bfloat16:
         marked = _mark_on_others(line_sb, places[0], values)
     else:
         marked = []

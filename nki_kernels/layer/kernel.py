@@ -261,12 +261,12 @@ def _index_tokens(
         near = pull_together(pairs, near_columns)
     else:
         _add_group(sums, pairs, _tiles_of(pairs, 0, count), rows)
-    if config.router.has_norm:
-        nisa.core_barrier(x.normed_TH, _BOTH)
     slot_sb = _place(index, pairs, own_sb, other_sb, config)
     store_slots(index.slot_of_pair_TK, slot_sb, tokens)
     nisa.core_barrier(index.visits[2], _BOTH)
     columns = _load_columns(index, rows, config)
+    if config.router.has_norm:
+        nisa.core_barrier(x.normed_TH, _BOTH)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
         weights = make_weight_buffers(config.experts)
