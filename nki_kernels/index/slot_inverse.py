@@ -155,13 +155,41 @@ def add_values(
     line_sb, numbers_sb = numbers
     moving = nl.ndarray(numbers_sb.shape, nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=moving, data=numbers_sb, op0=nl.equal, operand0=places[1])
+    if dtype == nl.bfloat16:
+        marked = _mark_on_others(line_sb, places[0], values)
+    else:
+        marked = []
+        for value in values:
+            marked_sb = nl.ndarray(line_sb.shape, dtype, buffer=nl.sbuf)
+            nisa.tensor_scalar(
+                dst=marked_sb, data=line_sb, op0=nl.equal, operand0=places[0], op1=nl.multiply,
+                operand1=value,
+            )  # fmt: skip
+            marked.append(marked_sb)
     for term in range(len(values)):
-        stationary = nl.ndarray(line_sb.shape, dtype, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=stationary, data=line_sb, op0=nl.equal, operand0=places[0], op1=nl.multiply,
-            operand1=values[term],
-        )  # fmt: skip
-        add_pairs(inverse_ps, stationary, moving, accumulate or term > 0)
+        add_pairs(inverse_ps, marked[term], moving, accumulate or term > 0)
+
+
+def _mark_on_others(
+    line_sb: nl.ndarray, row: nl.ndarray, values: list[nl.ndarray]
+) -> list[nl.ndarray]:
+    """Return values at the rows of 128 pairs, [128, rows] bfloat16 each: the Vector engine marks
+    the rows once, others, which have less to do, multiply.
+    """
+    equal_sb = nl.ndarray(line_sb.shape, nl.bfloat16, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=equal_sb, data=line_sb, op0=nl.equal, operand0=row)
+    marked = []
+    for term in range(len(values)):
+        marked_sb = nl.ndarray(line_sb.shape, nl.bfloat16, buffer=nl.sbuf)
+        if term == 0:
+            nisa.tensor_tensor(
+                dst=marked_sb, data1=equal_sb, data2=values[0].broadcast(1, line_sb.shape[1]),
+                op=nl.multiply, engine=nisa.engine.gpsimd,
+            )  # fmt: skip
+        else:
+            nisa.activation(dst=marked_sb, op=nl.copy, data=equal_sb, scale=values[term])
+        marked.append(marked_sb)
+    return marked
 
 
 def add_pairs(

@@ -11,10 +11,15 @@ Column place * E + expert of a [R, W] tile tells who is there (token_sums.py), f
 twice what an expert gets where tokens choose alike. Places beyond them are the business of further
 passes, in a loop with a run-time trip count. The token of a slot is the sum of both cores' columns,
 as it has one at most; visits.py lists the columns of each visit.
+
+Where few pairs have an expert here, as on ranks that split the experts, those of a partition are
+pulled together first, the largest key of each pair eight at a time, so that one-hots are made of
+hardly more than these. Pairs beyond the columns they get are added in a loop, again in few columns.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import nki.isa as nisa
@@ -33,12 +38,24 @@ from nki_kernels.index.kernel import (
     look_up_columns,
     mark_tile,
 )
-from nki_kernels.index.memory import COUNT_BANKS, index_table, ranked_tiles
+from nki_kernels.index.memory import AT_ONCE, COUNT_BANKS, index_table, ranked_tiles
 from nki_kernels.index.slot_inverse import GROUP, exchange
-from nki_kernels.index.token_sums import TokenSums, add_tokens, start_tokens, tell_tokens
+from nki_kernels.index.token_sums import (
+    TokenSums,
+    add_tokens,
+    num_token_terms,
+    start_tokens,
+    tell_tokens,
+    value_tokens,
+)
 
 NOBODY = float(1 << 20)  # minus the number of a pair without an expert: its place is below all
 _FLOOR = 128  # columns that cost a matmul as much as fewer do, two to a sum
+# A pair's key: its expert, its number there, and its tile of tokens; 23 bits.
+_EXPERT, _NUMBER, _MOST_EXPERTS = 1 << 17, 1 << 5, 64
+_NO_KEY = -float(1 << 23)  # of no expert: a negative one, whose column is none
+MORE_NEAR = 2 * AT_ONCE  # columns of near pairs of a further trip
+_WORTH = 32  # columns of pairs less, that pay for pulling the others together
 
 
 @dataclass
@@ -82,6 +99,25 @@ def list_width(tokens: TokenTiles, top_k: int, dims: BlockDims, share: float, ro
     places = max(-(-int(2 * expected) // rows), _FLOOR // dims.num_experts)
     most = max(1, -(-tokens.rows // rows))
     return min(places, most, GROUP // dims.num_experts) * dims.num_experts
+
+
+def near_columns(tokens: TokenTiles, top_k: int, num_experts: int, share: float) -> int:
+    """Return the columns of pairs that are added to the lists at once: of all pairs, or of those
+    that are pulled together.
+
+    Args:
+        tokens: of a core.
+        top_k: K.
+        num_experts: E.
+        share: of all experts that are here.
+    """
+    every = max(1, tokens.count) * top_k
+    if num_experts > _MOST_EXPERTS or num_token_terms(tokens.rows) > 1:
+        return every
+    expected = every * share
+    # Four deviations where tokens choose alike.
+    near = -(-int(expected + 4.0 * math.sqrt(expected)) // AT_ONCE) * AT_ONCE
+    return near if near + _WORTH <= every else every
 
 
 def start_ranks(
@@ -204,8 +240,123 @@ def start_lists(tokens: TokenTiles, rows: int, width: int) -> TokenSums:
 
 def add_to_lists(sums: TokenSums, pairs: RankedPairs, tiles: slice) -> None:
     """Add some tiles of tokens to the lists, those of tile 0 first."""
-    columns = columns_of(pairs, tiles)
-    add_tokens(sums, pairs.row_sb[:, columns], pairs.column_sb[:, columns], tiles)
+    columns, starts = columns_of(pairs, tiles), tiles.start == 0
+    row, column = pairs.row_sb[:, columns], pairs.column_sb[:, columns]
+    add_tokens(sums, row, column, tiles, sums.values, not starts)
+
+
+@dataclass
+class NearPairs(nl.NKIObject):
+    """Pairs with an expert here, pulled together on their partitions."""
+
+    key_sb: nl.ndarray  # [128, pairs] float32, keys of all pairs but the found ones; < 0 for none
+    found_sb: nl.ndarray  # [128, columns] float32, those of the largest keys
+    rest_ps: nl.ndarray  # [1, 128] float32, how many more there are of each partition
+
+
+def pull_together(pairs: RankedPairs, columns: int) -> NearPairs:
+    """Find the pairs with the largest keys, once all have numbers."""
+    tiles = pairs.counts.chosen_sb.shape[1]
+    tile_sb = count_up(tiles, nl.int32)
+    key_sb = nl.ndarray(pairs.number_sb.shape, nl.float32, buffer=nl.sbuf)
+    shape = (tiles, key_sb.shape[1] // tiles)
+    nisa.scalar_tensor_tensor(
+        dst=key_sb.reshape_dim(1, shape), data=pairs.number_sb.reshape_dim(1, shape),
+        op0=nl.multiply, operand0=float(_NUMBER), op1=nl.add,
+        operand1=tile_sb.expand_dim(2).broadcast(2, shape[1]),
+    )  # fmt: skip
+    nisa.scalar_tensor_tensor(
+        dst=key_sb, data=pairs.expert_sb, op0=nl.multiply, operand0=float(_EXPERT), op1=nl.add,
+        operand1=key_sb,
+    )  # fmt: skip
+    found_sb = _take_largest(key_sb, columns)
+    left_sb = nl.ndarray(key_sb.shape, nl.bfloat16, buffer=nl.sbuf)
+    rest_sb = nl.ndarray((PARTITIONS, 1), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar_reduce(
+        dst=left_sb, data=key_sb, op0=nl.greater_equal, operand0=0.0, reduce_op=nl.add,
+        reduce_res=rest_sb,
+    )  # fmt: skip
+    rest_ps = nl.ndarray((1, PARTITIONS), nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=rest_ps, data=rest_sb)
+    return NearPairs(key_sb, found_sb, rest_ps)
+
+
+def add_near(
+    sums: TokenSums, near: NearPairs, tokens: TokenTiles, num_experts: int, rows: int
+) -> None:
+    """Add the pairs that have been pulled together to the lists, which they start; the others, of
+    partitions that have more, in a loop.
+
+    Args:
+        sums: to which nothing has been added.
+        near: of all pairs of this core.
+        tokens: of this core.
+        num_experts: E.
+        rows: R.
+    """
+    most_sb = nl.ndarray((1, 1), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=near.rest_ps, axis=1)
+    trips_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
+    divide_up(trips_sb, most_sb, MORE_NEAR)
+    _add_found(sums, near.found_sb, tokens, num_experts, rows, False)
+    trips = nisa.register_alloc()
+    nisa.register_load(trips, trips_sb)
+
+    def add_more(_trip: int) -> None:
+        found_sb = _take_largest(near.key_sb, MORE_NEAR)
+        _add_found(sums, found_sb, tokens, num_experts, rows, True)
+
+    nl.fori_loop(0, trips, add_more)
+
+
+def _take_largest(key_sb: nl.ndarray, columns: int) -> nl.ndarray:
+    """Return the largest keys of each partition, [128, columns]; no key stays in their places."""
+    found_sb = nl.ndarray((PARTITIONS, columns), nl.float32, buffer=nl.sbuf)
+    for first in range(0, columns, AT_ONCE):
+        found = found_sb[:, first : first + AT_ONCE]
+        nisa.max8(dst=found, src=key_sb)
+        nisa.nc_match_replace8(dst=key_sb, data=key_sb, vals=found, imm=_NO_KEY)
+    return found_sb
+
+
+def _add_found(
+    sums: TokenSums,
+    found_sb: nl.ndarray,
+    tokens: TokenTiles,
+    num_experts: int,
+    rows: int,
+    accumulate: bool,
+) -> None:
+    """Add the pairs of some keys to the lists; powers of two divide keys exactly."""
+    shape = found_sb.shape
+    kept_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=kept_sb, data=found_sb, op0=nl.maximum, operand0=_NO_KEY)
+    rest_sb, tile_sb = _split_keys(kept_sb, _NUMBER)
+    expert_sb, number_sb = _split_keys(rest_sb, _EXPERT // _NUMBER)
+    place_sb, row_sb = _split_keys(number_sb, rows)
+    column_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=column_sb, data=place_sb, op0=nl.multiply, operand0=float(num_experts), op1=nl.add,
+        operand1=expert_sb,
+    )  # fmt: skip
+    first_sb = nl.ndarray((PARTITIONS, 1), nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=first_sb, pattern=[[1, 1]], offset=1, channel_multiplier=max(1, tokens.count))
+    token_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=token_sb, data=tile_sb, op0=nl.add, operand0=first_sb)
+    values = value_tokens(token_sb, tokens.rows)
+    add_tokens(sums, row_sb, column_sb, slice(0, shape[1]), values, accumulate)
+
+
+def _split_keys(data: nl.ndarray, divisor: int) -> tuple[nl.ndarray, nl.ndarray]:
+    """Return quotients, int32, and remainders, float32."""
+    quotient_sb = nl.ndarray(data.shape, nl.int32, buffer=nl.sbuf)
+    divide_down(quotient_sb, data, divisor)
+    rest_sb = nl.ndarray(data.shape, nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=rest_sb, data=quotient_sb, op0=nl.multiply, operand0=-float(divisor), op1=nl.add,
+        operand1=data,
+    )  # fmt: skip
+    return quotient_sb, rest_sb
 
 
 def slots_of(pairs: RankedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> nl.ndarray:

@@ -31,24 +31,28 @@ _GPSIMD_TURNS, _SCALAR_TURNS, _TURNS = 3, 2, 8
 
 
 @dataclass
-class TokenSums(nl.NKIObject):
-    """Sums over pairs that some have been added to; two columns share one, or none does."""
+class TokenValues(nl.NKIObject):
+    """Numbers of tokens as sums take them, [128, tokens] float32 each."""
 
-    sums_ps: nl.ndarray  # [R, columns] float32
-    line_sb: nl.ndarray  # [128, R] float16, the row that each column stands for
-    numbers_sb: nl.ndarray  # [128, columns] float16, 0, 1, ...
-    terms: list[nl.ndarray]  # [128, tiles] float32, which add up to the number of a token
+    terms: list[nl.ndarray]  # which add up to the number
     # Of sums that are shared, one of each: sign and size of the number, and minus its size.
     signs: list[nl.ndarray]
     sizes: list[nl.ndarray]
     minus_sizes: list[nl.ndarray]
 
 
+@dataclass
+class TokenSums(nl.NKIObject):
+    """Sums over pairs that some have been added to; two columns share one, or none does."""
+
+    sums_ps: nl.ndarray  # [R, columns] float32
+    line_sb: nl.ndarray  # [128, R] float16, the row that each column stands for
+    numbers_sb: nl.ndarray  # [128, columns] float16, 0, 1, ...
+    values: TokenValues  # of this core's tokens, as they lie on the partitions
+
+
 def start_tokens(tokens: TokenTiles, rows: int, width: int, is_backwards: bool) -> TokenSums:
     """Return sums to which nothing has been added.
-
-    Counted from the core's first, a token needs one term if there are up to 4,096 of them, which
-    are told from none by leaving zero out.
 
     Args:
         tokens: of this core.
@@ -59,47 +63,64 @@ def start_tokens(tokens: TokenTiles, rows: int, width: int, is_backwards: bool) 
     count = max(1, tokens.count)
     number_sb = nl.ndarray((PARTITIONS, count), nl.int32, buffer=nl.sbuf)
     nisa.iota(dst=number_sb, pattern=[[1, count]], offset=1, channel_multiplier=count)
-    signs, sizes, minus_sizes = [], [], []
-    if num_token_terms(tokens.rows) == 1:
-        value_sb = _leave_out_zero(number_sb)
-        terms, columns = [value_sb], _half(width)
-        signs.append(nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf))
-        nisa.activation(dst=signs[0], op=nl.sign, data=value_sb)
-        sizes.append(nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf))
-        nisa.tensor_scalar(dst=sizes[0], data=value_sb, op0=nl.abs, operand0=0.0)
-        minus_sizes.append(nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf))
-        nisa.tensor_scalar(dst=minus_sizes[0], data=sizes[0], op0=nl.multiply, operand0=-1.0)
-    else:
-        terms, columns = split_digits(number_sb, num_token_terms(tokens.rows)), width
+    values = value_tokens(number_sb, tokens.rows)
+    columns = _half(width) if len(values.terms) == 1 else width
     line_sb = nl.ndarray((PARTITIONS, rows), nl.float16, buffer=nl.sbuf)
     step = -1 if is_backwards else 1
     first = rows - 1 if is_backwards else 0
     nisa.iota(dst=line_sb, pattern=[[step, rows]], offset=first, channel_multiplier=0)
     sums_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
     numbers_sb = count_up(columns, nl.float16)
-    return TokenSums(sums_ps, line_sb, numbers_sb, terms, signs, sizes, minus_sizes)
+    return TokenSums(sums_ps, line_sb, numbers_sb, values)
 
 
-def add_tokens(sums: TokenSums, row_sb: nl.ndarray, column_sb: nl.ndarray, tiles: slice) -> None:
-    """Add the pairs of some tiles of tokens; those of tile 0 come first, and start the sums.
+def value_tokens(number_sb: nl.ndarray, rows: int) -> TokenValues:
+    """Return numbers of tokens as sums take them: of one term if there are up to 4,096, which are
+    told from none by leaving zero out.
+
+    Args:
+        number_sb: [128, tokens], 1 and up, counted from the core's first token.
+        rows: tokens of this core.
+    """
+    if num_token_terms(rows) > 1:
+        return TokenValues(split_digits(number_sb, num_token_terms(rows)), [], [], [])
+    value_sb = _leave_out_zero(number_sb)
+    sign_sb = nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=sign_sb, op=nl.sign, data=value_sb)
+    size_sb = nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=size_sb, data=value_sb, op0=nl.abs, operand0=0.0)
+    minus_sb = nl.ndarray(value_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=minus_sb, data=size_sb, op0=nl.multiply, operand0=-1.0)
+    return TokenValues([value_sb], [sign_sb], [size_sb], [minus_sb])
+
+
+def add_tokens(
+    sums: TokenSums,
+    row_sb: nl.ndarray,
+    column_sb: nl.ndarray,
+    tiles: slice,
+    values: TokenValues,
+    accumulate: bool,
+) -> None:
+    """Add the pairs of some tokens.
 
     Args:
         sums: to add to.
         row_sb: [128, pairs] float32, rows of these pairs.
         column_sb: likewise, columns; what is none of the columns has no pair.
-        tiles: of the pairs.
+        tiles: columns of the values, which as many of the pairs have each.
+        values: numbers of tokens.
+        accumulate: False for those that come first, and start the sums.
     """
-    count = tiles.stop - tiles.start
-    shared = row_sb.shape[1] // count
-    if len(sums.terms) == 1:
-        _add_shared(sums, row_sb, column_sb, tiles)
+    if len(values.terms) == 1:
+        _add_shared(sums, row_sb, column_sb, tiles, values, accumulate)
         return
+    shared = row_sb.shape[1] // (tiles.stop - tiles.start)
     for pair in range(row_sb.shape[1]):
         places = (row_sb[:, pair : pair + 1], column_sb[:, pair : pair + 1])
-        values = columns_of_terms(sums.terms, tiles.start + pair // shared)
-        accumulate = tiles.start + pair > 0
+        terms = columns_of_terms(values.terms, tiles.start + pair // shared)
         numbers = (sums.line_sb, sums.numbers_sb)
-        add_values(sums.sums_ps, values, nl.float16, places, numbers, accumulate)
+        add_values(sums.sums_ps, terms, nl.float16, places, numbers, accumulate or pair > 0)
 
 
 def tell_tokens(sums: TokenSums, tokens: TokenTiles, width: int) -> nl.ndarray:
@@ -108,7 +129,7 @@ def tell_tokens(sums: TokenSums, tokens: TokenTiles, width: int) -> nl.ndarray:
     own_sb = nl.ndarray((rows, width + 1), nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=own_sb[:, width : width + 1], value=0.0, engine=nisa.engine.gpsimd)
     told = own_sb[:, 0:width]
-    is_signed = len(sums.terms) == 1
+    is_signed = len(sums.values.terms) == 1
     if is_signed:
         _tell_apart(told, sums.sums_ps)
     else:
@@ -166,13 +187,20 @@ def _count_from(own_sb: nl.ndarray, first: float, is_signed: bool) -> None:
     nisa.tensor_tensor(dst=own_sb, data1=own_sb, data2=shift_sb, op=nl.add)
 
 
-def _add_shared(sums: TokenSums, row_sb: nl.ndarray, column_sb: nl.ndarray, tiles: slice) -> None:
+def _add_shared(
+    sums: TokenSums,
+    row_sb: nl.ndarray,
+    column_sb: nl.ndarray,
+    tiles: slice,
+    values: TokenValues,
+    accumulate: bool,
+) -> None:
     """Add pairs to sums that two columns share."""
     half, top_k = sums.sums_ps.shape[1], row_sb.shape[1] // (tiles.stop - tiles.start)
-    here_sb, factor_sb = _share_columns(column_sb, half, sums.signs[0][:, tiles])
+    here_sb, factor_sb = _share_columns(column_sb, half, values.signs[0][:, tiles])
     for tile in range(tiles.start, tiles.stop):
         first = (tile - tiles.start) * top_k
-        marked = _mark_rows(sums, row_sb[:, first : first + top_k], tile)
+        marked = _mark_rows(sums, row_sb[:, first : first + top_k], values, tile)
         for choice in range(top_k):
             column = slice(first + choice, first + choice + 1)
             moving = nl.ndarray((PARTITIONS, half), nl.bfloat16, buffer=nl.sbuf)
@@ -180,7 +208,7 @@ def _add_shared(sums: TokenSums, row_sb: nl.ndarray, column_sb: nl.ndarray, tile
                 dst=moving, data=sums.numbers_sb, op0=nl.equal, operand0=here_sb[:, column],
                 op1=nl.multiply, operand1=factor_sb[:, column],
             )  # fmt: skip
-            add_pairs(sums.sums_ps, marked[choice], moving, tile + choice > 0)
+            add_pairs(sums.sums_ps, marked[choice], moving, accumulate or first + choice > 0)
 
 
 def _share_columns(
@@ -209,7 +237,9 @@ def _share_columns(
     return here_sb, factor_sb
 
 
-def _mark_rows(sums: TokenSums, row_sb: nl.ndarray, tile: int) -> list[nl.ndarray]:
+def _mark_rows(
+    sums: TokenSums, row_sb: nl.ndarray, values: TokenValues, tile: int
+) -> list[nl.ndarray]:
     """Return the sizes of the pairs of a tile, each at its row, [128, R] for each choice."""
     marked: list[nl.ndarray] = []
     top_k = row_sb.shape[1]
@@ -218,23 +248,25 @@ def _mark_rows(sums: TokenSums, row_sb: nl.ndarray, tile: int) -> list[nl.ndarra
         turn = (tile * top_k + choice) % _TURNS
         if turn < _GPSIMD_TURNS:
             count = min(_GPSIMD_TURNS - turn, top_k - choice)
-            several_sb = _mark_several(sums, row_sb[:, choice : choice + count], tile)
+            several_sb = _mark_several(sums, row_sb[:, choice : choice + count], values, tile)
             for number in range(count):
                 marked.append(several_sb[:, number, :])
         elif turn < _GPSIMD_TURNS + _SCALAR_TURNS:
-            marked.append(_mark_by_distance(sums, row_sb[:, choice : choice + 1], tile))
+            marked.append(_mark_by_distance(sums, row_sb[:, choice : choice + 1], values, tile))
         else:
             marked_sb = nl.ndarray(sums.line_sb.shape, nl.float16, buffer=nl.sbuf)
             nisa.tensor_scalar(
                 dst=marked_sb, data=sums.line_sb, op0=nl.equal,
                 operand0=row_sb[:, choice : choice + 1], op1=nl.multiply,
-                operand1=sums.sizes[0][:, tile : tile + 1],
+                operand1=values.sizes[0][:, tile : tile + 1],
             )  # fmt: skip
             marked.append(marked_sb)
     return marked
 
 
-def _mark_several(sums: TokenSums, row_sb: nl.ndarray, tile: int) -> nl.ndarray:
+def _mark_several(
+    sums: TokenSums, row_sb: nl.ndarray, values: TokenValues, tile: int
+) -> nl.ndarray:
     """Return what `_mark_rows` does of some choices, [128, choices, R], by GpSimd, which compares
     two tiles and nothing else; the Scalar engine multiplies.
     """
@@ -246,16 +278,18 @@ def _mark_several(sums: TokenSums, row_sb: nl.ndarray, tile: int) -> nl.ndarray:
     )  # fmt: skip
     marked_sb = nl.ndarray(equal_sb.shape, nl.float16, buffer=nl.sbuf)
     nisa.activation(
-        dst=marked_sb, op=nl.copy, data=equal_sb, scale=sums.sizes[0][:, tile : tile + 1]
+        dst=marked_sb, op=nl.copy, data=equal_sb, scale=values.sizes[0][:, tile : tile + 1]
     )
     return marked_sb
 
 
-def _mark_by_distance(sums: TokenSums, row: nl.ndarray, tile: int) -> nl.ndarray:
+def _mark_by_distance(
+    sums: TokenSums, row: nl.ndarray, values: TokenValues, tile: int
+) -> nl.ndarray:
     """Return what `_mark_rows` does of one choice, by the Scalar engine, which compares nothing:
     size - size * distance^2 is above 0 at no distance alone.
     """
-    size, minus_size = sums.sizes[0], sums.minus_sizes[0]
+    size, minus_size = values.sizes[0], values.minus_sizes[0]
     distance_sb = nl.ndarray(sums.line_sb.shape, nl.bfloat16, buffer=nl.sbuf)
     nisa.activation(dst=distance_sb, op=nl.square, data=sums.line_sb, bias=row, scale=-1.0)
     marked_sb = nl.ndarray(sums.line_sb.shape, nl.float16, buffer=nl.sbuf)

@@ -11,8 +11,14 @@ from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import Ints, VisitLists
 from nki_kernels.index.cost import rank_columns, row_size, visit_list_bytes
 from nki_kernels.index.slot_inverse import WEIGHT_TERMS
+from nki_kernels.index.token_lists import MORE_NEAR
 from nki_kernels.index.token_sums import token_columns
-from nki_kernels.layer.config import PrefillLayerConfig, places_width, shared_visits
+from nki_kernels.layer.config import (
+    PrefillLayerConfig,
+    listed_columns,
+    places_width,
+    shared_visits,
+)
 from nki_kernels.prefill import cost_blockwise_moe
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import cost_router_topk
@@ -28,6 +34,7 @@ def cost_prefill_layer(
     residual_bytes: int = 2,
     num_whole: int | None = None,
     num_passes: int = 1,
+    num_more: int = 0,
 ) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
@@ -39,6 +46,7 @@ def cost_prefill_layer(
         num_whole: tokens that are numbers, which shared experts compute, the first ones; all by
             default.
         num_passes: over the pairs, to list the tokens of an expert that many choose.
+        num_more: trips of each core over pairs that have not been pulled together.
 
     Raises:
         ValueError: as of `cost_blockwise_moe`.
@@ -53,7 +61,7 @@ def cost_prefill_layer(
     if config.out.has_residual:
         beside += num_tokens * H * residual_bytes
     stages = (
-        _front_cost(config, num_passes),
+        _front_cost(config, num_passes, num_more),
         cost_blockwise_moe(experts, lists, slots, has_ids=True), output,
         KernelCost(beside, 0, 0), _shared_cost(config, num_whole),
     )  # fmt: skip
@@ -75,7 +83,7 @@ def _shared_cost(config: PrefillLayerConfig, num_whole: int | None) -> KernelCos
     return cost_blockwise_moe(shared, shared_visits(shared), tokens) + added
 
 
-def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
+def _front_cost(config: PrefillLayerConfig, num_passes: int, num_more: int) -> KernelCost:
     """Return the work up to the experts; choices stay on chip unless they are returned."""
     top_k, cores = config.router.formula.top_k, config.experts.num_cores
     num_tokens, visits = config.experts.num_tokens, config.visits
@@ -93,8 +101,12 @@ def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
     for core in range(cores):
         tokens = split_tokens(num_tokens, core, cores)
         read += PARTITIONS * _WORD_BYTES if tokens.count else 0
-        of_pair = num_passes * token_columns(tokens.rows, width)
-        of_pair += WEIGHT_TERMS * row_size(config.dims) if scales else 0
-        columns += rank_columns(tokens, config.dims) + max(1, tokens.count) * top_k * of_pair
+        pairs, listed = max(1, tokens.count) * top_k, listed_columns(config, tokens)
+        # How many pairs are left of each partition is turned once.
+        columns += PARTITIONS if listed < pairs else 0
+        listed += num_more * MORE_NEAR + (num_passes - 1) * pairs
+        columns += listed * token_columns(tokens.rows, width)
+        columns += pairs * WEIGHT_TERMS * row_size(config.dims) if scales else 0
+        columns += rank_columns(tokens, config.dims)
     index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
     return cost_router_topk(config.router, num_tokens) + index

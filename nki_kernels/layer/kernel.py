@@ -69,6 +69,7 @@ from nki_kernels.index.slot_inverse import exchange, invert_weights
 from nki_kernels.index.token_lists import (
     NOBODY,
     RankedPairs,
+    add_near,
     add_to_lists,
     count_choices,
     count_group,
@@ -76,6 +77,7 @@ from nki_kernels.index.token_lists import (
     mark_group,
     more_passes,
     place_group,
+    pull_together,
     rank_group,
     slots_of,
     start_lists,
@@ -84,6 +86,7 @@ from nki_kernels.index.token_lists import (
 from nki_kernels.index.token_sums import TokenSums
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
+    listed_columns,
     loads_ahead,
     num_shared_slots,
     places_width,
@@ -254,11 +257,18 @@ def _index_tokens(
     other_sb = exchange(own_sb)
     # Engines work in order: the other core's counts are on their way.
     sums = start_lists(tokens, rows, width)
-    _add_group(sums, pairs, _tiles_of(pairs, 0, count), rows)
+    near_columns = listed_columns(config, tokens)
+    is_near = near_columns < count * top_k
+    if is_near:
+        near = pull_together(pairs, near_columns)
+    else:
+        _add_group(sums, pairs, _tiles_of(pairs, 0, count), rows)
     slot_sb = _place(index, pairs, own_sb, other_sb, config)
     store_slots(index.slot_of_pair_TK, slot_sb, tokens)
-    _meet(x, index, config)
+    nisa.core_barrier(index.visits[2], _BOTH)
     columns = _load_columns(index, rows, config)
+    if config.router.has_norm:
+        nisa.core_barrier(x.normed_TH, _BOTH)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
         weights = make_weight_buffers(config.experts)
@@ -266,8 +276,11 @@ def _index_tokens(
     lists = TokenLists(sums, pairs, tokens, columns, width)
     passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
     wanted = _keep_columns(columns, width)
-    for group in range(1, groups):
-        _add_group(sums, pairs, _tiles_of(pairs, group, count), rows)
+    if is_near:
+        add_near(sums, near, tokens, config.dims.num_experts, rows)
+    else:
+        for group in range(1, groups):
+            _add_group(sums, pairs, _tiles_of(pairs, group, count), rows)
     found = look_up_tokens(sums, tokens, width, wanted)
     # The other core's lists are on their way.
     affinities_sb = _weigh(local, index, config, tokens)
@@ -289,13 +302,6 @@ def _add_group(sums: TokenSums, pairs: RankedPairs, tiles: slice, rows: int) -> 
 def _tiles_of(pairs: RankedPairs, group: int, count: int) -> slice:
     """Return the tiles of tokens of a group."""
     return slice(group * pairs.group, min((group + 1) * pairs.group, count))
-
-
-def _meet(x: RouterOperands, index: LayerIndex, config: PrefillLayerConfig) -> None:
-    """Wait until both cores have written tokens and visits."""
-    if config.router.has_norm:
-        nisa.core_barrier(x.normed_TH, _BOTH)
-    nisa.core_barrier(index.visits[2], _BOTH)
 
 
 def _place(
@@ -360,8 +366,9 @@ def _fill_ids(
         nisa.register_load(trips, passes_sb)
 
         def next_pass(_trip: int) -> None:
-            _pass_columns(lists)
-            add_to_lists(lists.sums, lists.pairs, slice(0, max(1, lists.tokens.count)))
+            _pass_columns(lists, config)
+            tiles = slice(0, max(1, lists.tokens.count))
+            _add_group(lists.sums, lists.pairs, tiles, config.experts.tile_rows)
             wanted = _keep_columns(lists.columns, lists.width)
             for more_sb in look_up_tokens(lists.sums, lists.tokens, lists.width, wanted):
                 nisa.tensor_tensor(dst=found[0], data1=found[0], data2=more_sb, op=nl.add)
@@ -392,10 +399,12 @@ def _keep_columns(columns: list[nl.NkiTensor], width: int) -> list[nl.NkiTensor]
     return kept
 
 
-def _pass_columns(lists: TokenLists) -> None:
-    """Count columns from the next pass on; those of earlier passes lie beyond all."""
-    pair_sb = lists.pairs.column_sb
-    nisa.tensor_scalar(dst=pair_sb, data=pair_sb, op0=nl.add, operand0=-float(lists.width))
+def _pass_columns(lists: TokenLists, config: PrefillLayerConfig) -> None:
+    """Count from the next pass on; columns of earlier passes lie beyond all."""
+    number_sb = lists.pairs.number_sb
+    nisa.tensor_scalar(
+        dst=number_sb, data=number_sb, op0=nl.add, operand0=-float(lists_room(lists, config))
+    )
     for column_sb in lists.columns:
         nisa.tensor_scalar(dst=column_sb, data=column_sb, op0=nl.add, operand0=-float(lists.width))
         earlier_sb = nl.ndarray(column_sb.shape, nl.int32, buffer=nl.sbuf)

@@ -35,9 +35,9 @@ Loads of the next tile overlap.
 
 Steps:
     1. Split the tokens over the cores; allocate the outputs in HBM (the same on both cores).
-    2. Load the router's weight, transposed, and repeat biases and norm weight on the partitions.
-    3. Per tile of 128 tokens: load, add up squares, normalise, transpose; later tiles' before this
-       one's choice.
+    2. Per tile of 128 tokens: load, add up squares, normalise, transpose; later tiles' before this
+       one's choice. The norm's weight, on all partitions, comes behind the first tile.
+    3. Load the router's weight, transposed, and its biases, before the first product.
     4. Multiply, add the bias; choose experts, and add up what weighing them needs of all experts.
     5. Number and weigh the experts of all tiles (router_choice.py); store them, at once too.
 """
@@ -94,7 +94,7 @@ class _RouterConstants(nl.NKIObject):
     selection_bias_sb: nl.ndarray  # [128, E] float32
     norm_weight_sb: nl.ndarray  # [128, H]
     norm_weight_ps: nl.ndarray  # the first columns of it in PSUM
-    squares_sb: nl.ndarray  # [128, H], scratch of the norm
+    scaled_sb: nl.ndarray  # [128, PIECE] float32, scratch of GpSimd
 
 
 @dataclass
@@ -187,22 +187,27 @@ def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> 
     table, ahead = router_table(config, tokens.rows, 2), 1
     if sbuf_bytes(table) > SBUF_BYTES:
         table, ahead = router_table(config, tokens.rows, 1), 0
-    constants = _load_constants(x, config, table, tokens)
     routed = _allocate_routed(config, table, tokens)
     # Engines work in order: a tile is chosen for while the next one is multiplied, the one after
     # that turned, one more normalised, and the squares of two more added up.
     squared = 2 * ahead
     early = squared + ahead if config.has_norm else 0
     loaded, normed, turned, logits = [], [], [], []
+    # What is constant is asked for where it is first used: no tile waits for more than it needs.
+    squares_sb = allocate(table.squares)[0] if config.has_norm else None
+    loaded.append(_load_hidden(x, squares_sb, config, table, tokens, 0))
+    constants = _load_norm(x, config, table, tokens)
     for step in range(tokens.count + early + 2 * ahead):
-        if step < tokens.count:
-            loaded.append(_load_hidden(x, constants, config, table, tokens, step))
+        if 0 < step < tokens.count:
+            loaded.append(_load_hidden(x, squares_sb, config, table, tokens, step))
         if config.has_norm and 0 <= step - squared and step - squared < tokens.count:
             first = loaded.pop(0)
-            normed.append(_normalize(first, x, constants, table, tokens, step - squared))
+            normed.append(_normalize(first, x, constants, config, table, tokens, step - squared))
         if 0 <= step - early and step - early < tokens.count:
             rows_sb = normed.pop(0) if config.has_norm else loaded.pop(0).hidden_sb
             turned.append(_turn_hidden(rows_sb, constants, table, step - early))
+        if step == early + ahead:
+            _load_router(constants, x, config, table, tokens)
         if 0 <= step - early - ahead and step - early - ahead < tokens.count:
             logits.append(_multiply(turned.pop(0), constants, config))
         if 0 <= step - early - 2 * ahead:
@@ -334,36 +339,47 @@ def _mark_broken(spoils: nl.ndarray, logits: nl.ndarray, num_experts: int) -> No
     )
 
 
-def _load_constants(
+def _load_norm(
     x: RouterOperands, config: RouterConfig, table: RouterTable, tokens: TokenTiles
 ) -> _RouterConstants:
-    """Load and transpose the router's weight; repeat the row vectors on the partitions in use."""
-    router_weight_EH = x.router_weight_EH
-    num_experts, hidden_size = router_weight_EH.shape
-    weight_sb = allocate(table.weight)[0]
-    for expert in range(0, num_experts, PARTITIONS):
-        rows = min(PARTITIONS, num_experts - expert)
-        source = router_weight_EH[expert : expert + rows, :]
-        _load_turned(weight_sb[:, :, expert : expert + rows], source)
-    if config.has_gate:
-        _load_turned(weight_sb[:, :, num_experts : num_rows(config)], x.gate_1H)
+    """Repeat the norm's weight on the partitions in use; `_load_router` does what is left."""
+    weight_sb, hidden_size = allocate(table.weight)[0], x.hidden_TH.shape[1]
     used = used_partitions(tokens)
     constants = _RouterConstants(weight_sb, weight_sb, weight_sb, weight_sb, weight_sb, weight_sb)
-    if config.formula.has_bias:
-        constants.bias_sb = _repeat_row(x.bias_1E, allocate_rows(table.bias, used))
-    if config.formula.has_selection_bias:
-        selection_bias_sb = allocate_rows(table.selection_bias, used)
-        constants.selection_bias_sb = _repeat_row(x.selection_bias_1E, selection_bias_sb)
     if config.has_norm:
         norm_sb = nl.ndarray((used, hidden_size), x.norm_weight_1H.dtype, buffer=nl.sbuf)
         constants.norm_weight_sb = _repeat_row(x.norm_weight_1H, norm_sb)
-        constants.squares_sb = allocate(table.squares)[0]
+        if table.scaled.number > 0:
+            constants.scaled_sb = allocate(table.scaled)[0]
         columns = _norm_columns(norm_sb, table)
         constants.norm_weight_ps = nl.ndarray((used, columns), norm_sb.dtype, buffer=nl.psum)
         for start in range(0, columns, BANK_FLOATS):
             part = slice(start, min(start + BANK_FLOATS, columns))
             nisa.tensor_copy(dst=constants.norm_weight_ps[:, part], src=norm_sb[:, part])
     return constants
+
+
+def _load_router(
+    constants: _RouterConstants,
+    x: RouterOperands,
+    config: RouterConfig,
+    table: RouterTable,
+    tokens: TokenTiles,
+) -> None:
+    """Load and transpose the router's weight; repeat its biases on the partitions in use."""
+    router_weight_EH, weight_sb = x.router_weight_EH, constants.weight_sb
+    num_experts, used = router_weight_EH.shape[0], used_partitions(tokens)
+    for expert in range(0, num_experts, PARTITIONS):
+        rows = min(PARTITIONS, num_experts - expert)
+        source = router_weight_EH[expert : expert + rows, :]
+        _load_turned(weight_sb[:, :, expert : expert + rows], source)
+    if config.has_gate:
+        _load_turned(weight_sb[:, :, num_experts : num_rows(config)], x.gate_1H)
+    if config.formula.has_bias:
+        constants.bias_sb = _repeat_row(x.bias_1E, allocate_rows(table.bias, used))
+    if config.formula.has_selection_bias:
+        selection_bias_sb = allocate_rows(table.selection_bias, used)
+        constants.selection_bias_sb = _repeat_row(x.selection_bias_1E, selection_bias_sb)
 
 
 def _norm_columns(norm_sb: nl.ndarray, table: RouterTable) -> int:
@@ -436,7 +452,7 @@ def _turn_hidden(
 
 def _load_hidden(
     x: RouterOperands,
-    constants: _RouterConstants,
+    squares_sb: Any,
     config: RouterConfig,
     table: RouterTable,
     tokens: TokenTiles,
@@ -454,12 +470,8 @@ def _load_hidden(
     scale_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     # The squares themselves are not needed.
     nisa.activation_reduce(
-        dst=constants.squares_sb[0:rows, :], op=nl.square, data=real, reduce_op=nl.add,
-        reduce_res=scale_sb,
-    )  # fmt: skip
-    nisa.tensor_scalar(
-        dst=scale_sb, data=scale_sb, op0=nl.multiply, operand0=1.0 / hidden_size, op1=nl.add,
-        operand1=config.norm_eps, engine=nisa.engine.scalar,
+        dst=squares_sb[0:rows, :], op=nl.square, data=real, scale=hidden_size**-0.5,
+        reduce_op=nl.add, reduce_res=scale_sb,
     )  # fmt: skip
     return _LoadedTile(hidden_sb, scale_sb)
 
@@ -468,6 +480,7 @@ def _normalize(
     loaded: _LoadedTile,
     x: RouterOperands,
     constants: _RouterConstants,
+    config: RouterConfig,
     table: RouterTable,
     tokens: TokenTiles,
     tile: int,
@@ -480,8 +493,8 @@ def _normalize(
     # A root of the Scalar engine would change its table twice a tile. GpSimd takes it a step after
     # the squares, for which it would wait otherwise.
     nisa.tensor_scalar(
-        dst=loaded.scale_sb, data=loaded.scale_sb, op0=nl.power, operand0=-0.5,
-        engine=nisa.engine.gpsimd,
+        dst=loaded.scale_sb, data=loaded.scale_sb, op0=nl.add, operand0=config.norm_eps,
+        op1=nl.power, operand1=-0.5, engine=nisa.engine.gpsimd,
     )  # fmt: skip
     # The Vector engine reads one operand from SBUF and one from PSUM at full rate, two of SBUF at
     # half of it. GpSimd, which does little else, takes a share of the columns.
@@ -511,7 +524,7 @@ def _normalize_piece(
 ) -> None:
     """Write what `_apply_norm` does to a piece of the columns, on GpSimd."""
     rows, width = hidden.shape
-    scaled = allocate_rows(table.scaled, rows)[:, 0:width]
+    scaled = constants.scaled_sb[0:rows, 0:width]
     gpsimd, scale = nisa.engine.gpsimd, loaded.scale_sb.broadcast(1, width)
     nisa.tensor_tensor(dst=scaled, data1=hidden, data2=scale, op=nl.multiply, engine=gpsimd)
     weight = constants.norm_weight_sb[0:rows, piece]

@@ -21,7 +21,7 @@ class RouterTable(NamedTuple):
     hidden: Tiles  # [128 tokens, 128 C], one per tile in flight, two more to normalise
     normed: Tiles  # one per tile in flight; so is `turned`
     squares: Tiles  # [128 tokens, H], one
-    scaled: Tiles  # [128 tokens, columns that GpSimd normalises at once], one per tile in flight
+    scaled: Tiles  # [128 tokens, columns that GpSimd normalises at once]
     turned: Tiles  # [128 of H, C, 128 tokens]
     weight: Tiles  # [128 of H, C, E], transposed, and a gate's column
     norm_weight: Tiles  # [128, H], the same on all partitions; so are the next two
@@ -64,7 +64,7 @@ def router_table(config: RouterConfig, num_tokens: int, in_flight: int) -> Route
         normed=tiles(in_flight * norms, (PARTITIONS, chunks * PARTITIONS), hidden),
         squares=tiles(norms, (PARTITIONS, H), hidden),
         # Where tiles are worked on one after the other, nothing is gained by it.
-        scaled=tiles(norms * in_flight if in_flight > 1 else 0, (PARTITIONS, PIECE), nl.float32),
+        scaled=tiles(norms if in_flight > 1 else 0, (PARTITIONS, PIECE), nl.float32),
         turned=tiles(in_flight, (PARTITIONS, chunks, PARTITIONS), operand),
         weight=tiles(1, (PARTITIONS, chunks, num_rows(config)), operand),
         # It has the type of its operand; float32 is the widest.

@@ -134,7 +134,7 @@ def tokens_of(row_TK: Any, column_TK: Any, rows: int, width: int, at_once: int) 
     for first in range(0, tokens.count, at_once):
         tiles = slice(first, min(first + at_once, tokens.count))
         pairs = slice(tiles.start * top_k, tiles.stop * top_k)
-        add_tokens(sums, places[0][:, pairs], places[1][:, pairs], tiles)
+        add_tokens(sums, places[0][:, pairs], places[1][:, pairs], tiles, sums.values, first > 0)
     own_sb = tell_tokens(sums, tokens, width)
     both_sb = nl.ndarray(own_sb.shape, nl.float32, buffer=nl.sbuf)
     isa.tensor_tensor(dst=both_sb, data1=own_sb, data2=exchange(own_sb), op=nl.add)

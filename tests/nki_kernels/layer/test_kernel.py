@@ -13,6 +13,7 @@ import nki_sim
 from nki_kernels.combine import CombineDims
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
+from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.weight_formats import split_parts
 from nki_kernels.decode import LayerArrays, LayerForm, decode_layer_ref
 from nki_kernels.index import BlockDims, index_blocks_ref
@@ -24,7 +25,7 @@ from nki_kernels.layer import (
     prefill_layer,
     shared_visits,
 )
-from nki_kernels.layer.config import loads_ahead
+from nki_kernels.layer.config import listed_columns, loads_ahead
 from nki_kernels.prefill import (
     ExpertSizes,
     PlanRequest,
@@ -42,6 +43,7 @@ from tests.nki_kernels.traces import measured_cost
 BF16 = ml_dtypes.bfloat16
 ROUNDING = 0.01  # of the largest output: slots and inner activations are bfloat16
 TOP2 = RouterFormula(top_k=2, renormalize=True)
+TOP8 = RouterFormula(top_k=8, renormalize=True)
 GROUPED = RouterFormula(
     top_k=4, act_fn="sigmoid", has_selection_bias=True, n_group=4, topk_group=2, renormalize=True
 )
@@ -111,6 +113,7 @@ CASES = {
     "residual": Case(has_residual=True, T=70),
     "one-core": Case(num_cores=1, T=150, has_residual=True),
     "rank-of-four": Case(N=16, E=4, first=8, T=90),
+    "few-here": Case(router=TOP8, N=16, E=2, first=4, T=1600, H=128, broken=(0, 1599)),
     "groups": Case(router=GROUPED, N=16, E=16, T=33),
     "one-choice": Case(router=RouterFormula(top_k=1, act_fn="sigmoid"), T=130),
     "scaled-inputs": Case(
@@ -300,6 +303,28 @@ def test_an_expert_that_many_choose_takes_further_passes(monkeypatch: pytest.Mon
         assert _counted(case, run, num_passes=passes) == measured_cost(run.trace)
 
 
+def test_partitions_with_more_pairs_than_are_pulled_together_take_further_trips(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crowded = RouterFormula(top_k=8, act_fn="sigmoid", has_selection_bias=True)
+    case = Case(T=1600, H=128, N=32, E=4, first=8, router=crowded, broken=(3, 1290))
+    arrays = _arrays(case)
+    bias = np.zeros(case.N, np.float32)
+    bias[8:12] = 9.0  # whom all tokens choose: 28 pairs of seven tiles of tokens, not 16
+    arrays = replace(arrays, selection_bias_N=bias)
+    assert listed_columns(case.config(), split_tokens(case.T, 0, 2)) == 24
+    for room, passes in ((1024, 1), (512, 2)):
+        monkeypatch.setattr("nki_kernels.index.token_lists._FLOOR", room * case.E // case.B)
+        run = _run(case, arrays, SimOptions(start_core=passes % 2))
+        assert not {each.kind for each in run.findings} - {"uninitialized", "output"}
+        assert _counted(case, run, num_passes=passes, num_more=1) == measured_cost(run.trace)
+        if passes == 1:
+            with monkeypatch.context() as apart:
+                apart.setattr("nki_kernels.index.token_lists._WORTH", case.T)
+                every = _run(case, arrays, SimOptions())
+        np.testing.assert_array_equal(run.outputs[0], every.outputs[0])
+
+
 @pytest.mark.parametrize(
     "value", [np.nan, *(pytest.param(each, marks=pytest.mark.long) for each in (np.inf, -np.inf))]
 )
@@ -323,6 +348,7 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
         "residual",
         "one-core",
         "rank-of-four",
+        "few-here",
         "no-norm",
         "one-choice",
         "shared",
@@ -337,7 +363,7 @@ def test_cost_is_that_of_the_trace(name: str) -> None:
     assert _counted(case, run) == measured_cost(run.trace)
 
 
-def _counted(case: Case, run: nki_sim.Run, num_passes: int = 1) -> KernelCost:
+def _counted(case: Case, run: nki_sim.Run, num_passes: int = 1, num_more: int = 0) -> KernelCost:
     """Return what a run, which returned its routing, is said to cost."""
     return cost_of(case, np.asarray(run.outputs[2]), num_passes)
 
@@ -351,7 +377,7 @@ def cost_of(case: Case, index_TK: Any, num_passes: int = 1) -> KernelCost:
     mapping = index_blocks_ref(index_TK, case.E, case.B, config.dims.num_blocks)
     lists = visits_of(config.experts, mapping.token_position_to_id, mapping.block_to_expert)
     slots = mapping.token_position_to_id
-    return cost_prefill_layer(config, lists, slots, num_passes=num_passes)
+    return cost_prefill_layer(config, lists, slots, num_passes=num_passes, num_more=num_more)
 
 
 @pytest.mark.long
