@@ -31,14 +31,13 @@ from nki_kernels.prefill.config import (
     visit_dims,
     with_loop,
 )
-from nki_kernels.prefill.fit import find_loops, visit_ns
+from nki_kernels.prefill.fit import CLOSE_LOOPS, find_loops, visit_ns
 from nki_kernels.prefill.options import make_config, shard_plan_of
 from nki_kernels.prefill.trip_time import CORNERS, pace_of
 
 _EVEN_WEIGHT = 4.0  # of a loss where experts are alike, against one where the routing is skewed
 _SEED, _DRAWS, _TILES = 7, 64, (32, 64, 128)
 _HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the choices they get
-_CLOSE_LOOPS = 12  # by the coarse estimate, of a shard plan at a block size
 _CLOSE_PLANS = 16  # beside the best of each shard plan
 _COARSE = 1.4  # what is slower by so much, by the coarse estimate, is not looked at closely
 _ALIKE = 0.25  # of a row tile: visits whose live rows differ by less
@@ -312,7 +311,7 @@ def _configs_of(base: PrefillConfig, asked: PlanRequest) -> list[PrefillConfig]:
         return []
     loop = replace(base.loop, classes=tuple(range(asked.largest_visit, 0, -1)), turns=asked.turns)
     draft = replace(base, shard=shard, loop=loop)
-    loops = find_loops(draft, asked, asked.tiles_per_expert, _CLOSE_LOOPS)
+    loops = find_loops(draft, asked, asked.tiles_per_expert, CLOSE_LOOPS)
     return [with_loop(draft, loop) for loop in loops]
 
 

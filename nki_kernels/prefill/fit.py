@@ -33,7 +33,7 @@ from nki_kernels.prefill.config import (
 from nki_kernels.prefill.memory import sbuf_bytes
 
 _MAX_OUTER_BUFFERS = 8
-_OF_A_KIND = 4
+CLOSE_LOOPS, _OF_A_KIND = 16, 8  # loops that get a close look, and how many of a kind
 # Assumed: loads that may not run ahead of the tensor engine wait at times.
 _ONE_BUFFER_PENALTY = 1.05
 # What a visit takes beyond its engine, read off simulated visits of GPT-OSS, Qwen3, DeepSeek,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from nki_kernels.common.axes import is_even, tile_axis
@@ -24,11 +23,10 @@ from nki_kernels.prefill.config import (
     visit_dims,
     with_loop,
 )
-from nki_kernels.prefill.fit import find_loops, fit_loop
+from nki_kernels.prefill.fit import CLOSE_LOOPS, find_loops, fit_loop
 from nki_kernels.prefill.trip_time import pace_of
 
 _EVEN_TILES = 2
-_CLOSE_LOOPS = 12  # how many are looked at closely
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
 _ALLOWED = {
     "weight_format": (*WEIGHT_FORMATS, *MX_WORD_BYTES),
@@ -87,17 +85,16 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
     draft = replace(config, loop=replace(config.loop, by_parts=True, classes=classes))
     fit_loop(draft, _BY_ESTIMATE, _EVEN_TILES)  # raises where nothing fits
     fitted = [
-        with_loop(draft, loop)
-        for loop in find_loops(draft, _BY_ESTIMATE, _EVEN_TILES, _CLOSE_LOOPS)
+        with_loop(draft, loop) for loop in find_loops(draft, _BY_ESTIMATE, _EVEN_TILES, CLOSE_LOOPS)
     ]
     return stored_parts(min(fitted, key=_even_trip_ns))
 
 
 def _even_trip_ns(config: PrefillConfig) -> float:
-    """Return the time of two experts of two row tiles each."""
+    """Return the time of two experts of two row tiles each, in the slower corner."""
     visit = min(largest_visit_of(config), _EVEN_TILES)
     paces = pace_of(config, (visit, visit), config.tile_rows)
-    return math.prod(pace.next_ns for pace in paces.values()) ** 0.5 / visit
+    return max(pace.next_ns for pace in paces.values()) / visit
 
 
 def visits_of(
