@@ -218,15 +218,15 @@ class _Loop(NamedTuple):
 
 def _routings(num_experts: int, expected: Expected) -> list[NDArray[np.int64]]:
     """Return [E] tokens of each expert, for each routing to expect."""
-    pairs = expected.num_pairs
+    pairs, share = expected.num_pairs, expected.share
     if expected.routing != "unknown":
-        return [expect_tokens(pairs, num_experts, expected.routing)]
+        return [expect_tokens(pairs, num_experts, expected.routing, share)]
     hot = max(1, int(num_experts * _HOT_SHARE))
     cold_share = (1 - _HOT_CHOICES) / max(1, num_experts - hot)
     skewed = (_HOT_CHOICES / hot,) * hot + (cold_share,) * (num_experts - hot)
     return [
         # A token chooses an expert once.
-        np.minimum(expect_tokens(pairs, num_experts, weights), expected.num_tokens)
+        np.minimum(expect_tokens(pairs, num_experts, weights, share), expected.num_tokens)
         for weights in ("uniform", skewed)
     ]
 
@@ -272,12 +272,18 @@ def most_blocks(num_tokens: int, top_k: int, num_experts: int, block_size: int) 
 
 
 def expect_tokens(
-    num_pairs: int, num_experts: int, routing: tuple[float, ...] | str
+    num_pairs: int, num_experts: int, routing: tuple[float, ...] | str, share: float = 1.0
 ) -> NDArray[np.int64]:
     """Return [E] tokens of each expert: of many draws one with about the mean number of row tiles.
 
     Where a mean number of tokens fills its tiles, any one draw may be off by a tile for a third of
     the experts, and a plan by 5 %.
+
+    Args:
+        num_pairs: choices that fall on these experts on average.
+        num_experts: E.
+        routing: how likely each of them is to be chosen, or "uniform".
+        share: of all choices that they are.
 
     Raises:
         ValueError: the routing is not E numbers with a positive sum.
@@ -293,11 +299,14 @@ def expect_tokens(
             "positive. Pass how likely each expert is."
         )
     rng = np.random.default_rng(_SEED)
-    tokens_DE = rng.multinomial(num_pairs, weight_E / weight_E.sum(), size=_DRAWS)
+    chances = [*(share * weight_E / weight_E.sum()), 1.0 - share]
+    tokens_DE = rng.multinomial(round(num_pairs / share), chances, size=_DRAWS)[:, :-1]
     off_D = np.zeros(_DRAWS)
     for rows in _TILES:
         tiles_D = (-(-tokens_DE // rows)).sum(1)
-        off_D += np.abs(tiles_D - tiles_D.mean()) / max(1.0, tiles_D.mean())
+        # A tile more costs more than one less gains.
+        usual = max(1.0, np.ceil(tiles_D.mean()))
+        off_D += np.abs(tiles_D - usual) / usual
     typical: NDArray[np.int64] = tokens_DE[off_D.argmin()]
     return typical
 
