@@ -31,7 +31,7 @@ def _mode() -> str:
 
 
 def _scout() -> Candidate:
-    expected = Expected(num_tokens=1024, top_k=1, scaling="pre")
+    expected = Expected(num_tokens=768, top_k=1, scaling="pre")
     return best_candidate(ExpertFormula(), ExpertSizes(5120, 512, 16), expected)
 
 
@@ -81,11 +81,11 @@ def test_a_file_of_measured_coefficients_changes_the_choice(
 def test_what_turns_is_told_with_both_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     scout = next(model for model in MODELS if model.name == "llama4-scout")
     monkeypatch.setattr(choices, "MODELS", (scout,))
-    monkeypatch.setattr(choices, "PREFILL_TOKENS", (1024,))
+    monkeypatch.setattr(choices, "PREFILL_TOKENS", (768,))
     choices._ours.cache_clear()
     assert choices.turned(TRN2) == []
     (found,) = choices.turned(SLOW_EXCHANGES)
-    assert found["choice"] == "prefill, llama4-scout TP16, 1024 tokens"
+    assert found["choice"] == "prefill, llama4-scout TP16, 768 tokens"
     assert "hidden" in found["ours"]
     assert "balanced" in found["here"]
     choices._ours.cache_clear()
