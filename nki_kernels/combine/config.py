@@ -80,9 +80,5 @@ def check_combined_ranks(dims: CombineDims, num_tokens: int, num_cores: int = 2)
         num_tokens: T.
         num_cores: physical cores of the launch.
     """
-    check_rank_sum(dims.ranks, num_tokens, whole_tiles(num_tokens, num_cores))
-    if dims.has_residual and dims.ranks.collective != "none":
-        raise ValueError(
-            f"has_residual=True: with {dims.ranks.collective} every rank would add it. Add it to"
-            " what the launch returns."
-        )
+    tiles = whole_tiles(num_tokens, num_cores)
+    check_rank_sum(dims.ranks, num_tokens, dims.has_residual, tiles)

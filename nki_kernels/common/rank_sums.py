@@ -66,12 +66,13 @@ def _num_shares(ranks: RankSum) -> int:
     return len(ranks.groups[0]) if ranks.collective == "reduce_scatter" else 1
 
 
-def check_rank_sum(ranks: RankSum, num_tokens: int, tiles: int = 1) -> None:
+def check_rank_sum(ranks: RankSum, num_tokens: int, has_residual: bool, tiles: int = 1) -> None:
     """Raise ValueError unless a launch can end in this sum.
 
     Args:
         ranks: what becomes of the partial sums.
         num_tokens: T.
+        has_residual: whether the launch adds one to its rows.
         tiles: of tokens that every core stores one after the other, all of them full; else 1.
     """
     if ranks.collective not in COLLECTIVES:
@@ -100,6 +101,11 @@ def check_rank_sum(ranks: RankSum, num_tokens: int, tiles: int = 1) -> None:
         raise ValueError(
             f"T={num_tokens}: {_num_shares(ranks)} ranks cannot share {runs} rows evenly. Pad the"
             " tokens, or use all_reduce."
+        )
+    if has_residual and ranks.collective != "none":
+        raise ValueError(
+            f"has_residual=True: with {ranks.collective} every rank would add it. Add it to"
+            " what the launch returns."
         )
 
 

@@ -144,12 +144,7 @@ def _last_bytes(moe: DecodeConfig) -> int:
 
 def check_layer_form(form: LayerForm, num_tokens: int) -> None:
     """Raise ValueError unless the kernel takes this form with T tokens."""
-    check_rank_sum(form.ranks, num_tokens)
-    if form.has_residual and form.ranks.collective != "none":
-        raise ValueError(
-            f"has_residual=True: with {form.ranks.collective} every rank would add it. Add it to"
-            " what the launch returns."
-        )
+    check_rank_sum(form.ranks, num_tokens, form.has_residual)
     if form.router_dtype not in _ROUTER_DTYPES:
         raise ValueError(
             f"router_dtype={form.router_dtype!r}: must be one of {', '.join(_ROUTER_DTYPES)}."
