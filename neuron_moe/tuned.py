@@ -33,6 +33,7 @@ class TunedPrefill:
         turns: who transposes rows: tensor or dma.
         weights: plain, or 'by parts': laid out by `pack_weights(for_prefill=True)`.
         hidden_parts: in how many parts of the hidden axis each part of gate and up is loaded.
+        tells_short: whether last row tiles that are at most half full are computed by half.
 
     Raises:
         ValueError: a value that no kernel has.
@@ -48,6 +49,7 @@ class TunedPrefill:
     turns: str
     weights: str
     hidden_parts: int = 1
+    tells_short: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "block_size", "visit", "weight_buffers", "hidden_parts"):
@@ -72,7 +74,8 @@ class TunedPrefill:
         if self.hidden_parts > 1:
             parts += f", gate and up in {self.hidden_parts} of the hidden axis,"
         return (
-            f"{self.loop_plan} loop, {self.shard_plan} shards, visits of {self.visit} row tiles,"
+            f"{self.loop_plan} loop, {self.shard_plan} shards, visits of {self.visit} row tiles"
+            f"{', short ones told apart,' if self.tells_short else ','}"
             f" {self.weights} weights loaded {parts} into {self.weight_buffers} buffer(s), rows"
             f" turned by {self.turns}"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from nki_kernels.combine import CombineDims
 from nki_kernels.common.rank_sums import output_rows
-from nki_kernels.common.visits import VisitDims
+from nki_kernels.common.visits import VisitDims, loops_of, sizes_of
 from nki_kernels.decode import DecodeConfig, LayerConfig
 from nki_kernels.index import NO_VISITS, BlockDims
 from nki_kernels.layer import PrefillLayerConfig
@@ -60,7 +60,8 @@ def _index_blocks(
     ]
     if visits.num_lanes > 0:
         lists = (visits.num_lanes, visits.num_visits)
-        sizes += [lists, (*lists, visits.largest), (1, 2 * visits.largest - 1)]
+        loops = loops_of(sizes_of(visits.largest, visits.tells_short))
+        sizes += [lists, (*lists, visits.largest), (1, len(loops))]
     return tuple(Output(size, "int32") for size in sizes)
 
 

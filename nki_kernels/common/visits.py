@@ -1,9 +1,10 @@
 """Visits: which row tiles a core of the prefill kernel computes with one load of weights.
 
 A *row tile* is R = min(B, 128) consecutive slots of one block. A *visit* is up to G row tiles of
-one expert that a core computes with one load of the expert's weights. Visits of two cores run in
-lock step: visit v of both cores has the same number of tiles (missing ones are dummies that move
-no data), because both cores must take the same trips of a dynamic loop.
+one expert that a core computes with one load of the expert's weights. Its *size* is counted in half
+tiles: a last tile that is at most half full counts one, where short tiles are told apart. Visits of
+two cores run in lock step: visit v of both cores has the same size (what is missing are dummies
+that move no data), because both cores must take the same trips of a dynamic loop.
 
 Everything here is data for one kernel body: which tiles, in which order, on which core. The host
 makes it with `list_visits`, the device with `index_blocks`.
@@ -22,7 +23,7 @@ from nki.language import NKIObject
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
-_Step = list[tuple[int, Ints]]  # an expert and its tiles for each lane, side by side
+_SINGLE = 2  # the size of a visit of one tile
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class VisitDims(NKIObject):
         in_halves: lane 0 takes the first half of the visits, not every second one.
         reload_after: a visit whose expert is that of the visit so many before it on its lane finds
             the weights on chip, and names no expert; 0: every visit loads its weights.
+        tells_short: visits whose last tile is at most half full have sizes of their own.
     """
 
     num_lanes: int
@@ -45,6 +47,32 @@ class VisitDims(NKIObject):
     tile_rows: int
     in_halves: bool
     reload_after: int
+    tells_short: bool = False
+
+
+class LiveTiles(NamedTuple):
+    """The row tiles that hold a token, in slot order.
+
+    Attributes:
+        number_n: [n] int32, which they are.
+        expert_n: [n] int32.
+        is_short_n: [n] bool, whether no token is in the second half of their rows.
+    """
+
+    number_n: Ints
+    expert_n: Ints
+    is_short_n: NDArray[np.bool_]
+
+
+class _Visit(NamedTuple):
+    """An expert and row tiles of it, and what they count in half tiles."""
+
+    expert: int
+    tiles: Ints
+    size: int
+
+
+_Step = list[_Visit]  # for each lane, side by side
 
 
 class VisitLists(NamedTuple):
@@ -66,6 +94,21 @@ def no_tile(num_tiles: int) -> int:
     return 2 * num_tiles
 
 
+def sizes_of(largest: int, tells_short: bool) -> tuple[int, ...]:
+    """Return the sizes of visits that have loops of their own, descending, in half tiles.
+
+    Args:
+        largest: G, most row tiles of a visit.
+        tells_short: whether those with a short last tile are among them; a single tile is not.
+    """
+    return tuple(range(2 * largest, 1, -1 if tells_short else -2))
+
+
+def tiles_of(size: int) -> int:
+    """Return the row tiles of a visit of so many half tiles."""
+    return (size + 1) // 2
+
+
 def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the sizes of the two visits of a trip, for every loop of the kernel in order.
 
@@ -75,8 +118,8 @@ def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
     loops = []
     for size in classes:
         loops.append((size, size))
-        if size > 1:
-            loops.append((size, 1))
+        if size > _SINGLE:
+            loops.append((size, _SINGLE))
     return loops
 
 
@@ -86,7 +129,7 @@ def max_visits(num_tiles: int, num_experts: int, num_lanes: int, classes: tuple[
     An expert of n tiles takes ceil(n / G) visits, so all take at most min(E, tiles) + tiles / G;
     every class may add an empty visit, and the kernel reads two visits ahead.
     """
-    visits = min(num_tiles, min(num_experts, num_tiles) + num_tiles // classes[0])
+    visits = min(num_tiles, min(num_experts, num_tiles) + num_tiles // tiles_of(classes[0]))
     return max_steps(visits + num_lanes * (len(classes) - 1), num_lanes)
 
 
@@ -96,24 +139,23 @@ def max_steps(num_visits: int, num_lanes: int) -> int:
     return steps + steps % 2 + 2
 
 
-def live_tiles(
-    token_position_to_id: Ints, block_to_expert_N: Ints, tile_rows: int
-) -> tuple[Ints, Ints]:
-    """Return the row tiles that hold a token, and the expert of each.
+def live_tiles(token_position_to_id: Ints, block_to_expert_N: Ints, tile_rows: int) -> LiveTiles:
+    """Return the row tiles that hold a token.
 
     Args:
         token_position_to_id: [N*B] int32, -1 for padding.
         block_to_expert_N: [N] int32.
         tile_rows: R, a divisor of B.
     """
-    holds_token = np.any(token_position_to_id.reshape(-1, tile_rows) >= 0, axis=1)
-    tile = np.flatnonzero(holds_token).astype(np.int32)
+    holds_token = token_position_to_id.reshape(-1, tile_rows) >= 0
+    number = np.flatnonzero(holds_token.any(axis=1)).astype(np.int32)
     tiles_per_block = len(holds_token) // len(block_to_expert_N)
-    return tile, block_to_expert_N[tile // tiles_per_block]
+    is_short = ~holds_token[number, tile_rows // 2 :].any(axis=1)
+    return LiveTiles(number, block_to_expert_N[number // tiles_per_block], is_short)
 
 
 def list_visits(
-    tile: Ints, tile_expert: Ints, dims: VisitDims, *, num_tiles: int, num_experts: int
+    tiles: LiveTiles, dims: VisitDims, *, num_tiles: int, num_experts: int
 ) -> VisitLists:
     """Group row tiles into visits, and give each lane every num_lanes-th of them.
 
@@ -122,8 +164,7 @@ def list_visits(
     `index_blocks` makes the same lists on the device.
 
     Args:
-        tile: row tiles to compute, in slot order.
-        tile_expert: expert of each.
+        tiles: row tiles to compute.
         dims: the rules, and the shapes of the result.
         num_tiles: row tiles in all, live or not.
         num_experts: experts of this rank.
@@ -132,21 +173,22 @@ def list_visits(
         Arrays whose shapes depend on the sizes only.
     """
     lanes, largest = dims.num_lanes, dims.largest
-    visits = _group(tile, tile_expert, largest)
+    visits = _group(tiles, dims)
     expert_CV = np.full((lanes, dims.num_visits), num_experts, np.int32)
     tile_CVG = np.full((lanes, dims.num_visits, largest), no_tile(num_tiles), np.int32)
-    steps, trips = _arrange(_side_by_side(visits, dims), tuple(range(largest, 0, -1)))
+    classes = sizes_of(largest, dims.tells_short)
+    steps, trips = _arrange(_side_by_side(visits, dims), classes)
     for number, step in enumerate(steps):
-        for lane, (expert, tiles) in enumerate(step):
-            expert_CV[lane, number] = expert
-            tile_CVG[lane, number, : len(tiles)] = tiles
+        for lane, visit in enumerate(step):
+            expert_CV[lane, number] = visit.expert
+            tile_CVG[lane, number, : len(visit.tiles)] = visit.tiles
     if dims.reload_after:
         is_here = expert_CV[:, dims.reload_after :] == expert_CV[:, : -dims.reload_after]
         expert_CV[:, dims.reload_after :][is_here] = num_experts
     return VisitLists(expert_CV, tile_CVG, trips)
 
 
-def _side_by_side(visits: list[tuple[int, Ints]], dims: VisitDims) -> list[_Step]:
+def _side_by_side(visits: list[_Visit], dims: VisitDims) -> list[_Step]:
     """Return the visits that the lanes run at the same time."""
     count = -(-len(visits) // dims.num_lanes)
     if dims.in_halves:
@@ -154,23 +196,26 @@ def _side_by_side(visits: list[tuple[int, Ints]], dims: VisitDims) -> list[_Step
     return [visits[k * dims.num_lanes : (k + 1) * dims.num_lanes] for k in range(count)]
 
 
-def _group(tile: Ints, tile_expert: Ints, largest: int) -> list[tuple[int, Ints]]:
-    """Return (expert, tiles) of at most `largest` tiles each, the largest first.
+def _group(tiles: LiveTiles, dims: VisitDims) -> list[_Visit]:
+    """Return visits of at most G row tiles each, the largest first.
 
     Where there are too few visits to lack one tile each, the last one lacks them all.
     """
-    visits: list[tuple[int, Ints]] = []
-    if len(tile) == 0:
+    visits: list[_Visit] = []
+    if len(tiles.number_n) == 0:
         return visits
-    starts = np.flatnonzero(np.diff(tile_expert, prepend=tile_expert[0] - 1))
-    for run in np.split(tile, starts[1:]):
-        expert = int(tile_expert[np.searchsorted(tile, run[0])])
+    largest = dims.largest
+    starts = np.flatnonzero(np.diff(tiles.expert_n, prepend=tiles.expert_n[0] - 1))
+    for run in np.split(np.arange(len(tiles.number_n)), starts[1:]):
         count = -(-len(run) // largest)
         lacking = largest * count - len(run)
         full = count - lacking if lacking <= count else count - 1
         starts_of = [largest * k - max(0, k - full) for k in range(1, count)]
-        visits += [(expert, part) for part in np.split(run, starts_of)]
-    return sorted(visits, key=lambda visit: -len(visit[1]))
+        is_short = dims.tells_short and bool(tiles.is_short_n[run[-1]])
+        for part in np.split(run, starts_of):
+            size = 2 * len(part) - int(is_short and part[-1] == run[-1])
+            visits.append(_Visit(int(tiles.expert_n[part[0]]), tiles.number_n[part], size))
+    return sorted(visits, key=lambda visit: -visit.size)
 
 
 def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step], Ints]:
@@ -179,16 +224,16 @@ def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step],
     Single tiles go beside large visits as long as there are both. What is left of a class runs in
     pairs; an odd one goes beside an empty step.
     """
-    small = [step for step in steps if len(step[0][1]) == 1]
+    small = [step for step in steps if step[0].size <= _SINGLE]
     order: list[_Step] = []
     trips: list[int] = []
     for size, below in zip(classes, (*classes[1:], 0), strict=True):
-        if size == 1:
+        if size == _SINGLE:
             rest = small + [[]] * (len(small) % 2)
             order += rest
             trips.append(len(rest) // 2)
             continue
-        mine = [step for step in steps if below < len(step[0][1]) <= size]
+        mine = [step for step in steps if below < step[0].size <= size]
         mixed = min(len(mine), len(small))
         mixed += (len(mine) - mixed) % 2
         alone = len(mine) - mixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens
-from nki_kernels.common.visits import VisitDims
+from nki_kernels.common.visits import VisitDims, loops_of, sizes_of
 from nki_kernels.index.config import NO_VISITS, BlockDims
 from nki_kernels.index.memory import COUNT_BANKS
 from nki_kernels.index.slot_inverse import num_digits
@@ -43,7 +43,7 @@ def visit_list_bytes(visits: VisitDims) -> int:
     if not visits.num_lanes:
         return 0
     numbers = visits.num_lanes * visits.num_visits * (1 + visits.largest)
-    return 4 * (numbers + 2 * visits.largest - 1)
+    return 4 * (numbers + len(loops_of(sizes_of(visits.largest, visits.tells_short))))
 
 
 def count_columns(tokens: TokenTiles, dims: BlockDims) -> int:

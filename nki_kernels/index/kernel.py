@@ -67,7 +67,7 @@ from nki_kernels.common.token_tiles import (
     split_tokens,
     store_per_token,
 )
-from nki_kernels.common.visits import VisitDims
+from nki_kernels.common.visits import VisitDims, loops_of, sizes_of
 from nki_kernels.index.config import NO_VISITS, BlockDims
 from nki_kernels.index.memory import AT_ONCE, COUNT_BANKS, IndexTable, index_table, ranked_tiles
 from nki_kernels.index.slot_inverse import exchange, invert, store_flat
@@ -138,7 +138,8 @@ def list_visits(
     lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
     visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
     visit_tile_CVG = nl.ndarray((lanes, length, largest), nl.int32, buffer=nl.shared_hbm)
-    class_trips_1L = nl.ndarray((1, 2 * largest - 1), nl.int32, buffer=nl.shared_hbm)
+    num_loops = len(loops_of(sizes_of(largest, visits.tells_short)))
+    class_trips_1L = nl.ndarray((1, num_loops), nl.int32, buffer=nl.shared_hbm)
     lists = (visit_expert_CV, visit_tile_CVG, class_trips_1L)
     num_tiles = dims.num_blocks * dims.block_size // visits.tile_rows
     store_visits(lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, visit_columns)

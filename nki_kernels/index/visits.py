@@ -5,7 +5,8 @@ blocks, and everything follows from the counts. With n tiles of an expert in v =
 which lack d = G v - n tiles, the formula is, for position p of a lane:
 
     runs      (size, expert), sizes descending: visits of that size, ends[run] = their running sum
-              v - d of size G and d of size G - 1, or v - 1 and one of G - d if that is below 0
+              v - d of G tiles and d of G - 1, or v - 1 and one of G - d if that is below 0; where
+              short tiles are told apart, the last one is half a tile smaller if its last tile is
     steps     visits side by side; S[size] = steps whose first visit is at least so large
     loops     of common.visits.loops_of: first position, first step, first single tile of each
     step(p)   by the loop that p falls in;  visit(p) = step * lanes + lane, or step + lane * steps
@@ -16,8 +17,9 @@ position `partition * columns + column`. _Runs and loops are found by comparing 
 their numbers are then gathered. Numbers stay below 2^24: exact in float32.
 
 Cost: some fifteen passes over E numbers and a scan over G * E on the Vector engine, a compare over
-G * E for every 128 visits, and some fifty short instructions; no byte is read, the lists are
-written once. The cores write a lane each.
+G * E for every 128 visits, and some fifty short instructions; with short tiles told apart G more
+passes, and twice the numbers. No byte is read, the lists are written once. The cores write a lane
+each.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
-from nki_kernels.common.visits import VisitDims, no_tile
+from nki_kernels.common.visits import VisitDims, no_tile, sizes_of
 
 _FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
 
@@ -38,10 +40,12 @@ _FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
 class _Runs(nl.NKIObject):
     """Visits of one size and expert, float32; run `position * E + expert`, largest sizes first.
 
+    There are P positions: G, or 2 G where every other one is of visits with a short last tile.
+
     Attributes:
-        ends: [128, 1 + G * E], 0 and the visits up to and with each run.
-        tile: [128, 2 * E + 1], row tile that an expert's full visits begin with, then those that
-            its other visits begin with; the last one is of none.
+        ends: [128, 1 + P * E], 0 and the visits up to and with each run.
+        tile: [128, 3 * E + 1], row tile that an expert's full visits begin with, then those that
+            its other visits begin with, then the one after its last; the last one is of none.
     """
 
     ends: nl.NkiTensor
@@ -92,7 +96,7 @@ def store_visits(
     visit_expert, visit_tile, class_trips = lists
     num_experts = tokens_sb.shape[1]
     runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size)
-    ends = runs.ends[:, 1 : 1 + visits.largest * num_experts]
+    ends = runs.ends[:, 1 : 1 + _num_positions(visits) * num_experts]
     loops = _lay_out_loops(ends, visits, num_experts)
     if core == 0:
         nisa.dma_copy(dst=class_trips, src=loops.trips[0:1, :])
@@ -101,19 +105,18 @@ def store_visits(
         if lane % num_cores == core:
             visit_sb = _number_visits(loops, visits, lane, columns)
             run_sb = _find(ends, visit_sb)
-            expert_sb, size_sb = _split_runs(run_sb, visits.largest, num_experts)
+            expert_sb, of_run = _split_runs(run_sb, visits, num_experts)
             # On its way while tiles are placed.
             before_sb = expert_sb
             if visits.reload_after > 0:
                 before_sb = _move_later(expert_sb, visits.reload_after)
             tile_sb = _place_tiles(
-                runs, visit_sb, run_sb, expert_sb, size_sb, visits.largest, num_tiles
+                runs, visit_sb, run_sb, expert_sb, of_run, visits.largest, num_tiles
             )
             for number in range(len(visit_columns)):
                 column_sb = _place_columns(
-                    runs, _last_tiles(runs, tokens_sb, visits.tile_rows), tile_sb, expert_sb,
-                    number > 0, num_tiles,
-                )  # fmt: skip
+                    runs, num_experts, tile_sb, expert_sb, number > 0, num_tiles
+                )
                 _store_lane(
                     visit_columns[number], column_sb, lane, visits.num_visits, visits.largest
                 )
@@ -126,8 +129,13 @@ def store_visits(
 def visit_bytes(visits: VisitDims, num_experts: int) -> int:
     """Return the bytes of SBUF per partition that listing visits takes (counted generously)."""
     columns = -(-visits.num_visits // PARTITIONS)
-    runs = 6 * visits.largest * num_experts + 12 * num_experts
+    runs = 6 * _num_positions(visits) * num_experts + 12 * num_experts
     return 4 * (runs + (24 + 3 * visits.largest) * columns)
+
+
+def _num_positions(visits: VisitDims) -> int:
+    """Return P, the sizes of visits in the runs."""
+    return 2 * visits.largest if visits.tells_short else visits.largest
 
 
 def _new(width: int, dtype: nl.DType) -> nl.ndarray:
@@ -144,7 +152,9 @@ def _group_tiles(
     divide_up(blocks_sb, tokens_sb, block_size)
     divide_up(tiles_sb, tokens_sb, visits.tile_rows)
     divide_up(count_sb, tiles_sb, G)
-    visits_sb, tile_sb = _new(G * E, nl.float32), _new(2 * E + 1, nl.float32)
+    P = _num_positions(visits)
+    step = P // G  # from runs of some tiles to those of one tile less
+    visits_sb, tile_sb = _new(P * E, nl.float32), _new(3 * E + 1, nl.float32)
     first = tile_sb[:, 0:E]
     _subtract(first, last_block_sb, blocks_sb)
     _scale_and_add(first, first, float(block_size // visits.tile_rows), 0.0)
@@ -152,28 +162,59 @@ def _group_tiles(
     _combine_scaled(lacking_sb, count_sb, nl.multiply, G, nl.subtract, tiles_sb)
     nisa.tensor_tensor(dst=even_sb, data1=lacking_sb, data2=count_sb, op=nl.less_equal)
     # Full visits: all but the lacking ones, or all but one.
-    full, short_sb = visits_sb[:, 0:E], _new(E, nl.float32)
-    nisa.tensor_tensor(dst=short_sb, data1=lacking_sb, data2=even_sb, op=nl.multiply)
-    _subtract(full, count_sb, short_sb)
+    full, spread_sb = visits_sb[:, 0:E], _new(E, nl.float32)
+    nisa.tensor_tensor(dst=spread_sb, data1=lacking_sb, data2=even_sb, op=nl.multiply)
+    _subtract(full, count_sb, spread_sb)
     _combine_scaled(full, even_sb, nl.add, -1, nl.add, full)
-    if G > 1:
-        _subtract(lacking_sb, lacking_sb, short_sb)
-        nisa.tensor_copy(dst=visits_sb[:, E : 2 * E], src=short_sb)
-    for position in range(2, G):
-        run = slice(position * E, (position + 1) * E)
-        nisa.tensor_scalar(
-            dst=visits_sb[:, run], data=lacking_sb, op0=nl.equal, operand0=float(position)
-        )
     _combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
-    nisa.memset(dst=tile_sb[:, 2 * E : 2 * E + 1], value=0.0, engine=nisa.engine.vector)
-    ends_sb = _new(G * E + 1, nl.float32)
+    _add(tile_sb[:, 2 * E : 3 * E], first, tiles_sb)
+    nisa.memset(dst=tile_sb[:, 3 * E : 3 * E + 1], value=0.0, engine=nisa.engine.vector)
+    if G > 1:
+        _subtract(lacking_sb, lacking_sb, spread_sb)
+        nisa.tensor_copy(dst=visits_sb[:, step * E : (step + 1) * E], src=spread_sb)
+    for less in range(2, G):
+        run = slice(less * step * E, (less * step + 1) * E)
+        nisa.tensor_scalar(
+            dst=visits_sb[:, run], data=lacking_sb, op0=nl.equal, operand0=float(less)
+        )
+    if visits.tells_short:
+        # Tiles that the last visit lacks: all that are not spread, or one of these.
+        _combine_scaled(lacking_sb, spread_sb, nl.minimum, 1, nl.add, lacking_sb)
+        _move_short(visits_sb, tokens_sb, tiles_sb, lacking_sb, visits)
+    ends_sb = _new(P * E + 1, nl.float32)
     nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     # A running sum: no count is negative, so that the maximum changes nothing.
     nisa.tensor_tensor_scan(
-        dst=ends_sb[:, 1 : G * E + 1], data0=visits_sb, data1=visits_sb, initial=0.0, op0=nl.add,
+        dst=ends_sb[:, 1 : P * E + 1], data0=visits_sb, data1=visits_sb, initial=0.0, op0=nl.add,
         op1=nl.maximum,
     )  # fmt: skip
     return _Runs(ends_sb, tile_sb)
+
+
+def _move_short(
+    visits_sb: nl.ndarray,
+    tokens_sb: nl.ndarray,
+    tiles_sb: nl.ndarray,
+    lacking_sb: nl.ndarray,
+    visits: VisitDims,
+) -> None:
+    """Count the last visit of an expert among those with a short last tile, if it has one.
+
+    Args:
+        visits_sb: [128, P * E] visits of each size and expert.
+        tokens_sb, tiles_sb: [128, E] of each expert.
+        lacking_sb: [128, E] tiles that the last visit of each expert lacks.
+        visits: how visits are made.
+    """
+    E, R = tokens_sb.shape[1], visits.tile_rows
+    short_sb = _new(E, nl.float32)
+    _combine_scaled(short_sb, tiles_sb, nl.multiply, R, nl.subtract, tokens_sb)
+    nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.greater_equal, operand0=float(R // 2))
+    for less in range(visits.largest):
+        all_of = visits_sb[:, 2 * less * E : (2 * less + 1) * E]
+        moved = visits_sb[:, (2 * less + 1) * E : (2 * less + 2) * E]
+        _combine_scaled(moved, lacking_sb, nl.equal, less, nl.multiply, short_sb)
+        _subtract(all_of, all_of, moved)
 
 
 def _combine_scaled(
@@ -191,12 +232,14 @@ def _lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> 
     A size takes the single tiles that larger ones left. As long as there are enough, each step
     takes one, so that the steps before a size are also the single tiles taken before it.
     """
-    G = visits.largest
-    whole_sb, steps_sb = _new(G, nl.int32), _new(G + 1, nl.float32)
-    divide_up(whole_sb, ends_sb[:, num_experts - 1 : G * num_experts : num_experts],
+    P, G = _num_positions(visits), len(sizes_of(visits.largest, visits.tells_short))
+    whole_sb, steps_sb = _new(P, nl.int32), _new(G + 1, nl.float32)
+    divide_up(whole_sb, ends_sb[:, num_experts - 1 : P * num_experts : num_experts],
               visits.num_lanes)  # fmt: skip
     nisa.memset(dst=steps_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
-    nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb)
+    nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb[:, 0:G])
+    if P > G:  # single tiles have one loop, short or not
+        nisa.tensor_copy(dst=steps_sb[:, G : G + 1], src=whole_sb[:, P - 1 : P])
     before, after = steps_sb[:, 0:G], steps_sb[:, 1 : G + 1]
     mine_sb, left_sb = _new(G, nl.float32), _new(G, nl.float32)
     _subtract(mine_sb, after, before)
@@ -334,21 +377,28 @@ def _find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
 
 
 def _split_runs(
-    run_sb: nl.ndarray, largest: int, num_experts: int
-) -> tuple[nl.ndarray, nl.ndarray]:
-    """Return expert (E for none) and size (0 for none) of each run, float32."""
+    run_sb: nl.ndarray, visits: VisitDims, num_experts: int
+) -> tuple[nl.ndarray, list[nl.ndarray]]:
+    """Return expert (E for none) of each run, and its row tiles (0 for none) and, if that is told,
+    whether the last one is short; float32.
+    """
     columns = run_sb.shape[1]
     group_sb, none_sb = _new(columns, nl.int32), _new(columns, nl.float32)
     size_sb, expert_sb = _new(columns, nl.float32), _new(columns, nl.float32)
     divide_down(group_sb, run_sb, num_experts)
-    _scale_and_add(size_sb, group_sb, -1.0, float(largest))
     _combine_scaled(expert_sb, group_sb, nl.multiply, -num_experts, nl.add, run_sb)
+    of_run, less_sb = [size_sb], group_sb
+    if visits.tells_short:
+        less_sb = _new(columns, nl.int32)
+        divide_down(less_sb, group_sb, 2)
+        of_run.append(_rest_of_two(group_sb, less_sb))
+    _scale_and_add(size_sb, less_sb, -1.0, float(visits.largest))
     nisa.tensor_scalar(
         dst=none_sb, data=size_sb, op0=nl.equal, operand0=0.0, op1=nl.multiply,
         operand1=float(num_experts),
     )  # fmt: skip
     _add(expert_sb, expert_sb, none_sb)
-    return expert_sb, size_sb
+    return expert_sb, of_run
 
 
 def _move_later(values_sb: nl.ndarray, positions: int) -> nl.ndarray:
@@ -386,13 +436,13 @@ def _place_tiles(
     visit_sb: nl.ndarray,
     run_sb: nl.ndarray,
     expert_sb: nl.ndarray,
-    size_sb: nl.ndarray,
+    of_run: list[nl.ndarray],
     largest: int,
     num_tiles: int,
 ) -> nl.ndarray:
-    """Return the row tiles of each visit, [128, columns * G] float32."""
-    columns, num_experts = visit_sb.shape[1], runs.tile.shape[1] // 2
-    none = no_tile(num_tiles)
+    """Return the row tiles of each visit, [128, columns * G] float32; `of_run` is of `_split_runs`."""
+    columns, num_experts = visit_sb.shape[1], runs.tile.shape[1] // 3
+    none, size_sb = no_tile(num_tiles), of_run[0]
     tile_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
     first_sb, live_sb = _new(columns, nl.float32), _new(columns, nl.float32)
     index_sb, origin_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)
@@ -402,8 +452,14 @@ def _place_tiles(
         dst=live_sb, data=size_sb, op0=nl.less, operand0=float(largest), op1=nl.multiply,
         operand1=float(num_experts),
     )  # fmt: skip
-    _add(origin_sb, expert_sb, live_sb)
     _subtract(first_sb, visit_sb, _gather(runs.ends, index_sb))
+    for short_sb in of_run[1:]:
+        # A visit with a short tile is its expert's last: the one before the end of its tiles.
+        end_sb = _new(columns, nl.float32)
+        _combine_scaled(end_sb, live_sb, nl.add, -2 * num_experts, nl.multiply, short_sb)
+        _subtract(live_sb, live_sb, end_sb)
+        _subtract(first_sb, first_sb, short_sb)
+    _add(origin_sb, expert_sb, live_sb)
     nisa.tensor_tensor(dst=first_sb, data1=first_sb, data2=size_sb, op=nl.multiply)
     _add(first_sb, first_sb, _gather(runs.tile, origin_sb))
     place_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
@@ -418,19 +474,9 @@ def _place_tiles(
     return flat_sb
 
 
-def _last_tiles(runs: _Runs, tokens_sb: nl.ndarray, tile_rows: int) -> nl.ndarray:
-    """Return the last row tile of each expert that has one, [128, E + 1] float32; then a 0."""
-    E = tokens_sb.shape[1]
-    tiles_sb, last_sb = _new(E, nl.int32), _new(E + 1, nl.float32)
-    divide_up(tiles_sb, tokens_sb, tile_rows)
-    nisa.memset(dst=last_sb[:, E : E + 1], value=0.0, engine=nisa.engine.vector)
-    _combine_scaled(last_sb[:, 0:E], tiles_sb, nl.add, -1, nl.add, runs.tile[:, 0:E])
-    return last_sb
-
-
 def _place_columns(
     runs: _Runs,
-    last_sb: nl.ndarray,
+    num_experts: int,
     tile_sb: nl.ndarray,
     expert_sb: nl.ndarray,
     is_backwards: bool,
@@ -440,13 +486,16 @@ def _place_columns(
 
     Places count from an expert's first row tile, or back from its last.
     """
-    columns, num_experts = expert_sb.shape[1], last_sb.shape[1] - 1
-    index_sb = _new(columns, nl.uint32)
-    nisa.tensor_copy(dst=index_sb, src=expert_sb)
+    columns, index_sb = expert_sb.shape[1], _new(expert_sb.shape[1], nl.uint32)
+    # Back from the tile after the last one, which is number -1.
+    origin = float(2 * num_experts if is_backwards else 0)
+    nisa.tensor_scalar(dst=index_sb, data=expert_sb, op0=nl.add, operand0=origin)
     shape = (columns, tile_sb.shape[1] // columns)
     column_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
     places, wanted = column_sb.reshape_dim(1, shape), tile_sb.reshape_dim(1, shape)
-    origin_sb = _gather(last_sb if is_backwards else runs.tile, index_sb)
+    origin_sb = _gather(runs.tile, index_sb)
+    if is_backwards:
+        nisa.tensor_scalar(dst=origin_sb, data=origin_sb, op0=nl.add, operand0=-1.0)
     origin = origin_sb.expand_dim(2).broadcast(2, shape[1])
     if is_backwards:
         _subtract(places, origin, wanted)

@@ -23,9 +23,11 @@ from nki_kernels.prefill.config import (
     PlanRequest,
     PrefillConfig,
     PrefillWork,
+    largest_visit_of,
     mx_form,
     output_tiles,
     stored_parts,
+    tells_short,
     visit_dims,
 )
 from nki_kernels.prefill.cost import cost_blockwise_moe
@@ -53,12 +55,14 @@ __all__ = [
     "cost_blockwise_moe",
     "estimate_us",
     "expect_tokens",
+    "largest_visit_of",
     "make_config",
     "matrix_shapes",
     "mx_form",
     "output_tiles",
     "rank_candidates",
     "stored_parts",
+    "tells_short",
     "visit_dims",
     "visits_of",
 ]

@@ -9,6 +9,7 @@ counted four times. What the candidates share (routing, indexing) is left out.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +20,18 @@ from numpy.typing import NDArray
 
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.slot_sums import sum_ns
-from nki_kernels.common.visits import list_visits, loops_of
+from nki_kernels.common.visits import LiveTiles, list_visits, loops_of, sizes_of, tiles_of
 from nki_kernels.prefill.config import (
     ExpertSizes,
     PlanRequest,
     PrefillConfig,
     PrefillWork,
+    can_tell_short,
     fit_of,
+    largest_visit_of,
     num_partials,
     num_visits,
+    tells_short,
     visit_dims,
     with_loop,
 )
@@ -40,6 +44,8 @@ _SEED, _DRAWS, _TILES = 7, 64, (32, 64, 128)
 _HOT_SHARE, _HOT_CHOICES = 0.25, 0.8  # of a skewed routing: experts, and the choices they get
 _CLOSE_PLANS = 16  # beside the best of each shard plan
 _COARSE = 1.4  # what is slower by so much, by the coarse estimate, is not looked at closely
+_NEAR_PLANS = 4  # that are looked at with short tiles told apart, too
+_SHORT_GAIN = 1.005  # at least, for more loops
 _ALIKE = 0.25  # of a row tile: visits whose live rows differ by less
 
 
@@ -146,19 +152,36 @@ def rank_candidates(
         for block_size in search.block_sizes
         for draft in _drafts(formula, sizes, expected, request, search, block_size, routings)
     ]
-    found = [
-        Candidate(
-            request=draft.request,
-            block_size=draft.block_size,
-            times_us=tuple(
-                t
-                for tokens_E in routings
-                for t in estimate_us(draft.config, tokens_E, expected.top_k)
-            ),
-        )
-        for draft in _worth_a_look(drafts)
-    ]
-    return by_loss(found)
+    looks = _worth_a_look(drafts)
+    found = {draft: _look_at(draft, routings, expected.top_k) for draft in looks}
+    order = by_loss(list(found.values()))
+    for draft in filter(_may_tell_short, looks):
+        if found[draft] in order[:_NEAR_PLANS]:
+            telling = _telling_short(draft)
+            short = _look_at(telling, routings, expected.top_k)
+            if short.estimated_us * _SHORT_GAIN < found[draft].estimated_us:
+                found[telling] = short
+    return by_loss(list(found.values()))
+
+
+def _look_at(draft: _Draft, routings: Sequence[NDArray[np.int64]], top_k: int) -> Candidate:
+    """Return a draft with the estimated times of routings."""
+    times = [estimate_us(draft.config, tokens_E, top_k) for tokens_E in routings]
+    times_us = tuple(itertools.chain.from_iterable(times))
+    return Candidate(request=draft.request, block_size=draft.block_size, times_us=times_us)
+
+
+def _may_tell_short(draft: _Draft) -> bool:
+    config = draft.config
+    return can_tell_short(config) and not tells_short(config) and largest_visit_of(config) > 1
+
+
+def _telling_short(draft: _Draft) -> _Draft:
+    """Return a draft that tells short tiles apart, too."""
+    loop = draft.config.loop
+    classes = sizes_of(tiles_of(loop.classes[0]), True)
+    config = replace(draft.config, loop=replace(loop, classes=classes))
+    return replace(draft, config=config, request=replace(draft.request, tells_short=True))
 
 
 def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
@@ -206,8 +229,8 @@ class _Draft:
 
 
 class _Loop(NamedTuple):
-    """Trips alike: the sizes of their two visits, how many, how full tiles are (`_levels`), and the
-    shares of their first and second visits that have a tile.
+    """Trips alike: the sizes of their two visits in half tiles, how many, how full tiles are
+    (`_levels`), and the shares of their first and second visits that have a tile.
     """
 
     sizes: tuple[int, int]
@@ -318,7 +341,8 @@ def _configs_of(base: PrefillConfig, asked: PlanRequest) -> list[PrefillConfig]:
         return []
     if shard.num_lanes < base.num_cores and (base.loop.by_parts or base.loop.skips_weights):
         return []
-    loop = replace(base.loop, classes=tuple(range(asked.largest_visit, 0, -1)), turns=asked.turns)
+    classes = sizes_of(asked.largest_visit, asked.tells_short)
+    loop = replace(base.loop, classes=classes, turns=asked.turns)
     draft = replace(base, shard=shard, loop=loop)
     loops = find_loops(draft, asked, asked.tiles_per_expert, CLOSE_LOOPS)
     return [with_loop(draft, loop) for loop in loops]
@@ -340,9 +364,10 @@ def _loops(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> list[_Loop]:
     if not config.loop.is_dynamic:  # every trip there may be, most without a tile
         trips = num_visits(config) // 2
         rows = float(tokens_E.sum()) / (2 * trips * config.shard.num_lanes)
-        return [_Loop((1, 1), trips, ((1.0, rows),))]
+        return [_Loop((2, 2), trips, ((1.0, rows),))]
     rows_n = np.minimum(R, tokens_E[expert] - R * (tile - (tiles_E.cumsum() - tiles_E)[expert]))
-    lists = list_visits(tile, expert, visit_dims(config), num_tiles=len(tile), num_experts=config.E)
+    tiles = LiveTiles(tile, expert, rows_n <= R // 2)
+    lists = list_visits(tiles, visit_dims(config), num_tiles=len(tile), num_experts=config.E)
     found, first = [], 0
     loops = zip(loops_of(config.loop.classes), lists.class_trips_1L[0].tolist(), strict=True)
     for sizes, trips in loops:
@@ -383,7 +408,8 @@ def _coarse_ns(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> float:
     total = 0.0
     for loop in _loops(config, tokens_E):
         for share, rows in loop.levels:
-            total += share * loop.trips * sum(visit_ns(config, size, rows) for size in loop.sizes)
+            trip_ns = sum(visit_ns(config, tiles_of(size), rows) for size in loop.sizes)
+            total += share * loop.trips * trip_ns
     return total
 
 

@@ -14,7 +14,7 @@ from nki_kernels.common.axes import AxisTiles, tile_axis, tile_axis_evenly
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.mx import MxForm, is_mx_format, make_mx_form
-from nki_kernels.common.visits import VisitDims, max_steps, max_visits
+from nki_kernels.common.visits import VisitDims, max_steps, max_visits, tiles_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
@@ -103,6 +103,8 @@ class PlanRequest(NKIObject):
             leave out (skip), or a spare row, tile or expert, for a compiler or chip on which they
             do not (spare). Then whole row tiles are stored.
         chip: what the launch is for; MX weights need a trn3.
+        tells_short: visits whose last row tile is at most half full have loops of their own, which
+            compute half of it.
     """
 
     shard_plan: str = "balanced"
@@ -117,6 +119,7 @@ class PlanRequest(NKIObject):
     fit: LoopFit | None = None
     missing: str = "skip"
     chip: str = "trn2"
+    tells_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,10 @@ class ShardPlan(NKIObject):
 class LoopPlan(NKIObject):
     """How a core goes through its visits.
 
-    `classes` are the visit sizes that have a loop of their own, descending. `is_dynamic`: run-time
-    trip counts; otherwise the loop covers the worst case. `in_halves`: core 0 takes the first half
-    of the visits, not every second one. `skips_weights`: weights that the last visit left on chip
-    are not loaded again.
+    `classes` are the visit sizes that have a loop of their own, descending, in half tiles
+    (common/visits.py). `is_dynamic`: run-time trip counts; otherwise the loop covers the worst
+    case. `in_halves`: core 0 takes the first half of the visits, not every second one.
+    `skips_weights`: weights that the last visit left on chip are not loaded again.
 
     Weights are loaded in parts: gate and up in `in_parts` of the intermediate axis, down in
     `out_parts` of the hidden axis; one each where the expert fits. `by_parts`: they lie so in HBM,
@@ -222,13 +225,30 @@ def mx_form(config: PrefillConfig) -> MxForm:
 
 def largest_visit_of(config: PrefillConfig) -> int:
     """Return G, the row tiles of the largest visit."""
-    return config.loop.classes[0]
+    return tiles_of(config.loop.classes[0])
+
+
+def tells_short(config: PrefillConfig) -> bool:
+    """Whether visits with a short last tile have loops of their own."""
+    return len(config.loop.classes) > largest_visit_of(config)
+
+
+def can_tell_short(config: PrefillConfig) -> bool:
+    """Whether there may be such loops: half a tile is what the tensor engine takes at least."""
+    is_plain = config.loop.is_sorted and config.loop.missing == "skip"
+    is_plain = is_plain and not config.shard.splits_h and not is_mx(config)
+    return is_plain and config.tile_rows == PARTITIONS
+
+
+def computed_rows(config: PrefillConfig, size: int, j: int) -> int:
+    """Return the rows that are computed of tile j of a visit of so many half tiles."""
+    return config.tile_rows // 2 if 2 * j + 1 == size else config.tile_rows
 
 
 def fit_of(loop: LoopPlan) -> LoopFit:
     """Return what of a loop plan is a choice."""
     return LoopFit(
-        loop.classes[0], loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns,
+        tiles_of(loop.classes[0]), loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns,
         loop.h_parts,
     )  # fmt: skip
 
@@ -389,6 +409,7 @@ def visit_dims(config: PrefillConfig) -> VisitDims:
         config.tile_rows,
         loop.in_halves,
         reload_after,
+        tells_short(config),
     )
 
 

@@ -7,12 +7,13 @@ import numpy as np
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
-from nki_kernels.common.visits import Ints, VisitLists, loops_of
+from nki_kernels.common.visits import Ints, VisitLists, loops_of, tiles_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
     bias_terms,
+    computed_rows,
     core_depth,
     core_width,
     has_scale_table,
@@ -53,7 +54,7 @@ def cost_blockwise_moe(
         rows = int(rows_of_tile[tile].sum())
         stored = rows
         if config.stores == "tiles":
-            stored = int((tile < config.num_tiles).sum()) * config.tile_rows
+            stored = int(_rows_of_places(config, lists)[tile < config.num_tiles].sum())
         row_bytes = core_width(config) * _BFLOAT16_BYTES
         read += (
             visits * _expert_bytes(config)
@@ -63,6 +64,28 @@ def cost_blockwise_moe(
         write += stored * row_bytes
         columns += _columns(config, lists, core, tables)
     return KernelCost(read, write, columns)
+
+
+def _rows_of_places(config: PrefillConfig, lists: VisitLists) -> Ints:
+    """Return the rows that are computed of each tile of a lane's visits, [V * G]."""
+    _, num_visits, largest = lists.visit_tile_CVG.shape
+    rows_VG = np.full((num_visits, largest), config.tile_rows, np.int32)
+    first = 0
+    for sizes, trips in _trips(config, lists):
+        for s in range(2):
+            rows_VG[first + s : first + 2 * trips : 2] = [
+                computed_rows(config, sizes[s], j) for j in range(largest)
+            ]
+        first += 2 * trips
+    return rows_VG.reshape(-1)
+
+
+def _trips(config: PrefillConfig, lists: VisitLists) -> list[tuple[tuple[int, int], int]]:
+    """Return the sizes of the visits of each loop, and its trips."""
+    trips = [int(count) for count in lists.class_trips_1L[0]]
+    if not config.loop.is_dynamic:
+        trips = [(int(lists.visit_expert_CV.shape[1]) - 2) // 2]
+    return list(zip(loops_of(config.loop.classes), trips, strict=True))
 
 
 def _expert_bytes(config: PrefillConfig) -> int:
@@ -99,22 +122,21 @@ def _table_bytes(config: PrefillConfig, lists: VisitLists, tile: Ints, tables: i
 
 def _columns(config: PrefillConfig, lists: VisitLists, core: int, tables: int) -> int:
     """Return the columns that stream through the tensor engine of a core."""
-    R, H, loop = config.tile_rows, core_width(config), config.loop
+    H, loop = core_width(config), config.loop
     depth, i_count = config.h_axis.count, config.i_axis.count * loop.in_parts
-    turn = 0 if loop.turns == "dma" else depth * R
+    turn = 0 if loop.turns == "dma" else depth  # for each row
     deep = config.h_axis.group  # elements that a matmul adds up on a partition
-    tile = depth * num_projections(config.formula) * i_count * R + i_count * H
-    tile = tile // deep + turn
+    row = depth * num_projections(config.formula) * i_count // deep + turn
+    tile = i_count * H // deep
     adds_bias = config.formula.has_down_bias and share_of(config, core).adds_bias
     if adds_bias and not bias_is_inside(config):
         tile += H
-    trips = [int(count) for count in lists.class_trips_1L[0]]
-    if not loop.is_dynamic:
-        trips = [(int(lists.visit_expert_CV.shape[1]) - 2) // 2]
-    visits = 2 * sum(trips)
-    tiles = sum(
-        count * sum(sizes) for count, sizes in zip(trips, loops_of(loop.classes), strict=True)
-    )
+    trips = _trips(config, lists)
+    total = turn * config.tile_rows
+    for sizes, count in trips:
+        for size in sizes:
+            rows = sum(computed_rows(config, size, j) for j in range(tiles_of(size)))
+            total += count * (rows * row + tiles_of(size) * tile)
     entries = int(lists.visit_expert_CV.shape[1]) * largest_visit_of(config)
-    total = tiles * tile + turn + tables * entries
-    return total + (visits * H if config.has_scales else 0)
+    visits = 2 * sum(count for _, count in trips)
+    return total + tables * entries + (visits * H if config.has_scales else 0)

@@ -82,8 +82,8 @@ def run_two_visits(
             spread_down_scale(config, b, s)
         for j in range(sizes[s]):
             outer = (s * sizes[0] + j) % config.loop.outer_buffers
-            project_out(config, b, s, s, j, 0, share.adds_bias, outer)
-            store_rows(config, b, x, share, s, j, outer)
+            project_out(config, b, s, s, j, 0, share.adds_bias, outer, config.tile_rows)
+            store_rows(config, b, x, share, s, j, outer, config.tile_rows)
         load_down(config, b, x, share, b.expert[s], s, 0, s)
 
 
@@ -106,14 +106,14 @@ def _go_in_apart(
         for tile in range(last):
             _multiply_apart(config, b, s, j, tile)
         if j + 1 < size:
-            turn_rows(config, b, s, j + 1)
+            turn_rows(config, b, s, j + 1, config.tile_rows)
             if not by_dma:
                 gather_after(config, b, x, share, s, j + 1, size, next_size)
         _multiply_apart(config, b, s, j, last)
         if by_dma and j > 0:
             gather_after(config, b, x, share, s, j, size, next_size)
         _exchange(config, b, s, j)
-    turn_rows(config, b, 1 - s, 0)
+    turn_rows(config, b, 1 - s, 0, config.tile_rows)
     look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
     load_gate_up(config, b, x, share, b.expert[s], s, 0, 0)

@@ -15,6 +15,7 @@ from nki_kernels.common.axes import is_even, tile_axis
 from nki_kernels.common.chip import BANKS, core, fitted_sbuf_bytes
 from nki_kernels.common.formula import num_projections
 from nki_kernels.common.mx import in_shape, out_shape
+from nki_kernels.common.visits import sizes_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 from nki_kernels.prefill.config import (
     LoopPlan,
@@ -28,6 +29,7 @@ from nki_kernels.prefill.config import (
     largest_visit_of,
     loads_in_parts,
     mx_form,
+    tells_short,
     with_loop,
 )
 from nki_kernels.prefill.memory import sbuf_bytes
@@ -239,7 +241,7 @@ def _candidates(config: PrefillConfig) -> Iterator[LoopPlan]:
                             continue
                         yield replace(
                             config.loop,
-                            classes=tuple(range(size, 0, -1)),
+                            classes=sizes_of(size, tells_short(config)),
                             weight_buffers=buffers,
                             in_parts=in_parts,
                             out_parts=out_parts,

@@ -54,7 +54,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.visits import loops_of
+from nki_kernels.common.visits import loops_of, tiles_of
 from nki_kernels.prefill.buffers import (
     Buffers,
     Lists,
@@ -75,6 +75,7 @@ from nki_kernels.prefill.buffers import (
 from nki_kernels.prefill.config import (
     PrefillConfig,
     Share,
+    computed_rows,
     first_tiles,
     num_partials,
     output_tiles,
@@ -184,7 +185,7 @@ def _run_class(config: PrefillConfig, b: Buffers, x: Operands, position: int, sh
 
     def two_visits(_trip: int) -> None:
         if config.shard.splits_h:
-            run_two_visits(config, b, x, share, sizes)
+            run_two_visits(config, b, x, share, (tiles_of(sizes[0]), tiles_of(sizes[1])))
         else:
             _run_visit(config, b, x, 0, sizes, share)
             _run_visit(config, b, x, 1, sizes, share)
@@ -249,7 +250,7 @@ def _start_pipeline(
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
-    turn_rows(config, b, 0, 0)
+    turn_rows(config, b, 0, 0, config.tile_rows)
     if waits:
         gather_rows(config, b, x, share, 1, 0)
 
@@ -257,35 +258,41 @@ def _start_pipeline(
 def _run_visit(
     config: PrefillConfig, b: Buffers, x: Operands, s: int, sizes: tuple[int, int], share: Share
 ) -> None:
-    """Compute the row tiles of one visit, and bring in what the next two need.
+    """Compute the row tiles of one visit of a trip, and bring in what the next two need.
 
     The first tile of the next visit is turned before this one's down projection, so that the
     tensor engine has work while the last activation is computed.
     """
-    size, next_size = sizes[s], sizes[1 - s]
+    size, next_size = tiles_of(sizes[s]), tiles_of(sizes[1 - s])
     look_at_outputs(config, b, s)
     gather_early(config, b, x, share, s)
     # A smaller visit leaves row buffers idle: the larger one after it fills them early.
     for j in range(size, min(next_size, config.loop.row_buffers)):
         gather_rows(config, b, x, share, 1 - s, j)
-    _go_in(config, b, x, s, size, next_size, share)
-    turn_rows(config, b, 1 - s, 0)
+    _go_in(config, b, x, s, sizes[s], next_size, share)
+    turn_rows(config, b, 1 - s, 0, config.tile_rows)
     # This visit has used its expert and ids: they become those of the visit two ahead, whose first
     # rows take the buffer that was just turned.
     look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
     if config.has_scales:
         spread_down_scale(config, b, s)
-    _go_out(config, b, x, s, size, s * sizes[0], share)
+    _go_out(config, b, x, s, sizes[s], s * tiles_of(sizes[0]), share)
 
 
 def _go_in(
-    config: PrefillConfig, b: Buffers, x: Operands, s: int, size: int, next_size: int, share: Share
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    s: int,
+    halves: int,
+    next_size: int,
+    share: Share,
 ) -> None:
     """Do the gate and up projections of a visit, part by part of the intermediate axis, and of the
     hidden axis inside.
     """
-    loop = config.loop
+    loop, size = config.loop, tiles_of(halves)
     parts, h_parts, buffers = loop.in_parts, loop.h_parts, loop.weight_buffers
     last = config.i_axis.count - 1
     by_dma = loop.turns == "dma"
@@ -297,15 +304,16 @@ def _go_in(
         if h_part == 0:
             prepare_part(config, b, beside)
         for j in range(size):
+            rows = computed_rows(config, halves, j)
             for tile in range(last):
-                project_in(config, b, buffer, beside, s, j, part, h_part, tile)
+                project_in(config, b, buffer, beside, s, j, part, h_part, tile, rows)
             # The next tile is turned before the last product of this one, so that the engines
             # that copy it are done when its own products begin.
             if step == 0 and j + 1 < size:
-                turn_rows(config, b, s, j + 1)
+                turn_rows(config, b, s, j + 1, computed_rows(config, halves, j + 1))
                 if not by_dma:
                     gather_after(config, b, x, share, s, j + 1, size, next_size)
-            project_in(config, b, buffer, beside, s, j, part, h_part, last)
+            project_in(config, b, buffer, beside, s, j, part, h_part, last, rows)
             if by_dma and 0 < j < size - 1:
                 gather_after(config, b, x, share, s, j, size, next_size)
         ahead = parts_ahead(loop, steps)
@@ -328,7 +336,7 @@ def _go_out(
     b: Buffers,
     x: Operands,
     s: int,
-    size: int,
+    halves: int,
     first_outer: int,
     share: Share,
 ) -> None:
@@ -336,11 +344,12 @@ def _go_out(
     parts, buffers = config.loop.out_parts, config.loop.weight_buffers
     for part in range(parts):
         buffer = (s * parts + part) % buffers
-        for j in range(size):
+        for j in range(tiles_of(halves)):
             outer = (first_outer + j) % config.loop.outer_buffers
-            project_out(config, b, buffer, s, j, part, share.adds_bias, outer)
+            rows = computed_rows(config, halves, j)
+            project_out(config, b, buffer, s, j, part, share.adds_bias, outer, rows)
             if part == parts - 1:
-                store_rows(config, b, x, share, s, j, outer)
+                store_rows(config, b, x, share, s, j, outer, rows)
         ahead = parts_ahead(config.loop, parts)
         following, next_part = (buffer + ahead) % buffers, (part + ahead) % parts
         visit = s if part + ahead < parts else 1 - s

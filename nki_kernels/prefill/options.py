@@ -7,7 +7,7 @@ from dataclasses import replace
 from nki_kernels.common.axes import is_even, tile_axis
 from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of
 from nki_kernels.common.mx import is_mx_format, mx_chunks
-from nki_kernels.common.visits import Ints, VisitLists, list_visits, live_tiles
+from nki_kernels.common.visits import Ints, VisitLists, list_visits, live_tiles, sizes_of
 from nki_kernels.common.weight_formats import MX_WORD_BYTES, WEIGHT_FORMATS
 from nki_kernels.prefill.config import (
     BLOCK_SIZES,
@@ -18,6 +18,7 @@ from nki_kernels.prefill.config import (
     PrefillConfig,
     PrefillWork,
     ShardPlan,
+    can_tell_short,
     largest_visit_of,
     stored_parts,
     visit_dims,
@@ -81,7 +82,7 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
     Args:
         config: what the kernel is compiled for, with weights in plain layout.
     """
-    classes = _classes(MOST_TILES) if config.loop.is_sorted else (1,)
+    classes = sizes_of(MOST_TILES if config.loop.is_sorted else 1, False)
     draft = replace(config, loop=replace(config.loop, by_parts=True, classes=classes))
     fit_loop(draft, _BY_ESTIMATE, _EVEN_TILES)  # raises where nothing fits
     fitted = [
@@ -93,7 +94,7 @@ def best_parts(config: PrefillConfig) -> tuple[int, int]:
 def _even_trip_ns(config: PrefillConfig) -> float:
     """Return the time of two experts of two row tiles each, in the slower corner."""
     visit = min(largest_visit_of(config), _EVEN_TILES)
-    paces = pace_of(config, (visit, visit), config.tile_rows)
+    paces = pace_of(config, (2 * visit, 2 * visit), config.tile_rows)
     return max(pace.next_ns for pace in paces.values()) / visit
 
 
@@ -107,10 +108,8 @@ def visits_of(
         token_position_to_id: [N*B] int32, -1 for padding.
         block_to_expert_N: [N] int32.
     """
-    tile, expert = live_tiles(token_position_to_id, block_to_expert_N, config.tile_rows)
-    return list_visits(
-        tile, expert, visit_dims(config), num_tiles=config.num_tiles, num_experts=config.E
-    )
+    tiles = live_tiles(token_position_to_id, block_to_expert_N, config.tile_rows)
+    return list_visits(tiles, visit_dims(config), num_tiles=config.num_tiles, num_experts=config.E)
 
 
 def shard_plan_of(name: str, num_cores: int) -> ShardPlan:
@@ -128,7 +127,7 @@ def _draft(
     is_sorted = request.loop_plan == "sorted" and request.shard_plan != "block"
     in_parts, out_parts = _parts_of_core(request.weight_parts, shard, work.num_cores)
     loop = LoopPlan(
-        classes=_classes(request.largest_visit) if is_sorted else (1,),
+        classes=sizes_of(request.largest_visit if is_sorted else 1, request.tells_short),
         is_dynamic=request.loop_plan != "static",
         is_sorted=is_sorted,
         in_halves=request.in_halves,
@@ -146,11 +145,20 @@ def _draft(
     # Rows without a token cannot be left out where nothing can.
     stores = "tiles" if request.missing == "spare" else work.stores
     tile_rows = min(work.block_size, 128)
-    return PrefillConfig(
+    draft = PrefillConfig(
         formula, sizes.H, sizes.I, sizes.E, sizes.weight_format, sizes.has_scales, tile_rows,
         work.num_slots // tile_rows, work.num_tokens, work.num_cores, work.scaling, stores,
         shard, loop, tile_axis(sizes.H), tile_axis(sizes.I), request.chip,
     )  # fmt: skip
+    if request.tells_short and not can_tell_short(draft):
+        raise ValueError(
+            f"tells_short=True, block_size={work.block_size}, shard_plan={request.shard_plan!r},"
+            f" loop_plan={request.loop_plan!r}, missing={request.missing!r},"
+            f" weight_format={sizes.weight_format!r}: short tiles are told apart in sorted loops, with"
+            " blocks of 128 or more, transfers that leave out what is missing and weights that are no"
+            " MX words. Use tells_short=False."
+        )
+    return draft
 
 
 def _request_of_words(
@@ -182,11 +190,6 @@ def _request_of_words(
     if parts is None:
         parts = (mx_chunks(sizes.weight_format, sizes.H, sizes.I, sizes.E == 1), 1)
     return replace(request, weight_parts=parts, turns="tensor")
-
-
-def _classes(largest: int) -> tuple[int, ...]:
-    """Return the sizes of visits up to the largest, descending."""
-    return tuple(range(largest, 0, -1))
 
 
 def _parts_of_core(

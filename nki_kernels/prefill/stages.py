@@ -30,6 +30,7 @@ from nki_kernels.prefill.config import (
     bias_terms,
     core_width,
     is_mx,
+    largest_visit_of,
     part_tiles,
     scales_late,
 )
@@ -42,23 +43,22 @@ from nki_kernels.prefill.mx_stages import (
 )
 
 
-def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int) -> None:
-    """Transpose a row tile, scaled first if the configuration says so."""
+def turn_rows(config: PrefillConfig, b: Buffers, s: int, j: int, rows: int) -> None:
+    """Transpose the first rows of a row tile, scaled first if the configuration says so."""
     if config.loop.turns == "dma":
         return
-    R = config.tile_rows
-    rows_sb = b.rows[row_buffer(config, s, j)]
+    rows_sb = b.rows[row_buffer(config, s, j)][0:rows]
     if config.scaling == "pre":
         nisa.tensor_scalar(
             dst=rows_sb,
             data=rows_sb,
             op0=nl.multiply,
-            operand0=b.scale[s][0:R, j : j + 1],
+            operand0=b.scale[s][0:rows, j : j + 1],
         )
     if is_mx(config):
         turn_into_words(config, b, rows_sb, turned_buffer(config, s, j), j)
         return
-    transpose_rows(b.turned[turned_buffer(config, s, j)], rows_sb, config.h_axis, b.turn_ps, R)
+    transpose_rows(b.turned[turned_buffer(config, s, j)], rows_sb, config.h_axis, b.turn_ps, rows)
 
 
 def spread_down_scale(config: PrefillConfig, b: Buffers, s: int) -> None:
@@ -91,6 +91,7 @@ def project_in(
     part: int,
     h_part: int,
     tile: int,
+    rows: int,
 ) -> None:
     """Compute one tile of the intermediate axis for a row tile: gate, up, activation, product.
 
@@ -103,15 +104,17 @@ def project_in(
         s, j: visit and row tile.
         part, h_part: of the intermediate and of the hidden axis.
         tile: of the part.
+        rows: of the row tile.
     """
     if config.loop.h_parts == 1:
         bank_ps = b.inner_ps[inner_turn(config, j, part, tile)]
     else:
         bank_ps = b.inner_ps[j * config.i_axis.count + tile]
-    multiply_in(config, b, buffer, s, j, tile, h_part, bank_ps)
+    multiply_in(config, b, buffer, s, j, tile, h_part, bank_ps[:, :, 0:rows])
     if h_part + 1 < config.loop.h_parts:
         return
-    finish_in(config, b, beside, s, j, part, tile, bank_ps[0 : rows_of(config.i_axis, tile)])
+    projected = bank_ps[0 : rows_of(config.i_axis, tile), :, 0:rows]
+    finish_in(config, b, beside, s, j, part, tile, projected)
     if is_mx(config) and tile == config.i_axis.count - 1:
         quantize_inner(config, b, inner_buffer(config, s, j), part)
 
@@ -132,7 +135,7 @@ def multiply_in(
     if is_mx(config):
         multiply_words_in(config, b, buffer, turned_buffer(config, s, j), tile, bank_ps)
         return
-    h_axis, R = config.h_axis, config.tile_rows
+    h_axis, R = config.h_axis, bank_ps.shape[2]
     rows, columns = rows_of(config.i_axis, tile), elements_of(config.i_axis, tile)
     turned_sb = b.turned[turned_buffer(config, s, j)]
     for half in range(num_projections(config.formula)):
@@ -160,7 +163,7 @@ def finish_in(
     """Turn projections [rows, 2 or 1, R] into a tile of what goes into the down projection; without
     a gate the activation is that of the only projection, and there is no product.
     """
-    rows, R = rows_of(config.i_axis, tile), config.tile_rows
+    rows, R = rows_of(config.i_axis, tile), projected.shape[2]
     turn = inner_turn(config, j, part, tile)
     gate_sb, up_sb = b.gate[turn][0:rows, 0:R], b.up[turn][0:rows, 0:R]
     inner_sb = b.inner[inner_buffer(config, s, j)]
@@ -194,7 +197,7 @@ def inner_turn(config: PrefillConfig, j: int, part: int, tile: int) -> int:
 
 def inner_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer holds a row tile between the projections."""
-    return s * config.loop.classes[0] + j if config.shard.splits_h else j
+    return s * largest_visit_of(config) + j if config.shard.splits_h else j
 
 
 def _chain(
@@ -270,12 +273,15 @@ def project_out(
     part: int,
     adds_bias: bool,
     outer: int,
+    rows: int,
 ) -> None:
-    """Multiply with one part of the columns of the down weights; leave the rows in `outer`."""
+    """Multiply so many rows with one part of the columns of the down weights; leave the result in
+    `outer`.
+    """
     if is_mx(config):
         project_words_out(config, b, buffer, s, j, adds_bias, outer)
         return
-    i_axis, R = config.i_axis, config.tile_rows
+    i_axis, R = config.i_axis, rows
     columns = core_width(config) // config.loop.out_parts
     count = -(-columns // BANK_FLOATS)
     width = -(-columns // count)
@@ -316,7 +322,7 @@ def _evict_rows(
     outer: int,
 ) -> None:
     """Move columns of output rows out of PSUM: scale them and round once."""
-    R = config.tile_rows
+    R = rows_ps.shape[0]
     outer_sb = b.outer[outer][0:R, columns]
     if config.has_scales:
         row_sb = b.down_scale[s % config.loop.weight_buffers][0:R, columns]
@@ -344,21 +350,28 @@ def _evict_rows(
 
 
 def store_rows(
-    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, j: int, outer: int
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    s: int,
+    j: int,
+    outer: int,
+    computed: int,
 ) -> None:
-    """Write the rows of a tile to their slots or tokens; a missing tile moves no data."""
+    """Write the computed rows of a tile to their slots or tokens; a missing tile moves no data."""
     R, H, width = config.tile_rows, config.H, core_width(config)
     num_partials, num_rows = x.output.shape[0], x.output.shape[1]
     if config.stores == "tiles":
         tiles = x.output.reshape((num_partials * num_rows // R, R, H))
         nisa.dma_copy(
             dst=tiles.ap(
-                [[H, R], [1, width]],
+                [[H, computed], [1, width]],
                 offset=share.partial * num_rows * H + share.h_first,
                 scalar_offset=b.out_tile[s][0:1, j : j + 1],
                 indirect_dim=0,
             ),
-            src=b.outer[outer],
+            src=b.outer[outer][0:computed],
             oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.hwdge,
             engine=nisa.engine.scalar,
@@ -367,11 +380,11 @@ def store_rows(
         rows = x.output.reshape((num_partials * num_rows, H))
         nisa.dma_copy(
             dst=rows.ap(
-                [[H, R], [1, width]],
+                [[H, computed], [1, width]],
                 offset=share.partial * num_rows * H + share.h_first,
-                vector_offset=b.out_row[s][0:R, j : j + 1],
+                vector_offset=b.out_row[s][0:computed, j : j + 1],
             ),
-            src=b.outer[outer],
+            src=b.outer[outer][0:computed],
             oob_mode=when_missing(config.loop.missing == "skip"),
             dge_mode=nisa.dge_mode.swdge,
         )

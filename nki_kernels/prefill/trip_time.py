@@ -17,12 +17,15 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from nki_kernels.common.chip import Core, core
+from nki_kernels.common.visits import tiles_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
+    computed_rows,
     first_tiles,
     loads_in_parts,
     part_tiles,
     parts_ahead,
+    tells_short,
 )
 from nki_kernels.prefill.stage_play import StageList, play_stages
 from nki_kernels.prefill.stage_prices import (
@@ -74,7 +77,7 @@ def pace_of(
 
     Args:
         config: what the kernel is compiled for.
-        sizes: row tiles of the two visits of a trip.
+        sizes: of the two visits of a trip, in half tiles.
         live_rows: rows of a tile that hold a token.
         present: shares of a trip's first and second visits that have a tile; descriptors of
             the others' weights move nothing.
@@ -94,11 +97,10 @@ def _pace_of(
     present: tuple[float, float],
 ) -> dict[str, Pace]:
     found = {}
-    num_trips = _LEAST_TRIPS + _SHORT_TRIPS // sum(sizes)
+    num_trips = _LEAST_TRIPS + 2 * _SHORT_TRIPS // sum(sizes)
     for corner in CORNERS:
         is_list = corner == "vendor"
-        prices = StagePrices.of(config, live_rows, overlaps=is_list)
-        writer = _Writer(config, prices, present)
+        writer = _Writer(config, live_rows, is_list, present)
         writer.start()
         for trip in range(1, num_trips + 1):
             writer.trip = trip
@@ -116,10 +118,15 @@ class _Writer(StageList):
     """Writes down the stages of visits, in the order of the kernel."""
 
     def __init__(
-        self, config: PrefillConfig, prices: StagePrices, present: tuple[float, float]
+        self, config: PrefillConfig, live_rows: float, overlaps: bool, present: tuple[float, float]
     ) -> None:
         super().__init__()
-        self._config, self._prices, self._present = config, prices, present
+        self._config, self._present = config, present
+        self._prices = StagePrices.of(config, live_rows, overlaps=overlaps)
+        self._short = self._prices
+        if tells_short(config):
+            half = replace(config, tile_rows=config.tile_rows // 2)
+            self._short = StagePrices.of(half, min(live_rows, half.tile_rows), overlaps=overlaps)
         self._turn_in = 0  # which bank and scratch tiles the next projections take
 
     def start(self) -> None:
@@ -153,51 +160,56 @@ class _Writer(StageList):
         for j in range(1, config.loop.row_buffers):
             self._gather(0, j)
         write_other_tables(self, config, prices.overlaps)
-        self._turn(0, 0)
+        self._turn(0, 0, prices)
         if waits:
             self._gather(1, 0)
         write_loops(self, config)
 
     def visit(self, s: int, sizes: tuple[int, int]) -> None:
         """See `_run_visit` of kernel.py."""
-        size, next_size = sizes[s], sizes[1 - s]
+        size, next_size = tiles_of(sizes[s]), tiles_of(sizes[1 - s])
         self._look_at_outputs(s)
         self._gather_early(s)
         for j in range(size, min(next_size, self._config.loop.row_buffers)):
             self._gather(1 - s, j)
-        self._go_in(s, size, next_size)
-        self._turn(1 - s, 0)
+        self._go_in(s, sizes[s], next_size)
+        self._turn(1 - s, 0, self._prices)
         self._look_ahead(s)
         self._gather_late(s)
-        self._go_out(s, size, s * sizes[0])
+        self._go_out(s, sizes[s], s * tiles_of(sizes[0]))
+
+    def _of_tile(self, size: int, j: int) -> StagePrices:
+        """Return the prices of row tile j of a visit."""
+        is_full = computed_rows(self._config, size, j) == self._config.tile_rows
+        return self._prices if is_full else self._short
 
     def two_visits(self, sizes: tuple[int, int]) -> None:
         """See exchange.py: the cores add up their gate and up projections."""
         prices = self._prices
         for s in range(2):
-            size, next_size = sizes[s], sizes[1 - s]
+            size, next_size = tiles_of(sizes[s]), tiles_of(sizes[1 - s])
             self._gather_early(s)
             for j in range(size, min(next_size, self._config.loop.row_buffers)):
                 self._gather(1 - s, j)
             for j in range(size):
                 self._multiply_apart(s, j)
                 if j + 1 < size:
-                    self._turn(s, j + 1)
+                    self._turn(s, j + 1, prices)
                     self._gather_after(s, j + 1, size, next_size)
                 self._exchange(s, j)
-            self._turn(1 - s, 0)
+            self._turn(1 - s, 0, prices)
             self._look_ahead(s)
             self._gather_late(s)
             self._load_gate_up(s, ("expert", s), prices.load_in)
         for s in range(2):
             self._look_at_outputs(s)
-            for j in range(sizes[s]):
+            for j in range(tiles_of(sizes[s])):
                 count = self._config.i_axis.count
                 own = _both(("own", s, j))
                 self.compute(prices.added_up, [*own, ("other", s, j)], own)
-                self._activate(s, j, s, own, count, 0.0)
+                self._activate(s, j, s, own, count, 0.0, prices)
             self._load_beside(s, ("expert", s))
-            self._go_out(s, sizes[s], s * sizes[0])
+            self._go_out(s, sizes[s], s * tiles_of(sizes[0]))
 
     def _exchange(self, s: int, j: int) -> None:
         taken = self._prices.exchanged
@@ -266,19 +278,18 @@ class _Writer(StageList):
         elif 1 + (j - 1) % ring < next_size:
             self._gather(1 - s, 1 + (j - 1) % ring)
 
-    def _turn(self, s: int, j: int) -> None:
+    def _turn(self, s: int, j: int, prices: StagePrices) -> None:
         if self._config.loop.turns == "tensor":
-            if self._prices.scaled is not None:
+            if prices.scaled is not None:
                 row = self._row(s, j)
-                self.compute(self._prices.scaled, [row, "first scales"], [row])
-            self.add(TENSOR, self._prices.turn_ns, [self._row(s, j)], [_FIRST_BANK])
-            prices = self._prices
+                self.compute(prices.scaled, [row, "first scales"], [row])
+            self.add(TENSOR, prices.turn_ns, [self._row(s, j)], [_FIRST_BANK])
             self._copy(
                 prices.turned, prices.turn_banks, prices.turn_ns, _FIRST_BANK, self._turned(s, j)
             )
 
-    def _go_in(self, s: int, size: int, next_size: int) -> None:
-        loop = self._config.loop
+    def _go_in(self, s: int, halves: int, next_size: int) -> None:
+        loop, size = self._config.loop, tiles_of(halves)
         by_dma = loop.turns == "dma"
         steps = loop.in_parts * loop.h_parts
         for step in range(steps):
@@ -287,16 +298,17 @@ class _Writer(StageList):
             beside = (s * loop.in_parts + part) % loop.weight_buffers
             for j in range(size):
                 turns = step == 0 and j + 1 < size
+                prices = self._of_tile(halves, j)
                 tiles = self._config.i_axis.count
                 if turns and tiles > 1 and not by_dma:
                     # The next tile is turned before the last product of this one.
-                    self._project_in(s, j, buffer, beside, h_part, tiles - 1)
+                    self._project_in(s, j, buffer, beside, h_part, tiles - 1, prices)
                     tiles = 1
                 if turns:
-                    self._turn(s, j + 1)
+                    self._turn(s, j + 1, self._of_tile(halves, j + 1))
                     if not by_dma:
                         self._gather_after(s, j + 1, size, next_size)
-                self._project_in(s, j, buffer, beside, h_part, tiles)
+                self._project_in(s, j, buffer, beside, h_part, tiles, prices)
                 if by_dma and 0 < j < size - 1:
                     self._gather_after(s, j, size, next_size)
             following = step + parts_ahead(loop, steps)
@@ -310,26 +322,40 @@ class _Writer(StageList):
                 self._gather_after(s, size - 1, size, next_size)
 
     def _project_in(
-        self, s: int, j: int, buffer: int, beside: int, h_part: int, tiles: int
+        self,
+        s: int,
+        j: int,
+        buffer: int,
+        beside: int,
+        h_part: int,
+        tiles: int,
+        prices: StagePrices,
     ) -> None:
         """Multiply with tiles of the gate and up weights; all but the last one's activations run
         beside the products.
         """
         loop = self._config.loop
-        each_ns = self._prices.in_ns / loop.h_parts
+        each_ns = prices.in_ns / loop.h_parts
         reads = [*_both(self._turned(s, j)), ("gate up", buffer, 0)]
         sums = ("inner ps", j if loop.h_parts > 1 else self._turn_in)
         self.add(TENSOR, tiles * each_ns, reads, [sums])
         if h_part + 1 == loop.h_parts:
-            self._activate(s, j, beside, [sums], tiles, each_ns)
+            self._activate(s, j, beside, [sums], tiles, each_ns, prices)
 
     def _activate(
-        self, s: int, j: int, buffer: int, projected: list[object], tiles: int, each_ns: float
+        self,
+        s: int,
+        j: int,
+        buffer: int,
+        projected: list[object],
+        tiles: int,
+        each_ns: float,
+        prices: StagePrices,
     ) -> None:
         """Add what makes the operand of the down projection of tiles, each of which came so long
         after the one before.
         """
-        taken, inner = self._prices.activated, self._inner(s, j)
+        taken, inner = prices.activated, self._inner(s, j)
         reads: list[object] = [*projected, ("gate up", buffer, 1)]
         gate: list[object] = [("gate", self._turn_in)]
         up: list[object] = [("up", self._turn_in)]
@@ -350,11 +376,11 @@ class _Writer(StageList):
         for part in range(loop.out_parts):
             buffer = (s * loop.out_parts + part) % loop.weight_buffers
             is_last = part + 1 == loop.out_parts
-            for j in range(size):
+            for j in range(tiles_of(size)):
                 outer = (first_outer + j) % loop.outer_buffers
                 self._project_out(s, j, buffer, outer)
                 if is_last:
-                    self._store(s, outer)
+                    self._store(s, outer, self._of_tile(size, j).store)
             ahead = parts_ahead(loop, loop.out_parts)
             expert = ("expert out", s if part + ahead < loop.out_parts else 1 - s)
             following = (buffer + ahead) % loop.weight_buffers
@@ -372,8 +398,7 @@ class _Writer(StageList):
                 self.add(TENSOR, out_ns, reads, [bank])
                 self._copy(prices.evicted, banks, out_ns, bank, ("outer", outer, half))
 
-    def _store(self, s: int, outer: int) -> None:
-        transfer = self._prices.store
+    def _store(self, s: int, outer: int, transfer: DmaPrice) -> None:
         halves = [name for half in range(2) for name in _both(("outer", outer, half))]
         self.move(STORES, transfer, [("out", s), *halves], [])
 

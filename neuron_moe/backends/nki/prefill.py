@@ -47,9 +47,11 @@ from nki_kernels.prefill import (
     best_parts,
     blockwise_moe,
     by_loss,
+    largest_visit_of,
     make_config,
     output_tiles,
     rank_candidates,
+    tells_short,
     visit_dims,
 )
 
@@ -290,6 +292,7 @@ def _request(plan: PrefillPlan) -> PlanRequest:
     return replace(
         request,
         loop_plan=tuning.loop_plan,
+        tells_short=request.tells_short and tuning.loop_plan == "sorted",
         in_halves=tuning.in_halves,
         skip_weights=tuning.skip_weights,
     )
@@ -317,12 +320,14 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
         missing=parts.tuning.missing,
         largest_visit=tuned.visit,
         fit=LoopFit(tuned.visit, *loaded, tuned.weight_buffers, tuned.turns, tuned.hidden_parts),
+        tells_short=tuned.tells_short,
     )
 
 
 def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
     """Return what a configuration does, in the words of a tuned plan."""
     loop, shard = config.loop, config.shard
+    visit = largest_visit_of(config)
     shard_plan = "balanced" if loop.is_sorted else "block"
     if shard.splits_i or shard.splits_h:
         shard_plan = "intermediate" if shard.splits_i else "hidden"
@@ -331,12 +336,13 @@ def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
         block_size=block_size,
         shard_plan=shard_plan,
         loop_plan="sorted" if loop.is_sorted else "dynamic" if loop.is_dynamic else "static",
-        visit=loop.classes[0],
+        visit=visit,
         loaded_parts=(loop.in_parts, loop.out_parts),
         weight_buffers=loop.weight_buffers,
         turns=loop.turns,
         weights="by parts" if loop.by_parts else "plain",
         hidden_parts=loop.h_parts,
+        tells_short=tells_short(config),
     )
 
 

@@ -6,7 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nki_kernels.common.visits import VisitDims, list_visits, loops_of, max_visits, no_tile
+from nki_kernels.common.visits import (
+    LiveTiles,
+    VisitDims,
+    list_visits,
+    loops_of,
+    max_visits,
+    no_tile,
+    sizes_of,
+    tiles_of,
+)
 
 
 @settings(deadline=None)
@@ -15,26 +24,38 @@ from nki_kernels.common.visits import VisitDims, list_visits, loops_of, max_visi
     lanes=st.sampled_from([1, 2]),
     largest=st.integers(1, 5),
     in_halves=st.booleans(),
+    tells_short=st.booleans(),
+    data=st.data(),
 )
 def test_every_tile_is_visited_once(
-    counts: list[int], lanes: int, largest: int, in_halves: bool
+    counts: list[int],
+    lanes: int,
+    largest: int,
+    in_halves: bool,
+    tells_short: bool,
+    data: st.DataObject,
 ) -> None:
     num_experts, num_tiles = len(counts), sum(counts) + 3
-    classes = tuple(range(largest, 0, -1))
+    classes = sizes_of(largest, tells_short)
     num_visits = max_visits(num_tiles, num_experts, lanes, classes)
     expert = np.repeat(np.arange(num_experts, dtype=np.int32), counts)
     tile = np.arange(len(expert), dtype=np.int32)
-    dims = VisitDims(lanes, largest, num_visits, 128, in_halves, 0)
-    lists = list_visits(tile, expert, dims, num_tiles=num_tiles, num_experts=num_experts)
+    is_last = np.diff(expert, append=num_experts) != 0
+    is_short = is_last & np.array([data.draw(st.booleans()) for _ in tile], bool)
+    dims = VisitDims(lanes, largest, num_visits, 128, in_halves, 0, tells_short)
+    tiles = LiveTiles(tile, expert, is_short)
+    lists = list_visits(tiles, dims, num_tiles=num_tiles, num_experts=num_experts)
     seen, step = [], 0
     for sizes, trips in zip(loops_of(classes), lists.class_trips_1L[0].tolist(), strict=True):
         for visit in range(step, step + 2 * trips):
             size = sizes[(visit - step) % 2]
             for lane in range(lanes):
-                tiles = lists.visit_tile_CVG[lane, visit]
-                used = tiles[tiles != no_tile(num_tiles)]
-                assert len(used) <= size
-                assert (tiles[: len(used)] == used).all()
+                places = lists.visit_tile_CVG[lane, visit]
+                used = places[places != no_tile(num_tiles)]
+                assert len(used) <= tiles_of(size)
+                if size % 2 and len(used) == tiles_of(size):
+                    assert is_short[used[-1]]
+                assert (places[: len(used)] == used).all()
                 assert (expert[used] == lists.visit_expert_CV[lane, visit]).all()
                 seen += used.tolist()
         step += 2 * trips
@@ -46,8 +67,8 @@ def test_every_tile_is_visited_once(
 
 def test_two_cores_share_a_hot_expert() -> None:
     expert = np.zeros(40, np.int32)
-    dims = VisitDims(2, 4, max_visits(48, 8, 2, (4, 3, 2, 1)), 128, False, 0)
-    tile = np.arange(40, dtype=np.int32)
-    lists = list_visits(tile, expert, dims, num_tiles=48, num_experts=8)
+    dims = VisitDims(2, 4, max_visits(48, 8, 2, sizes_of(4, False)), 128, False, 0)
+    tiles = LiveTiles(np.arange(40, dtype=np.int32), expert, np.zeros(40, bool))
+    lists = list_visits(tiles, dims, num_tiles=48, num_experts=8)
     per_lane = (lists.visit_tile_CVG < no_tile(48)).sum(axis=(1, 2))
     assert per_lane.tolist() == [20, 20]

@@ -7,7 +7,7 @@ import pytest
 
 import nki_sim
 from neuron_moe.blocks import num_blocks
-from nki_kernels.common.visits import VisitDims, list_visits, live_tiles, max_visits
+from nki_kernels.common.visits import VisitDims, list_visits, live_tiles, max_visits, sizes_of
 from nki_kernels.index import (
     BlockDims,
     check_index_blocks,
@@ -34,6 +34,10 @@ ROUTED: dict[str, tuple[int, int, int, int, float, str]] = {
 PLANS: dict[str, dict[str, Any]] = {
     "balanced": {},
     "balanced-visits-of-3": {"largest_visit": 3},
+    "short-tiles": {"block_size": 128, "tells_short": True},
+    "short-tiles-of-one-lane": {
+        "block_size": 128, "tells_short": True, "shard_plan": "intermediate", "largest_visit": 2,
+    },
     "intermediate": {"shard_plan": "intermediate"},
     "one-core": {"num_cores": 1},
     "sorted-skip": {"skip_weights": True, "largest_visit": 2},
@@ -49,9 +53,15 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def check(index: np.ndarray, E: int, B: int, options: dict[str, Any]) -> None:
     T, K = index.shape
+    B = options.get("block_size", B)
     dims = BlockDims(E, B, num_blocks(T, K, E, B))
     config = config_of(
-        H=128, I=64, E=E, block_size=B, num_slots=B * dims.num_blocks, num_tokens=T, **options
+        H=128,
+        I=64,
+        E=E,
+        num_slots=B * dims.num_blocks,
+        num_tokens=T,
+        **{"block_size": B, **options},
     )
     visits = visit_dims(config)
     check_index_blocks(T, K, dims, config.num_cores, visits)
@@ -75,8 +85,9 @@ def test_the_device_lists_the_visits_of_the_host(plan: str, routing: str) -> Non
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("tells_short", [False, True])
 @pytest.mark.parametrize("largest", [1, 2, 4, 5])
-def test_any_counts_are_grouped_alike(largest: int, lanes: int) -> None:
+def test_any_counts_are_grouped_alike(largest: int, tells_short: bool, lanes: int) -> None:
     rng = np.random.default_rng(largest)
     E, R = 9, 4
     for trial in range(6):
@@ -85,11 +96,11 @@ def test_any_counts_are_grouped_alike(largest: int, lanes: int) -> None:
         index = np.repeat(np.arange(E, dtype=np.int32), tokens)[:, None]
         index = np.concatenate((index, np.full((3, 1), -1, np.int32)))
         blocks = int(tiles.sum()) + 3
-        classes = tuple(range(largest, 0, -1))
-        visits = VisitDims(lanes, largest, max_visits(blocks, E, lanes, classes), R, False, 2)
+        num_visits = max_visits(blocks, E, lanes, sizes_of(largest, tells_short))
+        visits = VisitDims(lanes, largest, num_visits, R, False, 2, tells_short)
         run = nki_sim.run(index_blocks, index, BlockDims(E, R, blocks), visits, lnc=lanes)
-        tile, expert = live_tiles(run.outputs[0], run.outputs[2], R)
-        lists = list_visits(tile, expert, visits, num_tiles=blocks, num_experts=E)
+        live = live_tiles(run.outputs[0], run.outputs[2], R)
+        lists = list_visits(live, visits, num_tiles=blocks, num_experts=E)
         for got, want in zip(run.outputs[6:], lists, strict=True):
             np.testing.assert_array_equal(got, want)
 

@@ -31,6 +31,28 @@ RMS_FACTOR = 1.02
 
 CASES = {
     "T64-H192-I40-E4-K2-B32": Prefill(64, 192, 40, 4, 2, 32),
+    "T800-H192-I60-E4-K2-short-gpt-oss": Prefill(
+        800, 192, 60, 4, 2, routing="zipf", has_bias=True, options={**GPT_OSS, "tells_short": True}
+    ),
+    "T700-H128-I96-E3-K1-B256-short-tokens-pre-turned-by-dma": Prefill(
+        700, 128, 96, 3, 1, 256, routing="zipf",
+        options={"scaling": "pre", "turns": "dma", "stores": "tokens", "tells_short": True},
+    ),
+    "T500-H192-I60-E3-K2-short-tiles-e4m3-post": Prefill(
+        500, 192, 60, 3, 2, routing="zipf",
+        options={
+            "weight_format": "float8_e4m3", "has_scales": True, "scaling": "post",
+            "stores": "tiles", "tells_short": True,
+        },
+    ),
+    "T500-H256-I192-E3-K2-short-by-parts-of-both-axes": Prefill(
+        500, 256, 192, 3, 2, routing="zipf", options={"tells_short": True, "scaling": "pre"},
+        loop={"in_parts": 2, "out_parts": 2, "h_parts": 2, "weight_buffers": 2},
+    ),
+    "T700-H128-I96-E3-K2-short-intermediate-skip": Prefill(
+        700, 128, 96, 3, 2, routing="zipf",
+        options={"shard_plan": "intermediate", "tells_short": True, "skip_weights": True},
+    ),
     "T200-H256-I96-E8-K2-B128": Prefill(200, 256, 96, 8, 2),
     "T130-H320-I180-E4-K4-B128-gpt-oss": Prefill(
         130, 320, 180, 4, 4, has_bias=True, options=GPT_OSS

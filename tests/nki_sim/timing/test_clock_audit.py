@@ -21,6 +21,7 @@ from neuron_moe.tools.bench.decode.cases import find_model
 from neuron_moe.tools.bench.prefill.ours import BLOCK_SIZE, OPTIONS, configure, launch_ours
 from neuron_moe.tools.bench.prefill.vendor import VARIANTS, launch_vendor
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
+from nki_kernels.common.visits import sizes_of
 from nki_kernels.prefill.config import LoopFit, PrefillConfig, with_loop
 from nki_kernels.prefill.fit import fit_loop
 from nki_sim.hardware import TRN2
@@ -85,7 +86,7 @@ def configured(model: Model, choices: Any) -> PrefillConfig:
     if candidate.request.weight_parts is not None:
         return config
     asked = replace(candidate.request, largest_visit=AUDITED.visit, fit=AUDITED)
-    visits = replace(config.loop, classes=tuple(range(AUDITED.visit, 0, -1)))
+    visits = replace(config.loop, classes=sizes_of(AUDITED.visit, False))
     loop = fit_loop(replace(config, loop=visits), asked, 1.0)
     return with_loop(config, replace(loop, first_buffers=1))
 

@@ -41,9 +41,11 @@ from nki_kernels.prefill import (
     blockwise_moe,
     by_loss,
     expect_tokens,
+    largest_visit_of,
     make_config,
     rank_candidates,
     stored_parts,
+    tells_short,
     visits_of,
 )
 from nki_sim import SimOptions, TensorSpec
@@ -190,11 +192,12 @@ def launch_ours(
 def plan_in_words(config: PrefillConfig, candidate: Candidate) -> str:
     """Return the plan of a launch in words."""
     loop = config.loop
+    short = "short last tiles, " if tells_short(config) else ""
     blocks = "" if candidate.block_size == BLOCK_SIZE else f"blocks of {candidate.block_size}, "
     lie = "stored in" if loop.by_parts else "loaded in"
     parts = f"{loop.in_parts}x{loop.h_parts}+{loop.out_parts}"
     return (
-        f"{candidate.request.shard_plan}, {blocks}visits of {loop.classes[0]}, "
+        f"{candidate.request.shard_plan}, {blocks}visits of {largest_visit_of(config)}, {short}"
         f"{loop.weight_buffers} weight buffers, {lie} {parts} parts, "
         f"turned by {loop.turns}, stores {config.stores}"
     )
