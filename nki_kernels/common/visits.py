@@ -109,6 +109,20 @@ def tiles_of(size: int) -> int:
     return (size + 1) // 2
 
 
+def row_runs(tile_rows: int, from_both_sides: bool) -> list[tuple[int, int, int]]:
+    """Return how the rows of a row tile are numbered: first row, rows and first number of each run.
+
+    Args:
+        tile_rows: R.
+        from_both_sides: the lowest numbers are taken by some tokens and the highest by others, and
+            both quarters lie in the first half, which is all that is computed of a short tile.
+    """
+    if not from_both_sides:
+        return [(0, tile_rows, 0)]
+    quarter = tile_rows // 4
+    return [(0, quarter, 0), (quarter, quarter, 3 * quarter), (2 * quarter, 2 * quarter, quarter)]
+
+
 def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the sizes of the two visits of a trip, for every loop of the kernel in order.
 
@@ -152,6 +166,33 @@ def live_tiles(token_position_to_id: Ints, block_to_expert_N: Ints, tile_rows: i
     tiles_per_block = len(holds_token) // len(block_to_expert_N)
     is_short = ~holds_token[number, tile_rows // 2 :].any(axis=1)
     return LiveTiles(number, block_to_expert_N[number // tiles_per_block], is_short)
+
+
+def tiles_from_both_sides(front_E: Ints, back_E: Ints, first_E: Ints, tile_rows: int) -> LiveTiles:
+    """Return the row tiles of experts that fill up from both sides, a short one last.
+
+    That is the tile in which both sides end, if each has at most a quarter of it: `row_runs`.
+
+    Args:
+        front_E, back_E: [E] tokens of each expert that fill up its tiles from either side.
+        first_E: [E] row tile that each expert begins with.
+        tile_rows: R.
+    """
+    number, expert, is_short = [], [], []
+    for e, (front, back, first) in enumerate(zip(front_E, back_E, first_E, strict=True)):
+        count = -(-int(front + back) // tile_rows)
+        tiles = [int(first) + k for k in range(count)]
+        whole = int(front) // tile_rows
+        rest = max(front % tile_rows, back % tile_rows)
+        short = whole + back // tile_rows + 1 == count and rest <= tile_rows // 4
+        if short:
+            tiles[whole], tiles[-1] = tiles[-1], tiles[whole]
+        number += tiles
+        expert += [e] * count
+        is_short += [False] * (count - 1) + [bool(short)] * min(1, count)
+    return LiveTiles(
+        np.array(number, np.int32), np.array(expert, np.int32), np.array(is_short, bool)
+    )
 
 
 def list_visits(

@@ -5,7 +5,7 @@ the first fills an expert's row tiles from the front, the second one from the ba
 pair that is number n among its core's choices of an expert, by tiles of tokens, then partitions,
 
     place = n // R, row tiles from the expert's first, or back from its last
-    row   = n % R, or R - 1 - n % R
+    row   = that of number n % R, or R - 1 - n % R, of `row_runs`
 
 Column place * E + expert of a [R, W] tile tells who is there (token_sums.py), for W // E places:
 twice what an expert gets where tokens choose alike. Places beyond them are the business of further
@@ -233,9 +233,11 @@ def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
     nisa.tensor_copy(dst=before, src=bank_ps, engine=nisa.engine.scalar)
 
 
-def start_lists(tokens: TokenTiles, rows: int, width: int) -> TokenSums:
-    """Return sums of this core's lists [R, W], to which nothing has been added."""
-    return start_tokens(tokens, rows, width, nl.program_id(0) > 0)
+def start_lists(tokens: TokenTiles, runs: list[tuple[int, int, int]], width: int) -> TokenSums:
+    """Return sums of this core's lists [R, W], to which nothing has been added; `runs` are those of
+    the rows (`row_runs`).
+    """
+    return start_tokens(tokens, runs, width, nl.program_id(0) > 0)
 
 
 def add_to_lists(sums: TokenSums, pairs: RankedPairs, tiles: slice) -> None:

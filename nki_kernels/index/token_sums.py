@@ -51,24 +51,31 @@ class TokenSums(nl.NKIObject):
     values: TokenValues  # of this core's tokens, as they lie on the partitions
 
 
-def start_tokens(tokens: TokenTiles, rows: int, width: int, is_backwards: bool) -> TokenSums:
+def start_tokens(
+    tokens: TokenTiles, runs: list[tuple[int, int, int]], width: int, is_backwards: bool
+) -> TokenSums:
     """Return sums to which nothing has been added.
 
     Args:
         tokens: of this core.
-        rows: R.
+        runs: numbers of the R rows, of `row_runs`.
         width: columns of the inverse, at most GROUP.
-        is_backwards: row n stands for row R - 1 - n.
+        is_backwards: number n stands for number R - 1 - n.
     """
-    count = max(1, tokens.count)
-    number_sb = nl.ndarray((PARTITIONS, count), nl.int32, buffer=nl.sbuf)
-    nisa.iota(dst=number_sb, pattern=[[1, count]], offset=1, channel_multiplier=count)
+    rows = runs[-1][0] + runs[-1][1]
+    tiles = max(1, tokens.count)
+    number_sb = nl.ndarray((PARTITIONS, tiles), nl.int32, buffer=nl.sbuf)
+    nisa.iota(dst=number_sb, pattern=[[1, tiles]], offset=1, channel_multiplier=tiles)
     values = value_tokens(number_sb, tokens.rows)
     columns = _half(width) if len(values.terms) == 1 else width
     line_sb = nl.ndarray((PARTITIONS, rows), nl.float16, buffer=nl.sbuf)
     step = -1 if is_backwards else 1
-    first = rows - 1 if is_backwards else 0
-    nisa.iota(dst=line_sb, pattern=[[step, rows]], offset=first, channel_multiplier=0)
+    for first, count, number in runs:
+        offset = rows - 1 - number if is_backwards else number
+        nisa.iota(
+            dst=line_sb[:, first : first + count], pattern=[[step, count]], offset=offset,
+            channel_multiplier=0,
+        )  # fmt: skip
     sums_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
     numbers_sb = count_up(columns, nl.float16)
     return TokenSums(sums_ps, line_sb, numbers_sb, values)

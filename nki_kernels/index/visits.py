@@ -44,8 +44,9 @@ class _Runs(nl.NKIObject):
 
     Attributes:
         ends: [128, 1 + P * E], 0 and the visits up to and with each run.
-        tile: [128, 3 * E + 1], row tile that an expert's full visits begin with, then those that
-            its other visits begin with, then the one after its last; the last one is of none.
+        tile: [128, 4 * E + 1], row tile that an expert's full visits begin with, then those that
+            its other visits begin with, then the one after its last, then how many come behind a
+            short one; the last one is of none.
     """
 
     ends: nl.NkiTensor
@@ -79,6 +80,7 @@ def store_visits(
     block_size: int,
     num_tiles: int,
     visit_columns: list[nl.ndarray],
+    sides: list[nl.ndarray],
 ) -> None:
     """Store the lists of visits.
 
@@ -91,11 +93,13 @@ def store_visits(
         num_tiles: row tiles in all.
         visit_columns: where each tile lies in the lists of tokens of each core (token_lists.py), a
             [C, V, G] int32 tensor in HBM for each, beyond all for none; empty if nobody asks.
+        sides: where an expert's row tiles fill up from both sides, [128, E] float32 tokens of the
+            front and of the back; else empty.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
     visit_expert, visit_tile, class_trips = lists
     num_experts = tokens_sb.shape[1]
-    runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size)
+    runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size, sides)
     ends = runs.ends[:, 1 : 1 + _num_positions(visits) * num_experts]
     loops = _lay_out_loops(ends, visits, num_experts)
     if core == 0:
@@ -113,6 +117,8 @@ def store_visits(
             tile_sb = _place_tiles(
                 runs, visit_sb, run_sb, expert_sb, of_run, visits.largest, num_tiles
             )
+            if visits.tells_short and len(sides) > 0:
+                _visit_last(runs, tile_sb, expert_sb)
             for number in range(len(visit_columns)):
                 column_sb = _place_columns(
                     runs, num_experts, tile_sb, expert_sb, number > 0, num_tiles
@@ -144,7 +150,11 @@ def _new(width: int, dtype: nl.DType) -> nl.ndarray:
 
 
 def _group_tiles(
-    tokens_sb: nl.ndarray, last_block_sb: nl.ndarray, visits: VisitDims, block_size: int
+    tokens_sb: nl.ndarray,
+    last_block_sb: nl.ndarray,
+    visits: VisitDims,
+    block_size: int,
+    sides: list[nl.ndarray],
 ) -> _Runs:
     """Return the visits of each size and expert, as `_group` of common.visits does."""
     E, G = tokens_sb.shape[1], visits.largest
@@ -154,7 +164,7 @@ def _group_tiles(
     divide_up(count_sb, tiles_sb, G)
     P = _num_positions(visits)
     step = P // G  # from runs of some tiles to those of one tile less
-    visits_sb, tile_sb = _new(P * E, nl.float32), _new(3 * E + 1, nl.float32)
+    visits_sb, tile_sb = _new(P * E, nl.float32), _new(4 * E + 1, nl.float32)
     first = tile_sb[:, 0:E]
     _subtract(first, last_block_sb, blocks_sb)
     _scale_and_add(first, first, float(block_size // visits.tile_rows), 0.0)
@@ -168,7 +178,7 @@ def _group_tiles(
     _combine_scaled(full, even_sb, nl.add, -1, nl.add, full)
     _combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
     _add(tile_sb[:, 2 * E : 3 * E], first, tiles_sb)
-    nisa.memset(dst=tile_sb[:, 3 * E : 3 * E + 1], value=0.0, engine=nisa.engine.vector)
+    nisa.memset(dst=tile_sb[:, 3 * E : 4 * E + 1], value=0.0, engine=nisa.engine.vector)
     if G > 1:
         _subtract(lacking_sb, lacking_sb, spread_sb)
         nisa.tensor_copy(dst=visits_sb[:, step * E : (step + 1) * E], src=spread_sb)
@@ -180,7 +190,16 @@ def _group_tiles(
     if visits.tells_short:
         # Tiles that the last visit lacks: all that are not spread, or one of these.
         _combine_scaled(lacking_sb, spread_sb, nl.minimum, 1, nl.add, lacking_sb)
-        _move_short(visits_sb, tokens_sb, tiles_sb, lacking_sb, visits)
+        short_sb = _new(E, nl.float32)
+        if len(sides) > 0:
+            _find_between(short_sb, tile_sb[:, 3 * E : 4 * E], tiles_sb, sides, visits.tile_rows)
+        else:
+            _combine_scaled(
+                short_sb, tiles_sb, nl.multiply, visits.tile_rows, nl.subtract, tokens_sb
+            )
+            half = float(visits.tile_rows // 2)
+            nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.greater_equal, operand0=half)
+        _move_short(visits_sb, short_sb, lacking_sb, visits)
     ends_sb = _new(P * E + 1, nl.float32)
     nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     # A running sum: no count is negative, so that the maximum changes nothing.
@@ -192,29 +211,57 @@ def _group_tiles(
 
 
 def _move_short(
-    visits_sb: nl.ndarray,
-    tokens_sb: nl.ndarray,
-    tiles_sb: nl.ndarray,
-    lacking_sb: nl.ndarray,
-    visits: VisitDims,
+    visits_sb: nl.ndarray, short_sb: nl.ndarray, lacking_sb: nl.ndarray, visits: VisitDims
 ) -> None:
     """Count the last visit of an expert among those with a short last tile, if it has one.
 
     Args:
         visits_sb: [128, P * E] visits of each size and expert.
-        tokens_sb, tiles_sb: [128, E] of each expert.
+        short_sb: [128, E], 1 for experts with a short tile.
         lacking_sb: [128, E] tiles that the last visit of each expert lacks.
         visits: how visits are made.
     """
-    E, R = tokens_sb.shape[1], visits.tile_rows
-    short_sb = _new(E, nl.float32)
-    _combine_scaled(short_sb, tiles_sb, nl.multiply, R, nl.subtract, tokens_sb)
-    nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.greater_equal, operand0=float(R // 2))
+    E = short_sb.shape[1]
     for less in range(visits.largest):
         all_of = visits_sb[:, 2 * less * E : (2 * less + 1) * E]
         moved = visits_sb[:, (2 * less + 1) * E : (2 * less + 2) * E]
         _combine_scaled(moved, lacking_sb, nl.equal, less, nl.multiply, short_sb)
         _subtract(all_of, all_of, moved)
+
+
+def _find_between(
+    short_sb: nl.ndarray,
+    behind_sb: nl.ndarray,
+    tiles_sb: nl.ndarray,
+    sides: list[nl.ndarray],
+    tile_rows: int,
+) -> None:
+    """Find the tile in which both sides of an expert end, if each has at most a quarter of it.
+
+    Args:
+        short_sb: to write: [128, E], 1 where there is such a tile.
+        behind_sb: likewise, how many tiles come behind it, 0 where there is none.
+        tiles_sb: [128, E] tiles of each expert.
+        sides: [128, E] tokens of either side.
+        tile_rows: R.
+    """
+    E, quarter = short_sb.shape[1], float(tile_rows // 4)
+    whole_sb, most_sb = _new(E, nl.float32), _new(E, nl.float32)
+    for number in range(2):
+        full_sb, rest_sb = _new(E, nl.int32), _new(E, nl.float32)
+        divide_down(full_sb, sides[number], tile_rows)
+        _combine_scaled(rest_sb, full_sb, nl.multiply, -tile_rows, nl.add, sides[number])
+        if number == 0:
+            nisa.tensor_copy(dst=whole_sb, src=full_sb)
+            nisa.tensor_copy(dst=most_sb, src=rest_sb)
+        else:
+            _add(whole_sb, whole_sb, full_sb)
+            nisa.tensor_tensor(dst=most_sb, data1=most_sb, data2=rest_sb, op=nl.maximum)
+            nisa.tensor_copy(dst=behind_sb, src=full_sb)
+    # All tiles but one are full.
+    _combine_scaled(whole_sb, whole_sb, nl.add, 1, nl.equal, tiles_sb)
+    _combine_scaled(short_sb, most_sb, nl.less_equal, quarter, nl.multiply, whole_sb)
+    nisa.tensor_tensor(dst=behind_sb, data1=behind_sb, data2=short_sb, op=nl.multiply)
 
 
 def _combine_scaled(
@@ -440,8 +487,11 @@ def _place_tiles(
     largest: int,
     num_tiles: int,
 ) -> nl.ndarray:
-    """Return the row tiles of each visit, [128, columns * G] float32; `of_run` is of `_split_runs`."""
-    columns, num_experts = visit_sb.shape[1], runs.tile.shape[1] // 3
+    """Return the row tiles of each visit, [128, columns * G] float32.
+
+    `of_run` is what `_split_runs` says of each run.
+    """
+    columns, num_experts = visit_sb.shape[1], runs.tile.shape[1] // 4
     none, size_sb = no_tile(num_tiles), of_run[0]
     tile_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
     first_sb, live_sb = _new(columns, nl.float32), _new(columns, nl.float32)
@@ -472,6 +522,31 @@ def _place_tiles(
     flat_sb = tile_sb.reshape((PARTITIONS, columns * largest))
     nisa.tensor_scalar(dst=flat_sb, data=flat_sb, op0=nl.add, operand0=float(none))
     return flat_sb
+
+
+def _visit_last(runs: _Runs, tile_sb: nl.ndarray, expert_sb: nl.ndarray) -> None:
+    """Let the last tile of an expert and a short one before it, if there is one, change places in
+    the visits, [128, columns * G] float32.
+    """
+    columns, num_experts = expert_sb.shape[1], runs.tile.shape[1] // 4
+    end_index_sb, behind_index_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)
+    for index_sb, block in ((end_index_sb, 2), (behind_index_sb, 3)):
+        offset = float(block * num_experts)
+        nisa.tensor_scalar(dst=index_sb, data=expert_sb, op0=nl.add, operand0=offset)
+    end_sb, behind_sb = _gather(runs.tile, end_index_sb), _gather(runs.tile, behind_index_sb)
+    shape = (columns, tile_sb.shape[1] // columns)
+    tiles = tile_sb.reshape_dim(1, shape)
+    end = end_sb.expand_dim(2).broadcast(2, shape[1])
+    behind = behind_sb.expand_dim(2).broadcast(2, shape[1])
+    # Tiles before the end: -1 for the last one, which goes back; -1 - behind comes last.
+    before_sb, last_sb = _new(tile_sb.shape[1], nl.float32), _new(tile_sb.shape[1], nl.float32)
+    before, last = before_sb.reshape_dim(1, shape), last_sb.reshape_dim(1, shape)
+    _subtract(before, tiles, end)
+    _combine_scaled(last, before, nl.equal, -1, nl.multiply, behind)
+    _add(before, before, behind)
+    _combine_scaled(before, before, nl.equal, -1, nl.multiply, behind)
+    _subtract(before, before, last)
+    _add(tiles, tiles, before)
 
 
 def _place_columns(

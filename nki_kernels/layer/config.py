@@ -81,6 +81,11 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
         raise ValueError(f"hidden_dtype={router.hidden_dtype!r}: experts take bfloat16.")
     if experts.stores == "tokens":
         raise ValueError("stores='tokens': broken tokens have no row there. Use 'rows' or 'tiles'.")
+    if experts.stores == "tiles" and config.visits.tells_short:
+        raise ValueError(
+            "stores='tiles', tells_short=True: rows of a tile are not in the order of its slots."
+            " Use 'rows'."
+        )
     _check_shared(config)
 
 

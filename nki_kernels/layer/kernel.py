@@ -62,8 +62,9 @@ import nki.language as nl
 
 from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.integers import divide_up
+from nki_kernels.common.integers import divide_down, divide_up
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
+from nki_kernels.common.visits import row_runs
 from nki_kernels.index.kernel import lay_out_blocks, list_visits, store_slots
 from nki_kernels.index.slot_inverse import exchange, invert_weights
 from nki_kernels.index.token_lists import (
@@ -226,7 +227,7 @@ def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
     """Return what says which visits there are."""
     return Lists(
         None, index.slot_scale, index.visits[0], index.visits[1], index.visits[2],
-        lane_of(config.experts),
+        lane_of(config.experts), row_runs(config.experts.tile_rows, config.visits.tells_short),
     )  # fmt: skip
 
 
@@ -256,7 +257,8 @@ def _index_tokens(
     own_sb = count_choices(pairs)
     other_sb = exchange(own_sb)
     # Engines work in order: the other core's counts are on their way.
-    sums = start_lists(tokens, rows, width)
+    runs = row_runs(rows, config.visits.tells_short)
+    sums = start_lists(tokens, runs, width)
     near_columns = listed_columns(config, tokens)
     is_near = near_columns < count * top_k
     if is_near:
@@ -286,11 +288,36 @@ def _index_tokens(
     affinities_sb = _weigh(local, index, config, tokens)
     _fill_ids(id_table, found, lists, passes_sb, config)
     if config.experts.scaling == "pre":
+        if config.visits.tells_short:
+            slot_sb = _rows_of(slot_sb, rows)
         invert_weights(index.slot_scale, affinities_sb, slot_sb)
     if not is_early:
         weights = make_weight_buffers(config.experts)
     weights.id_tables.append(id_table)
     return weights
+
+
+def _rows_of(slot_sb: nl.NkiTensor, rows: int) -> nl.NkiTensor:
+    """Return the rows of slots, counted through tiles of R rows: `row_runs` of both sides."""
+    shape, quarter = slot_sb.shape, rows // 4
+    tile_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
+    divide_down(tile_sb, slot_sb, rows)
+    number_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=number_sb, data=tile_sb, op0=nl.multiply, operand0=-float(rows), op1=nl.add,
+        operand1=slot_sb,
+    )  # fmt: skip
+    # The middle half moves back by a quarter, the last quarter forward by two.
+    for begin, step in ((quarter, quarter), (3 * quarter, -3 * quarter)):
+        moved_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=moved_sb, data=number_sb, op0=nl.greater_equal, operand0=float(begin),
+            op1=nl.multiply, operand1=float(step),
+        )  # fmt: skip
+        row_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=row_sb, data1=slot_sb, data2=moved_sb, op=nl.add)
+        slot_sb = row_sb
+    return slot_sb
 
 
 def _add_group(sums: TokenSums, pairs: RankedPairs, tiles: slice, rows: int) -> None:
@@ -317,7 +344,12 @@ def _place(
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
     last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
-    index.visits = list_visits(total_sb, last_block_sb, config.visits, dims, index.visit_columns)
+    sides = [own_sb, other_sb]
+    if nl.program_id(0) > 0:
+        sides = [other_sb, own_sb]
+    index.visits = list_visits(
+        total_sb, last_block_sb, config.visits, dims, index.visit_columns, sides
+    )
     tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     divide_up(tiles_sb, total_sb, rows)
     end_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)

@@ -224,7 +224,8 @@ def _make_sums(config: PrefillConfig) -> list[nl.NkiTensor]:
 
 @dataclass
 class Lists(NKIObject):
-    """What says which visits there are, in HBM; `lane` is the row of the lists.
+    """What says which visits there are, in HBM; `lane` is the row of the lists, `row_runs` how rows
+    of a tile are numbered.
 
     `slots`: [num_slots] int32 token ids, None if they are on chip; `slot_scale`: [num_slots]
     float32, read if the configuration scales.
@@ -236,6 +237,7 @@ class Lists(NKIObject):
     visit_tile: nl.NkiTensor
     class_trips: nl.NkiTensor
     lane: int
+    row_runs: Any
 
 
 def load_experts(config: PrefillConfig, weights: WeightBuffers, lists: Lists) -> None:
@@ -311,7 +313,7 @@ def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     entries, lane = b.expert_table.shape[1] * largest_visit_of(config), lists.lane
     nisa.dma_copy(dst=b.trips, src=lists.class_trips)
     if config.stores == "rows":
-        _fill_row_table(config, b, lists.visit_tile, lane * entries)
+        _fill_row_table(config, b, lists, lane * entries)
     elif config.stores == "tokens":
         nisa.tensor_copy(dst=b.row_table[0], src=b.id_table)
     for j in range(len(b.inner)):
@@ -390,19 +392,22 @@ def _clear_fours(config: PrefillConfig, b: Buffers) -> None:
             nisa.memset(dst=fours_sb, value=0.0, engine=nisa.engine.vector)
 
 
-def _fill_row_table(
-    config: PrefillConfig, b: Buffers, visit_tile: nl.NkiTensor, offset: int
-) -> None:
-    """Write the slot of every row that holds a token, -1 for padding: tile * R + row, if id >= 0.
+def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int) -> None:
+    """Write the slot of every row that holds a token: tile * R + number; -1 for padding, which has
+    no id.
 
     float32 inside, exact below 2**24 slots.
     """
     R = config.tile_rows
     rows_sb = b.row_table[0]
     entries = rows_sb.shape[1] * rows_sb.shape[2]
-    nisa.dma_copy(dst=rows_sb, src=visit_tile.ap([[0, R], [1, entries]], offset=offset))
+    nisa.dma_copy(dst=rows_sb, src=lists.visit_tile.ap([[0, R], [1, entries]], offset=offset))
     number_sb = nl.ndarray((R, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=number_sb, pattern=[[1, 1]], offset=1, channel_multiplier=1)
+    for first, count, number in lists.row_runs:
+        nisa.iota(
+            dst=number_sb[first : first + count], pattern=[[1, 1]], offset=1 + number,
+            channel_multiplier=1,
+        )  # fmt: skip
     live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)
     slot_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)

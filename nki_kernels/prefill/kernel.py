@@ -54,7 +54,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.visits import loops_of, tiles_of
+from nki_kernels.common.visits import loops_of, row_runs, tiles_of
 from nki_kernels.prefill.buffers import (
     Buffers,
     Lists,
@@ -134,7 +134,10 @@ def blockwise_moe(
         slot_scale,
         make_output(config),
     )
-    lists = Lists(slots, slot_scale, visit_expert, visit_tile, class_trips, lane_of(config))
+    lists = Lists(
+        slots, slot_scale, visit_expert, visit_tile, class_trips, lane_of(config),
+        row_runs(config.tile_rows, False),
+    )  # fmt: skip
     weights = make_weight_buffers(config)
     return compute_visits(config, make_buffers(config, weights), weights, x, lists)
 

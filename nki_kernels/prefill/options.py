@@ -154,9 +154,9 @@ def _draft(
         raise ValueError(
             f"tells_short=True, block_size={work.block_size}, shard_plan={request.shard_plan!r},"
             f" loop_plan={request.loop_plan!r}, missing={request.missing!r},"
-            f" weight_format={sizes.weight_format!r}: short tiles are told apart in sorted loops, with"
-            " blocks of 128 or more, transfers that leave out what is missing and weights that are no"
-            " MX words. Use tells_short=False."
+            f" weight_format={sizes.weight_format!r}: short tiles are told apart in sorted loops,"
+            " with blocks of 128 or more, missing='skip' and weights that are no MX words. Use"
+            " tells_short=False."
         )
     return draft
 

@@ -10,6 +10,7 @@ import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
 from nki_kernels.common.integers import divide_down
 from nki_kernels.common.token_tiles import load_per_token, split_tokens
+from nki_kernels.common.visits import row_runs
 from nki_kernels.index import (
     BlockDims,
     check_index_blocks,
@@ -130,7 +131,7 @@ def tokens_of(row_TK: Any, column_TK: Any, rows: int, width: int, at_once: int) 
         isa.memset(dst=value_sb, value=-1.0)
         load_per_token(value_sb, values_TK, tokens)
         places.append(value_sb)
-    sums = start_tokens(tokens, rows, width, core > 0)
+    sums = start_tokens(tokens, row_runs(rows, False), width, core > 0)
     for first in range(0, tokens.count, at_once):
         tiles = slice(first, min(first + at_once, tokens.count))
         pairs = slice(tiles.start * top_k, tiles.stop * top_k)

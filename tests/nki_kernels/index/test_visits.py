@@ -7,7 +7,14 @@ import pytest
 
 import nki_sim
 from neuron_moe.blocks import num_blocks
-from nki_kernels.common.visits import VisitDims, list_visits, live_tiles, max_visits, sizes_of
+from nki_kernels.common.visits import (
+    VisitDims,
+    list_visits,
+    live_tiles,
+    max_visits,
+    sizes_of,
+    tiles_from_both_sides,
+)
 from nki_kernels.index import (
     BlockDims,
     check_index_blocks,
@@ -15,12 +22,20 @@ from nki_kernels.index import (
     index_blocks,
     index_blocks_ref,
 )
+from nki_kernels.index.kernel import lay_out_blocks
+from nki_kernels.index.kernel import list_visits as list_visits_on_chip
 from nki_kernels.index.memory import sbuf_bytes
 from nki_kernels.prefill import visit_dims, visits_of
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.index.test_kernel import draw
 from tests.nki_kernels.prefill.cases import config_of
 from tests.nki_kernels.traces import measured_cost
+
+nki_sim.provide()
+
+import nki  # noqa: E402
+import nki.isa as nisa  # noqa: E402
+import nki.language as nl  # noqa: E402
 
 # name: (T, K, E, B, share of choices without an expert, routing)
 ROUTED: dict[str, tuple[int, int, int, int, float, str]] = {
@@ -103,6 +118,41 @@ def test_any_counts_are_grouped_alike(largest: int, tells_short: bool, lanes: in
         lists = list_visits(live, visits, num_tiles=blocks, num_experts=E)
         for got, want in zip(run.outputs[6:], lists, strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+@nki.jit
+def _list_from_both_sides(
+    front_E: nl.NkiTensor, back_E: nl.NkiTensor, dims: BlockDims, visits: VisitDims
+) -> Any:
+    sides = []
+    for counts in (front_E, back_E):
+        side_sb = nl.ndarray((128, dims.num_experts), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=side_sb, src=counts.ap([[0, 128], [1, dims.num_experts]]))
+        sides.append(side_sb)
+    total_sb = nl.ndarray(sides[0].shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=total_sb, data1=sides[0], data2=sides[1], op=nl.add)
+    last_block_sb, _ = lay_out_blocks(total_sb, dims)
+    return list_visits_on_chip(total_sb, last_block_sb, visits, dims, [], sides)
+
+
+@pytest.mark.parametrize("largest", [2, 5])
+def test_a_short_tile_between_both_sides_is_visited_last(largest: int) -> None:
+    rng = np.random.default_rng(largest)
+    E, R, num_short = 12, 128, 0
+    for _trial in range(4):
+        sides = R * rng.integers(0, 4, (2, E)) + rng.choice([0, 1, 31, 32, 33, 64, 127], (2, E))
+        blocks_E = -(-sides.sum(0) // R)
+        blocks = int(blocks_E.sum()) + 3
+        dims = BlockDims(E, R, blocks)
+        num_visits = max_visits(blocks, E, 2, sizes_of(largest, True))
+        visits = VisitDims(2, largest, num_visits, R, False, 0, True)
+        run = nki_sim.run(_list_from_both_sides, *sides.astype(np.float32), dims, visits, lnc=2)
+        tiles = tiles_from_both_sides(*sides, blocks_E.cumsum() - blocks_E, R)
+        num_short += int(tiles.is_short_n.sum())
+        lists = list_visits(tiles, visits, num_tiles=blocks, num_experts=E)
+        for got, want in zip(run.outputs, lists, strict=True):
+            np.testing.assert_array_equal(got, want)
+    assert num_short > 5
 
 
 def test_what_the_check_counts_covers_what_is_alive() -> None:

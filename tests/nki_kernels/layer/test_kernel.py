@@ -14,6 +14,7 @@ from nki_kernels.combine import CombineDims
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.formula import ExpertFormula, RouterFormula
 from nki_kernels.common.token_tiles import split_tokens
+from nki_kernels.common.visits import VisitLists, list_visits, tiles_from_both_sides
 from nki_kernels.common.weight_formats import split_parts
 from nki_kernels.decode import LayerArrays, LayerForm, decode_layer_ref
 from nki_kernels.index import BlockDims, index_blocks_ref
@@ -33,7 +34,6 @@ from nki_kernels.prefill import (
     make_config,
     stored_parts,
     visit_dims,
-    visits_of,
 )
 from nki_kernels.route import RouterConfig
 from nki_sim import SimOptions
@@ -76,12 +76,16 @@ class Case:
     gated: bool = False  # which a gate scales
     narrow: str = "bfloat16"  # format of their weights
     parts: tuple[int, int] | None = None  # in which these lie
+    tells_short: bool = False
 
     def config(self) -> PrefillLayerConfig:
         """Return what the kernel is compiled for."""
         blocks = -(-self.T * self.router.top_k // self.B) + self.E
         work = PrefillWork(self.B, blocks * self.B, self.T, self.num_cores, self.scaling)
-        experts = make_config(ExpertFormula(), ExpertSizes(self.H, self.I, self.E), work)
+        experts = make_config(
+            ExpertFormula(), ExpertSizes(self.H, self.I, self.E), work,
+            PlanRequest(tells_short=self.tells_short),
+        )  # fmt: skip
         router = RouterConfig(
             self.router, self.N, self.H, has_norm=self.has_norm, num_cores=self.num_cores,
             marks_broken=True, has_gate=self.gated,
@@ -122,6 +126,19 @@ CASES = {
     "broken-tokens": Case(T=130, N=16, E=8, first=4, broken=(0, 64, 129), has_residual=True),
     "all-broken": Case(T=3, broken=(0, 1, 2)),
     "no-routing-returned": Case(returns_routing=False),
+    "short-tiles": Case(T=820, H=128, E=6, N=6, B=128, tells_short=True),
+    "short-tiles-broken": Case(T=600, H=128, E=4, N=4, B=128, tells_short=True, broken=(0, 599)),
+    "short-tiles-one-core": Case(T=300, H=128, B=128, E=4, N=4, tells_short=True, num_cores=1),
+    "short-tiles-scaled-inputs": Case(
+        router=RouterFormula(top_k=1, act_fn="sigmoid"),
+        T=560,
+        H=128,
+        E=2,
+        N=2,
+        B=256,
+        scaling="pre",
+        tells_short=True,
+    ),
     "shared": Case(T=150, shared=96),
     "shared-residual-broken": Case(T=90, shared=32, has_residual=True, broken=(0, 63, 89)),
     "shared-one-core": Case(T=20, shared=64, num_cores=1, has_norm=False),
@@ -375,9 +392,27 @@ def cost_of(case: Case, index_TK: Any, num_passes: int = 1, num_more: int = 0) -
     index_TK[list(case.broken)] = -1
     index_TK = np.where((index_TK >= 0) & (index_TK < case.E), index_TK, -1).astype(np.int32)
     mapping = index_blocks_ref(index_TK, case.E, case.B, config.dims.num_blocks)
-    lists = visits_of(config.experts, mapping.token_position_to_id, mapping.block_to_expert)
+    lists = _lists_of(config, index_TK)
     slots = mapping.token_position_to_id
     return cost_prefill_layer(config, lists, slots, num_passes=num_passes, num_more=num_more)
+
+
+def _lists_of(config: PrefillLayerConfig, index_TK: Any) -> VisitLists:
+    """Return the visits of a launch, whose cores fill up experts' tiles from both sides."""
+    E, experts = config.dims.num_experts, config.experts
+    cores = experts.num_cores
+    rows = [split_tokens(len(index_TK), core, cores) for core in range(cores)]
+    sides = [
+        np.bincount(index_TK[one.first : one.first + one.rows].reshape(-1) + 1, minlength=E + 1)
+        for one in rows
+    ]
+    counts_2E = np.array([*sides, np.zeros(E + 1, int)])[:2, 1:]
+    blocks_E = -(-counts_2E.sum(0) // config.dims.block_size)
+    first_E = (blocks_E.cumsum() - blocks_E) * (config.dims.block_size // experts.tile_rows)
+    tiles = tiles_from_both_sides(*counts_2E, first_E, experts.tile_rows)
+    return list_visits(
+        tiles, config.visits, num_tiles=experts.num_tiles, num_experts=config.dims.num_experts
+    )
 
 
 @pytest.mark.long
