@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from neuron_moe.errors import check_choice, check_positive_int, reject_unknown
+from neuron_moe.errors import check_bools, check_choice, check_positive_int, reject_unknown
 
 DECODE_MODES = ("selective", "all_experts")
 SHARD_PLANS = ("balanced", "block", "intermediate", "hidden")
@@ -58,6 +58,7 @@ class TunedPrefill:
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("turns", self.turns, _TURNS)
         check_choice("weights", self.weights, _WEIGHTS)
+        check_bools(self, ["tells_short"])
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "TunedPrefill":

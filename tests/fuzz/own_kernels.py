@@ -62,11 +62,11 @@ class Fault:
 
 def prefill(rng: random.Random, **given: Any) -> Trial:
     """Return a prefill of random size, its rows turned by the tensor engine if nothing is said."""
-    tokens = rng.choice((380, 450, 520))
+    tokens = rng.choice(given.pop("tokens", (380, 450, 520)))
     options = {"turns": "tensor"} | given.pop("options", {})
     case = Prefill(
-        tokens, 192, given.pop("width", rng.choice((60, 96))), 9, 2, 32, seed=rng.randrange(99),
-        options=options, **given,
+        tokens, 192, given.pop("width", rng.choice((60, 96))), given.pop("experts", 9), 2,
+        given.pop("block_size", 32), seed=rng.randrange(99), options=options, **given,
     )  # fmt: skip
     return case.launch, case.slots_of, case.expected_slots(), TOLERANCE
 
@@ -115,6 +115,9 @@ TRIALS: dict[str, Callable[[random.Random], Trial]] = {
         rng, has_bias=True, options={**GPT_OSS, "up_limits": limits(-0.5, 0.5)}
     ),
     "prefill, dynamic": lambda rng: prefill(rng, options={"loop_plan": "dynamic"}),
+    "prefill, short tiles": lambda rng: prefill(
+        rng, tokens=(300, 320), experts=4, block_size=128, options={"tells_short": True}
+    ),
     "prefill, in parts of H": lambda rng: prefill(rng, loop={"h_parts": 2}),
     "prefill, hidden split": lambda rng: prefill(
         rng, width=rng.choice((129, 131)), options={"shard_plan": "hidden"}
@@ -165,7 +168,7 @@ FAULTS: dict[str, Fault] = {
     "first-tile-not-turned": Fault(
         "prefill",
         VISITS,
-        "    turn_rows(config, b, 1 - s, 0)\n    # This visit",
+        "    turn_rows(config, b, 1 - s, 0, config.tile_rows)\n    # This visit",
         "    # This visit",
         E,
         "nisa.",
@@ -265,8 +268,8 @@ FAULTS: dict[str, Fault] = {
     "stored-by-the-first-tile": Fault(
         "prefill",
         STAGES,
-        "vector_offset=b.out_row[s][0:R, j : j + 1]",
-        "vector_offset=b.out_row[s][0:R, 0:1]",
+        "vector_offset=b.out_row[s][0:computed, j : j + 1]",
+        "vector_offset=b.out_row[s][0:computed, 0:1]",
         "output",
         "output = nl.ndarray",
     ),
@@ -502,6 +505,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "list-of-all-not-set": Fault(
         "decode of all", LIST, "    nisa.memset(dst=table_sb, value=0.0)\n", "", E
+    ),
+    "wrong-tile-is-short": Fault(
+        "prefill, short tiles", "prefill/config.py", "if 2 * j + 1 == size", "if 2 * j + 3 == size"
     ),
 }
 

@@ -29,6 +29,7 @@ from nki_kernels.prefill import (
     estimate_us,
     make_config,
     rank_candidates,
+    tells_short,
 )
 
 Ints = NDArray[np.int32]
@@ -168,7 +169,7 @@ def one_of_each(points: Sequence[Point]) -> list[Point]:
         does = (
             point.block_size, point.request.shard_plan, loop.is_sorted, loop.is_dynamic,
             loop.by_parts, loop.in_parts, loop.out_parts, loop.h_parts, loop.weight_buffers,
-            loop.turns,
+            loop.turns, tells_short(point.config),
             point.estimates_us,
         )  # fmt: skip
         found.setdefault(does, point)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,22 @@ def test_experts_of_five_tiles_get_visits_of_five() -> None:
     four = best(8 * 128 * 5 - 400, largest_visits=(4,))
     assert five.request.largest_visit == 5 > four.request.largest_visit
     assert five.estimated_us < four.estimated_us
+
+
+def test_a_tile_of_a_few_rows_is_computed_by_half_where_that_is_faster() -> None:
+    shape = H, I, E, T, K = 1024, 1024, 8, 8 * 272, 1  # noqa: E741
+    found = [
+        best_candidate(
+            ExpertFormula(), ExpertSizes(H, width, E), Expected(num_tokens=T, top_k=K),
+            search=Search(block_sizes=(128,), shard_plans=("balanced",)),
+        )
+        for width in (I, 32)
+    ]  # fmt: skip
+    wide, narrow = (candidate.request.tells_short for candidate in found)
+    assert wide
+    assert not narrow  # whose rows take longer than their products
+    whole = replace(found[0], request=replace(found[0].request, tells_short=False))
+    assert simulate(shape, found[0]) < 0.97 * simulate(shape, whole)
 
 
 def test_choices_of_other_ranks_make_the_sum_longer_and_no_visits() -> None:

@@ -214,6 +214,18 @@ def test_every_slot_is_as_exact_as_the_torch_backend(name: str) -> None:
     check(CASES[name])
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"block_size": 64}, {"shard_plan": "hidden"}, {"loop_plan": "dynamic"}, {"missing": "spare"}],
+    ids=str,
+)
+def test_short_tiles_are_refused_where_no_loop_computes_half(values: dict[str, Any]) -> None:
+    given = {"block_size": 128, "num_slots": 512, "num_tokens": 200, "stores": "rows", **values}
+    name, value = next(iter(values.items()))
+    with pytest.raises(ValueError, match=f"tells_short=True.*{name}={value!r}"):
+        config_of(H=128, I=64, E=2, tells_short=True, **given)
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_routing_is_computed(routing: str) -> None:
     check(Prefill(300, 128, 64, 6, 2, routing=routing))
