@@ -171,7 +171,7 @@ def live_tiles(token_position_to_id: Ints, block_to_expert_N: Ints, tile_rows: i
 def tiles_from_both_sides(front_E: Ints, back_E: Ints, first_E: Ints, tile_rows: int) -> LiveTiles:
     """Return the row tiles of experts that fill up from both sides, a short one last.
 
-    That is the tile in which both sides end, if each has at most a quarter of it: `row_runs`.
+    That is a tile in which a side ends, or both, with at most a quarter of it each: `row_runs`.
 
     Args:
         front_E, back_E: [E] tokens of each expert that fill up its tiles from either side.
@@ -182,11 +182,12 @@ def tiles_from_both_sides(front_E: Ints, back_E: Ints, first_E: Ints, tile_rows:
     for e, (front, back, first) in enumerate(zip(front_E, back_E, first_E, strict=True)):
         count = -(-int(front + back) // tile_rows)
         tiles = [int(first) + k for k in range(count)]
-        whole = int(front) // tile_rows
-        rest = max(front % tile_rows, back % tile_rows)
-        short = whole + back // tile_rows + 1 == count and rest <= tile_rows // 4
+        ends = [int(front) // tile_rows, count - 1 - int(back) // tile_rows]
+        small = [side % tile_rows <= tile_rows // 4 for side in (front, back)]
+        short = sum(small) == (2 if ends[0] == ends[1] else 1) and ends[0] <= ends[1]
         if short:
-            tiles[whole], tiles[-1] = tiles[-1], tiles[whole]
+            end = ends[0] if small[0] else ends[1]
+            tiles[end], tiles[-1] = tiles[-1], tiles[end]
         number += tiles
         expert += [e] * count
         is_short += [False] * (count - 1) + [bool(short)] * min(1, count)

@@ -236,7 +236,10 @@ def _find_between(
     sides: list[nl.ndarray],
     tile_rows: int,
 ) -> None:
-    """Find the tile in which both sides of an expert end, if each has at most a quarter of it.
+    """Find the tile in which either side of an expert ends, if each has at most a quarter of it.
+
+    With a rest of at most a quarter on A of both sides, that is the only tile that is not full if
+    A = 2, and the tile of that rest alone, beside one of the other side, if A = 1.
 
     Args:
         short_sb: to write: [128, E], 1 where there is such a tile.
@@ -246,21 +249,23 @@ def _find_between(
         tile_rows: R.
     """
     E, quarter = short_sb.shape[1], float(tile_rows // 4)
-    whole_sb, most_sb = _new(E, nl.float32), _new(E, nl.float32)
-    for number in range(2):
-        full_sb, rest_sb = _new(E, nl.int32), _new(E, nl.float32)
-        divide_down(full_sb, sides[number], tile_rows)
-        _combine_scaled(rest_sb, full_sb, nl.multiply, -tile_rows, nl.add, sides[number])
-        if number == 0:
-            nisa.tensor_copy(dst=whole_sb, src=full_sb)
-            nisa.tensor_copy(dst=most_sb, src=rest_sb)
-        else:
-            _add(whole_sb, whole_sb, full_sb)
-            nisa.tensor_tensor(dst=most_sb, data1=most_sb, data2=rest_sb, op=nl.maximum)
-            nisa.tensor_copy(dst=behind_sb, src=full_sb)
-    # All tiles but one are full.
-    _combine_scaled(whole_sb, whole_sb, nl.add, 1, nl.equal, tiles_sb)
-    _combine_scaled(short_sb, most_sb, nl.less_equal, quarter, nl.multiply, whole_sb)
+    full, small = [], []
+    for side_sb in sides:
+        full_sb, rest_sb, small_sb = _new(E, nl.int32), _new(E, nl.float32), _new(E, nl.float32)
+        divide_down(full_sb, side_sb, tile_rows)
+        _combine_scaled(rest_sb, full_sb, nl.multiply, -tile_rows, nl.add, side_sb)
+        nisa.tensor_scalar(dst=small_sb, data=rest_sb, op0=nl.less_equal, operand0=quarter)
+        full.append(full_sb)
+        small.append(small_sb)
+    others_sb = _new(E, nl.float32)  # tiles that are not full
+    _subtract(others_sb, tiles_sb, full[0])
+    _subtract(others_sb, others_sb, full[1])
+    # Of two the front one, if its rest is small, has the other behind it.
+    _combine_scaled(behind_sb, others_sb, nl.add, -1, nl.multiply, small[0])
+    _add(behind_sb, behind_sb, full[1])
+    _add(short_sb, small[0], small[1])
+    _add(short_sb, short_sb, others_sb)
+    nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.equal, operand0=3.0)
     nisa.tensor_tensor(dst=behind_sb, data1=behind_sb, data2=short_sb, op=nl.multiply)
 
 
