@@ -263,24 +263,23 @@ def _group(tiles: LiveTiles, dims: VisitDims) -> list[_Visit]:
 def _arrange(steps: list[_Step], classes: tuple[int, ...]) -> tuple[list[_Step], Ints]:
     """Order steps, which come by descending size, for the loops of the kernel; count the trips.
 
-    Single tiles go beside large visits as long as there are both. What is left of a class runs in
-    pairs; an odd one goes beside an empty step.
+    Single tiles go beside the largest visits as long as there are both. What is left of these runs
+    in pairs, in the loop of the larger one; an odd one goes beside an empty step.
     """
-    small = [step for step in steps if step[0].size <= _SINGLE]
+    large = [step for step in steps if step[0].size > _SINGLE]
+    small = steps[len(large) :]
+    mixed = min(len(large), len(small))
+    mixed += (len(large) - mixed) % 2
     order: list[_Step] = []
     trips: list[int] = []
-    for size, below in zip(classes, (*classes[1:], 0), strict=True):
-        if size == _SINGLE:
-            rest = small + [[]] * (len(small) % 2)
-            order += rest
-            trips.append(len(rest) // 2)
-            continue
-        mine = [step for step in steps if below < step[0].size <= size]
-        mixed = min(len(mine), len(small))
-        mixed += (len(mine) - mixed) % 2
-        alone = len(mine) - mixed
-        order += mine[:alone]
-        trips += [alone // 2, mixed]
-        for step in mine[alone:]:
-            order += [step, small.pop(0) if small else []]
-    return order, np.array([trips], np.int32)
+    for size in classes[:-1]:
+        pairs = [k for k in range(mixed, len(large), 2) if large[k][0].size == size]
+        beside = [k for k in range(mixed) if large[k][0].size == size]
+        for k in pairs:
+            order += large[k : k + 2]
+        for k in beside:
+            order += [large[k], small[k] if k < len(small) else []]
+        trips += [len(pairs), len(beside)]
+    rest = small[mixed:]
+    rest += [[]] * (len(rest) % 2)
+    return order + rest, np.array([[*trips, len(rest) // 2]], np.int32)

@@ -281,8 +281,9 @@ def _combine_scaled(
 def _lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> _Loops:
     """Return the loops; see `_arrange` of common.visits, which does the same.
 
-    A size takes the single tiles that larger ones left. As long as there are enough, each step
-    takes one, so that the steps before a size are also the single tiles taken before it.
+    The first M of the L steps that are large have a single tile beside them, the others run in
+    pairs. Of S steps as large as a size, then, min(S, M) are of the former, and ceil((S - M) / 2)
+    pairs begin with one of them.
     """
     P, G = _num_positions(visits), len(sizes_of(visits.largest, visits.tells_short))
     whole_sb, steps_sb = _new(P, nl.int32), _new(G + 1, nl.float32)
@@ -292,41 +293,48 @@ def _lay_out_loops(ends_sb: nl.ndarray, visits: VisitDims, num_experts: int) -> 
     nisa.tensor_copy(dst=steps_sb[:, 1 : G + 1], src=whole_sb[:, 0:G])
     if P > G:  # single tiles have one loop, short or not
         nisa.tensor_copy(dst=steps_sb[:, G : G + 1], src=whole_sb[:, P - 1 : P])
-    before, after = steps_sb[:, 0:G], steps_sb[:, 1 : G + 1]
-    mine_sb, left_sb = _new(G, nl.float32), _new(G, nl.float32)
-    _subtract(mine_sb, after, before)
+    large, every = steps_sb[:, G - 1 : G], steps_sb[:, G : G + 1]
+    single_sb, mixed_sb = _new(1, nl.float32), _new(1, nl.float32)
+    _subtract(single_sb, every, large)
+    nisa.tensor_tensor(dst=mixed_sb, data1=large, data2=single_sb, op=nl.minimum)
+    _add_odd(mixed_sb, large)
+    beside_sb, pairs_sb = _new(G, nl.float32), _new(G, nl.int32)  # before each size
     nisa.tensor_scalar(
-        dst=left_sb, data=before, op0=nl.subtract, operand0=mine_sb[:, G - 1 : G], reverse0=True,
-        op1=nl.maximum, operand1=0.0,
-    )  # fmt: skip
+        dst=beside_sb, data=steps_sb[:, 0:G], op0=nl.minimum, operand0=mixed_sb[:, 0:1]
+    )
+    rest_sb = _new(G, nl.float32)
+    _subtract(rest_sb, steps_sb[:, 0:G], beside_sb)
+    divide_up(pairs_sb, rest_sb, 2)
     # Sizes and their loops alternate: alone, beside single tiles; the last of them is single tiles.
     trips_sb, begin_sb = _new(2 * G, nl.int32), _new(2 * G, nl.float32)
-    step_sb, single_sb = _new(2 * G, nl.float32), _new(2 * G, nl.float32)
+    step_sb, beside_step_sb = _new(2 * G, nl.float32), _new(2 * G, nl.float32)
     nisa.memset(dst=step_sb, value=_FAR, engine=nisa.engine.vector)
-    nisa.memset(dst=single_sb, value=_FAR, engine=nisa.engine.vector)
+    nisa.memset(dst=beside_step_sb, value=_FAR, engine=nisa.engine.vector)
     nisa.memset(dst=begin_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
-    alone, mixed, last = slice(0, 2 * G, 2), slice(1, 2 * G, 2), slice(2 * G - 2, 2 * G - 1)
-    over_sb, twice_sb = _new(G, nl.float32), _new(G, nl.float32)
-    _subtract(over_sb, mine_sb, left_sb)
-    nisa.tensor_scalar(
-        dst=over_sb, data=over_sb, op0=nl.maximum, operand0=0.0, op1=nl.multiply, operand1=0.5
-    )
-    nisa.tensor_scalar(dst=trips_sb[:, alone], data=over_sb, op0=nl.add, operand0=-0.25)
-    _scale_and_add(twice_sb, trips_sb[:, alone], 2.0, 0.0)
-    _subtract(trips_sb[:, mixed], mine_sb, twice_sb)
-    divide_up(trips_sb[:, last], left_sb[:, G - 1 : G], 2)
+    alone, mixed, last = slice(0, 2 * G - 2, 2), slice(1, 2 * G - 2, 2), 2 * G - 2
+    if G > 1:
+        _subtract(trips_sb[:, alone], pairs_sb[:, 1:G], pairs_sb[:, 0 : G - 1])
+        _subtract(trips_sb[:, mixed], beside_sb[:, 1:G], beside_sb[:, 0 : G - 1])
+        _scale_and_add(step_sb[:, alone], pairs_sb[:, 0 : G - 1], 2.0, mixed_sb[:, 0:1])
+        nisa.tensor_copy(dst=step_sb[:, mixed], src=beside_sb[:, 0 : G - 1])
+        _scale_and_add(beside_step_sb[:, mixed], beside_sb[:, 0 : G - 1], 1.0, large)
+    _subtract(single_sb, single_sb, mixed_sb)
+    nisa.tensor_scalar(dst=single_sb, data=single_sb, op0=nl.maximum, operand0=0.0)
+    divide_up(trips_sb[:, last : last + 1], single_sb, 2)
+    _add(step_sb[:, last : last + 1], large, mixed_sb)
     trips = trips_sb[:, 0 : 2 * G - 1]
     nisa.tensor_tensor_scan(
         dst=begin_sb[:, 1 : 2 * G], data0=trips, data1=trips, initial=0.0, op0=nl.add, op1=nl.add
     )
-    nisa.tensor_copy(dst=step_sb[:, alone], src=before)
-    _scale_and_add(single_sb[:, mixed], left_sb, -1.0, steps_sb[:, G : G + 1])
-    _subtract(step_sb[:, last], steps_sb[:, G : G + 1], left_sb[:, G - 1 : G])
-    _add(step_sb[:, mixed], before, twice_sb)
-    # Past the last loop there is neither.
-    nisa.memset(dst=step_sb[:, 2 * G - 1 : 2 * G], value=_FAR)
-    nisa.memset(dst=single_sb[:, 2 * G - 1 : 2 * G], value=_FAR)
-    return _Loops(begin_sb, step_sb, single_sb, steps_sb[:, G : G + 1], trips)
+    return _Loops(begin_sb, step_sb, beside_step_sb, every, trips)
+
+
+def _add_odd(mixed_sb: nl.ndarray, large: nl.ndarray) -> None:
+    """Add 1 where an odd number of the large steps is not among the mixed ones."""
+    rest_sb, half_sb = _new(1, nl.float32), _new(1, nl.int32)
+    _subtract(rest_sb, large, mixed_sb)
+    divide_down(half_sb, rest_sb, 2)
+    _add(mixed_sb, mixed_sb, _rest_of_two(rest_sb, half_sb))
 
 
 def _add(dst: nl.ndarray, data1: nl.ndarray, data2: nl.ndarray) -> None:
