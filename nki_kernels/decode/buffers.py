@@ -43,16 +43,19 @@ class DecodeOperands(NKIObject):
 
 @dataclass
 class SumBuffers(NKIObject):
-    """y^T as it is added up, and the PSUM that the rest of a kernel shares.
+    """y as it is added up, and the PSUM that the rest of a kernel shares.
 
     Attributes:
-        total_ps: banks that hold y^T [h, H/h, T]; none if it is added up in SBUF.
-        total_sb: [h, H/h, T] float32; with `total_ps`, what is read out of it.
+        total_ps: banks that hold y^T [h, H/h, T], or rows [T, H]; none if it is added up in SBUF.
+        total_sb: the same in one tile, float32; with `total_ps`, what is read out of it.
+        order: numbers of the banks that y takes, in which an expert's part of it is made. Of rows
+            those come first whose sums the other core waits for at the end.
         work_ps: PSUM banks [128, 512] float32 for everything else, used in turn.
     """
 
     total_ps: list[nl.NkiTensor]
     total_sb: nl.NkiTensor
+    order: list[int]
     work_ps: list[nl.NkiTensor]
 
 
@@ -140,12 +143,15 @@ class DecodeBuffers(NKIObject):
     mx: MxBuffers
 
 
-def make_sums(config: DecodeConfig) -> SumBuffers:
-    """Allocate y^T and all of PSUM."""
+def make_sums(config: DecodeConfig, core: int) -> SumBuffers:
+    """Allocate y and all of PSUM."""
+    numbers = list(range(accumulator_banks(config)))
+    begin = len(numbers) // 2 if config.gives_rows and core == 0 and config.num_cores > 1 else 0
     held = accumulator_banks(config) if config.sums_in_psum else 0
     banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
     total_sb = allocate(token_table(config).total)[0]
-    return SumBuffers(banks[0:held], total_sb, banks[held:BANKS])
+    order = numbers[begin : len(numbers)] + numbers[0:begin]
+    return SumBuffers(banks[0:held], total_sb, order, banks[held:BANKS])
 
 
 def routing_bank(sums: SumBuffers) -> nl.NkiTensor:

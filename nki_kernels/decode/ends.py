@@ -16,7 +16,13 @@ from nki_kernels.common.memory import allocate, allocate_rows
 from nki_kernels.common.rank_sums import ALONE, RankSum, sum_on_chip
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
-from nki_kernels.decode.config import DecodeConfig, is_direct_in, is_direct_out, tiles_per_bank
+from nki_kernels.decode.config import (
+    DecodeConfig,
+    accumulator_banks,
+    bank_span,
+    is_direct_in,
+    is_direct_out,
+)
 from nki_kernels.decode.memory import ends_table, token_table
 
 _TURNED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
@@ -110,6 +116,9 @@ def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) ->
         core: number of this core.
         ending: what is added, and where it is stored.
     """
+    if config.gives_rows:
+        _finish_rows(config, sums, core, ending)
+        return
     _read_sums(config, sums)
     T, size, first, skipped = config.T, config.T, 0, 0
     if config.num_cores > 1:
@@ -125,6 +134,102 @@ def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) ->
         part_sb = _add_other_half(config, sums, core, size, len(ending.residuals) > 0)
     if size > skipped or ending.ranks.collective == "all_reduce":  # which both cores join
         _store_directly(config, part_sb, ending, first, skipped)
+
+
+def _finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
+    """Add the cores' rows, each core half of the columns; then as `finish`.
+
+    What the other core adds leaves PSUM first. Each half goes in two pieces, so that the first is
+    added and stored while the second is on its way.
+    """
+    T, share = config.T, config.H // config.num_cores
+    first, theirs = core * share, (1 - core) * share
+    rows_sb = allocate(ends_table(config).stored)[0]
+    residual_tiles = []
+    for residual in ending.residuals:
+        residual_sb = nl.ndarray((T, share), dtype=residual.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=residual_sb, src=residual[0:T, first : first + share])
+        residual_tiles.append(residual_sb)
+    pieces = [(0, share // 2), (share // 2, share)]
+    received = []
+    if config.num_cores > 1:
+        received_sb = allocate(ends_table(config).received)[0]
+        received.append(received_sb)
+        for begin, end in pieces:
+            _read_columns(config, sums, theirs + begin, theirs + end)
+            nisa.sendrecv(
+                src=sums.total_sb[0:T, theirs + begin : theirs + end],
+                dst=received_sb[0:T, begin:end],
+                send_to_rank=1 - core,
+                recv_from_rank=1 - core,
+                pipe_id=0,
+                dma_engine=nisa.dma_engine.dma,
+            )
+    for begin, end in pieces:
+        _add_columns(config, sums, rows_sb, received + residual_tiles, first, begin, end)
+    rows_sb = sum_on_chip(ending.ranks, rows_sb)
+    for begin, end in pieces:
+        nisa.dma_copy(
+            dst=ending.output[0:T, first + begin : first + end],
+            src=rows_sb[0:T, begin:end],
+            dge_mode=nisa.dge_mode.none,
+        )
+
+
+def _columns_of_banks(
+    config: DecodeConfig, sums: SumBuffers, begin: int, end: int
+) -> list[tuple[int, int, nl.NkiTensor]]:
+    """Return columns begin .. end of this core's rows, a bank of them each: from, to, where."""
+    found = []
+    for number in range(accumulator_banks(config)):
+        first, stop = bank_span(config, number)
+        low, high = max(first, begin), min(stop, end)
+        if low < high and config.sums_in_psum:
+            found.append(
+                (low, high, sums.total_ps[number][0 : config.T, low - first : high - first])
+            )
+        elif low < high:
+            found.append((low, high, sums.total_sb[0 : config.T, low:high]))
+    return found
+
+
+def _read_columns(config: DecodeConfig, sums: SumBuffers, begin: int, end: int) -> None:
+    """Copy columns of rows out of PSUM, if they are there."""
+    if config.sums_in_psum:
+        parts = _columns_of_banks(config, sums, begin, end)
+        for number in range(len(parts)):
+            low, high, part_ps = parts[number]
+            copy_alternating(sums.total_sb[0 : config.T, low:high], part_ps, number)
+
+
+def _add_columns(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    rows_sb: nl.NkiTensor,
+    others: list[nl.NkiTensor],
+    first: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Round columns of this core's rows to [T, columns], others' of the same columns added first.
+
+    Sums in PSUM are the Vector engine's; in SBUF GpSimd is as fast.
+    """
+    parts = _columns_of_banks(config, sums, first + begin, first + end)
+    for number in range(len(parts)):
+        low, high, total = parts[number]
+        columns = slice(low - first, high - first)
+        engine = nisa.engine.vector
+        if number % 2 == 1 and not config.sums_in_psum:
+            engine = nisa.engine.gpsimd
+        source = total
+        for k in range(len(others)):
+            other_sb = others[k][0 : config.T, columns]
+            sum_sb = rows_sb[0 : config.T, columns] if k == len(others) - 1 else other_sb
+            nisa.tensor_tensor(dst=sum_sb, data1=source, data2=other_sb, op=nl.add, engine=engine)
+            source = sum_sb
+        if len(others) == 0:
+            copy_alternating(rows_sb[0 : config.T, columns], total, number)
 
 
 def _add_other_half(
@@ -181,10 +286,8 @@ def _exchange(
 def _read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
     """Copy y^T out of PSUM. Rows past the end of an uneven tile were set to zero with the bank."""
     h_axis, T = config.h_axis, config.T
-    per_bank = tiles_per_bank(config)
     for number in range(len(sums.total_ps)):
-        begin = number * per_bank
-        end = min(h_axis.count, begin + per_bank)
+        begin, end = bank_span(config, number)
         copy_alternating(
             sums.total_sb[0 : h_axis.rows, begin:end, 0:T],
             sums.total_ps[number][0 : h_axis.rows, 0 : (end - begin) * T],

@@ -96,7 +96,7 @@ def decode_moe(
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     index_tiles = _load_per_token(config, expert_index)
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
-    sums = make_sums(config)
+    sums = make_sums(config, core)
     affinity_tiles = _load_per_token(config, expert_affinities)
     _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
     finish(config, sums, core, Ending(output, []))

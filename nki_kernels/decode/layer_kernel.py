@@ -139,7 +139,7 @@ def decode_layer(
         config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
     )
     first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
-    sums = make_sums(moe)
+    sums = make_sums(moe, core)
     shared = [shared_gate_up, shared_down]
     routed = _add_experts(config, front, sums, x, shared, first_sb, core)
     residuals = []

@@ -30,6 +30,7 @@ from nki_kernels.decode.config import (
     output_dtype,
     read_ahead,
     shares_halves,
+    sum_shape,
 )
 from nki_kernels.decode.items import packed_shapes
 
@@ -38,7 +39,7 @@ class TokenTable(NamedTuple):
     """The tokens and their sums, which every expert works on."""
 
     turned: Tiles  # x^T
-    total: Tiles  # y^T
+    total: Tiles  # y, or y^T
 
 
 def token_table(config: DecodeConfig) -> TokenTable:
@@ -47,7 +48,7 @@ def token_table(config: DecodeConfig) -> TokenTable:
     shape = (rows, count, T)
     if is_direct_in(config):
         shape = (rows, T, count)
-    return TokenTable(tiles(1, shape, nl.bfloat16), tiles(1, (rows, count, T), nl.float32))
+    return TokenTable(tiles(1, shape, nl.bfloat16), tiles(1, sum_shape(config), nl.float32))
 
 
 class ExpertTable(NamedTuple):
@@ -186,22 +187,28 @@ class EndsTable(NamedTuple):
     """Rows of tokens at the two ends of a kernel."""
 
     loaded: Tiles  # before they are turned
-    received: Tiles  # y^T of the other core
+    received: Tiles  # sums of the other core
     stored: Tiles  # rows of y, rounded
     residual: Tiles  # what is added to them
 
 
 def ends_table(config: DecodeConfig) -> EndsTable:
-    """Return the buffers of the ends; a core stores its share of the tokens, 128 at a time."""
+    """Return the buffers of the ends.
+
+    A core stores its share of the tokens, 128 at a time, or its share of the columns of rows.
+    """
     T, rows, count = config.T, config.h_axis.rows, config.h_axis.count
     share = -(-T // config.num_cores)
+    received: tuple[int, ...] = (rows, count, T)
     stored: tuple[int, ...] = (min(share, PARTITIONS), rows * count)
     if is_direct_out(config, share):
         stored = (rows, share, count)
+    if config.gives_rows:
+        received = stored = (T, config.H // config.num_cores)
     loaded = (min(T, PARTITIONS), config.H)
     return EndsTable(
         loaded=tiles(-(-T // PARTITIONS), loaded, nl.bfloat16),
-        received=tiles(1, (rows, count, T), nl.float32),
+        received=tiles(1, received, nl.float32),
         stored=tiles(1, stored, output_dtype(config)),
         residual=tiles(1, stored, nl.bfloat16),
     )
