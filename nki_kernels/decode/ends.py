@@ -26,6 +26,8 @@ from nki_kernels.decode.config import (
 from nki_kernels.decode.memory import ends_table, token_table
 
 _TURNED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
+_PIECES = 3  # most of a core's columns of rows, each exchanged, added and stored
+_PIECE_UNIT = 16  # columns
 
 
 @dataclass
@@ -139,8 +141,8 @@ def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) ->
 def _finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
     """Add the cores' rows, each core half of the columns; then as `finish`.
 
-    What the other core adds leaves PSUM first. Each half goes in two pieces, so that the first is
-    added and stored while the second is on its way.
+    What the other core adds leaves PSUM first. Each half goes in pieces, so that one is added and
+    stored while the next is on its way.
     """
     T, share = config.T, config.H // config.num_cores
     first, theirs = core * share, (1 - core) * share
@@ -150,7 +152,10 @@ def _finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Endi
         residual_sb = nl.ndarray((T, share), dtype=residual.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=residual_sb, src=residual[0:T, first : first + share])
         residual_tiles.append(residual_sb)
-    pieces = [(0, share // 2), (share // 2, share)]
+    size = -(-share // (_PIECES * _PIECE_UNIT)) * _PIECE_UNIT
+    pieces = []
+    for begin in range(0, share, size):
+        pieces.append((begin, min(share, begin + size)))
     received = []
     if config.num_cores > 1:
         received_sb = allocate(ends_table(config).received)[0]
@@ -178,27 +183,25 @@ def _finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Endi
 
 def _columns_of_banks(
     config: DecodeConfig, sums: SumBuffers, begin: int, end: int
-) -> list[tuple[int, int, nl.NkiTensor]]:
-    """Return columns begin .. end of this core's rows, a bank of them each: from, to, where."""
+) -> list[tuple[int, int, int, nl.NkiTensor]]:
+    """Return columns begin .. end of this core's sums by bank: its number, from, to, and where."""
     found = []
     for number in range(accumulator_banks(config)):
         first, stop = bank_span(config, number)
         low, high = max(first, begin), min(stop, end)
-        if low < high and config.sums_in_psum:
-            found.append(
-                (low, high, sums.total_ps[number][0 : config.T, low - first : high - first])
-            )
-        elif low < high:
-            found.append((low, high, sums.total_sb[0 : config.T, low:high]))
+        if low >= high:
+            continue
+        part = sums.total_sb[0 : config.T, low:high]
+        if config.sums_in_psum:
+            part = sums.total_ps[number][0 : config.T, low - first : high - first]
+        found.append((number, low, high, part))
     return found
 
 
 def _read_columns(config: DecodeConfig, sums: SumBuffers, begin: int, end: int) -> None:
     """Copy columns of rows out of PSUM, if they are there."""
     if config.sums_in_psum:
-        parts = _columns_of_banks(config, sums, begin, end)
-        for number in range(len(parts)):
-            low, high, part_ps = parts[number]
+        for number, low, high, part_ps in _columns_of_banks(config, sums, begin, end):
             copy_alternating(sums.total_sb[0 : config.T, low:high], part_ps, number)
 
 
@@ -215,9 +218,7 @@ def _add_columns(
 
     Sums in PSUM are the Vector engine's; in SBUF GpSimd is as fast.
     """
-    parts = _columns_of_banks(config, sums, first + begin, first + end)
-    for number in range(len(parts)):
-        low, high, total = parts[number]
+    for number, low, high, total in _columns_of_banks(config, sums, first + begin, first + end):
         columns = slice(low - first, high - first)
         engine = nisa.engine.vector
         if number % 2 == 1 and not config.sums_in_psum:
