@@ -17,6 +17,7 @@ from nki_kernels.common.tiles import make_tiles
 from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
+    bias_is_inside,
     extra_floats,
     is_mx,
     item_bytes,
@@ -222,7 +223,10 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     gate_up = allocate(table.gate_up)
     beside = _beside_weights(config, table, gate_up)
     down, down_bias = allocate(table.down), allocate(table.down_bias)
-    kept_scale, inner = allocate(table.kept_scale), allocate(table.inner)
+    kept_scale, inner, up = allocate(table.kept_scale), allocate(table.inner), allocate(table.up)
+    if bias_is_inside(config):
+        for up_sb in up:
+            nisa.memset(dst=up_sb, value=1.0, engine=nisa.engine.gpsimd)
     return DecodeBuffers(
         sums=sums,
         banks=banks,
@@ -235,7 +239,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         kept_scale=kept_scale,
         inner=_by_tile(inner) if is_mx(config) else inner,
         gate=allocate(table.gate),
-        up=allocate(table.up),
+        up=up,
         column_row=allocate(table.column_row),
         input_scale=allocate(table.input_scale),
         expert_in=allocate(table.expert_in),

@@ -15,6 +15,7 @@ from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.mx import QUADRANT, is_mx_format, mx_chunks
+from nki_kernels.common.tiles import rows_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
@@ -316,6 +317,22 @@ def packed_run(config: DecodeConfig) -> int:
     return (weights + 4 * extra_floats(config)) // size
 
 
+def bias_is_inside(config: DecodeConfig) -> bool:
+    """Whether the down bias is a spare contraction row of packed down weights.
+
+    Chunks of fewer than 128 rows have one; it costs a transfer less, and no matmul of its own.
+    """
+    formula, weights = config.formula, config.weights
+    has_both = formula.has_gate_up_bias and formula.has_down_bias  # so that inner is weighed
+    is_wide = weights.format == "bfloat16" and weights.layout == "packed"
+    return has_both and is_wide and config.i_axis.size < PARTITIONS
+
+
+def loads_bias(config: DecodeConfig) -> bool:
+    """Whether the down bias is an operand of its own."""
+    return config.formula.has_down_bias and not bias_is_inside(config)
+
+
 def weighs_inner(config: DecodeConfig) -> bool:
     """Whether inner activations are multiplied with the tokens' weights.
 
@@ -390,9 +407,19 @@ def most_tiles(axis: AxisTiles, config: DecodeConfig) -> int:
     return -(-axis.count // config.parts)
 
 
+def inner_rows(config: DecodeConfig, tile: int) -> int:
+    """Return the rows of a tile of inner activations, that of a bias among them."""
+    return rows_of(config.i_axis, tile) + int(bias_is_inside(config))
+
+
 def tiles_of_part(axis: AxisTiles, config: DecodeConfig, part: int) -> tuple[int, int]:
     """Return the first tile of an axis in a part of a chunk, and the first behind it."""
     return axis.count * part // config.parts, axis.count * (part + 1) // config.parts
+
+
+def rows_out(config: DecodeConfig) -> int:
+    """Return the partitions of inner activations and down weights, that of a bias among them."""
+    return config.i_axis.rows + int(bias_is_inside(config))
 
 
 def keeps_scales(config: DecodeConfig) -> bool:

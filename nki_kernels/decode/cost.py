@@ -14,6 +14,7 @@ from nki_kernels.decode.config import (
     item_bytes,
     joins_projections,
     list_width,
+    loads_bias,
     row_width,
     shares_halves,
     weighs_inner,
@@ -42,7 +43,7 @@ def cost_decode_moe(config: DecodeConfig, touched: int) -> KernelCost:
         read += items * _item_bytes(config)
         if core > 0 and shares_halves(config):
             read += experts % 2 * _extra_bytes(config)
-        if config.formula.has_down_bias:
+        if loads_bias(config):
             read += biases * H * _BFLOAT16_BYTES
             columns += biases * (H if config.gives_rows else config.h_axis.count * T)
         read += 2 * T * K * _WORD_BYTES + T * H * _BFLOAT16_BYTES

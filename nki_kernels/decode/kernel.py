@@ -15,7 +15,7 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
     expert_affinities  [T, K]      float32
     first_expert       [1, 1]      int32     global number of local expert 0
     gate_up_bias       [E, 2I]     float32   optional
-    down_bias          [E, H]      bfloat16  optional
+    down_bias          [E, H]      bfloat16  optional; none if it lies in packed weights
     gate_up_scale      [E, 2I]     float32   optional, of output channels
     down_scale         [E, H] float32 of output channels, or [E, 1] of the expert; optional
     -> output          [T, H]      float32 or bfloat16

@@ -25,10 +25,12 @@ from nki_kernels.decode.config import (
     is_mx,
     keeps_scales,
     list_width,
+    loads_bias,
     most_exchanged,
     most_tiles,
     output_dtype,
     read_ahead,
+    rows_out,
     shares_halves,
     sum_shape,
 )
@@ -81,13 +83,11 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     is_packed, by_channel = form.layout == "packed", form.down_scale == "channel"
     gate_up = (h_axis.rows, most_tiles(h_axis, config) * 2 * i_axis.size)
     down = (i_axis.rows, most_tiles(i_axis, config) * config.H)
-    inner = (i_axis.rows, i_axis.count, T)
-    if is_mx(config):
+    inner = (rows_out(config), i_axis.count, T)
+    if is_packed:
         gate_up, down = packed_shapes(config)
+    if is_mx(config):
         inner = (whole_quadrants(i_axis.rows), T, i_axis.count)
-    elif is_packed:
-        gate_up = packed_shapes(config)[0]
-        down = (i_axis.rows, i_axis.count * h_axis.count * h_axis.rows)
     # A packed run has biases and scales in it.
     apart = 0 if is_packed else count
     per_row = (i_axis.rows, 2, i_axis.count)
@@ -108,15 +108,15 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
             nl.float32,
             count if by_channel else 0,
         ),
-        down_bias=tiles(count if formula.has_down_bias else 0, down_bias, nl.bfloat16),
+        down_bias=tiles(count if loads_bias(config) else 0, down_bias, nl.bfloat16),
         kept_scale=Tiles(
             2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
         ),
         inner=tiles(chunks, inner, nl.bfloat16),
         gate=tiles(2, (i_axis.rows, T), nl.float32),
-        up=tiles(2, (i_axis.rows, T), nl.float32),
+        up=tiles(2, (rows_out(config), T), nl.float32),
         column_row=Tiles(
-            2 if formula.has_down_bias else 0, (bias_partitions(config), T), nl.bfloat16, 2
+            2 if loads_bias(config) else 0, (bias_partitions(config), T), nl.bfloat16, 2
         ),
         input_scale=Tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32, 2),
         expert_in=tiles(config.unroll, (1, 1), nl.int32),

@@ -25,6 +25,7 @@ from nki_kernels.decode.config import (
     bank_span,
     bias_quadrants,
     holds_expert,
+    inner_rows,
     is_mx,
     keeps_scales,
     most_tiles,
@@ -140,7 +141,7 @@ def _multiply_out(
     adds: bool,
 ) -> None:
     """Multiply an item's inner activations with a tile of H of its down weights."""
-    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    h_axis, T = config.h_axis, config.T
     if is_mx(config):
         dst_ps = bank_ps[0 : rows_of(h_axis, tile), begin : begin + T]
         multiply_words_out(config, b, dst_ps, item, tile, adds)
@@ -150,7 +151,7 @@ def _multiply_out(
     if config.weights.layout == "packed":
         columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
     for t in range(first, end):
-        depth = rows_of(i_axis, t)
+        depth = inner_rows(config, t)
         nisa.nc_matmul(
             dst=bank_ps[0:rows, begin : begin + T],
             stationary=weights_sb[0:depth, t - first, columns],
@@ -186,7 +187,7 @@ def _multiply_rows(
     h_axis, T = config.h_axis, config.T
     weights_sb, inner_sb, first_tile, end = _out_operands(config, b, item)
     for t in range(first_tile, end):
-        depth = rows_of(config.i_axis, t)
+        depth = inner_rows(config, t)
         columns_sb = weights_sb[0:depth, t - first_tile]
         if config.weights.layout == "packed":
             tiles_sb = columns_sb.reshape_dim(1, (h_axis.count, h_axis.rows)).permute((0, 2, 1))
