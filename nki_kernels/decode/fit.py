@@ -197,12 +197,11 @@ def _first_that_fits(
 
 
 def _waits_for_memory(config: DecodeConfig) -> bool:
-    """Whether computing takes so little that longer trips of the loop gain nothing.
+    """Whether computing takes less than loading, so that longer trips of the loop gain nothing.
 
     What is asked for ahead of the end of a list, and is not there, holds up what the cores share.
     """
-    computing = _compute_ns(config) - _ACTIVATE_NS * core(config.chip).steps
-    return computing < _load_ns(config) / 2
+    return _compute_ns(config) < _load_ns(config)
 
 
 def _with_chunks(
