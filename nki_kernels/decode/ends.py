@@ -5,44 +5,24 @@ pass the tensor engine. At the end every core finishes half of the tokens: the c
 other halves of their partial sums.
 """
 
-from dataclasses import dataclass
-
 import nki.isa as nisa
 import nki.language as nl
-from nki.language import NKIObject
 
 from nki_kernels.common.chip import BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
-from nki_kernels.common.rank_sums import ALONE, RankSum, sum_on_chip
+from nki_kernels.common.rank_sums import sum_on_chip
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
 from nki_kernels.decode.config import (
     DecodeConfig,
-    accumulator_banks,
     bank_span,
     is_direct_in,
     is_direct_out,
 )
 from nki_kernels.decode.memory import ends_table, token_table
+from nki_kernels.decode.row_ends import Ending, finish_rows
 
 _TURNED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
-_PIECES = 3  # most of a core's columns of rows, each exchanged, added and stored
-_PIECE_UNIT = 16  # columns
-
-
-@dataclass
-class Ending(NKIObject):
-    """What becomes of y^T.
-
-    Attributes:
-        output: [T, H] in HBM.
-        residuals: [T, H] tensors in HBM to add, none or one.
-        ranks: what becomes of rounded sums of several ranks.
-    """
-
-    output: nl.NkiTensor
-    residuals: list[nl.NkiTensor]
-    ranks: RankSum = ALONE
 
 
 def load_tokens(config: DecodeConfig, hidden: nl.NkiTensor) -> list[nl.NkiTensor]:
@@ -119,7 +99,7 @@ def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) ->
         ending: what is added, and where it is stored.
     """
     if config.gives_rows:
-        _finish_rows(config, sums, core, ending)
+        finish_rows(config, sums, core, ending)
         return
     _read_sums(config, sums)
     T, size, first, skipped = config.T, config.T, 0, 0
@@ -136,101 +116,6 @@ def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) ->
         part_sb = _add_other_half(config, sums, core, size, len(ending.residuals) > 0)
     if size > skipped or ending.ranks.collective == "all_reduce":  # which both cores join
         _store_directly(config, part_sb, ending, first, skipped)
-
-
-def _finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
-    """Add the cores' rows, each core half of the columns; then as `finish`.
-
-    What the other core adds leaves PSUM first. Each half goes in pieces, so that one is added and
-    stored while the next is on its way.
-    """
-    T, share = config.T, config.H // config.num_cores
-    first, theirs = core * share, (1 - core) * share
-    rows_sb = allocate(ends_table(config).stored)[0]
-    residual_tiles = []
-    for residual in ending.residuals:
-        residual_sb = nl.ndarray((T, share), dtype=residual.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=residual_sb, src=residual[0:T, first : first + share])
-        residual_tiles.append(residual_sb)
-    size = -(-share // (_PIECES * _PIECE_UNIT)) * _PIECE_UNIT
-    pieces = []
-    for begin in range(0, share, size):
-        pieces.append((begin, min(share, begin + size)))
-    received = []
-    if config.num_cores > 1:
-        received_sb = allocate(ends_table(config).received)[0]
-        received.append(received_sb)
-        for begin, end in pieces:
-            _read_columns(config, sums, theirs + begin, theirs + end)
-            nisa.sendrecv(
-                src=sums.total_sb[0:T, theirs + begin : theirs + end],
-                dst=received_sb[0:T, begin:end],
-                send_to_rank=1 - core,
-                recv_from_rank=1 - core,
-                pipe_id=0,
-                dma_engine=nisa.dma_engine.dma,
-            )
-    for begin, end in pieces:
-        _add_columns(config, sums, rows_sb, received + residual_tiles, first, begin, end)
-    rows_sb = sum_on_chip(ending.ranks, rows_sb)
-    for begin, end in pieces:
-        nisa.dma_copy(
-            dst=ending.output[0:T, first + begin : first + end],
-            src=rows_sb[0:T, begin:end],
-            dge_mode=nisa.dge_mode.none,
-        )
-
-
-def _columns_of_banks(
-    config: DecodeConfig, sums: SumBuffers, begin: int, end: int
-) -> list[tuple[int, int, int, nl.NkiTensor]]:
-    """Return columns begin .. end of this core's sums by bank: its number, from, to, and where."""
-    found = []
-    for number in range(accumulator_banks(config)):
-        first, stop = bank_span(config, number)
-        low, high = max(first, begin), min(stop, end)
-        if low >= high:
-            continue
-        part = sums.total_sb[0 : config.T, low:high]
-        if config.sums_in_psum:
-            part = sums.total_ps[number][0 : config.T, low - first : high - first]
-        found.append((number, low, high, part))
-    return found
-
-
-def _read_columns(config: DecodeConfig, sums: SumBuffers, begin: int, end: int) -> None:
-    """Copy columns of rows out of PSUM, if they are there."""
-    if config.sums_in_psum:
-        for number, low, high, part_ps in _columns_of_banks(config, sums, begin, end):
-            copy_alternating(sums.total_sb[0 : config.T, low:high], part_ps, number)
-
-
-def _add_columns(
-    config: DecodeConfig,
-    sums: SumBuffers,
-    rows_sb: nl.NkiTensor,
-    others: list[nl.NkiTensor],
-    first: int,
-    begin: int,
-    end: int,
-) -> None:
-    """Round columns of this core's rows to [T, columns], others' of the same columns added first.
-
-    Sums in PSUM are the Vector engine's; in SBUF GpSimd is as fast.
-    """
-    for number, low, high, total in _columns_of_banks(config, sums, first + begin, first + end):
-        columns = slice(low - first, high - first)
-        engine = nisa.engine.vector
-        if number % 2 == 1 and not config.sums_in_psum:
-            engine = nisa.engine.gpsimd
-        source = total
-        for k in range(len(others)):
-            other_sb = others[k][0 : config.T, columns]
-            sum_sb = rows_sb[0 : config.T, columns] if k == len(others) - 1 else other_sb
-            nisa.tensor_tensor(dst=sum_sb, data1=source, data2=other_sb, op=nl.add, engine=engine)
-            source = sum_sb
-        if len(others) == 0:
-            copy_alternating(rows_sb[0 : config.T, columns], total, number)
 
 
 def _add_other_half(

@@ -70,9 +70,10 @@ from nki_kernels.decode.config import (
     list_width,
     output_dtype,
 )
-from nki_kernels.decode.ends import Ending, finish, load_tokens, turn_tokens
+from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
 from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
+from nki_kernels.decode.row_ends import Ending
 from nki_kernels.decode.trips import load_first, make_first_pipeline, make_pipeline, run_trip
 
 

@@ -63,7 +63,7 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import is_direct, output_dtype
-from nki_kernels.decode.ends import Ending, finish
+from nki_kernels.decode.ends import finish
 from nki_kernels.decode.kernel import load_first_expert, run_experts, start_sums
 from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.list import Listed, list_experts, weigh
@@ -85,6 +85,7 @@ from nki_kernels.decode.router import (
     pick_experts,
     weigh_experts,
 )
+from nki_kernels.decode.row_ends import Ending
 from nki_kernels.decode.shared import load_shared, run_shared
 
 

@@ -73,7 +73,7 @@ def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
         bank_ps = b.sums.total_ps[turn] if config.sums_in_psum else _out_bank(b, turn)
         _project_bank(config, b, bank_ps, group, first, stop)
         if not config.sums_in_psum and (group.is_last or not holds_expert(config)):
-            _add_bank(config, b, bank_ps, scales, first, stop, turn, place)
+            _add_bank(config, b, bank_ps, scales, first, stop, place)
     if group.adds_bias and by_channel:
         # Biases are not scaled: they take a bank of their own to the sums.
         for number in order:
@@ -81,7 +81,7 @@ def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
             for tile in range(first, stop):
                 begin = (tile - first) * config.T
                 _multiply_bias(config, b, b.banks.bias_ps, group, tile, begin, False)
-            _add_bank(config, b, b.banks.bias_ps, [], first, stop, number, number)
+            _add_bank(config, b, b.banks.bias_ps, [], first, stop, number)
 
 
 def _out_bank(b: DecodeBuffers, turn: int) -> nl.NkiTensor:
@@ -250,19 +250,18 @@ def _add_bank(
     scales: list[nl.NkiTensor],
     first: int,
     stop: int,
-    turn: int,
     place: int,
 ) -> None:
     """Add tiles of y^T, or columns of y, to the sums in SBUF, scaled by channel if asked."""
     if config.gives_rows:
         total_sb = b.sums.total_sb[0 : config.T, first:stop]
-        _add_part(b, total_sb, bank_ps[0 : config.T, 0 : stop - first], turn, place)
+        _add_part(b, total_sb, bank_ps[0 : config.T, 0 : stop - first], place)
         return
     full = first
     while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
         full += 1
-    _add_tiles(config, b, bank_ps, scales, first, first, full, turn, place)
-    _add_tiles(config, b, bank_ps, scales, first, full, stop, turn, place)
+    _add_tiles(config, b, bank_ps, scales, first, first, full, place)
+    _add_tiles(config, b, bank_ps, scales, first, full, stop, place)
 
 
 def _add_tiles(
@@ -273,7 +272,6 @@ def _add_tiles(
     first: int,
     begin: int,
     end: int,
-    turn: int,
     place: int,
 ) -> None:
     """Add tiles of one height; the bank holds those from `first` on."""
@@ -282,9 +280,9 @@ def _add_tiles(
     T, rows = config.T, rows_of(config.h_axis, end - 1)
     if len(scales) == 0:
         part_ps = bank_ps[0:rows, (begin - first) * T : (end - first) * T]
-        _add_part(b, b.sums.total_sb[0:rows, begin:end, 0:T], part_ps, turn, place)
+        _add_part(b, b.sums.total_sb[0:rows, begin:end, 0:T], part_ps, place)
         return
-    scratch_sb = b.scratch[turn % len(b.scratch)]
+    scratch_sb = b.scratch[place % len(b.scratch)]
     alone = begin
     if T >= _TILEWISE_TOKENS:
         # Vector does 3 tiles in 8 alone, Scalar scales the others.
@@ -310,25 +308,17 @@ def _add_tiles(
     )
 
 
-def _add_part(
-    b: DecodeBuffers, total_sb: nl.NkiTensor, part_ps: nl.NkiTensor, turn: int, place: int
-) -> None:
-    """Add what a bank holds to the sums in SBUF.
+def _add_part(b: DecodeBuffers, total_sb: nl.NkiTensor, part_ps: nl.NkiTensor, place: int) -> None:
+    """Add what the bank at a place of their order holds to the sums in SBUF.
 
     Of three banks the Vector engine adds the first two itself; of the third, Scalar empties PSUM
     and GpSimd adds.
-
-    Args:
-        b: buffers.
-        total_sb, part_ps: sums, and what is added.
-        turn: which scratch buffer.
-        place: of the bank, among those of the group.
     """
     if place % 3 != 2:
         nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
         return
     rows, size = part_ps.shape
-    part_sb = b.scratch[turn % len(b.scratch)][0:rows, 0:size]
+    part_sb = b.scratch[place // 3 % len(b.scratch)][0:rows, 0:size]
     nisa.tensor_copy(dst=part_sb, src=part_ps, engine=nisa.engine.scalar)
     nisa.tensor_tensor(
         dst=total_sb, data1=total_sb, data2=part_sb, op=nl.add, engine=nisa.engine.gpsimd
