@@ -68,7 +68,7 @@ class ExpertBanks(NKIObject):
         inner_ps: gate and up projections [128, 2, T].
         column_ps, input_ps: factors of an expert's output and input for every token, the
             same on all partitions, [128, T].
-        out_ps: an expert's part of y^T, where the sums are not in PSUM.
+        out_ps: an expert's part of y, where the sums are not in PSUM.
         bias_ps: a bank for down biases that are added apart.
     """
 
@@ -103,7 +103,7 @@ class DecodeBuffers(NKIObject):
     """What computing experts takes; sizes are those of `expert_table`.
 
     Attributes:
-        sums: y^T.
+        sums: y.
         banks: parts of PSUM.
         gate_up, down, gate_up_bias, gate_up_scale, down_bias, down_scale: per weight buffer.
         kept_scale: channel scales of two experts, where their buffers are loaded again too early.
@@ -113,7 +113,7 @@ class DecodeBuffers(NKIObject):
         expert_in, expert_out, shared_expert: experts whose gate and up, or down weights are loaded
             next, (1, 1) each.
         weights, inputs: columns of the trip's experts, per 128 tokens [tokens, unroll].
-        scratch: banks of y^T on their way to sums in SBUF.
+        scratch: banks of y on their way to sums in SBUF.
         halves: projections for the other core, and from it; none if no expert is shared by halves.
         ones: [128, 128].
         mx: quantised activations.
@@ -161,7 +161,7 @@ def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
 
 
 def clear_sums(config: DecodeConfig, sums: SumBuffers, zeros_sb: nl.NkiTensor) -> None:
-    """Set y^T to zero: by a matmul in PSUM, so that others may add to it."""
+    """Set y to zero: by a matmul in PSUM, so that others may add to it."""
     if not config.sums_in_psum:
         nisa.memset(dst=sums.total_sb, value=0.0, engine=nisa.engine.gpsimd)
         return

@@ -380,7 +380,7 @@ def tiles_in_bank(config: DecodeConfig) -> int:
 
 
 def out_banks(config: DecodeConfig) -> int:
-    """Return the PSUM banks for an expert's y^T where it is added up in SBUF."""
+    """Return the PSUM banks for an expert's y where it is added up in SBUF."""
     if config.parts == 1:
         return _OUT_BANKS
     return min(_OUT_BANKS, BANKS - 1 - -(-config.i_axis.count // tiles_in_bank(config)))
@@ -393,7 +393,7 @@ def tiles_beside_columns(config: DecodeConfig) -> int:
 
 
 def holds_expert(config: DecodeConfig) -> bool:
-    """Whether an expert's part of y^T is added up in PSUM before it goes to the sums in SBUF."""
+    """Whether an expert's part of y is added up in PSUM before it goes to the sums in SBUF."""
     return not config.sums_in_psum and accumulator_banks(config) <= out_banks(config)
 
 

@@ -2,7 +2,7 @@
 
 A few tokens move as they are, [h, T, H/h] being long runs of a row on each partition; more of them
 pass the tensor engine. At the end every core finishes half of the tokens: the cores exchange the
-other halves of their partial sums.
+other halves of their partial sums. Sums that are rows have an end of their own (row_ends.py).
 """
 
 import nki.isa as nisa

@@ -103,7 +103,7 @@ def _passing_floats(config: DecodeConfig) -> int:
 
 
 def _fits_psum(config: DecodeConfig) -> bool:
-    """Whether y^T can be added up in PSUM, with room for the projections beside it."""
+    """Whether y can be added up in PSUM, with room for the projections beside it."""
     banks = accumulator_banks(config)
     if config.weights.down_scale == "channel" or banks > _MAX_ACCUMULATOR_BANKS:
         return False

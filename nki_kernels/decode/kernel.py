@@ -29,8 +29,9 @@ The steps:
 4. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
 5. Go through the list in trips (trips.py): weights of an item (a chunk of an expert) [h, H/h, 2, i]
    and [i, I/i, H] lie in one of the weight buffers, a partition owning consecutive rows of HBM;
-   y^T [h, H/h, T] is added up over all experts in PSUM or float32 SBUF (stages.py, out.py).
-6. Exchange and add the cores' sums, round once, store (ends.py).
+   y is added up over all experts in PSUM or float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128
+   tokens, in rows [T, H] (stages.py, out.py).
+6. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
 biases are not scaled.
@@ -114,7 +115,7 @@ def _add_experts(
     first_sb: Any,
     core: int,
 ) -> None:
-    """Make y^T of this core; all that takes place on chip but for `sums` is free again then."""
+    """Make y of this core; all that takes place on chip but for `sums` is free again then."""
     b = make_buffers(config, sums)
     routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
     asks = _has_loop(config) and asks_early(config)
@@ -150,7 +151,7 @@ def load_first_expert(config: DecodeConfig, first_expert: nl.NkiTensor) -> nl.Nk
 
 
 def start_sums(config: DecodeConfig, sums: SumBuffers) -> None:
-    """Set y^T to zero."""
+    """Set y to zero."""
     zeros_sb = nl.ndarray((1, BANK_FLOATS), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.memset(dst=zeros_sb, value=0.0)
     clear_sums(config, sums, zeros_sb)
@@ -179,11 +180,11 @@ def run_experts(
     routing: Listed,
     is_asked: bool = False,
 ) -> None:
-    """Add what this core computes of this rank's experts to y^T.
+    """Add what this core computes of this rank's experts to y.
 
     Args:
         config: what the kernel is compiled for.
-        b: buffers; y^T is in `b.sums`.
+        b: buffers; y is in `b.sums`.
         x: the experts in HBM.
         turned_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.

@@ -29,7 +29,7 @@ source is that of need:
    router each core computes half of them.
 3. Pick the experts and list them (list.py), so that their weights are asked for before the
    affinities are computed; then weigh.
-4. Add the shared experts to y^T (shared.py): they are on chip by now, the routed ones on their way.
+4. Add the shared experts to y (shared.py): they are on chip by now, the routed ones on their way.
 5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual or the
    ranks' rows (config.form.ranks), store; ranks that share the rows add them up in HBM.
 
@@ -164,7 +164,7 @@ def _add_experts(
     first_sb: Any,
     core: int,
 ) -> RoutedTokens:
-    """Route the tokens and make y^T of this core; the experts' place is free again then."""
+    """Route the tokens and make y of this core; the experts' place is free again then."""
     moe = config.moe
     b = make_buffers(moe, sums)
     shared_tiles = []

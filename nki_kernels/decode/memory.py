@@ -41,7 +41,7 @@ class TokenTable(NamedTuple):
     """The tokens and their sums, which every expert works on."""
 
     turned: Tiles  # x^T
-    total: Tiles  # y, or y^T
+    total: Tiles  # y, in rows or turned
 
 
 def token_table(config: DecodeConfig) -> TokenTable:
@@ -154,7 +154,7 @@ def mx_table(config: DecodeConfig) -> MxTable:
 
 
 def _scratch_banks(config: DecodeConfig) -> int:
-    """Return how many banks of y^T may wait for GpSimd on their way to sums in SBUF."""
+    """Return how many banks of y may wait for GpSimd on their way to sums in SBUF."""
     if config.sums_in_psum:
         return 0
     return 6 if config.T <= 128 else 3

@@ -1,12 +1,12 @@
-"""Stages of the decode kernels: project out of I, and add up y^T.
+"""Stages of the decode kernels: project out of I, and add up y.
 
-1. For every PSUM bank of y^T: the down projections of a group of chunks, added (`_project_bank`).
+1. For every PSUM bank of y: the down projections of a group of chunks, added (`_project_bank`).
 2. The expert's down bias, times the tokens' weights: in the same bank, or apart where the bank is
    scaled by channel.
 3. What does not stay in PSUM goes to the sums in SBUF (`_add_bank`).
 
 A *group* is one or more items of an expert that are added up in PSUM before they go to the sums.
-Where the sums are in PSUM too, or an expert's part of y^T stays there until its last chunk, a group
+Where the sums are in PSUM too, or an expert's part of y stays there until its last chunk, a group
 is one chunk.
 """
 
@@ -60,7 +60,7 @@ class Group(NKIObject):
 
 
 def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
-    """Add a group's part of y^T, with the expert's down bias if asked."""
+    """Add a group's part of y, with the expert's down bias if asked."""
     buffer = group.item % config.weight_buffers
     by_channel = config.weights.down_scale == "channel"
     scales = []

@@ -1,4 +1,4 @@
-"""Shared experts in the fused decode layer: a dense MLP every token takes, added to the same y^T.
+"""Shared experts in the fused decode layer: a dense MLP every token takes, added to the same y.
 
 The width is cut in parts, which are to the stages what experts are: weights of their own,
 contiguous for every partition, in one item or as many as their layout has. The cores take alternate
@@ -157,7 +157,7 @@ def run_shared(
     gate_rows: list[nl.NkiTensor],
     core: int,
 ) -> None:
-    """Add what this core computes of the shared experts to y^T.
+    """Add what this core computes of the shared experts to y.
 
     Args:
         config: of the shared experts.

@@ -8,6 +8,7 @@ PSUM over its parts. Weights are stationary, all tokens move:
     projections  [i, 2, T]    = gate_up[h, i]^T  x^T[h, T]      in PSUM
     inner        [i, T]       = act(gate) * up * weight of the token
     y^T          [h, H/h, T] += down[i, h]^T inner[i, T]        in PSUM, or added to SBUF
+    or y         [T, H]      += inner[i, T]^T down[i, H]
 
 Axis letters: h, i partitions of a tile of H or I; T tokens.
 """
