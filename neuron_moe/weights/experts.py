@@ -181,7 +181,7 @@ class Experts(nn.Module):
             each.packed if isinstance(each.packed, NarrowMatrices) else each.weight
             for each in linears
         )
-        return (*matrices, *(() if self.first.bias is None else (self.first.bias,)))
+        return (*matrices, *(each.bias for each in linears if each.bias is not None))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
         """Move or cast; laid out copies move along, those of another dtype are dropped.

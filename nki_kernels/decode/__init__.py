@@ -19,6 +19,7 @@ from nki_kernels.decode.config import (
     DecodeRequest,
     DecodeSizes,
     WeightForm,
+    loads_bias,
 )
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.items import mx_form
@@ -58,6 +59,7 @@ __all__ = [
     "decode_layer_ref",
     "decode_moe",
     "decode_moe_ref",
+    "loads_bias",
     "make_decode_config",
     "make_layer_config",
     "mx_form",

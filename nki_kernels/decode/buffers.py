@@ -17,6 +17,7 @@ from nki_kernels.common.tiles import make_tiles
 from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
+    bias_is_inside,
     extra_floats,
     is_mx,
     item_bytes,
@@ -43,16 +44,19 @@ class DecodeOperands(NKIObject):
 
 @dataclass
 class SumBuffers(NKIObject):
-    """y^T as it is added up, and the PSUM that the rest of a kernel shares.
+    """y as it is added up, and the PSUM that the rest of a kernel shares.
 
     Attributes:
-        total_ps: banks that hold y^T [h, H/h, T]; none if it is added up in SBUF.
-        total_sb: [h, H/h, T] float32; with `total_ps`, what is read out of it.
+        total_ps: banks that hold y^T [h, H/h, T], or rows [T, H]; none if it is added up in SBUF.
+        total_sb: the same in one tile, float32; with `total_ps`, what is read out of it.
+        order: numbers of the banks that y takes, in which an expert's part of it is made. Of rows
+            those come first whose sums the other core waits for at the end.
         work_ps: PSUM banks [128, 512] float32 for everything else, used in turn.
     """
 
     total_ps: list[nl.NkiTensor]
     total_sb: nl.NkiTensor
+    order: list[int]
     work_ps: list[nl.NkiTensor]
 
 
@@ -64,7 +68,7 @@ class ExpertBanks(NKIObject):
         inner_ps: gate and up projections [128, 2, T].
         column_ps, input_ps: factors of an expert's output and input for every token, the
             same on all partitions, [128, T].
-        out_ps: an expert's part of y^T, where the sums are not in PSUM.
+        out_ps: an expert's part of y, where the sums are not in PSUM.
         bias_ps: a bank for down biases that are added apart.
     """
 
@@ -99,7 +103,7 @@ class DecodeBuffers(NKIObject):
     """What computing experts takes; sizes are those of `expert_table`.
 
     Attributes:
-        sums: y^T.
+        sums: y.
         banks: parts of PSUM.
         gate_up, down, gate_up_bias, gate_up_scale, down_bias, down_scale: per weight buffer.
         kept_scale: channel scales of two experts, where their buffers are loaded again too early.
@@ -109,7 +113,7 @@ class DecodeBuffers(NKIObject):
         expert_in, expert_out, shared_expert: experts whose gate and up, or down weights are loaded
             next, (1, 1) each.
         weights, inputs: columns of the trip's experts, per 128 tokens [tokens, unroll].
-        scratch: banks of y^T on their way to sums in SBUF.
+        scratch: banks of y on their way to sums in SBUF.
         halves: projections for the other core, and from it; none if no expert is shared by halves.
         ones: [128, 128].
         mx: quantised activations.
@@ -140,12 +144,15 @@ class DecodeBuffers(NKIObject):
     mx: MxBuffers
 
 
-def make_sums(config: DecodeConfig) -> SumBuffers:
-    """Allocate y^T and all of PSUM."""
+def make_sums(config: DecodeConfig, core: int) -> SumBuffers:
+    """Allocate y and all of PSUM."""
+    numbers = list(range(accumulator_banks(config)))
+    begin = len(numbers) // 2 if config.gives_rows and core == 0 and config.num_cores > 1 else 0
     held = accumulator_banks(config) if config.sums_in_psum else 0
     banks = make_tiles(BANKS, (PARTITIONS, BANK_FLOATS), nl.float32, nl.psum)
     total_sb = allocate(token_table(config).total)[0]
-    return SumBuffers(banks[0:held], total_sb, banks[held:BANKS])
+    order = numbers[begin : len(numbers)] + numbers[0:begin]
+    return SumBuffers(banks[0:held], total_sb, order, banks[held:BANKS])
 
 
 def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
@@ -154,7 +161,7 @@ def routing_bank(sums: SumBuffers) -> nl.NkiTensor:
 
 
 def clear_sums(config: DecodeConfig, sums: SumBuffers, zeros_sb: nl.NkiTensor) -> None:
-    """Set y^T to zero: by a matmul in PSUM, so that others may add to it."""
+    """Set y to zero: by a matmul in PSUM, so that others may add to it."""
     if not config.sums_in_psum:
         nisa.memset(dst=sums.total_sb, value=0.0, engine=nisa.engine.gpsimd)
         return
@@ -216,7 +223,10 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
     gate_up = allocate(table.gate_up)
     beside = _beside_weights(config, table, gate_up)
     down, down_bias = allocate(table.down), allocate(table.down_bias)
-    kept_scale, inner = allocate(table.kept_scale), allocate(table.inner)
+    kept_scale, inner, up = allocate(table.kept_scale), allocate(table.inner), allocate(table.up)
+    if bias_is_inside(config):
+        for up_sb in up:
+            nisa.memset(dst=up_sb, value=1.0, engine=nisa.engine.gpsimd)
     return DecodeBuffers(
         sums=sums,
         banks=banks,
@@ -229,7 +239,7 @@ def make_buffers(config: DecodeConfig, sums: SumBuffers) -> DecodeBuffers:
         kept_scale=kept_scale,
         inner=_by_tile(inner) if is_mx(config) else inner,
         gate=allocate(table.gate),
-        up=allocate(table.up),
+        up=up,
         column_row=allocate(table.column_row),
         input_scale=allocate(table.input_scale),
         expert_in=allocate(table.expert_in),

@@ -15,10 +15,12 @@ from nki_kernels.common.axes import AxisTiles
 from nki_kernels.common.chip import BANK_FLOATS, BANKS, PARTITIONS
 from nki_kernels.common.formula import ExpertFormula
 from nki_kernels.common.mx import QUADRANT, is_mx_format, mx_chunks
+from nki_kernels.common.tiles import rows_of
 from nki_kernels.common.weight_formats import ITEM_BYTES
 
 MAX_TOKENS, MAX_TOP_K, MAX_EXPERTS = 256, 16, 512
 _JOINED = (32, 64)  # rows of I that start the second half of a tile where engines may begin
+_TURNED_TOKENS = 64  # a matmul of fewer columns takes as long: up to here y^T is made, not rows
 _OUT_BANKS = 5  # for an expert's y^T where it is added up in SBUF, at most
 DIRECT_IN = 1  # tokens; up to here x moves as [h, T, H/h] without passing the tensor engine
 DIRECT_OUT = 8  # tokens of a core; the same for y
@@ -130,6 +132,7 @@ class DecodeConfig(NKIObject):
             what `missing` says and count for nothing.
         parts: of a chunk; an item is one of them.
         chip: what its choices were made for.
+        gives_rows: whether y is added up in rows, [T, H], else turned, y^T [h, H/h, T].
     """
 
     T: int
@@ -156,6 +159,7 @@ class DecodeConfig(NKIObject):
     missing: str = "skip"
     parts: int = 1
     chip: str = "trn2"
+    gives_rows: bool = False
 
 
 def is_mx(config: DecodeConfig) -> bool:
@@ -210,14 +214,51 @@ def is_direct_out(config: DecodeConfig, tokens: int) -> bool:
     return config.h_axis.is_strided and tokens <= DIRECT_OUT
 
 
-def tiles_per_bank(config: DecodeConfig) -> int:
-    """Return the tiles of y^T that a PSUM bank holds."""
+def may_give_rows(T: int, H: int, axis: AxisTiles, weights: WeightForm) -> bool:
+    """Whether an expert's output is better made in rows than turned.
+
+    The tensor engine takes as long where all its columns are tokens. Scales by channel and MX words
+    want channels on the partitions.
+    """
+    is_plain = axis.group == 1 and weights.down_scale != "channel"
+    return _TURNED_TOKENS < T <= PARTITIONS and H <= _MAX_ROW and is_plain
+
+
+def row_width(config: DecodeConfig) -> int:
+    """Return the columns of a row as it is added up, with those that packed weights fill up."""
+    if config.weights.layout == "packed":
+        return config.h_axis.rows * config.h_axis.count
+    return config.H
+
+
+def sum_shape(config: DecodeConfig) -> tuple[int, ...]:
+    """Return the shape in which y is added up."""
+    if config.gives_rows:
+        return config.T, row_width(config)
+    return config.h_axis.rows, config.h_axis.count, config.T
+
+
+def sum_floats(config: DecodeConfig) -> int:
+    """Return the numbers of y that a partition has."""
+    return row_width(config) if config.gives_rows else config.h_axis.count * config.T
+
+
+def _bank_size(config: DecodeConfig) -> int:
+    """Return what a PSUM bank holds of y: tiles of y^T, or columns, whole runs of a partition."""
+    if config.gives_rows:
+        return BANK_FLOATS // config.h_axis.count * config.h_axis.count
     return BANK_FLOATS // config.T
 
 
+def bank_span(config: DecodeConfig, number: int) -> tuple[int, int]:
+    """Return the first tile of y^T, or column of y, in a bank, and the first behind it."""
+    size, end = _bank_size(config), sum_shape(config)[1]
+    return number * size, min(end, (number + 1) * size)
+
+
 def accumulator_banks(config: DecodeConfig) -> int:
-    """Return the PSUM banks that all of y^T takes."""
-    return -(-config.h_axis.count // tiles_per_bank(config))
+    """Return the PSUM banks that all of y takes."""
+    return -(-sum_shape(config)[1] // _bank_size(config))
 
 
 def packed_chunks(config: DecodeConfig) -> int:
@@ -276,6 +317,22 @@ def packed_run(config: DecodeConfig) -> int:
     return (weights + 4 * extra_floats(config)) // size
 
 
+def bias_is_inside(config: DecodeConfig) -> bool:
+    """Whether the down bias is a spare contraction row of packed down weights.
+
+    Chunks of fewer than 128 rows have one; it costs a transfer less, and no matmul of its own.
+    """
+    formula, weights = config.formula, config.weights
+    has_both = formula.has_gate_up_bias and formula.has_down_bias  # so that inner is weighed
+    is_wide = weights.format == "bfloat16" and weights.layout == "packed"
+    return has_both and is_wide and config.i_axis.size < PARTITIONS
+
+
+def loads_bias(config: DecodeConfig) -> bool:
+    """Whether the down bias is an operand of its own."""
+    return config.formula.has_down_bias and not bias_is_inside(config)
+
+
 def weighs_inner(config: DecodeConfig) -> bool:
     """Whether inner activations are multiplied with the tokens' weights.
 
@@ -323,7 +380,7 @@ def tiles_in_bank(config: DecodeConfig) -> int:
 
 
 def out_banks(config: DecodeConfig) -> int:
-    """Return the PSUM banks for an expert's y^T where it is added up in SBUF."""
+    """Return the PSUM banks for an expert's y where it is added up in SBUF."""
     if config.parts == 1:
         return _OUT_BANKS
     return min(_OUT_BANKS, BANKS - 1 - -(-config.i_axis.count // tiles_in_bank(config)))
@@ -336,7 +393,7 @@ def tiles_beside_columns(config: DecodeConfig) -> int:
 
 
 def holds_expert(config: DecodeConfig) -> bool:
-    """Whether an expert's part of y^T is added up in PSUM before it goes to the sums in SBUF."""
+    """Whether an expert's part of y is added up in PSUM before it goes to the sums in SBUF."""
     return not config.sums_in_psum and accumulator_banks(config) <= out_banks(config)
 
 
@@ -350,9 +407,19 @@ def most_tiles(axis: AxisTiles, config: DecodeConfig) -> int:
     return -(-axis.count // config.parts)
 
 
+def inner_rows(config: DecodeConfig, tile: int) -> int:
+    """Return the rows of a tile of inner activations, that of a bias among them."""
+    return rows_of(config.i_axis, tile) + int(bias_is_inside(config))
+
+
 def tiles_of_part(axis: AxisTiles, config: DecodeConfig, part: int) -> tuple[int, int]:
     """Return the first tile of an axis in a part of a chunk, and the first behind it."""
     return axis.count * part // config.parts, axis.count * (part + 1) // config.parts
+
+
+def rows_out(config: DecodeConfig) -> int:
+    """Return the partitions of inner activations and down weights, that of a bias among them."""
+    return config.i_axis.rows + int(bias_is_inside(config))
 
 
 def keeps_scales(config: DecodeConfig) -> bool:

@@ -14,6 +14,8 @@ from nki_kernels.decode.config import (
     item_bytes,
     joins_projections,
     list_width,
+    loads_bias,
+    row_width,
     shares_halves,
     weighs_inner,
 )
@@ -41,14 +43,14 @@ def cost_decode_moe(config: DecodeConfig, touched: int) -> KernelCost:
         read += items * _item_bytes(config)
         if core > 0 and shares_halves(config):
             read += experts % 2 * _extra_bytes(config)
-        if config.formula.has_down_bias:
+        if loads_bias(config):
             read += biases * H * _BFLOAT16_BYTES
-            columns += biases * config.h_axis.count * T
+            columns += biases * (H if config.gives_rows else config.h_axis.count * T)
         read += 2 * T * K * _WORD_BYTES + T * H * _BFLOAT16_BYTES
         if not is_direct(config):
             read += min(T, PARTITIONS) * _WORD_BYTES
         columns += entries * _columns_of_entry(config) + _columns_of_ends(config, core)
-        columns += items * _products_of_item(config) * T
+        columns += items * columns_of_item(config)
     written = T * H * (4 if config.output_dtype == "float32" else 2)
     return KernelCost(read, written, columns)
 
@@ -89,12 +91,13 @@ def _extra_bytes(config: DecodeConfig) -> int:
     return words * _WORD_BYTES
 
 
-def _products_of_item(config: DecodeConfig) -> int:
-    """Return the matmuls of an item."""
-    depth, tiles = config.h_axis.count, config.i_axis.count
+def columns_of_item(config: DecodeConfig) -> int:
+    """Return the columns of an item's products."""
+    depth, tiles, T = config.h_axis.count, config.i_axis.count, config.T
     if is_mx(config):  # four tiles at once, of the tokens and of what comes in between
-        return 2 * tiles * depth // config.h_axis.group + depth
-    return (2 if joins_projections(config) else 3) * depth * tiles
+        return (2 * tiles * depth // config.h_axis.group + depth) * T
+    columns_in = (1 if joins_projections(config) else 2) * depth * T
+    return tiles * (columns_in + (row_width(config) if config.gives_rows else depth * T))
 
 
 def _columns_of_entry(config: DecodeConfig) -> int:
@@ -118,6 +121,8 @@ def _columns_of_ends(config: DecodeConfig, core: int) -> int:
         columns += axis.count * T
     if config.sums_in_psum:
         columns += accumulator_banks(config) * BANK_FLOATS
+    if config.gives_rows:
+        return columns
     size = -(-T // config.num_cores)
     skipped = core * (2 * size - T) if config.num_cores > 1 else 0
     if size > skipped and not (axis.is_strided and size <= DIRECT_OUT):

@@ -2,39 +2,27 @@
 
 A few tokens move as they are, [h, T, H/h] being long runs of a row on each partition; more of them
 pass the tensor engine. At the end every core finishes half of the tokens: the cores exchange the
-other halves of their partial sums.
+other halves of their partial sums. Sums that are rows have an end of their own (row_ends.py).
 """
-
-from dataclasses import dataclass
 
 import nki.isa as nisa
 import nki.language as nl
-from nki.language import NKIObject
 
 from nki_kernels.common.chip import BANK_FLOATS, GPSIMD_BYTES, PARTITIONS
 from nki_kernels.common.memory import allocate, allocate_rows
-from nki_kernels.common.rank_sums import ALONE, RankSum, sum_on_chip
+from nki_kernels.common.rank_sums import sum_on_chip
 from nki_kernels.common.tiles import copy_alternating, transpose_rows
 from nki_kernels.decode.buffers import SumBuffers
-from nki_kernels.decode.config import DecodeConfig, is_direct_in, is_direct_out, tiles_per_bank
+from nki_kernels.decode.config import (
+    DecodeConfig,
+    bank_span,
+    is_direct_in,
+    is_direct_out,
+)
 from nki_kernels.decode.memory import ends_table, token_table
+from nki_kernels.decode.row_ends import Ending, finish_rows
 
 _TURNED_TILES = BANK_FLOATS // PARTITIONS  # of y^T, in a PSUM bank
-
-
-@dataclass
-class Ending(NKIObject):
-    """What becomes of y^T.
-
-    Attributes:
-        output: [T, H] in HBM.
-        residuals: [T, H] tensors in HBM to add, none or one.
-        ranks: what becomes of rounded sums of several ranks.
-    """
-
-    output: nl.NkiTensor
-    residuals: list[nl.NkiTensor]
-    ranks: RankSum = ALONE
 
 
 def load_tokens(config: DecodeConfig, hidden: nl.NkiTensor) -> list[nl.NkiTensor]:
@@ -110,6 +98,9 @@ def finish(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) ->
         core: number of this core.
         ending: what is added, and where it is stored.
     """
+    if config.gives_rows:
+        finish_rows(config, sums, core, ending)
+        return
     _read_sums(config, sums)
     T, size, first, skipped = config.T, config.T, 0, 0
     if config.num_cores > 1:
@@ -181,10 +172,8 @@ def _exchange(
 def _read_sums(config: DecodeConfig, sums: SumBuffers) -> None:
     """Copy y^T out of PSUM. Rows past the end of an uneven tile were set to zero with the bank."""
     h_axis, T = config.h_axis, config.T
-    per_bank = tiles_per_bank(config)
     for number in range(len(sums.total_ps)):
-        begin = number * per_bank
-        end = min(h_axis.count, begin + per_bank)
+        begin, end = bank_span(config, number)
         copy_alternating(
             sums.total_sb[0 : h_axis.rows, begin:end, 0:T],
             sums.total_ps[number][0 : h_axis.rows, 0 : (end - begin) * T],

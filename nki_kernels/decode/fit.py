@@ -29,6 +29,7 @@ from nki_kernels.decode.config import (
     packed_chunks,
     read_ahead,
     shares_halves,
+    sum_floats,
     tiles_beside_columns,
     weighs_inner,
 )
@@ -102,7 +103,7 @@ def _passing_floats(config: DecodeConfig) -> int:
 
 
 def _fits_psum(config: DecodeConfig) -> bool:
-    """Whether y^T can be added up in PSUM, with room for the projections beside it."""
+    """Whether y can be added up in PSUM, with room for the projections beside it."""
     banks = accumulator_banks(config)
     if config.weights.down_scale == "channel" or banks > _MAX_ACCUMULATOR_BANKS:
         return False
@@ -196,12 +197,11 @@ def _first_that_fits(
 
 
 def _waits_for_memory(config: DecodeConfig) -> bool:
-    """Whether computing takes so little that longer trips of the loop gain nothing.
+    """Whether computing takes less than loading, so that longer trips of the loop gain nothing.
 
     What is asked for ahead of the end of a list, and is not there, holds up what the cores share.
     """
-    computing = _compute_ns(config) - _ACTIVATE_NS * core(config.chip).steps
-    return computing < _load_ns(config) / 2
+    return _compute_ns(config) < _load_ns(config)
 
 
 def _with_chunks(
@@ -315,16 +315,16 @@ def _compute_ns(config: DecodeConfig) -> float:
     """Return the time to compute a chunk."""
     T, chip = config.T, core(config.chip)
     columns = max(T, chip.matmul_floor_columns)
-    tiles = config.i_axis.count
-    passes = 2 if joins_projections(config) else 3
-    products = passes * config.h_axis.count * tiles
+    tiles, depth = config.i_axis.count, config.h_axis.count
+    columns_in = (1 if joins_projections(config) else 2) * depth * columns
+    products = tiles * (columns_in + max(sum_floats(config), depth * columns))
     if is_mx(config):
-        products = config.h_axis.count * (2 * tiles // config.h_axis.group + 1)
-    matmuls = products * columns / chip.tensor_cycles_per_ns
+        products = depth * (2 * tiles // config.h_axis.group + 1) * columns
+    matmuls = products / chip.tensor_cycles_per_ns
     vector = tiles * 4 * (T + chip.vector_overhead_cycles) / chip.vector_cycles_per_ns
     if not config.sums_in_psum:
         banks = accumulator_banks(config)
         vector += (
-            config.h_axis.count * T + banks * chip.vector_overhead_cycles
+            sum_floats(config) + banks * chip.vector_overhead_cycles
         ) / chip.vector_cycles_per_ns
     return max(matmuls + _ACTIVATE_NS * chip.steps, vector)

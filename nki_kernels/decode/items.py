@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nki_kernels.common.mx import MxForm, Shape, in_shape, make_mx_form, out_shape
-from nki_kernels.decode.config import DecodeConfig, is_mx, packed_rows, packed_run
+from nki_kernels.decode.config import DecodeConfig, is_mx, packed_rows, packed_run, rows_out
 
 
 def mx_form(config: DecodeConfig) -> MxForm:
@@ -17,4 +17,4 @@ def packed_shapes(config: DecodeConfig) -> tuple[Shape, Shape]:
     if is_mx(config):
         return in_shape(mx_form(config)), out_shape(mx_form(config))
     gate_up = (packed_rows(config), packed_run(config))
-    return gate_up, (config.i_axis.size, config.h_axis.count * config.h_axis.rows)
+    return gate_up, (rows_out(config), config.h_axis.count * config.h_axis.rows)

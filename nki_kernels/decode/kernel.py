@@ -15,7 +15,7 @@ Inputs and output, in HBM (T tokens, H hidden, I intermediate of this rank, E ex
     expert_affinities  [T, K]      float32
     first_expert       [1, 1]      int32     global number of local expert 0
     gate_up_bias       [E, 2I]     float32   optional
-    down_bias          [E, H]      bfloat16  optional
+    down_bias          [E, H]      bfloat16  optional; none if it lies in packed weights
     gate_up_scale      [E, 2I]     float32   optional, of output channels
     down_scale         [E, H] float32 of output channels, or [E, 1] of the expert; optional
     -> output          [T, H]      float32 or bfloat16
@@ -29,8 +29,9 @@ The steps:
 4. Load the tokens and turn them: x^T [h, H/h, T] stays on chip (ends.py).
 5. Go through the list in trips (trips.py): weights of an item (a chunk of an expert) [h, H/h, 2, i]
    and [i, I/i, H] lie in one of the weight buffers, a partition owning consecutive rows of HBM;
-   y^T [h, H/h, T] is added up over all experts in PSUM or float32 SBUF (stages.py, out.py).
-6. Exchange and add the cores' sums, round once, store (ends.py).
+   y is added up over all experts in PSUM or float32 SBUF, as y^T [h, H/h, T] or, of 65 to 128
+   tokens, in rows [T, H] (stages.py, out.py).
+6. Exchange and add the cores' sums, round once, store (ends.py, row_ends.py).
 
 A token that holds NaN stays alone; in mode "all" the weights of every expert must be finite. Down
 biases are not scaled.
@@ -70,9 +71,10 @@ from nki_kernels.decode.config import (
     list_width,
     output_dtype,
 )
-from nki_kernels.decode.ends import Ending, finish, load_tokens, turn_tokens
+from nki_kernels.decode.ends import finish, load_tokens, turn_tokens
 from nki_kernels.decode.list import Listed, list_experts, name_an_expert, weigh
 from nki_kernels.decode.mx_stages import quantize_tokens
+from nki_kernels.decode.row_ends import Ending
 from nki_kernels.decode.trips import load_first, make_first_pipeline, make_pipeline, run_trip
 
 
@@ -96,7 +98,7 @@ def decode_moe(
     x = DecodeOperands(gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     index_tiles = _load_per_token(config, expert_index)
     first_sb = 0 if is_direct(config) else load_first_expert(config, first_expert)
-    sums = make_sums(config)
+    sums = make_sums(config, core)
     affinity_tiles = _load_per_token(config, expert_affinities)
     _add_experts(config, sums, x, hidden, index_tiles, affinity_tiles, first_sb, core)
     finish(config, sums, core, Ending(output, []))
@@ -113,7 +115,7 @@ def _add_experts(
     first_sb: Any,
     core: int,
 ) -> None:
-    """Make y^T of this core; all that takes place on chip but for `sums` is free again then."""
+    """Make y of this core; all that takes place on chip but for `sums` is free again then."""
     b = make_buffers(config, sums)
     routing = _route_tokens(config, b, index_tiles, affinity_tiles, first_sb, core)
     asks = _has_loop(config) and asks_early(config)
@@ -149,7 +151,7 @@ def load_first_expert(config: DecodeConfig, first_expert: nl.NkiTensor) -> nl.Nk
 
 
 def start_sums(config: DecodeConfig, sums: SumBuffers) -> None:
-    """Set y^T to zero."""
+    """Set y to zero."""
     zeros_sb = nl.ndarray((1, BANK_FLOATS), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.memset(dst=zeros_sb, value=0.0)
     clear_sums(config, sums, zeros_sb)
@@ -178,11 +180,11 @@ def run_experts(
     routing: Listed,
     is_asked: bool = False,
 ) -> None:
-    """Add what this core computes of this rank's experts to y^T.
+    """Add what this core computes of this rank's experts to y.
 
     Args:
         config: what the kernel is compiled for.
-        b: buffers; y^T is in `b.sums`.
+        b: buffers; y is in `b.sums`.
         x: the experts in HBM.
         turned_sb: x^T, [h, H/h, T] view.
         routing: touched experts and weights of the tokens.

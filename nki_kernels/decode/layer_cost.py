@@ -7,8 +7,8 @@ from math import prod
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.costs import KernelCost
 from nki_kernels.common.rank_sums import cost_rank_sum, rest_in_hbm
-from nki_kernels.decode.config import DIRECT_IN, item_bytes, joins_projections
-from nki_kernels.decode.cost import cost_decode_moe
+from nki_kernels.decode.config import DIRECT_IN, item_bytes
+from nki_kernels.decode.cost import columns_of_item, cost_decode_moe
 from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.layout import weight_shapes
 from nki_kernels.decode.norm import WARM_UPS, is_direct
@@ -55,9 +55,7 @@ def _shared_cost(config: LayerConfig) -> tuple[int, int]:
     read = columns = 0
     if config.form.shared_width:
         read += sum(prod(shape) for shape in weight_shapes(shared)) * item_bytes(shared)
-        projections = 2 if joins_projections(shared) else 3
-        items = shared.E * shared.chunks * shared.i_axis.count
-        columns += items * projections * moe.h_axis.count * moe.T
+        columns += shared.E * shared.chunks * columns_of_item(shared)
     if config.form.has_shared_gate:
         read += moe.num_cores * moe.h_axis.count * moe.h_axis.rows * _BFLOAT16_BYTES
         columns += moe.num_cores * moe.h_axis.count * moe.T

@@ -29,7 +29,7 @@ source is that of need:
    router each core computes half of them.
 3. Pick the experts and list them (list.py), so that their weights are asked for before the
    affinities are computed; then weigh.
-4. Add the shared experts to y^T (shared.py): they are on chip by now, the routed ones on their way.
+4. Add the shared experts to y (shared.py): they are on chip by now, the routed ones on their way.
 5. Go through the routed experts as decode_moe does (kernel.py), exchange, add the residual or the
    ranks' rows (config.form.ranks), store; ranks that share the rows add them up in HBM.
 
@@ -63,7 +63,7 @@ from nki_kernels.decode.buffers import (
     routing_bank,
 )
 from nki_kernels.decode.config import is_direct, output_dtype
-from nki_kernels.decode.ends import Ending, finish
+from nki_kernels.decode.ends import finish
 from nki_kernels.decode.kernel import load_first_expert, run_experts, start_sums
 from nki_kernels.decode.layer_config import LayerConfig
 from nki_kernels.decode.list import Listed, list_experts, weigh
@@ -85,6 +85,7 @@ from nki_kernels.decode.router import (
     pick_experts,
     weigh_experts,
 )
+from nki_kernels.decode.row_ends import Ending
 from nki_kernels.decode.shared import load_shared, run_shared
 
 
@@ -139,7 +140,7 @@ def decode_layer(
         config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
     )
     first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
-    sums = make_sums(moe)
+    sums = make_sums(moe, core)
     shared = [shared_gate_up, shared_down]
     routed = _add_experts(config, front, sums, x, shared, first_sb, core)
     residuals = []
@@ -163,7 +164,7 @@ def _add_experts(
     first_sb: Any,
     core: int,
 ) -> RoutedTokens:
-    """Route the tokens and make y^T of this core; the experts' place is free again then."""
+    """Route the tokens and make y of this core; the experts' place is free again then."""
     moe = config.moe
     b = make_buffers(moe, sums)
     shared_tiles = []

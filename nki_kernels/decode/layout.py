@@ -3,10 +3,11 @@
     gate_up  [E, C, h, run]       run: [H/h, 2, Ic] weights, then float32 numbers, as bytes:
                                   biases [2] and scales [2] of row i = h of the chunk, down scales
                                   [H/h] of these elements of H, or the expert's one
-    down     [E, C, Ic, H/h * h]  columns in the order of the tiles of H
+    down     [E, C, Ic, H/h * h]  columns in the order of the tiles of H; with a bias inside
+                                  (`bias_is_inside`) Ic + 1 rows, the first chunk's last the bias
 
 C chunks of Ic <= 128 rows; missing rows and columns are zeros. The layout depends on sizes and
-formats only, not on the number of tokens. Down biases stay as they are.
+formats only, not on the number of tokens. Other down biases stay as they are.
 
 Axes: E experts, C chunks, h partitions of a tile of H, Ic rows of a chunk.
 """
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from nki_kernels.common.tiles import elements_of, rows_of
 from nki_kernels.decode.config import (
     DecodeConfig,
+    bias_is_inside,
     extra_floats,
     item_bytes,
     packed_weights,
@@ -85,19 +87,26 @@ def pack_gate_up(
     return packed
 
 
-def pack_down(config: DecodeConfig, down_EIH: Array) -> Array:
-    """Return the packed down weights, [E, C, Ic, H/h * h].
+def pack_down(config: DecodeConfig, down_EIH: Array, down_bias_EH: Array | None = None) -> Array:
+    """Return the packed down weights, [E, C, Ic, H/h * h], with a bias inside a row more.
 
     Args:
         config: a configuration with the packed layout.
         down_EIH: [E, I, H] codes.
+        down_bias_EH: [E, H] of the same type; used where `bias_is_inside`.
     """
     h_axis, size = config.h_axis, config.i_axis.size
-    packed = np.zeros((config.E, config.chunks * size, h_axis.count, h_axis.rows), down_EIH.dtype)
+    packed = np.zeros(weight_shapes(config)[1], down_EIH.dtype)
+    tiles = packed.reshape((*packed.shape[:3], h_axis.count, h_axis.rows), copy=False)
+    padded = np.zeros((config.E, config.chunks * size, config.H), down_EIH.dtype)
+    padded[:, : config.I] = down_EIH
+    chunked = padded.reshape(config.E, config.chunks, size, config.H)
     for tile in range(h_axis.count):
-        rows = rows_of(h_axis, tile)
-        packed[:, : config.I, tile, :rows] = down_EIH[:, :, elements_of(h_axis, tile)]
-    return packed.reshape(config.E, config.chunks, size, h_axis.count * h_axis.rows)
+        rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
+        tiles[:, :, :size, tile, :rows] = chunked[..., columns]
+        if bias_is_inside(config) and down_bias_EH is not None:
+            tiles[:, 0, size, tile, :rows] = down_bias_EH[:, columns]
+    return packed
 
 
 def _chunk(config: DecodeConfig, values: Array) -> Array:

@@ -25,11 +25,14 @@ from nki_kernels.decode.config import (
     is_mx,
     keeps_scales,
     list_width,
+    loads_bias,
     most_exchanged,
     most_tiles,
     output_dtype,
     read_ahead,
+    rows_out,
     shares_halves,
+    sum_shape,
 )
 from nki_kernels.decode.items import packed_shapes
 
@@ -38,7 +41,7 @@ class TokenTable(NamedTuple):
     """The tokens and their sums, which every expert works on."""
 
     turned: Tiles  # x^T
-    total: Tiles  # y^T
+    total: Tiles  # y, in rows or turned
 
 
 def token_table(config: DecodeConfig) -> TokenTable:
@@ -47,7 +50,7 @@ def token_table(config: DecodeConfig) -> TokenTable:
     shape = (rows, count, T)
     if is_direct_in(config):
         shape = (rows, T, count)
-    return TokenTable(tiles(1, shape, nl.bfloat16), tiles(1, (rows, count, T), nl.float32))
+    return TokenTable(tiles(1, shape, nl.bfloat16), tiles(1, sum_shape(config), nl.float32))
 
 
 class ExpertTable(NamedTuple):
@@ -80,13 +83,11 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
     is_packed, by_channel = form.layout == "packed", form.down_scale == "channel"
     gate_up = (h_axis.rows, most_tiles(h_axis, config) * 2 * i_axis.size)
     down = (i_axis.rows, most_tiles(i_axis, config) * config.H)
-    inner = (i_axis.rows, i_axis.count, T)
-    if is_mx(config):
+    inner = (rows_out(config), i_axis.count, T)
+    if is_packed:
         gate_up, down = packed_shapes(config)
+    if is_mx(config):
         inner = (whole_quadrants(i_axis.rows), T, i_axis.count)
-    elif is_packed:
-        gate_up = packed_shapes(config)[0]
-        down = (i_axis.rows, i_axis.count * h_axis.count * h_axis.rows)
     # A packed run has biases and scales in it.
     apart = 0 if is_packed else count
     per_row = (i_axis.rows, 2, i_axis.count)
@@ -107,15 +108,15 @@ def expert_table(config: DecodeConfig) -> ExpertTable:
             nl.float32,
             count if by_channel else 0,
         ),
-        down_bias=tiles(count if formula.has_down_bias else 0, down_bias, nl.bfloat16),
+        down_bias=tiles(count if loads_bias(config) else 0, down_bias, nl.bfloat16),
         kept_scale=Tiles(
             2 if keeps_scales(config) else 0, scales, nl.float32, 2 if by_channel else 0
         ),
         inner=tiles(chunks, inner, nl.bfloat16),
         gate=tiles(2, (i_axis.rows, T), nl.float32),
-        up=tiles(2, (i_axis.rows, T), nl.float32),
+        up=tiles(2, (rows_out(config), T), nl.float32),
         column_row=Tiles(
-            2 if formula.has_down_bias else 0, (bias_partitions(config), T), nl.bfloat16, 2
+            2 if loads_bias(config) else 0, (bias_partitions(config), T), nl.bfloat16, 2
         ),
         input_scale=Tiles(2 if config.scaling == "pre" else 0, (PARTITIONS, T), nl.float32, 2),
         expert_in=tiles(config.unroll, (1, 1), nl.int32),
@@ -153,7 +154,7 @@ def mx_table(config: DecodeConfig) -> MxTable:
 
 
 def _scratch_banks(config: DecodeConfig) -> int:
-    """Return how many banks of y^T may wait for GpSimd on their way to sums in SBUF."""
+    """Return how many banks of y may wait for GpSimd on their way to sums in SBUF."""
     if config.sums_in_psum:
         return 0
     return 6 if config.T <= 128 else 3
@@ -186,22 +187,28 @@ class EndsTable(NamedTuple):
     """Rows of tokens at the two ends of a kernel."""
 
     loaded: Tiles  # before they are turned
-    received: Tiles  # y^T of the other core
+    received: Tiles  # sums of the other core
     stored: Tiles  # rows of y, rounded
     residual: Tiles  # what is added to them
 
 
 def ends_table(config: DecodeConfig) -> EndsTable:
-    """Return the buffers of the ends; a core stores its share of the tokens, 128 at a time."""
+    """Return the buffers of the ends.
+
+    A core stores its share of the tokens, 128 at a time, or its share of the columns of rows.
+    """
     T, rows, count = config.T, config.h_axis.rows, config.h_axis.count
     share = -(-T // config.num_cores)
+    received: tuple[int, ...] = (rows, count, T)
     stored: tuple[int, ...] = (min(share, PARTITIONS), rows * count)
     if is_direct_out(config, share):
         stored = (rows, share, count)
+    if config.gives_rows:
+        received = stored = (T, config.H // config.num_cores)
     loaded = (min(T, PARTITIONS), config.H)
     return EndsTable(
         loaded=tiles(-(-T // PARTITIONS), loaded, nl.bfloat16),
-        received=tiles(1, (rows, count, T), nl.float32),
+        received=tiles(1, received, nl.float32),
         stored=tiles(1, stored, output_dtype(config)),
         residual=tiles(1, stored, nl.bfloat16),
     )

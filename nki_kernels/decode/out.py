@@ -1,12 +1,12 @@
-"""Stages of the decode kernels: project out of I, and add up y^T.
+"""Stages of the decode kernels: project out of I, and add up y.
 
-1. For every PSUM bank of y^T: the down projections of a group of chunks, added (`_project_bank`).
+1. For every PSUM bank of y: the down projections of a group of chunks, added (`_project_bank`).
 2. The expert's down bias, times the tokens' weights: in the same bank, or apart where the bank is
    scaled by channel.
 3. What does not stay in PSUM goes to the sums in SBUF (`_add_bank`).
 
 A *group* is one or more items of an expert that are added up in PSUM before they go to the sums.
-Where the sums are in PSUM too, or an expert's part of y^T stays there until its last chunk, a group
+Where the sums are in PSUM too, or an expert's part of y stays there until its last chunk, a group
 is one chunk.
 """
 
@@ -22,14 +22,15 @@ from nki_kernels.decode.buffers import DecodeBuffers
 from nki_kernels.decode.config import (
     DecodeConfig,
     accumulator_banks,
+    bank_span,
     bias_quadrants,
     holds_expert,
+    inner_rows,
     is_mx,
     keeps_scales,
     most_tiles,
     out_banks,
     tiles_of_part,
-    tiles_per_bank,
 )
 from nki_kernels.decode.mx_stages import multiply_words_out
 
@@ -59,28 +60,28 @@ class Group(NKIObject):
 
 
 def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
-    """Add a group's part of y^T, with the expert's down bias if asked."""
-    per_bank, count = tiles_per_bank(config), config.h_axis.count
+    """Add a group's part of y, with the expert's down bias if asked."""
     buffer = group.item % config.weight_buffers
     by_channel = config.weights.down_scale == "channel"
     scales = []
     if by_channel:
         scales.append(b.kept_scale[group.ring] if keeps_scales(config) else b.down_scale[buffer])
-    for first in range(0, count, per_bank):
-        stop = min(count, first + per_bank)
-        turn = _out_turn(config, group, first // per_bank)
+    order = b.sums.order
+    for place in range(len(order)):
+        first, stop = bank_span(config, order[place])
+        turn = order[place] if config.sums_in_psum else _out_turn(config, group, place)
         bank_ps = b.sums.total_ps[turn] if config.sums_in_psum else _out_bank(b, turn)
         _project_bank(config, b, bank_ps, group, first, stop)
         if not config.sums_in_psum and (group.is_last or not holds_expert(config)):
-            _add_bank(config, b, bank_ps, scales, first, stop, turn)
+            _add_bank(config, b, bank_ps, scales, first, stop, place)
     if group.adds_bias and by_channel:
         # Biases are not scaled: they take a bank of their own to the sums.
-        for first in range(0, count, per_bank):
-            stop = min(count, first + per_bank)
+        for number in order:
+            first, stop = bank_span(config, number)
             for tile in range(first, stop):
                 begin = (tile - first) * config.T
                 _multiply_bias(config, b, b.banks.bias_ps, group, tile, begin, False)
-            _add_bank(config, b, b.banks.bias_ps, [], first, stop, first // per_bank)
+            _add_bank(config, b, b.banks.bias_ps, [], first, stop, number)
 
 
 def _out_bank(b: DecodeBuffers, turn: int) -> nl.NkiTensor:
@@ -95,8 +96,14 @@ def _project_bank(
     first: int,
     stop: int,
 ) -> None:
-    """Write or add the down projections of a group for tiles first .. stop of H."""
+    """Write or add the down projections of a group for tiles, or columns, first .. stop of H."""
     continues = config.sums_in_psum or (holds_expert(config) and not group.is_first)
+    if config.gives_rows:
+        for k in range(group.size):
+            _multiply_rows(config, b, bank_ps, group.item + k, first, stop, continues or k > 0)
+        if group.adds_bias:
+            _multiply_bias_rows(config, b, bank_ps, group, first, stop)
+        return
     for tile in range(first, stop):
         begin = (tile - first) * config.T
         for k in range(group.size):
@@ -116,14 +123,12 @@ def keep_scales(config: DecodeConfig, b: DecodeBuffers, buffer: int, ring: int) 
         )
 
 
-def _out_turn(config: DecodeConfig, group: Group, number: int) -> int:
-    """Return which of a ring of banks a bank of y^T takes; that of the sums if they are in PSUM."""
+def _out_turn(config: DecodeConfig, group: Group, place: int) -> int:
+    """Return which of a ring of banks the bank at a place of their order takes."""
     banks = accumulator_banks(config)
-    if config.sums_in_psum:
-        return number
     if not holds_expert(config):
-        return group.item * banks + number
-    return (group.ring * banks if 2 * banks <= out_banks(config) else 0) + number
+        return group.item * banks + place
+    return (group.ring * banks if 2 * banks <= out_banks(config) else 0) + place
 
 
 def _multiply_out(
@@ -136,27 +141,83 @@ def _multiply_out(
     adds: bool,
 ) -> None:
     """Multiply an item's inner activations with a tile of H of its down weights."""
-    h_axis, i_axis, T = config.h_axis, config.i_axis, config.T
+    h_axis, T = config.h_axis, config.T
     if is_mx(config):
         dst_ps = bank_ps[0 : rows_of(h_axis, tile), begin : begin + T]
         multiply_words_out(config, b, dst_ps, item, tile, adds)
         return
-    down_sb = b.down[item % config.weight_buffers]
-    most = most_tiles(i_axis, config)
-    weights_sb = down_sb.reshape_dim(1, (most, down_sb.shape[1] // most))
-    first, end = tiles_of_part(i_axis, config, item % config.parts)
-    inner_sb = b.inner[item // config.parts % len(b.inner)]
+    weights_sb, inner_sb, first, end = _out_operands(config, b, item)
     rows, columns = rows_of(h_axis, tile), elements_of(h_axis, tile)
     if config.weights.layout == "packed":
         columns = slice(tile * h_axis.rows, tile * h_axis.rows + rows)
     for t in range(first, end):
-        depth = rows_of(i_axis, t)
+        depth = inner_rows(config, t)
         nisa.nc_matmul(
             dst=bank_ps[0:rows, begin : begin + T],
             stationary=weights_sb[0:depth, t - first, columns],
             moving=inner_sb[0:depth, t, 0:T],
             accumulate=t > first or adds,
         )
+
+
+def _out_operands(
+    config: DecodeConfig, b: DecodeBuffers, item: int
+) -> tuple[nl.NkiTensor, nl.NkiTensor, int, int]:
+    """Return down weights of an item [i, tiles, columns], inner activations, and which tiles."""
+    down_sb = b.down[item % config.weight_buffers]
+    most = most_tiles(config.i_axis, config)
+    weights_sb = down_sb.reshape_dim(1, (most, down_sb.shape[1] // most))
+    first, end = tiles_of_part(config.i_axis, config, item % config.parts)
+    return weights_sb, b.inner[item // config.parts % len(b.inner)], first, end
+
+
+def _multiply_rows(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    item: int,
+    first: int,
+    stop: int,
+    adds: bool,
+) -> None:
+    """Multiply an item's inner activations with columns first .. stop of its down weights.
+
+    The tokens are stationary. Packed weights are read across their tiles, in the order of a row.
+    """
+    h_axis, T = config.h_axis, config.T
+    weights_sb, inner_sb, first_tile, end = _out_operands(config, b, item)
+    for t in range(first_tile, end):
+        depth = inner_rows(config, t)
+        columns_sb = weights_sb[0:depth, t - first_tile]
+        if config.weights.layout == "packed":
+            tiles_sb = columns_sb.reshape_dim(1, (h_axis.count, h_axis.rows)).permute((0, 2, 1))
+            columns_sb = tiles_sb[0:depth, first // h_axis.count : stop // h_axis.count]
+        else:
+            columns_sb = columns_sb[0:depth, first:stop]
+        nisa.nc_matmul(
+            dst=bank_ps[0:T, 0 : stop - first],
+            stationary=inner_sb[0:depth, t, 0:T],
+            moving=columns_sb,
+            accumulate=t > first_tile or adds,
+        )
+
+
+def _multiply_bias_rows(
+    config: DecodeConfig,
+    b: DecodeBuffers,
+    bank_ps: nl.NkiTensor,
+    group: Group,
+    first: int,
+    stop: int,
+) -> None:
+    """Add columns first .. stop of the down bias times the tokens' weights."""
+    end = min(stop, config.H)
+    nisa.nc_matmul(
+        dst=bank_ps[0 : config.T, 0 : end - first],
+        stationary=b.column_row[group.ring][0:1],
+        moving=b.down_bias[group.item % config.weight_buffers][0:1, first:end],
+        accumulate=True,
+    )
 
 
 def _multiply_bias(
@@ -189,18 +250,18 @@ def _add_bank(
     scales: list[nl.NkiTensor],
     first: int,
     stop: int,
-    turn: int,
+    place: int,
 ) -> None:
-    """Add tiles first.. of y^T to the sums in SBUF, scaled by channel if asked.
-
-    Without scales the Vector engine adds every other bank itself; for the rest Scalar empties PSUM
-    and GpSimd adds. With them, see `_add_tiles`.
-    """
+    """Add tiles of y^T, or columns of y, to the sums in SBUF, scaled by channel if asked."""
+    if config.gives_rows:
+        total_sb = b.sums.total_sb[0 : config.T, first:stop]
+        _add_part(b, total_sb, bank_ps[0 : config.T, 0 : stop - first], place)
+        return
     full = first
     while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
         full += 1
-    _add_tiles(config, b, bank_ps, scales, first, first, full, turn)
-    _add_tiles(config, b, bank_ps, scales, first, full, stop, turn)
+    _add_tiles(config, b, bank_ps, scales, first, first, full, place)
+    _add_tiles(config, b, bank_ps, scales, first, full, stop, place)
 
 
 def _add_tiles(
@@ -211,15 +272,19 @@ def _add_tiles(
     first: int,
     begin: int,
     end: int,
-    turn: int,
+    place: int,
 ) -> None:
     """Add tiles of one height; the bank holds those from `first` on."""
     if begin == end:
         return
     T, rows = config.T, rows_of(config.h_axis, end - 1)
-    scratch_sb = b.scratch[turn % len(b.scratch)]
+    if len(scales) == 0:
+        part_ps = bank_ps[0:rows, (begin - first) * T : (end - first) * T]
+        _add_part(b, b.sums.total_sb[0:rows, begin:end, 0:T], part_ps, place)
+        return
+    scratch_sb = b.scratch[place % len(b.scratch)]
     alone = begin
-    if len(scales) > 0 and T >= _TILEWISE_TOKENS:
+    if T >= _TILEWISE_TOKENS:
         # Vector does 3 tiles in 8 alone, Scalar scales the others.
         alone = begin + 3 * end // 8 - 3 * begin // 8
         for c in range(begin, end):
@@ -235,14 +300,26 @@ def _add_tiles(
     total_sb = b.sums.total_sb[0:rows, alone:end, 0:T]
     part_ps = bank_ps[0:rows, (alone - first) * T : (end - first) * T]
     part_sb = scratch_sb[0:rows, 0 : (end - alone) * T]
-    if len(scales) == 0 and turn % 3 != 1:
-        nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
-        return
-    if len(scales) == 0:
-        nisa.tensor_copy(dst=part_sb, src=part_ps, engine=nisa.engine.scalar)
-    elif T < _TILEWISE_TOKENS:
+    if T < _TILEWISE_TOKENS:
         scale_sb = scales[0][0:rows, alone:end, 0:1].broadcast(2, T)
         nisa.tensor_tensor(dst=part_sb, data1=part_ps, data2=scale_sb, op=nl.multiply)
+    nisa.tensor_tensor(
+        dst=total_sb, data1=total_sb, data2=part_sb, op=nl.add, engine=nisa.engine.gpsimd
+    )
+
+
+def _add_part(b: DecodeBuffers, total_sb: nl.NkiTensor, part_ps: nl.NkiTensor, place: int) -> None:
+    """Add what the bank at a place of their order holds to the sums in SBUF.
+
+    Of three banks the Vector engine adds the first two itself; of the third, Scalar empties PSUM
+    and GpSimd adds.
+    """
+    if place % 3 != 2:
+        nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
+        return
+    rows, size = part_ps.shape
+    part_sb = b.scratch[place // 3 % len(b.scratch)][0:rows, 0:size]
+    nisa.tensor_copy(dst=part_sb, src=part_ps, engine=nisa.engine.scalar)
     nisa.tensor_tensor(
         dst=total_sb, data1=total_sb, data2=part_sb, op=nl.add, engine=nisa.engine.gpsimd
     )

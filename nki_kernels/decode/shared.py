@@ -1,4 +1,4 @@
-"""Shared experts in the fused decode layer: a dense MLP every token takes, added to the same y^T.
+"""Shared experts in the fused decode layer: a dense MLP every token takes, added to the same y.
 
 The width is cut in parts, which are to the stages what experts are: weights of their own,
 contiguous for every partition, in one item or as many as their layout has. The cores take alternate
@@ -81,7 +81,7 @@ def make_shared_config(
             mode="all", shard="experts", chunks=0 if layout == "packed" else 1, weight_buffers=1
         ),
     )
-    shared = replace(shared, sums_in_psum=config.sums_in_psum)
+    shared = replace(shared, sums_in_psum=config.sums_in_psum, gives_rows=config.gives_rows)
     double = replace(shared, weight_buffers=_WEIGHT_BUFFERS)
     return double if _num_items(shared) > 1 and shared_bytes(double) <= room else shared
 
@@ -157,7 +157,7 @@ def run_shared(
     gate_rows: list[nl.NkiTensor],
     core: int,
 ) -> None:
-    """Add what this core computes of the shared experts to y^T.
+    """Add what this core computes of the shared experts to y.
 
     Args:
         config: of the shared experts.

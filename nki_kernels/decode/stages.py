@@ -8,6 +8,7 @@ PSUM over its parts. Weights are stationary, all tokens move:
     projections  [i, 2, T]    = gate_up[h, i]^T  x^T[h, T]      in PSUM
     inner        [i, T]       = act(gate) * up * weight of the token
     y^T          [h, H/h, T] += down[i, h]^T inner[i, T]        in PSUM, or added to SBUF
+    or y         [T, H]      += inner[i, T]^T down[i, H]
 
 Axis letters: h, i partitions of a tile of H or I; T tokens.
 """
@@ -37,8 +38,10 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     bias_partitions,
     bias_quadrants,
+    inner_rows,
     is_mx,
     joins_projections,
+    loads_bias,
     tiles_of_part,
     weighs_inner,
 )
@@ -97,7 +100,7 @@ def load_out(
     buffer: int,
     item: int,
 ) -> None:
-    """Load down weights of an item; beside the first one the expert's bias."""
+    """Load down weights of an item; beside the first one the expert's bias if it is apart."""
     H, i_axis, down = config.H, config.i_axis, _entry(config, x.down, expert)
     first = item // config.parts * i_axis.size
     if config.weights.layout == "packed":
@@ -106,7 +109,7 @@ def load_out(
         _load_part_out(config, b.down[buffer], down, first, item % config.parts)
     else:
         load_matrix(b.down[buffer], down, i_axis, first * H, H, [1, 1], H)
-    if config.formula.has_down_bias and item == 0:
+    if loads_bias(config) and item == 0:
         _load_down_bias(config, b.down_bias[buffer], _entry(config, x.down_bias, expert))
 
 
@@ -198,7 +201,7 @@ def spread_column(
         )
     if weighs_inner(config) or config.formula.has_down_bias:
         _spread(column_ps, weights, column)
-    if config.formula.has_down_bias:
+    if loads_bias(config):
         nisa.tensor_copy(
             dst=b.column_row[ring], src=column_ps[0 : bias_partitions(config), 0 : config.T]
         )
@@ -370,7 +373,7 @@ def _activate(
         gate, up = gate_sb, up_sb
     _activate_gate(config, b, gate_sb, gate, buffer, tile)
     operators, operands = _chain(config, b, buffer, tile, 1)
-    inner_sb = b.inner[chunk % len(b.inner)][0:rows, tile, 0:T]
+    inner_sb = b.inner[chunk % len(b.inner)][0 : inner_rows(config, tile), tile, 0:T]
     if config.weights.down_scale == "expert":
         operators.append(nl.multiply)
         operands.append(b.down_scale[buffer][0:rows, 0, 0:1])
@@ -378,8 +381,14 @@ def _activate(
         multiply_chain(inner_sb, up_sb, up, operators, operands, gate_sb)
         return
     multiply_chain(up_sb, up_sb, up, operators, operands, gate_sb)
-    column_ps = b.banks.column_ps[ring][0:rows, 0:T]
-    nisa.tensor_tensor(dst=inner_sb, data1=up_sb, data2=column_ps, op=nl.multiply)
+    # A bias inside the down weights is multiplied with the tokens' weights: its row of up is 1.
+    weighed = inner_sb.shape[0]
+    nisa.tensor_tensor(
+        dst=inner_sb,
+        data1=b.up[turn][0:weighed, 0:T],
+        data2=b.banks.column_ps[ring][0:weighed, 0:T],
+        op=nl.multiply,
+    )
 
 
 def _scale_input(

@@ -29,6 +29,7 @@ from nki_kernels.decode.config import (
     DecodeConfig,
     entry_stride,
     group_size,
+    loads_bias,
     shares_halves,
     splits_experts,
 )
@@ -251,7 +252,7 @@ def _make_groups(config: DecodeConfig, pipeline: Pipeline) -> list[Group]:
         size, after = end - item, end - 1 + together
         if config.parts == 1 and number + 2 < len(firsts):
             after = firsts[number + 2] - 1
-        adds_bias = config.formula.has_down_bias and pipeline.own[own] == 0
+        adds_bias = loads_bias(config) and pipeline.own[own] == 0
         is_last = own + size == count
         groups.append(Group(item, size, entry % 2, adds_bias, own == 0, is_last, after))
     return groups

@@ -34,6 +34,7 @@ from nki_kernels.decode import (
     DecodeSizes,
     WeightForm,
     decode_moe,
+    loads_bias,
     make_decode_config,
     pack_down,
     pack_gate_up,
@@ -153,7 +154,7 @@ def expert_operands(parts: LayerParts, config: Any) -> ExpertOperands:
     if layout == "packed":
         assert copy is not None
         operands = operands.laid_out(copy)
-        named = {"down_bias": named["down_bias"]}
+        named = {"down_bias": named["down_bias"] if loads_bias(config) else None}
     first = first_expert_of(parts, operands)
     return ExpertOperands((operands.gate_up_EHI, operands.down_EIH), first, named)
 
@@ -218,8 +219,8 @@ def with_layout(weights: ExpertWeights, form: WeightForm, make: Callable[[Weight
     if copy is not None:
         with contextlib.suppress(ValueError):
             config = make(words.FORM if words.is_words(copy) else replace(form, layout="packed"))
-            wanted = weight_shapes(getattr(config, "moe", config))[0]
-            if tuple(copy.gate_up.shape) == wanted:
+            wanted = weight_shapes(getattr(config, "moe", config))
+            if (tuple(copy.gate_up.shape), tuple(copy.down.shape)) == wanted:
                 return config
     return make(form)
 
@@ -283,7 +284,9 @@ def lay_out(parts: LayerParts) -> LaidOut:
         to_numpy(gate_up_EHI),
         *(None if values is None else to_numpy(values) for values in beside),
     )
-    down = pack_down(config, to_numpy(down_EIH))
+    bias = operands.down_bias_EH
+    bias_EH = None if bias is None else to_numpy(bias.to(torch.bfloat16))
+    down = pack_down(config, to_numpy(down_EIH), bias_EH)
     dtype, device = down_EIH.dtype, down_EIH.device
     return LaidOut(from_numpy(gate_up, dtype).to(device), from_numpy(down, dtype).to(device))
 

@@ -13,7 +13,13 @@ import nki_sim
 from neuron_moe.backends.chosen_experts import chosen_experts
 from neuron_moe.weights import ExpertWeights, LocalRouting
 from nki_kernels.common.formula import ExpertFormula, limits
-from nki_kernels.decode.config import DecodeConfig, DecodeRequest, DecodeSizes, WeightForm
+from nki_kernels.decode.config import (
+    DecodeConfig,
+    DecodeRequest,
+    DecodeSizes,
+    WeightForm,
+    loads_bias,
+)
 from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import pack_down, pack_gate_up
 from nki_kernels.decode.options import make_decode_config
@@ -129,10 +135,10 @@ class Decode:
         if config.weights.layout == "packed":
             gate_up, down = (
                 pack_gate_up(config, gate_up, *optional.values()),
-                pack_down(config, down),
+                pack_down(config, down, self.down_bias),
             )
             optional = {}
-        optional["down_bias"] = self.down_bias
+        optional["down_bias"] = self.down_bias if loads_bias(config) else None
         return nki_sim.run(
             decode_moe, self.hidden_TH, gate_up, down, self.index_TK,
             self.affinities_TK, np.array([[self.first]], np.int32), config,

@@ -10,7 +10,7 @@ import numpy as np
 
 import nki_sim
 from nki_kernels.common.formula import RouterFormula
-from nki_kernels.decode.config import DecodeSizes
+from nki_kernels.decode.config import DecodeSizes, loads_bias
 from nki_kernels.decode.layer_config import (
     LayerConfig,
     LayerForm,
@@ -187,7 +187,8 @@ def operands_of(config: LayerConfig, arrays: dict[str, Array], first: int = 0) -
         extras = [given.pop(name, None) for name in
                   ("gate_up_bias", "gate_up_scale", "down_scale")]  # fmt: skip
         given["gate_up"] = pack_gate_up(moe, arrays["gate_up"], *extras)
-        given["down"] = pack_down(moe, arrays["down"])
+        bias = None if loads_bias(moe) else given.pop("down_bias", None)
+        given["down"] = pack_down(moe, arrays["down"], bias)
     return given
 
 

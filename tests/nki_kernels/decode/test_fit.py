@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nki_sim
-from nki_kernels.decode.config import DecodeConfig, DecodeSizes
+from nki_kernels.decode.config import DecodeConfig, DecodeSizes, loads_bias
 from nki_kernels.decode.fit import decode_ns, expected_experts, skewed_experts
 from nki_kernels.decode.kernel import decode_moe
 from nki_kernels.decode.layout import weight_shapes
@@ -63,8 +63,7 @@ def simulated_us(config: DecodeConfig, routing: str) -> float:
     """Return the time of a step whose weights are packed."""
     T, H, E, K = config.T, config.H, config.E, config.K
     gate_up, down = (TensorSpec(shape, "bfloat16") for shape in weight_shapes(config))
-    has_bias = config.formula.has_down_bias
-    optional = {"down_bias": TensorSpec((E, H), "bfloat16")} if has_bias else {}
+    optional = {"down_bias": TensorSpec((E, H), "bfloat16")} if loads_bias(config) else {}
     index = choose_experts(routing, T, E, K, np.random.default_rng(1))
     affinities = np.full((T, K), 1.0 / K, np.float32)
     run = nki_sim.run(

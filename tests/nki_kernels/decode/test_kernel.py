@@ -12,7 +12,12 @@ import torch
 
 from neuron_moe.quantize import decode_mxfp4, recode_mxfp4_to_fp8
 from nki_kernels.common.formula import limits
-from nki_kernels.decode.config import DecodeSizes, bias_quadrants, weighs_inner
+from nki_kernels.decode.config import (
+    DecodeSizes,
+    bias_is_inside,
+    bias_quadrants,
+    weighs_inner,
+)
 from nki_kernels.decode.cost import cost_decode_moe
 from nki_kernels.decode.fit import sbuf_bytes
 from nki_kernels.decode.options import make_decode_config
@@ -391,6 +396,42 @@ def recode(
     scale = recoded.scale.numpy()[..., 0]
     assert np.array_equal(codes.astype(np.float32) * scale[..., None], values)
     return np.ascontiguousarray(codes.transpose(0, 2, 1)), scale, values.transpose(0, 2, 1)
+
+
+ROWS = {
+    "T65": Decode(65, 304, 60, 5, 2, options=SELECTIVE),
+    "T96-lnc1": Decode(96, 128, 64, 5, 2, num_cores=1, options=SELECTIVE),
+    "T128-gpt-oss": Decode(128, 320, 150, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}),
+    "T70-bias-without-a-spare-row": Decode(
+        70, 192, 128, 5, 2, has_bias=True, options={**GPT_OSS, **SELECTIVE}
+    ),
+    "T100-sums-in-sbuf": Decode(
+        100, 1088, 130, 5, 2, has_bias=True, options={**SELECTIVE, "sums": "sbuf"}
+    ),
+    "T128-many-banks": Decode(128, 5120, 32, 3, 1, options={**SELECTIVE, "scaling": "pre"}),
+    "T90-e5m2-expert": Decode(
+        90, 320, 64, 5, 2, has_bias=True, options={**E5M2, **SELECTIVE, "down_scale": "expert"}
+    ),
+    "T80-intermediate": Decode(80, 128, 256, 5, 2, options={**ALL, "shard": "intermediate"}),
+    "T66-one-expert": Decode(66, 256, 128, 4, 1, routing="one-expert", options=SELECTIVE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["ehi", "packed"])
+@pytest.mark.parametrize("name", list(ROWS))
+def test_many_tokens_are_summed_in_rows(name: str, layout: str) -> None:
+    problem = replace(ROWS[name], options={**ROWS[name].options, "layout": layout})
+    config = problem.config()
+    assert config.gives_rows
+    has_spare_row = layout == "packed" and name in ("T128-gpt-oss", "T100-sums-in-sbuf")
+    assert bias_is_inside(config) == has_spare_row
+    check(problem)
+
+
+def test_channel_scales_keep_sums_turned() -> None:
+    problem = Decode(100, 128, 64, 5, 2, options={**E4M3, "down_scale": "channel"})
+    assert not problem.config().gives_rows
+    check(problem)
 
 
 UNROLLED = {"loops": "unrolled", "mode": "selective"}

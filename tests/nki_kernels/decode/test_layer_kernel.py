@@ -103,6 +103,10 @@ CASES = {
         "gpt-oss", 20,
         options={**E4M3, **PACKED, "format": "float8_e5m2", "down_scale": "expert"},
     ),
+    "rows": Case("qwen2-moe", 100, options={"has_residual": True}),
+    "rows-packed-gpt-oss": Case("gpt-oss", 128, H=320, options={**PACKED, "has_residual": True}),
+    "rows-one-core": Case("llama4", 65, num_cores=1, options={"has_residual": True}),
+    "turned-beside-shared": Case("qwen2-moe", 70, options={**E4M3, "down_scale": "channel"}),
     "one-core": Case("qwen2-moe", 11, num_cores=1, options={"has_residual": True}),
 }  # fmt: skip
 ORDERS = {

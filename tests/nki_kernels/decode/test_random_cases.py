@@ -55,7 +55,7 @@ def drawn(rng: random.Random) -> Decode:
             options |= {"has_scales": True, "down_scale": rng.choice(scales)}
         E, ranks = rng.choice((1, 2, 3, 5, 8)), rng.choice((1, 1, 2, 3))
         case = Decode(
-            rng.choice((1, 1, 2, 3, 8, 17, 64, 130)), rng.choice((64, 128, 192, 320, 512)),
+            rng.choice((1, 1, 2, 3, 8, 17, 64, 100, 130)), rng.choice((64, 128, 192, 320, 512)),
             rng.choice((8, 20, 60, 64, 130, 256)), E, rng.randint(1, min(4, E * ranks)), ranks,
             rng.randrange(ranks), rng.choice(ROUTINGS if ranks > 1 else ROUTINGS[:-1]),
             rng.random() < 0.4, rng.choice((1, 2, 2)), options, rng.randrange(99),
@@ -95,7 +95,7 @@ def drawn_layer(rng: random.Random) -> Case:
         if rng.random() < 0.3:
             options |= {**E4M3, "down_scale": rng.choice(("channel", "expert"))}
         case = Case(
-            rng.choice(list(FAMILIES)), rng.choice((1, 1, 2, 5, 9, 33, 129, 200)), N,
+            rng.choice(list(FAMILIES)), rng.choice((1, 1, 2, 5, 9, 33, 100, 129, 200)), N,
             rng.randint(1, N - first), first, rng.choice((64, 128, 144, 320, 512)),
             rng.choice((8, 24, 100, 300)), rng.choice((BF16, np.float32)), rng.random() < 0.7,
             rng.choice((1, 2, 2)), options,

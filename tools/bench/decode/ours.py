@@ -21,6 +21,7 @@ from nki_kernels.decode import (
     WeightForm,
     decode_layer,
     decode_moe,
+    loads_bias,
     make_decode_config,
     make_layer_config,
     pack_router_weight,
@@ -118,7 +119,7 @@ def expert_specs(model: Model, config: DecodeConfig) -> dict[str, Any]:
     gate_up, down = weight_shapes(config)
     found["gate_up"] = TensorSpec(gate_up, weights.format)
     found["down"] = TensorSpec(down, weights.format)
-    if formula.has_down_bias:
+    if loads_bias(config):
         found["down_bias"] = TensorSpec((E, H), "bfloat16")
     if weights.layout == "packed":  # biases of the projections and scales lie in the runs
         return found

@@ -54,6 +54,7 @@ from nki_kernels.decode import (
     DecodeSizes,
     WeightForm,
     decode_moe,
+    loads_bias,
     make_decode_config,
     mx_form,
     pack_down,
@@ -289,8 +290,8 @@ def operands_of(weights: Weights, config: Any) -> tuple[np.ndarray, np.ndarray, 
     if config.weights.layout == "packed":
         names = ("gate_up_bias", "gate_up_scale", "down_scale")
         gate_up = pack_gate_up(config, gate_up, *(found.pop(name, None) for name in names))
-        down = pack_down(config, down)
-    if weights.down_bias is not None:
+        down = pack_down(config, down, weights.down_bias)
+    if loads_bias(config):
         found["down_bias"] = weights.down_bias
     return gate_up, down, found
 

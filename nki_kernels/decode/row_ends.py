@@ -1,0 +1,156 @@
+"""The end of a decode kernel whose sums are rows: the cores exchange columns, add them up, store.
+
+Each core finishes half of the columns of all tokens.
+"""
+
+from dataclasses import dataclass
+
+import nki.isa as nisa
+import nki.language as nl
+from nki.language import NKIObject
+
+from nki_kernels.common.memory import allocate
+from nki_kernels.common.rank_sums import ALONE, RankSum, sum_on_chip
+from nki_kernels.common.tiles import copy_alternating
+from nki_kernels.decode.buffers import SumBuffers
+from nki_kernels.decode.config import DecodeConfig, accumulator_banks, bank_span
+from nki_kernels.decode.memory import ends_table
+
+_PIECES = 3  # most of a core's columns, each exchanged, added and stored
+_PIECE_UNIT = 16  # columns
+
+
+@dataclass
+class Ending(NKIObject):
+    """What becomes of y.
+
+    Attributes:
+        output: [T, H] in HBM.
+        residuals: [T, H] tensors in HBM to add, none or one.
+        ranks: what becomes of rounded sums of several ranks.
+    """
+
+    output: nl.NkiTensor
+    residuals: list[nl.NkiTensor]
+    ranks: RankSum = ALONE
+
+
+@dataclass
+class Columns(NKIObject):
+    """Columns of this core's sums that lie in one bank of them.
+
+    Attributes:
+        bank: its number.
+        low, high: first column, and the one behind the last.
+        where: [T, columns] in PSUM or SBUF.
+    """
+
+    bank: int
+    low: int
+    high: int
+    where: nl.NkiTensor
+
+
+def finish_rows(config: DecodeConfig, sums: SumBuffers, core: int, ending: Ending) -> None:
+    """Add the cores' rows and the residual, round once, add up the ranks' on chip, store.
+
+    What the other core adds leaves PSUM first. Columns go in pieces, so that one is added and
+    stored while the next is on its way.
+
+    Args:
+        config: sizes.
+        sums: this core's rows.
+        core: number of this core.
+        ending: what is added, and where it is stored.
+    """
+    T, share = config.T, config.H // config.num_cores
+    first, theirs = core * share, (1 - core) * share
+    rows_sb = allocate(ends_table(config).stored)[0]
+    residual_tiles = []
+    for residual in ending.residuals:
+        residual_sb = nl.ndarray((T, share), dtype=residual.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=residual_sb, src=residual[0:T, first : first + share])
+        residual_tiles.append(residual_sb)
+    size = -(-share // (_PIECES * _PIECE_UNIT)) * _PIECE_UNIT
+    pieces = []
+    for begin in range(0, share, size):
+        pieces.append(slice(begin, min(share, begin + size)))
+    received = []
+    if config.num_cores > 1:
+        received = allocate(ends_table(config).received)
+        for piece in pieces:
+            sent = slice(theirs + piece.start, theirs + piece.stop)
+            _read_columns(config, sums, sent)
+            nisa.sendrecv(
+                src=sums.total_sb[0:T, sent],
+                dst=received[0][0:T, piece],
+                send_to_rank=1 - core,
+                recv_from_rank=1 - core,
+                pipe_id=0,
+                dma_engine=nisa.dma_engine.dma,
+            )
+    for piece in pieces:
+        _add_columns(config, sums, rows_sb, received + residual_tiles, first, piece)
+    rows_sb = sum_on_chip(ending.ranks, rows_sb)
+    for piece in pieces:
+        nisa.dma_copy(
+            dst=ending.output[0:T, first + piece.start : first + piece.stop],
+            src=rows_sb[0:T, piece],
+            dge_mode=nisa.dge_mode.none,
+        )
+
+
+def _by_bank(config: DecodeConfig, sums: SumBuffers, columns: slice) -> list[Columns]:
+    """Return some columns of this core's sums, cut where a bank ends."""
+    found = []
+    for bank in range(accumulator_banks(config)):
+        first, stop = bank_span(config, bank)
+        low, high = max(first, columns.start), min(stop, columns.stop)
+        if low < high and config.sums_in_psum:
+            part_ps = sums.total_ps[bank][0 : config.T, low - first : high - first]
+            found.append(Columns(bank, low, high, part_ps))
+        elif low < high:
+            found.append(Columns(bank, low, high, sums.total_sb[0 : config.T, low:high]))
+    return found
+
+
+def _read_columns(config: DecodeConfig, sums: SumBuffers, columns: slice) -> None:
+    """Copy columns out of PSUM, if they are there."""
+    if config.sums_in_psum:
+        for part in _by_bank(config, sums, columns):
+            total_sb = sums.total_sb[0 : config.T, part.low : part.high]
+            copy_alternating(total_sb, part.where, part.bank)
+
+
+def _add_columns(
+    config: DecodeConfig,
+    sums: SumBuffers,
+    rows_sb: nl.NkiTensor,
+    others: list[nl.NkiTensor],
+    first: int,
+    piece: slice,
+) -> None:
+    """Round a piece of this core's columns, the same columns of others added before.
+
+    The Vector engine reads PSUM; in SBUF GpSimd adds as fast.
+
+    Args:
+        config, sums: sizes, this core's rows.
+        rows_sb: [T, columns of this core] for the result.
+        others: of the same shape; all but the last are overwritten.
+        first: first column of this core.
+        piece: which columns of this core's.
+    """
+    for part in _by_bank(config, sums, slice(first + piece.start, first + piece.stop)):
+        columns = slice(part.low - first, part.high - first)
+        engine = nisa.engine.vector
+        if part.bank % 2 == 1 and not config.sums_in_psum:
+            engine = nisa.engine.gpsimd
+        source = part.where
+        for k in range(len(others)):
+            other_sb = others[k][0 : config.T, columns]
+            sum_sb = rows_sb[0 : config.T, columns] if k == len(others) - 1 else other_sb
+            nisa.tensor_tensor(dst=sum_sb, data1=source, data2=other_sb, op=nl.add, engine=engine)
+            source = sum_sb
+        if len(others) == 0:
+            copy_alternating(rows_sb[0 : config.T, columns], source, part.bank)
