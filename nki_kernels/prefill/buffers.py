@@ -303,7 +303,8 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
     last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
-    _follow(b.expert_out[0], b.expert[0], last_sb)
+    for s in range(2):
+        _follow(b.expert_out[s], b.expert[s], last_sb)
 
 
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
@@ -414,10 +415,17 @@ def _fill_row_table(
     nisa.tensor_scalar(dst=rows_sb, data=slot_sb, op0=nl.add, operand0=-1.0)
 
 
-def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch expert and token ids of the visit two ahead, and step the counter."""
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+def look_at_expert(config: PrefillConfig, b: Buffers, s: int) -> None:
+    """Fetch the expert of the visit two ahead, once the gate and up weights of this one are there;
+    before `look_ahead`.
+    """
+    num_visits = b.expert_table.shape[1]
     _fetch(config, b.expert[s], b.expert_table, [[num_visits, 1], [1, 1]], b.ahead)
+
+
+def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
+    """Fetch token ids of the visit two ahead, and step the counter."""
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
     _fetch(config, b.ids[s], b.id_table, wide, b.ahead)
     if config.scaling == "pre" and not scales_late(config):

@@ -26,6 +26,7 @@ from nki_kernels.prefill.config import (
     PrefillConfig,
     PrefillWork,
     fit_of,
+    may_be_eager,
     num_partials,
     num_visits,
     visit_dims,
@@ -156,7 +157,7 @@ def rank_candidates(
                 for t in estimate_us(draft.config, tokens_E, expected.top_k)
             ),
         )
-        for draft in _worth_a_look(drafts)
+        for draft in _eager_too(_worth_a_look(drafts))
     ]
     return by_loss(found)
 
@@ -173,6 +174,17 @@ def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
         if best.setdefault(plan, draft) is not draft and draft.coarse_ns <= most_ns:
             others.setdefault((draft.block_size, plan, draft.coarse_ns), draft)
     return [*best.values(), *list(others.values())[:_CLOSE_PLANS]]
+
+
+def _eager_too(drafts: Sequence[_Draft]) -> list[_Draft]:
+    """Return drafts, and those of the same loops that ask for weights earlier."""
+    found = list(drafts)
+    for draft in drafts:
+        if may_be_eager(draft.config):
+            config = replace(draft.config, loop=replace(draft.config.loop, is_eager=True))
+            request = replace(draft.request, fit=fit_of(config.loop))
+            found.append(replace(draft, request=request, config=config))
+    return found
 
 
 def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -77,6 +77,7 @@ class LoopFit(NKIObject):
     weight_buffers: int
     turns: str
     h_parts: int = 1
+    is_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,13 @@ class LoopPlan(NKIObject):
     see weight_formats.split_parts, which makes their runs long. A part of gate and up is loaded in
     `h_parts` of the hidden axis, whose products add up in PSUM. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
-    reverse. `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
-    With two `first_buffers` the first tile of a visit has one by the parity of the visit, and is
-    gathered two visits ahead.
-    `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
-    rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
-    further apart. `fetches` is who copies entries of tables, `missing` what stands for nothing.
+    reverse. `is_eager`: a part is asked for as soon as its buffer is free, see `parts_ahead`.
+    `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn. With two
+    `first_buffers` the first tile of a visit has one by the parity of the visit, and is gathered
+    two visits ahead. `outer_buffers` hold output tiles that wait to be stored. `turns` is who
+    transposes the gathered rows: the tensor engine, or the gather itself ("dma"), which then wants
+    rows of weights that lie further apart. `fetches` is who copies entries of tables, `missing`
+    what stands for nothing.
     """
 
     classes: tuple[int, ...]
@@ -171,6 +173,7 @@ class LoopPlan(NKIObject):
     missing: str = "skip"
     first_buffers: int = 1
     h_parts: int = 1
+    is_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ def fit_of(loop: LoopPlan) -> LoopFit:
     """Return what of a loop plan is a choice."""
     return LoopFit(
         loop.classes[0], loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns,
-        loop.h_parts,
+        loop.h_parts, loop.is_eager,
     )  # fmt: skip
 
 
@@ -362,12 +365,18 @@ def first_tiles(config: PrefillConfig) -> int:
 def parts_ahead(loop: LoopPlan, parts: int) -> int:
     """Return how many parts ahead of its use a part of the weights is asked for.
 
-    With more parts than buffers, what follows in the buffer of a part that was used, so that
-    nothing waits for the next trip to begin. Else the next part, which loads beside the products of
-    this one where there are two buffers: what follows in this one would be the next visit's, ahead
-    of the down weights of this visit.
+    With more parts than buffers, or if the plan says so, what follows in the buffer of a part that
+    was used: transfers never wait for the next trip to begin, but rows stand behind more weights.
+    Else the next part, which loads beside the products of this one where there are two buffers.
     """
-    return loop.weight_buffers if parts > loop.weight_buffers else 1
+    return loop.weight_buffers if parts > loop.weight_buffers or loop.is_eager else 1
+
+
+def may_be_eager(config: PrefillConfig) -> bool:
+    """Whether some weights can be asked for earlier than they are if the plan does not say so."""
+    loop, buffers = config.loop, config.loop.weight_buffers
+    fewest = min(loop.in_parts * loop.h_parts, loop.out_parts)
+    return buffers > 1 and fewest <= buffers and not config.shard.splits_h
 
 
 def num_visits(config: PrefillConfig) -> int:
