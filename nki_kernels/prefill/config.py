@@ -153,8 +153,9 @@ class LoopPlan(NKIObject):
     `first_buffers` the first tile of a visit has one by the parity of the visit, and is gathered
     two visits ahead. `outer_buffers` hold output tiles that wait to be stored. `turns` is who
     transposes the gathered rows: the tensor engine, or the gather itself ("dma"), which then wants
-    rows of weights that lie further apart. `fetches` is who copies entries of tables, `missing`
-    what stands for nothing.
+    rows of weights that lie further apart. Where rows are stored, `piece_rows` that follow one
+    another are stored together if one of them holds a token. `fetches` is who copies entries of
+    tables, `missing` what stands for nothing.
     """
 
     classes: tuple[int, ...]
@@ -174,6 +175,7 @@ class LoopPlan(NKIObject):
     first_buffers: int = 1
     h_parts: int = 1
     is_eager: bool = False
+    piece_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -377,6 +379,25 @@ def may_be_eager(config: PrefillConfig) -> bool:
     loop, buffers = config.loop, config.loop.weight_buffers
     fewest = min(loop.in_parts * loop.h_parts, loop.out_parts)
     return buffers > 1 and fewest <= buffers and not config.shard.splits_h
+
+
+def stores_pieces(config: PrefillConfig) -> bool:
+    """Whether rows are stored some together, each piece by a number of its own."""
+    return config.stores == "rows" and config.loop.piece_rows > 1
+
+
+def stored_rows(config: PrefillConfig) -> int:
+    """Return the rows of a tile that one transfer stores, where they lie together."""
+    return config.loop.piece_rows if stores_pieces(config) else config.tile_rows
+
+
+def no_piece(config: PrefillConfig) -> int:
+    """Return the number that stands for no piece: past all, a power of two, which bfloat16 has."""
+    rows = num_partials(config) * output_tiles(config) * config.tile_rows
+    pieces, none = rows // stored_rows(config), 1
+    for _doubled in range(24):
+        none = none * 2 if none < pieces else none
+    return none
 
 
 def num_visits(config: PrefillConfig) -> int:
