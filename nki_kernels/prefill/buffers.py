@@ -34,6 +34,7 @@ from nki_kernels.prefill.config import (
     scales_late,
     stored_rows,
     stores_pieces,
+    visits_ahead,
 )
 from nki_kernels.prefill.memory import row_table, visit_table, weight_table
 
@@ -308,7 +309,7 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
     last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
-    for s in range(2):
+    for s in range(visits_ahead(config.loop, config.loop.out_parts)):
         _follow(b.expert_out[s], b.expert[s], last_sb)
 
 

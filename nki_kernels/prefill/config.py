@@ -374,6 +374,11 @@ def parts_ahead(loop: LoopPlan, parts: int) -> int:
     return loop.weight_buffers if parts > loop.weight_buffers or loop.is_eager else 1
 
 
+def visits_ahead(loop: LoopPlan, parts: int) -> int:
+    """Return how many visits ahead the weights are asked for, at most, that come in such parts."""
+    return -(-parts_ahead(loop, parts) // parts)
+
+
 def may_be_eager(config: PrefillConfig) -> bool:
     """Whether some weights can be asked for earlier than they are if the plan does not say so."""
     loop, buffers = config.loop, config.loop.weight_buffers
