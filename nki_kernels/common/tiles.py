@@ -107,13 +107,29 @@ def load_pattern(dst_sb: nl.NkiTensor, entry: Entry, pattern: list[list[int]], o
         pattern: list of [stride, count] pairs inside an entry.
         offset: first element inside the entry.
     """
+    runs = join_runs(pattern)
     nisa.dma_copy(
         dst=dst_sb,
-        src=entry.stack.ap(pattern, offset=offset, scalar_offset=entry.index, indirect_dim=0),
+        src=entry.stack.ap(runs, offset=offset, scalar_offset=entry.index, indirect_dim=0),
         oob_mode=when_missing(entry.may_miss),
         dge_mode=nisa.dge_mode.hwdge,
         engine=nisa.engine.sync,
     )
+
+
+def join_runs(pattern: list[list[int]]) -> list[list[int]]:
+    """Return a pattern with neighbours in memory on one axis; what goes over partitions stays.
+
+    A transfer that is left out still has a descriptor for each run.
+    """
+    runs = [pattern[0]]
+    for stride, count in pattern[1:]:
+        last = runs[len(runs) - 1]
+        if len(runs) > 1 and last[0] == stride * count:
+            runs[len(runs) - 1] = [stride, last[1] * count]
+        else:
+            runs.append([stride, count])
+    return runs
 
 
 def load_rows(dst_sb: nl.NkiTensor, entry: Entry, size: int, begin: int, columns: int) -> None:

@@ -123,6 +123,15 @@ def row_runs(tile_rows: int, from_both_sides: bool) -> list[tuple[int, int, int]
     return [(0, quarter, 0), (quarter, quarter, 3 * quarter), (2 * quarter, 2 * quarter, quarter)]
 
 
+def number_of(runs: list[tuple[int, int, int]], row: int) -> int:
+    """Return the number of a row, of `row_runs`."""
+    found = row
+    for first, count, number in runs:
+        if first <= row < first + count:
+            found = number + row - first
+    return found
+
+
 def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the sizes of the two visits of a trip, for every loop of the kernel in order.
 

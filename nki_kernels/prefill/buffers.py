@@ -19,6 +19,7 @@ from nki_kernels.common.formula import num_projections
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.mx import bias_tile
 from nki_kernels.common.tiles import keep_below, load_table, make_tiles, when_missing
+from nki_kernels.common.visits import number_of
 from nki_kernels.prefill.config import (
     PrefillConfig,
     bias_is_inside,
@@ -30,7 +31,11 @@ from nki_kernels.prefill.config import (
     is_mx,
     largest_visit_of,
     mx_form,
+    no_piece,
     scales_late,
+    stored_rows,
+    stores_pieces,
+    visits_ahead,
 )
 from nki_kernels.prefill.memory import row_table, visit_table, weight_table
 
@@ -116,6 +121,7 @@ class Buffers(NKIObject):
     tile_table: nl.NkiTensor
     id_table: nl.NkiTensor
     row_table: list[nl.NkiTensor]
+    piece_table: list[nl.NkiTensor]
     scale_table: list[nl.NkiTensor]
     trips: nl.NkiTensor
     counter: nl.NkiTensor
@@ -200,6 +206,7 @@ def make_buffers(config: PrefillConfig, weights: WeightBuffers) -> Buffers:
         tile_table=allocate(v.tile_table)[0],
         id_table=weights.id_tables[0] if weights.id_tables else make_id_table(config),
         row_table=allocate(v.row_table),
+        piece_table=allocate(v.piece_table),
         scale_table=allocate(v.scale_table),
         trips=allocate(v.trips)[0],
         counter=allocate(v.counter)[0],
@@ -305,14 +312,17 @@ def fill_later(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
         if has_scale_table(config):
             _fill_scales(config, b, lists, first, entries)
     last_sb = b.id_table[0:1, num_visits - 1, largest - 1 : largest]
-    _follow(b.expert_out[0], b.expert[0], last_sb)
+    for s in range(visits_ahead(config.loop, config.loop.out_parts)):
+        _follow(b.expert_out[s], b.expert[s], last_sb)
 
 
 def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
     """Bring on chip what later visits need, beside the first weights."""
     entries, lane = b.expert_table.shape[1] * largest_visit_of(config), lists.lane
     nisa.dma_copy(dst=b.trips, src=lists.class_trips)
-    if config.stores == "rows":
+    if stores_pieces(config):
+        _fill_piece_table(config, b, lists)
+    elif config.stores == "rows":
         _fill_row_table(config, b, lists, lane * entries)
     elif config.stores == "tokens":
         nisa.tensor_copy(dst=b.row_table[0], src=b.id_table)
@@ -419,10 +429,61 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     nisa.tensor_scalar(dst=rows_sb, data=slot_sb, op0=nl.add, operand0=-1.0)
 
 
-def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
-    """Fetch expert and token ids of the visit two ahead, and step the counter."""
-    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
+def _fill_piece_table(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+    """Write the number of every piece that holds a token, `none` for the others: tile * pieces of a
+    tile + piece.
+
+    A sum over the rows of a piece is 0 where none is live, else -`none` or less. float32 inside,
+    exact below 2**24 slots.
+    """
+    R, rows = config.tile_rows, stored_rows(config)
+    count, entries = R // rows, b.id_table.shape[1] * b.id_table.shape[2]
+    none = no_piece(config)
+    live_sb = nl.ndarray((R, entries), dtype=nl.bfloat16, buffer=nl.sbuf)
+    ids_sb = b.id_table.reshape((R, entries))
+    nisa.tensor_scalar(dst=live_sb, data=ids_sb, op0=nl.greater_equal, operand0=0.0)
+    weight_sb = nl.ndarray((R, 1), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=weight_sb, value=-float(none))
+    number_sb = nl.ndarray((1, entries), dtype=nl.float32, buffer=nl.sbuf)
+    tiles_sb = b.tile_table.reshape((1, entries))
+    pieces_sb = b.piece_table[0].reshape((1, entries, count))
+    for piece in range(count):
+        first = piece * rows
+        number = number_of(lists.row_runs, first) // rows
+        nisa.tensor_scalar(
+            dst=number_sb, data=tiles_sb, op0=nl.multiply, operand0=float(count), op1=nl.add,
+            operand1=float(number),
+        )  # fmt: skip
+        for begin in range(0, entries, BANK_FLOATS):
+            end = min(entries, begin + BANK_FLOATS)
+            sum_ps = b.outer_ps[piece % len(b.outer_ps)][0:1, 0 : end - begin]
+            nisa.nc_matmul(
+                dst=sum_ps,
+                stationary=weight_sb[first : first + rows, 0:1],
+                moving=live_sb[first : first + rows, begin:end],
+                accumulate=False,
+            )
+            nisa.scalar_tensor_tensor(
+                dst=pieces_sb[0:1, begin:end, piece],
+                data=sum_ps,
+                op0=nl.add,
+                operand0=float(none),
+                op1=nl.maximum,
+                operand1=number_sb[0:1, begin:end],
+            )
+
+
+def look_at_expert(config: PrefillConfig, b: Buffers, s: int) -> None:
+    """Fetch the expert of the visit two ahead, once the gate and up weights of this one are there;
+    before `look_ahead`.
+    """
+    num_visits = b.expert_table.shape[1]
     _fetch(config, b.expert[s], b.expert_table, [[num_visits, 1], [1, 1]], b.ahead)
+
+
+def look_ahead(config: PrefillConfig, b: Buffers, s: int) -> None:
+    """Fetch token ids of the visit two ahead, and step the counter."""
+    num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
     _fetch(config, b.ids[s], b.id_table, wide, b.ahead)
     if config.scaling == "pre" and not scales_late(config):
@@ -464,7 +525,11 @@ def look_at_outputs(config: PrefillConfig, b: Buffers, s: int) -> None:
     num_visits, largest = b.expert_table.shape[1], largest_visit_of(config)
     wide = [[num_visits * largest, config.tile_rows], [1, largest]]
     single = [[num_visits * largest, 1], [1, largest]]
-    if config.stores == "tiles":
+    if stores_pieces(config):
+        places = b.out_tile[s].shape[1]
+        pieces = [[num_visits * places, 1], [1, places]]
+        _fetch(config, b.out_tile[s], b.piece_table[0], pieces, b.counter)
+    elif config.stores == "tiles":
         _fetch(config, b.out_tile[s], b.tile_table, single, b.counter)
     else:
         _fetch(config, b.out_row[s], b.row_table[0], wide, b.counter)

@@ -29,6 +29,7 @@ from nki_kernels.prefill.config import (
     can_tell_short,
     fit_of,
     largest_visit_of,
+    may_be_eager,
     num_partials,
     num_visits,
     tells_short,
@@ -152,7 +153,7 @@ def rank_candidates(
         for block_size in search.block_sizes
         for draft in _drafts(formula, sizes, expected, request, search, block_size, routings)
     ]
-    looks = _worth_a_look(drafts)
+    looks = _eager_too(_worth_a_look(drafts))
     found = {draft: _look_at(draft, routings, expected.top_k) for draft in looks}
     order = by_loss(list(found.values()))
     for draft in filter(_may_tell_short, looks):
@@ -196,6 +197,17 @@ def _worth_a_look(drafts: Sequence[_Draft]) -> list[_Draft]:
         if best.setdefault(plan, draft) is not draft and draft.coarse_ns <= most_ns:
             others.setdefault((draft.block_size, plan, draft.coarse_ns), draft)
     return [*best.values(), *list(others.values())[:_CLOSE_PLANS]]
+
+
+def _eager_too(drafts: Sequence[_Draft]) -> list[_Draft]:
+    """Return drafts, and those of the same loops that ask for weights earlier."""
+    found = list(drafts)
+    for draft in drafts:
+        if may_be_eager(draft.config):
+            config = replace(draft.config, loop=replace(draft.config.loop, is_eager=True))
+            request = replace(draft.request, fit=fit_of(config.loop))
+            found.append(replace(draft, request=request, config=config))
+    return found
 
 
 def by_loss(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -77,6 +77,7 @@ class LoopFit(NKIObject):
     weight_buffers: int
     turns: str
     h_parts: int = 1
+    is_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,12 +151,14 @@ class LoopPlan(NKIObject):
     see weight_formats.split_parts, which makes their runs long. A part of gate and up is loaded in
     `h_parts` of the hidden axis, whose products add up in PSUM. With two `weight_buffers` a part
     loads while the one before is used; with one, gate and up load while down is used, and the
-    reverse. `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn.
-    With two `first_buffers` the first tile of a visit has one by the parity of the visit, and is
-    gathered two visits ahead.
-    `outer_buffers` hold output tiles that wait to be stored. `turns` is who transposes the gathered
-    rows: the tensor engine, or the gather itself ("dma"), which then wants rows of weights that lie
-    further apart. `fetches` is who copies entries of tables, `missing` what stands for nothing.
+    reverse. `is_eager`: a part is asked for as soon as its buffer is free, see `parts_ahead`.
+    `row_buffers` hold gathered rows: one of the first tile of a visit, the others in turn. With two
+    `first_buffers` the first tile of a visit has one by the parity of the visit, and is gathered
+    two visits ahead. `outer_buffers` hold output tiles that wait to be stored. `turns` is who
+    transposes the gathered rows: the tensor engine, or the gather itself ("dma"), which then wants
+    rows of weights that lie further apart. Where rows are stored, `piece_rows` that follow one
+    another are stored together if one of them holds a token. `fetches` is who copies entries of
+    tables, `missing` what stands for nothing.
     """
 
     classes: tuple[int, ...]
@@ -174,6 +177,8 @@ class LoopPlan(NKIObject):
     missing: str = "skip"
     first_buffers: int = 1
     h_parts: int = 1
+    is_eager: bool = False
+    piece_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -249,7 +254,7 @@ def fit_of(loop: LoopPlan) -> LoopFit:
     """Return what of a loop plan is a choice."""
     return LoopFit(
         tiles_of(loop.classes[0]), loop.in_parts, loop.out_parts, loop.weight_buffers, loop.turns,
-        loop.h_parts,
+        loop.h_parts, loop.is_eager,
     )  # fmt: skip
 
 
@@ -382,12 +387,42 @@ def first_tiles(config: PrefillConfig) -> int:
 def parts_ahead(loop: LoopPlan, parts: int) -> int:
     """Return how many parts ahead of its use a part of the weights is asked for.
 
-    With more parts than buffers, what follows in the buffer of a part that was used, so that
-    nothing waits for the next trip to begin. Else the next part, which loads beside the products of
-    this one where there are two buffers: what follows in this one would be the next visit's, ahead
-    of the down weights of this visit.
+    With more parts than buffers, or if the plan says so, what follows in the buffer of a part that
+    was used: transfers never wait for the next trip to begin, but rows stand behind more weights.
+    Else the next part, which loads beside the products of this one where there are two buffers.
     """
-    return loop.weight_buffers if parts > loop.weight_buffers else 1
+    return loop.weight_buffers if parts > loop.weight_buffers or loop.is_eager else 1
+
+
+def visits_ahead(loop: LoopPlan, parts: int) -> int:
+    """Return how many visits ahead the weights are asked for, at most, that come in such parts."""
+    return -(-parts_ahead(loop, parts) // parts)
+
+
+def may_be_eager(config: PrefillConfig) -> bool:
+    """Whether some weights can be asked for earlier than they are if the plan does not say so."""
+    loop, buffers = config.loop, config.loop.weight_buffers
+    fewest = min(loop.in_parts * loop.h_parts, loop.out_parts)
+    return buffers > 1 and fewest <= buffers and not config.shard.splits_h
+
+
+def stores_pieces(config: PrefillConfig) -> bool:
+    """Whether rows are stored some together, each piece by a number of its own."""
+    return config.stores == "rows" and config.loop.piece_rows > 1
+
+
+def stored_rows(config: PrefillConfig) -> int:
+    """Return the rows of a tile that one transfer stores, where they lie together."""
+    return config.loop.piece_rows if stores_pieces(config) else config.tile_rows
+
+
+def no_piece(config: PrefillConfig) -> int:
+    """Return the number that stands for no piece: past all, a power of two, which bfloat16 has."""
+    rows = num_partials(config) * output_tiles(config) * config.tile_rows
+    pieces, none = rows // stored_rows(config), 1
+    for _doubled in range(24):
+        none = none * 2 if none < pieces else none
+    return none
 
 
 def num_visits(config: PrefillConfig) -> int:

@@ -22,6 +22,8 @@ from nki_kernels.prefill.config import (
     mx_form,
     scales_late,
     share_of,
+    stored_rows,
+    stores_pieces,
 )
 
 _INT32_BYTES, _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 4, 2
@@ -45,6 +47,8 @@ def cost_blockwise_moe(
         raise ValueError("missing='spare': is counted by the trace alone. Use missing='skip'.")
     live = (slots >= 0).reshape(config.num_tiles, config.tile_rows)
     rows_of_tile = np.append(live.sum(axis=1), 0)
+    pieces = live.reshape(config.num_tiles, -1, stored_rows(config)).any(axis=2)
+    pieces_of_tile = np.append(pieces.sum(axis=1), 0)
     read = write = columns = 0
     tables = int(has_scale_table(config)) + int(not has_ids)
     for core in range(config.num_cores):
@@ -55,6 +59,8 @@ def cost_blockwise_moe(
         stored = rows
         if config.stores == "tiles":
             stored = int(_rows_of_places(config, lists)[tile < config.num_tiles].sum())
+        elif stores_pieces(config):
+            stored = int(pieces_of_tile[tile].sum()) * stored_rows(config)
         row_bytes = core_width(config) * _BFLOAT16_BYTES
         read += (
             visits * _expert_bytes(config)
@@ -113,7 +119,7 @@ def _table_bytes(config: PrefillConfig, lists: VisitLists, tile: Ints, tables: i
     known = int((tile < config.num_tiles).sum())
     words = visits + entries + len(loops_of(config.loop.classes))
     words += tables * (entries + known * config.tile_rows)
-    if config.stores == "rows":
+    if config.stores == "rows" and not stores_pieces(config):
         words += config.tile_rows * entries
     if scales_late(config):
         words += known * config.i_axis.rows * config.tile_rows
@@ -139,4 +145,6 @@ def _columns(config: PrefillConfig, lists: VisitLists, core: int, tables: int) -
             total += count * (rows * row + tiles_of(size) * tile)
     entries = int(lists.visit_expert_CV.shape[1]) * largest_visit_of(config)
     visits = 2 * sum(count for _, count in trips)
+    if stores_pieces(config):
+        tables += config.tile_rows // stored_rows(config)
     return total + tables * entries + (visits * H if config.has_scales else 0)

@@ -25,6 +25,7 @@ from nki_kernels.prefill.buffers import (
     Operands,
     load_late_scales,
     look_ahead,
+    look_at_expert,
     look_at_outputs,
 )
 from nki_kernels.prefill.config import PrefillConfig, Share, scales_late
@@ -114,6 +115,7 @@ def _go_in_apart(
             gather_after(config, b, x, share, s, j, size, next_size)
         _exchange(config, b, s, j)
     turn_rows(config, b, 1 - s, 0, config.tile_rows)
+    look_at_expert(config, b, s)
     look_ahead(config, b, s)
     gather_late(config, b, x, share, s)
     load_gate_up(config, b, x, share, b.expert[s], s, 0, 0)

@@ -184,6 +184,8 @@ def find_loops(
     for loop in _candidates(config):
         if parts not in (None, (loop.in_parts, loop.out_parts)):
             continue
+        if request.fit is not None:
+            loop = replace(loop, is_eager=request.fit.is_eager)
         if request.fit not in (None, fit_of(loop)):
             continue
         trial = with_loop(config, loop)

@@ -66,6 +66,7 @@ from nki_kernels.prefill.buffers import (
     load_experts,
     load_late_scales,
     look_ahead,
+    look_at_expert,
     look_at_outputs,
     make_buffers,
     make_weight_buffers,
@@ -241,15 +242,12 @@ def _start_pipeline(
                 load_gate_up(config, b, x, share, b.expert[0], 0, 0, 0)
             elif early < count:
                 load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
-        h_parts = config.loop.h_parts
-        for step in range(1, parts_ahead(config.loop, config.loop.in_parts * h_parts)):
-            part, h_part = step // h_parts, step % h_parts
-            if h_part == 0:
-                load_beside(config, b, x, share, b.expert[0], part, part)
-            load_gate_up(config, b, x, share, b.expert[0], step, part, h_part)
+        loop = config.loop
+        for step in range(1, parts_ahead(loop, loop.in_parts * loop.h_parts)):
+            _load_step(config, b, x, share, 0, step)
         fill_later(config, b, weights, lists)
-        for part in range(first, parts_ahead(config.loop, config.loop.out_parts)):
-            load_down(config, b, x, share, b.expert_out[0], part, part, 0)
+        for part in range(first, parts_ahead(loop, loop.out_parts)):
+            _load_part(config, b, x, share, 0, part)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)
     fill_rest(config, b, lists)
@@ -319,16 +317,11 @@ def _go_in(
             project_in(config, b, buffer, beside, s, j, part, h_part, last, rows)
             if by_dma and 0 < j < size - 1:
                 gather_after(config, b, x, share, s, j, size, next_size)
-        ahead = parts_ahead(loop, steps)
-        following, next_step = (buffer + ahead) % buffers, (step + ahead) % steps
-        next_part, next_h_part = next_step // h_parts, next_step % h_parts
         if scales_late(config):  # whose gate and up weights are one part
             load_late_scales(config, b, x, next_size)
-        expert = b.expert[s] if step + ahead < steps else b.expert[1 - s]
-        if next_h_part == 0:
-            beside = (s * parts + (step + ahead) // h_parts) % buffers
-            load_beside(config, b, x, share, expert, beside, next_part)
-        load_gate_up(config, b, x, share, expert, following, next_part, next_h_part)
+        if step == steps - 1:
+            look_at_expert(config, b, s)
+        _load_step(config, b, x, share, s, step + parts_ahead(loop, steps))
         # The next visit needs these weights before it needs the rows of a tile beyond its first.
         if by_dma and size > 1:
             gather_after(config, b, x, share, s, size - 1, size, next_size)
@@ -344,16 +337,38 @@ def _go_out(
     share: Share,
 ) -> None:
     """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
-    parts, buffers = config.loop.out_parts, config.loop.weight_buffers
+    parts = config.loop.out_parts
     for part in range(parts):
-        buffer = (s * parts + part) % buffers
+        buffer = (s * parts + part) % config.loop.weight_buffers
         for j in range(tiles_of(halves)):
             outer = (first_outer + j) % config.loop.outer_buffers
             rows = computed_rows(config, halves, j)
             project_out(config, b, buffer, s, j, part, share.adds_bias, outer, rows)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer, rows)
-        ahead = parts_ahead(config.loop, parts)
-        following, next_part = (buffer + ahead) % buffers, (part + ahead) % parts
-        visit = s if part + ahead < parts else 1 - s
-        load_down(config, b, x, share, b.expert_out[visit], following, next_part, visit)
+        _load_part(config, b, x, share, s, part + parts_ahead(config.loop, parts))
+
+
+def _load_step(
+    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, step: int
+) -> None:
+    """Load a part of the gate and up weights, counted from the first one of visit s."""
+    loop = config.loop
+    steps = loop.in_parts * loop.h_parts
+    part, h_part = step % steps // loop.h_parts, step % loop.h_parts
+    expert = b.expert[(s + step // steps) % 2]
+    if h_part == 0:
+        beside = (s * loop.in_parts + step // loop.h_parts) % loop.weight_buffers
+        load_beside(config, b, x, share, expert, beside, part)
+    buffer = (s * steps + step) % loop.weight_buffers
+    load_gate_up(config, b, x, share, expert, buffer, part, h_part)
+
+
+def _load_part(
+    config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, part: int
+) -> None:
+    """Load a part of the down weights, counted from the first one of visit s."""
+    parts = config.loop.out_parts
+    visit, buffer = (s + part // parts) % 2, (s * parts + part) % config.loop.weight_buffers
+    expert = b.expert[s] if part // parts == 2 else b.expert_out[visit]
+    load_down(config, b, x, share, expert, buffer, part % parts, visit)

@@ -30,6 +30,8 @@ from nki_kernels.prefill.config import (
     part_tiles,
     row_places,
     scales_late,
+    stored_rows,
+    stores_pieces,
 )
 
 _SMALL_TILES_BYTES = (
@@ -75,6 +77,7 @@ class _VisitTable(NamedTuple):
     tile_table: Tiles
     id_table: Tiles
     row_table: Tiles
+    piece_table: Tiles
     scale_table: Tiles
     trips: Tiles
     expert: Tiles  # one visit; by parity
@@ -178,13 +181,16 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
     R, V, G = config.tile_rows, num_visits(config), largest_visit_of(config)
     scaled = 1 if has_scale_table(config) else 0
     late = 1 if scales_late(config) else 0
-    by_row = 0 if config.stores == "tiles" else 1
+    by_piece = 1 if stores_pieces(config) else 0
+    by_row = 0 if config.stores == "tiles" or by_piece else 1
+    pieces = R // stored_rows(config)
     one = (1, 1)
     return _VisitTable(
         expert_table=small_tiles(1, (1, V), nl.int32),
         tile_table=small_tiles(1, (1, V, G), nl.int32),
         # Ids, rows to write, scales, and two more while they are made: five, whatever there is.
         id_table=Tiles(1, (R, V, G), nl.int32, 5),
+        piece_table=tiles(by_piece, (1, V, G * pieces), nl.int32),
         row_table=Tiles(by_row, (R, V, G), nl.int32, 0),
         scale_table=Tiles(scaled, (R, V, G), nl.float32, 0),
         trips=small_tiles(1, (1, len(loops_of(config.loop.classes))), nl.int32),
@@ -194,7 +200,7 @@ def visit_table(config: PrefillConfig) -> _VisitTable:
         first_ids=small_tiles(2 * (config.loop.first_buffers - 1), (R, 1), nl.int32),
         scale=small_tiles(2 * scaled, (R, G), nl.float32),
         in_tile=small_tiles(late, (1, G), nl.int32),
-        out_tile=small_tiles(2, (1, G), nl.int32),
+        out_tile=small_tiles(2, (1, G * pieces), nl.int32),
         out_row=small_tiles(2 * by_row, (R, G), nl.int32),
         out_scale=small_tiles(2 * scaled, (R, G), nl.float32),
         counter=small_tiles(1, one, nl.int32),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nki_kernels.common.axes import is_even, tile_axis
+from nki_kernels.common.chip import PARTITIONS, chip_in_force
 from nki_kernels.common.formula import ExpertFormula, Limits, bounds_of
 from nki_kernels.common.mx import is_mx_format, mx_chunks
 from nki_kernels.common.visits import Ints, VisitLists, list_visits, live_tiles, sizes_of
-from nki_kernels.common.weight_formats import MX_WORD_BYTES, WEIGHT_FORMATS
+from nki_kernels.common.weight_formats import ITEM_BYTES, MX_WORD_BYTES, WEIGHT_FORMATS
 from nki_kernels.prefill.config import (
     BLOCK_SIZES,
     MOST_TILES,
@@ -28,6 +29,7 @@ from nki_kernels.prefill.fit import CLOSE_LOOPS, find_loops, fit_loop
 from nki_kernels.prefill.trip_time import pace_of
 
 _EVEN_TILES = 2
+_PIECE_ROWS = 32  # the tensor engine counts so many partitions by themselves
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
 _ALLOWED = {
     "weight_format": (*WEIGHT_FORMATS, *MX_WORD_BYTES),
@@ -141,6 +143,7 @@ def _draft(
         turns=request.turns,
         fetches=request.fetches,
         missing=request.missing,
+        piece_rows=_piece_rows(sizes, work),
     )
     # Rows without a token cannot be left out where nothing can.
     stores = "tiles" if request.missing == "spare" else work.stores
@@ -159,6 +162,17 @@ def _draft(
             " tells_short=False."
         )
     return draft
+
+
+def _piece_rows(sizes: ExpertSizes, work: PrefillWork) -> int:
+    """Return the rows that are stored together: some where GpSimd, which makes the descriptors of
+    rows, takes longer for those of a visit than the memory for its weights.
+    """
+    chip, rows = chip_in_force(), min(work.block_size, PARTITIONS)
+    expert_bytes = 3 * sizes.H * sizes.I * ITEM_BYTES.get(sizes.weight_format, 1)
+    load_ns = work.num_cores * expert_bytes / chip.hbm_bytes_per_ns
+    names_ns = 2 * (chip.swdge_ns + rows * chip.swdge_index_ns)
+    return min(rows, _PIECE_ROWS) if load_ns < names_ns else 1
 
 
 def _request_of_words(

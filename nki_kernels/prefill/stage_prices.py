@@ -18,6 +18,8 @@ from nki_kernels.prefill.config import (
     core_depth,
     core_width,
     inner_banks,
+    stored_rows,
+    stores_pieces,
 )
 from nki_sim.time.costs import DmaPrice
 
@@ -245,8 +247,10 @@ def _rows_price(config: PrefillConfig, live_rows: float, *, stores: bool) -> Dma
     """Return the price to gather the rows of a tile, or to store them."""
     chip = chip_in_force()
     R, width = config.tile_rows, core_width(config)
-    is_whole = stores and config.stores == "tiles"
-    rows = float(R) if is_whole else live_rows
+    is_whole = stores and (config.stores == "tiles" or stores_pieces(config))
+    rows, count = live_rows, R // stored_rows(config)
+    if is_whole:  # on average the last piece that holds a token is half empty
+        rows = min(float(R), live_rows + stored_rows(config) / 2)
     is_turned = config.loop.turns == "dma" and not stores
     lines = config.h_axis.rows if is_turned else R  # on the side of SBUF
     engines = min(chip.dma_engines, -(-lines // chip.dma_rows_per_engine))
@@ -256,7 +260,8 @@ def _rows_price(config: PrefillConfig, live_rows: float, *, stores: bool) -> Dma
     if is_turned:
         each /= chip.dma_transpose_hbm_share
     if is_whole:
-        return _hwdge(engines, each, size)
+        one = _hwdge(engines, each / count, size / count)
+        return _together(one, count)
     names_ns = R * chip.swdge_index_ns
     return DmaPrice(engines, each, each, "swdge", chip.swdge_ns + names_ns, names_ns, int(size))
 

@@ -33,6 +33,8 @@ from nki_kernels.prefill.config import (
     largest_visit_of,
     part_tiles,
     scales_late,
+    stored_rows,
+    stores_pieces,
 )
 from nki_kernels.prefill.loads import row_buffer, turned_buffer
 from nki_kernels.prefill.mx_stages import (
@@ -362,20 +364,27 @@ def store_rows(
     """Write the computed rows of a tile to their slots or tokens; a missing tile moves no data."""
     R, H, width = config.tile_rows, config.H, core_width(config)
     num_partials, num_rows = x.output.shape[0], x.output.shape[1]
-    if config.stores == "tiles":
-        tiles = x.output.reshape((num_partials * num_rows // R, R, H))
-        nisa.dma_copy(
-            dst=tiles.ap(
-                [[H, computed], [1, width]],
-                offset=share.partial * num_rows * H + share.h_first,
-                scalar_offset=b.out_tile[s][0:1, j : j + 1],
-                indirect_dim=0,
-            ),
-            src=b.outer[outer][0:computed],
-            oob_mode=when_missing(config.loop.missing == "skip"),
-            dge_mode=nisa.dge_mode.hwdge,
-            engine=nisa.engine.scalar,
+    if config.stores == "tiles" or stores_pieces(config):
+        rows = min(computed, stored_rows(config))
+        count = R // stored_rows(config)
+        pieces = x.output.reshape(
+            (num_partials * num_rows // stored_rows(config), stored_rows(config), H)
         )
+        for piece in range(computed // rows):
+            place = j * count + piece
+            nisa.dma_copy(
+                dst=pieces.ap(
+                    [[H, rows], [1, width]],
+                    offset=share.partial * num_rows * H + share.h_first,
+                    scalar_offset=b.out_tile[s][0:1, place : place + 1],
+                    indirect_dim=0,
+                ),
+                src=b.outer[outer][piece * rows : (piece + 1) * rows],
+                oob_mode=when_missing(config.loop.missing == "skip"),
+                dge_mode=nisa.dge_mode.hwdge,
+                # Of both queues: a trip ends when its last transfer is asked for.
+                engine=nisa.engine.scalar if piece % 2 == 0 else nisa.engine.sync,
+            )
     else:
         rows = x.output.reshape((num_partials * num_rows, H))
         nisa.dma_copy(

@@ -18,6 +18,8 @@ from nki_kernels.prefill.config import (
     largest_visit_of,
     num_visits,
     row_places,
+    stored_rows,
+    stores_pieces,
 )
 from nki_kernels.prefill.stage_play import StageList
 from nki_kernels.prefill.stage_prices import (
@@ -56,7 +58,9 @@ def write_other_tables(stages: StageList, config: PrefillConfig, overlaps: bool)
         _look_up(stages, config, "scales", others, overlaps)
     for name in ("trips", "tiles"):
         stages.move(TABLES, table_price(1, _entries(config) * 4), [], [name])
-    if config.stores == "rows":
+    if stores_pieces(config):
+        _number_pieces(stages, config, _entries(config), overlaps)
+    elif config.stores == "rows":
         _number_slots(stages, config, _entries(config), overlaps)
 
 
@@ -96,6 +100,17 @@ def _number_slots(stages: StageList, config: PrefillConfig, entries: int, overla
     stages.move(TABLES, table_price(R, R * entries * 4), [], ["tiles of rows"])
     for source in ("ids", "tiles of rows", "slots", "slots"):
         stages.compute(vector_work(entries, overlaps), [source], ["slots"])
+
+
+def _number_pieces(stages: StageList, config: PrefillConfig, entries: int, overlaps: bool) -> None:
+    """See `_fill_piece_table` of buffers.py."""
+    chip = chip_in_force()
+    columns_ns = max(entries, chip.matmul_floor_cycles) / chip.tensor_clock_ghz
+    stages.compute(vector_work(entries, overlaps), ["ids"], ["slots"])
+    for _piece in range(config.tile_rows // stored_rows(config)):
+        stages.compute(vector_work(entries, overlaps), ["tiles"], ["numbers"])
+        stages.add(TENSOR, columns_ns, ["slots"], ["sums"])
+        stages.compute(vector_work(entries, overlaps), ["sums", "numbers"], ["slots"])
 
 
 def _clear_rows(stages: StageList, config: PrefillConfig, overlaps: bool) -> None:

@@ -150,13 +150,15 @@ class _Writer(StageList):
             self._load_beside(s, ("expert", s))
             if early < 1.0:
                 self._load_gate_up(s, ("expert", s), _share_of(prices.load_in, 1.0 - early))
-            h_parts = config.loop.h_parts
-            for step in range(1, parts_ahead(config.loop, config.loop.in_parts * h_parts)):
-                if step % h_parts == 0:
-                    self._load_beside(step // h_parts, ("expert", s))
-                self._load_gate_up(step, ("expert", s), prices.load_in)
-            for part in range(parts_ahead(config.loop, config.loop.out_parts)):
-                self._load_out(s + part, ("expert", s))
+        loop = config.loop
+        if config.shard.splits_h:
+            for s in range(2):
+                self._load_out(s, ("expert", s))
+        else:
+            for step in range(1, parts_ahead(loop, loop.in_parts * loop.h_parts)):
+                self._load_step(0, step)
+            for part in range(parts_ahead(loop, loop.out_parts)):
+                self._load_part(0, part)
         for j in range(1, config.loop.row_buffers):
             self._gather(0, j)
         write_other_tables(self, config, prices.overlaps)
@@ -198,6 +200,7 @@ class _Writer(StageList):
                     self._gather_after(s, j + 1, size, next_size)
                 self._exchange(s, j)
             self._turn(1 - s, 0, prices)
+            self._look_at_expert(s)
             self._look_ahead(s)
             self._gather_late(s)
             self._load_gate_up(s, ("expert", s), prices.load_in)
@@ -234,9 +237,11 @@ class _Writer(StageList):
             work = _last_of(work, (count + 1 - turn) // 2, 2 * product_ns / count)
             self.compute(work, [read], [(write, queue)], queue)
 
+    def _look_at_expert(self, s: int) -> None:
+        self.add(GPSIMD, self._prices.fetch_ns, ["experts"], [("expert", s)])
+
     def _look_ahead(self, s: int) -> None:
         prices = self._prices
-        self.add(GPSIMD, prices.fetch_ns, ["experts"], [("expert", s)])
         self.add(GPSIMD, prices.fetch_ns + prices.step_ns, ["ids", "scales"], [("ids", s)])
 
     def _look_at_outputs(self, s: int) -> None:
@@ -311,13 +316,9 @@ class _Writer(StageList):
                 self._project_in(s, j, buffer, beside, h_part, tiles, prices)
                 if by_dma and 0 < j < size - 1:
                     self._gather_after(s, j, size, next_size)
-            following = step + parts_ahead(loop, steps)
-            expert = ("expert", s if following < steps else 1 - s)
-            if following % loop.h_parts == 0:
-                part = s * loop.in_parts + following // loop.h_parts
-                self._load_beside(part % loop.weight_buffers, expert)
-            buffer = (s * steps + following) % loop.weight_buffers
-            self._load_gate_up(buffer, expert, self._prices.load_in)
+            if step + 1 == steps:
+                self._look_at_expert(s)
+            self._load_step(s, step + parts_ahead(loop, steps))
             if by_dma and size > 1:
                 self._gather_after(s, size - 1, size, next_size)
 
@@ -381,10 +382,7 @@ class _Writer(StageList):
                 self._project_out(s, j, buffer, outer)
                 if is_last:
                     self._store(s, outer, self._of_tile(size, j).store)
-            ahead = parts_ahead(loop, loop.out_parts)
-            expert = ("expert out", s if part + ahead < loop.out_parts else 1 - s)
-            following = (buffer + ahead) % loop.weight_buffers
-            self._load_out(s if self._config.shard.splits_h else following, expert)
+            self._load_part(s, part + self._ahead_out())
 
     def _project_out(self, s: int, j: int, buffer: int, outer: int) -> None:
         """Multiply into the banks that turned rows use, and into the others."""
@@ -401,6 +399,27 @@ class _Writer(StageList):
     def _store(self, s: int, outer: int, transfer: DmaPrice) -> None:
         halves = [name for half in range(2) for name in _both(("outer", outer, half))]
         self.move(STORES, transfer, [("out", s), *halves], [])
+
+    def _ahead_out(self) -> int:
+        """Return how many parts ahead down weights are asked for; visits apart have their own."""
+        loop = self._config.loop
+        return 2 if self._config.shard.splits_h else parts_ahead(loop, loop.out_parts)
+
+    def _load_step(self, s: int, step: int) -> None:
+        loop = self._config.loop
+        steps = loop.in_parts * loop.h_parts
+        expert = ("expert", (s + step // steps) % 2)
+        if step % loop.h_parts == 0:
+            beside = s * loop.in_parts + step // loop.h_parts
+            self._load_beside(beside % loop.weight_buffers, expert)
+        buffer = (s * steps + step) % loop.weight_buffers
+        self._load_gate_up(buffer, expert, self._prices.load_in)
+
+    def _load_part(self, s: int, part: int) -> None:
+        loop = self._config.loop
+        name = "expert" if part // loop.out_parts == 2 else "expert out"
+        expert = (name, (s + part // loop.out_parts) % 2)
+        self._load_out((s * loop.out_parts + part) % loop.weight_buffers, expert)
 
     def _load_gate_up(self, buffer: int, expert: _Expert, price: DmaPrice) -> None:
         self._load(expert, [price], ("gate up", buffer), 0)

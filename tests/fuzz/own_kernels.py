@@ -200,7 +200,7 @@ FAULTS: dict[str, Fault] = {
     "next-weights-not-loaded": Fault(
         "prefill",
         VISITS,
-        "        load_down(config, b, x, share, b.expert_out[visit], following, next_part, visit)",
+        "        _load_part(config, b, x, share, s, part + parts_ahead(config.loop, parts))",
         "        pass",
         E,
         "nisa.nc_matmul",
@@ -208,8 +208,8 @@ FAULTS: dict[str, Fault] = {
     "weights-of-this-expert-again": Fault(
         "prefill",
         VISITS,
-        "b.expert[s] if step + ahead < steps else b.expert[1 - s]",
-        "b.expert[s]",
+        "expert = b.expert[(s + step // steps) % 2]",
+        "expert = b.expert[s]",
         E,
         "nisa.",
     ),

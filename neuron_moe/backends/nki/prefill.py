@@ -319,7 +319,14 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
         weight_parts=weight_parts,
         missing=parts.tuning.missing,
         largest_visit=tuned.visit,
-        fit=LoopFit(tuned.visit, *loaded, tuned.weight_buffers, tuned.turns, tuned.hidden_parts),
+        fit=LoopFit(
+            tuned.visit,
+            *loaded,
+            tuned.weight_buffers,
+            tuned.turns,
+            tuned.hidden_parts,
+            tuned.is_eager,
+        ),
         tells_short=tuned.tells_short,
     )
 
@@ -343,6 +350,7 @@ def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
         weights="by parts" if loop.by_parts else "plain",
         hidden_parts=loop.h_parts,
         tells_short=tells_short(config),
+        is_eager=loop.is_eager,
     )
 
 

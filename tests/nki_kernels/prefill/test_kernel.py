@@ -318,6 +318,23 @@ PARTS = {
         150, 512, 512, 3, 2, 64, loop={"h_parts": 4},
         options={"weight_parts": (4, 2), "shard_plan": "intermediate"},
     ),
+    "rows-by-themselves": Prefill(600, 128, 256, 3, 2, 64, loop={"piece_rows": 1}),
+    "rows-by-themselves-of-a-half": Prefill(
+        150, 128, 512, 3, 2, 64, loop={"piece_rows": 1}, options={"shard_plan": "intermediate"}
+    ),
+    "rows-by-themselves-of-half-the-columns": Prefill(
+        300, 512, 256, 3, 2, 128, loop={"piece_rows": 1}, options={"shard_plan": "hidden"}
+    ),
+    "pieces-of-64": Prefill(300, 128, 256, 5, 2, 128, loop={"piece_rows": 64}),
+    "eager": Prefill(300, 128, 256, 5, 2, 64, loop={"is_eager": True}),
+    "eager-bias": Prefill(
+        150, 192, 60, 3, 2, 64, has_bias=True, options=GPT_OSS, loop={"is_eager": True}
+    ),
+    "eager-2-parts-of-h-e5m2": Prefill(
+        300, 512, 256, 3, 2, 64, loop={"h_parts": 2, "out_parts": 2, "is_eager": True},
+        options={"weight_format": "float8_e5m2", "has_scales": True, "scaling": "post"},
+    ),
+    "eager-down-alone": Prefill(150, 128, 384, 3, 2, 64, loop={"in_parts": 3, "is_eager": True}),
     "one-buffer-of-first-rows": Prefill(600, 128, 256, 3, 2, 64, loop={"first_buffers": 1}),
     "one-buffer-of-first-rows-in-halves": Prefill(
         300, 512, 256, 3, 2, 64, loop={"first_buffers": 1}, options={"shard_plan": "hidden"}

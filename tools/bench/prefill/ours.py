@@ -196,9 +196,10 @@ def plan_in_words(config: PrefillConfig, candidate: Candidate) -> str:
     blocks = "" if candidate.block_size == BLOCK_SIZE else f"blocks of {candidate.block_size}, "
     lie = "stored in" if loop.by_parts else "loaded in"
     parts = f"{loop.in_parts}x{loop.h_parts}+{loop.out_parts}"
+    early = " early" if loop.is_eager else ""
     return (
         f"{candidate.request.shard_plan}, {blocks}visits of {largest_visit_of(config)}, {short}"
-        f"{loop.weight_buffers} weight buffers, {lie} {parts} parts, "
+        f"{loop.weight_buffers} weight buffers, {lie} {parts} parts{early}, "
         f"turned by {loop.turns}, stores {config.stores}"
     )
 
