@@ -73,7 +73,7 @@ def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
         bank_ps = b.sums.total_ps[turn] if config.sums_in_psum else _out_bank(b, turn)
         _project_bank(config, b, bank_ps, group, first, stop)
         if not config.sums_in_psum and (group.is_last or not holds_expert(config)):
-            _add_bank(config, b, bank_ps, scales, first, stop, place)
+            _add_bank(config, b, bank_ps, scales, first, stop, turn, place)
     if group.adds_bias and by_channel:
         # Biases are not scaled: they take a bank of their own to the sums.
         for number in order:
@@ -81,7 +81,7 @@ def project_out(config: DecodeConfig, b: DecodeBuffers, group: Group) -> None:
             for tile in range(first, stop):
                 begin = (tile - first) * config.T
                 _multiply_bias(config, b, b.banks.bias_ps, group, tile, begin, False)
-            _add_bank(config, b, b.banks.bias_ps, [], first, stop, number)
+            _add_bank(config, b, b.banks.bias_ps, [], first, stop, number, number)
 
 
 def _out_bank(b: DecodeBuffers, turn: int) -> nl.NkiTensor:
@@ -250,18 +250,21 @@ def _add_bank(
     scales: list[nl.NkiTensor],
     first: int,
     stop: int,
+    turn: int,
     place: int,
 ) -> None:
     """Add tiles of y^T, or columns of y, to the sums in SBUF, scaled by channel if asked."""
     if config.gives_rows:
         total_sb = b.sums.total_sb[0 : config.T, first:stop]
-        _add_part(b, total_sb, bank_ps[0 : config.T, 0 : stop - first], place)
+        scratch_sb = b.scratch[place // 3 % len(b.scratch)]
+        part_ps = bank_ps[0 : config.T, 0 : stop - first]
+        _add_part(total_sb, part_ps, scratch_sb, place % 3 == 2)
         return
     full = first
     while full < stop and rows_of(config.h_axis, full) == config.h_axis.rows:
         full += 1
-    _add_tiles(config, b, bank_ps, scales, first, first, full, place)
-    _add_tiles(config, b, bank_ps, scales, first, full, stop, place)
+    _add_tiles(config, b, bank_ps, scales, first, first, full, turn)
+    _add_tiles(config, b, bank_ps, scales, first, full, stop, turn)
 
 
 def _add_tiles(
@@ -272,17 +275,18 @@ def _add_tiles(
     first: int,
     begin: int,
     end: int,
-    place: int,
+    turn: int,
 ) -> None:
     """Add tiles of one height; the bank holds those from `first` on."""
     if begin == end:
         return
     T, rows = config.T, rows_of(config.h_axis, end - 1)
+    scratch_sb = b.scratch[turn % len(b.scratch)]
     if len(scales) == 0:
+        total_sb = b.sums.total_sb[0:rows, begin:end, 0:T]
         part_ps = bank_ps[0:rows, (begin - first) * T : (end - first) * T]
-        _add_part(b, b.sums.total_sb[0:rows, begin:end, 0:T], part_ps, place)
+        _add_part(total_sb, part_ps, scratch_sb, turn % 3 == 1)
         return
-    scratch_sb = b.scratch[place % len(b.scratch)]
     alone = begin
     if T >= _TILEWISE_TOKENS:
         # Vector does 3 tiles in 8 alone, Scalar scales the others.
@@ -308,17 +312,18 @@ def _add_tiles(
     )
 
 
-def _add_part(b: DecodeBuffers, total_sb: nl.NkiTensor, part_ps: nl.NkiTensor, place: int) -> None:
-    """Add what the bank at a place of their order holds to the sums in SBUF.
+def _add_part(
+    total_sb: nl.NkiTensor, part_ps: nl.NkiTensor, scratch_sb: nl.NkiTensor, by_gpsimd: bool
+) -> None:
+    """Add a bank to the sums in SBUF.
 
-    Of three banks the Vector engine adds the first two itself; of the third, Scalar empties PSUM
-    and GpSimd adds.
+    The Vector engine adds two of three itself; of the third, Scalar empties PSUM and GpSimd adds.
     """
-    if place % 3 != 2:
+    if not by_gpsimd:
         nisa.tensor_tensor(dst=total_sb, data1=part_ps, data2=total_sb, op=nl.add)
         return
     rows, size = part_ps.shape
-    part_sb = b.scratch[place // 3 % len(b.scratch)][0:rows, 0:size]
+    part_sb = scratch_sb[0:rows, 0:size]
     nisa.tensor_copy(dst=part_sb, src=part_ps, engine=nisa.engine.scalar)
     nisa.tensor_tensor(
         dst=total_sb, data1=total_sb, data2=part_sb, op=nl.add, engine=nisa.engine.gpsimd
