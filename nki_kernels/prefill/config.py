@@ -55,8 +55,9 @@ class PrefillWork(NKIObject):
         scaling: whether slots are scaled before the projections (pre), after them (post), or not
             here (none).
         stores: whole row tiles to their slots (tiles: fewer instructions), rows that hold a token
-            to their slots (rows: fewer bytes), or rows to their tokens (tokens: for one choice per
-            token; the output is the layer's, no combine follows).
+            to their slots (rows: fewer bytes; for small experts some rows together), or rows to
+            their tokens (tokens: for one choice per token; the output is the layer's, no combine
+            follows).
     """
 
     block_size: int

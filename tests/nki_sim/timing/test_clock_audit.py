@@ -88,7 +88,7 @@ def configured(model: Model, choices: Any) -> PrefillConfig:
     asked = replace(candidate.request, largest_visit=AUDITED.visit, fit=AUDITED)
     visits = replace(config.loop, classes=sizes_of(AUDITED.visit, False))
     loop = fit_loop(replace(config, loop=visits), asked, 1.0)
-    return with_loop(config, replace(loop, first_buffers=1))
+    return with_loop(config, replace(loop, first_buffers=1, piece_rows=1))
 
 
 def times_us(run: nki_sim.Run, *models: ScheduleModel) -> Iterator[float]:

@@ -81,11 +81,11 @@ def test_a_file_of_measured_coefficients_changes_the_choice(
 def test_what_turns_is_told_with_both_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     scout = next(model for model in MODELS if model.name == "llama4-scout")
     monkeypatch.setattr(choices, "MODELS", (scout,))
-    monkeypatch.setattr(choices, "PREFILL_TOKENS", (768,))
+    monkeypatch.setattr(choices, "PREFILL_TOKENS", (896,))
     choices._ours.cache_clear()
     assert choices.turned(TRN2) == []
     (found,) = choices.turned(SLOW_EXCHANGES)
-    assert found["choice"] == "prefill, llama4-scout TP16, 768 tokens"
+    assert found["choice"] == "prefill, llama4-scout TP16, 896 tokens"
     assert "hidden" in found["ours"]
     assert "balanced" in found["here"]
     choices._ours.cache_clear()
