@@ -52,6 +52,7 @@ Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import nki
 import nki.isa as nisa
@@ -133,6 +134,7 @@ def list_visits(
     visits: VisitDims,
     dims: BlockDims,
     visit_columns: list[nl.ndarray],
+    front_sb: Any = None,
 ) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
     """Allocate and store the lists of visits; see `store_visits`."""
     lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
@@ -141,7 +143,9 @@ def list_visits(
     class_trips_1L = nl.ndarray((1, 2 * largest - 1), nl.int32, buffer=nl.shared_hbm)
     lists = (visit_expert_CV, visit_tile_CVG, class_trips_1L)
     num_tiles = dims.num_blocks * dims.block_size // visits.tile_rows
-    store_visits(lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, visit_columns)
+    store_visits(
+        lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, visit_columns, front_sb
+    )
     return lists
 
 

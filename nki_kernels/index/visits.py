@@ -23,6 +23,7 @@ written once. The cores write a lane each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
@@ -75,6 +76,7 @@ def store_visits(
     block_size: int,
     num_tiles: int,
     visit_columns: list[nl.ndarray],
+    front_sb: Any = None,
 ) -> None:
     """Store the lists of visits.
 
@@ -87,6 +89,8 @@ def store_visits(
         num_tiles: row tiles in all.
         visit_columns: where each tile lies in the lists of tokens of each core (token_lists.py), a
             [C, V, G] int32 tensor in HBM for each, beyond all for none; empty if nobody asks.
+        front_sb: [128, E] float32, tokens that fill each expert's row tiles from the front, where
+            others fill them from the back and an expert's last tile is to have the padding.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
     visit_expert, visit_tile, class_trips = lists
@@ -109,6 +113,9 @@ def store_visits(
             tile_sb = _place_tiles(
                 runs, visit_sb, run_sb, expert_sb, size_sb, visits.largest, num_tiles
             )
+            if front_sb is not None:
+                last_sb = _last_tiles(runs, tokens_sb, visits.tile_rows)
+                _put_padding_last(runs, last_sb, front_sb, tile_sb, expert_sb, visits.tile_rows)
             for number in range(len(visit_columns)):
                 column_sb = _place_columns(
                     runs, _last_tiles(runs, tokens_sb, visits.tile_rows), tile_sb, expert_sb,
@@ -426,6 +433,41 @@ def _last_tiles(runs: _Runs, tokens_sb: nl.ndarray, tile_rows: int) -> nl.ndarra
     nisa.memset(dst=last_sb[:, E : E + 1], value=0.0, engine=nisa.engine.vector)
     _combine_scaled(last_sb[:, 0:E], tiles_sb, nl.add, -1, nl.add, runs.tile[:, 0:E])
     return last_sb
+
+
+def _put_padding_last(
+    runs: _Runs,
+    last_sb: nl.ndarray,
+    front_sb: nl.ndarray,
+    tile_sb: nl.ndarray,
+    expert_sb: nl.ndarray,
+    tile_rows: int,
+) -> None:
+    """Swap the last row tile of each expert with the one in which front and back meet.
+
+    Padding moves no data: the rows of a visit's last tile, which wait for all others', then come
+    soonest.
+    """
+    E, columns = front_sb.shape[1], expert_sb.shape[1]
+    whole_sb, index_sb = _new(E, nl.int32), _new(columns, nl.uint32)
+    middle_sb, change_sb = _new(E + 1, nl.float32), _new(columns, nl.float32)
+    divide_down(whole_sb, front_sb, tile_rows)
+    nisa.memset(dst=middle_sb[:, E : E + 1], value=0.0, engine=nisa.engine.vector)
+    _add(middle_sb[:, 0:E], runs.tile[:, 0:E], whole_sb)
+    nisa.tensor_copy(dst=index_sb, src=expert_sb)
+    middle, last = _gather(middle_sb, index_sb), _gather(last_sb, index_sb)
+    _subtract(change_sb, last, middle)
+    shape = (PARTITIONS, columns, tile_sb.shape[1] // columns)
+    tiles, wide = tile_sb.reshape(shape), []
+    for values_sb in (middle, last, change_sb):
+        wide.append(values_sb.expand_dim(2).broadcast(2, shape[2]))
+    moved_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    back_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=moved_sb, data1=tiles, data2=wide[0], op=nl.equal)
+    nisa.tensor_tensor(dst=back_sb, data1=tiles, data2=wide[1], op=nl.equal)
+    _subtract(moved_sb, moved_sb, back_sb)
+    nisa.tensor_tensor(dst=moved_sb, data1=moved_sb, data2=wide[2], op=nl.multiply)
+    _add(tiles, tiles, moved_sb)
 
 
 def _place_columns(
