@@ -178,9 +178,9 @@ def live_tiles(token_position_to_id: Ints, block_to_expert_N: Ints, tile_rows: i
 
 
 def tiles_from_both_sides(front_E: Ints, back_E: Ints, first_E: Ints, tile_rows: int) -> LiveTiles:
-    """Return the row tiles of experts that fill up from both sides, a short one last.
+    """Return the row tiles of experts that fill up from both sides, the one between them last.
 
-    That is a tile in which a side ends, or both, with at most a quarter of it each: `row_runs`.
+    It is short if a side ends in it, or both, with at most a quarter of it each: `row_runs`.
 
     Args:
         front_E, back_E: [E] tokens of each expert that fill up its tiles from either side.
@@ -194,8 +194,8 @@ def tiles_from_both_sides(front_E: Ints, back_E: Ints, first_E: Ints, tile_rows:
         ends = [int(front) // tile_rows, count - 1 - int(back) // tile_rows]
         small = [side % tile_rows <= tile_rows // 4 for side in (front, back)]
         short = sum(small) == (2 if ends[0] == ends[1] else 1) and ends[0] <= ends[1]
-        if short:
-            end = ends[0] if small[0] else ends[1]
+        if count:
+            end = ends[1] if short and not small[0] else min(ends[0], count - 1)
             tiles[end], tiles[-1] = tiles[-1], tiles[end]
         number += tiles
         expert += [e] * count

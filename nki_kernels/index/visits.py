@@ -45,8 +45,8 @@ class _Runs(nl.NKIObject):
     Attributes:
         ends: [128, 1 + P * E], 0 and the visits up to and with each run.
         tile: [128, 4 * E + 1], row tile that an expert's full visits begin with, then those that
-            its other visits begin with, then the one after its last, then how many come behind a
-            short one; the last one is of none.
+            its other visits begin with, then the one after its last, then how many come behind
+            that which is visited last; the last one is of none.
     """
 
     ends: nl.NkiTensor
@@ -93,8 +93,8 @@ def store_visits(
         num_tiles: row tiles in all.
         visit_columns: where each tile lies in the lists of tokens of each core (token_lists.py), a
             [C, V, G] int32 tensor in HBM for each, beyond all for none; empty if nobody asks.
-        sides: where an expert's row tiles fill up from both sides, [128, E] float32 tokens of the
-            front and of the back; else empty.
+        sides: where an expert's row tiles fill up from both sides and that between them is to be
+            visited last, [128, E] float32 tokens of the front and of the back; else empty.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
     visit_expert, visit_tile, class_trips = lists
@@ -117,7 +117,7 @@ def store_visits(
             tile_sb = _place_tiles(
                 runs, visit_sb, run_sb, expert_sb, of_run, visits.largest, num_tiles
             )
-            if visits.tells_short and len(sides) > 0:
+            if len(sides) > 0:
                 _visit_last(runs, tile_sb, expert_sb)
             for number in range(len(visit_columns)):
                 column_sb = _place_columns(
@@ -178,7 +178,10 @@ def _group_tiles(
     _combine_scaled(full, even_sb, nl.add, -1, nl.add, full)
     _combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
     _add(tile_sb[:, 2 * E : 3 * E], first, tiles_sb)
+    behind = tile_sb[:, 3 * E : 4 * E]
     nisa.memset(dst=tile_sb[:, 3 * E : 4 * E + 1], value=0.0, engine=nisa.engine.vector)
+    if len(sides) > 0:
+        _count_behind(behind, tiles_sb, sides[0], visits.tile_rows)
     if G > 1:
         _subtract(lacking_sb, lacking_sb, spread_sb)
         nisa.tensor_copy(dst=visits_sb[:, step * E : (step + 1) * E], src=spread_sb)
@@ -190,15 +193,10 @@ def _group_tiles(
     if visits.tells_short:
         # Tiles that the last visit lacks: all that are not spread, or one of these.
         _combine_scaled(lacking_sb, spread_sb, nl.minimum, 1, nl.add, lacking_sb)
-        short_sb = _new(E, nl.float32)
         if len(sides) > 0:
-            _find_between(short_sb, tile_sb[:, 3 * E : 4 * E], tiles_sb, sides, visits.tile_rows)
+            short_sb = _find_between(behind, tiles_sb, sides, visits.tile_rows)
         else:
-            _combine_scaled(
-                short_sb, tiles_sb, nl.multiply, visits.tile_rows, nl.subtract, tokens_sb
-            )
-            half = float(visits.tile_rows // 2)
-            nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.greater_equal, operand0=half)
+            short_sb = _find_short(tiles_sb, tokens_sb, visits.tile_rows)
         _move_short(visits_sb, short_sb, lacking_sb, visits)
     ends_sb = _new(P * E + 1, nl.float32)
     nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
@@ -229,44 +227,60 @@ def _move_short(
         _subtract(all_of, all_of, moved)
 
 
-def _find_between(
-    short_sb: nl.ndarray,
-    behind_sb: nl.ndarray,
-    tiles_sb: nl.ndarray,
-    sides: list[nl.ndarray],
-    tile_rows: int,
-) -> None:
-    """Find the tile in which either side of an expert ends, if each has at most a quarter of it.
+def _find_short(tiles_sb: nl.ndarray, tokens_sb: nl.ndarray, tile_rows: int) -> nl.ndarray:
+    """Return [128, E], 1 where the last tile of an expert is at most half full."""
+    short_sb = _new(tiles_sb.shape[1], nl.float32)
+    _combine_scaled(short_sb, tiles_sb, nl.multiply, tile_rows, nl.subtract, tokens_sb)
+    half = float(tile_rows // 2)
+    nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.greater_equal, operand0=half)
+    return short_sb
 
-    With a rest of at most a quarter on A of both sides, that is the only tile that is not full if
-    A = 2, and the tile of that rest alone, beside one of the other side, if A = 1.
+
+def _count_behind(
+    behind_sb: nl.ndarray, tiles_sb: nl.ndarray, front_sb: nl.ndarray, tile_rows: int
+) -> None:
+    """Write how many tiles come behind that in which the front side ends, [128, E]."""
+    full_sb = _new(tiles_sb.shape[1], nl.int32)
+    divide_down(full_sb, front_sb, tile_rows)
+    _combine_scaled(behind_sb, full_sb, nl.multiply, -1, nl.add, tiles_sb)
+    nisa.tensor_scalar(
+        dst=behind_sb, data=behind_sb, op0=nl.add, operand0=-1.0, op1=nl.maximum, operand1=0.0
+    )
+
+
+def _find_between(
+    behind_sb: nl.ndarray, tiles_sb: nl.ndarray, sides: list[nl.ndarray], tile_rows: int
+) -> nl.ndarray:
+    """Return [128, E], 1 where both sides of an expert leave a short tile between them.
+
+    With a rest of at most a quarter of a tile on both sides that is the only one that is not full,
+    with one such rest the tile of that rest, beside one of the other side.
 
     Args:
-        short_sb: to write: [128, E], 1 where there is such a tile.
-        behind_sb: likewise, how many tiles come behind it, 0 where there is none.
+        behind_sb: [128, E], of `_count_behind`; one less where the short tile is one further.
         tiles_sb: [128, E] tiles of each expert.
         sides: [128, E] tokens of either side.
         tile_rows: R.
     """
-    E, quarter = short_sb.shape[1], float(tile_rows // 4)
-    full, small = [], []
+    E, large = tiles_sb.shape[1], []
+    others_sb, short_sb = _new(E, nl.float32), _new(E, nl.float32)
+    nisa.tensor_copy(dst=others_sb, src=tiles_sb)
     for side_sb in sides:
-        full_sb, rest_sb, small_sb = _new(E, nl.int32), _new(E, nl.float32), _new(E, nl.float32)
+        full_sb, large_sb = _new(E, nl.int32), _new(E, nl.float32)
         divide_down(full_sb, side_sb, tile_rows)
-        _combine_scaled(rest_sb, full_sb, nl.multiply, -tile_rows, nl.add, side_sb)
-        nisa.tensor_scalar(dst=small_sb, data=rest_sb, op0=nl.less_equal, operand0=quarter)
-        full.append(full_sb)
-        small.append(small_sb)
-    others_sb = _new(E, nl.float32)  # tiles that are not full
-    _subtract(others_sb, tiles_sb, full[0])
-    _subtract(others_sb, others_sb, full[1])
-    # Of two the front one, if its rest is small, has the other behind it.
-    _combine_scaled(behind_sb, others_sb, nl.add, -1, nl.multiply, small[0])
-    _add(behind_sb, behind_sb, full[1])
-    _add(short_sb, small[0], small[1])
-    _add(short_sb, short_sb, others_sb)
-    nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.equal, operand0=3.0)
-    nisa.tensor_tensor(dst=behind_sb, data1=behind_sb, data2=short_sb, op=nl.multiply)
+        _subtract(others_sb, others_sb, full_sb)  # tiles that are not full
+        _combine_scaled(large_sb, full_sb, nl.multiply, -tile_rows, nl.add, side_sb)
+        quarter = float(tile_rows // 4)
+        nisa.tensor_scalar(dst=large_sb, data=large_sb, op0=nl.greater, operand0=quarter)
+        large.append(large_sb)
+    _subtract(short_sb, others_sb, large[0])
+    _subtract(short_sb, short_sb, large[1])
+    nisa.tensor_scalar(dst=short_sb, data=short_sb, op0=nl.equal, operand0=1.0)
+    # Of two that are not full it is the second one if the front side's rest is large.
+    _combine_scaled(others_sb, others_sb, nl.add, -1, nl.multiply, large[0])
+    nisa.tensor_tensor(dst=others_sb, data1=others_sb, data2=short_sb, op=nl.multiply)
+    _subtract(behind_sb, behind_sb, others_sb)
+    return short_sb
 
 
 def _combine_scaled(
@@ -538,8 +552,8 @@ def _place_tiles(
 
 
 def _visit_last(runs: _Runs, tile_sb: nl.ndarray, expert_sb: nl.ndarray) -> None:
-    """Let the last tile of an expert and a short one before it, if there is one, change places in
-    the visits, [128, columns * G] float32.
+    """Let the last tile of an expert and that which is to be visited last change places in the
+    visits, [128, columns * G] float32.
     """
     columns, num_experts = expert_sb.shape[1], runs.tile.shape[1] // 4
     end_index_sb, behind_index_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)

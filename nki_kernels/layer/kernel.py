@@ -344,9 +344,14 @@ def _place(
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
     last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
-    sides = [own_sb, other_sb]
-    if nl.program_id(0) > 0:
-        sides = [other_sb, own_sb]
+    sides = []
+    # Where the rows of a tile are asked for when those of the one before have been turned, the one
+    # with padding comes soonest.
+    waits = config.experts.loop.row_buffers == 2 and config.visits.largest > 2
+    if config.visits.tells_short or waits:
+        sides = [own_sb, other_sb]
+        if nl.program_id(0) > 0:
+            sides = [other_sb, own_sb]
     index.visits = list_visits(
         total_sb, last_block_sb, config.visits, dims, index.visit_columns, sides
     )

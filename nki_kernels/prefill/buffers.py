@@ -372,20 +372,19 @@ def start_visits(config: PrefillConfig, b: Buffers) -> None:
             )
 
 
-def start_experts(b: Buffers) -> None:
-    """Take the experts of visits 0 and 1, once the ids are there.
+def start_expert(b: Buffers, s: int, behind: nl.NkiTensor) -> None:
+    """Take the expert of visit 0 or 1 once an integer, [1, 1], is there.
 
     Transfers stand in one queue: weights that were asked for earlier would hold up the first rows.
     """
-    for s in range(2):
-        _follow(b.expert[s], b.expert_table[0:1, s : s + 1], b.ids[0][0:1, 0:1])
+    _follow(b.expert[s], b.expert_table[0:1, s : s + 1], behind)
 
 
-def _follow(expert: nl.NkiTensor, source: nl.NkiTensor, id_sb: nl.NkiTensor) -> None:
-    """Copy the number of an expert once an id is there."""
+def _follow(expert: nl.NkiTensor, source: nl.NkiTensor, behind: nl.NkiTensor) -> None:
+    """Copy the number of an expert once an integer is there."""
     nothing = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.tensor_tensor(
-        dst=nothing, data1=id_sb, data2=id_sb, op=nl.subtract, engine=nisa.engine.gpsimd
+        dst=nothing, data1=behind, data2=behind, op=nl.subtract, engine=nisa.engine.gpsimd
     )
     nisa.tensor_tensor(
         dst=expert, data1=source, data2=nothing, op=nl.add, engine=nisa.engine.gpsimd

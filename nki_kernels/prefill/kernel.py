@@ -70,7 +70,7 @@ from nki_kernels.prefill.buffers import (
     look_at_outputs,
     make_buffers,
     make_weight_buffers,
-    start_experts,
+    start_expert,
     start_visits,
 )
 from nki_kernels.prefill.config import (
@@ -78,6 +78,7 @@ from nki_kernels.prefill.config import (
     Share,
     computed_rows,
     first_tiles,
+    largest_visit_of,
     num_partials,
     output_tiles,
     part_tiles,
@@ -87,6 +88,7 @@ from nki_kernels.prefill.config import (
 )
 from nki_kernels.prefill.exchange import run_two_visits, start_apart
 from nki_kernels.prefill.loads import (
+    first_row,
     gather_after,
     gather_early,
     gather_late,
@@ -226,7 +228,11 @@ def _start_pipeline(
         load_tiles(config, b, x, share, expert, 0, 0, 0, 0, early)
     start_visits(config, b)
     gather_rows(config, b, x, share, 0, 0)
-    start_experts(b)
+    first_id = b.ids[0][0:1, 0:1]
+    start_expert(b, 0, first_id)
+    # A long visit that has its weights waits for rows alone: the next one's weights come behind.
+    is_long = weights.is_loaded and largest_visit_of(config) > 2
+    start_expert(b, 1, first_row(config, b) if is_long else first_id)
     # Once turned, a single buffer of first tiles is free for that of visit 1.
     waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
     if not waits:

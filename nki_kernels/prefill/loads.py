@@ -86,6 +86,13 @@ def _gather(
     )
 
 
+def first_row(config: PrefillConfig, b: Buffers) -> nl.NkiTensor:
+    """Return an element of the rows that visit 0 needs first, [1, 1], as an integer."""
+    if config.loop.turns == "dma":
+        return b.turned[0].view(nl.int16)[0:1, 0, 0:1]
+    return b.rows[0].view(nl.int16)[0:1, 0:1]
+
+
 def row_buffer(config: PrefillConfig, s: int, j: int) -> int:
     """Return which buffer the gathered rows of tile j use: the first its own, the rest a ring."""
     first = config.loop.first_buffers

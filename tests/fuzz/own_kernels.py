@@ -176,8 +176,8 @@ FAULTS: dict[str, Fault] = {
     "first-rows-not-gathered": Fault(
         "prefill",
         VISITS,
-        "    gather_rows(config, b, x, share, 0, 0)\n    start_experts(b)",
-        "    start_experts(b)",
+        "    gather_rows(config, b, x, share, 0, 0)\n    first_id",
+        "    first_id",
         E,
         "nisa.",
     ),

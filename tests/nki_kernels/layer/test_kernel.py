@@ -38,6 +38,7 @@ from nki_kernels.prefill import (
 from nki_kernels.route import RouterConfig
 from nki_sim import SimOptions
 from nki_sim.language import api as nl
+from nki_sim.trace import DmaFacts
 from tests.nki_kernels.traces import measured_cost
 
 BF16 = ml_dtypes.bfloat16
@@ -301,6 +302,29 @@ def test_first_weights_that_come_early_change_no_bit(
     assert measured_cost(early.trace) == measured_cost(late.trace)
     orders = [[record.op for record in run.trace] for run in (early, late)]
     assert orders[0] != orders[1]
+
+
+def test_the_tile_with_padding_comes_last_where_each_waits_for_its_rows() -> None:
+    case = Case(T=170, H=128, N=2, E=2, B=64)
+    arrays, config = _arrays(case), case.config()
+    operands = operands_of(case, arrays, config)
+    outputs, rows = [], []
+    for buffers in (config.experts.loop.row_buffers, 2):
+        loop = replace(config.experts.loop, row_buffers=buffers)
+        operands["config"] = replace(config, experts=replace(config.experts, loop=loop))
+        for order in (0, 1):
+            options = SimOptions(start_core=order)
+            run = nki_sim.run(prefill_layer, lnc=2, options=options, **operands)
+            outputs.append(run.outputs[0])
+        gathered = [
+            each.facts for each in run.trace if (each.core, each.op) == (1, "dma_transpose")
+        ]
+        moved = [each.hbm_read_bytes for each in gathered if isinstance(each, DmaFacts)]
+        rows.append([count // (2 * case.H) for count in moved if count])
+    # Three row tiles: the cores fill them from both ends, 85 tokens each.
+    assert rows == [[64, 42, 64], [64, 64, 42]]
+    for output in outputs[1:]:
+        np.testing.assert_array_equal(output, outputs[0])
 
 
 def test_an_expert_that_many_choose_takes_further_passes(monkeypatch: pytest.MonkeyPatch) -> None:
