@@ -200,8 +200,10 @@ def _waits_for_memory(config: DecodeConfig) -> bool:
     """Whether computing takes less than loading, so that longer trips of the loop gain nothing.
 
     What is asked for ahead of the end of a list, and is not there, holds up what the cores share.
+    Where activating is most of computing, they gain nothing either.
     """
-    return _compute_ns(config) < _load_ns(config)
+    load, activate = _load_ns(config), _ACTIVATE_NS * core(config.chip).steps
+    return _compute_ns(config) < max(load, load / 2 + activate)
 
 
 def _with_chunks(
