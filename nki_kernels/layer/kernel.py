@@ -344,10 +344,10 @@ def _place(
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
     last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
-    sides = []
-    # Where the rows of a tile are asked for when those of the one before have been turned, the one
-    # with padding comes soonest.
-    waits = config.experts.loop.row_buffers == 2 and config.visits.largest > 2
+    sides, loop = [], config.experts.loop
+    # Rows of a tile are asked for when those of the one before are turned, and waited for, as the
+    # weights are there: those of the tile with padding come soonest.
+    waits = loop.row_buffers == 2 and loop.in_parts == 1 and config.visits.largest > 2
     if config.visits.tells_short or waits:
         sides = [own_sb, other_sb]
         if nl.program_id(0) > 0:

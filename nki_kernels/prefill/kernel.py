@@ -78,7 +78,6 @@ from nki_kernels.prefill.config import (
     Share,
     computed_rows,
     first_tiles,
-    largest_visit_of,
     num_partials,
     output_tiles,
     part_tiles,
@@ -231,7 +230,7 @@ def _start_pipeline(
     first_id = b.ids[0][0:1, 0:1]
     start_expert(b, 0, first_id)
     # A long visit that has its weights waits for rows alone: the next one's weights come behind.
-    is_long = weights.is_loaded and largest_visit_of(config) > 2
+    is_long = weights.is_loaded and config.loop.row_buffers > 2
     start_expert(b, 1, first_row(config, b) if is_long else first_id)
     # Once turned, a single buffer of first tiles is free for that of visit 1.
     waits = config.loop.turns == "tensor" and config.loop.first_buffers == 1
