@@ -115,6 +115,7 @@ TRIALS: dict[str, Callable[[random.Random], Trial]] = {
         rng, has_bias=True, options={**GPT_OSS, "up_limits": limits(-0.5, 0.5)}
     ),
     "prefill, dynamic": lambda rng: prefill(rng, options={"loop_plan": "dynamic"}),
+    "prefill, rows alone": lambda rng: prefill(rng, loop={"piece_rows": 1}),
     "prefill, in parts of H": lambda rng: prefill(rng, loop={"h_parts": 2}),
     "prefill, hidden split": lambda rng: prefill(
         rng, width=rng.choice((129, 131)), options={"shard_plan": "hidden"}
@@ -262,8 +263,11 @@ FAULTS: dict[str, Fault] = {
         "        copy_alternating(outer_sb[:, 1:], rows_ps[:, 1:], turn + 1)",
         E + " output",
     ),
+    "pieces-stored-by-the-first-tile": Fault(
+        "prefill", STAGES, "place = j * count + piece", "place = piece", "output", "pieces.ap"
+    ),
     "stored-by-the-first-tile": Fault(
-        "prefill",
+        "prefill, rows alone",
         STAGES,
         "vector_offset=b.out_row[s][0:R, j : j + 1]",
         "vector_offset=b.out_row[s][0:R, 0:1]",
