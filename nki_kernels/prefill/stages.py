@@ -365,21 +365,19 @@ def store_rows(
     R, H, width = config.tile_rows, config.H, core_width(config)
     num_partials, num_rows = x.output.shape[0], x.output.shape[1]
     if config.stores == "tiles" or stores_pieces(config):
-        rows = min(computed, stored_rows(config))
-        count = R // stored_rows(config)
-        pieces = x.output.reshape(
-            (num_partials * num_rows // stored_rows(config), stored_rows(config), H)
-        )
-        for piece in range(computed // rows):
+        each = stored_rows(config)
+        size, count = min(computed, each), R // each
+        pieces = x.output.reshape((num_partials * num_rows // each, each, H))
+        for piece in range(computed // size):
             place = j * count + piece
             nisa.dma_copy(
                 dst=pieces.ap(
-                    [[H, rows], [1, width]],
+                    [[H, size], [1, width]],
                     offset=share.partial * num_rows * H + share.h_first,
                     scalar_offset=b.out_tile[s][0:1, place : place + 1],
                     indirect_dim=0,
                 ),
-                src=b.outer[outer][piece * rows : (piece + 1) * rows],
+                src=b.outer[outer][piece * size : (piece + 1) * size],
                 oob_mode=when_missing(config.loop.missing == "skip"),
                 dge_mode=nisa.dge_mode.hwdge,
                 # Of both queues: a trip ends when its last transfer is asked for.

@@ -118,6 +118,7 @@ TRIALS: dict[str, Callable[[random.Random], Trial]] = {
     "prefill, short tiles": lambda rng: prefill(
         rng, tokens=(300, 320), experts=4, block_size=128, options={"tells_short": True}
     ),
+    "prefill, rows alone": lambda rng: prefill(rng, loop={"piece_rows": 1}),
     "prefill, in parts of H": lambda rng: prefill(rng, loop={"h_parts": 2}),
     "prefill, hidden split": lambda rng: prefill(
         rng, width=rng.choice((129, 131)), options={"shard_plan": "hidden"}
@@ -265,8 +266,11 @@ FAULTS: dict[str, Fault] = {
         "        copy_alternating(outer_sb[:, 1:], rows_ps[:, 1:], turn + 1)",
         E + " output",
     ),
+    "pieces-stored-by-the-first-tile": Fault(
+        "prefill", STAGES, "place = j * count + piece", "place = piece", "output", "pieces.ap"
+    ),
     "stored-by-the-first-tile": Fault(
-        "prefill",
+        "prefill, rows alone",
         STAGES,
         "vector_offset=b.out_row[s][0:computed, j : j + 1]",
         "vector_offset=b.out_row[s][0:computed, 0:1]",
