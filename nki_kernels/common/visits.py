@@ -173,7 +173,7 @@ def live_tiles(token_position_to_id: Ints, block_to_expert_N: Ints, tile_rows: i
     holds_token = token_position_to_id.reshape(-1, tile_rows) >= 0
     number = np.flatnonzero(holds_token.any(axis=1)).astype(np.int32)
     tiles_per_block = len(holds_token) // len(block_to_expert_N)
-    is_short = ~holds_token[number, tile_rows // 2 :].any(axis=1)
+    is_short = np.array(~holds_token[number, tile_rows // 2 :].any(axis=1))
     return LiveTiles(number, block_to_expert_N[number // tiles_per_block], is_short)
 
 
