@@ -52,7 +52,6 @@ Source: neuron_moe.blocks.build_block_mapping, to which the outputs are equal bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import nki
 import nki.isa as nisa
@@ -122,7 +121,7 @@ def index_blocks(
         slot_of_pair_TK,
     )
     if visits.num_lanes > 0:
-        outputs = outputs + list_visits(placed.total_sb, placed.last_block_sb, visits, dims, [])
+        outputs = outputs + list_visits(placed.total_sb, placed.last_block_sb, visits, dims, [], [])
     # Last, as the lists wait for counts only, and the tensor engine for nothing else.
     invert(token_of_slot, pair_of_slot, placed.slot_sb, tokens, top_k)
     return outputs
@@ -134,7 +133,7 @@ def list_visits(
     visits: VisitDims,
     dims: BlockDims,
     visit_columns: list[nl.ndarray],
-    front_sb: Any = None,
+    fronts: list[nl.ndarray],
 ) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
     """Allocate and store the lists of visits; see `store_visits`."""
     lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
@@ -144,7 +143,7 @@ def list_visits(
     lists = (visit_expert_CV, visit_tile_CVG, class_trips_1L)
     num_tiles = dims.num_blocks * dims.block_size // visits.tile_rows
     store_visits(
-        lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, visit_columns, front_sb
+        lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, visit_columns, fronts
     )
     return lists
 

@@ -23,7 +23,6 @@ written once. The cores write a lane each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import nki.isa as nisa
 import nki.language as nl
@@ -76,7 +75,7 @@ def store_visits(
     block_size: int,
     num_tiles: int,
     visit_columns: list[nl.ndarray],
-    front_sb: Any = None,
+    fronts: list[nl.ndarray],
 ) -> None:
     """Store the lists of visits.
 
@@ -89,8 +88,9 @@ def store_visits(
         num_tiles: row tiles in all.
         visit_columns: where each tile lies in the lists of tokens of each core (token_lists.py), a
             [C, V, G] int32 tensor in HBM for each, beyond all for none; empty if nobody asks.
-        front_sb: [128, E] float32, tokens that fill each expert's row tiles from the front, where
-            others fill them from the back and an expert's last tile is to have the padding.
+        fronts: [128, E] float32, tokens that fill each expert's row tiles from the front, where
+            others fill them from the back and an expert's last tile is to have the padding; else
+            empty.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
     visit_expert, visit_tile, class_trips = lists
@@ -113,7 +113,7 @@ def store_visits(
             tile_sb = _place_tiles(
                 runs, visit_sb, run_sb, expert_sb, size_sb, visits.largest, num_tiles
             )
-            if front_sb is not None:
+            for front_sb in fronts:
                 last_sb = _last_tiles(runs, tokens_sb, visits.tile_rows)
                 _put_padding_last(runs, last_sb, front_sb, tile_sb, expert_sb, visits.tile_rows)
             for number in range(len(visit_columns)):

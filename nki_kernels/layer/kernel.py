@@ -317,13 +317,13 @@ def _place(
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=own_sb, data2=other_sb, op=nl.add)
     last_block_sb, start_sb = lay_out_blocks(total_sb, dims)
-    loop, front_sb = config.experts.loop, None
+    loop, fronts = config.experts.loop, []
     if loop.row_buffers == 2 and loop.in_parts == 1 and config.visits.largest > 2:
         # Rows of a tile are asked for when those of the one before are turned, and waited for, as
         # the weights are there.
-        front_sb = own_sb if nl.program_id(0) == 0 else other_sb
+        fronts.append(own_sb if nl.program_id(0) == 0 else other_sb)
     index.visits = list_visits(
-        total_sb, last_block_sb, config.visits, dims, index.visit_columns, front_sb
+        total_sb, last_block_sb, config.visits, dims, index.visit_columns, fronts
     )
     tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     divide_up(tiles_sb, total_sb, rows)
