@@ -146,14 +146,20 @@ def loops_of(classes: tuple[int, ...]) -> list[tuple[int, int]]:
     return loops
 
 
-def max_visits(num_tiles: int, num_experts: int, num_lanes: int, classes: tuple[int, ...]) -> int:
+def max_visits(num_tiles: int, num_experts: int, num_lanes: int, largest: int) -> int:
     """Return V, the visits of a lane that any routing may need, with two empty ones at the end.
 
-    An expert of n tiles takes ceil(n / G) visits, so all take at most min(E, tiles) + tiles / G;
-    every class may add an empty visit, and the kernel reads two visits ahead.
+    An expert of n tiles takes ceil(n / G) visits, so all take at most min(E, tiles) + tiles / G.
+    One empty visit at most is among them, where their number is odd; the kernel reads two ahead.
+
+    Args:
+        num_tiles: row tiles in all.
+        num_experts: E.
+        num_lanes: C.
+        largest: G, most row tiles of a visit.
     """
-    visits = min(num_tiles, min(num_experts, num_tiles) + num_tiles // tiles_of(classes[0]))
-    return max_steps(visits + num_lanes * (len(classes) - 1), num_lanes)
+    visits = min(num_tiles, min(num_experts, num_tiles) + num_tiles // largest)
+    return max_steps(visits, num_lanes)
 
 
 def max_steps(num_visits: int, num_lanes: int) -> int:

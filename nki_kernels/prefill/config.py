@@ -430,7 +430,7 @@ def num_visits(config: PrefillConfig) -> int:
     """Return V, the length of the visit lists of a lane, for any routing."""
     lanes, loop = config.shard.num_lanes, config.loop
     if loop.is_sorted:
-        return max_visits(config.num_tiles, config.E, lanes, loop.classes)
+        return max_visits(config.num_tiles, config.E, lanes, largest_visit_of(config))
     return max_steps(config.num_tiles, lanes)
 
 

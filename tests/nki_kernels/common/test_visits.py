@@ -37,7 +37,7 @@ def test_every_tile_is_visited_once(
 ) -> None:
     num_experts, num_tiles = len(counts), sum(counts) + 3
     classes = sizes_of(largest, tells_short)
-    num_visits = max_visits(num_tiles, num_experts, lanes, classes)
+    num_visits = max_visits(num_tiles, num_experts, lanes, largest)
     expert = np.repeat(np.arange(num_experts, dtype=np.int32), counts)
     tile = np.arange(len(expert), dtype=np.int32)
     is_last = np.diff(expert, append=num_experts) != 0
@@ -67,7 +67,7 @@ def test_every_tile_is_visited_once(
 
 def test_two_cores_share_a_hot_expert() -> None:
     expert = np.zeros(40, np.int32)
-    dims = VisitDims(2, 4, max_visits(48, 8, 2, sizes_of(4, False)), 128, False, 0)
+    dims = VisitDims(2, 4, max_visits(48, 8, 2, 4), 128, False, 0)
     tiles = LiveTiles(np.arange(40, dtype=np.int32), expert, np.zeros(40, bool))
     lists = list_visits(tiles, dims, num_tiles=48, num_experts=8)
     per_lane = (lists.visit_tile_CVG < no_tile(48)).sum(axis=(1, 2))

@@ -12,7 +12,6 @@ from nki_kernels.common.visits import (
     list_visits,
     live_tiles,
     max_visits,
-    sizes_of,
     tiles_from_both_sides,
 )
 from nki_kernels.index import (
@@ -111,7 +110,7 @@ def test_any_counts_are_grouped_alike(largest: int, tells_short: bool, lanes: in
         index = np.repeat(np.arange(E, dtype=np.int32), tokens)[:, None]
         index = np.concatenate((index, np.full((3, 1), -1, np.int32)))
         blocks = int(tiles.sum()) + 3
-        num_visits = max_visits(blocks, E, lanes, sizes_of(largest, tells_short))
+        num_visits = max_visits(blocks, E, lanes, largest)
         visits = VisitDims(lanes, largest, num_visits, R, False, 2, tells_short)
         run = nki_sim.run(index_blocks, index, BlockDims(E, R, blocks), visits, lnc=lanes)
         live = live_tiles(run.outputs[0], run.outputs[2], R)
@@ -144,7 +143,7 @@ def test_a_short_tile_between_both_sides_is_visited_last(largest: int) -> None:
         blocks_E = -(-sides.sum(0) // R)
         blocks = int(blocks_E.sum()) + 3
         dims = BlockDims(E, R, blocks)
-        num_visits = max_visits(blocks, E, 2, sizes_of(largest, True))
+        num_visits = max_visits(blocks, E, 2, largest)
         visits = VisitDims(2, largest, num_visits, R, False, 0, True)
         run = nki_sim.run(_list_from_both_sides, *sides.astype(np.float32), dims, visits, lnc=2)
         tiles = tiles_from_both_sides(*sides, blocks_E.cumsum() - blocks_E, R)
