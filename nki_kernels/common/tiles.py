@@ -123,12 +123,12 @@ def join_runs(pattern: list[list[int]]) -> list[list[int]]:
     A transfer that is left out still has a descriptor for each run.
     """
     runs = [pattern[0]]
-    for stride, count in pattern[1:]:
+    for axis in pattern[1:]:
         last = runs[len(runs) - 1]
-        if len(runs) > 1 and last[0] == stride * count:
-            runs[len(runs) - 1] = [stride, last[1] * count]
+        if len(runs) > 1 and last[0] == axis[0] * axis[1]:
+            runs[len(runs) - 1] = [axis[0], last[1] * axis[1]]
         else:
-            runs.append([stride, count])
+            runs.append(axis)
     return runs
 
 

@@ -109,8 +109,19 @@ def tiles_of(size: int) -> int:
     return (size + 1) // 2
 
 
-def row_runs(tile_rows: int, from_both_sides: bool) -> list[tuple[int, int, int]]:
-    """Return how the rows of a row tile are numbered: first row, rows and first number of each run.
+@dataclass(frozen=True)
+class RowRun(NKIObject):
+    """Rows of a row tile that are numbered one after the other: the first one, how many, and the
+    number of the first.
+    """
+
+    first: int
+    count: int
+    number: int
+
+
+def row_runs(tile_rows: int, from_both_sides: bool) -> list[RowRun]:
+    """Return how the rows of a row tile are numbered.
 
     Args:
         tile_rows: R.
@@ -118,17 +129,21 @@ def row_runs(tile_rows: int, from_both_sides: bool) -> list[tuple[int, int, int]
             both quarters lie in the first half, which is all that is computed of a short tile.
     """
     if not from_both_sides:
-        return [(0, tile_rows, 0)]
+        return [RowRun(0, tile_rows, 0)]
     quarter = tile_rows // 4
-    return [(0, quarter, 0), (quarter, quarter, 3 * quarter), (2 * quarter, 2 * quarter, quarter)]
+    return [
+        RowRun(0, quarter, 0),
+        RowRun(quarter, quarter, 3 * quarter),
+        RowRun(2 * quarter, 2 * quarter, quarter),
+    ]
 
 
-def number_of(runs: list[tuple[int, int, int]], row: int) -> int:
+def number_of(runs: list[RowRun], row: int) -> int:
     """Return the number of a row, of `row_runs`."""
     found = row
-    for first, count, number in runs:
-        if first <= row < first + count:
-            found = number + row - first
+    for run in runs:
+        if run.first <= row < run.first + run.count:
+            found = run.number + row - run.first
     return found
 
 

@@ -30,6 +30,7 @@ from nki_kernels.common.integers import count_up, divide_down, divide_up
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.tiles import compare_columns, ones
 from nki_kernels.common.token_tiles import TokenTiles
+from nki_kernels.common.visits import RowRun
 from nki_kernels.index.config import BlockDims
 from nki_kernels.index.kernel import (
     count_up_tiles,
@@ -233,7 +234,7 @@ def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
     nisa.tensor_copy(dst=before, src=bank_ps, engine=nisa.engine.scalar)
 
 
-def start_lists(tokens: TokenTiles, runs: list[tuple[int, int, int]], width: int) -> TokenSums:
+def start_lists(tokens: TokenTiles, runs: list[RowRun], width: int) -> TokenSums:
     """Return sums of this core's lists [R, W], to which nothing has been added; `runs` are those of
     the rows (`row_runs`).
     """

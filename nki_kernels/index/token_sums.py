@@ -14,6 +14,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import count_up
 from nki_kernels.common.token_tiles import TokenTiles
+from nki_kernels.common.visits import RowRun
 from nki_kernels.index.slot_inverse import (
     SPAN,
     add_pairs,
@@ -52,7 +53,7 @@ class TokenSums(nl.NKIObject):
 
 
 def start_tokens(
-    tokens: TokenTiles, runs: list[tuple[int, int, int]], width: int, is_backwards: bool
+    tokens: TokenTiles, runs: list[RowRun], width: int, is_backwards: bool
 ) -> TokenSums:
     """Return sums to which nothing has been added.
 
@@ -62,7 +63,9 @@ def start_tokens(
         width: columns of the inverse, at most GROUP.
         is_backwards: number n stands for number R - 1 - n.
     """
-    rows = runs[-1][0] + runs[-1][1]
+    rows = 0
+    for run in runs:
+        rows = rows + run.count
     tiles = max(1, tokens.count)
     number_sb = nl.ndarray((PARTITIONS, tiles), nl.int32, buffer=nl.sbuf)
     nisa.iota(dst=number_sb, pattern=[[1, tiles]], offset=1, channel_multiplier=tiles)
@@ -70,12 +73,10 @@ def start_tokens(
     columns = _half(width) if len(values.terms) == 1 else width
     line_sb = nl.ndarray((PARTITIONS, rows), nl.float16, buffer=nl.sbuf)
     step = -1 if is_backwards else 1
-    for first, count, number in runs:
-        offset = rows - 1 - number if is_backwards else number
-        nisa.iota(
-            dst=line_sb[:, first : first + count], pattern=[[step, count]], offset=offset,
-            channel_multiplier=0,
-        )  # fmt: skip
+    for run in runs:
+        offset = rows - 1 - run.number if is_backwards else run.number
+        line = line_sb[:, run.first : run.first + run.count]
+        nisa.iota(dst=line, pattern=[[step, run.count]], offset=offset, channel_multiplier=0)
     sums_ps = nl.ndarray((rows, columns), nl.float32, buffer=nl.psum)
     numbers_sb = count_up(columns, nl.float16)
     return TokenSums(sums_ps, line_sb, numbers_sb, values)

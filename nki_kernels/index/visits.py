@@ -556,11 +556,12 @@ def _visit_last(runs: _Runs, tile_sb: nl.ndarray, expert_sb: nl.ndarray) -> None
     visits, [128, columns * G] float32.
     """
     columns, num_experts = expert_sb.shape[1], runs.tile.shape[1] // 4
-    end_index_sb, behind_index_sb = _new(columns, nl.uint32), _new(columns, nl.uint32)
-    for index_sb, block in ((end_index_sb, 2), (behind_index_sb, 3)):
-        offset = float(block * num_experts)
+    found = []
+    for block in range(2, 4):  # of the table: ends, tiles behind
+        index_sb, offset = _new(columns, nl.uint32), float(block * num_experts)
         nisa.tensor_scalar(dst=index_sb, data=expert_sb, op0=nl.add, operand0=offset)
-    end_sb, behind_sb = _gather(runs.tile, end_index_sb), _gather(runs.tile, behind_index_sb)
+        found.append(_gather(runs.tile, index_sb))
+    end_sb, behind_sb = found[0], found[1]
     shape = (columns, tile_sb.shape[1] // columns)
     tiles = tile_sb.reshape_dim(1, shape)
     end = end_sb.expand_dim(2).broadcast(2, shape[1])

@@ -308,10 +308,11 @@ def _rows_of(slot_sb: nl.NkiTensor, rows: int) -> nl.NkiTensor:
         operand1=slot_sb,
     )  # fmt: skip
     # The middle half moves back by a quarter, the last quarter forward by two.
-    for begin, step in ((quarter, quarter), (3 * quarter, -3 * quarter)):
+    for begin in range(1, 4, 2):
+        step = quarter if begin == 1 else -3 * quarter
         moved_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
-            dst=moved_sb, data=number_sb, op0=nl.greater_equal, operand0=float(begin),
+            dst=moved_sb, data=number_sb, op0=nl.greater_equal, operand0=float(begin * quarter),
             op1=nl.multiply, operand1=float(step),
         )  # fmt: skip
         row_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)

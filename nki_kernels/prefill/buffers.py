@@ -412,10 +412,10 @@ def _fill_row_table(config: PrefillConfig, b: Buffers, lists: Lists, offset: int
     entries = rows_sb.shape[1] * rows_sb.shape[2]
     nisa.dma_copy(dst=rows_sb, src=lists.visit_tile.ap([[0, R], [1, entries]], offset=offset))
     number_sb = nl.ndarray((R, 1), dtype=nl.float32, buffer=nl.sbuf)
-    for first, count, number in lists.row_runs:
+    for run in lists.row_runs:
         nisa.iota(
-            dst=number_sb[first : first + count], pattern=[[1, 1]], offset=1 + number,
-            channel_multiplier=1,
+            dst=number_sb[run.first : run.first + run.count], pattern=[[1, 1]],
+            offset=1 + run.number, channel_multiplier=1,
         )  # fmt: skip
     live_sb = nl.ndarray(rows_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=live_sb, data=b.id_table, op0=nl.greater_equal, operand0=0.0)

@@ -83,7 +83,7 @@ def run_two_visits(
             spread_down_scale(config, b, s)
         for j in range(sizes[s]):
             outer = (s * sizes[0] + j) % config.loop.outer_buffers
-            project_out(config, b, s, s, j, 0, share.adds_bias, outer, config.tile_rows)
+            project_out(config, b, s, j, 0, share.adds_bias, outer, config.tile_rows)
             store_rows(config, b, x, share, s, j, outer, config.tile_rows)
         load_down(config, b, x, share, b.expert[s], s, 0, s)
 

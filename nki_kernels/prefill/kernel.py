@@ -344,11 +344,10 @@ def _go_out(
     """Do the down projection of a visit, part by part of the hidden axis, and store its rows."""
     parts = config.loop.out_parts
     for part in range(parts):
-        buffer = (s * parts + part) % config.loop.weight_buffers
         for j in range(tiles_of(halves)):
             outer = (first_outer + j) % config.loop.outer_buffers
             rows = computed_rows(config, halves, j)
-            project_out(config, b, buffer, s, j, part, share.adds_bias, outer, rows)
+            project_out(config, b, s, j, part, share.adds_bias, outer, rows)
             if part == parts - 1:
                 store_rows(config, b, x, share, s, j, outer, rows)
         _load_part(config, b, x, share, s, part + parts_ahead(config.loop, parts))

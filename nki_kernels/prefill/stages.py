@@ -269,7 +269,6 @@ def _activate(
 def project_out(
     config: PrefillConfig,
     b: Buffers,
-    buffer: int,
     s: int,
     j: int,
     part: int,
@@ -281,9 +280,10 @@ def project_out(
     `outer`.
     """
     if is_mx(config):
-        project_words_out(config, b, buffer, s, j, adds_bias, outer)
+        project_words_out(config, b, s % config.loop.weight_buffers, s, j, adds_bias, outer)
         return
     i_axis, R = config.i_axis, rows
+    buffer = (s * config.loop.out_parts + part) % config.loop.weight_buffers
     columns = core_width(config) // config.loop.out_parts
     count = -(-columns // BANK_FLOATS)
     width = -(-columns // count)
