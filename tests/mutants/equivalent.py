@@ -96,9 +96,9 @@ EQUIVALENT = (
         "one group of all experts is always among the chosen ones",
     ),
     Equivalent(
-        "nki_kernels/prefill/kernel.py",
-        "buffer = (s * parts + part) % buffers",
-        "buffer = (s * parts - part) % buffers",
+        "nki_kernels/prefill/stages.py",
+        "buffer = (s * config.loop.out_parts + part) % config.loop.weight_buffers",
+        "buffer = (s * config.loop.out_parts - part) % config.loop.weight_buffers",
         "there are one or two buffers of weights, where sum and difference leave the same rest",
     ),
     Equivalent(
@@ -223,8 +223,8 @@ EQUIVALENT = (
     ),
     Equivalent(
         "nki_kernels/common/visits.py",
-        "mixed += (len(mine) - mixed) % 2",
-        "mixed += (len(mine) + mixed) % 2",
+        "mixed += (len(large) - mixed) % 2",
+        "mixed += (len(large) + mixed) % 2",
         "sum and difference leave the same rest",
     ),
     Equivalent(
