@@ -31,7 +31,7 @@ def _mode() -> str:
 
 
 def _scout() -> Candidate:
-    expected = Expected(num_tokens=768, top_k=1, scaling="pre")
+    expected = Expected(num_tokens=896, top_k=1, scaling="pre")
     return best_candidate(ExpertFormula(), ExpertSizes(5120, 512, 16), expected)
 
 
