@@ -195,9 +195,13 @@ def _end_under_load(running: ServeCommand, number: signal.Signals) -> None:
 
     def ask(prompt: list[int]) -> None:
         try:
-            complete(running.at, prompt, LONG_ANSWER)
+            answer = complete(running.at, prompt, LONG_ANSWER)
         except (OSError, RequestError, http.client.HTTPException, ValueError) as error:
             left.append(str(error))
+            return
+        # vLLM may end what it drops as if it were done.
+        if len(answer.token_ids) < LONG_ANSWER:
+            left.append(f"ended after {len(answer.token_ids)} tokens")
 
     with ThreadPoolExecutor(16) as pool:
         for start in range(16):
