@@ -60,7 +60,7 @@ class TunedPrefill:
         check_choice("loop_plan", self.loop_plan, LOOP_PLANS)
         check_choice("turns", self.turns, _TURNS)
         check_choice("weights", self.weights, _WEIGHTS)
-        check_bools(self, ["tells_short"])
+        check_bools(self, ["tells_short", "is_eager"])
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "TunedPrefill":
