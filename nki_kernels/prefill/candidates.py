@@ -179,9 +179,8 @@ def _may_tell_short(draft: _Draft) -> bool:
 
 def _telling_short(draft: _Draft) -> _Draft:
     """Return a draft that tells short tiles apart, too."""
-    loop = draft.config.loop
-    classes = sizes_of(tiles_of(loop.classes[0]), True)
-    config = replace(draft.config, loop=replace(loop, classes=classes))
+    classes = sizes_of(largest_visit_of(draft.config), True)
+    config = replace(draft.config, loop=replace(draft.config.loop, classes=classes))
     return replace(draft, config=config, request=replace(draft.request, tells_short=True))
 
 
@@ -376,7 +375,7 @@ def _loops(config: PrefillConfig, tokens_E: NDArray[np.int64]) -> list[_Loop]:
     if not config.loop.is_dynamic:  # every trip there may be, most without a tile
         trips = num_visits(config) // 2
         rows = float(tokens_E.sum()) / (2 * trips * config.shard.num_lanes)
-        return [_Loop((2, 2), trips, ((1.0, rows),))]
+        return [_Loop(loops_of(config.loop.classes)[0], trips, ((1.0, rows),))]
     rows_n = np.minimum(R, tokens_E[expert] - R * (tile - (tiles_E.cumsum() - tiles_E)[expert]))
     tiles = LiveTiles(tile, expert, rows_n <= R // 2)
     lists = list_visits(tiles, visit_dims(config), num_tiles=len(tile), num_experts=config.E)

@@ -334,7 +334,6 @@ def _tuned_request(parts: LayerParts, tuned: TunedPrefill) -> PlanRequest:
 def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
     """Return what a configuration does, in the words of a tuned plan."""
     loop, shard = config.loop, config.shard
-    visit = largest_visit_of(config)
     shard_plan = "balanced" if loop.is_sorted else "block"
     if shard.splits_i or shard.splits_h:
         shard_plan = "intermediate" if shard.splits_i else "hidden"
@@ -343,7 +342,7 @@ def tuned_of(config: Any, tokens: int, block_size: int) -> TunedPrefill:
         block_size=block_size,
         shard_plan=shard_plan,
         loop_plan="sorted" if loop.is_sorted else "dynamic" if loop.is_dynamic else "static",
-        visit=visit,
+        visit=largest_visit_of(config),
         loaded_parts=(loop.in_parts, loop.out_parts),
         weight_buffers=loop.weight_buffers,
         turns=loop.turns,
