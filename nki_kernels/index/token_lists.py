@@ -387,21 +387,32 @@ def slots_of(pairs: RankedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> nl
     return slot_sb
 
 
-def look_up_tokens(
-    sums: TokenSums, tokens: TokenTiles, width: int, columns: list[nl.ndarray]
+def tell_lists(
+    sums: TokenSums, tokens: TokenTiles, width: int, num_cores: int
 ) -> list[nl.ndarray]:
-    """Return tiles [R, entries] float32 that add up to 1 plus the token of a slot, 0 for none.
+    """Return the lists of this core, and those of the other one if there are two, which are on
+    their way: [R, W + 1] float32, 1 plus the token at each place, 0 for none, which column W is.
 
     Args:
         sums: to which all tokens of this core have been added.
         tokens: of this core.
         width: W.
-        columns: [R, entries] uint32 of this core's lists, and of the other one's if there are two;
-            W where there is none.
+        num_cores: of the launch.
     """
-    lists, found = [tell_tokens(sums, tokens, width)], []
-    if len(columns) > 1:
+    lists = [tell_tokens(sums, tokens, width)]
+    if num_cores > 1:
         lists.append(exchange(lists[0]))
+    return lists
+
+
+def look_up_tokens(lists: list[nl.ndarray], columns: list[nl.ndarray]) -> list[nl.ndarray]:
+    """Return tiles [R, entries] float32 that add up to 1 plus the token of a slot, 0 for none.
+
+    Args:
+        lists: of `tell_lists`.
+        columns: [R, entries] uint32 of each of them; W where there is none.
+    """
+    found = []
     for number in range(len(columns)):
         found_sb = nl.ndarray(columns[number].shape, nl.float32, buffer=nl.sbuf)
         nisa.nc_n_gather(dst=found_sb, data=lists[number], indices=columns[number])

@@ -117,11 +117,13 @@ def store_visits(
             tile_sb = _place_tiles(
                 runs, visit_sb, run_sb, expert_sb, of_run, visits.largest, num_tiles
             )
+            index_sb = _new(columns, nl.uint32)
+            nisa.tensor_copy(dst=index_sb, src=expert_sb)
             if len(sides) > 0:
-                _visit_last(runs, tile_sb, expert_sb)
+                _visit_last(runs, tile_sb, index_sb)
             for number in range(len(visit_columns)):
                 column_sb = _place_columns(
-                    runs, num_experts, tile_sb, expert_sb, number > 0, num_tiles
+                    runs, index_sb, tile_sb, expert_sb, number > 0, num_tiles
                 )
                 _store_lane(
                     visit_columns[number], column_sb, lane, visits.num_visits, visits.largest
@@ -426,11 +428,17 @@ def _lose(step_sb: nl.ndarray, data: nl.ndarray, compare: nl.DType, limit: objec
     _add(step_sb, step_sb, far_sb)
 
 
-def _gather(table_sb: nl.ndarray, index_sb: nl.ndarray) -> nl.ndarray:
-    """Return table entries by their numbers, a float32 tile."""
+def _gather(table: nl.ndarray, index_sb: nl.ndarray) -> nl.ndarray:
+    """Return table entries by their numbers, a float32 tile; a wide table takes longer."""
     found_sb = _new(index_sb.shape[1], nl.float32)
-    nisa.nc_n_gather(dst=found_sb, data=table_sb, indices=index_sb)
+    nisa.nc_n_gather(dst=found_sb, data=table, indices=index_sb)
     return found_sb
+
+
+def _gather_block(runs: _Runs, block: int, index_sb: nl.ndarray) -> nl.ndarray:
+    """Return entries of a block of the table of tiles, of experts by number, E for none."""
+    E = runs.tile.shape[1] // 4
+    return _gather(runs.tile[:, block * E : (block + 1) * E + 1], index_sb)
 
 
 def _find(ends_sb: nl.ndarray, numbers_sb: nl.ndarray) -> nl.ndarray:
@@ -538,7 +546,8 @@ def _place_tiles(
         _subtract(first_sb, first_sb, short_sb)
     _add(origin_sb, expert_sb, live_sb)
     nisa.tensor_tensor(dst=first_sb, data1=first_sb, data2=size_sb, op=nl.multiply)
-    _add(first_sb, first_sb, _gather(runs.tile, origin_sb))
+    starts = runs.tile[:, 0 : 3 * num_experts + 1]
+    _add(first_sb, first_sb, _gather(starts, origin_sb))
     place_sb = nl.ndarray((PARTITIONS, columns, largest), nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=place_sb, pattern=[[0, columns], [1, largest]], offset=0, channel_multiplier=0)
     wide_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
@@ -551,17 +560,12 @@ def _place_tiles(
     return flat_sb
 
 
-def _visit_last(runs: _Runs, tile_sb: nl.ndarray, expert_sb: nl.ndarray) -> None:
+def _visit_last(runs: _Runs, tile_sb: nl.ndarray, index_sb: nl.ndarray) -> None:
     """Let the last tile of an expert and that which is to be visited last change places in the
-    visits, [128, columns * G] float32.
+    visits, [128, columns * G] float32; `index_sb` [128, columns] uint32 experts.
     """
-    columns, num_experts = expert_sb.shape[1], runs.tile.shape[1] // 4
-    found = []
-    for block in range(2, 4):  # of the table: ends, tiles behind
-        index_sb, offset = _new(columns, nl.uint32), float(block * num_experts)
-        nisa.tensor_scalar(dst=index_sb, data=expert_sb, op0=nl.add, operand0=offset)
-        found.append(_gather(runs.tile, index_sb))
-    end_sb, behind_sb = found[0], found[1]
+    columns = index_sb.shape[1]
+    end_sb, behind_sb = _gather_block(runs, 2, index_sb), _gather_block(runs, 3, index_sb)
     shape = (columns, tile_sb.shape[1] // columns)
     tiles = tile_sb.reshape_dim(1, shape)
     end = end_sb.expand_dim(2).broadcast(2, shape[1])
@@ -579,7 +583,7 @@ def _visit_last(runs: _Runs, tile_sb: nl.ndarray, expert_sb: nl.ndarray) -> None
 
 def _place_columns(
     runs: _Runs,
-    num_experts: int,
+    index_sb: nl.ndarray,
     tile_sb: nl.ndarray,
     expert_sb: nl.ndarray,
     is_backwards: bool,
@@ -589,14 +593,12 @@ def _place_columns(
 
     Places count from an expert's first row tile, or back from its last.
     """
-    columns, index_sb = expert_sb.shape[1], _new(expert_sb.shape[1], nl.uint32)
-    # Back from the tile after the last one, which is number -1.
-    origin = float(2 * num_experts if is_backwards else 0)
-    nisa.tensor_scalar(dst=index_sb, data=expert_sb, op0=nl.add, operand0=origin)
+    columns, num_experts = expert_sb.shape[1], runs.tile.shape[1] // 4
     shape = (columns, tile_sb.shape[1] // columns)
     column_sb = nl.ndarray(tile_sb.shape, nl.float32, buffer=nl.sbuf)
     places, wanted = column_sb.reshape_dim(1, shape), tile_sb.reshape_dim(1, shape)
-    origin_sb = _gather(runs.tile, index_sb)
+    # Back from the tile after the last one, which is number -1.
+    origin_sb = _gather_block(runs, 2 if is_backwards else 0, index_sb)
     if is_backwards:
         nisa.tensor_scalar(dst=origin_sb, data=origin_sb, op0=nl.add, operand0=-1.0)
     origin = origin_sb.expand_dim(2).broadcast(2, shape[1])

@@ -83,6 +83,7 @@ from nki_kernels.index.token_lists import (
     slots_of,
     start_lists,
     start_ranks,
+    tell_lists,
 )
 from nki_kernels.index.token_sums import TokenSums
 from nki_kernels.layer.config import (
@@ -283,9 +284,10 @@ def _index_tokens(
     else:
         for group in range(1, groups):
             _add_group(sums, pairs, _tiles_of(pairs, group, count), rows)
-    found = look_up_tokens(sums, tokens, width, wanted)
+    told = tell_lists(sums, tokens, width, nl.num_programs(0))
     # The other core's lists are on their way.
     affinities_sb = _weigh(local, index, config, tokens)
+    found = look_up_tokens(told, wanted)
     _fill_ids(id_table, found, lists, passes_sb, config)
     if config.experts.scaling == "pre":
         if config.visits.tells_short:
@@ -408,7 +410,8 @@ def _fill_ids(
             tiles = slice(0, max(1, lists.tokens.count))
             _add_group(lists.sums, lists.pairs, tiles, config.experts.tile_rows)
             wanted = _keep_columns(lists.columns, lists.width)
-            for more_sb in look_up_tokens(lists.sums, lists.tokens, lists.width, wanted):
+            told = tell_lists(lists.sums, lists.tokens, lists.width, nl.num_programs(0))
+            for more_sb in look_up_tokens(told, wanted):
                 nisa.tensor_tensor(dst=found[0], data1=found[0], data2=more_sb, op=nl.add)
 
         nl.fori_loop(0, trips, next_pass)
