@@ -189,9 +189,8 @@ def prefill_layer(
     )  # fmt: skip
     weights = _index_tokens(operands, first_expert, index, x, config)
     b = make_buffers(config.experts, weights)
-    if config.experts.scaling == "pre":
-        nisa.core_barrier(index.slot_scale, _BOTH)
-    if config.out.has_shared:
+    # Where inputs are scaled the cores meet behind the first rows, before they read scales.
+    if config.out.has_shared and config.experts.scaling != "pre":
         nisa.core_barrier(index.shared_tokens, _BOTH)
     slots_PSH = compute_visits(config.experts, b, weights, x, _lists_of(index, config))
     nisa.core_barrier(slots_PSH, _BOTH)
@@ -229,6 +228,7 @@ def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
     return Lists(
         None, index.slot_scale, index.visits[0], index.visits[1], index.visits[2],
         lane_of(config.experts), row_runs(config.experts.tile_rows, config.visits.tells_short),
+        config.experts.scaling == "pre",
     )  # fmt: skip
 
 

@@ -235,7 +235,7 @@ class Lists(NKIObject):
     of a tile are numbered.
 
     `slots`: [num_slots] int32 token ids, None if they are on chip; `slot_scale`: [num_slots]
-    float32, read if the configuration scales.
+    float32, read if the configuration scales; `meets`: whether both cores write it before.
     """
 
     slots: Any
@@ -245,6 +245,7 @@ class Lists(NKIObject):
     class_trips: nl.NkiTensor
     lane: int
     row_runs: Any
+    meets: bool = False
 
 
 def load_experts(config: PrefillConfig, weights: WeightBuffers, lists: Lists) -> None:
@@ -256,7 +257,7 @@ def load_experts(config: PrefillConfig, weights: WeightBuffers, lists: Lists) ->
 
 
 def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists: Lists) -> None:
-    """Bring on chip what the first visits need: token ids, scales, experts; reset counters.
+    """Bring on chip what the first visits need: token ids and experts; reset counters.
 
     What is asked for after the first weights waits for these, so the ids come before.
     """
@@ -280,8 +281,6 @@ def fill_first(config: PrefillConfig, b: Buffers, weights: WeightBuffers, lists:
         keep_below(b.tile_table, config.num_tiles + lists.lane + 1)
     for scale_sb in b.wide_scale:
         nisa.memset(dst=scale_sb, value=0.0, engine=nisa.engine.gpsimd)
-    if has_scale_table(config):
-        _fill_scales(config, b, lists, 0, stop)
     nisa.memset(dst=b.counter, value=0)
     nisa.memset(dst=b.ahead, value=2)
     nisa.memset(dst=b.one, value=1)
@@ -362,11 +361,25 @@ def _fill_scales(config: PrefillConfig, b: Buffers, lists: Lists, first: int, st
 
 
 def start_visits(config: PrefillConfig, b: Buffers) -> None:
-    """Take ids and scales of visits 0 and 1 from the tables, whose rest may still be on its way."""
+    """Take ids of visits 0 and 1 from the table, whose rest may still be on its way."""
     R, G = config.tile_rows, largest_visit_of(config)
     for s in range(2):
         nisa.tensor_copy(dst=b.ids[s], src=b.id_table[0:R, s, 0:G], engine=nisa.engine.gpsimd)
-        if config.scaling == "pre" and not scales_late(config):
+
+
+def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
+    """Bring scales of the first visits on chip, once both cores have theirs in HBM, behind rows that
+    were asked for.
+    """
+    if config.scaling == "none":
+        return
+    if lists.meets:
+        nisa.core_barrier(lists.slot_scale, (0, 1))
+    if has_scale_table(config):
+        _fill_scales(config, b, lists, 0, first_entries(config))
+    if config.scaling == "pre" and not scales_late(config):
+        R, G = config.tile_rows, largest_visit_of(config)
+        for s in range(2):
             nisa.tensor_copy(
                 dst=b.scale[s], src=b.scale_table[0][0:R, s, 0:G], engine=nisa.engine.gpsimd
             )

@@ -71,6 +71,7 @@ from nki_kernels.prefill.buffers import (
     make_buffers,
     make_weight_buffers,
     start_expert,
+    start_scales,
     start_visits,
 )
 from nki_kernels.prefill.config import (
@@ -218,8 +219,6 @@ def _start_pipeline(
     ids are looked up, and the tensor engine its rows when the weights have come.
     """
     fill_first(config, b, weights, lists)
-    if scales_late(config):
-        load_late_scales(config, b, x, len(b.wide_scale))
     early, count = first_tiles(config), part_tiles(config)
     if early > 0 and not weights.is_loaded:
         expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
@@ -227,6 +226,9 @@ def _start_pipeline(
         load_tiles(config, b, x, share, expert, 0, 0, 0, 0, early)
     start_visits(config, b)
     gather_rows(config, b, x, share, 0, 0)
+    start_scales(config, b, lists)
+    if scales_late(config):
+        load_late_scales(config, b, x, len(b.wide_scale))
     first_id = b.ids[0][0:1, 0:1]
     start_expert(b, 0, first_id)
     # A long visit that has its weights waits for rows alone: the next one's weights come behind.
