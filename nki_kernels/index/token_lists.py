@@ -387,9 +387,7 @@ def slots_of(pairs: RankedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> nl
     return slot_sb
 
 
-def tell_lists(
-    sums: TokenSums, tokens: TokenTiles, width: int, num_cores: int
-) -> list[nl.ndarray]:
+def tell_lists(sums: TokenSums, tokens: TokenTiles, width: int, num_cores: int) -> list[nl.ndarray]:
     """Return the lists of this core, and those of the other one if there are two, which are on
     their way: [R, W + 1] float32, 1 plus the token at each place, 0 for none, which column W is.
 

@@ -368,8 +368,8 @@ def start_visits(config: PrefillConfig, b: Buffers) -> None:
 
 
 def start_scales(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
-    """Bring scales of the first visits on chip, once both cores have theirs in HBM, behind rows that
-    were asked for.
+    """Bring scales of the first visits on chip, once both cores have theirs in HBM; the first rows
+    are on their way.
     """
     if config.scaling == "none":
         return

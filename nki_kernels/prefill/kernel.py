@@ -99,6 +99,7 @@ from nki_kernels.prefill.loads import (
     load_tiles,
     prepare_part,
 )
+from nki_kernels.prefill.memory import first_loads
 from nki_kernels.prefill.stages import (
     project_in,
     project_out,
@@ -165,9 +166,14 @@ def load_ahead(config: PrefillConfig, weights: WeightBuffers, x: Operands, lists
     load_experts(config, weights, lists)
     expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=expert, src=weights.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
-    load_beside(config, weights, x, share, expert, 0, 0)
-    load_gate_up(config, weights, x, share, expert, 0, 0, 0)
-    load_down(config, weights, x, share, expert, 0, 0, 0)
+    steps, parts = first_loads(config)
+    for step in range(steps):
+        part, h_part = step // config.loop.h_parts, step % config.loop.h_parts
+        if h_part == 0:
+            load_beside(config, weights, x, share, expert, part, part)
+        load_gate_up(config, weights, x, share, expert, step, part, h_part)
+    for part in range(parts):
+        load_down(config, weights, x, share, expert, part, part, 0)
     weights.is_loaded = True
 
 
@@ -242,18 +248,20 @@ def _start_pipeline(
         start_apart(config, b, x, share)
         fill_later(config, b, weights, lists)
     else:
-        first = 1 if weights.is_loaded else 0  # of the parts that are asked for here
-        if first == 0:
+        steps, parts = 1, 0  # of the first that are not asked for here
+        if weights.is_loaded:
+            steps, parts = first_loads(config)
+        else:
             load_beside(config, b, x, share, b.expert[0], 0, 0)
             if early == 0:
                 load_gate_up(config, b, x, share, b.expert[0], 0, 0, 0)
             elif early < count:
                 load_tiles(config, b, x, share, b.expert[0], 0, 0, 0, early, count)
         loop = config.loop
-        for step in range(1, parts_ahead(loop, loop.in_parts * loop.h_parts)):
+        for step in range(steps, parts_ahead(loop, loop.in_parts * loop.h_parts)):
             _load_step(config, b, x, share, 0, step)
         fill_later(config, b, weights, lists)
-        for part in range(first, parts_ahead(loop, loop.out_parts)):
+        for part in range(parts, parts_ahead(loop, loop.out_parts)):
             _load_part(config, b, x, share, 0, part)
     for j in range(1, config.loop.row_buffers):
         gather_rows(config, b, x, share, 0, j)

@@ -11,7 +11,7 @@ import nki.language as nl
 
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.formula import num_projections
-from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles
+from nki_kernels.common.memory import Tiles, small_tiles, table_bytes, tiles, tiles_bytes
 from nki_kernels.common.mx import fours_of, in_shape, out_shape, whole_quadrants
 from nki_kernels.common.tiles import weight_dtype
 from nki_kernels.common.visits import loops_of
@@ -28,12 +28,14 @@ from nki_kernels.prefill.config import (
     mx_form,
     num_visits,
     part_tiles,
+    parts_ahead,
     row_places,
     scales_late,
     stored_rows,
     stores_pieces,
 )
 
+_AHEAD_BYTES = 6 << 20  # of weights, which take a core some 18 us
 _SMALL_TILES_BYTES = (
     2 * 1024
 )  # all of `small_tiles`: counters, constants, biases and scales per row
@@ -215,6 +217,22 @@ def weight_bytes(config: PrefillConfig) -> int:
     visits = visit_table(config)
     table = (*weight_table(config), visits.expert_table, visits.id_table)
     return table_bytes(table) + _SMALL_TILES_BYTES
+
+
+def first_loads(config: PrefillConfig) -> tuple[int, int]:
+    """Return how many parts of the first expert's gate and up weights, and of its down weights, are
+    asked for before any rows, which then stand behind them: one of each, and more if they are
+    short.
+    """
+    loop, weights = config.loop, weight_table(config)
+    steps = loop.in_parts * loop.h_parts
+    step_bytes = PARTITIONS * tiles_bytes(weights.gate_up._replace(counted=1))
+    part_bytes = PARTITIONS * tiles_bytes(weights.down._replace(counted=1))
+    left = max(0, _AHEAD_BYTES - step_bytes - part_bytes)
+    more = min(steps, parts_ahead(loop, steps), 1 + left // step_bytes) - 1
+    left = left - more * step_bytes
+    parts = min(loop.out_parts, parts_ahead(loop, loop.out_parts), 1 + left // part_bytes)
+    return 1 + more, parts
 
 
 def sbuf_bytes(config: PrefillConfig) -> int:
