@@ -177,8 +177,8 @@ FAULTS: dict[str, Fault] = {
     "first-rows-not-gathered": Fault(
         "prefill",
         VISITS,
-        "    gather_rows(config, b, x, share, 0, 0)\n    first_id",
-        "    first_id",
+        "    gather_rows(config, b, x, share, 0, 0)\n    start_scales",
+        "    start_scales",
         E,
         "nisa.",
     ),
