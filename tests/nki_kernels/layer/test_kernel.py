@@ -124,6 +124,13 @@ CASES = {
     "scaled-inputs": Case(
         router=RouterFormula(top_k=1, act_fn="sigmoid"), T=200, scaling="pre", broken=(7,)
     ),
+    "shared-scaled-inputs": Case(
+        router=RouterFormula(top_k=1, act_fn="sigmoid"),
+        T=200,
+        scaling="pre",
+        broken=(7,),
+        shared=64,
+    ),
     "broken-tokens": Case(T=130, N=16, E=8, first=4, broken=(0, 64, 129), has_residual=True),
     "all-broken": Case(T=3, broken=(0, 1, 2)),
     "no-routing-returned": Case(returns_routing=False),
