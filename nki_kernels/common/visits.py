@@ -138,6 +138,15 @@ def row_runs(tile_rows: int, from_both_sides: bool) -> list[RowRun]:
     ]
 
 
+def run_of(runs: list[RowRun], number: int) -> RowRun:
+    """Return the run that a number is in, of `row_runs`."""
+    found = runs[0]
+    for run in runs:
+        if run.number <= number < run.number + run.count:
+            found = run
+    return found
+
+
 def number_of(runs: list[RowRun], row: int) -> int:
     """Return the number of a row, of `row_runs`."""
     found = row

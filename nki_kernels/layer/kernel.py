@@ -64,7 +64,7 @@ from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
-from nki_kernels.common.visits import row_runs
+from nki_kernels.common.visits import RowRun, row_runs, run_of
 from nki_kernels.index.kernel import lay_out_blocks, list_visits, store_slots
 from nki_kernels.index.slot_inverse import exchange, invert_weights
 from nki_kernels.index.token_lists import (
@@ -291,7 +291,7 @@ def _index_tokens(
     _fill_ids(id_table, found, lists, passes_sb, config)
     if config.experts.scaling == "pre":
         if config.visits.tells_short:
-            slot_sb = _rows_of(slot_sb, rows)
+            slot_sb = _rows_of(slot_sb, runs)
         invert_weights(index.slot_scale, affinities_sb, slot_sb)
     if not is_early:
         weights = make_weight_buffers(config.experts)
@@ -299,9 +299,11 @@ def _index_tokens(
     return weights
 
 
-def _rows_of(slot_sb: nl.NkiTensor, rows: int) -> nl.NkiTensor:
-    """Return the rows of slots, counted through tiles of R rows: `row_runs` of both sides."""
-    shape, quarter = slot_sb.shape, rows // 4
+def _rows_of(slot_sb: nl.NkiTensor, runs: list[RowRun]) -> nl.NkiTensor:
+    """Return the rows of slots, counted through tiles, whose rows are numbered by runs."""
+    shape, rows = slot_sb.shape, 0
+    for run in runs:
+        rows = rows + run.count
     tile_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     divide_down(tile_sb, slot_sb, rows)
     number_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
@@ -309,17 +311,19 @@ def _rows_of(slot_sb: nl.NkiTensor, rows: int) -> nl.NkiTensor:
         dst=number_sb, data=tile_sb, op0=nl.multiply, operand0=-float(rows), op1=nl.add,
         operand1=slot_sb,
     )  # fmt: skip
-    # The middle half moves back by a quarter, the last quarter forward by two.
-    for begin in range(1, 4, 2):
-        step = quarter if begin == 1 else -3 * quarter
+    run = run_of(runs, 0)
+    while run.number + run.count < rows:
+        following = run_of(runs, run.number + run.count)
+        # How much further rows are from their numbers there than before.
+        step = following.first - following.number - run.first + run.number
         moved_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
-            dst=moved_sb, data=number_sb, op0=nl.greater_equal, operand0=float(begin * quarter),
+            dst=moved_sb, data=number_sb, op0=nl.greater_equal, operand0=float(following.number),
             op1=nl.multiply, operand1=float(step),
         )  # fmt: skip
         row_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=row_sb, data1=slot_sb, data2=moved_sb, op=nl.add)
-        slot_sb = row_sb
+        slot_sb, run = row_sb, following
     return slot_sb
 
 
