@@ -138,6 +138,14 @@ def row_runs(tile_rows: int, from_both_sides: bool) -> list[RowRun]:
     ]
 
 
+def num_rows(runs: list[RowRun]) -> int:
+    """Return R, of `row_runs`."""
+    rows = 0
+    for run in runs:
+        rows = rows + run.count
+    return rows
+
+
 def run_of(runs: list[RowRun], number: int) -> RowRun:
     """Return the run that a number is in, of `row_runs`."""
     found = runs[0]

@@ -387,7 +387,7 @@ def slots_of(pairs: RankedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> nl
     return slot_sb
 
 
-def tell_lists(sums: TokenSums, tokens: TokenTiles, width: int, num_cores: int) -> list[nl.ndarray]:
+def tell_lists(sums: TokenSums, tokens: TokenTiles, width: int) -> list[nl.ndarray]:
     """Return the lists of this core, and those of the other one if there are two, which are on
     their way: [R, W + 1] float32, 1 plus the token at each place, 0 for none, which column W is.
 
@@ -395,10 +395,9 @@ def tell_lists(sums: TokenSums, tokens: TokenTiles, width: int, num_cores: int) 
         sums: to which all tokens of this core have been added.
         tokens: of this core.
         width: W.
-        num_cores: of the launch.
     """
     lists = [tell_tokens(sums, tokens, width)]
-    if num_cores > 1:
+    if nl.num_programs(0) > 1:
         lists.append(exchange(lists[0]))
     return lists
 

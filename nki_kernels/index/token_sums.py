@@ -14,7 +14,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import count_up
 from nki_kernels.common.token_tiles import TokenTiles
-from nki_kernels.common.visits import RowRun
+from nki_kernels.common.visits import RowRun, num_rows
 from nki_kernels.index.slot_inverse import (
     SPAN,
     add_pairs,
@@ -63,10 +63,7 @@ def start_tokens(
         width: columns of the inverse, at most GROUP.
         is_backwards: number n stands for number R - 1 - n.
     """
-    rows = 0
-    for run in runs:
-        rows = rows + run.count
-    tiles = max(1, tokens.count)
+    rows, tiles = num_rows(runs), max(1, tokens.count)
     number_sb = nl.ndarray((PARTITIONS, tiles), nl.int32, buffer=nl.sbuf)
     nisa.iota(dst=number_sb, pattern=[[1, tiles]], offset=1, channel_multiplier=tiles)
     values = value_tokens(number_sb, tokens.rows)

@@ -64,7 +64,7 @@ from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
-from nki_kernels.common.visits import RowRun, row_runs, run_of
+from nki_kernels.common.visits import RowRun, num_rows, row_runs, run_of
 from nki_kernels.index.kernel import lay_out_blocks, list_visits, store_slots
 from nki_kernels.index.slot_inverse import exchange, invert_weights
 from nki_kernels.index.token_lists import (
@@ -284,7 +284,7 @@ def _index_tokens(
     else:
         for group in range(1, groups):
             _add_group(sums, pairs, _tiles_of(pairs, group, count), rows)
-    told = tell_lists(sums, tokens, width, nl.num_programs(0))
+    told = tell_lists(sums, tokens, width)
     # The other core's lists are on their way.
     affinities_sb = _weigh(local, index, config, tokens)
     found = look_up_tokens(told, wanted)
@@ -301,9 +301,7 @@ def _index_tokens(
 
 def _rows_of(slot_sb: nl.NkiTensor, runs: list[RowRun]) -> nl.NkiTensor:
     """Return the rows of slots, counted through tiles, whose rows are numbered by runs."""
-    shape, rows = slot_sb.shape, 0
-    for run in runs:
-        rows = rows + run.count
+    shape, rows = slot_sb.shape, num_rows(runs)
     tile_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     divide_down(tile_sb, slot_sb, rows)
     number_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
@@ -414,7 +412,7 @@ def _fill_ids(
             tiles = slice(0, max(1, lists.tokens.count))
             _add_group(lists.sums, lists.pairs, tiles, config.experts.tile_rows)
             wanted = _keep_columns(lists.columns, lists.width)
-            told = tell_lists(lists.sums, lists.tokens, lists.width, nl.num_programs(0))
+            told = tell_lists(lists.sums, lists.tokens, lists.width)
             for more_sb in look_up_tokens(told, wanted):
                 nisa.tensor_tensor(dst=found[0], data1=found[0], data2=more_sb, op=nl.add)
 

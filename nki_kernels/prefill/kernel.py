@@ -168,10 +168,7 @@ def load_ahead(config: PrefillConfig, weights: WeightBuffers, x: Operands, lists
     nisa.tensor_copy(dst=expert, src=weights.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
     steps, parts = first_loads(config)
     for step in range(steps):
-        part, h_part = step // config.loop.h_parts, step % config.loop.h_parts
-        if h_part == 0:
-            load_beside(config, weights, x, share, expert, part, part)
-        load_gate_up(config, weights, x, share, expert, step, part, h_part)
+        _load_step_of(config, weights, x, share, expert, 0, step)
     for part in range(parts):
         load_down(config, weights, x, share, expert, part, part, 0)
     weights.is_loaded = True
@@ -367,10 +364,24 @@ def _load_step(
     config: PrefillConfig, b: Buffers, x: Operands, share: Share, s: int, step: int
 ) -> None:
     """Load a part of the gate and up weights, counted from the first one of visit s."""
+    steps = config.loop.in_parts * config.loop.h_parts
+    expert = b.expert[(s + step // steps) % 2]
+    _load_step_of(config, b, x, share, expert, s, step)
+
+
+def _load_step_of(
+    config: PrefillConfig,
+    b: Buffers,
+    x: Operands,
+    share: Share,
+    expert: nl.NkiTensor,
+    s: int,
+    step: int,
+) -> None:
+    """Do what `_load_step` does of an expert that is known."""
     loop = config.loop
     steps = loop.in_parts * loop.h_parts
     part, h_part = step % steps // loop.h_parts, step % loop.h_parts
-    expert = b.expert[(s + step // steps) % 2]
     if h_part == 0:
         beside = (s * loop.in_parts + step // loop.h_parts) % loop.weight_buffers
         load_beside(config, b, x, share, expert, beside, part)
