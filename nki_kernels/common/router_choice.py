@@ -256,7 +256,9 @@ def finish_weights(
         if formula.act_over_topk:
             nisa.tensor_scalar(dst=shifts_sb, data=best[:, :, 0], op0=nl.multiply, operand0=-1.0)
         each = shifts_sb.expand_dim(2).broadcast(2, weights.shape[2])
-        nisa.tensor_tensor(dst=weights, data1=best, data2=each, op=nl.add)
+        nisa.tensor_tensor(
+            dst=weights, data1=best, data2=each, op=nl.add, engine=nisa.engine.gpsimd
+        )
         nisa.activation(dst=weights, op=nl.exp, data=weights)
         if formula.act_over_topk:
             nisa.tensor_reduce(dst=sums_sb, op=nl.add, data=weights, axis=2)
@@ -274,7 +276,10 @@ def _divide(weights: nl.ndarray, sums_sb: nl.ndarray) -> None:
     """Divide the K weights of each token by its sum, which is overwritten."""
     nisa.reciprocal(dst=sums_sb, data=sums_sb)
     each = sums_sb.expand_dim(2).broadcast(2, weights.shape[2])
-    nisa.tensor_tensor(dst=weights, data1=weights, data2=each, op=nl.multiply)
+    # GpSimd, which has less to do.
+    nisa.tensor_tensor(
+        dst=weights, data1=weights, data2=each, op=nl.multiply, engine=nisa.engine.gpsimd
+    )
 
 
 def _scale(weights: nl.ndarray, formula: RouterFormula) -> None:

@@ -54,9 +54,7 @@ def count_columns(tokens: TokenTiles, dims: BlockDims) -> int:
 
 def rank_columns(tokens: TokenTiles, dims: BlockDims) -> int:
     """Return the columns that count a core's choices, in all and before each token; for lists."""
-    count = max(1, tokens.count)
-    before = sum(1 + min(tile, COUNT_BANKS) for tile in range(count))
-    return (count + before) * dims.num_experts
+    return (3 * max(1, tokens.count) + 1) * dims.num_experts
 
 
 def row_size(dims: BlockDims) -> int:

@@ -57,7 +57,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import PARTITIONS
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.tiles import compare_columns, identity, ones
@@ -71,7 +71,8 @@ from nki_kernels.common.visits import VisitDims, loops_of, sizes_of
 from nki_kernels.index.config import NO_VISITS, BlockDims
 from nki_kernels.index.memory import AT_ONCE, COUNT_BANKS, IndexTable, index_table, ranked_tiles
 from nki_kernels.index.slot_inverse import exchange, invert, store_flat
-from nki_kernels.index.visits import store_visits
+from nki_kernels.index.token_search import Meanwhile
+from nki_kernels.index.visits import KnownVisits, ListedTokens, store_visits
 
 
 @dataclass
@@ -121,7 +122,9 @@ def index_blocks(
         slot_of_pair_TK,
     )
     if visits.num_lanes > 0:
-        outputs = outputs + list_visits(placed.total_sb, placed.last_block_sb, visits, dims, [], [])
+        nothing = ListedTokens(0, [], Meanwhile([], []))
+        lists, _ = list_visits(placed.total_sb, placed.last_block_sb, visits, dims, nothing)
+        outputs = outputs + lists
     # Last, as the lists wait for counts only, and the tensor engine for nothing else.
     invert(token_of_slot, pair_of_slot, placed.slot_sb, tokens, top_k)
     return outputs
@@ -132,9 +135,8 @@ def list_visits(
     last_block_sb: nl.ndarray,
     visits: VisitDims,
     dims: BlockDims,
-    visit_columns: list[nl.ndarray],
-    sides: list[nl.ndarray],
-) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
+    listed: ListedTokens,
+) -> tuple[tuple[nl.ndarray, nl.ndarray, nl.ndarray], KnownVisits]:
     """Allocate and store the lists of visits; see `store_visits`."""
     lanes, length, largest = visits.num_lanes, visits.num_visits, visits.largest
     visit_expert_CV = nl.ndarray((lanes, length), nl.int32, buffer=nl.shared_hbm)
@@ -143,10 +145,8 @@ def list_visits(
     class_trips_1L = nl.ndarray((1, num_loops), nl.int32, buffer=nl.shared_hbm)
     lists = (visit_expert_CV, visit_tile_CVG, class_trips_1L)
     num_tiles = dims.num_blocks * dims.block_size // visits.tile_rows
-    store_visits(
-        lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, visit_columns, sides
-    )
-    return lists
+    known = store_visits(lists, total_sb, last_block_sb, visits, dims.block_size, num_tiles, listed)
+    return lists, known
 
 
 def place_pairs(
@@ -204,8 +204,7 @@ def _mark_choices(
     """Return [128, max(1, tiles), E] float8: 1 where the token chose the expert, else 0."""
     wanted_sb, chosen_sb = list_wanted(index_sb, table, top_k), allocate(table.chosen)[0]
     expert_sb = count_up(num_experts, nl.float32)
-    for tile in range(chosen_sb.shape[1]):
-        mark_tile(chosen_sb, wanted_sb, expert_sb, tile)
+    mark_tiles(chosen_sb, wanted_sb, expert_sb, slice(0, chosen_sb.shape[1]))
     return chosen_sb
 
 
@@ -219,18 +218,23 @@ def list_wanted(index_sb: nl.ndarray, table: IndexTable, top_k: int) -> nl.ndarr
     return wanted_sb
 
 
-def mark_tile(
-    chosen_sb: nl.ndarray, wanted_sb: nl.ndarray, expert_sb: nl.ndarray, tile: int
+def mark_tiles(
+    chosen_sb: nl.ndarray, wanted_sb: nl.ndarray, expert_sb: nl.ndarray, tiles: slice
 ) -> None:
-    """Write 1 where a token of a tile chose an expert, else 0; experts count up from 0."""
-    marked_sb = expert_sb
-    for first in range(0, wanted_sb.shape[2], AT_ONCE):
-        next_sb = nl.ndarray(expert_sb.shape, nl.float32, buffer=nl.sbuf)
-        wanted = wanted_sb[:, tile, first : first + AT_ONCE]
-        nisa.nc_match_replace8(dst=next_sb, data=marked_sb, vals=wanted, imm=-1.0)
-        marked_sb = next_sb
-    # -1 becomes 1, numbers of experts become 0; the Vector engine has more to do.
-    nisa.activation(dst=chosen_sb[:, tile, :], op=nl.relu, data=marked_sb, scale=-1.0)
+    """Write 1 where a token of some tiles chose an expert, else 0; experts count up from 0."""
+    num_experts = expert_sb.shape[1]
+    at_once = max(1, BANK_FLOATS // num_experts)
+    for first in range(tiles.start, tiles.stop, at_once):
+        stop = min(first + at_once, tiles.stop)
+        marked_sb = nl.ndarray((PARTITIONS, stop - first, num_experts), nl.float32, buffer=nl.sbuf)
+        for tile in range(first, stop):
+            source, marked = expert_sb, marked_sb[:, tile - first, :]
+            for choice in range(0, wanted_sb.shape[2], AT_ONCE):
+                wanted = wanted_sb[:, tile, choice : choice + AT_ONCE]
+                nisa.nc_match_replace8(dst=marked, data=source, vals=wanted, imm=-1.0)
+                source = marked
+        # -1 becomes 1, numbers of experts become 0; the Vector engine has more to do.
+        nisa.activation(dst=chosen_sb[:, first:stop, :], op=nl.relu, data=marked_sb, scale=-1.0)
 
 
 def _count_choices(
@@ -412,5 +416,5 @@ def count_up_tiles(
 def store_slots(slot_of_pair_TK: nl.ndarray, slot_sb: nl.ndarray, tokens: TokenTiles) -> None:
     """Store the slot of each pair as int32."""
     integer_sb = nl.ndarray(slot_sb.shape, nl.int32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=integer_sb, src=slot_sb)
+    nisa.tensor_copy(dst=integer_sb, src=slot_sb, engine=nisa.engine.scalar)
     store_per_token(slot_of_pair_TK, integer_sb, tokens)

@@ -12,6 +12,7 @@ from nki_kernels.common.token_tiles import TokenTiles, split_tokens
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.index.config import NO_VISITS, BlockDims
 from nki_kernels.index.slot_inverse import GROUP
+from nki_kernels.index.token_search import filled_tiles, num_copies
 from nki_kernels.index.visits import visit_bytes
 
 AT_ONCE = 8  # values per nc_match_replace8
@@ -68,13 +69,23 @@ def ranked_tiles(num_experts: int) -> int:
     return max(1, min(8, _RANKED_COLUMNS // (num_experts + 1)))
 
 
-def inverse_bytes(tokens: TokenTiles, top_k: int, dims: BlockDims, width: int) -> int:
-    """Return bytes per partition alive while a layer lists its tokens in W columns."""
-    table = index_table(tokens, top_k, dims)
-    # Beside digits, experts in two types, affinities, numbers, places and slots.
-    pairs = table.slots._replace(counted=7)
-    lists = table.inverse._replace(shape=(PARTITIONS, width + 1))
-    kept = (pairs, table.chosen, table.wanted, table.counts, table.digits, lists, table.one_hots)
+def listing_bytes(
+    tokens: TokenTiles, top_k: int, dims: BlockDims, width: int, visits: VisitDims
+) -> int:
+    """Return bytes per partition alive in a layer from when its visits are known, till it has
+    listed its tokens in W columns.
+    """
+    table, E = index_table(tokens, top_k, dims), dims.num_experts
+    # Experts in three types, affinities and what they are made of, numbers and slots.
+    pairs, of_experts = table.slots._replace(counted=10), table.counts._replace(counted=10)
+    groups, places = -(-E // PARTITIONS), width // E
+    inside = Tiles(0, (PARTITIONS, filled_tiles(tokens), PARTITIONS), nl.bfloat16, groups)
+    # Numbers, tokens, counts and parts of places, on as many partitions as there are experts.
+    each = -(-places // num_copies(E, places)) * visits.tile_rows
+    found = Tiles(0, (PARTITIONS, each), nl.float32, 6 * groups)
+    lists = Tiles(0, (PARTITIONS, width + 1), nl.float32, 2)
+    entries = Tiles(0, (PARTITIONS, visits.num_visits * visits.largest), nl.float32, 4)
+    kept = (pairs, table.chosen, of_experts, inside, found, lists, entries, table.one_hots)
     return table_bytes(kept) + _SMALL_TILES_BYTES
 
 

@@ -14,10 +14,12 @@ import nki.language as nl
 from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
 from nki_kernels.common.integers import count_up, divide_down
 from nki_kernels.common.token_tiles import TokenTiles
+from nki_kernels.index.token_search import Meanwhile, go_on
 
 GROUP = 2048  # columns of the inverse summed at once: half of PSUM, and exact in float16
 _DIGIT_BITS = 11  # of a float16 significand
 SPAN = 1 << _DIGIT_BITS  # float16 has all integers up to it, of either sign
+_BESIDE = 4  # pairs, in whose time GpSimd does what else goes on
 WEIGHT_TERMS = 3  # bfloat16 numbers that add up to any float32 one
 
 
@@ -41,7 +43,7 @@ def invert(
     digits = split_digits(number_sb, num_digits(last_pair))
     row_size = _row_size(pair_of_slot)
     for start in range(0, row_size, GROUP):
-        own_sb = _spread(digits, nl.float16, slot_sb, row_size, start)
+        own_sb = _spread(digits, nl.float16, slot_sb, row_size, start, Meanwhile([], []))
         pair_sb = nl.ndarray(own_sb.shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=pair_sb, data=_add_other(own_sb), op0=nl.add, operand0=-1.0)
         token_sb = nl.ndarray(own_sb.shape, nl.int32, buffer=nl.sbuf)
@@ -50,7 +52,9 @@ def invert(
         _store_share(token_of_slot, token_sb, row_size, start)
 
 
-def invert_weights(weight_of_slot: nl.ndarray, weights_sb: nl.ndarray, slot_sb: nl.ndarray) -> None:
+def invert_weights(
+    weight_of_slot: nl.ndarray, weights_sb: nl.ndarray, slot_sb: nl.ndarray, meanwhile: Meanwhile
+) -> None:
     """Store the weight of the pair in every slot, 0 for none; weights are [128, pairs] float32."""
     terms, rest_sb = [], weights_sb
     for _term in range(WEIGHT_TERMS):
@@ -64,7 +68,7 @@ def invert_weights(weight_of_slot: nl.ndarray, weights_sb: nl.ndarray, slot_sb: 
         rest_sb = less_sb
     row_size = _row_size(weight_of_slot)
     for start in range(0, row_size, GROUP):
-        own_sb = _spread(terms, nl.bfloat16, slot_sb, row_size, start)
+        own_sb = _spread(terms, nl.bfloat16, slot_sb, row_size, start, meanwhile)
         _store_share(weight_of_slot, _add_other(own_sb), row_size, start)
 
 
@@ -99,7 +103,12 @@ def split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
 
 
 def _spread(
-    terms: list[nl.ndarray], dtype: nl.DType, slot_sb: nl.ndarray, row_size: int, start: int
+    terms: list[nl.ndarray],
+    dtype: nl.DType,
+    slot_sb: nl.ndarray,
+    row_size: int,
+    start: int,
+    meanwhile: Meanwhile,
 ) -> nl.ndarray:
     """Return columns start.. of the inverse of this core's pairs, [128, width] float32.
 
@@ -110,6 +119,7 @@ def _spread(
         slot_sb: [128, pairs] float32, -1 for no expert.
         row_size: columns of the inverse.
         start: the first one wanted; GROUP at most are made.
+        meanwhile: what goes on beside.
     """
     width = min(GROUP, row_size - start)
     row_sb, here_sb = _split_slots(slot_sb, row_size, start)
@@ -121,6 +131,8 @@ def _spread(
         places = (row_sb[:, pair : pair + 1], here_sb[:, pair : pair + 1])
         values = columns_of_terms(terms, pair // shared)
         add_values(inverse_ps, values, dtype, places, (line_sb, numbers_sb), pair > 0)
+        if pair % _BESIDE == 0:
+            go_on(meanwhile)
     own_sb = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=own_sb, src=inverse_ps)
     return own_sb

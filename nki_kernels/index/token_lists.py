@@ -7,83 +7,60 @@ pair that is number n among its core's choices of an expert, by tiles of tokens,
     place = n // R, row tiles from the expert's first, or back from its last
     row   = that of number n % R, or R - 1 - n % R, of `row_runs`
 
-Column place * E + expert of a [R, W] tile tells who is there (token_sums.py), for W // E places:
+Column place * E + expert of a [R, W] tile tells who is there (token_search.py), for W // E places:
 twice what an expert gets where tokens choose alike. Places beyond them are the business of further
 passes, in a loop with a run-time trip count. The token of a slot is the sum of both cores' columns,
 as it has one at most; visits.py lists the columns of each visit.
-
-Where few pairs have an expert here, as on ranks that split the experts, those of a partition are
-pulled together first, the largest key of each pair eight at a time, so that one-hots are made of
-hardly more than these. Pairs beyond the columns they get are added in a loop, again in few columns.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import nki.isa as nisa
 import nki.language as nl
 
-from nki_kernels.common.chip import PARTITIONS
-from nki_kernels.common.integers import count_up, divide_down, divide_up
+from nki_kernels.common.chip import BANK_FLOATS, PARTITIONS
+from nki_kernels.common.integers import count_up, divide_up
 from nki_kernels.common.memory import allocate
 from nki_kernels.common.tiles import compare_columns, ones
 from nki_kernels.common.token_tiles import TokenTiles
-from nki_kernels.common.visits import RowRun
+from nki_kernels.common.visits import RowRun, num_rows
 from nki_kernels.index.config import BlockDims
 from nki_kernels.index.kernel import (
     count_up_tiles,
     keep_near,
     list_wanted,
     look_up_columns,
-    mark_tile,
+    mark_tiles,
 )
-from nki_kernels.index.memory import AT_ONCE, COUNT_BANKS, index_table, ranked_tiles
+from nki_kernels.index.memory import index_table, ranked_tiles
 from nki_kernels.index.slot_inverse import GROUP, exchange
-from nki_kernels.index.token_sums import (
-    TokenSums,
-    add_tokens,
-    num_token_terms,
-    start_tokens,
-    tell_tokens,
-    value_tokens,
+from nki_kernels.index.token_search import (
+    ChoiceCounts,
+    LookUp,
+    PlaceSearch,
+    count_ends,
+    count_inside,
+    list_found,
+    make_banks,
+    start_counts,
+    start_searches,
 )
 
 NOBODY = float(1 << 20)  # minus the number of a pair without an expert: its place is below all
-_FLOOR = 128  # columns that cost a matmul as much as fewer do, two to a sum
-# A pair's key: its expert, its number there, and its tile of tokens; 23 bits.
-_EXPERT, _NUMBER, _MOST_EXPERTS = 1 << 17, 1 << 5, 64
-_NO_KEY = -float(1 << 23)  # of no expert: a negative one, whose column is none
-MORE_NEAR = 2 * AT_ONCE  # columns of near pairs of a further trip
-_WORTH = 32  # columns of pairs less, that pay for pulling the others together
+_FLOOR = 128  # columns that cost as much as fewer do
 
 
 @dataclass
-class _Counts(nl.NKIObject):
-    """What running counts are made of; matrices are [128, 128] bfloat16."""
-
-    chosen_sb: nl.ndarray  # [128, tiles, E], 1 where a token chose an expert
-    lower_sb: nl.ndarray  # 1 where the row comes before the column
-    rest_sb: nl.ndarray  # 1 elsewhere
-    ones_sb: nl.ndarray
-    all_ps: nl.ndarray  # [128, E] float32, choices of all tiles so far
-    banks: list[nl.ndarray]  # [128, E] float32 in PSUM
-
-
-@dataclass
-class RankedPairs(nl.NKIObject):
-    """The choices of a core's tokens, [128, pairs], as far as groups of tiles have been ranked."""
+class MarkedPairs(nl.NKIObject):
+    """Who chose whom, as far as groups of tiles of a core's tokens have been marked."""
 
     group: int  # tiles of tokens
-    expert_sb: nl.ndarray  # uint32, E for none
-    look_sb: nl.ndarray  # uint32, of the tiles of a group side by side, E + 1 columns each
-    number_sb: nl.ndarray  # float32, among the core's choices of the expert; -NOBODY for none
-    row_sb: nl.ndarray  # float32
-    column_sb: nl.ndarray  # float32
+    index_sb: nl.ndarray  # [128, pairs] int32, experts; what is none is near them
     wanted_sb: nl.ndarray  # [128, tiles, K filled up] float32
     names_sb: nl.ndarray  # [128, E] float32, 0, 1, ...
-    counts: _Counts
+    chosen_sb: nl.ndarray  # [128, tiles, E], 1 where a token chose an expert
 
 
 def list_width(tokens: TokenTiles, top_k: int, dims: BlockDims, share: float, rows: int) -> int:
@@ -97,34 +74,15 @@ def list_width(tokens: TokenTiles, top_k: int, dims: BlockDims, share: float, ro
         rows: R.
     """
     expected = tokens.rows * top_k * share
-    places = max(-(-int(2 * expected) // rows), _FLOOR // dims.num_experts)
+    places = max(1, -(-int(2 * expected) // rows), _FLOOR // dims.num_experts)
     most = max(1, -(-tokens.rows // rows))
     return min(places, most, GROUP // dims.num_experts) * dims.num_experts
 
 
-def near_columns(tokens: TokenTiles, top_k: int, num_experts: int, share: float) -> int:
-    """Return the columns of pairs that are added to the lists at once: of all pairs, or of those
-    that are pulled together.
-
-    Args:
-        tokens: of a core.
-        top_k: K.
-        num_experts: E.
-        share: of all experts that are here.
-    """
-    every = max(1, tokens.count) * top_k
-    if num_experts > _MOST_EXPERTS or num_token_terms(tokens.rows) > 1:
-        return every
-    expected = every * share
-    # Four deviations where tokens choose alike.
-    near = -(-int(expected + 4.0 * math.sqrt(expected)) // AT_ONCE) * AT_ONCE
-    return near if near + _WORTH <= every else every
-
-
-def start_ranks(
+def start_marks(
     index_sb: nl.ndarray, tokens: TokenTiles, dims: BlockDims, top_k: int
-) -> RankedPairs:
-    """Return the pairs of this core, of which none has been ranked.
+) -> MarkedPairs:
+    """Return the pairs of this core, of which none has been marked.
 
     Args:
         index_sb: as of `place_pairs`.
@@ -134,243 +92,169 @@ def start_ranks(
     """
     keep_near(index_sb, dims.num_experts)
     table, E = index_table(tokens, top_k, dims), dims.num_experts
-    wanted_sb, chosen_sb = list_wanted(index_sb, table, top_k), allocate(table.chosen)[0]
-    names_sb, expert_sb = count_up(E, nl.float32), look_up_columns(index_sb, E)
-    count, group = chosen_sb.shape[1], ranked_tiles(E)
-    look_sb = nl.ndarray(expert_sb.shape, nl.uint32, buffer=nl.sbuf)
-    count_up_tiles(look_sb, expert_sb, count, E + 1, group)
-    ones_sb = ones(nl.bfloat16)
-    lower_sb = compare_columns(ones_sb, nl.greater)
-    rest_sb = compare_columns(ones_sb, nl.less_equal)
-    all_ps = nl.ndarray((PARTITIONS, E), nl.float32, buffer=nl.psum)
-    counts = _Counts(chosen_sb, lower_sb, rest_sb, ones_sb, all_ps, [])
-    for _bank in range(min(COUNT_BANKS, count)):
-        counts.banks.append(nl.ndarray((PARTITIONS, E), nl.float32, buffer=nl.psum))
-    number_sb, row_sb, column_sb = allocate(table.slots._replace(number=3))
-    return RankedPairs(
-        group, expert_sb, look_sb, number_sb, row_sb, column_sb, wanted_sb, names_sb, counts
-    )
+    wanted_sb, names_sb = list_wanted(index_sb, table, top_k), count_up(E, nl.float32)
+    chosen_sb = allocate(table.chosen)[0]
+    return MarkedPairs(ranked_tiles(E), index_sb, wanted_sb, names_sb, chosen_sb)
 
 
-def mark_group(pairs: RankedPairs, tiles: slice) -> None:
-    """Mark who chose whom, before `rank_group`."""
-    for tile in range(tiles.start, tiles.stop):
-        mark_tile(pairs.counts.chosen_sb, pairs.wanted_sb, pairs.names_sb, tile)
+def tiles_of(pairs: MarkedPairs) -> list[slice]:
+    """Return the tiles of tokens of each group."""
+    groups, count = [], pairs.chosen_sb.shape[1]
+    for first in range(0, count, pairs.group):
+        groups.append(slice(first, min(first + pairs.group, count)))
+    return groups
 
 
-def count_group(pairs: RankedPairs, tiles: slice) -> nl.ndarray:
-    """Return how many earlier tokens of the core chose what a marked group of tiles chooses from,
-    [128, tiles, E + 1] float32, where column E is for no choice; groups one after the other.
-    """
-    counts, E = pairs.counts, pairs.names_sb.shape[1]
-    before_sb = nl.ndarray(
-        (PARTITIONS, tiles.stop - tiles.start, E + 1), nl.float32, buffer=nl.sbuf
-    )
-    nisa.memset(dst=before_sb[:, :, E], value=-NOBODY, engine=nisa.engine.gpsimd)
-    for tile in range(tiles.start, tiles.stop):
-        _count_before(before_sb[:, tile - tiles.start, 0:E], counts, tile)
-        nisa.nc_matmul(
-            dst=counts.all_ps, stationary=counts.ones_sb, moving=counts.chosen_sb[:, tile, :],
-            accumulate=tile > 0,
-        )  # fmt: skip
-    return before_sb
-
-
-def rank_group(pairs: RankedPairs, tiles: slice, before_sb: nl.ndarray) -> None:
-    """Write the numbers of the pairs of a group of tiles; `before_sb` of `count_group`."""
-    columns = columns_of(pairs, tiles)
-    flat_sb = before_sb.reshape((PARTITIONS, before_sb.shape[1] * before_sb.shape[2]))
-    number = pairs.number_sb[:, columns]
-    nisa.nc_n_gather(dst=number, data=flat_sb, indices=pairs.look_sb[:, columns])
-
-
-def place_group(pairs: RankedPairs, tiles: slice, rows: int) -> None:
-    """Write rows and columns of the pairs of a group of tiles, which have numbers; R rows."""
-    columns, E = columns_of(pairs, tiles), pairs.names_sb.shape[1]
-    number = pairs.number_sb[:, columns]
-    place_sb = nl.ndarray(number.shape, nl.int32, buffer=nl.sbuf)
-    divide_down(place_sb, number, rows)
-    nisa.scalar_tensor_tensor(
-        dst=pairs.row_sb[:, columns], data=place_sb, op0=nl.multiply, operand0=-float(rows),
-        op1=nl.add, operand1=number,
-    )  # fmt: skip
-    nisa.scalar_tensor_tensor(
-        dst=pairs.column_sb[:, columns], data=place_sb, op0=nl.multiply, operand0=float(E),
-        op1=nl.add, operand1=pairs.expert_sb[:, columns],
-    )  # fmt: skip
-
-
-def columns_of(pairs: RankedPairs, tiles: slice) -> slice:
-    """Return the columns of pairs that belong to some tiles of tokens."""
-    top_k = pairs.number_sb.shape[1] // pairs.counts.chosen_sb.shape[1]
-    return slice(tiles.start * top_k, tiles.stop * top_k)
-
-
-def count_choices(pairs: RankedPairs) -> nl.ndarray:
-    """Return how many of this core's tokens chose each expert, [128, E] float32, alike on all
-    partitions, once all groups are counted.
-    """
-    own_sb = nl.ndarray(pairs.counts.all_ps.shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=own_sb, src=pairs.counts.all_ps)
-    return own_sb
-
-
-def _count_before(before: nl.ndarray, counts: _Counts, tile: int) -> None:
-    """Write how many earlier tokens of the core chose each expert, [128, E].
-
-    Sums of the tensor engine; of some banks in turn, so that none waits for the copy of another.
-    """
-    bank_ps, last = counts.banks[tile % len(counts.banks)], tile - COUNT_BANKS
-    parts = [(counts.rest_sb, last)] if last >= 0 else []
-    for earlier in range(max(0, last + 1), tile):
-        parts.append((counts.ones_sb, earlier))
-    parts.append((counts.lower_sb, tile))
-    for number in range(len(parts)):
-        stationary, earlier = parts[number]
-        nisa.nc_matmul(
-            dst=bank_ps, stationary=stationary, moving=counts.chosen_sb[:, earlier, :],
-            accumulate=last >= 0 or number > 0,
-        )  # fmt: skip
-    nisa.tensor_copy(dst=before, src=bank_ps, engine=nisa.engine.scalar)
-
-
-def start_lists(tokens: TokenTiles, runs: list[RowRun], width: int) -> TokenSums:
-    """Return sums of this core's lists [R, W], to which nothing has been added; `runs` are those of
-    the rows (`row_runs`).
-    """
-    return start_tokens(tokens, runs, width, nl.program_id(0) > 0)
-
-
-def add_to_lists(sums: TokenSums, pairs: RankedPairs, tiles: slice) -> None:
-    """Add some tiles of tokens to the lists, those of tile 0 first."""
-    columns, starts = columns_of(pairs, tiles), tiles.start == 0
-    row, column = pairs.row_sb[:, columns], pairs.column_sb[:, columns]
-    add_tokens(sums, row, column, tiles, sums.values, not starts)
+def mark_group(pairs: MarkedPairs, tiles: slice) -> None:
+    """Mark who chose whom."""
+    mark_tiles(pairs.chosen_sb, pairs.wanted_sb, pairs.names_sb, tiles)
 
 
 @dataclass
-class NearPairs(nl.NKIObject):
-    """Pairs with an expert here, pulled together on their partitions."""
+class TokenLists(nl.NKIObject):
+    """The tokens of each expert of a core, [R, W], before they are told.
 
-    key_sb: nl.ndarray  # [128, pairs] float32, keys of all pairs but the found ones; < 0 for none
-    found_sb: nl.ndarray  # [128, columns] float32, those of the largest keys
-    rest_ps: nl.ndarray  # [1, 128] float32, how many more there are of each partition
+    Matrices are [128, 128] bfloat16.
+    """
 
-
-def pull_together(pairs: RankedPairs, columns: int) -> NearPairs:
-    """Find the pairs with the largest keys, once all have numbers."""
-    tiles = pairs.counts.chosen_sb.shape[1]
-    tile_sb = count_up(tiles, nl.int32)
-    key_sb = nl.ndarray(pairs.number_sb.shape, nl.float32, buffer=nl.sbuf)
-    shape = (tiles, key_sb.shape[1] // tiles)
-    nisa.scalar_tensor_tensor(
-        dst=key_sb.reshape_dim(1, shape), data=pairs.number_sb.reshape_dim(1, shape),
-        op0=nl.multiply, operand0=float(_NUMBER), op1=nl.add,
-        operand1=tile_sb.expand_dim(2).broadcast(2, shape[1]),
-    )  # fmt: skip
-    nisa.scalar_tensor_tensor(
-        dst=key_sb, data=pairs.expert_sb, op0=nl.multiply, operand0=float(_EXPERT), op1=nl.add,
-        operand1=key_sb,
-    )  # fmt: skip
-    found_sb = _take_largest(key_sb, columns)
-    left_sb = nl.ndarray(key_sb.shape, nl.bfloat16, buffer=nl.sbuf)
-    rest_sb = nl.ndarray((PARTITIONS, 1), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar_reduce(
-        dst=left_sb, data=key_sb, op0=nl.greater_equal, operand0=0.0, reduce_op=nl.add,
-        reduce_res=rest_sb,
-    )  # fmt: skip
-    rest_ps = nl.ndarray((1, PARTITIONS), nl.float32, buffer=nl.psum)
-    nisa.nc_transpose(dst=rest_ps, data=rest_sb)
-    return NearPairs(key_sb, found_sb, rest_ps)
+    tokens: TokenTiles
+    runs: list[RowRun]  # of rows
+    width: int  # W
+    num_experts: int  # E
+    ones_sb: nl.ndarray
+    before_sb: nl.ndarray  # 1 where the row comes before the column
+    until_sb: nl.ndarray  # likewise, and where they are the same
+    all_ps: nl.ndarray  # [128, E] float32, choices of all tiles so far
+    counts: list[ChoiceCounts]
+    searches: list[PlaceSearch]
 
 
-def add_near(
-    sums: TokenSums, near: NearPairs, tokens: TokenTiles, num_experts: int, rows: int
-) -> None:
-    """Add the pairs that have been pulled together to the lists, which they start; the others, of
-    partitions that have more, in a loop.
+def start_lists(tokens: TokenTiles, runs: list[RowRun], width: int, num_experts: int) -> TokenLists:
+    """Return the lists of this core, of which nothing is known.
 
     Args:
-        sums: to which nothing has been added.
-        near: of all pairs of this core.
         tokens: of this core.
+        runs: numbers of the R rows, of `row_runs`.
+        width: W, of `list_width`.
         num_experts: E.
-        rows: R.
     """
-    most_sb = nl.ndarray((1, 1), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=near.rest_ps, axis=1)
-    trips_sb = nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf)
-    divide_up(trips_sb, most_sb, MORE_NEAR)
-    _add_found(sums, near.found_sb, tokens, num_experts, rows, False)
-    trips = nisa.register_alloc()
-    nisa.register_load(trips, trips_sb)
-
-    def add_more(_trip: int) -> None:
-        found_sb = _take_largest(near.key_sb, MORE_NEAR)
-        _add_found(sums, found_sb, tokens, num_experts, rows, True)
-
-    nl.fori_loop(0, trips, add_more)
+    ones_sb = ones(nl.bfloat16)
+    before_sb = compare_columns(ones_sb, nl.greater)
+    until_sb = compare_columns(ones_sb, nl.greater_equal)
+    all_ps = nl.ndarray((PARTITIONS, num_experts), nl.float32, buffer=nl.psum)
+    places, searches = width // num_experts, []
+    counts, banks = start_counts(tokens, num_experts, places), make_banks()
+    for part in counts:
+        searches.extend(start_searches(tokens, part, banks, runs, places, nl.program_id(0) > 0))
+    return TokenLists(
+        tokens, runs, width, num_experts, ones_sb, before_sb, until_sb, all_ps, counts, searches
+    )
 
 
-def _take_largest(key_sb: nl.ndarray, columns: int) -> nl.ndarray:
-    """Return the largest keys of each partition, [128, columns]; no key stays in their places."""
-    found_sb = nl.ndarray((PARTITIONS, columns), nl.float32, buffer=nl.sbuf)
-    for first in range(0, columns, AT_ONCE):
-        found = found_sb[:, first : first + AT_ONCE]
-        nisa.max8(dst=found, src=key_sb)
-        nisa.nc_match_replace8(dst=key_sb, data=key_sb, vals=found, imm=_NO_KEY)
-    return found_sb
+def count_group(lists: TokenLists, pairs: MarkedPairs, tiles: slice) -> None:
+    """Count the choices of a marked group of tiles; groups one after the other."""
+    for tile in range(tiles.start, tiles.stop):
+        nisa.nc_matmul(
+            dst=lists.all_ps, stationary=lists.ones_sb, moving=pairs.chosen_sb[:, tile, :],
+            accumulate=tile > 0,
+        )  # fmt: skip
+    for part in lists.counts:
+        count_inside(part, pairs.chosen_sb, lists.until_sb, tiles)
 
 
-def _add_found(
-    sums: TokenSums,
-    found_sb: nl.ndarray,
-    tokens: TokenTiles,
-    num_experts: int,
-    rows: int,
-    accumulate: bool,
-) -> None:
-    """Add the pairs of some keys to the lists; powers of two divide keys exactly."""
-    shape = found_sb.shape
-    kept_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=kept_sb, data=found_sb, op0=nl.maximum, operand0=_NO_KEY)
-    rest_sb, tile_sb = _split_keys(kept_sb, _NUMBER)
-    expert_sb, number_sb = _split_keys(rest_sb, _EXPERT // _NUMBER)
-    place_sb, row_sb = _split_keys(number_sb, rows)
-    column_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=column_sb, data=place_sb, op0=nl.multiply, operand0=float(num_experts), op1=nl.add,
-        operand1=expert_sb,
-    )  # fmt: skip
-    first_sb = nl.ndarray((PARTITIONS, 1), nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=first_sb, pattern=[[1, 1]], offset=1, channel_multiplier=max(1, tokens.count))
-    token_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=token_sb, data=tile_sb, op0=nl.add, operand0=first_sb)
-    values = value_tokens(token_sb, tokens.rows)
-    add_tokens(sums, row_sb, column_sb, slice(0, shape[1]), values, accumulate)
+def count_choices(lists: TokenLists) -> nl.ndarray:
+    """Return how many of this core's tokens chose each expert, [128, E] float32, alike on all
+    partitions, once all groups are counted.
+    """
+    own_sb = nl.ndarray(lists.all_ps.shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=own_sb, src=lists.all_ps)
+    return own_sb
 
 
-def _split_keys(data: nl.ndarray, divisor: int) -> tuple[nl.ndarray, nl.ndarray]:
-    """Return quotients, int32, and remainders, float32."""
-    quotient_sb = nl.ndarray(data.shape, nl.int32, buffer=nl.sbuf)
-    divide_down(quotient_sb, data, divisor)
-    rest_sb = nl.ndarray(data.shape, nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=rest_sb, data=quotient_sb, op0=nl.multiply, operand0=-float(divisor), op1=nl.add,
-        operand1=data,
-    )  # fmt: skip
-    return quotient_sb, rest_sb
+def find_tokens(lists: TokenLists) -> None:
+    """Get ready to look for the tokens at all places, once all groups are counted."""
+    for part in lists.counts:
+        count_ends(part)
 
 
-def slots_of(pairs: RankedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> nl.ndarray:
+@dataclass
+class NumberedPairs(nl.NKIObject):
+    """Pairs of a core, [128, pairs], once what numbers them has been looked up."""
+
+    expert_sb: nl.ndarray  # uint32, E for none
+    number_sb: nl.ndarray  # float32, among the core's choices of the expert; -NOBODY for none
+    look_ups: list[LookUp]
+
+
+def number_pairs(lists: TokenLists, pairs: MarkedPairs) -> NumberedPairs:
+    """Return the pairs with what is to be looked up for them, once all are counted."""
+    chosen_sb, E = pairs.chosen_sb, lists.num_experts
+    expert_sb = look_up_columns(pairs.index_sb, E)
+    look_sb = nl.ndarray(expert_sb.shape, nl.uint32, buffer=nl.sbuf)
+    count_up_tiles(look_sb, expert_sb, chosen_sb.shape[1], E + 1, pairs.group)
+    number_sb = nl.ndarray(expert_sb.shape, nl.float32, buffer=nl.sbuf)
+    of_tile_sb = _count_tiles(lists, chosen_sb.shape[1])
+    top_k, look_ups = expert_sb.shape[1] // chosen_sb.shape[1], []
+    for tiles in tiles_of(pairs):
+        flat_sb = _count_before(lists, of_tile_sb, chosen_sb, tiles)
+        columns = slice(tiles.start * top_k, tiles.stop * top_k)
+        look_ups.append(LookUp(number_sb[:, columns], flat_sb, look_sb[:, columns]))
+    return NumberedPairs(expert_sb, number_sb, look_ups)
+
+
+def _count_tiles(lists: TokenLists, tiles: int) -> nl.ndarray:
+    """Return how many tokens of each tile chose each expert, [tiles, E] bfloat16."""
+    of_tile_sb = nl.ndarray((tiles, lists.num_experts), nl.bfloat16, buffer=nl.sbuf)
+    for part in lists.counts:
+        turned_ps = nl.ndarray((tiles, part.experts), nl.bfloat16, buffer=nl.psum)
+        inside = part.inside_sb[0 : part.experts, 0:tiles, PARTITIONS - 1]
+        nisa.nc_transpose(dst=turned_ps, data=inside)
+        nisa.tensor_copy(
+            dst=of_tile_sb[:, part.first : part.first + part.experts], src=turned_ps,
+            engine=nisa.engine.scalar,
+        )  # fmt: skip
+    return of_tile_sb
+
+
+def _count_before(
+    lists: TokenLists, of_tile_sb: nl.ndarray, chosen_sb: nl.ndarray, tiles: slice
+) -> nl.ndarray:
+    """Return how many earlier tokens of the core chose each expert, for each token of a group of
+    tiles, [128, tiles * (E + 1)] float32; a tile's last column is for no choice.
+    """
+    E, count, every = chosen_sb.shape[2], tiles.stop - tiles.start, of_tile_sb.shape[0]
+    before_sb = nl.ndarray((PARTITIONS, count, E + 1), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=before_sb[:, :, E], value=-NOBODY, engine=nisa.engine.gpsimd)
+    at_once = max(1, BANK_FLOATS // E)
+    for first in range(0, count, at_once):
+        number = min(at_once, count - first)
+        bank_ps = nl.ndarray((PARTITIONS, number, E), nl.float32, buffer=nl.psum)
+        for each in range(number):
+            tile = tiles.start + first + each
+            nisa.nc_matmul(
+                dst=bank_ps[:, each, :], stationary=lists.before_sb, moving=chosen_sb[:, tile, :],
+                accumulate=False,
+            )  # fmt: skip
+            earlier = lists.before_sb[0:every, tile : tile + 1].broadcast(1, PARTITIONS)
+            nisa.nc_matmul(
+                dst=bank_ps[:, each, :], stationary=earlier, moving=of_tile_sb, accumulate=True
+            )
+        nisa.tensor_copy(
+            dst=before_sb[:, first : first + number, 0:E], src=bank_ps, engine=nisa.engine.scalar
+        )
+    return before_sb.reshape((PARTITIONS, count * (E + 1)))
+
+
+def slots_of(pairs: NumberedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> nl.ndarray:
     """Return the slot of each pair, [128, pairs] float32, -1 for no expert.
 
     Args:
-        pairs: of this core.
+        pairs: whose numbers have been looked up.
         start_sb: [128, E] float32, first slot of each expert.
         end_sb: likewise, the slot behind its last row tile.
     """
     is_backwards = nl.program_id(0) > 0
+    expert_sb, number_sb = pairs.expert_sb, pairs.number_sb
     E = start_sb.shape[1]
     first_sb = nl.ndarray((PARTITIONS, E + 1), nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=first_sb[:, E : E + 1], value=-1.0 - NOBODY if is_backwards else NOBODY - 1.0)
@@ -378,32 +262,67 @@ def slots_of(pairs: RankedPairs, start_sb: nl.ndarray, end_sb: nl.ndarray) -> nl
         nisa.tensor_scalar(dst=first_sb[:, 0:E], data=end_sb, op0=nl.add, operand0=-1.0)
     else:
         nisa.tensor_copy(dst=first_sb[:, 0:E], src=start_sb)
-    slot_sb = nl.ndarray(pairs.number_sb.shape, nl.float32, buffer=nl.sbuf)
-    nisa.nc_n_gather(dst=slot_sb, data=first_sb, indices=pairs.expert_sb)
+    slot_sb = nl.ndarray(number_sb.shape, nl.float32, buffer=nl.sbuf)
+    nisa.nc_n_gather(dst=slot_sb, data=first_sb, indices=expert_sb)
     nisa.tensor_tensor(
-        dst=slot_sb, data1=slot_sb, data2=pairs.number_sb,
+        dst=slot_sb, data1=slot_sb, data2=number_sb,
         op=nl.subtract if is_backwards else nl.add, engine=nisa.engine.gpsimd,
     )  # fmt: skip
     return slot_sb
 
 
-def tell_lists(sums: TokenSums, tokens: TokenTiles, width: int) -> list[nl.ndarray]:
+def tell_lists(lists: TokenLists) -> list[nl.ndarray]:
     """Return the lists of this core, and those of the other one if there are two, which are on
-    their way: [R, W + 1] float32, 1 plus the token at each place, 0 for none, which column W is.
+    their way: [R, W + 1] uint16, 1 plus the token at each place, 0 for none, which column W is.
+    """
+    rows, width = num_rows(lists.runs), lists.width
+    own_sb = nl.ndarray((rows, width + 1), nl.uint16, buffer=nl.sbuf)
+    nisa.memset(dst=own_sb[:, width : width + 1], value=0, engine=nisa.engine.gpsimd)
+    for search in lists.searches:
+        list_found(own_sb, search, lists.num_experts, rows)
+    told = [own_sb]
+    if nl.num_programs(0) > 1:
+        told.append(exchange(own_sb))
+    return told
+
+
+def spread_columns(
+    columns_sb: nl.ndarray, identity_sb: nl.ndarray, shape: tuple[int, int], width: int
+) -> nl.ndarray:
+    """Return columns of row tiles on all rows of the lists, uint32: those beyond as the last, W.
 
     Args:
-        sums: to which all tokens of this core have been added.
-        tokens: of this core.
+        columns_sb: [128, J] float32, those of the entries one after the other.
+        identity_sb: [128, 128] float16, which has all numbers up to W.
+        shape: R rows, and the entries.
         width: W.
     """
-    lists = [tell_tokens(sums, tokens, width)]
-    if nl.num_programs(0) > 1:
-        lists.append(exchange(lists[0]))
-    return lists
+    rows, entries = shape
+    J = columns_sb.shape[1]
+    kept_sb = nl.ndarray(columns_sb.shape, nl.float16, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=kept_sb, data=columns_sb, op0=nl.minimum, operand0=float(width))
+    spread_sb = nl.ndarray(shape, nl.uint32, buffer=nl.sbuf)
+    partitions, at_once = -(-entries // J), max(1, BANK_FLOATS // J)
+    for first in range(0, partitions, at_once):
+        count = min(at_once, partitions - first)
+        spread_ps = nl.ndarray((rows, count, J), nl.float32, buffer=nl.psum)
+        for column in range(J):
+            nisa.nc_matmul(
+                dst=spread_ps[:, :, column],
+                stationary=kept_sb[:, column : column + 1].broadcast(1, rows),
+                moving=identity_sb[:, first : first + count], accumulate=False,
+            )  # fmt: skip
+        stop = min((first + count) * J, entries)
+        flat_ps = spread_ps.reshape((rows, count * J))
+        nisa.tensor_copy(
+            dst=spread_sb[:, first * J : stop], src=flat_ps[:, 0 : stop - first * J],
+            engine=nisa.engine.scalar,
+        )  # fmt: skip
+    return spread_sb
 
 
 def look_up_tokens(lists: list[nl.ndarray], columns: list[nl.ndarray]) -> list[nl.ndarray]:
-    """Return tiles [R, entries] float32 that add up to 1 plus the token of a slot, 0 for none.
+    """Return tiles [R, entries] uint16 that add up to 1 plus the token of a slot, 0 for none.
 
     Args:
         lists: of `tell_lists`.
@@ -411,7 +330,7 @@ def look_up_tokens(lists: list[nl.ndarray], columns: list[nl.ndarray]) -> list[n
     """
     found = []
     for number in range(len(columns)):
-        found_sb = nl.ndarray(columns[number].shape, nl.float32, buffer=nl.sbuf)
+        found_sb = nl.ndarray(columns[number].shape, lists[number].dtype, buffer=nl.sbuf)
         nisa.nc_n_gather(dst=found_sb, data=lists[number], indices=columns[number])
         found.append(found_sb)
     return found

@@ -32,6 +32,7 @@ import nki.language as nl
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
 from nki_kernels.common.visits import VisitDims, no_tile, sizes_of
+from nki_kernels.index.token_search import Meanwhile, go_on
 
 _FAR = float(1 << 22)  # a step that does not exist; twice it is still exact
 
@@ -51,6 +52,37 @@ class _Runs(nl.NKIObject):
 
     ends: nl.NkiTensor
     tile: nl.NkiTensor
+
+
+@dataclass
+class ListedTokens(nl.NKIObject):
+    """What a layer that lists the tokens of its experts on chip asks for; empty for who does not.
+
+    Attributes:
+        lists: of tokens (token_lists.py): the first one from the front, the second one from the
+            back of an expert's row tiles.
+        sides: where an expert's row tiles fill up from both sides and that between them is to be
+            visited last, [128, E] float32 tokens of the front and of the back; else empty.
+        meanwhile: what goes on between the short instructions that list visits.
+    """
+
+    lists: int
+    sides: list[nl.NkiTensor]
+    meanwhile: Meanwhile
+
+
+@dataclass
+class KnownVisits(nl.NKIObject):
+    """What a core that lists tokens knows of the visits of its lane on chip.
+
+    Attributes:
+        expert: [1, 1] int32, of the first one; E for none.
+        columns: where each row tile lies in each list of tokens, beyond all for none; [128, J]
+            float32, those of a lane's [V, G] one after the other, J on a partition.
+    """
+
+    expert: nl.NkiTensor
+    columns: list[nl.NkiTensor]
 
 
 @dataclass
@@ -79,9 +111,8 @@ def store_visits(
     visits: VisitDims,
     block_size: int,
     num_tiles: int,
-    visit_columns: list[nl.ndarray],
-    sides: list[nl.ndarray],
-) -> None:
+    listed: ListedTokens,
+) -> KnownVisits:
     """Store the lists of visits.
 
     Args:
@@ -91,25 +122,31 @@ def store_visits(
         visits: how visits are made.
         block_size: B.
         num_tiles: row tiles in all.
-        visit_columns: where each tile lies in the lists of tokens of each core (token_lists.py), a
-            [C, V, G] int32 tensor in HBM for each, beyond all for none; empty if nobody asks.
-        sides: where an expert's row tiles fill up from both sides and that between them is to be
-            visited last, [128, E] float32 tokens of the front and of the back; else empty.
+        listed: what is asked for besides.
     """
     core, num_cores = nl.program_id(0), nl.num_programs(0)
     visit_expert, visit_tile, class_trips = lists
     num_experts = tokens_sb.shape[1]
-    runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size, sides)
+    meanwhile = listed.meanwhile
+    runs = _group_tiles(tokens_sb, last_block_sb, visits, block_size, listed)
+    go_on(meanwhile)
     ends = runs.ends[:, 1 : 1 + _num_positions(visits) * num_experts]
     loops = _lay_out_loops(ends, visits, num_experts)
+    go_on(meanwhile)
     if core == 0:
         nisa.dma_copy(dst=class_trips, src=loops.trips[0:1, :])
     columns = (visits.num_visits + PARTITIONS - 1) // PARTITIONS
+    known = KnownVisits(nl.ndarray((1, 1), nl.int32, buffer=nl.sbuf), [])
     for lane in range(visits.num_lanes):
-        if lane % num_cores == core:
+        is_stored = lane % num_cores == core
+        if is_stored or (listed.lists > 0 and visits.num_lanes == 1):
             visit_sb = _number_visits(loops, visits, lane, columns)
+            go_on(meanwhile)
             run_sb = _find(ends, visit_sb)
             expert_sb, of_run = _split_runs(run_sb, visits, num_experts)
+            if listed.lists > 0:
+                nisa.tensor_copy(dst=known.expert, src=expert_sb[0:1, 0:1])
+            go_on(meanwhile)
             # On its way while tiles are placed.
             before_sb = expert_sb
             if visits.reload_after > 0:
@@ -119,19 +156,18 @@ def store_visits(
             )
             index_sb = _new(columns, nl.uint32)
             nisa.tensor_copy(dst=index_sb, src=expert_sb)
-            if len(sides) > 0:
+            if len(listed.sides) > 0:
                 _visit_last(runs, tile_sb, index_sb)
-            for number in range(len(visit_columns)):
-                column_sb = _place_columns(
-                    runs, index_sb, tile_sb, expert_sb, number > 0, num_tiles
+            for number in range(listed.lists):
+                known.columns.append(
+                    _place_columns(runs, index_sb, tile_sb, expert_sb, number > 0, num_tiles)
                 )
-                _store_lane(
-                    visit_columns[number], column_sb, lane, visits.num_visits, visits.largest
-                )
-            if visits.reload_after > 0:
-                _forget_repeated(expert_sb, before_sb, num_experts)
-            _store_lane(visit_expert, expert_sb, lane, visits.num_visits, 1)
-            _store_lane(visit_tile, tile_sb, lane, visits.num_visits, visits.largest)
+            if is_stored:
+                if visits.reload_after > 0:
+                    _forget_repeated(expert_sb, before_sb, num_experts)
+                _store_lane(visit_expert, expert_sb, lane, visits.num_visits, 1)
+                _store_lane(visit_tile, tile_sb, lane, visits.num_visits, visits.largest)
+    return known
 
 
 def visit_bytes(visits: VisitDims, num_experts: int) -> int:
@@ -139,6 +175,12 @@ def visit_bytes(visits: VisitDims, num_experts: int) -> int:
     columns = -(-visits.num_visits // PARTITIONS)
     runs = 6 * _num_positions(visits) * num_experts + 12 * num_experts
     return 4 * (runs + (24 + 3 * visits.largest) * columns)
+
+
+def spread_entries(visits: VisitDims) -> int:
+    """Return the entries of a lane's lists of row tiles, filled up to whole partitions."""
+    each = -(-visits.num_visits // PARTITIONS) * visits.largest
+    return -(-visits.num_visits * visits.largest // each) * each
 
 
 def _num_positions(visits: VisitDims) -> int:
@@ -156,10 +198,10 @@ def _group_tiles(
     last_block_sb: nl.ndarray,
     visits: VisitDims,
     block_size: int,
-    sides: list[nl.ndarray],
+    listed: ListedTokens,
 ) -> _Runs:
     """Return the visits of each size and expert, as `_group` of common.visits does."""
-    E, G = tokens_sb.shape[1], visits.largest
+    E, G, sides = tokens_sb.shape[1], visits.largest, listed.sides
     blocks_sb, tiles_sb, count_sb = _new(E, nl.int32), _new(E, nl.int32), _new(E, nl.int32)
     divide_up(blocks_sb, tokens_sb, block_size)
     divide_up(tiles_sb, tokens_sb, visits.tile_rows)
@@ -180,6 +222,7 @@ def _group_tiles(
     _combine_scaled(full, even_sb, nl.add, -1, nl.add, full)
     _combine_scaled(tile_sb[:, E : 2 * E], full, nl.multiply, G, nl.add, first)
     _add(tile_sb[:, 2 * E : 3 * E], first, tiles_sb)
+    go_on(listed.meanwhile)
     behind = tile_sb[:, 3 * E : 4 * E]
     nisa.memset(dst=tile_sb[:, 3 * E : 4 * E + 1], value=0.0, engine=nisa.engine.vector)
     if len(sides) > 0:
@@ -192,6 +235,7 @@ def _group_tiles(
         nisa.tensor_scalar(
             dst=visits_sb[:, run], data=lacking_sb, op0=nl.equal, operand0=float(less)
         )
+    go_on(listed.meanwhile)
     if visits.tells_short:
         # Tiles that the last visit lacks: all that are not spread, or one of these.
         _combine_scaled(lacking_sb, spread_sb, nl.minimum, 1, nl.add, lacking_sb)
@@ -199,7 +243,9 @@ def _group_tiles(
             short_sb = _find_between(behind, tiles_sb, sides, visits.tile_rows)
         else:
             short_sb = _find_short(tiles_sb, tokens_sb, visits.tile_rows)
+        go_on(listed.meanwhile)
         _move_short(visits_sb, short_sb, lacking_sb, visits)
+    go_on(listed.meanwhile)
     ends_sb = _new(P * E + 1, nl.float32)
     nisa.memset(dst=ends_sb[:, 0:1], value=0.0, engine=nisa.engine.vector)
     # A running sum: no count is negative, so that the maximum changes nothing.

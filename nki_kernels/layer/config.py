@@ -10,11 +10,11 @@ from nki.language import NKIObject
 from nki_kernels.combine import CombineDims, check_combine, check_combined_ranks
 from nki_kernels.common.chip import PARTITIONS, SBUF_BYTES
 from nki_kernels.common.formula import ExpertFormula
-from nki_kernels.common.token_tiles import TokenTiles, split_tokens
+from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import VisitDims, VisitLists
 from nki_kernels.index import BlockDims, check_index_blocks
-from nki_kernels.index.memory import inverse_bytes
-from nki_kernels.index.token_lists import list_width, near_columns
+from nki_kernels.index.memory import listing_bytes
+from nki_kernels.index.token_lists import list_width
 from nki_kernels.prefill import (
     Expected,
     ExpertSizes,
@@ -32,7 +32,6 @@ from nki_kernels.prefill.config import num_partials
 from nki_kernels.prefill.memory import weight_bytes
 from nki_kernels.route import RouterConfig, check_router_topk
 
-LONG_INVERSE = 32  # columns of pairs that take about as long to list as first weights to load
 _WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row to a token
 
 
@@ -92,17 +91,16 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
 def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     """Whether each core asks for its first weights while its tokens are listed.
 
-    They must fit SBUF beside the lists, and come before the first rows are asked for, which would
-    wait for them; where cores split the hidden axis they wait for its barriers.
+    They must fit SBUF beside the lists; where cores split the hidden axis they wait for its
+    barriers.
     """
     experts, top_k = config.experts, config.router.formula.top_k
     if experts.shard.splits_h:
         return False
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
-    if tokens.count * top_k < LONG_INVERSE:
-        return False
-    inverse = inverse_bytes(tokens, top_k, config.dims, places_width(config, num_cores))
-    return inverse + weight_bytes(experts) <= SBUF_BYTES
+    width = places_width(config, num_cores)
+    listing = listing_bytes(tokens, top_k, config.dims, width, config.visits)
+    return listing + weight_bytes(experts) <= SBUF_BYTES
 
 
 def places_width(config: PrefillLayerConfig, num_cores: int) -> int:
@@ -111,13 +109,6 @@ def places_width(config: PrefillLayerConfig, num_cores: int) -> int:
     tokens = split_tokens(config.experts.num_tokens, 0, num_cores)
     share = 1.0 / router.num_experts
     return list_width(tokens, router.formula.top_k, config.dims, share, config.experts.tile_rows)
-
-
-def listed_columns(config: PrefillLayerConfig, tokens: TokenTiles) -> int:
-    """Return the columns of pairs that a core lists at once; see `near_columns`."""
-    router, num_experts = config.router, config.dims.num_experts
-    share = num_experts / router.num_experts
-    return near_columns(tokens, router.formula.top_k, num_experts, share)
 
 
 def _check_shared(config: PrefillLayerConfig) -> None:

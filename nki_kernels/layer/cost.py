@@ -11,11 +11,10 @@ from nki_kernels.common.token_tiles import split_tokens
 from nki_kernels.common.visits import Ints, VisitLists
 from nki_kernels.index.cost import rank_columns, row_size, visit_list_bytes
 from nki_kernels.index.slot_inverse import WEIGHT_TERMS
-from nki_kernels.index.token_lists import MORE_NEAR
-from nki_kernels.index.token_sums import token_columns
+from nki_kernels.index.token_search import search_columns
+from nki_kernels.index.visits import spread_entries
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
-    listed_columns,
     places_width,
     shared_visits,
 )
@@ -34,7 +33,6 @@ def cost_prefill_layer(
     residual_bytes: int = 2,
     num_whole: int | None = None,
     num_passes: int = 1,
-    num_more: int = 0,
 ) -> KernelCost:
     """Count bytes and columns of a launch; equal to those of its trace.
 
@@ -46,7 +44,6 @@ def cost_prefill_layer(
         num_whole: tokens that are numbers, which shared experts compute, the first ones; all by
             default.
         num_passes: over the pairs, to list the tokens of an expert that many choose.
-        num_more: trips of each core over pairs that have not been pulled together.
 
     Raises:
         ValueError: as of `cost_blockwise_moe`.
@@ -61,7 +58,7 @@ def cost_prefill_layer(
     if config.out.has_residual:
         beside += num_tokens * H * residual_bytes
     stages = (
-        _front_cost(config, num_passes, num_more),
+        _front_cost(config, num_passes),
         cost_blockwise_moe(experts, lists, slots, has_ids=True), output,
         KernelCost(beside, 0, 0), _shared_cost(config, num_whole),
     )  # fmt: skip
@@ -83,29 +80,24 @@ def _shared_cost(config: PrefillLayerConfig, num_whole: int | None) -> KernelCos
     return cost_blockwise_moe(shared, shared_visits(shared), tokens) + added
 
 
-def _front_cost(config: PrefillLayerConfig, num_passes: int, num_more: int) -> KernelCost:
+def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
     """Return the work up to the experts; choices stay on chip unless they are returned."""
     top_k, cores = config.router.formula.top_k, config.experts.num_cores
     num_tokens, visits = config.experts.num_tokens, config.visits
     kept = 0 if config.returns_routing else num_tokens * top_k * _WORD_BYTES
     # What broken tokens add, and the slots of pairs.
     written = num_tokens * (1 + int(config.out.has_gate) + top_k) * _WORD_BYTES - kept
-    entries = visits.num_visits * visits.largest * _WORD_BYTES
-    written += cores * visits.num_lanes * entries
     scales = config.experts.scaling == "pre"
     if scales:  # of slots, and ones
         num_slots = config.dims.num_blocks * config.dims.block_size
         written += (num_slots + num_tokens * top_k) * _WORD_BYTES
-    read = cores * cores * config.experts.tile_rows * entries
-    width, columns = places_width(config, cores), 0
+    read, width, columns = 0, places_width(config, cores), 0
     for core in range(cores):
         tokens = split_tokens(num_tokens, core, cores)
         read += PARTITIONS * _WORD_BYTES if tokens.count else 0
-        pairs, listed = max(1, tokens.count) * top_k, listed_columns(config, tokens)
-        # How many pairs are left of each partition is turned once.
-        columns += PARTITIONS if listed < pairs else 0
-        listed += num_more * MORE_NEAR + (num_passes - 1) * pairs
-        columns += listed * token_columns(tokens.rows, width)
+        columns += search_columns(tokens, config.dims.num_experts, width, num_passes)
+        columns += num_passes * cores * spread_entries(visits)
+        pairs = max(1, tokens.count) * top_k
         columns += pairs * WEIGHT_TERMS * row_size(config.dims) if scales else 0
         columns += rank_columns(tokens, config.dims)
     index = KernelCost(read, written + visit_list_bytes(config.visits), columns)

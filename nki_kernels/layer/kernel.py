@@ -63,32 +63,37 @@ import nki.language as nl
 from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
+from nki_kernels.common.tiles import identity
 from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
 from nki_kernels.common.visits import RowRun, num_rows, row_runs, run_of
 from nki_kernels.index.kernel import lay_out_blocks, list_visits, store_slots
 from nki_kernels.index.slot_inverse import exchange, invert_weights
 from nki_kernels.index.token_lists import (
     NOBODY,
-    RankedPairs,
-    add_near,
-    add_to_lists,
+    TokenLists,
     count_choices,
     count_group,
+    find_tokens,
     look_up_tokens,
     mark_group,
     more_passes,
-    place_group,
-    pull_together,
-    rank_group,
+    number_pairs,
     slots_of,
+    spread_columns,
     start_lists,
-    start_ranks,
+    start_marks,
     tell_lists,
+    tiles_of,
 )
-from nki_kernels.index.token_sums import TokenSums
+from nki_kernels.index.token_search import (
+    Meanwhile,
+    finish_searches,
+    go_on,
+    look_up_rest,
+)
+from nki_kernels.index.visits import KnownVisits, ListedTokens
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
-    listed_columns,
     loads_ahead,
     num_shared_slots,
     places_width,
@@ -98,6 +103,7 @@ from nki_kernels.prefill.buffers import (
     Operands,
     WeightBuffers,
     keep_ids,
+    load_experts,
     make_buffers,
     make_id_table,
     make_weight_buffers,
@@ -119,7 +125,6 @@ class LayerIndex(nl.NKIObject):
     """What experts and sum need of the routing, in HBM."""
 
     visits: tuple[nl.NkiTensor, nl.NkiTensor, nl.NkiTensor]
-    visit_columns: list[nl.NkiTensor]  # of each core's lists of tokens, [C, V, G] int32
     slot_of_pair_TK: nl.NkiTensor  # int32, -1 for no expert here
     affinities_TK: nl.NkiTensor  # float32, 0 of broken tokens
     weights_TK: nl.NkiTensor  # float32, of the sum: affinities, or ones where inputs are scaled
@@ -139,17 +144,6 @@ class LocalPairs(nl.NKIObject):
     index_sb: nl.NkiTensor
     is_whole_sb: nl.NkiTensor  # [128, max(1, tiles)] uint32, 0 of broken tokens
     routed: Any  # RoutedTiles, None if there is no token
-
-
-@dataclass
-class TokenLists(nl.NKIObject):
-    """The tokens of each expert of a core, [R, W], and who is looked up in them."""
-
-    sums: TokenSums
-    pairs: RankedPairs
-    tokens: TokenTiles
-    columns: list[nl.NkiTensor]  # of `_load_columns`
-    width: int  # W
 
 
 @nki.jit
@@ -243,56 +237,56 @@ def _index_tokens(
 
     Weights of the first visit are asked for as soon as it is known, if they fit beside the lists.
     """
-    num_tokens, top_k = x.hidden_TH.shape[0], config.router.formula.top_k
-    tokens = split_tokens(num_tokens, nl.program_id(0), nl.num_programs(0))
+    top_k, dims = config.router.formula.top_k, config.dims
+    tokens = split_tokens(x.hidden_TH.shape[0], nl.program_id(0), nl.num_programs(0))
     id_table = make_id_table(config.experts)
-    rows, width = config.experts.tile_rows, places_width(config, nl.num_programs(0))
     local = _route(x, first_expert, config, tokens)
-    pairs = start_ranks(local.index_sb, tokens, config.dims, top_k)
-    count = max(1, tokens.count)
-    groups = -(-count // pairs.group)
-    for group in range(groups):
-        tiles = _tiles_of(pairs, group, count)
-        mark_group(pairs, tiles)
-        rank_group(pairs, tiles, count_group(pairs, tiles))
-    own_sb = count_choices(pairs)
+    runs = row_runs(config.experts.tile_rows, config.visits.tells_short)
+    pairs = start_marks(local.index_sb, tokens, dims, top_k)
+    groups = tiles_of(pairs)
+    mark_group(pairs, groups[0])
+    lists = start_lists(tokens, runs, places_width(config, nl.num_programs(0)), dims.num_experts)
+    # Engines work in order: a group is counted when the next one is marked.
+    for number in range(1, len(groups)):
+        mark_group(pairs, groups[number])
+        count_group(lists, pairs, groups[number - 1])
+    count_group(lists, pairs, groups[len(groups) - 1])
+    own_sb = count_choices(lists)
     other_sb = exchange(own_sb)
-    # Engines work in order: the other core's counts are on their way.
-    runs = row_runs(rows, config.visits.tells_short)
-    sums = start_lists(tokens, runs, width)
-    near_columns = listed_columns(config, tokens)
-    is_near = near_columns < count * top_k
-    if is_near:
-        near = pull_together(pairs, near_columns)
-    else:
-        _add_group(sums, pairs, _tiles_of(pairs, 0, count), rows)
-    slot_sb = _place(index, pairs, own_sb, other_sb, config)
-    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
-    nisa.core_barrier(index.visits[2], _BOTH)
-    columns = _load_columns(index, rows, config)
-    if config.router.has_norm:
-        nisa.core_barrier(x.normed_TH, _BOTH)
+    # The other core's counts are on their way.
+    find_tokens(lists)
+    meanwhile = Meanwhile(lists.searches, [])
+    go_on(meanwhile)
+    numbered = number_pairs(lists, pairs)
+    meanwhile.look_ups = numbered.look_ups
+    go_on(meanwhile)
+    ends, known = _list_visits(index, meanwhile, own_sb, other_sb, config)
     is_early = loads_ahead(config, nl.num_programs(0))
     if is_early:
         weights = make_weight_buffers(config.experts)
-        load_ahead(config.experts, weights, experts, _lists_of(index, config))
-    lists = TokenLists(sums, pairs, tokens, columns, width)
-    passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
-    wanted = _keep_columns(columns, width)
-    if is_near:
-        add_near(sums, near, tokens, config.dims.num_experts, rows)
-    else:
-        for group in range(1, groups):
-            _add_group(sums, pairs, _tiles_of(pairs, group, count), rows)
-    told = tell_lists(sums, tokens, width)
-    # The other core's lists are on their way.
+        load_ahead(config.experts, weights, experts, known.expert)
+    go_on(meanwhile)
+    # The Vector engine waits for a long gather.
     affinities_sb = _weigh(local, index, config, tokens)
-    found = look_up_tokens(told, wanted)
-    _fill_ids(id_table, found, lists, passes_sb, config)
+    passes_sb = more_passes(own_sb, other_sb, lists_room(lists, config))
+    look_up_rest(meanwhile)
+    slot_sb = slots_of(numbered, ends[0], ends[1])
     if config.experts.scaling == "pre":
-        if config.visits.tells_short:
-            slot_sb = _rows_of(slot_sb, runs)
-        invert_weights(index.slot_scale, affinities_sb, slot_sb)
+        scaled_sb = _rows_of(slot_sb, runs) if config.visits.tells_short else slot_sb
+        invert_weights(index.slot_scale, affinities_sb, scaled_sb, meanwhile)
+    finish_searches(lists.searches)
+    told = tell_lists(lists)
+    # The other core's lists are on their way.
+    identity_sb = identity(nl.float16)
+    wanted = _wanted_columns(lists, known, identity_sb, config)
+    nisa.core_barrier(index.visits[2], _BOTH)
+    if config.router.has_norm:
+        nisa.core_barrier(x.normed_TH, _BOTH)
+    if is_early:
+        load_experts(config.experts, weights, _lists_of(index, config))
+    found = look_up_tokens(told, wanted)
+    _fill_ids(id_table, found, lists, known, identity_sb, passes_sb, config)
+    store_slots(index.slot_of_pair_TK, slot_sb, tokens)
     if not is_early:
         weights = make_weight_buffers(config.experts)
     weights.id_tables.append(id_table)
@@ -325,25 +319,16 @@ def _rows_of(slot_sb: nl.NkiTensor, runs: list[RowRun]) -> nl.NkiTensor:
     return slot_sb
 
 
-def _add_group(sums: TokenSums, pairs: RankedPairs, tiles: slice, rows: int) -> None:
-    """Add a group of tiles, which is ranked, to the lists."""
-    place_group(pairs, tiles, rows)
-    add_to_lists(sums, pairs, tiles)
-
-
-def _tiles_of(pairs: RankedPairs, group: int, count: int) -> slice:
-    """Return the tiles of tokens of a group."""
-    return slice(group * pairs.group, min((group + 1) * pairs.group, count))
-
-
-def _place(
+def _list_visits(
     index: LayerIndex,
-    pairs: RankedPairs,
+    meanwhile: Meanwhile,
     own_sb: nl.NkiTensor,
     other_sb: nl.NkiTensor,
     config: PrefillLayerConfig,
-) -> nl.NkiTensor:
-    """List the visits, now that both cores' choices are counted; return the slots of the pairs."""
+) -> tuple[tuple[nl.NkiTensor, nl.NkiTensor], KnownVisits]:
+    """List the visits, now that both cores' choices are counted; return the first slot of each
+    expert and the one behind its last row tile, and what is known of the visits.
+    """
     dims, rows = config.dims, config.experts.tile_rows
     shape = other_sb.shape
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
@@ -357,9 +342,10 @@ def _place(
         sides = [own_sb, other_sb]
         if nl.program_id(0) > 0:
             sides = [other_sb, own_sb]
-    index.visits = list_visits(
-        total_sb, last_block_sb, config.visits, dims, index.visit_columns, sides
-    )
+    index.visits, known = list_visits(
+        total_sb, last_block_sb, config.visits, dims,
+        ListedTokens(nl.num_programs(0), sides, meanwhile),
+    )  # fmt: skip
     tiles_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     divide_up(tiles_sb, total_sb, rows)
     end_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
@@ -367,23 +353,7 @@ def _place(
         dst=end_sb, data=tiles_sb, op0=nl.multiply, operand0=float(rows), op1=nl.add,
         operand1=start_sb,
     )  # fmt: skip
-    return slots_of(pairs, start_sb, end_sb)
-
-
-def _load_columns(index: LayerIndex, rows: int, config: PrefillLayerConfig) -> list[nl.NkiTensor]:
-    """Return columns of this core's lists of tokens for all entries of its lists of visits, then
-    of the other core's if there is one, [R, V * G] int32 each.
-    """
-    core, lane, columns = nl.program_id(0), lane_of(config.experts), []
-    entries = config.visits.num_visits * config.visits.largest
-    for number in range(nl.num_programs(0)):
-        column_sb = nl.ndarray((rows, entries), nl.int32, buffer=nl.sbuf)
-        listed = index.visit_columns[core if number == 0 else 1 - core]
-        nisa.dma_copy(
-            dst=column_sb, src=listed.ap([[0, rows], [1, entries]], offset=lane * entries)
-        )
-        columns.append(column_sb)
-    return columns
+    return (start_sb, end_sb), known
 
 
 def lists_room(lists: TokenLists, config: PrefillLayerConfig) -> int:
@@ -396,6 +366,8 @@ def _fill_ids(
     id_table: nl.NkiTensor,
     found: list[nl.NkiTensor],
     lists: TokenLists,
+    known: KnownVisits,
+    identity_sb: nl.NkiTensor,
     passes_sb: nl.NkiTensor,
     config: PrefillLayerConfig,
 ) -> None:
@@ -403,52 +375,63 @@ def _fill_ids(
     others find.
     """
     rows, entries = found[0].shape
-    if lists_room(lists, config) < lists.tokens.rows:
+    # The same on both cores: the first one has most tokens.
+    most = split_tokens(config.experts.num_tokens, 0, nl.num_programs(0)).rows
+    if lists_room(lists, config) < most:
         trips = nisa.register_alloc()
         nisa.register_load(trips, passes_sb)
 
         def next_pass(_trip: int) -> None:
-            _pass_columns(lists, config)
-            tiles = slice(0, max(1, lists.tokens.count))
-            _add_group(lists.sums, lists.pairs, tiles, config.experts.tile_rows)
-            wanted = _keep_columns(lists.columns, lists.width)
-            told = tell_lists(lists.sums, lists.tokens, lists.width)
+            _next_places(lists, known, config)
+            finish_searches(lists.searches)
+            wanted = _wanted_columns(lists, known, identity_sb, config)
+            told = tell_lists(lists)
             for more_sb in look_up_tokens(told, wanted):
                 nisa.tensor_tensor(dst=found[0], data1=found[0], data2=more_sb, op=nl.add)
 
         nl.fori_loop(0, trips, next_pass)
     flat_sb = id_table.reshape((rows, entries))
-    if len(found) > 1:
-        nisa.scalar_tensor_tensor(
-            dst=flat_sb, data=found[0], op0=nl.add, operand0=-1.0, op1=nl.add, operand1=found[1]
-        )
-    else:
-        nisa.tensor_scalar(dst=flat_sb, data=found[0], op0=nl.add, operand0=-1.0)
+    # Those of the first two visits are waited for.
+    soon = min(entries, 2 * config.visits.largest)
+    for some in (slice(0, soon), slice(soon, entries)):
+        if some.start == some.stop:
+            continue
+        if len(found) > 1:
+            nisa.scalar_tensor_tensor(
+                dst=flat_sb[:, some], data=found[0][:, some], op0=nl.add, operand0=-1.0,
+                op1=nl.add, operand1=found[1][:, some],
+            )  # fmt: skip
+        else:
+            nisa.tensor_scalar(
+                dst=flat_sb[:, some], data=found[0][:, some], op0=nl.add, operand0=-1.0
+            )
     keep_ids(config.experts, flat_sb)
 
 
-def _keep_columns(columns: list[nl.NkiTensor], width: int) -> list[nl.NkiTensor]:
-    """Return columns as they are looked up, uint32: those beyond as the last one, W."""
-    kept = []
-    for column_sb in columns:
-        last_sb = nl.ndarray((column_sb.shape[0], 1), nl.int32, buffer=nl.sbuf)
-        nisa.memset(dst=last_sb, value=width, engine=nisa.engine.gpsimd)
-        kept_sb = nl.ndarray(column_sb.shape, nl.uint32, buffer=nl.sbuf)
-        nisa.tensor_tensor(
-            dst=kept_sb, data1=column_sb, data2=last_sb.broadcast(1, column_sb.shape[1]),
-            op=nl.minimum, engine=nisa.engine.gpsimd,
-        )  # fmt: skip
-        kept.append(kept_sb)
-    return kept
+def _wanted_columns(
+    lists: TokenLists, known: KnownVisits, identity_sb: nl.NkiTensor, config: PrefillLayerConfig
+) -> list[nl.NkiTensor]:
+    """Return the columns of this core's list for all entries of its visits, then of the other
+    core's if there is one, [R, V * G] uint32 each.
+    """
+    shape = (config.experts.tile_rows, config.visits.num_visits * config.visits.largest)
+    first, wanted = nl.program_id(0), []
+    for number in range(len(known.columns)):
+        columns_sb = known.columns[first if number == 0 else 1 - first]
+        wanted.append(spread_columns(columns_sb, identity_sb, shape, lists.width))
+    return wanted
 
 
-def _pass_columns(lists: TokenLists, config: PrefillLayerConfig) -> None:
-    """Count from the next pass on; columns of earlier passes lie beyond all."""
-    number_sb = lists.pairs.number_sb
-    nisa.tensor_scalar(
-        dst=number_sb, data=number_sb, op0=nl.add, operand0=-float(lists_room(lists, config))
-    )
-    for column_sb in lists.columns:
+def _next_places(lists: TokenLists, known: KnownVisits, config: PrefillLayerConfig) -> None:
+    """Let lists and columns begin behind the places of a pass; those of earlier passes lie beyond
+    all columns.
+    """
+    room = float(lists_room(lists, config))
+    for search in lists.searches:
+        number_sb = search.number_sb
+        nisa.tensor_scalar(dst=number_sb, data=number_sb, op0=nl.add, operand0=room)
+        search.step = 0
+    for column_sb in known.columns:
         nisa.tensor_scalar(dst=column_sb, data=column_sb, op0=nl.add, operand0=-float(lists.width))
         earlier_sb = nl.ndarray(column_sb.shape, nl.int32, buffer=nl.sbuf)
         nisa.tensor_scalar(
@@ -460,10 +443,6 @@ def _pass_columns(lists: TokenLists, config: PrefillLayerConfig) -> None:
 
 def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> LayerIndex:
     """Allocate what does not depend on the lists of visits."""
-    visits, visit_columns = config.visits, []
-    shape = (visits.num_lanes, visits.num_visits, visits.largest)
-    for _core in range(nl.num_programs(0)):
-        visit_columns.append(nl.ndarray(shape, nl.int32, buffer=nl.shared_hbm))
     slot_of_pair_TK = nl.ndarray((num_tokens, top_k), nl.int32, buffer=nl.shared_hbm)
     affinities_TK = nl.ndarray((num_tokens, top_k), nl.float32, buffer=nl.shared_hbm)
     spoils_T1 = nl.ndarray((num_tokens, 1), nl.float32, buffer=nl.shared_hbm)
@@ -481,7 +460,7 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
     if config.out.has_shared:
         shared_tokens = nl.ndarray((num_shared_slots(config), 1), nl.int32, buffer=nl.shared_hbm)
     return LayerIndex(
-        listed, visit_columns, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
+        listed, slot_of_pair_TK, affinities_TK, weights_TK, slot_scale, spoils_T1,
         gates_T1, index_TK, shared_tokens,
     )  # fmt: skip
 

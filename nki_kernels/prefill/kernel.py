@@ -63,7 +63,6 @@ from nki_kernels.prefill.buffers import (
     fill_first,
     fill_later,
     fill_rest,
-    load_experts,
     load_late_scales,
     look_ahead,
     look_at_expert,
@@ -160,12 +159,13 @@ def lane_of(config: PrefillConfig) -> int:
     return 0 if config.shard.num_lanes == 1 else nl.program_id(0)
 
 
-def load_ahead(config: PrefillConfig, weights: WeightBuffers, x: Operands, lists: Lists) -> None:
-    """Ask for what visit 0 loads of its expert, before `compute_visits`; one lane a core."""
+def load_ahead(
+    config: PrefillConfig, weights: WeightBuffers, x: Operands, expert: nl.NkiTensor
+) -> None:
+    """Ask for what visit 0 loads of its expert, [1, 1] int32, before `compute_visits`; one lane a
+    core. Experts of all visits are left to `load_experts`.
+    """
     share = share_of(config, nl.program_id(0))
-    load_experts(config, weights, lists)
-    expert = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=expert, src=weights.expert_table[0:1, 0:1], engine=nisa.engine.gpsimd)
     steps, parts = first_loads(config)
     for step in range(steps):
         _load_step_of(config, weights, x, share, expert, 0, step)

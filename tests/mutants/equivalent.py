@@ -372,12 +372,6 @@ EQUIVALENT = (
         "the counter still changes",
     ),
     Equivalent(
-        "nki_kernels/index/token_sums.py",
-        "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 1), op1=nl.add,",
-        "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 2), op1=nl.add,",
-        "bfloat16 rounds 6143 to 6144",
-    ),
-    Equivalent(
         "neuron_moe/backends/chosen_experts.py",
         "padded = functional.pad(rows_nk.unsqueeze(1), (0, 0, 0, FEWEST_ROWS - 1)).unbind()",
         "padded = functional.pad(rows_nk.unsqueeze(1), (0, 0, 0, FEWEST_ROWS + 1)).unbind()",
@@ -448,12 +442,6 @@ EQUIVALENT = (
         "self._materialise()",
         "pass",
         "few boxes are compared sooner; a mask says the same",
-    ),
-    Equivalent(
-        "nki_kernels/index/token_sums.py",
-        "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART - 1), op1=nl.add,",
-        "dst=weight_sb, data=is_right_sb, op0=nl.multiply, operand0=float(_APART + 1), op1=nl.add,",
-        "bfloat16 rounds 6146 to 6144",
     ),
     Equivalent(
         "nki_sim/machine/trips.py",

@@ -10,7 +10,6 @@ import nki_sim
 from neuron_moe.blocks import build_block_mapping, num_blocks
 from nki_kernels.common.integers import divide_down
 from nki_kernels.common.token_tiles import load_per_token, split_tokens
-from nki_kernels.common.visits import row_runs
 from nki_kernels.index import (
     BlockDims,
     check_index_blocks,
@@ -20,8 +19,8 @@ from nki_kernels.index import (
 )
 from nki_kernels.index.check import MOST
 from nki_kernels.index.memory import sbuf_bytes
-from nki_kernels.index.slot_inverse import exchange, invert_weights, store_flat
-from nki_kernels.index.token_sums import add_tokens, start_tokens, tell_tokens, token_columns
+from nki_kernels.index.slot_inverse import invert_weights, store_flat
+from nki_kernels.index.token_search import Meanwhile
 from nki_kernels.index.visits import _store_lane
 from nki_sim import SimOptions, TensorSpec, isa
 from nki_sim.language import api as nl
@@ -119,62 +118,6 @@ def test_numbers_of_many_tokens_are_exact_in_16_bits(tokens: int, num_cores: int
     assert_equal_to_torch(index, dims, run.outputs)
 
 
-def tokens_of(row_TK: Any, column_TK: Any, rows: int, width: int, at_once: int) -> Any:
-    """List tokens at rows and columns that somebody gave to their pairs, some tiles at a time."""
-    listed = nl.ndarray((rows, width), nl.float32, buffer=nl.shared_hbm)
-    core = nl.program_id(0)
-    tokens = split_tokens(row_TK.shape[0], core, nl.num_programs(0))
-    top_k = row_TK.shape[1]
-    places = []
-    for values_TK in (row_TK, column_TK):
-        value_sb = nl.ndarray((128, tokens.count * top_k), nl.float32, buffer=nl.sbuf)
-        isa.memset(dst=value_sb, value=-1.0)
-        load_per_token(value_sb, values_TK, tokens)
-        places.append(value_sb)
-    sums = start_tokens(tokens, row_runs(rows, False), width, core > 0)
-    for first in range(0, tokens.count, at_once):
-        tiles = slice(first, min(first + at_once, tokens.count))
-        pairs = slice(tiles.start * top_k, tiles.stop * top_k)
-        add_tokens(sums, places[0][:, pairs], places[1][:, pairs], tiles, sums.values, first > 0)
-    own_sb = tell_tokens(sums, tokens, width)
-    both_sb = nl.ndarray(own_sb.shape, nl.float32, buffer=nl.sbuf)
-    isa.tensor_tensor(dst=both_sb, data1=own_sb, data2=exchange(own_sb), op=nl.add)
-    if core == 0:
-        isa.dma_copy(dst=listed, src=both_sb[:, 0:width])
-    return listed
-
-
-def run_tokens(slot_TK: Any, rows: int, width: int, num_cores: int, at_once: int) -> nki_sim.Run:
-    """Run `tokens_of` with places row + rows * column, -1 for none."""
-    row_TK, column_TK = slot_TK % rows, slot_TK // rows
-    second = split_tokens(len(slot_TK), 1, num_cores).first if num_cores > 1 else len(slot_TK)
-    row_TK[second:] = rows - 1 - row_TK[second:]  # which counts from the back
-    arrays = (row_TK.astype(np.float32), column_TK.astype(np.float32))
-    return nki_sim.run(tokens_of, *arrays, rows, width, at_once, lnc=num_cores)
-
-
-def listed_tokens(slot_TK: Any, rows: int, width: int) -> Any:
-    """Return what `tokens_of` should."""
-    wanted = np.zeros(rows * width, np.float32)
-    token, choice = np.nonzero(slot_TK >= 0)
-    wanted[slot_TK[token, choice]] = token + 1
-    return wanted.reshape(width, rows).T
-
-
-@pytest.mark.parametrize("width", [64, 67])  # even and odd
-@pytest.mark.parametrize("T", [300, 4096, 4097])  # one term of either sign, two terms
-def test_columns_that_share_a_sum_are_told_apart(T: int, width: int) -> None:
-    slots = np.random.default_rng(T).permutation(128 * width)[:T]
-    half = (width + 1) // 2
-    # Those of the largest values of either sign share a sum.
-    for row, (left, right) in enumerate(((0, T - 1), (T - 1, 0), (0, 1), (T - 1, T - 2))):
-        for token, column in ((left, 0), (right, half)):
-            other = np.flatnonzero(slots == row + 128 * column)
-            slots[other], slots[token] = slots[token], row + 128 * column
-    run = run_tokens(slots[:, None], 128, width, 1, 16)
-    np.testing.assert_array_equal(run.outputs, listed_tokens(slots[:, None], 128, width))
-
-
 def weights_of(slot_TK: Any, weight_TK: Any, num_slots: int) -> Any:
     """Invert slots that somebody gave to weights of pairs."""
     weight_of_slot = nl.ndarray((num_slots,), nl.float32, buffer=nl.shared_hbm)
@@ -185,7 +128,7 @@ def weights_of(slot_TK: Any, weight_TK: Any, num_slots: int) -> Any:
     isa.memset(dst=weight_sb, value=0.0)
     load_per_token(slot_sb, slot_TK, tokens)
     load_per_token(weight_sb, weight_TK, tokens)
-    invert_weights(weight_of_slot, weight_sb, slot_sb)
+    invert_weights(weight_of_slot, weight_sb, slot_sb, Meanwhile([], []))
     return weight_of_slot
 
 
@@ -201,19 +144,8 @@ def test_pairs_of_a_token_share_what_is_put_into_their_slots(
     weights = np.zeros(num_slots, np.float32)
     token, choice = np.nonzero(slot_TK >= 0)
     weights[slot_TK[token, choice]] = weight_TK[token, choice]
-    width = -(-num_slots // 32)
-    run = run_tokens(slot_TK, 32, width, num_cores, 1)
-    np.testing.assert_array_equal(run.outputs, listed_tokens(slot_TK, 32, width))
     run = nki_sim.run(weights_of, slot_TK.astype(np.float32), weight_TK, num_slots, lnc=num_cores)
     np.testing.assert_array_equal(run.outputs, weights)
-
-
-@pytest.mark.parametrize("T", [150, 4200])  # one term, two terms
-def test_columns_of_tokens_are_those_of_the_matmuls(T: int) -> None:
-    slot_TK = np.random.default_rng(T).permutation(128 * 36)[:T, None].astype(np.int32)
-    run = run_tokens(slot_TK, 128, 36, 1, 5)
-    tokens = split_tokens(T, 0, 1)
-    assert measured_cost(run.trace).matmul_columns == tokens.count * token_columns(tokens.rows, 36)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -24,6 +24,8 @@ from nki_kernels.index import (
 from nki_kernels.index.kernel import lay_out_blocks
 from nki_kernels.index.kernel import list_visits as list_visits_on_chip
 from nki_kernels.index.memory import sbuf_bytes
+from nki_kernels.index.token_search import Meanwhile
+from nki_kernels.index.visits import ListedTokens
 from nki_kernels.prefill import visit_dims, visits_of
 from nki_sim import SimOptions, TensorSpec
 from tests.nki_kernels.index.test_kernel import draw
@@ -131,7 +133,10 @@ def _list_from_both_sides(
     total_sb = nl.ndarray(sides[0].shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total_sb, data1=sides[0], data2=sides[1], op=nl.add)
     last_block_sb, _ = lay_out_blocks(total_sb, dims)
-    return list_visits_on_chip(total_sb, last_block_sb, visits, dims, [], sides)
+    lists, _ = list_visits_on_chip(
+        total_sb, last_block_sb, visits, dims, ListedTokens(0, sides, Meanwhile([], []))
+    )
+    return lists
 
 
 @pytest.mark.parametrize("largest", [2, 5])
