@@ -18,7 +18,7 @@ from nki_kernels.decode.layer_config import _front_bytes as front_bytes
 from nki_kernels.decode.memory import ends_table
 from nki_kernels.decode.shared import shared_bytes
 from nki_kernels.index import BlockDims
-from nki_kernels.index.memory import inverse_bytes
+from nki_kernels.index.memory import listing_bytes
 from nki_kernels.index.memory import sbuf_bytes as index_bytes
 from nki_kernels.index.token_lists import list_width
 from nki_kernels.index.visits import visit_bytes
@@ -53,9 +53,10 @@ def counted() -> Iterator[tuple[str, int]]:
             yield f"index-{name}-{cores}", index_bytes(T, K, dims, cores)
             tokens = split_tokens(T, 0, cores)
             width = list_width(tokens, K, dims, 1 / E, min(B, 128))
-            yield f"index-inverse-{name}-{cores}", inverse_bytes(tokens, K, dims, width)
-    for name, visits in VISITS.items():
-        yield f"index-visits-{name}", visit_bytes(visits, 40)
+            visits = VisitDims(cores, 4, 40, min(B, 128), False, 0)
+            yield f"index-listing-{name}-{cores}", listing_bytes(tokens, K, dims, width, visits)
+    for name, listed in VISITS.items():
+        yield f"index-visits-{name}", visit_bytes(listed, 40)
     for name, problem in prefill.CASES.items():
         yield f"prefill-{name}", prefill_bytes(problem.config())
     for name, decoded in decode.CASES.items():
