@@ -171,8 +171,8 @@ def count_choices(lists: TokenLists) -> nl.ndarray:
     return own_sb
 
 
-def find_tokens(lists: TokenLists) -> None:
-    """Get ready to look for the tokens at all places, once all groups are counted."""
+def finish_counts(lists: TokenLists) -> None:
+    """Add up the counts of all groups; then tokens can be looked for."""
     for part in lists.counts:
         count_ends(part)
 

@@ -44,8 +44,8 @@ Limits: check_prefill_layer. Cost: cost_prefill_layer.
 Steps:
     1. Normalise and route this core's tokens; store normalised ones.
     2. Tell this rank's choices from others', drop those of broken tokens.
-    3. Rank the pairs; exchange counts, list visits, ask for the first weights, list the tokens of
-       each expert, look up those of each visit.
+    3. Mark and count the pairs; exchange counts; list visits, while tokens are looked for, and ask
+       for the first weights; exchange lists of tokens, look up those of each visit.
     4. Compute the visits; then the shared experts, as one expert that all whole tokens choose.
     5. Sum each token's slots; add up the ranks' rows, if config.out.ranks says so, a portion
        of tiles while the next one is summed.
@@ -73,7 +73,7 @@ from nki_kernels.index.token_lists import (
     TokenLists,
     count_choices,
     count_group,
-    find_tokens,
+    finish_counts,
     look_up_tokens,
     mark_group,
     more_passes,
@@ -254,7 +254,7 @@ def _index_tokens(
     own_sb = count_choices(lists)
     other_sb = exchange(own_sb)
     # The other core's counts are on their way.
-    find_tokens(lists)
+    finish_counts(lists)
     meanwhile = Meanwhile(lists.searches, [])
     go_on(meanwhile)
     numbered = number_pairs(lists, pairs)

@@ -13,7 +13,7 @@ from nki_kernels.index.cost import rank_columns
 from nki_kernels.index.token_lists import (
     count_choices,
     count_group,
-    find_tokens,
+    finish_counts,
     mark_group,
     number_pairs,
     spread_columns,
@@ -63,7 +63,7 @@ def lists_of(index_TK: Any, dims: BlockDims, rows: int, places: int, tells_short
         mark_group(pairs, tiles)
         count_group(lists, pairs, tiles)
     isa.dma_copy(dst=counted[core : core + 1, :], src=count_choices(lists)[0:1, :])
-    find_tokens(lists)
+    finish_counts(lists)
     numbered = number_pairs(lists, pairs)
     meanwhile = Meanwhile(lists.searches, numbered.look_ups)
     go_on(meanwhile)
