@@ -12,7 +12,7 @@ from nki_kernels.common.token_tiles import TokenTiles, split_tokens
 from nki_kernels.common.visits import VisitDims
 from nki_kernels.index.config import NO_VISITS, BlockDims
 from nki_kernels.index.slot_inverse import GROUP
-from nki_kernels.index.token_search import filled_tiles, num_copies
+from nki_kernels.index.token_search import filled_tiles, places_each
 from nki_kernels.index.visits import visit_bytes
 
 AT_ONCE = 8  # values per nc_match_replace8
@@ -81,7 +81,7 @@ def listing_bytes(
     groups, places = -(-E // PARTITIONS), width // E
     inside = Tiles(0, (PARTITIONS, filled_tiles(tokens), PARTITIONS), nl.bfloat16, groups)
     # Numbers, tokens, counts and parts of places, on as many partitions as there are experts.
-    each = -(-places // num_copies(E, places)) * visits.tile_rows
+    each = places_each(E, places) * visits.tile_rows
     found = Tiles(0, (PARTITIONS, each), nl.float32, 6 * groups)
     lists = Tiles(0, (PARTITIONS, width + 1), nl.float32, 2)
     entries = Tiles(0, (PARTITIONS, visits.num_visits * visits.largest), nl.float32, 4)

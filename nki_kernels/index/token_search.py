@@ -97,6 +97,11 @@ def num_copies(num_experts: int, places: int) -> int:
     return min(places, PARTITIONS // num_experts)
 
 
+def places_each(num_experts: int, places: int) -> int:
+    """Return the row tiles of places that each partition looks for."""
+    return -(-places // num_copies(num_experts, places))
+
+
 def filled_tiles(tokens: TokenTiles) -> int:
     """Return the tiles of tokens of a core, filled up to a power of two."""
     tiles: int = 1
@@ -169,15 +174,14 @@ def start_searches(
         places: row tiles of an expert.
         is_backwards: number n of a row tile stands for number R - 1 - n.
     """
-    rows, copies, searches = num_rows(runs), counts.copies, []
-    M, R = counts.inside_sb.shape[0], rows
+    R, M, copies = num_rows(runs), counts.inside_sb.shape[0], counts.copies
     partition_sb = nl.ndarray((M, 1), nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=partition_sb, pattern=[[1, 1]], offset=0, channel_multiplier=1)
     copy_sb = nl.ndarray((M, 1), nl.int32, buffer=nl.sbuf)
     divide_down(copy_sb, partition_sb, counts.experts)
     ahead_sb = nl.ndarray((M, 1), nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=ahead_sb, data=copy_sb, op0=nl.multiply, operand0=float(R))
-    every, at_once = -(-places // copies), BANK_FLOATS // R
+    every, at_once, searches = -(-places // copies), BANK_FLOATS // R, []
     step = -1 if is_backwards else 1
     for first in range(0, every, at_once):
         count = min(at_once, every - first)
@@ -409,10 +413,8 @@ def search_columns(tokens: TokenTiles, num_experts: int, width: int, num_passes:
         width: W.
         num_passes: searches of all places.
     """
-    columns, places = 0, width // num_experts
-    for first in range(0, num_experts, PARTITIONS):
-        experts = min(PARTITIONS, num_experts - first)
-        copies = num_copies(num_experts, places)
-        columns += max(1, tokens.count) * PARTITIONS
-        columns += num_passes * -(-places // copies) * copies * experts
-    return columns
+    places = width // num_experts
+    # Partitions that are turned, of all copies; counts take 128 columns a tile for each part.
+    turned = places_each(num_experts, places) * num_copies(num_experts, places) * num_experts
+    parts = -(-num_experts // PARTITIONS)
+    return parts * max(1, tokens.count) * PARTITIONS + num_passes * turned
