@@ -40,7 +40,7 @@ def invert(
         channel_multiplier=width,
     )
     last_pair = (tokens.first + PARTITIONS * max(1, tokens.count)) * top_k
-    digits = split_digits(number_sb, num_digits(last_pair))
+    digits = _split_digits(number_sb, num_digits(last_pair))
     row_size = _row_size(pair_of_slot)
     for start in range(0, row_size, GROUP):
         own_sb = _spread(digits, nl.float16, slot_sb, row_size, start, Meanwhile([], []))
@@ -85,7 +85,7 @@ def _row_size(of_slot: nl.ndarray) -> int:
     return (num_slots + PARTITIONS - 1) // PARTITIONS
 
 
-def split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
+def _split_digits(numbers_sb: nl.ndarray, digits: int) -> list[nl.ndarray]:
     """Return float32 tiles that add up to the int32 numbers, each of one digit's bits."""
     parts = []
     for digit in range(digits):
@@ -129,8 +129,8 @@ def _spread(
     shared = slot_sb.shape[1] // terms[0].shape[1]
     for pair in range(slot_sb.shape[1]):
         places = (row_sb[:, pair : pair + 1], here_sb[:, pair : pair + 1])
-        values = columns_of_terms(terms, pair // shared)
-        add_values(inverse_ps, values, dtype, places, (line_sb, numbers_sb), pair > 0)
+        values = _columns_of_terms(terms, pair // shared)
+        _add_values(inverse_ps, values, dtype, places, (line_sb, numbers_sb), pair > 0)
         if pair % _BESIDE == 0:
             go_on(meanwhile)
     own_sb = nl.ndarray((PARTITIONS, width), nl.float32, buffer=nl.sbuf)
@@ -138,7 +138,7 @@ def _spread(
     return own_sb
 
 
-def columns_of_terms(terms: list[nl.ndarray], column: int) -> list[nl.ndarray]:
+def _columns_of_terms(terms: list[nl.ndarray], column: int) -> list[nl.ndarray]:
     """Return a column of each term, [128, 1]."""
     columns = []
     for term_sb in terms:
@@ -146,7 +146,7 @@ def columns_of_terms(terms: list[nl.ndarray], column: int) -> list[nl.ndarray]:
     return columns
 
 
-def add_values(
+def _add_values(
     inverse_ps: nl.ndarray,
     values: list[nl.ndarray],
     dtype: nl.DType,
@@ -179,7 +179,7 @@ def add_values(
             )  # fmt: skip
             marked.append(marked_sb)
     for term in range(len(values)):
-        add_pairs(inverse_ps, marked[term], moving, accumulate or term > 0)
+        _add_pairs(inverse_ps, marked[term], moving, accumulate or term > 0)
 
 
 def _mark_on_others(
@@ -204,7 +204,7 @@ def _mark_on_others(
     return marked
 
 
-def add_pairs(
+def _add_pairs(
     inverse_ps: nl.ndarray, stationary: nl.ndarray, moving: nl.ndarray, accumulate: bool
 ) -> None:
     """Add the values of 128 pairs to their places."""
