@@ -63,18 +63,19 @@ class RankLayer:
             adds_input=whole.adds_input and self._tp * self._ep == 1,
         )
 
-    def plan(self, phase: str, tokens: int, *, in_one: bool = True) -> Plan:
+    def plan(self, phase: str, tokens: int, *, in_one: bool = True, is_part: bool = False) -> Plan:
         """Return how a step is computed; it has no weights to run with.
 
         Args:
             phase: one of paths.PHASES.
             tokens: T.
             in_one: whether the layer may be one launch.
+            is_part: whether ranks hold parts of the sequence, which come together behind routers.
         """
-        step = Step(phase, tokens)
+        step = Step(phase, tokens, is_part=is_part)
         parts = self.parts(step)
         if not in_one:
-            parts = replace(parts, why_apart="several launches were asked for")
+            parts = replace(parts, fuses_decode=False)
         return self._layer.expert_mlps.backend.plan(parts, step)
 
 

@@ -223,7 +223,7 @@ class MoE(nn.Module):
         if self.shuffle is not None:
             batch, order = self.shuffle.forth(batch)
         own_TH = batch.hidden_TH[crossing.own]
-        routing = self.router(own_TH) if plan is None else plan.route(own_TH)
+        own_TH, routing = (own_TH, self.router(own_TH)) if plan is None else plan.enter(own_TH)
         if self.router_losses is not None and self.training and torch.is_grad_enabled():
             routing = self._add_losses(routing, crossing, batch)
         experts.check_hidden(own_TH)

@@ -116,7 +116,7 @@ class Decision:
     def rejected(self) -> tuple[tuple[str, str], ...]:
         """(path, why not) for every other path."""
         others = [path for path in PATHS if path != self.path]
-        if self.kernel == _kernel_name("blockwise", "nki"):
+        if self.path == "blockwise" and self.kernel.startswith("nki."):
             few = (
                 f"is for up to {DENSE_STREAM_TOKENS} tokens of a prefill, unless blocks are asked"
                 f" for, and {DECODE_KERNEL_TOKENS} of a decode step"

@@ -182,7 +182,7 @@ class Plan(ABC):
 
     @property
     def has_norm(self) -> bool:
-        """Whether `layer` computes the norm too; else it takes normalised tokens."""
+        """Whether `layer` or `enter` computes the norm too; else they take normalised tokens."""
         return False
 
     @property
@@ -198,9 +198,15 @@ class Plan(ABC):
     def route(self, hidden_TH: Tensor) -> Routing:
         """Route tokens."""
 
+    def enter(self, hidden_TH: Tensor) -> tuple[Tensor, Routing]:
+        """Return tokens as experts take them, normalised if `has_norm`, and their routing."""
+        return hidden_TH, self.route(hidden_TH)
+
     @abstractmethod
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
-        """Return [N, H] float32, the partial sums of this rank's experts for N rows."""
+        """Return [N, H], the partial sums of this rank's experts for N rows, in float32 or already
+        rounded to the rows' dtype.
+        """
 
     def layer(self, hidden_TH: Tensor) -> FusedOutput:
         """Compute the whole layer, where `is_fused`."""

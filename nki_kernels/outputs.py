@@ -15,6 +15,7 @@ from nki_kernels.common.visits import VisitDims, loops_of, sizes_of
 from nki_kernels.decode import DecodeConfig, LayerConfig
 from nki_kernels.index import NO_VISITS, BlockDims
 from nki_kernels.layer import PrefillLayerConfig
+from nki_kernels.layer.config import choices_of
 from nki_kernels.prefill import PrefillConfig
 from nki_kernels.prefill.config import num_partials, output_tiles
 from nki_kernels.route import RouterConfig
@@ -97,7 +98,7 @@ def _prefill_layer(shapes: Shapes, config: PrefillLayerConfig) -> Output | tuple
     output = _summed(shapes["hidden"], config.out)
     if not config.returns_routing:
         return output
-    chosen = (shapes["hidden"][0], config.router.formula.top_k)
+    chosen = (shapes["hidden"][0], choices_of(config).top_k)
     return output, Output(chosen, "float32"), Output(chosen, "int32")
 
 

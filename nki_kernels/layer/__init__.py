@@ -1,6 +1,7 @@
 """Layer: a whole MoE layer's prefill in one launch, from the norm to the weighted sum."""
 
 from nki_kernels.layer.config import (
+    GivenChoices,
     PrefillLayerConfig,
     check_prefill_layer,
     make_shared_config,
@@ -10,6 +11,7 @@ from nki_kernels.layer.cost import cost_prefill_layer
 from nki_kernels.layer.kernel import prefill_layer
 
 __all__ = [
+    "GivenChoices",
     "PrefillLayerConfig",
     "check_prefill_layer",
     "cost_prefill_layer",

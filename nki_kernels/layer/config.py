@@ -36,11 +36,25 @@ _WHOLE_SUMS = Search(shard_plans=("balanced", "hidden"))  # the sum adds one row
 
 
 @dataclass(frozen=True)
+class GivenChoices(NKIObject):
+    """Choices of experts that were made before the launch.
+
+    Attributes:
+        top_k: K.
+        num_experts: of all ranks, which tokens choose among.
+    """
+
+    top_k: int
+    num_experts: int
+
+
+@dataclass(frozen=True)
 class PrefillLayerConfig(NKIObject):
     """Compile-time constants of `prefill_layer`: those of its stages, which must agree.
 
     Attributes:
-        router: norm and router, of all ranks' experts; marks broken tokens.
+        router: norm and router, of all ranks' experts; marks broken tokens. None: of another
+            launch.
         dims: blocks of this rank's experts.
         visits: lists of visits, of `visit_dims(experts)`.
         experts: the routed experts of this rank.
@@ -49,35 +63,41 @@ class PrefillLayerConfig(NKIObject):
         returns_routing: also return affinities and experts.
         shared: shared experts of this rank as one expert that all tokens choose; of
             `make_shared_config`.
+        given: the choices, where the router is another launch's.
     """
 
-    router: RouterConfig
+    router: RouterConfig | None
     dims: BlockDims
     visits: VisitDims
     experts: PrefillConfig
     out: CombineDims
     returns_routing: bool = False
     shared: PrefillConfig | None = None
+    given: GivenChoices | None = None
+
+
+def choices_of(config: PrefillLayerConfig) -> GivenChoices:
+    """Return how many experts a token chooses, and among how many."""
+    if config.router is None:
+        assert config.given is not None
+        return config.given
+    return GivenChoices(config.router.formula.top_k, config.router.num_experts)
+
+
+def has_norm(config: PrefillLayerConfig) -> bool:
+    """Whether the launch normalises its tokens."""
+    return config.router is not None and config.router.has_norm
 
 
 def check_prefill_layer(config: PrefillLayerConfig) -> None:
     """Raise ValueError unless the kernel takes this configuration."""
-    router, experts, dims = config.router, config.experts, config.dims
-    num_tokens, top_k = experts.num_tokens, router.formula.top_k
-    check_router_topk(router, num_tokens)
+    experts, dims = config.experts, config.dims
+    _check_choices(config)
+    num_tokens, top_k = experts.num_tokens, choices_of(config).top_k
     check_index_blocks(num_tokens, top_k, dims, experts.num_cores, config.visits)
     slots = output_tiles(experts) * experts.tile_rows
     check_combine(num_tokens, top_k, experts.H, slots, num_partials(experts))
     check_combined_ranks(config.out, num_tokens, experts.num_cores)
-    if router.returns_logits:
-        raise ValueError("returns_logits=True: they stay on chip. Use router_topk.")
-    if not (router.marks_broken and config.out.has_spoils):
-        raise ValueError(
-            "marks_broken=False: a token that holds no numbers would spread to others. Set it,"
-            " and has_spoils of the sum."
-        )
-    if router.hidden_dtype != "bfloat16":
-        raise ValueError(f"hidden_dtype={router.hidden_dtype!r}: experts take bfloat16.")
     if experts.stores == "tokens":
         raise ValueError("stores='tokens': broken tokens have no row there. Use 'rows' or 'tiles'.")
     if experts.stores == "tiles" and config.visits.tells_short:
@@ -88,13 +108,38 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
     _check_shared(config)
 
 
+def _check_choices(config: PrefillLayerConfig) -> None:
+    """Raise ValueError unless experts are chosen, or given."""
+    router = config.router
+    if (router is None) != (config.given is not None):
+        raise ValueError(
+            f"given={config.given}: the launch has a router, or choices of another one. Give one of"
+            " both."
+        )
+    if router is None:
+        if config.returns_routing:
+            raise ValueError("returns_routing=True: choices were given. Keep them.")
+    else:
+        check_router_topk(router, config.experts.num_tokens)
+        if router.returns_logits:
+            raise ValueError("returns_logits=True: they stay on chip. Use router_topk.")
+        if router.hidden_dtype != "bfloat16":
+            raise ValueError(f"hidden_dtype={router.hidden_dtype!r}: experts take bfloat16.")
+    marks_broken = router is None or router.marks_broken
+    if not (marks_broken and config.out.has_spoils):
+        raise ValueError(
+            "marks_broken=False: a token that holds no numbers would spread to others. Set it,"
+            " and has_spoils of the sum."
+        )
+
+
 def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
     """Whether each core asks for its first weights while its tokens are listed.
 
     They must fit SBUF beside the lists; where cores split the hidden axis they wait for its
     barriers.
     """
-    experts, top_k = config.experts, config.router.formula.top_k
+    experts, top_k = config.experts, choices_of(config).top_k
     if experts.shard.splits_h:
         return False
     tokens = split_tokens(experts.num_tokens, 0, num_cores)
@@ -105,10 +150,10 @@ def loads_ahead(config: PrefillLayerConfig, num_cores: int) -> bool:
 
 def places_width(config: PrefillLayerConfig, num_cores: int) -> int:
     """Return the columns of the lists of tokens of a core; see `list_width`."""
-    router = config.router
+    choices = choices_of(config)
     tokens = split_tokens(config.experts.num_tokens, 0, num_cores)
-    share = 1.0 / router.num_experts
-    return list_width(tokens, router.formula.top_k, config.dims, share, config.experts.tile_rows)
+    share = 1.0 / choices.num_experts
+    return list_width(tokens, choices.top_k, config.dims, share, config.experts.tile_rows)
 
 
 def _check_shared(config: PrefillLayerConfig) -> None:
@@ -119,7 +164,8 @@ def _check_shared(config: PrefillLayerConfig) -> None:
             f"has_shared={config.out.has_shared}: the sum adds shared experts where there are some."
             " Give both or none."
         )
-    if config.router.has_gate != config.out.has_gate or (config.out.has_gate and shared is None):
+    has_gate = config.router is not None and config.router.has_gate
+    if has_gate != config.out.has_gate or (config.out.has_gate and shared is None):
         raise ValueError(
             f"has_gate={config.out.has_gate}: the router's stage computes the gate that the sum"
             " multiplies shared experts with. Give both, and shared experts, or none."

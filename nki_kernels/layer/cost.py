@@ -15,6 +15,7 @@ from nki_kernels.index.token_search import search_columns
 from nki_kernels.index.visits import spread_entries
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
+    choices_of,
     places_width,
     shared_visits,
 )
@@ -48,7 +49,7 @@ def cost_prefill_layer(
     Raises:
         ValueError: as of `cost_blockwise_moe`.
     """
-    experts, top_k = config.experts, config.router.formula.top_k
+    experts, top_k = config.experts, choices_of(config).top_k
     num_tokens, H, cores = experts.num_tokens, experts.H, experts.num_cores
     output = cost_combine(
         num_tokens, top_k, H, num_partials(experts), out_dtype=str(config.out.out_dtype),
@@ -82,9 +83,10 @@ def _shared_cost(config: PrefillLayerConfig, num_whole: int | None) -> KernelCos
 
 def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
     """Return the work up to the experts; choices stay on chip unless they are returned."""
-    top_k, cores = config.router.formula.top_k, config.experts.num_cores
+    top_k, cores = choices_of(config).top_k, config.experts.num_cores
     num_tokens, visits = config.experts.num_tokens, config.visits
-    kept = 0 if config.returns_routing else num_tokens * top_k * _WORD_BYTES
+    is_kept = config.returns_routing or config.router is None
+    kept = 0 if is_kept else num_tokens * top_k * _WORD_BYTES
     # What broken tokens add, and the slots of pairs.
     written = num_tokens * (1 + int(config.out.has_gate) + top_k) * _WORD_BYTES - kept
     scales = config.experts.scaling == "pre"
@@ -94,11 +96,14 @@ def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
     read, width, columns = 0, places_width(config, cores), 0
     for core in range(cores):
         tokens = split_tokens(num_tokens, core, cores)
-        read += PARTITIONS * _WORD_BYTES if tokens.count else 0
+        read += PARTITIONS * _WORD_BYTES if tokens.count and config.router is not None else 0
         columns += search_columns(tokens, config.dims.num_experts, width, num_passes)
         columns += num_passes * cores * spread_entries(visits)
         pairs = max(1, tokens.count) * top_k
         columns += pairs * WEIGHT_TERMS * row_size(config.dims) if scales else 0
         columns += rank_columns(tokens, config.dims)
     index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
+    if config.router is None:
+        pairs_bytes = num_tokens * top_k * _WORD_BYTES  # affinities are stored, 0 of broken tokens
+        return KernelCost(2 * pairs_bytes, pairs_bytes, 0) + index
     return cost_router_topk(config.router, num_tokens) + index

@@ -1,7 +1,8 @@
 """A whole MoE layer's prefill in one launch: RMSNorm, router, index, experts, weighted sum.
 
     x = rms_norm(hidden), rounded to bfloat16            (hidden itself without a norm)
-    logits = x W^T (+ bias); index, a = the router's choice        (route/kernel.py)
+    logits = x W^T (+ bias); index, a = the router's choice        (route/kernel.py),
+        or what `index` and `affinities` say, if config.router is None
     slots, visits = places of this rank's choices, in any order
         inside an expert                       (index/token_lists.py, index/visits.py)
     y = this rank's experts on the slots                           (prefill/kernel.py),
@@ -14,9 +15,12 @@
 Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
 
     hidden           [T, H]    bfloat16
-    router_weight    [N, H]    as router_topk takes it
+    router_weight    [N, H]    as router_topk takes it; it and first_expert if there is a router
     gate_up, down and what lies beside them as blockwise_moe takes them
     first_expert     [1, 1]    int32    number of this rank's first expert among N
+    index            [T, K]    int32    this rank's number of each choice, any that is none for no
+                               expert here, and
+    affinities       [T, K]    float32, no number for a token to be taken out; if there is no router
     norm_weight      [1, H]    any float, if config.router.has_norm
     router_bias      [1, N]    any float, if the router has a bias
     selection_bias   [1, N]    float32, if the router has one
@@ -36,13 +40,14 @@ lists of both cores. What both cores need lies in HBM: normalised tokens, visits
 the cores meet after each of these is written. But for a table of ids, each stage gives its SBUF
 back before the experts begin, so that their plan is that of blockwise_moe alone.
 
-Tokens do not see each other: one with a logit that is no number chooses no expert, and its row of
-the output is NaN. A token whose expert overflows bfloat16 is not contained, see combine/kernel.py.
+Tokens do not see each other: one with a logit that is no number, or a given affinity, chooses no
+expert, and its row of the output is NaN. A token whose expert overflows bfloat16 is not contained,
+see combine/kernel.py.
 
 Limits: check_prefill_layer. Cost: cost_prefill_layer.
 
 Steps:
-    1. Normalise and route this core's tokens; store normalised ones.
+    1. Normalise and route this core's tokens, store normalised ones; or load choices.
     2. Tell this rank's choices from others', drop those of broken tokens.
     3. Mark and count the pairs; exchange counts; list visits, while tokens are looked for, and ask
        for the first weights; exchange lists of tokens, look up those of each visit.
@@ -64,7 +69,12 @@ from nki_kernels.combine.kernel import combine
 from nki_kernels.common.chip import PARTITIONS
 from nki_kernels.common.integers import divide_down, divide_up
 from nki_kernels.common.tiles import identity
-from nki_kernels.common.token_tiles import TokenTiles, split_tokens, store_per_token
+from nki_kernels.common.token_tiles import (
+    TokenTiles,
+    load_per_token,
+    split_tokens,
+    store_per_token,
+)
 from nki_kernels.common.visits import RowRun, num_rows, row_runs, run_of
 from nki_kernels.index.kernel import lay_out_blocks, list_visits, store_slots
 from nki_kernels.index.slot_inverse import exchange, invert_weights
@@ -94,6 +104,8 @@ from nki_kernels.index.token_search import (
 from nki_kernels.index.visits import KnownVisits, ListedTokens
 from nki_kernels.layer.config import (
     PrefillLayerConfig,
+    choices_of,
+    has_norm,
     loads_ahead,
     num_shared_slots,
     places_width,
@@ -136,6 +148,16 @@ class LayerIndex(nl.NKIObject):
 
 
 @dataclass
+class Choosing(nl.NKIObject):
+    """What tells the experts of tokens: operands of norm and router, or choices."""
+
+    router: RouterOperands
+    first_expert: Any
+    index_TK: Any
+    affinities_TK: Any
+
+
+@dataclass
 class LocalPairs(nl.NKIObject):
     """What this core's tokens chose here."""
 
@@ -149,10 +171,10 @@ class LocalPairs(nl.NKIObject):
 @nki.jit
 def prefill_layer(
     hidden: nl.NkiTensor,
-    router_weight: nl.NkiTensor,
+    router_weight: Any,
     gate_up: nl.NkiTensor,
     down: nl.NkiTensor,
-    first_expert: nl.NkiTensor,
+    first_expert: Any,
     config: PrefillLayerConfig,
     norm_weight: Any = None,
     router_bias: Any = None,
@@ -168,25 +190,28 @@ def prefill_layer(
     shared_visit_tile: Any = None,
     shared_trips: Any = None,
     shared_gate: Any = None,
+    index: Any = None,
+    affinities: Any = None,
 ) -> Any:
     """Compute one MoE layer for T tokens; see the module."""
     x_TH = hidden
-    if config.router.has_norm:
+    if has_norm(config):
         x_TH = nl.ndarray(hidden.shape, hidden.dtype, buffer=nl.shared_hbm)
     operands = RouterOperands(
         hidden, router_weight, router_bias, selection_bias, norm_weight, x_TH, x_TH, shared_gate
     )
-    index = _allocate_index(hidden.shape[0], config.router.formula.top_k, config)
+    chosen_by = Choosing(operands, first_expert, index, affinities)
+    listed = _allocate_index(hidden.shape[0], choices_of(config).top_k, config)
     x = Operands(
-        x_TH, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, index.slot_scale,
+        x_TH, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, listed.slot_scale,
         make_output(config.experts),
     )  # fmt: skip
-    weights = _index_tokens(operands, first_expert, index, x, config)
+    weights = _index_tokens(chosen_by, listed, x, config)
     b = make_buffers(config.experts, weights)
     # Where inputs are scaled the cores meet behind the first rows, before they read scales.
     if config.out.has_shared and config.experts.scaling != "pre":
-        nisa.core_barrier(index.shared_tokens, _BOTH)
-    slots_PSH = compute_visits(config.experts, b, weights, x, _lists_of(index, config))
+        nisa.core_barrier(listed.shared_tokens, _BOTH)
+    slots_PSH = compute_visits(config.experts, b, weights, x, _lists_of(listed, config))
     nisa.core_barrier(slots_PSH, _BOTH)
     shared_SH = slots_PSH
     if config.out.has_shared:
@@ -194,7 +219,7 @@ def prefill_layer(
             x_TH,
             shared_gate_up,
             shared_down,
-            index.shared_tokens.reshape((index.shared_tokens.shape[0],)),
+            listed.shared_tokens.reshape((listed.shared_tokens.shape[0],)),
             shared_visit_expert,
             shared_visit_tile,
             shared_trips,
@@ -204,17 +229,17 @@ def prefill_layer(
         shared_SH = shared.reshape((shared.shape[1], shared.shape[2]))
     output = combine(
         slots_PSH,
-        index.slot_of_pair_TK,
-        index.weights_TK,
+        listed.slot_of_pair_TK,
+        listed.weights_TK,
         config.out,
-        index.spoils_T1,
+        listed.spoils_T1,
         residual,
         shared_SH,
-        index.gates_T1,
+        listed.gates_T1,
     )
     if not config.returns_routing:
         return output
-    return output, index.affinities_TK, index.index_TK
+    return output, listed.affinities_TK, listed.index_TK
 
 
 def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
@@ -227,20 +252,19 @@ def _lists_of(index: LayerIndex, config: PrefillLayerConfig) -> Lists:
 
 
 def _index_tokens(
-    x: RouterOperands,
-    first_expert: nl.NkiTensor,
+    chosen_by: Choosing,
     index: LayerIndex,
     experts: Operands,
     config: PrefillLayerConfig,
 ) -> WeightBuffers:
-    """Route this core's tokens, place their pairs and list them; fill the table of token ids.
+    """Take what this core's tokens choose, place and list their pairs; fill the table of token ids.
 
     Weights of the first visit are asked for as soon as it is known, if they fit beside the lists.
     """
-    top_k, dims = config.router.formula.top_k, config.dims
-    tokens = split_tokens(x.hidden_TH.shape[0], nl.program_id(0), nl.num_programs(0))
+    top_k, dims = choices_of(config).top_k, config.dims
+    tokens = split_tokens(experts.hidden.shape[0], nl.program_id(0), nl.num_programs(0))
     id_table = make_id_table(config.experts)
-    local = _route(x, first_expert, config, tokens)
+    local = _choose(chosen_by, config, tokens)
     runs = row_runs(config.experts.tile_rows, config.visits.tells_short)
     pairs = start_marks(local.index_sb, tokens, dims, top_k)
     groups = tiles_of(pairs)
@@ -280,8 +304,8 @@ def _index_tokens(
     identity_sb = identity(nl.float16)
     wanted = _wanted_columns(lists, known, identity_sb, config)
     nisa.core_barrier(index.visits[2], _BOTH)
-    if config.router.has_norm:
-        nisa.core_barrier(x.normed_TH, _BOTH)
+    if has_norm(config):
+        nisa.core_barrier(experts.hidden, _BOTH)
     if is_early:
         load_experts(config.experts, weights, _lists_of(index, config))
     found = look_up_tokens(told, wanted)
@@ -465,25 +489,53 @@ def _allocate_index(num_tokens: int, top_k: int, config: PrefillLayerConfig) -> 
     )  # fmt: skip
 
 
-def _route(
-    x: RouterOperands, first_expert: nl.NkiTensor, config: PrefillLayerConfig, tokens: TokenTiles
-) -> LocalPairs:
+def _choose(chosen_by: Choosing, config: PrefillLayerConfig, tokens: TokenTiles) -> LocalPairs:
     """Return the choices of this core's tokens in this rank's numbers."""
-    shape = (PARTITIONS, max(1, tokens.count), config.router.formula.top_k)
+    shape = (PARTITIONS, max(1, tokens.count), choices_of(config).top_k)
     local_sb = nl.ndarray(shape, nl.int32, buffer=nl.sbuf)
     nisa.memset(dst=local_sb, value=-1)
     is_whole_sb = nl.ndarray(shape[0:2], nl.uint32, buffer=nl.sbuf)
     flat_sb = local_sb.reshape((PARTITIONS, shape[1] * shape[2]))
     if tokens.count == 0:
         return LocalPairs(flat_sb, is_whole_sb, None)
-    routed = route_tiles(x, config.router, tokens)
+    if config.router is None:
+        routed = _load_choices(chosen_by, shape, tokens)
+    else:
+        routed = route_tiles(chosen_by.router, config.router, tokens)
     nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
+    numbers_sb = routed.index_sb.reshape(shape)
+    if config.router is not None:
+        numbers_sb = _local_numbers(routed, chosen_by.first_expert, shape)
     nisa.tensor_copy_predicated(
         dst=local_sb,
-        src=_local_numbers(routed, first_expert, shape),
+        src=numbers_sb,
         predicate=is_whole_sb.expand_dim(2).broadcast(2, shape[2]),
     )
     return LocalPairs(flat_sb, is_whole_sb, routed)
+
+
+def _load_choices(
+    chosen_by: Choosing, shape: tuple[int, int, int], tokens: TokenTiles
+) -> RoutedTiles:
+    """Load the choices of this core's tokens; one with an affinity that is no number is broken."""
+    flat = (shape[0], shape[1] * shape[2])
+    index_sb = nl.ndarray(flat, nl.int32, buffer=nl.sbuf)
+    affinities_sb = nl.ndarray(flat, nl.float32, buffer=nl.sbuf)
+    if tokens.rows < tokens.count * PARTITIONS:
+        nisa.memset(dst=index_sb, value=-1)
+        nisa.memset(dst=affinities_sb, value=0.0)
+    load_per_token(index_sb, chosen_by.index_TK, tokens)
+    load_per_token(affinities_sb, chosen_by.affinities_TK, tokens)
+    nothing_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=nothing_sb, data=affinities_sb.reshape(shape), op0=nl.multiply, operand0=0.0
+    )
+    spoils_sb = nl.ndarray(shape[0:2], nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=spoils_sb, data=nothing_sb, op=nl.add, axis=2)
+    return RoutedTiles(
+        affinities_sb, index_sb, spoils_sb, spoils_sb, spoils_sb, affinities_sb, index_sb,
+        spoils_sb,
+    )  # fmt: skip
 
 
 def _weigh(
@@ -492,14 +544,15 @@ def _weigh(
     """Store what others need of each token; return affinities as the pairs lie, 0 of broken tokens,
     [128, max(1, tiles) * K] float32.
     """
-    top_k, count = config.router.formula.top_k, max(1, tokens.count)
+    top_k, count = choices_of(config).top_k, max(1, tokens.count)
     kept_sb = nl.ndarray((PARTITIONS, count, top_k), nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=kept_sb, value=0.0)
     flat_sb = kept_sb.reshape((PARTITIONS, count * top_k))
     if tokens.count == 0:
         return flat_sb
     routed = local.routed
-    weigh_tiles(routed, config.router, tokens)
+    if config.router is not None:
+        weigh_tiles(routed, config.router, tokens)
     if config.returns_routing:
         store_per_token(index.index_TK, routed.index_sb, tokens)
     store_per_token(index.spoils_T1, routed.spoils_sb, tokens)

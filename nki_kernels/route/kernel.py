@@ -16,7 +16,8 @@ Inputs, all in HBM:
     selection_bias_1E [1, E]  float32, if config.formula.has_selection_bias
     norm_weight_1H    [1, H]  any float, if config.has_norm
 Outputs, in shared HBM, in this order:
-    affinities_TK     [T, K]  float32
+    affinities_TK     [T, K]  float32; NaN of tokens with a logit that is none, if
+                              config.marks_broken
     index_TK          [T, K]  int32, best first
     logits_TE         [T, E]  float32, if config.returns_logits
     normed_TH         [T, H]  the dtype of hidden, if config.has_norm
@@ -174,9 +175,20 @@ def router_topk(
     )
     routed = route_tiles(operands, config, tokens)
     weigh_tiles(routed, config, tokens)
+    if config.marks_broken:
+        _spoil_affinities(routed, top_k)
     store_per_token(affinities_TK, routed.affinities_sb, tokens)
     store_per_token(index_TK, routed.index_sb, tokens)
     return tuple(outputs)
+
+
+def _spoil_affinities(routed: RoutedTiles, top_k: int) -> None:
+    """Make affinities of broken tokens NaN, which sigmoids of infinite logits are not."""
+    affinities = routed.affinities_sb.reshape_dim(1, (routed.spoils_sb.shape[1], top_k))
+    nisa.tensor_tensor(
+        dst=affinities, data1=affinities, data2=routed.spoils_sb.expand_dim(2).broadcast(2, top_k),
+        op=nl.add,
+    )  # fmt: skip
 
 
 def route_tiles(x: RouterOperands, config: RouterConfig, tokens: TokenTiles) -> RoutedTiles:

@@ -134,7 +134,7 @@ def plan_of(
 
 def route(router: Router, hidden_TH: Tensor) -> Routing:
     """Route through the kernel."""
-    return router_call(router, Forms(), 2)(hidden_TH)
+    return router_call(router, Forms(), 2)(hidden_TH)[1]
 
 
 def watch_launches(

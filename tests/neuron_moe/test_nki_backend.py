@@ -133,7 +133,7 @@ def test_experts_of_other_ranks_are_skipped() -> None:
     step = Step("prefill", T)
     with torch.no_grad():
         nki, wanted = (
-            plan_of(backend, weights, step, top_k=4).experts(hidden_TH, routing)
+            plan_of(backend, weights, step, top_k=4).experts(hidden_TH, routing).float()
             for backend in (NkiBackend(), TorchBackend())
         )
     assert (nki[:5] == 0).all()
@@ -418,7 +418,8 @@ def test_a_look_at_the_sum_misses_no_token_and_takes_none_for_large_numbers(
     other: float, broken: float
 ) -> None:
     hidden_NH, affinities_NK = torch.full((300, H), other).bfloat16(), torch.rand(300, 2)
-    found = _broken_tokens(hidden_NH, affinities_NK)
+    routing = LocalRouting(torch.zeros(300, 2, dtype=torch.int32), affinities_NK)
+    found = _broken_tokens(hidden_NH, routing, marks_broken=True)
     assert found is None if other == 0.0 else not found.any()
     hidden_NH[5, 7], hidden_NH[6, 7], hidden_NH[7, :2] = (
         broken,
@@ -426,7 +427,7 @@ def test_a_look_at_the_sum_misses_no_token_and_takes_none_for_large_numbers(
         torch.tensor([1e38, -1e38]),
     )
     affinities_NK[299, 1] = broken
-    found = _broken_tokens(hidden_NH, affinities_NK)
+    found = _broken_tokens(hidden_NH, routing, marks_broken=False)
     assert found is not None
     assert found.flatten().nonzero().flatten().tolist() == [5, 6, 299]
 

@@ -158,7 +158,7 @@ def test_12_the_published_scout_configuration_takes_kernels() -> None:
         dtype=torch.bfloat16,
         backend="nki",
     )
-    assert experts.choose_path("prefill", 1024).kernel == "nki.blockwise_moe"
+    assert experts.choose_path("prefill", 1024).kernel == "nki.prefill_layer"
 
 
 def test_13_quantised_experts_are_not_decoded_to_load() -> None:

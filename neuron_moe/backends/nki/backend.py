@@ -132,11 +132,19 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
 def _plan_in_blocks(step: Step, decision: Decision, parts: LayerParts, apart: str) -> Plan:
     """Return the plan of a step in blocks: of one launch where that can be."""
     if parts.router is None or parts.fuses_decode is False:
-        return prefill.PrefillPlan(step, decision, parts, "" if parts.router is None else apart)
+        return _experts_in_blocks(step, decision, parts, "" if parts.router is None else apart)
     fused = replace(decision, kernel="nki.prefill_layer")
     plan = prefill_layer.PrefillLayerPlan(step, fused, parts)
     apart = plan.why_apart()
-    return prefill.PrefillPlan(step, decision, parts, apart) if apart else plan
+    return _experts_in_blocks(step, decision, parts, apart) if apart else plan
+
+
+def _experts_in_blocks(step: Step, decision: Decision, parts: LayerParts, apart: str) -> Plan:
+    """Return the plan of experts in one launch where that can be, the router in one in front."""
+    plan = prefill.PrefillPlan(step, decision, parts, apart)
+    if plan.given_config is None:
+        return plan
+    return replace(plan, decision=replace(decision, kernel="nki.prefill_layer"))
 
 
 def _fused(parts: LayerParts, step: Step, decision: Decision) -> Plan:

@@ -21,9 +21,8 @@ from neuron_moe.backends.nki.operands import (
     matrices_of,
     operands_of,
 )
-from neuron_moe.backends.nki.router import Route, router_call, router_form
+from neuron_moe.backends.nki.routed_plan import RoutedPlan
 from neuron_moe.plan import LayerParts, Plan
-from neuron_moe.router import Routing
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut, from_numpy, to_numpy
 from neuron_moe.weights.narrow import NarrowMatrices
@@ -61,7 +60,7 @@ class ExpertOperands:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodePlan(Plan):
+class DecodePlan(RoutedPlan):
     """Few tokens, each expert read once.
 
     Attributes:
@@ -73,23 +72,13 @@ class DecodePlan(Plan):
     why_apart: str
 
     @cached_property
-    def _route(self) -> Route:
-        assert self.parts.router is not None
-        return router_call(self.parts.router, self.parts.forms, self.parts.tuning.num_cores)
-
-    @cached_property
     def _operands(self) -> ExpertOperands:
         return expert_operands(self.parts, self.config)
 
     def prepare(self) -> None:
         """Put weights in the form that runs."""
-        if self.parts.router is not None:
-            router_form(self.parts.router, self.parts.forms)
+        super().prepare()
         _ = self._operands
-
-    def route(self, hidden_TH: Tensor) -> Routing:
-        """Route T tokens."""
-        return self._route(hidden_TH)
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute the experts; return [N, H] float32. Choices of other ranks are told apart on the
@@ -114,7 +103,7 @@ class DecodePlan(Plan):
         """Say how the kernel goes through the experts."""
         notes = (
             describe(self.config),
-            "kernels: router_topk in front of it",
+            f"kernels: router_topk in front of it{', with rmsnorm' if self.has_norm else ''}",
             format_note(self.parts.weights),
         )
         is_alone = self.parts.router is None

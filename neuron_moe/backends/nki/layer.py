@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuron_moe.backends.nki.decode import (
     ExpertOperands,
@@ -23,6 +23,7 @@ from neuron_moe.backends.nki.decode import (
 )
 from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
 from neuron_moe.backends.nki.operands import format_note
+from neuron_moe.backends.nki.routed_plan import norm_of
 from neuron_moe.backends.nki.router import check_router, different_choices, router_form
 from neuron_moe.plan import Forms, FusedOutput, LayerParts, Plan
 from neuron_moe.router import Routing
@@ -242,36 +243,6 @@ def why_apart(parts: LayerParts, num_tokens: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def norm_of(rmsnorm: nn.Module | None, forms: Forms) -> tuple[Tensor, float] | None:
-    """Return weight and epsilon of an RMSNorm; None for a module that computes anything else.
-
-    Other norms have a weight and an eps too, hence it is tried on numbers, once for each weight.
-    """
-    weight = getattr(rmsnorm, "weight", None)
-    eps = getattr(rmsnorm, "eps", getattr(rmsnorm, "variance_epsilon", None))
-    if rmsnorm is None or not isinstance(weight, Tensor) or not isinstance(eps, float):
-        return None
-    if weight.ndim != 1:
-        return None
-    if weight.is_meta:  # nothing to try; a layer without numbers can be explained, not run
-        return weight, eps
-    is_plain = forms.get("is an RMSNorm", partial(_is_rms, rmsnorm, weight, eps))
-    return (weight, eps) if is_plain else None
-
-
-def _is_rms(rmsnorm: nn.Module, weight: Tensor, eps: float) -> bool:
-    """Say whether a norm does what an RMSNorm does, within the rounding of its dtype."""
-    row = torch.linspace(-1.0, 3.0, weight.shape[0], device=weight.device).to(weight.dtype)
-    with torch.no_grad():
-        found = rmsnorm(row.clone().view(1, 1, -1))  # as the layer calls it
-        wide = row.float()
-        wanted = weight.float() * wide * torch.rsqrt(wide.square().mean() + eps)
-    if not isinstance(found, Tensor) or found.shape != (1, 1, *row.shape):
-        return False
-    allowed = 4 * torch.finfo(weight.dtype).eps * float(wanted.abs().max())
-    return bool((found[0, 0].float() - wanted).abs().max() <= allowed)
 
 
 def _prepare(parts: LayerParts, config: Any) -> _Operands:

@@ -95,7 +95,8 @@ def _record_types() -> dict[str, Any]:
         found[kind.__name__] = kind
         waiting += [
             inner
-            for inner in typing.get_type_hints(kind).values()
+            for hint in typing.get_type_hints(kind).values()
+            for inner in typing.get_args(hint) or (hint,)  # those of what may be None
             if isinstance(inner, type) and is_dataclass(inner) and inner.__name__ not in found
         ]
     return found

@@ -1,4 +1,5 @@
-"""Prefill on the kernels: index_blocks, blockwise_moe, combine.
+"""Prefill on the kernels: experts whose choices are made, in one launch (prefill_layer) or in three
+(index_blocks, blockwise_moe, combine).
 
 Axes: T tokens, K choices, N blocks of B slots, P partial sums, H hidden.
 """
@@ -22,10 +23,9 @@ from neuron_moe.backends.nki.operands import (
     operands_of,
     weight_format,
 )
-from neuron_moe.backends.nki.router import Route, router_call, router_form
+from neuron_moe.backends.nki.routed_plan import RoutedPlan
 from neuron_moe.blocks import NO_EXPERT, BlockMapping, num_blocks
-from neuron_moe.plan import LayerParts, Plan
-from neuron_moe.router import Routing
+from neuron_moe.plan import LayerParts
 from neuron_moe.tuned import TunedPrefill
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
 from neuron_moe.weights.laid_out import LaidOut
@@ -35,6 +35,12 @@ from nki_kernels.common.chip import cached_by_chip
 from nki_kernels.common.formula import ExpertFormula, num_projections
 from nki_kernels.common.weight_formats import bias_terms, three_terms
 from nki_kernels.index import BlockDims, check_index_blocks, index_blocks
+from nki_kernels.layer import (
+    GivenChoices,
+    PrefillLayerConfig,
+    check_prefill_layer,
+    prefill_layer,
+)
 from nki_kernels.prefill import (
     Candidate,
     Expected,
@@ -94,8 +100,8 @@ class _Launches:
 
 
 @dataclass(frozen=True, eq=False)
-class PrefillPlan(Plan):
-    """Many tokens, rows sorted by expert.
+class PrefillPlan(RoutedPlan):
+    """Many tokens, rows sorted by expert: norm and router in a launch in front, if they are there.
 
     Attributes:
         apart: why router and experts are separate launches, for the notes; '' for experts alone.
@@ -109,13 +115,31 @@ class PrefillPlan(Plan):
         return False
 
     @cached_property
-    def _route(self) -> Route:
-        assert self.parts.router is not None
-        return router_call(self.parts.router, self.parts.forms, self.parts.tuning.num_cores)
-
-    @cached_property
     def _compiled(self) -> Compiled:
         return compile_for(self)
+
+    @cached_property
+    def given_config(self) -> Any:
+        """What prefill_layer is compiled for, with choices that are given; None where each stage of
+        the experts is a launch of its own.
+        """
+        parts, step = self.parts, self.step
+        if parts.fuses_decode is False:
+            return None
+        try:
+            made = self._compiled
+        except ValueError:  # told by whoever prepares the plan
+            return None
+        # Rows that came from other ranks chose an expert of this one more often than one of all.
+        chosen_among = -(-parts.num_experts * (step.rows or step.tokens) // step.tokens)
+        given = GivenChoices(parts.spec.top_k, max(parts.weights.num_experts, chosen_among))
+        out = replace(made.out, out_dtype=nl.bfloat16, has_spoils=True)
+        config = PrefillLayerConfig(None, made.dims, made.visits, made.config, out, given=given)
+        try:
+            check_prefill_layer(config)
+        except ValueError:
+            return None
+        return config
 
     @cached_property
     def _launches(self) -> _Launches:
@@ -123,21 +147,48 @@ class PrefillPlan(Plan):
 
     def prepare(self) -> None:
         """Put weights in the form that runs."""
-        if self.parts.router is not None:
-            router_form(self.parts.router, self.parts.forms)
+        super().prepare()
         _ = self._launches
 
-    def route(self, hidden_TH: Tensor) -> Routing:
-        """Route T tokens."""
-        return self._route(hidden_TH)
-
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
-        """Index, experts, combine; return [N, H] float32."""
+        """Index, experts, combine; return [N, H], bfloat16 if one launch does it, else float32."""
         check_call(hidden_NH)
+        is_broken_T1 = _broken_tokens(
+            hidden_NH, routing, marks_broken=self.parts.router is not None
+        )
+        if self.given_config is not None:
+            return self._at_once(hidden_NH, routing, is_broken_T1)
+        return self._in_stages(hidden_NH, routing, is_broken_T1)
+
+    def _at_once(
+        self, hidden_NH: Tensor, routing: LocalRouting, is_broken_T1: Tensor | None
+    ) -> Tensor:
+        """Compute the experts in one launch."""
+        made, affinities_TK = self._launches, routing.expert_affinities_TK
+        if is_broken_T1 is not None:
+            affinities_TK = torch.where(is_broken_T1, torch.nan, affinities_TK)
+        output_NH: Tensor = launch(
+            self.parts.tuning.num_cores,
+            prefill_layer,
+            hidden_NH,
+            None,
+            made.operands.gate_up_EHI,
+            made.operands.down_EIH,
+            None,
+            self.given_config,
+            **made.beside,
+            index=routing.expert_index_TK.to(torch.int32),
+            affinities=affinities_TK,
+        )
+        return output_NH
+
+    def _in_stages(
+        self, hidden_NH: Tensor, routing: LocalRouting, is_broken_T1: Tensor | None
+    ) -> Tensor:
+        """Compute the experts in three launches."""
         made, num_cores = self._launches, self.parts.tuning.num_cores
         compiled = made.compiled
         index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
-        is_broken_T1 = _broken_tokens(hidden_NH, affinities_TK)
         if is_broken_T1 is not None:
             index_TK = torch.where(is_broken_T1, NO_EXPERT, index_TK)
             affinities_TK = torch.where(is_broken_T1, 0.0, affinities_TK)
@@ -195,7 +246,13 @@ class PrefillPlan(Plan):
 
     def _around(self) -> tuple[str, ...]:
         """Say which kernels compute what lies around the experts."""
+        parts = self.parts
         around = "kernels: router_topk, index_blocks, combine around it"
+        if self.given_config is not None:
+            front = "rmsnorm, router; " if self.has_norm else "router; "
+            front = "" if parts.router is None else front
+            number = "one kernel" if parts.router is None else "two kernels"
+            around = f"{number}: {front}index, routed experts, combine"
         return (around, f"not fused: {self.apart}") if self.apart else (around,)
 
     def changes(self) -> tuple[str, ...]:
@@ -207,17 +264,24 @@ class PrefillPlan(Plan):
         )
 
 
-def _broken_tokens(hidden_NH: Tensor, affinities_TK: Tensor) -> Tensor | None:
-    """Say which tokens are not finite, [N, 1]; None where the host sees at once that all are.
+def _broken_tokens(
+    hidden_NH: Tensor, routing: LocalRouting, *, marks_broken: bool
+) -> Tensor | None:
+    """Say which tokens are not finite, [N, 1]; None where the host sees at once that all are, or
+    affinities tell.
 
     Such a token would spread to those it shares a matrix tile with. Affinities of a sigmoid are
-    finite all the same.
+    finite all the same, but for those of a router that marks such tokens.
     """
+    affinities_TK = routing.expert_affinities_TK
     # A sum is finite only if all its terms are; a device must not wait for a look at one.
     can_look = hidden_NH.device.type == "cpu" and not torch.compiler.is_compiling()
     if can_look and math.isfinite(float(hidden_NH.sum() + affinities_TK.sum())):
         return None
-    return ~(_are_finite(hidden_NH) & _are_finite(affinities_TK)).unsqueeze(1)
+    are_finite = _are_finite(affinities_TK)
+    if can_look or not marks_broken:
+        are_finite = are_finite & _are_finite(hidden_NH)
+    return ~are_finite.unsqueeze(1)
 
 
 def _are_finite(rows_Tn: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neuron_moe.backends.nki.decode import first_expert_of
 from neuron_moe.backends.nki.launch import check_call, launch
-from neuron_moe.backends.nki.layer import norm_of, shared_format, shared_weights
+from neuron_moe.backends.nki.layer import shared_format, shared_weights
 from neuron_moe.backends.nki.prefill import PrefillPlan, by_parts
 from neuron_moe.backends.nki.router import (
     check_router,
@@ -48,11 +48,6 @@ class PrefillLayerPlan(PrefillPlan):
         return True
 
     @property
-    def has_norm(self) -> bool:
-        """Whether the norm is one that the kernel has."""
-        return norm_of(self.parts.norm, self.parts.forms) is not None
-
-    @property
     def adds_input(self) -> bool:
         """Whether the kernel adds the residual."""
         return self.parts.adds_input and (self.parts.norm is None or self.has_norm)
@@ -71,11 +66,10 @@ class PrefillLayerPlan(PrefillPlan):
         """
         parts, made = self.parts, self._compiled
         assert parts.router is not None
-        norm = norm_of(parts.norm, parts.forms)
         weight = router_form(parts.router, parts.forms)
         router = router_config(
             parts.router, made.config.num_tokens, torch.bfloat16, weight.dtype,
-            parts.tuning.num_cores,
+            parts.tuning.num_cores, self.norm,
         )  # fmt: skip
         shared = self.shared_config
         out = replace(
@@ -83,14 +77,7 @@ class PrefillLayerPlan(PrefillPlan):
             has_shared=shared is not None, has_gate=self._is_gated,
         )  # fmt: skip
         config = PrefillLayerConfig(
-            replace(
-                router,
-                returns_logits=False,
-                has_norm=norm is not None,
-                norm_eps=1e-6 if norm is None else norm[1],
-                marks_broken=True,
-                has_gate=self._is_gated,
-            ),
+            replace(router, returns_logits=False, has_gate=self._is_gated),
             made.dims,
             made.visits,
             made.config,
@@ -133,7 +120,7 @@ class PrefillLayerPlan(PrefillPlan):
         """Operands beside the matrices, by name."""
         parts = self.parts
         assert parts.router is not None
-        norm = norm_of(parts.norm, parts.forms)
+        norm = self.norm
         linear, selection_bias = parts.router.linear_router, parts.router.e_score_correction_bias
         return {
             **self._launches.beside,

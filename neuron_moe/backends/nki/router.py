@@ -13,7 +13,8 @@ from neuron_moe.plan import Forms
 from neuron_moe.router import Router, Routing
 from nki_kernels.route import RouterConfig, check_router_topk, router_topk
 
-Route = Callable[[Tensor], Routing]
+Norm = tuple[Tensor, float]  # weight [H] and epsilon of an RMSNorm
+Route = Callable[[Tensor], tuple[Tensor, Routing]]  # tokens; the same, normalised if asked for
 
 
 def router_form(router: Router, forms: Forms) -> Tensor:
@@ -52,44 +53,48 @@ def check_router(router: Router | None) -> None:
         )
 
 
-def router_call(router: Router, forms: Forms, num_cores: int) -> Route:
+def router_call(router: Router, forms: Forms, num_cores: int, norm: Norm | None = None) -> Route:
     """Return what routes tokens in float32, with operands prepared once.
+
+    Affinities of a token with a logit that is no number are none either.
 
     Args:
         router: of the layer.
         forms: where forms of its weights are kept.
         num_cores: physical cores of the launch.
+        norm: weight and epsilon of the RMSNorm that the launch computes first, if any.
     """
     linear = router.linear_router
     bias, selection_bias = (
         None if values is None else values.view(1, -1)
         for values in (linear.bias, router.e_score_correction_bias)
     )
+    norm_weight = None if norm is None else norm[0].view(1, -1)
     checked: dict[tuple[int, torch.dtype], RouterConfig] = {}
 
-    def route(hidden_TH: Tensor) -> Routing:
+    def route(hidden_TH: Tensor) -> tuple[Tensor, Routing]:
         check_call(hidden_TH)
         check_router(router)
         if not hidden_TH.shape[0]:  # a rank without tokens has nothing to launch
-            routing: Routing = router(hidden_TH)
-            return routing
+            return hidden_TH, router(hidden_TH)
         weight_EH = linear.weight
         if hidden_TH.dtype == torch.bfloat16:
             weight_EH = router_form(router, forms)
         case = (hidden_TH.shape[0], hidden_TH.dtype)
         if case not in checked:
-            checked[case] = router_config(router, *case, weight_EH.dtype, num_cores)
-        affinities_TK, index_TK, logits_TE = launch(
+            checked[case] = router_config(router, *case, weight_EH.dtype, num_cores, norm)
+        affinities_TK, index_TK, logits_TE, *normed = launch(
             num_cores,
             router_topk,
             hidden_TH,
             weight_EH,
             bias,
             selection_bias,
-            None,
+            norm_weight,
             checked[case],
         )
-        return Routing(logits_TE, affinities_TK, different_choices(index_TK))
+        routing = Routing(logits_TE, affinities_TK, different_choices(index_TK))
+        return (normed[0] if normed else hidden_TH), routing
 
     return route
 
@@ -100,8 +105,17 @@ def router_config(
     hidden_dtype: torch.dtype,
     weight_dtype: torch.dtype,
     num_cores: int,
+    norm: Norm | None = None,
 ) -> RouterConfig:
     """Return what router_topk is compiled for.
+
+    Args:
+        router: of the layer.
+        num_tokens: T.
+        hidden_dtype: of the tokens.
+        weight_dtype: of the router's weight.
+        num_cores: physical cores of the launch.
+        norm: weight and epsilon of the RMSNorm in front, if the launch has it.
 
     Raises:
         ValueError: sizes that the kernel does not take.
@@ -111,10 +125,13 @@ def router_config(
         spec.formula,
         spec.num_experts,
         spec.hidden_size,
+        has_norm=norm is not None,
+        norm_eps=1e-6 if norm is None else norm[1],
         returns_logits=True,
         hidden_dtype=dtype_name(hidden_dtype),
         weight_dtype=dtype_name(weight_dtype),
         num_cores=num_cores,
+        marks_broken=True,
     )
     check_router_topk(config, num_tokens)
     return config

@@ -23,6 +23,7 @@ from neuron_moe.backends.nki.layer import LayerPlan
 from neuron_moe.backends.nki.operands import matrices_of
 from neuron_moe.backends.nki.prefill import PrefillPlan, compile_for
 from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
+from neuron_moe.backends.nki.routed_plan import RoutedPlan
 from neuron_moe.backends.nki.router import router_config
 from neuron_moe.blocks import NO_EXPERT
 from neuron_moe.plan import LayerParts, Plan
@@ -100,10 +101,10 @@ def plan_runs(
     if isinstance(plan, PrefillLayerPlan):
         yield _prefill_layer(plan, options)
     elif isinstance(plan, PrefillPlan):
-        yield _route(plan.parts, own_tokens or len(index_TK), options)
+        yield _route(plan, own_tokens or len(index_TK), options)
         yield from _prefill(plan, index_TK, options)
     elif isinstance(plan, DecodePlan):
-        yield _route(plan.parts, plan.step.tokens, options)
+        yield _route(plan, own_tokens or plan.step.tokens, options)
         yield _decode(plan, index_TK, options)
     elif isinstance(plan, LayerPlan):
         yield _layer(plan, options)
@@ -130,6 +131,10 @@ def _prefill(
     local_TK = index_TK - parts.first_expert
     is_here = (local_TK >= 0) & (local_TK < parts.weights.num_experts)
     local_TK = np.where(is_here, local_TK, NO_EXPERT).astype(np.int32)
+    if plan.given_config is not None:
+        run = _run(options, prefill_layer, num_cores, **_given_operands(plan, local_TK))
+        yield _name_of(prefill_layer), run
+        return
     run = _run(options, index_blocks, num_cores, local_TK, made.dims, made.visits)
     yield _name_of(index_blocks), run
     tokens, _, _, _, _, slot_of_pair_TK, *lists = run.outputs
@@ -155,6 +160,20 @@ def _prefill(
     affinities = TensorSpec((num_tokens, top_k), "float32")
     run = _run(options, combine, num_cores, slots, slot_of_pair_TK, affinities, made.out)
     yield _name_of(combine), run
+
+
+def _given_operands(plan: PrefillPlan, local_TK: NDArray[np.int32]) -> dict[str, Any]:
+    """Return the operands of experts in one launch, whose choices are given."""
+    H = plan.given_config.experts.H
+    gate_up, down = map(_spec_of, matrices_of(plan.parts.weights))
+    # Numbers, as an expert's number is made to wait for rows by adding none of one.
+    hidden_TH = torch.zeros((len(local_TK), H), dtype=torch.bfloat16)
+    return {
+        "hidden": hidden_TH, "router_weight": None, "gate_up": gate_up, "down": down,
+        "first_expert": None, "config": plan.given_config, **_prefill_beside(plan.parts, H),
+        "index": local_TK,
+        "affinities": np.full(local_TK.shape, 1.0 / local_TK.shape[1], np.float32),
+    }  # fmt: skip
 
 
 def _decode(plan: DecodePlan, index_TK: NDArray[np.int32], options: SimOptions) -> _Launch:
@@ -341,11 +360,11 @@ def _router_biases(router: Router) -> dict[str, Any]:
     }
 
 
-def _route(parts: LayerParts, num_tokens: int, options: SimOptions) -> _Launch:
-    router, num_cores = parts.router, parts.tuning.num_cores
+def _route(plan: RoutedPlan, num_tokens: int, options: SimOptions) -> _Launch:
+    router, num_cores, norm = plan.parts.router, plan.parts.tuning.num_cores, plan.norm
     assert router is not None
     weight = router.linear_router.weight
-    config = router_config(router, num_tokens, torch.bfloat16, weight.dtype, num_cores)
+    config = router_config(router, num_tokens, torch.bfloat16, weight.dtype, num_cores, norm)
     bias, selection_bias = (
         None if values is None else TensorSpec((1, config.num_experts), "float32")
         for values in (router.linear_router.bias, router.e_score_correction_bias)
@@ -359,7 +378,7 @@ def _route(parts: LayerParts, num_tokens: int, options: SimOptions) -> _Launch:
         _spec_of(weight),
         bias,
         selection_bias,
-        None,
+        None if norm is None else TensorSpec((1, config.hidden_size), "bfloat16"),
         config,
     )
     return _name_of(router_topk), run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,7 +169,8 @@ CASES = {
 }
 
 
-def _arrays(case: Case) -> LayerArrays:
+def draw_arrays(case: Case) -> LayerArrays:
+    """Return the arrays of a case, drawn."""
     rng = np.random.default_rng(case.T + case.H)
     hidden = rng.normal(size=(case.T, case.H))
     hidden[list(case.broken)] = np.nan
@@ -269,7 +271,7 @@ LONGER = (
 )
 def test_layer_equals_the_formula(name: str) -> None:
     case = CASES[name]
-    arrays = _arrays(case)
+    arrays = draw_arrays(case)
     run = _run(case, arrays, SimOptions())
     expected = _expected(case, arrays)
     outputs = run.outputs if case.returns_routing else (run.outputs, None, None)
@@ -290,7 +292,7 @@ def test_layer_equals_the_formula(name: str) -> None:
 )
 def test_no_order_of_cores_changes_a_bit(order: str) -> None:
     case = Case(T=200, H=128, N=16, E=8, first=4, broken=(3, 150))
-    arrays = _arrays(case)
+    arrays = draw_arrays(case)
     first, other = (_run(case, arrays, each).outputs[0] for each in (SimOptions(), OPTIONS[order]))
     np.testing.assert_array_equal(first, other)
 
@@ -302,7 +304,7 @@ def test_first_weights_that_come_early_change_no_bit(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(T=130, H=128, N=16, E=8, first=4, broken=(3, 120))
-    arrays, options = _arrays(case), {"core-0-first": SimOptions(), **OPTIONS}[order]
+    arrays, options = draw_arrays(case), {"core-0-first": SimOptions(), **OPTIONS}[order]
     assert loads_ahead(case.config(), case.num_cores)
     early = _run(case, arrays, options)
     monkeypatch.setattr("nki_kernels.layer.kernel.loads_ahead", lambda config, num_cores: False)
@@ -316,7 +318,7 @@ def test_first_weights_that_come_early_change_no_bit(
 
 def test_the_tile_with_padding_comes_last_where_each_waits_for_its_rows() -> None:
     case = Case(T=170, H=128, N=2, E=2, B=64)
-    arrays, config = _arrays(case), case.config()
+    arrays, config = draw_arrays(case), case.config()
     operands = operands_of(case, arrays, config)
     outputs, rows = [], []
     for buffers in (config.experts.loop.row_buffers, 2):
@@ -340,7 +342,7 @@ def test_the_tile_with_padding_comes_last_where_each_waits_for_its_rows() -> Non
 def test_an_expert_that_many_choose_takes_further_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     crowded = RouterFormula(top_k=2, act_fn="sigmoid", has_selection_bias=True)
     case = Case(T=300, H=128, N=16, E=16, router=crowded, broken=(3, 290))
-    arrays = _arrays(case)
+    arrays = draw_arrays(case)
     bias = np.zeros(case.N, np.float32)
     bias[[4, 9]] = 9.0  # whom all tokens choose: 150 of each core, five row tiles
     arrays = replace(arrays, selection_bias_N=bias)
@@ -359,7 +361,7 @@ def test_an_expert_that_many_choose_takes_further_passes(monkeypatch: pytest.Mon
 )
 def test_a_broken_token_changes_no_other(value: float) -> None:
     case = Case(T=150, H=128, has_norm=False)
-    arrays = _arrays(case)
+    arrays = draw_arrays(case)
     before = _run(case, arrays, SimOptions()).outputs[0]
     hidden = arrays.hidden_TH.copy()
     hidden[17, 5] = value
@@ -388,7 +390,7 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
 )
 def test_cost_is_that_of_the_trace(name: str) -> None:
     case = CASES[name]
-    run = _run(case, _arrays(case), SimOptions())
+    run = _run(case, draw_arrays(case), SimOptions())
     assert _counted(case, run) == measured_cost(run.trace)
 
 
@@ -397,9 +399,21 @@ def _counted(case: Case, run: nki_sim.Run, num_passes: int = 1) -> KernelCost:
     return cost_of(case, np.asarray(run.outputs[2]), num_passes)
 
 
-def cost_of(case: Case, index_TK: Any, num_passes: int = 1) -> KernelCost:
-    """Return what a launch that chose these experts of all ranks is said to cost."""
-    config = case.config()
+def cost_of(
+    case: Case,
+    index_TK: Any,
+    num_passes: int = 1,
+    make: Callable[[PrefillLayerConfig], PrefillLayerConfig] = lambda config: config,
+) -> KernelCost:
+    """Return what a launch that chose these experts of all ranks is said to cost.
+
+    Args:
+        case: of the launch.
+        index_TK: the choices.
+        num_passes: over its pairs.
+        make: makes what it is compiled for of what the case's own launch is.
+    """
+    config = make(case.config())
     index_TK = index_TK - case.first
     index_TK[list(case.broken)] = -1
     index_TK = np.where((index_TK >= 0) & (index_TK < case.E), index_TK, -1).astype(np.int32)

@@ -92,7 +92,7 @@ def ranked(name: str, total: RankSum) -> Ranked:
 @pytest.mark.parametrize(("ranks", "how"), SUMS_AND_CUTS)
 def test_a_launch_of_ranks_gives_the_sum_of_their_formulas(ranks: str, name: str, how: str) -> None:
     case = ranked(name, EVERY[ranks])
-    parts = cut(case, layer._arrays(case), how, len(case.ranks.groups[0]))
+    parts = cut(case, layer.draw_arrays(case), how, len(case.ranks.groups[0]))
     run = launch(parts)
     wanted, whole = sum_of(parts), np.ones(case.T, bool)
     whole[list(case.broken)] = False
@@ -120,7 +120,7 @@ def test_a_launch_of_ranks_gives_the_sum_of_their_formulas(ranks: str, name: str
 )
 def test_no_order_of_cores_or_ranks_changes_a_bit(options: SimOptions) -> None:
     case = ranked("portions", EVERY["reduce_scatter-2"])
-    parts = cut(case, layer._arrays(case), "EP", 2)
+    parts = cut(case, layer.draw_arrays(case), "EP", 2)
     usual, found = (launch(parts, each).outputs for each in (SimOptions(), options))
     for one, other in zip(usual, found, strict=True):
         np.testing.assert_array_equal(one[0], other[0])
@@ -130,7 +130,7 @@ def test_portions_change_no_bit() -> None:
     results = []
     for portions in (1, 2, 4):
         case = Ranked(T=1024, H=64, ranks=replace(EVERY["reduce_scatter-2"], portions=portions))
-        results.append(launch(cut(case, layer._arrays(case), "EP", 2)).outputs)
+        results.append(launch(cut(case, layer.draw_arrays(case), "EP", 2)).outputs)
     for rank in range(2):
         for found in results[1:]:
             np.testing.assert_array_equal(found[rank][0], results[0][rank][0])
@@ -138,7 +138,7 @@ def test_portions_change_no_bit() -> None:
 
 def test_a_portion_is_added_up_while_the_next_one_is_summed() -> None:
     case = Ranked(T=1024, H=512, ranks=replace(EVERY["all_reduce-2"], portions=4))
-    run = launch(cut(case, layer._arrays(case), "TP", 2))
+    run = launch(cut(case, layer.draw_arrays(case), "TP", 2))
     for rank in range(2):
         mine = [each for each in run.timeline.intervals() if (each.rank, each.core) == (rank, 1)]
         sums = [each for each in mine if each.op == "all_reduce"]
@@ -151,7 +151,7 @@ def test_a_portion_is_added_up_while_the_next_one_is_summed() -> None:
 
 def test_a_core_without_a_token_joins_the_sum() -> None:
     case = Ranked(T=1, ranks=EVERY["all_reduce-2"])
-    parts = cut(case, layer._arrays(case), "TP", 2)
+    parts = cut(case, layer.draw_arrays(case), "TP", 2)
     wanted = sum_of(parts)
     for output, *_ in launch(parts).outputs:
         assert np.abs(output - wanted).max() <= layer.ROUNDING * np.abs(wanted).max()

@@ -5,14 +5,17 @@
 The layer of the model's configuration, planned as `MoE` plans it, on one of 8 ranks that split each
 expert (TP8) or the experts (EP8). layer us: all launches of the plan; experts us: experts and the
 sum over a token's experts alone, as `bench prefill` times them; outside: the share of the layer
-beyond them (norm, router, index, shared experts); apart us: the layer in several launches; vendor
-us: of a prefill, the vendor's chain of kernels, its dense MLP for shared experts included
+beyond them (norm, router, index, shared experts); apart us: the layer in several launches; parts
+us: of a prefill, the launches of a rank that holds a part of the sequence (sequence parallelism),
+which routes its own tokens alone, and what lies outside the experts then; vendor us: of a prefill,
+the vendor's chain of kernels, its dense MLP for shared experts included
 (tools/bench/layer/vendor.py), with --library.
 
 Every run is timed in both corners of the clock (nki_sim/time/schedule_model.py), experts drawn
 alike. What a launch itself takes is not published and not counted, which favours several launches.
-Not in the times: sums over ranks, and what several launches leave to the framework (in prefill the
-norm and shared experts); `computes` of --json says what the kernels of a plan do.
+Not in the times: what ranks exchange, and what several launches leave to the framework (in prefill
+the norm and shared experts, in parts of a sequence the latter); `computes` of --json says what the
+kernels of a plan do.
 """
 
 from __future__ import annotations
@@ -167,9 +170,10 @@ def _without_ours(row: Row, made_with: Sources, sources: Sources) -> Row:
 def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
     """Return the whole result: what misses a target, then the rows."""
     misses = [
-        {"row": row.name, "target": MOST_OUTSIDE[row.T], "value": row.outside}
+        {"row": f"{row.name}{how}", "target": MOST_OUTSIDE[row.T], "value": outside}
         for row in rows
-        if row.phase == "prefill" and (row.outside or 0.0) > MOST_OUTSIDE.get(row.T, 1.0)
+        for how, outside in (("", row.outside), (", in parts", row.sequence_outside))
+        if row.phase == "prefill" and (outside or 0.0) > MOST_OUTSIDE.get(row.T, 1.0)
     ]
     return {
         "chip": "trn2",
@@ -207,13 +211,14 @@ def _line(case: Case, task: Task, pace: Pace, seconds: float) -> str:
 def _table(rows: Sequence[Row]) -> str:
     head = ["model", "split", "phase", "T", "corner", "launches"]
     head += ["layer us", "experts us", "outside", "apart us", "gain", "vendor us", "gain"]
+    head += ["parts us", "outside"]
     lines = [head]
     for row in rows:
         times = [_us(row.layer_us), _us(row.experts_us)]
-        outside = "-" if row.outside is None else f"{row.outside:.1%}"
-        shares = [outside]
+        shares = [_share(row.outside)]
         for other_us in (row.apart_us, row.vendor_us):
             shares += [_us(other_us), _gain(row.layer_us, other_us)]
+        shares += [_us(row.sequence_us), _share(row.sequence_outside)]
         place = [row.model, row.split, row.phase, str(row.T), row.corner, str(len(row.launches))]
         lines.append([*place, *times, *shares])
     title = "trn2, one layer on one rank of 8, simulated; apart: in several launches\n"
@@ -222,6 +227,10 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _gain(layer_us: float | None, other_us: float | None) -> str:
     return f"{other_us / layer_us:.2f}" if layer_us and other_us else "-"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _us(value: float | None) -> str:

@@ -22,10 +22,12 @@ AROUND = ("router_topk", "index_blocks")  # launches that are not the experts
 COMPUTES = ("one kernel", "kernels")  # how the notes of a plan begin that say what it computes
 RANKS = 8
 OURS, VENDOR = "layer", "vendor's chain"
+SHARED = "shared experts"
 VENDOR_SECONDS = 4.0  # its task takes about so many times ours (measured on one machine)
 VENDOR_FIELDS = ("vendor_us", "vendor_parts", "vendor_why", "vendor_by")
 OUR_FIELDS = (
-    "layer_us", "experts_us", "outside", "apart_us", "launches", "parts", "computes", "why",
+    "layer_us", "experts_us", "outside", "apart_us", "launches", "parts", "sequence_us",
+    "sequence_outside", "sequence_parts", "computes", "why",
 )  # fmt: skip
 Key = tuple[str, str, str, int, str]
 SPLITS = {f"TP{RANKS}": (RANKS, 1), f"EP{RANKS}": (1, RANKS)}  # tp, ep
@@ -45,6 +47,11 @@ class Row:
         apart_us: of the layer in several launches.
         launches: kernels of the plan that runs.
         parts: time of each launch of the layer in several.
+        sequence_us: of a prefill's launches on a rank that holds a part of the sequence: norm and
+            router of its own tokens, then index, experts and combine of all; no shared experts,
+            which such a rank computes for its own tokens.
+        sequence_outside: share of that beyond experts_us, the shared ones left out.
+        sequence_parts: time of each of these launches.
         computes: what the launches of the plan compute.
         why: why there is no time, "" if there is one.
         vendor_us: of the vendor's chain of kernels for a prefill.
@@ -64,6 +71,9 @@ class Row:
     apart_us: float | None = None
     launches: tuple[str, ...] = ()
     parts: dict[str, float] | None = None
+    sequence_us: float | None = None
+    sequence_outside: float | None = None
+    sequence_parts: dict[str, float] | None = None
     computes: str = ""
     why: str = ""
     vendor_us: float | None = None
@@ -158,13 +168,18 @@ def times_of(blank: Sequence[Row]) -> list[Row]:
         together, apart = _plans(first)
         parts = _simulate(apart, corners)
         for corner, us in _shared(together, corners).items():
-            parts[corner]["shared experts"] = us
+            parts[corner][SHARED] = us
+        in_sequence = _in_sequence(first, corners)
         whole = parts if together is apart else _simulate(together, corners)
     except ValueError as error:  # sizes that the kernels do not take
         return [replace(row, why=str(error)) for row in blank]
     computes = "; ".join(note for note in together.notes() if note.startswith(COMPUTES))
     return [
-        _filled(replace(row, computes=computes), whole[row.corner], parts[row.corner])
+        _filled(
+            replace(row, computes=computes, sequence_parts=in_sequence.get(row.corner)),
+            whole[row.corner],
+            parts[row.corner],
+        )
         for row in blank
     ]
 
@@ -213,18 +228,27 @@ def _plans(row: Row) -> tuple[Plan, Plan]:
     return together, _plan(row, in_one=False)
 
 
-def _plan(row: Row, *, in_one: bool = True) -> Plan:
+def _in_sequence(row: Row, corners: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return for each corner the launches of a prefill on a rank with a part of the sequence."""
+    if row.phase != "prefill":
+        return {}
+    return _simulate(_plan(row, is_part=True), corners, own_tokens=-(-row.T // RANKS))
+
+
+def _plan(row: Row, *, in_one: bool = True, is_part: bool = False) -> Plan:
     raw_config, _ = read_model(row.model)
     tp, ep = SPLITS[row.split]
     layer = RankLayer(raw_config, row.model, tp=tp, ep=ep, backend="nki")
-    return layer.plan(row.phase, row.T, in_one=in_one)
+    return layer.plan(row.phase, row.T, in_one=in_one, is_part=is_part)
 
 
-def _simulate(plan: Plan, corners: Sequence[str]) -> dict[str, dict[str, float]]:
+def _simulate(
+    plan: Plan, corners: Sequence[str], own_tokens: int | None = None
+) -> dict[str, dict[str, float]]:
     """Return for each corner the microseconds of each launch of a plan."""
     chosen_TK = routed_choices(plan)  # the same, whether the launch routes or not
     found: dict[str, dict[str, float]] = {corner: {} for corner in corners}
-    for name, run in plan_runs(plan, chosen_TK, options=TIMES_ONLY):
+    for name, run in plan_runs(plan, chosen_TK, own_tokens, options=TIMES_ONLY):
         for corner, timeline in corner_timelines(run, corners):
             found[corner][name] = timeline.total_us
         gc.collect()
@@ -242,6 +266,10 @@ def _shared(plan: Plan, corners: Sequence[str]) -> dict[str, float]:
 def _filled(row: Row, whole: dict[str, float], parts: dict[str, float]) -> Row:
     layer_us = sum(whole.values())
     experts_us = sum(us for name, us in parts.items() if name not in AROUND)
+    if row.sequence_parts is not None:
+        sequence_us, shared_us = sum(row.sequence_parts.values()), parts.get(SHARED, 0.0)
+        outside = 1.0 - (experts_us - shared_us) / sequence_us
+        row = replace(row, sequence_us=sequence_us, sequence_outside=outside)
     return replace(
         row,
         layer_us=layer_us,
