@@ -8,7 +8,7 @@ import torch
 
 from neuron_moe.parallel import ParallelConfig, parallel_state
 from neuron_moe.parallel.sharding import shard_state_dict
-from tests.neuron_moe.nki_cases import GPT_OSS, H, build
+from tests.neuron_moe.nki_cases import GPT_OSS, SILU, H, build, watch_launches
 from tests.tolerances import rms_error
 
 SHARED = {"intermediate_size": 64, "num_shared_experts": 1, "hidden_act": "silu"}
@@ -53,3 +53,52 @@ def test_ranks_add_up_to_the_whole_layer(name: str, run_ranks: Callable[..., lis
         for ours, theirs in zip(found, wanted, strict=True):
             error = rms_error(torch.from_numpy(ours), theirs)
             assert error <= 0.01 * theirs.float().square().mean().sqrt().item()
+
+
+PARTS: dict[str, tuple[ParallelConfig, dict[str, Any] | None, bool]] = {  # shared; padding
+    "tp2": (ParallelConfig(tp=2), None, False),
+    "ep4-padded": (ParallelConfig(ep=4), None, True),
+    "tp2-shared": (ParallelConfig(tp=2), SHARED, False),
+    "ep2-all-to-all": (ParallelConfig(ep=2, strategy="all_to_all"), None, False),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_ranks_with_parts_of_a_sequence_take_two_launches(
+    name: str, run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, shared, has_padding = PARTS[name]
+    in_parts: dict[str, Any] = {"sequence_parallel_enabled": True, "sequence_dimension": 1}
+    whole = build("torch", SILU, {}, torch.bfloat16, 4, shared=shared, norm=True)
+    hidden = torch.randn(2, 96, H).bfloat16()
+    hidden[1, 60, 3] = torch.inf
+    mask = torch.ones(2, 96)
+    mask[0, 50:] = 0 if has_padding else 1
+    given = mask if has_padding else None
+    with torch.no_grad():
+        wanted = whole(hidden, padding_mask=given).output
+
+    def work(rank: int) -> tuple[list[str], Any]:
+        parallel_state.initialize_model_parallel(config=config)
+        layer = build("nki", SILU, {}, torch.bfloat16, 4, shared=shared, norm=True, **in_parts)
+        layer.load_state_dict(shard_state_dict(layer, whole.state_dict()))
+        launches = watch_launches(monkeypatch)
+        with torch.no_grad():
+            found = layer(_part(hidden, rank, config), padding_mask=given).output
+        parallel_state.destroy_model_parallel()
+        return [kernel for kernel, _ in launches], found.float().numpy()
+
+    results = run_ranks(config.model_size, work)
+    for rank, (launches, found) in enumerate(results):
+        assert launches == ["router_topk", "prefill_layer"]
+        ours, theirs = torch.from_numpy(found), _part(wanted, rank, config).float()
+        is_broken = theirs.isnan().any(-1)
+        assert torch.equal(ours.isnan().all(-1), is_broken)
+        error = rms_error(ours[~is_broken], theirs[~is_broken])
+        assert error <= 0.01 * theirs[~is_broken].square().mean().sqrt().item()
+    assert sum(int(_part(wanted, rank, config).isnan().any()) for rank in range(len(results))) == 1
+
+
+def _part(whole: torch.Tensor, rank: int, config: ParallelConfig) -> torch.Tensor:
+    """Return a rank's part of [B, S, H]."""
+    return whole.chunk(config.model_size, dim=1)[rank].contiguous()
