@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from neuron_moe.blocks import NO_EXPERT
 from neuron_moe.choices import check_mask_values, drop_padding
 from neuron_moe.errors import check_choice, check_instance
 from neuron_moe.experts import RoutedExperts
@@ -185,7 +186,7 @@ class MoE(nn.Module):
         if entered is not hidden_states:
             batch = replace(batch, hidden_TH=entered.reshape(batch.hidden_TH.shape))
         if plan is not None and is_fused:
-            output_TH, routing = self._run_fused(plan, crossing, batch.hidden_TH)
+            output_TH, routing = self._run_fused(plan, crossing, batch)
         else:
             output_TH, routing = self._run(plan, crossing, batch)
         output = output_TH.view(hidden_states.shape)
@@ -266,14 +267,19 @@ class MoE(nn.Module):
         total = crossing.share_losses(torch.stack([*found.values()]).sum())
         return Routing(logits_TE, add_losses(affinities_TK, total), index_TK)
 
-    def _run_fused(self, plan: Plan, crossing: Crossing, hidden_TH: Tensor) -> _Output:
+    def _run_fused(self, plan: Plan, crossing: Crossing, batch: TokenBatch) -> _Output:
         """Compute the whole layer in one launch, and sum over ranks."""
-        experts = self.expert_mlps
+        experts, hidden_TH = self.expert_mlps, batch.hidden_TH
         experts.check_mode()
         experts.check_hidden(hidden_TH)
-        partial_TH, index_TK = plan.layer(hidden_TH)
+        mask = crossing.own_mask(batch.padding_mask)
+        is_real_T = None if mask is None else mask.reshape(-1) != 0
+        partial_TH, index_TK = plan.layer(hidden_TH, is_real_T)
         if index_TK is not None:
-            experts.record_load(index_TK)
+            counted_TK = index_TK
+            if is_real_T is not None:
+                counted_TK = torch.where(is_real_T.unsqueeze(1), index_TK, NO_EXPERT)
+            experts.record_load(counted_TK)
         output_TH = crossing.combine(partial_TH.to(hidden_TH.dtype))
         return output_TH, _Routed(None, None, index_TK)
 
@@ -345,7 +351,6 @@ class MoE(nn.Module):
         experts, shared = self.expert_mlps, self.shared_experts
         strategy = self.parallel.strategy(step.phase, step.is_part)
         refused = (
-            (step.has_padding, "padding tokens are told apart between router and experts"),
             (
                 step.is_part or strategy.name != "replicate" or strategy.spread.gather.size > 1,
                 "tokens travel between ranks after routing",

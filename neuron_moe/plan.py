@@ -208,8 +208,8 @@ class Plan(ABC):
         rounded to the rows' dtype.
         """
 
-    def layer(self, hidden_TH: Tensor) -> FusedOutput:
-        """Compute the whole layer, where `is_fused`."""
+    def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
+        """Compute the whole layer, where `is_fused`; with padding if the step has it."""
         raise NotImplementedError(f"{self.decision.kernel}: computes experts only.")
 
     def notes(self) -> tuple[str, ...]:

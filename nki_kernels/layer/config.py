@@ -64,6 +64,7 @@ class PrefillLayerConfig(NKIObject):
         shared: shared experts of this rank as one expert that all tokens choose; of
             `make_shared_config`.
         given: the choices, where the router is another launch's.
+        has_padding: some tokens are padding, which chooses no routed expert.
     """
 
     router: RouterConfig | None
@@ -74,6 +75,7 @@ class PrefillLayerConfig(NKIObject):
     returns_routing: bool = False
     shared: PrefillConfig | None = None
     given: GivenChoices | None = None
+    has_padding: bool = False
 
 
 def choices_of(config: PrefillLayerConfig) -> GivenChoices:
@@ -119,6 +121,8 @@ def _check_choices(config: PrefillLayerConfig) -> None:
     if router is None:
         if config.returns_routing:
             raise ValueError("returns_routing=True: choices were given. Keep them.")
+        if config.has_padding:
+            raise ValueError("has_padding=True: choices are given. Give padding none.")
     else:
         check_router_topk(router, config.experts.num_tokens)
         if router.returns_logits:

@@ -102,6 +102,7 @@ def _front_cost(config: PrefillLayerConfig, num_passes: int) -> KernelCost:
         pairs = max(1, tokens.count) * top_k
         columns += pairs * WEIGHT_TERMS * row_size(config.dims) if scales else 0
         columns += rank_columns(tokens, config.dims)
+    read += num_tokens * _WORD_BYTES if config.has_padding else 0
     index = KernelCost(read, written + visit_list_bytes(config.visits), columns)
     if config.router is None:
         pairs_bytes = num_tokens * top_k * _WORD_BYTES  # affinities are stored, 0 of broken tokens

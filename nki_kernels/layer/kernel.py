@@ -21,6 +21,7 @@ Inputs and outputs, in HBM (T tokens, H hidden, N experts of all ranks):
     index            [T, K]    int32    this rank's number of each choice, any that is none for no
                                expert here, and
     affinities       [T, K]    float32, no number for a token to be taken out; if there is no router
+    is_real          [T, 1]    int32    0 for padding, else 1, if config.has_padding
     norm_weight      [1, H]    any float, if config.router.has_norm
     router_bias      [1, N]    any float, if the router has a bias
     selection_bias   [1, N]    float32, if the router has one
@@ -41,8 +42,8 @@ the cores meet after each of these is written. But for a table of ids, each stag
 back before the experts begin, so that their plan is that of blockwise_moe alone.
 
 Tokens do not see each other: one with a logit that is no number, or a given affinity, chooses no
-expert, and its row of the output is NaN. A token whose expert overflows bfloat16 is not contained,
-see combine/kernel.py.
+expert, and its row of the output is NaN. Padding chooses none; shared experts compute it. A token
+whose expert overflows bfloat16 is not contained, see combine/kernel.py.
 
 Limits: check_prefill_layer. Cost: cost_prefill_layer.
 
@@ -155,6 +156,7 @@ class Choosing(nl.NKIObject):
     first_expert: Any
     index_TK: Any
     affinities_TK: Any
+    is_real_T1: Any
 
 
 @dataclass
@@ -192,6 +194,7 @@ def prefill_layer(
     shared_gate: Any = None,
     index: Any = None,
     affinities: Any = None,
+    is_real: Any = None,
 ) -> Any:
     """Compute one MoE layer for T tokens; see the module."""
     x_TH = hidden
@@ -200,7 +203,7 @@ def prefill_layer(
     operands = RouterOperands(
         hidden, router_weight, router_bias, selection_bias, norm_weight, x_TH, x_TH, shared_gate
     )
-    chosen_by = Choosing(operands, first_expert, index, affinities)
+    chosen_by = Choosing(operands, first_expert, index, affinities, is_real)
     listed = _allocate_index(hidden.shape[0], choices_of(config).top_k, config)
     x = Operands(
         x_TH, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, listed.slot_scale,
@@ -503,15 +506,30 @@ def _choose(chosen_by: Choosing, config: PrefillLayerConfig, tokens: TokenTiles)
     else:
         routed = route_tiles(chosen_by.router, config.router, tokens)
     nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
-    numbers_sb = routed.index_sb.reshape(shape)
+    numbers_sb, chooses_sb = routed.index_sb.reshape(shape), is_whole_sb
     if config.router is not None:
         numbers_sb = _local_numbers(routed, chosen_by.first_expert, shape)
+    if config.has_padding:
+        chooses_sb = _real_ones(is_whole_sb, chosen_by.is_real_T1, tokens)
     nisa.tensor_copy_predicated(
         dst=local_sb,
         src=numbers_sb,
-        predicate=is_whole_sb.expand_dim(2).broadcast(2, shape[2]),
+        predicate=chooses_sb.expand_dim(2).broadcast(2, shape[2]),
     )
     return LocalPairs(flat_sb, is_whole_sb, routed)
+
+
+def _real_ones(
+    is_whole_sb: nl.NkiTensor, is_real_T1: nl.NkiTensor, tokens: TokenTiles
+) -> nl.NkiTensor:
+    """Return which tokens are whole and no padding, [128, tiles] uint32."""
+    is_real_sb = nl.ndarray(is_whole_sb.shape, nl.int32, buffer=nl.sbuf)
+    if tokens.rows < tokens.count * PARTITIONS:
+        nisa.memset(dst=is_real_sb, value=0)
+    load_per_token(is_real_sb, is_real_T1, tokens)
+    both_sb = nl.ndarray(is_whole_sb.shape, nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=both_sb, data1=is_whole_sb, data2=is_real_sb, op=nl.multiply)
+    return both_sb
 
 
 def _load_choices(

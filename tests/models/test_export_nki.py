@@ -18,7 +18,7 @@ from tests.models.families import write_checkpoint
 from tests.models.test_families_nki import ALL, PROMPTS, SIZES
 
 KERNELS = {
-    "prefill": {"router_topk", "prefill_layer"},
+    "prefill": {"prefill_layer"},
     "decode": {"decode_layer"},
 }
 NAMES = ("gpt_oss", "llama4-scout")

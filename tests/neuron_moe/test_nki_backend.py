@@ -172,7 +172,7 @@ def test_a_router_kept_in_float32_is_shortened_only_without_loss(
     hidden_TH = torch.randn(T, H).bfloat16()
 
     def launched() -> torch.dtype:
-        plan = layer.plan(Step("prefill", T, has_padding=True))  # in several launches
+        plan = layer.plan(Step("prefill", T, is_part=True))  # in several launches
         got, wanted = plan.route(hidden_TH), router(hidden_TH)
         torch.testing.assert_close(got.router_logits_TE, wanted.router_logits_TE)
         dtype: torch.dtype = launches[-1][1][1].dtype
@@ -211,7 +211,7 @@ def test_explain_names_kernel_and_plan_of_prefill() -> None:
     tuning = {"use_shard_on_block_dynamic_while": True}
     told = build("nki", GPT_OSS, tuning, torch.bfloat16).explain("prefill", T)
     assert (told.path, told.decision.kernel) == ("blockwise", "nki.prefill_layer")
-    assert "one kernel: router, index, routed experts, combine;" in str(told)
+    assert "one kernel: router, index, routed experts, combine\n" in str(told)
     assert "dynamic loop, block shards, visits of 1 row tiles" in str(told)
     assert not any("plan:" in note for note in build(
         "torch", GPT_OSS, {}, torch.bfloat16).explain("prefill", T).notes)  # fmt: skip

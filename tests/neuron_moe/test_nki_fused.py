@@ -518,3 +518,22 @@ def test_dropped_choices_keep_a_prompt_in_several_launches() -> None:
     told = nki.explain("prefill", 60)
     assert told.path == "capacity"
     assert "not fused: choices beyond the capacity are dropped" in str(told)
+
+
+@pytest.mark.parametrize("shared", [None, SHARED])
+def test_padding_of_a_prefill_is_told_apart_in_the_launch(
+    shared: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nki, bf16, _ = layers("gpt-oss", shared=shared, return_expert_index=True)
+    hidden, mask = torch.randn(2, 80, H).bfloat16(), torch.ones(2, 80)
+    mask[0, :30], mask[1, 77:] = 0, 0
+    launches = watch_launches(monkeypatch)
+    for layer in (nki, bf16):
+        layer.enable_load_counters()
+    with torch.no_grad():
+        found, wanted = (layer(hidden, padding_mask=mask) for layer in (nki, bf16))
+    assert [kernel for kernel, _ in launches] == ["prefill_layer"]
+    assert torch.equal(found.expert_index, wanted.expert_index)
+    assert torch.equal(nki.expert_load, bf16.expert_load)
+    torch.testing.assert_close(found.output.float(), wanted.output.float(), rtol=0.05, atol=0.02)
+    assert found.output[mask == 0].any().item() is (shared is not None)

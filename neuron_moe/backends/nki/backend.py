@@ -120,7 +120,7 @@ def _why_apart(parts: LayerParts, step: Step, decision: Decision, in_blocks: str
         return "moe_fused_kernel_enabled=False"
     reason = in_blocks or _BLOCKS
     if decision.path in FEW_TOKEN_PATHS:
-        reason = layer.why_apart(parts, step.tokens)
+        reason = layer.why_apart(parts, step)
     if reason and parts.fuses_decode and is_decode:
         raise ValueError(
             f"moe_fused_kernel_enabled=True: {reason.rstrip('.')}. Leave it None, which takes the"

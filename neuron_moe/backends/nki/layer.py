@@ -25,7 +25,7 @@ from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
 from neuron_moe.backends.nki.operands import format_note
 from neuron_moe.backends.nki.routed_plan import norm_of
 from neuron_moe.backends.nki.router import check_router, different_choices, router_form
-from neuron_moe.plan import Forms, FusedOutput, LayerParts, Plan
+from neuron_moe.plan import Forms, FusedOutput, LayerParts, Plan, Step
 from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
 from neuron_moe.weights.expert_weights import LocalRouting
@@ -92,8 +92,8 @@ class LayerPlan(Plan):
         """Put weights in the form that runs."""
         _ = self._operands
 
-    def layer(self, hidden_TH: Tensor) -> FusedOutput:
-        """Compute the layer for T tokens, [T, H] bfloat16."""
+    def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
+        """Compute the layer for T tokens, [T, H] bfloat16; a step with padding has other plans."""
         check_call(hidden_TH)
         made = self._operands
         check_router(self.parts.router)
@@ -234,12 +234,14 @@ def shared_weights(shared: SharedExperts, weight_format: str) -> tuple[Tensor, T
 _layer_config = cached_by_chip(make_layer_config)
 
 
-def why_apart(parts: LayerParts, num_tokens: int) -> str:
-    """Say why one launch does not compute T tokens of a layer; '' if it does."""
+def why_apart(parts: LayerParts, step: Step) -> str:
+    """Say why one launch does not compute a step of few tokens; '' if it does."""
     if parts.why_apart:
         return parts.why_apart
+    if step.has_padding:
+        return "padding tokens are told apart between router and experts"
     try:
-        layer_config(parts, num_tokens, None)
+        layer_config(parts, step.tokens, None)
     except ValueError as error:
         return str(error)
     return ""

@@ -84,6 +84,7 @@ class PrefillLayerPlan(PrefillPlan):
             out,
             parts.returns_routing,
             shared,
+            has_padding=self.step.has_padding,
         )
         check_prefill_layer(config)
         return config
@@ -155,7 +156,7 @@ class PrefillLayerPlan(PrefillPlan):
         """Put weights in the form that runs."""
         _ = self.config, self._matrices, self._beside
 
-    def layer(self, hidden_TH: Tensor) -> FusedOutput:
+    def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
         """Compute the layer for T tokens, [T, H] bfloat16."""
         parts = self.parts
         check_call(hidden_TH)
@@ -168,6 +169,7 @@ class PrefillLayerPlan(PrefillPlan):
             self.config,
             **self._beside,
             residual=hidden_TH if self.adds_input else None,
+            is_real=None if is_real_T is None else is_real_T.to(torch.int32).view(-1, 1),
         )
         if not parts.returns_routing:
             return FusedOutput(found, None)
@@ -211,7 +213,7 @@ class PrefillLayerPlan(PrefillPlan):
             "residual": self.adds_input,
         }
         fused = ", ".join(name for name, is_there in stages.items() if is_there)
-        around = f"one kernel: {fused}; steps without padding only"
+        around = f"one kernel: {fused}"
         if self.parts.norm is None or self.has_norm:
             return (around,)
         return (around, "before it: rmsnorm, another norm than x * weight / rms(x)")

@@ -285,6 +285,8 @@ def _prefill_operands(plan: PrefillLayerPlan) -> dict[str, Any]:
     if config.shared is not None:
         operands = _shared_of(config.shared)
         named |= {f"shared_{name}": value for name, value in operands.items()}
+    if config.has_padding:  # none is, the most work
+        named["is_real"] = np.ones((num_tokens, 1), np.int32)
     if config.out.has_gate:
         named["shared_gate"] = torch.zeros((1, H), dtype=weight_NH.dtype)
     return {**_first_operands(parts, hidden_TH, weight_NH), "config": config, **named}

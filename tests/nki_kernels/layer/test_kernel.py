@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -370,6 +371,31 @@ def test_a_broken_token_changes_no_other(value: float) -> None:
     others = np.arange(150) != 17
     # Its choices take no slots: rows of other tokens move to other places of a tile.
     np.testing.assert_array_equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("name", ["two-tiles-a-core", "shared-residual-broken", "scaled-inputs"])
+def test_padding_chooses_no_routed_expert_and_changes_no_other(name: str) -> None:
+    case = replace(CASES[name], has_residual=False)
+    arrays, config = draw_arrays(case), case.config()
+    operands = operands_of(case, arrays, config)
+    whole_TH = nki_sim.run(prefill_layer, lnc=case.num_cores, **operands).outputs[0]
+    is_real_T = np.arange(case.T) % 7 < 4
+    is_real_T[: case.T // 3] = True
+    operands["config"] = replace(config, has_padding=True)
+    operands["is_real"] = is_real_T.astype(np.int32)[:, None]
+    run = nki_sim.run(prefill_layer, lnc=case.num_cores, **operands)
+    output_TH = run.outputs[0]
+    np.testing.assert_array_equal(output_TH[is_real_T], whole_TH[is_real_T])
+    padding = np.setdiff1d(np.arange(case.T)[~is_real_T], case.broken)
+    if case.shared:
+        assert output_TH[padding].any(1).all()
+        assert (output_TH[padding] != whole_TH[padding]).any(1).all()
+    else:
+        assert not output_TH[padding].any()
+    if not case.broken:
+        index_TK = np.where(is_real_T[:, None], run.outputs[2], -1)
+        make = partial(replace, has_padding=True)
+        assert cost_of(case, index_TK, make=make) == measured_cost(run.trace)
 
 
 @pytest.mark.parametrize(
