@@ -272,8 +272,11 @@ class MoE(nn.Module):
         experts, hidden_TH = self.expert_mlps, batch.hidden_TH
         experts.check_mode()
         experts.check_hidden(hidden_TH)
-        mask = crossing.own_mask(batch.padding_mask)
-        is_real_T = None if mask is None else mask.reshape(-1) != 0
+        is_real_T = None
+        if batch.padding_mask is not None:
+            mask = crossing.own_mask(batch.padding_mask)
+            assert mask is not None
+            is_real_T = mask.reshape(-1) != 0
         partial_TH, index_TK = plan.layer(hidden_TH, is_real_T)
         if index_TK is not None:
             counted_TK = index_TK

@@ -86,6 +86,17 @@ def choices_of(config: PrefillLayerConfig) -> GivenChoices:
     return GivenChoices(config.router.formula.top_k, config.router.num_experts)
 
 
+def has_router(config: PrefillLayerConfig) -> bool:
+    """Whether the launch routes its tokens."""
+    return config.router is not None
+
+
+def router_of(config: PrefillLayerConfig) -> RouterConfig:
+    """Return the router of a launch that has one."""
+    assert config.router is not None
+    return config.router
+
+
 def has_norm(config: PrefillLayerConfig) -> bool:
     """Whether the launch normalises its tokens."""
     return config.router is not None and config.router.has_norm

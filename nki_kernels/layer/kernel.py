@@ -107,9 +107,11 @@ from nki_kernels.layer.config import (
     PrefillLayerConfig,
     choices_of,
     has_norm,
+    has_router,
     loads_ahead,
     num_shared_slots,
     places_width,
+    router_of,
 )
 from nki_kernels.prefill.buffers import (
     Lists,
@@ -501,13 +503,13 @@ def _choose(chosen_by: Choosing, config: PrefillLayerConfig, tokens: TokenTiles)
     flat_sb = local_sb.reshape((PARTITIONS, shape[1] * shape[2]))
     if tokens.count == 0:
         return LocalPairs(flat_sb, is_whole_sb, None)
-    if config.router is None:
-        routed = _load_choices(chosen_by, shape, tokens)
+    if has_router(config):
+        routed = route_tiles(chosen_by.router, router_of(config), tokens)
     else:
-        routed = route_tiles(chosen_by.router, config.router, tokens)
+        routed = _load_choices(chosen_by, shape, tokens)
     nisa.tensor_scalar(dst=is_whole_sb, data=routed.spoils_sb, op0=nl.equal, operand0=0.0)
     numbers_sb, chooses_sb = routed.index_sb.reshape(shape), is_whole_sb
-    if config.router is not None:
+    if has_router(config):
         numbers_sb = _local_numbers(routed, chosen_by.first_expert, shape)
     if config.has_padding:
         chooses_sb = _real_ones(is_whole_sb, chosen_by.is_real_T1, tokens)
@@ -569,8 +571,8 @@ def _weigh(
     if tokens.count == 0:
         return flat_sb
     routed = local.routed
-    if config.router is not None:
-        weigh_tiles(routed, config.router, tokens)
+    if has_router(config):
+        weigh_tiles(routed, router_of(config), tokens)
     if config.returns_routing:
         store_per_token(index.index_TK, routed.index_sb, tokens)
     store_per_token(index.spoils_T1, routed.spoils_sb, tokens)

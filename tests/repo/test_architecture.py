@@ -48,7 +48,7 @@ def _expand(lines: Lines, caller: str) -> list[Switch]:
 
 def _decode_of(prefill: list[Switch]) -> list[Switch]:
     """Return the walk of decode in two launches, as the page tells it."""
-    renamed = [
+    return [
         (
             caller.replace("nki/prefill.py", "nki/decode.py"),
             file.replace("nki/prefill.py", "nki/decode.py"),
@@ -56,10 +56,6 @@ def _decode_of(prefill: list[Switch]) -> list[Switch]:
         )
         for caller, file, function in prefill
     ]
-    launch = ("backends/nki/decode.py", "backends/nki/launch.py", "launch")
-    first = renamed.index(launch)
-    assert renamed[first : first + 3] == [launch] * 3
-    return renamed[: first + 1] + renamed[first + 3 :]
 
 
 def _as_page(walk: list[Switch]) -> str:

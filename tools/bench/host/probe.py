@@ -24,7 +24,6 @@ import nki_sim
 from neuron_moe import (
     ExpertMLPsV2,
     MoE,
-    MoEFusedTKGConfig,
     RoutedExpertsMLPOpsConfig,
     RouterTopK,
 )
@@ -89,11 +88,10 @@ def build_layer(case: str) -> MoE:
         up_clamp_upper_limit=7.0,
         up_clamp_lower_limit=-7.0,
     )
-    switches = MoEFusedTKGConfig(quantized=False, moe_fused_kernel_enabled=False)
     layer = MoE(
         RouterTopK(EXPERTS, TOP_K, HIDDEN, bias=True, apply_act_fn_over_topk=True),
         ExpertMLPsV2(config, dtype=torch.bfloat16, backend="nki"),
-        tkg_config=None if case.startswith("fused") else switches,
+        return_router_logits=not case.startswith("fused"),  # which one launch keeps on chip
     ).eval()
     with torch.no_grad():
         for parameter in layer.parameters():
