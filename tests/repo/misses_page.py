@@ -21,7 +21,7 @@ def tables() -> dict[str, str]:
     """Return each table by the name in its mark."""
     return {
         "prefill": _prefill(), "decode": _decode(), "layer": _layer(), "layers": _layers(),
-        "ranks": _ranks(),
+        "sequence": _sequence(), "ranks": _ranks(),
     }  # fmt: skip
 
 
@@ -87,10 +87,13 @@ def _layer() -> str:
     head = ("layer", "corner", "layer us", "outside", "may be")
     limits = {8192: 0.08, 128: 0.15}
     lines = [
-        (f"{row['model']} {row['split']} T = {row['T']:,}", row["corner"],
-         f"{row['layer_us']:,.0f}", f"{row['outside']:.1%}", f"{limits[row['T']]:.0%}")
+        (f"{row['model']} {row['split']}{how} T = {row['T']:,}", row["corner"],
+         f"{row[us]:,.0f}", f"{row[outside]:.1%}", f"{limits[row['T']]:.0%}")
         for row in _rows("layer")
-        if row["phase"] == "prefill" and (row["outside"] or 0.0) > limits.get(row["T"], 1.0)
+        for how, us, outside in (
+            ("", "layer_us", "outside"), (", in parts,", "sequence_us", "sequence_outside")
+        )
+        if row["phase"] == "prefill" and (row[outside] or 0.0) > limits.get(row["T"], 1.0)
     ]  # fmt: skip
     return _table(head, lines)
 
@@ -108,6 +111,26 @@ def _layers() -> str:
         for model, split in layers
     ]
     return _table(("layer", *(f"T = {T:,}" for T in sizes)), lines)
+
+
+def _sequence() -> str:
+    corners = ("vendor", "in-order")
+    found = {
+        (row["model"], row["split"], row["corner"]): row
+        for row in _rows("layer")
+        if (row["phase"], row["T"]) == ("prefill", 8192) and row["sequence_us"]
+    }
+    layers = dict.fromkeys((model, split) for model, split, _ in found)
+    lines = [
+        (f"{model} {split}", *(_sequence_cell(found[model, split, corner]) for corner in corners))
+        for model, split in layers
+    ]
+    return _table(("layer", "vendor's corner", "in order"), lines)
+
+
+def _sequence_cell(row: Row) -> str:
+    router_us, experts_us = row["sequence_parts"].values()
+    return f"{router_us:,.0f} + {experts_us:,.0f} ({row['sequence_outside']:.1%})"
 
 
 def _layer_cell(row: Row | None) -> str:

@@ -133,7 +133,7 @@ class PrefillPlan(RoutedPlan):
         # Rows that came from other ranks chose an expert of this one more often than one of all.
         chosen_among = -(-parts.num_experts * (step.rows or step.tokens) // step.tokens)
         given = GivenChoices(parts.spec.top_k, max(parts.weights.num_experts, chosen_among))
-        out = replace(made.out, out_dtype=nl.bfloat16, has_spoils=True)
+        out = replace(made.out, has_spoils=True)
         config = PrefillLayerConfig(None, made.dims, made.visits, made.config, out, given=given)
         try:
             check_prefill_layer(config)
@@ -151,7 +151,7 @@ class PrefillPlan(RoutedPlan):
         _ = self._launches
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
-        """Index, experts, combine; return [N, H], bfloat16 if one launch does it, else float32."""
+        """Index, experts, combine; return [N, H] bfloat16."""
         check_call(hidden_NH)
         is_broken_T1 = _broken_tokens(
             hidden_NH, routing, marks_broken=self.parts.router is not None
@@ -324,7 +324,7 @@ def compile_for(plan: PrefillPlan) -> Compiled:
     num_partials = tuning.num_cores if config.shard.splits_i else 1
     stored_slots = output_tiles(config) * config.tile_rows
     check_combine(num_tokens, top_k, config.H, stored_slots, num_partials)
-    return Compiled(config, dims, visits, CombineDims(nl.float32, True, tuning.missing))
+    return Compiled(config, dims, visits, CombineDims(nl.bfloat16, True, tuning.missing))
 
 
 def _fitting_config(plan: PrefillPlan, work: PrefillWork, request: PlanRequest) -> PrefillConfig:

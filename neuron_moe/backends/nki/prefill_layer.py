@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import nki.language as nl
 import torch
 from torch import Tensor, nn
 
@@ -73,7 +72,7 @@ class PrefillLayerPlan(PrefillPlan):
         )  # fmt: skip
         shared = self.shared_config
         out = replace(
-            made.out, out_dtype=nl.bfloat16, has_spoils=True, has_residual=self.adds_input,
+            made.out, has_spoils=True, has_residual=self.adds_input,
             has_shared=shared is not None, has_gate=self._is_gated,
         )  # fmt: skip
         config = PrefillLayerConfig(
