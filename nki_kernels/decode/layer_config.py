@@ -45,6 +45,7 @@ class LayerForm(NKIObject):
         has_residual: a residual is added at the end.
         returns_routing: affinities and index are returned too.
         ranks: what becomes of the partial sums of several ranks.
+        has_padding: some tokens are padding, which chooses no routed expert.
     """
 
     has_norm: bool = False
@@ -57,6 +58,7 @@ class LayerForm(NKIObject):
     has_residual: bool = False
     returns_routing: bool = False
     ranks: RankSum = ALONE
+    has_padding: bool = False
 
 
 _BARE, _PLAIN, _AUTO = LayerForm(), WeightForm(), DecodeRequest()
@@ -243,4 +245,5 @@ def expected_operands(config: LayerConfig) -> _Expected:
         "shared_down": (down if form.shared_width else None, shared),
         "shared_gate": ((1, *matrix, 1) if form.has_shared_gate else None, bf16),
         "residual": ((T, H) if form.has_residual else None, ("bfloat16", "float32")),
+        "is_real": ((T, 1) if form.has_padding else None, ("int32",)),
     }

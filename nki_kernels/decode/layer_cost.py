@@ -41,7 +41,9 @@ def cost_decode_layer(
     shared_read, shared_columns = _shared_cost(config)
     read, columns = read + shared_read, columns + shared_columns
     if config.form.has_residual:
-        read += cores * -(-T // cores) * H * residual_bytes
+        read += min(cores, T) * -(-T // cores) * H * residual_bytes
+    if config.form.has_padding:
+        read += cores * T * _WORD_BYTES
     if config.form.returns_routing:
         written += 2 * T * K * _WORD_BYTES
     row_bytes = H * (4 if moe.output_dtype == "float32" else 2)

@@ -16,6 +16,7 @@ Inputs and outputs, in HBM (T tokens, H hidden in tiles [h, H/h], N experts of a
     shared_gate_up, shared_down         bfloat16, of pack_shared_experts(), if there are any
     shared_gate      [1, h, H/h, 1]     bfloat16, of pack_router_weight(), if they have a gate
     residual         [T, H]             bfloat16 or float32, if it is added; may be hidden
+    is_real          [T, 1]             int32, 0 for padding, else 1, if there may be some
     -> output        [T, H]             float32 or bfloat16; [T/R, H] where config.form.ranks
                                         scatters the sum of R ranks (rank_sums.py)
        affinities    [T, K]             float32 and
@@ -34,7 +35,7 @@ source is that of need:
    ranks' rows (config.form.ranks), store; ranks that share the rows add them up in HBM.
 
 Tokens do not see each other: one that holds NaN spoils its own row alone, and its index stays in
-range.
+range. Padding is computed by the shared experts alone.
 
 Cost: cost_decode_layer. hidden, norm and router are read by every core (a large router once), the
 shared experts once, the routed ones as by decode_moe.
@@ -97,6 +98,7 @@ class Front(NKIObject):
     norms: list[NormTiles]
     router: RouterTiles
     gates: list[nl.NkiTensor]  # weight of the shared experts' gate
+    real: list[nl.NkiTensor]  # of each tile [tokens, 1] uint32, 0 for padding; none: all are real
 
 
 @dataclass
@@ -129,6 +131,7 @@ def decode_layer(
     shared_down: Any = None,
     shared_gate: Any = None,
     residual: Any = None,
+    is_real: Any = None,
 ) -> Any:
     """Compute one MoE layer for T tokens; see the module."""
     core = nl.program_id(0)
@@ -139,6 +142,8 @@ def decode_layer(
     front = _load_front(
         config, hidden, norm_weight, router_weight, router_bias, selection_bias, shared_gate
     )
+    if config.form.has_padding:
+        front.real = _load_real(is_real)
     first_sb = 0 if is_direct(moe) else load_first_expert(moe, first_expert)
     sums = make_sums(moe, core)
     shared = [shared_gate_up, shared_down]
@@ -197,7 +202,32 @@ def _load_front(
     gates = []
     if config.form.has_shared_gate:
         gates.append(load_gate(shared_gate))
-    return Front(tiles, norms, router, gates)
+    return Front(tiles, norms, router, gates, [])
+
+
+def _load_real(is_real_T1: nl.NkiTensor) -> list[nl.NkiTensor]:
+    """Load which tokens are no padding."""
+    num_tokens, tiles = is_real_T1.shape[0], []
+    for first in range(0, num_tokens, PARTITIONS):
+        stop = min(first + PARTITIONS, num_tokens)
+        real_sb = nl.ndarray((stop - first, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=real_sb, src=is_real_T1[first:stop, 0:1])
+        tiles.append(real_sb.view(nl.uint32))
+    return tiles
+
+
+def _drop_padding(index_tiles: list[nl.NkiTensor], real: list[nl.NkiTensor]) -> list[nl.NkiTensor]:
+    """Return the choices, -1 of padding."""
+    found = []
+    for number in range(len(index_tiles)):
+        index_sb, real_sb = index_tiles[number], real[number]
+        chosen_sb = nl.ndarray(index_sb.shape, dtype=nl.int32, buffer=nl.sbuf)
+        nisa.memset(dst=chosen_sb, value=-1)
+        nisa.tensor_copy_predicated(
+            dst=chosen_sb, src=index_sb, predicate=real_sb.broadcast(1, index_sb.shape[1])
+        )
+        found.append(chosen_sb)
+    return found
 
 
 def _route(
@@ -221,7 +251,10 @@ def _route(
         logits.append(tile)
     index_tiles, picked = pick_experts(logits, front.router, moe.num_experts, formula)
     bank_ps = routing_bank(b.sums)
-    routing = list_experts(moe, index_tiles, first_sb, bank_ps, b.ones, core)
+    chosen_tiles = index_tiles
+    if config.form.has_padding:
+        chosen_tiles = _drop_padding(index_tiles, front.real)
+    routing = list_experts(moe, chosen_tiles, first_sb, bank_ps, b.ones, core)
     affinity_tiles = weigh_experts(logits, picked, moe.num_experts, formula)
     weigh(moe, routing, affinity_tiles, bank_ps, b.ones)
     gate_rows = []

@@ -156,10 +156,10 @@ def _fused(parts: LayerParts, step: Step, decision: Decision) -> Plan:
     if asked is not None:
         decision = settle_mode(decision, *asked, "nki.decode_layer")
     elif parts.compat is None:
-        config = layer.layer_config(parts, step.tokens, None)
+        config = layer.layer_config(parts, step, None)
         reason = f"cost model of decode_layer: {config.moe.reason}"
         decision = settle_mode(decision, decode.path_of(config.moe), reason, "nki.decode_layer")
-    config = layer.layer_config(parts, step.tokens, decision.path)
+    config = layer.layer_config(parts, step, decision.path)
     return layer.LayerPlan(step, replace(decision, kernel="nki.decode_layer"), parts, config)
 
 

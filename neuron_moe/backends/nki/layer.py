@@ -93,7 +93,7 @@ class LayerPlan(Plan):
         _ = self._operands
 
     def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
-        """Compute the layer for T tokens, [T, H] bfloat16; a step with padding has other plans."""
+        """Compute the layer for T tokens, [T, H] bfloat16."""
         check_call(hidden_TH)
         made = self._operands
         check_router(self.parts.router)
@@ -107,6 +107,7 @@ class LayerPlan(Plan):
             self.config,
             **made.named,
             residual=hidden_TH if self.adds_input else None,
+            is_real=None if is_real_T is None else is_real_T.to(torch.int32).view(-1, 1),
         )
         if not self.parts.returns_routing:
             return FusedOutput(found, None)
@@ -142,7 +143,7 @@ class LayerPlan(Plan):
         fused = ", ".join(name for name, is_there in parts.items() if is_there)
         notes = (
             describe(self.config.moe),
-            f"one kernel: {fused}; steps without padding only",
+            f"one kernel: {fused}",
             format_note(self.parts.weights),
         )
         if self.parts.norm is None or self.has_norm:
@@ -150,12 +151,12 @@ class LayerPlan(Plan):
         return (*notes, "before it: rmsnorm, another norm than x * weight / rms(x)")
 
 
-def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
+def layer_config(parts: LayerParts, step: Step, path: str | None) -> Any:
     """Return what decode_layer is compiled for.
 
     Args:
         parts: of the layer.
-        num_tokens: T.
+        step: what is asked for.
         path: 'selective', 'all_experts', or None for the choice of the cost model.
 
     Raises:
@@ -176,8 +177,9 @@ def layer_config(parts: LayerParts, num_tokens: int, path: str | None) -> Any:
         # The kernel's residual is what it is given, which is the input where it has the norm.
         has_residual=parts.adds_input and (parts.norm is None or norm is not None),
         returns_routing=parts.returns_routing,
+        has_padding=step.has_padding,
     )
-    sizes, formula, weights, request = config_records(parts, num_tokens, path)
+    sizes, formula, weights, request = config_records(parts, step.tokens, path)
     router = parts.router.spec.formula
     return with_layout(
         parts.weights,
@@ -238,10 +240,8 @@ def why_apart(parts: LayerParts, step: Step) -> str:
     """Say why one launch does not compute a step of few tokens; '' if it does."""
     if parts.why_apart:
         return parts.why_apart
-    if step.has_padding:
-        return "padding tokens are told apart between router and experts"
     try:
-        layer_config(parts, step.tokens, None)
+        layer_config(parts, step, None)
     except ValueError as error:
         return str(error)
     return ""

@@ -246,6 +246,8 @@ def _decode_operands(plan: LayerPlan) -> dict[str, Any]:
         named["norm_weight"] = torch.ones((1, moe.H), dtype=torch.bfloat16)
     if config.form.has_residual:
         named["residual"] = hidden_TH
+    if config.form.has_padding:  # none is, the most work
+        named["is_real"] = np.ones((moe.T, 1), np.int32)
     if config.form.shared_width:
         gate_up, down = weight_shapes(config.shared)
         named["shared_gate_up"] = TensorSpec(gate_up, config.form.shared_format)

@@ -214,6 +214,28 @@ def test_a_token_without_numbers_spoils_its_own_row_alone(family: str) -> None:
     assert np.isnan(output[4]).all()
 
 
+@pytest.mark.parametrize("T", [1, 5, 40, 130])
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek", "llama4", "qwen2-moe"])
+def test_padding_takes_shared_experts_alone(family: str, T: int) -> None:
+    options = {"has_padding": True, "returns_routing": True, "has_residual": True}
+    case = Case(family, T, N=32, E=16, first=8, options=options)
+    arrays = draw(case)
+    wanted = expected(case, arrays)
+    none = {"gate_up_bias", "down", "down_bias"} & set(arrays)
+    shared_only = expected(case, arrays | {name: 0 * arrays[name] for name in none}).output_TH
+    is_real_T = np.arange(T) % 3 == 1
+    config = case.config()
+    arrays["is_real"] = is_real_T.astype(np.int32)[:, None]
+    found = run(config, operands_of(config, arrays, case.first))
+    output_TH, affinities_TK, index_TK = found.outputs
+    assert_close(output_TH, np.where(is_real_T[:, None], wanted.output_TH, shared_only))
+    np.testing.assert_array_equal(index_TK, wanted.index_TK)  # as the router chose
+    np.testing.assert_allclose(affinities_TK, wanted.affinities_TK, rtol=2e-3)
+    here = np.unique(index_TK[is_real_T])
+    touched = config.moe.E if config.moe.mode == "all" else int(np.isin(here, range(8, 24)).sum())
+    assert cost_decode_layer(config, touched) == measured_cost(found.trace)
+
+
 def test_ranks_of_expert_parallelism_add_up() -> None:
     whole = Case("qwen3", 6, N=32, E=32)
     arrays = draw(whole)
@@ -380,7 +402,7 @@ def test_what_the_configuration_accepts_fits_in_memory(name: str) -> None:
     router = RouterFormula(**terms)
     form = LayerForm(
         has_norm=True, router_dtype=dtype, shared_width=width, has_shared_gate=True,
-        has_residual=True,
+        has_residual=True, has_padding=True,
     )  # fmt: skip
     config = make_layer_config(
         DecodeSizes(T, H, I, E, router.top_k, N), router, ExpertFormula(), form,
