@@ -6,11 +6,11 @@ launched through `nki.jit`; that way has not been tried, for want of a device.
 
 | file | plan of | kernels |
 | --- | --- | --- |
-| prefill.py | prefill, and decode of more than 256 tokens | index_blocks, blockwise_moe, combine |
+| prefill.py | prefill, and decode of more than 256 tokens | prefill_layer, or three kernels |
 | prefill_layer.py | the same with norm, router and shared experts in one launch | prefill_layer |
 | decode.py | decode, speculation | decode_moe |
 | layer.py | the same with norm, router and shared experts in one launch | decode_layer |
-| router.py | routing of prefill.py and decode.py | router_topk |
+| routed_plan.py, router.py | norm and router in front of prefill.py and decode.py | router_topk |
 
 There is no gradient: training uses the torch backend. A token that is not finite becomes NaN alone.
 In prefill a finite one whose expert overflows bfloat16 makes the up to 127 others NaN that combine
