@@ -69,7 +69,7 @@ class RankLayer:
         Args:
             phase: one of paths.PHASES.
             tokens: T.
-            in_one: whether the layer may be one launch.
+            in_one: False asks for a launch of each stage.
             is_part: whether ranks hold parts of the sequence, which come together behind routers.
         """
         step = Step(phase, tokens, is_part=is_part)

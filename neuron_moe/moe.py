@@ -308,7 +308,7 @@ class MoE(nn.Module):
         """Return how a step of this layer is computed; the very object that runs it."""
         return self._plans.plan(
             step,
-            (self.num_changes, self.expert_mlps.num_changes),
+            (self.num_changes, self.expert_mlps.num_changes, _epsilon(self.rmsnorm)),
             lambda: (self.router, self.expert_mlps, self.shared_experts, self.rmsnorm),
             lambda forms: self.expert_mlps.backend.plan(self.parts(step, forms), step),
         )
@@ -322,12 +322,16 @@ class MoE(nn.Module):
             has_padding: a padding mask will be given.
         """
         check_choice("phase", phase, PHASES)
-        self.plan(Step(phase, tokens, has_padding)).prepare()
+        self.plan(Step(phase, tokens, has_padding, self._is_part(phase))).prepare()
 
     def _plan_of(self, crossing: Crossing, has_padding: bool) -> Plan | None:
         if not crossing.num_tokens:
             return None
         return self.plan(Step(crossing.phase, crossing.num_tokens, has_padding, crossing.is_part))
+
+    def _is_part(self, phase: str) -> bool:
+        """Say whether tokens of a phase come as this rank's part of a sequence."""
+        return self.options.is_sequence_parallel and phase == "prefill"
 
     def parts(self, step: Step, forms: Forms | None = None) -> LayerParts:
         """Return what a backend plans with."""
@@ -382,7 +386,7 @@ class MoE(nn.Module):
             "shared_experts": None if shared is None else shared.describe(),
             "rmsnorm": norm,
             "weights of the rmsnorm": None if norm is None else _digest(norm),
-            "rmsnorm_eps": getattr(norm, "eps", getattr(norm, "variance_epsilon", None)),
+            "rmsnorm_eps": _epsilon(norm),
             "reduce_dtype": self.options.reduce_dtype,
             "sequence_dimension": self.options.sequence_dimension,
             "fuses_decode": self.options.fuses_decode,
@@ -433,10 +437,16 @@ class MoE(nn.Module):
                 f" on, must be {num_local}, one for each expert of this rank, and none negative."
                 " Pass what `expert_load` counted."
             )
-        plan = self.plan(Step(phase, tokens))
+        plan = self.plan(Step(phase, tokens, is_part=self._is_part(phase)))
         if tokens_per_expert is None:
             tokens_per_expert = experts.local_load(phase)
         return plan.explain(tokens_per_expert)
+
+
+def _epsilon(norm: nn.Module | None) -> float | None:
+    """Return the epsilon of a norm under either of its names."""
+    found: float | None = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+    return found
 
 
 def _digest(module: nn.Module) -> str:

@@ -4,9 +4,9 @@
 (`compat="nxd"`), which is
 reproduced line by line, its errors included, for people who compare the two.
 
-The nki backend's kernels are two: decode_moe where few tokens read each weight once, up to 256 of
-them, in prefill as in decode; blockwise_moe for more, and where blocks are asked for. The mode of
-the first is settled by its cost model, which knows sizes and formats.
+The nki backend's kernels of experts are two: decode_moe where few tokens read each weight once, up
+to 256 of them, in prefill as in decode; blockwise_moe for more, and where blocks are asked for. The
+mode of the first is settled by its cost model, which knows sizes and formats.
 
 Ours, first match wins (P = pairs of this rank in the mean = T * K * E_local / E):
 

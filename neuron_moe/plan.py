@@ -47,7 +47,8 @@ class FusedOutput(NamedTuple):
     """What a plan that computes the whole layer gives.
 
     Attributes:
-        output_TH: float32, a partial sum of this rank.
+        output_TH: a partial sum of this rank, in float32 or rounded; with the residual if
+            `adds_input`.
         index_TK: int32 experts of the model, if the layer asked for them.
     """
 

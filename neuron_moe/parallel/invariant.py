@@ -41,15 +41,6 @@ class _CountingPlan(Plan):
 
     real: Plan
 
-    @property
-    def has_norm(self) -> bool:
-        """Whether `enter` computes the norm."""
-        return self.real.has_norm
-
-    def enter(self, hidden_TH: Tensor) -> tuple[Tensor, Routing]:
-        """Return tokens as experts take them, and their routing."""
-        return self.real.enter(hidden_TH)
-
     def route(self, hidden_TH: Tensor) -> Routing:
         """Route T tokens."""
         return self.real.route(hidden_TH)

@@ -19,6 +19,7 @@ from neuron_moe import (
 from neuron_moe.backends.nki import NkiBackend
 from neuron_moe.backends.nki.prefill import _broken_tokens, compile_for, map_blocks, rank
 from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.models.layers import RMSNorm
 from neuron_moe.nxd_compat.tuning import tuning_of
 from neuron_moe.paths import choose_path
 from neuron_moe.plan import Step
@@ -418,8 +419,7 @@ def test_a_look_at_the_sum_misses_no_token_and_takes_none_for_large_numbers(
     other: float, broken: float
 ) -> None:
     hidden_NH, affinities_NK = torch.full((300, H), other).bfloat16(), torch.rand(300, 2)
-    routing = LocalRouting(torch.zeros(300, 2, dtype=torch.int32), affinities_NK)
-    found = _broken_tokens(hidden_NH, routing, marks_broken=True)
+    found = _broken_tokens(hidden_NH, affinities_NK)
     assert found is None if other == 0.0 else not found.any()
     hidden_NH[5, 7], hidden_NH[6, 7], hidden_NH[7, :2] = (
         broken,
@@ -427,9 +427,73 @@ def test_a_look_at_the_sum_misses_no_token_and_takes_none_for_large_numbers(
         torch.tensor([1e38, -1e38]),
     )
     affinities_NK[299, 1] = broken
-    found = _broken_tokens(hidden_NH, routing, marks_broken=False)
+    found = _broken_tokens(hidden_NH, affinities_NK)
     assert found is not None
     assert found.flatten().nonzero().flatten().tolist() == [5, 6, 299]
+
+
+def test_an_infinite_token_stays_alone_where_a_router_marks_it() -> None:
+    def router() -> Router:
+        return RouterTopK(E, 2, H, act_fn="sigmoid", dtype=torch.bfloat16)
+
+    layer = build("nki", SILU, {}, torch.bfloat16, router=router, return_router_logits=True)
+    hidden = torch.randn(1, T, H).bfloat16()
+    with torch.no_grad():
+        before = layer(hidden).output
+        hidden[0, 17, 3] = torch.inf
+        after = layer(hidden).output
+    others = torch.arange(T) != 17
+    assert after[0, 17].isnan().all()
+    assert torch.equal(after[0, others], before[0, others])
+
+
+def test_infinite_rows_stay_alone_among_experts_on_their_own() -> None:
+    weights = build("torch", SILU, {}, torch.bfloat16).expert_mlps.weights()
+    index_TK = torch.rand(T, E).argsort(1)[:, :2].to(torch.int32)
+    routing, hidden_TH = LocalRouting(index_TK, torch.rand(T, 2)), torch.randn(T, H).bfloat16()
+    plan = plan_of(NkiBackend(), weights, Step("prefill", T), top_k=2)
+    with torch.no_grad():
+        before_TH = plan.experts(hidden_TH, routing)
+        hidden_TH[3, 5], hidden_TH[90, 0] = torch.inf, torch.nan
+        after_TH = plan.experts(hidden_TH, routing)
+    is_broken_T = torch.isin(torch.arange(T), torch.tensor([3, 90]))
+    assert torch.equal(after_TH.isnan().all(1), is_broken_T)
+    assert torch.equal(after_TH[~is_broken_T], before_TH[~is_broken_T])
+
+
+def test_a_norm_that_does_not_fit_beside_the_router_stays_outside() -> None:
+    wide = 16384
+    with torch.device("meta"):
+        router = RouterTopK(64, 2, wide, dtype=torch.bfloat16)
+        config = RoutedExpertsMLPOpsConfig(64, wide, 64, 2, "silu", True)
+        experts = ExpertMLPsV2(config, dtype=torch.bfloat16, backend="nki")
+        norm = RMSNorm(wide, 1e-5, torch.bfloat16)
+        layer = MoE(router, experts, None, norm, return_router_logits=True)
+    plan = layer.plan(Step("prefill", 256))
+    assert not plan.has_norm
+    assert "two kernels: router; index" in str(layer.explain("prefill", 256))
+    assert layer.plan(Step("prefill", 64)).has_norm is False
+
+
+def test_a_changed_epsilon_is_seen() -> None:
+    layer = build("nki", SILU, {}, torch.bfloat16, norm=True)
+    apart = build("nki", SILU, {}, torch.bfloat16, norm=True, return_router_logits=True)
+    hidden = torch.randn(1, T, H).bfloat16()
+    for each in (layer, apart):
+        with torch.no_grad():
+            before = each(hidden).output
+            each.rmsnorm.eps = 1.0
+            after = each(hidden).output
+        assert (after.float() - before.float()).abs().max() > 0.1 * before.float().abs().max()
+
+
+def test_a_layer_with_parts_of_sequences_explains_what_it_runs() -> None:
+    in_parts = {"sequence_parallel_enabled": True, "sequence_dimension": 1}
+    layer = build("nki", SILU, {}, torch.bfloat16, norm=True, **in_parts)
+    told = str(layer.explain("prefill", T))
+    assert "two kernels: rmsnorm, router; index, routed experts, combine\n" in told
+    assert "not fused: tokens travel between ranks after routing" in told
+    assert "one kernel: rmsnorm" in str(layer.explain("decode", 3))
 
 
 @pytest.mark.parametrize(("mlp", "is_clamped"), [(GPT_OSS, True), (SILU, False)])

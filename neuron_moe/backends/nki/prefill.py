@@ -69,7 +69,7 @@ _OVERFLOW = (
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What the three kernels of a step are compiled for.
+    """What index, experts and combine of a step are compiled for, in one launch or three.
 
     Attributes:
         config: of blockwise_moe.
@@ -86,7 +86,7 @@ class Compiled:
 
 @dataclass(frozen=True, eq=False)
 class _Launches:
-    """What the three kernels of a step are compiled for, and their operands.
+    """What the experts of a step are compiled for, and their operands.
 
     Attributes:
         compiled: see there.
@@ -130,7 +130,7 @@ class PrefillPlan(RoutedPlan):
             made = self._compiled
         except ValueError:  # told by whoever prepares the plan
             return None
-        # Rows that came from other ranks chose an expert of this one more often than one of all.
+        # All-to-all sends rows that chose an expert of this rank, each of which gets more of them.
         chosen_among = -(-parts.num_experts * (step.rows or step.tokens) // step.tokens)
         given = GivenChoices(parts.spec.top_k, max(parts.weights.num_experts, chosen_among))
         out = replace(made.out, has_spoils=True)
@@ -153,20 +153,17 @@ class PrefillPlan(RoutedPlan):
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Index, experts, combine; return [N, H] bfloat16."""
         check_call(hidden_NH)
-        is_broken_T1 = _broken_tokens(
-            hidden_NH, routing, marks_broken=self.parts.router is not None
-        )
         if self.given_config is not None:
-            return self._at_once(hidden_NH, routing, is_broken_T1)
-        return self._in_stages(hidden_NH, routing, is_broken_T1)
+            return self._at_once(hidden_NH, routing)
+        return self._in_stages(hidden_NH, routing)
 
-    def _at_once(
-        self, hidden_NH: Tensor, routing: LocalRouting, is_broken_T1: Tensor | None
-    ) -> Tensor:
-        """Compute the experts in one launch."""
+    def _at_once(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
+        """Compute the experts in one launch, which takes out tokens that a router has marked."""
         made, affinities_TK = self._launches, routing.expert_affinities_TK
-        if is_broken_T1 is not None:
-            affinities_TK = torch.where(is_broken_T1, torch.nan, affinities_TK)
+        if self.parts.router is None:
+            is_broken_T1 = _broken_tokens(hidden_NH, affinities_TK)
+            if is_broken_T1 is not None:
+                affinities_TK = torch.where(is_broken_T1, torch.nan, affinities_TK)
         output_NH: Tensor = launch(
             self.parts.tuning.num_cores,
             prefill_layer,
@@ -182,13 +179,15 @@ class PrefillPlan(RoutedPlan):
         )
         return output_NH
 
-    def _in_stages(
-        self, hidden_NH: Tensor, routing: LocalRouting, is_broken_T1: Tensor | None
-    ) -> Tensor:
+    def _in_stages(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute the experts in three launches."""
         made, num_cores = self._launches, self.parts.tuning.num_cores
         compiled = made.compiled
         index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
+        looked_at = [affinities_TK]
+        if self.parts.router is None:
+            looked_at.append(hidden_NH)
+        is_broken_T1 = _broken_tokens(*looked_at)
         if is_broken_T1 is not None:
             index_TK = torch.where(is_broken_T1, NO_EXPERT, index_TK)
             affinities_TK = torch.where(is_broken_T1, 0.0, affinities_TK)
@@ -264,23 +263,20 @@ class PrefillPlan(RoutedPlan):
         )
 
 
-def _broken_tokens(
-    hidden_NH: Tensor, routing: LocalRouting, *, marks_broken: bool
-) -> Tensor | None:
-    """Say which tokens are not finite, [N, 1]; None where the host sees at once that all are, or
-    affinities tell.
+def _broken_tokens(*rows: Tensor) -> Tensor | None:
+    """Say which tokens are not finite, [N, 1]; None where the host sees at once that all are.
 
-    Such a token would spread to those it shares a matrix tile with. Affinities of a sigmoid are
-    finite all the same, but for those of a router that marks such tokens.
+    Such a token would spread to those it shares a matrix tile with.
+
+    Args:
+        rows: what to look at, [N, n] each: hidden states and affinities, as those of a sigmoid are
+            finite all the same; affinities alone where a router has marked such tokens in them.
     """
-    affinities_TK = routing.expert_affinities_TK
     # A sum is finite only if all its terms are; a device must not wait for a look at one.
-    can_look = hidden_NH.device.type == "cpu" and not torch.compiler.is_compiling()
-    if can_look and math.isfinite(float(hidden_NH.sum() + affinities_TK.sum())):
+    can_look = rows[0].device.type == "cpu" and not torch.compiler.is_compiling()
+    if can_look and all(math.isfinite(float(each.sum())) for each in rows):
         return None
-    are_finite = _are_finite(affinities_TK)
-    if can_look or not marks_broken:
-        are_finite = are_finite & _are_finite(hidden_NH)
+    are_finite = torch.stack([_are_finite(each) for each in rows]).all(0)
     return ~are_finite.unsqueeze(1)
 
 

@@ -9,7 +9,13 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from neuron_moe.backends.nki.router import Norm, Route, router_call, router_form
+from neuron_moe.backends.nki.router import (
+    Norm,
+    Route,
+    router_call,
+    router_config,
+    router_form,
+)
 from neuron_moe.plan import Forms, Plan
 from neuron_moe.router import Routing
 
@@ -20,12 +26,20 @@ class RoutedPlan(Plan):
     between the launches.
     """
 
-    @property
+    @cached_property
     def norm(self) -> Norm | None:
         """Weight and epsilon of the norm, if the launch with the router computes it."""
-        if self.parts.router is None or self.parts.fuses_decode is False:
+        parts, router = self.parts, self.parts.router
+        if router is None or parts.fuses_decode is False:
             return None
-        return norm_of(self.parts.norm, self.parts.forms)
+        norm = norm_of(parts.norm, parts.forms)
+        weight = router_form(router, parts.forms)
+        sizes = (self.step.tokens, torch.bfloat16, weight.dtype, parts.tuning.num_cores)
+        try:
+            router_config(router, *sizes, norm)
+        except ValueError:  # no room for both
+            return None
+        return norm
 
     @property
     def has_norm(self) -> bool:
@@ -46,9 +60,6 @@ class RoutedPlan(Plan):
 
     def enter(self, hidden_TH: Tensor) -> tuple[Tensor, Routing]:
         """Route T tokens, which are normalised first if `has_norm`."""
-        if hidden_TH.shape[0] == 0 and self.has_norm:
-            assert self.parts.norm is not None
-            hidden_TH = self.parts.norm(hidden_TH)
         return self._route(hidden_TH)
 
     def route(self, hidden_TH: Tensor) -> Routing:

@@ -166,7 +166,7 @@ def _given_operands(plan: PrefillPlan, local_TK: NDArray[np.int32]) -> dict[str,
     """Return the operands of experts in one launch, whose choices are given."""
     H = plan.given_config.experts.H
     gate_up, down = map(_spec_of, matrices_of(plan.parts.weights))
-    # Numbers, as an expert's number is made to wait for rows by adding none of one.
+    # Loads of weights are made to wait for rows by adding nothing of them to an expert's number.
     hidden_TH = torch.zeros((len(local_TK), H), dtype=torch.bfloat16)
     return {
         "hidden": hidden_TH, "router_weight": None, "gate_up": gate_up, "down": down,
