@@ -51,7 +51,7 @@ test-long: $(STAMP)
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	.ci/types
 
 serve-demo: $(VLLM_STAMP)
 	$(VLLM)/bin/neuron-moe serve --model tiny_gpt_oss --port 0 --ask "1 And it came to pass"

@@ -199,6 +199,14 @@ def learn(files: list[str], data: Path, trees: list[Path], deadline: float) -> N
         say(f"    {seconds[file]:4.0f} s {file}")
 
 
+def copy_of_tree(tree: Path) -> Path:
+    """Copy the tree, with the folders that are installed inside neuron_moe linked to there."""
+    shutil.copytree(ROOT, tree, ignore=SKIPPED)
+    for name in ("configs", "models", "serving", "tools"):
+        (tree / "neuron_moe" / name).symlink_to(tree / name)
+    return tree
+
+
 def folder_of(file: str, data: Path) -> Path:
     """Return where is kept what a file of tests runs."""
     return data / file.replace("/", "-")
@@ -221,10 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = sample(places, args.count, random.Random(seed))
     say(f"seed {seed}: {len(chosen)} of {len(places)} mutants")
     with tempfile.TemporaryDirectory() as folder:
-        trees = [
-            Path(shutil.copytree(ROOT, Path(folder) / str(n), ignore=SKIPPED, symlinks=True))
-            for n in range(args.processes)
-        ]
+        trees = [copy_of_tree(Path(folder) / str(n)) for n in range(args.processes)]
         data = args.coverage or Path(folder) / "coverage"
         files = [file for file in test_files() if re.search(args.tests, file)]
         learn([file for file in files if not folder_of(file, data).exists()], data, trees, deadline)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("nki_sim", "nki_kernels", "neuron_moe", "models", "serving", "tools")  # lowest first
-_INSIDE = ("models", "serving", "tools", "configs")  # of neuron_moe, by link or as folders
+_INSIDE = ("models", "serving", "tools", "configs")  # of neuron_moe, as they are installed
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,8 @@ def canonical(name: str) -> str:
 def modules(package: str) -> tuple[Module, ...]:
     """Return the files of a package."""
     folder = ROOT / package
-    if not folder.exists():
-        folder = ROOT / "neuron_moe" / package
-    left_out = [ROOT / "neuron_moe" / name for name in _INSIDE] if package == "neuron_moe" else []
     found = []
     for path in sorted(folder.rglob("*.py")):
-        if any(each in path.parents for each in left_out):
-            continue
         parts = (package, *path.relative_to(folder).with_suffix("").parts)
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found.append(Module(name, path, package, ast.parse(path.read_text())))

@@ -13,13 +13,7 @@ LAZY_IN_SIMULATOR = {"matplotlib", "torch", "nki", "nkilib", "neuronxcc", "rich"
 
 
 def _files(layer: str) -> list[Path]:
-    folder = ROOT / layer
-    links = {ROOT / "neuron_moe" / name for name in ("configs", *INSIDE)}
-    return [
-        path
-        for path in sorted(folder.rglob("*.py"))
-        if not any(link in path.parents for link in links)
-    ]
+    return sorted((ROOT / layer).rglob("*.py"))
 
 
 def _imports(path: Path) -> list[tuple[str, bool]]:

@@ -1,0 +1,16 @@
+"""Name the packages: four folders at the top of the tree are installed inside `neuron_moe`.
+
+Where each of them lies stands in pyproject.toml (`package-dir`); a list of packages cannot be found from there.
+"""
+
+from setuptools import find_namespace_packages, setup
+
+TOP = ["neuron_moe*", "nki_kernels*", "nki_sim*"]
+INSIDE = ["configs*", "models*", "serving*", "tools*"]
+
+setup(
+    packages=[
+        *find_namespace_packages(include=TOP),
+        *(f"neuron_moe.{name}" for name in find_namespace_packages(include=INSIDE)),
+    ]
+)
