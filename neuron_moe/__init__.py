@@ -7,6 +7,7 @@ takes seconds, and the command line answers `--help` without it.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -16,4 +17,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        # `from neuron_moe import moe` asks here before it looks for the module of that name.
+        if importlib.util.find_spec(f"neuron_moe.{name}") is not None:
+            return importlib.import_module(f"neuron_moe.{name}")
         return getattr(importlib.import_module("neuron_moe.public"), name)

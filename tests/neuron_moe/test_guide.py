@@ -1,11 +1,11 @@
 """The constructor calls of the public MoE guide run as they stand, at their real sizes."""
 
 import torch
+
+from neuron_moe.modules.moe import MoE, routing
 from neuron_moe.modules.moe.expert_mlps_v2 import ExpertMLPsV2
 from neuron_moe.modules.moe.moe_configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
 from neuron_moe.modules.moe.shared_experts import SharedExperts
-
-from neuron_moe.modules.moe import MoE, routing
 from neuron_moe.parallel_layers import parallel_state
 
 

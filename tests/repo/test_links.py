@@ -1,4 +1,4 @@
-"""The tree is the same on systems without symbolic links; `.ci/wheel` installs it from each form."""
+"""Git holds no symbolic links, which some systems cannot make; `.ci/wheel` installs each form."""
 
 import subprocess
 from pathlib import Path
