@@ -1,6 +1,6 @@
 """Name the packages: four folders at the top of the tree are installed inside `neuron_moe`.
 
-Where each of them lies stands in pyproject.toml (`package-dir`); setuptools finds none of them there.
+Where each of them lies stands in pyproject.toml (`package-dir`).
 """
 
 from setuptools import find_namespace_packages, setup
