@@ -225,7 +225,7 @@ def _check_filled(model: nn.Module) -> None:
     packed = {
         id(module.weight)
         for module in model.modules()
-        if isinstance(module, ExpertLinear) and module.packed is not None
+        if isinstance(module, ExpertLinear) and module.kept is not None
     }
     named = [*model.named_parameters(), *model.named_buffers()]
     empty = [name for name, tensor in named if tensor.is_meta and id(tensor) not in packed]

@@ -32,7 +32,7 @@ from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.paths import DECODE_PHASES, Decision, check_compat
 from neuron_moe.plan import Forms, LayerParts, Plan, PlanCache, Step
 from neuron_moe.spec import ExpertSpec, InitMethods, Tuning
-from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
+from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting, refuse_gradient
 from neuron_moe.weights.experts import Experts
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.product_forms import MEASURED
@@ -167,8 +167,10 @@ class RoutedExperts(nn.Module):
         torch: laid out for fast CPU inference. nki: as fp8 codes, where that loses no bit of any
         weight (MXFP4 checkpoints); otherwise they stay, which a log line and `MoE.explain` tell.
         cuda: as MXFP4 codes, on the same condition.
-        There is no gradient and no graph capture afterwards. The state dict is unchanged; loading
-        one unpacks. Call it again after a change of the weights.
+        The Parameters stay, with one NaN for all numbers: writing to them raises until
+        `unpack_weights`, asking for their gradient too (inputs have one, on torch), and no graph is
+        captured. The state dict is unchanged; loading one unpacks, as does giving a weight other
+        `data`. Call it again after a change of the weights.
 
         Args:
             for_decode: also keep a copy in the order of nki's decode kernel, as much memory again.
@@ -193,9 +195,10 @@ class RoutedExperts(nn.Module):
         Measured once for a machine, number of threads and layer, within about 10 s, and kept in
         `neuron-moe/product_forms.json` of the user's cache folder. `MoE.explain` tells the choice.
         Where some steps are faster with packed matrices and some with others, both are kept if
-        half of the machine's memory stays free. There is no gradient and no graph capture where
-        matrices are packed. The state dict is unchanged; loading one or moving the module drops
-        the choice. Backends with kernels of their own have nothing to choose.
+        half of the machine's memory stays free. Where a gradient is recorded, plain matrices are
+        multiplied; where packed ones alone are kept, it is as with `pack_weights`. The state dict
+        is unchanged; loading one or moving the module drops the choice. Backends with kernels of
+        their own have nothing to choose.
 
         Args:
             form: 'measured', or one of `product_forms.FORMS` for every step, whatever the machine.
@@ -212,6 +215,13 @@ class RoutedExperts(nn.Module):
                 experts.settle_forms(forms)
         self.num_changes += 1
 
+    def unpack_weights(self) -> None:
+        """Undo `pack_weights` and `settle_forms`: the same Parameters hold their numbers again."""
+        self._plans.clear()
+        self.num_changes += 1
+        for experts in self._stored():
+            experts.unpack()
+
     def _lay_out(self, phase: str, weights: ExpertWeights) -> LaidOut | None:
         return self.backend.lay_out(replace(self.parts(phase), weights=weights), phase)
 
@@ -220,11 +230,14 @@ class RoutedExperts(nn.Module):
 
         Needed after writing to `weight.data`, which nobody else can see; changes of the parameters
         themselves and `load_state_dict` are seen.
+
+        Raises:
+            WeightError: the numbers of the weight are packed, so what was written is lost.
         """
         self._plans.clear()
         self.num_changes += 1
         for experts in self._stored():
-            experts.copies.clear()
+            experts.forget_forms()
 
     def _stored(self) -> list[Experts]:
         return [module for module in self.children() if isinstance(module, Experts)]
@@ -387,7 +400,7 @@ class RoutedExperts(nn.Module):
             return _tied(torch.zeros_like(hidden_TH), hidden_TH, affinities_TK)
         routing = self._localize(index_TK, affinities_TK, plan.step.phase)
         output_NH = plan.experts(hidden_TH, routing).to(hidden_TH.dtype)
-        return _tied(output_NH, hidden_TH, affinities_TK)
+        return _tied(refuse_gradient(output_NH, plan.parts.weights), hidden_TH, affinities_TK)
 
     def check_mode(self) -> None:
         """Raise ValueError in training with a backend that has no gradient."""

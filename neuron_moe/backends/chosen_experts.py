@@ -6,7 +6,7 @@ hidden, I intermediate.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +86,8 @@ def chosen_experts(
             tokens.
     """
     form = form or weights.product_form(hidden_TH.shape[0])
+    if weights.wants_gradient(hidden_TH, routing.expert_affinities_TK):
+        form = weights.own_form  # the others record none
     if form not in FORMS:
         compute = weights.product_forms.compute if weights.product_forms else None
         if compute is not None and not routing.scales_input and _all_are_here(routing):
@@ -302,9 +304,7 @@ def multiply(
 
 
 def _is_compiled(rows_nk: Tensor, matrices: Matrices) -> bool:
-    """Say whether compiled products can be taken: no gradient, and matrices as they need them."""
-    if torch.is_grad_enabled() and (rows_nk.requires_grad or matrices.plain_Ekn.requires_grad):
-        return False
+    """Say whether compiled products can be taken: matrices as they need them."""
     return matrices.packed is None and compiled_products.can_multiply(rows_nk, matrices.plain_Ekn)
 
 
@@ -332,15 +332,39 @@ def _plain(rows_nk: Tensor, matrices: Matrices, run: Run) -> Tensor:
 
 
 def _packed(rows_nk: Tensor, packed: Packed, run: Run, *, pads: bool) -> Tensor:
-    if not isinstance(packed, PackedMatrices):
-        parts = zip(torch.split(rows_nk, run.counts), run.experts, strict=True)
-        return torch.cat([packed.multiply(rows, expert) for rows, expert in parts])
-    if pads and run.has_single_rows:  # pad all rows in one call, not each in its own
-        padded = functional.pad(rows_nk.unsqueeze(1), (0, 0, 0, FEWEST_ROWS - 1)).unbind()
-        parts = zip(padded, run.experts, strict=True)
-        return torch.cat([packed.multiply(rows, expert)[:1] for rows, expert in parts])
+    multiply = _multiply_packed
+    if isinstance(packed, PackedMatrices):
+        multiply = partial(_multiply_packed, pads=pads)
+        if pads and run.has_single_rows:  # pad all rows in one call, not each in its own
+            padded = functional.pad(rows_nk.unsqueeze(1), (0, 0, 0, FEWEST_ROWS - 1)).unbind()
+            parts = zip(padded, run.experts, strict=True)
+            return torch.cat([multiply(rows, packed, expert)[:1] for rows, expert in parts])
     parts = zip(torch.split(rows_nk, run.counts), run.experts, strict=True)
-    return torch.cat([packed.multiply(rows, expert, pads=pads) for rows, expert in parts])
+    return torch.cat([multiply(rows, packed, expert) for rows, expert in parts])
+
+
+def _multiply_packed(rows_nk: Tensor, packed: Packed, expert: int, **options: bool) -> Tensor:
+    if torch.is_grad_enabled() and rows_nk.requires_grad:
+        product: Tensor = _PackedProduct.apply(rows_nk, packed, expert, options)  # type: ignore[no-untyped-call]
+        return product
+    return packed.multiply(rows_nk, expert, **options)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Rows times a packed matrix; the gradient of the rows takes the matrix unpacked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_nk: Tensor, packed: Packed, expert: int, options: dict[str, bool]
+    ) -> Tensor:
+        ctx.matrix = packed, expert
+        return packed.multiply(rows_nk, expert, **options)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        packed, expert = ctx.matrix
+        (gradient_nk,) = gradients
+        return gradient_nk @ packed[expert].t(), None, None, None
 
 
 def _grouped(rows_nk: Tensor, plain_Ekn: Tensor, run: Run) -> Tensor:

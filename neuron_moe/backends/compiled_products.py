@@ -140,12 +140,41 @@ def _library() -> ctypes.CDLL:
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler named c++ (nor in CXX)")
     path = cache_folder() / f"products-{_key(compiler)}.so"
-    if not path.exists():
+    if not _is_whole(path):
         _build(compiler, path)
+    _check_owner(path)
     library = ctypes.CDLL(str(path))
     for dtype in DTYPES:
         getattr(library, f"multiply_{str(dtype).removeprefix('torch.')}").restype = None
     return library
+
+
+def _is_whole(path: Path) -> bool:
+    """Say whether a library is there as it was built: loading a part of one ends the process."""
+    try:
+        return _digest_path(path).read_text(encoding="utf-8") == _digest(path)
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _check_owner(path: Path) -> None:
+    """Raise PermissionError unless this user alone can write a file and its folder."""
+    for each in (path, path.parent):
+        found = each.stat()
+        by_others = 0o002 if found.st_gid == os.getgid() else 0o022
+        if found.st_uid != os.getuid() or found.st_mode & by_others:
+            raise PermissionError(
+                f"{each}: belongs to another user, or others may write to it, so it is not loaded."
+                " Remove it, or set XDG_CACHE_HOME to a folder of your own"
+            )
 
 
 def _key(compiler: str) -> str:
@@ -162,13 +191,17 @@ def _key(compiler: str) -> str:
 
 def _build(compiler: str, path: Path) -> None:
     """Compile beside the place and move there as a whole: other processes may build, too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     part = beside.with_name(f"{beside.name}.o")
     try:
         _run([compiler, *_COMPILE, str(SOURCE), "-o", str(part)])
         _run([compiler, *_LINK, str(part), "-o", str(beside)])
+        beside.chmod(0o755)
+        digest = _digest(beside)
         beside.replace(path)
+        beside.write_text(digest, encoding="utf-8")
+        beside.replace(_digest_path(path))
     finally:
         for left in (beside, part):
             left.unlink(missing_ok=True)

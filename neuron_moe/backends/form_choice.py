@@ -13,6 +13,7 @@ from neuron_moe.backends.brought_kernels import brought_for
 from neuron_moe.backends.form_times import Times, form_times, linear_times, machine
 from neuron_moe.errors import check_choice
 from neuron_moe.plan import LayerParts
+from neuron_moe.weights.expert_weights import ExpertWeights
 from neuron_moe.weights.packed import PackedMatrices, is_packing_available
 from neuron_moe.weights.product_forms import (
     BUCKETS,
@@ -56,6 +57,8 @@ def settle_forms(parts: LayerParts, form: str) -> ProductForms | None:
             PackedMatrices(weights.down_proj_EIH[:1])  # refuses what cannot be packed
         if form == COMPILED:
             compiled_products.refuse_if_missing()
+        if form.removeprefix(PARALLEL) == "grouped":
+            _refuse_odd_rows(weights)
         return ProductForms.fixed(form)
     times = form_times(weights, parts.spec.top_k, parts.num_experts)
     matrices = (weights.gate_up_proj_EHI, weights.down_proj_EIH)
@@ -63,6 +66,19 @@ def settle_forms(parts: LayerParts, form: str) -> ProductForms | None:
     forms = choose(times, lambda: _leaves_enough(second_bytes))
     chosen = brought.keys() & set(forms.by_bucket.values())
     return replace(forms, compute=brought[chosen.pop()].prepare(weights)) if chosen else forms
+
+
+def _refuse_odd_rows(weights: ExpertWeights) -> None:
+    """Raise ValueError where rows are no multiples of the 16 bytes that grouped products want."""
+    _, width, hidden_size = weights.down_proj_EIH.shape
+    itemsize = weights.down_proj_EIH.element_size()
+    first_outputs = weights.gate_up_proj_EHI.shape[2]
+    odd = [size for size in (hidden_size, width, first_outputs) if size * itemsize % 16]
+    if odd:
+        raise ValueError(
+            f"form='grouped': rows of {odd[0]} numbers take {odd[0] * itemsize} bytes, which must"
+            " be a multiple of 16. Use form='measured' or 'plain'."
+        )
 
 
 def choose(times: Times, may_keep_both: Callable[[], bool]) -> ProductForms:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from neuron_moe.weights.laid_out import LaidOut
@@ -20,9 +21,9 @@ class ExpertWeights:
     """The routed experts of one rank.
 
     Attributes:
-        gate_up_proj_EHI: [E, H, 2I], gate columns first ([E, H, I] without a gate); on the meta
-            device if packed.
-        down_proj_EIH: [E, I, H]; on the meta device if packed.
+        gate_up_proj_EHI: [E, H, 2I], gate columns first ([E, H, I] without a gate); without numbers
+            if packed.
+        down_proj_EIH: [E, I, H]; without numbers if packed.
         gate_up_bias_EI: [E, 2I] or None, as in the checkpoint.
         down_bias_EH: [E, H] or None, as in the checkpoint.
         formula: what happens between the projections.
@@ -59,6 +60,16 @@ class ExpertWeights:
         return tuple(
             matrices.detach().unbind() for matrices in (self.gate_up_proj_EHI, self.down_proj_EIH)
         )  # type: ignore[return-value]
+
+    def wants_gradient(self, *inputs: Tensor) -> bool:
+        """Say whether a gradient of these weights or of some inputs is to be recorded."""
+        if not torch.is_grad_enabled():
+            return False
+        biases = (self.gate_up_bias_EI, self.down_bias_EH)
+        matrices = (self.gate_up_proj_EHI, self.down_proj_EIH)
+        return any(
+            each is not None and each.requires_grad for each in (*inputs, *matrices, *biases)
+        )
 
     def product_form(self, tokens: int) -> str:
         """Return the form in which a CPU multiplies them in a step of some tokens."""
@@ -98,6 +109,38 @@ class ExpertWeights:
             decode_copy=None if decode_copy is None else decode_copy.run(experts),
             prefill_copy=None if prefill_copy is None else prefill_copy.run(experts),
             product_forms=None if self.product_forms is None else self.product_forms.run(experts),
+        )
+
+
+def refuse_gradient(output: Tensor, weights: ExpertWeights) -> Tensor:
+    """Return an output; asking for the gradient of a matrix that is packed is an error from here.
+
+    Args:
+        output: computed with the weights.
+        weights: of this rank.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    pairs = (
+        (weights.gate_up_proj_EHI, weights.packed_gate_up),
+        (weights.down_proj_EIH, weights.packed_down),
+    )
+    trained = [matrix for matrix, packed in pairs if packed is not None and matrix.requires_grad]
+    refused: Tensor = _Refused.apply(output, *trained) if trained else output  # type: ignore[no-untyped-call]
+    return refused
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, output: Tensor, *_trained: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "expert weights: packed by pack_weights() or settle_forms(), so they have no gradient."
+            " Call unpack_weights() of the layer's experts before you train them, or"
+            " requires_grad_(False) on their weights if they are frozen."
         )
 
 

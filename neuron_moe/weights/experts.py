@@ -14,7 +14,7 @@ from neuron_moe.activations import activate
 from neuron_moe.errors import WeightError
 from neuron_moe.parallel.shard import ExpertShard
 from neuron_moe.spec import ExpertSpec, InitMethods
-from neuron_moe.weights.expert_weights import ExpertWeights, Packed
+from neuron_moe.weights.expert_weights import ExpertWeights, Packed, refuse_gradient
 from neuron_moe.weights.laid_out import LaidOut
 from neuron_moe.weights.linear import ExpertLinear
 from neuron_moe.weights.narrow import NarrowMatrices
@@ -83,6 +83,8 @@ class Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """Return the tensors in the form backends take."""
         first = self.first
+        if (first.kept is None) != (self.down_proj.kept is None):
+            self._unpack_the_other()
         first.check(self.first_name)
         self.down_proj.check("down_proj")
         if first.weight.dtype != self.down_proj.weight.dtype:
@@ -97,13 +99,20 @@ class Experts(nn.Module):
             down_bias_EH=self.down_proj.bias,
             formula=self.formula,
             down_bias_scale=1.0 / self.shard.tp_size,
-            packed_gate_up=first.packed,
-            packed_down=self.down_proj.packed,
+            packed_gate_up=first.kept,
+            packed_down=self.down_proj.kept,
             why_plain=first.why_plain,
             decode_copy=self._valid_copy("decode"),
             prefill_copy=self._valid_copy("prefill"),
             product_forms=self._valid_forms(),
         )
+
+    def _unpack_the_other(self) -> None:
+        """Unpack a matrix that was packed with one that was given other numbers since."""
+        for linear in (self.first, self.down_proj):
+            kept = linear.kept
+            if not (isinstance(kept, NarrowMatrices) and kept.is_quantized):
+                linear.unpack()
 
     @property
     def first(self) -> ExpertLinear:
@@ -114,14 +123,14 @@ class Experts(nn.Module):
     def pack(self, pack: Pack) -> None:
         """Keep both matrices in the form a backend likes best, unless they are in one already."""
         first, down = self.first, self.down_proj
-        if first.packed is not None or down.packed is not None:
+        if first.kept is not None or down.kept is not None:
             return
         packed = pack(first.weight.detach(), down.weight.detach())
         if isinstance(packed, str):
             first.why_plain = packed
             return
-        first.keep_packed(packed[0])
-        down.keep_packed(packed[1])
+        first.keep_packed(packed[0], is_trained=first.weight.requires_grad)
+        down.keep_packed(packed[1], is_trained=down.weight.requires_grad)
 
     def settle_forms(self, forms: ProductForms) -> None:
         """Multiply in these forms from now on, with matrices in the layouts that they take."""
@@ -137,19 +146,39 @@ class Experts(nn.Module):
             if forms.wants_plain:
                 forms = replace(forms, packed=(first, down))
             else:
-                self.first.keep_packed(first)
-                self.down_proj.keep_packed(down)
+                for linear, packed in zip(linears, (first, down), strict=True):
+                    linear.keep_packed(packed, is_trained=linear.weight.requires_grad)
         if forms.packed is not None or forms.compute is not None:
             forms = replace(forms, made_from=Stamp(self._sources()))
         self.product_forms = forms
+
+    def unpack(self) -> None:
+        """Undo `pack` and `settle_forms`: every weight is plain again, and can be trained."""
+        self.unsettle_forms()
+        for linear in (self.first, self.down_proj):
+            linear.unpack()
+        self.copies.clear()
+
+    def forget_forms(self) -> None:
+        """Forget copies of the numbers in other layouts, but those that stand in place of them.
+
+        Raises:
+            WeightError: somebody wrote to a weight that stands for such a form.
+        """
+        self.copies.clear()
+        for linear in (self.first, self.down_proj):
+            linear.check_stand_in()
+        forms = self.product_forms
+        if forms is not None and forms.made_from is not None:
+            self.product_forms = None
 
     def unsettle_forms(self) -> None:
         """Undo `settle_forms` and, of matrices packed for a CPU, `pack`."""
         self.product_forms = None
         for linear in (self.first, self.down_proj):
-            if isinstance(linear.packed, PackedMatrices):
+            if isinstance(linear.kept, PackedMatrices):
                 linear.unpack()
-            elif linear.packed is None and not linear.weight.is_contiguous():
+            elif linear.kept is None and not linear.weight.is_contiguous():
                 linear.lay(is_turned=False)
 
     def _valid_forms(self) -> ProductForms | None:
@@ -178,8 +207,7 @@ class Experts(nn.Module):
     def _sources(self) -> tuple[Source, ...]:
         linears = (self.first, self.down_proj)
         matrices = (
-            each.packed if isinstance(each.packed, NarrowMatrices) else each.weight
-            for each in linears
+            each.kept if isinstance(each.kept, NarrowMatrices) else each.weight for each in linears
         )
         return (*matrices, *(each.bias for each in linears if each.bias is not None))
 
@@ -212,7 +240,7 @@ class Experts(nn.Module):
         """
         weights = self.weights()
         first, down = (
-            linear.weight if linear.packed is None else linear.packed.unpack()
+            linear.weight if linear.kept is None else linear.kept.unpack()
             for linear in (self.first, self.down_proj)
         )
         first_bias, down_bias = weights.gate_up_bias_EI, weights.down_bias_EH
@@ -224,8 +252,6 @@ class Experts(nn.Module):
         if first_bias is not None:
             projected = projected + first_bias.unsqueeze(1)
         output = activate(projected, self.formula) @ down
-        return (
-            output
-            if down_bias is None
-            else output + (down_bias * weights.down_bias_scale).unsqueeze(1)
-        )
+        if down_bias is not None:
+            output = output + (down_bias * weights.down_bias_scale).unsqueeze(1)
+        return refuse_gradient(output, weights)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.errors import WeightError
 from neuron_moe.weights.checks import check_weight, refuse_wrong_weights
 from neuron_moe.weights.expert_weights import Packed
 from neuron_moe.weights.huge_pages import ask_for_huge_pages
@@ -20,6 +21,10 @@ class ExpertLinear(nn.Module):
     """One matrix (and bias) per expert: weight [E, in, out], bias [E, out].
 
     A state dict may hold the weight as fp8 codes and a `scale` beside it, NxD's quantised form.
+
+    Where the weight is kept in another form, `weight` stays the same Parameter, of one NaN that
+    stands for all elements: writing to it raises, and whoever gives it or its `data` other numbers
+    gets these.
 
     A weight of up to 1 GiB starts with random values, a larger one with zeros: real ones come from
     a checkpoint. Biases start as zeros.
@@ -45,6 +50,7 @@ class ExpertLinear(nn.Module):
         self.shape = shape
         self.weight = nn.Parameter(weight)
         self.packed = None
+        self._stand_in_version = 0
         self.why_plain = ""
         if bias:
             self.bias = nn.Parameter(
@@ -74,35 +80,103 @@ class ExpertLinear(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the numbers lie, also of packed weights."""
-        if isinstance(self.packed, NarrowMatrices):
-            return self.packed.codes_Ekn.device
-        return self.weight.device if self.packed is None else torch.device("cpu")
+        kept = self.kept
+        if isinstance(kept, NarrowMatrices):
+            return kept.codes_Ekn.device
+        return self.weight.device if kept is None else torch.device("cpu")
 
-    def keep_packed(self, packed: Packed) -> None:
-        """Keep the weight in another form; `weight` stays, as a shape without memory."""
+    @property
+    def kept(self) -> Packed | None:
+        """The form in which the weight is kept; None: `weight` has the numbers.
+
+        Raises:
+            WeightError: somebody wrote to the weight that stands for it.
+        """
+        if self.packed is None or not _stands_in(self.weight):
+            return None
+        if self.weight._version != self._stand_in_version:
+            raise WeightError(
+                "weight: written to while its numbers are kept in another form. Assign a Parameter"
+                " or `weight.data`, load a state dict, or call unpack_weights() before you write."
+            )
+        return self.packed
+
+    def keep_packed(self, packed: Packed, *, is_trained: bool) -> None:
+        """Keep the weight in another form, in place of its numbers and gradient.
+
+        Args:
+            packed: the form.
+            is_trained: whether the Parameter says that it has a gradient, as it did; asking for one
+                is an error then. Else it says that it has none.
+        """
         self.packed = packed
-        self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
+        self._stand_in(self.weight.dtype, self.weight.device)
+        if not is_trained:
+            self.weight.requires_grad_(False)
 
     def unpack(self) -> None:
-        """Undo `keep_packed`."""
-        if self.packed is not None:
-            self.weight = nn.Parameter(self.packed.unpack())
-            self.packed = None
+        """Undo `keep_packed`; forget a form that nothing stands for any more."""
+        kept = self.kept
+        if kept is not None:
+            requires_grad = self.weight.requires_grad or isinstance(kept, NarrowMatrices)
+            self._hold(kept.unpack())
+            self.weight.requires_grad_(requires_grad)
+        self.packed = None
+
+    def check_stand_in(self) -> None:
+        """Raise WeightError if somebody wrote to the weight behind autograd's back."""
+        kept = self.kept
+        if kept is None or self.weight.is_meta or bool(self.weight[0, 0, 0].isnan()):
+            return
+        raise WeightError(
+            "weight: `weight.data` was written to while its numbers are kept in another form."
+            " Assign `weight.data`, or call unpack_weights() before you write."
+        )
+
+    def _stand_in(self, dtype: torch.dtype, device: torch.device) -> None:
+        one = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        self.weight.grad = None
+        self._hold(one.expand(self.shape))
+        self._stand_in_version = self.weight._version
+
+    def _hold(self, weight: Tensor) -> None:
+        """Give the Parameter other numbers; it stays itself where torch allows that."""
+        if torch._has_compatible_shallow_copy_type(self.weight, weight):
+            self.weight.data = weight
+        else:
+            self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle what stands for a kept weight as its shape, not as numbers."""
+        state = dict(self.__dict__)
+        if self.kept is not None:
+            state["_parameters"] = {**self._parameters, "weight": None}
+            state["_stood_in"] = (self.weight.dtype, self.weight.device, self.weight.requires_grad)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        stood_in = state.pop("_stood_in", None)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if stood_in is not None:
+            dtype, device, requires_grad = stood_in
+            one = torch.empty(1, dtype=dtype, device=device)
+            self._parameters["weight"] = nn.Parameter(one, requires_grad=requires_grad)
+            self._stand_in(dtype, device)
 
     def lay(self, *, is_turned: bool) -> None:
         """Let the weight lie in memory as [E, out, in], or as [E, in, out]; its shape stays."""
-        weight = laid(self.weight.detach(), is_turned=is_turned)
-        self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+        self._hold(laid(self.weight.detach(), is_turned=is_turned))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if isinstance(self.packed, NarrowMatrices) and self.packed.is_quantized:
-            destination[f"{prefix}weight"] = self.packed.codes_Ekn
-            destination[f"{prefix}scale"] = self.packed.scale.unsqueeze(1)
-        elif self.packed is not None:
-            destination[f"{prefix}weight"] = self.packed.unpack()
+        kept = self.kept
+        if isinstance(kept, NarrowMatrices) and kept.is_quantized:
+            destination[f"{prefix}weight"] = kept.codes_Ekn
+            destination[f"{prefix}scale"] = kept.scale.unsqueeze(1)
+        elif kept is not None:
+            destination[f"{prefix}weight"] = kept.unpack()
 
     def _load_from_state_dict(
         self,
@@ -134,42 +208,39 @@ class ExpertLinear(nn.Module):
         missing: list[str] = []
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, *lists)
         missing_keys += [name for name in missing if name != f"{prefix}weight"]
-        self.keep_packed(narrow)
+        self.keep_packed(narrow, is_trained=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLinear":
         """Move or cast; codes move, and stand for weights of the new dtype.
 
         Matrices packed for a CPU are unpacked if they change: call pack_weights() again.
         """
-        if not isinstance(self.packed, NarrowMatrices):
-            if self.packed is not None:
-                return self._apply_packed(fn, recurse)
+        kept = self.kept
+        if kept is None:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
-        like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.packed.codes_Ekn.device))
-        packed = self.packed.to(like.device, like.dtype)
-        shape = torch.empty(self.shape, dtype=like.dtype, device="meta")
-        self.weight = nn.Parameter(like, requires_grad=False)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight = nn.Parameter(shape, requires_grad=False)
-        self.packed = packed
-        return self
-
-    def _apply_packed(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> "ExpertLinear":
-        like = fn(torch.empty(0, dtype=self.weight.dtype))
-        if (like.dtype, like.device.type) != (self.weight.dtype, "cpu"):
+        is_narrow = isinstance(kept, NarrowMatrices)
+        like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.device))
+        if not is_narrow and (like.dtype, like.device.type) != (self.weight.dtype, "cpu"):
             self.unpack()
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
-        shape = self.weight
-        self.weight = nn.Parameter(like, requires_grad=False)
+        weight, self._parameters["weight"] = self.weight, None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight = shape
+        self._parameters["weight"] = weight
+        if isinstance(kept, NarrowMatrices):
+            self.packed = kept.to(like.device, like.dtype)
+        self._stand_in(like.dtype, like.device)
         return self
 
     def extra_repr(self) -> str:
         """Show the shape in the module's repr."""
         return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
+
+
+def _stands_in(weight: Tensor) -> bool:
+    """Say whether a weight is one number that stands for all."""
+    return weight.untyped_storage().nbytes() < weight.numel() * weight.element_size()
 
 
 def laid(weight_Ekn: Tensor, *, is_turned: bool) -> Tensor:

@@ -7,6 +7,7 @@ from neuron_moe.models.sample_checkpoint import make_checkpoint
 from tests.fuzz.checkpoints import attack_checkpoint
 from tests.fuzz.command_lines import attack_command_line
 from tests.fuzz.configs import attack_config
+from tests.fuzz.edits import attack_edits
 from tests.fuzz.kernels import attack_kernel
 from tests.fuzz.modules import attack_module
 from tests.fuzz.own_kernels import attack_own_kernel
@@ -23,6 +24,8 @@ def _attack_checkpoint(seed: int, scratch: Path) -> str:
 ATTACKS: dict[str, Callable[[int, Path], str]] = {
     "torch": lambda seed, _: attack_module(seed, "torch"),
     "nki": lambda seed, _: attack_module(seed, "nki"),
+    "edits": lambda seed, _: attack_edits(seed, "torch"),
+    "edits_nki": lambda seed, _: attack_edits(seed, "nki"),
     "checkpoints": _attack_checkpoint,
     "configs": attack_config,
     "commands": attack_command_line,

@@ -1,5 +1,6 @@
 """Expert products by a C++ function: the same numbers, or none where it cannot be."""
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,7 +126,8 @@ def anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @needs_compiler
 def test_it_is_compiled_once_for_a_machine(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled_products.why_not() == ""
-    (library,) = anew.iterdir()  # nothing else is left there
+    files = sorted(anew.iterdir())  # the library and its digest: nothing else is left there
+    assert [path.suffix for path in files] == [".sha256", ".so"]
     compiled_products._library.cache_clear()
 
     def build(*_: object) -> None:
@@ -133,7 +135,33 @@ def test_it_is_compiled_once_for_a_machine(anew: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(compiled_products, "_build", build)
     compiled_products._library()
-    assert list(anew.iterdir()) == [library]
+    assert sorted(anew.iterdir()) == files
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "empty", "no digest"])
+def test_a_damaged_library_is_built_again(anew: Path, damage: str) -> None:
+    compiled_products._library()
+    (library,), (digest,) = anew.glob("*.so"), anew.glob("*.sha256")
+    whole = library.read_bytes()
+    if damage == "no digest":
+        digest.unlink()
+    else:
+        library.unlink()  # this process has the file itself loaded
+        library.write_bytes(whole[: len(whole) // 2 if damage == "cut" else 0])
+    compiled_products._library.cache_clear()
+    compiled_products._library()
+    assert digest.read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_a_library_that_others_may_write_to_is_not_loaded(anew: Path, which: str) -> None:
+    compiled_products._library()
+    (library,) = anew.glob("*.so")
+    (library if which == "file" else anew).chmod(0o777)
+    compiled_products._library.cache_clear()
+    assert "others may write to it" in compiled_products.why_not()
 
 
 COMPILERS = {"none": None, "fails": "#!/bin/sh\nexit 1\n", "makes-nothing": "#!/bin/sh\nexit 0\n"}
@@ -175,4 +203,4 @@ def test_processors_with_narrower_vectors_give_the_same(
     for dtype in compiled_products.DTYPES:
         for sizes in SIZES.values():
             test_products_are_those_of_float64(dtype, sizes, True, 2)
-    assert len(list(anew.iterdir())) == 1
+    assert len(list(anew.glob("*.so"))) == 1

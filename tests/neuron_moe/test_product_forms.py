@@ -324,7 +324,12 @@ class Doubler:
         return self.can and weights.packed_down is None
 
     def prepare(self, weights: ExpertWeights) -> Compute:
-        return lambda hidden_TH, chosen: 2 * chosen_experts(hidden_TH, chosen, weights, "plain")
+        own = replace(
+            weights,
+            gate_up_proj_EHI=weights.gate_up_proj_EHI.detach(),
+            down_proj_EIH=weights.down_proj_EIH.detach(),
+        )
+        return lambda hidden_TH, chosen: 2 * chosen_experts(hidden_TH, chosen, own, "plain")
 
 
 @pytest.fixture
