@@ -104,7 +104,13 @@ def _read_experts(reader: ConfigReader, hidden_size: int) -> dict[str, Any]:
     if activation not in ({}, {"name": "silu"}):
         raise ValueError(f"ffn_act_fn={dict(activation)}: must be {{'name': 'silu'}}. Correct it.")
     section.require("hidden_size", hidden_size)
-    section.require("moe_normalize_expert_weights", 1.0)  # the exponent of the norm
+    norm = "moe_normalize_expert_weights"  # the exponent
+    section.require(norm, 1.0)
+    if section.is_null(norm):
+        raise ValueError(
+            f"ffn_config: {norm}=None: affinities without normalisation are not implemented for"
+            " this architecture. It must be 1.0."
+        )
     facts = {
         "ffn_hidden_size": section.get("ffn_hidden_size", int),
         "moe_num_experts": section.get("moe_num_experts", int),

@@ -29,6 +29,10 @@ from neuron_moe.spec import check_top_k
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # Fixed by the architecture; checkpoints written before transformers 5 do not repeat them.
 SWIGLU_ALPHA, SWIGLU_LIMIT, ROPE_THETA = 1.702, 7.0, 150000.0
+ROPE_SCALING = {  # of transformers' class
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class GptOssConfig(DecoderConfig):
         return cls.read(
             reader,
             head_dim=reader.get("head_dim", int),
-            rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA),
+            rope=RopeConfig.from_hf(reader, default_theta=ROPE_THETA, default_section=ROPE_SCALING),
             intermediate_size=reader.get("intermediate_size", int),
             num_local_experts=reader.get("num_local_experts", int),
             num_experts_per_tok=reader.get_renamed("num_experts_per_tok", "experts_per_token", int),

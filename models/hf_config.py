@@ -113,12 +113,17 @@ class ConfigReader:
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return `key` as `kind`; without a default, an absent or null key is an error.
 
+        A null switch is off, as Python reads None in transformers' models; where null is a default
+        of a number there, it is one here.
+
         Raises:
             ValueError: the key is missing or of another type.
         """
         value = self.get_optional(key, kind)
         if value is not None:
             return value
+        if kind is bool and self.is_null(key):
+            return kind(False)
         if default is None:
             raise ValueError(self._missing(key, kind))
         return default
@@ -201,6 +206,14 @@ class ConfigReader:
                 " Correct the value in config.json."
             )
         return value or {}
+
+    def is_absent(self, key: str) -> bool:
+        """Say whether `key` is not there, not even as null."""
+        return key not in self._values
+
+    def is_null(self, key: str) -> bool:
+        """Say whether `key` is there, as null."""
+        return key in self._values and self._values[key] is None
 
     def get_raw(self, key: str) -> Any:
         """Return `key` as it stands, or None where it is absent; the caller checks it."""

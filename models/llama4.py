@@ -122,7 +122,9 @@ class Llama4Config(DecoderConfig):
             attention_chunk_size=reader.get("attention_chunk_size", int),
             use_qk_norm=reader.get("use_qk_norm", bool),
             # A flag, published as 4 at first.
-            attn_temperature_tuning=bool(reader.get_raw("attn_temperature_tuning")),
+            # A number in published files, a switch that is on in transformers' class.
+            attn_temperature_tuning=bool(reader.get_raw("attn_temperature_tuning"))
+            or reader.is_absent("attn_temperature_tuning"),
             floor_scale=reader.get("floor_scale", float, 8192.0),
             attn_scale=reader.get("attn_scale", float, 0.1),
             attention_bias=reader.get("attention_bias", bool, False),

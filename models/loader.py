@@ -17,7 +17,7 @@ from torch import nn
 
 import neuron_moe.models
 from neuron_moe import ExpertMLPsV2
-from neuron_moe.checkpoint import Progress, Shard, load_weights, open_checkpoint
+from neuron_moe.checkpoint import Checkpoint, Progress, Shard, load_weights, open_checkpoint
 from neuron_moe.errors import check_choice
 from neuron_moe.models.dense_forms import settle_linears
 from neuron_moe.models.hf_config import read_json_object
@@ -93,11 +93,14 @@ def fill_model(
     if (Path(directory) / SHARDED_INDEX).is_file():
         _check_has_rank(Path(directory))
         load_sharded(model, directory)
-    elif shard is None and parallel_state.model_parallel_is_initialized():
-        load_shard(model, open_checkpoint(directory), weight_map, progress=progress)
     else:
         checkpoint = open_checkpoint(directory)
-        load_weights(model, checkpoint, weight_map, shard=shard, progress=progress)
+        if getattr(config, "tie_word_embeddings", False):
+            _check_tied(checkpoint)
+        if shard is None and parallel_state.model_parallel_is_initialized():
+            load_shard(model, checkpoint, weight_map, progress=progress)
+        else:
+            load_weights(model, checkpoint, weight_map, shard=shard, progress=progress)
     _check_filled(model)
     model.eval().requires_grad_(False)
     for experts in _experts_of(model):
@@ -108,6 +111,18 @@ def fill_model(
     if product_form is not None:
         settle_experts(model, product_form)
         settle_linears(model, product_form)
+
+
+def _check_tied(checkpoint: Checkpoint) -> None:
+    """Refuse a head of its own where config.json says that the embedding is the head."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not {head, embedding} <= checkpoint.tensors.keys():
+        return
+    if not torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
+        raise ValueError(
+            f"{head}: differs from {embedding}, while tie_word_embeddings says that they are one."
+            " Set tie_word_embeddings to false in config.json."
+        )
 
 
 def settle_experts(model: nn.Module, form: str) -> None:

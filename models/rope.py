@@ -104,6 +104,7 @@ class RopeConfig:
         kinds: Sequence[str] = ("default", "yarn"),
         is_interleaved: bool = False,
         default_part: float | None = None,
+        default_section: Mapping[str, Any] | None = None,
         ignored: Sequence[str] = (),
     ) -> "RopeConfig":
         """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4).
@@ -115,6 +116,7 @@ class RopeConfig:
             is_interleaved: how the architecture pairs.
             default_part: of each head that the architecture turns where `partial_rotary_factor`
                 does not say; None is all of it, and refuses that key.
+            default_section: what the architecture takes where neither section is there.
             ignored: keys of the section that change nothing for the architecture.
 
         Raises:
@@ -129,7 +131,7 @@ class RopeConfig:
                 f"rope_scaling={scaling!r}, rope_parameters={parameters!r}: the two spellings"
                 " disagree. Keep one of them."
             )
-        section: Mapping[str, Any] = parameters or scaling
+        section: Mapping[str, Any] = parameters or scaling or default_section or {}
         fields = ConfigReader(section, "rope_parameters" if parameters else "rope_scaling")
         kind = fields.get_optional("rope_type", str) or fields.get("type", str, "default")
         fields.ignore("type", *ignored)  # transformers 4.55 wrote both names
@@ -164,13 +166,12 @@ def _check_kind(kind: str, kinds: Sequence[str]) -> None:
 
 
 def _yarn_fields(fields: ConfigReader) -> dict[str, Any]:
-    truncate = fields.get_optional("truncate", bool)
     return {
         "factor": fields.get("factor", float),
         "original_max_position_embeddings": fields.get("original_max_position_embeddings", int),
         "beta_fast": fields.get("beta_fast", float, 32.0),
         "beta_slow": fields.get("beta_slow", float, 1.0),
-        "truncate": True if truncate is None else truncate,
+        "truncate": fields.get("truncate", bool, True),
         "attention_factor": fields.get_optional("attention_factor", float),
         "mscale": fields.get_optional("mscale", float),
         "mscale_all_dim": fields.get_optional("mscale_all_dim", float),

@@ -110,8 +110,10 @@ def special_tokens(folder: Path | str) -> tuple[tuple[int, ...], int]:
                     " download it again."
                 )
             continue
-        reader = ConfigReader(read_json_object(path), str(path))
-        stop = reader.get_ints("eos_token_id", "token id") or stop
-        found = reader.get_optional("pad_token_id", int)
-        pad = pad if found is None else found
+        whole = ConfigReader(read_json_object(path), str(path))
+        text = ConfigReader(whole.get_section("text_config"), f"{path}: text_config")
+        for reader in (text, whole):  # what the whole says holds
+            stop = reader.get_ints("eos_token_id", "token id") or stop
+            found = reader.get_optional("pad_token_id", int)
+            pad = pad if found is None else found
     return stop, 0 if pad is None else pad

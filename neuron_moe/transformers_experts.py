@@ -120,8 +120,11 @@ def _formula_of(module: Any) -> ExpertFormula:
     found = module.__dict__.get("_neuron_moe_formula")
     if isinstance(found, ExpertFormula):
         return found
-    order = torch.arange(62) * 23 % 62  # no two neighbours alike, as gates and ups may alternate
-    sample = torch.linspace(-9.0, 9.0, 62)[order].view(1, 62)
+    # Near zero, and far beyond any clamp that models have; gates meet ups of all sizes and signs.
+    far = torch.logspace(1.0, 4.0, 64)
+    values = torch.cat([torch.linspace(-9.0, 9.0, 128), far, -far])
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
+    sample = values[order].view(1, -1)
     with torch.no_grad():
         expected = module._apply_gate(sample) if module.has_gate else module.act_fn(sample)
         is_mixed = module.has_gate and not module.is_concatenated
@@ -151,3 +154,17 @@ def _candidates(module: Any) -> Iterator[ExpertFormula]:
         )
     for activation in EXPERT_ACTIVATIONS:
         yield ExpertFormula(activation=activation, has_gate=module.has_gate, **biases)
+        for bound in _bounds(module) if module.has_gate else ():
+            yield ExpertFormula(
+                activation=activation,
+                gate_limits=limits(None, bound),
+                up_limits=limits(-bound, bound),
+                **biases,
+            )
+
+
+def _bounds(module: Any) -> set[float]:
+    """Return the numbers that a module or its configuration calls a limit."""
+    owners = (module, getattr(module, "config", None))
+    found = (getattr(owner, name, None) for owner in owners for name in ("limit", "swiglu_limit"))
+    return {float(each) for each in found if isinstance(each, int | float) and each > 0}

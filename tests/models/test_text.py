@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from neuron_moe.models.shipped import checkpoint_folder
-from neuron_moe.models.text import UNFINISHED, TextCodec, TextStream
+from neuron_moe.models.text import UNFINISHED, TextCodec, TextStream, special_tokens
 
 TEXTS = ["The router reads the hidden state.", " leading", "naïve café — 東京 🚀", "1\n2\t3"]
 
@@ -127,3 +127,10 @@ def test_a_generation_config_that_is_no_file_is_not_passed_over(
         path.symlink_to("nowhere.json")
     with pytest.raises(ValueError, match=r"generation_config\.json: must be a file"):
         TextCodec(folder)
+
+
+@pytest.mark.parametrize("outer", [{}, {"eos_token_id": 8}])
+def test_special_tokens_of_a_text_section_count(outer: dict[str, int], tmp_path: Path) -> None:
+    config = {**outer, "text_config": {"eos_token_id": [77, 78], "pad_token_id": 5}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert special_tokens(tmp_path) == ((8,) if outer else (77, 78), 5)

@@ -1,9 +1,13 @@
 """Hugging Face models train through a backend of ours as they do by themselves."""
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from neuron_moe.transformers_experts import register_experts
 
@@ -72,3 +76,46 @@ def test_a_backend_without_gradient_and_an_unknown_activation_are_refused() -> N
             module.act_fn = nn.Softplus()
     with pytest.raises(ValueError, match="activation"):
         train(model, register_experts(), steps=1)
+
+
+CLAMPED = {
+    "deepseek_v4": "DeepseekV4Experts",
+    "glm5_next": "Glm5NextTextExperts",
+    "hy_v4": "HYV4Experts",
+}
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+def test_a_clamp_far_out_is_computed(name: str) -> None:
+    try:
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    except ImportError:
+        pytest.skip(f"this transformers has no {name}")
+    sizes = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
+    widths = dict.fromkeys(("moe_intermediate_size", "intermediate_size"), 16)
+    config = SimpleNamespace(
+        **sizes, **widths, hidden_size=32, hidden_act="silu", swiglu_limit=10.0,
+        _experts_implementation="eager",
+    )  # fmt: skip
+    experts = getattr(module, CLAMPED[name])(config)
+    experts.config = config
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(0, 0.5)
+        hidden_TH = 3 * torch.randn(64, 32)
+        index_TK = torch.stack([torch.randperm(4)[:2] for _ in range(64)])
+        affinities_TK = torch.full((64, 2), 0.5)
+        expected = experts(hidden_TH, index_TK, affinities_TK)
+        ours = ALL_EXPERTS_FUNCTIONS[register_experts("torch")]
+        found = ours(experts, hidden_TH, index_TK, affinities_TK)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_clamp_that_no_attribute_tells_is_refused() -> None:
+    experts = qwen().model.layers[0].mlp.experts  # type: ignore[union-attr, operator]
+    apply = type(experts)._apply_gate
+    experts._apply_gate = lambda rows: apply(experts, rows).clamp(max=200.0)
+    ours = ALL_EXPERTS_FUNCTIONS[register_experts("torch")]
+    with pytest.raises(ValueError, match="its activation is none of"):
+        ours(experts, torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1))
