@@ -36,6 +36,8 @@ def main() -> int:
         app = nxdi._build(kind, deployment, Path(folder))
     given = nxdi.neuron_settings(deployment)
     found = {name: getattr(app.neuron_config, name, None) for name in given}
+    blockwise = found["blockwise_matmul_config"]
+    found["blockwise_matmul_config"] = {"block_size": blockwise.block_size}
     found["torch_dtype"] = str(found["torch_dtype"]).removeprefix("torch.")
     buckets = {each.tag: each.neuron_config.buckets for each in app.models}
     report = {"given": given, "found": found, "buckets": buckets, "rebound": len(rebound)}

@@ -77,3 +77,14 @@ def test_nxdi_takes_the_settings_of_compile_as_they_are_meant() -> None:
         "token_generation_model": [160, 256],
     }
     assert report["rebound"] >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("neuronx_distributed_inference") is None,
+    reason="NxDI cannot be imported",
+)
+def test_nxdis_applications_of_all_families_take_the_hand_over() -> None:
+    rows = run("hand_over")["rows"]
+    assert len({row["application"] for row in rows}) == 5
+    assert [row["held"] for row in rows] == [row["planned"] for row in rows]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Mapping
@@ -26,6 +27,11 @@ _PACKAGES = {
     "neuronx_distributed": "NxD",
     "neuronx_distributed_inference": "NxDI",
 }
+# What a vision tower beside the text model is not told: it sees one image at a time.
+_TEXT_SETTINGS = (
+    "batch_size", "ctx_batch_size", "enable_bucketing", "context_encoding_buckets",
+    "token_generation_buckets", "sequence_parallel_enabled",
+)  # fmt: skip
 _COMPILER = "neuronx-cc"
 _CORES_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 _WORK_VARIABLE = "BASE_COMPILE_WORK_DIR"
@@ -69,7 +75,31 @@ def neuron_settings(deployment: Deployment) -> dict[str, Any]:
         "context_encoding_buckets": lengths,
         "token_generation_buckets": sorted({*lengths, deployment.max_length}),
         "save_sharded_checkpoint": True,
+        "blockwise_matmul_config": _blockwise_settings(deployment),
     }
+
+
+def _blockwise_settings(deployment: Deployment) -> dict[str, Any]:
+    """Return the arguments of BlockwiseMatmulConfig, which NxDI has one of for all buckets."""
+    settings: dict[str, Any] = {"block_size": deployment.buckets[-1].block_size}
+    if deployment.tuning.tuned.prefill:  # with a plan, and so a block size, for each bucket
+        settings["tuned"] = deployment.tuning.tuned.to_dict()
+    return settings
+
+
+def block_size_remark(deployment: Deployment) -> str:
+    """Say which buckets run with another block size than they were planned with; '' if none."""
+    if deployment.tuning.tuned.prefill:
+        return ""
+    used = deployment.buckets[-1].block_size
+    other = [bucket for bucket in deployment.buckets if bucket.block_size != used]
+    if not other:
+        return ""
+    planned = ", ".join(f"{bucket.tokens} tokens with {bucket.block_size}" for bucket in other)
+    return (
+        f"NxDI takes one block size, {used}, for all buckets; planned were {planned}. A file of"
+        " neuron-moe tune has a plan for each."
+    )
 
 
 def check_fits(deployment: Deployment) -> None:
@@ -111,6 +141,7 @@ def hand_over(
     os.environ.setdefault(_WORK_VARIABLE, str(out / "compiler_work"))
     kind = _application(model_type)
     lines = [str(each) for each in nxd_compat.install(backend="nki")]
+    lines += filter(None, [block_size_remark(deployment)])
     try:
         app = _build(kind, deployment, folder)
         compiled = str(out / "compiled")
@@ -128,9 +159,15 @@ def _build(kind: Any, deployment: Deployment, folder: Path) -> Any:
     """Return NxDI's application object for a deployment."""
     adapter = importlib.import_module("neuronx_distributed_inference.utils.hf_adapter")
     config_kind = kind.get_config_cls()
-    settings = {**neuron_settings(deployment), "torch_dtype": torch.bfloat16}
-    neuron = config_kind.get_neuron_config_cls()(**settings)
-    config = config_kind(neuron, load_config=adapter.load_pretrained_config(str(folder)))
+    settings = neuron_settings(deployment)
+    blockwise = nxd_compat.BlockwiseMatmulConfig.from_kwargs(**settings["blockwise_matmul_config"])
+    settings |= {"torch_dtype": torch.bfloat16, "blockwise_matmul_config": blockwise}
+    neuron_kind = config_kind.get_neuron_config_cls()
+    neuron = [neuron_kind(**settings)]
+    if "vision_neuron_config" in inspect.signature(config_kind).parameters:
+        vision = {key: value for key, value in settings.items() if key not in _TEXT_SETTINGS}
+        neuron.append(neuron_kind(**vision, batch_size=1, enable_bucketing=False))
+    config = config_kind(*neuron, load_config=adapter.load_pretrained_config(str(folder)))
     return kind(str(folder), config)
 
 

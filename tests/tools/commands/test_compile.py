@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,7 @@ def test_with_the_sdk_nxdi_compiles_and_loads_with_our_layer(
         "context_encoding_buckets": [160],
         "token_generation_buckets": [160, 256],
         "save_sharded_checkpoint": True,
+        "blockwise_matmul_config": nxd_compat.BlockwiseMatmulConfig(block_size=64),
     }
     assert calls["config"][1:] == ("NeuronConfig", ("reads", folder))
     assert calls["application"][1:] == (folder, "InferenceConfig")
@@ -323,6 +325,16 @@ def test_the_commands_of_the_page_run(
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 3
     assert (tmp_path / words[words.index("--out") + 1] / "index.html").is_file()
+
+
+def test_buckets_of_other_block_sizes_are_told(tmp_path: Path) -> None:
+    buckets = [{"tokens": 1024, "block_size": 128}, {"tokens": 8192, "block_size": 256}]
+    changes = [f"buckets={json.dumps(buckets)}", "max_length=16384"]
+    deployment = find_request(None, "gpt_oss_20b", changes).deployment
+    assert nxdi.neuron_settings(deployment)["blockwise_matmul_config"] == {"block_size": 256}
+    assert "1024 tokens with 128" in nxdi.block_size_remark(deployment)
+    alike = replace(deployment, buckets=deployment.buckets[1:])
+    assert nxdi.block_size_remark(alike) == ""
 
 
 def test_the_settings_of_the_page_are_a_deployment(tmp_path: Path) -> None:
