@@ -357,11 +357,15 @@ class DecoderModel(nn.Module):
         """Return logits `[U, S, V]`, or `[U, 1, V]` with `last_only`.
 
         Args:
-            input_ids_US: [U, S] integer token ids, padded on the left where lengths differ.
+            input_ids_US: [U, S] integer token ids, padded on the left where lengths differ; they
+                go to the device of the model.
             real_US: [U, S] bool, False at padding; None where all tokens are real.
             cache: what layers keep of the tokens before; extended in place.
             last_only: compute the vocabulary projection of the last token only.
         """
+        device = self.embed_tokens.weight.device
+        input_ids_US = input_ids_US.to(device)
+        real_US = None if real_US is None else real_US.to(device)
         real_UC = torch.ones_like(input_ids_US, dtype=torch.bool) if real_US is None else real_US
         start, end = 0, input_ids_US.shape[1]
         if cache is not None:

@@ -82,7 +82,8 @@ def num_blocks(
         check_positive_int(name, value)
     if num_tokens == 0:
         return 0
-    check_positive_int("num_tokens", num_tokens)
+    if not isinstance(num_tokens, torch.SymInt):  # a number of a graph that is captured
+        check_positive_int("num_tokens", num_tokens)
     pairs = num_tokens * min(top_k, num_experts)
     hit = min(num_experts, pairs)
     per_expert = -(-num_tokens // block_size)

@@ -2,13 +2,15 @@
 products that decode fp8 and MXFP4, by instructions that Triton's interpreter lacks.
 """
 
+import ast
 import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-from functools import partial
+import tempfile
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,12 @@ WORDS = ("wgmma.mma_async", "setmaxnreg", "cp.async.bulk.tensor", "cp.async.cg")
 OVERLAPS = {"codes": "griddepcontrol.launch_dependents", "token": "griddepcontrol.wait"}
 DECODES = "fma.rn.bf16x2"
 CODES = ("float8_e4m3", "float8_e5m2", "mxfp4")
+FIRST = {"gathers": "left", "activates": True, "keeps": True, "has_bias": True}
 PRODUCTS = {
-    "first, gathered": {"gathers": "left", "activates": True, "keeps": True, "has_bias": True},
+    "first, gathered": FIRST,
+    # As transformers lays weights out.
+    "first, gathered, turned": {**FIRST, "right_is_turned": True},
+    "second": {},
     "rows back": {"right_is_turned": True},
     "rows back, gathered and copied": {
         "gathers": "left",
@@ -43,6 +49,18 @@ PRODUCTS = {
     },
     "weights": {"gathers": "right", "sums_rows": True},
 }
+# The other layouts, in the long run.
+MORE_PRODUCTS = {
+    f"{name}, {'turned' if is_turned else 'straight'}": {**fields, "right_is_turned": is_turned}
+    for is_turned in (False, True)
+    for name, fields in {
+        "first, kept without bias": {"gathers": "left", "activates": True, "keeps": True},
+        "first": {"gathers": "left", "activates": True},
+        "first of rows in order": {"activates": True, "has_bias": True},
+        "second with bias": {"has_bias": True},
+        "gathered": {"gathers": "left"},
+    }.items()
+} | {"weights, gathered left": {"gathers": "left", "sums_rows": True}}
 
 
 def describe(block: list[int]) -> str:
@@ -143,14 +161,15 @@ def stack_bytes(cubin: bytes, folder: Path) -> set[int]:
     return {int(size) for size in re.findall(r"STACK:(\d+)", told.stdout)}
 
 
-def report(folder: Path) -> dict[str, dict[str, Any]]:
-    """Compile every product, and return what is in it."""
+def report(folder: Path, which: str) -> dict[str, dict[str, Any]]:
+    """Compile the products of a run, and return what is in them."""
     found = {}
-    makers = {
-        **{name: partial(compile_product, **fields) for name, fields in PRODUCTS.items()},
-        **{form: partial(compile_codes, form) for form in CODES},
-        "token": compile_token,
+    products = {"products": PRODUCTS, "more": MORE_PRODUCTS}.get(which, {})
+    makers: dict[str, Any] = {
+        name: partial(compile_product, **fields) for name, fields in products.items()
     }
+    if which == "few tokens":
+        makers = {**{form: partial(compile_codes, form) for form in CODES}, "token": compile_token}
     words = (*WORDS, *OVERLAPS.values(), DECODES)
     for name, make in makers.items():
         compiled = make()
@@ -162,42 +181,70 @@ def report(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+@cache
+def reported(which: str) -> dict[str, dict[str, Any]]:
     # A process of its own: in this one Triton may be the interpreter.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("cubin"))]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, folder, which]
+        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found: dict[str, dict[str, Any]] = json.loads(told.stdout)
     return found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_compile_to_warpgroups_that_fit(
-    name: str, compiled: dict[str, dict[str, Any]]
-) -> None:
-    found = compiled[name]
-    expected = [*WORDS] if "gathers" in PRODUCTS[name] else [*WORDS][:-1]
-    assert found["code"] == expected
+def check_product(fields: dict[str, Any], found: dict[str, Any]) -> None:
+    """Check that a product compiled to warpgroup products and fits into shared memory."""
+    assert found["code"] == [*WORDS] if "gathers" in fields else [*WORDS][:-1]
     assert found["shared"] <= MOST_SHARED_BYTES
     assert found["stack"] == [0]
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_compile_to_warpgroups_that_fit(name: str) -> None:
+    check_product(PRODUCTS[name], reported("products")[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE_PRODUCTS)
+def test_products_of_other_layouts_compile_too(name: str) -> None:
+    check_product(MORE_PRODUCTS[name], reported("more")[name])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("form", CODES)
-def test_codes_are_decoded_four_at_once_in_registers(
-    form: str, compiled: dict[str, dict[str, Any]]
-) -> None:
-    assert {DECODES, OVERLAPS["codes"]} <= {*compiled[form]["code"]}
-    assert compiled[form]["stack"] == [0]
+def test_codes_are_decoded_four_at_once_in_registers(form: str) -> None:
+    found = reported("few tokens")[form]
+    assert {DECODES, OVERLAPS["codes"]} <= {*found["code"]}
+    assert found["stack"] == [0]
 
 
 @pytest.mark.long
-def test_one_token_waits_for_the_launch_beside_it(compiled: dict[str, dict[str, Any]]) -> None:
-    assert OVERLAPS["token"] in compiled["token"]["code"]
-    assert compiled["token"]["stack"] == [0]
+def test_one_token_waits_for_the_launch_beside_it() -> None:
+    found = reported("few tokens")["token"]
+    assert OVERLAPS["token"] in found["code"]
+    assert found["stack"] == [0]
+
+
+def test_no_kernel_asks_a_number_that_may_be_a_constant_for_its_type() -> None:
+    # Triton makes a constant, which has no methods, of an argument that is 1, unless it is told.
+    sources = [path.read_text() for path in Path(hopper.__file__).parent.glob("*.py")]
+    launched = set(re.findall(r"kernels\.(\w+)\[|hopper\.(\w+)\[", "".join(sources)))
+    names = {name for pair in launched for name in pair if name}
+    found = {
+        node.name: node
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    }
+    assert len(found) >= 14
+    for name, node in found.items():
+        told = "".join(map(ast.unparse, node.decorator_list))
+        for argument in node.args.args:
+            number = argument.arg
+            is_number = argument.annotation is None and not number.endswith(("_ptr", "_desc"))
+            asks = re.search(rf"\b{number}\.(to|dtype)\b", ast.unparse(node))
+            assert not is_number or not asks or number in told, f"{name}: {number}"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(report(Path(sys.argv[1]))))
+    sys.stdout.write(json.dumps(report(Path(sys.argv[1]), sys.argv[2])))

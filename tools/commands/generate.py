@@ -50,6 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     folder = checkpoint_folder(args.model)
     texts = read_texts(args)
     if args.tp * args.ep > 1:
+        if args.backend == "cuda":
+            raise ValueError(
+                f"--backend cuda with --tp {args.tp} --ep {args.ep}: this command takes one GPU."
+                " Use --backend torch for ranks, or one rank."
+            )
         _check_ranks(args, folder)
     # Simulated kernels take as long as their rank's load makes them.
     timeout_s = START_TIMEOUT_S if args.backend == "nki" else DEFAULT_TIMEOUT_S
@@ -89,11 +94,13 @@ def _generate(
             dtype=DTYPES[args.dtype],
             backend=args.backend,
             progress=progress,
-            product_form=None if args.backend == "nki" else args.product_form,
+            product_form=args.product_form if args.backend == "torch" else None,
             tuning=None if args.decode_mode == "auto" else Tuning(decode_mode=args.decode_mode),
         )
     if args.backend == "nki":
         _warn_of_simulator()
+    elif args.backend == "cuda" and torch.cuda.is_available():  # else Triton's interpreter runs
+        model.to("cuda")
     printer = _Printer(prompts)
     explanations: list[Explanation] = []
     steps = 1 if len(prompt_ids) == 1 else args.max_new_tokens  # one answer shows itself
@@ -308,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.more.add_argument("--top-p", type=float, default=1.0, help="default: 1, all tokens")
     parser.more.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--backend", default="torch", help="torch (default) or nki")
+    parser.add_argument("--backend", default="torch", help="torch (default), nki or cuda, on a GPU")
     parser.more.add_argument(
         "--decode-mode",
         choices=("auto", *DECODE_MODES),

@@ -24,6 +24,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEEP_ALL = 100
 
 
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 class CudaBackend:
     """See the module's docstring.
 
@@ -40,10 +44,10 @@ class CudaBackend:
                 "backend='cuda': triton is not installed, which comes with torch for CUDA. Install"
                 " it (pip install triton), or use backend='torch'."
             )
-        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        if not torch.cuda.is_available() and not _is_interpreted():
             raise ValueError(
                 "backend='cuda': torch sees no GPU. Use backend='torch', or set TRITON_INTERPRET=1"
-                " to run the kernels slowly on the CPU."
+                " to run the kernels slowly on the CPU, in float32 or float16."
             )
 
     def plan(self, parts: LayerParts, step: Step) -> Plan:
@@ -63,6 +67,11 @@ class CudaBackend:
             raise ValueError(
                 f"dtype {weights.down_proj_EIH.dtype}: backend='cuda' computes bfloat16, float16"
                 " and float32. Cast the module with .to(), or use backend='torch'."
+            )
+        if weights.down_proj_EIH.dtype == torch.bfloat16 and _is_interpreted():
+            raise ValueError(
+                "dtype torch.bfloat16 with TRITON_INTERPRET=1: Triton's interpreter multiplies"
+                " bfloat16 wrongly. Cast the module to float32 or float16, or use a GPU."
             )
         return CudaPlan(step, decide(parts.workload(step), self.name, parts.compat), parts)
 

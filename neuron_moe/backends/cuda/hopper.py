@@ -96,7 +96,12 @@ def _load_stage(left_desc, right_desc, left_ring, right_ring, filled, stage, til
     else:
         if P.gathers != "left":
             _load_tile(left_desc, [tile * BLOCK_ROWS, depth], bar, left_ring.index(stage))
-        if P.is_paired:
+        if P.is_paired and P.right_is_turned:
+            row = expert * P.width + column * P.span
+            _load_tile(right_desc, [row, depth], bar, right_ring.index(2 * stage))
+            place = [row + P.width // 2, depth]
+            _load_tile(right_desc, place, bar, right_ring.index(2 * stage + 1))
+        elif P.is_paired:
             row = expert * P.depth + depth
             _load_tile(right_desc, [row, column * P.span], bar, right_ring.index(2 * stage))
             place = [row, P.width // 2 + column * P.span]
@@ -319,7 +324,7 @@ def multiply(left_desc, right_desc, out_desc, kept_desc, copy_desc, rows_ptr, pa
     right_ring = gl.allocate_shared_memory(kind, [rights] + right_block, right_desc.layout)
     whole_ring = right_ring
     if P.is_paired:  # gates and ups of a stage lie side by side: one operand
-        whole: gl.constexpr = [P.tile.stages, BLOCK_DEPTH, P.tile.width]
+        whole: gl.constexpr = [P.tile.stages] + P.right_operand
         if HAS_NEW_NAMES:
             whole_ring = right_ring.reinterpret(kind, whole, right_desc.layout)
         else:

@@ -319,7 +319,7 @@ def copy_rows(source_ptr, slot_ptr, pair_ptr, num_tiles_ptr, out_ptr, num_tokens
                     tl.store(out_ptr + place, zeros, mask=is_filled)
 
 
-@jit
+@jit(do_not_specialize=["kept_tiles"])
 def differentiate(back_ptr, kept_ptr, fresh_ptr, pair_ptr, weight_ptr, grad_ptr, bias_ptr,
                   tile_expert_ptr, num_tiles_ptr, product_ptr, middle_ptr, affinity_ptr,
                   kept_tiles, H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,

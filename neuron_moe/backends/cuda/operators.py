@@ -49,8 +49,9 @@ def experts(
     return found[0]
 
 
+@torch.compiler.assume_constant_result
 def text_of(formula: ExpertFormula) -> str:
-    """Return a formula as text, in words that torch.compile can trace."""
+    """Return a formula as text; a constant of a graph, in which numbers may be symbols."""
     values = [getattr(formula, name) for name in _PLAIN]
     values += [getattr(getattr(formula, each), name) for each in _LIMITS for name in _CLAMP]
     return " ".join([str(value) for value in values])
@@ -193,8 +194,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    first_bias, _, down_bias = ctx.saved_tensors[-3:]
-    found = _experts_backward(gradient, *ctx.saved_tensors, *ctx.rest)
+    saved = ctx.saved_tensors  # read once: checkpoints that recompute unpack it once
+    first_bias, _, down_bias = saved[-3:]
+    found = _experts_backward(gradient, *saved, *ctx.rest)
     in_hidden, in_affinities, in_first, in_first_bias, in_down, in_down_bias = found
     return (
         in_hidden,

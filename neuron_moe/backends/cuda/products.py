@@ -138,9 +138,13 @@ class Product:
     @property
     def right_block(self) -> list[int]:
         """Elements of the right operand that one load takes."""
-        if self.right_is_turned:
-            return [self.tile.width, BLOCK_DEPTH]
-        return [BLOCK_DEPTH, self.span]
+        return [self.span, BLOCK_DEPTH] if self.right_is_turned else [BLOCK_DEPTH, self.span]
+
+    @property
+    def right_operand(self) -> list[int]:
+        """Elements of the right operand that a step takes, gates and ups side by side."""
+        width = self.tile.width
+        return [width, BLOCK_DEPTH] if self.right_is_turned else [BLOCK_DEPTH, width]
 
     @property
     def stored_block(self) -> list[int]:
