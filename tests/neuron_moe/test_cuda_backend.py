@@ -232,7 +232,6 @@ def behind_nan(values: Tensor) -> Tensor:
 
 @pytest.mark.long
 def test_the_operator_keeps_the_rules_of_torch() -> None:
-    from neuron_moe.backends.cuda import operators
 
     layer = build("cuda")
     experts = layer.expert_mlps
@@ -243,7 +242,7 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
     matrices = (weights.gate_up_proj_EHI, None, weights.down_proj_EIH, None)
     torch.library.opcheck(
         torch.ops.neuron_moe.cuda_experts.default,
-        (hidden, affinities, index, *matrices, operators.text_of(weights.formula), 50),
+        (hidden, affinities, index, *matrices, weights.formula.text, 50),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
@@ -254,7 +253,7 @@ def test_a_formula_travels_as_text(case: str) -> None:
 
     formula = build("cuda", **CASES[case]).expert_mlps.weights().formula
     formula = dataclasses.replace(formula, up_limits=limits(-0.1, math.inf), scale=1.7)
-    assert operators.formula_of(operators.text_of(formula)) == formula
+    assert operators.formula_of(formula.text) == formula
 
 
 @pytest.mark.long

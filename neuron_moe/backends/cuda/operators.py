@@ -38,7 +38,7 @@ def experts(
         formula: of the experts.
         save_percent: 0 to 100, see `neuron_moe.spec.Tuning`.
     """
-    text = text_of(formula)
+    text = formula.text
     if weights.first_EHI.dtype in FORMATS or weights.down_EIH.dtype in FORMATS:
         output: Tensor = _narrow_experts(hidden_TH, affinities_TK, index_TK, *weights, text)
         return output
@@ -49,17 +49,9 @@ def experts(
     return found[0]
 
 
-@torch.compiler.assume_constant_result
-def text_of(formula: ExpertFormula) -> str:
-    """Return a formula as text; a constant of a graph, in which numbers may be symbols."""
-    values = [getattr(formula, name) for name in _PLAIN]
-    values += [getattr(getattr(formula, each), name) for each in _LIMITS for name in _CLAMP]
-    return " ".join([str(value) for value in values])
-
-
 @functools.cache
 def formula_of(text: str) -> ExpertFormula:
-    """Return the formula of a text of `text_of`."""
+    """Return the formula that has this text."""
     activation, *words = text.split()
     values: list[Any] = [
         word == "True" if word in ("True", "False") else float(word) for word in words
