@@ -5,6 +5,7 @@
 # make serve-demo  sets up .venv-vllm, serves the shipped model through vLLM, streams one answer
 # make test-vllm  the tests inside vLLM, in .venv-vllm; make test-vllm-short: what CI runs of them
 # make bench  the CPU benchmark
+# make tables  write the tables of README and docs anew from docs/results
 # make mutants  change single lines and see whether a test notices (COUNT=30, SEED=...)
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ VLLM_STAMP := $(VLLM)/.installed
 # What one process of the tests compiles, the others read: commands that tests start, and the long run.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long check serve-demo vllm test-vllm test-vllm-short bench mutants clean
+.PHONY: demo test test-long check serve-demo vllm test-vllm test-vllm-short bench tables mutants clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +67,9 @@ test-vllm-short: $(VLLM_STAMP)
 
 bench: $(STAMP)
 	$(BIN)/neuron-moe bench cpu
+
+tables: $(STAMP)
+	$(BIN)/python -m tests.repo.published
 
 mutants: $(DEV_STAMP)
 	$(BIN)/python -m tests.mutants --count $(or $(COUNT),30) $(if $(SEED),--seed $(SEED))

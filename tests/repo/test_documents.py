@@ -24,15 +24,15 @@ TOP = (
     "docs",
     ".ci",
 )
+ADR = ROOT / "docs" / "adr"
+RECORDS = sorted(ADR.glob("[0-9]*.md"))
 DOCUMENTS = [
     *sorted(ROOT.joinpath("docs").glob("*.md")),
+    *sorted(ADR.glob("*.md")),
     ROOT / "CONTRIBUTING.md",
     ROOT / "README.md",
 ]
 _MENUS = ("bench", "check", "chip")  # commands whose first word names another
-ENTRY = re.compile(r"^## (\d{4}-\d{2}-\d{2}) \S")
-LABELS = ("Question", "Choice", "Rejected", "Consequence")
-LABELLED = re.compile(r"^(?:- )?(?:\*\*)?(\w+)[:.](?:\*\*)?\s+\S")
 
 
 def _name(path: Path) -> str:
@@ -137,25 +137,20 @@ def _exists(name: str) -> bool:
     return any(ROOT.glob(re.sub(r"<[^>]*>", "*", name)))
 
 
-def test_decisions_have_four_labelled_lines() -> None:
-    wrong = []
-    for title, body in _decisions():
-        found = [match[1] for match in map(LABELLED.match, body) if match and match[1] in LABELS]
-        if found != list(LABELS) or not LABELLED.match(body[0]):
-            wrong.append(f"{title}: has {', '.join(found) or 'no label'}")
-    assert not wrong, f"of {len(_decisions())}:\n" + "\n".join(wrong)
+@pytest.mark.parametrize("path", RECORDS, ids=_name)
+def test_a_decision_has_context_decision_and_consequences(path: Path) -> None:
+    text = path.read_text()
+    assert re.findall("^## (.*)", text, flags=re.MULTILINE) == [
+        "Context", "Decision", "Consequences",
+    ]  # fmt: skip
+    assert re.match(rf"# {int(path.name[:4])}\. \w.*\n\nAccepted \d{{4}}-\d\d-\d\d", text)
+    assert 100 <= len(text.split()) <= 300
 
 
-def test_decisions_are_dated_newest_first() -> None:
-    titles = [title for title, _ in _decisions()]
-    assert len(titles) > 3
-    dates = [match[1] for match in map(ENTRY.match, titles) if match]
-    assert len(dates) == len(titles), "a title is '## YYYY-MM-DD what'"
-    assert dates == sorted(dates, reverse=True)
-
-
-def _decisions() -> list[tuple[str, list[str]]]:
-    """Return title and lines of each entry."""
-    parts = re.split(r"^(?=## )", (ROOT / "DECISIONS.md").read_text(), flags=re.MULTILINE)[1:]
-    lines = [[line for line in part.splitlines() if line.strip()] for part in parts]
-    return [(title, body or [""]) for title, *body in lines]
+def test_the_decisions_are_few_and_listed_in_order() -> None:
+    listed = re.findall(r"^(\d+)\. \[(.*)\]\((.*)\)", (ADR / "README.md").read_text(), re.MULTILINE)
+    assert [name for _, _, name in listed] == [path.name for path in RECORDS]
+    assert [int(number) for number, _, _ in listed] == list(range(1, len(RECORDS) + 1))
+    for number, title, name in listed:
+        assert (ADR / name).read_text().startswith(f"# {number}. {title}\n"), name
+    assert len(RECORDS) <= 25

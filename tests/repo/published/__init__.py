@@ -1,0 +1,37 @@
+"""The tables in README and docs that show committed results (docs/results).
+
+`python -m tests.repo.published` writes them anew between the marks of the pages, `<!-- NAME -->`
+and `<!-- end -->`; a test compares.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.repo.published import kernels, overview
+from tests.repo.source import ROOT
+
+PAGES = (ROOT / "README.md", *sorted(ROOT.joinpath("docs").glob("*.md")))
+_MARKED = re.compile(r"<!-- ([\w-]+) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
+
+
+def tables() -> dict[str, str]:
+    """Return each table by the name in its mark."""
+    return {**overview.tables(), **kernels.tables()}
+
+
+def written() -> Iterator[tuple[Path, str, str]]:
+    """Yield the page, name and text of each table that is marked."""
+    for page in PAGES:
+        for name, text in _MARKED.findall(page.read_text()):
+            yield page, name, text
+
+
+def write() -> None:
+    """Put the tables into the pages."""
+    made = tables()
+    for page in PAGES:
+        before = page.read_text()
+        after = _MARKED.sub(lambda m: f"<!-- {m[1]} -->\n{made[m[1]]}\n<!-- end -->", before)
+        if after != before:
+            page.write_text(after)

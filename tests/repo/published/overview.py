@@ -1,0 +1,213 @@
+"""Tables of README and docs/benchmarks.md."""
+
+from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
+
+from tests.repo.published.results import CORNERS, MODELS, Row, result, rows, span, table
+
+KERNELS = {"decode": "decode of 1 to 128 tokens", "prefill": "prefill of 128 to 8,192 tokens"}
+LAYOUTS = {"plain": "as in the checkpoint", "packed": "packed at load time"}
+PREFILL_SIZES = (128, 1024, 8192)
+BATCHES = (1, 16, 128)
+SIMULATED = "simulated, Trn2"
+
+
+def tables() -> dict[str, str]:
+    """Return each table by the name in its mark."""
+    sections = {row["section"] for row in rows("measured")}
+    return {
+        "headlines": _headlines(),
+        "beside": _beside(),
+        "decode-by-model": _decode_by_model(),
+        "prefill-by-model": _prefill_by_model(),
+        "coefficients": _coefficients(),
+        "deployed": _deployed(),
+        "shares": _shares(),
+        "narrow": _narrow(),
+        "mx": _mx(),
+        **{section: _measured(section) for section in sections},
+    }
+
+
+def _headlines() -> str:
+    """Return what README shows: at most eight lines."""
+    lines = [
+        ("decode step of 1 to 128 tokens, beside nki-library", *_speedups("decode")),
+        ("prefill of 128 to 8,192 tokens, beside nki-library", *_speedups("prefill")),
+        ("whole layer with router, prefill of 1,024, beside theirs", *_layers(1024)),
+        ("prefill of 8,192 tokens: share of the chip's peak", *_roofline()),
+        ("layer on a CPU, beside transformers", *_headline("layer on a CPU")),
+        ("outputs equal to those of NxD's MoE", *_headline("NxD")),
+        ("NxDI models with our layer: greedy tokens equal", *_headline("NxDI")),
+        ("simulated beside published Trn2 times, 54 points", *_headline("clock")),
+    ]
+    return table(("what", "result", "range", "kind"), lines)
+
+
+def _speedups(name: str) -> tuple[str, str, str]:
+    both = [_figures(name, corner, "plain") for corner in CORNERS]
+    least = min(each["least_speedup"] for each in both)
+    most = max(each["largest_speedup"] for each in both)
+    means = span((each["geometric_mean_speedup"] for each in both), "{:.1f}")
+    worst = min(each["least_low"] for each in both)
+    ends = f"{least:.2f} to {most:.1f} x in {both[0]['rows']} cases"
+    return f"{means} x as fast", f"{ends}; {worst:.2f} x if the clock is off twofold", SIMULATED
+
+
+def _layers(tokens: int) -> tuple[str, str, str]:
+    found = [_layer_speedups(tokens, corner) for corner in CORNERS]
+    means = span(map(geometric_mean, found), "{:.1f}")
+    least, most = min(map(min, found)), max(map(max, found))
+    ends = f"{least:.2f} to {most:.1f} x in {len(found[0])} cases"
+    return f"{means} x as fast", ends, SIMULATED
+
+
+def _layer_speedups(tokens: int, corner: str) -> list[float]:
+    found = rows("layer_trn2", phase="prefill", T=tokens, corner=corner)
+    return [row["vendor_us"] / row["layer_us"] for row in found if row["vendor_us"]]
+
+
+def _roofline() -> tuple[str, str, str]:
+    shares = [row["roofline_share"] for row in rows("prefill_trn2", T=8192, layout="packed")]
+    middle = sorted(shares)[len(shares) // 2]
+    return f"median {_percent([middle])}", _percent(shares), SIMULATED
+
+
+def _headline(name: str) -> tuple[str, str, str]:
+    (row,) = rows("measured", name=name)
+    return row["result"], row["range"], f"{row['kind']}, {row['machine']}"
+
+
+def _figures(name: str, corner: str, layout: str) -> Row:
+    (found,) = (
+        one
+        for one in result(f"{name}_trn2")["by_corner"]
+        if (one["corner"], one["layout"]) == (corner, layout)
+    )
+    return dict(found)
+
+
+def _beside() -> str:
+    """Return the speed-ups over all cases, by kernel and layout of our weights."""
+    lines = []
+    for name, what in KERNELS.items():
+        for layout, told in LAYOUTS.items():
+            both = [_figures(name, corner, layout) for corner in CORNERS]
+            cells = [_mean_and_span(each) for each in both]
+            lines.append([f"{what}, weights {told}", str(both[0]["rows"]), *cells])
+    for tokens in PREFILL_SIZES:
+        found = [_layer_speedups(tokens, corner) for corner in CORNERS]
+        cells = [f"{geometric_mean(each):.2f} ({span(each)})" for each in found]
+        lines.append([f"whole layer, prefill of {tokens:,} tokens", str(len(found[0])), *cells])
+    return table(("step", "cases", "reordering clock", "source-order clock"), lines)
+
+
+def _mean_and_span(figures: Row) -> str:
+    ends = (figures["least_speedup"], figures["largest_speedup"])
+    return f"{figures['geometric_mean_speedup']:.2f} ({span(ends)})"
+
+
+def _decode_by_model() -> str:
+    lines = []
+    for model, name in MODELS.items():
+        for B in BATCHES:
+            found = rows(
+                "decode_trn2", kernel="decode_block", model=model, routing="uniform", B=B,
+                format="bf16", layout="plain",
+            )  # fmt: skip
+            lines.append((name, str(B), *_both_sides(found)))
+    return table(("model", "tokens", "ours, us", "nki-library, us", "times as fast"), lines)
+
+
+def _prefill_by_model() -> str:
+    lines = []
+    for model, name in MODELS.items():
+        for T in PREFILL_SIZES:
+            found = rows("prefill_trn2", model=model, routing="uniform", T=T, layout="plain")
+            lines.append((name, f"{T:,}", *_both_sides(found)))
+    return table(("model", "tokens", "ours, us", "nki-library, us", "times as fast"), lines)
+
+
+def _both_sides(found: Sequence[Row]) -> tuple[str, str, str]:
+    """Return our time, theirs and the ratio, over both clock models."""
+    ours, theirs = ([row[side] for row in found] for side in ("ours_us", "vendor_us"))
+    return span(ours, "{:,.0f}"), span(theirs, "{:,.0f}"), span(row["speedup"] for row in found)
+
+
+def _coefficients() -> str:
+    """Return how far the speed-ups move with the clock's coefficients at half to double."""
+    lines = []
+    for name, what in KERNELS.items():
+        for layout, told in LAYOUTS.items():
+            cells = []
+            for corner in CORNERS:
+                each = _figures(name, corner, layout)
+                ends = (each["geometric_mean_low"], each["geometric_mean_high"])
+                cells.append(f"{span(ends)} (least {each['least_low']:.2f})")
+            lines.append((f"{what}, weights {told}", *cells))
+    return table(("step", "reordering clock", "source-order clock"), lines)
+
+
+def _deployed() -> str:
+    lines = []
+    for layout, told in LAYOUTS.items():
+        both = [_figures("prefill", corner, layout) for corner in CORNERS]
+        means = span((each["geometric_mean_deployed"] for each in both), "{:.1f}")
+        lines.append((f"weights {told}", str(both[0]["rows_deployed"]), f"{means} x"))
+    return table(("ours", "cases", "times as fast"), lines)
+
+
+def _shares() -> str:
+    """Return the shares of the bounds: roofline in prefill, HBM in decode from 16 tokens."""
+    prefill = [
+        [
+            row["roofline_share"]
+            for row in rows("prefill_trn2", T=8192, layout="packed", corner=corner)
+        ]
+        for corner in CORNERS
+    ]
+    lines = [("experts, prefill of 8,192 tokens, roofline", *map(_percent, prefill))]
+    steps = {"decode_moe": "experts", "decode_block": "norm, router and experts"}
+    for kernel, what in steps.items():
+        found = rows("decode_trn2", kernel=kernel, format="bf16", layout="packed")
+        cells = [
+            _percent(r["bound_share"] for r in found if r["B"] >= 16 and r["corner"] == corner)
+            for corner in CORNERS
+        ]
+        lines.append((f"{what}, decode of 16 to 128 tokens, HBM", *cells))
+    return table(("step and bound", "reordering clock", "source-order clock"), lines)
+
+
+def _narrow() -> str:
+    lines = []
+    for corner, name in zip(CORNERS, ("reordering", "source order"), strict=True):
+        found = rows("decode_trn2", corner=corner, layout="packed", format="fp8")
+        gains = [row["fp8_gain"] for row in found if row["is_weight_bound"]]
+        enough = sum(gain >= 1.6 for gain in gains)
+        lines.append((name, str(len(gains)), f"{span(gains)} x", str(enough)))
+    return table(
+        ("clock", "cases bound by weights", "times as fast", "of these 1.6 or more"), lines
+    )
+
+
+def _mx() -> str:
+    found = result("mx_decode_trn3")
+    lines = []
+    for corner, name in zip(CORNERS, ("reordering", "source order"), strict=True):
+        of = found["by_corner"][corner]
+        cells = (str(of["compared"]), f"{of['geometric_mean']:.2f}", f"{of['least']:.2f}")
+        lines.append((name, *cells))
+    return table(("clock", "cases", "times as fast, geometric mean", "least"), lines)
+
+
+def _measured(section: str) -> str:
+    lines = [
+        (row["what"], row["result"], row["range"], f"{row['kind']}, {row['machine']}",
+         f"`{row['command']}`")
+        for row in rows("measured", section=section)
+    ]  # fmt: skip
+    return table(("what", "result", "range", "kind", "command"), lines)
+
+
+def _percent(shares: Iterable[float]) -> str:
+    return f"{span((100 * share for share in shares), '{:.0f}')} %"

@@ -1,0 +1,44 @@
+"""Committed results, and tables of them in Markdown."""
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from tests.repo.source import ROOT
+
+Row = Mapping[str, Any]
+RESULTS = ROOT / "docs" / "results"
+CORNERS = ("vendor", "in-order")  # clock models: one reorders, one keeps the order of the source
+MODELS = {  # of the kernel benchmarks
+    "gpt-oss-120b": "GPT-OSS-120B TP8", "gpt-oss-20b": "GPT-OSS-20B TP8",
+    "llama4-scout": "Llama 4 Scout TP16", "llama4-maverick": "Llama 4 Maverick TP64",
+    "qwen3-30b": "Qwen3-30B-A3B TP8", "deepseek-v3": "DeepSeek-V3 TP16",
+    "mixtral-8x7b": "Mixtral 8x7B TP8",
+}  # fmt: skip
+
+
+@cache
+def result(name: str) -> dict[str, Any]:
+    """Return a committed result."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def rows(name: str, /, **where: Any) -> list[Row]:
+    """Return the rows of a result whose fields have the given values."""
+    return [row for row in result(name)["rows"] if all(row[key] == where[key] for key in where)]
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a table in Markdown."""
+    titles = list(head)
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *map(list, lines))
+    )
+
+
+def span(values: Iterable[float], form: str = "{:.2f}") -> str:
+    """Return the least and the largest value, once where they print alike."""
+    found = list(values)
+    return " to ".join(dict.fromkeys(form.format(each) for each in (min(found), max(found))))
