@@ -6,7 +6,7 @@ its kernels are tuned `Tuning`'s.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from nki_kernels.common.formula import (
     EXPERT_ACTIVATIONS,
     ROUTER_ACTIVATIONS,
     ExpertFormula,
+    Limits,
     RouterFormula,
     num_projections,
 )
@@ -144,6 +145,10 @@ class ExpertSpec:
         capacity_factor: None computes every choice; > 0 drops what exceeds
             ceil(T * K * capacity_factor / E) tokens of an expert.
 
+    Attributes:
+        formula_text: the formula as a line of words, made while its numbers are numbers: in a graph
+            that is captured they may be symbols.
+
     Raises:
         ValueError: a value out of range.
     """
@@ -156,14 +161,28 @@ class ExpertSpec:
     scales_input: bool = False
     normalizes_affinities: bool = False
     capacity_factor: float | None = None
+    formula_text: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "formula_text", text_of(self.formula))
         for name in ("num_experts", "hidden_size", "intermediate_size", "top_k"):
             check_positive_int(name, getattr(self, name))
         check_top_k(self.top_k, self.num_experts)
         check_choice("activation", self.formula.activation, EXPERT_ACTIVATIONS)
         if self.capacity_factor is not None:
             check_capacity(self.capacity_factor)
+
+
+def text_of(formula: ExpertFormula) -> str:
+    """Return a formula as a line of words: its activation, its other fields, the clamps' numbers."""
+    values = [getattr(formula, each.name) for each in fields(formula)]
+    plain = [value for value in values if not isinstance(value, Limits)]
+    clamps = [
+        getattr(limit, each.name)
+        for limit in (formula.gate_limits, formula.up_limits)
+        for each in fields(limit)
+    ]
+    return " ".join(map(str, [*plain, *clamps]))
 
 
 def check_capacity(factor: float) -> None:

@@ -6,8 +6,7 @@ same object, so a field that is added here reaches all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
 
 from nki.language import NKIObject
 
@@ -68,21 +67,6 @@ class ExpertFormula(NKIObject):
     up_offset: float = 0.0
     has_gate_up_bias: bool = False
     has_down_bias: bool = False
-
-    def __post_init__(self) -> None:
-        _ = self.text  # while numbers are numbers: in a captured graph they may be symbols
-
-    @cached_property
-    def text(self) -> str:
-        """All of it in a line, numbers separated by spaces, those of the clamps last."""
-        values = [getattr(self, each.name) for each in fields(self)]
-        plain = [value for value in values if not isinstance(value, Limits)]
-        clamps = [
-            getattr(limit, each.name)
-            for limit in (self.gate_limits, self.up_limits)
-            for each in fields(limit)
-        ]
-        return " ".join(map(str, [*plain, *clamps]))
 
 
 def num_projections(formula: ExpertFormula) -> int:

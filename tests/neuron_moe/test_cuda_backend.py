@@ -24,6 +24,7 @@ from neuron_moe.backends.cuda.launch import copy_rows, sort_rows
 from neuron_moe.backends.cuda.records import Matrices
 from neuron_moe.backends.cuda.tuned_tiles import HOPPER_TILES
 from neuron_moe.blocks import sort_pairs
+from neuron_moe.spec import text_of
 from nki_kernels.common.formula import ExpertFormula, limits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -242,7 +243,7 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
     matrices = (weights.gate_up_proj_EHI, None, weights.down_proj_EIH, None)
     torch.library.opcheck(
         torch.ops.neuron_moe.cuda_experts.default,
-        (hidden, affinities, index, *matrices, weights.formula.text, 50),
+        (hidden, affinities, index, *matrices, text_of(weights.formula), 50),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
@@ -253,7 +254,7 @@ def test_a_formula_travels_as_text(case: str) -> None:
 
     formula = build("cuda", **CASES[case]).expert_mlps.weights().formula
     formula = dataclasses.replace(formula, up_limits=limits(-0.1, math.inf), scale=1.7)
-    assert operators.formula_of(formula.text) == formula
+    assert operators.formula_of(text_of(formula)) == formula
 
 
 @pytest.mark.long

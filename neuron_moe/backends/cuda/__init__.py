@@ -68,11 +68,6 @@ class CudaBackend:
                 f"dtype {weights.down_proj_EIH.dtype}: backend='cuda' computes bfloat16, float16"
                 " and float32. Cast the module with .to(), or use backend='torch'."
             )
-        if weights.down_proj_EIH.dtype == torch.bfloat16 and _is_interpreted():
-            raise ValueError(
-                "dtype torch.bfloat16 with TRITON_INTERPRET=1: Triton's interpreter multiplies"
-                " bfloat16 wrongly. Cast the module to float32 or float16, or use a GPU."
-            )
         return CudaPlan(step, decide(parts.workload(step), self.name, parts.compat), parts)
 
     def pack(self, first_EHI: Tensor, down_EIH: Tensor) -> tuple[Packed, Packed] | str:
@@ -156,6 +151,11 @@ class CudaPlan(Plan):
         from neuron_moe.backends.cuda.operators import experts
         from neuron_moe.backends.cuda.records import Matrices
 
+        if hidden_NH.dtype == torch.bfloat16 and _is_interpreted():
+            raise ValueError(
+                "dtype torch.bfloat16 with TRITON_INTERPRET=1: Triton's interpreter multiplies"
+                " bfloat16 wrongly. Cast the module to float32 or float16, or use a GPU."
+            )
         weights = self.parts.weights
         bias_EH = weights.down_bias_EH
         if bias_EH is not None and weights.down_bias_scale != 1.0:
@@ -163,6 +163,7 @@ class CudaPlan(Plan):
         first, first_scale = self._matrix("first", weights.gate_up_proj_EHI, weights.packed_gate_up)
         down, down_scale = self._matrix("down", weights.down_proj_EIH, weights.packed_down)
         matrices = Matrices(first, weights.gate_up_bias_EI, down, bias_EH, first_scale, down_scale)
+        formula = self.parts.spec.formula_text
         index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
         num_tokens, top_k = index_TK.shape
         percent = self.parts.tuning.save_percent
@@ -170,14 +171,12 @@ class CudaPlan(Plan):
         if not torch.is_grad_enabled():
             save_percent = 0
         if not routing.scales_input:
-            return experts(
-                hidden_NH, affinities_TK, index_TK, matrices, weights.formula, save_percent
-            )
+            return experts(hidden_NH, affinities_TK, index_TK, matrices, formula, save_percent)
         # An expert's input differs by its affinity: each choice is a token of its own.
         scaled_NKH = hidden_NH.unsqueeze(1) * affinities_TK.unsqueeze(2)
         scaled_PH = scaled_NKH.to(hidden_NH.dtype).flatten(0, 1)
         ones_P1 = torch.ones_like(affinities_TK).reshape(-1, 1)
         output_PH = experts(
-            scaled_PH, ones_P1, index_TK.reshape(-1, 1), matrices, weights.formula, save_percent
+            scaled_PH, ones_P1, index_TK.reshape(-1, 1), matrices, formula, save_percent
         )
         return output_PH.view(num_tokens, top_k, -1).sum(1, dtype=torch.float32)

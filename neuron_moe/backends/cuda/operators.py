@@ -25,7 +25,7 @@ def experts(
     affinities_TK: Tensor,
     index_TK: Tensor,
     weights: Matrices,
-    formula: ExpertFormula,
+    formula: str,
     save_percent: int,
 ) -> Tensor:
     """Return [T, H]; differentiable by hidden states, affinities and weights.
@@ -35,16 +35,15 @@ def experts(
         affinities_TK: [T, K] float32.
         index_TK: [T, K] int32 experts of this rank, -1 for none.
         weights: of this rank, of the dtype of the hidden states; or codes, without a gradient.
-        formula: of the experts.
+        formula: of the experts, as the text of their ExpertSpec.
         save_percent: 0 to 100, see `neuron_moe.spec.Tuning`.
     """
-    text = formula.text
     if weights.first_EHI.dtype in FORMATS or weights.down_EIH.dtype in FORMATS:
-        output: Tensor = _narrow_experts(hidden_TH, affinities_TK, index_TK, *weights, text)
+        output: Tensor = _narrow_experts(hidden_TH, affinities_TK, index_TK, *weights, formula)
         return output
     *plain, _, _ = weights
     found: tuple[Tensor, Tensor, Tensor] = _experts(
-        hidden_TH, affinities_TK, index_TK, *plain, text, save_percent
+        hidden_TH, affinities_TK, index_TK, *plain, formula, save_percent
     )
     return found[0]
 
