@@ -174,7 +174,7 @@ class ExpertSpec:
 
 
 def text_of(formula: ExpertFormula) -> str:
-    """Return a formula as a line of words: its activation, its other fields, the clamps' numbers."""
+    """Return a formula as a line of words: the activation, other fields, clamps."""
     values = [getattr(formula, each.name) for each in fields(formula)]
     plain = [value for value in values if not isinstance(value, Limits)]
     clamps = [

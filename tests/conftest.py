@@ -24,6 +24,17 @@ ALONE = "NEURON_MOE_TEST_ALONE"
 RANKS_ALONE = "NEURON_MOE_TEST_RANKS_ALONE"  # asks for it without a GPU, too
 
 
+# Kernels on the simulator beside float64 and torch; more carry the mark `numeric` themselves.
+NUMERIC = ("tests/nki_kernels/", "tests/neuron_moe/test_nki_", "tests/golden/test_layers.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests whose bits rest on how numbers are added."""
+    for item in items:
+        if item.nodeid.startswith(NUMERIC):
+            item.add_marker(pytest.mark.numeric)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Where there is a GPU, run a test that forks ranks in a process of its own.

@@ -139,10 +139,13 @@ _REDUCE_UFUNCS: Final[dict[str, np.ufunc]] = {
 
 
 def reduce_last(op: AluOp, values: Array) -> Array:
-    """Reduce the last axis of an array; the order of the additions is NumPy's (pairwise)."""
+    """Reduce the last axis of an array; the order of the additions is NumPy's (pairwise).
+
+    NumPy keeps to it along the axis that lies densest in memory only.
+    """
     ufunc = _REDUCE_UFUNCS.get(op.name)
     if ufunc is not None:
-        return np.asarray(ufunc.reduce(values, axis=-1))
+        return np.asarray(ufunc.reduce(np.ascontiguousarray(values), axis=-1))
     if op.kind == "logical":
         nonzero = np.count_nonzero(values, axis=-1)
         flags = {"logical_and": nonzero == values.shape[-1], "logical_or": nonzero > 0}

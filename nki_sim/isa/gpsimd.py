@@ -391,7 +391,8 @@ def tensor_partition_reduce(
         if is_bits:
             store_bits(dst, reduce_last(ALU_OPS[code], bits(data).T))
         elif code == "average":
-            dst.store(data.f32().mean(axis=0, dtype=np.float32))
+            total = reduce_last(ALU_OPS["add"], data.f32().T)
+            dst.store(total / np.float32(data.geometry.partitions))
         else:
             dst.store(reduce_last(ALU_OPS[code], data.f32().T))
 

@@ -26,6 +26,7 @@ from nki_sim.isa._checks import (
     compute_facts,
 )
 from nki_sim.isa._instruction import instruction
+from nki_sim.isa._products import matrix_product
 from nki_sim.isa.tensor_engine import accumulation, first_rows
 from nki_sim.machine import Core, NkiInstruction, NkiTensor
 
@@ -103,7 +104,7 @@ def nc_matmul_mx(
 ) -> NkiInstruction:
     """Multiply block-scaled operands: sum over partitions and the 4 packed slots.
 
-    Products and sums are float32. `accumulate` is that of `nc_matmul`.
+    Rounding and `accumulate` are those of `nc_matmul`.
     """
     # Constraints.
     check_generation(core, nc_version.gen4, "nc_matmul_mx")
@@ -142,7 +143,7 @@ def nc_matmul_mx(
 
     def meaning() -> None:
         left = _dequantise(stationary, stationary_scales)
-        product = left.T @ _dequantise(moving, moving_scales)
+        product = matrix_product(left, _dequantise(moving, moving_scales))
         if mask is not None:
             old = result.f32().reshape(m, n)
             product += np.where(mask.reshape(m, n), old, np.float32(0))

@@ -108,18 +108,38 @@ def test_none_is_decided_for_each_location() -> None:
 REPORT = SimOptions(accumulate="report")
 
 
-def test_none_on_zeros_of_another_instruction_overwrites_and_says_so() -> None:
+@pytest.mark.parametrize("writer", ["memset", "tensor_copy", "activation"])
+@pytest.mark.parametrize("sums", [1, 3])
+def test_none_over_what_another_instruction_put_overwrites_and_says_so(
+    writer: str, sums: int
+) -> None:
     a, b = normal((128, 32)), normal((128, 64))
 
     def body(dst: Any, a: Any, b: Any) -> None:
-        isa.memset(dst, 100.0)
-        isa.nc_matmul(dst, a, b)
+        if writer == "memset":
+            isa.memset(dst, 100.0)
+        elif writer == "tensor_copy":
+            isa.tensor_copy(dst, b[0:32])
+        else:
+            isa.activation(dst, nl.copy, b[0:32])
+        for _ in range(sums):
+            isa.nc_matmul(dst, a, b)
 
-    with pytest.raises(AccumulateError, match="None, which overwrites it"):
-        execute(body, dst=psum((32, 64)), a=Tile(a), b=Tile(b))
-    result = execute(body, options=REPORT, dst=psum((32, 64)), a=Tile(a), b=Tile(b))
-    np.testing.assert_allclose(result["dst"], product(a, b), rtol=1e-5, atol=1e-4)
+    result = execute(body, dst=psum((32, 64)), a=Tile(a), b=Tile(b))
+    np.testing.assert_allclose(result["dst"], sums * product(a, b), rtol=1e-5, atol=1e-3)
     assert [finding.kind for finding in result.run.findings] == ["accumulate"]
+    assert "None, which overwrites it" in result.run.findings[0].text
+    off = SimOptions(accumulate="off")
+    assert not execute(body, options=off, dst=psum((32, 64)), a=Tile(a), b=Tile(b)).run.findings
+
+
+def test_true_on_what_no_matmul_wrote_is_still_an_error() -> None:
+    def body(dst: Any, a: Any, b: Any) -> None:
+        isa.memset(dst, 0.0)
+        isa.nc_matmul(dst, a, b, accumulate=True)
+
+    with pytest.raises(AccumulateError, match="no matmul has written"):
+        execute(body, dst=psum((32, 64)), a=Tile(normal((8, 32))), b=Tile(normal((8, 64))))
 
 
 def test_a_line_does_not_overwrite_the_product_it_made_of_other_operands() -> None:
