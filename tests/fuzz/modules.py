@@ -113,7 +113,9 @@ def draw(seed: int, backend: str) -> Attack:
     ).eval()
     _fill(layer)
     op = layer.expert_mlps.mlp_op
-    weights = Weights(op.first.weight, op.first.bias, op.down_proj.weight, op.down_proj.bias)
+    # Packing leaves no numbers in the Parameters themselves.
+    matrices = op.first.weight.detach(), op.down_proj.weight.detach()
+    weights = Weights(matrices[0], op.first.bias, matrices[1], op.down_proj.bias)
     if not is_static and rng.random() < 0.3:
         layer.expert_mlps.pack_weights()
     batch, seq = rng.choice([(1, 1), (3, 1), (1, 40), (2, 9), (1, 150)])
