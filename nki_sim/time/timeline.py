@@ -206,7 +206,7 @@ class Timeline:
 
     @property
     def roofline_share(self) -> float:
-        """How close the run comes to the roofline, 0 to 1."""
+        """How close the run comes to the roofline of what it issues, useful or not, 0 to 1."""
         return self.roofline_ns / self.total_ns if self.total_ns else 0.0
 
     @cached_property
@@ -300,10 +300,10 @@ class Timeline:
             ("HBM bandwidth", f"{self.hbm_bytes_per_s / 1e9:,.1f} GB/s"),
             ("compute bound", f"{self.compute_bound_ns / 1e3:,.2f} us"),
             ("memory bound", f"{self.memory_bound_ns / 1e3:,.2f} us"),
-            ("share of roofline", f"{self.roofline_share:.1%}"),
+            ("roofline, as issued", f"{self.roofline_share:.1%}"),
         ]
         lines = [f"{self.chip.name}, simulated"]
-        lines += [f"  {label:<18} {value:>24}" for label, value in rows]
+        lines += [f"  {label:<20} {value:>22}" for label, value in rows]
         cores = self.result.graph.cores
         lines.append("  busy               " + "".join(f"{core_name(core):>12}" for core in cores))
         busy = [self.engine_busy_ns(number) for number in range(len(cores))]
@@ -329,7 +329,8 @@ class Timeline:
         """Return the run in one line: time, what was reached of the peaks."""
         return (
             f"{self.chip.name}: {self.total_us:,.1f} us, PE {self.pe_utilisation:.0%}, "
-            f"HBM {self.hbm_bytes_per_s / 1e9:,.0f} GB/s, {self.roofline_share:.0%} of the roofline"
+            f"HBM {self.hbm_bytes_per_s / 1e9:,.0f} GB/s, as issued {self.roofline_share:.0%} of"
+            " the roofline"
         )
 
     def save_perfetto(self, path: str | Path) -> Path:

@@ -19,19 +19,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from neuron_moe.backends.nki.times import TIMES_ONLY, draw_choices, plan_runs
+from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices
 from neuron_moe.errors import check_positive_int
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.paths import PHASES
 from neuron_moe.spec import DEFAULT_LNC_SIZE, Tuning
 from neuron_moe.tools.bench.comparison.sources import write_result
+from neuron_moe.tools.bench.comparison.useful_work import UsefulWork, layer_work
 from neuron_moe.tools.console import format_table
 from neuron_moe.tools.models import read_model
 from neuron_moe.tools.pages import add_report_option, write_page
 from neuron_moe.tools.parsers import Parser
 from neuron_moe.tools.profile.own_kernel import load_kernel, read_arguments, simulate
 from neuron_moe.tools.profile.page import Launch, launch_rows, profile_page
-from neuron_moe.tools.profile.roofline import roofline_figure, roofline_point, roofline_text
+from neuron_moe.tools.profile.roofline import (
+    roofline_figure,
+    roofline_point,
+    roofline_text,
+    useful_record,
+    useful_rows,
+)
 from neuron_moe.tools.profile.what_if import (
     changed_chip,
     sensitivity,
@@ -49,11 +56,18 @@ def main(argv: list[str] | None = None) -> int:
     if args.hardware is not None:
         use_hardware(args.hardware)
     changed_chip(find(args.target), args.set)  # a wrong name is refused before anything runs
-    launches = list(_layer(args) if args.kernel is None else _own(args))
+    beside = dict[str, Any]()
+    if args.kernel is None:
+        launches, work = _layer(args)
+        beside["useful"] = useful_record(work, [launch.run for launch in launches])
+    else:
+        launches = list(_own(args))
     chosen = _choose(launches, args.launch)
     if len(launches) > 1:
         print(f"{format_table(launch_rows(launches))}\n")
-    beside = _tell(chosen, args)
+    if "useful" in beside:
+        print(f"{format_table(useful_rows(beside['useful']))}\n")
+    beside |= _tell(chosen, args)
     if args.out is not None:
         _write(launches, args.out)
     if args.report is not None:
@@ -72,19 +86,21 @@ def _own(args: argparse.Namespace) -> Iterator[Launch]:
     yield Launch(args.kernel.rpartition(":")[2], run.timeline)
 
 
-def _layer(args: argparse.Namespace) -> Iterator[Launch]:
-    """Simulate the launches of one layer of a model on one rank."""
+def _layer(args: argparse.Namespace) -> tuple[list[Launch], UsefulWork]:
+    """Simulate the launches of one layer of a model on one rank; return them, and its own work."""
     raw_config, _ = read_model(args.model)
     tuning = Tuning(num_cores=args.lnc or DEFAULT_LNC_SIZE)
     layer = RankLayer(raw_config, args.model, tp=args.tp, ep=args.ep, backend="nki", tuning=tuning)
     plan = layer.plan(args.phase, args.tokens)
-    spec = plan.parts.spec
-    chosen_TK = draw_choices(args.tokens, spec.num_experts, spec.top_k)
-    begun = time.monotonic()
+    chosen_TK = routed_choices(plan)
+    begun, launches = time.monotonic(), list[Launch]()
     for name, run in plan_runs(plan, chosen_TK, options=replace(TIMES_ONLY, callers=True)):
-        yield Launch(name, run.timeline)
+        launches.append(Launch(name, run.timeline))
         print(f"simulated {name} [{time.monotonic() - begun:.1f} s]", file=sys.stderr, flush=True)
         begun = time.monotonic()
+    # In several launches shared experts are the framework's.
+    parts = plan.parts if plan.is_fused else replace(plan.parts, shared=None)
+    return launches, layer_work(parts, chosen_TK)
 
 
 def _choose(launches: list[Launch], name: str | None) -> Launch:

@@ -7,7 +7,12 @@ from textwrap import shorten
 from typing import Any, Final, NamedTuple
 
 from neuron_moe.tools.pages import Block, Details, Items, Listing, Page, Section, Table, picture_of
-from neuron_moe.tools.profile.roofline import roofline_figure, roofline_point, roofline_text
+from neuron_moe.tools.profile.roofline import (
+    roofline_figure,
+    roofline_point,
+    roofline_text,
+    useful_rows,
+)
 from neuron_moe.tools.profile.what_if import sensitivity_rows
 from nki_sim.time.lines import LineTime
 from nki_sim.time.picture import lanes_figure
@@ -27,7 +32,7 @@ class Launch(NamedTuple):
 def launch_rows(launches: Sequence[Launch]) -> list[list[str]]:
     """Return the times of all launches, a heading first."""
     total = sum(launch.run.total_us for launch in launches)
-    rows = [["launch", "us", "share", "of the roofline"]]
+    rows = [["launch", "us", "share", "of the roofline, as issued"]]
     rows += [
         [
             one.name, f"{one.run.total_us:,.2f}", f"{one.run.total_us / total:.0%}",
@@ -44,7 +49,7 @@ def profile_page(what: str, launches: Sequence[Launch], beside: Mapping[str, Any
     Args:
         what: was profiled.
         launches: in order.
-        beside: what was asked beside their times: `sensitivity` and `what_if_text`.
+        beside: what is told beside their times: `useful`, `sensitivity` and `what_if_text`.
     """
     longest = max(launches, key=lambda launch: launch.run.total_ns)
     hottest = longest.run.line_times()[0]
@@ -61,6 +66,9 @@ def profile_page(what: str, launches: Sequence[Launch], beside: Mapping[str, Any
         sections.append(Section("Roofline", [picture_of(figure, "each launch under its roof")]))
     if len(launches) > 1:
         sections.insert(0, Section("Launches", [Table(launch_rows(launches))]))
+    if "useful" in beside:
+        title = "The layer's own work, and what is issued beyond it"
+        sections.insert(0, Section(title, [Table(useful_rows(beside["useful"]))]))
     asked = list[Block]()
     if "what_if_text" in beside:
         asked.append(Listing(beside["what_if_text"]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from neuron_moe.tools.bench.comparison.useful_work import UsefulWork
 from nki_sim.time.timeline import Timeline
 
 _COLORS: Final = ("#2a6fb0", "#c8501e", "#3a8f3a", "#6f4fb0")
@@ -51,9 +52,41 @@ def roofline_text(point: Mapping[str, Any]) -> str:
         f"roofline: {text};\n"
         f"  {point['hbm_gb_per_s']:,.1f} of {point['peak_hbm_gb_per_s']:,.1f} GB/s;"
         f" {point['roofline_us']:,.2f} us at best ({point['bound']} bound), {point['share']:.1%} of"
-        " it reached;\n"
+        " it reached as issued;\n"
         f"  busiest: {point['busiest']['lane']}, {point['busiest']['share']:.0%} of the time"
     )
+
+
+def useful_record(work: UsefulWork, runs: Sequence[Timeline]) -> dict[str, Any]:
+    """Return the layer's own work, the least time and the share of the time it takes, and what its
+    launches issue beyond it.
+    """
+    roofline_us = work.roofline_us(runs[0].num_cores)
+    return {
+        "flops": work.flops,
+        "hbm_bytes": work.hbm_bytes,
+        "roofline_us": roofline_us,
+        "share": roofline_us / sum(run.total_us for run in runs),
+        "overhead": {
+            "flops": sum(run.flops for run in runs) - work.flops,
+            "hbm_bytes": sum(run.hbm_bytes for run in runs) - work.hbm_bytes,
+        },
+    }
+
+
+def useful_rows(useful: Mapping[str, Any]) -> list[list[str]]:
+    """Return a layer's own work and the overhead, a heading first."""
+    rows = [["", "GFLOP", "MB of HBM", "us at best", "of the time"]]
+    found = zip(
+        ("the layer's own work", "overhead: issued beyond it"),
+        (useful, useful["overhead"]),
+        ((f"{useful['roofline_us']:,.2f}", f"{useful['share']:.0%}"), ("", "")),
+        strict=True,
+    )
+    return rows + [
+        [name, f"{work['flops'] / 1e9:,.2f}", f"{work['hbm_bytes'] / 1e6:,.1f}", *times]
+        for name, work, times in found
+    ]
 
 
 def roofline_figure(points: Mapping[str, Mapping[str, Any]], title: str) -> Figure | None:

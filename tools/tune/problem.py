@@ -18,6 +18,7 @@ from neuron_moe.models.routing_trace import RoutingTrace
 from neuron_moe.plan import LayerParts, Step
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE
 from neuron_moe.tools.bench.comparison.layers import Model
+from neuron_moe.tools.bench.comparison.useful_work import UsefulWork, layer_work
 from neuron_moe.tuned import TunedPrefill
 from nki_kernels.prefill import (
     BLOCK_SIZES,
@@ -90,6 +91,11 @@ class Problem:
     def model(self) -> Model:
         """The layer in the record of the benchmarks."""
         return layer_record(self.parts[0])
+
+    def work(self) -> UsefulWork:
+        """Return what the rank's experts have to compute."""
+        alone = replace(self.parts[0], router=None, shared=None)
+        return layer_work(alone, self.index_TK)
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from neuron_moe.tools.bench.prefill.cases import roofline_us
 from neuron_moe.tools.console import format_table
 from neuron_moe.tools.tune.problem import Point
 from neuron_moe.tools.tune.work import DecodeWork, PrefillWork, SureWork
@@ -41,7 +40,7 @@ def bucket_report(
         "default_512_us": _us(work, default),
         "untuned_us": runs_us,
         "untuned": runs,
-        "roofline_us": roofline_us(problem.model, _local(problem)),
+        "roofline_us": problem.work().roofline_us(problem.parts[0].tuning.num_cores),
         "sure": [
             {
                 "turned": turned, "instead": problem.tuned(rival).to_dict(), "ratio": ratio,
@@ -56,12 +55,6 @@ def bucket_report(
 def _us(work: PrefillWork, point: Point) -> float | None:
     found = work.times.get(point)
     return None if found is None else found.us
-
-
-def _local(problem: Any) -> Any:
-    """Return the choices of the rank's experts; tokens of none are left out."""
-    index_TK = problem.index_TK
-    return index_TK[(index_TK >= 0).all(1)] if (index_TK < 0).any() else index_TK
 
 
 def _tried(work: PrefillWork, point: Point) -> dict[str, Any]:
@@ -106,7 +99,8 @@ def table(buckets: Sequence[dict[str, Any]], decode: Sequence[dict[str, Any]]) -
 
 def choice_rows(buckets: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the choice for each length of prompts, a heading first."""
-    rows = [["tokens", "block", "plan", "weights", "us", "untuned", "block of 512", "roofline"]]
+    head = ["tokens", "block", "plan", "weights", "us", "untuned", "block of 512"]
+    rows = [[*head, "roofline", "overhead"]]
     for bucket in buckets:
         chosen = bucket["chosen"]
         rows.append(
@@ -114,6 +108,7 @@ def choice_rows(buckets: Sequence[dict[str, Any]]) -> list[list[str]]:
                 str(bucket["tokens"]), *plan_cells(chosen),
                 f"{bucket['chosen_us']:,.0f}", _text(bucket["untuned_us"]),
                 _text(bucket["default_512_us"]), f"{bucket['roofline_us']:,.0f}",
+                f"{1.0 - bucket['roofline_us'] / bucket['chosen_us']:.0%}",
             ]
         )  # fmt: skip
     return rows

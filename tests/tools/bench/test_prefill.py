@@ -28,17 +28,17 @@ from nki_sim.hardware import TRN2
 from nki_sim.language import api as nl
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-# us, for uniform routing, computed by hand from the formula in the docstring of `roofline_us`.
+# us, for uniform routing: 3 H I multiplications for each of T K choices, on 2 x 128 x 128 cells.
 ROOFLINES = {
-    ("gpt-oss-120b", 8192): 1944.0,
-    ("qwen3-30b", 8192): 1365.0,
-    ("deepseek-v3", 8192): 5994.0,
-    ("llama4-maverick", 8192): 926.0,
+    ("gpt-oss-120b", 8192): 1296.0,
+    ("qwen3-30b", 8192): 491.5,
+    ("deepseek-v3", 8192): 2293.8,
+    ("llama4-maverick", 8192): 925.6,  # 128 experts of 3 H I weights, 8192 rows in, 8192 out
 }
 
 
 @pytest.mark.parametrize(("name", "tokens"), list(ROOFLINES))
-def test_the_roofline_is_weights_once_and_three_passes(name: str, tokens: int) -> None:
+def test_the_roofline_is_of_the_layers_own_work(name: str, tokens: int) -> None:
     model = next(model for model in MODELS if model.name == name)
     choice = choose_experts("uniform", tokens, model.E, model.K)
     assert roofline_us(model, choice) == pytest.approx(ROOFLINES[name, tokens], rel=0.01)
@@ -371,24 +371,20 @@ def test_what_nxd_runs_by_default_stands_beside(
     assert rows["gpt-oss-20b", 256]["deployed_us"] == pytest.approx(668.3, rel=1e-3)
 
 
-def test_rows_that_miss_a_target_are_listed_with_their_bottleneck() -> None:
-    def row(T: int, share: float, vendor: float) -> Row:
+def test_rows_below_one_are_listed_with_their_bottleneck() -> None:
+    def row(T: int, vendor: float) -> Row:
         attempts = [Attempt(name="v", bound_us=1.0, us=vendor)]
         return compared(
             Row(
-                model="m", tp=1, T=T, routing="uniform", ours_us=10.0, roofline_us=10 * share,
+                model="m", tp=1, T=T, routing="uniform", ours_us=10.0, roofline_us=6.0,
                 bottleneck="dma busy 99%", vendor_variants=attempts,
             )
         )  # fmt: skip
 
     sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
-    rows = [row(8192, 0.9, 11.0), row(8192, 0.6, 11.0), row(128, 0.5, 9.0)]
-    assert summarise(rows, sources)["misses"] == [
-        {
-            "target": "70 % of the roofline", "row": "m TP1 T=8192 uniform",
-            "corner": "in-order", "layout": "packed", "value": 0.6,
-            "bottleneck": "dma busy 99%",
-        },
+    result = summarise([row(8192, 11.0), row(128, 9.0)], sources)
+    assert result["least_roofline_share_at_8192"] == 0.6
+    assert result["misses"] == [
         {
             "target": "no case below 1.0x", "row": "m TP1 T=128 uniform",
             "corner": "in-order", "layout": "packed", "value": 0.9,
