@@ -427,15 +427,9 @@ EQUIVALENT = (
     ),
     Equivalent(
         "neuron_moe/weights/linear.py",
-        "like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.packed.codes_Ekn.device))",
-        "like = fn(torch.empty(1, dtype=self.weight.dtype, device=self.packed.codes_Ekn.device))",
+        "like = fn(torch.empty(0, dtype=self.weight.dtype, device=self.device))",
+        "like = fn(torch.empty(1, dtype=self.weight.dtype, device=self.device))",
         "only its type and device are asked for",
-    ),
-    Equivalent(
-        "neuron_moe/weights/linear.py",
-        "self.weight = nn.Parameter(like, requires_grad=False)",
-        "self.weight = nn.Parameter(like, requires_grad=True)",
-        "another parameter takes its place at once",
     ),
     Equivalent(
         "nki_sim/machine/memory.py",
