@@ -25,7 +25,13 @@ RANKS_ALONE = "NEURON_MOE_TEST_RANKS_ALONE"  # asks for it without a GPU, too
 
 
 # Kernels on the simulator beside float64 and torch; more carry the mark `numeric` themselves.
-NUMERIC = ("tests/nki_kernels/", "tests/neuron_moe/test_nki_", "tests/golden/test_layers.py")
+NUMERIC = (
+    "tests/nki_kernels/combine/",
+    "tests/nki_kernels/route/",
+    "tests/nki_kernels/decode/test_router.py",
+    "tests/neuron_moe/test_nki_backend.py",
+    "tests/golden/test_layers.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
