@@ -51,8 +51,8 @@ def roofline_text(point: Mapping[str, Any]) -> str:
     return (
         f"roofline: {text};\n"
         f"  {point['hbm_gb_per_s']:,.1f} of {point['peak_hbm_gb_per_s']:,.1f} GB/s;"
-        f" {point['roofline_us']:,.2f} us at best ({point['bound']} bound), {point['share']:.1%} of"
-        " it reached as issued;\n"
+        f" {point['roofline_us']:,.2f} us at best ({point['bound']} bound), {point['share']:.1%}"
+        " reached;\n"
         f"  busiest: {point['busiest']['lane']}, {point['busiest']['share']:.0%} of the time"
     )
 
