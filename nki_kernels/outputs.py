@@ -68,8 +68,6 @@ def _index_blocks(
 
 def _blockwise_moe(_shapes: Shapes, config: PrefillConfig) -> Output:
     rows = output_tiles(config) * config.tile_rows
-    if config.stores == "tokens":
-        rows = config.num_tokens
     return Output((num_partials(config), rows, config.H), "bfloat16")
 
 

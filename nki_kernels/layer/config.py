@@ -111,8 +111,6 @@ def check_prefill_layer(config: PrefillLayerConfig) -> None:
     slots = output_tiles(experts) * experts.tile_rows
     check_combine(num_tokens, top_k, experts.H, slots, num_partials(experts))
     check_combined_ranks(config.out, num_tokens, experts.num_cores)
-    if experts.stores == "tokens":
-        raise ValueError("stores='tokens': broken tokens have no row there. Use 'rows' or 'tiles'.")
     if experts.stores == "tiles" and config.visits.tells_short:
         raise ValueError(
             "stores='tiles', tells_short=True: rows of a tile are not in the order of its slots."

@@ -323,8 +323,6 @@ def fill_rest(config: PrefillConfig, b: Buffers, lists: Lists) -> None:
         _fill_piece_table(config, b, lists)
     elif config.stores == "rows":
         _fill_row_table(config, b, lists, lane * entries)
-    elif config.stores == "tokens":
-        nisa.tensor_copy(dst=b.row_table[0], src=b.id_table)
     for j in range(len(b.inner)):
         if bias_is_inside(config):
             spare = config.i_axis.rows

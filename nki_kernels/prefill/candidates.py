@@ -434,12 +434,11 @@ def estimate_us(
         tokens_E: [E] tokens of each expert.
         top_k: K, choices of a token, whatever rank its experts are on.
     """
-    loops, shared_ns = _loops(config, tokens_E), 0.0
-    if config.stores != "tokens":
-        shared_ns = sum_ns(
-            config.num_tokens, top_k, config.H, num_partials(config), int(tokens_E.sum()),
-            config.num_cores,
-        )  # fmt: skip
+    loops = _loops(config, tokens_E)
+    shared_ns = sum_ns(
+        config.num_tokens, top_k, config.H, num_partials(config), int(tokens_E.sum()),
+        config.num_cores,
+    )  # fmt: skip
     found = []
     for corner in CORNERS:
         total_ns = shared_ns

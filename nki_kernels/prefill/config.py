@@ -54,10 +54,8 @@ class PrefillWork(NKIObject):
         num_cores: physical cores of the launch (LNC), 1 or 2.
         scaling: whether slots are scaled before the projections (pre), after them (post), or not
             here (none).
-        stores: whole row tiles to their slots (tiles: fewer instructions), rows that hold a token
-            to their slots (rows: fewer bytes; for small experts some rows together), or rows to
-            their tokens (tokens: for one choice per token; the output is the layer's, no combine
-            follows).
+        stores: whole row tiles to their slots (tiles: fewer instructions), or rows that hold a
+            token (rows: fewer bytes; for small experts some rows together).
     """
 
     block_size: int

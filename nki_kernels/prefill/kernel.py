@@ -23,8 +23,8 @@ Inputs and outputs (H hidden, I intermediate of this rank, E experts of it, L lo
     down_scale      [E, 3, H]    bfloat16  HBM  optional, three terms that add up to the scale
     slot_scale      [N*B]        float32   HBM  optional
     -> output       [P, N*B, H]  bfloat16  HBM  P partial sums; padding slots are not defined.
-                    [P, T, H] if rows are stored to tokens; where spare places stand for what is
-                    missing, rows of `output_tiles`, the last one zeros
+                    where spare places stand for what is missing, rows of `output_tiles`, the last
+                    one zeros
 
 On chip: weights [h, H/h, 2, I] and [i, I/i, H] with a partition owning consecutive rows (one run a
 descriptor), rows [R, H] with tokens on partitions, turned rows [h, H/h, R], inner [i, I/i, R].
@@ -148,8 +148,6 @@ def blockwise_moe(
 def make_output(config: PrefillConfig) -> nl.NkiTensor:
     """Allocate the output [P, rows, H] in HBM."""
     num_rows = output_tiles(config) * config.tile_rows
-    if config.stores == "tokens":
-        num_rows = config.num_tokens
     shape = (num_partials(config), num_rows, config.H)
     return nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
 

@@ -36,7 +36,7 @@ _ALLOWED = {
     "chip": ("trn2", "trn3"),
     "activation": _ACTIVATIONS,
     "scaling": ("none", "pre", "post"),
-    "stores": ("tiles", "rows", "tokens"),
+    "stores": ("tiles", "rows"),
     "turns": ("auto", "tensor", "dma"),
     "fetches": ("copy", "dma"),
     "missing": ("skip", "spare"),
@@ -290,11 +290,10 @@ def _check_plan(sizes: ExpertSizes, work: PrefillWork, request: PlanRequest) -> 
             f"in_halves=True, shard_plan={shard_plan!r}: only blocks are dealt out in halves. "
             "Use shard_plan='block'."
         )
-    if request.missing == "spare" and (request.skip_weights or work.stores == "tokens"):
+    if request.missing == "spare" and request.skip_weights:
         raise ValueError(
-            f"missing='spare', skip_weights={request.skip_weights}, stores={work.stores!r}: weights"
-            " that stay and tokens without an expert are transfers left out. Use"
-            " skip_weights=False and stores='tiles'."
+            "missing='spare', skip_weights=True: weights that stay are transfers left out. Use"
+            " skip_weights=False."
         )
     if shard.splits_h and request.skip_weights:
         raise ValueError(

@@ -361,7 +361,7 @@ def store_rows(
     outer: int,
     computed: int,
 ) -> None:
-    """Write the computed rows of a tile to their slots or tokens; a missing tile moves no data."""
+    """Write the computed rows of a tile to their slots; a missing tile moves no data."""
     R, H, width = config.tile_rows, config.H, core_width(config)
     num_partials, num_rows = x.output.shape[0], x.output.shape[1]
     if config.stores == "tiles" or stores_pieces(config):

@@ -99,7 +99,7 @@ def layer(rng: random.Random) -> tuple[Any, ...]:
 def prefill(rng: random.Random) -> tuple[Any, ...]:
     """Return formula, sizes, work and request of a prefill."""
     is_mx, biases = rng.random() < 0.2, rng.random() < 0.4
-    stores, block = rng.choice(("rows", "rows", "tiles", "tokens")), rng.choice((32, 64, 128, 256))
+    stores, block = rng.choice(("rows", "rows", "tiles")), rng.choice((32, 64, 128, 256))
     options: dict[str, Any] = {
         "H": rng.choice(HIDDEN), "I": rng.choice(WIDTHS), "E": rng.choice((1, 2, 8, 16, 32, 128)),
         "block_size": block, "num_slots": block * rng.choice((1, 2, 8, 33, 128, 300)),

@@ -487,7 +487,6 @@ def test_matrices_of_shared_experts_lie_by_parts_where_cores_do_not_hold_halves(
         ({"router": {"returns_logits": True}}, "they stay on chip"),
         ({"router": {"hidden_dtype": "float32"}}, "experts take bfloat16"),
         ({"out": {"has_spoils": False}}, "would spread to others"),
-        ({"experts": {"stores": "tokens"}}, "broken tokens have no row"),
         ({"out": {"has_shared": True}}, "Give both or none"),
         ({"out": {"has_gate": True}}, "computes the gate that the sum multiplies"),
         ({"router": {"has_gate": True}, "out": {"has_gate": True}}, "and shared experts, or none"),

@@ -202,8 +202,6 @@ class Prefill:
     def slots_of(self, run: Any) -> Any:
         """Return the kernel's [N*B, H] as float64, partial sums added, 0 for padding."""
         total = run.outputs.astype(np.float64).sum(axis=0)
-        if self.options.get("stores") == "tokens":
-            total = total[np.maximum(self.slots, 0)]
         return np.where((self.slots >= 0)[:, None], total[: len(self.slots)], 0.0)
 
     def torch_slots(self) -> Any:

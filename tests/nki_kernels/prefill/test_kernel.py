@@ -34,9 +34,9 @@ CASES = {
     "T800-H192-I60-E4-K2-short-gpt-oss": Prefill(
         800, 192, 60, 4, 2, routing="zipf", has_bias=True, options={**GPT_OSS, "tells_short": True}
     ),
-    "T700-H128-I96-E3-K1-B256-short-tokens-pre-turned-by-dma": Prefill(
+    "T700-H128-I96-E3-K1-B256-short-pre-turned-by-dma": Prefill(
         700, 128, 96, 3, 1, 256, routing="zipf",
-        options={"scaling": "pre", "turns": "dma", "stores": "tokens", "tells_short": True},
+        options={"scaling": "pre", "turns": "dma", "tells_short": True},
     ),
     "T500-H192-I60-E3-K2-short-tiles-e4m3-post": Prefill(
         500, 192, 60, 3, 2, routing="zipf",
@@ -68,7 +68,7 @@ CASES = {
         200, 192, 60, 4, 2, 64, has_bias=True, options={**GPT_OSS, "turns": "dma"}
     ),
     "T600-H128-I96-E4-K1-B128-pre-turned-by-dma": Prefill(
-        600, 128, 96, 4, 1, options={"scaling": "pre", "turns": "dma", "stores": "tokens"}
+        600, 128, 96, 4, 1, options={"scaling": "pre", "turns": "dma"}
     ),
     "T150-H128-I260-E4-K2-B64-pre-turned-by-dma-bias": Prefill(
         150, 128, 260, 4, 2, 64, has_bias=True,
@@ -76,7 +76,7 @@ CASES = {
     ),
     "T600-H64-I4-E2-K1-B1024": Prefill(600, 64, 4, 2, 1, 1024),
     "T300-H128-I128-E3-K1-B256-pre": Prefill(
-        300, 128, 128, 3, 1, 256, options={"scaling": "pre", "stores": "tokens"}
+        300, 128, 128, 3, 1, 256, options={"scaling": "pre"}
     ),
     "T150-H128-I256-E4-K2-post-tiles": Prefill(
         150, 128, 256, 4, 2, options={"scaling": "post", "stores": "tiles"}
@@ -164,8 +164,7 @@ CASES = {
     ),
     "T400-H256-I130-E3-K1-hidden-pre-turned-by-dma": Prefill(
         400, 256, 130, 3, 1, 64, has_bias=True,
-        options={**GPT_OSS, "shard_plan": "hidden", "scaling": "pre", "stores": "tokens",
-                 "turns": "dma"},
+        options={**GPT_OSS, "shard_plan": "hidden", "scaling": "pre", "turns": "dma"},
     ),
     "T140-H128-I40-E4-K2-hidden-pre-no-gate": Prefill(
         140, 128, 40, 4, 2, 64,
@@ -440,11 +439,7 @@ REFUSED = {
     ),
     "spare-skips-weights": (
         {"missing": "spare", "skip_weights": True, "H": 4096, "I": 4096},
-        r"missing='spare', skip_weights=True, stores='rows': weights",
-    ),
-    "spare-tokens": (
-        {"missing": "spare", "stores": "tokens"},
-        r"missing='spare', skip_weights=False, stores='tokens': weights",
+        r"missing='spare', skip_weights=True: weights",
     ),
 }
 

@@ -39,7 +39,7 @@ CASES = {
         90, 128, 64, 4, 2, B=32, routing="one-expert", options={**FOUR, "num_cores": 1}
     ),
     "T50-H1088-I40-K1-to-tokens": MxPrefill(
-        50, 1088, 40, 3, 1, B=32, options={**EIGHT, "stores": "tokens"}
+        50, 1088, 40, 3, 1, B=32, options=EIGHT
     ),
 }  # fmt: skip
 

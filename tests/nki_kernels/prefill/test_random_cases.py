@@ -23,13 +23,13 @@ FORMULAS: tuple[dict[str, Any], ...] = (
 def drawn(rng: random.Random) -> Prefill:
     """Return a prefill that the kernel takes."""
     while True:
-        stores = rng.choice(("rows", "rows", "tiles", "tokens"))
         options: dict[str, Any] = {
             "shard_plan": rng.choice(("balanced", "balanced", "block", "intermediate", "hidden")),
             "loop_plan": rng.choice(("sorted", "sorted", "dynamic", "static")),
             "in_halves": rng.random() < 0.2, "skip_weights": rng.random() < 0.2,
             "turns": rng.choice(("auto", "tensor", "dma")), "largest_visit": rng.choice((1, 2, 4)),
-            "fetches": rng.choice(("copy", "copy", "dma")), "stores": stores,
+            "fetches": rng.choice(("copy", "copy", "dma")),
+            "stores": rng.choice(("rows", "rows", "tiles")),
             "missing": rng.choice(("skip", "skip", "spare")), "num_cores": rng.choice((1, 2, 2)),
             "scaling": rng.choice(("none", "none", "pre", "post")),
             "weight_format": rng.choice(("bfloat16", "bfloat16", "float8_e4m3", "float8_e5m2")),
@@ -37,7 +37,7 @@ def drawn(rng: random.Random) -> Prefill:
         } | rng.choice(FORMULAS)  # fmt: skip
         options["has_scales"] = options["weight_format"] != "bfloat16" and rng.random() < 0.7
         E = rng.choice((1, 2, 3, 5, 9))
-        choices = 1 if stores == "tokens" else rng.randint(1, min(3, E))
+        choices = rng.randint(1, min(3, E))
         case = Prefill(
             rng.choice((1, 17, 130, 257, 300)), rng.choice((64, 128, 192, 320)),
             rng.choice((8, 60, 64, 130, 256)), E, choices, rng.choice((32, 64, 128, 256)),
