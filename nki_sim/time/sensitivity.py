@@ -313,52 +313,64 @@ def in_words(factors: Mapping[str, float]) -> str:
 class Knobs:
     """A run whose knobs can be turned: a group of `GROUPS`, a switch, or the compiler's window.
 
-    What a knob does is read off the critical path (attribution.py), but for those that act by the
-    order in which things happen: these are tried on the nodes that start first.
+    Several runs are launches one after the other, whose times add up. What a knob does is read off
+    the critical path (attribution.py), but for those that act by the order in which things happen:
+    these are tried on the nodes that start first.
 
     Args:
-        run: the run as it is.
+        runs: as they are, on one chip.
         factors: what a knob may be multiplied with, beside 1.
         nodes: so many are played for each knob that has to be tried.
     """
 
     def __init__(
-        self, run: Timeline, factors: Sequence[float] = (0.5, 2.0), nodes: int = TRIED_NODES
+        self, *runs: Timeline, factors: Sequence[float] = (0.5, 2.0), nodes: int = TRIED_NODES
     ) -> None:
-        self.run = run
-        self.choices = _choices(run, factors)
+        self.runs = runs
+        self.choices = {knob: by for run in runs for knob, by in _choices(run, factors).items()}
         self._paths = {
-            frozenset[tuple[str, float]](): CriticalPath.of(run.prepared, run.result, run.chip)
+            frozenset[tuple[str, float]](): tuple(
+                CriticalPath.of(run.prepared, run.result, run.chip) for run in runs
+            )
         }
-        self._tried = self._try(nodes)
+        self._tried = [self._try(run, nodes) for run in runs]
 
-    def path(self, factors: Mapping[str, float]) -> CriticalPath:
-        """Return the critical path with some knobs turned, of the whole run, played once."""
+    def paths(self, factors: Mapping[str, float]) -> tuple[CriticalPath, ...]:
+        """Return the critical path of each run with some knobs turned, played once."""
         key = frozenset(factors.items())
         if key not in self._paths:
-            chip, options = with_factors(self.run, factors)
-            result = play(self.run.prepared, chip, options)
-            self._paths[key] = CriticalPath.of(self.run.prepared, result, chip)
+            found = []
+            for run in self.runs:
+                chip, options = with_factors(run, factors)
+                result = play(run.prepared, chip, options)
+                found.append(CriticalPath.of(run.prepared, result, chip))
+            self._paths[key] = tuple(found)
         return self._paths[key]
 
     def total_ns(self, factors: Mapping[str, float]) -> float:
         """Return the total time with some knobs turned, played."""
-        return self.path(factors).total_ns
+        return sum(path.total_ns for path in self.paths(factors))
 
     def estimated_ns(self, at: Mapping[str, float], knob: str, factor: float) -> float:
-        """Return the total time with one more knob turned, by the path with those before.
+        """Return the total time with one more knob turned, by the paths with those before.
 
         Args:
             at: knobs and factors that were played.
             knob: one of `choices`.
             factor: what it is multiplied with instead; 1 leaves it alone.
         """
-        path = self.path(at)
         if knob in _TRIED:
-            now = self._tried.get((knob, at.get(knob, 1.0)), 1.0)
-            return path.total_ns * self._tried.get((knob, factor), 1.0) / now
-        chip, _ = with_factors(self.run, _turned(at, knob, factor))
-        return path.total_on_ns(chip)
+            return sum(
+                path.total_ns
+                * tried.get((knob, factor), 1.0)
+                / tried.get((knob, at.get(knob, 1.0)), 1.0)
+                for path, tried in zip(self.paths(at), self._tried, strict=True)
+            )
+        turned = _turned(at, knob, factor)
+        return sum(
+            path.total_on_ns(with_factors(run, turned)[0])
+            for path, run in zip(self.paths(at), self.runs, strict=True)
+        )
 
     def spread(self, theirs: Knobs) -> Spread:
         """Return the least and the largest ratio of their time over ours that is found.
@@ -368,19 +380,19 @@ class Knobs:
         """
         return Spread(self._extreme(theirs, -1.0), self._extreme(theirs, 1.0))
 
-    def _try(self, nodes: int) -> dict[tuple[str, float], float]:
+    def _try(self, run: Timeline, nodes: int) -> dict[tuple[str, float], float]:
         """Return what knobs that no path tells of do to the time of the first nodes, as factors."""
         asked = {(knob, by): {knob: by} for knob in _TRIED for by in self.choices.get(knob, ())}
         if not asked:
             return {}
-        base_ns = with_factors_ns(self.run, {}, nodes)
-        times = {key: with_factors_ns(self.run, factors, nodes) for key, factors in asked.items()}
+        base_ns = with_factors_ns(run, {}, nodes)
+        times = {key: with_factors_ns(run, factors, nodes) for key, factors in asked.items()}
         return {key: time / base_ns for key, time in times.items()} if base_ns else {}
 
     def _extreme(self, theirs: Knobs, sign: float) -> Extreme:
         """Follow the paths of both runs to a small or a large ratio."""
-        found = [Extreme(self.run.total_ns, theirs.run.total_ns, {})]
-        nodes = max(len(knobs.run.result.start) for knobs in (self, theirs))
+        found = [Extreme(self.total_ns({}), theirs.total_ns({}), {})]
+        nodes = max(len(run.result.start) for run in (*self.runs, *theirs.runs))
         for _ in range(ROUNDS if nodes < LONG_NODES else LONG_ROUNDS):
             factors, promise = self._furthest(theirs, found[-1], sign)
             if promise < _LEAST_PROMISE * found[-1].ratio or factors in [f.factors for f in found]:
@@ -422,7 +434,7 @@ def worst_case(
         factors: what a knob may be multiplied with, beside 1.
         rounds: at most so many times through all knobs.
     """
-    own, other = Knobs(ours, factors), Knobs(theirs, factors)
+    own, other = Knobs(ours, factors=factors), Knobs(theirs, factors=factors)
     best = own.spread(other).low
     choices = own.choices | other.choices
     for _ in range(rounds):

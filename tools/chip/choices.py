@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from neuron_moe.tools.bench.comparison.layers import MODELS, Model
 from neuron_moe.tools.bench.decode.cases import DecodeCase
-from neuron_moe.tools.bench.decode.ours import configure
-from neuron_moe.tools.bench.prefill.ours import formula_of
-from nki_kernels.prefill import Expected, ExpertSizes, best_candidate
+from neuron_moe.tools.bench.decode.ours import config_of, decode_plan
+from neuron_moe.tools.bench.prefill.ours import prefill_plan
 from nki_sim.hardware import TRN2, Hardware
 from nki_sim.hardware_file import using
 
@@ -54,16 +53,12 @@ def _ours() -> dict[str, str]:
 
 def _prefill(model: Model, tokens: int) -> str:
     """Return block size and plan for plain weights and uniform routing."""
-    expected = Expected(
-        num_tokens=tokens, top_k=model.K, scaling=model.options.get("scaling", "none")
-    )
-    sizes = ExpertSizes(model.H, model.I, model.E)
-    best = best_candidate(formula_of(model), sizes, expected)
-    return f"blocks of {best.block_size}, {best.request.shard_plan} shards"
+    chosen = prefill_plan(model, tokens, "plain").chosen()
+    return f"blocks of {chosen['block_size']}, {chosen['shard_plan']} shards"
 
 
 def _decode(model: Model, tokens: int) -> str:
     """Return the mode and what the cores split."""
     case = DecodeCase(kernel="decode_moe", model=model, B=tokens, routing="uniform", format="bf16")
-    config = configure(case)
+    config = config_of(decode_plan(case))
     return f"{config.mode}, the cores split the {config.shard}"

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from neuron_moe.tools.bench.comparison.layers import MODELS, choose_experts
+from neuron_moe.tools.bench.comparison.plans import launches_of
 from neuron_moe.tools.bench.decode.cases import DecodeCase
-from neuron_moe.tools.bench.decode.ours import launch_ours as launch_decode
-from neuron_moe.tools.bench.prefill.ours import OPTIONS, launch_plan, plan_of
+from neuron_moe.tools.bench.decode.ours import decode_plan, launch_ours
+from neuron_moe.tools.bench.decode.work import OPTIONS
+from neuron_moe.tools.bench.prefill.ours import prefill_plan
 from nki_sim.hardware import Hardware
 from nki_sim.time.timeline import Timeline, schedule
 
@@ -41,8 +43,8 @@ def _prefill(name: str, layout: str) -> Timeline:
     """Simulate a prefill with weights in a layout."""
     model = _MODELS[name]
     index_TK = choose_experts("uniform", TOKENS, model.E, model.K)
-    plan = plan_of(model, TOKENS, layout)
-    found: Timeline = launch_plan(model, index_TK, plan).timeline
+    ((_, run),) = launches_of(prefill_plan(model, TOKENS, layout), index_TK)
+    found: Timeline = run.timeline
     return found
 
 
@@ -53,7 +55,7 @@ def _decode(
     case = DecodeCase(
         kernel="decode_moe", model=_MODELS[name], B=tokens, routing="uniform", format=form
     )
-    found: Timeline = launch_decode(case, OPTIONS, mode, layout)[0].timeline
+    found: Timeline = launch_ours(case, decode_plan(case, mode, layout), OPTIONS).timeline
     return found
 
 
@@ -69,7 +71,7 @@ CLAIMS: Final = (
     ),
     _claim(
         "decode, GPT-OSS-20B TP8, 4 tokens: packed weights beat plain ones",
-        _D(_decode, "gpt-oss-20b", 4), _D(_decode, "gpt-oss-20b", 4, layout="ehi"),
+        _D(_decode, "gpt-oss-20b", 4), _D(_decode, "gpt-oss-20b", 4, layout="plain"),
     ),
     _claim(
         "decode, GPT-OSS-120B TP8, 4 tokens: the chosen experts beat all of them",

@@ -36,7 +36,7 @@ from neuron_moe.tools.tune.problem import (
     Point,
     Problem,
     check_block_sizes,
-    decode_configs,
+    decode_plans,
     draw_routing,
 )
 from neuron_moe.tools.tune.results import bucket_report, decode_report, table
@@ -81,9 +81,8 @@ class _Tuner:
             self._sure[work] = SureWork(work, self._kept)
             self._few[work] = few_tokens_work(problem, self._kept)
         for tokens in sorted(set(self._args.decode)):
-            parts = self._layer.parts(Step("decode", tokens))
-            configs = decode_configs(self._layer, tokens)
-            self._decode.append(DecodeWork(parts, configs, self._routing(tokens), self._kept))
+            plans = decode_plans(self._layer, tokens)
+            self._decode.append(DecodeWork(plans, self._routing(tokens), self._kept))
 
     def _routing(self, tokens: int) -> Any:
         """Return the choices among this rank's experts; a decode kernel tells others apart."""

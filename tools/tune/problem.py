@@ -10,16 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuron_moe.backends.nki import prefill
-from neuron_moe.backends.nki.decode import decode_config
 from neuron_moe.backends.nki.operands import kernel_formula
 from neuron_moe.blocks import num_blocks
 from neuron_moe.models.rank_layer import RankLayer
 from neuron_moe.models.routing_trace import RoutingTrace
-from neuron_moe.plan import LayerParts, Step
+from neuron_moe.plan import LayerParts, Plan, Step
 from neuron_moe.spec import DEFAULT_BLOCK_SIZE
-from neuron_moe.tools.bench.comparison.layers import Model
+from neuron_moe.tools.bench.comparison.plans import experts_alone, plan_of
 from neuron_moe.tools.bench.comparison.useful_work import UsefulWork, layer_work
-from neuron_moe.tuned import TunedPrefill
+from neuron_moe.tuned import DECODE_MODES, TunedPlans, TunedPrefill
 from nki_kernels.prefill import (
     BLOCK_SIZES,
     Expected,
@@ -87,15 +86,15 @@ class Problem:
         copied = replace(plain, weights=replace(plain.weights, prefill_copy=laid_out))
         return cls(layer, tokens, index_TK, (plain, copied) if weights == "auto" else (copied,))
 
-    @property
-    def model(self) -> Model:
-        """The layer in the record of the benchmarks."""
-        return layer_record(self.parts[0])
-
     def work(self) -> UsefulWork:
         """Return what the rank's experts have to compute."""
-        alone = replace(self.parts[0], router=None, shared=None)
-        return layer_work(alone, self.index_TK)
+        return layer_work(experts_alone(self.parts[0]), self.index_TK)
+
+    def plan(self, point: Point) -> Plan:
+        """Return the plan of the experts for whoever loads the point from a file."""
+        parts = experts_alone(self.parts[-1])
+        tuning = replace(parts.tuning, tuned=TunedPlans(prefill=(self.tuned(point),)))
+        return plan_of(replace(parts, tuning=tuning), Step("prefill", self.tokens))
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:
@@ -182,21 +181,14 @@ def one_of_each(points: Sequence[Point]) -> list[Point]:
     return list(found.values())
 
 
-def layer_record(parts: LayerParts) -> Model:
-    """Return a rank's layer in the record of the benchmarks."""
-    experts, width, hidden_size = parts.weights.down_proj_EIH.shape
-    return Model(
-        name="", tp=1, H=hidden_size, I=width, E=experts, K=parts.spec.top_k, options={}, vendor={}
-    )
-
-
-def decode_configs(layer: RankLayer, tokens: int) -> dict[str, Any]:
-    """Return what decode_moe is compiled for in each mode that it has for this layer."""
-    parts = layer.parts(Step("decode", tokens))
-    found = {}
-    for mode in ("selective", "all_experts"):
-        found[mode] = decode_config(parts, tokens, mode)
-    return found
+def decode_plans(layer: RankLayer, tokens: int) -> dict[str, Any]:
+    """Return the plan of the experts in each mode that they have for this layer."""
+    step = Step("decode", tokens)
+    parts = experts_alone(layer.parts(step))
+    return {
+        mode: plan_of(replace(parts, tuning=replace(parts.tuning, decode_mode=mode)), step)
+        for mode in DECODE_MODES
+    }
 
 
 def draw_routing(

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import nki_sim
-from neuron_moe.backends.nki.backend import NkiBackend
 from neuron_moe.backends.nki.decode import DecodePlan
-from neuron_moe.plan import Step
-from neuron_moe.tools.bench.comparison import runs
+from neuron_moe.plan import Plan, Step
+from neuron_moe.tools.bench.comparison.plans import experts_alone, launches_of, plan_of
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources, digest
 from neuron_moe.tools.bench.comparison.timelines import corner_timelines
-from neuron_moe.tools.bench.decode.ours import expert_specs
-from neuron_moe.tools.bench.prefill.ours import OPTIONS, launch_ours
-from neuron_moe.tools.tune.problem import Ints, Point, Problem, layer_record
-from nki_kernels.decode import decode_moe
-from nki_sim import TensorSpec
+from neuron_moe.tools.tune.problem import Ints, Point, Problem
 from nki_sim.time.schedule_model import CORNERS
 from nki_sim.time.sensitivity import alone_ns
 
-OUR_SOURCES = ("prefill/*.py", "decode/*.py", "combine/*.py", "common/*.py")
+OUR_SOURCES = ("**/*.py",)
 CLOSE_RIVAL = 1.15  # how much slower a point is that may win under other coefficients
 MOST_RIVALS = 2
 _TIE = 0.005  # of a time: what differs by less is as good
@@ -233,43 +226,54 @@ class SureWork:
 
 
 def _simulate(problem: Problem, point: Point) -> dict[str, float]:
-    run = launch_ours(problem.model, problem.index_TK, point.config, point.block_size)
-    return {corner: timeline.total_us for corner, timeline in corner_timelines(run, CORNERS)}
+    return _corner_times(problem.plan(point), problem.index_TK)
+
+
+def _corner_times(plan: Plan, index_TK: Ints) -> dict[str, float]:
+    found = dict.fromkeys(CORNERS, 0.0)
+    for _, run in launches_of(plan, index_TK):
+        for corner, timeline in corner_timelines(run, CORNERS):
+            found[corner] += timeline.total_us
+    return found
 
 
 def _turn(problem: Problem, point: Point) -> dict[str, float]:
     """Return the time of a point as it is, and with every coefficient that can move it turned."""
-    run = launch_ours(problem.model, problem.index_TK, point.config, point.block_size)
-    ((_, timeline),) = corner_timelines(run, ["vendor"])
-    turned = alone_ns(timeline)
-    found = {f"{knob} x{factor:g}": ns for (knob, factor), ns in turned.items() if factor}
-    return {"": timeline.total_ns, **found}
+    launches = []
+    for _, run in launches_of(problem.plan(point), problem.index_TK):
+        ((_, timeline),) = corner_timelines(run, ["vendor"])
+        turned = alone_ns(timeline)
+        named = {f"{knob} x{factor:g}": ns for (knob, factor), ns in turned.items() if factor}
+        launches.append({"": timeline.total_ns, **named})
+    names = dict.fromkeys(name for each in launches for name in each)
+    return {name: sum(each.get(name, each[""]) for each in launches) for name in names}
 
 
 class DecodeWork:
     """Both modes of a decode step.
 
     Args:
-        parts: of the layer.
-        configs: what decode_moe is compiled for, by mode.
+        plans: of the experts, by mode.
         index_TK: choices of the step's tokens.
         kept: results of earlier runs.
     """
 
-    def __init__(self, parts: Any, configs: dict[str, Any], index_TK: Ints, kept: Kept) -> None:
-        self._parts, self._configs, self._index_TK, self._kept = parts, configs, index_TK, kept
+    def __init__(self, plans: Mapping[str, DecodePlan], index_TK: Ints, kept: Kept) -> None:
+        self._plans, self._index_TK, self._kept = plans, index_TK, kept
         self.tokens = len(index_TK)
         self.name = f"decode of {self.tokens} tokens"
         self.times: dict[str, Time] = {}
-        self._waiting = list(configs)
-        for mode in configs:
+        self._waiting = list(plans)
+        for mode in plans:
             found = kept.read(self._name_of(mode))
             if found is not None:
                 self.times[mode] = Time(found)
                 self._waiting.remove(mode)
 
     def _name_of(self, mode: str) -> str:
-        return repr((self._configs[mode], self._index_TK.shape, digest(self._index_TK.tobytes())))
+        return repr(
+            (self._plans[mode].config, self._index_TK.shape, digest(self._index_TK.tobytes()))
+        )
 
     @property
     def size(self) -> float:
@@ -281,8 +285,7 @@ class DecodeWork:
         if not self._waiting:
             return None
         mode = self._waiting.pop(0)
-        config = self._configs[mode]
-        return Task(mode, 5.0, partial(_simulate_decode, self._parts, config, self._index_TK))
+        return Task(mode, 5.0, partial(_corner_times, self._plans[mode], self._index_TK))
 
     def take(self, task: Task, result: dict[str, float]) -> None:
         """Keep a time."""
@@ -292,19 +295,7 @@ class DecodeWork:
 
 def few_tokens_work(problem: Problem, kept: Kept) -> DecodeWork | None:
     """Return the decode kernel on a prompt so short that it runs untuned; None for others."""
-    parts = replace(problem.parts[-1], why_apart="experts are tuned alone")
-    plan = NkiBackend().plan(parts, Step("prefill", problem.tokens))
+    plan = plan_of(experts_alone(problem.parts[-1]), Step("prefill", problem.tokens))
     if not isinstance(plan, DecodePlan):
         return None
-    return DecodeWork(plan.parts, {plan.decision.path: plan.config}, problem.index_TK, kept)
-
-
-def _simulate_decode(parts: Any, config: Any, index_TK: Ints) -> dict[str, float]:
-    model = layer_record(parts)
-    operands = expert_specs(model, config)
-    run = runs.run(
-        decode_moe, TensorSpec((len(index_TK), model.H), "bfloat16"), operands.pop("gate_up"),
-        operands.pop("down"), index_TK, TensorSpec(index_TK.shape, "float32"),
-        np.zeros((1, 1), np.int32), config, lnc=config.num_cores, options=OPTIONS, **operands,
-    )  # fmt: skip
-    return {corner: timeline.total_us for corner, timeline in corner_timelines(run, CORNERS)}
+    return DecodeWork({plan.decision.path: plan}, problem.index_TK, kept)

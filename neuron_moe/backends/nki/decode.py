@@ -249,7 +249,7 @@ _decode_config = cached_by_chip(make_decode_config)
 def lay_out(parts: LayerParts) -> LaidOut:
     """Return experts in the packed layout of decode_moe, which does not depend on the tokens.
 
-    On a trn3 those of an MXFP4 checkpoint are its words.
+    On a trn3 those of an MXFP4 checkpoint are its words. Of weights on the meta device the shapes.
     """
     weights = parts.weights
     operands = operands_of(parts)
@@ -266,8 +266,12 @@ def lay_out(parts: LayerParts) -> LaidOut:
         raise ValueError(
             f"for_decode=True: the decode kernel cannot take these experts: {error}"
         ) from error
-    beside = (operands.gate_up_bias_EI, operands.gate_up_scale_EI, operands.down_scale_En)
     gate_up_EHI, down_EIH = matrices_of(weights)
+    dtype, device = down_EIH.dtype, down_EIH.device
+    if device.type == "meta":
+        shapes = weight_shapes(config)
+        return LaidOut(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+    beside = (operands.gate_up_bias_EI, operands.gate_up_scale_EI, operands.down_scale_En)
     gate_up = pack_gate_up(
         config,
         to_numpy(gate_up_EHI),
@@ -276,7 +280,6 @@ def lay_out(parts: LayerParts) -> LaidOut:
     bias = operands.down_bias_EH
     bias_EH = None if bias is None else to_numpy(bias.to(torch.bfloat16))
     down = pack_down(config, to_numpy(down_EIH), bias_EH)
-    dtype, device = down_EIH.dtype, down_EIH.device
     return LaidOut(from_numpy(gate_up, dtype).to(device), from_numpy(down, dtype).to(device))
 
 

@@ -7,11 +7,12 @@ can be timed. The clock is that of the source order of instructions (`nki_sim`'s
 Axes: T tokens of all ranks, K choices, E experts of this rank, H hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,15 +35,17 @@ from neuron_moe.weights.narrow import NarrowMatrices
 from nki_kernels.combine import combine
 from nki_kernels.common.rank_sums import ALONE, RankSum
 from nki_kernels.decode import (
+    DecodeConfig,
     check_layer_form,
     decode_layer,
     decode_moe,
+    loads_bias,
     pack_router_weight,
     weight_shapes,
 )
 from nki_kernels.index import index_blocks
 from nki_kernels.layer import check_prefill_layer, prefill_layer, shared_visits
-from nki_kernels.prefill import blockwise_moe, matrix_shapes
+from nki_kernels.prefill import PrefillConfig, blockwise_moe, matrix_shapes
 from nki_kernels.prefill.config import num_partials
 from nki_kernels.route import route, router_topk
 from nki_sim import SimOptions, TensorSpec
@@ -52,7 +55,10 @@ TIMES_ONLY = SimOptions(mode="indices", uninitialized="off", races="off", capaci
 _ROUTER_ELEMENTS = 1 << 28  # of hidden states and router that choose experts in a launch
 _NAMES = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 _SEED = 11
-_Launch = tuple[str, nki_sim.Run]  # name of the kernel, and its run
+_Launch = tuple[str, Any]  # name of the kernel, and its run
+_Start = Callable[..., Any]  # runs a kernel on so many cores
+Routed = tuple[Tensor, Tensor]
+"""A router's weight [N, H] and hidden states [T, H]: what a launch that routes chooses by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +91,38 @@ def plan_runs(
     index_TK: NDArray[np.int32],
     own_tokens: int | None = None,
     options: SimOptions = TIMES_ONLY,
-) -> Iterator[tuple[str, nki_sim.Run]]:
+    *,
+    routed: Routed | None = None,
+    run: Callable[..., Any] | None = None,
+) -> Iterator[tuple[str, Any]]:
     """Simulate the launches of a plan; yield the name of each kernel, and its run.
 
     Args:
-        plan: of the nki backend; weights may be on the meta device.
+        plan: of the nki backend, for experts alone one without the router's launch; weights may be
+            on the meta device.
         index_TK: [T, K] int32 experts of the model that the tokens choose. A plan that routes in
-            its launch draws its own choices, as many, all experts alike.
+            its launch chooses by what is `routed`, as many.
         own_tokens: that this rank routes, where others route theirs; default: all.
         options: of the simulations.
+        routed: what a plan that routes in its launch is given; default: drawn, all experts alike.
+        run: runs a kernel with the arguments of `nki_sim.run`, in its place.
 
     Raises:
         ValueError: a plan of another backend, or weights the kernels do not take.
     """
+    start = partial(_run, run or nki_sim.run, options)
     if isinstance(plan, PrefillLayerPlan):
-        yield _prefill_layer(plan, options)
+        yield _launch(start, plan, prefill_layer, _prefill_operands(plan, routed))
     elif isinstance(plan, PrefillPlan):
-        yield _route(plan, own_tokens or len(index_TK), options)
-        yield from _prefill(plan, index_TK, options)
+        if plan.parts.router is not None:
+            yield _route(plan, own_tokens or len(index_TK), start)
+        yield from _prefill(plan, index_TK, start)
     elif isinstance(plan, DecodePlan):
-        yield _route(plan, own_tokens or plan.step.tokens, options)
-        yield _decode(plan, index_TK, options)
+        if plan.parts.router is not None:
+            yield _route(plan, own_tokens or plan.step.tokens, start)
+        yield _decode(plan, index_TK, start)
     elif isinstance(plan, LayerPlan):
-        yield _layer(plan, options)
+        yield _launch(start, plan, decode_layer, _decode_operands(plan, routed))
     else:
         raise ValueError(
             f"plan of {plan.decision.kernel}: no kernels to simulate. Use backend='nki'."
@@ -122,9 +137,11 @@ def draw_choices(
     return np.argpartition(keys, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
-def _prefill(
-    plan: PrefillPlan, index_TK: NDArray[np.int32], options: SimOptions
-) -> Iterator[_Launch]:
+def _launch(start: _Start, plan: Plan, kernel: Any, operands: dict[str, Any]) -> _Launch:
+    return _name_of(kernel), start(kernel, plan.parts.tuning.num_cores, **operands)
+
+
+def _prefill(plan: PrefillPlan, index_TK: NDArray[np.int32], start: _Start) -> Iterator[_Launch]:
     parts, made = plan.parts, compile_for(plan)
     num_tokens, top_k = index_TK.shape
     num_cores, H = parts.tuning.num_cores, made.config.H
@@ -132,19 +149,20 @@ def _prefill(
     is_here = (local_TK >= 0) & (local_TK < parts.weights.num_experts)
     local_TK = np.where(is_here, local_TK, NO_EXPERT).astype(np.int32)
     if plan.given_config is not None:
-        run = _run(options, prefill_layer, num_cores, **_given_operands(plan, local_TK))
-        yield _name_of(prefill_layer), run
+        yield _launch(start, plan, prefill_layer, _given_operands(plan, local_TK))
         return
-    run = _run(options, index_blocks, num_cores, local_TK, made.dims, made.visits)
+    run = start(index_blocks, num_cores, local_TK, made.dims, made.visits)
     yield _name_of(index_blocks), run
+    if not isinstance(run, nki_sim.Run):  # a device's, which has a time alone
+        simulate = partial(_run, nki_sim.run, TIMES_ONLY)
+        run = simulate(index_blocks, num_cores, local_TK, made.dims, made.visits)
     tokens, _, _, _, _, slot_of_pair_TK, *lists = run.outputs
-    gate_up, down = map(_spec_of, matrices_of(parts.weights))
+    gate_up, down = _prefill_matrices(parts, made.config)
     beside = _prefill_beside(parts, H)
     if made.config.scaling == "pre":
         beside["slot_scale"] = TensorSpec(tokens.shape, "float32")
     rows = TensorSpec((num_tokens, H), "bfloat16")
-    run = _run(
-        options,
+    run = start(
         blockwise_moe,
         num_cores,
         rows,
@@ -158,16 +176,16 @@ def _prefill(
     yield _name_of(blockwise_moe), run
     slots = TensorSpec((num_partials(made.config), len(tokens), H), "bfloat16")
     affinities = TensorSpec((num_tokens, top_k), "float32")
-    run = _run(options, combine, num_cores, slots, slot_of_pair_TK, affinities, made.out)
+    run = start(combine, num_cores, slots, slot_of_pair_TK, affinities, made.out)
     yield _name_of(combine), run
 
 
 def _given_operands(plan: PrefillPlan, local_TK: NDArray[np.int32]) -> dict[str, Any]:
     """Return the operands of experts in one launch, whose choices are given."""
     H = plan.given_config.experts.H
-    gate_up, down = map(_spec_of, matrices_of(plan.parts.weights))
+    gate_up, down = _prefill_matrices(plan.parts, plan.given_config.experts)
     # Loads of weights are made to wait for rows by adding nothing of them to an expert's number.
-    hidden_TH = torch.zeros((len(local_TK), H), dtype=torch.bfloat16)
+    hidden_TH = np.zeros((len(local_TK), H), ml_dtypes.bfloat16)
     return {
         "hidden": hidden_TH, "router_weight": None, "gate_up": gate_up, "down": down,
         "first_expert": None, "config": plan.given_config, **_prefill_beside(plan.parts, H),
@@ -176,16 +194,31 @@ def _given_operands(plan: PrefillPlan, local_TK: NDArray[np.int32]) -> dict[str,
     }  # fmt: skip
 
 
-def _decode(plan: DecodePlan, index_TK: NDArray[np.int32], options: SimOptions) -> _Launch:
+def _prefill_matrices(parts: LayerParts, config: PrefillConfig) -> tuple[TensorSpec, ...]:
+    """Return both matrices as blockwise_moe reads them: by parts from the copy, or plain."""
+    copy = parts.weights.prefill_copy
+    if copy is not None and config.loop.by_parts:
+        return _spec_of(copy.gate_up), _spec_of(copy.down)
+    return tuple(map(_spec_of, matrices_of(parts.weights)))
+
+
+def _decode(plan: DecodePlan, index_TK: NDArray[np.int32], start: _Start) -> _Launch:
     parts, config = plan.parts, plan.config
     hidden = TensorSpec((config.T, config.H), "bfloat16")
     affinities = TensorSpec(index_TK.shape, "float32")
-    matrices = map(_spec_of, matrices_of(parts.weights))
-    run = _run(
-        options, decode_moe, parts.tuning.num_cores, hidden, *matrices, index_TK, affinities,
-        _first_expert(parts), config, **_decode_beside(parts, config.H),
+    run = start(
+        decode_moe, parts.tuning.num_cores, hidden, *_decode_matrices(parts, config), index_TK,
+        affinities, _first_expert(parts), config, **_decode_beside(parts, config),
     )  # fmt: skip
     return _name_of(decode_moe), run
+
+
+def _decode_matrices(parts: LayerParts, config: DecodeConfig) -> tuple[TensorSpec, ...]:
+    """Return both matrices as the decode kernels read them: from the packed copy, or plain."""
+    copy = parts.weights.decode_copy
+    if copy is not None and config.weights.layout == "packed":
+        return _spec_of(copy.gate_up), _spec_of(copy.down)
+    return tuple(map(_spec_of, matrices_of(parts.weights)))
 
 
 def launch_on_ranks(
@@ -229,19 +262,13 @@ def _operands_of(plan: LayerPlan | PrefillLayerPlan) -> dict[str, Any]:
     return _decode_operands(plan) if isinstance(plan, LayerPlan) else _prefill_operands(plan)
 
 
-def _layer(plan: LayerPlan, options: SimOptions) -> _Launch:
-    """Time a fused layer; hidden states and router are drawn, and with them the choices."""
-    run = _run(options, decode_layer, plan.parts.tuning.num_cores, **_decode_operands(plan))
-    return _name_of(decode_layer), run
-
-
-def _decode_operands(plan: LayerPlan) -> dict[str, Any]:
+def _decode_operands(plan: LayerPlan, routed: Routed | None = None) -> dict[str, Any]:
     parts, config = plan.parts, plan.config
     moe, router = config.moe, parts.router
     assert router is not None
-    weight_NH, hidden_TH = _routed_inputs(parts, moe.T)
+    weight_NH, hidden_TH = routed or _routed_inputs(parts, moe.T)
     packed = pack_router_weight(to_numpy(weight_NH), moe.h_axis, config.router_parts)
-    named: dict[str, Any] = {**_decode_beside(parts, moe.H), **_router_biases(router)}
+    named: dict[str, Any] = {**_decode_beside(parts, moe), **_router_biases(router)}
     if config.form.has_norm:
         named["norm_weight"] = torch.ones((1, moe.H), dtype=torch.bfloat16)
     if config.form.has_residual:
@@ -255,30 +282,19 @@ def _decode_operands(plan: LayerPlan) -> dict[str, Any]:
     if config.form.has_shared_gate:
         gate = pack_router_weight(np.zeros((1, moe.H), np.float32), moe.h_axis)
         named["shared_gate"] = TensorSpec(gate.shape, "bfloat16")
-    router_weight = from_numpy(packed, weight_NH.dtype)
-    return {**_first_operands(parts, hidden_TH, router_weight), "config": config, **named}
-
-
-def _first_operands(parts: LayerParts, hidden_TH: Tensor, router_weight: Tensor) -> dict[str, Any]:
-    """Return the operands that every fused layer has."""
-    gate_up, down = map(_spec_of, matrices_of(parts.weights))
+    gate_up, down = _decode_matrices(parts, moe)
     return {
-        "hidden": hidden_TH, "router_weight": router_weight, "gate_up": gate_up, "down": down,
-        "first_expert": _first_expert(parts),
+        "hidden": hidden_TH, "router_weight": from_numpy(packed, weight_NH.dtype),
+        "gate_up": gate_up, "down": down, "first_expert": _first_expert(parts), "config": config,
+        **named,
     }  # fmt: skip
 
 
-def _prefill_layer(plan: PrefillLayerPlan, options: SimOptions) -> _Launch:
-    """Time a fused layer; hidden states and router are drawn, and with them the choices."""
-    run = _run(options, prefill_layer, plan.parts.tuning.num_cores, **_prefill_operands(plan))
-    return _name_of(prefill_layer), run
-
-
-def _prefill_operands(plan: PrefillLayerPlan) -> dict[str, Any]:
+def _prefill_operands(plan: PrefillLayerPlan, routed: Routed | None = None) -> dict[str, Any]:
     parts, config = plan.parts, plan.config
     assert parts.router is not None
     num_tokens, H = config.experts.num_tokens, config.experts.H
-    weight_NH, hidden_TH = _routed_inputs(parts, num_tokens)
+    weight_NH, hidden_TH = routed or _routed_inputs(parts, num_tokens)
     named = {**_prefill_beside(parts, H), **_router_biases(parts.router)}
     if config.router.has_norm:
         named["norm_weight"] = torch.ones((1, H), dtype=torch.bfloat16)
@@ -291,7 +307,11 @@ def _prefill_operands(plan: PrefillLayerPlan) -> dict[str, Any]:
         named["is_real"] = np.ones((num_tokens, 1), np.int32)
     if config.out.has_gate:
         named["shared_gate"] = torch.zeros((1, H), dtype=weight_NH.dtype)
-    return {**_first_operands(parts, hidden_TH, weight_NH), "config": config, **named}
+    gate_up, down = _prefill_matrices(parts, config.experts)
+    return {
+        "hidden": hidden_TH, "router_weight": weight_NH, "gate_up": gate_up, "down": down,
+        "first_expert": _first_expert(parts), "config": config, **named,
+    }  # fmt: skip
 
 
 def shared_run(plan: PrefillLayerPlan, options: SimOptions = TIMES_ONLY) -> nki_sim.Run | None:
@@ -305,8 +325,9 @@ def shared_run(plan: PrefillLayerPlan, options: SimOptions = TIMES_ONLY) -> nki_
     slots = np.arange(num_slots, dtype=np.int32)
     slots[config.num_tokens :] = -1
     return _run(
-        options, blockwise_moe, config.num_cores, hidden, operands["gate_up"], operands["down"],
-        slots, operands["visit_expert"], operands["visit_tile"], operands["trips"], config,
+        nki_sim.run, options, blockwise_moe, config.num_cores, hidden, operands["gate_up"],
+        operands["down"], slots, operands["visit_expert"], operands["visit_tile"],
+        operands["trips"], config,
     )  # fmt: skip
 
 
@@ -321,7 +342,7 @@ def _shared_of(config: Any) -> dict[str, Any]:
     }
 
 
-def _routed_inputs(parts: LayerParts, num_tokens: int) -> tuple[Tensor, Tensor]:
+def _routed_inputs(parts: LayerParts, num_tokens: int) -> Routed:
     """Return a router's weight [N, H] and hidden states [T, H], drawn; logits are about one.
 
     Larger ones would make ties of sigmoids, which all go to the first experts.
@@ -364,7 +385,7 @@ def _router_biases(router: Router) -> dict[str, Any]:
     }
 
 
-def _route(plan: RoutedPlan, num_tokens: int, options: SimOptions) -> _Launch:
+def _route(plan: RoutedPlan, num_tokens: int, start: _Start) -> _Launch:
     router, num_cores, norm = plan.parts.router, plan.parts.tuning.num_cores, plan.norm
     assert router is not None
     weight = router.linear_router.weight
@@ -374,8 +395,7 @@ def _route(plan: RoutedPlan, num_tokens: int, options: SimOptions) -> _Launch:
         for values in (router.linear_router.bias, router.e_score_correction_bias)
     )
     hidden = TensorSpec((num_tokens, config.hidden_size), "bfloat16")
-    run = _run(
-        options,
+    run = start(
         router_topk,
         num_cores,
         hidden,
@@ -389,13 +409,14 @@ def _route(plan: RoutedPlan, num_tokens: int, options: SimOptions) -> _Launch:
 
 
 def _run(
-    options: SimOptions, kernel: Any, num_cores: int, *operands: Any, **named: Any
-) -> nki_sim.Run:
+    run: Callable[..., Any], options: SimOptions, kernel: Any, num_cores: int, *operands: Any,
+    **named: Any,
+) -> Any:  # fmt: skip
     if kernel is decode_layer or kernel is prefill_layer:
         options = _routing(options)
     elif kernel is index_blocks:  # its lists are wanted, of which it adds up some in float32
         options = replace(options, mode="full")
-    return nki_sim.run(kernel, *operands, lnc=num_cores, options=options, **named)
+    return run(kernel, *operands, lnc=num_cores, options=options, **named)
 
 
 def _routing(options: SimOptions) -> SimOptions:
@@ -455,11 +476,14 @@ def _prefill_beside(parts: LayerParts, hidden_size: int) -> dict[str, Any]:
     return found
 
 
-def _decode_beside(parts: LayerParts, hidden_size: int) -> dict[str, Any]:
-    """Return biases and scales in the shapes in which the decode kernels read them."""
-    found, weights = _beside(parts), parts.weights
-    if weights.down_bias_EH is not None:
-        found["down_bias"] = TensorSpec((weights.num_experts, hidden_size), "bfloat16")
+def _decode_beside(parts: LayerParts, config: DecodeConfig) -> dict[str, Any]:
+    """Return biases and scales in the shapes in which the decode kernels read them; packed weights
+    have them among them.
+    """
+    is_packed = config.weights.layout == "packed"
+    found = {} if is_packed else _beside(parts)
+    if loads_bias(config) if is_packed else parts.weights.down_bias_EH is not None:
+        found["down_bias"] = TensorSpec((parts.weights.num_experts, config.H), "bfloat16")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import types
 from pathlib import Path
@@ -10,19 +11,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import nki_sim
+from neuron_moe.backends.nki import launch
+from neuron_moe.backends.nki.times import plan_runs
+from neuron_moe.experts import RoutedExperts
+from neuron_moe.spec import ExpertSpec
 from neuron_moe.tools.bench.comparison.attempts import Attempt
 from neuron_moe.tools.bench.comparison.corners import expectation
 from neuron_moe.tools.bench.comparison.layers import MODELS, choose_experts
+from neuron_moe.tools.bench.comparison.plans import formula_of, in_stages
 from neuron_moe.tools.bench.comparison.spread import UNKNOWN, kept_range
 from neuron_moe.tools.bench.prefill import command as bench_prefill
 from neuron_moe.tools.bench.prefill import vendor as prefill_vendor
 from neuron_moe.tools.bench.prefill import work as prefill_work
 from neuron_moe.tools.bench.prefill.cases import ROUTINGS, roofline_us
-from neuron_moe.tools.bench.prefill.ours import configure
+from neuron_moe.tools.bench.prefill.ours import prefill_plan, time_ours
 from neuron_moe.tools.bench.prefill.results import Row, compared, read, summarise, without_ours
-from neuron_moe.tools.bench.prefill.vendor import VARIANTS, VendorSide, bound_us
+from neuron_moe.tools.bench.prefill.vendor import (
+    VARIANTS,
+    Known,
+    VendorSide,
+    bound_us,
+)
 from nki_sim import isa
 from nki_sim.hardware import TRN2
 from nki_sim.language import api as nl
@@ -62,13 +74,57 @@ def test_a_token_chooses_different_experts(routing: str) -> None:
         pytest.param("mixtral-8x7b", marks=pytest.mark.long),
     ],
 )
-def test_the_plan_is_the_cost_models_and_knows_no_routing(name: str) -> None:
-    model = next(model for model in MODELS if model.name == name)
-    config, candidate = configure(model, 256)
-    assert candidate.request.shard_plan in ("balanced", "hidden", "intermediate")
-    assert config.stores == ("tokens" if model.K == 1 else "rows")  # few rows for each expert
-    # Mixtral's experts do not fit SBUF whole, so their weights lie by parts.
-    assert config.loop.by_parts or name != "mixtral-8x7b"
+def test_the_launch_is_the_one_that_the_product_makes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel, what it is compiled for and its operands are those of a layer with weights."""
+    model = dataclasses.replace(
+        next(model for model in MODELS if model.name == name), H=256, I=64, E=4
+    )
+    calls = list[tuple[str, int, dict[str, Any]]]()
+    original = nki_sim.run
+
+    def record(kernel: Any, *args: Any, lnc: int, options: Any = None, **named: Any) -> Any:
+        bound = inspect.signature(kernel).bind(*args, **named).arguments
+        operands = {n: form(value) for n, value in bound.items() if value is not None}
+        calls.append((kernel.__name__, lnc, operands))
+        return original(kernel, *args, lnc=lnc, options=options, **named)
+
+    def form(value: Any) -> Any:
+        if isinstance(value, nki_sim.TensorSpec | np.ndarray | torch.Tensor):
+            return tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        return value
+
+    monkeypatch.setattr(launch.nki_sim, "run", record)
+    experts = RoutedExperts(
+        ExpertSpec(
+            num_experts=4, top_k=model.K, hidden_size=256, intermediate_size=64,
+            formula=formula_of(model), scales_input=model.options.get("scaling") == "pre",
+        ),
+        backend="nki", dtype=torch.bfloat16,
+    )  # fmt: skip
+    index_TK = choose_experts("uniform", 200, 4, model.K)
+    with torch.no_grad():
+        experts(
+            torch.zeros(200, 256, dtype=torch.bfloat16), torch.ones(200, model.K),
+            torch.from_numpy(index_TK), 2,
+        )  # fmt: skip
+    product = calls.copy()
+    calls.clear()
+    for _ in plan_runs(prefill_plan(model, 200, "plain"), index_TK, run=record):
+        pass
+    assert calls == product
+
+
+def test_with_lists_given_counts_what_comes_behind_them() -> None:
+    plan = prefill_plan(SMALL, len(CHOICE), "plain")
+    (found,) = time_ours(plan, CHOICE, ["in-order"]).values()
+    apart = {name: run.timeline.total_us for name, run in plan_runs(in_stages(plan), CHOICE)}
+    assert list(apart) == ["index_blocks", "blockwise_moe", "combine"]
+    assert found.ours_given_us == pytest.approx(apart["blockwise_moe"] + apart["combine"])
+    few = prefill_plan(SMALL, 64, "plain")
+    (found,) = time_ours(few, CHOICE[:64], ["in-order"]).values()
+    assert found.ours_given_us == found.ours_us  # the decode kernel needs no lists
 
 
 def test_the_command_writes_rows(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -96,6 +152,9 @@ SMALL = dataclasses.replace(
 )
 CHOICE = choose_experts("balanced", 512, SMALL.E, SMALL.K)  # 128 tokens for each expert
 SLOW_US = 1e4
+INDEX_US = {"find_nonzero_indices": 7.0} | {
+    f"indexed_flatten B={size}": size / 1e3 for size in (128, 256, 512, 1024)
+}
 
 
 class FakeVendor:
@@ -104,6 +163,7 @@ class FakeVendor:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
         self.times, self.asked = times, list[str]()
         monkeypatch.setattr(prefill_vendor, "launch_vendor", self._launch)
+        monkeypatch.setattr(prefill_vendor, "index_times", self._index)
         monkeypatch.setattr(prefill_vendor, "corner_timelines", self._timelines)
         monkeypatch.setattr(bench_prefill, "VendorLibrary", lambda path: path)
 
@@ -114,17 +174,21 @@ class FakeVendor:
             raise NotImplementedError("too large for it")
         return types.SimpleNamespace(total_us=us)
 
+    def _index(self, library: Any, model: Any, index: Any, experts: int, corners: Any) -> Any:
+        self.asked.append("index")
+        return {corner: dict(INDEX_US) for corner in corners}
+
     def _timelines(self, run: Any, corners: Any) -> Any:
         """Time a run; the vendor's corner halves it."""
         for corner in corners:
             us = run.total_us if corner == "in-order" else run.total_us / 2
             yield corner, types.SimpleNamespace(total_us=us)
 
-    def attempts(self, known: Any = None) -> dict[str, Attempt]:
+    def attempts(self, known: Known | None = None) -> dict[str, Attempt]:
         """Run all variants on the small layer."""
         side = VendorSide(
             self,  # type: ignore[arg-type]
-            SMALL, CHOICE, {"in-order": known or {}}, chip=TRN2,
+            SMALL, CHOICE, {"in-order": known or Known()}, chip=TRN2,
         )  # fmt: skip
         while (task := side.next_task()) is not None:
             side.take(task, task.compute())
@@ -179,7 +243,7 @@ def test_known_attempts_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> No
     vendor = FakeVendor(monkeypatch, {"shard_on_block B=128": 100.0})
     known = vendor.attempts()
     vendor.asked.clear()
-    assert vendor.attempts(known=known) == known
+    assert vendor.attempts(known=Known(known, INDEX_US)) == known
     assert vendor.asked == []
 
 

@@ -7,7 +7,7 @@ is the variant that is fastest with the coefficients as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from nki_sim.errors import NkiValidationError
 from nki_sim.time.sensitivity import Knobs, in_words
 from nki_sim.time.timeline import Timeline
 
-Launch = Callable[[], nki_sim.Run]
+Launch = Callable[[], Iterable[nki_sim.Run]]
 DIGITS = 4
 PLAYS = 2.0  # seconds of a task over those of simulating its sides
 
@@ -54,7 +54,7 @@ def kept_range(before: Any, ours_us: float | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Ours or the vendor's: a launch, which its name stands for."""
+    """Ours or the vendor's: launches one after the other, which the name stands for."""
 
     name: Any
     launch: Launch = field(compare=False)
@@ -139,23 +139,24 @@ class SpreadWork:
             return {}  # an earlier simulator took the vendor's kernel, this one does not: no range
         found = dict[Hashable, SpeedupRange]()
         for pairing in self._pairings:
-            theirs = Knobs(timelines.pop((pairing.corner, pairing.theirs)))
+            theirs = Knobs(*timelines.pop((pairing.corner, pairing.theirs)))
             for keys, side in pairing.ours:
-                ours = Knobs(timelines.pop((pairing.corner, side)))
+                ours = Knobs(*timelines.pop((pairing.corner, side)))
                 found |= dict.fromkeys(keys, speedup_range(ours, theirs))
         return found
 
-    def _timelines(self) -> dict[tuple[str, Side], Timeline]:
-        """Simulate every side; return its timeline by corner and side."""
+    def _timelines(self) -> dict[tuple[str, Side], list[Timeline]]:
+        """Simulate every side; return the timelines of its launches by corner and side."""
         corners = dict[Side, list[str]]()
         for pairing in self._pairings:
             for side in (pairing.theirs, *(side for _, side in pairing.ours)):
                 corners.setdefault(side, []).append(pairing.corner)
-        return {
-            (corner, side): timeline
-            for side, asked in corners.items()
-            for corner, timeline in corner_timelines(side.launch(), asked)
-        }
+        found = dict[tuple[str, Side], list[Timeline]]()
+        for side, asked in corners.items():
+            for run in side.launch():
+                for corner, timeline in corner_timelines(run, asked):
+                    found.setdefault((corner, side), []).append(timeline)
+        return found
 
 
 def range_in_words(speedup: float, low: float | None, high: float | None) -> str:

@@ -41,7 +41,7 @@ from neuron_moe.tools.bench.decode.cases import (
     DecodeCase,
     find_model,
 )
-from neuron_moe.tools.bench.decode.ours import configure, launch_ours
+from neuron_moe.tools.bench.decode.ours import config_of, decode_plan, launch_ours
 from neuron_moe.tools.bench.decode.picture import PICTURE_BATCHES, PICTURE_MODELS, draw_switch
 from neuron_moe.tools.bench.decode.results import (
     Book,
@@ -55,7 +55,6 @@ from neuron_moe.tools.bench.decode.results import (
 )
 from neuron_moe.tools.bench.decode.vendor import VendorSide
 from neuron_moe.tools.bench.decode.work import (
-    KERNEL_LAYOUTS,
     MODES,
     OPTIONS,
     OurSide,
@@ -244,7 +243,7 @@ def _measure_switch(book: Book, sources: Sources, options: argparse.Namespace) -
             case = DecodeCase(
                 kernel="decode_moe", model=find_model(name), B=B, routing="uniform", format="bf16"
             )
-            layout = "packed" if "packed" in options.layout else KERNEL_LAYOUTS["plain"]
+            layout = "packed" if "packed" in options.layout else "plain"
             point = known.get((name, B)) or switch_point(case, sources, layout)
             book.switch.append(point)
             write_result(options.json, summarise(with_gains(book.rows), book, sources))
@@ -254,10 +253,10 @@ def switch_point(case: DecodeCase, sources: Sources, layout: str) -> dict[str, A
     """Simulate both modes of a case; return times, the choice and what it loses."""
     times = {}
     for mode in MODES:
-        run, _ = launch_ours(case, OPTIONS, mode, layout)
+        run = launch_ours(case, decode_plan(case, mode, layout), OPTIONS)
         times[mode] = run.timeline.total_us
         gc.collect()
-    config = configure(case, layout=layout)
+    config = config_of(decode_plan(case, layout=layout))
     return {
         "model": case.model.name,
         "tp": case.model.tp,

@@ -49,7 +49,7 @@ class Row:
         layout: of our weights: packed when they are loaded, or plain, as NxD has them.
         touched: experts that some token chose.
         ours_us: simulated time of the mode that the cost model takes.
-        ours_mode, ours_plan: that mode, and why.
+        ours_mode, ours_plan: that mode, and how it goes through the experts.
         ours_modes: simulated times by mode; one whose bytes alone take longer is left out.
         switch_loss: the chosen mode's time over the better one's, less 1.
         vendor_us, vendor_plan: of the faster of the vendor's modes; of an fp8 row, in the faster of

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import nki_sim
 from neuron_moe.tools.bench.comparison import runs
@@ -37,15 +38,15 @@ def padded_hidden(model: Model) -> int:
     return -(-model.H // H_MULTIPLE) * H_MULTIPLE
 
 
-def bound_us(case: DecodeCase, mode: str) -> float:
+def bound_us(model: Model, mode: str, tokens: int, format: str = "bf16") -> float:
     """Return the least time that reading the mode's weights takes (computed).
 
     The larger of their bytes at the HBM rate, and their runs on all DMA engines: gate and up are
     read apart, so that a run of either is one row of I.
     """
-    model, chip = case.model, nki_sim.hardware.find("trn2")
-    experts = model.E if mode == "all_experts" else case.B * model.K
-    H, item = padded_hidden(model), 2 if case.format == "bf16" else 1
+    chip = nki_sim.hardware.find("trn2")
+    experts = model.E if mode == "all_experts" else tokens * model.K
+    H, item = padded_hidden(model), 2 if format == "bf16" else 1
     run_ns = chip.dma_run_ns + model.I * item / chip.dma_engine_bytes_per_ns
     runs_us = 2 * H * run_ns / (CORES * chip.dma_engines) / 1e3
     return experts * max(3 * H * model.I * item / HBM_BYTES_PER_US, runs_us)
@@ -75,7 +76,10 @@ class VendorSide:
         self.name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"
         self._library, self._options = library, options
         self._found = {corner: dict(attempts) for corner, attempts in known.items()}
-        self._waiting = sorted(MODES, key=lambda mode: bound_us(case, mode))
+        self._waiting = sorted(MODES, key=self._bound_us)
+
+    def _bound_us(self, mode: str) -> float:
+        return bound_us(self.case.model, mode, self.case.B, self.case.format)
 
     @property
     def size(self) -> float:
@@ -106,7 +110,7 @@ class VendorSide:
 
     def _is_wanted(self, mode: str, corner: str) -> bool:
         """Whether to run a mode for a corner; if it cannot win there, keep why."""
-        found, bound = self._found[corner], bound_us(self.case, mode)
+        found, bound = self._found[corner], self._bound_us(mode)
         if mode in found:
             return False
         best = min((a.us for a in found.values() if a.us is not None), default=float("inf"))
@@ -117,7 +121,7 @@ class VendorSide:
 
     def _attempt(self, mode: str, corners: Sequence[str]) -> dict[str, Attempt]:
         """Simulate a mode once; return the attempts by corner."""
-        found = Attempt(name=mode, bound_us=bound_us(self.case, mode))
+        found = Attempt(name=mode, bound_us=self._bound_us(mode))
         try:
             run = launch_vendor(self._library, self.case, mode, self._options)
         except (nki_sim.NkiValidationError, AssertionError, NotImplementedError) as error:
@@ -145,27 +149,43 @@ def launch_vendor(
         NkiValidationError: the kernel breaks a rule of the simulated chip with these sizes.
         AssertionError: the kernel refuses these sizes.
     """
-    launch = _launch_moe if case.kernel == "decode_moe" else _launch_block
+    if case.kernel == "decode_moe":
+        index_TK = case.expert_index()
+        return launch_moe(library, case.model, index_TK, mode, options, case.format)
     with contextlib.redirect_stdout(io.StringIO()):  # the library reports its use of memory
-        return launch(library, case, mode, options)
+        return _launch_block(library, case, mode, options)
 
 
-def _launch_moe(
-    library: VendorLibrary, case: DecodeCase, mode: str, options: SimOptions
+def launch_moe(
+    library: VendorLibrary,
+    model: Model,
+    index_TK: NDArray[np.int32],
+    mode: str,
+    options: SimOptions,
+    format: str = "bf16",
 ) -> nki_sim.Run:
-    """Simulate moe_tkg."""
-    model = case.model
+    """Simulate a mode of moe_tkg.
+
+    Args:
+        library: the user's checkout.
+        model: the layer.
+        index_TK: [T, K] choices.
+        mode: one of MODES.
+        options: of the simulator.
+        format: of the weights, bf16 or fp8.
+    """
     arguments = {
-        **_experts(library, case),
-        "hidden_input": TensorSpec((case.B, padded_hidden(model)), "bfloat16"),
-        "expert_affinities": TensorSpec((case.B, model.E), "float32"),
-        "expert_index": case.expert_index(),
+        **_experts(library, model, format),
+        "hidden_input": TensorSpec((len(index_TK), padded_hidden(model)), "bfloat16"),
+        "expert_affinities": TensorSpec((len(index_TK), model.E), "float32"),
+        "expert_index": index_TK,
         "is_all_expert": mode == "all_experts",
     }
     if mode == "all_experts":  # affinities are those of the choices, as from the router
         arguments["rank_id"] = np.zeros((1, 1), np.uint32)
     kernel = library.get("core.moe.moe_tkg.moe_tkg", "moe_tkg")
-    return runs.run(kernel, lnc=CORES, options=options, **arguments)
+    with contextlib.redirect_stdout(io.StringIO()):  # the library reports its use of memory
+        return runs.run(kernel, lnc=CORES, options=options, **arguments)
 
 
 def _launch_block(
@@ -174,7 +194,7 @@ def _launch_block(
     """Simulate moe_block_tkg."""
     model, H = case.model, padded_hidden(case.model)
     front = RouterInputs.of(case, H)
-    router, experts = ROUTERS[model.name], _experts(library, case)
+    router, experts = ROUTERS[model.name], _experts(library, model, case.format)
     arguments = {
         "hidden_act_fn": experts.pop("activation_fn"),
         **experts,
@@ -197,22 +217,22 @@ def _launch_block(
     return runs.run(kernel, lnc=CORES, options=options, **arguments)
 
 
-def _experts(library: VendorLibrary, case: DecodeCase) -> dict[str, Any]:
+def _experts(library: VendorLibrary, model: Model, format: str) -> dict[str, Any]:
     """Return weights and formula of the experts, floating point without values.
 
     The kernels scale outputs only; a model that scales inputs gets that. In fp8 they take e4m3 with
     scales of rows, whatever the 8-bit format of ours.
     """
-    model, vendor = case.model, case.model.vendor
+    vendor = model.vendor
     E, H, I = model.E, padded_hidden(model), model.I  # noqa: E741  the axis letters
-    weights = "bfloat16" if case.format == "bf16" else "float8_e4m3"
+    weights = "bfloat16" if format == "bf16" else "float8_e4m3"
     found: dict[str, Any] = {
         "expert_gate_up_weights": TensorSpec((E, H, 2, I), weights),
         "expert_down_weights": TensorSpec((E, I, H), weights),
         "expert_affinities_scaling_mode": library.enum("ExpertAffinityScaleMode", "POST_SCALE"),
         "activation_fn": library.enum("ActFnType", vendor.get("act_fn", "SiLU")),
     }
-    if case.format == "fp8":
+    if format == "fp8":
         found["expert_gate_up_weights_scale"] = TensorSpec((E, 2, I), "float32")
         found["expert_down_weights_scale"] = TensorSpec((E, H), "float32")
     if vendor.get("bias"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -22,14 +21,12 @@ from neuron_moe.tools.bench.comparison.spread import (
 )
 from neuron_moe.tools.bench.comparison.timelines import bottleneck, corner_timelines
 from neuron_moe.tools.bench.decode.cases import WEIGHT_BYTES, DecodeCase, hbm_bound_us
-from neuron_moe.tools.bench.decode.ours import launch_ours
+from neuron_moe.tools.bench.decode.ours import config_of, decode_plan, launch_ours
 from neuron_moe.tools.bench.decode.results import IN_BF16, Book, Key, Row, row_of
 from neuron_moe.tools.bench.decode.vendor import launch_vendor, seconds_of
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
-from nki_kernels.decode import DecodeConfig
 from nki_sim import Run, SimOptions
 
-KERNEL_LAYOUTS = {"plain": "ehi", "packed": "packed"}  # the kernels' names
 MODES = ("selective", "all")
 # The block's router must choose real experts: its hidden states and weights keep their values.
 OPTIONS = SimOptions(
@@ -92,7 +89,7 @@ class OurSide:
         """Yield what simulates the rows of a corner that ran and lack a range."""
         for key, row in self.rows.items():
             if row.corner == corner and row.ours_us and row.speedup_low is None:
-                launch = partial(_launch, self.case, KERNEL_LAYOUTS[row.layout])
+                launch = partial(_launch, self.case, row.layout)
                 yield [key], Side((self.name, row.layout), launch)
 
     def skip(self) -> None:
@@ -125,7 +122,8 @@ class OurSide:
 
     def _run(self, layout: str) -> list[Row]:
         """Simulate our kernel in one layout; return its rows."""
-        run, config = launch_ours(self.case, OPTIONS, layout=KERNEL_LAYOUTS[layout])
+        plan = decode_plan(self.case, layout=layout)
+        run, config = launch_ours(self.case, plan, OPTIONS), config_of(plan)
         rows: dict[str, Row] = {}
         for corner, timeline in corner_timelines(run, self._corners):
             (blank,) = [r for r in self.rows.values() if (r.layout, r.corner) == (layout, corner)]
@@ -133,31 +131,35 @@ class OurSide:
                 blank,
                 ours_us=timeline.total_us,
                 ours_mode=config.mode,
-                ours_plan=config.reason,
+                ours_plan=plan.notes()[0].removeprefix("plan: "),
                 ours_modes={config.mode: timeline.total_us},
                 bottleneck=bottleneck(timeline),
                 kernels=self._sources.kernels,
             )
         del run
-        for corner, us in self._other_mode(config, rows).items():
+        for corner, us in self._other_mode(config.mode, layout, rows).items():
             other = MODES[1 - MODES.index(config.mode)]
             modes = {**rows[corner].ours_modes, other: us}
             rows[corner] = replace(rows[corner], ours_modes=modes)
         return list(rows.values())
 
-    def _other_mode(self, config: DecodeConfig, rows: Mapping[str, Row]) -> dict[str, float]:
+    def _other_mode(self, mode: str, layout: str, rows: Mapping[str, Row]) -> dict[str, float]:
         """Return the time of the mode that was not chosen, in the corners where it may win."""
-        other = MODES[1 - MODES.index(config.mode)]
+        other = MODES[1 - MODES.index(mode)]
         least = 0.0 if other == "selective" else hbm_bound_us(self.case, self.case.model.E)
         corners = [corner for corner, row in rows.items() if least < (row.ours_us or 0.0)]
         if not corners:
             return {}
-        run: Any = launch_ours(self.case, OPTIONS, other, config.weights.layout)[0]
+        run = launch_ours(self.case, decode_plan(self.case, other, layout), OPTIONS)
         return {corner: timed.total_us for corner, timed in corner_timelines(run, corners)}
 
 
-def _launch(case: DecodeCase, layout: str) -> Run:
-    return launch_ours(case, OPTIONS, layout=layout)[0]
+def _launch(case: DecodeCase, layout: str) -> list[Run]:
+    return [launch_ours(case, decode_plan(case, layout=layout), OPTIONS)]
+
+
+def _launch_vendor(library: VendorLibrary, case: DecodeCase, mode: str) -> list[Run]:
+    return [launch_vendor(library, case, mode, OPTIONS)]
 
 
 def spreads_of(
@@ -186,7 +188,7 @@ def spreads_of(
             continue
         mode = best.name.removesuffix(IN_BF16)
         rival = case if mode == best.name else replace(case, format="bf16")
-        theirs = Side(best.name, partial(launch_vendor, library, rival, mode, OPTIONS))
+        theirs = Side(best.name, partial(_launch_vendor, library, rival, mode))
         seconds[theirs] = seconds_of(rival, mode)
         pairings.append(Pairing(corner, ours, theirs))
     name = f"{case.kernel} {case.model.name} TP{case.model.tp} B={case.B} {case.format}"

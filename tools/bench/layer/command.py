@@ -9,7 +9,8 @@ beyond them (norm, router, index, shared experts); apart us: the layer in severa
 us: of a prefill, the launches of a rank that holds a part of the sequence (sequence parallelism),
 which routes its own tokens alone, and what lies outside the experts then; vendor us: of a prefill,
 the vendor's chain of kernels, its dense MLP for shared experts included
-(tools/bench/layer/vendor.py), with --library.
+(tools/bench/layer/vendor.py), with --library; layers for which only its slowest kernel fits are
+left out of means.
 
 Every run is timed in both corners of the clock (nki_sim/time/schedule_model.py), experts drawn
 alike. What a launch itself takes is not published and not counted, which favours several launches.
@@ -24,10 +25,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import nki_sim
+from neuron_moe.tools.bench.averages import geometric_mean
+from neuron_moe.tools.bench.comparison.attempts import Attempt
 from neuron_moe.tools.bench.comparison.options import add_library_option
 from neuron_moe.tools.bench.comparison.pool import Pace, Task, Work, run_phases
 from neuron_moe.tools.bench.comparison.sources import (
@@ -37,7 +41,7 @@ from neuron_moe.tools.bench.comparison.sources import (
     write_result,
 )
 from neuron_moe.tools.bench.layer.picture import draw_layers
-from neuron_moe.tools.bench.layer.work import SPLITS, VENDOR, Case, Key, Row
+from neuron_moe.tools.bench.layer.work import SPLITS, VENDOR_FIELDS, Case, Key, Row
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.console import format_table, print_json_line
 from neuron_moe.tools.models import model_among
@@ -73,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
             phases.append(lambda: _with_vendor(cases))
         is_complete = run_phases(phases, on_taken, options.jobs, options.minutes)
     finally:
+        for case in cases:  # with what follows from the last variants that were left out
+            rows.update({row.key: row for row in case.rows})
         writer.write(at_once=True)
     result = summarise(_sorted(rows), sources)
     print(_table(_sorted(rows)))
@@ -148,22 +154,28 @@ def _earlier(path: Path, sources: Sources) -> dict[Key, Row]:
     """
     content = read_result(path, "--resume", ("rows", "sources"))
     made_with = Sources(**content["sources"])
-    rows = [Row(**{**entry, "launches": tuple(entry["launches"])}) for entry in content["rows"]]
+    rows = [_row(entry) for entry in content["rows"]]
     if made_with != sources:
         same = ("coefficients", "library")
         if any(getattr(made_with, name) != getattr(sources, name) for name in same):
             return {}
-        rows = [_without_ours(row, made_with, sources) for row in rows if row.vendor_us]
+        rows = [_without_ours(row, made_with, sources) for row in rows if row.vendor_variants]
     return {row.key: row for row in rows}
+
+
+def _row(entry: dict[str, Any]) -> Row:
+    """Return a row of a result file."""
+    attempts = [Attempt.of(attempt) for attempt in entry["vendor_variants"]]
+    return Row(**{**entry, "launches": tuple(entry["launches"]), "vendor_variants": attempts})
 
 
 def _without_ours(row: Row, made_with: Sources, sources: Sources) -> Row:
     """Return the vendor's side of a row that was made with other sources."""
     by = row.vendor_by or made_with.simulator
+    kept = {name: getattr(row, name) for name in VENDOR_FIELDS}
     return Row(
         model=row.model, split=row.split, phase=row.phase, T=row.T, corner=row.corner,
-        vendor_us=row.vendor_us, vendor_parts=row.vendor_parts,
-        vendor_by="" if by == sources.simulator else by,
+        **kept | {"vendor_by": "" if by == sources.simulator else by},
     )  # fmt: skip
 
 
@@ -180,10 +192,35 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
         "kind": "simulated",
         "rows_timed": sum(row.layer_us is not None for row in rows),
         "vendor_rows_by_another_simulator": sum(bool(row.vendor_by) for row in rows),
+        "beside_vendor": _means(rows),
         "misses": misses,
         "sources": asdict(sources),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def _means(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the vendor's time over ours by corner and tokens; apart, where only its slowest kernel
+    fits.
+    """
+    found = []
+    for corner, tokens, is_apart in product(CORNERS, TOKENS["prefill"], (False, True)):
+        ratios = [
+            row.vendor_us / row.layer_us
+            for row in rows
+            if (row.corner, row.T, row.only_slowest_fits) == (corner, tokens, is_apart)
+            and row.vendor_us
+            and row.layer_us
+        ]
+        if ratios:
+            found.append(
+                {
+                    "corner": corner, "T": tokens, "only_slowest_fits": is_apart,
+                    "rows": len(ratios), "geometric_mean": geometric_mean(ratios),
+                    "least": min(ratios), "largest": max(ratios),
+                }
+            )  # fmt: skip
+    return found
 
 
 def _sorted(rows: dict[Key, Row]) -> list[Row]:
@@ -203,8 +240,10 @@ def _line(case: Case, task: Task, pace: Pace, seconds: float) -> str:
     """Say what a task gave and how far the run is."""
     cells = []
     for row in case.rows:
-        found = (row.vendor_us, row.vendor_why) if task.name == VENDOR else (row.layer_us, row.why)
-        cells.append(f"{row.corner} {_us(found[0])} us, {found[1]}".rstrip(", "))
+        why = row.why or row.vendor_why
+        cells.append(
+            f"{row.corner} {_us(row.layer_us)} / {_us(row.vendor_us)} us, {why}".rstrip(", ")
+        )
     return f"{case.name}, {task.name} [{seconds:.1f} s]: {'; '.join(cells)}; {pace.text()}"
 
 

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+import nki_sim
 from neuron_moe.backends.nki.prefill_layer import PrefillLayerPlan
 from neuron_moe.backends.nki.times import TIMES_ONLY, plan_runs, routed_choices, shared_run
 from neuron_moe.models.rank_layer import RankLayer
-from neuron_moe.plan import Plan, Step
+from neuron_moe.plan import Plan
+from neuron_moe.tools.bench.comparison.attempts import Attempt
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.timelines import corner_timelines
-from neuron_moe.tools.bench.layer.vendor import MLP, VendorChain
+from neuron_moe.tools.bench.layer.vendor import (
+    ChainError,
+    Times,
+    around_times,
+    chain_parts,
+    rank_layer,
+    whole_layer,
+)
+from neuron_moe.tools.bench.prefill.vendor import Known, VendorSide, only_slowest_fits
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from neuron_moe.tools.models import read_model
 
 AROUND = ("router_topk", "index_blocks")  # launches that are not the experts
 COMPUTES = ("one kernel", "kernels")  # how the notes of a plan begin that say what it computes
 RANKS = 8
-OURS, VENDOR = "layer", "vendor's chain"
+OURS, VENDOR = "layer", "vendor's router"
 SHARED = "shared experts"
-VENDOR_SECONDS = 4.0  # its task takes about so many times ours (measured on one machine)
-VENDOR_FIELDS = ("vendor_us", "vendor_parts", "vendor_why", "vendor_by")
+VENDOR_FIELDS = (
+    "vendor_us", "vendor_parts", "vendor_plan", "only_slowest_fits", "vendor_why", "vendor_by",
+    "vendor_variants", "vendor_index_us",
+)  # fmt: skip
 OUR_FIELDS = (
     "layer_us", "experts_us", "outside", "apart_us", "launches", "parts", "sequence_us",
     "sequence_outside", "sequence_parts", "computes", "why",
@@ -54,10 +70,16 @@ class Row:
         sequence_parts: time of each of these launches.
         computes: what the launches of the plan compute.
         why: why there is no time, "" if there is one.
-        vendor_us: of the vendor's chain of kernels for a prefill.
+        vendor_us: of the vendor's chain of kernels for a prefill, once all variants that might be
+            the fastest have run.
         vendor_parts: time of each of these.
+        vendor_plan: the fastest variant.
+        only_slowest_fits: of the vendor's prefill kernels none but the slowest runs with these
+            sizes, so that nobody would deploy them with it.
         vendor_why: why there is no such time, "" if there is one.
         vendor_by: fingerprint of another simulator that timed some of it, "" if there is none.
+        vendor_variants: what became of each.
+        vendor_index_us: time of the launches that list tokens, by name and block size.
     """
 
     model: str
@@ -78,8 +100,12 @@ class Row:
     why: str = ""
     vendor_us: float | None = None
     vendor_parts: dict[str, float] | None = None
+    vendor_plan: str = ""
+    only_slowest_fits: bool = False
     vendor_why: str = ""
     vendor_by: str = ""
+    vendor_variants: list[Attempt] = field(default_factory=list)
+    vendor_index_us: dict[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -93,7 +119,7 @@ class Row:
 
 
 class Case:
-    """A layer on a rank with a step: a task for ours, one for the vendor's, a row in each corner.
+    """A layer on a rank with a step: a task for ours, then the vendor's, a row in each corner.
 
     Args:
         model: name of a shipped configuration.
@@ -121,19 +147,22 @@ class Case:
             for corner in corners
         ]
         self.rows = [known.get(row.key, row) for row in self._blank]
+        self._library, self._side = library, None
+        self._around: Times = {}
         self._waiting: list[Task] = []
         self._later: list[Task] = []
         if any(row.layer_us is None and not row.why for row in self.rows):
             self._waiting.append(Task(OURS, self._seconds, lambda: times_of(self._blank)))
         if library is not None and phase == "prefill" and not all(map(has_vendor, self.rows)):
-            seconds = VENDOR_SECONDS * self._seconds
-            before = list(self.rows)
-            self._later.append(Task(VENDOR, seconds, lambda: vendor_times_of(before, library)))
+            first = self._blank[0]
+            around = partial(vendor_around, first, corners, library)
+            self._later.append(Task(VENDOR, 0.5 * self._seconds, around))
 
     @property
     def size(self) -> float:
         """The seconds of what still waits, about (measured on one machine)."""
-        return sum(task.size for task in (*self._waiting, *self._later))
+        waiting = sum(task.size for task in (*self._waiting, *self._later))
+        return waiting + (self._side.size if self._side else 0.0)
 
     @property
     def _seconds(self) -> float:
@@ -141,20 +170,64 @@ class Case:
         return 6.0 + 0.01 * row.T * (2.0 if row.split.startswith("TP") else 1.0)
 
     def next_task(self) -> Task | None:
-        """Hand out ours, and after `take_vendor` the vendor's."""
-        return self._waiting.pop(0) if self._waiting else None
+        """Hand out ours, and after `take_vendor` the vendor's router and then its variants."""
+        if self._waiting:
+            return self._waiting.pop(0)
+        task = self._side.next_task() if self._side else None
+        self._fill_vendor()  # with why the last variants were left out
+        return task
 
     def take_vendor(self) -> None:
-        """Let the vendor's task be handed out."""
+        """Let the vendor's tasks be handed out."""
         self._waiting, self._later = [*self._waiting, *self._later], []
 
-    def take(self, task: Task, result: Sequence[Row]) -> None:
+    def take(self, task: Task, result: Any) -> None:
         """Keep what a task found."""
-        names = VENDOR_FIELDS if task.name == VENDOR else OUR_FIELDS
-        self.rows = [
-            replace(row, **{name: getattr(found, name) for name in names})
-            for row, found in zip(self.rows, result, strict=True)
-        ]
+        if task.name == OURS:
+            self.rows = [
+                replace(row, **{name: getattr(found, name) for name in OUR_FIELDS})
+                for row, found in zip(self.rows, result, strict=True)
+            ]
+        elif task.name == VENDOR:
+            self._begin_vendor(result)
+        elif self._side is not None:
+            self._side.take(task, result)
+        self._fill_vendor()
+
+    def _begin_vendor(self, found: VendorAround) -> None:
+        if found.why:
+            self.rows = [replace(row, vendor_why=found.why) for row in self.rows]
+            return
+        self._around, first = found.times, self._blank[0]
+        known = {
+            row.corner: Known({a.name: a for a in row.vendor_variants}, row.vendor_index_us)
+            for row in self.rows
+        }
+        model = rank_layer(first.model, *SPLITS[first.split])
+        self._side = VendorSide(
+            self._library, model, found.index_TK, known, chip=nki_sim.hardware.find("trn2"),
+            all_experts=whole_layer(first.model).E,
+        )  # fmt: skip
+
+    def _fill_vendor(self) -> None:
+        """Fill in the vendor's side as far as it is known."""
+        if self._side is not None:
+            self.rows = [self._with_vendor(row, self._side) for row in self.rows]
+
+    def _with_vendor(self, row: Row, side: VendorSide) -> Row:
+        attempts, index_us = side.attempts(row.corner), side.index_us(row.corner)
+        row = replace(row, vendor_variants=attempts, vendor_index_us=index_us)
+        if not side.is_done:
+            return row
+        try:
+            plan, parts = chain_parts(attempts, index_us)
+        except ChainError as error:
+            return replace(row, vendor_why=str(error))
+        parts = {**self._around[row.corner], **parts}
+        return replace(
+            row, vendor_us=sum(parts.values()), vendor_parts=parts, vendor_plan=plan,
+            only_slowest_fits=only_slowest_fits(attempts),
+        )  # fmt: skip
 
 
 def times_of(blank: Sequence[Row]) -> list[Row]:
@@ -185,39 +258,40 @@ def times_of(blank: Sequence[Row]) -> list[Row]:
 
 
 def has_vendor(row: Row) -> bool:
-    """Say whether a row has all launches of the vendor's chain, or why there are none."""
-    if row.vendor_why:
-        return True
-    parts = row.vendor_parts or {}
-    return MLP in parts or (bool(parts) and not _has_shared(row.model))
+    """Say whether a row has the time of the vendor's chain, or why there is none."""
+    return bool(row.vendor_us or row.vendor_why)
 
 
-@cache
-def _has_shared(model: str) -> bool:
-    """Say whether a layer of a model has shared experts."""
-    layer = RankLayer(read_model(model)[0], model)
-    return layer.parts(Step("prefill", 1)).shared is not None
+@dataclass(frozen=True, slots=True)
+class VendorAround:
+    """What lies around the vendor's experts, or why it does not run.
+
+    Attributes:
+        index_TK: the choices that our launches make, [T, K].
+        times: microseconds of each launch by corner.
+        why: "" if it runs.
+    """
+
+    index_TK: NDArray[np.int32]
+    times: Times
+    why: str = ""
 
 
-def vendor_times_of(before: Sequence[Row], library: VendorLibrary) -> list[Row]:
-    """Simulate the vendor's chain with the choices that our launches make; return its rows.
+def vendor_around(first: Row, corners: Sequence[str], library: VendorLibrary) -> VendorAround:
+    """Simulate what lies around the vendor's experts.
 
     Args:
-        before: a row for each corner, of one case of prefill, with the launches that are known.
+        first: of the rows of a case.
+        corners: of the clock.
         library: the user's checkout.
     """
-    first, corners = before[0], [row.corner for row in before]
     try:
         plan = _plan(first, in_one=False)
-        chain = VendorChain(library, first.model, *SPLITS[first.split], plan.parts.shared)
-        known = {row.corner: row.vendor_parts for row in before}
-        found = chain.times(routed_choices(plan), corners, known)
+        whole, shared = whole_layer(first.model), plan.parts.shared
+        times = around_times(library, whole, first.T, shared, corners)
     except ValueError as error:
-        return [replace(row, vendor_why=str(error)) for row in before]
-    return [
-        replace(row, vendor_us=sum(found[row.corner].values()), vendor_parts=found[row.corner])
-        for row in before
-    ]
+        return VendorAround(np.zeros((0, 1), np.int32), {}, str(error))
+    return VendorAround(routed_choices(plan), times)
 
 
 def _plans(row: Row) -> tuple[Plan, Plan]:

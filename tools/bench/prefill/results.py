@@ -19,7 +19,7 @@ from neuron_moe.tools.bench.comparison.corners import by_corner, expectation
 from neuron_moe.tools.bench.comparison.layers import Model
 from neuron_moe.tools.bench.comparison.sources import Sources, digest, read_result
 from neuron_moe.tools.bench.comparison.spread import UNKNOWN
-from neuron_moe.tools.bench.prefill.vendor import VARIANTS
+from neuron_moe.tools.bench.prefill.vendor import VARIANTS, only_slowest_fits, with_lists
 
 LONG_TOKENS = 8192  # of the rows whose least share of the roofline is told
 Key = tuple[str, int, str, str, str]
@@ -30,11 +30,12 @@ class Row:
     """One line of the table; times in microseconds, of one layer on one rank (two cores).
 
     `format` is that of the weights. `corner` is what was assumed of order and loops, `layout` how
-    our weights lie; rows of older files, which lack both, are of the defaults. `ours_us` and
-    `vendor_us` are None where that side did not run. `speedup_low` to `high_with` are those of
-    `SpeedupRange`. `deployed_us` and `deployed_plan` are what NxD runs by default, computed where
-    the plan says "at least". `case`, `kernels`, `library` and `simulator` are fingerprints, the
-    last of what timed the vendor's side.
+    our weights lie. `ours_us` is of the launches of the product's plan, `vendor_us` of the fastest
+    variant with the launches in front that list its tokens, `vendor_index_us`; `given_us` of both
+    sides with these lists given. A time is None where that side did not run. `speedup_low` to
+    `high_with` are those of `SpeedupRange`. `deployed_us` and `deployed_plan` are what NxD runs by
+    default, computed where the plan says "at least". `case`, `kernels`, `library` and `simulator`
+    are fingerprints, the last of what timed the vendor's side.
     """
 
     model: str
@@ -45,12 +46,16 @@ class Row:
     corner: str = "in-order"
     layout: str = "packed"
     ours_us: float | None = None
+    ours_given_us: float | None = None
     vendor_us: float | None = None
+    vendor_given_us: float | None = None
     roofline_us: float
     speedup: float | None = None
+    given_speedup: float | None = None
     roofline_share: float | None = None
     ours_plan: str = ""
     vendor_plan: str = ""
+    vendor_given_plan: str = ""
     bottleneck: str = ""
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -59,6 +64,7 @@ class Row:
     deployed_us: float | None = None
     deployed_plan: str = ""
     vendor_variants: list[Attempt] = field(default_factory=list)
+    vendor_index_us: dict[str, float] = field(default_factory=dict)
     case: str = ""
     kernels: str = ""
     library: str = ""
@@ -123,13 +129,23 @@ def check_case(row: Row, case: str, sources: Sources) -> None:
 
 def without_ours(row: Row) -> Row:
     """Return a row with the vendor's side alone."""
-    return replace(row, ours_us=None, ours_plan="", bottleneck="", kernels="", **UNKNOWN)
+    return replace(
+        row, ours_us=None, ours_given_us=None, ours_plan="", bottleneck="", kernels="", **UNKNOWN
+    )
 
 
 def compared(row: Row) -> Row:
     """Return a row with all that follows from both sides' times."""
     share = row.roofline_us / row.ours_us if row.ours_us else None
-    return replace(row, roofline_share=share, **against(row.ours_us, row.vendor_variants))
+    given = against(row.ours_given_us, row.vendor_variants)
+    return replace(
+        row,
+        roofline_share=share,
+        vendor_given_us=given["vendor_us"],
+        vendor_given_plan=given["vendor_plan"],
+        given_speedup=given["speedup"],
+        **against(row.ours_us, with_lists(row.vendor_variants, row.vendor_index_us)),
+    )
 
 
 def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
@@ -157,8 +173,19 @@ def summarise(rows: Sequence[Row], sources: Sources) -> dict[str, Any]:
         result["vendor_variants_not_run"] = sum(
             len(VARIANTS) - len(row.vendor_variants) for row in rows if row.vendor_variants
         )
-    result["by_corner"] = by_corner(rows)
+    fair = [row for row in rows if not only_slowest_fits(row.vendor_variants)]
+    result["only_slowest_fits"] = [row.label for row in rows if row not in fair]
+    result["by_corner"] = by_corner([replace(row, deployed_us=None) for row in fair])
+    result["by_corner_given"] = by_corner([with_given(row) for row in fair])
     return {**result, "rows": [asdict(row) for row in rows]}
+
+
+def with_given(row: Row) -> Row:
+    """Return a row whose times are those with lists given, of both sides."""
+    return replace(
+        row, ours_us=row.ours_given_us, vendor_us=row.vendor_given_us, speedup=row.given_speedup,
+        **UNKNOWN,
+    )  # fmt: skip
 
 
 def _misses(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import nki_sim
-from neuron_moe.tools.bench.comparison.attempts import Attempt, fastest
 from neuron_moe.tools.bench.comparison.deployed import nxd_default
 from neuron_moe.tools.bench.comparison.layers import BF16_BYTES, Model, choose_experts
 from neuron_moe.tools.bench.comparison.options import LAYOUTS
+from neuron_moe.tools.bench.comparison.plans import launches_of
 from neuron_moe.tools.bench.comparison.pool import Task
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.comparison.spread import (
@@ -23,20 +23,18 @@ from neuron_moe.tools.bench.comparison.spread import (
     SpreadWork,
     kept_range,
 )
-from neuron_moe.tools.bench.comparison.timelines import bottleneck, corner_timelines
+from neuron_moe.tools.bench.comparison.timelines import corner_timelines
 from neuron_moe.tools.bench.prefill.cases import roofline_us
-from neuron_moe.tools.bench.prefill.ours import (
-    OPTIONS,
-    OurPlan,
-    launch_plan,
-    plan_of,
-)
+from neuron_moe.tools.bench.prefill.ours import OurTime, prefill_plan, time_ours, words_of
 from neuron_moe.tools.bench.prefill.results import Key, Row, case_of, check_case, compared
 from neuron_moe.tools.bench.prefill.vendor import (
     DEPLOYED,
+    OPTIONS,
     VARIANTS,
+    Known,
     Variant,
     VendorSide,
+    chain_runs,
     launch_vendor,
     seconds_of,
 )
@@ -44,15 +42,6 @@ from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 from nki_sim.time.schedule_model import CORNERS
 
 OURS, DEFAULT = "ours", "deployed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OurTime:
-    """Our side of a row; the fields are the row's."""
-
-    ours_us: float
-    ours_plan: str
-    bottleneck: str
 
 
 class Case:
@@ -109,10 +98,11 @@ class Case:
             check_case(row, case, sources)
         self._by_key = {row.key: earlier.get(row.key, row) for row in self._asked}
         self._ours_waits = options.only != "vendor" and not all(map(self._is_current, self.rows()))
-        known: dict[str, dict[str, Attempt]] = {corner: {} for corner in options.corner}
+        known = {corner: Known() for corner in options.corner}
         for row in old:
             if row.corner in known:
-                known[row.corner] |= {a.name: a for a in row.vendor_variants}
+                attempts = {a.name: a for a in row.vendor_variants}
+                known[row.corner] = Known(attempts, row.vendor_index_us)
         self._timed_by = {row.corner: row.simulator for row in old}
         self._deployed_waits = options.deployed and self._note_deployed(tokens)
         self._vendor = VendorSide(
@@ -182,20 +172,28 @@ class Case:
             library = self._sources.library or row.library if attempts else row.library
             simulator = self._timed_by.get(row.corner, "")
             self._by_key[key] = compared(
-                replace(row, vendor_variants=attempts, library=library, simulator=simulator)
+                replace(
+                    row,
+                    vendor_variants=attempts,
+                    library=library,
+                    simulator=simulator,
+                    vendor_index_us=self._vendor.index_us(row.corner),
+                )
             )
 
     def _run_ours(self) -> dict[Key, OurTime]:
-        """Simulate our kernels once for every plan, and time it in all corners."""
+        """Simulate our launches once for every plan, and time them in all corners."""
         found: dict[Key, OurTime] = {}
-        times = dict[OurPlan, dict[str, OurTime]]()  # layouts may come to the same plan
+        corners = list(dict.fromkeys(row.corner for row in self._asked))
+        times = dict[str, dict[str, OurTime]]()  # layouts may come to the same plan
         for layout in dict.fromkeys(row.layout for row in self._asked):
-            plan = plan_of(self._model, len(self._index_TK), layout)
-            if plan not in times:
-                times[plan] = self._time(plan)
+            plan = prefill_plan(self._model, len(self._index_TK), layout)
+            words = words_of(plan)
+            if words not in times:
+                times[words] = time_ours(plan, self._index_TK, corners)
             for row in self._asked:
                 if row.layout == layout:
-                    found[row.key] = times[plan][row.corner]
+                    found[row.key] = times[words][row.corner]
         return found
 
     def _run_deployed(self) -> dict[str, float]:
@@ -204,19 +202,6 @@ class Case:
         run = launch_vendor(self._library, self._model, self._index_TK, DEPLOYED, OPTIONS)
         corners = dict.fromkeys(row.corner for row in self._asked)
         return {corner: timed.total_us for corner, timed in corner_timelines(run, corners)}
-
-    def _time(self, plan: OurPlan) -> dict[str, OurTime]:
-        run = launch_plan(self._model, self._index_TK, plan)
-        return {
-            corner: OurTime(
-                ours_us=timeline.total_us,
-                ours_plan=plan.words,
-                bottleneck=bottleneck(timeline),
-            )
-            for corner, timeline in corner_timelines(
-                run, dict.fromkeys(row.corner for row in self._asked)
-            )
-        }
 
     def spreads(self) -> Iterator[SpreadWork]:
         """Yield what finds the ranges of the rows that lack them."""
@@ -232,28 +217,28 @@ class Case:
 
     def _pairings(self, corner: str) -> Iterator[Pairing]:
         """Yield our plans in a corner, of rows without a range, and the vendor's best variant."""
-        library, best = self._library, fastest(self._vendor.attempts(corner))
         missing = [
             row
             for row in self.rows()
             if row.corner == corner and row.speedup and row.speedup_low is None
         ]
-        if library is None or best is None or not missing:
+        if self._library is None or not missing:
             return
         plans = dict[str, list[Row]]()  # layouts may come to the same one
         for row in missing:
             plans.setdefault(row.ours_plan, []).append(row)
         ours = [
-            ([row.key for row in rows], Side(plan, partial(self._launch, rows[0].layout)))
-            for plan, rows in plans.items()
+            ([row.key for row in rows], Side(words, partial(self._launch, rows[0].layout)))
+            for words, rows in plans.items()
         ]
-        variant = next(variant for variant in VARIANTS if variant.name == best.name)
-        launch = partial(launch_vendor, library, self._model, self._index_TK, variant, OPTIONS)
-        yield Pairing(corner, ours, Side(variant, launch))
+        best = next(each for each in VARIANTS if each.name == missing[0].vendor_plan)
+        launch = partial(chain_runs, self._library, self._model, self._index_TK, best)
+        yield Pairing(corner, ours, Side(best, launch))
 
-    def _launch(self, layout: str) -> nki_sim.Run:
-        plan = plan_of(self._model, len(self._index_TK), layout)
-        return launch_plan(self._model, self._index_TK, plan)
+    def _launch(self, layout: str) -> Iterator[nki_sim.Run]:
+        plan = prefill_plan(self._model, len(self._index_TK), layout)
+        for _, run in launches_of(plan, self._index_TK):
+            yield run
 
     def _keep_ranges(self, found: Mapping[Key, SpeedupRange]) -> None:
         """Keep the ranges of rows of this case."""
