@@ -151,6 +151,21 @@ def test_the_spread_holds_every_knob_alone_and_all_that_matter_together(make_bui
     assert worst_case(ours, theirs).ratio <= low.ratio
 
 
+def test_launches_one_after_the_other_are_turned_together(make_builder: Make) -> None:
+    ours, first, second = (
+        with_exchange(make_builder, 3), in_tiles(make_builder, 4), on_vector(make_builder, 12)
+    )  # fmt: skip
+    both = Knobs(first, second)
+    assert both.total_ns({}) == first.total_ns + second.total_ns
+    turned = {"DMA ends": 2.0}
+    assert both.total_ns(turned) == sum(with_factors_ns(run, turned) for run in (first, second))
+    each = [Knobs(run).estimated_ns({}, "Vector", 0.5) for run in (first, second)]
+    assert both.estimated_ns({}, "Vector", 0.5) == pytest.approx(sum(each))
+    low, high = Knobs(ours).spread(both)
+    assert low.ratio < both.total_ns({}) / ours.total_ns < high.ratio
+    assert low.theirs_ns == both.total_ns(low.factors)
+
+
 def test_a_knob_that_moves_neither_run_stays_as_it_is(make_builder: Make) -> None:
     run = in_tiles(make_builder, 4)
     knobs = Knobs(run)

@@ -25,7 +25,7 @@ from neuron_moe.tools.bench.decode.cases import (
     hbm_bound_us,
     is_weight_bound,
 )
-from neuron_moe.tools.bench.decode.ours import launch_ours
+from neuron_moe.tools.bench.decode.ours import config_of, decode_plan, launch_ours
 from neuron_moe.tools.bench.decode.picture import draw_switch
 from neuron_moe.tools.bench.decode.results import (
     Book,
@@ -106,18 +106,22 @@ def test_the_blocks_inputs_choose_the_cases_experts(name: str, routing: str) -> 
 
 @pytest.mark.parametrize("kernel", ["decode_moe", "decode_block"])
 @pytest.mark.parametrize("format", ["bf16", "fp8"])
-@pytest.mark.parametrize("layout", ["packed", "ehi"])
+@pytest.mark.parametrize("layout", ["packed", "plain"])
 def test_both_modes_of_both_kernels_run(kernel: str, format: str, layout: str) -> None:
     one = small(kernel, format=format)
     for mode in ("selective", "all"):
-        run, config = launch_ours(one, decode_work.OPTIONS, mode, layout)
-        assert config.mode == mode
+        plan = decode_plan(one, mode, layout)
+        run, config = launch_ours(one, plan, decode_work.OPTIONS), config_of(plan)
+        assert (config.mode, config.output_dtype) == (mode, "float32")  # as the product asks
+        assert config.weights.layout == {"packed": "packed", "plain": "ehi"}[layout]
         assert run.timeline.total_us > hbm_bound_us(one, len(np.unique(one.expert_index())))
 
 
 def test_the_block_reads_the_experts_that_its_router_chooses() -> None:
     few, many = small("decode_block", B=1), small("decode_block", B=8)
-    runs = [launch_ours(one, decode_work.OPTIONS, "selective")[0] for one in (few, many)]
+    runs = [
+        launch_ours(one, decode_plan(one, "selective"), decode_work.OPTIONS) for one in (few, many)
+    ]
     reads = [measured_cost(run.trace).read_bytes for run in runs]
     more = len(np.unique(many.expert_index())) - len(np.unique(few.expert_index()))
     assert reads[1] - reads[0] >= more * expert_bytes(few.model, "bf16") > 0

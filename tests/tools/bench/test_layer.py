@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
-from neuron_moe import SharedExperts
 from neuron_moe.configs import load_config
+from neuron_moe.tools.bench.comparison.attempts import Attempt
+from neuron_moe.tools.bench.comparison.layers import choose_experts
 from neuron_moe.tools.bench.comparison.sources import Sources
 from neuron_moe.tools.bench.layer import main
 from neuron_moe.tools.bench.layer import work as layer_work
 from neuron_moe.tools.bench.layer.command import _earlier, summarise
-from neuron_moe.tools.bench.layer.vendor import VendorChain
-from neuron_moe.tools.bench.layer.work import Row, has_vendor
+from neuron_moe.tools.bench.layer.vendor import ChainError, chain_parts
+from neuron_moe.tools.bench.layer.work import Case, Row, VendorAround, has_vendor
+from neuron_moe.tools.bench.prefill import vendor
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
 
 SMALL = {
@@ -86,7 +88,8 @@ def test_the_vendors_times_outlive_a_change_of_our_kernels(tmp_path: Path) -> No
     )
     row = Row(
         model="gpt_oss_20b", split="TP8", phase="prefill", T=1024, corner="vendor", layer_us=500.0,
-        launches=("prefill_layer",), vendor_us=900.0, vendor_parts={"moe_cte": 900.0},
+        launches=("prefill_layer",), vendor_us=900.0, vendor_parts={"moe": 900.0},
+        vendor_plan="v", vendor_variants=[Attempt(name="v", bound_us=1.0, us=900.0)],
     )  # fmt: skip
     alone = replace(row, layer_us=None, launches=())
     for made_with, kept in {
@@ -100,22 +103,89 @@ def test_the_vendors_times_outlive_a_change_of_our_kernels(tmp_path: Path) -> No
         assert list(_earlier(path, now).values()) == ([kept] if kept else [])
 
 
-def test_a_chain_without_its_shared_experts_is_gone_on_with(
+def attempt(name: str, us: float | None, why: str = "") -> Attempt:
+    return Attempt(name=name, bound_us=1.0, us=us, why=why)
+
+
+INDEX_US = {"find_nonzero_indices": 20.0, "indexed_flatten B=128": 5.0}
+
+
+def test_a_chain_is_the_fastest_variant_behind_its_lists() -> None:
+    fast = [attempt("shard_on_block B=128", 100.0), attempt("moe_tkg selective", 120.0)]
+    assert chain_parts(fast, INDEX_US) == ("moe_tkg selective", {"moe": 120.0})
+    slow = [attempt("shard_on_block B=128", 90.0), attempt("moe_tkg selective", 120.0)]
+    assert chain_parts(slow, INDEX_US) == (
+        "shard_on_block B=128",
+        {"find_nonzero_indices": 20.0, "indexed_flatten": 5.0, "moe": 90.0},
+    )
+    with pytest.raises(ChainError, match="moe_tkg selective: does not run: too large"):
+        chain_parts([attempt("moe_tkg selective", None, "does not run: too large")], INDEX_US)
+
+
+class FakeLaunches:
+    """Stands in for the vendor's launches: times by variant."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
+        self.times, self.asked = times, list[str]()
+        around = VendorAround(
+            choose_experts("uniform", 64, 8, 2), {"vendor": {"router_topk": 8.0, "mlp": 2.0}}
+        )
+        index_us = {**INDEX_US, "indexed_flatten B=256": 6.0, "indexed_flatten B=512": 7.0}
+        index_us["indexed_flatten B=1024"] = 8.0
+        monkeypatch.setattr(layer_work, "vendor_around", lambda *_: around)
+        monkeypatch.setattr(vendor, "index_times", lambda *_: {"vendor": index_us})
+        monkeypatch.setattr(vendor, "launch_vendor", self._launch)
+        monkeypatch.setattr(vendor, "corner_timelines", lambda run, corners: [("vendor", run)])
+
+    def _launch(self, library: Any, model: Any, index: Any, variant: Any, options: Any) -> Any:
+        self.asked.append(variant.name)
+        us = self.times.get(variant.name)
+        if us is None:
+            raise NotImplementedError("too large for it")
+        return types.SimpleNamespace(total_us=us)
+
+    def rows(self, known: dict[Any, Row] | None = None) -> list[Row]:
+        case = Case(
+            "mixtral_8x7b", "EP8", "prefill", 64, ["vendor"], cast(VendorLibrary, self),
+            known or {TIMED.key: TIMED},
+        )  # fmt: skip
+        case.take_vendor()
+        while (task := case.next_task()) is not None:
+            case.take(task, task.compute())
+        return case.rows
+
+
+TIMED = Row(
+    model="mixtral_8x7b", split="EP8", phase="prefill", T=64, corner="vendor", layer_us=500.0
+)
+
+
+def test_the_vendors_time_comes_once_its_variants_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeLaunches(monkeypatch, {"shard_on_block B=128": 9e4, "shard_on_h B=256": 8e4})
+    (row,) = fake.rows()
+    assert (row.vendor_plan, row.layer_us) == ("shard_on_h B=256", 500.0)
+    assert row.vendor_us == 8.0 + 2.0 + 20.0 + 6.0 + 8e4
+    assert row.vendor_parts is not None
+    assert sum(row.vendor_parts.values()) == row.vendor_us
+    assert not row.only_slowest_fits
+    assert has_vendor(row)
+    fake.asked.clear()
+    half = replace(row, vendor_us=None, vendor_variants=row.vendor_variants[:3])
+    (again,) = fake.rows({row.key: half})  # was stopped: what ran is kept
+    assert again == row
+    assert not {a.name for a in half.vendor_variants} & set(fake.asked)
+
+
+def test_a_layer_that_only_the_slowest_kernel_takes_stands_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layer_work, "_has_shared", lambda model: model == "llama4_scout")
-    row = Row(model="llama4_scout", split="TP8", phase="prefill", T=64, corner="vendor")
-    routed = replace(row, vendor_parts={"moe_cte": 900.0})
-    assert not has_vendor(row)
-    assert not has_vendor(routed)
-    assert has_vendor(replace(routed, model="gpt_oss_20b"))
-    assert has_vendor(replace(row, vendor_why="mlp: does not fit"))
-    shared = SharedExperts(256, 512, 1, "silu", device="meta")
-    chain = VendorChain(cast(VendorLibrary, None), "llama4_scout", 8, 1, shared)
-    monkeypatch.setattr(chain, "_every_token", lambda *_: {"vendor": 100.0})
-    found = chain.times(np.zeros((64, 1), np.int32), ["vendor"], {"vendor": routed.vendor_parts})
-    assert found == {"vendor": {"moe_cte": 900.0, "mlp": 100.0}}
-    assert has_vendor(replace(routed, vendor_parts=found["vendor"]))
+    (row,) = FakeLaunches(monkeypatch, {"shard_on_block B=128": 9e4}).rows()
+    assert row.only_slowest_fits
+    fair = replace(row, only_slowest_fits=False, model="qwen3_30b_a3b", T=128, vendor_us=900.0)
+    sources = Sources(coefficients="", simulator="", kernels="", library="")
+    means = summarise([replace(row, T=128), fair], sources)["beside_vendor"]
+    assert [(one["only_slowest_fits"], one["rows"]) for one in means] == [(False, 1), (True, 1)]
+    assert means[0]["geometric_mean"] == pytest.approx(900.0 / 500.0)
 
 
 @pytest.mark.long

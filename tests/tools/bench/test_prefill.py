@@ -32,8 +32,10 @@ from neuron_moe.tools.bench.prefill.results import Row, compared, read, summaris
 from neuron_moe.tools.bench.prefill.vendor import (
     VARIANTS,
     Known,
+    Variant,
     VendorSide,
     bound_us,
+    only_slowest_fits,
 )
 from nki_sim import isa
 from nki_sim.hardware import TRN2
@@ -79,7 +81,7 @@ def test_the_launch_is_the_one_that_the_product_makes(
 ) -> None:
     """The kernel, what it is compiled for and its operands are those of a layer with weights."""
     model = dataclasses.replace(
-        next(model for model in MODELS if model.name == name), H=256, I=64, E=4
+        next(model for model in MODELS if model.name == name), H=256, I=64, E=8
     )
     calls = list[tuple[str, int, dict[str, Any]]]()
     original = nki_sim.run
@@ -98,12 +100,12 @@ def test_the_launch_is_the_one_that_the_product_makes(
     monkeypatch.setattr(launch.nki_sim, "run", record)
     experts = RoutedExperts(
         ExpertSpec(
-            num_experts=4, top_k=model.K, hidden_size=256, intermediate_size=64,
+            num_experts=8, top_k=model.K, hidden_size=256, intermediate_size=64,
             formula=formula_of(model), scales_input=model.options.get("scaling") == "pre",
         ),
         backend="nki", dtype=torch.bfloat16,
     )  # fmt: skip
-    index_TK = choose_experts("uniform", 200, 4, model.K)
+    index_TK = choose_experts("uniform", 200, 8, model.K)
     with torch.no_grad():
         experts(
             torch.zeros(200, 256, dtype=torch.bfloat16), torch.ones(200, model.K),
@@ -245,6 +247,71 @@ def test_known_attempts_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> No
     vendor.asked.clear()
     assert vendor.attempts(known=Known(known, INDEX_US)) == known
     assert vendor.asked == []
+
+
+def test_kernels_that_cannot_compute_a_layer_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vendor = FakeVendor(monkeypatch, {})
+    found = vendor.attempts()  # of 512 tokens, with biases and clamps
+    assert "neither biases nor clamps" in found["shard_on_h B=128"].why
+    assert "up to 128 tokens" in found["moe_tkg all_experts"].why
+    assert not any(name.startswith(("shard_on_h", "moe_tkg")) for name in vendor.asked)
+    plain = dataclasses.replace(SMALL, vendor={})
+    assert not Variant("shard_on_h", 1024).why_not(plain, 512)
+    assert not Variant("moe_tkg", 0, "selective").why_not(SMALL, 128)
+
+
+def test_a_kernel_of_all_blocks_has_their_bound() -> None:
+    few = choose_experts("balanced", 16, SMALL.E, SMALL.K)  # 4 tokens for each expert
+    kernels = ("shard_on_block", "shard_on_h")
+    live, every = (bound_us(SMALL, few, Variant(kernel, 256), TRN2) for kernel in kernels)
+    assert live == every  # so few choices fill no second block
+    many = choose_experts("balanced", 512, SMALL.E, SMALL.K)  # half of each expert's block
+    live, every = (bound_us(SMALL, many, Variant(kernel, 256), TRN2) for kernel in kernels)
+    assert every > live
+
+
+def test_the_published_time_has_the_vendors_lists_in_front() -> None:
+    attempts = [
+        Attempt(name="shard_on_block B=128", bound_us=1.0, us=90.0),
+        Attempt(name="shard_on_block B=512 keep", bound_us=1.0, us=90.1),
+        Attempt(name="moe_tkg selective", bound_us=1.0, us=92.0),
+        Attempt(name="shard_on_h B=128", bound_us=1.0, why="does not run: too large"),
+    ]
+    row = compared(
+        Row(
+            model="m", tp=1, T=64, routing="uniform", ours_us=50.0, ours_given_us=45.0,
+            roofline_us=20.0, vendor_variants=attempts, vendor_index_us=INDEX_US,
+        )
+    )  # fmt: skip
+    assert (row.vendor_us, row.vendor_plan) == (92.0, "moe_tkg selective")  # it needs none
+    assert (row.vendor_given_us, row.vendor_given_plan) == (90.0, "shard_on_block B=128")
+    assert (row.speedup, row.given_speedup) == (92.0 / 50.0, 90.0 / 45.0)
+    longer = compared(dataclasses.replace(row, vendor_variants=attempts[:2]))
+    assert longer.vendor_us == 90.0 + 7.0 + 0.128
+    assert not only_slowest_fits(attempts)
+
+
+def test_rows_that_only_the_slowest_kernel_takes_are_in_no_mean() -> None:
+    refused = ("shard_on_i_hybrid B=256", "shard_on_h B=128", "moe_tkg selective")
+    alone = [Attempt(name="shard_on_block B=128", bound_us=1.0, us=900.0)] + [
+        Attempt(name=name, bound_us=1.0, why="does not run: too large") for name in refused
+    ]
+    fair = [Attempt(name="shard_on_block B=128", bound_us=1.0, us=100.0)]
+    rows = [
+        compared(
+            Row(
+                model=name, tp=1, T=64, routing="uniform", ours_us=50.0, roofline_us=20.0,
+                vendor_variants=attempts, vendor_index_us=INDEX_US,
+            )
+        )
+        for name, attempts in (("a", alone), ("b", fair))
+    ]  # fmt: skip
+    sources = bench_prefill.Sources(coefficients="", simulator="", kernels="", library="")
+    result = summarise(rows, sources)
+    assert result["only_slowest_fits"] == ["a TP1 T=64"]
+    assert [one["rows"] for one in result["by_corner"]] == [1]
 
 
 ONE = ["--corner", "in-order", "--layout", "packed"]
