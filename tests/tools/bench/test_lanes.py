@@ -19,7 +19,7 @@ from neuron_moe.tools.bench.decode.lanes import (
     draw_lanes,
     memory_rates,
 )
-from neuron_moe.tools.bench.decode.ours import launch_ours
+from neuron_moe.tools.bench.decode.ours import decode_plan, launch_ours
 from neuron_moe.tools.bench.decode.work import OPTIONS
 from nki_sim.time.timeline import Timeline
 
@@ -29,7 +29,8 @@ def lines() -> list[Timeline]:
     """Return a small layer's step, and one of more tokens."""
     model = dataclasses.replace(CASE.model, H=256, I=64, E=16, K=2)
     cases = [dataclasses.replace(CASE, model=model, B=B) for B in (2, 16)]
-    return [_timeline(launch_ours(case, OPTIONS, layout="ehi")[0]) for case in cases]
+    plans = [decode_plan(case, layout="plain") for case in cases]
+    return [_timeline(launch_ours(*each, OPTIONS)) for each in zip(cases, plans, strict=True)]
 
 
 @pytest.mark.parametrize("bin_us", [0.05, 1.0])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from neuron_moe.tools.bench.comparison.options import add_library_option
 from neuron_moe.tools.bench.comparison.timelines import corner_timelines
 from neuron_moe.tools.bench.decode.cases import DecodeCase, find_model
-from neuron_moe.tools.bench.decode.ours import launch_ours
+from neuron_moe.tools.bench.decode.ours import decode_plan, launch_ours
 from neuron_moe.tools.bench.decode.vendor import MODES, launch_vendor
 from neuron_moe.tools.bench.decode.work import OPTIONS
 from neuron_moe.tools.check.vendor_cases.library import VendorLibrary
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     """Simulate both sides and write the picture; return 0."""
     options = _parse(argv)
     library = VendorLibrary(options.library)
-    ours, _ = launch_ours(CASE, OPTIONS, layout="ehi")
+    ours = launch_ours(CASE, decode_plan(CASE, layout="plain"), OPTIONS)
     theirs = [_timeline(launch_vendor(library, CASE, mode, OPTIONS)) for mode in MODES]
     panels = [
         Panel("neuron-moe", _timeline(ours)),

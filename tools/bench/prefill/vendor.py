@@ -203,7 +203,8 @@ class VendorSide:
             min((a.us for a in each if a.us is not None), default=float("inf"))
             for each in (attempts, with_lists(attempts, lists))
         )
-        if not why and bound > given_us and bound + lists_us(variant.name, lists) > chain_us:
+        chain_bound_us = bound + (lists_us(variant.name, lists) or 0.0)
+        if not why and bound > given_us and chain_bound_us > chain_us:
             why = f"needs {bound:.0f} us at least, another takes {given_us:.0f} us"
         flattered = found.get(f"{variant.name} known")
         if flattered is not None and flattered.us is not None:
@@ -235,12 +236,15 @@ class VendorSide:
 
 def with_lists(attempts: Sequence[Attempt], index_us: Mapping[str, float]) -> list[Attempt]:
     """Return attempts with the launches in front that list the tokens of their blocks."""
-    return [
-        attempt
-        if attempt.us is None
-        else replace(attempt, us=attempt.us + lists_us(attempt.name, index_us))
-        for attempt in attempts
-    ]
+    found = []
+    for attempt in attempts:
+        lists = lists_us(attempt.name, index_us)
+        if attempt.us is not None and lists is None:
+            attempt = replace(attempt, us=None, why=f"its lists: {', '.join(index_us)}")
+        elif attempt.us is not None:
+            attempt = replace(attempt, us=attempt.us + lists)
+        found.append(attempt)
+    return found
 
 
 def only_slowest_fits(attempts: Sequence[Attempt]) -> bool:

@@ -40,9 +40,13 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0].rsplit("/", 1)[-1]
 
 
-def lists_us(variant: str, index_us: Mapping[str, float]) -> float:
-    """Return the time of the lists in front of a variant: none where it has no blocks."""
+def lists_us(variant: str, index_us: Mapping[str, float]) -> float | None:
+    """Return the time of the lists in front of a variant: none where it has no blocks, and None
+    where they cannot be made.
+    """
     size = next((word for word in variant.split() if word.startswith("B=")), None)
+    if size is not None and FIND not in index_us:
+        return None
     return 0.0 if size is None else sum(parts_of(size, index_us).values())
 
 
@@ -59,7 +63,7 @@ def index_times(
     corners: Sequence[str],
 ) -> dict[str, Times]:
     """Return the time of listing the tokens of each local expert, and of putting these lists into
-    blocks of each size, by corner.
+    blocks of each size, by corner; where that does not run, why instead, with no time.
 
     Args:
         library: the user's checkout.
@@ -69,9 +73,12 @@ def index_times(
         corners: of the clock.
     """
     found: dict[str, Times] = {corner: {} for corner in corners}
-    for name, run in index_runs(library, model, expert_index_TK, all_experts, BLOCK_SIZES):
-        for corner, timeline in corner_timelines(run, corners):
-            found[corner][name] = timeline.total_us
+    try:
+        for name, run in index_runs(library, model, expert_index_TK, all_experts, BLOCK_SIZES):
+            for corner, timeline in corner_timelines(run, corners):
+                found[corner][name] = timeline.total_us
+    except UNFIT as error:
+        return {corner: {f"{type(error).__name__}: {first_line(error)}": 0.0} for corner in corners}
     return found
 
 
@@ -114,7 +121,8 @@ def _mask(model: Model, expert_index_TK: NDArray[np.int32], all_experts: int) ->
 
 def _padded(num_tokens: int) -> int:
     """Return the tokens that the kernels are given, behind the real ones padding."""
-    return -(-num_tokens // PARTITIONS) * PARTITIONS
+    multiple = PARTITIONS if num_tokens <= INDEX_TOKENS else INDEX_TOKENS
+    return -(-num_tokens // multiple) * multiple
 
 
 def _lists(model: Model, expert_index_TK: NDArray[np.int32], block_size: int) -> dict[str, Any]:
