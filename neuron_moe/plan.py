@@ -191,9 +191,17 @@ class Plan(ABC):
         """Whether `layer` adds its input to what it gives."""
         return False
 
+    def launches(self, own_tokens: int | None = None) -> tuple[Any, ...]:
+        """Return the launches of kernels that compute the step; none where torch computes it.
+
+        Args:
+            own_tokens: that this rank routes, where others route theirs; default: all.
+        """
+        return ()
+
     def prepare(self) -> None:
-        """Put weights in the form that runs, as the first run would; these run as they are."""
-        return
+        """Put weights in the form that runs, as the first run would."""
+        self.launches()
 
     @abstractmethod
     def route(self, hidden_TH: Tensor) -> Routing:

@@ -19,7 +19,8 @@ from neuron_moe import (
     SharedExperts,
 )
 from neuron_moe.backends import Backend
-from neuron_moe.backends.nki.router import router_call
+from neuron_moe.backends.nki.launch import run
+from neuron_moe.backends.nki.router import different_choices, router_launch
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.plan import Forms, LayerParts, Plan, Step
 from neuron_moe.router import Router, Routing
@@ -134,24 +135,30 @@ def plan_of(
 
 def route(router: Router, hidden_TH: Tensor) -> Routing:
     """Route through the kernel."""
-    return router_call(router, Forms(), 2)(hidden_TH)[1]
+    if not hidden_TH.shape[0]:
+        return router(hidden_TH)
+    launch = router_launch(router, Forms(), hidden_TH.shape[0], hidden_TH.dtype, 2)
+    affinities_TK, index_TK, logits_TE = run(launch, hidden=hidden_TH)
+    return Routing(logits_TE, affinities_TK, different_choices(index_TK))
 
 
 def watch_launches(
     monkeypatch: pytest.MonkeyPatch, result: Any = None
-) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the list to which every launch adds its kernel's name and its operands.
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the list to which every launch adds its kernel's name and its arguments by name.
 
     Args:
         monkeypatch: of the test.
         result: what launches return instead of running.
     """
-    launched: list[tuple[str, tuple[Any, ...]]] = []
+    launched: list[tuple[str, dict[str, Any]]] = []
     run = nki_sim.run
 
-    def watch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        launched.append((kernel.__name__, args))
-        return run(kernel, *args, **kwargs) if result is None else SimpleNamespace(outputs=result)
+    def watch(kernel: Any, lnc: int, **arguments: Any) -> Any:
+        launched.append((kernel.__name__, arguments))
+        if result is None:
+            return run(kernel, lnc=lnc, **arguments)
+        return SimpleNamespace(outputs=result)
 
     monkeypatch.setattr(nki_sim, "run", watch)
     return launched

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from neuron_moe import (
     BlockwiseMatmulConfig,
@@ -17,8 +18,10 @@ from neuron_moe import (
     build_block_mapping,
 )
 from neuron_moe.backends.nki import NkiBackend
-from neuron_moe.backends.nki.prefill import _broken_tokens, compile_for, map_blocks, rank
+from neuron_moe.backends.nki.launch import Launch, run
+from neuron_moe.backends.nki.prefill import _broken_tokens, compile_for, rank
 from neuron_moe.backends.torch_backend import TorchBackend
+from neuron_moe.blocks import BlockMapping, num_blocks
 from neuron_moe.models.layers import RMSNorm
 from neuron_moe.nxd_compat.tuning import tuning_of
 from neuron_moe.paths import choose_path
@@ -26,6 +29,7 @@ from neuron_moe.plan import Step
 from neuron_moe.router import Router
 from neuron_moe.spec import Tuning
 from neuron_moe.weights import LocalRouting
+from nki_kernels.index import BlockDims, index_blocks
 from nki_kernels.layer import PrefillLayerConfig
 from nki_kernels.prefill import PrefillConfig
 from tests.neuron_moe.nki_cases import (
@@ -176,7 +180,7 @@ def test_a_router_kept_in_float32_is_shortened_only_without_loss(
         plan = layer.plan(Step("prefill", T, is_part=True))  # in several launches
         got, wanted = plan.route(hidden_TH), router(hidden_TH)
         torch.testing.assert_close(got.router_logits_TE, wanted.router_logits_TE)
-        dtype: torch.dtype = launches[-1][1][1].dtype
+        dtype: torch.dtype = launches[-1][1]["router_weight_EH"].dtype
         return dtype
 
     assert launched() == torch.float32
@@ -191,6 +195,17 @@ def test_no_token_has_no_routing() -> None:
     assert [tuple(part.shape) for part in routing] == [(0, E), (0, 1), (0, 1)]
 
 
+def map_blocks(
+    index_TK: Tensor, num_experts: int, block_size: int, *, pad_to_even: bool = False
+) -> BlockMapping:
+    """Place every pair in a slot of a block, by the kernel alone."""
+    blocks = num_blocks(*index_TK.shape, num_experts, block_size, pad_to_even=pad_to_even)
+    dims = BlockDims(num_experts, block_size, blocks)
+    launch = Launch(index_blocks, 2, {"dims": dims}, {"index_TK": index_TK})
+    token, pair, expert, valid, counts, _ = run(launch)
+    return BlockMapping(token, pair, expert, valid.view(()), counts.to(torch.int64))
+
+
 @pytest.mark.parametrize("pad_to_even", [False, True])
 def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
     index_TK = torch.rand(T, E).argsort(1)[:, :3].to(torch.int32)
@@ -201,11 +216,6 @@ def test_block_mappings_are_equal_to_the_last_bit(pad_to_even: bool) -> None:
     for name, value in wanted._asdict().items():
         assert torch.equal(getattr(nki, name), value), name
         assert getattr(nki, name).dtype == value.dtype, name
-
-
-def test_a_block_mapping_that_the_kernel_cannot_make_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_experts=513: must be 1 to 512"):
-        map_blocks(torch.zeros(4, 2, dtype=torch.int32), 513, 128)
 
 
 def test_explain_names_kernel_and_plan_of_prefill() -> None:
@@ -223,7 +233,7 @@ def configs_of(layer: MoE, monkeypatch: pytest.MonkeyPatch) -> list[PrefillConfi
     launches = watch_launches(monkeypatch)
     with torch.no_grad():
         layer(torch.randn(1, T, H).bfloat16())
-    values = [value for _, args in launches for value in args]
+    values = [value for _, args in launches for value in args.values()]
     return [value.experts for value in values if isinstance(value, PrefillLayerConfig)]
 
 
@@ -367,10 +377,13 @@ def test_more_experts_than_an_index_has_are_refused_before_a_launch() -> None:
         compile_for(experts.plan(Step("prefill", 64)))
 
 
-def test_a_jittering_router_in_training_is_refused() -> None:
-    router = RouterTopK(E, 2, H, jitter_eps=0.1).train()
+@pytest.mark.parametrize("options", [SEPARATE, {}], ids=["separate", "fused"])
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_a_jittering_router_in_training_is_refused(tokens: int, options: dict[str, Any]) -> None:
+    layer = build("nki", SILU, {}, torch.bfloat16, **options).train()
+    layer.router.jitter_eps = 0.1
     with torch.no_grad(), pytest.raises(ValueError, match=r"jitter_eps=0\.1"):
-        route(router, torch.randn(4, H))
+        layer(torch.randn(1, tokens, H).bfloat16())
 
 
 def test_graphs_of_python_itself_are_refused() -> None:

@@ -155,7 +155,7 @@ def test_one_compiled_kernel_serves_every_rank(monkeypatch: pytest.MonkeyPatch) 
     for part in parts:
         with torch.no_grad():
             part(torch.randn(2, H).bfloat16(), torch.rand(2, 4), torch.arange(4).expand(2, 4), 1)
-    launched = [(args[6], int(args[5])) for _, args in launches]
+    launched = [(args["config"], int(args["first_expert"])) for _, args in launches]
     assert [first for _, first in launched] == [0, 2, 4, 6]
     assert all(config is launched[0][0] for config, _ in launched)
 
@@ -181,7 +181,10 @@ def test_explain_names_the_mode_that_runs_and_why(
     with torch.no_grad():
         moe(hidden, phase=phase)
     modes = [
-        value.mode for _, args in launches for value in args if isinstance(value, DecodeConfig)
+        value.mode
+        for _, args in launches
+        for value in args.values()
+        if isinstance(value, DecodeConfig)
     ]
     assert modes == ["all" if told.path == "all_experts" else "selective"]
 

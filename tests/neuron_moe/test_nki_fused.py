@@ -100,7 +100,7 @@ def test_explain_names_the_mode_that_the_kernel_is_compiled_for(
     told = nki.explain("decode", batch)
     with torch.no_grad():
         nki(torch.randn(batch, 1, H).bfloat16())
-    compiled = [args[5].moe.mode for _, args in launches]
+    compiled = [args["config"].moe.mode for _, args in launches]
     assert [MODES[told.decision.path]] == compiled
     assert f"plan: {compiled[0]} mode" in str(told)
     assert "cost model of decode_layer" in str(told)
@@ -243,23 +243,16 @@ def test_shared_experts_in_8_bits_are_computed_in_the_kernel(
     check(*made, shape)
     (kernel, args), is_decode = launches[0], shape[1] == 1
     assert kernel == ("decode_layer" if is_decode else "prefill_layer")
-    config = args[5]
+    config = args["config"]
     assert read_as == (config.form.shared_format if is_decode else config.shared.weight_format)
 
 
-def test_shared_experts_are_the_operands_of_one_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_experts_are_the_operands_of_one_expert() -> None:
     nki = layers("gpt-oss", shared=SHARED)[0]
-    found: dict[str, Any] = {}
-
-    def take(_cores: int, _kernel: Any, hidden: Any, *args: Any, **named: Any) -> Any:
-        found.update(named, config=args[-1])
-        return hidden
-
-    monkeypatch.setattr("neuron_moe.backends.nki.prefill_layer.launch", take)
-    with torch.no_grad():
-        nki(torch.randn(1, 70, H).bfloat16())
-    shapes = tuple(tuple(found[name].shape) for name in ("shared_gate_up", "shared_down"))
-    assert shapes == matrix_shapes(found["config"].shared)
+    (launch,) = nki.plan(Step("prefill", 70)).launches()
+    names = ("shared_gate_up", "shared_down")
+    shapes = tuple(tuple(launch.operands[name].shape) for name in names)
+    assert shapes == matrix_shapes(launch.records["config"].shared)
 
 
 @pytest.mark.long
@@ -277,7 +270,7 @@ def test_wide_shared_experts_are_read_by_parts(
     launches = watch_launches(monkeypatch)
     check(*made, (1, 70))
     assert [kernel for kernel, _ in launches] == ["prefill_layer"]
-    assert launches[0][1][5].shared.loop.by_parts
+    assert launches[0][1]["config"].shared.loop.by_parts
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends.nki import words
-from neuron_moe.backends.nki.launch import check_call, launch
+from neuron_moe.backends.nki.launch import Input, Launch, check_call, numbers_near, run
 from neuron_moe.backends.nki.operands import (
     Operands,
     format_note,
@@ -45,21 +45,6 @@ MODES = {"selective": "selective", "all_experts": "all"}  # path of a decision: 
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertOperands:
-    """The experts' operands of a decode kernel.
-
-    Attributes:
-        matrices: gate and up, down.
-        first_expert: [1, 1] int32; data of the kernel, so that one compiled graph serves all ranks.
-        named: biases and scales.
-    """
-
-    matrices: tuple[Any, Any]
-    first_expert: Tensor
-    named: dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
 class DecodePlan(RoutedPlan):
     """Few tokens, each expert read once.
 
@@ -72,30 +57,32 @@ class DecodePlan(RoutedPlan):
     why_apart: str
 
     @cached_property
-    def _operands(self) -> ExpertOperands:
-        return expert_operands(self.parts, self.config)
+    def _launch(self) -> Launch:
+        config = self.config
+        choices = (config.T, config.K)
+        operands = {
+            "hidden": Input("hidden", (config.T, config.H), "bfloat16"),
+            "expert_index": Input("model_index", choices, "int32"),
+            "expert_affinities": Input("affinities", choices, "float32"),
+            **expert_operands(self.parts, config),
+        }
+        return Launch(decode_moe, self.parts.tuning.num_cores, {"config": config}, operands)
 
-    def prepare(self) -> None:
-        """Put weights in the form that runs."""
-        super().prepare()
-        _ = self._operands
+    def expert_launches(self) -> tuple[Launch, ...]:
+        """Return the launch of decode_moe."""
+        return (self._launch,)
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute the experts; return [N, H] float32. Choices of other ranks are told apart on the
         chip.
         """
         check_call(hidden_NH)
-        made, index_TK = self._operands, routing.model_index_TK
-        output_TH: Tensor = launch(
-            self.parts.tuning.num_cores,
-            decode_moe,
-            hidden_NH,
-            *made.matrices,
-            routing.expert_index_TK if index_TK is None else index_TK,
-            routing.expert_affinities_TK,
-            made.first_expert,
-            self.config,
-            **made.named,
+        index_TK = routing.model_index_TK
+        (output_TH,) = run(
+            self._launch,
+            hidden=hidden_NH,
+            model_index=routing.expert_index_TK if index_TK is None else index_TK,
+            affinities=routing.expert_affinities_TK,
         )
         return output_TH
 
@@ -131,8 +118,9 @@ def mode_changes(path: str) -> tuple[str, ...]:
     )
 
 
-def expert_operands(parts: LayerParts, config: Any) -> ExpertOperands:
-    """Return the experts' operands of a decode kernel, prepared once for all steps of a layout.
+def expert_operands(parts: LayerParts, config: Any) -> dict[str, Tensor | None]:
+    """Return the experts' operands of a decode kernel, prepared once for all steps of a layout:
+    matrices, biases, scales and the number of the first expert of this rank.
 
     Raises:
         ValueError: a dtype or form that the kernels do not read.
@@ -144,16 +132,23 @@ def expert_operands(parts: LayerParts, config: Any) -> ExpertOperands:
         assert copy is not None
         operands = operands.laid_out(copy)
         named = {"down_bias": named["down_bias"] if loads_bias(config) else None}
-    first = first_expert_of(parts, operands)
-    return ExpertOperands((operands.gate_up_EHI, operands.down_EIH), first, named)
+    return {
+        "gate_up": operands.gate_up_EHI,
+        "down": operands.down_EIH,
+        "first_expert": first_expert_of(parts, operands),
+        **named,
+    }
 
 
 def first_expert_of(parts: LayerParts, operands: Operands) -> Tensor:
-    """Return the number of local expert 0, [1, 1] int32, made once."""
+    """Return the number of local expert 0, [1, 1] int32, made once.
+
+    It is data of the kernel, so that one compiled graph serves all ranks.
+    """
 
     def make() -> Tensor:
-        device = operands.down_EIH.device
-        return torch.tensor([[parts.first_expert]], dtype=torch.int32, device=device)
+        first = torch.tensor([[parts.first_expert]], dtype=torch.int32)
+        return numbers_near(first, operands.down_EIH)
 
     return parts.expert_form("first expert", make)
 
@@ -269,8 +264,8 @@ def lay_out(parts: LayerParts) -> LaidOut:
     gate_up_EHI, down_EIH = matrices_of(weights)
     dtype, device = down_EIH.dtype, down_EIH.device
     if device.type == "meta":
-        shapes = weight_shapes(config)
-        return LaidOut(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape in weight_shapes(config)]
+        return LaidOut(made[0], made[1])
     beside = (operands.gate_up_bias_EI, operands.gate_up_scale_EI, operands.down_scale_En)
     gate_up = pack_gate_up(
         config,

@@ -1,7 +1,13 @@
-"""Starting kernels: on the chip through `nki.jit`, or on the simulator where there is no SDK."""
+"""A launch as a value: a kernel, what it is compiled for, and its operands.
 
-from collections.abc import Sequence
-from typing import Any
+A plan makes its launches once. Who runs, times, checks or captures a step takes the same values:
+the chip through `nki.jit`, the simulator where there is no SDK, a graph as an operator.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import torch
@@ -10,44 +16,122 @@ from torch import Tensor
 import nki_sim
 from neuron_moe.backends.nki import operators
 from nki_kernels import IS_SIMULATED  # whoever imports this module can import nki
+from nki_kernels.outputs import Output, outputs_of
 
 
-def launch(num_cores: int, kernel: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run a kernel on all cores of a logical core, or put it into the graph being captured.
+class Input(NamedTuple):
+    """An operand that each step brings anew.
+
+    Attributes:
+        name: under which `run` is given it: hidden, index, affinities, is_real, or an output of an
+            earlier launch of the step.
+        shape: its axes.
+        dtype: element type as kernels spell it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch of a kernel on all cores of a logical core.
+
+    Attributes:
+        kernel: of `nki_kernels`.
+        num_cores: physical cores of the logical core (LNC).
+        records: what it is compiled for, by the names of its parameters.
+        operands: weights, and what a step brings, likewise; those it does not have are None or left
+            out.
+        outputs: names of what it returns, under which later launches of the step read it.
+    """
+
+    kernel: Any
+    num_cores: int
+    records: Mapping[str, Any]
+    operands: Mapping[str, Tensor | Input | None] = field(repr=False)
+    outputs: tuple[str, ...] = ("output",)
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the kernel."""
+        return operators.name_of(self.kernel)
+
+    @cached_property
+    def arguments(self) -> tuple[tuple[str, Any], ...]:
+        """What the kernel is called with, in the order of its parameters; None where one is left
+        out.
+
+        Raises:
+            ValueError: an operand or record that the kernel does not have.
+        """
+        given = {**self.records, **self.operands}
+        parameters = operators.parameters_of(self.kernel)
+        unknown = sorted(set(given) - set(parameters))
+        if unknown:
+            raise ValueError(f"{self.name}: has no {', '.join(unknown)}.")
+        return tuple((name, given.get(name, default)) for name, default in parameters.items())
+
+    @cached_property
+    def specs(self) -> tuple[Output, ...]:
+        """Shapes and element types of the outputs."""
+        shapes = {
+            name: tuple(value.shape) for name, value in self.operands.items() if value is not None
+        }
+        found = outputs_of(self.name, shapes, self.records)
+        return (found,) if isinstance(found, Output) else found
+
+    @cached_property
+    def captured(self) -> tuple[tuple[str, Any], ...]:
+        """The arguments as they stand in a graph: records as text."""
+        return tuple(
+            (name, operators.record_text(value) if is_dataclass(value) else value)
+            for name, value in self.arguments
+        )
+
+
+def run(launch: Launch, **step: Tensor | None) -> tuple[Tensor, ...]:
+    """Run a launch, or put it into the graph that is being captured; return its outputs.
 
     Args:
-        num_cores: physical cores of a logical core (LNC).
-        kernel: of `nki_kernels`.
-        hidden: its first operand; the others are on the same device.
-        args: further operands.
-        kwargs: likewise.
+        launch: of a plan.
+        step: its inputs by name; others are passed over.
 
     Raises:
         ValueError: tensors on a device although only the simulator is there.
     """
     if torch.compiler.is_compiling():
-        return _put(num_cores, kernel, hidden, *args, **kwargs)
-    return _run(kernel, num_cores, (hidden, *args), kwargs)
+        arguments = _filled(launch.captured, step)
+        return tuple(_OPERATORS[launch.name](launch.num_cores, *arguments.values()))
+    return _call(launch.kernel, launch.num_cores, _filled(launch.arguments, step))
 
 
-def _run(
-    kernel: Any, num_cores: int, args: Sequence[Any], kwargs: dict[str, Any] | None = None
-) -> Any:
-    kwargs = kwargs or {}
-    if not IS_SIMULATED:
-        return kernel[num_cores](*args, **kwargs)
-    if args[0].device.type != "cpu":
-        raise ValueError(
-            f"backend='nki' on device {args[0].device}: the package `nki` of the Neuron SDK is not"
-            " installed, and its simulator takes CPU tensors. Install the SDK, or move the module"
-            " to the CPU."
-        )
-    operands = [_as_operand(value) for value in args]
-    named = {name: _as_operand(value) for name, value in kwargs.items()}
-    return nki_sim.run(kernel, *operands, lnc=num_cores, **named).outputs
+def _filled(
+    arguments: Sequence[tuple[str, Any]], step: Mapping[str, Tensor | None]
+) -> dict[str, Any]:
+    return {
+        name: step[value.name] if isinstance(value, Input) else value for name, value in arguments
+    }
 
 
-_put = operators.register(_run)
+def _call(kernel: Any, num_cores: int, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    if IS_SIMULATED:
+        device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+        if device.type != "cpu":
+            raise ValueError(
+                f"backend='nki' on device {device}: the package `nki` of the Neuron SDK is not"
+                " installed, and its simulator takes CPU tensors. Install the SDK, or move the"
+                " module to the CPU."
+            )
+        arguments = {name: _as_operand(value) for name, value in arguments.items()}
+        found = nki_sim.run(kernel, lnc=num_cores, **arguments).outputs
+    else:
+        found = kernel[num_cores](**arguments)
+    return found if isinstance(found, tuple) else (found,)
+
+
+_OPERATORS = operators.register(_call)
 
 
 def _as_operand(value: Any) -> Any:
@@ -79,6 +163,14 @@ def check_call(hidden_TH: Tensor) -> None:
             "hidden_states.requires_grad=True: backend='nki' has no gradient. Use"
             " torch.no_grad(), or backend='torch' to train."
         )
+
+
+def numbers_near(numbers: Tensor, weight: Tensor) -> Tensor:
+    """Return small integers where a weight is; on the CPU where that has no numbers.
+
+    They decide how a kernel runs, so that times of a layer on the meta device need them, too.
+    """
+    return numbers if weight.is_meta else numbers.to(weight.device)
 
 
 def dtype_name(of: Tensor | torch.dtype) -> str:

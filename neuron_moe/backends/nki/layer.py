@@ -4,8 +4,8 @@ Norm, router, routed and shared experts; nothing passes through HBM between them
 K choices, E experts of this rank, N of all ranks, H hidden, I intermediate.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from neuron_moe.backends.nki.decode import (
-    ExpertOperands,
     chosen_mode,
     config_records,
     describe,
@@ -21,7 +20,7 @@ from neuron_moe.backends.nki.decode import (
     mode_changes,
     with_layout,
 )
-from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
+from neuron_moe.backends.nki.launch import Input, Launch, check_call, dtype_name, run
 from neuron_moe.backends.nki.operands import format_note
 from neuron_moe.backends.nki.routed_plan import norm_of
 from neuron_moe.backends.nki.router import check_router, different_choices, router_form
@@ -39,24 +38,10 @@ from nki_kernels.decode import (
     make_layer_config,
     pack_router_weight,
     pack_shared_experts,
+    weight_shapes,
 )
 
 SHARED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-
-
-@dataclass(frozen=True, eq=False)
-class _Operands:
-    """What a launch takes beside the tokens.
-
-    Attributes:
-        router_weight: in the order of the kernel.
-        experts: of this rank.
-        named: norm, biases, shared experts.
-    """
-
-    router_weight: Tensor
-    experts: ExpertOperands
-    named: dict[str, Any] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,34 +70,20 @@ class LayerPlan(Plan):
         return bool(self.config.form.has_residual)
 
     @cached_property
-    def _operands(self) -> _Operands:
-        return _prepare(self.parts, self.config)
+    def _launch(self) -> Launch:
+        parts, moe = self.parts, self.config.moe
+        shape = (moe.T, moe.H)
+        return fused_launch(
+            self, decode_layer, self.config, shape, _weight_operands(parts, self.config)
+        )
 
-    def prepare(self) -> None:
-        """Put weights in the form that runs."""
-        _ = self._operands
+    def launches(self, own_tokens: int | None = None) -> tuple[Launch, ...]:
+        """Return the launch of decode_layer."""
+        return (self._launch,)
 
     def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
         """Compute the layer for T tokens, [T, H] bfloat16."""
-        check_call(hidden_TH)
-        made = self._operands
-        check_router(self.parts.router)
-        found = launch(
-            self.parts.tuning.num_cores,
-            decode_layer,
-            hidden_TH,
-            made.router_weight,
-            *made.experts.matrices,
-            made.experts.first_expert,
-            self.config,
-            **made.named,
-            residual=hidden_TH if self.adds_input else None,
-            is_real=None if is_real_T is None else is_real_T.to(torch.int32).view(-1, 1),
-        )
-        if not self.parts.returns_routing:
-            return FusedOutput(found, None)
-        output_TH, _, index_TK = found
-        return FusedOutput(output_TH, different_choices(index_TK))
+        return run_fused(self, self._launch, hidden_TH, is_real_T)
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Refuse: the choices stay on chip."""
@@ -247,21 +218,58 @@ def why_apart(parts: LayerParts, step: Step) -> str:
     return ""
 
 
-def _prepare(parts: LayerParts, config: Any) -> _Operands:
+def fused_launch(
+    plan: Plan,
+    kernel: Any,
+    config: Any,
+    shape: tuple[int, int],
+    weights: Mapping[str, Tensor | None],
+) -> Launch:
+    """Return the launch of a kernel for a whole layer.
+
+    Args:
+        plan: that it is of.
+        kernel: decode_layer or prefill_layer.
+        config: what it is compiled for.
+        shape: [T, H] of the tokens.
+        weights: its operands beside the tokens.
+    """
+    hidden = Input("hidden", shape, "bfloat16")
+    operands = {
+        **weights,
+        "hidden": hidden,
+        "residual": hidden if plan.adds_input else None,
+        "is_real": Input("is_real", (shape[0], 1), "int32") if plan.step.has_padding else None,
+    }
+    outputs = ("output", "affinities", "index") if plan.parts.returns_routing else ("output",)
+    return Launch(kernel, plan.parts.tuning.num_cores, {"config": config}, operands, outputs)
+
+
+def run_fused(
+    plan: Plan, launch: Launch, hidden_TH: Tensor, is_real_T: Tensor | None
+) -> FusedOutput:
+    """Run the launch of a whole layer for T tokens, [T, H] bfloat16."""
+    check_call(hidden_TH)
+    check_router(plan.parts.router)
+    is_real_T1 = None if is_real_T is None else is_real_T.to(torch.int32).view(-1, 1)
+    output_TH, *routed = run(launch, hidden=hidden_TH, is_real=is_real_T1)
+    return FusedOutput(output_TH, different_choices(routed[1]) if routed else None)
+
+
+def _weight_operands(parts: LayerParts, config: Any) -> dict[str, Tensor | None]:
     """Put a layer's weights in the order of the kernel."""
     router = parts.router
     assert router is not None
     bias, selection_bias = router.linear_router.bias, router.e_score_correction_bias
     norm = norm_of(parts.norm, parts.forms)
-    experts = expert_operands(parts, config.moe)
-    named = {
-        **experts.named,
+    return {
+        **expert_operands(parts, config.moe),
+        "router_weight": _router_weight(parts, config),
         "norm_weight": None if norm is None else norm[0].view(1, -1),
         "router_bias": None if bias is None else bias.float().view(1, -1),
         "selection_bias": None if selection_bias is None else selection_bias.float().view(1, -1),
         **_shared_operands(parts, config),
     }
-    return _Operands(_router_weight(parts, config), experts, named)
 
 
 def _router_weight(parts: LayerParts, config: Any) -> Tensor:
@@ -289,6 +297,8 @@ def _shared_operands(parts: LayerParts, config: Any) -> dict[str, Tensor]:
         weight_1H = shared.shared_expert_gate.weight
 
         def pack_gate() -> Tensor:
+            if weight_1H.is_meta:
+                return weight_1H.new_empty((1, axis.rows, axis.count, 1))
             return _packed(pack_router_weight(to_numpy(weight_1H), axis), weight_1H)
 
         operands["shared_gate"] = parts.forms.get(f"layer gate {axis}", pack_gate)
@@ -297,6 +307,8 @@ def _shared_operands(parts: LayerParts, config: Any) -> dict[str, Tensor]:
 
 def _pack_shared(shared: SharedExperts, layout: Any) -> tuple[Tensor, ...]:
     weights = shared_weights(shared, layout.weights.format)
+    if weights[0].is_meta:
+        return tuple(weights[0].new_empty(shape) for shape in weight_shapes(layout))
     packed = pack_shared_experts(layout, *map(to_numpy, weights))
     return tuple(_packed(array, weights[0]) for array in packed)
 

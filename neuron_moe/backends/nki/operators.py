@@ -27,7 +27,7 @@ from nki_kernels.prefill import PrefillConfig, blockwise_moe
 from nki_kernels.route import RouterConfig, router_topk
 
 NAMESPACE = "neuron_moe"
-Run = Callable[[Any, int, Sequence[Any]], Any]
+Call = Callable[[Any, int, dict[str, Any]], Sequence[Tensor]]
 
 _KERNELS = (
     router_topk, index_blocks, blockwise_moe, combine, decode_moe, decode_layer, prefill_layer,
@@ -102,86 +102,69 @@ def _record_types() -> dict[str, Any]:
     return found
 
 
-def _signature(kernel: Any) -> inspect.Signature:
-    return inspect.signature(getattr(kernel, "func", kernel))
+def parameters_of(kernel: Any) -> dict[str, Any]:
+    """Return a kernel's parameters in order, each with its default; None where it has none."""
+    found = inspect.signature(getattr(kernel, "func", kernel)).parameters
+    return {
+        name: None if parameter.default is parameter.empty else parameter.default
+        for name, parameter in found.items()
+    }
+
+
+def name_of(kernel: Any) -> str:
+    """Return a kernel's name."""
+    name: str = getattr(kernel, "func", kernel).__name__
+    return name
+
+
+NAMES = tuple(name_of(kernel) for kernel in _KERNELS)
 
 
 def _is_record(parameter: inspect.Parameter) -> bool:
     return parameter.annotation in {root.__name__ for root in _ROOTS}
 
 
-def _schema(signature: inspect.Signature) -> str:
-    """Return the operator's schema: the launch's cores, then the kernel's own parameters."""
-    terms = ["int num_cores"]
-    for name, parameter in signature.parameters.items():
-        if _is_record(parameter):
-            terms.append(f"str {name}")
-        elif parameter.annotation == "Any":
-            terms.append(f"Tensor? {name}")
-        else:
-            terms.append(f"Tensor {name}")
-    return f"({', '.join(terms)}) -> Tensor[]"
+def register(call: Call) -> dict[str, Callable[..., list[Tensor]]]:
+    """Make an operator of every kernel; return them by the kernel's name.
 
-
-def register(run: Run) -> Callable[..., Any]:
-    """Make an operator of every kernel; return what puts a launch into a graph.
+    An operator takes the launch's cores, then the kernel's parameters in order, records as text.
 
     Args:
-        run: launches a kernel: takes it, the number of cores and its arguments in order.
+        call: launches a kernel: takes it, the number of cores and its arguments by name.
     """
-    puts = {_name(kernel): _make(kernel, run) for kernel in _KERNELS}
-
-    def put(num_cores: int, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        return puts[_name(kernel)](num_cores, *args, **kwargs)
-
-    return put
+    return {name_of(kernel): _make(kernel, call) for kernel in _KERNELS}
 
 
-def _name(kernel: Any) -> str:
-    name: str = getattr(kernel, "func", kernel).__name__
-    return name
-
-
-NAMES = tuple(_name(kernel) for kernel in _KERNELS)
-
-
-def _make(kernel: Any, run: Run) -> Callable[..., Any]:
-    """Make the operator of a kernel; return what puts a launch of it into a graph."""
-    name, signature = _name(kernel), _signature(kernel)
-    records = {key for key, parameter in signature.parameters.items() if _is_record(parameter)}
+def _make(kernel: Any, call: Call) -> Callable[..., list[Tensor]]:
+    name = name_of(kernel)
+    parameters = inspect.signature(getattr(kernel, "func", kernel)).parameters
+    records = {key for key, parameter in parameters.items() if _is_record(parameter)}
 
     def read(values: Sequence[Any]) -> dict[str, Any]:
-        pairs = zip(signature.parameters, values, strict=True)
+        pairs = zip(parameters, values, strict=True)
         return {key: record_of(value) if key in records else value for key, value in pairs}
 
-    def outputs(arguments: dict[str, Any]) -> Any:
-        shapes = {key: tuple(v.shape) for key, v in arguments.items() if isinstance(v, Tensor)}
-        return outputs_of(name, shapes, {key: arguments[key] for key in records})
-
     def launch(num_cores: int, *values: Any) -> list[Tensor]:
-        found = run(kernel, num_cores, list(read(values).values()))
-        return list(found) if isinstance(found, tuple) else [found]
+        return list(call(kernel, num_cores, read(values)))
 
     def fake(num_cores: int, *values: Any) -> list[Tensor]:
-        found = outputs(read(values))
+        arguments = read(values)
+        shapes = {key: tuple(v.shape) for key, v in arguments.items() if isinstance(v, Tensor)}
+        found = outputs_of(name, shapes, {key: arguments[key] for key in records})
         some = next(value for value in values if isinstance(value, Tensor))
         return [
             some.new_empty(each.shape, dtype=getattr(torch, each.dtype))
             for each in ((found,) if isinstance(found, Output) else found)
         ]
 
+    terms = [
+        f"str {key}" if key in records
+        else f"Tensor? {key}" if parameter.annotation == "Any" else f"Tensor {key}"
+        for key, parameter in parameters.items()
+    ]  # fmt: skip
     operator = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", launch, mutates_args=(), schema=_schema(signature)
-    )
+        f"{NAMESPACE}::{name}", launch, mutates_args=(),
+        schema=f"({', '.join(['int num_cores', *terms])}) -> Tensor[]",
+    )  # fmt: skip
     operator.register_fake(fake)
-
-    def put(num_cores: int, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments.items()
-        found = operator(
-            num_cores, *(record_text(v) if key in records else v for key, v in arguments)
-        )
-        return found[0] if isinstance(outputs(bound.arguments), Output) else tuple(found)
-
-    return put
+    return operator

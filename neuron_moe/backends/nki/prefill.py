@@ -13,7 +13,7 @@ import nki.language as nl
 import torch
 from torch import Tensor
 
-from neuron_moe.backends.nki.launch import check_call, launch
+from neuron_moe.backends.nki.launch import Input, Launch, check_call, run
 from neuron_moe.backends.nki.operands import (
     Operands,
     check_weights,
@@ -24,7 +24,7 @@ from neuron_moe.backends.nki.operands import (
     weight_format,
 )
 from neuron_moe.backends.nki.routed_plan import RoutedPlan
-from neuron_moe.blocks import NO_EXPERT, BlockMapping, num_blocks
+from neuron_moe.blocks import NO_EXPERT, num_blocks
 from neuron_moe.plan import LayerParts
 from neuron_moe.tuned import TunedPrefill
 from neuron_moe.weights.expert_weights import ExpertWeights, LocalRouting
@@ -85,21 +85,6 @@ class Compiled:
 
 
 @dataclass(frozen=True, eq=False)
-class _Launches:
-    """What the experts of a step are compiled for, and their operands.
-
-    Attributes:
-        compiled: see there.
-        operands: of blockwise_moe.
-        beside: biases and scales in the form of blockwise_moe.
-    """
-
-    compiled: Compiled
-    operands: Operands
-    beside: dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
 class PrefillPlan(RoutedPlan):
     """Many tokens, rows sorted by expert: norm and router in a launch in front, if they are there.
 
@@ -142,13 +127,102 @@ class PrefillPlan(RoutedPlan):
         return config
 
     @cached_property
-    def _launches(self) -> _Launches:
-        return _prepare(self, self._compiled)
+    def operands(self) -> Operands:
+        """Expert weights in the form that the kernels take.
 
-    def prepare(self) -> None:
-        """Put weights in the form that runs."""
-        super().prepare()
-        _ = self._launches
+        Raises:
+            ValueError: weights that they do not take.
+        """
+        operands, copy = operands_of(self.parts), self.parts.weights.prefill_copy
+        if copy is not None and self._compiled.config.loop.by_parts:
+            return operands.laid_out(copy)
+        return operands
+
+    @property
+    def matrices(self) -> dict[str, Tensor | None]:
+        """The experts' matrices by the names of the kernels' parameters."""
+        return {"gate_up": self.operands.gate_up_EHI, "down": self.operands.down_EIH}
+
+    @property
+    def beside(self) -> dict[str, Tensor | None]:
+        """Biases and scales of the experts, likewise."""
+        make = partial(_beside, self.operands, self._compiled.config.H)
+        return self.parts.expert_form("prefill beside", make)
+
+    @cached_property
+    def _expert_launches(self) -> tuple[Launch, ...]:
+        return (self._given(),) if self.given_config is not None else self._stages()
+
+    def expert_launches(self) -> tuple[Launch, ...]:
+        """Return the launch of prefill_layer, or those of index, experts and combine."""
+        return self._expert_launches
+
+    def _given(self) -> Launch:
+        """Return the launch that computes the experts at once, with choices that are given."""
+        operands = {
+            **self.matrices,
+            **self.beside,
+            "hidden": self._hidden,
+            "index": Input("index", self._choices, "int32"),
+            "affinities": Input("affinities", self._choices, "float32"),
+        }
+        records = {"config": self.given_config}
+        return Launch(prefill_layer, self.parts.tuning.num_cores, records, operands)
+
+    def _stages(self) -> tuple[Launch, ...]:
+        """Return the launches of index, experts and combine."""
+        made, num_cores = self._compiled, self.parts.tuning.num_cores
+        dims, config = made.dims, made.config
+        index = Launch(
+            index_blocks,
+            num_cores,
+            {"dims": dims, "visits": made.visits},
+            {"index_TK": Input("index", self._choices, "int32")},
+            (
+                "slots", "pairs", "block_to_expert", "num_valid_blocks", "tokens_per_expert",
+                "slot_of_pair", "visit_expert", "visit_tile", "class_trips",
+            ),
+        )  # fmt: skip
+        num_slots = dims.num_blocks * dims.block_size
+        lists = {
+            name: Input(name, output.shape, output.dtype)
+            for name, output in zip(index.outputs, index.specs, strict=True)
+        }
+        scale = Input("slot_scale", (num_slots,), "float32") if config.scaling == "pre" else None
+        experts = Launch(
+            blockwise_moe,
+            num_cores,
+            {"config": config},
+            {
+                **self.matrices,
+                **self.beside,
+                **{name: lists[name] for name in ("slots", *index.outputs[-3:])},
+                "hidden": self._hidden,
+                "slot_scale": scale,
+            },
+            ("slots_PSH",),
+        )
+        rows = experts.specs[0]
+        summed = Launch(
+            combine,
+            num_cores,
+            {"dims": made.out},
+            {
+                "slots_PSH": Input("slots_PSH", rows.shape, rows.dtype),
+                "slot_of_pair_TK": lists["slot_of_pair"],
+                "affinities_TK": Input("affinities", self._choices, "float32"),
+            },
+        )
+        return index, experts, summed
+
+    @property
+    def _hidden(self) -> Input:
+        config = self._compiled.config
+        return Input("hidden", (config.num_tokens, config.H), "bfloat16")
+
+    @property
+    def _choices(self) -> tuple[int, int]:
+        return self._compiled.config.num_tokens, self.parts.spec.top_k
 
     def experts(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Index, experts, combine; return [N, H] bfloat16."""
@@ -159,30 +233,18 @@ class PrefillPlan(RoutedPlan):
 
     def _at_once(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute the experts in one launch, which takes out tokens that a router has marked."""
-        made, affinities_TK = self._launches, routing.expert_affinities_TK
+        affinities_TK = routing.expert_affinities_TK
         if self.parts.router is None:
             is_broken_T1 = _broken_tokens(hidden_NH, affinities_TK)
             if is_broken_T1 is not None:
                 affinities_TK = torch.where(is_broken_T1, torch.nan, affinities_TK)
-        output_NH: Tensor = launch(
-            self.parts.tuning.num_cores,
-            prefill_layer,
-            hidden_NH,
-            None,
-            made.operands.gate_up_EHI,
-            made.operands.down_EIH,
-            None,
-            self.given_config,
-            **made.beside,
-            index=routing.expert_index_TK.to(torch.int32),
-            affinities=affinities_TK,
-        )
+        (launch,) = self._expert_launches
+        index_TK = routing.expert_index_TK.to(torch.int32)
+        (output_NH,) = run(launch, hidden=hidden_NH, index=index_TK, affinities=affinities_TK)
         return output_NH
 
     def _in_stages(self, hidden_NH: Tensor, routing: LocalRouting) -> Tensor:
         """Compute the experts in three launches."""
-        made, num_cores = self._launches, self.parts.tuning.num_cores
-        compiled = made.compiled
         index_TK, affinities_TK = routing.expert_index_TK, routing.expert_affinities_TK
         looked_at = [affinities_TK]
         if self.parts.router is None:
@@ -191,28 +253,15 @@ class PrefillPlan(RoutedPlan):
         if is_broken_T1 is not None:
             index_TK = torch.where(is_broken_T1, NO_EXPERT, index_TK)
             affinities_TK = torch.where(is_broken_T1, 0.0, affinities_TK)
-        slot_scale = None
-        tokens, pairs, _, _, _, slot_of_pair_TK, *lists = launch(
-            num_cores, index_blocks, index_TK.to(torch.int32), compiled.dims, compiled.visits
-        )
+        index, experts, summed = self._expert_launches
+        step: dict[str, Tensor | None] = {"hidden": hidden_NH}
+        lists = dict(zip(index.outputs, run(index, index=index_TK.to(torch.int32)), strict=True))
+        step |= lists
         if routing.scales_input:
-            slot_scale = _slot_scale(affinities_TK, pairs)
+            step["slot_scale"] = _slot_scale(affinities_TK, lists["pairs"])
             affinities_TK = torch.ones_like(affinities_TK)
-        slots_PSH = launch(
-            num_cores,
-            blockwise_moe,
-            hidden_NH,
-            made.operands.gate_up_EHI,
-            made.operands.down_EIH,
-            tokens,
-            *lists,
-            compiled.config,
-            **made.beside,
-            slot_scale=slot_scale,
-        )
-        output_TH: Tensor = launch(
-            num_cores, combine, slots_PSH, slot_of_pair_TK, affinities_TK, compiled.out
-        )
+        (step["slots_PSH"],) = run(experts, **step)
+        (output_TH,) = run(summed, affinities=affinities_TK, **step)
         if is_broken_T1 is None:
             return output_TH
         return torch.where(is_broken_T1, torch.nan, output_TH)
@@ -283,21 +332,6 @@ def _broken_tokens(*rows: Tensor) -> Tensor | None:
 def _are_finite(rows_Tn: Tensor) -> Tensor:
     """Say whether all numbers of a row are finite, [T]; an eighth of the time of isfinite."""
     return rows_Tn.abs().amax(1) < torch.inf
-
-
-def _prepare(plan: PrefillPlan, compiled: Compiled) -> _Launches:
-    """Put operands in the form that the kernels take.
-
-    Raises:
-        ValueError: weights that they do not take.
-    """
-    parts, weights = plan.parts, plan.parts.weights
-    operands = operands_of(parts)
-    if weights.prefill_copy is not None and compiled.config.loop.by_parts:
-        operands = operands.laid_out(weights.prefill_copy)
-    hidden_size = compiled.config.H
-    beside = parts.expert_form("prefill beside", partial(_beside, operands, hidden_size))
-    return _Launches(compiled, operands, beside)
 
 
 def compile_for(plan: PrefillPlan) -> Compiled:
@@ -431,7 +465,10 @@ def _beside(operands: Operands, hidden_size: int) -> dict[str, Any]:
 
 
 def _as_bfloat16(make: Any, *values: Tensor) -> Tensor:
-    """Apply a function of NumPy arrays that returns bfloat16 terms."""
+    """Apply a function of [E, H] NumPy arrays that returns three bfloat16 terms of each number."""
+    if values[0].is_meta:
+        experts, hidden_size = values[0].shape
+        return values[0].new_empty((experts, 3, hidden_size), dtype=torch.bfloat16)
     terms = make(*(value.cpu().numpy() for value in values))
     return torch.from_numpy(terms.view("int16")).view(torch.bfloat16).to(values[0].device)
 
@@ -441,21 +478,6 @@ def _slot_scale(affinities_TK: Tensor, pair_of_slot: Tensor) -> Tensor:
     pair = pair_of_slot.to(torch.int64)
     scale = affinities_TK.reshape(-1)[pair.clamp(min=0)]
     return torch.where(pair >= 0, scale, 0.0)
-
-
-def map_blocks(
-    expert_index_TK: Tensor, num_experts: int, block_size: int, *, num_cores: int = 2,
-    pad_to_even: bool = False,
-) -> BlockMapping:  # fmt: skip
-    """Place every (token, choice) pair in a slot of a block, by the kernel alone."""
-    num_tokens, top_k = expert_index_TK.shape
-    blocks = num_blocks(num_tokens, top_k, num_experts, block_size, pad_to_even=pad_to_even)
-    dims = BlockDims(num_experts, block_size, blocks)
-    check_index_blocks(num_tokens, top_k, dims, num_cores)
-    token, pair, expert, valid, counts, _ = launch(
-        num_cores, index_blocks, expert_index_TK.to(torch.int32), dims
-    )
-    return BlockMapping(token, pair, expert, valid.view(()), counts.to(torch.int64))
 
 
 def rank(parts: LayerParts, num_tokens: int, *block_sizes: int) -> list[Candidate]:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from neuron_moe.backends.nki.decode import first_expert_of
-from neuron_moe.backends.nki.launch import check_call, launch
-from neuron_moe.backends.nki.layer import shared_format, shared_weights
-from neuron_moe.backends.nki.prefill import PrefillPlan, by_parts
-from neuron_moe.backends.nki.router import (
-    check_router,
-    different_choices,
-    router_config,
-    router_form,
+from neuron_moe.backends.nki.launch import Launch, numbers_near
+from neuron_moe.backends.nki.layer import (
+    fused_launch,
+    run_fused,
+    shared_format,
+    shared_weights,
 )
+from neuron_moe.backends.nki.prefill import PrefillPlan, by_parts
+from neuron_moe.backends.nki.router import router_config, router_form
 from neuron_moe.plan import FusedOutput
 from neuron_moe.router import Routing
 from neuron_moe.shared_experts import SharedExperts
@@ -104,27 +104,29 @@ class PrefillLayerPlan(PrefillPlan):
         return _shared_config(formula, sizes, made.config.num_tokens, made.config)
 
     @cached_property
-    def _matrices(self) -> tuple[Tensor, ...]:
-        """Router, experts, and the number of the first of these."""
-        parts, operands = self.parts, self._launches.operands
-        assert parts.router is not None
-        return (
-            router_form(parts.router, parts.forms),
-            operands.gate_up_EHI,
-            operands.down_EIH,
-            first_expert_of(parts, operands),
-        )
+    def _launch(self) -> Launch:
+        config = self.config
+        shape = (config.experts.num_tokens, config.experts.H)
+        return fused_launch(self, prefill_layer, config, shape, self._weight_operands())
 
-    @cached_property
-    def _beside(self) -> dict[str, Any]:
-        """Operands beside the matrices, by name."""
-        parts = self.parts
+    def launches(self, own_tokens: int | None = None) -> tuple[Launch, ...]:
+        """Return the launch of prefill_layer."""
+        return (self._launch,)
+
+    def prepare(self) -> None:
+        """Put weights in the form that the launch reads."""
+        _ = self._launch
+
+    def _weight_operands(self) -> dict[str, Tensor | None]:
+        parts, norm = self.parts, self.norm
         assert parts.router is not None
-        norm = self.norm
         linear, selection_bias = parts.router.linear_router, parts.router.e_score_correction_bias
         return {
-            **self._launches.beside,
+            **self.matrices,
+            **self.beside,
             **self._shared_operands(),
+            "router_weight": router_form(parts.router, parts.forms),
+            "first_expert": first_expert_of(parts, self.operands),
             "norm_weight": None if norm is None else norm[0].view(1, -1),
             "router_bias": None if linear.bias is None else linear.bias.view(1, -1),
             "selection_bias": None if selection_bias is None else selection_bias.view(1, -1),
@@ -139,7 +141,7 @@ class PrefillLayerPlan(PrefillPlan):
         gate_up, down = self.parts.forms.get(f"layer shared {stored_parts(config)}", make)
         names = ("shared_visit_expert", "shared_visit_tile", "shared_trips")
         lists = {
-            name: torch.from_numpy(array).to(down.device)
+            name: numbers_near(torch.from_numpy(array), down)
             for name, array in zip(names, shared_visits(config), strict=True)
         }
         operands = {"shared_gate_up": gate_up, "shared_down": down, **lists}
@@ -151,29 +153,9 @@ class PrefillLayerPlan(PrefillPlan):
             operands["shared_gate"] = self.parts.forms.get(f"layer gate {dtype}", shorten)
         return operands
 
-    def prepare(self) -> None:
-        """Put weights in the form that runs."""
-        _ = self.config, self._matrices, self._beside
-
     def layer(self, hidden_TH: Tensor, is_real_T: Tensor | None = None) -> FusedOutput:
         """Compute the layer for T tokens, [T, H] bfloat16."""
-        parts = self.parts
-        check_call(hidden_TH)
-        check_router(parts.router)
-        found = launch(
-            parts.tuning.num_cores,
-            prefill_layer,
-            hidden_TH,
-            *self._matrices,
-            self.config,
-            **self._beside,
-            residual=hidden_TH if self.adds_input else None,
-            is_real=None if is_real_T is None else is_real_T.to(torch.int32).view(-1, 1),
-        )
-        if not parts.returns_routing:
-            return FusedOutput(found, None)
-        output_TH, _, index_TK = found
-        return FusedOutput(output_TH, different_choices(index_TK))
+        return run_fused(self, self._launch, hidden_TH, is_real_T)
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Refuse: the choices stay on chip."""

@@ -3,18 +3,21 @@
 Shapes: T tokens, H hidden.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
+from neuron_moe.backends.nki.launch import Launch, check_call, run
 from neuron_moe.backends.nki.router import (
     Norm,
-    Route,
-    router_call,
+    check_router,
+    different_choices,
     router_config,
     router_form,
+    router_launch,
 )
 from neuron_moe.plan import Forms, Plan
 from neuron_moe.router import Routing
@@ -46,21 +49,48 @@ class RoutedPlan(Plan):
         """Whether that launch computes the norm."""
         return self.norm is not None
 
-    @cached_property
-    def _route(self) -> Route:
-        parts = self.parts
-        assert parts.router is not None
-        return router_call(parts.router, parts.forms, parts.tuning.num_cores, self.norm)
+    @abstractmethod
+    def expert_launches(self) -> tuple[Launch, ...]:
+        """Return the launches behind the router."""
+
+    def launches(self, own_tokens: int | None = None) -> tuple[Launch, ...]:
+        """Return the router's launch, if there is a router, and those of the experts."""
+        if self.parts.router is None:
+            return self.expert_launches()
+        front = self.router_launch(own_tokens or self.step.tokens, torch.bfloat16)
+        return (front, *self.expert_launches())
 
     def prepare(self) -> None:
-        """Put the router's weight in the form that runs, and look at the norm."""
+        """Put weights in the form that runs; how many tokens this rank routes is seen later."""
         if self.parts.router is not None:
             router_form(self.parts.router, self.parts.forms)
-        _ = self.norm
+        _ = self.norm, self.expert_launches()
+
+    @cached_property
+    def _front(self) -> dict[tuple[int, torch.dtype], Launch]:
+        return {}
+
+    def router_launch(self, num_tokens: int, dtype: torch.dtype) -> Launch:
+        """Return the launch that routes the tokens that this rank holds."""
+        parts, found = self.parts, self._front.get((num_tokens, dtype))
+        if found is None:
+            assert parts.router is not None
+            sizes = (num_tokens, dtype, parts.tuning.num_cores)
+            found = router_launch(parts.router, parts.forms, *sizes, self.norm)
+            self._front[num_tokens, dtype] = found
+        return found
 
     def enter(self, hidden_TH: Tensor) -> tuple[Tensor, Routing]:
         """Route T tokens, which are normalised first if `has_norm`."""
-        return self._route(hidden_TH)
+        check_call(hidden_TH)
+        check_router(self.parts.router)
+        if not hidden_TH.shape[0]:  # a rank without tokens has nothing to launch
+            assert self.parts.router is not None
+            return hidden_TH, self.parts.router(hidden_TH)
+        launch = self.router_launch(hidden_TH.shape[0], hidden_TH.dtype)
+        affinities_TK, index_TK, logits_TE, *normed = run(launch, hidden=hidden_TH)
+        routing = Routing(logits_TE, affinities_TK, different_choices(index_TK))
+        return (normed[0] if normed else hidden_TH), routing
 
     def route(self, hidden_TH: Tensor) -> Routing:
         """Route T tokens, which are normalised first if `has_norm`."""

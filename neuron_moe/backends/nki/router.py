@@ -3,18 +3,15 @@
 Axes: T tokens, E experts of the model, H hidden.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from neuron_moe.backends.nki.launch import check_call, dtype_name, launch
+from neuron_moe.backends.nki.launch import Input, Launch, dtype_name
 from neuron_moe.plan import Forms
-from neuron_moe.router import Router, Routing
+from neuron_moe.router import Router
 from nki_kernels.route import RouterConfig, check_router_topk, router_topk
 
 Norm = tuple[Tensor, float]  # weight [H] and epsilon of an RMSNorm
-Route = Callable[[Tensor], tuple[Tensor, Routing]]  # tokens; the same, normalised if asked for
 
 
 def router_form(router: Router, forms: Forms) -> Tensor:
@@ -53,50 +50,46 @@ def check_router(router: Router | None) -> None:
         )
 
 
-def router_call(router: Router, forms: Forms, num_cores: int, norm: Norm | None = None) -> Route:
-    """Return what routes tokens in float32, with operands prepared once.
-
-    Affinities of a token with a logit that is no number are none either.
+def router_launch(
+    router: Router,
+    forms: Forms,
+    num_tokens: int,
+    dtype: torch.dtype,
+    num_cores: int,
+    norm: Norm | None = None,
+) -> Launch:
+    """Return the launch of router_topk; affinities of a token that is no number are none either.
 
     Args:
         router: of the layer.
         forms: where forms of its weights are kept.
+        num_tokens: T that it routes.
+        dtype: of the tokens.
         num_cores: physical cores of the launch.
         norm: weight and epsilon of the RMSNorm that the launch computes first, if any.
+
+    Raises:
+        ValueError: sizes that the kernel does not take.
     """
-    linear = router.linear_router
-    bias, selection_bias = (
-        None if values is None else values.view(1, -1)
-        for values in (linear.bias, router.e_score_correction_bias)
+    weight_EH = router.linear_router.weight
+    if dtype == torch.bfloat16:
+        weight_EH = router_form(router, forms)
+    config = router_config(router, num_tokens, dtype, weight_EH.dtype, num_cores, norm)
+    bias, selection_bias = router.linear_router.bias, router.e_score_correction_bias
+    shape = (num_tokens, router.spec.hidden_size)
+    return Launch(
+        router_topk,
+        num_cores,
+        {"config": config},
+        {
+            "hidden_TH": Input("hidden", shape, dtype_name(dtype)),
+            "router_weight_EH": weight_EH,
+            "bias_1E": None if bias is None else bias.view(1, -1),
+            "selection_bias_1E": None if selection_bias is None else selection_bias.view(1, -1),
+            "norm_weight_1H": None if norm is None else norm[0].view(1, -1),
+        },
+        ("affinities", "index", "logits", *(() if norm is None else ("normed",))),
     )
-    norm_weight = None if norm is None else norm[0].view(1, -1)
-    checked: dict[tuple[int, torch.dtype], RouterConfig] = {}
-
-    def route(hidden_TH: Tensor) -> tuple[Tensor, Routing]:
-        check_call(hidden_TH)
-        check_router(router)
-        if not hidden_TH.shape[0]:  # a rank without tokens has nothing to launch
-            return hidden_TH, router(hidden_TH)
-        weight_EH = linear.weight
-        if hidden_TH.dtype == torch.bfloat16:
-            weight_EH = router_form(router, forms)
-        case = (hidden_TH.shape[0], hidden_TH.dtype)
-        if case not in checked:
-            checked[case] = router_config(router, *case, weight_EH.dtype, num_cores, norm)
-        affinities_TK, index_TK, logits_TE, *normed = launch(
-            num_cores,
-            router_topk,
-            hidden_TH,
-            weight_EH,
-            bias,
-            selection_bias,
-            norm_weight,
-            checked[case],
-        )
-        routing = Routing(logits_TE, affinities_TK, different_choices(index_TK))
-        return (normed[0] if normed else hidden_TH), routing
-
-    return route
 
 
 def router_config(

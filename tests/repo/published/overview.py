@@ -64,9 +64,7 @@ def _layers(tokens: int) -> tuple[str, str, str]:
 
 def _layer_speedups(tokens: int, corner: str, *, is_apart: bool = False) -> list[float]:
     """Return the speed-ups of layers; those for which only the slowest of theirs fits are apart."""
-    found = rows(
-        "layer_trn2", phase="prefill", T=tokens, corner=corner, only_slowest_fits=is_apart
-    )
+    found = rows("layer_trn2", phase="prefill", T=tokens, corner=corner, only_slowest_fits=is_apart)
     return [row["vendor_us"] / row["layer_us"] for row in found if row["vendor_us"]]
 
 

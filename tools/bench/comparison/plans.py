@@ -79,10 +79,9 @@ def experts_parts(
 
 def packed(parts: LayerParts) -> LayerParts:
     """Return a layer with its weights laid out for both phases as well."""
-    copies = {
-        f"{phase}_copy": NkiBackend().lay_out(parts, phase) for phase in ("decode", "prefill")
-    }
-    return replace(parts, weights=replace(parts.weights, **copies))
+    decode, prefill = (NkiBackend().lay_out(parts, phase) for phase in ("decode", "prefill"))
+    weights = replace(parts.weights, decode_copy=decode, prefill_copy=prefill)
+    return replace(parts, weights=weights)
 
 
 def experts_alone(parts: LayerParts) -> LayerParts:

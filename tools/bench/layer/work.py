@@ -147,7 +147,8 @@ class Case:
             for corner in corners
         ]
         self.rows = [known.get(row.key, row) for row in self._blank]
-        self._library, self._side = library, None
+        self._library = library
+        self._side: VendorSide | None = None
         self._around: Times = {}
         self._waiting: list[Task] = []
         self._later: list[Task] = []

@@ -239,11 +239,12 @@ def with_lists(attempts: Sequence[Attempt], index_us: Mapping[str, float]) -> li
     found = []
     for attempt in attempts:
         lists = lists_us(attempt.name, index_us)
-        if attempt.us is not None and lists is None:
-            attempt = replace(attempt, us=None, why=f"its lists: {', '.join(index_us)}")
-        elif attempt.us is not None:
-            attempt = replace(attempt, us=attempt.us + lists)
-        found.append(attempt)
+        if attempt.us is None:
+            found.append(attempt)
+        elif lists is None:
+            found.append(replace(attempt, us=None, why=f"its lists: {', '.join(index_us)}"))
+        else:
+            found.append(replace(attempt, us=attempt.us + lists))
     return found
 
 
