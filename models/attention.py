@@ -123,6 +123,9 @@ class AttentionFacts(Protocol):
     sinks: Tensor | None
     cache_shape: CacheShape
 
+    def core_sizes(self, new_tokens: int) -> CoreSizes:
+        """Return what the core computes with for so many new tokens of a sequence."""
+
 
 Core = Callable[[AttentionFacts, Tensor, Tensor, Tensor, CacheView | None], Tensor]
 """Given the module, queries [.., Q, D], keys and values [.., J, D] of the new tokens and the view,

@@ -125,10 +125,11 @@ class LatentAttention(nn.Module):
 
     The core sees one key head [latent, turned key] and one value head, the latent itself, with
     queries to match: the same logits with less to keep, and less to compute for few new tokens. For
-    many, keys and values are made. Attributes are those of `GroupedAttention`, but:
+    many, keys and values are made; for a server's core always, which knows no latents. Attributes
+    are those of `GroupedAttention`, but:
 
     Attributes:
-        core: returns [.., Q * R].
+        core: `attend_latent`, which returns [.., Q * R], or a server's, [.., Q * W].
         whole: projections that every rank holds whole, for they make what heads share.
         read_weights: projections whose weights are read here, so that they stay plain.
     """
@@ -179,7 +180,12 @@ class LatentAttention(nn.Module):
         latent_USR, key_USD = made_USM.tensor_split((config.kv_lora_rank,), dim=-1)
         latent_US1R = self.kv_a_layernorm(latent_USR).unsqueeze(2)
         kept_US1M = torch.cat((latent_US1R, self._turn(key_USD.unsqueeze(2), tokens)), dim=-1)
-        if self.core is attend_latent and self._makes_keys(need_view(view)):
+        if self.core is not attend_latent:
+            query_USQD = torch.cat((nope_USQN, turned_USQD), dim=-1)
+            key_UQSD, value_UQSW = self._make(kept_US1M.transpose(1, 2))
+            made = key_UQSD.transpose(1, 2), value_UQSW.transpose(1, 2)
+            out = self.core(self, query_USQD, *made, view)
+        elif self._makes_keys(need_view(view)):
             query_USQD = torch.cat((nope_USQN, turned_USQD), dim=-1)
             out = self._attend_made(query_USQD, kept_US1M, need_view(view))
         else:
@@ -223,13 +229,17 @@ class LatentAttention(nn.Module):
 
     def _attend_made(self, query_USQD: Tensor, kept_US1M: Tensor, view: CacheView) -> Tensor:
         """Attend to keys and values of every head, made of all that is kept: [U, S, Q * W]."""
-        config, heads = self.config, self.config.num_attention_heads
         (kept_U1CM,) = view.extend(kept_US1M.transpose(1, 2))
+        key_UQCD, value_UQCW = self._make(kept_U1CM)
+        return attend(query_USQD, key_UQCD, value_UQCW, view.mask_USC, None, self.scale)
+
+    def _make(self, kept_U1CM: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of every head, made of what is kept: [U, Q, C, D or W]."""
+        config, heads = self.config, self.config.num_attention_heads
         latent, turned = kept_U1CM.tensor_split((config.kv_lora_rank,), dim=-1)
         made = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (heads, -1)).transpose(1, 2)
         plain, value_UQCW = made.tensor_split((config.qk_nope_head_dim,), dim=-1)
-        key_UQCD = torch.cat((plain, turned.expand(-1, heads, -1, -1)), dim=-1)
-        return attend(query_USQD, key_UQCD, value_UQCW, view.mask_USC, None, self.scale)
+        return torch.cat((plain, turned.expand(-1, heads, -1, -1)), dim=-1), value_UQCW
 
 
 class Model(DecoderModel):

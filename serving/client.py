@@ -105,7 +105,10 @@ def complete(
             if payload == _END:
                 ended = True
                 break
-            for choice in json.loads(payload)["choices"]:
+            chunk = json.loads(payload)
+            if "error" in chunk:  # behind status 200, in the midst of an answer
+                raise RequestError(f"ended by an error: {chunk['error']}")
+            for choice in chunk["choices"]:
                 # A chunk may carry several tokens, or none.
                 done.token_ids += choice.get("token_ids") or []
                 on_text(choice.get("text") or "")

@@ -19,6 +19,7 @@ NATIVE_ARCHITECTURE = "NeuronMoeNativeForCausalLM"
 OPTIONS_KEY = "neuron_moe"
 VLLM_FORM = "vllm"  # of products: through its compiled kernel for experts
 BACKENDS = ("torch", "nki")
+PREFILL = 2  # new tokens for which attention makes the keys and values of all heads
 BLOCK_SIZES = (128, 64, 32)  # tokens of a block of the cache that vLLM's attention on a CPU takes
 
 

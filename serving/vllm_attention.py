@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from neuron_moe.models.attention import AttentionFacts, CacheView
 from neuron_moe.models.decoder import DecoderModel
 from neuron_moe.serving.heads import gather_heads, own_heads, ranks_of_heads
-from neuron_moe.serving.options import check_servable
+from neuron_moe.serving.options import PREFILL, check_servable
 
 
 class PagedCore:
@@ -34,7 +34,7 @@ class PagedCore:
     def __init__(
         self, attention: AttentionFacts, num_heads: int, config: VllmConfig, prefix: str
     ) -> None:
-        (num_kv_heads, head_size), *_ = attention.cache_shape
+        _, num_kv_heads, head_size, _ = attention.core_sizes(PREFILL)
         self.group = ranks_of_heads(num_heads, num_kv_heads)
         arguments: dict[str, Any] = {
             "num_heads": num_heads // self.group.size,
@@ -84,7 +84,7 @@ class PagedCore:
         query, key, value = (own_heads(self.group, part) for part in (query, key, value))
         leading, value_size = query.shape[:2], value.shape[-1]
         missing = key.shape[-1] - value_size
-        if missing:  # latent attention: values are a part of the keys
+        if missing:  # pages keep keys and values of one size
             value = functional.pad(value, (0, missing))
         out = self.paged(*(part.flatten(0, 1).flatten(1) for part in (query, key, value)))
         if missing:

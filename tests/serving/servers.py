@@ -3,6 +3,7 @@
 import http.client
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,27 @@ HOST = "127.0.0.1"
 START_S = 600  # where others use the machine
 END_S = 10
 _POLL_S = 0.1
+# One switch of each group that vLLM has, behind `--`, which our model takes.
+OF_EACH_GROUP = {
+    "options": "--enable-log-requests",
+    "Frontend": "--enable-request-id-headers",
+    "ModelConfig": "--max-logprobs=5",
+    "LoadConfig": "--no-use-tqdm-on-load",
+    "AttentionConfig": "--attention-backend=CPU_ATTN",
+    "MambaConfig": "--no-enable-mamba-cache-stochastic-rounding",
+    "StructuredOutputsConfig": "--reasoning-parser=",
+    "ParallelConfig": "--distributed-executor-backend=mp",
+    "CacheConfig": "--prefix-caching-hash-algo=sha256_cbor",
+    "OffloadConfig": "--offload-backend=uva",
+    "MultiModalConfig": '--limit-mm-per-prompt={"image": 0}',
+    "LoRAConfig": "--max-lora-rank=8",
+    "LoggingConfig": "--log-level=ERROR",
+    "ObservabilityConfig": "--kv-cache-metrics",
+    "SchedulerConfig": "--max-num-batched-tokens=64",
+    "CompilationConfig": "--max-cudagraph-capture-size=8",
+    "KernelConfig": "--no-enable-flashinfer-autotune",
+    "VllmConfig": "--performance-mode=interactivity",
+}
 _METRIC = re.compile(r"^(\w[\w:]*)(?:\{(.*)\})? (\S+)$")
 
 
@@ -65,9 +87,14 @@ class ServeCommand:
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
+    def shared(self) -> set[Path]:
+        """Return the files by which its processes share memory."""
+        maps = "".join(Path(f"/proc/{each.pid}/maps").read_text() for each in self.processes())
+        return {Path(each) for each in re.findall(r"/dev/shm/\S+(?=\n)", maps)}
+
     def end(self) -> None:
         """End it, if it has not."""
-        self.process.terminate()
+        self.process.send_signal(signal.SIGINT)
         self.process.wait(10 * END_S)
         self._reader.join()
         assert self.process.stdout is not None

@@ -4,22 +4,21 @@ import importlib
 import importlib.util
 import json
 import socket
-import subprocess
 import sys
-import time
 import types
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from neuron_moe.models.attention import Reach
-from neuron_moe.models.loader import build_model
+from neuron_moe.models.loader import build_model, find_model_file, model_types
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
+from neuron_moe.serving import vllm_server
 from neuron_moe.serving.environment import server_environment
+from neuron_moe.serving.lifetime import running
 from neuron_moe.serving.options import (
     ARCHITECTURE,
     OPTIONS_KEY,
@@ -28,20 +27,21 @@ from neuron_moe.serving.options import (
     block_size_of,
     hf_overrides,
 )
-from neuron_moe.serving.plugin import CLASSES, register
+from neuron_moe.serving.plugin import CLASSES, OwnSettings, register
 from neuron_moe.serving.server import (
     INSTALL,
     ServerError,
     ServerSettings,
     check_alive,
-    end_server,
     free_port,
-    running,
     server_command,
 )
+from neuron_moe.serving.vllm_server import REFUSED
 from neuron_moe.tools import cli
-from tests.serving.conftest import Folders
+from tests.models.families import FAMILIES
+from tests.serving.conftest import FIRST, OTHERS, Folders
 
+CONFIG = "vllm.model_executor.models.config"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
@@ -55,7 +55,7 @@ def _flags(settings: ServerSettings) -> dict[str, str]:
 
 
 def test_the_command_passes_on_what_vllm_must_know() -> None:
-    flags = _flags(_settings(tp=2, ep=2, port=9, more=["--seed=3"]))
+    flags = _flags(_settings(tp=2, ep=2, port=9, shutdown_timeout=7))
     assert flags["tensor-parallel-size"] == "4"
     assert flags["host"] == "127.0.0.1"
     assert flags["block-size"] == "128"
@@ -65,13 +65,13 @@ def test_the_command_passes_on_what_vllm_must_know() -> None:
     assert json.loads(flags["hf-overrides"]) == hf_overrides()
     assert hf_overrides()["architectures"] == [ARCHITECTURE]
     assert ServingOptions.read(json.loads(flags["additional-config"])) == ServingOptions()
-    assert flags["seed"] == "3"
+    assert flags["shutdown-timeout"] == "7"
 
 
-def test_vllm_is_started_by_its_module_for_its_own_command_fails() -> None:
-    command = server_command(_settings())
-    assert command[:5] == [sys.executable, "-W", "ignore", "-m", command[4]]
-    assert command[4] == "vllm.entrypoints.openai.api_server"
+def test_what_the_user_gives_for_vllm_stands_behind_our_own() -> None:
+    command = server_command(_settings(more=["--seed=3"]))
+    assert command[:5] == [sys.executable, "-W", "ignore", "-m", vllm_server.__name__]
+    assert command[-2:] == ["--", "--seed=3"]
 
 
 def test_blocks_divide_the_chunks_of_attention(folder_of: Folders) -> None:
@@ -87,6 +87,13 @@ def test_blocks_divide_the_chunks_of_attention(folder_of: Folders) -> None:
 def test_recurrent_layers_are_refused_before_vllm_starts(folder_of: Folders) -> None:
     with pytest.raises(ValueError, match="no recurrent layers yet"):
         _settings(folder=folder_of("qwen3_5_moe")).arguments()
+
+
+def test_every_family_but_the_recurrent_one_runs_inside_vllm_in_the_tests() -> None:
+    types = [FAMILIES[name].model_type for name in (*FIRST, *OTHERS) if name != TINY_NAME]
+    run = {find_model_file(each).__name__ for each in ("gpt_oss", *types)}
+    every = {find_model_file(each).__name__ for each in model_types()}
+    assert every - run == {find_model_file("qwen3_5_moe").__name__}
 
 
 def test_vllms_kernel_is_refused_for_experts_it_cannot_compute(folder_of: Folders) -> None:
@@ -118,12 +125,18 @@ def test_registering_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         get_supported_archs=lambda: known.keys(),
         register_model=lambda name, place: known.__setitem__(name, place + known.get(name, "")),
     )
-    module = types.ModuleType("vllm")
-    module.ModelRegistry = registry  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    settings: dict[str, type] = {}
+    for name, value in (
+        ("vllm", {"ModelRegistry": registry}),
+        (CONFIG, {"MODELS_CONFIG_MAP": settings}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(value)
+        monkeypatch.setitem(sys.modules, name, module)
     register()
     register()
     assert known == CLASSES
+    assert settings == {ARCHITECTURE: OwnSettings}
     for place in known.values():
         name, _, of_class = place.partition(":")
         if "vllm_model" not in name:  # imports vLLM
@@ -163,12 +176,26 @@ def test_a_wrong_option_is_named(given: Any, words: str) -> None:
         ServingOptions.read({OPTIONS_KEY: given})
 
 
-def test_every_rank_gets_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 1), (1, 4), (2, 2)])
+def test_each_rank_has_the_threads_asked_for_on_any_core(
+    ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 4, 5})
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in server_environment(1)
-    assert server_environment(2, 2)["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|4,5"
-    with pytest.raises(ValueError, match="must be at most the 4 cores"):
-        server_environment(3, 2)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    variables = server_environment(ranks, threads)
+    assert variables["OMP_NUM_THREADS"] == str(threads)
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "4-5")
+    assert server_environment(ranks, threads)["VLLM_CPU_OMP_THREADS_BIND"] == "4-5"
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 5), (3, 2)])
+def test_more_threads_than_cores_are_refused(
+    ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 4, 5})
+    with pytest.raises(ValueError, match=f"threads={threads}: must be at most the 4 cores"):
+        server_environment(ranks, threads)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +208,8 @@ def test_every_rank_gets_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         (["--max-model-len", "0"], "max_model_len=0"),
         (["--cache-mib", "-1"], "cache_mib=-1"),
         (["--threads", "0"], "threads=0"),
+        (["--threads", "100000"], "threads=100000"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout=-1"),
         (["--product-form", "fast"], "product_form='fast'"),
         (["--model", "nowhere"], "model=nowhere"),
         (["--host", "203.0.113.1"], "cannot listen there"),
@@ -225,29 +254,9 @@ def test_a_taken_port_is_named() -> None:
             free_port("127.0.0.1", port)
 
 
-def test_a_server_that_ends_by_itself_is_told() -> None:
-    with running([sys.executable, "-c", "raise SystemExit(3)"], {}) as process:
+@pytest.mark.parametrize(("status", "error"), [(3, ServerError), (REFUSED, ValueError)])
+def test_a_server_that_ends_by_itself_is_told(status: int, error: type[Exception]) -> None:
+    with running([sys.executable, "-c", f"raise SystemExit({status})"], {}) as process:
         process.wait()
-        with pytest.raises(ServerError, match="status 3"):
+        with pytest.raises(error, match=r"messages? above say"):
             check_alive(process)
-
-
-def test_a_server_that_does_not_listen_is_killed_with_its_children(tmp_path: Path) -> None:
-    note = tmp_path / "children"
-    stubborn = (
-        "import os, signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(note)!r}, 'w').write(str(child.pid))\n"
-        "time.sleep(60)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    end_server(process, patience_s=0.2)
-    assert process.returncode == -9
-    child = int(note.read_text())
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

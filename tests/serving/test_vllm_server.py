@@ -3,8 +3,11 @@
 import http.client
 import importlib.util
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +19,13 @@ import psutil
 import pytest
 
 from neuron_moe.models.shipped import TINY_NAME, checkpoint_folder
-from neuron_moe.serving.client import RequestError, complete, completion_body, post
+from neuron_moe.serving.client import RequestError, Server, complete, completion_body, post
+from neuron_moe.serving.environment import server_environment
+from neuron_moe.serving.lifetime import running as running_server
+from neuron_moe.serving.options import hf_overrides
+from neuron_moe.serving.server import free_port, wait_until_ready
 from tests.serving.conftest import MAX_TOKENS, Folders, asked
-from tests.serving.servers import END_S, ServeCommand, metrics, total
+from tests.serving.servers import END_S, HOST, OF_EACH_GROUP, ServeCommand, metrics, total
 from tests.serving.soak import soak
 
 pytestmark = [
@@ -28,6 +35,9 @@ pytestmark = [
 LONG_ANSWER = 3000  # tokens; takes much longer than a test
 TINY = checkpoint_folder(TINY_NAME)
 CHUNKED = ("--", "--max-num-batched-tokens=64")
+CLIENTS = 8
+DRAINED = 200  # tokens of an answer that is begun, and ended after SIGTERM
+DRAIN_S = 300  # where others use the machine
 PATIENCE_S = 120
 PERIOD_S = 1.0  # of telling load
 LAYERS, TOP_K = 6, 4  # of the shipped model
@@ -58,8 +68,8 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def running(serve: Serve) -> ServeCommand:
-    """Return the server of the shipped model, on one rank."""
-    return serve(TINY, *CHUNKED)
+    """Return the server of the shipped model, on one rank, with a switch of each group."""
+    return serve(TINY, "--shutdown-timeout", str(DRAIN_S), "--", *OF_EACH_GROUP.values())
 
 
 def assert_tokens_are_our_own(running: ServeCommand, folder: Path) -> None:
@@ -185,38 +195,86 @@ def test_five_minutes_of_clients(clients: int, running: ServeCommand) -> None:
     assert max(result.memory_mib[half:]) < 1.02 * max(result.memory_mib[:half])
 
 
-def test_terminated_under_load_it_ends_in_ten_seconds(running: ServeCommand) -> None:
-    _end_under_load(running, signal.SIGTERM)
+def test_none_of_its_processes_is_bound_to_a_core(running: ServeCommand) -> None:
+    everywhere = psutil.Process().cpu_affinity()
+    assert {tuple(each.cpu_affinity()) for each in running.processes()} == {tuple(everywhere)}
 
 
-def _end_under_load(running: ServeCommand, number: signal.Signals) -> None:
-    """Signal a server that streams sixteen long answers; all of it is over soon."""
-    left: list[str] = []
+@pytest.mark.long
+def test_vllms_own_benchmark_measures_it(running: ServeCommand, tmp_path: Path) -> None:
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--model", str(TINY),
+        "--served-model-name", running.at.model, "--host", running.at.host,
+        "--port", str(running.at.port), "--dataset-name", "random", "--num-prompts", "2",
+        "--random-input-len", "8", "--random-output-len", "4", "--save-result",
+        "--result-dir", str(tmp_path), "--result-filename", "result.json",
+    ]  # fmt: skip
+    variables = os.environ | server_environment(1)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (2, 8)
 
-    def ask(prompt: list[int]) -> None:
+
+def test_terminated_it_answers_to_the_end_what_it_has_begun(running: ServeCommand) -> None:
+    ends = _signal_under_load(running, signal.SIGTERM, tokens=DRAINED, patience_s=DRAIN_S)
+    assert ends == [DRAINED] * CLIENTS
+    assert running.process.wait() == 0
+
+
+def _signal_under_load(
+    running: ServeCommand, *numbers: signal.Signals, tokens: int, patience_s: float
+) -> list[int | str]:
+    """Signal a server that streams long answers, and return what became of each: tokens or error.
+
+    All of it is over when patience is, and none leaves shared memory or its port behind.
+    """
+
+    def ask(prompt: list[int]) -> int | str:
         try:
-            answer = complete(running.at, prompt, LONG_ANSWER)
+            return len(complete(running.at, prompt, tokens).token_ids)
         except (OSError, RequestError, http.client.HTTPException, ValueError) as error:
-            left.append(str(error))
-            return
-        # vLLM may end what it drops as if it were done.
-        if len(answer.token_ids) < LONG_ANSWER:
-            left.append(f"ended after {len(answer.token_ids)} tokens")
+            return str(error)
 
-    with ThreadPoolExecutor(16) as pool:
-        for start in range(16):
-            pool.submit(ask, [start + 5, 6, 7])
-        _wait(lambda: total(metrics(running.at), "vllm:num_requests_running") >= 8)
-        processes = running.processes()
-        begun = time.monotonic()
-        running.process.send_signal(number)
-        _, alive = psutil.wait_procs(processes, END_S)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        ends = [pool.submit(ask, [client + 5, 6, 7]) for client in range(CLIENTS)]
+        _wait(lambda: total(metrics(running.at), "vllm:num_requests_running") == CLIENTS)
+        processes, shared = running.processes(), running.shared()
+        assert shared
+        for number in numbers:
+            running.process.send_signal(number)
+            time.sleep(1.0)
+        _, alive = psutil.wait_procs(processes, patience_s)
         assert not alive
-        assert time.monotonic() - begun < END_S
-        assert running.process.wait() == 0
-    assert len(left) == 16  # none was answered to its end
-    with pytest.raises(OSError, match="refused"):
-        complete(running.at, [5], 1)
+    _wait(lambda: not any(file.exists() for file in shared))
+    assert free_port(running.at.host, running.at.port) == running.at.port
+    return [each.result() for each in ends]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
+def test_interrupted_or_terminated_twice_it_ends_in_ten_seconds(
+    numbers: tuple[signal.Signals, ...], running: ServeCommand
+) -> None:
+    ends = _signal_under_load(running, *numbers, tokens=LONG_ANSWER, patience_s=END_S)
+    assert LONG_ANSWER not in ends
+    assert running.process.wait() == 0
+
+
+@pytest.mark.long
+def test_vllm_serve_serves_our_class_by_its_name() -> None:
+    port = free_port(HOST, 0)
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "serve", str(TINY), "--host", HOST,
+        "--port", str(port), "--served-model-name", TINY_NAME, "--dtype", "float32",
+        "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20),
+        "--hf-overrides", json.dumps(hf_overrides()),
+    ]  # fmt: skip
+    prompts, expected = asked(TINY)
+    with running_server(command, server_environment(1)) as process:
+        wait_until_ready(process, HOST, port)
+        answer = complete(Server(HOST, port, TINY_NAME), prompts[0], MAX_TOKENS)
+    assert answer.token_ids == expected[0]
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +296,14 @@ def with_tokenizer(
     return make
 
 
-def test_two_ranks_serve_the_same_tokens_and_end_when_interrupted(
+def test_two_ranks_serve_the_same_tokens_and_end_when_the_command_is_killed(
     serve: Serve, with_tokenizer: Callable[[str], Path]
 ) -> None:
     folder = with_tokenizer("glm4_moe")
     running = serve(folder, "--ep", "2", *CHUNKED)
     assert_tokens_are_our_own(running, folder)
-    _end_under_load(running, signal.SIGINT)
+    ends = _signal_under_load(running, signal.SIGKILL, tokens=LONG_ANSWER, patience_s=END_S)
+    assert LONG_ANSWER not in ends
 
 
 @pytest.mark.slow

@@ -25,13 +25,13 @@ from neuron_moe.errors import check_positive_int
 from neuron_moe.models.loader import read_config
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.serving.client import Server, complete
+from neuron_moe.serving.lifetime import running
 from neuron_moe.serving.options import ServingOptions
 from neuron_moe.serving.server import (
     DTYPES,
     ServerSettings,
     check_vllm,
     free_port,
-    running,
     server_command,
     wait_until_ready,
 )

@@ -9,6 +9,7 @@ counters (expert load, paths) are among those at /metrics. With --ask it streams
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,14 +20,15 @@ from types import FrameType
 
 from neuron_moe.models.shipped import checkpoint_folder
 from neuron_moe.serving.client import Server, complete
+from neuron_moe.serving.lifetime import ask_to_end, running
 from neuron_moe.serving.options import BACKENDS, VLLM_FORM, ServingOptions
 from neuron_moe.serving.server import (
     DTYPES,
+    SHUTDOWN_TIMEOUT_S,
     ServerSettings,
     check_alive,
     check_vllm,
     free_port,
-    running,
     server_command,
     wait_until_ready,
 )
@@ -38,7 +40,15 @@ _POLL_S = 0.2
 
 
 class _Stopped(Exception):
-    """A signal asked the server to end."""
+    """A signal asked the server to end.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         threads=args.threads,
         max_model_len=args.max_model_len,
         cache_mib=args.cache_mib,
+        shutdown_timeout=args.shutdown_timeout,
         options=ServingOptions(
             expert_parallel_size=args.ep,
             backend=args.backend,
@@ -69,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     settings = replace(settings, port=free_port(args.host, args.port))
     command = server_command(settings)  # refuses what the model cannot be before vLLM is asked for
-    check_vllm()
     variables = settings.environment()
+    check_vllm()
     if not args.verbose:
         variables["VLLM_LOGGING_LEVEL"] = "ERROR"
     return _serve(settings, command, variables, args.ask)
@@ -79,27 +90,43 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(
     settings: ServerSettings, command: list[str], variables: dict[str, str], question: str | None
 ) -> int:
-    address = f"http://{settings.host}:{settings.port}"
-    started = time.monotonic()
     print(f"neuron-moe serve: starting vLLM for {settings.folder} ...", flush=True)
     try:
         with _signals_raise(), running(command, variables) as process:
-            wait_until_ready(process, settings.host, settings.port)
-            print(
-                f"neuron-moe serve: ready at {address}/v1, model {settings.name},"
-                f" after {time.monotonic() - started:.0f} s",
-                flush=True,
-            )
-            if question is not None:
-                _ask(settings, question)
-                return 0
-            while True:
-                check_alive(process)
-                time.sleep(_POLL_S)
+            try:
+                return _attend(settings, process, question)
+            except _Stopped as stopped:
+                if stopped.number == signal.SIGTERM and settings.shutdown_timeout:
+                    print(
+                        f"neuron-moe serve: answers in flight have {settings.shutdown_timeout} s;"
+                        " a second signal ends them",
+                        flush=True,
+                    )
+                    ask_to_end(process, settings.shutdown_timeout)
+                raise
     except _Stopped:
         print("neuron-moe serve: stopped", flush=True)
         # At once: all is over, and on a loaded machine taking torch down costs seconds.
         os._exit(0)
+
+
+def _attend(
+    settings: ServerSettings, process: subprocess.Popen[bytes], question: str | None
+) -> int:
+    """Tell when a server is ready; return when it has answered a question, if there is one."""
+    started = time.monotonic()
+    wait_until_ready(process, settings.host, settings.port)
+    print(
+        f"neuron-moe serve: ready at http://{settings.host}:{settings.port}/v1, model"
+        f" {settings.name}, after {time.monotonic() - started:.0f} s",
+        flush=True,
+    )
+    if question is not None:
+        _ask(settings, question)
+        return 0
+    while True:
+        check_alive(process)
+        time.sleep(_POLL_S)
 
 
 def _ask(settings: ServerSettings, question: str) -> None:
@@ -112,12 +139,13 @@ def _ask(settings: ServerSettings, question: str) -> None:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into an exception while the context lasts; only the first one."""
+    """Turn SIGTERM and Ctrl-C into an exception while the context lasts; the first two of them."""
+    seen: list[int] = []
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-        raise _Stopped
+    def stop(signalled: int, _frame: FrameType | None) -> None:
+        seen.append(signalled)
+        if len(seen) <= 2:
+            raise _Stopped(signalled)
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, stop) for number in numbers}
@@ -165,6 +193,13 @@ def _parser() -> argparse.ArgumentParser:
         "--compile",
         action="store_true",
         help="join norms, routers and the like by torch.compile: starts later, then runs faster",
+    )
+    parser.more.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        default=SHUTDOWN_TIMEOUT_S,
+        help="seconds that answers in flight may take after SIGTERM; Ctrl-C waits for none"
+        f" (default: {SHUTDOWN_TIMEOUT_S})",
     )
     parser.add_argument("--ask", metavar="TEXT", help="stream one continuation of it, then end")
     parser.more.add_argument("--verbose", action="store_true", help="show all of vLLM's messages")
