@@ -46,22 +46,22 @@ class Row:
 
 
 ROWS = (
-    Row("prefill", "gpt-oss-120b", 128, "uniform", (1131.291,)),
-    Row("prefill", "gpt-oss-20b", 128, "skewed", (306.204,)),
-    Row("prefill", "llama4-scout", 128, "uniform", (375.057,)),
-    Row("prefill", "llama4-maverick", 128, "skewed", (350.497,)),
-    Row("prefill", "qwen3-30b", 128, "uniform", (240.945,)),
-    Row("prefill", "mixtral-8x7b", 128, "uniform", (511.916,)),
-    Row("prefill", "gpt-oss-20b", 1024, "skewed", (523.936,)),
-    Row("prefill", "llama4-scout", 1024, "skewed", (423.448,)),
-    Row("prefill", "qwen3-30b", 1024, "skewed", (441.764,)),
-    Row("prefill", "mixtral-8x7b", 1024, "skewed", (1034.893,)),
-    Row("decode", "gpt-oss-120b", 4, "uniform", (144.237, 150.763)),
-    Row("decode", "gpt-oss-20b", 64, "zipf", (171.428, 177.853), "fp8"),
-    Row("decode", "llama4-maverick", 1, "uniform", (11.709, 17.217), "fp8"),
-    Row("decode", "qwen3-30b", 16, "zipf", (127.472, 133.767)),
-    Row("decode", "deepseek-v3", 4, "uniform", (132.186, 142.291), "fp8"),
-    Row("decode", "mixtral-8x7b", 1, "uniform", (131.077, 134.822)),
+    Row("prefill", "gpt-oss-120b", 128, "uniform", (1158.078,)),
+    Row("prefill", "gpt-oss-20b", 128, "skewed", (319.857,)),
+    Row("prefill", "llama4-scout", 128, "uniform", (375.730,)),
+    Row("prefill", "llama4-maverick", 128, "skewed", (338.481,)),
+    Row("prefill", "qwen3-30b", 128, "uniform", (241.133,)),
+    Row("prefill", "mixtral-8x7b", 128, "uniform", (582.560,)),
+    Row("prefill", "gpt-oss-20b", 1024, "skewed", (556.650,)),
+    Row("prefill", "llama4-scout", 1024, "skewed", (500.998,)),
+    Row("prefill", "qwen3-30b", 1024, "skewed", (498.533,)),
+    Row("prefill", "mixtral-8x7b", 1024, "skewed", (1068.706,)),
+    Row("decode", "gpt-oss-120b", 4, "uniform", (144.264, 150.790)),
+    Row("decode", "gpt-oss-20b", 64, "zipf", (172.275, 178.700), "fp8"),
+    Row("decode", "llama4-maverick", 1, "uniform", (11.732, 17.241), "fp8"),
+    Row("decode", "qwen3-30b", 16, "zipf", (127.548, 133.842)),
+    Row("decode", "deepseek-v3", 4, "uniform", (132.252, 142.357), "fp8"),
+    Row("decode", "mixtral-8x7b", 1, "uniform", (131.096, 134.841)),
 )
 SHORT = (ROWS[2], ROWS[12])
 
